@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -276,7 +276,7 @@ def make_checkpoint() -> Callable[..., Path]:
             (checkpoint / name).write_bytes(content)
         entries = {name: FileEntry(size=len(c), sha256=sha256_file(checkpoint / name)) for name, c in contents.items()}
         record = CheckpointRecord(step=step, saved="", seconds=0, versions={}, identity=identity, files=entries)
-        atomic_write_json(checkpoint / "complete.json", record.to_json())
+        atomic_write_json(checkpoint / "complete.json", asdict(record))
         return checkpoint
 
     return make

@@ -108,7 +108,7 @@ def export(
     outputs: Outputs = Path("outputs"),
 ) -> None:
     """Write one plain Hugging Face folder from a run's model or any of its checkpoints, and check it. Needs no GPU."""
-    from tunebook.checkpoint.export.command import export_command
+    from tunebook.checkpoint.export.run import export_command
 
     export_command(
         named_run(run),

@@ -240,8 +240,7 @@ class Case:
         self.tally.during_saves += is_torn or was_saving
 
     def _look_at(self, folder: Path, reported: int) -> None:
-        from tunebook.checkpoint.newest import complete_checkpoints
-        from tunebook.checkpoint.verify import verified_record
+        from tunebook.checkpoint.verify import complete_checkpoints, verified_record
         from tunebook.errors import DataError
 
         self.tally.lost += newest_step(folder) < reported
@@ -279,8 +278,8 @@ def set_up(folder: Path, words: list[str], place: Path) -> int:
 
 def newest_step(folder: Path) -> int:
     """The step of the newest complete checkpoint; 0 without one."""
-    from tunebook.checkpoint.newest import newest_checkpoint
     from tunebook.checkpoint.record import step_of
+    from tunebook.checkpoint.verify import newest_checkpoint
 
     newest = newest_checkpoint(folder)
     return (step_of(newest) or 0) if newest is not None else 0

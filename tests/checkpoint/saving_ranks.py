@@ -20,9 +20,9 @@ import torch
 import torch.distributed
 
 from tunebook.checkpoint import save
+from tunebook.checkpoint.collectives import background_group
 from tunebook.checkpoint.record import FileEntry, Identity
 from tunebook.checkpoint.save import CheckpointSaver
-from tunebook.checkpoint.together import group_apart
 
 PATIENCE_S = 60
 FILES = ("a", "b", "c", "d")
@@ -44,7 +44,7 @@ class Rank:
             strategy="ddp", peft="full", world_size=2, model={}, config_sha256="", settings={}, data_sha256="",
             tokenizer_sha256=None, chat_template_sha256=None,
         )  # fmt: skip
-        group = group_apart(PATIENCE_S)
+        group = background_group(PATIENCE_S)
         assert group is not None
         self.saver = CheckpointSaver(folder, identity, keep=2, in_background=True, group=group)
 

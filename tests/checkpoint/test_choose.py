@@ -1,16 +1,137 @@
-"""The ranks load the newest checkpoint of which every byte is what was written, and say what they passed over."""
+"""Which checkpoint the launcher expects, and which verified one the ranks load."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 
-from tunebook.checkpoint.choose import choose_checkpoint, require_verified
+from tunebook.checkpoint.choose import (
+    choose_checkpoint,
+    expected_checkpoint,
+    named_candidates,
+    require_verified,
+    same_command,
+)
 from tunebook.checkpoint.record import Identity
+from tunebook.config.choices import ResumeAnyway
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError, RequestError
+
+MakeCheckpoint = Callable[..., Path]
+
+
+def test_the_runs_newest_complete_one(config: RunConfig, run: Path, save: MakeCheckpoint, identity: Identity) -> None:
+    assert expected_checkpoint(config, None, identity) is None
+    assert expected_checkpoint(config, run, identity) is None
+    save(2)
+    (save(4) / "optimizer.pt").unlink()
+    assert expected_checkpoint(config, run, identity) == run / "checkpoints" / "checkpoint-2"
+
+
+@pytest.mark.parametrize("where", ["run", "run/checkpoints", "run/checkpoints/checkpoint-2", "link"])
+def test_a_run_or_a_checkpoint_is_named(
+    config: RunConfig, run: Path, save: MakeCheckpoint, identity: Identity, where: str
+) -> None:
+    save(2)
+    (run.parent / "link").symlink_to("run")
+    config.training.resume = str(run.parent / where)
+    assert expected_checkpoint(config, None, identity) == run / "checkpoints" / "checkpoint-2"
+    assert expected_checkpoint(config, run.parent / "new", identity) == run / "checkpoints" / "checkpoint-2"
+
+
+def test_a_runs_own_come_before_the_named_ones(
+    config: RunConfig, run: Path, save: MakeCheckpoint, identity: Identity, make_checkpoint: MakeCheckpoint
+) -> None:
+    own = make_checkpoint(run.parent / "own", 1, identity=identity)
+    config.training.resume = str(save(2))
+    assert expected_checkpoint(config, run.parent / "own", identity) == own
+
+
+def test_another_runs_is_refused_or_allowed(
+    config: RunConfig, run: Path, save: MakeCheckpoint, identity: Identity
+) -> None:
+    checkpoint = save(2, data_sha256="1" * 64)
+    with pytest.raises(RequestError, match=r"its data have the hash 1.*resume_anyway=\[data\]"):
+        expected_checkpoint(config, run, identity)
+    config.training.resume_anyway = [ResumeAnyway.data]
+    assert expected_checkpoint(config, run, identity) == checkpoint
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_newer_format_is_not_gone_back_behind(
+    config: RunConfig, run: Path, save: MakeCheckpoint, identity: Identity, is_named: bool
+) -> None:
+    save(2)
+    (save(4) / "complete.json").write_text(json.dumps({"format": 99}))
+    if is_named:
+        config.training.resume = str(run)
+    with pytest.raises(RequestError, match=r"checkpoint-4: its complete\.json has format 99 .* use the version"):
+        expected_checkpoint(config, None if is_named else run, identity)
+
+
+@pytest.mark.parametrize("names", [("checkpoint-2",), ("checkpoint-2", "checkpoint-4")])
+def test_a_named_one_that_is_damaged_says_how(
+    config: RunConfig, run: Path, save: MakeCheckpoint, identity: Identity, names: tuple[str, ...]
+) -> None:
+    for name in names:
+        (save(int(name[-1])) / "optimizer.pt").write_bytes(b"")
+    config.training.resume = str(run)
+    with pytest.raises(DataError, match=r"checkpoint-2: optimizer.pt has 0 bytes and was written with 5; name another"):
+        expected_checkpoint(config, None, identity)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (["model.safetensors", "optimizer.pt"], r"optimizer\.pt in it is a pickle, which runs code .*model\.path="),
+        (["pytorch_model.bin"], r"pytorch_model\.bin in it is a pickle"),
+        (["global_step5", "latest"], "global_step5 in it is a pickle"),
+        (["model.safetensors", "config.json"], r"weights and no optimizer state; .*new optimizer: model\.path="),
+        (["thesis.tex"], "it has no complete.json: .*name a run folder, or a folder checkpoint-<step>"),
+        ([], "name a run folder"),
+    ],
+    ids=["trainer", "pickled weights", "deepspeed", "model", "thesis", "empty"],
+)
+def test_a_folder_without_a_record_is_refused_with_what_it_is(
+    config: RunConfig, tmp_path: Path, identity: Identity, files: list[str], message: str
+) -> None:
+    folder = tmp_path / "some" / "checkpoint-2"
+    folder.mkdir(parents=True)
+    for name in files:
+        (folder / name).touch()
+    config.training.resume = str(folder)
+    with pytest.raises(RequestError, match=f"resume={folder} is no checkpoint to resume from: .*{message}") as raised:
+        expected_checkpoint(config, None, identity)
+    assert raised.value.problem_id == "checkpoint-not-usable"
+
+
+def test_a_renamed_checkpoint_is_told_by_its_record(
+    config: RunConfig, run: Path, save: MakeCheckpoint, identity: Identity
+) -> None:
+    config.training.resume = str(save(2).rename(run / "kept"))
+    assert expected_checkpoint(config, None, identity) == run / "kept"
+    (run / "kept").rename(run / "checkpoints" / "checkpoint-7")
+    config.training.resume = str(run)
+    with pytest.raises(DataError, match="its record is of step 2"):
+        expected_checkpoint(config, None, identity)
+
+
+def test_a_named_folder_that_this_host_does_not_see_is_no_crash(run: Path) -> None:
+    """A rank in a container may see less than the launcher did."""
+    gone = run.parent / "gone"
+    with pytest.raises(RequestError, match=rf"training.resume={gone} .*: there is no such folder on {gethostname()}; "):
+        named_candidates(gone)
+
+
+def test_what_goes_on_with_a_run_that_is_to_start_anew_is_not_the_same_command(config: RunConfig) -> None:
+    assert same_command(config) == "the same command"
+    config.training.resume = "never"
+    assert same_command(config) == "the same command without training.resume=never"
+
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -66,7 +187,7 @@ def test_one_of_another_run_is_refused_and_not_gone_back_behind(
 ) -> None:
     save(2)
     save(4, strategy="zero1")
-    with pytest.raises(RequestError, match="checkpoint-4 cannot be gone on from: it was saved by parallelism=zero1"):
+    with pytest.raises(RequestError, match="checkpoint-4 cannot be resumed from: it was saved by parallelism=zero1"):
         choose_checkpoint(config, run, identity, print)
 
 

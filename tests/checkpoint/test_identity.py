@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tunebook.checkpoint.identity import differences, gone_on_from, identity_of, require_same
+from tunebook.checkpoint.identity import differences, identity_of, require_same, resumed_identity
 from tunebook.checkpoint.record import Identity, read_record
 from tunebook.config.choices import Offload, PeftMethod, ResumeAnyway, StateDict, Strategy
 from tunebook.config.identity import result_settings
@@ -75,7 +75,7 @@ def test_settings_that_change_the_result_are_named(said: Callable[..., str], ide
     assert text.startswith("checkpoint-differs: ")
     assert f"optimizer.learning_rate was 0.5 and is {rate}" in text
     assert f"training.seed was 7 and is {identity.settings['training']['seed']}" in text
-    assert "'training.resume_anyway=[config]'; to start anew: training.resume=never" in text
+    assert "'training.resume_anyway=[config]'; to start again: training.resume=never" in text
     assert said(ResumeAnyway.config, settings=changed) == ""
     assert said(ResumeAnyway.data, settings=changed) == text
 
@@ -110,7 +110,7 @@ def test_all_that_must_be_named_is_said_at_once(said: Callable[..., str]) -> Non
     ("change", "text", "fix"),
     [
         ({"strategy": "zero2"}, "it was saved by parallelism=zero2, and this run has parallelism=ddp", "zero2"),
-        ({"peft": "lora"}, "it was trained with peft=lora, and this run with peft=full", "Go on with peft=lora"),
+        ({"peft": "lora"}, "it was trained with peft=lora, and this run with peft=full", "Resume with peft=lora"),
         (
             {"model": {"name": "other/model", "revision": "main", "config_sha256": None, "weights": "pretrained"}},
             "it is of the model other/model@main, and this run trains with the config.json ",
@@ -187,10 +187,9 @@ def test_what_is_on_nvme_disks_fits_its_number_of_ranks_only(identity: Identity,
     (found,) = differences(two, four)
     assert found.allowed_by is None
     assert found.text == (
-        "it holds the shards of 2 ranks, and this run has 4 ranks; what is kept on NVMe disks is saved as each rank's "
-        "files"
+        "it holds the shards of 2 ranks, and this run has 4 ranks; state on NVMe disks is saved as each rank's files"
     )
-    assert found.fix.startswith("Go on with 2 ranks. ")
+    assert found.fix.startswith("Resume with 2 ranks. ")
     assert list(differences(two, two)) == []
 
 
@@ -247,7 +246,7 @@ def test_an_adapter_does_not_go_on_over_other_weights(
     assert refused.startswith("checkpoint-of-another-run: ")
     assert "its adapter was trained on weights with the fingerprint 111111111111..., and those of book:" in refused
     assert "have 222222222222... now. Put the weights back" in refused
-    assert refused.endswith("to start anew on these: training.resume=never")
+    assert refused.endswith("to start again on these: training.resume=never")
 
 
 def test_the_same_base_one_not_recorded_and_that_of_a_whole_model_are_no_difference(
@@ -261,9 +260,9 @@ def test_the_same_base_one_not_recorded_and_that_of_a_whole_model_are_no_differe
 
 
 def test_what_goes_on_from_a_whole_model_comes_from_what_that_came_from(identity: Identity) -> None:
-    whole = gone_on_from(over(identity, "full", "1" * 64), over(identity, "full", "2" * 64))
+    whole = resumed_identity(over(identity, "full", "1" * 64), over(identity, "full", "2" * 64))
     assert whole == over(identity, "full", "1" * 64)
-    older = gone_on_from(replace(identity, model={"name": "m"}), over(identity, "full", "2" * 64))
+    older = resumed_identity(replace(identity, model={"name": "m"}), over(identity, "full", "2" * 64))
     assert older.model["weights_fingerprint"] is None
     adapter = over(identity, "lora", "2" * 64)
-    assert gone_on_from(over(identity, "lora", None), adapter) == adapter
+    assert resumed_identity(over(identity, "lora", None), adapter) == adapter

@@ -35,7 +35,7 @@ def test_shards_that_deepspeed_does_not_know_are_an_error(tmp_path: Path, make_c
     checkpoint = make_checkpoint(tmp_path, 4, files)
     place = tmp_path / "place"
     (place / "universal-checkpoint-4" / "old").mkdir(parents=True)  # of an attempt that was killed
-    with pytest.raises(TunebookError, match=r"checkpoint-4 cannot be cut anew .*as many ranks as saved it") as raised:
+    with pytest.raises(TunebookError, match=r"checkpoint-4 cannot be resharded .*as many ranks as saved it") as raised:
         write_universal(checkpoint, place)
     assert raised.value.problem_id == "checkpoint-not-resharded"
     left = sorted(path.name for path in (place / "universal-checkpoint-4").iterdir() if path.is_file())

@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import os
 import shutil
+import threading
 import time
 from collections import namedtuple
 from collections.abc import Callable
@@ -17,10 +18,9 @@ from typing import Any
 import pytest
 
 from tunebook.checkpoint import save
-from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.checkpoint.record import FileEntry, Identity
-from tunebook.checkpoint.save import CheckpointSaver, publish_folder, seal_files
-from tunebook.checkpoint.verify import verified_record
+from tunebook.checkpoint.save import Background, CheckpointSaver, Stall, publish_folder, seal_files
+from tunebook.checkpoint.verify import newest_checkpoint, verified_record
 from tunebook.errors import DoesNotFitError, TunebookError
 
 FILES = {"model.safetensors": b"weights", "global_step4/optim.pt": b"state", "latest": b"global_step4"}
@@ -147,11 +147,11 @@ def test_the_one_in_the_air_is_not_there_until_it_is_waited_for(tmp_path: Path, 
     saver.begin(4, 0)
     write(saver, 4)
     saver.finish(4, None)
-    assert saver.is_in_the_air
+    assert saver.is_pending
     assert saver.is_busy
     assert names(saver) == ["_unfinished", "checkpoint-2"]  # the one before goes last of all
     assert saver.has(4)
-    assert not saver.is_in_the_air
+    assert not saver.is_pending
     assert names(saver) == ["checkpoint-4"]
 
 
@@ -209,7 +209,7 @@ def test_an_error_of_the_training_waits_for_the_save_in_the_air_and_tells_of_its
             saver.finish(step, None)
             raise ZeroDivisionError
         assert names(saver) == ["checkpoint-2"]
-        saver._in_the_air = None  # a run ends with it
+        saver._pending = None  # a run ends with it
     (note,) = raised.value.__notes__
     assert note == "The checkpoint of step 4 was not completed either: [Errno 5] Input/output error"
 
@@ -344,7 +344,7 @@ def test_the_checkpoint_before_says_how_much_room_the_next_takes(
 ) -> None:
     size = verified_record(save_step(saver, 2)).num_bytes
     needed: list[int] = []
-    monkeypatch.setattr(save, "require_room", lambda folder, step, bytes_, last: needed.append(bytes_))
+    monkeypatch.setattr(save, "require_free_space", lambda folder, step, bytes_, last: needed.append(bytes_))
     saver.begin(4, 10**15)
     assert needed == [size]
 
@@ -357,7 +357,7 @@ def test_a_disk_that_fills_up_leaves_the_last_one(
     with pytest.raises(OSError, match="No space left"):
         save_step(saver, 4)
     assert names(saver) == ["checkpoint-2"]
-    assert not saver.is_in_the_air
+    assert not saver.is_pending
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(
@@ -453,3 +453,48 @@ def test_what_cannot_be_flushed_gets_no_name(unfinished: Path, tmp_path: Path, m
     with pytest.raises(OSError, match="Input/output error"):
         seal_files(unfinished)
     assert not (tmp_path / "model").exists()
+
+
+def test_work_is_done_in_a_thread_that_no_end_of_the_process_waits_for() -> None:
+    background, may_end, done = Background(), threading.Event(), []
+
+    def work() -> None:
+        may_end.wait(60)
+        done.append(threading.current_thread())
+
+    background.start(work)
+    assert background.is_busy
+    assert done == []
+    may_end.set()
+    assert background.wait() is None
+    assert not background.is_busy
+    (thread,) = done
+    assert thread is not threading.current_thread()
+    assert thread.daemon
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_the_error_that_it_ended_with_is_told_once(error: BaseException) -> None:
+    def work() -> None:
+        raise error
+
+    background = Background()
+    background.start(work)
+    assert background.wait() is error
+    assert background.wait() is None
+    background.start(lambda: None)
+    assert background.wait() is None
+
+
+def test_the_time_in_which_training_goes_on_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    stall = Stall()
+    now += 2
+    assert (stall.seconds, stall.age_s) == (2, 2)
+    stall.stop()
+    now += 5
+    assert (stall.seconds, stall.age_s) == (2, 7)
+    stall.resume()
+    now += 3
+    assert (stall.seconds, stall.age_s) == (5, 10)

@@ -30,7 +30,7 @@ def seen(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(2)]
 
 
-def test_ranks_train_on_together_while_a_save_of_theirs_is_in_the_air(seen: list[dict[str, Any]]) -> None:
+def test_ranks_train_on_together_while_a_save_of_theirs_is_pending(seen: list[dict[str, Any]]) -> None:
     for rank in seen:
         found = rank["in_the_air"]
         assert (found["is_busy"], found["is_busy_after"]) == (True, False)

@@ -8,9 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.checkpoint.newest import complete_checkpoints, newest_checkpoint, passed_over
 from tunebook.checkpoint.record import FORMAT, NewerRecordError, UnreadableRecordError, read_record
-from tunebook.checkpoint.verify import require_unchanged_model, verified_record, why_not_complete, wrong_hash
+from tunebook.checkpoint.verify import (
+    complete_checkpoints,
+    newest_checkpoint,
+    passed_over,
+    require_unchanged_model,
+    verified_record,
+    why_not_complete,
+    wrong_hash,
+)
 from tunebook.errors import DataError
 from tunebook.files import sha256_text
 
@@ -43,8 +50,11 @@ def flip_a_bit(file: Path) -> None:
         (lambda file: file.unlink(), "global_step4/bf16_optim.pt is missing"),
         (lambda file: file.write_bytes(b"01234"), "bf16_optim.pt has 5 bytes and was written with 10"),
         (lambda file: file.with_name("more.pt").touch(), "global_step4/more.pt in it is not listed in its complete"),
-        (lambda file: (file.unlink(), file.symlink_to("/etc/hostname")), "bf16_optim.pt in it is a link or no file"),
-        (lambda file: (file.parent / "sub").symlink_to("/etc"), "global_step4/sub in it is a link or no file"),
+        (
+            lambda file: (file.unlink(), file.symlink_to("/etc/hostname")),
+            "bf16_optim.pt in it is a link or no regular file",
+        ),
+        (lambda file: (file.parent / "sub").symlink_to("/etc"), "global_step4/sub in it is a link or no regular file"),
     ],
     ids=["deleted", "truncated", "added", "a link for a file", "a linked folder"],
 )
@@ -71,7 +81,7 @@ def test_a_flipped_bit_is_found_by_its_hash_alone(checkpoint: Path) -> None:
 def test_a_linked_folder_of_files_that_are_what_was_written_is_still_refused(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "global_step4").rename(tmp_path / "elsewhere")
     (checkpoint / "global_step4").symlink_to(tmp_path / "elsewhere")
-    assert "global_step4 in it is a link or no file" in str(why_not_complete(checkpoint))
+    assert "global_step4 in it is a link or no regular file" in str(why_not_complete(checkpoint))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +134,7 @@ def test_without_a_record_it_is_not_there(checkpoint: Path) -> None:
     (checkpoint / "complete.json").unlink()
     assert "it has no complete.json: " in str(why_not_complete(checkpoint))
     (checkpoint / ".complete.json").touch()
-    assert why_not_complete(checkpoint) == "it was not written to its end"
+    assert why_not_complete(checkpoint) == "it was not written completely"
 
 
 def test_the_newest_complete_one_and_what_is_newer(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+"""Chunks: several processes give what one gives, and documents are fitted to the length."""
+
 from __future__ import annotations
 
 import os
@@ -11,8 +13,19 @@ import pytest
 from tunebook.config.choices import Overlong, TrainOn
 from tunebook.config.schema import ModelConfig
 from tunebook.data import chunks
-from tunebook.data.chunks import ChunkEncoder, ChunkSettings, choose_num_workers, encode_chunks
+from tunebook.data.chunks import (
+    NEVER_TRAINED,
+    NOTHING_TRAINED,
+    PIECE_NOT_TRAINED,
+    TOO_LONG,
+    ChunkEncoder,
+    ChunkSettings,
+    choose_num_workers,
+    encode_chunks,
+    fit,
+)
 from tunebook.data.corpus import CorpusKind
+from tunebook.data.encode import Document
 from tunebook.errors import DataError, TunebookError
 from tunebook.model.tokenizer import load_tokenizer
 
@@ -46,17 +59,22 @@ def make_documents(num_documents: int) -> Any:
     )
 
 
-def test_several_processes_give_what_one_gives(
+def test_several_processes_give_what_one_gives_with_the_date_that_the_template_writes(
     tokenizer_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings, documents = make_settings(tokenizer_folder()), make_documents(95)
+    template = "{{- strftime_now('%d.%m.%Y') }}{%- for m in messages %}{{- m.content + '<|im_end|>' }}{%- endfor %}"
+    settings = make_settings(tokenizer_folder(template=template), template_date="2031-12-01", max_length=80)
     monkeypatch.setattr(chunks, "DOCUMENTS_PER_CHUNK", 10)
+    documents = make_documents(95)
     alone = list(encode_chunks(documents, settings, 1))
     assert len(alone) == 10
     assert sum(chunk.counts.num_read for chunk in alone) == 95
     assert alone[0].counts.num_documents == 10
     monkeypatch.setattr(chunks, "_DOCUMENTS_PER_WORKER", 10)
     assert list(encode_chunks(documents, settings, 2)) == alone
+    ids = pa.ipc.open_stream(alone[0].stream).read_all()["input_ids"][0].as_py()
+    assert settings.tokenizer is not None
+    assert settings.tokenizer.decode(ids).startswith("01.12.20310<|im_end|>")
 
 
 def test_documents_of_a_file_that_is_mapped_anew_are_all_read_in_order(
@@ -123,15 +141,41 @@ def test_no_worker_starts_for_nothing(num_documents: int, asked: int, expected: 
     assert choose_num_workers(num_documents, asked) == expected
 
 
-def test_every_process_has_the_date_that_the_template_writes(
-    tokenizer_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    template = "{{- strftime_now('%d.%m.%Y') }}{%- for m in messages %}{{- m.content + '<|im_end|>' }}{%- endfor %}"
-    settings = make_settings(tokenizer_folder(template=template), template_date="2031-12-01", max_length=80)
-    monkeypatch.setattr(chunks, "DOCUMENTS_PER_CHUNK", 10)
-    alone = list(encode_chunks(make_documents(20), settings, 1))
-    monkeypatch.setattr(chunks, "_DOCUMENTS_PER_WORKER", 10)
-    assert list(encode_chunks(make_documents(20), settings, 2)) == alone
-    ids = pa.ipc.open_stream(alone[0].stream).read_all()["input_ids"][0].as_py()
-    assert settings.tokenizer is not None
-    assert settings.tokenizer.decode(ids).startswith("01.12.20310<|im_end|>")
+LONG = Document([1, 2, 3, 4, 5, 6, 7], [-100, -100, 3, -100, -100, -100, 7])
+
+
+@pytest.mark.parametrize("overlong", list(Overlong))
+def test_a_document_that_fits_is_kept_as_it_is(overlong: Overlong) -> None:
+    fitted = fit(LONG, 7, overlong)
+    assert fitted.pieces == [LONG]
+    assert not fitted.was_cut
+    assert fitted.num_tokens_lost == 0
+
+
+def test_cut_keeps_the_beginning() -> None:
+    fitted = fit(LONG, 4, Overlong.cut)
+    assert fitted.pieces == [Document([1, 2, 3, 4], [-100, -100, 3, -100])]
+    assert (fitted.was_cut, fitted.num_tokens_lost, fitted.dropped) == (True, 3, [])
+
+
+def test_a_cut_that_leaves_nothing_to_train_on_drops_the_document() -> None:
+    fitted = fit(LONG, 2, Overlong.cut)
+    assert (fitted.pieces, fitted.num_tokens_lost, fitted.dropped) == ([], 7, [NOTHING_TRAINED])
+
+
+def test_drop_says_why() -> None:
+    fitted = fit(LONG, 6, Overlong.drop)
+    assert (fitted.pieces, fitted.was_cut, fitted.num_tokens_lost, fitted.dropped) == ([], False, 7, [TOO_LONG])
+
+
+def test_split_pieces_begin_untrained_and_empty_ones_are_dropped() -> None:
+    fitted = fit(LONG, 2, Overlong.split)
+    # [1 2] trains nothing; [3 4] would train its first token, which nothing predicts any more; so does [7].
+    assert (fitted.pieces, fitted.num_tokens_lost, fitted.dropped) == ([], 7, [PIECE_NOT_TRAINED] * 4)
+    fitted = fit(LONG, 5, Overlong.split)
+    assert fitted.pieces == [Document([1, 2, 3, 4, 5], [-100, -100, 3, -100, -100]), Document([6, 7], [-100, 7])]
+    assert (fitted.was_cut, fitted.num_tokens_lost, fitted.dropped) == (True, 0, [])
+
+
+def test_a_document_without_a_trained_token_is_dropped() -> None:
+    assert fit(Document([1, 2], [-100, -100]), 8, Overlong.cut).dropped == [NEVER_TRAINED]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -16,19 +18,20 @@ def config_of(dataset: DatasetConfig, max_length: int = 1024) -> RunConfig:
     return plain_config(dataset=dataset, training=TrainingConfig(max_length=max_length, global_samples=8))
 
 
-def drawn_lengths(settings: SyntheticConfig) -> np.ndarray:
-    random = np.random.default_rng(0)
+@functools.cache
+def drawn_lengths(sigma: float, most: int) -> np.ndarray:
+    random, settings = np.random.default_rng(0), SyntheticConfig(log_sigma_tokens=sigma, max_tokens=most)
     return np.concatenate([synthetic._draw_lengths(random, settings) for _ in range(200)])
 
 
 def after(lengths: np.ndarray, overlong: Overlong, longest: int) -> np.ndarray:
-    """What is left of documents once those that are too long were dealt with."""
+    """The lengths after documents that are too long were cut, dropped or split."""
     if overlong is Overlong.cut:
         return np.minimum(lengths, longest)
     if overlong is Overlong.drop:
         return lengths[lengths <= longest]
-    pieces = [np.diff([*range(0, length, longest), length]) for length in lengths]
-    return np.concatenate(pieces)
+    rests = lengths % longest
+    return np.concatenate([np.full((lengths // longest).sum(), longest), rests[rests > 0]])
 
 
 @pytest.mark.parametrize("overlong", list(Overlong))
@@ -37,7 +40,7 @@ def after(lengths: np.ndarray, overlong: Overlong, longest: int) -> np.ndarray:
 def test_it_is_that_of_the_documents_that_are_drawn(overlong: Overlong, longest: int, sigma: float, most: int) -> None:
     settings = SyntheticConfig(log_sigma_tokens=sigma, max_tokens=most)
     config = config_of(DatasetConfig(source=Source.synthetic, synthetic=settings, overlong=overlong), longest)
-    drawn = drawn_lengths(settings)
+    drawn = drawn_lengths(sigma, most)
     lengths = after(drawn, overlong, longest)
     assert mean_tokens(config) == (pytest.approx(float(lengths.mean()), rel=0.01) if len(lengths) else None)
     kept = 20_000 * len(lengths) / len(drawn)

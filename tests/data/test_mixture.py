@@ -39,7 +39,7 @@ def test_weights_are_shares_until_the_first_part_is_used_up(
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"a": 1.0, "b": None}, "b without a weight beside parts that have one"),
+        ({"a": 1.0, "b": None}, "b has no weight and other parts have one"),
         ({"a": 1.0, "b": 0.0}, r"dataset.parts.b.weight=0.0: a weight is a positive number"),
         ({"a": float("nan"), "b": 1.0}, "a.weight=nan"),
         ({"a": 1000.0, "b": 1.0}, r"parts.b.weight=1.0 leaves no document of it: part a is used up after 10"),

@@ -55,7 +55,7 @@ def test_rows_that_a_budget_has_filled_are_not_overfilled():
 
 
 def test_documents_that_no_row_has_room_for_are_refused():
-    with pytest.raises(ValueError, match="document 2 of 4 tokens has no room in 2 x 6"):
+    with pytest.raises(ValueError, match="document 2 of 4 tokens does not fit into 2 x 6"):
         pack_within([4, 4, 4], 2, 6)
 
 

@@ -1,11 +1,23 @@
+"""Prepared data: counts, histogram, folders that are not complete, and the hash of the documents themselves."""
+
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from tunebook.data.prepared import Histogram, PartCounts, histogram, is_whole, load_prepared
+from tunebook.data.chunks import prepared_schema
+from tunebook.data.prepared import (
+    ARROW_FILE,
+    Histogram,
+    PartCounts,
+    hash_documents,
+    histogram,
+    is_complete,
+    load_prepared,
+)
 from tunebook.errors import DataError
 
 
@@ -50,6 +62,77 @@ def test_counts_add_up() -> None:
 def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "prepared.json").write_text(content)
-    assert not is_whole(tmp_path)
+    assert not is_complete(tmp_path)
     with pytest.raises(DataError, match=r"no complete prepared data.*tunebook data RECIPE"):
         load_prepared(tmp_path)
+
+
+DOCUMENTS = [([5, 6, 7], [-100, 6, 7]), ([8], [8]), ([9, 10], [-100, 10])]
+
+
+def write_part(folder: Path, documents: list[tuple[list[int], list[int]]], rows_per_batch: int = 10) -> Path:
+    folder.mkdir(parents=True)
+    columns = {
+        "input_ids": [tokens for tokens, _ in documents],
+        "labels": [labels for _, labels in documents],
+        "length": [len(tokens) for tokens, _ in documents],
+    }
+    table = pa.table(columns, schema=prepared_schema())
+    with (folder / ARROW_FILE).open("wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        for batch in table.to_batches(max_chunksize=rows_per_batch):
+            writer.write_batch(batch)
+    return folder
+
+
+def test_how_arrow_cuts_the_documents_does_not_count(tmp_path: Path) -> None:
+    whole = hash_documents([write_part(tmp_path / "a" / "train", DOCUMENTS)])
+    cut = hash_documents([write_part(tmp_path / "b" / "train", DOCUMENTS, rows_per_batch=1)])
+    assert whole == cut
+    assert len(whole) == 64
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        [([5, 6, 7], [-100, 6, 7]), ([8], [8]), ([9, 11], [-100, 10])],
+        [([5, 6, 7], [-100, 6, -100]), ([8], [8]), ([9, 10], [-100, 10])],
+        [([5, 6], [-100, 6]), ([7, 8], [7, 8]), ([9, 10], [-100, 10])],  # the same tokens in a row, cut elsewhere
+        [([8], [8]), ([5, 6, 7], [-100, 6, 7]), ([9, 10], [-100, 10])],
+    ],
+    ids=["a_token", "a_label", "a_border", "the_order"],
+)
+def test_every_part_of_a_document_counts(tmp_path: Path, documents: list[tuple[list[int], list[int]]]) -> None:
+    before = hash_documents([write_part(tmp_path / "a" / "train", DOCUMENTS)])
+    assert hash_documents([write_part(tmp_path / "b" / "train", documents)]) != before
+
+
+def test_the_parts_count_by_name_and_not_by_their_order(tmp_path: Path) -> None:
+    train = write_part(tmp_path / "a" / "train", DOCUMENTS)
+    validation = write_part(tmp_path / "a" / "validation", DOCUMENTS[:1])
+    both = hash_documents([train, validation])
+    assert hash_documents([validation, train]) == both
+    exchanged = [
+        write_part(tmp_path / "b" / "validation", DOCUMENTS),
+        write_part(tmp_path / "b" / "train", DOCUMENTS[:1]),
+    ]
+    assert hash_documents(exchanged) != both
+    assert hash_documents([train]) != both
+
+
+def test_documents_read_from_a_table_that_was_sliced(tmp_path: Path) -> None:
+    """Arrow writes a slice with offsets that do not begin at zero."""
+    folder = tmp_path / "a" / "train"
+    write_part(folder, DOCUMENTS[1:])
+    other = tmp_path / "b" / "train"
+    other.mkdir(parents=True)
+    table = pa.table(
+        {
+            "input_ids": [tokens for tokens, _ in DOCUMENTS],
+            "labels": [labels for _, labels in DOCUMENTS],
+            "length": np.array([3, 1, 2], dtype=np.int32),
+        },
+        schema=prepared_schema(),
+    ).slice(1)
+    with (other / ARROW_FILE).open("wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table)
+    assert hash_documents([folder]) == hash_documents([other])

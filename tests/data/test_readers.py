@@ -81,7 +81,7 @@ def test_blank_lines_are_skipped_and_counted_and_keep_the_numbering(tmp_path: Pa
         (b'{"text": "a",}', r"line 17: broken JSON at column 1[34]: "),
         (
             b"{",
-            r"line 17: broken JSON at column 2: expecting property name .*JSONL needs each document whole on one line",
+            r"line 17: broken JSON at column 2: expecting property name .*JSONL needs each document on one line",
         ),
         (b'"only text"', r"line 17: a JSON string where an object \{...\} belongs"),
         (b'[{"text": "a"}]', r"line 17: a JSON array where an object .*belongs in a file named .json"),
@@ -136,14 +136,17 @@ def test_a_whole_file_that_is_not_what_its_name_says(tmp_path: Path) -> None:
 def test_a_compressed_file_that_was_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl.gz"
     path.write_bytes(gzip.compress(LINES.encode())[:-12])
-    with pytest.raises(DataError, match=r"data.jsonl.gz is not a whole gzip file .*cut off"):
+    with pytest.raises(DataError, match=r"data.jsonl.gz is not a complete gzip file .*cut off"):
         read(path)
 
 
 def test_a_file_that_is_only_called_compressed(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl.gz"
     path.write_bytes(LINES.encode())
-    with pytest.raises(DataError, match=r"data.jsonl.gz is not gzip, .* give it a name without .gz"):
+    said = r"data.jsonl.gz has a name of gzip and is not gzip: give it a name without .gz"
+    with pytest.raises(DataError, match=said):
+        DataError, match=r"data.jsonl.gz has a name of gzip and is not gzip: give it a name without .gz"
+    ):
         read(path)
 
 
@@ -256,7 +259,7 @@ def test_a_key_that_stands_twice_is_named_and_the_reading_goes_on(
     problems = DocumentProblems(str(path))
     records = [record for _, record in read_records(path, problems, KNOWN)]
     assert [record["text"] for record in records] == ["a", "d"]
-    with pytest.raises(DataError, match=rf"{place}: the key '(text|x)' stands twice .*; keep one value") as caught:
+    with pytest.raises(DataError, match=rf"{place}: the key '(text|x)' is twice .*; keep one value") as caught:
         problems.raise_if_any()
     assert caught.value.problem_id == "data-repeated-key"
 

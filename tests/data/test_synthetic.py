@@ -70,11 +70,11 @@ def test_the_next_token_is_predictable(documents: list[dict[str, list[int]]]) ->
 
 
 def test_the_seed_decides_and_fewer_documents_are_the_first_of_more(tmp_path: Path) -> None:
-    same = load(tmp_path / "a", num_documents=1200).train.to_list()
-    assert load(tmp_path / "b", num_documents=1200).train.to_list() == same
-    assert load(tmp_path / "c", num_documents=1100).train.to_list() == same[:1100]
-    assert load(tmp_path / "d", num_documents=50, seed=1).train.to_list() != same[:50]
-    assert same[1100]["origin"] == "synthetic:1101"
+    same = load(tmp_path / "a", num_documents=1200).train.with_format("arrow")
+    assert load(tmp_path / "b", num_documents=1200).train.with_format("arrow")[:].equals(same[:])
+    assert load(tmp_path / "c", num_documents=1100).train.with_format("arrow")[:].equals(same[:1100])
+    assert not load(tmp_path / "d", num_documents=50, seed=1).train.with_format("arrow")[:].equals(same[:50])
+    assert same[1100]["origin"][0].as_py() == "synthetic:1101"
 
 
 def test_a_small_vocabulary_and_the_shortest_documents(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_a_turn_without_an_end_token_is_an_error(tiny_tokenizer: Tokenizers) -> 
 def test_an_end_token_that_generation_does_not_stop_at_is_an_error(tiny_tokenizer: Tokenizers) -> None:
     renderer = ConversationRenderer(tiny_tokenizer(eos_token="</s>"))
     with pytest.raises(
-        DataError, match=r"ending with 'Yo<\|im_end\|>\\n'\) holds no token .*stops at \(</s>\)"
+        DataError, match=r"ending with 'Yo<\|im_end\|>\\n'\) has no token .*ends generation \(</s>\)"
     ) as caught:
         renderer.render(talk("Hi", "Yo"), "a:7")
     assert """If <|im_end|> ends the turn, type 'model.eos_token="<|im_end|>"'""" in caught.value.message
@@ -365,7 +365,7 @@ def test_a_template_writes_the_date_that_is_set_and_not_todays(
 @pytest.mark.parametrize("call", ["['a', 'b']|random", "lipsum(n=1)"])
 def test_a_template_that_draws_by_chance_is_refused(tiny_tokenizer: Tokenizers, call: str) -> None:
     tokenizer = tiny_tokenizer(template=f"{{{{- {call} }}}}" + CHATML_WITH_MARKERS)
-    with pytest.raises(RequestError, match="the chat template draws by chance") as caught:
+    with pytest.raises(RequestError, match="the chat template is random") as caught:
         ConversationRenderer(tokenizer)
     assert caught.value.problem_id == "chat-template-random"
     assert ConversationRenderer(tiny_tokenizer(template="{{- 'a random word' }}" + CHATML_WITH_MARKERS))

@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from tunebook.checkpoint.room import require_room
+from tunebook.checkpoint.retention import require_free_space
 from tunebook.errors import DoesNotFitError
 from tunebook.hardware.disk import disk_full, is_disk_full, no_space, tells_of_full_disk
 from tunebook.record.run_folder import check_free_space
@@ -48,7 +48,7 @@ def test_recorded_reason_of_a_full_disk_is_recognized(tmp_path):
         check_free_space(tmp_path, 2.0**40)
     reasons.append(raised.value.message)
     with pytest.raises(DoesNotFitError) as raised:
-        require_room(tmp_path, 3, 2**70, last=None)
+        require_free_space(tmp_path, 3, 2**70, last=None)
     reasons.append(f"rank 1: {raised.value.message}")
     assert [tells_of_full_disk(reason) for reason in reasons] == [True] * 4
     assert not tells_of_full_disk("the plan needs 90 GiB per GPU, which has 80 GiB")

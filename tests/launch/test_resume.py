@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.checkpoint.newest import newest_checkpoint
 from tunebook.checkpoint.record import Identity
+from tunebook.checkpoint.verify import newest_checkpoint
 from tunebook.config.choices import Checkpointing, ResumeAnyway, Strategy
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml

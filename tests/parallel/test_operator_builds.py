@@ -6,28 +6,28 @@ import inspect
 import itertools
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
+import filelock
 import pytest
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from tunebook.errors import TunebookError
 from tunebook.parallel import operator_builds
-from tunebook.parallel.operator_builds import ABANDONED_AFTER_S, HOLDER_FILE, TurnBaton, build_operators_in_turn
+from tunebook.parallel.operator_builds import ABANDONED_AFTER_S, FILE_LOCK, OperatorLock, build_operators_in_turn
 
 BUILDER = """
 import sys, time
 
-baton = TurnBaton(sys.argv[1])
-assert baton.try_acquire()
+lock = OperatorLock(sys.argv[1])
+assert lock.try_acquire()
 print("builds", flush=True)
 time.sleep(float(sys.argv[2]))
-baton.release()
+lock.release()
 """
 WITHIN_S = 60.0  # of a machine that does other work
 
@@ -42,12 +42,12 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def baton(folder, monkeypatch):
+def lock(folder, monkeypatch):
     monkeypatch.setattr(operator_builds, "_POLL_S", 0.01)
-    monkeypatch.setattr(operator_builds, "_SAID_AFTER_S", 0.0)
+    monkeypatch.setattr(operator_builds, "_REPORT_AFTER_S", 0.0)
     monkeypatch.setattr(operator_builds, "QUIET_S", 0.1)
-    monkeypatch.setattr(TurnBaton, "timeout_s", 0.3)
-    return TurnBaton(str(folder / "lock"))
+    monkeypatch.setattr(OperatorLock, "timeout_s", 0.3)
+    return OperatorLock(str(folder / "lock"))
 
 
 @pytest.fixture
@@ -56,17 +56,37 @@ def builder(folder):
     started = []
 
     def start(seconds=600.0):
-        words = [sys.executable, "-c", BUILDER, str(folder / "lock"), str(seconds)]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        arguments = [sys.executable, "-c", BUILDER, str(folder / "lock"), str(seconds)]
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout.readline() == "builds\n"
         return process
 
     yield start
     for process in started:
-        process.kill()
-        process.wait()
+        kill(process)
         process.stdout.close()
+
+
+def kill(process):
+    process.kill()
+    process.wait()
+
+
+def during_the_wait(lock, monkeypatch, action):
+    """Call `action(who)` before each wait of the lock."""
+    real = lock._wait
+
+    def wait(attempt, report):
+        def observed():
+            blocker = attempt()
+            if blocker is not None:
+                action(blocker[0])
+            return blocker
+
+        real(observed, report)
+
+    monkeypatch.setattr(lock, "_wait", wait)
 
 
 def test_torch_asks_for_its_lock_file_by_the_name_that_is_replaced(monkeypatch):
@@ -74,81 +94,68 @@ def test_torch_asks_for_its_lock_file_by_the_name_that_is_replaced(monkeypatch):
     assert "baton = FileBaton(os.path.join(build_directory, 'lock'))" in source
     assert source.index("if baton.try_acquire():") < source.index("baton.release()")
     monkeypatch.setattr(cpp_extension, "FileBaton", FileBaton)
-    monkeypatch.setattr(TurnBaton, "timeout_s", 1.0)
+    monkeypatch.setattr(OperatorLock, "timeout_s", 1.0)
     build_operators_in_turn(7)
-    assert (cpp_extension.FileBaton, TurnBaton.timeout_s) == (TurnBaton, 7)
+    assert (cpp_extension.FileBaton, OperatorLock.timeout_s) == (OperatorLock, 7)
 
 
-def test_a_turn_leaves_nothing_but_a_file_that_names_nobody(baton, folder):
-    assert baton.try_acquire()
+def test_a_turn_leaves_only_the_file_of_the_file_lock(lock, folder):
+    assert lock.try_acquire()
+    assert f"process {os.getpid()} on " in (folder / "lock").read_text()
+    lock.release()
+    assert sorted(file.name for file in folder.iterdir()) == ["shm.o", FILE_LOCK]
+
+
+def test_what_a_killed_process_left_behind_is_removed_soon_and_reported(lock, folder, builder, capsys, monkeypatch):
+    monkeypatch.setattr(OperatorLock, "timeout_s", WITHIN_S)
+    kill(builder())
     assert (folder / "lock").exists()
-    assert f"process {os.getpid()} on " in (folder / HOLDER_FILE).read_text()
-    baton.release()
-    assert sorted(file.name for file in folder.iterdir()) == ["shm.o", HOLDER_FILE]
-    assert (folder / HOLDER_FILE).read_text() == ""
-
-
-def test_what_a_killed_process_left_behind_is_taken_away_soon_and_said(baton, folder, builder, capsys, monkeypatch):
-    monkeypatch.setattr(TurnBaton, "timeout_s", WITHIN_S)
-    killed = builder()
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    assert (folder / "lock").exists()
-    assert baton.try_acquire()
-    assert not (folder / "shm.o").exists()  # compiled anew
+    assert lock.try_acquire()
+    assert not (folder / "shm.o").exists()  # compiled again
     assert f"{folder / 'lock'} was left behind by a process that was killed" in capsys.readouterr().out
-    baton.release()
+    lock.release()
 
 
-def test_what_a_killed_process_had_started_is_waited_for_where_it_works(baton, folder, builder, monkeypatch):
-    monkeypatch.setattr(TurnBaton, "timeout_s", WITHIN_S)
-    killed = builder()
-    killed.kill()
-    killed.wait()
-    note = (folder / HOLDER_FILE).read_text()
+def test_what_a_killed_process_had_started_is_waited_for_where_it_works(lock, folder, builder, monkeypatch):
+    monkeypatch.setattr(OperatorLock, "timeout_s", WITHIN_S)
+    kill(builder())
     with subprocess.Popen(["sleep", "600"], cwd=folder) as compiler:
-        waited_for, real = [], baton._wait
+        waited_for = []
 
-        def wait(who, advice):
+        def watch(who):
             assert (folder / "shm.o").exists()
-            assert (folder / HOLDER_FILE).read_text() == note  # should this one be killed too, the next one knows
             waited_for.append(who)
             if str(compiler.pid) in who:
-                compiler.kill()
-                compiler.wait()
-            real(who, advice)
+                kill(compiler)
 
-        monkeypatch.setattr(baton, "_wait", wait)
+        during_the_wait(lock, monkeypatch, watch)
         try:
-            assert baton.try_acquire()
+            assert lock.try_acquire()
         finally:
             compiler.kill()
     assert f"what a killed process had started (in that folder: {compiler.pid})" in waited_for
     assert not (folder / "shm.o").exists()
-    baton.release()
+    lock.release()
 
 
-def test_a_folder_that_still_changes_is_not_taken_away(baton, folder, builder, monkeypatch):
-    killed = builder()
-    killed.kill()
-    killed.wait()
+def test_a_folder_that_still_changes_is_not_cleared(lock, folder, builder, monkeypatch):
+    kill(builder())
     monkeypatch.setattr(operator_builds, "QUIET_S", 600.0)
     with pytest.raises(TunebookError, match=rf"for what a killed process had started to compile.*: rm {folder}/lock$"):
-        baton.try_acquire()
+        lock.try_acquire()
     monkeypatch.setattr(operator_builds, "QUIET_S", 0.0)
-    again = TurnBaton(str(folder / "lock"))  # it still knows whose that was
+    again = OperatorLock(str(folder / "lock"))  # the file still says whose it was
     assert again.try_acquire()
     again.release()
 
 
-def test_a_lock_file_that_another_machine_took_away_is_none_to_release(baton, folder):
-    assert baton.try_acquire()
+def test_a_lock_file_that_another_machine_removed_is_no_error(lock, folder):
+    assert lock.try_acquire()
     (folder / "lock").unlink()
-    baton.release()
-    assert (folder / HOLDER_FILE).read_text() == ""
+    lock.release()
 
 
-def test_many_turns_one_after_another_are_not_too_long_but_one_is(baton, monkeypatch):
+def test_many_turns_one_after_another_are_not_too_long_but_one_is(lock, monkeypatch):
     """By a clock of its own: each of 50 turns takes 0.2 of 0.3 s, the last one does not end."""
     clock = itertools.count(0, 0.1)
     now = [0.0]
@@ -157,140 +164,121 @@ def test_many_turns_one_after_another_are_not_too_long_but_one_is(baton, monkeyp
     def sleep(_seconds):
         now[0] = next(clock)
 
-    def busy(*_):
-        raise BlockingIOError
+    def busy(**_):
+        raise filelock.Timeout("busy")
 
     monkeypatch.setattr(operator_builds, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    monkeypatch.setattr(operator_builds.fcntl, "flock", busy)
-    monkeypatch.setattr(baton, "_who_holds", lambda: turn.pop(0) if len(turn) > 1 else turn[0])
+    monkeypatch.setattr(lock._file_lock, "acquire", busy)
+    monkeypatch.setattr(lock, "_holder", lambda: turn.pop(0) if len(turn) > 1 else turn[0])
     with pytest.raises(TunebookError, match=r"process 49 on node.*if it hangs: end that process$"):
-        baton.try_acquire()
+        lock.try_acquire()
     assert now[0] > 50 * 0.2 - 0.3
 
 
-def test_who_waits_for_a_process_of_ours_gets_the_turn_after_it(baton, folder, builder, monkeypatch):
-    monkeypatch.setattr(TurnBaton, "timeout_s", WITHIN_S)
-    process = builder(1.0)
-    assert baton.try_acquire()
-    assert process.wait(WITHIN_S) == 0
-    assert (folder / "shm.o").exists()
-    baton.release()
+@pytest.mark.parametrize("is_killed", [False, True], ids=["ends", "is killed"])
+def test_the_turn_after_another_process(lock, folder, builder, monkeypatch, is_killed):
+    monkeypatch.setattr(OperatorLock, "timeout_s", WITHIN_S)
+    process = builder(600.0 if is_killed else 1.0)
+    if is_killed:
+        during_the_wait(lock, monkeypatch, lambda _who: kill(process))
+    assert lock.try_acquire()
+    assert process.wait(WITHIN_S) == (-9 if is_killed else 0)
+    assert (folder / "shm.o").exists() is not is_killed
+    lock.release()
 
 
-def test_one_that_is_killed_while_others_wait_holds_them_up_no_longer(baton, folder, builder, monkeypatch):
-    monkeypatch.setattr(TurnBaton, "timeout_s", WITHIN_S)
+def test_waiting_too_long_for_one_of_ours_names_it_and_the_file(lock, folder, builder):
     process = builder()
-    real = baton._wait
-    monkeypatch.setattr(baton, "_wait", lambda *who: (process.kill(), process.wait(), real(*who)))
-    assert baton.try_acquire()
-    assert not (folder / "shm.o").exists()
-    baton.release()
-
-
-def test_waiting_too_long_for_one_of_ours_names_it_and_the_file(baton, folder, builder):
-    process = builder()
-    words = (
-        rf"waited 0.3 s \(launcher.start_timeout_s\) for process {process.pid} on .*{folder}/lock.*end that process$"
-    )
-    with pytest.raises(TunebookError, match=words) as caught:
-        baton.try_acquire()
+    said = rf"waited 0.3 s \(launcher.start_timeout_s\) for process {process.pid} on .*{folder}/lock.*end that process$"
+    with pytest.raises(TunebookError, match=said) as caught:
+        lock.try_acquire()
     assert caught.value.problem_id == "operator-build-stuck"
-    assert f"process {process.pid} on " in (folder / HOLDER_FILE).read_text()  # it still has its turn
+    assert f"process {process.pid} on " in (folder / "lock").read_text()  # it still has its turn
 
 
-def test_another_programs_file_is_waited_for_and_then_named(baton, folder, capsys):
-    (folder / "lock").touch()
-    with pytest.raises(
-        TunebookError, match=r"another program on this machine.*deepspeed_shm_comm.*if nothing is: rm /.*/lock$"
-    ):
-        baton.try_acquire()
+OTHER_PROGRAM = r"another program on this machine.*deepspeed_shm_comm.*if nothing is: rm /.*/lock$"
+
+
+@pytest.mark.parametrize("content", ["", "other-boot process 7 on node2"], ids=["torch", "another machine"])
+def test_another_programs_file_is_waited_for_and_then_named(lock, folder, capsys, content):
+    """Of another machine, too: its file locks may not reach this one."""
+    (folder / "lock").write_text(content)
+    with pytest.raises(TunebookError, match=OTHER_PROGRAM):
+        lock.try_acquire()
     assert f"while there is {folder / 'lock'}" in capsys.readouterr().out
-    assert (folder / "lock").exists()
-    assert (folder / HOLDER_FILE).read_text() == ""  # the next of ours must not take it for its own
+    assert (folder / "lock").read_text() == content
 
 
-def test_another_programs_file_counts_as_left_behind_once_nothing_has_changed_for_long(baton, folder):
-    lock, product = folder / "lock", folder / "shm.o"
-    lock.touch()
+def age(*files):
     old = time.time() - ABANDONED_AFTER_S - 60
-    os.utime(lock, (old, old))
-    with pytest.raises(TunebookError):  # it has just compiled something
-        baton.try_acquire()
-    os.utime(product, (old, old))
-    assert baton.try_acquire()
-    assert not product.exists()
-    baton.release()
+    for file in files:
+        os.utime(file, (old, old))
 
 
-@pytest.mark.parametrize("who", ["other-boot process 7 on node2", "{machine} process 7 on here"])
-def test_a_file_that_no_process_of_this_machine_can_have_left_is_another_programs(baton, folder, who):
-    """Of another machine, whose flock may not reach this one; or made long after the note was written."""
-    holder = folder / HOLDER_FILE
-    holder.write_text(who.format(machine=operator_builds._machine()))
-    if who.startswith("{"):
-        os.utime(holder, (time.time() - 100, time.time() - 100))
+def test_another_programs_file_counts_as_left_behind_once_nothing_has_changed_for_long(lock, folder):
     (folder / "lock").touch()
-    with pytest.raises(TunebookError):
-        baton.try_acquire()
+    age(folder / "lock")
+    with pytest.raises(TunebookError):  # it has just compiled something
+        lock.try_acquire()
+    age(folder / "shm.o")
+    assert lock.try_acquire()
+    assert not (folder / "shm.o").exists()
+    lock.release()
 
 
-def test_without_flocks_the_file_alone_has_to_do(baton, folder, monkeypatch):
-    def no_locks(*_):
+@pytest.mark.parametrize("content", ["", "{machine} process 7 on here"])
+def test_without_file_locks_torchs_file_alone_has_to_do(lock, folder, monkeypatch, content):
+    def no_locks(**_):
         raise OSError("no locks available")
 
-    monkeypatch.setattr(operator_builds.fcntl, "flock", no_locks)
-    (folder / HOLDER_FILE).write_text("another one's note")
-    assert baton.try_acquire()
-    baton.release()
-    (folder / "lock").touch()
+    monkeypatch.setattr(lock._file_lock, "acquire", no_locks)
+    assert lock.try_acquire()
+    lock.release()
+    (folder / "lock").write_text(content.format(machine=operator_builds._machine()))
     with pytest.raises(TunebookError, match="another program"):
-        baton.try_acquire()
-    old = time.time() - ABANDONED_AFTER_S - 60
-    for file in folder.iterdir():
-        os.utime(file, (old, old))
-    assert baton.try_acquire()  # by the clock of the file system, all the same
-    baton.release()
-    assert (folder / HOLDER_FILE).read_text() == "another one's note"
+        lock.try_acquire()
+    age(*folder.iterdir())
+    assert lock.try_acquire()
+    lock.release()
 
 
 def wait_for_output(capsys, is_it):
-    said, end = "", time.monotonic() + WITHIN_S
-    while not is_it(said):
-        assert time.monotonic() < end, said
+    output, end = "", time.monotonic() + WITHIN_S
+    while not is_it(output):
+        assert time.monotonic() < end, output
         time.sleep(0.01)
-        said += capsys.readouterr().out
-    return said
+        output += capsys.readouterr().out
+    return output
 
 
 @pytest.mark.parametrize("is_there", [False, True], ids=["first time", "again"])
-def test_an_operator_that_takes_its_time_is_named_with_what_it_costs(folder, baton, monkeypatch, capsys, is_there):
+def test_a_compilation_is_reported_with_what_it_costs(folder, lock, monkeypatch, capsys, is_there):
     library = folder / "deepspeed_shm_comm.so"
     if is_there:  # of another version of torch or of the compiler
         library.touch()
     monkeypatch.setattr(operator_builds, "_COMPILES_AFTER_S", 0.05)
     monkeypatch.setattr(operator_builds, "_MISSING_AFTER_S", 0.05)
-    assert baton.try_acquire()
-    said = wait_for_output(capsys, lambda said: "\n" in said)
-    assert said == (
+    assert lock.try_acquire()
+    assert wait_for_output(capsys, lambda output: "\n" in output) == (
         "compiling DeepSpeed's operator deepspeed_shm_comm: takes 1 to 4 minutes on two cores, the first time only; it "
         f"is kept in {folder}\n"
     )
     library.touch()
-    baton.release()
+    lock.release()
     assert re.fullmatch(r"compiled deepspeed_shm_comm in \d+ s\n", capsys.readouterr().out)
 
 
-def test_nothing_is_said_of_an_operator_that_is_there(folder, baton, monkeypatch, capsys):
+def test_nothing_is_reported_of_an_operator_that_is_there(folder, lock, monkeypatch, capsys):
     (folder / "deepspeed_shm_comm.so").touch()
     monkeypatch.setattr(operator_builds, "_MISSING_AFTER_S", 0.0)
-    assert baton.try_acquire()
-    baton.release()
+    assert lock.try_acquire()
+    lock.release()
     assert capsys.readouterr().out == ""
 
 
-def test_a_compilation_that_failed_is_not_called_done(baton, monkeypatch, capsys):
+def test_a_compilation_that_failed_is_not_reported_as_done(lock, monkeypatch, capsys):
     monkeypatch.setattr(operator_builds, "_MISSING_AFTER_S", 0.0)
-    assert baton.try_acquire()
-    wait_for_output(capsys, lambda said: "compiling" in said)
-    baton.release()
+    assert lock.try_acquire()
+    wait_for_output(capsys, lambda output: "compiling" in output)
+    lock.release()
     assert capsys.readouterr().out == ""

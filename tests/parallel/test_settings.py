@@ -1,6 +1,7 @@
-"""Settings of DeepSpeed and FSDP for every choice of the parallelism group, written out."""
+"""Settings of DDP, DeepSpeed and FSDP for every choice of the parallelism group; forgetting ZeRO-3's order."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +10,7 @@ from transformers import TrainingArguments
 from tunebook.config.choices import Strategy
 from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
-from tunebook.parallel.ddp import ddp_arguments
-from tunebook.parallel.deepspeed import deepspeed_settings, zero_stage
+from tunebook.parallel.deepspeed import deepspeed_settings, forget_parameter_order, zero_stage
 from tunebook.parallel.fsdp import (
     autocast_dtype,
     fsdp_arguments,
@@ -20,6 +20,7 @@ from tunebook.parallel.fsdp import (
     mixed_precision_policy,
 )
 from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.train.arguments import _parallelism
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 
@@ -153,6 +154,43 @@ def test_families():
     ],
 )
 def test_ddp_sends_no_buffers_and_large_messages_inside_one_machine_with_gpus(words, bucket):
-    arguments = ddp_arguments(config_of("parallelism=ddp", "hardware.gpus_per_node=2", *words))
+    arguments = _parallelism(config_of("parallelism=ddp", "hardware.gpus_per_node=2", *words))
     assert arguments.get("ddp_bucket_cap_mb") == bucket
     assert arguments["ddp_broadcast_buffers"] is False
+
+
+@pytest.fixture
+def engine():
+    """As much of a ZeRO-3 engine as has a coordinator, which needs no process group until it gathers."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import (
+        InflightParamRegistry,
+        PartitionedParameterCoordinator,
+    )
+
+    coordinator = PartitionedParameterCoordinator(
+        prefetch_bucket_sz=1, max_reuse_distance_in_numel=1, max_available_parameters_in_numel=1,
+        allgather_stream=torch.Stream(device="cpu") if hasattr(torch, "Stream") else None,
+        inflight_param_registry=InflightParamRegistry(),
+    )  # fmt: skip
+    offload = SimpleNamespace(get_param_coordinator=lambda: coordinator)
+    return SimpleNamespace(optimizer=SimpleNamespace(parameter_offload=offload)), coordinator
+
+
+def test_a_recorded_order_is_forgotten_and_once_is_enough(engine):
+    model, coordinator = engine
+    forget_parameter_order(model)  # nothing is recorded yet: DeepSpeed itself would raise
+    coordinator.reset_step = None
+    coordinator._PartitionedParameterCoordinator__trace_mode = type(
+        coordinator._PartitionedParameterCoordinator__trace_mode
+    ).COMPLETE
+    forget_parameter_order(model)
+    assert coordinator.is_invalid_trace()
+    forget_parameter_order(model)
+    assert coordinator.is_invalid_trace()
+
+
+@pytest.mark.parametrize("model", [torch.nn.Linear(2, 2), SimpleNamespace(optimizer=SimpleNamespace())])
+def test_what_is_no_zero3_engine_is_left_alone(model):
+    before = dict(vars(model))
+    forget_parameter_order(model)
+    assert vars(model) == before

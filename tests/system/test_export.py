@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tunebook.checkpoint.export.fsdp_weights import ShardedWeights
-from tunebook.checkpoint.export.zero_weights import PartitionedWeights
+from tunebook.checkpoint.export.stored_weights import sharded_weights
+from tunebook.checkpoint.export.zero_weights import partitioned_weights
 
 TIMEOUT_S = 400  # DeepSpeed compiles a small operator when it is first used
 STEPS = 2
@@ -87,9 +87,9 @@ def test_partitions_of_deepspeed_are_what_it_gathers(
     shutil.copytree(train(f"parallelism=zero{stage}"), folder)
     checkpoint = folder / "checkpoints" / f"checkpoint-{STEPS}"
     gathered = load_file(checkpoint / "model.safetensors")
-    partitions = PartitionedWeights(checkpoint / f"global_step{STEPS}")
-    for name, tensor in partitions.read(set(gathered)):
-        assert torch.equal(tensor, gathered[name]), name
+    partitions = partitioned_weights(checkpoint / f"global_step{STEPS}")
+    for name, tensor in gathered.items():
+        assert torch.equal(partitions[name].load(), tensor), name
     without_gathered(layouts, folder)
     ended = run(["tunebook", "export", str(folder), "--to", str(tmp_path / "out")])
     assert ended.exit_code == 0, ended.output
@@ -133,9 +133,9 @@ def test_two_ranks_shards_of_fsdp_are_exported_and_merged(run: Any, layouts: Any
         ended = run([*torchrun, str(tmp_path / "shard.py"), str(base), str(tmp_path / kind), kind])
         assert ended.exit_code == 0, ended.output
         assert len(list((tmp_path / kind / "pytorch_model_fsdp_0").glob("*.distcp"))) == 2
-    whole, sharded = load_file(base / "model.safetensors"), ShardedWeights(tmp_path / "full" / "pytorch_model_fsdp_0")
-    for name, tensor in sharded.read(whole):
-        assert torch.equal(tensor, whole[name]), name
+    whole, sharded = load_file(base / "model.safetensors"), sharded_weights(tmp_path / "full" / "pytorch_model_fsdp_0")
+    for name, tensor in whole.items():
+        assert torch.equal(sharded[name].load(), tensor), name
     folder = layouts.write_run(tmp_path / "run", base, peft="lora")
     shutil.copytree(tmp_path / "lora", folder / "checkpoints" / "checkpoint-2")
     layouts.write_record(folder / "checkpoints" / "checkpoint-2")
@@ -143,10 +143,10 @@ def test_two_ranks_shards_of_fsdp_are_exported_and_merged(run: Any, layouts: Any
     assert ended.exit_code == 0, ended.output
     assert "FSDP's sharded checkpoint" in ended.output
     merged = load_file(tmp_path / "merged" / "model.safetensors")
-    adapter = ShardedWeights(tmp_path / "lora" / "pytorch_model_fsdp_0")
+    adapter = sharded_weights(tmp_path / "lora" / "pytorch_model_fsdp_0")
     name = "model.layers.1.self_attn.q_proj"
     names = [f"base_model.model.{name}.lora_{part}.weight" for part in "AB"]
-    first, second = (tensor for _, tensor in adapter.read(names))
+    first, second = (adapter[name].load() for name in names)
     torch.testing.assert_close(merged[f"{name}.weight"], whole[f"{name}.weight"] + second @ first * (8 / 4))
     origin = json.loads((tmp_path / "merged" / "tunebook.json").read_text())
     assert (origin["is_merged"], origin["step"], origin["num_parameters"]) == (True, 2, 1_046_592)

@@ -14,8 +14,7 @@ from safetensors.numpy import load_file
 from trl import SFTTrainer
 
 from tunebook.checkpoint import save
-from tunebook.checkpoint.newest import newest_checkpoint
-from tunebook.checkpoint.verify import verified_record
+from tunebook.checkpoint.verify import newest_checkpoint, verified_record
 from tunebook.config.choices import OptimizerName, PackingMode, PeftMethod, ResumeAnyway
 from tunebook.files import sha256_file
 from tunebook.record.metrics import by_schedule
@@ -357,4 +356,4 @@ def test_code_in_a_checkpoint_is_never_run(config, run, stopped, changed, monkey
     assert (code, (tmp_path / "ran").exists()) == (4, False)
     assert reason(folder).startswith(f"{checkpoint / name} names posix.system, which no checkpoint of a run does")
     assert "proves that it was not damaged, not who wrote it" in reason(folder)
-    assert reason(folder).endswith("or start anew with training.resume=never")
+    assert reason(folder).endswith("or start again with training.resume=never")

@@ -20,7 +20,7 @@ from trl import SFTConfig
 from tunebook.config.choices import Generation, Offload, Strategy
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.errors import RequestError
-from tunebook.parallel.operator_builds import TurnBaton
+from tunebook.parallel.operator_builds import OperatorLock
 from tunebook.record.manifest import read_manifest, start_manifest
 from tunebook.train.spread import _free_port, bound_deepspeed_groups, join_ranks
 
@@ -122,7 +122,7 @@ def test_deepspeed_is_joined_and_makes_its_groups_with_the_same_timeout(config, 
     config.launcher.timeout_s = 88
     join_ranks(config)
     assert joined == [{"dist_backend": "gloo", "auto_mpi_discovery": False, "timeout": timedelta(seconds=88)}]
-    assert cpp_extension.FileBaton is TurnBaton
+    assert cpp_extension.FileBaton is OperatorLock
     distributed.init_process_group("gloo")
     assert timeout_of(cdb.new_group([0])) == timedelta(minutes=30)
     bound_deepspeed_groups(config)

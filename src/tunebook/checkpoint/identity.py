@@ -1,7 +1,7 @@
-"""What a checkpoint belongs to, and whether a run that differs from that may go on from it.
+"""The run that a checkpoint belongs to, and whether another run may resume from it.
 
-Some differences make a checkpoint impossible to load, others make the result another one: those are refused unless
-`training.resume_anyway` names them. What changes neither, such as how often is saved, is not compared.
+Some differences make a checkpoint impossible to load. Others change the result: they are refused unless
+`training.resume_anyway` names them. Settings that do neither, such as the saving interval, are not compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import is_fsdp
 from tunebook.record.manifest import describe_model
 
-# Keys that change no weight of a run that goes on, or that are compared in another way.
+# Keys that change no weight of a resumed run, or that are compared in another way.
 _NOT_COMPARED = (
     "recipe",
     "title",  # earlier checkpoints hold it
@@ -41,25 +41,25 @@ _NOT_COMPARED = (
     "model.facts",
     "model.weights",  # where they come from before the first step
 )
-# Keys that decide which tensors a checkpoint's optimizer and adapter consist of. Another value fits none of them.
+# Keys that decide which tensors a checkpoint's optimizer and adapter have.
 _OF_ADAPTERS = ("peft.rank", "peft.target_modules", "peft.modules_to_save")
 _DECIDE_TENSORS = ("optimizer.name", *_OF_ADAPTERS)
-_NUM_KEYS_TOLD = 6
+_NUM_KEYS_NAMED = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One way in which a run differs from a checkpoint: in words, and what of `training.resume_anyway` allows it."""
+    """One difference between a run and a checkpoint, and the value of `training.resume_anyway` that allows it."""
 
     text: str
     allowed_by: ResumeAnyway | None  # None: it cannot be loaded
-    fix: str = ""  # what to do about one that cannot
+    fix: str = ""  # what to do if it cannot be loaded
 
 
 def identity_of(config: RunConfig, prepared: Prepared, fingerprint: str | None) -> Identity:
-    """What the checkpoints of a resolved run on prepared data belong to.
+    """The identity of a resolved run on prepared data, for its checkpoints.
 
-    `fingerprint` is `weights_fingerprint` of its model, for which not every rank should read the weights.
+    `fingerprint` is `weights_fingerprint` of its model; computing it reads the weights, so one rank should.
     """
     return Identity(
         strategy=config.parallelism.strategy.name,
@@ -76,11 +76,11 @@ def identity_of(config: RunConfig, prepared: Prepared, fingerprint: str | None) 
 
 
 def require_same(checkpoint: Path, record: CheckpointRecord, own: Identity, anyway: list[ResumeAnyway]) -> None:
-    """Refuse a checkpoint that a run cannot go on from, or only to another result. Raises: RequestError."""
+    """Refuse a checkpoint that a run cannot resume from, or only with another result. Raises: RequestError."""
     found = list(differences(record.identity, own))
     if impossible := [difference for difference in found if difference.allowed_by is None]:
         raise RequestError(
-            f"{checkpoint} cannot be gone on from: {'; '.join(difference.text for difference in impossible)}. "
+            f"{checkpoint} cannot be resumed from: {'; '.join(difference.text for difference in impossible)}. "
             f"{impossible[0].fix}",
             problem_id="checkpoint-of-another-run",
         )
@@ -88,9 +88,9 @@ def require_same(checkpoint: Path, record: CheckpointRecord, own: Identity, anyw
     if refused:
         names = [name.name for name in ResumeAnyway if any(other.allowed_by is name for other in found)]
         raise RequestError(
-            f"{checkpoint} is not of this run: {'; '.join(difference.text for difference in refused)}. Going on from "
-            "it would give another result than either run. To do so all the same: "
-            f"'training.resume_anyway=[{','.join(names)}]'; to start anew: training.resume=never",
+            f"{checkpoint} is not of this run: {'; '.join(difference.text for difference in refused)}. Resuming "
+            "from it would give another result than either run. To do so anyway: "
+            f"'training.resume_anyway=[{','.join(names)}]'; to start again: training.resume=never",
             problem_id="checkpoint-differs",
         )
 
@@ -99,18 +99,18 @@ def differences(theirs: Identity, own: Identity) -> Iterator[Difference]:
     """Every way in which a checkpoint's identity differs from a run's."""
     yield from _cannot_load(theirs, own)
     if theirs.data_sha256 != own.data_sha256:
-        told = f"its data have the hash {theirs.data_sha256[:12]}..., not {own.data_sha256[:12]}..."
-        yield Difference(text=told, allowed_by=ResumeAnyway.data)
+        text = f"its data have the hash {theirs.data_sha256[:12]}..., not {own.data_sha256[:12]}..."
+        yield Difference(text=text, allowed_by=ResumeAnyway.data)
     if theirs.chat_template_sha256 != own.chat_template_sha256:
         yield Difference(text="its chat template is another", allowed_by=ResumeAnyway.template)
     if theirs.tokenizer_sha256 != own.tokenizer_sha256:
         yield Difference(text="its tokenizer is another", allowed_by=ResumeAnyway.data)
     if theirs.world_size != own.world_size and layout(theirs) == layout(own) and not _why_rigid(theirs):
-        told = f"it was saved by {_ranks(theirs.world_size)} and this run has {_ranks(own.world_size)}"
-        yield Difference(text=told, allowed_by=ResumeAnyway.world_size)
+        text = f"it was saved by {_ranks(theirs.world_size)} and this run has {_ranks(own.world_size)}"
+        yield Difference(text=text, allowed_by=ResumeAnyway.world_size)
     if keys := sorted(_changed_keys(theirs.settings, own.settings)):
-        more = f" and {len(keys) - _NUM_KEYS_TOLD} more" if len(keys) > _NUM_KEYS_TOLD else ""
-        yield Difference(text=", ".join(keys[:_NUM_KEYS_TOLD]) + more, allowed_by=ResumeAnyway.config)
+        more = f" and {len(keys) - _NUM_KEYS_NAMED} more" if len(keys) > _NUM_KEYS_NAMED else ""
+        yield Difference(text=", ".join(keys[:_NUM_KEYS_NAMED]) + more, allowed_by=ResumeAnyway.config)
 
 
 def has_same_data(theirs: Identity, own: Identity) -> bool:
@@ -118,11 +118,11 @@ def has_same_data(theirs: Identity, own: Identity) -> bool:
     return theirs.data_sha256 == own.data_sha256
 
 
-def gone_on_from(theirs: Identity, own: Identity) -> Identity:
-    """What the further checkpoints of a run belong to that goes on from a checkpoint.
+def resumed_identity(theirs: Identity, own: Identity) -> Identity:
+    """The identity of the further checkpoints of a run that resumes from a checkpoint.
 
-    A whole model's weights are all in the checkpoint, so it still comes from what that came from, whatever lies in the
-    base's folder now.
+    A checkpoint of a whole model has all weights, so its base stays the recorded one, whatever is in the base's folder
+    now.
     """
     if own.peft != PeftMethod.full.name:
         return own
@@ -130,7 +130,7 @@ def gone_on_from(theirs: Identity, own: Identity) -> Identity:
 
 
 def layout(identity: Identity) -> str:
-    """How a checkpoint is laid out on disk; one of another layout cannot be loaded."""
+    """The layout of a checkpoint on disk; one of another layout cannot be loaded."""
     strategy = Strategy[identity.strategy]
     if zero_stage(strategy) is not None:
         return f"{strategy.name} with parallelism.round_robin_gradients={as_typed(_is_dealt_out(identity))}"
@@ -142,26 +142,26 @@ def layout(identity: Identity) -> str:
 def _cannot_load(theirs: Identity, own: Identity) -> Iterator[Difference]:
     from_weights = "To start from its weights, with a new optimizer: tunebook export, then model.path=THAT_FOLDER"
     if (name := _model_name(theirs)) != _model_name(own):
-        told = f"it is of the model {name}, and this run trains {_model_name(own)}"
-        yield Difference(text=told, allowed_by=None, fix="Name a checkpoint of this model")
+        text = f"it is of the model {name}, and this run trains {_model_name(own)}"
+        yield Difference(text=text, allowed_by=None, fix="Name a checkpoint of this model")
     elif _has_other_base(theirs, own):
         yield _other_base(theirs, own)
     if theirs.peft != own.peft:
-        told = f"it was trained with peft={theirs.peft}, and this run with peft={own.peft}"
-        yield Difference(text=told, allowed_by=None, fix=f"Go on with peft={theirs.peft}. {from_weights}")
+        text = f"it was trained with peft={theirs.peft}, and this run with peft={own.peft}"
+        yield Difference(text=text, allowed_by=None, fix=f"Resume with peft={theirs.peft}. {from_weights}")
     for key, then, now in _other_tensors(theirs, own):
         fix = typed_list(key, then) if isinstance(then, list) else typed(key, as_typed(then))
-        yield Difference(text=_change(key, then, now), allowed_by=None, fix=f"Go on with {fix}. {from_weights}")
+        yield Difference(text=_change(key, then, now), allowed_by=None, fix=f"Resume with {fix}. {from_weights}")
     if layout(theirs) != layout(own):
-        told = f"it was saved by parallelism={theirs.strategy}, and this run has parallelism={own.strategy}"
+        text = f"it was saved by parallelism={theirs.strategy}, and this run has parallelism={own.strategy}"
         if theirs.strategy == own.strategy:
-            told = f"it was saved by {layout(theirs)}, and this run is {layout(own)}"
-        fix = f"Go on with parallelism={layout(theirs) if theirs.strategy == own.strategy else theirs.strategy}"
+            text = f"it was saved by {layout(theirs)}, and this run is {layout(own)}"
+        fix = f"Resume with parallelism={layout(theirs) if theirs.strategy == own.strategy else theirs.strategy}"
         fix = f"{fix}. {from_weights}"
-        yield Difference(text=told, allowed_by=None, fix=fix)
+        yield Difference(text=text, allowed_by=None, fix=fix)
     elif theirs.world_size != own.world_size and (why := _why_rigid(theirs)):
-        told = f"it holds the shards of {_ranks(theirs.world_size)}, and this run has {_ranks(own.world_size)}; {why}"
-        yield Difference(text=told, allowed_by=None, fix=f"Go on with {_ranks(theirs.world_size)}. {from_weights}")
+        text = f"it holds the shards of {_ranks(theirs.world_size)}, and this run has {_ranks(own.world_size)}; {why}"
+        yield Difference(text=text, allowed_by=None, fix=f"Resume with {_ranks(theirs.world_size)}. {from_weights}")
 
 
 def _other_tensors(theirs: Identity, own: Identity) -> Iterator[tuple[str, Any, Any]]:
@@ -178,7 +178,7 @@ def _change(key: str, before: Any, now: Any) -> str:
 
 
 def _has_other_base(theirs: Identity, own: Identity) -> bool:
-    """Whether an adapter would go on over weights that it was not trained on; not known of older checkpoints."""
+    """Whether an adapter would resume over other weights than it was trained on; older checkpoints do not record it."""
     is_adapter = PeftMethod.full.name not in (theirs.peft, own.peft)
     then = recorded_in(theirs.model)
     return is_adapter and then is not None and recorded_in(own.model) != then
@@ -190,24 +190,24 @@ def _other_base(theirs: Identity, own: Identity) -> Difference:
         text=f"its adapter was trained on weights with the fingerprint {then}..., and those of {own.model['name']} "
         f"have {now}... now",
         allowed_by=None,
-        fix="Put the weights back that the run started from; to start anew on these: training.resume=never",
+        fix="Put the weights back that the run started from; to start again on these: training.resume=never",
     )
 
 
 def _why_rigid(identity: Identity) -> str | None:
-    """Why DeepSpeed cannot cut a ZeRO checkpoint anew for another number of ranks; None where it can, or need not."""
+    """Why DeepSpeed cannot reshard a ZeRO checkpoint for another number of ranks; None if it can, or need not."""
     if identity.settings.get("parallelism", {}).get("offload_optimizer") == Offload.nvme.name:
-        return "what is kept on NVMe disks is saved as each rank's files"
+        return "state on NVMe disks is saved as each rank's files"
     return None
 
 
 def _is_dealt_out(identity: Identity) -> bool:
-    """Whether ZeRO dealt its parameters out to the ranks one by one, so that they lie in another order."""
+    """Whether ZeRO assigned its parameters to the ranks one by one, which changes their order."""
     return bool(identity.settings.get("parallelism", {}).get("round_robin_gradients"))
 
 
 def _model_name(identity: Identity) -> str:
-    """A model's name on the hub; of a folder, which may have moved, the hash of its config.json."""
+    """A model's name on the hub; for a folder, which may have moved, the hash of its config.json."""
     model = identity.model
     if model["config_sha256"] is not None:
         return f"with the config.json {model['config_sha256'][:12]}..."

@@ -1,7 +1,7 @@
-"""`complete.json`: the record that a checkpoint has once it is complete, with the size and hash of every file in it.
+"""`complete.json`: the record of a complete checkpoint, with the size and hash of every file in it.
 
-It is written last, after every rank has written and flushed its part, so a checkpoint without one is not there. Nothing
-here imports torch: the launcher, the export and the sweeps read records too.
+It is written last, after every rank has written and flushed its part: without it a checkpoint does not count. Nothing
+here imports torch, since the launcher, the export and the sweeps read records too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,15 @@ from tunebook.files import read_json
 
 FORMAT = 1  # raised when a key changes its meaning or goes away
 RECORD_FILE = "complete.json"
-PENDING_FILE = ".complete.json"  # the record of a checkpoint that has its name, but not yet its record
+PENDING_FILE = ".complete.json"  # of a checkpoint that has its name and not yet its record
 CHECKPOINTS_FOLDER = "checkpoints"
-UNFINISHED_FOLDER = "_unfinished"  # in it; what is written to it is whole or gone. Uploads leave names with `_` out
+UNFINISHED_FOLDER = "_unfinished"  # in it: checkpoints that are being written. Uploads leave out names with `_`
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileEntry:
-    """What a file must be."""
+    """The size and hash that a file must have."""
 
     size: int  # bytes
     sha256: str
@@ -33,7 +33,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a checkpoint belongs to. One that differs in any of this goes on to another result."""
+    """The run that a checkpoint belongs to. A run that differs in any of this gives another result."""
 
     strategy: str  # the name of a `Strategy`
     peft: str  # the name of a `PeftMethod`
@@ -41,7 +41,7 @@ class Identity:
     model: dict[str, Any]
     config_sha256: str
     hash_version: int = 1  # of config_sha256; earlier checkpoints do not say
-    settings: dict[str, Any]  # every setting that changes the result, to say which keys differ
+    settings: dict[str, Any]  # every setting that changes the result, to name the keys that differ
     data_sha256: str
     tokenizer_sha256: str | None
     chat_template_sha256: str | None
@@ -55,23 +55,19 @@ class CheckpointRecord:
     step: int
     saved: str  # when, in UTC
     seconds: float  # that saving it took, up to this record
-    stall_seconds: float | None = None  # of those, that training stood still; None: all, as before there was a choice
+    stall_seconds: float | None = None  # of those, in which training waited; None: all of them (older records)
     versions: dict[str, str]  # of the packages that wrote it
     identity: Identity
     files: dict[str, FileEntry] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        """What its files take, without the record."""
+        """The size of its files without the record."""
         return sum(entry.size for entry in self.files.values())
-
-    def to_json(self) -> dict[str, Any]:
-        """As it is written."""
-        return asdict(self)
 
 
 class UnreadableRecordError(Exception):
-    """There is no record that can be relied on; the text says why, after the checkpoint's name."""
+    """There is no readable record; the text says why, to follow the checkpoint's name."""
 
 
 class NewerRecordError(UnreadableRecordError):
@@ -105,7 +101,7 @@ def read_record(checkpoint: Path) -> CheckpointRecord:
         written_as = content["format"]
         if isinstance(written_as, int) and written_as > FORMAT:
             raise NewerRecordError(
-                f"its {RECORD_FILE} has format {written_as} and this Tunebook reads up to {FORMAT}: go on with the "
+                f"its {RECORD_FILE} has format {written_as} and this Tunebook reads up to {FORMAT}: use the "
                 "version that wrote it, or a later one"
             )
         identity = Identity(**content.pop("identity"))
@@ -113,7 +109,7 @@ def read_record(checkpoint: Path) -> CheckpointRecord:
         record = CheckpointRecord(identity=identity, files=files, **content)
     except UnreadableRecordError:
         raise
-    except Exception as error:  # not JSON, or not what we write: whatever it is, it cannot be relied on
+    except Exception as error:  # not JSON, or not what Tunebook writes
         raise UnreadableRecordError(f"its {RECORD_FILE} is damaged ({type(error).__name__})") from error
     if not record.files:
         raise UnreadableRecordError(f"its {RECORD_FILE} lists no files")
@@ -122,23 +118,23 @@ def read_record(checkpoint: Path) -> CheckpointRecord:
 
 def _without_record(checkpoint: Path) -> str:
     if (checkpoint / PENDING_FILE).is_file():
-        return "it was not written to its end"
+        return "it was not written completely"
     return (
-        f"it has no {RECORD_FILE}: it is no checkpoint, was not written to its end, or is not by this Tunebook (an "
-        "older version or another program)"
+        f"it has no {RECORD_FILE}: it is no checkpoint, was not written completely, or was written by another "
+        "program or an older version"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """What lies in a checkpoint: regular files by their path, with sizes; and what else there is, which is suspect."""
+    """The regular files of a checkpoint by path, with sizes; and everything else, which is suspect."""
 
     sizes: dict[str, int]
     others: list[str]
 
 
 def list_files(checkpoint: Path) -> Listing:
-    """Every file below a checkpoint but its record. Links are not followed, since they may lead out of the folder.
+    """Every file below a checkpoint except its record. Links are not followed: they may lead out of the folder.
 
     Raises: OSError.
     """

@@ -1,7 +1,7 @@
-"""A ZeRO checkpoint for another number of ranks: DeepSpeed's universal checkpoint, made from one that was verified.
+"""Reshard a verified ZeRO checkpoint for another number of ranks, through DeepSpeed's universal checkpoint.
 
-ZeRO saves a shard for each rank. A universal checkpoint has a file for each parameter and each of its moments instead,
-of which any number of ranks take their share. DDP's checkpoints are whole, and FSDP's are cut anew by torch itself.
+ZeRO saves a shard for each rank. A universal checkpoint has a file for each parameter and each of its moments, of which
+any number of ranks load their share. DDP's checkpoints are not sharded, and torch itself reshards FSDP's.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from tunebook.checkpoint.export.zero_weights import PartitionedWeights
+from tunebook.checkpoint.export.zero_weights import partitioned_weights
 from tunebook.checkpoint.record import Identity
 from tunebook.checkpoint.unpickling import restricted_unpickling
 from tunebook.config.choices import Strategy
 from tunebook.errors import TunebookError
 from tunebook.parallel.deepspeed import zero_stage
 
-# What else the trainer reads of a checkpoint: weights, moments and DeepSpeed's own state are in the universal folder.
+# What else the trainer reads of a checkpoint. Weights, moments and DeepSpeed's state are in the universal folder.
 _OF_THE_TRAINER = ("trainer_state.json", "scheduler.pt", "rng_state*.pth")
 
 
 def needs_universal(theirs: Identity, own: Identity) -> bool:
-    """Whether DeepSpeed has to be given a universal checkpoint to load one of such an identity."""
+    """Whether DeepSpeed needs a universal checkpoint to load one with the identity `theirs`."""
     return zero_stage(Strategy[own.strategy]) is not None and theirs.world_size != own.world_size
 
 
 def write_universal(checkpoint: Path, place: Path) -> Path:
-    """Write the universal form of a ZeRO checkpoint into a new folder in `place`; its path. For one process.
+    """Write the universal form of a ZeRO checkpoint into a new folder in `place` and return its path. For one process.
 
     Takes the memory of one rank's shard and the disk space of the checkpoint. Raises: OSError, TunebookError for
-    shards that it cannot put together, DataError for one that would run code.
+    shards that cannot be assembled, DataError for a shard that would run code.
     """
     from deepspeed.checkpoint import ds_to_universal
 
@@ -65,30 +65,31 @@ def write_universal(checkpoint: Path, place: Path) -> Path:
 
 
 def _require_same(shards: Path, parameters: Path, checkpoint: Path) -> None:
-    """Compare what DeepSpeed made of the shards with the shards, as an export reads them. Raises: TunebookError."""
+    """Compare DeepSpeed's result with the shards as an export reads them. Raises: TunebookError."""
     import torch
 
-    weights = PartitionedWeights(shards)
-    names = [name for name in weights.shapes if (parameters / name / "fp32.pt").is_file()]
-    for name, tensor in weights.read(names):
-        made = torch.load(parameters / name / "fp32.pt", weights_only=True)
+    for name, stored in partitioned_weights(shards).items():
+        file = parameters / name / "fp32.pt"
+        if not file.is_file():
+            continue
+        made, tensor = torch.load(file, weights_only=True), stored.load()
         made = made["param"] if isinstance(made, dict) else made
         if made.numel() != tensor.numel() or not torch.equal(made.flatten(), tensor.flatten()):
-            raise _not_resharded(checkpoint, f"{name} has another's values in DeepSpeed's universal checkpoint")
+            raise _not_resharded(checkpoint, f"{name} has other values in DeepSpeed's universal checkpoint")
 
 
 def _not_resharded(checkpoint: Path, why: str) -> TunebookError:
     return TunebookError(
-        f"{checkpoint} cannot be cut anew for another number of ranks: {why}; go on with as many ranks as saved it",
+        f"{checkpoint} cannot be resharded for another number of ranks: {why}; resume with as many ranks as saved it",
         problem_id="checkpoint-not-resharded",
     )
 
 
 def link_in_flat_order() -> None:
-    """Let ZeRO-1 and 2 know where their parameters lie with `round_robin_gradients`, to save it and to load it.
+    """Correct the recorded places of parameters under ZeRO-1 and 2 with `round_robin_gradients`.
 
-    DeepSpeed 0.19 notes the places of parameters as if they followed each other as in the model, where they were dealt
-    out to the ranks one by one. Nothing but universal checkpoints goes by that.
+    DeepSpeed 0.19 records them in the order of the model, although the parameters were assigned to the ranks one by
+    one. Only universal checkpoints use these places. Needed until `_link_all_hp_params` reads the assigned order.
     """
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 

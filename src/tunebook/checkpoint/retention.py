@@ -1,4 +1,7 @@
-"""Which checkpoints go once a new one is complete, and how: never so that a half-deleted one looks like a whole one."""
+"""Disk space of checkpoints: is there enough for the next one, and which old ones are deleted once it is complete.
+
+A half-deleted checkpoint never looks like a complete one.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,8 @@ import shutil
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from tunebook.checkpoint.newest import complete_checkpoints
 from tunebook.checkpoint.record import (
     PENDING_FILE,
     RECORD_FILE,
@@ -16,14 +19,20 @@ from tunebook.checkpoint.record import (
     named_as_checkpoints,
     step_of,
 )
+from tunebook.checkpoint.verify import complete_checkpoints
+from tunebook.errors import DoesNotFitError
+
+_ADAM_BYTES = 8  # two moments in fp32, of each trained parameter
+_DEEPSPEED_BYTES = 4  # and the fp32 weights that it updates
+_MIB = 2**20
 
 
 def steps_to_remove(
     complete: Collection[int], *, newest: int, keep: int, best: int | None, distrusted: Collection[int] = ()
 ) -> list[int]:
-    """Of the steps of complete checkpoints, those that are not among the newest `keep`, nor the best.
+    """The steps of complete checkpoints to delete: all but the newest `keep` and the best.
 
-    `newest` was just completed and always stays. Those that are `distrusted` count for nothing and go.
+    `newest` was just completed and always stays. `distrusted` checkpoints do not count and are deleted.
     """
     trusted = (set(complete) - set(distrusted)) | {newest}
     kept = set(sorted(trusted, reverse=True)[: max(1, keep)]) | {newest}
@@ -35,8 +44,8 @@ def steps_to_remove(
 def remove_old(checkpoints: Path, *, newest: int, keep: int, best: int | None, trusts: Callable[[int], bool]) -> None:
     """Delete what `steps_to_remove` names, in a folder whose checkpoint `newest` is complete.
 
-    What cannot be deleted stays: that is no reason to lose a run. Folders without a record are left alone: they are
-    not this Tunebook's.
+    A checkpoint that cannot be deleted stays: that is no reason to lose a run. Folders without a record are not this
+    Tunebook's and stay too.
     """
     by_step = {step_of(path) or 0: path for path in complete_checkpoints(checkpoints)}
     if newest not in by_step:
@@ -47,7 +56,7 @@ def remove_old(checkpoints: Path, *, newest: int, keep: int, best: int | None, t
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Delete one checkpoint: it is taken out of sight in one step, and then bit by bit. OSErrors leave it as it is."""
+    """Delete one checkpoint: rename it, then delete its files, so that no half is left. After an OSError it stays."""
     aside = checkpoint.parent / UNFINISHED_FOLDER / f"removed-{checkpoint.name}-{secrets.token_hex(4)}"
     with suppress(OSError):
         aside.parent.mkdir(exist_ok=True)
@@ -57,8 +66,48 @@ def remove_checkpoint(checkpoint: Path) -> None:
 
 
 def clean_up(checkpoints: Path) -> None:
-    """Remove what an interrupted save, or an interrupted deletion, has left behind. For one process at a time."""
+    """Remove what an interrupted save or deletion has left behind. For one process at a time."""
     shutil.rmtree(checkpoints / UNFINISHED_FOLDER, ignore_errors=True)
     for checkpoint in named_as_checkpoints(checkpoints):
         if (checkpoint / PENDING_FILE).is_file() and not (checkpoint / RECORD_FILE).exists():
             remove_checkpoint(checkpoint)
+
+
+def estimate_bytes(model: Any, *, is_deepspeed: bool) -> int:
+    """A lower bound for the first checkpoint of a run: the saved weights and the state of Adam in fp32.
+
+    Of an adapter only trained parameters are saved. DeepSpeed saves the weights a second time.
+    """
+    is_adapter = hasattr(model, "peft_config")
+    total = 0
+    for parameter in model.parameters():
+        count = getattr(parameter, "ds_numel", parameter.numel())  # under ZeRO-3 a rank holds a part
+        if parameter.requires_grad or not is_adapter:
+            total += count * parameter.element_size() * (2 if is_deepspeed else 1)
+        if parameter.requires_grad:
+            total += count * (_ADAM_BYTES + (_DEEPSPEED_BYTES if is_deepspeed else 0))
+    return total
+
+
+def require_writable(folder: Path) -> None:
+    """Write a file and remove it, since an existing folder may be read-only. Raises: OSError."""
+    probe = folder / ".writable"
+    probe.touch()
+    probe.unlink()
+
+
+def require_free_space(folder: Path, step: int, needed_bytes: int, *, last: Path | None) -> None:
+    """Raise DoesNotFitError if the disk of `folder` is too full for a checkpoint; `last` is the newest complete one.
+
+    Raises: OSError.
+    """
+    disk = shutil.disk_usage(folder)
+    # A total of zero: a file system that does not count, such as some network mounts. A full one fails at the write.
+    if disk.total and disk.free < needed_bytes:
+        kept = f"The last good checkpoint is {last}" if last is not None else "Nothing was saved before"
+        raise DoesNotFitError(
+            f"the disk of {folder} has {disk.free / _MIB:,.0f} MiB free and the checkpoint of step {step} takes about "
+            f"{needed_bytes / _MIB:,.0f} MiB; free some space, keep fewer checkpoints (training.keep_checkpoints=1), "
+            f"or write elsewhere: outputs=/a/folder/on/another/disk. {kept}",
+            problem_id="disk-full",
+        )

@@ -1,14 +1,14 @@
-"""Completes what the trainer has written: every file flushed and hashed, then the folder named, then its record.
+"""Complete a checkpoint that the trainer has written: flush and hash every file, name the folder, write its record.
 
-The trainer writes to `checkpoints/_unfinished/checkpoint-12`. Once all ranks have written, they flush and hash the
-files, each its share; the first rank gives the folder its name and writes `complete.json` last of all. Killed at any
-moment, a run has the checkpoint before or this one, never half of one.
+The trainer writes to `checkpoints/_unfinished/checkpoint-12`. Once all ranks have written, each flushes and hashes its
+share of the files; then the first rank names the folder and writes `complete.json` last. A run that is killed at any
+moment has this checkpoint or the one before, never half of one.
 
-Training stands still while the trainer writes; all that follows may be done by a thread of each rank while it goes on.
-What has been written is a copy on the host that no step changes: it lies in the system's cache of files until it is
-flushed. So a save takes up to its own size of host memory, which is the system's and not the process', but counts
-against a container's limit; where less is free the system makes the trainer's writes wait for the disk. On NFS closing
-a file flushes it, so there the trainer waits for that. One save at most is in the air: the next one waits for it.
+Training waits while the trainer writes; a thread of each rank may do the rest while training continues. The written
+files are a copy that no step changes, in the system's file cache until it is flushed. So a save takes up to its own
+size of host memory, which belongs to the system but counts against a container's limit; with less free memory the
+trainer's writes wait for the disk. On NFS, closing a file flushes it, and the trainer waits. At most one save is
+pending: the next one waits for it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Thread
 
-from tunebook.checkpoint.newest import complete_checkpoints
+from tunebook.checkpoint.collectives import Group, on_every_rank, on_first_rank, rank_and_size, share_of
 from tunebook.checkpoint.record import (
     CHECKPOINTS_FOLDER,
     PENDING_FILE,
@@ -37,45 +38,43 @@ from tunebook.checkpoint.record import (
     list_files,
     read_record,
 )
-from tunebook.checkpoint.retention import clean_up, remove_old
-from tunebook.checkpoint.room import require_room, require_writable
-from tunebook.checkpoint.together import Group, on_every_rank, on_first_rank, rank_and_size, share_of
-from tunebook.checkpoint.verify import why_not_complete
+from tunebook.checkpoint.retention import clean_up, remove_old, require_free_space, require_writable
+from tunebook.checkpoint.verify import complete_checkpoints, why_not_complete
 from tunebook.errors import TunebookError
 from tunebook.files import atomic_write_json, flush_folder, sha256_file
 from tunebook.hardware.disk import is_disk_full
 
 
 class Stall:
-    """How long training has stood still for a save, from when this is made; read by the thread that completes it."""
+    """How long training has waited for a save that begins now; read by the thread that completes it."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self._before_s = 0.0
-        self._since: float | None = self._began  # None while training goes on
+        self._since: float | None = self._began  # None while training continues
 
     @property
     def age_s(self) -> float:
-        """Since the save began."""
+        """Seconds since the save began."""
         return time.perf_counter() - self._began
 
     @property
     def seconds(self) -> float:
-        """That training has stood still, up to now."""
+        """Seconds in which training has waited, up to now."""
         since = self._since
         return self._before_s + (time.perf_counter() - since if since is not None else 0.0)
 
     def stop(self) -> None:
-        """Training goes on. To be called before the thread is started that reads."""
+        """Training continues. To be called before the reading thread is started."""
         self._before_s, self._since = self.seconds, None
 
-    def go_on(self) -> None:
-        """Training stands still again, for good."""
+    def resume(self) -> None:
+        """Training waits again, until the save is complete."""
         self._since = time.perf_counter()
 
 
 class Background:
-    """A thread for work that reads and writes files, which lets Python go on meanwhile. It holds no tensors."""
+    """A thread for work on files, during which Python continues. It holds no tensors."""
 
     def __init__(self) -> None:
         self._thread: Thread | None = None
@@ -83,18 +82,18 @@ class Background:
 
     @property
     def is_busy(self) -> bool:
-        """Whether what was started has not ended yet."""
+        """Whether started work has not ended yet."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, work: Callable[[], None]) -> None:
-        """Start some work; what was started before has been waited for."""
+        """Start some work; earlier work must have been waited for."""
         assert self._thread is None
-        # A daemon: a process that is told to end at once does not wait for a disk.
+        # A daemon: a process that has to end at once does not wait for a disk.
         self._thread = Thread(target=self._do, args=(work,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> BaseException | None:
-        """Wait until the work has ended, if there is any; the error that it ended with. Ctrl-C breaks the wait off."""
+        """Wait for the work, if there is any, and return its error. Ctrl-C ends the wait."""
         if self._thread is None:
             return None
         self._thread.join()
@@ -112,11 +111,11 @@ _PACKAGES = ("tunebook", "torch", "transformers", "trl", "accelerate", "peft", "
 
 
 class CheckpointSaver:
-    """Saves the checkpoints of one run. `keep` is how many of the newest stay, beside the best.
+    """Saves the checkpoints of one run. `keep` is how many of the newest stay, in addition to the best.
 
-    `resumed_step` is to be set to the step that the run has gone on from; `when_complete`, if at all, to what is to be
-    done on every rank with a checkpoint once it is complete. In the background, `group` is for the threads' talk.
-    `begin`, `finish`, `settle` and `has` are collectives: every rank calls them, in its main thread.
+    Set `resumed_step` to the step that the run resumed from, and optionally `when_complete` to a function that every
+    rank calls with a complete checkpoint. In the background the threads use `group`. `begin`, `finish`, `settle` and
+    `has` are collectives: every rank calls them, in its main thread.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class CheckpointSaver:
         self._saved: set[int] = set()
         self._thread = Background() if in_background else None
         self._group = group
-        self._in_the_air: int | None = None  # the step whose checkpoint is written, but not known to be complete
+        self._pending: int | None = None  # the step whose checkpoint is written and not known to be complete
         self._stall = Stall()
 
     @property
@@ -139,20 +138,20 @@ class CheckpointSaver:
         return self.folder / UNFINISHED_FOLDER
 
     @property
-    def is_in_the_air(self) -> bool:
-        """Whether there is a save to be settled, done or not; the same on every rank."""
-        return self._in_the_air is not None
+    def is_pending(self) -> bool:
+        """Whether there is a save to settle; the same on every rank."""
+        return self._pending is not None
 
     @property
     def is_busy(self) -> bool:
-        """Whether this rank is still at work on a save."""
+        """Whether this rank still works on a save."""
         return self._thread is not None and self._thread.is_busy
 
     def begin(self, step: int, estimated_bytes: int) -> None:
-        """Settle the save before, clear the place and see that there is room.
+        """Settle the save before, make the folder and require free space.
 
-        As much room as the checkpoint before took, or as was estimated. Raises: what the save before ended with;
-        DoesNotFitError, TunebookError where nothing can be written.
+        The space of the checkpoint before, or the estimate. Raises: the error of the save before; DoesNotFitError,
+        TunebookError if nothing can be written.
         """
         stall = Stall()
         self._settle()
@@ -160,42 +159,39 @@ class CheckpointSaver:
         on_first_rank(lambda: self._clear(step, estimated_bytes))
 
     def finish(self, step: int, best_step: int | None) -> None:
-        """Complete the checkpoint that every rank has written its part of, and let older ones go; or begin to.
+        """Complete the checkpoint after every rank has written its part, and delete older ones.
 
-        In the background it is complete once it is settled. Raises: OSError, TunebookError, on every rank; the
-        checkpoint is not there then. In the background `settle` does.
+        In the background this only begins, and `settle` waits for it and raises. Raises: OSError, TunebookError, on
+        every rank; the checkpoint does not exist then.
         """
         on_every_rank(lambda: None)  # all have written
         if self._thread is not None:
             self._stall.stop()
             self._thread.start(lambda: self._complete(step, best_step))
-            self._in_the_air = step
+            self._pending = step
         else:
             self._complete(step, best_step)
-            self._in_the_air = step
+            self._pending = step
             self._settle()
 
     def settle(self) -> None:
-        """Wait for the save that is in the air, if any: it is complete then. Raises: what it ended with, on every rank.
-
-        Until then training stands still for it.
-        """
+        """Wait until the pending save is complete, if there is one. Raises: its error, on every rank."""
         if self.is_busy:
-            self._stall.go_on()
+            self._stall.resume()
         self._settle()
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """Let nobody leave what is done in here while a save is in the air, not even by an error that one rank has.
+        """Settle the pending save at the end of the block, also if one rank raises an error in it.
 
-        Only what is to end at once, as by a second Ctrl-C, does. Raises: as `settle`.
+        Only an immediate end, as by a second Ctrl-C, does not wait. Raises: as `settle`.
         """
         try:
             yield
         except Exception as error:
             failure = self._thread.wait() if self._thread is not None else None
             if failure is not None:
-                error.add_note(f"The checkpoint of step {self._in_the_air} was not completed either: {failure}")
+                error.add_note(f"The checkpoint of step {self._pending} was not completed either: {failure}")
             raise
         self.settle()
 
@@ -205,26 +201,26 @@ class CheckpointSaver:
         return on_first_rank(lambda: why_not_complete(checkpoint_path(self.folder, step)) is None)
 
     def abandon(self, step: int) -> None:
-        """Remove what could not be finished: where the disk is full its room is needed for the records.
+        """Remove an unfinished checkpoint: on a full disk its space is needed for the records.
 
-        No collective: it is called by a rank that failed, and the others may not know of it. Not once `finish` was
-        called: what fails then is removed by the first rank alone, which may be giving the folder its name.
+        No collective: a rank that failed calls it, and the others may not know. Not to be called after `finish`, after
+        which only the first rank removes a failed checkpoint, since it may be naming the folder.
         """
         shutil.rmtree(checkpoint_path(self.unfinished, step), ignore_errors=True)
         with suppress(OSError):
             self.unfinished.rmdir()
 
     def _settle(self) -> None:
-        if self._in_the_air is None:
+        if self._pending is None:
             return
         error = self._thread.wait() if self._thread is not None else None
-        step, self._in_the_air = self._in_the_air, None
-        on_every_rank(lambda: _raise(error))  # also where the talk failed for some of them alone
+        step, self._pending = self._pending, None
+        on_every_rank(lambda: _raise(error))  # also if the collectives failed on some ranks only
         if self.when_complete is not None:
             self.when_complete(checkpoint_path(self.folder, step))
 
     def _complete(self, step: int, best_step: int | None) -> None:
-        """What follows the writing, on every rank: in the background in its thread."""
+        """Everything after the writing, on every rank; in the background in its thread."""
         try:
             self._seal_and_publish(step)
         except BaseException:
@@ -242,7 +238,7 @@ class CheckpointSaver:
         self._saved.add(step)
 
     def _is_trusted(self, step: int) -> bool:
-        """One that is later than where the run went back to, and was not saved since, was found to be damaged."""
+        """A later checkpoint than the resumed one that was not saved since was found to be damaged."""
         return step <= self.resumed_step or step in self._saved
 
     def _clear(self, step: int, estimated_bytes: int) -> None:
@@ -252,7 +248,7 @@ class CheckpointSaver:
             require_writable(self.unfinished)
             complete = complete_checkpoints(self.folder)
             needed = read_record(complete[0]).num_bytes if complete else estimated_bytes
-            require_room(self.folder, step, needed, last=complete[0] if complete else None)
+            require_free_space(self.folder, step, needed, last=complete[0] if complete else None)
         except OSError as error:
             if is_disk_full(error):
                 raise
@@ -263,11 +259,11 @@ class CheckpointSaver:
             ) from error
 
     def _publish(self, step: int, files: dict[str, FileEntry]) -> None:
-        """Give a checkpoint whose files are on the disk its name, then its record. For the first rank."""
+        """Name a checkpoint whose files are flushed, then write its record. For the first rank."""
         unfinished, final = checkpoint_path(self.unfinished, step), checkpoint_path(self.folder, step)
         _flush_folders(unfinished)
-        # A folder that is named but has no record yet is told apart, by this file, from one that never had any.
-        atomic_write_json(unfinished / PENDING_FILE, self._record(step, files).to_json())
+        # This file distinguishes a folder without a record yet from one that never had any.
+        atomic_write_json(unfinished / PENDING_FILE, asdict(self._record(step, files)))
         if final.exists():
             self._make_way(final)
         unfinished.rename(final)
@@ -277,7 +273,7 @@ class CheckpointSaver:
         clean_up(self.folder)
 
     def _make_way(self, final: Path) -> None:
-        """One of ours was found damaged, or the run had not gone back before it. Another program's is not deleted."""
+        """Move a damaged or later checkpoint of the run away. Another program's is kept under another name."""
         is_ours = (final / RECORD_FILE).exists()
         name = f"{'replaced' if is_ours else 'kept'}-{final.name}-{secrets.token_hex(4)}"
         final.rename((self.unfinished if is_ours else self.folder) / name)
@@ -295,9 +291,9 @@ class CheckpointSaver:
 
 
 def seal_files(folder: Path, group: Group = None) -> dict[str, FileEntry]:
-    """Flush and hash every file of a folder that all ranks see and share out; by its path in it. A collective.
+    """Flush and hash every file of a folder that all ranks see, each rank its share. A collective.
 
-    Raises: OSError, TunebookError, on every rank.
+    Returns the entries by path in the folder. Raises: OSError, TunebookError, on every rank.
     """
     sizes = on_first_rank(lambda: _files_to_record(folder), group)
     mine = share_of(sizes, *rank_and_size())
@@ -306,9 +302,9 @@ def seal_files(folder: Path, group: Group = None) -> dict[str, FileEntry]:
 
 
 def publish_folder(unfinished: Path, final: Path) -> None:
-    """Give a folder whose files are sealed its name, in place of one that has it. For one process. Raises: OSError.
+    """Name a folder whose files are flushed, replacing one of that name. For one process. Raises: OSError.
 
-    Killed at any moment, the folder of that name is whole, or there is none.
+    After a kill at any moment the folder of that name is complete, or there is none.
     """
     _flush_folders(unfinished)
     aside = final.with_name(f".{final.name}.replaced-{secrets.token_hex(4)}")
@@ -320,25 +316,25 @@ def publish_folder(unfinished: Path, final: Path) -> None:
 
 
 def _flush_folders(top: Path) -> None:
-    """A folder and those below it: the names of their files."""
+    """Flush the file names of a folder and its subfolders."""
     for folder, _, _ in os.walk(top, topdown=False):
         flush_folder(Path(folder))
 
 
 def _files_to_record(unfinished: Path) -> dict[str, int]:
-    """The files that a record will list. Raises: TunebookError for a checkpoint that no loader could be given."""
+    """The files for the record. Raises: TunebookError for a checkpoint that could not be loaded."""
     found = list_files(unfinished)
     if found.others or not found.sizes:
         what = f"{found.others[0]} in it is no regular file" if found.others else "nothing was written"
         raise TunebookError(
-            f"what was saved in {unfinished} cannot be completed: {what}; the checkpoint before is still the newest",
+            f"what was saved in {unfinished} cannot be completed: {what}; the checkpoint before it stays the newest",
             problem_id="checkpoint-not-written",
         )
     return found.sizes
 
 
 def _seal(file: Path) -> FileEntry:
-    """Flush a file to the disk, and tell what is in it. Raises: OSError."""
+    """Flush a file to the disk and hash it. Raises: OSError."""
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
     return FileEntry(size=file.stat().st_size, sha256=sha256_file(file))

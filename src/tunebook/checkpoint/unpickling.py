@@ -1,9 +1,9 @@
-"""Loading a checkpoint runs no code from it: its pickles may name the few classes that checkpoints are made of.
+"""Loading a checkpoint runs no code from it: its pickles may name only the few classes of real checkpoints.
 
-`complete.json` proves that a checkpoint is what was written, not who wrote it: whoever changes a file can write its
-hash anew. A pickle is a program, and two libraries load theirs with Python's own unpickler: DeepSpeed its states
-(`weights_only=False`), torch.distributed.checkpoint its list of tensors (`.metadata`) and the values beside them. While
-`restricted_unpickling` is open, they are loaded as the Trainer loads its own files, with torch's `weights_only`.
+`complete.json` proves that a checkpoint is what was written, not who wrote it: whoever changes a file can change its
+hash. A pickle is a program, and two libraries use Python's own unpickler: DeepSpeed for its states
+(`weights_only=False`), torch.distributed.checkpoint for its list of tensors (`.metadata`) and for values that are no
+tensors. Inside `restricted_unpickling` torch's `weights_only` loads them, as the Trainer loads its own files.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 from tunebook.errors import DataError
 
 METADATA_FILE = ".metadata"
-# Besides tensors and Python's own types, what DeepSpeed 0.19 puts into its states.
+# The classes in DeepSpeed 0.19's states, besides tensors and Python's own types.
 _OF_DEEPSPEED = (
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"),
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"),
 )
-# Besides the classes of torch.distributed.checkpoint's own lists: what stands for shapes, formats and paths in them.
+# Shapes, formats and paths in the lists of torch.distributed.checkpoint.
 _OF_LISTS = {
     ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"),
@@ -39,12 +39,12 @@ _LIST_CLASSES = (
     "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
     "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix",
 )  # fmt: skip
-# What torch says of a name that `weights_only` does not load (torch 2.10 to 2.13).
+# torch's message for a name that `weights_only` does not load (torch 2.10 to 2.13).
 _REFUSED = re.compile(r"GLOBAL ([\w.]+) (?:was not an allowed|whose module)|load unsupported (?:GLOBAL|class) ([\w.]+)")
 
 
 class _ListUnpickler(pickle.Unpickler):
-    """Loads what a list of tensors is made of and refuses everything else."""
+    """Loads the classes of a list of tensors and refuses all others."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_list = module in _LIST_MODULES and name in _LIST_CLASSES
@@ -57,15 +57,15 @@ class _ListUnpickler(pickle.Unpickler):
 
 
 def load_list(stream: Any) -> Any:
-    """The list of what is where in a checkpoint of torch.distributed.checkpoint. Raises: whatever its bytes mean."""
+    """The `.metadata` of a checkpoint of torch.distributed.checkpoint. Raises: any error, for damaged bytes."""
     return _ListUnpickler(stream).load()
 
 
 @contextmanager
 def restricted_unpickling() -> Iterator[None]:
-    """Nothing that is loaded in here by torch, DeepSpeed or torch.distributed.checkpoint runs code of a file.
+    """Inside, no file that torch, DeepSpeed or torch.distributed.checkpoint loads runs code.
 
-    Raises: DataError for a file that names anything else, also where a library has wrapped that.
+    Raises: DataError for a file that names any other class, also if a library wrapped that error.
     """
     import torch
     from torch.distributed.checkpoint.api import CheckpointException
@@ -86,7 +86,7 @@ def restricted_unpickling() -> Iterator[None]:
     filesystem.pickle = SimpleNamespace(**vars(pickle) | {"load": load_list_of_file})
     try:
         yield
-    except CheckpointException as error:  # no Exception, and it holds one for each rank
+    except CheckpointException as error:  # no Exception; it holds one error for each rank
         cause = refused[0] if refused else root_cause(error)
         if isinstance(cause, DataError):
             raise cause from error
@@ -96,7 +96,7 @@ def restricted_unpickling() -> Iterator[None]:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The first rank's error in one of torch.distributed.checkpoint; any other error as it is."""
+    """The first rank's error in a CheckpointException; any other error unchanged."""
     failures = getattr(error, "failures", None)  # by rank, the error and its traceback
     if not failures:
         return error
@@ -107,7 +107,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 def _load_restricted(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def load(f: Any, map_location: Any = None, *_pickle_module: Any, **options: Any) -> Any:
-        """As `torch.load`, whoever asks for it and however."""
+        """As `torch.load`, but always with `weights_only`."""
         import torch
 
         options |= {"weights_only": True}
@@ -120,25 +120,25 @@ def _load_restricted(upstream: Callable[..., Any]) -> Callable[..., Any]:
                     raise _unsafe(_name_of(f), refused[1] or refused[2]) from error
                 if _is_beyond_weights(str(error)):
                     raise _unsafe(_name_of(f), None) from error
-                # No pickle at all. What torch says would advise to load it without restrictions.
+                # No pickle. torch's message would advise loading it without restrictions.
                 raise pickle.UnpicklingError(f"{_name_of(f)} is no file that torch has written") from error
 
     return load
 
 
-def _is_beyond_weights(said: str) -> bool:
-    """Whether torch met an instruction of pickles that files of its own do not have, rather than no instruction."""
-    found = re.search(r"Unsupported operand (\d+)", said)
+def _is_beyond_weights(message: str) -> bool:
+    """Whether torch refused a real pickle instruction that its own files do not have."""
+    found = re.search(r"Unsupported operand (\d+)", message)
     return found is not None and any(code.code == chr(int(found[1])) for code in pickletools.opcodes)
 
 
 def _deepspeeds_classes() -> list[Any]:
-    """The classes of DeepSpeed's states, where DeepSpeed is at work."""
+    """The classes of DeepSpeed's states, if DeepSpeed is imported."""
     return [getattr(sys.modules[module], name) for module, name in _OF_DEEPSPEED if module in sys.modules]
 
 
 def _name_of(file: Any) -> str:
-    """A file's path, or what a stream is a part of."""
+    """A file's path, or a description of a stream."""
     name = file if isinstance(file, Path) else getattr(file, "name", file)
     return str(name) if isinstance(name, str | Path) else "a value in a .distcp file of the checkpoint"
 
@@ -147,7 +147,7 @@ def _unsafe(file: str, wanted: str | None) -> DataError:
     what = f"names {wanted}" if wanted else "holds something"
     return DataError(
         f"{file} {what}, which no checkpoint of a run does, and loading it could run any code; nothing of it was run. "
-        "Its record proves that it was not damaged, not who wrote it. Take a checkpoint that you know where it comes "
-        "from (training.resume=FOLDER), or start anew with training.resume=never",
+        "Its record proves that it was not damaged, not who wrote it. Use a checkpoint from a source that you trust "
+        "(training.resume=FOLDER), or start again with training.resume=never",
         problem_id="checkpoint-unsafe",
     )

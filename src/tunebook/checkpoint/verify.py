@@ -1,9 +1,8 @@
-"""Whether a checkpoint still is what was written: its files and their sizes (cheap), then every hash.
+"""Is a checkpoint what was written? First its files and their sizes (cheap: these make it complete), then every hash.
 
-A checkpoint is loaded only after all of it holds. A file that the record does not list counts as damage as well: what
-loads a checkpoint goes by the names of the files it finds. All of this proves that nothing was damaged, and not who
-wrote it: whoever can change a file can change its hash in the record. So what is loaded may run no code
-(`checkpoint.unpickling`).
+A checkpoint is loaded only after both checks. A file that the record does not list counts as damage too, since loaders
+go by the names of the files that they find. The checks prove that nothing was damaged, and not who wrote it: whoever
+can change a file can change its hash in the record. So loading runs no code (`checkpoint.unpickling`).
 """
 
 from __future__ import annotations
@@ -12,11 +11,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tunebook.checkpoint.record import (
+    CHECKPOINTS_FOLDER,
     RECORD_FILE,
     CheckpointRecord,
     FileEntry,
     UnreadableRecordError,
     list_files,
+    named_as_checkpoints,
     read_record,
 )
 from tunebook.errors import DataError
@@ -27,8 +28,34 @@ MODEL_FOLDER = "model"  # of a run: its trained model
 _WEIGHTS = ".safetensors"
 
 
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a folder is a complete checkpoint: its record is there and every file has its size."""
+    return why_not_complete(checkpoint) is None
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run folder."""
+    return next(filter(is_complete, named_as_checkpoints(run / CHECKPOINTS_FOLDER)), None)
+
+
+def complete_checkpoints(checkpoints: Path) -> list[Path]:
+    """Every complete checkpoint of a folder of checkpoints, newest first."""
+    return [path for path in named_as_checkpoints(checkpoints) if is_complete(path)]
+
+
+def passed_over(run: Path) -> dict[Path, str]:
+    """The checkpoints of a run that are newer than its newest complete one, and why each is not complete."""
+    found: dict[Path, str] = {}
+    for path in named_as_checkpoints(run / CHECKPOINTS_FOLDER):
+        why = why_not_complete(path)
+        if why is None:
+            break
+        found[path] = why
+    return found
+
+
 def why_not_complete(checkpoint: Path) -> str | None:
-    """Why a folder is no complete checkpoint, or None: its record is there and its files have their sizes."""
+    """Why a folder is no complete checkpoint; None if its record is there and every file has its size."""
     try:
         record = read_record(checkpoint)
         return difference_of_files(checkpoint, record)
@@ -39,10 +66,10 @@ def why_not_complete(checkpoint: Path) -> str | None:
 
 
 def difference_of_files(checkpoint: Path, record: CheckpointRecord) -> str | None:
-    """What differs between a checkpoint's files and its record, going by names and sizes. Raises: OSError."""
+    """The first difference between a checkpoint's files and its record, by name and size. Raises: OSError."""
     found = list_files(checkpoint)
     if found.others:
-        return f"{found.others[0]} in it is a link or no file, and may lead anywhere; checkpoints are written without"
+        return f"{found.others[0]} in it is a link or no regular file, and may lead anywhere; checkpoints have none"
     for name, entry in sorted(record.files.items()):
         size = found.sizes.get(name)
         if size is None:
@@ -51,12 +78,12 @@ def difference_of_files(checkpoint: Path, record: CheckpointRecord) -> str | Non
             return f"{name} has {size:,} bytes and was written with {entry.size:,}"
     added = sorted(set(found.sizes) - set(record.files))
     if added:
-        return f"{added[0]} in it is not listed in its {RECORD_FILE}; take it away to use this checkpoint"
+        return f"{added[0]} in it is not listed in its {RECORD_FILE}; remove it to use this checkpoint"
     return None
 
 
 def wrong_hash(checkpoint: Path, files: Iterable[tuple[str, FileEntry]]) -> str | None:
-    """The first of some files whose content is not what was written, in words; None where all are. Reads them whole."""
+    """Why the first damaged file is not what was written; None if all are. Reads the files completely."""
     for name, entry in files:
         try:
             found = sha256_file(checkpoint / name)
@@ -68,10 +95,7 @@ def wrong_hash(checkpoint: Path, files: Iterable[tuple[str, FileEntry]]) -> str 
 
 
 def verified_record(checkpoint: Path) -> CheckpointRecord:
-    """The record of a checkpoint all of which was read and found to be what was written; in this process, alone.
-
-    Raises: DataError saying what is wrong with it.
-    """
+    """The record of a checkpoint after this process has verified every file. Raises: DataError saying what is wrong."""
     why = why_not_complete(checkpoint)
     if why is None:
         record = read_record(checkpoint)
@@ -85,9 +109,9 @@ def verified_record(checkpoint: Path) -> CheckpointRecord:
 
 
 def require_unchanged_model(run: Path, *, by_hash: bool = False) -> None:
-    """Refuse the weights in a run's `model/` if they are not what was written: by size, or by hash, which reads them.
+    """Refuse changed weights in a run's `model/`: by size, or by hash, which reads them.
 
-    Nothing is compared in older runs, which recorded nothing. Raises: DataError saying what is wrong.
+    Older runs recorded nothing to compare with. Raises: DataError saying what is wrong.
     """
     recorded = read_manifest(run).get(MODEL_FILES) if (run / MANIFEST_FILE).is_file() else None
     weights = {name: FileEntry(**entry) for name, entry in (recorded or {}).items() if name.endswith(_WEIGHTS)}

@@ -17,9 +17,9 @@ from tempfile import TemporaryFile
 from rich.console import Console
 from rich.text import Text
 
-from tunebook.checkpoint.candidates import same_command
-from tunebook.checkpoint.newest import newest_checkpoint
+from tunebook.checkpoint.choose import same_command
 from tunebook.checkpoint.record import step_of
+from tunebook.checkpoint.verify import newest_checkpoint
 from tunebook.config.choices import LauncherName
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, DoesNotFitError, StoppedError, TunebookError

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tunebook.checkpoint.newest import newest_checkpoint
+from tunebook.checkpoint.verify import newest_checkpoint
 from tunebook.commands.attempt import Attempt
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import SlurmConfig

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from tunebook.checkpoint.candidates import same_command
+from tunebook.checkpoint.choose import same_command
 from tunebook.commands.sweep_planning import SweepPlan, plan_sweep
 from tunebook.config.identity import hash_anywhere
 from tunebook.errors import RequestError

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.text import Text
 
-from tunebook.checkpoint.candidates import expected_checkpoint
+from tunebook.checkpoint.choose import expected_checkpoint
 from tunebook.checkpoint.identity import identity_of
 from tunebook.commands.attempt import Attempt
 from tunebook.config.frozen import config_to_yaml

@@ -1,8 +1,8 @@
 """Solve the batch: documents per optimizer step into rows, micro-batches, accumulation and steps.
 
-A batch is counted in documents (`training.global_samples`) or in tokens (`training.global_tokens`), never in rows, so
-that packing, the number of GPUs and their memory do not change what one optimizer step learns from. Before the data is
-prepared, lengths are estimated from the data set's facts and the plan says so; afterwards it is exact.
+A batch is counted in documents (`training.global_samples`) or tokens (`training.global_tokens`), never in rows, so that
+packing, the number of GPUs and their memory do not change the documents of an optimizer step. Before the data is
+prepared, lengths are estimated from the data set's facts, and the plan says so; afterwards they are exact.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tunebook.data.sampler import Schedule, StepSize, cut_into_steps, documents_
 from tunebook.errors import RequestError
 from tunebook.model.flops import attended_length_tokens
 
-# Documents that are packed once more to find a run's longest row; the rest of a longer run is bounded. It takes about
-# 0.3 s for each million of documents in all epochs.
+# Documents that are packed again to find a run's longest row; a longer run gets an upper bound. Takes about 0.3 s for
+# each million documents in all epochs.
 _MOST_PACKED_AGAIN = 200_000
-# Padded rows per pass where nobody says: as many as stay within this many tokens, when all are of the full length.
+# Default for padded rows per pass: as many as stay within this many tokens at full length.
 PADDED_TOKENS_PER_PASS = 8192
 
 
@@ -32,7 +32,7 @@ PADDED_TOKENS_PER_PASS = 8192
 class BatchPlan:
     """The batch arithmetic of a run. `rows_per_step` = world_size x accumulation x micro_batch_size.
 
-    Numbers that depend on the data are None where nothing is known of it yet.
+    Numbers that depend on the data are None if nothing is known of it yet.
     """
 
     global_samples: int | None
@@ -43,13 +43,13 @@ class BatchPlan:
     rows_per_step: int | None
     row_length: int  # tokens a row holds at most
     is_packed: bool
-    is_estimate: bool  # lengths are the mean that is stated of the data set or follows from it, not measured
+    is_estimate: bool  # lengths are a mean from the data set's facts, not measured
     documents_per_step: float | None  # mean; the last step of an epoch may be smaller
     tokens_per_step: float | None  # mean, real tokens
     num_documents: int | None
     steps_per_epoch: int | None
     total_steps: int | None
-    attended_length: float | None = None  # documents' lengths as a token sees them, `flops.attended_length_tokens`
+    attended_length: float | None = None  # mean over tokens, see `flops.attended_length_tokens`
     padding_share: float | None = None  # 0 to 1 of what an epoch computes; known with the documents' lengths
     longest_row: int | None = None  # tokens that no row of any step exceeds; known with the documents' lengths
 
@@ -63,7 +63,7 @@ class BatchPlan:
 def solve_batch(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
     """The batch of a resolved configuration, exact when the documents' `lengths` (num_documents,) are given.
 
-    Raises: RequestError when the documents of a step cannot be dealt evenly, naming the nearest numbers that can.
+    Raises: RequestError if the documents of a step cannot be divided evenly, naming the nearest numbers that can.
     """
     samples = config.training.global_samples
     if lengths is not None and samples is not None and len(lengths) < samples:
@@ -82,7 +82,7 @@ def solve_batch(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
 
 
 def schedule_of(config: RunConfig, plan: BatchPlan, lengths: Lengths) -> Schedule:
-    """What every rank's sampler runs through: the plan over the prepared data."""
+    """The schedule of every rank's sampler: the plan over the prepared data."""
     assert plan.rows_per_step is not None
     return Schedule(
         lengths=lengths,
@@ -100,7 +100,7 @@ def largest_micro_batch(samples_per_rank: int, max_length: int) -> int:
 
 
 def fewer_gpus(config: RunConfig, num_documents: int) -> str:
-    """As many as there are documents for, each with one in every step; one where there is no document at all."""
+    """Overrides for as many GPUs as there are documents for a step; one if there is no document."""
     documents = max(1, num_documents)
     nodes = min(max(1, config.hardware.num_nodes), documents)
     per_node = documents // nodes
@@ -135,7 +135,7 @@ def _packed(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
         steps = cut_into_steps(epoch_order(len(lengths), training.seed, 0), lengths, _step_size(config))
         documents = len(lengths) / len(steps)
         plan = _plan(config, micro=micro, rows=rows, documents=documents, lengths=lengths, num_steps=len(steps))
-        return replace(plan, longest_row=length)  # rows are filled to their ends, but for some tokens
+        return replace(plan, longest_row=length)  # rows are filled almost completely
     samples = training.global_samples
     assert samples is not None
     if samples < ranks:
@@ -157,7 +157,7 @@ def _packed(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
 
 
 def _longest_row(steps: list[Lengths], num_rows: int) -> int:
-    """Tokens of the longest row of all steps, those first that may have it; a bound where there are very many."""
+    """Tokens of the longest row of all steps, the likeliest steps first; a bound if there are very many."""
     bounded = sorted(
         ((at_most_in_a_row(int(step.sum()), int(step.max(initial=0)), num_rows), step) for step in steps if len(step)),
         key=lambda pair: -pair[0],
@@ -177,7 +177,7 @@ def _unpacked_schedule(lengths: Lengths, size: StepSize, seed: int) -> Schedule:
 
 
 def _epochs_to_look_at(config: RunConfig, lengths: Lengths) -> int:
-    """Epochs that the run goes through, so that no step of it is wider than planned."""
+    """The number of the run's epochs, so that no step of it is wider than planned."""
     samples = config.training.global_samples or 1
     if config.training.max_steps is not None:
         return max(1, math.ceil(config.training.max_steps / math.ceil(len(lengths) / samples)))
@@ -202,7 +202,7 @@ def _padded(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
         either = f"{below} or {above}" if below else f"{above}"
         per_gpu = f" with {asked} each" if asked else ""
         raise RequestError(
-            f"training.global_samples={samples} documents cannot be dealt evenly to {ranks} GPUs{per_gpu}; "
+            f"training.global_samples={samples} documents cannot be divided evenly among {ranks} GPUs{per_gpu}; "
             f"try training.global_samples={either}{_other_micro(samples, ranks, asked)}",
             problem_id="batch-not-divisible",
         )
@@ -229,16 +229,16 @@ def _require_multiple(rows: int, unit: int, ranks: int, length: int) -> None:
         below, above = rows // unit * unit * length, (rows // unit + 1) * unit * length
         either = f"{below} or {above}" if below else f"{above}"
         raise RequestError(
-            f"training.global_tokens makes {rows} rows of {length} tokens, which cannot be dealt evenly to {ranks} "
-            f"GPUs; try training.global_tokens={either}",
+            f"training.global_tokens makes {rows} rows of {length} tokens, which cannot be divided evenly among "
+            f"{ranks} GPUs; try training.global_tokens={either}",
             problem_id="batch-not-divisible",
         )
 
 
 def _estimated_rows(config: RunConfig, samples: int, unit: int, length: int) -> int | None:
-    """Rows for a step of average documents; steps vary, so the exact number is found once the data is prepared.
+    """Rows for a step of average documents; the exact number is known once the data is prepared.
 
-    No more than one pass has (`unit`) where even the longest documents fit into that.
+    One pass (`unit`) if even the longest documents fit into it.
     """
     if samples <= unit * (length // max(1, config.training.max_length)):
         return unit
@@ -255,7 +255,7 @@ def _mean_documents(config: RunConfig, tokens: float) -> float | None:
 
 
 def _padding_share(config: RunConfig, lengths: Lengths, micro: int) -> float:
-    """Of one epoch's passes, each as wide as its longest document; none where rows are packed."""
+    """The share of padding in one epoch, each pass as wide as its longest document; 0 for packed rows."""
     if config.packing.mode is PackingMode.isolated or not len(lengths):
         return 0.0
     order = lengths[epoch_order(len(lengths), config.training.seed, 0)]

@@ -1,8 +1,8 @@
 """Encode a corpus chunk by chunk, on one core or several, in order and in bounded memory.
 
-Workers are started fresh, not forked: a forked copy of a process in which the tokenizer has used its threads waits for
-them for ever. Each gets a copy of the tokenizer, which needs no torch. Documents and tokens travel as Arrow, which
-costs next to nothing.
+Workers are spawned, not forked: in a forked copy of a process whose tokenizer has used its threads, the tokenizer waits
+for them forever. Each gets a copy of the tokenizer, which needs no torch. Documents and tokens are sent as Arrow, which
+costs almost nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NEVER_TRAINED = "no token of it is trained on"
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """What is kept of one document, and why the rest is not."""
+    """The pieces of one document that are kept, and why others are dropped."""
 
     pieces: list[Document]  # one, unless the document was split or dropped
     was_cut: bool = False  # or split
@@ -48,7 +48,7 @@ class Fitted:
 def fit(document: Document, max_length: int, overlong: Overlong) -> Fitted:
     """Cut, drop or split one document so that no piece is longer than `max_length` tokens.
 
-    Pieces without a trained token are dropped: they would cost time and teach nothing.
+    Pieces without a trained token are dropped: they would cost time and train nothing.
     """
     num_tokens = len(document.input_ids)
     if num_tokens <= max_length:
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DOCUMENTS_PER_CHUNK = 1000
-# A worker takes seconds to start, in which one core encodes about this many short conversations.
+# Short conversations that one core encodes in the seconds that a worker takes to start.
 _DOCUMENTS_PER_WORKER = 8_000
 _CHUNKS_IN_FLIGHT_PER_WORKER = 3
 _CHUNKS_PER_MAPPING = 50
@@ -89,7 +89,7 @@ _CHUNKS_PER_MAPPING = 50
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkSettings:
-    """All that decides how documents become tokens; every worker gets a copy."""
+    """Everything that decides how documents become tokens; every worker gets a copy."""
 
     kind: CorpusKind
     tokenizer: PreTrainedTokenizerBase | None  # None for documents that are tokens already
@@ -98,12 +98,12 @@ class ChunkSettings:
     max_length: int  # tokens
     vocab_size: int | None  # of the model; None if not known
     special_text: SpecialText = SpecialText.auto
-    template_date: str | None = None  # of a worker, which has a clock of its own; None: set already
+    template_date: str | None = None  # for workers, which have clocks of their own; None: already set
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Some prepared documents as an Arrow stream of one record batch, and what became of those that were read."""
+    """Prepared documents as an Arrow stream of one record batch, and the counts of those that were read."""
 
     stream: bytes
     counts: PartCounts
@@ -118,14 +118,14 @@ def prepared_schema() -> pa.Schema:
 
 
 def choose_num_workers(num_documents: int, num_workers: int | None) -> int:
-    """Processes to encode with: as many as asked for or as there are cores, but none that starts for nothing."""
+    """The number of processes: as asked for, or one for each core, but only as many as save time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(num_workers or cores, num_documents // _DOCUMENTS_PER_WORKER))
 
 
 def encode_chunks(documents: datasets.Dataset, settings: ChunkSettings, num_workers: int | None) -> Iterator[Chunk]:
     """The documents, encoded and fitted to length, in their order. Raises: what `ChunkEncoder.encode` raises."""
-    workers = choose_num_workers(len(documents), num_workers) if _can_travel(settings.tokenizer) else 1
+    workers = choose_num_workers(len(documents), num_workers) if _can_be_sent(settings.tokenizer) else 1
     streams = _read_chunks(documents)
     if workers == 1:
         encoder = ChunkEncoder(settings)
@@ -144,7 +144,7 @@ def encode_chunks(documents: datasets.Dataset, settings: ChunkSettings, num_work
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
         raise TunebookError(
-            f"one of {workers} processes that tokenise was killed, most often for want of memory; try fewer: "
+            f"one of {workers} processes that tokenise was killed, most often because memory ran out; try fewer: "
             f"dataset.num_workers={max(1, workers // 2)}",
             problem_id="worker-killed",
         ) from error
@@ -197,13 +197,13 @@ class ChunkEncoder:
             )
 
 
-def _can_travel(tokenizer: PreTrainedTokenizerBase | None) -> bool:
-    """Whether another process can import the tokenizer's class, which it cannot if that came with the model."""
+def _can_be_sent(tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Whether another process can import the tokenizer's class: not if it came with the model."""
     return not type(tokenizer).__module__.startswith("transformers_modules")
 
 
 def _to_batch(documents: Sequence[Document], lengths: Sequence[int]) -> pa.RecordBatch:
-    """The columns of prepared documents. Through flat arrays of integers: Arrow reads nested lists far slower."""
+    """The columns of prepared documents, from flat arrays of integers: Arrow reads nested lists far slower."""
     import pyarrow as pa
 
     ids, labels, ends = array("i"), array("i"), array("i", accumulate(lengths, initial=0))
@@ -223,8 +223,8 @@ def _to_integers(values: array[int]) -> pa.Int32Array:
 
 
 def _read_chunks(documents: datasets.Dataset) -> Iterator[bytes]:
-    """The documents as Arrow streams. What was read of a mapped file stays in memory until it is mapped anew."""
-    stored = pickle.dumps(documents.with_format("arrow"))  # documents in files travel as the files' paths
+    """The documents as Arrow streams. Pages of a mapped file stay in memory until it is mapped again."""
+    stored = pickle.dumps(documents.with_format("arrow"))  # documents in files are pickled as the files' paths
     for number, start in enumerate(range(0, len(documents), DOCUMENTS_PER_CHUNK)):
         if number % _CHUNKS_PER_MAPPING == 0:
             table = pickle.loads(stored)
@@ -247,14 +247,14 @@ _worker_encoder: ChunkEncoder | None = None  # of this process, if it is a worke
 
 def _start_worker(settings: ChunkSettings) -> None:
     global _worker_encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # every worker is one core's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the process group; the parent ends its workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each worker
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker_encoder = ChunkEncoder(settings)
 
 
 def _end_with_parent() -> None:
-    """A parent that is killed cannot end its workers, which would wait for work for ever."""
+    """A killed parent cannot end its workers, which would wait for work forever."""
     parent = parent_process()
     if parent is not None:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What every source of documents is turned into, and how it is written to disk in bounded memory.
+"""The common form of the documents of all sources, and how it is written to disk in bounded memory.
 
 A corpus is one table of documents of one kind, memory-mapped from Arrow files. Columns by kind:
 conversation: messages, a list of {role, content, train}; text: text; prompt_completion: prompt, completion;
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 Row = dict[str, Any]  # one document: the columns of its kind
 Progress = Callable[[int], None]  # called with the number of documents written so far
 
-IGNORED_LABEL = -100  # of a token that the loss does not count: what PyTorch's cross entropy skips
-CONTENT_HASH = "content_hash"  # a column only while a corpus is being put together
+IGNORED_LABEL = -100  # of a token that the loss does not count: PyTorch's cross entropy skips it
+CONTENT_HASH = "content_hash"  # a column only while a corpus is assembled
 ROWS_PER_BATCH = 1000  # documents held in memory at once
 
 
 class CorpusKind(Enum):
-    """What a document is after reading, whatever format it came in."""
+    """The kind of a document after reading, whatever its format was."""
 
     conversation = "conversation"
     text = "text"
@@ -66,7 +66,7 @@ class Corpus:
     train: datasets.Dataset
     validation: datasets.Dataset | None
     records: list[SourceRecord]  # of the training part, then of separate validation files or splits
-    notes: list[str]  # what a person should be told: the detected format, skipped lines, counts per part
+    notes: list[str]  # for people: the detected format, skipped lines, counts per part
 
 
 def arrow_schema(kind: CorpusKind) -> pa.Schema:
@@ -84,7 +84,7 @@ def arrow_schema(kind: CorpusKind) -> pa.Schema:
 
 
 def content_hash(row: Row, kind: CorpusKind) -> int:
-    """64 bits that depend on a document's content alone, so that equal documents stay together.
+    """64 bits that depend only on a document's content, so that equal documents stay together.
 
     A conversation's system turn is left out: the same conversation under two system prompts is one content.
     """
@@ -128,7 +128,7 @@ def write_batches(
 ) -> datasets.Dataset:
     """Write record batches of a kind's schema to an Arrow file, and open it memory-mapped.
 
-    When the batches end in an error, no half-written file is left.
+    If the batches end in an error, no half-written file is left.
     """
     import datasets
     import pyarrow as pa

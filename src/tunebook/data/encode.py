@@ -1,7 +1,7 @@
-"""Turn documents into token ids and labels: what the model reads, and which of it the loss counts. Touches no files.
+"""Turn documents into token ids and labels: what the model reads, and what the loss counts. Uses no files.
 
-Labels are the token's own id where it is trained on and -100 elsewhere (the model shifts them by one). The first label
-is always -100: nothing predicts a document's first token, and in a packed row it would be the end of another document.
+A label is the token's own id if it is trained on, or else -100 (the model shifts labels by one). The first label is
+always -100: nothing predicts a document's first token, and in a packed row the end of another document would.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import SpecialText, TrainOn
 from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row
-from tunebook.data.span_tokens import SpanTokenizer, Tokenised
 from tunebook.data.special_tokens import Span, SpecialTokens
 from tunebook.data.template import ConversationRenderer, Rendered
+from tunebook.data.tokenise import SpanTokenizer, Tokenised
 from tunebook.errors import DataError, RequestError
 from tunebook.model.tokenizer import stop_token_ids
 
@@ -27,7 +27,7 @@ LEFT_OUT = "the chat template leaves out reasoning or other parts of earlier ans
 LEFT_OUT_OF_ALL = "the chat template leaves out reasoning or other parts of earlier answers"
 SPECIAL_AS_TEXT = "a special token's text in a turn, tokenised as text (dataset.special_tokens_in_content=as_text)"
 SPECIAL_KEPT = "a special token's text, taken for the token (dataset.special_tokens_in_content=keep)"
-STRADDLING = "a token reaches over the boundary between prompt and answer, and counts as the answer's"
+STRADDLING = "a token crosses the boundary between prompt and answer, and counts as the answer's"
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,8 @@ class Document:
 class Encoder:
     """Tokenises and masks documents of one kind.
 
-    `notes` counts documents by what a person should know of them, `first` holds the first of each. Raises: RequestError
-    when `train_on` asks for turns that this kind of document does not have, or conversations are to be rendered without
-    a chat template.
+    `notes` counts documents by remarks for people, `first` has the first document of each. Raises: RequestError if
+    `train_on` asks for turns that this kind of document does not have, or conversations have no chat template.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Encoder:
     ) -> None:
         if train_on is TrainOn.assistant and kind is CorpusKind.text:
             raise RequestError(
-                "dataset.train_on=assistant: these documents are plain text, in which nobody is the assistant; type "
+                "dataset.train_on=assistant: these documents are plain text without an assistant; type "
                 "dataset.train_on=everything",
                 problem_id="train-on-without-roles",
             )
@@ -120,10 +119,10 @@ class Encoder:
         return documents
 
     def _render(self, row: Row) -> Rendered:
-        # Where everything is trained on it does not matter where the assistant's turns are.
+        # If everything is trained on, the assistant's turns need not be found.
         render = self._renderer.whole if self._everything else self._renderer.render
         rendered = render(row["messages"], row["origin"])
-        self._account_for_special(rendered.special, row["origin"])
+        self._check_special(rendered.special, row["origin"])
         if rendered.special is not None and self._special_text is SpecialText.keep:
             text, spans = self._special.show(rendered.text, rendered.spans)
             return replace(rendered, text=text, spans=spans, special=None)
@@ -139,8 +138,8 @@ class Encoder:
             for one in rendered
         ]
 
-    def _account_for_special(self, token: str | None, origin: str) -> None:
-        """Note a document that holds the text of a special token. Raises: DataError where such are to be refused."""
+    def _check_special(self, token: str | None, origin: str) -> None:
+        """Note a document that holds the text of a special token. Raises: DataError if these are refused."""
         if token is None:
             return
         if self._special_text is SpecialText.refuse:
@@ -170,27 +169,27 @@ class Encoder:
     def _texts(self, rows: Sequence[Row]) -> list[Document]:
         documents = []
         for row, encoding in zip(rows, self._backend.encode_batch([row["text"] for row in rows]), strict=True):
-            self._account_for_special(self._special.first_in(row["text"]), row["origin"])
+            self._check_special(self._special.first_in(row["text"]), row["origin"])
             ids = self._ended(encoding.ids)
             self._refuse_two_bos(ids, row["origin"], "the text begins with it and the tokenizer adds one; remove it")
             documents.append(Document(ids, all_labels(ids)))
         return documents
 
     def _completions(self, rows: Sequence[Row]) -> list[Document]:
-        """Prompt and completion tokenised as one text, as TRL does, so that the model reads text as it usually is.
+        """Prompt and completion tokenised as one text, as TRL does, so that the model reads usual text.
 
-        The completion starts where these tokens and those of the prompt alone part: everything before is exactly what
-        the model is given when it generates.
+        The completion starts at the first token that differs from those of the prompt alone: everything before is
+        exactly the model's input for generation.
         """
         prompts = self._backend.encode_batch([row["prompt"] for row in rows])
         wholes = self._backend.encode_batch([row["prompt"] + row["completion"] for row in rows])
         documents = []
         for row, prompt, whole in zip(rows, prompts, wholes, strict=True):
             origin = row["origin"]
-            self._account_for_special(self._special.first_in(row["prompt"] + row["completion"]), origin)
+            self._check_special(self._special.first_in(row["prompt"] + row["completion"]), origin)
             ids = self._ended(whole.ids)
             self._refuse_two_bos(ids, origin, "the prompt begins with it and the tokenizer adds one; remove it")
-            # What the tokenizer adds is not part of the prompt; an EOS that the prompt itself ends with is.
+            # Tokens that the tokenizer adds are not part of the prompt; an EOS at its own end is.
             prompt_ids = prompt.ids[: len(prompt.ids) - self._num_added_at_end]
             num_same = num_shared(prompt_ids, ids)
             self._note(STRADDLING, origin, num_same < len(prompt_ids))
@@ -222,8 +221,8 @@ class Encoder:
     def _require_stop(self, ids: list[int], origin: str) -> None:
         if self._stop_ids.isdisjoint(ids):
             raise DataError(
-                f"{origin}: no token that generation stops at is trained on: the chat template does not write one, or "
-                "the tokenizer cuts it into several tokens. Name the special token that ends a turn in this template: "
+                f"{origin}: no token that ends generation is trained on: the chat template does not write one, or the "
+                "tokenizer cuts it into several tokens. Name the special token that ends a turn in this template: "
                 "model.eos_token=TOKEN, or another template: model.chat_template=FILE",
                 problem_id="eos-not-trained",
             )

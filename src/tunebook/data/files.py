@@ -31,11 +31,11 @@ class DataFile:
 
     path: Path  # absolute
     location: str  # for records: the absolute path, or `book:...`, which is the same on every machine
-    label: str  # for a document's origin: the name, with folders only where several files share it
+    label: str  # for a document's origin: the name, with folders only if several files share it
 
 
-def what_is_not_there(config: DatasetConfig) -> DataError | None:
-    """Why the files that a configuration names cannot be trained on here; None where they can."""
+def missing_files(config: DatasetConfig) -> DataError | None:
+    """The error for files of a configuration that cannot be trained on here; None if all can."""
     sources = sources_of(config).items()
     named = {f"{key}.path": source.path for key, source in sources if source.source is Source.files}
     for key, text in (named | {"dataset.validation_path": config.validation_path}).items():
@@ -48,7 +48,7 @@ def what_is_not_there(config: DatasetConfig) -> DataError | None:
 
 
 def find_files(text: str, key: str) -> list[DataFile]:
-    """The files that a path or glob names, in alphabetical order; `key` is where it was configured.
+    """The files of a path or glob, in alphabetical order; `key` is where it was configured.
 
     Raises: DataError for a folder, for nothing found, and for a kind of file that holds no documents.
     """
@@ -75,7 +75,7 @@ def find_files(text: str, key: str) -> list[DataFile]:
 
 
 def hash_folder(folder: Path) -> str:
-    """The SHA-256 over the names and hashes of all files under a folder, but for hidden ones."""
+    """The SHA-256 over the names and hashes of all files under a folder, except hidden ones."""
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder)

@@ -1,7 +1,7 @@
-"""How one document is written down: the formats, how one is detected, and how each becomes a row of a corpus kind.
+"""The formats of documents, how one is detected, and how each becomes a row of a corpus kind.
 
 To add a format: a member of `config.choices.Format`, a function that turns a record into a row, and a line in SPECS.
-Null counts as absent, because Parquet has every column in every row. What becomes of other keys: `keys.py`.
+Null counts as absent, because Parquet has every column in every row. `keys.py` decides about other keys.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from typing import Any
 
 from tunebook.config.choices import Format
 from tunebook.data.corpus import CorpusKind, Row
+from tunebook.data.documents import TOKEN_KEYS, Turn, check_conversation, check_text, make_turn, read_turns, token_row
 from tunebook.data.keys import KeyAccount
 from tunebook.data.problems import DocumentError
-from tunebook.data.token_documents import TOKEN_KEYS, token_row
-from tunebook.data.turns import Turn, check_conversation, check_text, make_turn, read_turns
 from tunebook.errors import nearest
 
 Record = Mapping[str, Any]
 Convert = Callable[[Record, KeyAccount], tuple[CorpusKind, Row]]
 
-TEXT_FIELD = "<dataset.text_field>"  # stands for the configured field in SPECS
+TEXT_FIELD = "<dataset.text_field>"  # the configured field in SPECS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class FormatSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class FormatSettings:
-    """What of the configuration decides how a record becomes a row."""
+    """The settings by which a record becomes a row."""
 
     text_field: str = "text"
     system_prompt: str | None = None
@@ -43,7 +42,7 @@ class FormatSettings:
 
 
 class Normaliser:
-    """Turns the records of one source into rows of one kind; both are settled by the first document when not named."""
+    """Turns the records of one source into rows of one kind. The first document decides both, if they are not named."""
 
     def __init__(self, format: Format, settings: FormatSettings, account: KeyAccount | None = None) -> None:
         self.format = format
@@ -67,7 +66,7 @@ class Normaliser:
         self.account.check_document(record, read, is_text=self.format is Format.text)
         try:
             kind, row = self._convert(record)
-        finally:  # a key that is refused often explains what else is wrong, such as an empty text beside a tool call
+        finally:  # a refused key often explains another problem, such as an empty text next to a tool call
             self.account.raise_if_refused()
         if self.kind is None:
             self.kind = kind
@@ -122,12 +121,12 @@ def detect_format(record: Record, text_field: str) -> Format:
     if record.get("chosen") is not None and record.get("rejected") is not None:
         raise DocumentError(
             "it is a pair of answers to prefer one of ('chosen', 'rejected'), and supervised fine-tuning learns one "
-            "answer: write the chosen one as 'completion' beside 'prompt', or as the last of 'messages'",
+            "answer: write the chosen one as 'completion' with 'prompt', or as the last of 'messages'",
             problem_id="data-unknown-format",
         )
     raise DocumentError(
         f"its format is not known: its keys are: {_keys(record)}. The formats, and the keys each needs:\n{formats}\n"
-        "  Rename its keys, or for plain text say dataset.format=text dataset.text_field=KEY",
+        "  Rename its keys, or for plain text type dataset.format=text dataset.text_field=KEY",
         problem_id="data-unknown-format",
     )
 
@@ -205,7 +204,7 @@ def _from_prompt_completion(record: Record, account: KeyAccount) -> tuple[Corpus
     return CorpusKind.prompt_completion, row
 
 
-# In the order of detection: the most telling keys first.
+# In the order of detection: the most specific keys first.
 SPECS: dict[Format, FormatSpec] = {
     Format.pretokenized: FormatSpec(
         needs=("input_ids",), may_have=TOKEN_KEYS

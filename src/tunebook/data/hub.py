@@ -1,27 +1,30 @@
 """Data sets of the Hugging Face hub, and folders in its layout: their revision, their splits, their rows.
 
-Out of reach of the hub, the snapshot that `hf download` or an earlier run left in HF_HUB_CACHE is used; the `datasets`
-library's own cache is not, because it would take another revision than the one asked for without a word.
+Without the hub, the snapshot in HF_HUB_CACHE of `hf download` or an earlier run is used. The cache of the `datasets`
+library is not: it would silently take another revision than the requested one. `datasets` also guesses types from text
+(a date becomes a timestamp, "NA" a missing value, "007" a number), so it only finds and downloads JSON and CSV files;
+Tunebook's own readers read them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tunebook.config.book import resolve_path
 from tunebook.config.schema import DatasetSource
-from tunebook.data import hub_files
 from tunebook.data.corpus import ROWS_PER_BATCH
 from tunebook.data.files import hash_folder
 from tunebook.data.json_file import Record
 from tunebook.data.keys import KeyAccount
 from tunebook.data.problems import DocumentProblems
-from tunebook.data.readers import Part
+from tunebook.data.readers import Layout, Part, read_records
 from tunebook.errors import DataError, RequestError, did_you_mean
 from tunebook.files import CACHE_VARIABLE
 from tunebook.hardware.disk import is_disk_full, no_space
@@ -29,6 +32,101 @@ from tunebook.model.hub import local_problem
 
 if TYPE_CHECKING:
     import datasets
+
+# Options for files in a data set's card: those that are read here, and those that change only the speed.
+_READ = {"json": {"field"}, "csv": {"sep", "delimiter"}}
+_HARMLESS = {
+    "json": {"features", "use_threads", "block_size", "chunksize", "newlines_in_values", "on_mixed_types",
+             "parse_agent_traces"},
+    "csv": {"features", "chunksize", "engine", "keep_default_na", "na_values", "na_filter", "memory_map",
+            "float_precision"},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One file, downloaded and unpacked."""
+
+    path: Path
+    layout: Layout
+
+
+def _text_files(builder: datasets.DatasetBuilder, key: str, cache_dir: Path | None) -> dict[str, list[TextFile]] | None:
+    """The files of every split; None for a data set that is not of JSON or CSV files.
+
+    `cache_dir`: the folder for unpacked files, None for the shared cache. Raises: RequestError for options in the data
+    set's card that are not read here.
+    """
+    import datasets
+
+    config: Any = builder.config
+    if builder.name not in _READ or not config.data_files:
+        return None
+    layout = _layout(builder.name, config, key)
+    downloads = datasets.DownloadConfig(cache_dir=cache_dir, token=builder.token)
+    manager = datasets.DownloadManager(
+        dataset_name=builder.dataset_name, download_config=downloads, base_path=builder.base_path
+    )
+    found = manager.download_and_extract({str(split): list(files) for split, files in config.data_files.items()})
+    return {
+        split: [TextFile(Path(path), layout) for path in manager.iter_files(paths)] for split, paths in found.items()
+    }
+
+
+def _text_parts(files: dict[str, list[TextFile]], split: str, location: str, account: KeyAccount) -> Iterator[Part]:
+    """The documents of a split, file by file; `train[:1000]` and `train+test` are splits, too."""
+    if split in files:
+        for file in files[split]:
+            place = location if len(files[split]) == 1 else f"{location}/{file.path.name}"
+            yield _text_part(file, place, account, 0, None)
+        return
+    import datasets
+
+    sizes = {name: [_count(file, account) for file in each] for name, each in files.items()}
+    instructions = datasets.ReadInstruction.from_spec(split).to_absolute({name: sum(n) for name, n in sizes.items()})
+    for instruction in instructions:
+        start = 0  # of the file, counted in documents of the split
+        for file, size in zip(files[instruction.splitname], sizes[instruction.splitname], strict=True):
+            first, after_last = max(instruction.from_ - start, 0), min(instruction.to - start, size)
+            if first < after_last:
+                yield _text_part(file, f"{location}/{file.path.name}", account, first, after_last)
+            start += size
+
+
+def _text_part(file: TextFile, place: str, account: KeyAccount, first: int, after_last: int | None) -> Part:
+    problems = DocumentProblems(place, "row")
+    records: Iterator[Record] = read_records(file.path, problems, account, file.layout)
+    return Part(problems=problems, records=islice(records, first, after_last), label=place)
+
+
+def _count(file: TextFile, account: KeyAccount) -> int:
+    problems = DocumentProblems(str(file.path))
+    return sum(1 for _ in read_records(file.path, problems, KeyAccount(account.known), file.layout))
+
+
+def _layout(kind: str, config: Any, key: str) -> Layout:
+    """The layout of the files. Raises: RequestError for an option that is not read here."""
+    own = {field.name for field in dataclasses.fields(config)} - {field.name for field in _base_fields()}
+    default = type(config)()
+    changed = {name for name in own if getattr(config, name) != getattr(default, name)}
+    unknown = sorted(changed - _READ[kind] - _HARMLESS[kind])
+    if unknown:
+        options = ", ".join(f"{name}={getattr(config, name)!r}" for name in unknown)
+        raise RequestError(
+            f"{key}: the data set's card says of its {kind.upper()} files {options}, which is not read here; bring the "
+            "files to JSONL and type dataset=jsonl dataset.path=FILE_OR_GLOB",
+            problem_id="hub-file-options",
+        )
+    if kind == "csv":
+        return Layout(suffix=".csv", delimiter=config.sep)
+    return Layout(suffix=".json", field=config.field)
+
+
+def _base_fields() -> tuple[dataclasses.Field[Any], ...]:
+    import datasets
+
+    return dataclasses.fields(datasets.BuilderConfig)
+
 
 _COMMIT_LENGTH = 40  # hexadecimal digits
 
@@ -44,9 +142,9 @@ class Repository:
 
 
 def find_repository(source: DatasetSource, key: str) -> Repository:
-    """What `name` and `revision` mean today.
+    """The repository and commit of `name` and `revision` today.
 
-    Raises: RequestError for an unknown name or revision, and when the hub cannot be reached and nothing is cached.
+    Raises: RequestError for an unknown name or revision, or if the hub is unreachable and nothing is cached.
     """
     if source.name is None:
         raise RequestError(
@@ -74,8 +172,7 @@ def split_parts(
 ) -> Iterator[Part]:
     """The documents of one split, downloaded where need be; `key` is where the data set is configured.
 
-    JSON and CSV are read by Tunebook's own readers: `datasets` guesses types from text, and makes dates, numbers and
-    missing values of it. Raises: RequestError for an unknown split or subset, DataError where the files are broken.
+    Raises: RequestError for an unknown split or subset, DataError for broken files.
     """
     if repository.folder is not None and _is_saved_to_disk(repository.folder):
         yield _table_part(_load_saved(source, repository.folder, split, key), source, split, account)
@@ -84,7 +181,7 @@ def split_parts(
     try:
         builder = _load_builder(source, repository, key, cache_dir)
         with _local_problems(repository.name, own_cache):
-            files = hub_files.text_files(builder, key, own_cache)
+            files = _text_files(builder, key, own_cache)
         if files is None:
             _prepare(source, repository, builder, key, cache_dir)
     except _unreachable_errors() as error:
@@ -95,7 +192,7 @@ def split_parts(
         return
     _check_split(source, split, list(builder.info.splits or files or {}), key)
     if files is not None:
-        yield from hub_files.split_parts(files, split, split_location(source, split), account)
+        yield from _text_parts(files, split, split_location(source, split), account)
         return
     yield _table_part(builder.as_dataset(split=split), source, split, account)
 
@@ -106,7 +203,7 @@ def split_location(source: DatasetSource, split: str) -> str:
 
 
 def unreachable_error(source: DatasetSource, key: str, error: Exception) -> RequestError:
-    """What to do without the hub."""
+    """The error for an unreachable hub."""
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     why = "HF_HUB_OFFLINE is set" if offline else f"{type(error).__name__}: {_first_line(error)}"
     at = f" --revision {source.revision}" if source.revision else ""
@@ -114,7 +211,7 @@ def unreachable_error(source: DatasetSource, key: str, error: Exception) -> Requ
         f"{key}.name={source.name}: the Hugging Face hub cannot be reached ({why}) and the data set is not in this "
         "machine's cache. To work offline, one of:\n"
         f"  on a machine with network: hf download --repo-type dataset {source.name}{at} --local-dir DIR\n"
-        f"    bring DIR here and say {key}.name=DIR; or bring that machine's hub cache and set HF_HUB_CACHE to it\n"
+        f"    bring DIR here and type {key}.name=DIR; or bring that machine's hub cache and set HF_HUB_CACHE to it\n"
         "  documents of your own: dataset=jsonl dataset.path=FILE_OR_GLOB\n"
         "  generated documents: dataset=synthetic",
         problem_id="hub-out-of-reach",
@@ -129,7 +226,7 @@ def _table_part(dataset: datasets.Dataset, source: DatasetSource, split: str, ac
 
 
 def _iterate_rows(dataset: datasets.Dataset, account: KeyAccount) -> Iterator[Record]:
-    """Every row with its number, from 1; of a column that is not read only the missing values are counted."""
+    """Every row with its number, from 1; columns that are not read are only counted."""
     names = dataset.column_names
     wanted = account.wanted_columns(names)
     for name in names:
@@ -144,13 +241,13 @@ def _iterate_rows(dataset: datasets.Dataset, account: KeyAccount) -> Iterator[Re
 
 
 def _load_builder(source: DatasetSource, repository: Repository, key: str, cache_dir: Path) -> datasets.DatasetBuilder:
-    """What knows the data set's files and splits."""
+    """The builder, which knows the data set's files and splits."""
     import datasets
 
     try:
         with _local_problems(repository.name, cache_dir if repository.folder is not None else None):
             if repository.folder is not None:
-                # What is made from a folder belongs to this run; what is made from the hub is shared by all.
+                # The cache of a folder belongs to this run, that of the hub is shared.
                 return datasets.load_dataset_builder(str(repository.folder), source.subset, cache_dir=str(cache_dir))
             return datasets.load_dataset_builder(repository.name, source.subset, revision=repository.revision)
     except _unreachable_errors():
@@ -168,7 +265,7 @@ def _load_builder(source: DatasetSource, repository: Repository, key: str, cache
 def _prepare(
     source: DatasetSource, repository: Repository, builder: datasets.DatasetBuilder, key: str, cache_dir: Path
 ) -> None:
-    """Have the data set's files turned into Arrow by the `datasets` library."""
+    """Let the `datasets` library convert the data set's files to Arrow."""
     from datasets.exceptions import DatasetGenerationError
 
     try:
@@ -187,7 +284,7 @@ def _prepare(
 
 @contextmanager
 def _local_problems(name: str, folder: Path | None) -> Iterator[None]:
-    """Turn what this machine is to blame for into what to do about it; `folder`, unless the hub's cache, is filled."""
+    """Turn errors of this machine into errors with advice. `folder`: what is written to, None for the hub's cache."""
     try:
         yield
     except Exception as error:  # the library wraps them in errors of its own
@@ -266,7 +363,7 @@ def _is_saved_to_disk(folder: Path) -> bool:
 
 
 def _load_saved(source: DatasetSource, folder: Path, split: str, key: str) -> datasets.Dataset:
-    """A folder that `save_to_disk` wrote: a dictionary of splits, or one split whose name is not kept."""
+    """A folder of `save_to_disk`: a dictionary of splits, or one split without its name."""
     import datasets
 
     saved = datasets.load_from_disk(str(folder))
@@ -294,6 +391,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _summary(error: BaseException, limit: int = 400) -> str:
-    """A message of many lines on one, cut where it goes on for long."""
+    """A message on one line, cut if it is long."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else f"{text[:limit]} ..."

@@ -1,7 +1,7 @@
-"""Reading a JSON file whose documents are not one per line, item by item, without holding the whole file.
+"""JSON: one text becomes one object, and a file of one JSON value is read item by item in bounded memory.
 
-Three layouts: an array of documents; an object that holds such an array under a key of any name (`{"data": [...]}`);
-and one document written over several lines.
+A file of one value has one of three layouts: an array of documents; an object that holds such an array under any key
+(`{"data": [...]}`); one document written over several lines.
 """
 
 from __future__ import annotations
@@ -11,10 +11,85 @@ import json
 from collections.abc import Iterator
 from typing import IO, Any
 
-from tunebook.data.json_objects import DECODER, RepeatedKeyError, check_object, lower_first
 from tunebook.data.keys import meaning_of
 from tunebook.data.problems import DocumentError, DocumentProblems
 from tunebook.errors import DataError
+
+
+class RepeatedKeyError(ValueError):
+    """An object has one key twice. Python keeps the last value, other readers the first."""
+
+
+def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = dict.fromkeys(name for name in names if names.count(name) > 1)
+        listed = " and ".join(f"'{name}'" for name in repeated)
+        raise RepeatedKeyError(f"the key {listed} is twice in one JSON object; keep one value")
+    return made
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object_of_unique_keys)
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """One JSON object. Raises: DocumentError naming the column and the problem."""
+    try:
+        value = DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        near = error.doc[max(0, error.pos - 15) : error.pos + 15]
+        hint = "; JSONL needs each document on one line" if text.strip() in ("{", "[") else ""
+        message = f"broken JSON at column {error.pos + 1}: {lower_first(error.msg)}, near {near!r}{hint}"
+        raise DocumentError(message, problem_id="data-broken-json") from error
+    except RepeatedKeyError as error:
+        raise DocumentError(str(error), problem_id="data-repeated-key") from error
+    except (RecursionError, ValueError) as error:
+        raise DocumentError(f"JSON that cannot be read: {error}", problem_id="data-broken-json") from error
+    return check_object(value, might_escape="\\u" in text)
+
+
+def continues_on_the_next_line(line: str) -> bool:
+    """Whether a line is the beginning of a JSON value that is written over several lines."""
+    try:
+        json.loads(line)
+    except json.JSONDecodeError as error:
+        # A string cannot continue on the next line: this line was cut off.
+        return error.pos >= len(line.rstrip()) and not error.msg.startswith("Unterminated string")
+    except (RecursionError, ValueError):
+        return False
+    return False
+
+
+def check_object(value: object, *, might_escape: bool) -> dict[str, Any]:
+    """The value if it is a JSON object of encodable text. Raises: DocumentError."""
+    if not isinstance(value, dict):
+        hint = " (a JSON array of documents belongs in a file named .json)" if isinstance(value, list) else ""
+        raise DocumentError(
+            f"a JSON {type_name(value)} where an object {{...}} belongs{hint}", problem_id="data-broken-json"
+        )
+    if might_escape:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start : error.end]
+            raise DocumentError(
+                f"{half!r} is half of a surrogate pair, which is no character; write both halves or the character",
+                problem_id="data-not-utf8",
+            ) from error
+    return value
+
+
+def type_name(value: object) -> str:
+    """The JSON name of a Python value's type."""
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+def lower_first(text: str) -> str:
+    """The text with a small first letter, to follow a colon."""
+    return text[:1].lower() + text[1:]
+
 
 Record = tuple[int, dict[str, Any]]  # a document's number in its file, from 1, and its keys
 
@@ -26,8 +101,8 @@ _SPACE = " \t\r\n"
 def read_array(stream: IO[bytes], problems: DocumentProblems) -> Iterator[Record]:
     """The objects of a JSON array with their numbers, from 1.
 
-    Items that are no objects are added to `problems` and the reading goes on; after broken JSON it cannot, since
-    nothing tells where the next item starts.
+    Items that are no objects are added to `problems`. Reading ends at broken JSON, after which the start of the next
+    item is unknown.
     """
     problems.unit = "item"
     text = _Text(stream)
@@ -41,7 +116,7 @@ def read_array(stream: IO[bytes], problems: DocumentProblems) -> Iterator[Record
 
 
 def holds_array(value: dict[str, Any], known_keys: frozenset[str]) -> bool:
-    """Whether an object is no document (it has none of `known_keys`) but holds an array of objects."""
+    """Whether an object is no document (it has none of `known_keys`) and holds an array of objects."""
     return (
         bool(known_keys)
         and known_keys.isdisjoint(value)
@@ -54,8 +129,8 @@ def read_object(
 ) -> Iterator[Record]:
     """The documents of a file that is one JSON object: the array of objects under `field`, or under any key.
 
-    An object with one of `known_keys`, those that documents have, is a document itself, unless `field` is named.
-    Raises: DataError where objects stand under several keys: one of them may be meant for testing.
+    An object with one of `known_keys`, the keys of documents, is a document itself, unless `field` is named. Raises:
+    DataError for arrays of objects under several keys: one of them may be meant for testing.
     """
     problems.unit = "item"
     text = _Text(stream)
@@ -93,7 +168,7 @@ def read_object(
 
 
 def _items(text: _Text, problems: DocumentProblems) -> Iterator[Record]:
-    """The objects of an array whose opening bracket was read. Raises: DocumentError where the JSON is broken."""
+    """The objects of an array after its opening bracket. Raises: DocumentError for broken JSON."""
     while text.next_character() not in ("]", ""):
         text.item += 1
         place = f" (line {text.line})"
@@ -111,7 +186,7 @@ def _items(text: _Text, problems: DocumentProblems) -> Iterator[Record]:
 
 
 def _values(text: _Text) -> list[object]:
-    """The values of an array whose opening bracket was read."""
+    """The values of an array after its opening bracket."""
     values = []
     while text.next_character() not in ("]", ""):
         values.append(text.take_value())
@@ -133,7 +208,7 @@ def _several_arrays(location: str, first: str, second: str) -> DataError:
 
 
 def _account_for(pairs: dict[str, Any], array_key: str, problems: DocumentProblems, known_keys: frozenset[str]) -> None:
-    """Note what stands beside the array. Raises: DocumentError for a document's own key, and one with a meaning."""
+    """Note the other keys of the file. Raises: DocumentError for a document's own key, or a key that matters."""
     both = sorted(known_keys & pairs.keys())
     if both:
         raise DocumentError(
@@ -153,7 +228,7 @@ def _account_for(pairs: dict[str, Any], array_key: str, problems: DocumentProble
 
 
 class _Text:
-    """The decoded text of a stream from one position on, read further when needed; counts lines."""
+    """The decoded text of a stream from a position on, read in chunks; counts lines."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -163,7 +238,7 @@ class _Text:
         self._num_bytes = 0
         self._at_end = False
         self.line = 1
-        self.item = 0  # the number of the one that is read, from 1
+        self.item = 0  # the number of the current item, from 1
 
     def next_character(self) -> str:
         """The next character that is no white space, or an empty string at the end."""
@@ -177,14 +252,14 @@ class _Text:
                 return ""
 
     def skip(self, expected: str) -> None:
-        """Go past one character. Raises: DocumentError when another one is there."""
+        """Skip one character. Raises: DocumentError if another one is there."""
         found = self.next_character()
         if found != expected:
             raise self.error(f"expecting {expected!r}, found {found!r}", 0)
         self._advance(self._position + 1)
 
     def skip_separator(self, closing: str) -> None:
-        """Go past the comma between two items; leaves the closing bracket."""
+        """Skip the comma between two items; leaves the closing bracket."""
         following = self.next_character()
         if following == closing:
             return
@@ -203,7 +278,7 @@ class _Text:
         return key
 
     def take_value(self) -> object:
-        """The next JSON value. Raises: DocumentError where it is broken; RepeatedKeyError, after going past it."""
+        """The next JSON value. Raises: DocumentError if it is broken; RepeatedKeyError, after skipping it."""
         chunk_bytes = _CHUNK_BYTES
         while True:
             try:
@@ -217,17 +292,17 @@ class _Text:
                     continue
                 raise self.error(lower_first(error.msg), offset) from error
             except RepeatedKeyError:
-                self._go_past_repeated()
+                self._skip_repeated()
                 raise
             except (RecursionError, ValueError) as error:
                 raise self.error(str(error), 0) from error
             if end == len(self._buffer) and self._read_more(chunk_bytes):
-                continue  # a number may go on
+                continue  # a number may continue
             self._advance(end)
             return value
 
-    def _go_past_repeated(self) -> None:
-        """Go past a value that has a key twice, whose end a decoder that allows it finds."""
+    def _skip_repeated(self) -> None:
+        """Skip a value that has a key twice: a decoder that allows this finds its end."""
         chunk_bytes = _CHUNK_BYTES
         while True:
             try:

@@ -1,7 +1,7 @@
-"""Every key of a document is accounted for: read by its format, refused because it means something that training would
-leave out, left out on request (`dataset.ignore_keys`), or counted in a note.
+"""Every key of a document is accounted for: read by its format, refused because training would leave out its meaning,
+left out on request (`dataset.ignore_keys`), or counted in a note.
 
-Names are those that data sets of OpenAI's, TRL's, axolotl's, LLaMA-Factory's and ms-swift's formats use.
+The names are those of the formats of OpenAI, TRL, axolotl, LLaMA-Factory and ms-swift.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from tunebook.data.problems import DocumentError
 
-# Of a turn: whether the loss counts it. All but the last say yes by 1 or true.
+# Flags of a turn: whether the loss counts it. All but the last mean yes by 1 or true.
 LOSS_FLAGS = ("train", "trainable", "training", "loss", "loss_mask", "loss_weight", "loss_scale", "weight", "masked")
 INVERSE_FLAG = "masked"
-_WEIGHTS = (*LOSS_FLAGS, "sample_weight", "document_weight")  # of a document: those of 1 say nothing
+_WEIGHTS = (*LOSS_FLAGS, "sample_weight", "document_weight")  # of a document: those of 1 change nothing
 
 _TOOLS = "tools and tool calls are not written into the text yet, and without them the model would learn other answers"
 _REASONING = (
@@ -79,14 +79,14 @@ _OF_TURNS = _ANYWHERE | {
     **dict.fromkeys(("train_detail", "training_detail"), _PART_OF_A_TURN),
     **dict.fromkeys(LOSS_FLAGS, "a flag is read in small letters alone: write train: true or train: false"),
 }
-_OF_TEXTS = frozenset({"label"})  # the class of a text, as in classification data, which a language model may ignore
-_SAYS_NOTHING_OF_THE_LOSS = frozenset({"special_tokens_mask", "offset_mapping"})  # what tokenizers return in addition
+_OF_TEXTS = frozenset({"label"})  # the class of a text in classification data, which a language model may ignore
+_UNRELATED_TO_THE_LOSS = frozenset({"special_tokens_mask", "offset_mapping"})  # additional output of tokenizers
 
 
 class KeyAccount:
-    """Which keys the documents of one source have, and what becomes of each.
+    """The keys of the documents of one source, and what is done with each.
 
-    `known`: those that some format reads; `ignored`: `ignore_keys` of the source configured under `key`.
+    `known`: keys that some format reads; `ignored`: `ignore_keys` of the source configured under `key`.
     """
 
     def __init__(self, known: Collection[str] = (), ignored: Sequence[str] = (), key: str = "dataset") -> None:
@@ -96,14 +96,14 @@ class KeyAccount:
         self._not_read: Counter[str] = Counter()  # documents by key
         self._not_read_of_turns: Counter[str] = Counter()
         self._left_out: Counter[str] = Counter()
-        # Of the document that is read: keys of its turns that are counted, and what is refused: key -> (what, meaning)
+        # Of the current document: counted keys of its turns, and refused keys: key -> (what, meaning)
         self._in_this_document: set[str] = set()
         self._refused: dict[str, tuple[str, str]] = {}
 
     def wanted_columns(self, names: Sequence[str]) -> list[str]:
-        """The columns of a table whose values decide something.
+        """The columns of a table that have to be read.
 
-        These are all of them where no format knows any, and beside tokens, where any list may be a mask.
+        All of them if no format knows any, and in addition to tokens, where any list may be a mask.
         """
         if self.known.isdisjoint(names) or "input_ids" in names:
             return [name for name in names if name not in self._ignored]
@@ -114,31 +114,31 @@ class KeyAccount:
         ]
 
     def count_column(self, name: str, num_documents: int) -> None:
-        """Note a column that is not read, and how many documents have a value in it."""
+        """Note a column that is not read, and the number of documents with a value in it."""
         (self._left_out if name in self._ignored else self._not_read)[name] += num_documents
 
     def without_ignored(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A document, or a turn of one, without the keys that are to be ignored."""
+        """A document or turn without the ignored keys."""
         if self._ignored.isdisjoint(record):
             return record
         self._left_out.update(key for key in self._ignored & record.keys() if record[key] is not None)
         return {key: value for key, value in record.items() if key not in self._ignored}
 
     def begin_document(self) -> None:
-        """Forget the last document."""
+        """Forget the previous document."""
         self._in_this_document.clear()
         self._refused.clear()
 
     def check_document(self, record: Mapping[str, Any], read: Collection[str], *, is_text: bool = False) -> None:
         """Account for the keys of a document that its format does not read."""
-        token_ids = record.get("input_ids")  # of a document that is tokens, others have none
+        token_ids = record.get("input_ids")  # of documents of tokens
         num_tokens = len(token_ids) if isinstance(token_ids, list) else 0
         for key, value in record.items():
             if key in read or value is None:
                 continue
             name = key.lower()
             meaning = None if is_text and name in _OF_TEXTS else meaning_of(key, value)
-            if _has_a_number_for_each(num_tokens, value) and name not in _SAYS_NOTHING_OF_THE_LOSS:
+            if _has_a_number_for_each(num_tokens, value) and name not in _UNRELATED_TO_THE_LOSS:
                 meaning = meaning or _PER_TOKEN
             if meaning is None:
                 self._not_read[key] += 1
@@ -158,7 +158,7 @@ class KeyAccount:
                 self._not_read_of_turns[key] += 1
 
     def raise_if_refused(self) -> None:
-        """Raises: DocumentError naming every key of the document that means something and would be left out."""
+        """Raises: DocumentError naming every key of the document whose meaning would be left out."""
         if not self._refused:
             return
         by_meaning: dict[str, list[str]] = {}
@@ -175,7 +175,7 @@ class KeyAccount:
         )
 
     def notes(self, num_documents: int) -> list[str]:
-        """What a person should know: keys that were not read, and those of `ignore_keys` with or without effect."""
+        """Remarks for people: keys that were not read, and those of `ignore_keys` with or without effect."""
         notes = []
         for counts, what in (
             (self._not_read, "keys not read"),
@@ -183,7 +183,7 @@ class KeyAccount:
             (self._left_out, f"left out by {self._key}.ignore_keys"),
         ):
             if counts:
-                # A table counts whole batches, of which a limit may have taken a part.
+                # A table counts whole batches, and a limit may have used a part of one.
                 listed = (f"{key} ({_documents(min(count, num_documents))})" for key, count in counts.most_common())
                 notes.append(f"{what}: {', '.join(listed)}")
         absent = sorted(self._ignored - self._left_out.keys())
@@ -193,23 +193,23 @@ class KeyAccount:
 
 
 def meaning_of(key: str, value: object) -> str | None:
-    """Why a key of a document that is not read cannot be left out; None where nothing is lost without it."""
+    """Why an unread key of a document cannot be left out; None if nothing is lost without it."""
     name = key.lower()
     says_nothing = is_empty(value) or (name in _WEIGHTS and _is_full_weight(name, value))
     return None if says_nothing else _OF_DOCUMENTS.get(name)
 
 
 def is_empty(value: object) -> bool:
-    """Whether a value says nothing: data sets write null, a blank text, an empty list or an empty JSON text."""
+    """Whether a value is empty: data sets write null, a blank text, an empty list or an empty JSON text."""
     if isinstance(value, str):
         return value.strip() in ("", "[]", "{}", "null")
-    if isinstance(value, dict):  # Parquet writes every key of an object, so an absent one is an object of nulls
+    if isinstance(value, dict):  # Parquet writes every key of an object: an absent object has nulls only
         value = list(value.values())
     return all(map(is_empty, value)) if isinstance(value, list | tuple) else value is None
 
 
 def _is_full_weight(name: str, value: object) -> bool:
-    """Whether a flag or weight leaves a document as it is; CSV writes them as text."""
+    """Whether a flag or weight changes nothing; CSV writes them as text."""
     return str(value).lower() in (("0", "0.0", "false") if name == INVERSE_FLAG else ("1", "1.0", "true"))
 
 

@@ -1,8 +1,7 @@
-"""How many documents there are and how long they are on average, as far as that is known before the data is prepared.
+"""The number of documents and their mean length, as far as they are known before the data is prepared.
 
-By the data set's facts (`dataset.num_documents`, `.mean_tokens`), or by the settings of generated documents: so many
-are made, and their lengths are drawn from a log-normal distribution, rounded and held within two bounds
-(`data.synthetic`), so that their mean follows.
+They come from the data set's facts (`dataset.num_documents`, `.mean_tokens`), or follow from the settings of generated
+documents: lengths are drawn from a log-normal distribution, rounded and clipped to two bounds (`data.synthetic`).
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from tunebook.config.schema import DatasetConfig, RunConfig, SyntheticConfig
 
 
 def mean_tokens(config: RunConfig) -> float | None:
-    """Tokens of a document of at most `training.max_length`; None where nothing is known of the lengths."""
+    """Mean tokens of a document of at most `training.max_length`; None if unknown."""
     dataset, longest = config.dataset, config.training.max_length
     if dataset.mean_tokens is not None:
-        return min(dataset.mean_tokens, longest)  # facts know nothing of where documents are cut
+        return min(dataset.mean_tokens, longest)  # the facts are of uncut documents
     return _of_generated(dataset, longest) if dataset.source is Source.synthetic else None
 
 
 def count_documents(config: RunConfig) -> int | None:
-    """Documents that an epoch trains on, without those held out; None where nothing is known of their number."""
+    """Documents of an epoch, without those held out; None if unknown."""
     dataset = config.dataset
     is_generated = dataset.num_documents is None and dataset.source is Source.synthetic
     there_are = dataset.synthetic.num_documents if is_generated else dataset.num_documents
@@ -35,7 +34,7 @@ def count_documents(config: RunConfig) -> int | None:
 
 
 def _kept_of_generated(dataset: DatasetConfig, longest: int) -> float:
-    """Documents that become of one on average: more than one where it is split, less where it may be dropped."""
+    """Documents that one becomes on average: more than one if it is split, less if it may be dropped."""
     drawn = dataset.synthetic
     if drawn.max_tokens <= longest or dataset.overlong is Overlong.cut:
         return 1.0
@@ -61,20 +60,20 @@ def _of_generated(dataset: DatasetConfig, longest: int) -> float | None:
 
 
 def _mean_up_to(drawn: SyntheticConfig, longest: int) -> float:
-    """Mean of lengths that are held within the lower bound and `longest`."""
+    """Mean of lengths that are clipped to the lower bound and `longest`."""
     low, high = min(drawn.min_tokens, longest), longest
     center, sigma = drawn.log_mean_tokens, drawn.log_sigma_tokens
     if sigma == 0:
         return min(max(math.exp(center), low), high)
     below, above = (NormalDist(center, sigma).cdf(math.log(length)) for length in (low, high))
-    # Of a log-normal variable the part below a bound weighs as much as that of one that lies sigma squared higher.
+    # The partial expectation of a log-normal variable is the distribution with its center shifted by sigma squared.
     first, last = (NormalDist(center + sigma**2, sigma).cdf(math.log(length)) for length in (low, high))
     between = math.exp(center + sigma**2 / 2) * (last - first)
     return low * below + between + high * (1 - above)
 
 
 def _share_above(drawn: SyntheticConfig, length: int) -> float:
-    """Of all documents, those that are longer."""
+    """The share of longer documents."""
     if length < drawn.min_tokens:
         return 1.0
     if length >= drawn.max_tokens:

@@ -1,8 +1,9 @@
-"""Mixtures: several sources, interleaved evenly, with no document taken twice.
+"""Combining documents: sources into a mixture, and the split of a validation part.
 
-What users of other tools know as "concat" and "interleave_under": without weights every document of every part is
-taken; with weights, which are relative shares of documents, as many as possible until the first part is used up.
-Repeating a part's documents ("interleave_over") is left to more epochs: a repeated document is nearly learnt by heart.
+Mixtures interleave their parts evenly and take no document twice. Other tools call this "concat" and
+"interleave_under": without weights every document of every part is taken; with weights, which are relative shares of
+documents, as many as possible until the first part is used up. Repeating a part's documents ("interleave_over") is left
+to more epochs: a repeated document is nearly memorised.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import math
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from tunebook.config.schema import MixturePart
-from tunebook.data.corpus import Loaded
+from tunebook.config.choices import Source
+from tunebook.config.schema import DatasetConfig, MixturePart
+from tunebook.data.corpus import CONTENT_HASH, Loaded
 from tunebook.errors import DataError, RequestError
 
 if TYPE_CHECKING:
+    import datasets
     import numpy as np
 
-_SAMPLE_SEED = 0  # which documents of a part are taken does not depend on the run's seed: one mixture, one fingerprint
+_SAMPLE_SEED = 0  # not the run's seed: one mixture has one fingerprint
 
 
 def plan_counts(sizes: dict[str, int], weights: dict[str, float | None]) -> dict[str, int]:
-    """How many documents of each part are taken.
+    """The number of documents of each part.
 
     Raises: RequestError for weights that are not positive, for some parts only, or so uneven that a part gets none.
     """
@@ -31,7 +34,7 @@ def plan_counts(sizes: dict[str, int], weights: dict[str, float | None]) -> dict
         return dict(sizes)
     if unweighted:
         raise RequestError(
-            f"dataset.parts: {', '.join(unweighted)} without a weight beside parts that have one; give every part a "
+            f"dataset.parts: {', '.join(unweighted)} has no weight and other parts have one; give every part a "
             "weight (relative shares of documents) or none (all documents of all parts)",
             problem_id="mixture-weights",
         )
@@ -75,10 +78,10 @@ def mix(parts: dict[str, Loaded], configs: dict[str, MixturePart]) -> Loaded:
 
 
 def interleave(sizes: list[int], counts: list[int]) -> np.ndarray:
-    """Indices into the parts laid end to end, so that any stretch of the mixture has about the right shares.
+    """Indices into the concatenated parts, so that any stretch of the mixture has about the right shares.
 
-    Of a part that is not taken whole, the documents are a fixed random sample in their own order: files are often
-    sorted, and their beginning is not like the rest.
+    Of a part that is not taken completely, the documents are a fixed random sample in their own order: files are often
+    sorted, so their beginning differs from the rest.
     """
     import numpy as np
 
@@ -102,3 +105,82 @@ def _is_positive(name: str, weight: float | None) -> bool:
             problem_id="mixture-weights",
         )
     return True
+
+
+_LARGEST_SHARE = 0.5
+
+
+def check_validation(config: DatasetConfig) -> None:
+    """Raises: RequestError for a validation part named in two ways, or in a way its source does not have."""
+    named = {
+        "validation_split": config.validation_split,
+        "validation_path": config.validation_path,
+        "validation_share": config.validation_share or None,
+    }
+    named_in = [f"dataset.{key}={value}" for key, value in named.items() if value is not None]
+    if len(named_in) > 1:
+        raise RequestError(f"{' and '.join(named_in)}: keep one of them", problem_id="validation-twice")
+    if not 0 <= config.validation_share <= _LARGEST_SHARE:
+        raise RequestError(
+            f"dataset.validation_share={config.validation_share} is not between 0 and {_LARGEST_SHARE}; try 0.05",
+            problem_id="validation-share",
+        )
+    if config.validation_split is not None and config.source is not Source.hub:
+        raise RequestError(
+            f"dataset.validation_split={config.validation_split} needs dataset.source=hub, which has splits; "
+            "with files type dataset.validation_path=FILE, and with any source dataset.validation_share=0.05",
+            problem_id="validation-source",
+        )
+    if config.validation_split is not None and config.validation_split == config.train_split:
+        raise RequestError(
+            f"dataset.validation_split={config.validation_split} is the training split too; name another one, or type "
+            "dataset.validation_share=0.05",
+            problem_id="validation-source",
+        )
+    if config.validation_path is not None and config.source is Source.synthetic:
+        raise RequestError(
+            "dataset.validation_path does not go with dataset.source=synthetic, whose tokens are its own; type "
+            "dataset.validation_share=0.05",
+            problem_id="validation-source",
+        )
+
+
+def hold_out(dataset: datasets.Dataset, share: float) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """The training and the validation part.
+
+    Only a document's content decides: it stays in its part if others are added or the order changes, and equal
+    documents are in one part. Raises: RequestError if a part is empty.
+    """
+    import numpy as np
+
+    held = content_hashes(dataset) < np.uint64(share * 2**64)
+    num_held = int(held.sum())
+    if num_held == 0 or num_held == len(dataset):
+        empty = "validation" if num_held == 0 else "training"
+        raise RequestError(
+            f"dataset.validation_share={share} of {len(dataset):,} documents leaves the {empty} part empty; try a "
+            f"{'larger' if num_held == 0 else 'smaller'} share, more documents, or dataset.validation_path=FILE",
+            problem_id="validation-empty",
+        )
+    return dataset.select(np.flatnonzero(~held)), dataset.select(np.flatnonzero(held))
+
+
+def count_repeated(dataset: datasets.Dataset) -> int:
+    """How many documents repeat an earlier one."""
+    import numpy as np
+
+    return len(dataset) - len(np.unique(content_hashes(dataset)))
+
+
+def count_shared(train: datasets.Dataset, validation: datasets.Dataset) -> int:
+    """How many validation documents are among the training documents."""
+    import numpy as np
+
+    return int(np.isin(content_hashes(validation), content_hashes(train)).sum())
+
+
+def content_hashes(dataset: datasets.Dataset) -> np.ndarray:
+    """The content hash of every document."""
+    import numpy as np
+
+    return np.asarray(dataset.with_format("numpy", columns=[CONTENT_HASH])[:][CONTENT_HASH], dtype=np.uint64)

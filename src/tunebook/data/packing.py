@@ -1,11 +1,10 @@
 """Pack the documents of one optimizer step into rows.
 
 An optimizer step is a fixed set of documents; packing only decides which of them share a row, so it changes speed and
-never the gradient. Rows carry no padding (kernels get the documents' boundaries), so what counts is that rows are
-equally long: every GPU then does the same work between two synchronisations. Longest-processing-time-first does that
-(Graham 1969: at most 4/3 of the best possible longest row), where best-fit decreasing would fill the first rows and
-leave the last ones short. Only where a token budget has filled every row nearly to its end, that may overfill one; the
-rows are then those that the budget was filled by.
+never the gradient. Rows have no padding (kernels get the documents' boundaries), so rows should be equally long: then
+every GPU does the same work between two synchronisations. Longest-processing-time-first does that (Graham 1969: at most
+4/3 of the best possible longest row); best-fit decreasing would fill the first rows and leave the last ones short. If a
+token budget has filled every row almost completely, it may overfill one; then the rows of the budget are used.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Lengths = npt.NDArray[np.int64]
 
 
 def pack_balanced(lengths: Sequence[int] | Lengths, num_rows: int) -> list[list[int]]:
-    """Put every document in the row that is shortest so far, longest documents first.
+    """Put every document in the shortest row so far, longest documents first.
 
     Shapes: `lengths` (num_documents,) in tokens -> `num_rows` lists of positions in `lengths`. Rows are empty where
     there are fewer documents than rows. Deterministic: ties go to the document and the row that come first.
@@ -39,29 +38,29 @@ def pack_balanced(lengths: Sequence[int] | Lengths, num_rows: int) -> list[list[
 
 
 class BestFit:
-    """`num_rows` rows of `row_length` tokens; each document is put into the fullest one that has room for it."""
+    """`num_rows` rows of `row_length` tokens; each document goes into the fullest one that it fits into."""
 
     def __init__(self, num_rows: int, row_length: int) -> None:
-        self._room = [(row_length, row) for row in range(num_rows)]  # what each row has left, least first
+        self._free = [(row_length, row) for row in range(num_rows)]  # free tokens of each row, fewest first
 
     @property
-    def room(self) -> int:
-        """Tokens that the emptiest row has left."""
-        return self._room[-1][0]
+    def free_tokens(self) -> int:
+        """Free tokens of the emptiest row."""
+        return self._free[-1][0]
 
     def put(self, tokens: int) -> int | None:
-        """The number of the row that the next document goes into; None where no row has room for it."""
-        if tokens > self.room:
+        """The number of the row that the next document goes into; None if it fits into none."""
+        if tokens > self.free_tokens:
             return None
-        left, row = self._room.pop(bisect_left(self._room, (tokens, 0)))
-        insort(self._room, (left - tokens, row))
+        left, row = self._free.pop(bisect_left(self._free, (tokens, 0)))
+        insort(self._free, (left - tokens, row))
         return row
 
 
 def pack_within(lengths: Sequence[int] | Lengths, num_rows: int, row_length: int) -> list[list[int]]:
     """As `pack_balanced`, but never more than `row_length` tokens in a row.
 
-    `lengths` (num_documents,) are of documents that `BestFit` has found room for in this order.
+    `lengths` (num_documents,) are of documents that `BestFit` can place in this order.
     """
     balanced = pack_balanced(lengths, num_rows)
     if _longest(lengths, balanced) <= row_length:
@@ -71,7 +70,7 @@ def pack_within(lengths: Sequence[int] | Lengths, num_rows: int, row_length: int
     for position, tokens in enumerate(lengths):
         row = filling.put(int(tokens))
         if row is None:
-            raise ValueError(f"document {position} of {int(tokens)} tokens has no room in {num_rows} x {row_length}")
+            raise ValueError(f"document {position} of {int(tokens)} tokens does not fit into {num_rows} x {row_length}")
         rows[row].append(position)
     return rows
 
@@ -86,7 +85,7 @@ def _longest(lengths: Sequence[int] | Lengths, rows: list[list[int]]) -> int:
 
 
 def rows_needed(steps: Sequence[Lengths], row_length: int, multiple_of: int) -> int:
-    """The fewest rows, in whole multiples, in which every step's documents fit rows of `row_length` tokens.
+    """The fewest rows, in multiples, with which every step's documents fit into rows of `row_length` tokens.
 
     Raises: ValueError for a document longer than a row (the caller cuts documents first).
     """
@@ -102,10 +101,10 @@ def rows_needed(steps: Sequence[Lengths], row_length: int, multiple_of: int) -> 
 
 
 def _surely_fits(total: int, widest: int, num_rows: int, row_length: int) -> bool:
-    """Whether balanced packing fits without being tried."""
+    """Whether balanced packing fits by its upper bound."""
     return at_most_in_a_row(total, widest, num_rows) <= row_length
 
 
 def at_most_in_a_row(total: int, widest: int, num_rows: int) -> int:
-    """Tokens that no row of `pack_balanced` exceeds: the mean, and all but a share of the longest document."""
+    """An upper bound for the rows of `pack_balanced`: the mean, plus the longest document without its share."""
     return (total + widest * (num_rows - 1)) // num_rows

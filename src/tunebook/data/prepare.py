@@ -1,38 +1,46 @@
 """Prepare a run's documents: read, tokenise, mask, fit to length, and keep the result under a fingerprint.
 
-Runs once, in one process group on the CPU, before any rank starts, so that no rank waits for another to tokenise. The
-result is made beside its place and renamed, under a lock: a killed preparation leaves nothing that looks finished, and
-of two processes that want the same data one prepares and the other waits.
+Runs once, on the CPU, before any rank starts, so that no rank waits for another to tokenise. The result is made in a
+folder of another name and renamed, under a lock: a killed preparation leaves nothing that looks finished, and of two
+processes that want the same data one prepares and the other waits.
+
+The fingerprint is a hash over everything that could change a prepared token, computed without reading documents or
+loading a tokenizer. Every start computes it, so it imports neither torch nor transformers nor datasets.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.schema import RunConfig
-from tunebook.data.content_hash import hash_documents
-from tunebook.data.fingerprint import fingerprint, made_from, needs_tokenizer, vocabulary
+from tunebook.config.choices import Format, Source
+from tunebook.config.schema import DatasetConfig, DatasetSource, RunConfig
 from tunebook.data.prepared import (
     ARROW_FILE,
     LENGTHS_FILE,
     PartCounts,
     Prepared,
     PreparedPart,
-    is_whole,
+    hash_documents,
+    is_complete,
     load_prepared,
     write_prepared,
 )
+from tunebook.data.sources import corpus_identity
 from tunebook.errors import DataError, DoesNotFitError, RequestError
-from tunebook.files import CACHE_VARIABLE, cache_root
+from tunebook.files import CACHE_VARIABLE, cache_root, sha256_file
 from tunebook.hardware.disk import existing
+from tunebook.model.base_config import read_vocab_size
+from tunebook.model.tokenizer_files import tokenizer_files_hash
 
 if TYPE_CHECKING:
     import datasets
@@ -43,9 +51,71 @@ if TYPE_CHECKING:
     from tunebook.data.chunks import ChunkSettings
     from tunebook.data.corpus import Corpus
 
+# Modules of this package that only read prepared data. A change in any other module prepares everything again.
+_READERS = ("view.py", "packing.py", "sampler.py", "prepared.py")
+_LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets")
+
+
+def needs_tokenizer(dataset: DatasetConfig) -> bool:
+    """Whether documents have to be tokenised; false only if the configuration says that they are tokens already."""
+    sources: list[DatasetSource] = list(dataset.parts.values()) if dataset.source is Source.mixture else [dataset]
+    return not all(source.source is Source.synthetic or source.format is Format.pretokenized for source in sources)
+
+
+def vocabulary(config: RunConfig) -> tuple[int | None, int | None]:
+    """The model's vocabulary size and, for generated documents, their last token: both None if unknown.
+
+    Generated documents end with the vocabulary's last token, not the tokenizer's EOS: they must not need a tokenizer,
+    since they are made for machines without the hub. Raises: RequestError if the vocabulary size is unknown.
+    """
+    vocab_size = read_vocab_size(config.model)
+    sources: list[DatasetSource] = [config.dataset, *config.dataset.parts.values()]
+    is_synthetic = any(source.source is Source.synthetic for source in sources)
+    if vocab_size is not None:
+        return vocab_size, vocab_size - 1 if is_synthetic else None
+    if is_synthetic:
+        raise RequestError(
+            "dataset=synthetic draws tokens from the model's vocabulary, whose size is not known here; choose a model "
+            "group that has facts (such as model=qwen25_05b), or model.path=DIR with a config.json",
+            problem_id="synthetic-without-vocabulary",
+        )
+    return None, None
+
+
+def made_from(config: RunConfig) -> dict[str, Any]:
+    """Everything that could change a prepared token, as plain JSON values.
+
+    Raises: RequestError if data or tokenizer are missing, or a hub that is needed cannot be reached.
+    """
+    vocab_size, eos_token_id = vocabulary(config)
+    return {
+        "code": _code_hash(),
+        "libraries": {name: version(name) for name in _LIBRARIES},
+        "corpus": corpus_identity(config.dataset, vocab_size=vocab_size, eos_token_id=eos_token_id),
+        "tokenizer": tokenizer_files_hash(config.model) if needs_tokenizer(config.dataset) else None,
+        "template_date": config.model.template_date,
+        "train_on": config.dataset.train_on.name,
+        "special_tokens_in_content": config.dataset.special_tokens_in_content.name,
+        "overlong": config.dataset.overlong.name,
+        "max_length": config.training.max_length,
+    }
+
+
+def fingerprint(content: dict[str, Any]) -> str:
+    """The hash of `made_from`, as hexadecimal digits."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _code_hash() -> str:
+    here = Path(__file__).parent
+    files = [file for file in sorted(here.glob("*.py")) if file.name not in _READERS]
+    files.append(here.parent / "model" / "tokenizer.py")
+    return hashlib.sha256("".join(sha256_file(file) for file in files).encode()).hexdigest()
+
+
 __all__ = ["Prepared", "PreparedPart", "Progress", "load_prepared", "prepare"]
 
-# Told what is being done: documents done, documents in all (None: not known), and in words.
+# Called with the progress: documents done, documents in all (None: unknown), and a description.
 Progress = Callable[[int, int | None, str], None]
 
 _PARTIAL = ".partial"  # the ending of a folder that is being made
@@ -55,36 +125,36 @@ _LOCK = ".lock"
 def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
     """The prepared data of a run: found under its fingerprint, or made now.
 
-    Raises: RequestError for data, tokenizer or template that are not there, or a cache that cannot be written;
-    DataError for documents that cannot be trained on; DoesNotFitError when the disk is full.
+    Raises: RequestError for missing data, tokenizer or template, or a cache that cannot be written; DataError for
+    documents that cannot be trained on; DoesNotFitError if the disk is full.
     """
     content = made_from(config)
     name = fingerprint(content)
     root = cache_root() / "prepared"
     folder = root / name
-    if is_whole(folder):
+    if is_complete(folder):
         return _with_padding(load_prepared(folder), config)
-    report = progress or _say_nothing
+    report = progress or _ignore_progress
     with _disk_errors(root):
         root.mkdir(parents=True, exist_ok=True)
         with _lock(folder, report):
-            if is_whole(folder):  # made by another process while this one waited
+            if is_complete(folder):  # another process made it meanwhile
                 return _with_padding(load_prepared(folder), config)
             _make(config, content, folder, report)
     return load_prepared(folder, was_cached=False)
 
 
 def _with_padding(prepared: Prepared, config: RunConfig) -> Prepared:
-    """The prepared data found, if this run can use it: one that pads needs what the one that prepared it may not."""
+    """Cached data, if this run can use it: a run that pads needs a padding token, which the preparation may not."""
     from tunebook.model.tokenizer import load_tokenizer, needs_padding
 
     if prepared.can_pad is False and needs_padding(config):
-        load_tokenizer(config.model, is_padded=True)  # raises, and says what to type
+        load_tokenizer(config.model, is_padded=True)  # raises with advice
     return prepared
 
 
-def _say_nothing(done: int, total: int | None, what: str) -> None:
-    """The progress of those who do not ask."""
+def _ignore_progress(done: int, total: int | None, what: str) -> None:
+    """The default progress function."""
 
 
 @contextmanager
@@ -104,21 +174,21 @@ def _lock(folder: Path, report: Progress) -> Iterator[None]:
 
 
 def _make(config: RunConfig, content: dict[str, Any], folder: Path, report: Progress) -> None:
-    """Prepare into a folder beside `folder`, then rename it."""
+    """Prepare into a folder of another name, then rename it."""
     _remove_abandoned(folder.parent)
     partial = folder.with_name(folder.name + _PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)  # of a preparation that was killed
     partial.mkdir()
     try:
         _fill(config, content, folder.name, partial, report)
-        shutil.rmtree(folder, ignore_errors=True)  # one that is not whole
+        shutil.rmtree(folder, ignore_errors=True)  # one that is not complete
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
 def _remove_abandoned(root: Path) -> None:
-    """Remove what killed preparations of other data left, unless somebody is at it."""
+    """Remove what killed preparations of other data left, unless a process holds its lock."""
     from filelock import FileLock, Timeout
 
     for partial in root.glob(f"*{_PARTIAL}"):
@@ -142,7 +212,7 @@ def _fill(config: RunConfig, content: dict[str, Any], name: str, folder: Path, r
         eos_token_id=eos_token_id,
         progress=lambda done: report(done, None, "reading documents"),
     )
-    settings, about_tokenizer = _settings(config, corpus, vocab_size)
+    settings, tokenizer_facts = _settings(config, corpus, vocab_size)
     parts = {"train": corpus.train} | ({"validation": corpus.validation} if corpus.validation is not None else {})
     counts = {
         part: _write_part(folder / part, documents, settings, config, report) for part, documents in parts.items()
@@ -153,7 +223,7 @@ def _fill(config: RunConfig, content: dict[str, Any], name: str, folder: Path, r
         "content_sha256": hash_documents(folder / part for part in parts),
         "kind": corpus.kind.value,
         "max_length": config.training.max_length,
-        **about_tokenizer,
+        **tokenizer_facts,
         "records": [asdict(record) for record in corpus.records],
         "notes": corpus.notes,
         "made_from": content,
@@ -163,7 +233,7 @@ def _fill(config: RunConfig, content: dict[str, Any], name: str, folder: Path, r
 
 
 def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tuple[ChunkSettings, dict[str, Any]]:
-    """How to encode, and what there is to remember of tokenizer and template that it is done with."""
+    """The settings of the encoding, and the facts about tokenizer and template to record."""
     from tunebook.data.chunks import ChunkSettings
     from tunebook.data.corpus import CorpusKind
     from tunebook.data.template import template_hash
@@ -198,7 +268,7 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
 def _write_part(
     folder: Path, documents: datasets.Dataset, settings: ChunkSettings, config: RunConfig, report: Progress
 ) -> PartCounts:
-    """Encode one part to an Arrow file in the layout of `datasets.load_from_disk`, and its lengths beside it."""
+    """Encode one part to an Arrow file in the layout of `datasets.load_from_disk`, and write its lengths."""
     import datasets
     import numpy as np
     import pyarrow as pa
@@ -237,7 +307,7 @@ def _write_part(
 
 
 def lengths_of(table: pa.Table) -> npt.NDArray[np.int32]:
-    """A copy of the column of lengths: a view would keep the tokens beside it in memory, those of all chunks."""
+    """A copy of the column of lengths: a view would keep the tokens of all chunks in memory."""
     lengths: npt.NDArray[np.int32] = table["length"].to_numpy().copy()
     return lengths
 
@@ -253,7 +323,7 @@ def _nothing_left(part: str, counts: PartCounts, settings: ChunkSettings) -> Dat
 
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
-    """Turn what the disk says into what to do about it."""
+    """Turn errors of the disk into errors with advice."""
     try:
         yield
     except OSError as error:
@@ -275,6 +345,6 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 
 def _is_inside(error: OSError, folder: Path) -> bool:
-    """Whether a file of the cache is meant, or one of the folders it is in."""
+    """Whether the error is of a file in the cache, or of a folder above it."""
     named = Path(str(error.filename)) if error.filename is not None else folder
     return folder in (named, *named.parents) or named in folder.parents

@@ -1,14 +1,20 @@
-"""Prepared data on disk: documents as tokens and labels, and what became of every document that was read.
+"""Prepared data on disk: documents as tokens and labels, what became of every document that was read, and their hash.
 
-A folder holds `prepared.json` and per part an Arrow file in the layout of `datasets.load_from_disk`, with `lengths.npy`
-beside it. Columns: input_ids and labels (num_tokens,) int32, length int32; labels are -100 where the loss does not
-count. Reading the counts needs neither torch nor datasets.
+A folder holds `prepared.json` and per part an Arrow file in the layout of `datasets.load_from_disk` and `lengths.npy`.
+Columns: input_ids and labels (num_tokens,) int32, length int32; labels are -100 where the loss does not count. Reading
+the counts needs neither torch nor datasets.
+
+The content hash covers the documents themselves: two runs saw the same data if it is equal. A fingerprint has to be
+known before anything is read, so it covers the code and libraries that prepare, and changes with them even if no token
+does.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +45,7 @@ class Histogram:
 
 @dataclass(kw_only=True)
 class PartCounts:
-    """What was read of one part, what is kept, and why the rest is not. Lengths in tokens."""
+    """How much of one part was read and kept, and why the rest was dropped. Lengths in tokens."""
 
     num_read: int = 0  # documents
     num_documents: int = 0  # kept; pieces of a split document count each
@@ -50,8 +56,8 @@ class PartCounts:
     shortest: int = 0
     longest: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason: documents, or pieces of split ones
-    notes: Counter[str] = field(default_factory=Counter)  # documents by what else a person should know of them
-    first: dict[str, str] = field(default_factory=dict)  # of each note: the first document
+    notes: Counter[str] = field(default_factory=Counter)  # documents by remark
+    first: dict[str, str] = field(default_factory=dict)  # of each remark: the first document
     lengths: Histogram = field(default_factory=lambda: Histogram(edges=[], counts=[]))
 
     @property
@@ -104,20 +110,20 @@ class Prepared:
 
     folder: Path
     fingerprint: str  # changes with anything that could change a token
-    content_sha256: str  # of the tokens and labels themselves: see content_hash.py
+    content_sha256: str  # of the tokens and labels themselves: see `hash_documents`
     kind: str  # a CorpusKind
     max_length: int  # tokens
     tokenizer_sha256: str | None  # None for documents that came as tokens
     chat_template_sha256: str | None
-    template_date: str | None  # that the chat template writes as today's; None where it writes none
+    template_date: str | None  # that the chat template writes as today's; None if it writes none
     can_pad: bool | None  # whether the tokenizer has a padding token; None for documents that came as tokens
     records: list[SourceRecord]
     notes: list[str]  # of reading the sources
     made_from: dict[str, Any]  # what the fingerprint is a hash of
-    seconds: float  # that preparing took
+    seconds: float  # of the preparation
     train: PreparedPart
     validation: PreparedPart | None
-    was_cached: bool  # not prepared now, but found
+    was_cached: bool  # found, not prepared now
 
     def parts(self) -> dict[str, PreparedPart]:
         """The parts there are, by name."""
@@ -138,14 +144,14 @@ def histogram(lengths: npt.NDArray[np.int32]) -> Histogram:
 
 
 def write_prepared(folder: Path, content: dict[str, Any], counts: dict[str, PartCounts]) -> None:
-    """Write `prepared.json`: the last file of a folder, so one without it is not whole."""
+    """Write `prepared.json`, the last file: a folder without it is not complete."""
     parts = {name: part.to_json() | {"bytes": _file_sizes(folder / name)} for name, part in counts.items()}
     text = json.dumps({"format": FORMAT, **content, "parts": parts}, indent=2)
     (folder / PREPARED_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def is_whole(folder: Path) -> bool:
-    """Whether a folder holds prepared data with every file at its full size."""
+def is_complete(folder: Path) -> bool:
+    """Whether a folder holds prepared data with every file at its recorded size."""
     try:
         content = json.loads((folder / PREPARED_FILE).read_text(encoding="utf-8"))
         return content["format"] == FORMAT and all(
@@ -156,8 +162,8 @@ def is_whole(folder: Path) -> bool:
 
 
 def load_prepared(folder: Path, *, was_cached: bool = True) -> Prepared:
-    """Open a folder of prepared data. Raises: DataError when it is not whole."""
-    if not is_whole(folder):
+    """Open a folder of prepared data. Raises: DataError if it is not complete."""
+    if not is_complete(folder):
         raise DataError(
             f"{folder} holds no complete prepared data; make it with `tunebook data RECIPE`, with the same overrides "
             "as the training",
@@ -193,3 +199,26 @@ def _read_counts(part: dict[str, Any]) -> PartCounts:
 
 def _file_sizes(folder: Path) -> dict[str, int]:
     return {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+
+
+def hash_documents(parts: Iterable[Path]) -> str:
+    """SHA-256 over every part's name, tokens, labels and lengths, as hexadecimal digits.
+
+    Independent of Arrow's batches. `parts` are the folders of a complete preparation, with the columns of
+    `chunks.prepared_schema`. They are read batch by batch and not mapped: mapped data stays in memory.
+    """
+    hashes = (f"{part.name}:{_hash_part(part / ARROW_FILE)}" for part in sorted(parts))
+    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+
+def _hash_part(file: Path) -> str:
+    import pyarrow as pa
+
+    hashes = {name: hashlib.sha256() for name in ("input_ids", "labels", "length")}
+    with pa.OSFile(str(file)) as source, pa.ipc.open_stream(source) as batches:
+        for batch in batches:
+            for name, column_hash in hashes.items():
+                column = batch.column(name)
+                values = column.flatten() if pa.types.is_list(column.type) else column
+                column_hash.update(values.to_numpy().astype("<i4", copy=False).data)
+    return ":".join(column_hash.hexdigest() for column_hash in hashes.values())

@@ -1,4 +1,4 @@
-"""Collecting what is wrong with the documents of one file, so that it is reported together and not line by line."""
+"""Collect the problems of one file's documents, to report them together and not line by line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MAX_REPORTED = 10  # documents shown of one file; the rest is counted
 
 
 class DocumentError(Exception):
-    """One document cannot be used; the reader adds where it was. Never leaves `tunebook.data`."""
+    """One document cannot be used; the reader adds its place. Never leaves `tunebook.data`."""
 
     def __init__(self, message: str, *, problem_id: str = "data-bad-document") -> None:
         super().__init__(message)
@@ -17,7 +17,7 @@ class DocumentError(Exception):
 
 
 class DocumentProblems:
-    """The unusable documents of one file or split: the first few whole, the others counted."""
+    """The unusable documents of one file or split: the first few in full, the others counted."""
 
     def __init__(self, location: str, unit: str = "line") -> None:
         self.location = location  # the file's absolute path, or the split
@@ -25,7 +25,7 @@ class DocumentProblems:
         self.num_problems = 0
         self.num_documents = 0
         self.num_blank_lines = 0
-        self.notes: list[str] = []  # what else a person should know of the file
+        self.notes: list[str] = []  # other remarks on the file
         self._shown: list[tuple[str, DocumentError]] = []
 
     def place(self, number: int, detail: str = "") -> str:
@@ -39,7 +39,7 @@ class DocumentProblems:
             self._shown.append((self.place(number, detail), error))
 
     def raise_if_any(self) -> None:
-        """Raises: DataError with every noted problem, when there are some."""
+        """Raises: DataError with every noted problem, if there are any."""
         if not self._shown:
             return
         problem_id = self._shown[0][1].problem_id
@@ -47,7 +47,7 @@ class DocumentProblems:
             place, error = self._shown[0]
             raise DataError(f"{self.location}, {place}: {error.message}", problem_id=problem_id)
         places: dict[str, list[str]] = {}
-        for place, error in self._shown:  # the same thing is often wrong with all of them
+        for place, error in self._shown:  # often all have the same problem
             places.setdefault(error.message, []).append(place)
         lines = [f"  {', '.join(each)}: {message}" for message, each in places.items()]
         if self.num_problems > len(self._shown):

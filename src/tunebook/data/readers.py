@@ -1,4 +1,4 @@
-"""Strict streaming readers: a file becomes numbered documents, and everything unreadable a problem with its place.
+"""Strict streaming readers: from a file to numbered documents, and a problem with its place for anything unreadable.
 
 JSONL is read line by line, a JSON array item by item, CSV row by row, Parquet batch by batch: memory does not grow with
 the file. Nothing is guessed from the text: a CSV field is text, and a date in JSON stays as it is written.
@@ -20,15 +20,21 @@ from pathlib import Path
 from typing import IO, cast
 
 from tunebook.data.files import CSV_SUFFIXES, JSON_SUFFIXES, PARQUET_SUFFIXES, TSV_SUFFIXES
-from tunebook.data.json_file import Record, holds_array, read_array, read_object
-from tunebook.data.json_objects import continues_on_the_next_line, parse_object
+from tunebook.data.json_file import (
+    Record,
+    continues_on_the_next_line,
+    holds_array,
+    parse_object,
+    read_array,
+    read_object,
+)
 from tunebook.data.keys import KeyAccount
 from tunebook.data.problems import DocumentError, DocumentProblems
 from tunebook.errors import DataError
 
 UTF8_BOM = b"\xef\xbb\xbf"
 
-# What a file starts with that is not what its name says, and what to do about it.
+# First bytes of files whose names are wrong, and what to do.
 _FOREIGN_STARTS = {
     b"\x1f\x8b": "is gzip: give it a name ending in .gz",
     b"PAR1": "is Parquet: give it a name ending in .parquet",
@@ -40,7 +46,7 @@ _FOREIGN_STARTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Documents that are reported on together: those of a file, or of a split of the hub."""
+    """Documents that are reported together: those of a file, or of a split of the hub."""
 
     problems: DocumentProblems
     records: Iterator[Record]
@@ -49,11 +55,11 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a file is written where its name alone does not say so, as for files of the hub."""
+    """How a file is written if its name does not tell, as for files of the hub."""
 
     suffix: str | None = None  # read as a file of this ending
     delimiter: str | None = None  # of CSV
-    field: str | None = None  # the key of a JSON object that its documents stand under
+    field: str | None = None  # the key of the documents in a JSON object
 
 
 def read_records(
@@ -61,8 +67,8 @@ def read_records(
 ) -> Iterator[Record]:
     """Every document of a file with its number; unreadable ones are added to `problems`.
 
-    `keys` says which keys documents have, and is told of columns that are not read. Raises: DataError where the file
-    as a whole cannot be read or is empty.
+    `keys` knows the keys of documents and counts columns that are not read. Raises: DataError if the file as a whole
+    cannot be read or is empty.
     """
     keys, layout = keys or KeyAccount(), layout or Layout()
     name = layout.suffix or path.name.lower()
@@ -83,12 +89,12 @@ def read_records(
                 yield from _read_json(stream, problems, keys.known, layout.field, is_json=is_json)
     except gzip.BadGzipFile as error:
         raise DataError(
-            f"{path} is not gzip, which its name says it is: give it a name without .gz, or copy it again",
+            f"{path} has a name of gzip and is not gzip: give it a name without .gz, or copy it again",
             problem_id="data-file-broken",
         ) from error
     except (EOFError, zlib.error) as error:
         raise DataError(
-            f"{path} is not a whole gzip file ({error}); was it cut off while it was copied? `gzip -t {path}`",
+            f"{path} is not a complete gzip file ({error}); was it cut off while it was copied? `gzip -t {path}`",
             problem_id="data-file-broken",
         ) from error
     except OSError as error:
@@ -126,7 +132,7 @@ def _read_json(
     elif is_one_value:
         raise DataError(
             f"{problems.location} is one JSON value over several lines, and a file with its ending has one document on "
-            "each; give it a name ending in .json, or write it anew with `jq -c`",
+            "each; give it a name ending in .json, or rewrite it with `jq -c`",
             problem_id="data-broken-json",
         )
     else:
@@ -194,7 +200,7 @@ def _read_csv(stream: IO[bytes], problems: DocumentProblems, delimiter: str) -> 
 
 
 def _not_utf8(stream: IO[bytes], location: str) -> DataError:
-    """What to say of a table that is not UTF-8: its text is decoded ahead of its rows, so the line is looked for."""
+    """The error for a table that is not UTF-8. Its text is decoded ahead of its rows, so the line has to be found."""
     stream.seek(0)
     num_bytes_before = 0
     for number, line in enumerate(stream, 1):

@@ -1,9 +1,9 @@
-"""Which documents make up each optimizer step, and which of them each GPU gets.
+"""Which documents make up each optimizer step, which of them each GPU gets, and the rows of those documents.
 
 Order of decisions: seed and epoch fix a permutation; the permutation is cut into optimizer steps; a step's documents
-are dealt into rows; rows are dealt to accumulation rounds and ranks. Only the last two depend on the number of GPUs and
-on packing, so the same documents meet in the same step on any machine, each exactly once per epoch. The last step of
-an epoch may be smaller: the loss is weighted by tokens, so an empty row counts nothing.
+are assigned to rows; rows are assigned to accumulation rounds and ranks. Only the last two depend on the number of GPUs
+and on packing, so the same documents meet in the same step on any machine, each exactly once per epoch. The last step
+of an epoch may be smaller: the loss is weighted by tokens, so an empty row counts nothing.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tunebook.data.corpus import IGNORED_LABEL
 from tunebook.data.packing import BestFit, Lengths, pack_balanced, pack_within
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 Row = list[int]  # documents, by their number in the prepared data
 
-# How far ahead a token budget looks for a document that still fits, in documents.
+# Documents that a token budget looks ahead for one that still fits.
 _LOOK_AHEAD = 256
 
 
@@ -33,7 +38,7 @@ class StepSize:
 
 
 def epoch_order(num_documents: int, seed: int | None, epoch: int) -> Lengths:
-    """The order of documents in one epoch; as stored when `seed` is None (validation)."""
+    """The order of documents in one epoch; as stored if `seed` is None (validation)."""
     if seed is None:
         return np.arange(num_documents, dtype=np.int64)
     return np.random.default_rng([seed, epoch]).permutation(num_documents).astype(np.int64)
@@ -57,7 +62,7 @@ def _fill_budgets(order: Lengths, lengths: Lengths, num_rows: int, row_length: i
         rows = BestFit(num_rows, row_length)
         step: list[int] = []
         skipped: list[int] = []
-        while len(skipped) < _LOOK_AHEAD and rows.room > 0:
+        while len(skipped) < _LOOK_AHEAD and rows.free_tokens > 0:
             document = waiting.popleft() if waiting else next(upcoming, None)
             if document is None:
                 exhausted = True
@@ -72,7 +77,7 @@ def _fill_budgets(order: Lengths, lengths: Lengths, num_rows: int, row_length: i
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Everything that decides the batches of a run. The same object on every rank.
+    """Everything that decides the batches of a run, the same on every rank.
 
     `lengths` (num_documents,) in tokens. `rows_per_step` = world_size x accumulation x micro_batch_size; padded rows
     hold one document each.
@@ -89,7 +94,7 @@ class Schedule:
         return cut_into_steps(epoch_order(len(self.lengths), self.seed, epoch), self.lengths, self.size)
 
     def rows_of_step(self, documents: Lengths) -> list[Row]:
-        """Deal one step's documents into exactly `rows_per_step` rows; some are empty in a short last step."""
+        """Assign one step's documents to exactly `rows_per_step` rows; some are empty in a short last step."""
         if self.is_packed:
             lengths = self.lengths[documents]
             within = self.size.row_length if self.size.tokens is not None else None
@@ -110,7 +115,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What a range of optimizer steps went through, over all ranks; `computed_tokens` counts padding too."""
+    """Totals of a range of optimizer steps, over all ranks; `computed_tokens` includes padding."""
 
     documents: int
     tokens: int
@@ -120,8 +125,8 @@ class Totals:
 class RankBatches:
     """The micro-batches of one rank over the whole run, as a batch sampler: each is a list of rows.
 
-    One long pass over all epochs, so that an epoch's end is no special case and a resumed run skips a plain number of
-    micro-batches. Rows are dealt out round-robin over ranks within an accumulation round.
+    One pass over all epochs, so that the end of an epoch is no special case and a resumed run skips a number of
+    micro-batches. Rows are assigned round-robin to the ranks of an accumulation round.
     """
 
     def __init__(
@@ -168,7 +173,7 @@ class RankBatches:
             epoch += 1
 
     def _count(self, documents: Lengths, rows: list[Row]) -> None:
-        """Add one step to the running totals; every rank knows all rows, so nothing has to be communicated."""
+        """Add one step to the totals. Every rank knows all rows, so nothing has to be communicated."""
         lengths = self.schedule.lengths
         tokens = int(lengths[documents].sum())
         computed = tokens
@@ -189,3 +194,53 @@ class RankBatches:
 def documents_in_steps(schedule: Schedule, num_epochs: int) -> Sequence[Sequence[Lengths]]:
     """Every step's documents for each of the first epochs."""
     return [schedule.steps_of_epoch(epoch) for epoch in range(num_epochs)]
+
+
+# A row without documents (in the short last step of an epoch): two tokens that the loss does not count.
+_EMPTY_ROW_LENGTH = 2
+
+
+class DocumentRows:
+    """Rows of a prepared `datasets.Dataset` as a map-style data set: a list of documents -> the collator's input.
+
+    Columns: input_ids, labels (num_tokens,) per document. Documents stay on disk, memory-mapped.
+
+    `multiple`: rows are filled up to a multiple of this many tokens, with a document that the loss does not count.
+    """
+
+    def __init__(self, documents: Dataset, filler_token_id: int, multiple: int = 1) -> None:
+        self.documents = documents.with_format("arrow")  # ten times as fast as Python numbers
+        self.filler_token_id = filler_token_id
+        self.multiple = multiple
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, row: Row) -> dict[str, Any]:
+        """Input ids and labels (num_tokens,) in int64 of the row's documents end to end, and each one's length."""
+        import numpy as np
+
+        if not row:
+            return self._filler(max(_EMPTY_ROW_LENGTH, self.multiple))
+        found: Any = self.documents[row]
+        ids, labels = (found[name].combine_chunks() for name in ("input_ids", "labels"))
+        whole = {
+            "input_ids": ids.flatten().to_numpy().astype(np.int64),
+            "labels": labels.flatten().to_numpy().astype(np.int64),
+            "seq_lengths": ids.value_lengths().to_pylist(),
+        }
+        if not (num_missing := -len(whole["input_ids"]) % self.multiple):
+            return whole
+        filler = self._filler(num_missing)
+        arrays = {name: np.concatenate([whole[name], filler[name]]) for name in ("input_ids", "labels")}
+        return arrays | {"seq_lengths": whole["seq_lengths"] + filler["seq_lengths"]}
+
+    def _filler(self, num_tokens: int) -> dict[str, Any]:
+        """A document that the loss does not count."""
+        import numpy as np
+
+        return {
+            "input_ids": np.full(num_tokens, self.filler_token_id),
+            "labels": np.full(num_tokens, IGNORED_LABEL),
+            "seq_lengths": [num_tokens],
+        }

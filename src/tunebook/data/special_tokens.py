@@ -1,10 +1,9 @@
-"""Special tokens, and text of the same spelling that a person typed, kept apart.
+"""Distinguish special tokens from text of the same spelling.
 
-A tokenizer takes every `</s>` in a text for the token. In a conversation only the chat template's own are meant: one in
-a user's text would be a control token that the user wrote, one in an answer would end it. So such text is hidden from
-the template behind placeholders, one private-use character for each, and what the template writes is then its own by
-construction. Afterwards the text is shown again, or tokenised as text by a copy of the tokenizer whose special tokens
-have other names.
+A tokenizer takes every `</s>` in a text for the token. In a conversation only the chat template's own tokens count: one
+in a user's text would be a control token from the user, one in an answer would end it. So such text is replaced by
+placeholders, one private-use character for each token, before the template renders the conversation. Afterwards the
+text is restored, or tokenised as text by a copy of the tokenizer whose special tokens have other names.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _PLACEHOLDERS = re.compile(f"[{chr(_HIDDEN)}-{chr(_END - 1)}]")
 
 
 class SpecialTokens:
-    """The tokens of one tokenizer that control it: those marked as special, and those that generation stops at."""
+    """The control tokens of one tokenizer: those marked as special, and those that end generation."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._backend: Any = tokenizer.backend_tokenizer
@@ -41,7 +40,7 @@ class SpecialTokens:
         self._pattern = _any_of(self._names)
 
     def first_in(self, text: str) -> str | None:
-        """The first special token whose text is in `text`; None where there is none."""
+        """The first special token whose text is in `text`; None if there is none."""
         found = self._pattern.search(text)
         return None if found is None else found.group()
 
@@ -52,21 +51,21 @@ class SpecialTokens:
         """
         if _PLACEHOLDERS.search(content):
             raise DataError(
-                "it holds the text of a special token and private-use characters of Unicode plane 15, which stand for "
-                "such text here; remove one of them",
+                "it holds the text of a special token and private-use characters of Unicode plane 15, which stand "
+                "for such text here; remove one of them",
                 problem_id="special-token-in-content",
             )
         pattern = self._pattern if names is None else _any_of(names)
         return pattern.sub(lambda found: chr(_HIDDEN + self._numbers[found.group()]), content)
 
     def show(self, text: str, spans: Sequence[Span]) -> tuple[str, list[Span]]:
-        """A text with what was hidden, and its spans."""
+        """A text with the hidden texts restored, and its spans."""
         return _substitute(_PLACEHOLDERS, text, spans, self._shown)
 
     def encode_apart(self, text: str, spans: Sequence[Span]) -> tuple[Any, list[Span]]:
-        """The `tokenizers.Encoding` of a text in which what is hidden is plain text, and its spans in that encoding.
+        """The `tokenizers.Encoding` of a text with hidden texts as plain text, and its spans in that encoding.
 
-        Raises: RequestError for a tokenizer that cannot tell the two apart.
+        Raises: RequestError for a tokenizer that cannot distinguish the two.
         """
         if not _PLACEHOLDERS.search(text):
             return self._backend.encode(text, add_special_tokens=False), list(spans)
@@ -75,7 +74,7 @@ class SpecialTokens:
         return self.plain_backend().encode(renamed, add_special_tokens=False), moved
 
     def plain_backend(self) -> Any:
-        """A copy of the tokenizer for which the text of a special token is text like any other.
+        """A copy of the tokenizer that treats the text of a special token as plain text.
 
         Raises: RequestError for a tokenizer whose special tokens cannot be renamed.
         """
@@ -109,15 +108,16 @@ class SpecialTokens:
         renamed = Tokenizer.from_str(json.dumps(content))
         if any(renamed.token_to_id(new[name]) != self._backend.token_to_id(name) for name in self._names):
             raise RequestError(
-                "dataset.special_tokens_in_content: this tokenizer cannot tell a special token from text of the same "
-                "spelling; type dataset.special_tokens_in_content=keep to take such text for the token, or =refuse",
+                "dataset.special_tokens_in_content: this tokenizer cannot distinguish a special token from text of "
+                "the same spelling; type dataset.special_tokens_in_content=keep to take such text for the token, or "
+                "=refuse",
                 problem_id="special-token-in-content",
             )
         return renamed
 
 
 def _any_of(names: Collection[str]) -> re.Pattern[str]:
-    """An expression for the longest of these names, by a tree of their letters: some tokenizers have thousands."""
+    """An expression for the longest of these names, from a tree of their letters: some tokenizers have thousands."""
     tree: dict[str, Any] = {}
     for name in names:
         node = tree
@@ -140,7 +140,7 @@ def _substitute(
 ) -> tuple[str, list[Span]]:
     """The text with every match replaced, and its spans, whose ends lie between matches."""
     pieces: list[str] = []
-    starts, shifts = [0], [0]  # from each character on, how far it has moved
+    starts, shifts = [0], [0]  # the shift from each character on
     end = 0
     for found in pattern.finditer(text):
         new = replace(found.group())

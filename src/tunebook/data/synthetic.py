@@ -1,8 +1,8 @@
-"""Generated documents a model can learn: for machines without a hub, for measuring speed, for tests.
+"""Generated documents that a model can learn: for machines without the hub, for measuring speed, for tests.
 
-Every document is a walk over a small set of tokens in which each token has four possible successors, one of them
-likely. The first part of a document is a prompt that the loss does not count; the rest, closed by EOS, is the answer.
-A model first learns which few tokens occur, then which follows which; both show in the loss within tens of steps.
+Every document is a random walk over a small set of tokens with four possible successors each, one of them likely. The
+first part of a document is a prompt that the loss does not count; the rest, ended by EOS, is the answer. A model first
+learns which tokens occur, then which follow which; both show in the loss within tens of steps.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _draw_lengths(random: np.random.Generator, config: SyntheticConfig) -> np.nd
 
 
 def _walk(random: np.random.Generator, lengths: np.ndarray, successors: np.ndarray) -> np.ndarray:
-    """All documents' walks, laid end to end: all documents take one step together, the longest ones go on."""
+    """All documents' walks, concatenated: all documents take one step together, until only the longest are left."""
     import numpy as np
 
     choices = random.choice(len(SUCCESSOR_SHARES), size=int(lengths.sum()), p=SUCCESSOR_SHARES)

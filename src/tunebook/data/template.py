@@ -1,11 +1,10 @@
 """Render conversations with the tokenizer's chat template, and find the characters that the loss should count.
 
-A template that marks the assistant's words with `{% generation %}` is asked. Any other is compared with itself: what it
-writes for the turns before an answer, ready for the answer, must be how the whole text begins, so the answer is what
-follows up to the token that ends it. That also holds what training promises to generation: the model is trained to
-write exactly what follows the prompt it will be given. Special tokens that somebody typed into a turn are hidden from
-the template meanwhile (`special_tokens.py`), and what it leaves out of a conversation is an error
-(`template_content.py`).
+A template may mark the assistant's words with `{% generation %}`. For any other template the text of the turns before
+an answer, with the generation prompt, must be the beginning of the whole text; the answer is what follows, up to the
+token that ends it. So the model is trained to write exactly what follows its prompt in generation. Text of special
+tokens in a turn is hidden from the template (`special_tokens.py`), and a conversation that it does not write completely
+is an error (`template_content.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from tunebook.config.override_text import typed
 from tunebook.data.special_tokens import Span, SpecialTokens
 from tunebook.data.template_content import ContentCheck, Missing
-from tunebook.data.template_content import Messages as Messages  # of whoever renders them
+from tunebook.data.template_content import Messages as Messages  # for callers
 from tunebook.errors import DataError, RequestError
 from tunebook.model.tokenizer import stop_token_ids
 
@@ -36,19 +35,19 @@ class Rendered:
 
     text: str
     spans: list[Span]
-    num_rewritten: int = 0  # assistant turns left out: the template changes them once more turns follow
-    leaves_out: bool = False  # part of earlier answers that are not trained on, as templates do by design
-    special: str | None = None  # the first special token whose text a turn holds, for which there are placeholders
+    num_rewritten: int = 0  # assistant turns left out: the template changes them if more turns follow
+    leaves_out: bool = False  # parts of earlier answers that are not trained on, as templates do by design
+    special: str | None = None  # the first special token with hidden text in a turn
 
 
 def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template's text. Raises: RequestError when there is none."""
+    """The chat template's text. Raises: RequestError if there is none."""
     try:
         template: str = tokenizer.get_chat_template()
     except ValueError as error:
         raise RequestError(
-            f"the tokenizer in {tokenizer.name_or_path} has no chat template, so conversations cannot be written as "
-            "text; name a Jinja file with model.chat_template=FILE (book:recipes/quickstart/model/chat_template.jinja "
+            f"the tokenizer in {tokenizer.name_or_path} has no chat template, so conversations cannot be rendered; "
+            "name a Jinja file with model.chat_template=FILE (book:recipes/quickstart/model/chat_template.jinja "
             "is ChatML), or take the tokenizer of the model's instruction-tuned version with model.tokenizer=DIR",
             problem_id="tokenizer-no-template",
         ) from error
@@ -84,22 +83,22 @@ class ConversationRenderer:
         self._content = ContentCheck(lambda messages: self._render(messages)[0])
 
     def prompt(self, messages: Messages) -> str:
-        """The messages, ready for the assistant's answer.
+        """The messages as text, with the prompt for the assistant's answer.
 
-        Raises: DataError when the template refuses them, or leaves one of them out.
+        Raises: DataError if the template refuses them or leaves one of them out.
         """
         text = self._render_or_explain(messages, "this prompt", add_generation_prompt=True)[0]
         self._check(self._content.missing(messages, text), messages, "this prompt", ())
         return text
 
     def prompt_tokens(self, messages: Messages) -> list[int]:
-        """The tokens of `prompt`; the text of a special token in a turn is text, as it was in the training."""
+        """The tokens of `prompt`; the text of a special token in a turn is plain text, as in training."""
         shown, _ = self._hide(messages, "this prompt")
         ids: list[int] = self.special.encode_apart(self.prompt(shown), [])[0].ids
         return ids
 
     def whole(self, messages: Messages, origin: str) -> Rendered:
-        """A whole conversation without the spans, where every token is trained on. Raises: as `render`."""
+        """A conversation without spans, for training on every token. Raises: as `render`."""
         shown, special = self._hide(messages, origin)
         text = self._text(shown, origin)
         missing = self._content.missing(shown, text)
@@ -107,10 +106,10 @@ class ConversationRenderer:
         return Rendered(text=text, spans=[], leaves_out=bool(missing), special=special)
 
     def render(self, messages: Messages, origin: str) -> Rendered:
-        """A whole conversation; `train` of each message says whether the loss may count it.
+        """A conversation; `train` of each message tells whether the loss may count it.
 
-        Raises: DataError naming `origin` when the template refuses the conversation or leaves part of it out, or the
-        assistant's turns cannot be found in the text, or they do not end with a token that generation stops at.
+        Raises: DataError naming `origin` if the template refuses the conversation or leaves part of it out, or the
+        assistant's turns cannot be found in the text or do not end with a token that ends generation.
         """
         shown, special = self._hide(messages, origin)
         return replace(self._with_spans(shown, origin), special=special)
@@ -121,8 +120,8 @@ class ConversationRenderer:
         if special is None:
             return messages, None
         shown = self._text(messages, origin)
-        # First all of it. A template that writes something else then reads such text itself, as some do `</think>`:
-        # what it reads is left to it, and only what it writes around turns is hidden.
+        # First hide all of it. A template whose text then differs reads such text itself, as some do with `</think>`:
+        # then hide only the tokens that it writes around turns.
         for names in (None, [name for name in self.stop_tokens if name in self._special_tokens]):
             try:
                 hidden = [{**turn, "content": self.special.hide(turn["content"], names)} for turn in messages]
@@ -132,7 +131,7 @@ class ConversationRenderer:
                 return hidden, special
         raise DataError(
             f"{origin}: a turn holds the text of the special token {special!r}, and the chat template writes something "
-            "else without it, so which tokens are the template's own cannot be told; take it out of the document",
+            "else without it, so the template's own tokens cannot be distinguished; remove it from the document",
             problem_id="special-token-in-content",
         )
 
@@ -154,13 +153,13 @@ class ConversationRenderer:
         return Rendered(text=text, spans=spans, num_rewritten=len(wanted) - len(spans), leaves_out=bool(missing))
 
     def _text(self, messages: Messages, origin: str) -> str:
-        """A whole conversation as text. Raises: DataError naming `origin` when the template refuses it."""
+        """A conversation as text. Raises: DataError naming `origin` if the template refuses it."""
         return self._render_or_explain(messages, origin)[0]
 
     def _check(self, missing: Sequence[Missing], messages: Messages, origin: str, trained: Collection[int]) -> None:
-        """Raises: DataError for the first turn that is left out of what the model reads, or of what it is `trained` on.
+        """Raises: DataError for the first turn that the model would not read, or that it is `trained` on in part.
 
-        Of earlier answers that are not trained on, templates leave out parts by design.
+        Templates leave out parts of earlier answers by design; these are allowed if not trained on.
         """
         for one in missing:
             role = messages[one.turn]["role"]
@@ -174,9 +173,9 @@ class ConversationRenderer:
             f"the reasoning of turn {missing.turn + 1}" if missing.what == "reasoning" else f"turn {missing.turn + 1}"
         )
         advice = {
-            "system": "or put its text into the first user turn (it is the document's own, or dataset.system_prompt)",
-            "tool": "or take documents with tool turns out",
-            "assistant": "or take out what it leaves out",
+            "system": "or put its text into the first user turn (it is from the document or dataset.system_prompt)",
+            "tool": "or remove documents with tool turns",
+            "assistant": "or remove what it leaves out",
         }.get(turn["role"], "or change the turn")
         return DataError(
             f"{origin}: the chat template does not write {what} ({turn['role']}): {shown!r}, so the model would be "
@@ -185,7 +184,7 @@ class ConversationRenderer:
         )
 
     def _marked(self, messages: Messages, wanted: list[int], whole: str, origin: str) -> list[Span] | None:
-        """By the template's own markers; None where these do not hold the assistant's words one to one."""
+        """The spans of the template's own markers; None if these do not match the assistant's words one to one."""
         text, spans = self._render_or_explain(messages, origin, marked=True)
         turns = _assistant_turns(messages)
         if len(spans) != len(turns) or text != whole:
@@ -204,13 +203,13 @@ class ConversationRenderer:
         return kept
 
     def _locate(self, messages: Messages, turn: int, text: str, origin: str) -> Span | None:
-        """Where one assistant turn is in the whole text, its end token included; None if it is not there as written."""
+        """The span of one assistant turn in the whole text, with its end token; None if it is not there unchanged."""
         prompt = self._prompt_before(messages, turn)
         is_last = turn == len(messages) - 1
         as_written = text if is_last else self._text(messages[: turn + 1], origin)
         if prompt is None or not text.startswith(prompt) or not as_written.startswith(prompt):
             return None
-        # Everything after the first token that generation stops at would never be written by the model.
+        # The model would never write anything after the first token that ends generation.
         stop = self._stop.search(as_written, len(prompt))
         if stop is None:
             raise self._no_stop(as_written[len(prompt) :], origin, advice="add it after the assistant's words")
@@ -218,7 +217,7 @@ class ConversationRenderer:
         return span if text[slice(*span)] == as_written[slice(*span)] else None
 
     def _prompt_before(self, messages: Messages, turn: int) -> str | None:
-        """What the model is given to write this turn; None when the template cannot render that."""
+        """The model's input for this turn; None if the template cannot render it."""
         try:
             return self._render(messages[:turn], add_generation_prompt=True)[0]
         except Exception:  # templates raise anything, from their own messages to TypeError
@@ -262,8 +261,8 @@ class ConversationRenderer:
         end = max(ends, key=last.rfind) if ends else None
         override = typed("model.eos_token", end) if end else "model.eos_token=TOKEN"
         return DataError(
-            f"{origin}: the assistant's turn as the chat template writes it (ending with {last!r}) holds no token that "
-            f"generation stops at ({', '.join(self.stop_tokens)}), so the model would never learn to stop. If "
+            f"{origin}: the assistant's turn as the chat template writes it (ending with {last!r}) has no token that "
+            f"ends generation ({', '.join(self.stop_tokens)}), so the model would never learn to stop. If "
             f"{end or 'another token'} ends the turn, type {override}; if none does, name a template that has one with "
             f"model.chat_template=FILE ({advice})",
             problem_id="eos-not-trained",
@@ -285,7 +284,7 @@ class ConversationRenderer:
 
 
 def _refuse_random(template: str) -> None:
-    """Raises: RequestError for a template that writes something else each time."""
+    """Raises: RequestError for a template with random output."""
     if not re.search(r"\b(random|lipsum)\b", template):
         return
     from jinja2 import TemplateSyntaxError, nodes
@@ -298,8 +297,8 @@ def _refuse_random(template: str) -> None:
     found = [node.name for node in parsed.find_all((nodes.Filter, nodes.Name)) if node.name in ("random", "lipsum")]
     if found:
         raise RequestError(
-            f"the chat template draws by chance ({found[0]}), so the same documents would be other tokens each time; "
-            "name one that does not with model.chat_template=FILE",
+            f"the chat template is random ({found[0]}), so the same documents would become other tokens each "
+            "time; name another one with model.chat_template=FILE",
             problem_id="chat-template-random",
         )
 

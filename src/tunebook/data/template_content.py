@@ -1,10 +1,10 @@
-"""Whether a chat template writes what a conversation says: templates leave out turns they do not know, such as a tool's
-or the system's, and reasoning.
+"""Does a chat template write a conversation completely? Templates leave out reasoning, and turns that they do not know,
+such as those of a tool or the system.
 
-Two looks at each conversation. Which turns a template writes, and in which order, mostly depends on the roles alone: it
-is tried once for each sequence of roles, with contents that stand nowhere else. Then every content is looked for in the
-text, in that order, since some templates cut contents, such as what stands before `</think>`. That goes from the end to
-the beginning: reasoning is left out of earlier answers, and a later one may say the same.
+There are two checks. Which turns a template writes, and in which order, mostly depends on the roles alone: it is tried
+once for each sequence of roles, with unique contents. Then every content is searched in the text, in that order, since
+some templates cut contents, such as everything before `</think>`. The search goes from the end to the beginning:
+reasoning is left out of earlier answers, and a later answer may contain the same text.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from typing import Any, Literal
 Messages = Sequence[dict[str, Any]]
 RenderMessages = Callable[[Messages], str]
 
-# What ends reasoning that is written into the content, and what begins it.
+# The marks at the end and the beginning of reasoning in a content.
 _REASONING_ENDS = re.compile(r"</think(?:ing)?>|</reasoning>|\[/THINK\]|<\|end_of_thought\|>")
 _REASONING_BEGINS = re.compile(r"<think(?:ing)?>|<reasoning>|\[THINK\]|<\|begin_of_thought\|>")
 
 
 @dataclass(frozen=True)
 class Missing:
-    """One turn that the template does not write as it is."""
+    """One turn that the template does not write completely."""
 
     turn: int  # its index
-    what: Literal["turn", "content", "reasoning"]  # the template leaves out such turns, this content, or its reasoning
+    what: Literal["turn", "content", "reasoning"]  # left out: all such turns, this content, or its reasoning
 
 
 class ContentCheck:
-    """Compares conversations with what one template writes. `render`: messages -> text; it may raise anything."""
+    """Compares conversations with the text of one template. `render`: messages -> text; it may raise anything."""
 
     def __init__(self, render: RenderMessages) -> None:
         self._render = render
         self._orders: dict[tuple[str, ...], list[int] | None] = {}
 
     def missing(self, messages: Messages, text: str) -> list[Missing]:
-        """The turns that `text`, which the template wrote of the messages, does not hold as they are."""
+        """The turns that `text`, rendered from the messages, does not contain completely."""
         order = self._order(messages)
         left_out = [Missing(turn, "turn") for turn in range(len(messages)) if turn not in order]
         readings = [_Reading(len(text), ())]
@@ -51,7 +51,7 @@ class ContentCheck:
         return sorted([*left_out, *found], key=lambda missing: missing.turn)
 
     def _order(self, messages: Messages) -> list[int]:
-        """The turns in the order in which the template writes them, without those that it leaves out."""
+        """The turns in the order of the template, without those that it leaves out."""
         roles = tuple(message["role"] for message in messages)
         if roles not in self._orders:
             self._orders[roles] = self._try(roles)
@@ -59,7 +59,7 @@ class ContentCheck:
         return list(range(len(messages))) if order is None else order
 
     def _try(self, roles: tuple[str, ...]) -> list[int] | None:
-        """`_order` for contents that stand nowhere else; None where the template refuses these."""
+        """`_order` for unique contents; None if the template refuses these."""
         marks = [f"zq{number:05d}qz" for number in range(len(roles))]
         try:
             text = self._render([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
@@ -71,18 +71,18 @@ class ContentCheck:
 
 @dataclass(frozen=True)
 class _Reading:
-    """One way to find the contents of the last turns in a text: all of them after `start`, but for what is missing."""
+    """One way to find the contents of the last turns in a text: all after `start`, except the missing ones."""
 
     start: int
     missing: tuple[Missing, ...]
 
     def cost(self) -> tuple[int, int]:
-        """How many contents are missing, and how many reasonings."""
+        """The number of missing contents and of missing reasonings."""
         num_contents = sum(one.what == "content" for one in self.missing)
         return num_contents, len(self.missing) - num_contents
 
     def before(self, turn: int, content: str, text: str, is_answer: bool) -> list[_Reading]:
-        """The ways to find the content of the turn before as well."""
+        """The ways to find the content of the previous turn as well."""
         start = _start_of(content, text, self.start)
         if start is not None:
             return [_Reading(start, self.missing)]
@@ -91,12 +91,12 @@ class _Reading:
         if after is None:
             return [_Reading(self.start, (*self.missing, Missing(turn, "content")))]
         readings = [_Reading(after, (*self.missing, Missing(turn, "reasoning")))]
-        start = _start_of(reasoning, text, after)  # it may be that of an earlier turn, which then is not found
+        start = _start_of(reasoning, text, after)  # it may belong to an earlier turn, which then is not found
         return readings if start is None else [*readings, _Reading(start, self.missing)]
 
 
 def _best(readings: list[_Reading]) -> list[_Reading]:
-    """Those that leave more of the text to the turns before than any that misses as little."""
+    """Those that leave more text to the previous turns than any other with as few missing."""
     kept: list[_Reading] = []
     for one in sorted(readings, key=lambda reading: (-reading.start, reading.cost())):
         if not kept or one.cost() < kept[-1].cost():
@@ -105,7 +105,7 @@ def _best(readings: list[_Reading]) -> list[_Reading]:
 
 
 def _split(content: str) -> tuple[str, str]:
-    """Reasoning that is written into a content, without its marks, and the answer after it."""
+    """The reasoning in a content, without its marks, and the answer after it."""
     ends = list(_REASONING_ENDS.finditer(content))
     if not ends:
         return "", content
@@ -114,7 +114,7 @@ def _split(content: str) -> tuple[str, str]:
 
 
 def _start_of(content: str, text: str, end: int) -> int | None:
-    """The last place before `end` where a content starts in the text: as it is, as JSON, or with other white space."""
+    """The last start of a content before `end` in the text: unchanged, as JSON, or with other white space."""
     for written in (content, json.dumps(content, ensure_ascii=False)[1:-1], json.dumps(content)[1:-1]):
         place = text.rfind(written, 0, end)
         if place >= 0:

@@ -1,6 +1,6 @@
-"""What `tunebook data RECIPE` shows: what became of the documents, how long they are, and some as the model sees them.
+"""The output of `tunebook data RECIPE`: counts of the documents, their lengths, and samples as the model sees them.
 
-Trained-on tokens are in colour; where there is none (a pipe, a file, NO_COLOR) they stand in double brackets.
+Trained-on tokens are in colour, or in double brackets without colours (a pipe, a file, NO_COLOR).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ TRAINED_STYLE = "black on green"
 _MARKS = ("[[", "]]")
 _BAR_WIDTH = 40  # characters of the fullest bin
 _MOST_TOKENS = 500  # shown of one sample
-# Samples are this share of a part apart, round and round: spread out, and in step with no pattern in the data.
+# Samples are this share of a part apart, modulo 1: spread out, and in phase with no pattern in the data.
 _GOLDEN_SHARE = (5**0.5 - 1) / 2
-# Data must not move the cursor or change colours: control characters are shown as their pictures.
+# Data must not move the cursor or change colours: control characters are shown as symbols.
 _CONTROL_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {127: "\u2421"}
 
 
 def show_prepared(
     prepared: Prepared, tokenizer: PreTrainedTokenizerBase | None, console: Console, num_samples: int
 ) -> None:
-    """Print everything there is to say of prepared data; without a tokenizer, samples are token ids."""
+    """Print all facts about prepared data; without a tokenizer, samples are token ids."""
     has_colour = console.is_terminal and console.color_system is not None and not console.no_color
     console.print(render_sources(prepared))
     console.print(render_counts(prepared))
@@ -54,7 +54,7 @@ def show_summary(prepared: Prepared, console: Console) -> None:
 
 
 def summary_lines(prepared: Prepared) -> list[str]:
-    """What a run says of its data before it starts: how much there is, and everything that was cut, dropped or odd."""
+    """A run's output about its data before it starts: the amount, and everything that was cut, dropped or odd."""
     lines = ["Data (prepared earlier)" if prepared.was_cached else "Data"]
     for name, part in prepared.parts().items():
         counts = part.counts
@@ -75,7 +75,7 @@ def summary_lines(prepared: Prepared) -> list[str]:
 
 
 def render_sources(prepared: Prepared) -> RenderableType:
-    """Where the documents come from, and what reading them had to say."""
+    """The sources of the documents, and the remarks of reading them."""
     table = _table("Sources", "location", "format", "documents", "version")
     table.columns[2].justify = "right"
     for record in prepared.records:
@@ -85,7 +85,7 @@ def render_sources(prepared: Prepared) -> RenderableType:
 
 
 def render_counts(prepared: Prepared) -> RenderableType:
-    """How many documents and tokens there are, and how many were cut or dropped and why."""
+    """The numbers of documents and tokens, and how many were cut or dropped and why."""
     parts = prepared.parts()
     table = _table(f"Documents of at most {prepared.max_length:,} tokens", "", *parts)
     for column in table.columns[1:]:
@@ -111,7 +111,7 @@ def render_counts(prepared: Prepared) -> RenderableType:
 
 
 def render_histogram(name: str, part: PreparedPart) -> RenderableType:
-    """How many documents there are of each length."""
+    """The number of documents of each length."""
     lengths = part.counts.lengths
     fullest = max(lengths.counts)
     table = _table(f"Lengths of {name} documents (shortest {part.counts.shortest:,}, longest {part.counts.longest:,})")
@@ -130,7 +130,7 @@ def render_histogram(name: str, part: PreparedPart) -> RenderableType:
 def render_samples(
     name: str, part: PreparedPart, tokenizer: PreTrainedTokenizerBase | None, num_samples: int, *, has_colour: bool
 ) -> Iterator[RenderableType]:
-    """Some documents from all over the part, as the model sees them."""
+    """Documents from all over the part, as the model sees them."""
     documents = part.load()
     for index in spread(len(documents), num_samples):
         row = documents[index]
@@ -163,7 +163,7 @@ def render_document(
     end, before = 0, ""
     for is_trained, run in groupby(labels[:_MOST_TOKENS], key=lambda label: label != IGNORED_LABEL):
         end += sum(1 for _ in run)
-        # Decoded from the start and cut: some tokenizers drop a space at the beginning of what they decode.
+        # Decoded from the start and cut: some tokenizers drop a space at the beginning of decoded text.
         decoded = _decode(shown[:end], tokenizer)
         piece = decoded[len(before) :].translate(_CONTROL_PICTURES)
         before = decoded

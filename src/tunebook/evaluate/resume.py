@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tunebook.checkpoint.candidates import same_command
+from tunebook.checkpoint.choose import same_command
 from tunebook.config.choices import Weights
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig

@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tunebook.checkpoint.newest import complete_checkpoints
 from tunebook.checkpoint.record import CHECKPOINTS_FOLDER
-from tunebook.checkpoint.verify import MODEL_FOLDER, require_unchanged_model
+from tunebook.checkpoint.verify import MODEL_FOLDER, complete_checkpoints, require_unchanged_model
 from tunebook.config.choices import (
     Checkpointing,
     Compute,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tunebook.checkpoint.candidates import named_by
+from tunebook.checkpoint.choose import named_by
 from tunebook.config.choices import RESUME_WORDS
 from tunebook.config.identity import HASH_VERSION, has_hash
 from tunebook.config.schema import RunConfig

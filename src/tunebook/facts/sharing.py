@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from tunebook.config.choices import Compute, MixedPrecision, Offload, PeftMethod
+from tunebook.config.choices import Compute, MasterWeights, MixedPrecision, Offload, PeftMethod
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.facts.strategies import strategy_facts
 
@@ -50,6 +50,12 @@ def is_cast_by_deepspeed(config: RunConfig) -> bool:
     if not isinstance(zero, ZeroConfig) or compute is Compute.fp32:
         return False
     return compute is Compute.fp16 or zero.mixed_precision is MixedPrecision.cast
+
+
+def mixes_formats(config: RunConfig) -> bool:
+    """Whether fp32 weights are computed with in bf16 or fp16. bf16 weights have nothing left to mix."""
+    precision = config.precision
+    return precision.compute is not Compute.fp32 and precision.master_weights is not MasterWeights.bf16
 
 
 def is_offloaded(config: RunConfig) -> bool:

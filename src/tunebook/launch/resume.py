@@ -17,10 +17,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from tunebook.checkpoint.candidates import named_by
+from tunebook.checkpoint.choose import named_by
 from tunebook.checkpoint.identity import differences
-from tunebook.checkpoint.newest import newest_checkpoint, passed_over
 from tunebook.checkpoint.record import Identity, read_record
+from tunebook.checkpoint.verify import newest_checkpoint, passed_over
 from tunebook.config.choices import ResumeAnyway
 from tunebook.config.frozen import load_config
 from tunebook.config.identity import CAPACITIES, config_hash, found_capacities, result_settings

@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO: the JSON that no user writes. Pure functions; saved in the run folder as `deepspeed.json`.
+"""DeepSpeed ZeRO: its configuration from a resolved run (`deepspeed.json` in the run folder), and a workaround.
 
 Stage 1 shards the optimizer state over the ranks, stage 2 the gradients too, stage 3 also the parameters. A setting
-left at null is not written, so DeepSpeed's own default stands; "auto" is filled in by the Trainer from its arguments.
+left at null is not written, so DeepSpeed's default applies; the Trainer fills in "auto" from its arguments.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Any
 from tunebook.config.choices import MasterWeights, Offload, Strategy
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig, ZeroConfig, world_size
-from tunebook.facts.sharing import is_cast_by_deepspeed
+from tunebook.facts.sharing import is_cast_by_deepspeed, mixes_formats
 from tunebook.facts.strategies import STRATEGIES
 from tunebook.model.parameters import count_parameters, largest_parameter
-from tunebook.parallel.precision import mixes_formats
 
 _OPTIMIZER_BYTES = 16
 _NVME_BUFFER_ELEMENTS = 100_000_000  # DeepSpeed's default; a larger parameter ends the run before its first step
@@ -75,10 +74,26 @@ def uses_autocast(config: RunConfig) -> bool:
     return isinstance(config.parallelism, ZeroConfig) and mixes_formats(config) and not is_cast_by_deepspeed(config)
 
 
-def _number_format(config: RunConfig) -> dict[str, Any]:
-    """fp16 is always cast by DeepSpeed, whose clipping of gradients does not know of autocast's loss scale.
+def forget_parameter_order(model: Any) -> None:
+    """Let a ZeRO-3 engine record anew the order in which its next pass needs parameters; other models stay as they are.
 
-    The fp32 copy that it trains is made of the weights as cast: those that were not published in that format are
+    ZeRO-3 gathers parameters ahead in the order of the pass before. A pass that ends otherwise (TRL's fused head
+    gathers the head's weight itself, where the model's forward pass calls a module) leaves parameters in flight that
+    nothing waits for, and fails with "Cannot partition a param in flight" (3B parameters on two H200; a smaller model
+    stays gathered). Needed until DeepSpeed has a public way to invalidate the recorded order; 0.19.8 has none.
+    """
+    offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
+    if offload is None:
+        return
+    coordinator = offload.get_param_coordinator()
+    if not coordinator.is_invalid_trace():
+        coordinator._invalidate_trace()
+
+
+def _number_format(config: RunConfig) -> dict[str, Any]:
+    """DeepSpeed always casts to fp16 itself: its gradient clipping does not know of autocast's loss scale.
+
+    The fp32 copy that it trains is made of the cast weights: weights that were not published in that format are
     rounded to it first (tests/parallel/test_zero_moments.py).
     """
     if uses_autocast(config):
@@ -88,7 +103,7 @@ def _number_format(config: RunConfig) -> dict[str, Any]:
 
 
 def _largest_share(config: RunConfig) -> int | None:
-    """Elements that a rank holds of the largest parameter. None where sizes are not known."""
+    """Elements of the largest parameter on one rank. None if the sizes are unknown."""
     facts = config.model.facts
     return None if facts is None else math.ceil(largest_parameter(facts) / world_size(config))
 
@@ -96,7 +111,7 @@ def _largest_share(config: RunConfig) -> int | None:
 def _zero_optimization(zero: ZeroConfig, *, largest: int | None) -> dict[str, Any]:
     stage = STRATEGIES[zero.strategy].zero_stage
     settings: dict[str, Any] = {"stage": stage}
-    said = {
+    values = {
         "overlap_comm": zero.overlap_comm,
         "allgather_bucket_size": zero.allgather_bucket_size,
         "reduce_bucket_size": zero.reduce_bucket_size if zero.reduce_bucket_size is not None else "auto",
@@ -104,14 +119,14 @@ def _zero_optimization(zero: ZeroConfig, *, largest: int | None) -> dict[str, An
         "sub_group_size": zero.sub_group_size,
     }
     if stage == 3:
-        said |= {
+        values |= {
             "stage3_max_live_parameters": zero.max_live_parameters,
             "stage3_max_reuse_distance": zero.max_reuse_distance,
             "stage3_prefetch_bucket_size": zero.prefetch_bucket_size or "auto",
             "stage3_param_persistence_threshold": zero.param_persistence_threshold or "auto",
             "stage3_gather_16bit_weights_on_model_save": zero.gather_weights_on_save,
         }
-    settings |= {key: value for key, value in said.items() if value is not None}
+    settings |= {key: value for key, value in values.items() if value is not None}
     for key, target in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_parameters)):
         if target is not Offload.none:
             settings[key] = _offload(target, zero)

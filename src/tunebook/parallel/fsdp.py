@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`) through accelerate: the `fsdp_config` of the Trainer and what it has no words for. Pure.
+"""FSDP2 (`fully_shard`) through accelerate: the `fsdp_config` of the Trainer, and what it has no setting for.
 
 `fsdp` shards parameters, gradients and optimizer state; `fsdp_grad_op` keeps the gathered parameters after the forward
 pass (less communication, more memory); `hsdp` shards inside a group of GPUs and replicates over groups.
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import Compute, MasterWeights, MixedPrecision, Offload, PeftMethod, StateDict, Strategy
 from tunebook.config.schema import FsdpConfig, RunConfig
+from tunebook.facts.sharing import mixes_formats
 from tunebook.facts.strategies import STRATEGIES
-from tunebook.parallel.precision import mixes_formats
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ _STATE_DICTS = {StateDict.sharded: "SHARDED_STATE_DICT", StateDict.full: "FULL_S
 
 
 def is_fsdp(strategy: Strategy) -> bool:
-    """Whether a strategy is one of FSDP's."""
+    """Whether a strategy is FSDP or HSDP."""
     return STRATEGIES[strategy].is_fsdp
 
 
@@ -39,7 +39,7 @@ def fsdp_settings(config: RunConfig) -> dict[str, Any]:
         "reshard_after_forward": not STRATEGIES[fsdp.strategy].keeps_gathered,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # by size too: see `parallel.units`
         "cpu_ram_efficient_loading": fsdp.cpu_ram_efficient_loading,
-        "cpu_offload": offloads(fsdp),  # not `offload_params`, which accelerate knows and transformers drops in silence
+        "cpu_offload": offloads(fsdp),  # transformers silently drops `offload_params`, accelerate's own name
         "state_dict_type": _STATE_DICTS[fsdp.state_dict],
     }
     return settings
@@ -51,12 +51,12 @@ def fsdp_arguments(config: RunConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "fsdp": True,
         "fsdp_config": fsdp_settings(config),
-        # Gradients are reduced after every pass. Upstream's default does it after the last accumulated one, and until
-        # then every GPU holds whole gradients, which is what FSDP is there to avoid.
+        # Reduce gradients after every pass. By default they are reduced after the last accumulated pass, and until then
+        # every GPU holds whole gradients.
         "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
     }
     if offloads(fsdp):
-        arguments["ddp_backend"] = "cuda:nccl,cpu:gloo"  # the norm of gradients on the host is summed over gloo
+        arguments["ddp_backend"] = "cuda:nccl,cpu:gloo"  # the norm of gradients in host memory is summed over gloo
     if sizes := hsdp_sizes(config):
         from accelerate import ParallelismConfig
 
@@ -65,12 +65,12 @@ def fsdp_arguments(config: RunConfig) -> dict[str, Any]:
 
 
 def offloads(fsdp: FsdpConfig) -> bool:
-    """Whether parameters, gradients and the optimizer step are on the host."""
+    """Whether parameters, gradients and the optimizer step are in host memory."""
     return fsdp.offload_parameters is not Offload.none
 
 
 def hsdp_sizes(config: RunConfig) -> tuple[int, int] | None:
-    """The number of whole copies of the model, and of the GPUs that share one; None without hsdp."""
+    """The number of model copies and the number of GPUs that shard each copy; None without HSDP."""
     if not STRATEGIES[config.parallelism.strategy].within_groups:
         return None
     group, hardware = fsdp_of(config).shard_group_size, config.hardware
@@ -79,12 +79,12 @@ def hsdp_sizes(config: RunConfig) -> tuple[int, int] | None:
 
 
 def autocast_dtype(config: RunConfig) -> torch.dtype | None:
-    """The format of the forward pass's products under torch's autocast, which accelerate leaves out for FSDP2."""
+    """The format of torch's autocast in the forward pass, which accelerate leaves out for FSDP2."""
     return _half(config) if uses_autocast(config) else None
 
 
 def _half(config: RunConfig) -> torch.dtype:
-    """What a run computes in where that is 16 bits; what is cast to fp8 is in bf16."""
+    """The 16-bit format of a run; fp8 runs keep bf16 around the fp8 products."""
     import torch
 
     return torch.float16 if config.precision.compute is Compute.fp16 else torch.bfloat16
@@ -97,14 +97,13 @@ def uses_autocast(config: RunConfig) -> bool:
 
 
 def mixed_precision_policy(config: RunConfig) -> MixedPrecisionPolicy | None:
-    """How FSDP casts, where the run computes in 16 bits; None leaves everything in the format of the weights.
+    """FSDP's casts for a run that computes in 16 bits; None keeps everything in the format of the weights.
 
-    With either setting the gathered copy of the weights is bf16, or fp16, and gradients are summed over the ranks in
-    fp32, where accelerate would take 16 bits for both. It would cast what the model returns, too: a loss that is summed
-    in bf16 was off by up to 2.6e-3 in a trial, and by 4e-4 without; and fp16, which ends at 65,504, would hold neither
-    a sum of scaled gradients nor the gradient of a loss that is scaled by 65,536, as it is at first. With autocast the
-    stream between the layers is fp32 as well. Adapters in fp32 over bf16 weights are gathered in bf16 like these, and
-    nothing is left to cast.
+    The gathered weights are 16-bit and gradients are summed over the ranks in fp32. accelerate would use 16 bits for
+    both, and for the model's output too: a loss summed in bf16 was off by up to 2.6e-3 in a trial, and by 4e-4 without
+    that cast. fp16 ends at 65,504, so it holds neither a sum of scaled gradients nor the gradient of a loss scaled by
+    65,536, the initial scale. With autocast the activations between layers are fp32 as well. Adapters in fp32 over bf16
+    weights are gathered in bf16 like these.
     """
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -1,4 +1,4 @@
-"""Which modules of a model FSDP makes its units: the parts that are gathered together, one after the other."""
+"""Which modules of a model become FSDP units: the parts whose parameters are gathered together."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward pass that c
 
 
 def unit_classes(config: RunConfig, model: nn.Module) -> list[str]:
-    """The classes of which every instance becomes a unit. The embeddings, the last norm and the head are others.
+    """The classes whose instances become units, apart from the embeddings, the last norm and the head.
 
-    Raises: RequestError where the model has no such class, or none as large as `wrap_min_num_parameters`.
+    Raises: RequestError if the model has no such class, or none as large as `wrap_min_num_parameters`.
     """
     fsdp = fsdp_of(config)
     if fsdp.wrap_policy is WrapPolicy.size:
@@ -39,10 +39,10 @@ def unit_classes(config: RunConfig, model: nn.Module) -> list[str]:
 
 
 def _with_blocks(units: list[str], model: nn.Module) -> list[str]:
-    """Beside the units the blocks, where these hold anything else.
+    """The units, and also the blocks if these hold parameters outside of the units.
 
-    It would be the root's, which FSDP gathers first and keeps until the step's end: of Llama-3-8B, whose MLPs are units
-    of 100 million parameters, the attention of all layers, 1.3 billion.
+    Those would belong to the root, which FSDP gathers first and keeps until the end of the step: for Llama-3-8B with
+    its MLPs as units of 100 million parameters, the attention of all layers, 1.3 billion.
     """
     blocks = transformer_blocks(model).values()
     inside = {part for unit in model.modules() if type(unit).__name__ in units for part in unit.modules()}
@@ -55,10 +55,10 @@ def _block_classes(model: nn.Module) -> list[str]:
 
 
 def classes_by_size(model: nn.Module, min_num_parameters: int) -> list[str]:
-    """The innermost classes all of whose instances hold at least that many parameters.
+    """The innermost classes whose instances all have at least that many parameters.
 
-    accelerate's own size policy picks instances and fails on every list of layers it meets, so classes are handed to
-    its policy for transformer blocks instead.
+    accelerate's size policy picks instances and fails on every list of layers, so its policy for transformer blocks
+    gets these classes.
     """
     smallest: dict[str, int] = {}
     inside: dict[str, set[str]] = {}
@@ -80,10 +80,10 @@ def classes_by_size(model: nn.Module, min_num_parameters: int) -> list[str]:
 
 
 def _candidates(model: Any) -> Iterable[nn.Module]:
-    """Modules that can be units: not containers, not the embeddings nor what holds them, which are units already.
+    """Modules that can be units: no containers, and neither the embeddings nor their parents, which are units already.
 
-    Nor single layers, but for stacked experts. A head that shares the embeddings' weight would be a unit by itself, as
-    a linear layer, with which FSDP ends the first step; and of views, as linear layers give, torch 2.13 warns.
+    Single layers are left out too, except stacked experts. A head that shares the embeddings' weight would be a unit of
+    its own, with which FSDP fails in the first step; and torch 2.13 warns of units that return views, as linear layers.
     """
     embeddings = {model.get_input_embeddings(), model.get_output_embeddings()}
     for module in model.modules():

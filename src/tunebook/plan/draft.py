@@ -13,7 +13,7 @@ from typing import Any
 from tunebook.config.compose import Composition, compose
 from tunebook.config.schema import RunConfig
 from tunebook.data.batch import BatchPlan, solve_batch
-from tunebook.data.files import what_is_not_there
+from tunebook.data.files import missing_files
 from tunebook.errors import DataError, DoesNotFitError, Problem, RequestError, RulesError
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.plan.advice.links import slow_links
@@ -124,7 +124,7 @@ def draft_run(
 def draft_composition(composition: Composition, machine: Machine) -> Draft:
     """Plan what was composed as far as it goes, on a machine; what is wrong with it is kept, not raised."""
     draft = Draft(recipe=composition.config.recipe, machine=machine, composition=composition)
-    draft.missing_data = what_is_not_there(composition.config.dataset)
+    draft.missing_data = missing_files(composition.config.dataset)
     try:
         draft.resolution = resolve_auto(composition.config, machine)
         config = draft.resolution.config

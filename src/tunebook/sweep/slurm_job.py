@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tunebook.checkpoint.newest import newest_checkpoint
+from tunebook.checkpoint.verify import newest_checkpoint
 from tunebook.errors import StoppedError, TunebookError
 from tunebook.files import read_json
 from tunebook.slurm import patient_requeue

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tunebook.checkpoint.candidates import same_command
+from tunebook.checkpoint.choose import same_command
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, TunebookError
 from tunebook.files import atomic_write_json, atomic_write_text, read_json

@@ -77,7 +77,7 @@ class StopOnRequest(TrainerCallback):
             control.should_log = True  # or the steps since the last logged one would be in no line
             control.should_save = True
             control.should_training_stop = True
-        if self.saver.is_in_the_air and num_busy == 0:
+        if self.saver.is_pending and num_busy == 0:
             self.saver.settle()
 
     def on_train_end(

@@ -26,7 +26,7 @@ from tunebook.errors import InvalidTrainingError
 from tunebook.facts.attention import FLEX
 from tunebook.model.blocks import plain_products
 from tunebook.model.parameters import has_experts
-from tunebook.parallel.trace import forget_parameter_order
+from tunebook.parallel.deepspeed import forget_parameter_order
 from tunebook.record.manifest import MANIFEST_FILE, update_manifest
 from tunebook.train.isolation import (
     LENGTHS,

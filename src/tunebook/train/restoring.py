@@ -14,9 +14,9 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tunebook.checkpoint.newest import is_complete
+from tunebook.checkpoint.collectives import on_first_rank
 from tunebook.checkpoint.record import checkpoint_path
-from tunebook.checkpoint.together import on_first_rank
+from tunebook.checkpoint.verify import is_complete
 from tunebook.config.choices import ResumeAnyway
 from tunebook.config.schema import TrainingConfig
 from tunebook.errors import DataError

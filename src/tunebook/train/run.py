@@ -23,15 +23,14 @@ from rich.console import Console
 from transformers import PreTrainedModel, PrinterCallback
 from trl import SFTConfig
 
-from tunebook.checkpoint.candidates import same_command
-from tunebook.checkpoint.choose import choose_checkpoint
-from tunebook.checkpoint.identity import differences, gone_on_from, has_same_data, identity_of
-from tunebook.checkpoint.newest import newest_checkpoint
+from tunebook.checkpoint.choose import choose_checkpoint, same_command
+from tunebook.checkpoint.collectives import background_group, on_first_rank
+from tunebook.checkpoint.identity import differences, has_same_data, identity_of, resumed_identity
 from tunebook.checkpoint.record import RECORD_FILE, read_record
 from tunebook.checkpoint.resharding import link_in_flat_order
 from tunebook.checkpoint.save import CheckpointSaver
-from tunebook.checkpoint.together import group_apart, on_first_rank
 from tunebook.checkpoint.unpickling import restricted_unpickling
+from tunebook.checkpoint.verify import newest_checkpoint
 from tunebook.config.choices import Checkpointing, Compute, Generation, PackingMode, PeftMethod, Switch
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
@@ -204,7 +203,7 @@ def _resumed(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | 
         is_same = has_same_data(record.identity, own)
         trainer.add_callback(RestoredState(config.training, trainer, resumed, has_same_data=is_same, say=say))
         trainer.saver.resumed_step = record.step
-        trainer.saver.identity = gone_on_from(record.identity, own)
+        trainer.saver.identity = resumed_identity(record.identity, own)
         say(
             f"resuming from {resumed}: every file in it was read and is what was written. {RECORD_FILE} proves that, "
             "but not who wrote it; files that would run code are refused"
@@ -317,7 +316,7 @@ def _saver(config: RunConfig, folder: Path, prepared: Prepared) -> CheckpointSav
         identity_of(config, prepared, on_first_rank(lambda: weights_fingerprint(config.model))),
         keep=training.keep_checkpoints,
         in_background=training.save_in_background,
-        group=group_apart(config.launcher.timeout_s) if training.save_in_background else None,
+        group=background_group(config.launcher.timeout_s) if training.save_in_background else None,
     )
 
 

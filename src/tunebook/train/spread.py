@@ -21,9 +21,8 @@ from tunebook.facts.strategies import STRATEGIES
 from tunebook.files import atomic_write_json
 from tunebook.model.blocks import count_fp8_layers
 from tunebook.parallel.deepspeed import uses_nvme, zero_stage
-from tunebook.parallel.expected import require_expected, require_fp8
-from tunebook.parallel.found import find_parallelism
 from tunebook.parallel.operator_builds import build_operators_in_turn
+from tunebook.parallel.wrapped import find_parallelism, require_expected, require_fp8
 from tunebook.record.manifest import MANIFEST_FILE, update_manifest
 from tunebook.record.run_folder import DEEPSPEED_FILE
 

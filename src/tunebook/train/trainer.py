@@ -27,13 +27,12 @@ from trl import SFTTrainer
 from trl.models.activation_offloading import OffloadActivations
 
 from tunebook.checkpoint.choose import require_verified
+from tunebook.checkpoint.collectives import on_first_rank
 from tunebook.checkpoint.record import FileEntry, checkpoint_path, read_record, step_of
 from tunebook.checkpoint.resharding import needs_universal, write_universal
-from tunebook.checkpoint.room import estimate_bytes
+from tunebook.checkpoint.retention import estimate_bytes
 from tunebook.checkpoint.save import CheckpointSaver, publish_folder, seal_files
-from tunebook.checkpoint.together import on_first_rank
-from tunebook.data.rows import DocumentRows
-from tunebook.data.sampler import RankBatches
+from tunebook.data.sampler import DocumentRows, RankBatches
 from tunebook.errors import InvalidTrainingError, TunebookError
 from tunebook.train.callbacks import StopOnRequest, loss_not_finite
 from tunebook.train.offloading import gather_head, keep_scale_on_host, keep_weights

@@ -11,6 +11,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -248,4 +249,4 @@ def write_record(folder: Path) -> None:
     )  # fmt: skip
     step = int(folder.name.rpartition("-")[2])
     record = CheckpointRecord(step=step, saved="now", seconds=0.0, versions={}, identity=identity, files=files)
-    atomic_write_json(folder / RECORD_FILE, record.to_json())
+    atomic_write_json(folder / RECORD_FILE, asdict(record))

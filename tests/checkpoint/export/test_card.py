@@ -54,7 +54,7 @@ def test_header_and_table_of_the_run(card: Any, run: Path) -> None:
     assert "| exported from | checkpoints/checkpoint-2 (whole safetensors), step 2 |" in text
     assert "rounding to bf16 explains 0.12" in text
     assert str(run.parent) not in text  # no paths of this machine
-    assert "None was made of these weights." in text
+    assert "No evaluation of these weights is recorded." in text
 
 
 def test_the_best_model_is_of_its_own_step_and_loss(layouts: Any, run: Path, export: Any) -> None:
@@ -78,7 +78,7 @@ def test_the_best_model_is_of_its_own_step_and_loss(layouts: Any, run: Path, exp
     assert json.loads((exported / "tunebook.json").read_text())["step"] == 2
     assert "0.9000" in text
     of_the_last = (export(run, checkpoint=str(last)).folder / "README.md").read_text()
-    assert "None was made of these weights." in of_the_last  # what was evaluated is the best
+    assert "No evaluation of these weights is recorded." in of_the_last  # what was evaluated is the best
 
 
 def test_a_run_without_a_recipe_is_called_by_its_model(card: Any, run: Path) -> None:

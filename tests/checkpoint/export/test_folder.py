@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tunebook.checkpoint.export.folder import beside, check_room, check_target
+from tunebook.checkpoint.export.folder import check_free_space, check_target, new_folder
 from tunebook.errors import DoesNotFitError, RequestError
 
 
@@ -35,19 +35,19 @@ def test_a_place_in_what_is_exported_is_refused(tmp_path: Path, inside: str) -> 
 def test_room_is_asked_for_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = SimpleNamespace(total=10 * 2**30, free=2**30)
     monkeypatch.setattr("shutil.disk_usage", lambda _: disk)
-    check_room(tmp_path / "a" / "b", 2**30 - 50_000_000)
+    check_free_space(tmp_path / "a" / "b", 2**30 - 50_000_000)
     with pytest.raises(DoesNotFitError, match=r"has 1\.00 GiB free and the export takes 3\.00 GiB; .*--to"):
-        check_room(tmp_path / "a" / "b", 3 * 2**30)
+        check_free_space(tmp_path / "a" / "b", 3 * 2**30)
     disk.free = 40 * 2**20  # enough for the weights of this one, and not for what comes with them
-    with pytest.raises(DoesNotFitError, match=r"has 40 MiB free and the export takes 4 MiB; 48 MiB are to be free bes"):
-        check_room(tmp_path, 4 * 2**20)
+    with pytest.raises(DoesNotFitError, match=r"has 40 MiB free and the export takes 4 MiB; 48 MiB have to stay free"):
+        check_free_space(tmp_path, 4 * 2**20)
     disk.total = 0  # a file system that does not count
-    check_room(tmp_path, 3 * 2**30)
+    check_free_space(tmp_path, 3 * 2**30)
 
 
 def test_it_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     place = tmp_path / "new" / "export"
-    with beside(place) as work:
+    with new_folder(place) as work:
         assert work.parent == place.parent and work.name.startswith(".export.unfinished-")
         (work / "a").write_text("x")
         assert not place.exists()
@@ -60,7 +60,8 @@ import sys
 from pathlib import Path
 
 
-with beside(Path(sys.argv[1])) as work:
+
+with new_folder(Path(sys.argv[1])) as work:
     (work / "model.safetensors").write_bytes(bytes(1000))
     print(work, flush=True)
     sys.stdin.read()
@@ -83,7 +84,7 @@ def test_what_a_killed_export_has_left_is_removed_by_the_next_and_another_at_wor
     killed.kill()
     killed.communicate()
     assert (left / "model.safetensors").stat().st_size == 1000
-    with beside(place) as work:
+    with new_folder(place) as work:
         assert sorted(tmp_path.iterdir()) == sorted([work, kept, other])
     at_work.communicate("")
     assert at_work.returncode != 0  # its place was taken meanwhile
@@ -92,14 +93,14 @@ def test_what_a_killed_export_has_left_is_removed_by_the_next_and_another_at_wor
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("x"), RequestError("x")])
 def test_a_failed_one_leaves_no_trace(tmp_path: Path, error: BaseException) -> None:
-    with pytest.raises(type(error)), beside(tmp_path / "new" / "deep" / "export") as work:
+    with pytest.raises(type(error)), new_folder(tmp_path / "new" / "deep" / "export") as work:
         (work / "a").write_text("x")
         raise error
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_came_into_being_meanwhile_stays(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="came into being while"), beside(tmp_path / "export"):
+    with pytest.raises(RequestError, match="was created during the export"), new_folder(tmp_path / "export"):
         (tmp_path / "export").mkdir()
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
@@ -115,7 +116,7 @@ def test_a_folder_that_came_into_being_meanwhile_stays(tmp_path: Path) -> None:
 )
 def test_what_the_system_says_is_put_into_words(tmp_path: Path, code: int, kind: type[Exception], says: str) -> None:
     words = {errno.EROFS: "Read-only file system"}.get(code, "words")
-    with pytest.raises(kind, match=says), beside(tmp_path / "export"):
+    with pytest.raises(kind, match=says), new_folder(tmp_path / "export"):
         raise OSError(code, words, "model.safetensors")
     assert not list(tmp_path.iterdir())
 
@@ -123,7 +124,10 @@ def test_what_the_system_says_is_put_into_words(tmp_path: Path, code: int, kind:
 def test_a_disk_that_is_really_full_keeps_nothing(tmp_path: Path, small_disk: Callable[[Path, int], Any]) -> None:
     disk = small_disk(tmp_path / "disk", 2**20)
     disk.fill(leave_bytes=2**16)
-    with pytest.raises(DoesNotFitError, match="filled up during the export"), beside(disk.folder / "export") as work:
+    with (
+        pytest.raises(DoesNotFitError, match="filled up during the export"),
+        new_folder(disk.folder / "export") as work,
+    ):
         (work / "config.json").write_text("{}")
         (work / "model.safetensors").write_bytes(bytes(2**17))
     assert [path.name for path in disk.folder.iterdir()] == ["filler"]
@@ -134,5 +138,5 @@ def test_a_folder_that_is_really_read_only_is_refused(tmp_path: Path, small_disk
     disk = small_disk(tmp_path / "disk", 2**20)
     disk.set_read_only(True)
     said = r"cannot be written: Read-only file system .*--to FOLDER"
-    with pytest.raises(RequestError, match=said), beside(disk.folder / "export"):
+    with pytest.raises(RequestError, match=said), new_folder(disk.folder / "export"):
         pass

@@ -166,7 +166,7 @@ def test_an_adapter_that_stays_one_needs_no_base(
     assert (exported.origin.check["is_exact"], exported.origin.check["logits"]) == (dtype is None, None)
     rounded = " rounded to bf16" if dtype else ""
     assert (
-        f"read again, its numbers equal the checkpoint's{rounded}; its base"
+        f"read again, its tensors equal the checkpoint's{rounded}; its base"
         in (exported.folder / "README.md").read_text()
     )
 

@@ -56,7 +56,7 @@ def test_a_whole_folder_is_one_commit_in_a_private_repository(
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("tiny", "does not say whose"), ("a/b/c", "write it as ORGANISATION/NAME"), ("me/ti ny", "write it as")],
+    [("tiny", "names no owner"), ("a/b/c", "write it as ORGANISATION/NAME"), ("me/ti ny", "write it as")],
 )
 def test_a_name_that_is_none_is_refused_before(
     layouts: Any, run: Path, export: Any, hub: type[FakeHub], name: str, says: str
@@ -79,7 +79,9 @@ def test_an_upload_that_breaks_off_keeps_the_folder(layouts: Any, run: Path, exp
     hub.error = OSError("quota exceeded")
     layouts.write_checkpoint(run, "whole")
     place = run / "exports" / "checkpoint-3"
-    with pytest.raises(TunebookError, match=f"whole in {place}.*quota exceeded.*hf upload me/tiny {place}") as raised:
+    with pytest.raises(
+        TunebookError, match=f"complete in {place}.*quota exceeded.*hf upload me/tiny {place}"
+    ) as raised:
         export(run, push_to="me/tiny")
     assert (raised.value.exit_code, raised.value.problem_id) == (1, "upload-failed")
     assert (place / "model.safetensors").is_file()

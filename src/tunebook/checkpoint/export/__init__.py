@@ -1,6 +1,5 @@
 """`tunebook export`: one plain Hugging Face folder from any checkpoint of a run, on a CPU.
 
-What is stored where: `source`, `formats`. Reading each form: `stored_weights`, `zero_weights`, `fsdp_weights`,
-`adapter`. What belongs beside the weights: `model`, `card`. Writing, looking and giving away: `write`, `folder`,
-`check`, `push`. `run` puts them together, `command` is the terminal's side.
+`run` is the command. `source` finds the weights, `stored_weights` and `zero_weights` read them, `model` makes what
+belongs to them. `kinds` writes (`write`, `folder`, `card`) and compares (`check`).
 """

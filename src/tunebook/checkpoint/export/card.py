@@ -1,14 +1,13 @@
-"""What an exported folder says of itself to people: `README.md`, the model card. Programs read `tunebook.json`.
+"""The model card of an exported folder, `README.md`: `card.md.jinja` filled with what the run has recorded.
 
-Only what the run has recorded is written. Paths of the machine are shortened to their last name, since the folder is
-there to be given away.
+Programs read `tunebook.json`. Paths of the machine are shortened to their last name, since the folder is given away.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunebook.config.book import BOOK_PREFIX, is_relative, resolve_path
 from tunebook.config.choices import PeftMethod, ScheduleName, Source, TrainOn, Weights
@@ -18,7 +17,10 @@ from tunebook.parallel.deepspeed import zero_stage
 from tunebook.record.model_origin import ORIGIN_FILE, Origin
 from tunebook.record.run_record import RunRecord
 
-_FINAL = "model"  # the run's folder with the model as it was at the end
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCardData
+
+_FINAL = "model"  # the run's folder with the trained model
 _LOSS_ON = {
     TrainOn.auto: "the assistant's turns, and every token of plain text",
     TrainOn.assistant: "the assistant's turns",
@@ -28,11 +30,11 @@ _LOSS_ON = {
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOrigin(Origin):
-    """Where an exported folder comes from, and what was made of what lay there: the content of `tunebook.json`."""
+    """Where an exported folder comes from and how it was made: the content of `tunebook.json`."""
 
     source: str  # the folder in the run: `model`, or `checkpoints/checkpoint-<step>`
     stored_as: str  # a `Form`
-    step: int | None  # optimizer steps that the weights have seen
+    step: int | None  # optimizer steps of the weights
     base_model: dict[str, Any]
     is_adapter: bool
     is_merged: bool
@@ -47,101 +49,79 @@ class ExportOrigin(Origin):
 
 def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
     """The model card as Markdown with the hub's header."""
-    parts = [
+    from huggingface_hub import ModelCard
+
+    found = [item for item in evaluations(origin, record) if item.get("tasks")]
+    turns = [{"role": "user", "content": "..."}]
+    if config.dataset.system_prompt is not None:
+        turns.insert(0, {"role": "system", "content": config.dataset.system_prompt})
+    name = _name(config)
+    filled = ModelCard.from_template(
         _header(origin, config),
-        f"# {(record.manifest or {}).get('title') or origin.recipe or _untitled(config)}",
-        _what(origin, config),
-        "## Use\n\n" + _use(origin, config),
-        "## Data\n\n" + _table(_data(config, record)),
-        "## Training\n\n" + _table(_training(origin, config, record)),
-        "## Evaluation\n\n" + _evaluation(origin, record),
-        "## Where it comes from\n\n" + _provenance(origin, record),
-    ]
-    return "\n\n".join(parts) + "\n"
+        template_path=str(Path(__file__).with_name("card.md.jinja")),
+        title=(record.manifest or {}).get("title") or origin.recipe or f"{name}, fine-tuned",
+        origin=origin,
+        origin_file=ORIGIN_FILE,
+        summary=_summary(origin, config, name),
+        turns=turns if origin.chat_template_sha256 is not None else None,
+        data=_cells(_data(config, record)),
+        training=_cells(_training(origin, config, record)),
+        provenance=_cells(_provenance(origin, record)),
+        evaluations=found,
+        tasks={name: task for item in found for name, task in item["tasks"].items()},
+        limited=[item["when"] for item in found if item.get("limit")],
+        score=_score,
+    )
+    return str(filled).rstrip() + "\n"
 
 
-def _untitled(config: RunConfig) -> str:
-    """What a run without a recipe is called."""
-    return f"{_name(config)}, fine-tuned"
-
-
-def _header(origin: ExportOrigin, config: RunConfig) -> str:
-    import yaml
+def _header(origin: ExportOrigin, config: RunConfig) -> ModelCardData:
+    from huggingface_hub import ModelCardData
 
     parts = (config.dataset, *config.dataset.parts.values())
     names = [str(part.name) for part in parts if part.name and _is_on_hub(part.name)]
-    header: dict[str, Any] = {"library_name": "peft" if origin.is_adapter else "transformers"}
-    header |= {"pipeline_tag": "text-generation", "tags": ["tunebook", "sft"]}
+    base: dict[str, Any] = {}
     if config.model.name is not None:
-        header["base_model"] = config.model.name
-        header["base_model_relation"] = "adapter" if origin.is_adapter else "finetune"
-    if names and config.dataset.source in (Source.hub, Source.mixture):
-        header["datasets"] = names
-    text: str = yaml.safe_dump(header, sort_keys=False, allow_unicode=True)
-    return f"---\n{text}---"
+        base = {"base_model_relation": "adapter" if origin.is_adapter else "finetune"}
+    return ModelCardData(
+        library_name="peft" if origin.is_adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["tunebook", "sft"],
+        base_model=config.model.name,
+        datasets=names if names and config.dataset.source in (Source.hub, Source.mixture) else None,
+        **base,
+    )
 
 
 def _is_on_hub(name: str) -> bool:
-    """Whether a data set's name is `owner/name` on the hub, and not a folder of this machine."""
+    """Whether a data set's name is `owner/name` on the hub and no folder of this machine."""
     return "/" in name and is_relative(name) and not resolve_path(name).exists()
 
 
-def _what(origin: ExportOrigin, config: RunConfig) -> str:
-    base = _base(config)
+def _summary(origin: ExportOrigin, config: RunConfig, name: str) -> list[str]:
+    base = f"{name} at {config.model.revision}" if config.model.revision else name
+    if config.model.weights is Weights.random:
+        base = f"the architecture of {name} with random weights"
     what = "A LoRA adapter for" if origin.is_adapter else "A full model, supervised fine-tuning of"
     if origin.is_merged:
         what = "A LoRA adapter, merged into its base model:"
-    lines = [f"{what} {base}, {origin.num_parameters:,} numbers" + (f" in {origin.dtype}." if origin.dtype else ".")]
+    sentences = [f"{what} {base}, {origin.num_parameters:,} numbers{f' in {origin.dtype}' if origin.dtype else ''}."]
     if origin.base_was_dequantised:
-        lines.append(
-            "The adapter was trained over a base quantised to 4 bits (QLoRA); it was merged into that base turned back "
-            "into the full format, which differs from the published base by the rounding to 4 bits."
+        sentences.append(
+            "The adapter was trained over a base quantised to 4 bits (QLoRA). It was merged into that base dequantised "
+            "to the full format, which differs from the published base by the rounding to 4 bits."
         )
     if origin.is_adapter and config.peft.method is PeftMethod.qlora:
-        lines.append("It was trained over a base quantised to 4 bits (NF4, double quantisation).")
+        sentences.append("It was trained over a base quantised to 4 bits (NF4, double quantisation).")
     if origin.is_adapter and config.model.weights is Weights.random:
-        lines.append(
-            "The base was random weights drawn from the run's seed, so the adapter is of use in that run only."
-        )
-    return " ".join(lines)
+        sentences.append("The base had random weights drawn from the run's seed, so the adapter fits that run only.")
+    return sentences
 
 
 def _name(config: RunConfig) -> str:
     """The base model's name, or that of its folder."""
     path = config.model.path or ""
     return config.model.name or (path.removeprefix(BOOK_PREFIX) if path.startswith(BOOK_PREFIX) else Path(path).name)
-
-
-def _base(config: RunConfig) -> str:
-    name = _name(config)
-    revision = f" at {config.model.revision}" if config.model.revision else ""
-    if config.model.weights is Weights.random:
-        return f"the architecture of {name} with random weights"
-    return f"{name}{revision}"
-
-
-def _use(origin: ExportOrigin, config: RunConfig) -> str:
-    model = "AutoModelForCausalLM.from_pretrained(folder)"
-    imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
-    if origin.is_adapter:
-        imports = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
-        model = "AutoPeftModelForCausalLM.from_pretrained(folder)"
-    turns = [{"role": "user", "content": "..."}]
-    if config.dataset.system_prompt is not None:
-        turns.insert(0, {"role": "system", "content": config.dataset.system_prompt})
-    text = '"..."'
-    call = f'tokenizer({text}, return_tensors="pt")'
-    if origin.chat_template_sha256 is not None:
-        call = (
-            f"tokenizer.apply_chat_template(\n    {turns!r},\n    add_generation_prompt=True, return_dict=True, "
-            'return_tensors="pt",\n)'
-        )
-    return (
-        f'```python\n{imports}\n\nfolder = "."  # or this model\'s name on the hub\ntokenizer = '
-        f"AutoTokenizer.from_pretrained(folder)\nmodel = {model}\ninputs = {call}\nanswer = model.generate(**inputs, "
-        'max_new_tokens=256)\nprint(tokenizer.decode(answer[0, inputs["input_ids"].shape[1]:], '
-        "skip_special_tokens=True))\n```"
-    )
 
 
 def _data(config: RunConfig, record: RunRecord) -> list[tuple[str, str]]:
@@ -159,7 +139,7 @@ def _data(config: RunConfig, record: RunRecord) -> list[tuple[str, str]]:
         rows.append(("trained on", _counts(train)))
     rows.append(("loss on", _LOSS_ON[config.dataset.train_on]))
     if (record.manifest or {}).get("template_date"):
-        rows.append(("today, as the chat template wrote it", str((record.manifest or {})["template_date"])))
+        rows.append(("date in the chat template", str((record.manifest or {})["template_date"])))
     if found.get("content_sha256"):
         rows.append(("SHA-256 of the tokens", str(found["content_sha256"])[:16]))
     return rows
@@ -205,7 +185,7 @@ def _training(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> lis
 
 
 def _of_the_best(origin: ExportOrigin, record: RunRecord) -> str:
-    """Why the model at the end is not that of the last step, where it is not."""
+    """A remark if the trained model is not of the last step."""
     done = record.status.get("step")
     if origin.source != _FINAL or origin.step is None or record.status.get("best_step") is None:
         return ""
@@ -242,30 +222,12 @@ def _schedule(config: RunConfig) -> str:
     return f"{name}, warm-up {warmup}" if warmup else name
 
 
-def _evaluation(origin: ExportOrigin, record: RunRecord) -> str:
-    found = [item for item in evaluations(origin, record) if item.get("tasks")]
-    if not found:
-        return "None was made of these weights."
-    lines = ["| task | metric | items | " + " | ".join(item["when"] for item in found) + " |"]
-    lines.append("|---|---|---|" + "---|" * len(found))
-    tasks = {name: task for item in found for name, task in item["tasks"].items()}
-    for name, task in tasks.items():
-        cells = [_score(item["tasks"].get(name)) for item in found]
-        lines.append(f"| {name} | {task['metric']} | {task['num_items']} | " + " | ".join(cells) + " |")
-    version = found[-1].get("harness_version")
-    lines.append(f"\nBy lm-evaluation-harness {version}; ± is the standard error." if version else "")
-    limited = [item["when"] for item in found if item.get("limit")]
-    if limited:
-        lines.append(f"Of {', '.join(limited)} only the first items of each task.")
-    return "\n".join(lines).rstrip()
-
-
 def evaluations(origin: ExportOrigin, record: RunRecord) -> list[dict[str, Any]]:
-    """The evaluations of the very weights that are exported, and of the base model before training."""
+    """The evaluations of exactly the exported weights, and of the base model before training."""
     last = record.model_step if record.status.get("state") == "finished" else None
     is_final = origin.source == _FINAL or (last is not None and origin.step == last)
-    theirs = (origin.source, _FINAL) if is_final else (origin.source,)
-    found = [item for item in record.evaluations if item.get("model") in theirs]
+    sources = (origin.source, _FINAL) if is_final else (origin.source,)
+    found = [item for item in record.evaluations if item.get("model") in sources]
     if is_final and record.after is not None:
         found.insert(0, record.after)
     return [record.before, *found] if found and record.before is not None else found
@@ -278,10 +240,10 @@ def _score(task: dict[str, Any] | None) -> str:
     return f"{task['value']:.4f}{error}"
 
 
-def _provenance(origin: ExportOrigin, record: RunRecord) -> str:
+def _provenance(origin: ExportOrigin, record: RunRecord) -> list[tuple[str, str]]:
     code = (record.manifest or {}).get("code") or {}
     state, is_changed = record.status.get("state"), code.get("is_clean") is False
-    rows = [
+    return [
         ("recipe", origin.recipe or "none"),
         ("run", origin.run + (f" ({state})" if state else "")),
         ("exported from", f"{origin.source} ({origin.stored_as}), step {_step(origin)}"),
@@ -289,31 +251,21 @@ def _provenance(origin: ExportOrigin, record: RunRecord) -> str:
         ("code", str(code.get("git_commit") or "not recorded") + (" with changes" if is_changed else "")),
         ("checked", _checked(origin)),
     ]
-    return _table(rows) + f"\n\n`{ORIGIN_FILE}` holds the same for programs, with the hashes of the weight files."
 
 
 def _checked(origin: ExportOrigin) -> str:
     check = origin.check
     if check["logits"] is None:
-        return (
-            f"read again, its numbers equal the checkpoint's{_rounded(origin)}; its base was not there to answer with"
-        )
+        rounded = "" if check["is_exact"] else f" rounded to {origin.dtype}"
+        return f"read again, its tensors equal the checkpoint's{rounded}; its base model was not there"
     if check["is_exact"]:
         return f"loaded again, the logits of {check['logits']} equal the checkpoint's bit for bit"
     return (
         f"loaded again, the logits of {check['logits']} differ from the checkpoint's by {check['difference']:.2g} "
-        f"(root of the mean square, relative); rounding to {origin.dtype or 'this format'} explains "
-        f"{check['allowed']:.2g}"
+        f"(root mean square, relative); rounding to {origin.dtype or 'this format'} explains {check['allowed']:.2g}"
     )
 
 
-def _rounded(origin: ExportOrigin) -> str:
-    return "" if origin.check["is_exact"] else f" rounded to {origin.dtype}"
-
-
-def _table(rows: list[tuple[str, str]]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {_cell(key)} | {_cell(value)} |" for key, value in rows)])
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
+def _cells(rows: list[tuple[str, str]]) -> list[tuple[str, ...]]:
+    """The cells of a Markdown table, each on one line."""
+    return [tuple(" ".join(text.replace("|", "\\|").split()) for text in row) for row in rows]

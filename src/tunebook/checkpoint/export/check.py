@@ -1,15 +1,14 @@
-"""Does an exported folder answer as the checkpoint does? Both compute logits of a fixed input on the CPU.
+"""Does an exported folder give the logits of the checkpoint? Both compute a fixed input on the CPU.
 
-What was written is loaded by transformers as anybody would load it, and must give the logits of the checkpoint's
-weights in the same number format, bit for bit where the machine's kernels repeat themselves. Where weights were cast,
-or an adapter was merged, the logits must also be those of the checkpoint itself up to that format's rounding, by the
-root of the mean square over all logits.
+transformers loads the written folder like any other model. Its logits must equal those of the checkpoint's weights in
+the same number format, bit for bit if the machine's kernels are deterministic. If weights were cast or an adapter was
+merged, the root mean square difference from the checkpoint's own logits must also stay within the format's rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,25 +23,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ROWS, _TOKENS = 2, 24
-_FACTOR = 16  # roundings of one weight's size that may add up; bf16 was measured at 0.5 to 2
+_FACTOR = 16  # roundings of one weight that may add up; bf16 was measured at 0.5 to 2
 _LEAST_ALLOWED = 1e-4  # fp32: sums in another order
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What was compared, for the record: relative differences of the logits, by the root of the mean square.
+    """The result of a comparison: the relative root mean square difference of the logits.
 
-    Of an adapter whose base is not there the numbers themselves were.
+    For an adapter without its base the tensors themselves were compared.
     """
 
     is_exact: bool  # with the checkpoint itself
     difference: float
     allowed: float
-    logits: str | None  # which; None: not logits
-
-    def to_json(self) -> dict[str, Any]:
-        """As it is written."""
-        return asdict(self)
+    logits: str | None  # of which input; None: tensors were compared
 
 
 def logits_of(model: Any) -> torch.Tensor:
@@ -57,7 +52,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 
 def load_written(folder: Path, config: RunConfig) -> PreTrainedModel:
-    """A written folder as anybody would load it. Raises: DifferenceError where weights are missing in it."""
+    """Load a written folder like any other model. Raises: DifferenceError if its weights do not fill the model."""
     from transformers import AutoModelForCausalLM
 
     loader: Any = AutoModelForCausalLM
@@ -77,10 +72,10 @@ def load_written(folder: Path, config: RunConfig) -> PreTrainedModel:
 def require_same(
     written: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, folder: Path, hashes: Mapping[str, str]
 ) -> None:
-    """Raise a DifferenceError unless logits are numbers, and equal.
+    """Raise a DifferenceError unless logits are finite and equal.
 
-    Two passes of the same weights are equal bit for bit on most machines, and up to the order of their sums on all: one
-    rounding of `dtype`. That is accepted only where the files of the folder still have the `hashes` that they were
+    Two passes of the same weights are equal bit for bit on most machines, and within one rounding of `dtype` on all
+    (another order of sums). Such a difference is accepted only if the files still have the `hashes` that they were
     written with, since one damaged weight may change as little.
     """
     import torch
@@ -95,12 +90,12 @@ def require_same(
 
 
 def _relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """By the root of the mean square, as a share of the other's."""
+    """The root mean square of the difference, relative to the other's."""
     return float((one - other).square().mean().sqrt() / other.square().mean().sqrt().clamp_min(1e-12))
 
 
 def compare(written: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> Comparison:
-    """What was written against the checkpoint itself. Raises: DifferenceError beyond the rounding of the format."""
+    """Compare the written model with the checkpoint itself. Raises: DifferenceError beyond the format's rounding."""
     import torch
 
     difference = _relative_difference(written, own)
@@ -117,9 +112,9 @@ def compare(written: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> Com
 def compare_numbers(
     written: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], dtype: torch.dtype | None
 ) -> Comparison:
-    """The tensors of a written file against the checkpoint's, cast to `dtype` if one is given: bit for bit.
+    """Compare written tensors bit for bit with the checkpoint's, cast to `dtype` if one is given.
 
-    Raises: DifferenceError where they are not.
+    Raises: DifferenceError if they differ.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""The folder that an export makes: beside its place until it is whole, then renamed. A failed one leaves nothing.
+"""The folder of an export: written under another name, and renamed when it is complete. A failed export leaves nothing.
 
-What an export leaves that was killed is removed by the next one to the same place: the lock that each holds on its
-folder is free then.
+The next export to the same place removes what a killed one left: each export holds a lock on its folder, which ends
+with its process.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from pathlib import Path
 
 from tunebook.checkpoint.record import CHECKPOINTS_FOLDER
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError
+from tunebook.files import flush_folder
 from tunebook.hardware.disk import existing, is_disk_full
 
-_ROOM_BESIDES = 50_000_000  # bytes for the tokenizer, the card and what the file system needs itself
+_EXTRA_BYTES = 50_000_000  # for the tokenizer, the card and the file system itself
 
 
 def check_target(folder: Path, run: Path) -> Path:
-    """The folder to write as an absolute path. Raises: RequestError for one that exists or lies in a checkpoint."""
+    """The folder to write as an absolute path. Raises: RequestError if it exists or lies in a checkpoint."""
     folder = folder.expanduser().absolute()
     if folder.exists() or folder.is_symlink():
         what = "is a file" if folder.is_file() else "exists"
@@ -42,14 +43,14 @@ def check_target(folder: Path, run: Path) -> Path:
     return folder
 
 
-def check_room(folder: Path, num_bytes: int) -> None:
-    """Raise DoesNotFitError unless the disk of a folder that need not exist has room for so many bytes."""
+def check_free_space(folder: Path, num_bytes: int) -> None:
+    """Raise DoesNotFitError if the disk of a folder, which need not exist, has too little free space."""
     there = existing(folder)
     disk = shutil.disk_usage(there)
-    if disk.total and disk.free < num_bytes + _ROOM_BESIDES:  # a total of 0: a file system that does not count
+    if disk.total and disk.free < num_bytes + _EXTRA_BYTES:  # a total of 0: a file system that does not count
         raise DoesNotFitError(
             f"the disk of {folder} has {_size_text(disk.free)} free and the export takes {_size_text(num_bytes)}; "
-            f"{_size_text(_ROOM_BESIDES)} are to be free besides. Free some space, or write elsewhere: "
+            f"{_size_text(_EXTRA_BYTES)} have to stay free. Free some space, or write elsewhere: "
             "--to /a/folder/on/another/disk",
             problem_id="disk-full",
         )
@@ -61,18 +62,18 @@ def _size_text(num_bytes: int) -> str:
 
 
 @contextmanager
-def beside(folder: Path) -> Iterator[Path]:
-    """A new folder that is renamed to `folder` at the end, and removed with all in it when something is raised.
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A new folder that is renamed to `folder` at the end, and removed with its content after an error.
 
-    Raises: DoesNotFitError when the disk fills up, RequestError where nothing may be written.
+    Raises: DoesNotFitError if the disk fills up, RequestError if nothing may be written.
     """
     made = [path for path in folder.parents if not path.exists()]
     work, lock = folder, None
     try:
-        _remove_left_overs(folder)
-        work, lock = _locked_beside(folder)
+        _remove_leftovers(folder)
+        work, lock = _locked_folder(folder)
         yield work
-        _flush(work)
+        flush_folder(work)
         _rename(work, folder)
     except BaseException as error:
         if work != folder:
@@ -89,19 +90,19 @@ def beside(folder: Path) -> Iterator[Path]:
             os.close(lock)
 
 
-def _locked_beside(folder: Path) -> tuple[Path, int]:
-    """A new folder beside its place, and a descriptor that holds its lock, where the file system has locks."""
+def _locked_folder(folder: Path) -> tuple[Path, int]:
+    """A new folder under another name, and a descriptor that holds its lock, if the file system has locks."""
     while True:
         work = folder.with_name(f"{_unfinished(folder)}{os.getpid()}-{secrets.token_hex(4)}")
         work.mkdir(parents=True)
         lock = os.open(work, os.O_RDONLY)
         if _try_lock(lock) is not False and work.exists():
             return work, lock
-        os.close(lock)  # another export took it for a left-over before it was locked
+        os.close(lock)  # another export took it for a leftover before it was locked
 
 
-def _remove_left_overs(folder: Path) -> None:
-    """Remove what exports to the same place have left that were killed; where locks are unknown, nothing."""
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed exports to the same place have left; nothing on a file system without locks."""
     for left in folder.parent.glob(f"{glob.escape(_unfinished(folder))}*"):
         with suppress(OSError):
             lock = os.open(left, os.O_RDONLY)
@@ -113,7 +114,7 @@ def _remove_left_overs(folder: Path) -> None:
 
 
 def _unfinished(folder: Path) -> str:
-    """How the names of folders begin that are to become this one."""
+    """The beginning of the names of unfinished folders."""
     return f".{folder.name}.unfinished-"
 
 
@@ -129,22 +130,13 @@ def _try_lock(descriptor: int) -> bool | None:
 
 
 def _rename(work: Path, folder: Path) -> None:
-    if folder.exists():  # made by somebody else in the meantime; an empty folder would be replaced without a word
+    if folder.exists():  # made meanwhile; an empty folder would be replaced without a message
         raise RequestError(
-            f"{folder} came into being while it was exported; name another folder with --to FOLDER",
+            f"{folder} was created during the export; name another folder with --to FOLDER",
             problem_id="export-target",
         )
     work.rename(folder)
-    _flush(folder.parent)
-
-
-def _flush(folder: Path) -> None:
-    with suppress(OSError):  # some network file systems refuse
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    flush_folder(folder.parent)
 
 
 def _problem(folder: Path, error: BaseException) -> TunebookError | None:

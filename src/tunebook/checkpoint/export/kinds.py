@@ -1,18 +1,16 @@
-"""The three things that can be exported: a whole model, an adapter, an adapter merged into its base.
+"""Write a whole model, an adapter, or an adapter merged into its base; then load what was written and compare it.
 
-Each is written, loaded again and compared; at most one model is in memory at a time.
+At most one model is in memory at a time.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.checkpoint.export.adapter import with_trained
 from tunebook.checkpoint.export.check import (
     Comparison,
     compare,
@@ -21,7 +19,6 @@ from tunebook.checkpoint.export.check import (
     logits_of,
     require_same,
 )
-from tunebook.checkpoint.export.formats import Form, Stored
 from tunebook.checkpoint.export.model import (
     Blueprint,
     answering,
@@ -30,12 +27,12 @@ from tunebook.checkpoint.export.model import (
     load_base,
     load_dequantised_base,
     load_folder,
-    room_for,
+    with_trained,
+    without_weights,
 )
-from tunebook.checkpoint.export.source import Source
-from tunebook.checkpoint.export.stored_names import as_stored
-from tunebook.checkpoint.export.stored_weights import HeldWeights, Weights
-from tunebook.checkpoint.export.write import compare_with_model, without_tied, write_weights
+from tunebook.checkpoint.export.source import Form, Source, Stored
+from tunebook.checkpoint.export.stored_weights import Weights, held_weights
+from tunebook.checkpoint.export.write import as_stored, compare_with_model, refuse, without_tied, write_weights
 from tunebook.config.choices import PeftMethod
 from tunebook.config.schema import RunConfig
 from tunebook.model.adapters import merged, with_adapter
@@ -49,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What an export is of, once it is known to be possible."""
+    """What to export, once nothing speaks against it."""
 
     run: RunRecord
     config: RunConfig
@@ -57,9 +54,9 @@ class Work:
     stored: Stored
     blueprint: Blueprint
     weights: Weights
-    dtype: torch.dtype | None  # of what is written; None: as it is stored
+    dtype: torch.dtype | None  # to write; None: as it is stored
     is_merged: bool
-    has_base: bool = True  # else the weights below an adapter are not there, or others than it was trained on
+    has_base: bool = True  # the weights that an adapter was trained on are there
 
     @property
     def is_adapter(self) -> bool:
@@ -74,7 +71,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What was written and how it compares."""
+    """What was written, and how it compares with the checkpoint."""
 
     hashes: dict[str, str]  # SHA-256 by file
     num_parameters: int
@@ -83,7 +80,7 @@ class Written:
 
 
 def base_dtype(config: RunConfig) -> torch.dtype | None:
-    """The number format that the base model was published in; None where it is not known."""
+    """The number format that the base model was published in; None if unknown."""
     import torch
 
     name = read_dtype(config.model)
@@ -93,10 +90,10 @@ def base_dtype(config: RunConfig) -> torch.dtype | None:
 
 def write_whole(work: Work, folder: Path) -> Written:
     """A model that was trained whole. Raises: RequestError for its weights, DifferenceError for what was written."""
-    names = without_tied(work.blueprint.model, work.weights, work.place)
-    convert = as_stored(work.blueprint.model, names)
-    hashes = write_weights(work.weights, names, folder, dtype=work.dtype, place=work.place, convert=convert)
-    dtype = work.dtype or _most(list(work.weights.dtypes.values()))
+    weights = without_tied(work.blueprint.model, work.weights, work.place)
+    convert = as_stored(work.blueprint.model, weights)
+    hashes = write_weights(weights, folder, dtype=work.dtype, place=work.place, convert=convert)
+    dtype = work.dtype or _most_frequent(work.weights)
     _write_settings(work, work.blueprint.model, folder, dtype)
     written = load_written(folder, work.config)
     found = logits_of(written)
@@ -110,7 +107,7 @@ def write_whole(work: Work, folder: Path) -> Written:
     narrowest = _narrowest(list(formats.values()))
     require_same(found, logits_of(reference), narrowest, folder, hashes)
     check = compare(found, own, narrowest)
-    return Written(hashes=hashes, num_parameters=_count(work.weights, names), check=check)
+    return Written(hashes=hashes, num_parameters=_count(weights), check=check)
 
 
 def write_adapter(work: Work, folder: Path) -> Written:
@@ -123,12 +120,11 @@ def write_adapter(work: Work, folder: Path) -> Written:
 
     settings = work.blueprint.adapter
     assert settings is not None
-    names = list(work.weights.shapes)
-    hashes = write_weights(work.weights, names, folder, stem="adapter_model", dtype=work.dtype, place=work.place)
+    hashes = write_weights(work.weights, folder, stem="adapter_model", dtype=work.dtype, place=work.place)
     settings.base_model_name_or_path = work.config.model.name or settings.base_model_name_or_path
     settings.save_pretrained(str(folder))
     work.blueprint.tokenizer.save_pretrained(str(folder))
-    count = _count(work.weights, names)
+    count = _count(work.weights)
     if not work.has_base:
         stored: dict[str, torch.Tensor] = {}
         for file in folder.glob("adapter_model*.safetensors"):
@@ -136,14 +132,14 @@ def write_adapter(work: Work, folder: Path) -> Written:
         return Written(
             hashes=hashes,
             num_parameters=count,
-            check=compare_numbers(stored, dict(work.weights.read(names)), work.dtype),
+            check=compare_numbers(stored, {name: one.load() for name, one in work.weights.items()}, work.dtype),
         )
     dtype = base_dtype(work.config) or torch.float32
     adapted = with_trained(load_base(work.config, dtype), settings, work.weights)
     own = logits_of(adapted)
     del adapted
     gc.collect()
-    written = with_adapter(load_base(work.config, dtype), folder, PeftMethod.qlora)  # beside the base, not merged
+    written = with_adapter(load_base(work.config, dtype), folder, PeftMethod.qlora)  # not merged
     found = logits_of(answering(written))
     if work.dtype is None:
         require_same(found, own, dtype, folder, hashes)
@@ -165,12 +161,12 @@ def write_merged(work: Work, folder: Path) -> Written:
     del base, adapted
     expected = logits_of(model)
     agree_on_tokens(model, work.blueprint.tokenizer)
-    weights = HeldWeights(dict(model.state_dict()))
-    compare_with_model(work.blueprint.model, weights.shapes).refuse(work.place)
-    names = without_tied(model, weights, work.place)
-    convert = as_stored(model, names)
-    hashes = write_weights(weights, names, folder, dtype=dtype, place=work.place, convert=convert)
-    count = _count(weights, names)
+    weights = held_weights(dict(model.state_dict()))
+    refuse(compare_with_model(work.blueprint.model, weights), work.place)
+    weights = without_tied(model, weights, work.place)
+    convert = as_stored(model, weights)
+    hashes = write_weights(weights, folder, dtype=dtype, place=work.place, convert=convert)
+    count = _count(weights)
     _write_settings(work, model, folder, dtype)
     del model, weights
     gc.collect()
@@ -182,15 +178,15 @@ def write_merged(work: Work, folder: Path) -> Written:
 
 def _reference(work: Work) -> Any:
     """The checkpoint's own model in its own number format, from its own files."""
-    model = room_for(work.blueprint.model.config, work.config)
-    if work.stored.form is Form.whole and not set(work.weights.shapes) <= set(model.state_dict()):
-        # Names on disk are older ones or parts of the model's: transformers translates them.
-        return load_folder(work.source.folder, work.config, _most(list(work.weights.dtypes.values())))
+    model = without_weights(work.blueprint.model.config, work.config)
+    if work.stored.form is Form.whole and not set(work.weights) <= set(model.state_dict()):
+        # The names on disk are older ones, or of parts of the model's tensors: transformers translates them.
+        return load_folder(work.source.folder, work.config, _most_frequent(work.weights))
     return filled(model, work.weights)
 
 
 def _write_settings(work: Work, model: Any, folder: Path, dtype: torch.dtype) -> None:
-    """config.json, generation_config.json, the tokenizer and its template, and code that the model brings along."""
+    """config.json, generation_config.json, the tokenizer and its template, and the model's own code."""
     model.config.dtype = dtype
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(str(folder))
@@ -201,11 +197,12 @@ def _write_settings(work: Work, model: Any, folder: Path, dtype: torch.dtype) ->
             shutil.copy2(file, folder)
 
 
-def _count(weights: Weights, names: list[str]) -> int:
-    return sum(math.prod(weights.shapes[name]) for name in names)
+def _count(weights: Weights) -> int:
+    return sum(tensor.num_parameters for tensor in weights.values())
 
 
-def _most(dtypes: list[torch.dtype]) -> torch.dtype:
+def _most_frequent(weights: Weights) -> torch.dtype:
+    dtypes = [tensor.dtype for tensor in weights.values()]
     return max(dict.fromkeys(dtypes), key=dtypes.count)
 
 

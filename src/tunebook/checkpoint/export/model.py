@@ -1,7 +1,7 @@
-"""The model that an export is of, apart from its weights: architecture, generation settings, tokenizer, adapter.
+"""What an export needs besides stored weights: architecture, generation settings, tokenizer, adapter, base model.
 
-They come from the checkpoint's own folder where it has them, and from the run's configuration where it holds nothing
-but shards (FSDP saves no config.json).
+They come from the checkpoint's folder if it has them, or else from the run's configuration (FSDP saves no config.json).
+A base model is in memory once, in the number format that is written.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.checkpoint.export.stored_weights import Weights, read_in_batches
+from tunebook.checkpoint.export.stored_weights import Weights, close
+from tunebook.checkpoint.export.write import compare_with, refuse
 from tunebook.config.choices import Attention, MasterWeights, PeftMethod
 from tunebook.config.choices import Weights as Origin
 from tunebook.config.schema import AttentionConfig, ModelConfig, PeftSettings, RunConfig
 from tunebook.errors import RequestError
 from tunebook.facts.attention import MASKED, WITHOUT_KERNEL
-from tunebook.model.adapters import ADAPTER_FILE, IGNORED_PATTERNS, UNTIED, adapter_config
+from tunebook.model.adapters import ADAPTER_FILE, IGNORED_PATTERNS, UNTIED, adapter_config, adapter_shapes
 from tunebook.model.hub import hub_problem
 from tunebook.model.load import architecture_from_facts, check_model, load_architecture, load_model, model_location
 from tunebook.model.tokenizer import agree_on_tokens, load_tokenizer, trainer_tokenizer
@@ -31,18 +32,21 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+_ADAPTER_NAME = "default"  # PEFT's name for the one adapter of a model
+_OF_THE_BASE = (".base_layer.", ".original_module.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """A model with room for its weights, and what is written beside them."""
+    """A model without weights, and what is written with them."""
 
-    model: PreTrainedModel  # no memory stands behind its weights as long as nothing is written there
+    model: PreTrainedModel  # its weights take no memory until something is written to them
     tokenizer: PreTrainedTokenizerBase
     adapter: PeftConfig | None  # None: the model was trained whole
 
 
 def blueprint_of(config: RunConfig, folder: Path, *, has_base: bool = True) -> Blueprint:
-    """What the weights of a checkpoint's folder belong to; without its base an adapter's is that of what was planned.
+    """What the weights of a checkpoint's folder belong to; without its base, an adapter's comes from the plan's facts.
 
     Raises: RequestError for a base model out of reach.
     """
@@ -53,7 +57,7 @@ def blueprint_of(config: RunConfig, folder: Path, *, has_base: bool = True) -> B
         architecture = _read_architecture(folder, config)
     else:
         architecture = load_architecture(config.model) if has_base else _planned_architecture(config)
-    model = room_for(architecture, config)
+    model = without_weights(architecture, config)
     if has_config and (folder / "generation_config.json").is_file():
         model.generation_config = _generation(str(folder), None)
     else:
@@ -65,8 +69,8 @@ def blueprint_of(config: RunConfig, folder: Path, *, has_base: bool = True) -> B
     return Blueprint(model=model, tokenizer=tokenizer, adapter=peft)
 
 
-def room_for(architecture: PretrainedConfig, config: RunConfig) -> PreTrainedModel:
-    """A model whose weights are only room; its buffers are computed, since they are not stored."""
+def without_weights(architecture: PretrainedConfig, config: RunConfig) -> PreTrainedModel:
+    """A model whose weights are not initialised; its buffers are computed, since they are not stored."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -82,7 +86,7 @@ def room_for(architecture: PretrainedConfig, config: RunConfig) -> PreTrainedMod
 
 
 def load_folder(folder: Path, config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a checkpoint's folder in a number format, as transformers loads it."""
+    """The model of a checkpoint's folder, loaded by transformers in a number format."""
     from transformers import AutoModelForCausalLM
 
     loader: Any = AutoModelForCausalLM
@@ -103,7 +107,7 @@ def load_base(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
     import torch
 
     precision = config.precision
-    if config.model.weights is Origin.pretrained:  # read in the format asked for: no other copy of it is made
+    if config.model.weights is Origin.pretrained:  # read in the requested format, without another copy
         master = MasterWeights.bf16 if dtype is torch.bfloat16 else MasterWeights.fp32
         precision = replace(precision, master_weights=master)
     base = load_model(replace(_on_cpu(config), precision=precision, peft=PeftSettings()))
@@ -111,7 +115,7 @@ def load_base(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_dequantised_base(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The base of a QLoRA run as it was computed with: quantised to 4 bits and back. Raises: RequestError."""
+    """The base of a QLoRA run as training computed with it: quantised to 4 bits and back. Raises: RequestError."""
     try:
         importlib.import_module("bitsandbytes")
     except ImportError as error:
@@ -123,12 +127,12 @@ def load_dequantised_base(config: RunConfig, dtype: torch.dtype) -> PreTrainedMo
         ) from error
     quantised: Any = load_model(_on_cpu(config))
     plain = quantised.dequantize()
-    plain._weight_conversions = None  # how it was read and quantised cannot be reversed; it is saved as a new model is
+    plain._weight_conversions = None  # reading and quantising cannot be reversed; it is saved like a new model
     return answering(in_format(plain, dtype))
 
 
 def answering(model: Any) -> PreTrainedModel:
-    """The same model without dropout."""
+    """The same model in evaluation mode."""
     evaluated: PreTrainedModel = model.eval()
     return evaluated
 
@@ -142,23 +146,25 @@ def in_format(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def filled(model: PreTrainedModel, weights: Weights) -> PreTrainedModel:
-    """The model with its room taken by stored weights, as they are stored; mapped files are not copied."""
+    """The model with stored weights in their stored format; mapped files are not copied."""
     import torch
 
-    for name, tensor in read_in_batches(weights, weights.shapes):
+    for name, stored in weights.items():
+        tensor = stored.load()
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
         if leaf in module._parameters:
             module._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=False)
         else:
             module._buffers[leaf] = tensor
+    close(weights)
     model.tie_weights()
     return model
 
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Without what peft warns of: asking transformers by a name that has a newer one, and what it does not do."""
+    """Without PEFT's warnings of deprecated calls of its own, and of what it does not do."""
     import warnings
 
     with warnings.catch_warnings():
@@ -174,12 +180,12 @@ def _on_cpu(config: RunConfig) -> RunConfig:
 
 
 def cpu_attention(config: RunConfig) -> Attention:
-    """Kernels that a CPU has."""
+    """An attention implementation that runs on a CPU."""
     return WITHOUT_KERNEL if config.attention.implementation is WITHOUT_KERNEL else MASKED
 
 
 def _tokenizer(config: RunConfig, folder: Path) -> PreTrainedTokenizerBase:
-    """That beside the weights, which holds wherever the run is copied, or else the one that the run names."""
+    """The tokenizer in the folder of the weights, or else the one that the run names."""
     if any((folder / name).is_file() for name in VOCABULARY_FILES):
         beside = ModelConfig(path=str(folder), trust_remote_code=config.model.trust_remote_code)
         return load_tokenizer(beside, is_padded=False)
@@ -215,7 +221,7 @@ def _read_architecture(folder: Path, config: RunConfig) -> PretrainedConfig:
 
 
 def _planned_architecture(config: RunConfig) -> PretrainedConfig:
-    """Of a base that is gone or another one by now. Raises: RequestError where nothing is known of it."""
+    """Of a base that is gone or has changed. Raises: RequestError if nothing is known of it."""
     if config.model.facts is not None:
         return architecture_from_facts(config.model.facts)
     folder = Path(model_location(config.model))
@@ -232,3 +238,53 @@ def _generation(location: str, revision: str | None) -> Any:
         return kind.from_pretrained(location, revision=revision)
     except OSError:  # a model need not have one
         return None
+
+
+def adapter_weights(weights: Weights) -> Weights:
+    """An adapter's tensors by their names in its file: the names in shards contain the adapter's name."""
+    return {_plain(name): tensor for name, tensor in weights.items() if not _is_of_the_base(name)}
+
+
+def _is_of_the_base(name: str) -> bool:
+    """Of two adapters on one module, as on both parameters of stacked experts, one is the base of the other."""
+    return any(part in name for part in _OF_THE_BASE) and ".lora_" not in name
+
+
+def _plain(name: str) -> str:
+    """`...lora_A.default.weight` -> `...lora_A.weight`; `...modules_to_save.default.weight` -> `...weight`."""
+    return name.replace(f".modules_to_save.{_ADAPTER_NAME}.", ".").replace(f".{_ADAPTER_NAME}.", ".")
+
+
+def require_whole_adapter(blueprint: Blueprint, weights: Weights, place: str) -> PeftConfig:
+    """Compare an adapter with its base; returns its settings with the names of the modules that they select.
+
+    Raises: RequestError naming tensors that are empty, missing, misshapen or of another adapter.
+    """
+    import torch
+
+    assert blueprint.adapter is not None
+    on_meta = blueprint.model.to(device=torch.device("meta"))  # type: ignore[call-arg]  # as upstream's own wrapper
+    adapted = _attached(copy.deepcopy(on_meta), blueprint.adapter)
+    refuse(compare_with(adapter_shapes(adapted), weights), place)
+    settings: PeftConfig = adapted.peft_config[_ADAPTER_NAME]
+    settings.inference_mode = True
+    return settings
+
+
+def with_trained(base: PreTrainedModel, settings: PeftConfig, weights: Weights) -> Any:
+    """The base with an adapter of the checkpoint's tensors, not merged."""
+    from peft import set_peft_model_state_dict
+
+    adapted = _attached(base, settings)
+    found: Any = set_peft_model_state_dict(adapted, {name: tensor.load() for name, tensor in weights.items()})
+    assert not found.unexpected_keys, found.unexpected_keys  # they were compared
+    return adapted.eval()
+
+
+def _attached(base: PreTrainedModel, settings: PeftConfig) -> Any:
+    from peft import get_peft_model
+
+    fresh = copy.deepcopy(settings)
+    fresh.inference_mode = False
+    with quiet_peft():
+        return get_peft_model(base, fresh)

@@ -1,8 +1,8 @@
-"""One export from its request to a whole folder: what is refused is refused before a weight is read.
+"""`tunebook export`: from the request to a complete folder. Requests are refused before any weight is read.
 
-Weights are cast to the base model's number format unless another is asked for; where that is not known they stay as
-they are stored. An adapter stays an adapter in its own format unless it is merged. What was written is loaded again and
-compared with the checkpoint before it gets its name.
+Weights are cast to the base model's number format unless another is asked for; if that is unknown they stay as they are
+stored. An adapter stays an adapter in its own format unless it is merged. What was written is loaded again and compared
+with the checkpoint before the folder gets its name.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunebook.checkpoint.export.adapter import adapter_weights, require_first_step
+from rich.console import Console
+from rich.text import Text
+
 from tunebook.checkpoint.export.card import ExportOrigin, card
-from tunebook.checkpoint.export.folder import beside, check_room, check_target
-from tunebook.checkpoint.export.formats import find_stored
+from tunebook.checkpoint.export.folder import check_free_space, check_target, new_folder
 from tunebook.checkpoint.export.kinds import Work, Written, base_dtype, write_adapter, write_merged, write_whole
-from tunebook.checkpoint.export.model import blueprint_of
-from tunebook.checkpoint.export.source import Source, choose_source
+from tunebook.checkpoint.export.model import adapter_weights, blueprint_of, require_whole_adapter
+from tunebook.checkpoint.export.source import Source, choose_source, find_stored
 from tunebook.checkpoint.export.stored_weights import open_weights
-from tunebook.checkpoint.export.write import compare_with_model, flush, num_bytes, short_name
+from tunebook.checkpoint.export.write import compare_with_model, flush, num_bytes, refuse, short_name
 from tunebook.config.choices import PeftMethod, Weights
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
@@ -42,61 +43,56 @@ from tunebook.record.model_origin import (
 from tunebook.record.run_folder import RUN_FILE, resolve_run
 from tunebook.record.run_record import RunRecord, read_run
 
-
-def check_push(name: str | None) -> None:
-    """Refuse --push with a name that is none, without a network or an account. Raises: RequestError."""
-    if name is None:
-        return
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise RequestError(
-            f"--push {name}: {str(error).splitlines()[0]}; write it as ORGANISATION/NAME",
-            problem_id="upload-not-possible",
-        ) from error
-    if name.count("/") != 1:
-        raise RequestError(
-            f"--push {name}: that does not say whose it shall be; write it as ORGANISATION/NAME",
-            problem_id="upload-not-possible",
-        )
-    if why := why_no_upload():
-        raise RequestError(f"--push {name}: {why}; or export without --push", problem_id="upload-not-possible")
-
-
-def push(folder: Path, name: str, message: str) -> str:
-    """Upload a folder as one commit; a repository that is not there yet is made, as a private one. Returns its address.
-
-    Raises: TunebookError when the hub refuses or is lost; the folder stays.
-    """
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    try:
-        made = api.create_repo(name, private=True, exist_ok=True)
-        api.upload_folder(folder_path=str(folder), repo_id=name, commit_message=message)
-    except Exception as error:  # the hub's errors, and those of the HTTP library below it
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TunebookError(
-            f"the export is whole in {folder}, but it was not uploaded to {name}: {reason}; type again what is left: "
-            f"hf upload {name} {folder}",
-            problem_id="upload-failed",
-        ) from error
-    return str(made)
-
-
 if TYPE_CHECKING:
     import torch
 
-EXPORTS_FOLDER = "exports"
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as they are typed, and as torch calls them
+_EXPORTS_FOLDER = "exports"
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as typed, and as torch names them
+
+
+def export_command(
+    run: str,
+    outputs: Path,
+    console: Console,
+    *,
+    checkpoint: str | None,
+    to: Path | None,
+    merge: bool,
+    dtype: str | None,
+    push_to: str | None,
+) -> None:
+    """Export and print the result. Raises: as `export_run`."""
+
+    def say(line: str) -> None:
+        console.print(Text(line), soft_wrap=True)
+
+    with console.status(Text("loading libraries")):
+        from transformers.utils import logging
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    exported = export_run(run, outputs, say, checkpoint=checkpoint, to=to, merge=merge, dtype=dtype, push_to=push_to)
+    origin, check = exported.origin, exported.origin.check
+    same = (
+        "equal the checkpoint's bit for bit"
+        if check["is_exact"]
+        else (f"differ from the checkpoint's by {check['difference']:.2g} (allowed: {check['allowed']:.2g})")
+    )
+    kind = "adapter" if origin.is_adapter else "merged model" if origin.is_merged else "model"
+    say(f"written: {exported.folder}")
+    say(f"  {kind} of {origin.num_parameters:,} numbers in {origin.dtype or ', '.join(origin.stored_dtypes)}")
+    if check["logits"] is None:
+        rounded = "" if check["is_exact"] else f" rounded to {origin.dtype}"
+        say(f"  read again: the adapter's tensors equal the checkpoint's{rounded}; its base model is not there to")
+        say("  compute logits with")
+    else:
+        say(f"  loaded again: the logits of {check['logits']} {same}")
+    if exported.address is not None:
+        say(f"uploaded: {exported.address}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """A whole export: its folder, what it says of itself, and where it was uploaded to."""
+    """A complete export: its folder, its `tunebook.json`, and the address of its upload."""
 
     folder: Path
     origin: ExportOrigin
@@ -123,23 +119,23 @@ def export_run(
     run, config = read_run(folder), load_config(folder / RUN_FILE)
     source = choose_source(run, checkpoint)
     place = check_target(to if to is not None else _default_place(run, source, merge, dtype), run.folder)
-    work = _look(run, config, source, merge=merge, dtype=dtype)
+    work = _plan(run, config, source, merge=merge, dtype=dtype)
     _check_push(push_to, work)
     say(f"exporting {source.name_in(run.folder)} of {run.name} ({work.stored.form.value}) to {place}")
-    check_room(place, num_bytes(work.weights, list(work.weights.shapes), work.dtype) + _bytes_of_base(work))
-    with beside(place) as unfinished:
+    check_free_space(place, num_bytes(work.weights, work.dtype) + _bytes_of_base(work))
+    with new_folder(place) as unfinished:
         origin = _write(work, unfinished)
-    address = push(place, push_to, f"{origin.recipe}, {origin.source} of {origin.run}") if push_to else None
+    address = _push(place, push_to, f"{origin.recipe}, {origin.source} of {origin.run}") if push_to else None
     return Exported(folder=place, origin=origin, address=address)
 
 
 def _default_place(run: RunRecord, source: Source, merge: bool, dtype: str | None) -> Path:
-    words = [source.folder.name, "merged" if merge else None, dtype]
-    return run.folder / EXPORTS_FOLDER / "-".join(word for word in words if word)
+    parts = [source.folder.name, "merged" if merge else None, dtype]
+    return run.folder / _EXPORTS_FOLDER / "-".join(part for part in parts if part)
 
 
-def _look(run: RunRecord, config: RunConfig, source: Source, *, merge: bool, dtype: str | None) -> Work:
-    """Names, shapes, tokenizer and settings. Raises: RequestError, DataError."""
+def _plan(run: RunRecord, config: RunConfig, source: Source, *, merge: bool, dtype: str | None) -> Work:
+    """Check names, shapes, tokenizer and settings. Raises: RequestError, DataError."""
     import torch
 
     stored = find_stored(source.folder)
@@ -150,7 +146,7 @@ def _look(run: RunRecord, config: RunConfig, source: Source, *, merge: bool, dty
     weights, place = open_weights(stored), str(source.folder)
     if blueprint.adapter is not None:
         weights = adapter_weights(weights)
-        blueprint = replace(blueprint, adapter=require_first_step(blueprint, weights, place))
+        blueprint = replace(blueprint, adapter=require_whole_adapter(blueprint, weights, place))
     elif merge:
         raise RequestError(
             f"--merge: {run.name} trained the whole model (peft.method=full), so there is no adapter to merge; leave "
@@ -158,8 +154,8 @@ def _look(run: RunRecord, config: RunConfig, source: Source, *, merge: bool, dty
             problem_id="export-merge",
         )
     else:
-        compare_with_model(blueprint.model, weights.shapes).refuse(place)
-    asked: torch.dtype | None = getattr(torch, DTYPES[dtype]) if dtype is not None else None
+        refuse(compare_with_model(blueprint.model, weights), place)
+    asked: torch.dtype | None = getattr(torch, _DTYPES[dtype]) if dtype is not None else None
     stays_adapter = blueprint.adapter is not None and not merge
     return Work(
         run=run,
@@ -175,9 +171,9 @@ def _look(run: RunRecord, config: RunConfig, source: Source, *, merge: bool, dty
 
 
 def _has_base(trained: Trained | None, config: RunConfig, source: Source, *, merge: bool) -> bool:
-    """Whether what an adapter was trained on is there to be compared over, if that is known.
+    """Whether the base model that an adapter was trained on is there, as far as that is known.
 
-    Raises: DataError where it is another one and is to be merged into, RequestError where it is not there.
+    Raises: DataError for a merge into another base, RequestError for a merge without one.
     """
     if not is_adapter(source.folder) and config.peft.method is PeftMethod.full:
         return True
@@ -186,7 +182,7 @@ def _has_base(trained: Trained | None, config: RunConfig, source: Source, *, mer
         check_base(trained, config.model, way_out=without)
         return True
     if config.model.path is None:
-        return True  # fetched again where it is not there
+        return True  # downloaded again if needed
     try:
         check_model(config.model)
         return not check_base(trained, config.model, [BASE])
@@ -204,11 +200,11 @@ def _check_push(name: str | None, work: Work) -> None:
             f"--push {name}: the adapter's base model is {base}, which nobody else has; push one whole model: --merge",
             problem_id="upload-not-possible",
         )
-    check_push(name)
+    _check_push_name(name)
 
 
 def _bytes_of_base(work: Work) -> int:
-    """What a merged model takes beside its adapter."""
+    """The size of a merged model without its adapter."""
     import torch
 
     if not work.is_merged:
@@ -218,7 +214,7 @@ def _bytes_of_base(work: Work) -> int:
 
 
 def _write(work: Work, folder: Path) -> ExportOrigin:
-    """Everything that is in an exported folder."""
+    """Write everything in an exported folder."""
     if work.is_merged:
         written = write_merged(work, folder)
     else:
@@ -246,9 +242,51 @@ def _origin(work: Work, written: Written) -> ExportOrigin:
         is_merged=work.is_merged,
         base_was_dequantised=written.base_was_dequantised,
         dtype=short_name(work.dtype) if work.dtype is not None else None,
-        stored_dtypes=sorted({short_name(dtype) for dtype in work.weights.dtypes.values()}),
+        stored_dtypes=sorted({short_name(tensor.dtype) for tensor in work.weights.values()}),
         num_parameters=written.num_parameters,
-        check=written.check.to_json(),
+        check=asdict(written.check),
         files_sha256=written.hashes,
         versions=(manifest.get("environment") or {}).get("packages") or {},
     )
+
+
+def _check_push_name(name: str) -> None:
+    """Refuse --push with an invalid name, without a network or without an account. Raises: RequestError."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise RequestError(
+            f"--push {name}: {str(error).splitlines()[0]}; write it as ORGANISATION/NAME",
+            problem_id="upload-not-possible",
+        ) from error
+    if name.count("/") != 1:
+        raise RequestError(
+            f"--push {name}: it names no owner; write it as ORGANISATION/NAME",
+            problem_id="upload-not-possible",
+        )
+    if why := why_no_upload():
+        raise RequestError(f"--push {name}: {why}; or export without --push", problem_id="upload-not-possible")
+
+
+def _push(folder: Path, name: str, message: str) -> str:
+    """Upload a folder as one commit, into a new private repository if there is none. Returns its address.
+
+    Raises: TunebookError if the upload fails; the folder stays.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        made = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(folder_path=str(folder), repo_id=name, commit_message=message)
+    except Exception as error:  # the hub's errors and those of its HTTP library
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise TunebookError(
+            f"the export is complete in {folder}, but it was not uploaded to {name}: {reason}; to upload it, type: "
+            f"hf upload {name} {folder}",
+            problem_id="upload-failed",
+        ) from error
+    return str(made)

@@ -1,141 +1,214 @@
-"""Stored weights as one list of names with shapes, read a few at a time: what an export writes from.
+"""The tensors of a checkpoint by name, in every form that a strategy saves them in; each is read when it is loaded.
 
-Every form is read without running code (safetensors; pickles through an unpickler that knows tensors and a handful of
-named classes) and without a process group. Files are opened anew for each call and mapped, not read whole, so that what
-was looked at can be given back: host memory holds what is being copied and no more.
+Nothing that is read here runs code (safetensors; pickles through an unpickler that knows tensors and a few named
+classes), and no process group is needed. Files are mapped, and mapped again after every 256 MiB, since pages that were
+read count as host memory of the process until the file is closed.
+
+FSDP's sharded checkpoints are read by torch.distributed.checkpoint, one tensor at a time. Its own converters
+(`format_utils`) would hold the whole checkpoint in memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tunebook.checkpoint.export.formats import Form, Stored, damaged
+from tunebook.checkpoint.export.source import Form, Stored, damaged
+from tunebook.checkpoint.unpickling import METADATA_FILE, load_list, restricted_unpickling, root_cause
 from tunebook.model.weight_files import Shapes
 
 if TYPE_CHECKING:
     import torch
 
-_BATCH_BYTES = 256 * 2**20
+Files = TypeVar("Files")
+
+_MAPPED_BYTES = 256 * 2**20
+_FSDP_PREFIX = "model."  # accelerate 1.15 saves {"model": state_dict} (`save_fsdp_model`)
 
 
-class Weights(Protocol):
-    """Named tensors that are somewhere; `read` gives them one by one, valid until the next one is asked for."""
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """A tensor that is in memory only after `load`, which raises RequestError for a damaged file."""
 
-    is_in_memory: bool  # whether they stay valid, so that a copy of one would only be a second one
-    shapes: Shapes
-    dtypes: dict[str, torch.dtype]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    load: Callable[[], torch.Tensor]  # may return a view of a mapped file
+    is_in_memory: bool = False  # then a copy would only be a second one
+    files: Mapped[Any] | None = None  # that it is loaded from
 
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Some of the tensors. Raises: RequestError for a file that is damaged or cut off."""
+    @property
+    def num_parameters(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+    def num_bytes(self, dtype: torch.dtype | None = None) -> int:
+        """Its size in a number format; None: as it is stored."""
+        written = dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
+        return self.num_parameters * written.itemsize
+
+
+Weights = dict[str, StoredTensor]
 
 
 def open_weights(stored: Stored) -> Weights:
-    """The weights of a folder. Raises: RequestError for files that are missing, damaged, or of another layout."""
+    """The tensors of a folder. Raises: RequestError for files that are missing, damaged, or of another layout."""
     if stored.form is Form.fsdp:
-        from tunebook.checkpoint.export.fsdp_weights import ShardedWeights
-
-        return ShardedWeights(stored.folder)
+        return sharded_weights(stored.folder)
     if stored.form is Form.zero:
-        from tunebook.checkpoint.export.zero_weights import PartitionedWeights
+        from tunebook.checkpoint.export.zero_weights import partitioned_weights
 
-        return PartitionedWeights(stored.folder)
-    return FileWeights(stored.files)
-
-
-def read_in_batches(weights: Weights, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Some of the tensors, read a few at a time, so that the pages of mapped files are given back on the way."""
-    batch: list[str] = []
-    held = 0
-    for name in names:
-        batch.append(name)
-        held += math.prod(weights.shapes[name]) * weights.dtypes[name].itemsize
-        if held >= _BATCH_BYTES:
-            yield from weights.read(batch)
-            batch, held = [], 0
-    yield from weights.read(batch)
+        return partitioned_weights(stored.folder)
+    return file_weights(stored.files)
 
 
-class FileWeights:
-    """Tensors of safetensors files."""
-
-    is_in_memory = False
-
-    def __init__(self, files: list[Path]) -> None:
-        self.shapes: Shapes = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        self._files: dict[str, Path] = {}
-        for file in files:
-            with _opened(file) as weights:
-                for name in weights.keys():  # noqa: SIM118  no mapping
-                    piece = weights.get_slice(name)
-                    self.shapes[name] = tuple(piece.get_shape())
-                    self.dtypes[name] = _torch_dtype(piece.get_dtype(), file)
-                    self._files[name] = file
-
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Some of the tensors, as they are in the mapped file."""
-        wanted: dict[Path, list[str]] = {}
-        for name in names:
-            wanted.setdefault(self._files[name], []).append(name)
-        for file, here in wanted.items():
-            with _opened(file) as weights:
-                for name in here:
-                    yield name, weights.get_tensor(name)
+def close(weights: Weights) -> None:
+    """Give back the memory of mapped files, except of views that are still used. Loading opens them again."""
+    for tensor in weights.values():
+        if tensor.files is not None:
+            tensor.files.close()
 
 
-class HeldWeights:
+def shapes_of(weights: Weights) -> Shapes:
+    """The shapes by name."""
+    return {name: tensor.shape for name, tensor in weights.items()}
+
+
+def held_weights(tensors: dict[str, torch.Tensor]) -> Weights:
     """Tensors that are in memory already, such as those of a merged model."""
-
-    is_in_memory = True
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-        self.shapes: Shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Some of the tensors, as they are."""
-        for name in names:
-            yield name, self._tensors[name]
+    return {
+        name: StoredTensor(
+            shape=tuple(tensor.shape), dtype=tensor.dtype, load=partial(_same, tensor), is_in_memory=True
+        )
+        for name, tensor in tensors.items()
+    }
 
 
-class RenamedWeights:
-    """Some of other weights' tensors under other names."""
-
-    def __init__(self, weights: Weights, names: dict[str, str]) -> None:
-        """`names`: from the new name to the one there."""
-        self._weights, self._names = weights, names
-        self.is_in_memory = weights.is_in_memory
-        self.shapes: Shapes = {new: weights.shapes[old] for new, old in names.items()}
-        self.dtypes = {new: weights.dtypes[old] for new, old in names.items()}
-
-    def read(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Some of the tensors."""
-        back = {self._names[name]: name for name in names}
-        for old, tensor in self._weights.read(back):
-            yield back[old], tensor
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
-def _opened(file: Path) -> Any:
+class Mapped(Generic[Files]):
+    """Opened files, opened again after `_MAPPED_BYTES` were read of them."""
+
+    def __init__(self, open_files: Callable[[], Files]) -> None:
+        self._open = open_files
+        self._files: Files | None = None
+        self._num_bytes = 0
+
+    def for_reading(self, num_bytes: int) -> Files:
+        """The files, to read so many bytes."""
+        if self._num_bytes >= _MAPPED_BYTES:
+            self.close()
+        if self._files is None:
+            self._files = self._open()
+        self._num_bytes += num_bytes
+        return self._files
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files, self._num_bytes = None, 0
+
+
+def file_weights(files: list[Path]) -> Weights:
+    """The tensors of safetensors files."""
+    weights: Weights = {}
+    for file in files:
+        mapped = Mapped(partial(_open_safetensors, file))
+        opened = mapped.for_reading(0)
+        for name in opened.keys():  # noqa: SIM118  no mapping
+            piece = opened.get_slice(name)
+            shape, dtype = tuple(piece.get_shape()), _torch_dtype(piece.get_dtype(), file)
+            load = partial(_load_from_file, mapped, name, math.prod(shape) * dtype.itemsize)
+            weights[name] = StoredTensor(shape=shape, dtype=dtype, load=load, files=mapped)
+        mapped.close()
+    return weights
+
+
+def _load_from_file(mapped: Mapped[Any], name: str, num_bytes: int) -> torch.Tensor:
+    tensor: torch.Tensor = mapped.for_reading(num_bytes).get_tensor(name)
+    return tensor
+
+
+def _open_safetensors(file: Path) -> Any:
     from safetensors import safe_open
 
     try:
         return safe_open(file, framework="pt")
-    except Exception as error:  # safetensors has its own, and so has the system
+    except Exception as error:  # safetensors has its own errors, and so has the system
         raise damaged(file, error) from error
 
 
 def _torch_dtype(name: str, file: Path) -> torch.dtype:
-    import torch
+    from safetensors.torch import _TYPES
 
-    known = {
-        "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-        "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-        "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    }  # fmt: skip
-    if name not in known:
+    found: torch.dtype | None = _TYPES.get(name)
+    if found is None:
         raise damaged(file, f"it holds numbers of the format {name}, which no run of Tunebook writes")
-    return known[name]
+    return found
+
+
+def sharded_weights(folder: Path) -> Weights:
+    """The tensors of an FSDP checkpoint, each assembled from the pieces of all ranks."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    metadata = read_metadata(folder)
+    reader = _reader(folder, metadata)
+    weights: Weights = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(_FSDP_PREFIX):
+            shape, dtype = tuple(entry.size), entry.properties.dtype
+            load = partial(_load_sharded, reader, folder, name, shape, dtype)
+            weights[name.removeprefix(_FSDP_PREFIX)] = StoredTensor(shape=shape, dtype=dtype, load=load)
+    if not weights:
+        raise damaged(folder / METADATA_FILE, "it lists no tensor of a model")
+    return weights
+
+
+def _load_sharded(reader: Any, folder: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    import torch
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    tensor = torch.empty(shape, dtype=dtype)
+    try:
+        with restricted_unpickling(), warnings.catch_warnings():  # reading without a process group is intended
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            load({name: tensor}, storage_reader=reader, no_dist=True)
+    except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
+        cause = root_cause(error)
+        if not isinstance(cause, Exception):  # Ctrl-C is wrapped, too
+            raise cause from error
+        raise damaged(folder, f"{name.removeprefix(_FSDP_PREFIX)}: {type(cause).__name__}: {cause}") from error
+    return tensor
+
+
+def read_metadata(folder: Path) -> Any:
+    """The list of what is where. Raises: RequestError for a damaged list, or one that names any other class."""
+    file = folder / METADATA_FILE
+    try:
+        with file.open("rb") as stream:
+            return load_list(stream)
+    except Exception as error:  # a pickle that is cut off raises whatever its bytes happen to mean
+        raise damaged(file, error) from error
+
+
+def _reader(folder: Path, metadata: Any) -> Any:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import StorageMeta
+
+    if metadata.storage_meta is None:
+        metadata.storage_meta = StorageMeta()
+
+    class Reader(FileSystemReader):
+        """Torch's reader with the list that was read above."""
+
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            metadata.storage_meta.load_id = self.load_id
+            return metadata
+
+    return Reader(folder)

@@ -1,22 +1,23 @@
-"""Write weights as safetensors, shard by shard: checked on the way, cast to one number format, flushed to the disk.
+"""Write weights as safetensors, shard by shard: checked, cast to one number format, flushed to the disk.
 
-One shard is in memory at a time, and none beside weights that are there already. Names and shapes are compared with the
-architecture before anything is read; numbers are looked at as they pass. Everything that is wrong is named, and nothing
-is written that is.
+One shard is in memory at a time, and no copy of weights that are in memory already. Names and shapes are compared with
+the architecture before anything is read; numbers are checked while they are written. Everything that is wrong is named,
+and then no file is kept.
+
+Sharded and merged weights have the names of modules, where published files have others: experts one by one, other
+prefixes. transformers reads both, but what serves a model knows the published names only. So weights are written as
+transformers itself would save them. `save_pretrained` and `save_torch_state_dict` need all tensors in memory at once.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tunebook.checkpoint.export.stored_names import Tensors, layer_of
-from tunebook.checkpoint.export.stored_weights import Weights, read_in_batches
+from tunebook.checkpoint.export.stored_weights import Weights, close, shapes_of
 from tunebook.errors import RequestError
 from tunebook.files import sha256_file
 from tunebook.model.weight_files import Shapes
@@ -26,94 +27,87 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHARD_BYTES = 2 * 10**9
+Problems = dict[str, list[str]]  # by what is wrong: the tensors
+Tensors = dict[str, "torch.Tensor"]
 _NUM_NAMED = 5
+_EMPTY, _MISSING, _MISSHAPEN, _UNEXPECTED, _NOT_FINITE, _TOO_LARGE = (
+    "empty",
+    "missing",
+    "misshapen",
+    "not of this model",
+    "not finite",
+    "too large for the number format",
+)
 
 
-@dataclass(kw_only=True)
-class Problems:
-    """What is wrong with weights, by kind; each entry names a tensor."""
-
-    empty: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    misshapen: list[str] = field(default_factory=list)
-    not_finite: list[str] = field(default_factory=list)
-    too_large: list[str] = field(default_factory=list)  # for the number format asked for
-
-    def refuse(self, place: str) -> None:
-        """Raise a RequestError that names what was found; nothing found, nothing raised."""
-        kinds = {
-            "empty": self.empty,
-            "missing": self.missing,
-            "misshapen": self.misshapen,
-            "not of this model": self.unexpected,
-            "not finite": self.not_finite,
-            "too large for the number format": self.too_large,
-        }
-        found = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names]
-        if not found:
-            return
-        is_only_large = self.too_large and len(found) == 1
-        advice = "Export with --dtype bf16 or fp32" if is_only_large else "Name another checkpoint with --checkpoint"
-        raise RequestError(
-            f"the weights in {place} cannot be exported: {'; '.join(found)}; a model of them would fail to load or "
-            f"answer nonsense. {advice}",
-            problem_id="export-weights",
-        )
+def refuse(problems: Problems, place: str) -> None:
+    """Raise a RequestError that names the tensors with problems, if there are any."""
+    found = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems.items() if names]
+    if not found:
+        return
+    is_only_large = problems.get(_TOO_LARGE) and len(found) == 1
+    advice = "Export with --dtype bf16 or fp32" if is_only_large else "Name another checkpoint with --checkpoint"
+    raise RequestError(
+        f"the weights in {place} cannot be exported: {'; '.join(found)}; a model of them would fail to load or "
+        f"answer nonsense. {advice}",
+        problem_id="export-weights",
+    )
 
 
-def compare_with(expected: Shapes, stored: Shapes, *, may_be_missing: set[str] | None = None) -> Problems:
-    """Stored names and shapes against those that are expected."""
-    problems = _empties(stored)
-    problems.missing = sorted(set(expected) - set(stored) - (may_be_missing or set()))
-    problems.unexpected = sorted(set(stored) - set(expected))
-    problems.misshapen = [
-        f"{name} of shape {list(shape)}, where the model has {list(expected[name])}"
-        for name, shape in sorted(stored.items())
-        if name not in problems.empty and shape != expected.get(name, shape)
-    ]
-    return problems
+def compare_with(expected: Shapes, weights: Weights) -> Problems:
+    """Stored names and shapes against the expected ones."""
+    empty = _empty(weights)
+    return {
+        _EMPTY: empty,
+        _MISSING: sorted(set(expected) - set(weights)),
+        _MISSHAPEN: [
+            f"{name} of shape {list(tensor.shape)}, where the model has {list(expected[name])}"
+            for name, tensor in sorted(weights.items())
+            if name not in empty and tensor.shape != expected.get(name, tensor.shape)
+        ],
+        _UNEXPECTED: sorted(set(weights) - set(expected)),
+    }
 
 
-def compare_with_model(model: PreTrainedModel, stored: Shapes) -> Problems:
-    """The same for a whole model's names, as transformers knows them: older ones, tied ones, converted ones."""
+def compare_with_model(model: PreTrainedModel, weights: Weights) -> Problems:
+    """The same for a whole model, with the names that transformers knows: older, tied and converted ones."""
     from tunebook.model.weight_files import compare_shapes
 
-    problems = _empties(stored)
-    found = compare_shapes(model, stored)
-    problems.missing, problems.unexpected = found["missing"], found["unexpected"]
-    problems.misshapen = [text for text in found["mismatched"] if text.partition(" ")[0] not in problems.empty]
-    return problems
+    empty, found = _empty(weights), compare_shapes(model, shapes_of(weights))
+    return {
+        _EMPTY: empty,
+        _MISSING: found["missing"],
+        _MISSHAPEN: [text for text in found["mismatched"] if text.partition(" ")[0] not in empty],
+        _UNEXPECTED: found["unexpected"],
+    }
 
 
-def without_tied(model: PreTrainedModel, weights: Weights, place: str) -> list[str]:
-    """The names to write: of tensors that are one by the architecture, the one that the others are tied to.
+def without_tied(model: PreTrainedModel, weights: Weights, place: str) -> Weights:
+    """The tensors to write: of tensors that the architecture ties, the one that the others are tied to.
 
-    Raises: RequestError where stored copies of one tensor differ, which the model could not have both of.
+    Raises: RequestError if stored copies of one tensor differ.
     """
     import torch
 
-    tied = {name: kept for name, kept in model.all_tied_weights_keys.items() if {name, kept} <= set(weights.shapes)}
+    tied = {name: kept for name, kept in model.all_tied_weights_keys.items() if {name, kept} <= set(weights)}
     for name, kept in tied.items():
-        (_, first), (_, second) = [(key, tensor.clone()) for key, tensor in weights.read([name, kept])]
-        if not torch.equal(first, second):
+        if not torch.equal(weights[name].load(), weights[kept].load()):
             raise RequestError(
                 f"the weights in {place} cannot be exported: {name} and {kept} are one tensor in this architecture "
                 "(tie_word_embeddings) and differ here, so one of them is not what was trained; name another "
                 "checkpoint with --checkpoint",
                 problem_id="export-weights",
             )
-    return [name for name in weights.shapes if name not in tied]
+    return {name: tensor for name, tensor in weights.items() if name not in tied}
 
 
-def num_bytes(weights: Weights, names: list[str], dtype: torch.dtype | None) -> int:
-    """What the named tensors take on disk in a number format; None leaves each as it is."""
-    return sum(_size(weights, name, dtype) for name in names)
+def num_bytes(weights: Weights, dtype: torch.dtype | None) -> int:
+    """The size of the tensors on disk in a number format; None: as they are stored."""
+    return sum(tensor.num_bytes(dtype) for tensor in weights.values())
 
 
 def write_weights(
     weights: Weights,
-    names: list[str],
     folder: Path,
     *,
     stem: str = "model",
@@ -122,70 +116,108 @@ def write_weights(
     shard_bytes: int = SHARD_BYTES,
     convert: Callable[[Tensors], Tensors] | None = None,
 ) -> dict[str, str]:
-    """Write the named tensors as `<stem>.safetensors`, or in several files with an index; the SHA-256 of each file.
+    """Write tensors as `<stem>.safetensors`, or as several files with an index; returns the SHA-256 of each file.
 
-    `convert` turns the tensors of whole layers into those that are written, see `stored_names`.
-    Raises: RequestError naming every tensor that is not finite, before or after the cast. Files written so far stay:
-    the caller removes the folder.
+    `convert` is that of `as_stored`. Raises: RequestError naming every tensor that is not finite, before or after the
+    cast. The caller removes the folder with the files written so far.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.torch import save_file
 
-    shards = _shards(weights, names, dtype, shard_bytes, by_layer=convert is not None)
+    layers: dict[str, list[str]] = {}  # kept together where they are converted
+    for name in weights:
+        layers.setdefault(layer_of(name) if convert is not None else name, []).append(name)
+    split = split_state_dict_into_shards_factory(
+        layers,
+        get_storage_size=lambda names: sum(weights[name].num_bytes(dtype) for name in names),
+        filename_pattern=f"{stem}{{suffix}}.safetensors",
+        max_shard_size=shard_bytes,
+    )
     hashes: dict[str, str] = {}
     places: dict[str, str] = {}
-    problems = Problems()
-    for number, shard in enumerate(shards, 1):
-        tensors = _kept(weights, shard, dtype, problems)
-        if problems.not_finite or problems.too_large:
-            continue  # look at the rest, write no more
+    problems: Problems = {_NOT_FINITE: [], _TOO_LARGE: []}
+    for file_name, keys in split.filename_to_tensors.items():
+        tensors = _loaded({name: weights[name] for key in keys for name in layers[key]}, dtype, problems)
+        if any(problems.values()):
+            continue  # check the other shards, write no more
         if convert is not None:
             tensors = convert(tensors)
-        part = "" if len(shards) == 1 else f"-{number:05}-of-{len(shards):05}"
-        file = folder / f"{stem}{part}.safetensors"
+        file = folder / file_name
         save_file(tensors, file, metadata={"format": "pt"})
-        places |= dict.fromkeys(tensors, file.name)
+        places |= dict.fromkeys(tensors, file_name)
         del tensors
         share(file)
         flush(file)
-        hashes[file.name] = sha256_file(file)
-    problems.refuse(place)
-    if len(shards) > 1:
-        total = num_bytes(weights, names, dtype)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        hashes[file_name] = sha256_file(file)
+    close(weights)
+    refuse(problems, place)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(places.items()))}
         (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return hashes
 
 
+def as_stored(model: PreTrainedModel, names: Collection[str]) -> Callable[[Tensors], Tensors] | None:
+    """A function from tensors with the names of modules to those of a file; None if they have the names of files.
+
+    It needs whole layers: some tensors of a file are made of several tensors of a layer.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if not set(names) <= set(model.state_dict()):
+        return None
+
+    def convert(tensors: Tensors) -> Tensors:
+        reverted: Any = revert_weight_conversion(model, tensors)
+        return {name: _own_memory(tensor) for name, tensor in reverted.items()}
+
+    return convert
+
+
+def layer_of(name: str) -> str:
+    """The part of a tensor's name that all tensors of its layer share; the whole name outside of layers."""
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts))
+    return ".".join(parts[: number + 1])
+
+
+def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """safetensors refuses to write two views of one tensor."""
+    is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+    return tensor.clone().contiguous() if is_view else tensor.contiguous()
+
+
 def share(file: Path) -> None:
-    """Let others read a file as far as the user's own settings do: safetensors makes files for their owner alone."""
+    """Let others read a file as the user's umask says: safetensors makes files for their owner alone."""
     mask = os.umask(0)
     os.umask(mask)
     file.chmod(0o666 & ~mask)
 
 
 def flush(file: Path) -> None:
-    """Make what was written to a file survive a power cut."""
+    """Make the content of a file survive a power cut."""
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """A number format as it is typed here: fp32, bf16, fp16; others as torch calls them."""
+    """A number format as it is typed here: fp32, bf16, fp16; others as torch names them."""
     name = str(dtype).removeprefix("torch.")
     return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name, name)
 
 
-def _kept(weights: Weights, names: list[str], dtype: torch.dtype | None, problems: Problems) -> dict[str, torch.Tensor]:
-    """Tensors in the number format that is written, which stay; what is wrong with them is added to the problems."""
+def _loaded(weights: Weights, dtype: torch.dtype | None, problems: Problems) -> Tensors:
+    """Tensors in the number format to write, in memory of their own; problems with them are added."""
     tensors = {}
-    for name, tensor in read_in_batches(weights, names):
+    for name, stored in weights.items():
+        tensor = stored.load()
         if not _is_finite(tensor):
-            problems.not_finite.append(name)
+            problems[_NOT_FINITE].append(name)
             continue
         is_cast = dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
-        kept = tensor.to(dtype) if is_cast else tensor if weights.is_in_memory else tensor.clone()
+        kept = tensor.to(dtype) if is_cast else tensor if stored.is_in_memory else tensor.clone()
         if is_cast and not _is_finite(kept):
-            problems.too_large.append(name)
+            problems[_TOO_LARGE].append(name)
         tensors[name] = kept.contiguous()
     return tensors
 
@@ -193,37 +225,12 @@ def _kept(weights: Weights, names: list[str], dtype: torch.dtype | None, problem
 def _is_finite(tensor: torch.Tensor) -> bool:
     if not tensor.is_floating_point() or tensor.itemsize < 2 or not tensor.numel():
         return True
-    low, high = tensor.aminmax()  # a NaN is both; no second tensor is made for it
+    low, high = tensor.aminmax()  # a NaN is both; makes no second tensor
     return bool(low.isfinite() and high.isfinite())
 
 
-def _shards(
-    weights: Weights, names: list[str], dtype: torch.dtype | None, limit: int, *, by_layer: bool
-) -> list[list[str]]:
-    """The names in their order, cut where a shard would grow beyond the limit; no layer is cut where `by_layer`."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(layer_of(name) if by_layer else name, []).append(name)
-    shards: list[list[str]] = []
-    held = 0
-    for group in groups.values():
-        size = sum(_size(weights, name, dtype) for name in group)
-        if not shards or held + size > limit:
-            shards.append([])
-            held = 0
-        shards[-1].extend(group)
-        held += size
-    return shards
-
-
-def _size(weights: Weights, name: str, dtype: torch.dtype | None) -> int:
-    stored = weights.dtypes[name]
-    written = dtype if dtype is not None and stored.is_floating_point else stored
-    return math.prod(weights.shapes[name]) * written.itemsize
-
-
-def _empties(stored: Shapes) -> Problems:
-    return Problems(empty=sorted(name for name, shape in stored.items() if 0 in shape))
+def _empty(weights: Weights) -> list[str]:
+    return sorted(name for name, tensor in weights.items() if 0 in tensor.shape)
 
 
 def _listed(names: list[str]) -> str:

@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunebook.data.turns import Turn
+from tunebook.data.documents import Turn
 from tunebook.errors import RequestError
 from tunebook.files import atomic_write_text
 

@@ -120,7 +120,7 @@ def _require_mountable(place: str) -> None:
 
 def _read_from(config: RunConfig) -> list[Path]:
     """The folders of the checkpoint and the task files that a configuration names."""
-    from tunebook.checkpoint.candidates import named_by  # takes half a second to import
+    from tunebook.checkpoint.choose import named_by  # takes half a second to import
 
     tasks = [task for task in config.evaluation.tasks if is_task_file(task) and not is_in_book(task)]
     folders = [named_by(config), *(resolve_path(task).parent for task in tasks)]

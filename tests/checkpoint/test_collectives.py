@@ -1,4 +1,4 @@
-"""How ranks share out files; what they tell each other is seen with two real ranks, in the system tests."""
+"""How ranks divide files; the system tests run the collectives on two real ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from datetime import timedelta
 import pytest
 import torch.distributed
 
-from tunebook.checkpoint import together
-from tunebook.checkpoint.together import group_apart, on_every_rank, on_first_rank, rank_and_size, share_of, tell_all
+from tunebook.checkpoint import collectives
+from tunebook.checkpoint.collectives import (
+    background_group,
+    gather_all,
+    on_every_rank,
+    on_first_rank,
+    rank_and_size,
+    share_of,
+)
 from tunebook.errors import TunebookError
 
 SIZES = {"a": 5, "b": 4, "c": 3, "d": 3, "empty": 0, "nothing": 0}
@@ -30,10 +37,10 @@ def test_ranks_that_gloo_cannot_connect_are_told_what_to_type(monkeypatch: pytes
         assert settings == {"backend": "gloo", "timeout": timedelta(seconds=5)}
         raise RuntimeError("Connection refused\nand more")
 
-    monkeypatch.setattr(together, "rank_and_size", lambda: (0, 2))
+    monkeypatch.setattr(collectives, "rank_and_size", lambda: (0, 2))
     monkeypatch.setattr(torch.distributed, "new_group", fail)
-    with pytest.raises(TunebookError, match=r"over gloo: Connection refused\. Name .* GLOO_SOCKET_IFNAME") as raised:
-        group_apart(5)
+    with pytest.raises(TunebookError, match=r"needs: Connection refused\. Name .* GLOO_SOCKET_IFNAME") as raised:
+        background_group(5)
     assert raised.value.problem_id == "no-talk-beside-training"
     assert raised.value.message.endswith("training.save_in_background=false")
 
@@ -43,8 +50,8 @@ def test_one_rank_is_all_ranks() -> None:
         raise ZeroDivisionError
 
     assert rank_and_size() == (0, 1)
-    assert group_apart(1) is None
-    assert tell_all(3) == [3]
+    assert background_group(1) is None
+    assert gather_all(3) == [3]
     assert on_first_rank(lambda: 4) == 4
     assert on_every_rank(lambda: 5) == [5]
     with pytest.raises(ZeroDivisionError):

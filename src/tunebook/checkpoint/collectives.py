@@ -1,70 +1,76 @@
-"""What the ranks of a run tell each other around a checkpoint, and how they share out its files. One rank is all ranks.
+"""Collectives of Python values around a checkpoint, and the division of its files among the ranks.
 
-Every function here that talks is a collective: each rank calls it, in the same order. So what talks in a thread beside
-the training needs a group of its own, or its words would be taken for the training's.
+Every rank calls a collective, in the same order; with one rank it is a plain call. A thread beside the training needs a
+group of its own, or its messages would be taken for the training's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, TypeAlias, TypeVar
-
-import torch.distributed
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from tunebook.errors import TunebookError
 
-Group: TypeAlias = "torch.distributed.ProcessGroup | None"  # None: the one that training uses
+if TYPE_CHECKING:
+    import torch.distributed
+
+Group: TypeAlias = "torch.distributed.ProcessGroup | None"  # None: the group of the training
 Answer = TypeVar("Answer")
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This rank, and how many there are."""
+    """This rank and the number of ranks."""
+    import torch.distributed
+
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return 0, 1
 
 
-def group_apart(timeout_s: float) -> Group:
-    """A group of all ranks that a thread beside the training can talk in, over the hosts' network; a collective.
+def background_group(timeout_s: float) -> Group:
+    """A gloo group of all ranks for a thread beside the training; None for one rank. A collective.
 
-    One rank needs none. `timeout_s` is how long a rank waits for the others. Raises: TunebookError where gloo, unlike
-    what training uses, does not get through.
+    `timeout_s` is how long a rank waits for the others. Raises: TunebookError if gloo cannot connect the hosts.
     """
     if rank_and_size()[1] == 1:
         return None
+    import torch.distributed
+
     try:
         made: Group = torch.distributed.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         return made
     except Exception as error:
         raise TunebookError(
-            f"the ranks cannot talk to each other beside the training, over gloo: {str(error).splitlines()[0]}. Name "
-            "the network interface between the nodes with GLOO_SOCKET_IFNAME, or let training stand still for its "
+            f"the ranks cannot connect over gloo, which saving in the background needs: {str(error).splitlines()[0]}. "
+            "Name the network interface between the nodes with GLOO_SOCKET_IFNAME, or let training wait for its "
             "saves: training.save_in_background=false",
             problem_id="no-talk-beside-training",
         ) from error
 
 
-def tell_all(value: Answer, group: Group = None) -> list[Answer]:
+def gather_all(value: Answer, group: Group = None) -> list[Answer]:
     """Every rank's value, in the order of ranks."""
     _, size = rank_and_size()
     if size == 1:
         return [value]
+    import torch.distributed
+
     values: list[Any] = [None] * size
     torch.distributed.all_gather_object(values, value, group=group)
     return values
 
 
 def on_first_rank(work: Callable[[], Answer], group: Group = None) -> Answer:
-    """What the first rank's work returned, on every rank. Raises: what it raised, on every rank."""
+    """The result of the first rank's work, on every rank. Raises: its error, on every rank."""
     rank, size = rank_and_size()
     if size == 1:
         return work()
-    said: list[Any] = [None]
-    if rank == 0:
-        said = [_attempt(work)]
-    torch.distributed.broadcast_object_list(said, src=0, group=group)
-    result, error = said[0]
+    import torch.distributed
+
+    outcome: list[Any] = [_attempt(work) if rank == 0 else None]
+    torch.distributed.broadcast_object_list(outcome, src=0, group=group)
+    result, error = outcome[0]
     if error is not None:
         raise error
     answer: Answer = result
@@ -72,8 +78,8 @@ def on_first_rank(work: Callable[[], Answer], group: Group = None) -> Answer:
 
 
 def on_every_rank(work: Callable[[], Answer], group: Group = None) -> list[Answer]:
-    """What the work of each rank returned, on every rank. Raises: the first rank's error, on every rank."""
-    ended: list[tuple[Any, Exception | None]] = tell_all(_attempt(work), group)
+    """The results of all ranks' work, on every rank. Raises: the first rank's error, on every rank."""
+    ended: list[tuple[Any, Exception | None]] = gather_all(_attempt(work), group)
     for _, error in ended:
         if error is not None:
             raise error
@@ -81,19 +87,19 @@ def on_every_rank(work: Callable[[], Answer], group: Group = None) -> list[Answe
 
 
 def share_of(sizes: Mapping[str, int], rank: int, num_ranks: int) -> list[str]:
-    """The files that one rank reads, of all: the largest are dealt out first, each to who has least so far."""
+    """The files that one rank reads: the largest first, each file goes to the rank with the fewest bytes so far."""
     loads = [0] * num_ranks
     mine: list[str] = []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         least = loads.index(min(loads))
-        loads[least] += sizes[name] + 1  # of empty files each rank gets some, too
+        loads[least] += sizes[name] + 1  # empty files are divided, too
         if least == rank:
             mine.append(name)
     return mine
 
 
 def _attempt(work: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
-    """An error as a value, since one that only one rank raises would leave the others waiting."""
+    """An error becomes a value: if one rank alone raised it, the others would wait."""
     try:
         return work(), None
     except Exception as error:

@@ -1,0 +1,222 @@
+"""Is the wrapped model what was asked for? Its devices, meshes and classes are compared with the configuration.
+
+Libraries replace a strategy that they cannot do by another without a message: accelerate wraps a model in
+DistributedDataParallel where FSDP finds no GPU, transformers drops keys that it does not know. So every rank looks at
+the objects that will train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tunebook.config.choices import Compute, PeftMethod, Strategy
+from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig, world_size
+from tunebook.errors import InvalidTrainingError
+from tunebook.facts.sharing import mixes_formats
+from tunebook.parallel.deepspeed import uses_autocast
+from tunebook.parallel.fsdp import hsdp_sizes
+
+Found = dict[str, Any]  # strategy, wrapper, ranks, and what the strategy is made of; goes to the manifest as it is
+
+
+def find_parallelism(model: nn.Module) -> Found:
+    """How a model is wrapped: the keys of `expected_parallelism`, and a few more for the reader of the manifest.
+
+    `model` is the outermost module, as the training loop calls it.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, DistributedDataParallel):
+        ranks = model.process_group.size()
+        return {"strategy": Strategy.ddp.name, "wrapper": type(model).__name__, "ranks": ranks}
+    if isinstance(model, FSDPModule):
+        return _find_fsdp(model)
+    if hasattr(model, "zero_optimization_stage"):
+        return _find_zero(model)
+    return {"strategy": Strategy.single.name, "wrapper": type(model).__name__, "ranks": 1}
+
+
+def _find_fsdp(model: Any) -> Found:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+    found = {
+        "wrapper": type(model).__name__,
+        "units": len(units),
+        "unit_classes": sorted({type(unit).__name__.removeprefix("FSDP") for unit in units}),
+        "whole_parameters": sum(not isinstance(parameter, DTensor) for parameter in model.parameters()),
+    }
+    if not sharded:
+        return {"strategy": Strategy.fsdp.name, **found}
+    mesh, placements = sharded[0].device_mesh, sharded[0].placements
+    keeps = _keeps_gathered(units)
+    is_hybrid = mesh.ndim == 2
+    strategy = Strategy.hsdp if is_hybrid else Strategy.fsdp_grad_op if keeps else Strategy.fsdp
+    return found | {
+        "strategy": strategy.name,
+        "ranks": mesh.size(),
+        "mesh": list(mesh.shape),
+        "mesh_axes": list(mesh.mesh_dim_names or ()),
+        "placements": [str(placement) for placement in placements],
+        "resharded_after_forward": not keeps,
+        "offload_parameters": _offloaded(sharded, mesh.device_type == "cpu"),
+        **_fsdp_formats(units, sharded),
+    }
+
+
+def _keeps_gathered(units: list[Any]) -> bool:
+    """Whether units keep their gathered parameters after the forward pass. The last one always does: it comes next."""
+    groups = [group for unit in units if (group := _parameter_group(unit)) is not None]
+    return bool(groups) and all(group.post_forward_mesh_info is None for group in groups)
+
+
+def _parameter_group(unit: Any) -> Any:
+    """FSDP's state of a unit; torch has no public name for it."""
+    return unit._get_fsdp_state()._fsdp_param_group
+
+
+def _fsdp_formats(units: list[Any], sharded: list[Any]) -> Found:
+    group = next((found for unit in units if (found := _parameter_group(unit)) is not None), None)
+    weights = sharded[0].dtype
+    return {
+        "weights": _name(weights),
+        "gathered": _name((group and group.mp_policy.param_dtype) or weights),
+        "reduced": _name((group and group.mp_policy.reduce_dtype) or weights),
+    }
+
+
+def _find_zero(engine: Any) -> Found:
+    stage = engine.zero_optimization_stage()
+    optimizer, parameters = engine.optimizer, list(engine.module.parameters())
+    is_cpu = engine.device.type == "cpu"
+    found = {
+        "wrapper": type(engine).__name__,
+        "optimizer": type(optimizer).__name__,
+        "ranks": engine.dp_world_size,
+        "autocast": _name(engine.torch_autocast_dtype()) if engine.torch_autocast_enabled() else None,
+    }
+    if stage == 3:
+        whole = [parameter for parameter in parameters if not hasattr(parameter, "ds_tensor")]
+        shards = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
+        in_files = optimizer.params_in_nvme_and_cpu
+        return found | {
+            "strategy": Strategy.zero3.name if not whole else f"zero3 with {len(whole)} whole parameters",
+            "offload_optimizer": "nvme"
+            if optimizer.swap_optimizer
+            else _offloaded(optimizer.fp32_partitioned_groups_flat, is_cpu, reported=optimizer.offload_optimizer),
+            "offload_parameters": "nvme" if in_files else _offloaded(shards, is_cpu, reported=optimizer.offload_param),
+            "weights": _name(shards[0].dtype) if shards else None,
+        }
+    is_sharding = hasattr(optimizer, "partition_gradients")
+    strategy = (Strategy.zero2 if optimizer.partition_gradients else Strategy.zero1).name if is_sharding else "no ZeRO"
+    shards = optimizer.single_partition_of_fp32_groups if is_sharding else []
+    return found | {
+        "strategy": strategy,
+        "offload_optimizer": _offloaded(shards, is_cpu, reported=is_sharding and optimizer.cpu_offload),
+        "offload_parameters": "none",
+        "weights": _name(parameters[0].dtype),
+    }
+
+
+def _offloaded(tensors: Iterable[torch.Tensor], is_cpu: bool, reported: bool = False) -> str:
+    """Where states are: `cpu`, `none` (on the GPU), or both. On a CPU only the library's setting (`reported`) tells."""
+    if is_cpu:
+        return "cpu" if reported else "none"
+    devices = {"cpu" if tensor.device.type == "cpu" else "none" for tensor in tensors if tensor.numel()}
+    return " and ".join(sorted(devices)) or "none"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, str(dtype))
+
+
+def expected_parallelism(config: RunConfig) -> dict[str, Any]:
+    """The values that `find_parallelism` must find for a resolved run."""
+    settings, ranks = config.parallelism, world_size(config)
+    strategy = settings.strategy
+    if strategy is Strategy.ddp and ranks == 1:
+        strategy = Strategy.single
+    expected: dict[str, Any] = {"strategy": strategy.name, "ranks": ranks}
+    if isinstance(settings, ZeroConfig):
+        expected |= {
+            "offload_optimizer": settings.offload_optimizer.name,
+            "offload_parameters": settings.offload_parameters.name,
+            "autocast": "bf16" if uses_autocast(config) else None,
+        }
+    if isinstance(settings, FsdpConfig):
+        copies, group = hsdp_sizes(config) or (1, ranks)
+        expected |= {
+            "mesh": [copies, group] if copies > 1 else [ranks],
+            "offload_parameters": settings.offload_parameters.name,
+            "whole_parameters": 0,
+            **_formats(config),
+        }
+    return expected
+
+
+def _formats(config: RunConfig) -> dict[str, str]:
+    """Number formats of the optimizer's weights, the gathered weights and the summed gradients; not for adapters."""
+    if config.peft.method is not PeftMethod.full:
+        return {}
+    weights = config.precision.master_weights.name
+    half = "fp16" if config.precision.compute is Compute.fp16 else "bf16"
+    return {"weights": weights, "gathered": half if mixes_formats(config) else weights, "reduced": weights}
+
+
+def require_expected(config: RunConfig, by_rank: list[dict[str, Any]], unit_classes: list[str]) -> None:
+    """Compare the wrapped model of each rank with the configuration.
+
+    `unit_classes` are the classes that FSDP should have made units of (`parallel.units`); empty for other strategies.
+    Raises: InvalidTrainingError naming the rank, the expected value and the value found.
+    """
+    expected = expected_parallelism(config)
+    for rank, found in enumerate(by_rank):
+        wrong = [
+            f"{key} {value} was asked for and {found.get(key)} found"
+            for key, value in expected.items()
+            if found.get(key) != value and not (value == Strategy.single.name and _is_ddp_of_one(found))
+        ]
+        wrong += _units_wrong(found, unit_classes)
+        if wrong:
+            raise InvalidTrainingError(
+                f"the model is not spread over the ranks as parallelism={config.parallelism.strategy.name} says: on "
+                f"rank {rank} {'; '.join(wrong)} ({found['wrapper']}). Nothing was trained. A library has replaced the "
+                "strategy; choose one that it can do here, such as parallelism=ddp",
+                problem_id="other-parallelism",
+            )
+
+
+def require_fp8(config: RunConfig, by_rank: list[dict[str, Any]], num_layers: int) -> None:
+    """Compare the number of fp8 layers in each rank's wrapped model with the number of converted layers.
+
+    Raises: InvalidTrainingError if a run in fp8 computes in another format.
+    """
+    if config.precision.compute is not Compute.fp8:
+        return
+    for rank, found in enumerate(by_rank):
+        if not num_layers or found.get("fp8_layers") != num_layers:
+            raise InvalidTrainingError(
+                f"precision.compute=fp8: on rank {rank} {found.get('fp8_layers', 0)} linear layers multiply in fp8, "
+                f"and {num_layers} were converted. Nothing was trained, since it would have been in bf16 "
+                "without a message; try precision=bf16",
+                problem_id="not-in-fp8",
+            )
+
+
+def _is_ddp_of_one(found: dict[str, Any]) -> bool:
+    """accelerate wraps a single rank in DDP or not, depending on how it was started."""
+    return (found["strategy"], found["ranks"]) == (Strategy.ddp.name, 1)
+
+
+def _units_wrong(found: dict[str, Any], unit_classes: list[str]) -> list[str]:
+    """Without units FSDP gathers the whole model at once, which saves no memory."""
+    missing = [name for name in unit_classes if name not in found.get("unit_classes", unit_classes)]
+    return [f"units of {', '.join(missing)} were asked for and {found['unit_classes']} found"] if missing else []
