@@ -44,6 +44,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and processes 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads are slower for tiny tensors
 for name in [name for name in os.environ if name.startswith("TUNEBOOK_") or name in {"FORCE_COLOR", "CLICOLOR_FORCE"}]:
     del os.environ[name]
+# What was measured on this machine (`tunebook plan --measure`) would change what a test plans.
+os.environ["TUNEBOOK_CACHE"] = str(ROOT / ".cache" / "tests" / "tunebook")
 
 
 def find_chromium() -> str | None:

@@ -69,6 +69,7 @@ def test_too_long_path_is_a_request_error(monkeypatch, capsys):
     [
         ("--compare", "parallelism=ddp,fsdp", "--compare", "hardware=volta,hopper"),
         ("--compare", "parallelism=ddp,fsdp", "--json"),
+        ("--compare", "parallelism=ddp,fsdp", "--measure"),
     ],
 )
 def test_exactly_one_comparison_is_printed(monkeypatch, capsys, words):

@@ -93,6 +93,10 @@ def plan(
     compare: Annotated[
         list[str] | None, typer.Option(metavar="KEY=A,B", help="Memory and speed by the values of a key, as a table.")
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure", help="Train two steps here and plan by what they took, now and later."),
+    ] = False,
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Show what a recipe would do: choices and why, batch, launch command, memory, time. No GPU, no download."""
@@ -102,12 +106,14 @@ def plan(
     if compare:
         from tunebook.plan.compare import compare_plans, only_comparison
 
-        if as_json:
+        if as_json or measure:
+            other = "--json" if as_json else "--measure"
             raise RequestError(
-                "--compare prints a table and --json one plan; type one of them", problem_id="compare-form"
+                f"--compare prints a table, and {other} is for one plan; type one of them", problem_id="compare-form"
             )
         raise typer.Exit(compare_plans(recipe, overrides, recipes_dir or [], only_comparison(compare), make_console()))
-    raise typer.Exit(plan_command(recipe, overrides, recipes_dir or [], make_console(), as_json=as_json))
+    dirs = recipes_dir or []
+    raise typer.Exit(plan_command(recipe, overrides, dirs, make_console(), as_json=as_json, is_measured=measure))
 
 
 @app.command()

@@ -22,7 +22,7 @@ from tunebook.plan import draft
 TOO_LARGE = ("hardware=cpu", "parallelism=single", "model.liger_kernel=false")  # 46 GiB of states on 8 GiB
 KEYS = {
     "recipe", "hardware", "precision", "attention", "packing", "batch", "memory_gib", "fits", "choices", "problems",
-    "would_fit", "host_memory_gib", "nvme_gib", "time",
+    "would_fit", "host_memory_gib", "nvme_gib", "time", "memory_source", "measured",
 }  # fmt: skip
 
 

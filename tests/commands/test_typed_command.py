@@ -20,7 +20,7 @@ from tunebook.evidence.compare import input_differences
 from tunebook.evidence.files import evidence_files, read_evidence
 from tunebook.evidence.gather import config_of, gather_inputs, read_finished
 
-from .conftest import MakeRun
+from ..evidence.conftest import MakeRun
 
 LLAMA2 = "llama2_70b_fsdp/evidence/hopper-4-random_weights_8_layers"
 

@@ -145,8 +145,6 @@ def test_a_file_that_is_only_called_compressed(tmp_path: Path) -> None:
     path.write_bytes(LINES.encode())
     said = r"data.jsonl.gz has a name of gzip and is not gzip: give it a name without .gz"
     with pytest.raises(DataError, match=said):
-        DataError, match=r"data.jsonl.gz has a name of gzip and is not gzip: give it a name without .gz"
-    ):
         read(path)
 
 

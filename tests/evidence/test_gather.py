@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError
-from tunebook.evidence.gather import gather_ran, read_finished, typed_overrides, typed_words
-from tunebook.record.run_record import RunRecord
+from tunebook.evidence.gather import gather_ran, gather_results, read_finished, typed_overrides, typed_words
+from tunebook.record.run_record import RunRecord, read_run
 
 from .conftest import MakeRun
 
@@ -58,3 +59,13 @@ def test_unfinished_run_names_the_command_to_resume(make_run: MakeRun, words: li
     run = make_run(*words, manifest={"status": {"state": "stopped", "reason": "stopped by SIGTERM"}})
     with pytest.raises(RequestError, match=rf"stopped by SIGTERM\); name a run that has, .* command {going_on}"):
         read_finished(run)
+
+
+@pytest.mark.parametrize(("source", "is_recorded"), [("estimated", True), ("measured", False), (None, True)])
+def test_a_plan_by_measured_steps_is_no_evidence_of_the_estimate(
+    make_run: MakeRun, source: str | None, is_recorded: bool
+) -> None:
+    file = make_run(gpus=1) / "plan.json"
+    file.write_text(json.dumps({"memory_gib": {"allocated": 9.5}} | ({"memory_source": source} if source else {})))
+    planned = gather_results(read_run(file.parent)).planned_memory_gib
+    assert planned == (9.5 if is_recorded else None)

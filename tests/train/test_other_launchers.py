@@ -136,3 +136,8 @@ def test_nodes_that_know_their_number_may_be_started_by_others(found):
 @pytest.mark.parametrize("words", [[], ["--help"], ["list"], ["explain", "all"], ["plan", "quickstart", "--json"]])
 def test_what_only_reads_runs_anywhere(words):
     refuse_inside_launcher(words, BY_TORCHRUN)
+
+
+def test_a_plan_that_trains_two_steps_does_not_only_read():
+    with pytest.raises(RequestError, match="this command runs inside torchrun"):
+        refuse_inside_launcher(["plan", "quickstart", "--measure"], BY_TORCHRUN)

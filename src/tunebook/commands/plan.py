@@ -9,9 +9,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from tunebook.commands.train import show_job
+from tunebook.commands.train import require_machine, show_job
+from tunebook.errors import RequestError
+from tunebook.launch.measure import measure, require_measurable
+from tunebook.model.load import check_model
 from tunebook.plan.advice.changes import Fitting, changes_that_fit
 from tunebook.plan.draft import Draft, draft_json, draft_run
+from tunebook.plan.memory.gpu import plan_memory
+from tunebook.plan.memory.two_steps import judge_measurement
 from tunebook.plan.show import show_host_memory, show_memory, show_time
 from tunebook.record.run_folder import WITHOUT_RECIPE
 
@@ -24,13 +29,17 @@ def plan_command(
     *,
     folder: Path | None = None,
     as_json: bool = False,
+    is_measured: bool = False,
 ) -> int:
     """Print the choices, the batch, the launch command for `folder`, the memory and the time, or all as JSON.
 
-    JSON is printed whatever is wrong: problems are among its keys. Otherwise raises: RequestError or RulesError for a
-    wrong request, and after printing DoesNotFitError for a plan that cannot fit, DataError for files that are missing.
+    With `is_measured` two steps are trained first, unless they were before. JSON is printed whatever is wrong: problems
+    are among its keys. Otherwise raises: RequestError or RulesError for a wrong request, and after printing
+    DoesNotFitError for a plan that cannot fit, DataError for files that are missing.
     """
     draft = draft_run(recipe, overrides, recipes_dirs)
+    if is_measured:
+        _measure(draft, Console(stderr=True) if as_json else console)
     is_in_doubt = draft.fits is False or (draft.memory is not None and draft.memory.is_in_doubt)
     fitting = changes_that_fit(recipe, overrides, recipes_dirs, draft) if is_in_doubt else []
     if as_json:
@@ -51,6 +60,26 @@ def plan_command(
     draft.raise_if_too_large("what would fit is listed with the plan" if fitting else "no change that was tried would")
     draft.raise_if_data_is_missing()
     return 0
+
+
+def _measure(draft: Draft, console: Console) -> None:
+    """Put two measured steps in place of the estimate; why they cannot be trained here becomes the draft's error.
+
+    A run whose host memory is surely too small is not started, since it may take other processes down with it.
+    """
+    if draft.batch is None or draft.error is not None or (draft.host is not None and draft.host.fits is False):
+        return
+    assert draft.resolution is not None and draft.machine is not None
+    config = draft.resolution.config
+    try:
+        require_measurable(config)
+        require_machine(draft.resolution)
+        check_model(config.model)
+        measurement = measure(config, draft.batch, draft.machine, console, draft_json(draft))
+    except RequestError as error:
+        draft.error = error
+        return
+    draft.memory = judge_measurement(config, plan_memory(config, draft.batch), measurement)
 
 
 def _show_changes(fitting: list[Fitting], console: Console, draft: Draft) -> None:

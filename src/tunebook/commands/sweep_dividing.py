@@ -107,7 +107,7 @@ def _as_many_as_fit(drafts: TrialDrafts, trials: list[tuple[str, ...]], most: in
 def _takes_all(draft: Draft, num_gpus: int) -> bool:
     """Whether a trial runs on every GPU found here because nobody said on how many."""
     resolution = draft.resolution
-    if resolution is None or not resolution.is_runnable_here:
+    if resolution is None or resolution.problem is not None:
         return False
     config = resolution.config
     if not uses_this_machine(config) or config.hardware.generation is Generation.cpu:

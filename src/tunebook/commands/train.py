@@ -37,9 +37,11 @@ from tunebook.model.hub import why_no_upload
 from tunebook.model.load import check_model
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.plan.auto.decisions import asked_keys
+from tunebook.plan.auto.resolve import Resolution
 from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time, refuse_too_large
 from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.memory.host_memory import plan_host_memory
+from tunebook.plan.memory.two_steps import measured_memory
 from tunebook.plan.show import show_batch, show_choices
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, start_manifest
 from tunebook.record.run_folder import (
@@ -128,12 +130,8 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
 
 def require_runnable(job: Draft) -> None:
     """Refuse what can be planned but not run here. Raises: RequestError, RulesError, DoesNotFitError."""
-    problem = job.resolved.problem
-    if problem is not None:
-        raise RequestError(job.resolved.why_not_runnable, problem_id=problem.id)
-    if missing := check_environment(job.config):
-        raise RulesError(missing)
-    refuse_too_large(plan_memory(job.config))
+    require_machine(job.resolved)
+    refuse_too_large(measured_memory(job.config, job.batch) or plan_memory(job.config))
     plan_host_memory(job.config, job.resolved.host_memory_gib).raise_if_too_large()
     check_launcher(job.config)
     check_model(job.config.model)
@@ -142,6 +140,14 @@ def require_runnable(job: Draft) -> None:
         _check_sandbox(job.config)
         require_task_data(job.config.evaluation.tasks)  # now, and not after hours of training
     check_upload(job.config.training.push_to_hub)
+
+
+def require_machine(resolution: Resolution) -> None:
+    """Refuse a run that this machine's hardware or packages cannot start. Raises: RequestError, RulesError."""
+    if resolution.problem is not None:
+        raise RequestError(resolution.why_not_runnable, problem_id=resolution.problem.id)
+    if missing := check_environment(resolution.config):
+        raise RulesError(missing)
 
 
 def check_launcher(config: RunConfig) -> None:
@@ -256,7 +262,7 @@ def plan_json(job: Draft, batch: BatchPlan) -> dict[str, Any]:
         replace(
             job,
             batch=batch,
-            memory=plan_memory(config, batch),
+            memory=measured_memory(config, batch) or plan_memory(config, batch),
             host=plan_host_memory(config, job.resolved.host_memory_gib),
             time=estimate_time(config, batch),
             missing_data=None,

@@ -170,7 +170,9 @@ def gather_results(record: RunRecord) -> Results:
         )
     summary = summarise(record)
     tasks: dict[str, Any] = (record.after or {}).get("tasks", {})
-    planned = ((record.plan or {}).get("memory_gib") or {}).get("allocated")  # comparable with the peak of tensors
+    plan = record.plan or {}
+    is_estimate = plan.get("memory_source") != "measured"  # a measurement says nothing about the error of estimates
+    planned = (plan.get("memory_gib") or {}).get("allocated") if is_estimate else None  # of tensors, as measured
     return Results(
         steps=[step for step, _ in losses],
         losses=[loss for _, loss in losses if loss is not None],

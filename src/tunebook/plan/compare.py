@@ -64,6 +64,8 @@ def _notes(drafts: dict[str, Draft]) -> dict[str, list[str]]:
             notes.setdefault("refused\n" + "\n".join(f"  {error}" for error in errors), []).append(value)
         elif draft.host is not None and draft.host.fits is False:
             notes.setdefault(draft.host.verdict, []).append(value)
+        elif draft.memory is not None and draft.memory.measured is not None:
+            notes.setdefault(f"measured on {draft.memory.measured.date}", []).append(value)
     return notes
 
 

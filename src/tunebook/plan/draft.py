@@ -6,7 +6,7 @@ No GPU, weights, data or network is needed and torch is not imported, so it take
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tunebook.plan.auto.decisions import ChoiceValue
 from tunebook.plan.auto.resolve import Resolution, resolve_auto
 from tunebook.plan.memory.gpu import MemoryPlan, plan_memory
 from tunebook.plan.memory.host_memory import HostPlan, plan_host_memory
+from tunebook.plan.memory.two_steps import measured_memory
 from tunebook.plan.rules import check
 from tunebook.plan.speed.throughput import TimePlan, plan_time
 
@@ -100,10 +101,11 @@ class Draft:
 
 
 def refuse_too_large(memory: MemoryPlan, advice: str = SEE_PLAN) -> None:
-    """Raises: DoesNotFitError where the estimate says that it cannot fit."""
+    """Raises: DoesNotFitError where the estimate, or a measurement, says that it cannot fit."""
     if memory.fits is False:
+        by = "by estimate" if memory.measured is None else "as measured,"
         raise DoesNotFitError(
-            f"by estimate this plan {memory.verdict} on each GPU or rank; {advice}", problem_id="does-not-fit"
+            f"{by} this plan {memory.verdict} on each GPU or rank; {advice}", problem_id="does-not-fit"
         )
 
 
@@ -133,7 +135,7 @@ def draft_composition(composition: Composition, machine: Machine) -> Draft:
             draft.memory = plan_memory(config)
             draft.host = plan_host_memory(config, draft.resolution.host_memory_gib)
             draft.batch = solve_batch(config, None)
-            draft.memory = plan_memory(config, draft.batch)
+            draft.memory = measured_memory(config, draft.batch, machine) or plan_memory(config, draft.batch)
             draft.time = estimate_time(config, draft.batch, machine)
             draft.problems += slow_links(config, draft.batch, machine)
     except RulesError as error:
@@ -165,6 +167,8 @@ def draft_json(draft: Draft, advice: str | None = None) -> dict[str, Any]:
         "packing": config.packing.mode.name if config else None,
         "batch": draft.batch.to_json() if draft.batch else None,
         "memory_gib": draft.memory.memory.to_json() if draft.memory else None,
+        "memory_source": ("measured" if draft.memory.measured else "estimated") if draft.memory else None,
+        "measured": asdict(draft.memory.measured) if draft.memory and draft.memory.measured else None,
         "host_memory_gib": draft.host.memory.to_json() if draft.host else None,
         "nvme_gib": round(draft.host.nvme_gib, 3) if draft.host and draft.host.nvme_gib is not None else None,
         "fits": draft.fits,

@@ -74,7 +74,8 @@ def batch_lines(plan: BatchPlan) -> list[str]:
 def show_memory(plan: MemoryPlan, console: Console) -> None:
     """The estimated memory part by part as numbers and as a bar, and which parts are not in it."""
     console.print(Text("\n".join(memory_lines(plan))), highlight=False, soft_wrap=True)
-    if bar := memory_bar(plan.memory, width=min(console.width - _WHAT_THERE_IS, 96)):
+    is_estimate = plan.measured is None or plan.measured.ran_out is not None  # what is measured has no parts to draw
+    if is_estimate and (bar := memory_bar(plan.memory, width=min(console.width - _WHAT_THERE_IS, 96))):
         console.print(Text("  ").append_text(bar))
 
 
@@ -84,7 +85,16 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     total, capacity = parts.pop("total"), parts.pop("capacity")
     known = [f"{name} {_gib(value)}" for name, value in parts.items() if value is not None]
     missing = [name for name, value in parts.items() if value is None]
-    lines = [f"Memory of each GPU or rank (estimated, GiB{'' if capacity is None else f', of {capacity:g}'})"]
+    of = "" if capacity is None else f", of {capacity:g}"
+    if (measured := plan.measured) is not None and measured.ran_out is None:
+        lines = [f"Memory of each GPU or rank (measured on {measured.date}, GiB{of})"]
+        estimated = [part for part in known if not part.startswith("overhead")]
+        if estimated:
+            lines.append(f"  estimated parts of it: {', '.join(estimated)}")
+        if (speed := measured.tokens_per_second_per_gpu) is not None:
+            lines.append(f"  the second of the two steps trained {speed:,.0f} tokens/s per GPU or rank")
+        return [*lines, f"  {plan.verdict}"]
+    lines = [f"Memory of each GPU or rank (estimated, GiB{of})"]
     if known:
         lines.append(f"  {' + '.join(known)}" + (f" = {_gib(total)}" if total is not None else ""))
     if missing:

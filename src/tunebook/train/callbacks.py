@@ -87,6 +87,14 @@ class StopOnRequest(TrainerCallback):
         self.saver.settle()
 
 
+class SaveNothing(TrainerCallback):
+    """Keeps a measurement from saving a checkpoint, also when it is asked to stop; goes after `StopOnRequest`."""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """On every rank alike."""
+        control.should_save = False
+
+
 class EarlyStopping(TrainerCallback):
     """Ends the training after `patience` validations in a row without improvement, and saves the last step.
 

@@ -31,6 +31,7 @@ _PREFIXES = (
 )
 # Commands that only read records or plan: harmless in any number.
 _READ_ONLY = frozenset({"explain", "list", "plan", "report", "diff"})
+_MEASURE = "--measure"  # an option of `plan` that trains two steps
 _COUNTS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 _NODE_RANK = "launcher.node_rank="
 
@@ -64,7 +65,7 @@ def removal_notice(names: Sequence[str]) -> str:
 def is_read_only(words: Sequence[str]) -> bool:
     """Whether a command line starts no process that computes: it needs no notice, and may run anywhere."""
     command = next((word for word in words if not word.startswith("-")), None)
-    return command is None or command in _READ_ONLY
+    return command is None or (command in _READ_ONLY and _MEASURE not in words)
 
 
 def refuse_inside_launcher(words: Sequence[str], environment: Mapping[str, str]) -> None:

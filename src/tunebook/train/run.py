@@ -53,7 +53,7 @@ from tunebook.parallel.fsdp import autocast_dtype, is_fsdp, mixed_precision_poli
 from tunebook.parallel.units import unit_classes
 from tunebook.record.manifest import MANIFEST_FILE, MODEL_FILES, update_manifest
 from tunebook.record.metrics import MetricsWriter, read_metrics
-from tunebook.record.run_folder import FINISHED, write_outcome
+from tunebook.record.run_folder import FINISHED, UNSAVED_FILE, write_outcome
 from tunebook.record.start_up import StartClock
 from tunebook.train.arguments import optimizer_factory, row_multiple, trainer_arguments
 from tunebook.train.callbacks import (
@@ -61,6 +61,7 @@ from tunebook.train.callbacks import (
     FiniteLoss,
     LogToTheEnd,
     Records,
+    SaveNothing,
     StartRecord,
     StopOnRequest,
     validation_losses,
@@ -130,6 +131,8 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
     patience = config.training.early_stopping_patience
     stopping = trainer.stopping = StopOnRequest(request, trainer.saver)
     trainer.add_callback(stopping)
+    if is_unsaved := (folder / UNSAVED_FILE).exists():
+        trainer.add_callback(SaveNothing())
     trainer.add_callback(LogToTheEnd(may_stop_early=patience is not None))
     with MetricsWriter(folder) if trainer.args.process_index == 0 else nullcontext() as writer:
         trainer.add_callback(_records(config, trainer, writer))
@@ -149,6 +152,8 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
         )
     if config.training.load_best_at_end and trainer.best_step is None:
         raise _no_best(folder)
+    if is_unsaved:
+        return _ending_of(config, trainer)
     files = trainer.save_final_model(folder / "model")
     if trainer.args.process_index == 0 and (folder / MANIFEST_FILE).exists():
         update_manifest(folder, {MODEL_FILES: {name: asdict(entry) for name, entry in files.items()}})

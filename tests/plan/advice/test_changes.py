@@ -317,10 +317,7 @@ def test_an_optimizer_that_a_strategy_refuses_is_offered_as_adamw_beside_it():
         (("optimizer.name=adamw_8bit",), "parallelism=fsdp optimizer.name=adamw"),  # which optimizer=adamw leaves
         (("precision=fp8",), "parallelism=zero3 precision=bf16"),
         (("precision.compute=fp8",), "parallelism=fsdp peft=lora precision.compute=bf16"),
-        (
-            ("precision=fp8", "optimizer=adamw_8bit"),
-            "parallelism=zero3_offload optimizer=adamw precision=bf16",
-        ),
+        (("precision=fp8", "optimizer=adamw_8bit"), "parallelism=zero3_offload optimizer=adamw precision=bf16"),
         (("optimizer=muon",), "parallelism=zero3 optimizer=adamw"),
         (("optimizer=adafactor",), "parallelism=fsdp optimizer=adamw"),
     ],
@@ -404,7 +401,7 @@ def test_nothing_that_has_room_is_told_without_composing_to_have_none(words):
     estimate = estimate_memory(config, config.model.facts)
     for room, is_hopeless in ((estimate.states_gib * 0.9, True), (estimate.total_gib * 1.001, False)):
         asked.composition.config.hardware.memory_gib = room
-        assert changes._is_hopeless(Change(words=tuple(words), speed=None), asked, []) is is_hopeless
+        assert changes._exceeds_by_states(Change(words=tuple(words), speed=None), asked, []) is is_hopeless
 
 
 def test_what_is_refused_is_composed_once_and_not_again_with_what_is_no_cure(monkeypatch):

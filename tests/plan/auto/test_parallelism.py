@@ -354,7 +354,7 @@ class TestWhichGpus:
         hardware = resolution.config.hardware
         assert (hardware.generation, hardware.gpus_per_node) == (Generation.hopper, 1)
         assert chosen(resolution)[0] == "single"
-        assert resolution.is_runnable_here
+        assert resolution.problem is None
         why = {choice.key: choice.why for choice in resolution.choices}["hardware.gpus_per_node"]
         found = "1 x NVIDIA H200, 1 x Tesla V100-SXM2-32GB found here"
         assert why == f"GPUs of different generations do not train together ({found})"

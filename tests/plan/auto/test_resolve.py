@@ -17,7 +17,6 @@ from tunebook.config.choices import (
     MasterWeights,
     PackingMode,
     Strategy,
-    Switch,
     Weights,
 )
 from tunebook.config.compose import compose
@@ -71,60 +70,85 @@ def test_one_h200(undecided, machine, has_flash):
         "training.micro_batch_size": 1,
         "activation.checkpointing": "disabled",
     }
-    assert resolution.is_runnable_here
-    assert resolution.where == "runs here, on 2 x hopper"
+    assert resolution.problem is None
     assert resolution.why_not_runnable == ""
     assert whys(resolution)["hardware.generation"] == "2 x NVIDIA H200 found here"
     assert whys(resolution)["precision.compute"] == "the base model is bfloat16, and hopper computes bf16"
 
 
-class TestRowLength:
-    def row(self, undecided, machine_found):
-        return resolve_auto(undecided, machine_found).config.packing.row_length
-
-    def test_is_half_as_long_where_the_kernel_computes_the_whole_square(self, undecided, machine):
-        undecided.attention.implementation = Attention.sdpa
-        assert self.row(undecided, machine(H200)) == 4096
-
-    def test_a_token_budget_is_still_dealt_evenly(self, undecided, machine, has_flash):
-        undecided.training.global_samples, undecided.training.global_tokens = None, 4096 * 3
-        undecided.model.compile_layers = False
-        assert self.row(undecided, machine(H200)) == 6144
-
-    def test_is_four_times_as_long_where_blocks_are_compiled(self, undecided, machine, has_flash):
-        assert self.row(undecided, machine(H200)) == 32768
-        undecided.model.compile_layers = False
-        assert self.row(undecided, machine(H200)) == 8192
-
-    def test_stays_short_where_memory_is_short(self, undecided, machine):
-        assert self.row(undecided, machine(V100, memory=8.0)) == undecided.training.max_length
-
-    def test_a_cpu_takes_the_shortest(self, undecided, machine):
-        assert self.row(undecided, machine()) == undecided.training.max_length
-
-    def test_an_explicit_one_is_kept(self, undecided, machine, has_flash):
-        undecided.packing.row_length = 2100
-        assert self.row(undecided, machine(H200)) == 2100
+AMPERE = {"hardware.reference.generation": Generation.ampere}
+ON_SLURM = {"launcher": SlurmConfig(name=LauncherName.slurm)}
+NOT_COMPILED, COMPILED = {"model.compile_layers": False}, {"model.compile_layers": True}
+PADDED = {"packing.mode": PackingMode.padded}
+FOUR_VOLTA = {"hardware.generation": Generation.volta, "hardware.gpus_per_node": 4}
+IN_DDP = {"parallelism.strategy": Strategy.ddp}
+HSDP = ON_SLURM | {"parallelism": FsdpConfig(strategy=Strategy.hsdp), "hardware.num_nodes": 2}
+BF16_WEIGHTS = {"precision.master_weights": MasterWeights.bf16, "model.facts.dtype": "float32"}
+BY_DOCUMENT = {"attention.implementation": "sdpa_by_document"}
+ROW = "packing.row_length"
+KERNEL = "attention.implementation"
 
 
-def test_a_v100_gets_fp32_and_sdpa_by_document(undecided, machine):
-    resolution = resolve_auto(undecided, machine(V100, memory=32.0))
-    config = resolution.config
-    assert (config.precision.compute, config.precision.tf32) == (Compute.fp32, Switch.disabled)
-    assert config.attention.implementation is Attention.sdpa_by_document
-    assert "volta has no bf16; fp16 would overflow" in whys(resolution)["precision.compute"]
-    assert "1.5 x as fast" in whys(resolution)["attention.implementation"]
-    assert check(config) == []
+@pytest.mark.parametrize(
+    ("changes", "gpus", "expected", "why"),
+    [
+        # Rows: half as long where the kernel computes the whole square, a multiple that deals a budget evenly, and four
+        # times as long where blocks are compiled.
+        ({KERNEL: Attention.sdpa}, [H200], {ROW: 4096}, ""),
+        (NOT_COMPILED | {"training.global_samples": None, "training.global_tokens": 12_288}, [H200], {ROW: 6144}, ""),
+        ({}, [H200], {ROW: 32768}, ""),
+        (NOT_COMPILED, [H200], {ROW: 8192}, ""),
+        ({"hardware.memory_gib": 8.0}, [V100], {ROW: 2048}, ""),
+        ({}, [], {ROW: 2048}, ""),
+        ({ROW: 2100}, [H200], {ROW: 2100}, "as asked"),
+        # The kernel: what the GPU, the number format, the rows and the architecture allow, and what is installed.
+        ({}, [V100], {KERNEL: "sdpa_by_document", "precision.tf32": "disabled"}, "1.5 x as fast"),
+        ({}, [V100], {"precision.compute": "fp32"}, "volta has no bf16; fp16 would overflow"),
+        ({"precision.compute": Compute.fp32}, [H200], BY_DOCUMENT, ""),
+        (COMPILED, [H200], {KERNEL: "varlen_attention"}, ""),
+        (COMPILED | PADDED, [H200], {KERNEL: "sdpa"}, ""),
+        (
+            NOT_COMPILED,
+            [A100],
+            {KERNEL: "varlen_attention"},
+            "torch brings it along; the package flash-attn is not installed here; the ampere image has it",
+        ),
+        (PADDED, [A100], {KERNEL: "sdpa"}, "the package flash-attn is not installed here"),
+        ({"model.facts.architecture": "Gemma2ForCausalLM"}, [A100], {KERNEL: "sdpa"}, ""),  # caps its attention logits
+        ({"model.facts.architecture": "BloomForCausalLM"}, [H200], {"packing.mode": "padded"}, ""),
+        (PADDED, [H200], {"training.micro_batch_size": None}, "the batch solver"),
+        (BF16_WEIGHTS, [H200], {"precision.compute": "bf16"}, ""),
+        # The machine: as found, else the recipe's, else as named.
+        ({}, [], {"hardware.memory_gib": 32.0, "hardware.gpus_per_node": 1}, "32 GiB of host memory for 1 rank"),
+        ({}, [], {"hardware.generation": "cpu", "precision.compute": "fp32", KERNEL: "sdpa"}, ""),
+        (IN_DDP | FOUR_VOLTA, [H200], {"hardware.memory_gib": 32.0}, "of a V100-SXM2-32GB, the usual volta GPU"),
+        (IN_DDP | FOUR_VOLTA, [H200], {"hardware.generation": "volta"}, "as asked"),
+        (ON_SLURM | AMPERE, [], {"hardware.generation": "ampere"}, "launcher=slurm starts elsewhere"),
+        (IN_DDP, [H200, V100], {"hardware.generation": "volta"}, "the oldest decides for all"),
+        ({}, [H200, V100], {"hardware.gpus_per_node": 1, "hardware.generation": "hopper"}, ""),
+        (HSDP, 8 * [H200], {"parallelism.shard_group_size": 8}, ""),
+    ],
+)
+def test_what_is_decided_breaks_no_rule(undecided, changed, machine, has_no_flash, changes, gpus, expected, why):
+    resolution = resolve_auto(changed(undecided, changes), machine(*gpus))
+    assert {key: values(resolution)[key] for key in expected} == expected
+    assert why in whys(resolution)[next(iter(expected))]
+    assert not [problem for problem in check(resolution.config) if problem.is_error]
 
 
-def test_no_gpu_and_a_cpu_recipe(undecided, machine):
-    resolution = resolve_auto(undecided, machine())
-    config = resolution.config
-    assert config.hardware.generation is Generation.cpu
-    assert (config.hardware.gpus_per_node, config.hardware.memory_gib) == (1, 32.0)
-    assert config.precision.compute is Compute.fp32
-    assert config.attention.implementation is Attention.sdpa
-    assert resolution.is_runnable_here
+@pytest.mark.parametrize(
+    ("changes", "gpus", "why_not"),
+    [
+        (IN_DDP | FOUR_VOLTA, [H200], "volta is set, and this machine has NVIDIA H200 (hopper)"),
+        (ON_SLURM | AMPERE, [], None),
+        (IN_DDP, [H200, V100], "the first 2 GPUs are of different generations: hopper, volta"),
+        ({}, [H200, V100], None),
+        ({}, [], None),
+    ],
+)
+def test_whether_it_can_run_here(undecided, changed, machine, changes, gpus, why_not):
+    problem = resolve_auto(changed(undecided, changes), machine(*gpus)).problem
+    assert (problem and problem.message) == why_not
 
 
 def test_no_gpu_and_a_gpu_recipe_is_planned_only(undecided, machine, has_no_flash):
@@ -136,7 +160,6 @@ def test_no_gpu_and_a_gpu_recipe_is_planned_only(undecided, machine, has_no_flas
     resolution = resolve_auto(undecided, machine())
     hardware = resolution.config.hardware
     assert (hardware.generation, hardware.gpus_per_node, hardware.memory_gib) == (Generation.ampere, 8, 40.0)
-    assert not resolution.is_runnable_here
     assert resolution.why_not_runnable == (
         "8 x ampere needed, and no GPU is found here: no NVIDIA driver answers here; try the same where the GPUs are "
         "(--dry-run shows here what it does there), or hardware.generation=cpu"
@@ -144,71 +167,6 @@ def test_no_gpu_and_a_gpu_recipe_is_planned_only(undecided, machine, has_no_flas
     # not installed here, but what is planned for runs in its image, which has it
     assert resolution.config.attention.implementation is Attention.flash_attention_2
     assert "the ampere image has it" in whys(resolution)["attention.implementation"]
-
-
-def test_flash_attention_needs_its_package_where_it_runs(undecided, machine, has_no_flash):
-    undecided.model.compile_layers = False
-    resolution = resolve_auto(undecided, machine(A100))
-    assert resolution.config.attention.implementation is Attention.varlen_attention
-    why = whys(resolution)["attention.implementation"]
-    assert why == "torch brings it along; the package flash-attn is not installed here; the ampere image has it"
-
-
-def test_compiled_blocks_take_a_kernel_that_compiles_with_them(undecided, machine, has_flash):
-    undecided.model.compile_layers = True
-    resolution = resolve_auto(undecided, machine(H200))
-    assert resolution.config.attention.implementation is Attention.varlen_attention
-    assert not check(resolution.config)
-    undecided.packing.mode = PackingMode.padded
-    assert resolve_auto(undecided, machine(H200)).config.attention.implementation is Attention.sdpa
-
-
-def test_rows_that_are_padded_cannot_take_torchs_own_kernel(undecided, machine, has_no_flash):
-    undecided.packing.mode = PackingMode.padded
-    resolution = resolve_auto(undecided, machine(A100))
-    assert resolution.config.attention.implementation is Attention.sdpa
-    assert "the package flash-attn is not installed here" in whys(resolution)["attention.implementation"]
-
-
-def test_torchs_own_kernel_is_only_taken_for_architectures_it_was_tried_with(undecided, machine, has_no_flash):
-    undecided.model.facts.architecture = "Gemma2ForCausalLM"  # caps its attention logits
-    assert resolve_auto(undecided, machine(A100)).config.attention.implementation is Attention.sdpa
-
-
-def test_another_machine_can_be_planned_by_name(undecided, machine):
-    undecided.hardware.generation = Generation.volta
-    undecided.hardware.gpus_per_node = 4
-    undecided.parallelism.strategy = Strategy.ddp
-    resolution = resolve_auto(undecided, machine(H200))
-    assert resolution.config.hardware.memory_gib == 32.0
-    assert whys(resolution)["hardware.memory_gib"] == "of a V100-SXM2-32GB, the usual volta GPU"
-    assert resolution.where == "volta is set, and this machine has NVIDIA H200 (hopper)"
-    assert whys(resolution)["hardware.generation"] == "as asked"
-
-
-def test_a_cluster_is_not_judged_by_the_login_node(undecided, machine):
-    undecided.launcher = SlurmConfig(name=LauncherName.slurm)
-    undecided.hardware.reference.generation = Generation.ampere
-    resolution = resolve_auto(undecided, machine())
-    assert resolution.config.hardware.generation is Generation.ampere
-    assert resolution.is_runnable_here
-    assert resolution.where == "started by slurm on other machines; this one only submits"
-
-
-def test_mixed_gpus_follow_the_oldest_and_cannot_start(undecided, machine):
-    undecided.parallelism.strategy = Strategy.ddp
-    resolution = resolve_auto(undecided, machine(H200, V100))
-    assert resolution.config.hardware.generation is Generation.volta
-    assert "the oldest decides for all" in whys(resolution)["hardware.generation"]
-    assert not resolution.is_runnable_here
-    assert "hopper, volta" in resolution.where
-
-
-def test_single_takes_one_of_several_gpus(undecided, machine):
-    resolution = resolve_auto(undecided, machine(H200, V100))
-    assert resolution.config.hardware.gpus_per_node == 1
-    assert resolution.config.hardware.generation is Generation.hopper
-    assert resolution.is_runnable_here
 
 
 def test_more_gpus_than_there_are(undecided, machine):
@@ -268,27 +226,6 @@ def test_the_callers_configuration_is_not_changed(undecided, machine):
     assert undecided == before
 
 
-def test_fp32_by_choice_takes_sdpa_by_document(undecided, machine, has_flash):
-    undecided.precision.compute = Compute.fp32
-    resolution = resolve_auto(undecided, machine(H200))
-    assert resolution.config.attention.implementation is Attention.sdpa_by_document
-    assert check(resolution.config) == []
-
-
-def test_padded_leaves_the_micro_batch_to_the_solver(undecided, machine):
-    undecided.packing.mode = PackingMode.padded
-    resolution = resolve_auto(undecided, machine(H200))
-    assert resolution.config.training.micro_batch_size is None
-    assert "the batch solver" in whys(resolution)["training.micro_batch_size"]
-
-
-def test_a_model_that_leaks_is_padded(undecided, machine):
-    undecided.model.facts.architecture = "BloomForCausalLM"
-    resolution = resolve_auto(undecided, machine(H200))
-    assert resolution.config.packing.mode is PackingMode.padded
-    assert check(resolution.config) == []
-
-
 @pytest.mark.parametrize(
     ("auto_map", "mode"),
     [
@@ -309,12 +246,6 @@ def test_a_model_of_code_of_its_own_is_padded_whatever_its_class_is_called(
     assert ("code of its own" in whys(resolution)["packing.mode"]) is (mode is PackingMode.padded)
     undecided.packing.mode = PackingMode.isolated  # asked for: the leak probe decides
     assert resolve_auto(undecided, machine(H200)).config.packing.mode is PackingMode.isolated
-
-
-def test_bf16_master_weights_compute_in_bf16(undecided, machine):
-    undecided.precision.master_weights = MasterWeights.bf16
-    undecided.model.facts.dtype = "float32"
-    assert check(resolve_auto(undecided, machine(H200)).config) == []
 
 
 ON_HOPPER = ("hardware=hopper", "hardware.gpus_per_node=1", "dataset=synthetic")
@@ -359,15 +290,6 @@ def test_a_base_in_bf16_takes_half_of_the_memory(machine) -> None:
     adapters = 41_943_040  # rank 16 on seven products of 32 layers
     assert in_bf16.memory.weights == pytest.approx((8.03e9 * 2 + 4 * adapters) / 2**30, rel=0.001)
     assert in_bf16.memory.optimizer == pytest.approx(8 * adapters / 2**30, rel=0.001)
-
-
-def test_hsdp_shards_within_a_node(undecided, machine):
-    undecided.parallelism = FsdpConfig(strategy=Strategy.hsdp)
-    undecided.hardware.num_nodes = 2
-    undecided.launcher = SlurmConfig(name=LauncherName.slurm)
-    resolution = resolve_auto(undecided, machine(*[H200] * 8))
-    assert resolution.config.parallelism.shard_group_size == 8
-    assert check(resolution.config) == []
 
 
 def test_a_model_that_does_not_fit_recomputes_its_activations(undecided, machine):

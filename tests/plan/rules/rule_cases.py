@@ -234,12 +234,7 @@ CASES = [
     ),
     case("fp8-with-deepspeed", "under zero1", FP8, {**zero(Strategy.zero1), **COMPILED}),
     case("fp8-with-deepspeed", "under zero3", FP8, {**zero(Strategy.zero3), **COMPILED}),
-    case(
-        "fp8-with-deepspeed",
-        "under zero2",
-        FP8,
-        {**zero(Strategy.zero2, offload_optimizer=Offload.cpu), **COMPILED},
-    ),
+    case("fp8-with-deepspeed", "under zero2", FP8, {**zero(Strategy.zero2, offload_optimizer=Offload.cpu), **COMPILED}),
     case("fp8-not-compiled", "passes over memory of their own", FP8),
     case("fp8-not-compiled", "passes over memory of their own", FP8, SDPA),
     case("fp8-not-compiled", "passes over", FP8, {"attention.implementation": Attention.sdpa_by_document}),

@@ -9,8 +9,7 @@ import pytest
 from tunebook.config.compose import compose
 from tunebook.errors import Problem
 from tunebook.plan.auto.resolve import resolve_auto
-from tunebook.plan.rules import check
-from tunebook.plan.rules.other_groups import _misfits
+from tunebook.plan.rules import _misfits, check
 
 ON_8 = ("hardware=hopper", "hardware.gpus_per_node=8")
 TO_NVME = "parallelism.offload_parameters=nvme"

@@ -24,10 +24,7 @@ from tunebook.config.schema import (
 )
 from tunebook.errors import RulesError
 from tunebook.plan.auto.resolve import resolve_auto
-from tunebook.plan.rules import (
-    check,
-    numbers,
-)
+from tunebook.plan.rules import check, numbers
 
 
 def numeric_keys(kind: type, prefix: str = "") -> Iterator[str]:

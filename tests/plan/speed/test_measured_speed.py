@@ -36,7 +36,7 @@ from tunebook.plan.speed.measured_speed import (
     Alone,
     Spread,
     rate_on_8,
-    share_beside,
+    relative_speed,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -123,9 +123,9 @@ def test_a_loss_by_hand() -> None:
 
 
 def test_two_strategies_are_compared_only_where_both_were_measured_alike() -> None:
-    assert share_beside(Strategy.ddp, Strategy.fsdp) == pytest.approx(26_205.55 / 25_393.55)
-    assert share_beside(Strategy.ddp, Strategy.zero2) == pytest.approx(23_025.4 / 17_422.1)  # of the small model
-    assert share_beside(Strategy.ddp, Strategy.hsdp) is None
+    assert relative_speed(Strategy.ddp, Strategy.fsdp) == pytest.approx(26_205.55 / 25_393.55)
+    assert relative_speed(Strategy.ddp, Strategy.zero2) == pytest.approx(23_025.4 / 17_422.1)  # of the small model
+    assert relative_speed(Strategy.ddp, Strategy.hsdp) is None
 
 
 @pytest.mark.parametrize(("facts", "file"), [(QWEN_3B, "qwen25_3b"), (QWEN_05B, "qwen25_05b")])

@@ -131,3 +131,12 @@ def test_bar_has_a_description() -> None:
     assert 'aria-label="Planned memory and what was measured: weights 10 GiB, optimizer 20 GiB, overhead 5 GiB, ' in svg
     assert '<rect class="part c2" x="12.50%" y="5" width="25.00%"' in svg
     assert '<line class="stack-mark reserved" x1="50.00%" x2="50.00%"' in svg
+
+
+def test_a_plan_by_measured_steps_says_so() -> None:
+    record = run(memory_gib=MEMORY)
+    assert record.plan is not None
+    record.plan["measured"] = {"date": "2026-01-02"}
+    found = build_prediction(record, summarise(record))
+    assert found is not None
+    assert "Memory: the peak is that of two steps measured on 2026-01-02; its parts are estimates." in found.notes

@@ -1,10 +1,9 @@
-"""What would make a run fit that is too large: up to three changes, the cheapest in speed first, ready to paste.
+"""What would make a run fit that is too large: up to three changes, the fastest first, ready to paste.
 
-Each is tried as if it had been typed, so whatever breaks a rule is left out, what brings a new warning is offered only
-where too few others were found, and its cost is its own estimate beside that of the run as asked. In which order they
-are tried follows from the speeds that were measured; what was not comes after what was, and what changes what is
-learned comes last. A key that was typed for the answer that a change replaces, and that its own answer has no use for,
-is named as a word to leave out.
+Each change is tried as if it had been typed. One that breaks a rule is left out; one that brings a new warning is
+offered only where too few others were found. The order of trying follows from measured speeds: changes without a
+measured speed come after those with one, and changes of what is learned come last. A typed key that a change has no use
+for, or that would undo it, is named as one to leave out.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from tunebook.facts.strategies import COPIED, DIVIDED, OFFLOADING_OPTIMIZER, UND
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.draft import Draft, draft_run
 from tunebook.plan.memory import estimate_memory
-from tunebook.plan.speed.measured_speed import RECOMPUTED, SELECTIVE, STORED, rate_on_8, share_beside
+from tunebook.plan.speed.measured_speed import RECOMPUTED, SELECTIVE, STORED, rate_on_8, relative_speed
 
 HOW_MANY = 3
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Change:
     """Something to type."""
 
     words: tuple[str, ...]
-    speed: float | None  # by which changes are ordered: of FSDP's, as measured; None: not measured
+    speed: float | None = None  # by which changes are ordered: of FSDP's, as measured; None: not measured
     note: str = ""
     changes_learning: bool = False
 
@@ -98,39 +97,30 @@ def _sharded() -> tuple[Change, ...]:
     rates = {strategy: rate_on_8(strategy) for strategy in DIVIDED}
     fsdp = rates[DIVIDED[0]]
     return tuple(
-        Change(words=(f"parallelism={strategy.name}",), speed=rate / fsdp)
+        Change((f"parallelism={strategy.name}",), rate / fsdp)
         for strategy, rate in rates.items()
         if rate is not None and fsdp is not None
     )
 
 
-_SELECTIVE = Change(words=("activation=selective",), speed=SELECTIVE.gain)
-_CHECKPOINTING = Change(words=("activation=checkpointing",), speed=RECOMPUTED / STORED)
+_SELECTIVE = Change(("activation=selective",), SELECTIVE.gain)
+_CHECKPOINTING = Change(("activation=checkpointing",), RECOMPUTED / STORED)
 _SHARDED = _sharded()
-_ALONE = Change(words=("parallelism=single",), speed=1.0)  # nothing waits for anything
-_COPIES = Change(words=(f"parallelism={COPIED.name}",), speed=share_beside(COPIED, DIVIDED[0]))
+_ALONE = Change(("parallelism=single",), 1.0)  # nothing waits for anything
+_COPIES = Change((f"parallelism={COPIED.name}",), relative_speed(COPIED, DIVIDED[0]))
 _OFFLOADED = (
-    Change(words=("parallelism=zero2_offload",), speed=None, note="optimizer state in host memory"),
-    Change(words=("parallelism=fsdp_offload",), speed=None, note="weights and optimizer state in host memory"),
-    Change(words=("parallelism=zero3_offload",), speed=None, note="weights and optimizer state in host memory"),
+    Change(("parallelism=zero2_offload",), note="optimizer state in host memory"),
+    Change(("parallelism=fsdp_offload",), note="weights and optimizer state in host memory"),
+    Change(("parallelism=zero3_offload",), note="weights and optimizer state in host memory"),
 )
 # What was asked for on top. Its speed was not measured; without it a run is no slower.
-_KEPT_ON_GPU = Change(words=("activation.offload=false",), speed=1.0, note="activations stay on the GPU")
-_SMALLER_PASSES = Change(words=("training.micro_batch_size=1",), speed=None, note="more and smaller passes")
+_KEPT_ON_GPU = Change(("activation.offload=false",), 1.0, note="activations stay on the GPU")
+_SMALLER_PASSES = Change(("training.micro_batch_size=1",), note="more and smaller passes")
+_IN_8_BITS = "optimizer state in 8 bits: learns slightly differently"
 _OTHER_LEARNING = (
-    Change(
-        words=("optimizer=adamw_8bit",),
-        speed=None,
-        note="optimizer state in 8 bits: learns slightly differently",
-        changes_learning=True,
-    ),
-    Change(words=("peft=lora",), speed=None, note="trains an adapter instead of the model", changes_learning=True),
-    Change(
-        words=("peft=qlora",),
-        speed=None,
-        note="trains an adapter of the model in 4 bits",
-        changes_learning=True,
-    ),
+    Change(("optimizer=adamw_8bit",), note=_IN_8_BITS, changes_learning=True),
+    Change(("peft=lora",), note="trains an adapter instead of the model", changes_learning=True),
+    Change(("peft=qlora",), note="trains an adapter of the model in 4 bits", changes_learning=True),
 )
 _ADAPTERS = _OTHER_LEARNING[1:]
 # See the rules optimizer-with-fsdp, -with-zero and -offloaded, fp8-with-deepspeed and fp8-with-adapters.
@@ -150,9 +140,9 @@ def changes_that_fit(recipe: str | None, overrides: list[str], recipes_dirs: lis
     warned: list[Fitting] = []  # a second choice
     refused: list[Change] = []
     for change in _candidates(draft):
-        if any(set(fitting.change.words) <= _with_less(change) for fitting in found):
+        if any(set(fitting.change.words) <= _words_or_less(change) for fitting in found):
             continue  # it fits with less
-        if _is_hopeless(change, draft, overrides) or any(_is_no_cure(change, other) for other in refused):
+        if _exceeds_by_states(change, draft, overrides) or any(_only_adds_savings(change, other) for other in refused):
             continue
         tried, left_out = _try(change, recipe, overrides, recipes_dirs, draft)
         fitting = _fitting(change, tried, draft, left_out) if tried.fits and tried.exit_code == 0 else None
@@ -172,7 +162,7 @@ def _offered(fitting: Fitting) -> tuple[bool, bool, float]:
     return fitting.change.changes_learning, bool(fitting.warnings), -(fitting.tokens_per_second_per_gpu or 0)
 
 
-def _is_hopeless(change: Change, asked: Draft, overrides: list[str]) -> bool:
+def _exceeds_by_states(change: Change, asked: Draft, overrides: list[str]) -> bool:
     """Whether the states alone are more than each GPU has, which an estimate tells without composing the change.
 
     Of strategies as their files have them, without keys of their own: what else is set of one may move its states. A
@@ -205,7 +195,7 @@ def _settings(name: str) -> ParallelismConfig | None:
     return PARALLELISM_SCHEMAS[Strategy[name]](strategy=Strategy[name])
 
 
-def _is_no_cure(change: Change, refused: Change) -> bool:
+def _only_adds_savings(change: Change, refused: Change) -> bool:
     """Whether a change is a refused one and something that only takes less memory."""
     more = set(change.words) - set(refused.words)
     return set(refused.words) < set(change.words) and {word.partition("=")[0] for word in more} <= _WITHOUT_STATES
@@ -259,7 +249,7 @@ def _new_problems(tried: Draft, asked: Draft) -> list[Problem]:
     return [problem for problem in tried.problems if problem.id not in before]
 
 
-def _with_less(change: Change) -> set[str]:
+def _words_or_less(change: Change) -> set[str]:
     """The words of a change, and of one that recomputes less."""
     words = set(change.words)
     return words | set(_SELECTIVE.words) if words & set(_CHECKPOINTING.words) else words
@@ -293,14 +283,14 @@ def _candidates(draft: Draft) -> list[Change]:
     strategies_of_adapters = [change for change in single if change.words in _WITH_ADAPTERS]
     single += _OTHER_LEARNING if OPTIMIZERS[config.optimizer.name].in_8bit else _ADAPTERS
     single += [_both(strategy, adapter) for adapter in _ADAPTERS for strategy in strategies_of_adapters]
-    single = [_as_rules_allow(_that_counts(change, draft), draft, config) for change in single]
+    single = [_as_rules_allow(_with_effective_optimizer(change, draft), draft, config) for change in single]
     sparing = _sparing_the_host(config) if draft.host is not None and draft.host.fits is False else []
-    sparing = [_that_counts(change, draft) for change in sparing]
+    sparing = [_with_effective_optimizer(change, draft) for change in sparing]
     shorter, less = _shorter_rows(draft), _keeping_less(config)
     pairs = [_both(change, other) for change in (*sparing, *single) for other in (*shorter, *less)]
     pairs += [_both(change, other) for change in single if change not in smaller for other in smaller]
     pairs += [_both(change, other) for change in shorter for other in less]
-    # Alone they come first, since a faster strategy beside them is not offered where they are enough.
+    # Alone they come first: where they are enough, no other strategy is offered with them.
     return [*sparing, *shorter, *sorted([*single, *less, *pairs], key=_rank)]
 
 
@@ -313,7 +303,7 @@ def _strategies(draft: Draft, config: RunConfig) -> list[Change]:
     return [change for change in strategies if change.words != (f"parallelism={taken}",)]
 
 
-def _that_counts(change: Change, draft: Draft) -> Change:
+def _with_effective_optimizer(change: Change, draft: Draft) -> Change:
     """With another optimizer by its name, where one was set by that: the group's answer would not count."""
     words = tuple(
         _to_type("optimizer", "name", OptimizerName[word.partition("=")[2]], draft)
@@ -329,10 +319,10 @@ def _as_rules_allow(change: Change, draft: Draft, config: RunConfig) -> Change:
     words = set(change.words)
     if _refuses_optimizer(words, OPTIMIZERS[config.optimizer.name]):
         adamw = (_to_type("optimizer", "name", RUNS_EVERYWHERE, draft),)
-        change = _both(change, Change(words=adamw, speed=1.0, **_effect_of_adamw(config.optimizer.name)))
+        change = _both(change, Change(adamw, 1.0, **_effect_of_adamw(config.optimizer.name)))
     if config.precision.compute is Compute.fp8 and words & _REFUSE_FP8:
         bf16 = (_to_type("precision", "compute", Compute.bf16, draft),)
-        change = _both(change, Change(words=bf16, speed=None, note="computes in bf16 instead of fp8: more exactly"))
+        change = _both(change, Change(bf16, note="computes in bf16 instead of fp8: more exactly"))
     return change
 
 
@@ -369,7 +359,7 @@ def _sparing_the_host(config: RunConfig) -> list[Change]:
     changes = [_KEPT_ON_GPU] if config.activation.offload else []
     if (name := OPTIMIZERS[config.optimizer.name].same_steps_unpaged) is not None:
         note = "the same steps, with the optimizer's state on the GPU"
-        changes.append(Change(words=(f"optimizer={name.name}",), speed=1.0, note=note))
+        changes.append(Change((f"optimizer={name.name}",), 1.0, note=note))
     return changes
 
 
@@ -380,7 +370,7 @@ def _shorter_rows(draft: Draft) -> list[Change]:
         return []
     counted = "tokens" if asked.training.global_samples is None else "documents"
     note = f"shorter rows, as many {counted} in each step"
-    return [Change(words=(f"packing.row_length={asked.training.max_length}",), speed=1.0, note=note)]
+    return [Change((f"packing.row_length={asked.training.max_length}",), 1.0, note=note)]
 
 
 def _keeping_less(config: RunConfig) -> list[Change]:

@@ -7,7 +7,7 @@ GPUs: what frees the host of one run (a disk for what is offloaded, say) takes m
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from tunebook.config.choices import Checkpointing, Offload, PeftMethod
 from tunebook.config.model_facts import ModelFacts
@@ -21,14 +21,9 @@ from tunebook.plan.memory.states import paged_bytes
 from tunebook.plan.rules import check
 
 HOW_MANY = 3
+_Remedy = tuple[str, RunConfig]  # what to type, and the resolved configuration with it
 _TYPE_MORE = "say what the nodes really have: hardware.host_memory_gib=GIB"
 _DOUBLINGS = 3  # of the nodes, and halvings of the GPUs of each, at most: more is another plan
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Remedy:
-    words: str  # to type
-    config: RunConfig  # resolved, with them
 
 
 def estimate_host(config: RunConfig, facts: ModelFacts) -> HostBytes:
@@ -44,10 +39,10 @@ def host_advice(config: RunConfig, facts: ModelFacts, capacity: float, otherwise
     """
     asked = estimate_host(config, facts)
     less: list[tuple[str, HostBytes]] = []
-    for remedy in _remedies(config, facts, capacity):
-        found = estimate_host(remedy.config, facts)
-        if found.peak < asked.peak and _can_run(remedy.config):
-            less.append((remedy.words, found))
+    for words, changed in _remedies(config, facts, capacity):
+        found = estimate_host(changed, facts)
+        if found.peak < asked.peak and _can_run(changed):
+            less.append((words, found))
     enough = [one for one in less if one[1].peak <= capacity * GIB]
     named = " or ".join(f"{words} ({found.peak / GIB:,.1f} GiB)" for words, found in enough[:HOW_MANY])
     advice = f"try {named}, or " if enough else ""
@@ -99,24 +94,24 @@ def _remedies(config: RunConfig, facts: ModelFacts, capacity: float) -> Iterator
     """What may need less, what costs least first: what was asked for on top, the strategy, the machines, the method."""
     if config.activation.offload:
         kept_on_gpu = replace(config, activation=replace(config.activation, offload=False))
-        yield _Remedy(words="activation.offload=false", config=kept_on_gpu)
+        yield "activation.offload=false", kept_on_gpu
         recomputed = replace(kept_on_gpu.activation, checkpointing=Checkpointing.enabled)
         words = "activation=checkpointing activation.offload=false"
-        yield _Remedy(words=words, config=replace(config, activation=recomputed))
+        yield words, replace(config, activation=recomputed)
     if (name := OPTIMIZERS[config.optimizer.name].same_steps_unpaged) is not None:
         another = replace(config, optimizer=replace(config.optimizer, name=name))
-        yield _Remedy(words=f"optimizer.name={name.name}", config=another)  # counts where the key was typed, too
+        yield f"optimizer.name={name.name}", another  # counts where the key was typed, too
     yield from _strategies(config)
     yield from _machines(config, facts, capacity)
     if config.peft.method is PeftMethod.full:
         adapter = replace(config, peft=replace(config.peft, method=PeftMethod.lora))
-        yield _Remedy(words="peft=lora", config=adapter)
+        yield "peft=lora", adapter
 
 
 def _strategies(config: RunConfig) -> Iterator[_Remedy]:
     """What keeps all on the GPUs, divided where there are several; and a disk for what is offloaded.
 
-    What is offloaded may be the strategy's own or typed beside it, which would undo the change: it is said to go.
+    Offloading may come from the strategy's file or from an override, which would undo the change: `without` names it.
     """
     places = _offloaded(config)
     without = f" without {', '.join(f'parallelism.{key}' for key in places)}" if places else ""
@@ -124,13 +119,13 @@ def _strategies(config: RunConfig) -> Iterator[_Remedy]:
     alone, divided = ParallelismConfig(strategy=ALONE), FsdpConfig(strategy=SPARING_THE_HOST)
     on_gpus = alone if is_alone else divided
     words = f"parallelism={on_gpus.strategy.name}{without}"
-    yield _Remedy(words=words, config=replace(config, parallelism=on_gpus))
+    yield words, replace(config, parallelism=on_gpus)
     if places:
         on_disk = ZeroConfig(
             strategy=OFFLOADING_ALL, offload_optimizer=Offload.nvme, offload_parameters=Offload.nvme, nvme_path="FOLDER"
         )
         words = f"parallelism=zero3_nvme parallelism.nvme_path=FOLDER{without}"
-        yield _Remedy(words=words, config=replace(config, parallelism=on_disk))
+        yield words, replace(config, parallelism=on_disk)
 
 
 def _machines(config: RunConfig, facts: ModelFacts, capacity: float) -> Iterator[_Remedy]:
@@ -145,4 +140,4 @@ def _machines(config: RunConfig, facts: ModelFacts, capacity: float) -> Iterator
         enough = (place for place, peak in enumerate(peaks) if peak <= capacity * GIB)
         if tries:
             chosen = next(enough, len(tries) - 1)
-            yield _Remedy(words=f"hardware.{key}={counts[chosen]}", config=tries[chosen])
+            yield f"hardware.{key}={counts[chosen]}", tries[chosen]

@@ -91,7 +91,7 @@ def _gpus_per_node(config: RunConfig, machine: Machine) -> tuple[int, str]:
     if config.recipe is None and reference.gpus_per_node == 1:
         return 1, "nothing names more; hardware.gpus_per_node=8 plans for so many"
     unit = "ranks" if hardware.generation is Generation.cpu else "GPUs"
-    # Below 1 it is refused by its own range: what is worked out from it need not be refused beside it.
+    # A value below 1 is refused by its own range, so what is derived from it must not be refused as well.
     return max(1, reference.gpus_per_node), f"{unit} of {_reference(config)}"
 
 

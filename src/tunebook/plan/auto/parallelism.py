@@ -51,7 +51,7 @@ class _Tried:
         return self.checkpointing is Checkpointing.enabled
 
     @property
-    def makes_do(self) -> int:
+    def concessions(self) -> int:
         """How much is given up to make it fit: short rows less than whole layers, and parts of blocks nothing.
 
         DDP was 5% faster than FSDP of gradients and optimizer, and that 7% than FSDP (h200x4_speed.jsonl): more than
@@ -92,7 +92,7 @@ def _strategy(config: RunConfig, decide_passes: DecidePasses) -> tuple[Strategy,
     allowed = [one for one in tried if len(one.refusals) == fewest]
     # `min` takes the first of equals: of those that give up least the fastest.
     fitting = [one for one in allowed if one.fits]
-    chosen = min(fitting, key=lambda one: one.makes_do) if fitting else allowed[-1]
+    chosen = min(fitting, key=lambda one: one.concessions) if fitting else allowed[-1]
     return chosen.strategy, _why(config, chosen, tried)
 
 
@@ -119,10 +119,10 @@ def _why(config: RunConfig, chosen: _Tried, tried: list[_Tried]) -> str:
     against = tried[:place]
     if not chosen.fits or chosen.is_recomputed:
         against = against + [one for one in tried[place + 1 :] if one.refusals]
-    return "; ".join([_for(config, chosen), *filter(None, (_against(one, chosen) for one in against))])
+    return "; ".join([_reason_for(config, chosen), *filter(None, (_reason_against(one, chosen) for one in against))])
 
 
-def _for(config: RunConfig, chosen: _Tried) -> str:
+def _reason_for(config: RunConfig, chosen: _Tried) -> str:
     what = STRATEGIES[chosen.strategy].auto_reason
     if config.hardware.memory_gib is None:
         return f"{what}; the memory is not known, and this is the safe side"
@@ -133,11 +133,11 @@ def _for(config: RunConfig, chosen: _Tried) -> str:
     return f"{what}: estimated {gib_text(chosen.total_gib)}{recomputed} {verdict}"
 
 
-def _against(one: _Tried, chosen: _Tried) -> str | None:
+def _reason_against(one: _Tried, chosen: _Tried) -> str | None:
     """None where nothing is known against it."""
     if rules := sorted(set(one.refusals) - set(chosen.refusals)):
         return f"{one.strategy.name} is refused ({', '.join(rules)})"
-    if one.fits and one.makes_do < 2:
+    if one.fits and one.concessions < 2:
         return f"{one.strategy.name} would have to compute in rows of {one.row_length} tokens"
     if one.fits:
         return f"{one.strategy.name} would have to recompute activations"

@@ -54,11 +54,11 @@ def _row_length(config: RunConfig) -> tuple[int, str]:
         target = _FULL_COMPILED_ROW_TOKENS
     if target is None or config.hardware.generation is Generation.cpu:
         return length, "training.max_length: the shortest row that holds every document"
-    target = min(target, _filled_by_a_step(config))
+    target = min(target, _tokens_of_a_step(config))
     row, again = _longest_row(config, target, _kept(config)), ""
-    if _may_compute_again(config):
+    if _may_recompute_parts(config):
         longer = _longest_row(config, target, Checkpointing.selective)
-        if _is_worth_computing_again(config, row, longer):
+        if _is_worth_recomputing_parts(config, row, longer):
             row, again = longer, " with norms and activation functions computed again"
     if row == length:
         return row, "training.max_length: a step fills no longer row, or none would divide the batch or fit into memory"
@@ -66,7 +66,7 @@ def _row_length(config: RunConfig) -> tuple[int, str]:
     return row, f"{times}: a longer pass keeps the GPU busy, and is estimated to fit{again}"
 
 
-def _filled_by_a_step(config: RunConfig) -> int:
+def _tokens_of_a_step(config: RunConfig) -> int:
     """Tokens that a row can be filled with by the documents of a step, when every GPU gets one row of them.
 
     Steps of few documents differ, so they are taken for twice as long as the stated mean.
@@ -83,10 +83,12 @@ def _longest_row(config: RunConfig, target: int, checkpointing: Checkpointing) -
     """Of the multiples of the longest document's length up to `target` tokens that fit and divide the batch."""
     length = config.training.max_length
     rows = (documents * length for documents in range(target // length, 1, -1))
-    return next((row for row in rows if _divides_the_budget(config, row) and _fits(config, row, checkpointing)), length)
+    return next(
+        (row for row in rows if _divides_token_budget(config, row) and _fits(config, row, checkpointing)), length
+    )
 
 
-def _is_worth_computing_again(config: RunConfig, row: int, longer: int) -> bool:
+def _is_worth_recomputing_parts(config: RunConfig, row: int, longer: int) -> bool:
     """Whether a step is done in fewer and longer passes by it, or a row of the other length needs it, too."""
     if longer <= row or _passes(config, longer) >= _passes(config, row):
         return False
@@ -113,12 +115,12 @@ def _kept(config: RunConfig) -> Checkpointing:
     return Checkpointing.selective if is_selective else Checkpointing.disabled
 
 
-def _may_compute_again(config: RunConfig) -> bool:
+def _may_recompute_parts(config: RunConfig) -> bool:
     """Whether it is open what is kept of blocks, and they are compiled, which can keep parts."""
     return config.activation.checkpointing is Checkpointing.auto and bool(config.model.compile_layers)
 
 
-def _divides_the_budget(config: RunConfig, row: int) -> bool:
+def _divides_token_budget(config: RunConfig, row: int) -> bool:
     """A budget of tokens is counted in rows, which every rank needs equally many of."""
     budget = config.training.global_tokens
     return budget is None or budget % (row * world_size(config) * (config.training.micro_batch_size or 1)) == 0
@@ -165,7 +167,7 @@ def _checkpointing(config: RunConfig) -> tuple[Checkpointing, str]:
         return Checkpointing.disabled, f"estimated {parts} fit into {there}, and it is faster"
     if estimate.total_gib <= memory * USABLE_SHARE:
         there = f"{memory:g} GiB, of which CUDA and unusable pieces take a part"
-    if _may_compute_again(config) and _fits_with(config, facts, memory, Checkpointing.selective):
+    if _may_recompute_parts(config) and _fits_with(config, facts, memory, Checkpointing.selective):
         again = estimate_memory(config, facts, checkpointing=Checkpointing.selective)
         left = gib_text(again.buffers_gib + again.activations_gib)
         does = f"with norms and activation functions computed again {left} of the latter do"

@@ -43,13 +43,11 @@ _MOST_PARTS = 3  # that are named
 
 @dataclass(frozen=True, kw_only=True)
 class Resolution:
-    """A configuration without open decisions, the choices that were made, and whether it can start here."""
+    """A configuration without open decisions, and the choices that were made."""
 
     config: RunConfig
     choices: list[Choice]
-    is_runnable_here: bool
-    where: str  # one sentence: where it runs, or why it cannot run here
-    problem: Problem | None = None  # why it cannot run here
+    problem: Problem | None = None  # why it cannot run here; None: it can
     host_memory_gib: float | None = None  # of one node; None: not known
 
     @property
@@ -70,7 +68,7 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     resolved = decisions.config
     decide_hardware(decisions, machine)
     resolved.model.facts = read_facts(resolved.model)
-    _tell_unreached(decisions)
+    _note_unreached(decisions)
     problem = hardware_problem(resolved, machine)
     decisions.decide("precision.compute", lambda: _compute(resolved))
     decisions.decide("precision.master_weights", lambda: _master_weights(resolved))
@@ -86,14 +84,12 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     return Resolution(
         config=resolved,
         choices=decisions.choices,
-        is_runnable_here=problem is None,
-        where=problem.message if problem is not None else _where(resolved),
         problem=problem,
         host_memory_gib=_host_memory_gib(resolved, machine, problem),
     )
 
 
-def _tell_unreached(decisions: Decisions) -> None:
+def _note_unreached(decisions: Decisions) -> None:
     """What of the model is left as it is, decided for whoever trains on text alone; nothing to be typed."""
     facts, parts = decisions.config.model.facts, unreached_of(decisions.config.model.facts)
     if facts is None or facts.measured is None or not parts:
@@ -109,14 +105,6 @@ def _host_memory_gib(config: RunConfig, machine: Machine, problem: Problem | Non
     if config.hardware.host_memory_gib is not None:
         return config.hardware.host_memory_gib
     return None if problem is not None or starts_elsewhere(config) else machine.host_memory_gib
-
-
-def _where(config: RunConfig) -> str:
-    if starts_elsewhere(config):
-        return f"started by {config.launcher.name.name} on other machines; this one only submits"
-    if config.hardware.generation is Generation.cpu:
-        return "runs here, on the CPU"
-    return f"runs here, on {config.hardware.gpus_per_node} x {config.hardware.generation.name}"
 
 
 def _compute(config: RunConfig) -> tuple[Compute, str]:

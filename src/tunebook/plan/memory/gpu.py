@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 from tunebook.config.schema import RunConfig
 from tunebook.data.batch import BatchPlan
 from tunebook.plan.memory import GIB, USABLE_SHARE, Estimate, estimate_memory
 from tunebook.plan.memory.overhead import overhead_bytes
+
+if TYPE_CHECKING:
+    from tunebook.record.measurement import Measurement
 
 _NOT_KNOWN = "whether it fits is not known"
 # Rows may be shorter than planned and the estimate too high: only what is this much more than the memory is refused.
@@ -53,6 +57,7 @@ class MemoryPlan:
     memory: Memory
     fits: bool | None  # None: the estimate is too rough to say
     verdict: str  # the same as a sentence, with its reason
+    measured: Measurement | None = None  # that the peak is of; None: it is estimated
 
     @property
     def is_in_doubt(self) -> bool:

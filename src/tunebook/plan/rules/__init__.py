@@ -1,15 +1,19 @@
 """Every cross-field rule, as one table. `check` reports all broken ones at once, before anything is downloaded.
 
 A rule looks at the resolved configuration only (see `plan.auto.resolve`); what this machine must have for it stands in
-`train.requirements`. Adding a rule: write it in the module of its topic, list it in that module's `RULES`, and add its
-case to `tests/config/rule_cases.py`.
+`train.requirements`. Adding a rule: write it in the module of its topic, its texts in `errors.yaml`, and its case in
+`tests/plan/rules/rule_cases.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from enum import Enum
 
-from tunebook.config.schema import RunConfig
+from tunebook.config.recipe_files import choice_schema, choice_values, group_choices
+from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS, RunConfig
+from tunebook.config.walk import field_types, schemas_of
 from tunebook.errors import Problem
 from tunebook.plan.rules import (
     attention,
@@ -22,25 +26,19 @@ from tunebook.plan.rules import (
     quantised,
     running,
     sources,
-    texts,
 )
 from tunebook.plan.rules.frame import Rule
-from tunebook.plan.rules.other_groups import PlaceOf, with_what_to_leave_out
 
 __all__ = ["RULES", "check"]
 
-RULES: tuple[Rule, ...] = (
-    *numbers.RULES,
-    *sources.RULES,
-    *batch.RULES,
-    *precision.RULES,
-    *attention.RULES,
-    *parallelism.RULES,
-    *optimizing.RULES,
-    *quantised.RULES,
-    *running.RULES,
-    *launching.RULES,
-    *texts.RULES,
+PlaceOf = Callable[[str], str | None]
+_OR = " or "
+_MODULES = (
+    numbers, sources, batch, precision, attention, parallelism, optimizing, quantised, running, launching,
+)  # fmt: skip
+# By id, in the order in which modules define them.
+RULES: tuple[Rule, ...] = tuple(
+    {part.id: part for module in _MODULES for part in vars(module).values() if isinstance(part, Rule)}.values()
 )
 
 
@@ -57,3 +55,34 @@ def check(config: RunConfig, place_of: PlaceOf | None = None) -> list[Problem]:
             for problem in problems
         ]
     return sorted(problems, key=lambda problem: not problem.is_error)
+
+
+def with_what_to_leave_out(fix: str, config: RunConfig, place_of: PlaceOf) -> str:
+    """A fix whose ways out each end in `without KEY` for the typed keys that do not go with the groups it chooses."""
+    return _OR.join(_way_out(way, config, place_of) for way in fix.split(_OR))
+
+
+def _way_out(way: str, config: RunConfig, place_of: PlaceOf) -> str:
+    pairs = dict(word.split("=", 1) for word in way.split() if "=" in word)
+    misfits = [
+        key
+        for group, choice in pairs.items()
+        if group in GROUPS and choice in group_choices(group)
+        for key in _misfits(group, choice, config)
+        if key not in pairs and (place_of(key) or "").startswith(f"override '{key}=")
+    ]
+    return way + (f" without {', '.join(misfits)}" if misfits else "")
+
+
+def _misfits(group: str, choice: str, config: RunConfig) -> Iterator[str]:
+    """Keys of the group as it is that another choice of it does not know, or states another answer for."""
+    kind = choice_schema(group, choice)
+    schema = schemas_of(group)[0] if kind is None else CHOICE_SCHEMAS[f"{group}/{kind}"]
+    known, settings = field_types(schema), getattr(config, group)
+    stated = {field.name: field.default.name for field in fields(schema) if isinstance(field.default, Enum)}
+    stated |= choice_values(group, choice)
+    for name in field_types(type(settings)):
+        value = getattr(settings, name)
+        # Of what is stated only what names something: numbers and switches tune a choice, and may stay as they are.
+        if name not in known or (isinstance(value, Enum) and stated.get(name, value.name) != value.name):
+            yield f"{group}.{name}"

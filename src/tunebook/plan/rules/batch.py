@@ -9,30 +9,20 @@ from tunebook.config.choices import Generation, PackingMode, Source
 from tunebook.config.schema import RunConfig
 from tunebook.data.batch import fewer_gpus
 from tunebook.facts.attention import ATTENTIONS, Isolation
-from tunebook.plan.rules.frame import Finding, Level, Rule, rule, world_size
+from tunebook.plan.rules.frame import Finding, rule, world_size
 
 _LOG_OF_ALL = 30.0  # the logarithm of a length that no document has
 
 
-@rule(
-    "batch-one-way",
-    summary="The global batch is said in exactly one way.",
-    why="A step is a number of documents (global_samples) or of tokens (global_tokens); both cannot hold at once.",
-    advice="Set one of training.global_samples and training.global_tokens, and the other to null.",
-)
+@rule("batch-one-way", "training.global_samples")
 def batch_one_way(config: RunConfig) -> Finding | None:
     """Exactly one of the two."""
     samples, tokens = config.training.global_samples, config.training.global_tokens
     if samples is not None and tokens is not None:
         message = f"global_samples={samples} and global_tokens={tokens} say the size of a step twice"
-        return Finding(
-            key="training.global_samples",
-            message=message,
-            fix="training.global_tokens=null or training.global_samples=null",
-        )
+        return Finding(message, "training.global_tokens=null or training.global_samples=null")
     if samples is None and tokens is None:
-        message = "nothing says how large an optimizer step is"
-        return Finding(key="training.global_samples", message=message, fix="training.global_samples=64")
+        return Finding("nothing says how large an optimizer step is", "training.global_samples=64")
     return None
 
 
@@ -49,14 +39,7 @@ def _is_padded(config: RunConfig) -> bool:
     return config.packing.mode is PackingMode.padded
 
 
-@rule(
-    "batch-not-divisible",
-    summary="A step does not divide evenly among the GPUs.",
-    why="Every GPU passes over the same number of rows: padded, a step has GPUs x micro batch x passes documents; "
-    "said in tokens, it has that many rows of packing.row_length. Tunebook does not round a batch, because that would "
-    "train something else.",
-    advice="Take one of the two nearest sizes that the message names, or another micro batch or number of GPUs.",
-)
+@rule("batch-not-divisible")
 def batch_not_divisible(config: RunConfig) -> Finding | None:
     """Padded documents, or the rows that `global_tokens` makes, must be a multiple of ranks x micro batch."""
     training = config.training
@@ -81,7 +64,7 @@ def batch_not_divisible(config: RunConfig) -> Finding | None:
     fix = f"{key}={closer}" + (f" or {key}={other}" if other else "")
     if _is_padded(config):
         fix = _with_fewer_gpus(config) or fix
-    return Finding(key=key, message=message, fix=fix)
+    return Finding(message, fix, key=key)
 
 
 def _with_fewer_gpus(config: RunConfig) -> str | None:
@@ -94,13 +77,7 @@ def _documents(count: int) -> str:
     return f"{count} document{'s' if count != 1 else ''}"
 
 
-@rule(
-    "batch-too-small",
-    summary="A step has less than one row for every GPU.",
-    why="Every GPU needs at least one document in every step, and where a step is said in tokens room for one micro "
-    "batch of whole rows. A GPU without any would have no gradient to add.",
-    advice="Raise training.global_samples or training.global_tokens, or use fewer GPUs.",
-)
+@rule("batch-too-small")
 def batch_too_small(config: RunConfig) -> Iterator[Finding]:
     """Packed: one document per rank, and rows for one pass (padded documents are covered by divisibility)."""
     if _is_padded(config):
@@ -109,27 +86,20 @@ def batch_too_small(config: RunConfig) -> Iterator[Finding]:
     if samples is not None and 1 <= samples < ranks:
         are_fewer = "documents a step are fewer than" if samples > 1 else "document a step is less than one for each of"
         fix = _with_fewer_gpus(config) or f"training.global_samples={ranks}"
-        yield Finding(key="training.global_samples", message=f"{samples} {are_fewer} the {ranks} GPUs", fix=fix)
+        yield Finding(f"{samples} {are_fewer} the {ranks} GPUs", fix, key="training.global_samples")
     unit, length = _rows_unit(config), _row_length(config)
     if tokens is not None and 1 <= tokens < unit * length:
         message = f"{tokens} tokens a step are fewer than {unit} rows x {length} tokens = {unit * length}"
-        yield Finding(key="training.global_tokens", message=message, fix=f"training.global_tokens={unit * length}")
+        yield Finding(message, f"training.global_tokens={unit * length}", key="training.global_tokens")
 
 
-@rule(
-    "tokens-need-packing",
-    summary="A batch in tokens with padded rows.",
-    why="training.global_tokens counts what rows hold; a padded row holds one document of any length, so the tokens of "
-    "a step cannot be known before its documents are drawn.",
-    advice="Say the batch in documents with training.global_samples, or pack.",
-)
+@rule("tokens-need-packing", "training.global_tokens")
 def tokens_need_packing(config: RunConfig) -> Finding | None:
     """`global_tokens` in padded mode."""
     tokens = config.training.global_tokens
     if tokens is None or not _is_padded(config):
         return None
-    message = f"{tokens} tokens a step need packed rows"
-    return Finding(key="training.global_tokens", message=message, fix=in_padded_documents(config))
+    return Finding(f"{tokens} tokens a step need packed rows", in_padded_documents(config))
 
 
 def in_padded_documents(config: RunConfig) -> str:
@@ -156,12 +126,7 @@ def _mean_tokens(config: RunConfig) -> float:
     return min(longest, drawn.max_tokens, max(drawn.min_tokens, mean))
 
 
-@rule(
-    "batch-larger-than-data",
-    summary="One step wants more documents than the data set has.",
-    why="A step never takes a document twice, so not even one step could be made.",
-    advice="Lower training.global_samples to a small part of the data set.",
-)
+@rule("batch-larger-than-data", "training.global_samples")
 def batch_larger_than_data(config: RunConfig) -> Finding | None:
     """Known before the data is read only where `dataset.num_documents` or `max_documents` says it."""
     samples, documents = config.training.global_samples, _fewest_documents(config)
@@ -173,7 +138,7 @@ def batch_larger_than_data(config: RunConfig) -> Finding | None:
     if documents < unit:  # one for each GPU, then
         ranks = world_size(config)
         fix = f"training.micro_batch_size=1 training.global_samples={documents // ranks * ranks}"
-    return Finding(key="training.global_samples", message=message, fix=_with_fewer_gpus(config) or fix)
+    return Finding(message, _with_fewer_gpus(config) or fix)
 
 
 def _fewest_documents(config: RunConfig) -> int | None:
@@ -184,29 +149,17 @@ def _fewest_documents(config: RunConfig) -> int | None:
     return min(limits, default=None)
 
 
-@rule(
-    "row-shorter-than-document",
-    summary="A packed row is shorter than the longest document.",
-    why="A document is never torn over two rows; one of training.max_length tokens must fit into a row.",
-    advice="Make packing.row_length at least training.max_length, or leave it null.",
-)
+@rule("row-shorter-than-document", "packing.row_length")
 def row_shorter_than_document(config: RunConfig) -> Finding | None:
     """`row_length` at least `max_length`."""
     row, length = config.packing.row_length, config.training.max_length
     if row is None or row >= length or _is_padded(config):
         return None
     message = f"rows of {row} tokens cannot hold documents of training.max_length={length}"
-    return Finding(key="packing.row_length", message=message, fix=f"packing.row_length={length}")
+    return Finding(message, f"packing.row_length={length}")
 
 
-@rule(
-    "micro-rows-on-mask",
-    level=Level.warning,
-    summary="Several packed rows per pass with an attention that builds its mask in memory.",
-    why="eager and sdpa keep packed documents apart with a mask of N x N entries, N being all tokens of the pass, and "
-    "compute all of them: two rows cost four times one row.",
-    advice="Set training.micro_batch_size=1 and let gradient accumulation make the batch.",
-)
+@rule("micro-rows-on-mask", "training.micro_batch_size", is_error=False)
 def micro_rows_on_mask(config: RunConfig) -> Finding | None:
     """More than one packed row on sdpa or eager."""
     micro, kernel = config.training.micro_batch_size, config.attention.implementation
@@ -214,15 +167,4 @@ def micro_rows_on_mask(config: RunConfig) -> Finding | None:
     if micro is None or micro <= 1 or not is_masked:
         return None
     message = f"{micro} packed rows a pass make {kernel.name} build a mask {micro * micro} times as large as one row's"
-    return Finding(key="training.micro_batch_size", message=message, fix="training.micro_batch_size=1")
-
-
-RULES: tuple[Rule, ...] = (
-    batch_one_way,
-    batch_not_divisible,
-    batch_too_small,
-    tokens_need_packing,
-    batch_larger_than_data,
-    row_shorter_than_document,
-    micro_rows_on_mask,
-)
+    return Finding(message, "training.micro_batch_size=1")

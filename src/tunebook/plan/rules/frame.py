@@ -1,46 +1,29 @@
-"""What a rule is: an id, why it exists, and a function that looks for it in a resolved configuration.
+"""What a rule is: an id and a function that looks for it in a resolved configuration.
 
-A rule is written as a function under `@rule(...)`, so that its texts stand where its condition stands. Every function
-must survive any configuration that composes, whatever else is wrong with it: all problems are reported at once.
+A rule is a function under `@rule(id, key)`. What it means, why and what to do is in `errors.yaml` under that id. Every
+function must survive any configuration that composes, whatever else is wrong with it, because all problems are reported
+at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
 
 from tunebook.config.schema import RunConfig
 from tunebook.errors import Problem
 
 
-class Level(Enum):
-    """Whether a broken rule stops the run or is only printed."""
-
-    error = "error"
-    warning = "warning"
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
-    """One place where a rule is broken: the key, what is wrong with its value, and what to type instead."""
+    """One place where a rule is broken."""
 
-    key: str
-    message: str
-    fix: str
-
-
-Findings = Finding | Iterable[Finding] | None
-Find = Callable[[RunConfig], Findings]
+    message: str  # what is wrong with the value
+    fix: str  # what to type instead
+    key: str | None = None  # None: the rule's
 
 
-@dataclass(frozen=True, kw_only=True)
-class Explanation:
-    """What `tunebook explain` says of one id."""
-
-    summary: str
-    why: str
-    advice: str
+Find = Callable[[RunConfig], Finding | Iterable[Finding] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,33 +31,29 @@ class Rule:
     """A cross-field rule."""
 
     id: str
-    level: Level
-    explanation: Explanation
+    key: str | None  # that it is about; None: each finding names one
     find: Find
+    is_error: bool  # False: the problem is printed, and stops nothing
 
     def problems(self, config: RunConfig) -> list[Problem]:
         """Every place of `config` that breaks this rule."""
-        findings = self.find(config)
-        if findings is None:
-            return []
-        places = [findings] if isinstance(findings, Finding) else findings
-        is_error = self.level is Level.error
+        found = self.find(config) or ()
+        places = [found] if isinstance(found, Finding) else found
         return [
-            Problem(id=self.id, key=place.key, message=place.message, fix=place.fix, is_error=is_error)
+            Problem(
+                id=self.id,
+                key=place.key or self.key or "",
+                message=place.message,
+                fix=place.fix,
+                is_error=self.is_error,
+            )
             for place in places
         ]
 
 
-def rule(
-    id: str, *, summary: str, why: str, advice: str, level: Level = Level.error
-) -> Callable[[Find], Rule]:  # fmt: skip
+def rule(id: str, key: str | None = None, *, is_error: bool = True) -> Callable[[Find], Rule]:
     """Make a rule of the function below it."""
-
-    def make(find: Find) -> Rule:
-        explanation = Explanation(summary=summary, why=why, advice=advice)
-        return Rule(id=id, level=level, explanation=explanation, find=find)
-
-    return make
+    return lambda find: Rule(id=id, key=key, find=find, is_error=is_error)
 
 
 def another_model(config: RunConfig) -> str:

@@ -1,4 +1,4 @@
-"""Rules about the launcher's settings: which node this is, what a Slurm job may be given, where a Ray cluster is."""
+"""Rules about the launcher's settings (nodes, Slurm jobs, Ray clusters), and about texts that reach its scripts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from dataclasses import fields
 from tunebook.config.choices import ContainerRuntime, LauncherName
 from tunebook.config.override_text import typed, typed_list
 from tunebook.config.schema import LauncherConfig, RayConfig, RunConfig, SlurmConfig
-from tunebook.plan.rules.frame import Finding, Level, Rule, rule
+from tunebook.config.unsafe_text import control_character, shown, without_control_characters
+from tunebook.config.walk import texts_of
+from tunebook.plan.rules.frame import Finding, rule
 from tunebook.slurm import slurm_seconds
 
 # Options of sbatch that the rendered script sets, and those that would run the same folder more than once.
@@ -33,47 +35,33 @@ _RESERVED = {
     "-W": "launcher.wait says it",
     "--parsable": "Tunebook reads sbatch's answer",
 }
+# Texts for the model and names inside data files: they reach no script, and may hold anything.
+_FREE = ("system_prompt", "pad_token", "eos_token", "text_field", "ignore_keys")
 _EARLIER_S = 60  # than asked for Slurm may send its warning (`man sbatch`, --signal)
 _ADDRESS = re.compile(r"[^/:\s]+:\d{1,5}")
 
 
-@rule(
-    "node-rank-range",
-    summary="launcher.node_rank is not the number of one of the nodes.",
-    why="The nodes of a run are numbered from 0 to hardware.num_nodes - 1, each once.",
-    advice="Number the nodes from 0; on one node leave launcher.node_rank out.",
-)
+@rule("node-rank-range", "launcher.node_rank")
 def node_rank_range(config: RunConfig) -> Finding | None:
     """Beyond the last node."""
     node, num_nodes = config.launcher.node_rank, config.hardware.num_nodes
     if config.launcher.name is not LauncherName.local or node < max(1, num_nodes):
         return None
     message = f"{node} is beyond the last of {num_nodes} node{'s' if num_nodes != 1 else ''}, numbered from 0"
-    return Finding(key="launcher.node_rank", message=message, fix=f"launcher.node_rank={max(0, num_nodes - 1)}")
+    return Finding(message, f"launcher.node_rank={max(0, num_nodes - 1)}")
 
 
-@rule(
-    "master-address-missing",
-    summary="A later node does not know where node 0 is.",
-    why="Every node but the first calls node 0, which prepares the data, makes the run folder and says when to start.",
-    advice="Name node 0 as this node reaches it: launcher.master_address=HOST.",
-)
+@rule("master-address-missing", "launcher.master_address")
 def master_address_missing(config: RunConfig) -> Finding | None:
     """A node rank without an address."""
     launcher = config.launcher
     is_later = 0 < launcher.node_rank < config.hardware.num_nodes
     if launcher.name is not LauncherName.local or not is_later or launcher.master_address:
         return None
-    message = f"node {launcher.node_rank} needs the name or address of node 0"
-    return Finding(key="launcher.master_address", message=message, fix="launcher.master_address=HOST")
+    return Finding(f"node {launcher.node_rank} needs the name or address of node 0", "launcher.master_address=HOST")
 
 
-@rule(
-    "node-settings-ignored",
-    summary="Settings for nodes that are started by hand, with a launcher that starts them itself.",
-    why="Slurm and Ray number the nodes and find the addresses.",
-    advice="Leave the setting out, or start the nodes by hand with launcher=local.",
-)
+@rule("node-settings-ignored")
 def node_settings_ignored(config: RunConfig) -> Iterator[Finding]:
     """node_rank, master_address and master_port belong to launcher=local."""
     if config.launcher.name is LauncherName.local:
@@ -84,16 +72,10 @@ def node_settings_ignored(config: RunConfig) -> Iterator[Finding]:
         if value != default:
             message = f"launcher={config.launcher.name.name} does not read this ({value})"
             word = "null" if default is None else default
-            yield Finding(key=f"launcher.{name}", message=message, fix=f"launcher.{name}={word}")
+            yield Finding(message, f"launcher.{name}={word}", key=f"launcher.{name}")
 
 
-@rule(
-    "time-limit-too-short",
-    summary="A Slurm job would be asked to stop as soon as it starts.",
-    why="Slurm warns a run launcher.stop_timeout_s before launcher.time_limit, or up to a minute earlier, so that it "
-    "can save and be requeued. A turn that ends before its first step saves nothing, and the next would not either.",
-    advice="Raise launcher.time_limit, or lower launcher.stop_timeout_s to what a save takes.",
-)
+@rule("time-limit-too-short", "launcher.time_limit")
 def time_limit_too_short(config: RunConfig) -> Finding | None:
     """The warning may come before the first step."""
     settings = config.launcher
@@ -103,18 +85,10 @@ def time_limit_too_short(config: RunConfig) -> Finding | None:
     assert isinstance(settings, SlurmConfig)
     limit = f"launcher.time_limit={settings.time_limit}"
     message = f"{settings.stop_timeout_s} s of warning, up to {_EARLIER_S} s early, leave nothing of {limit}"
-    return Finding(key="launcher.time_limit", message=message, fix=_long_enough(settings))
+    return Finding(message, _long_enough(settings))
 
 
-@rule(
-    "time-limit-too-short-for-a-slow-start",
-    level=Level.warning,
-    summary="A turn of a Slurm job that starts slowly would end before its first step.",
-    why="A start may take launcher.start_timeout_s before it is given up. Where it takes that long, and "
-    "launcher.time_limit holds no more than that and the warning before its end (launcher.stop_timeout_s, up to a "
-    "minute early), the turn saves nothing and is not requeued.",
-    advice="Raise launcher.time_limit, or lower launcher.start_timeout_s to what a start takes on this cluster.",
-)
+@rule("time-limit-too-short-for-a-slow-start", "launcher.time_limit", is_error=False)
 def time_limit_too_short_for_a_slow_start(config: RunConfig) -> Finding | None:
     """Enough for the warning, but not for the longest start that is waited for and one step."""
     settings = config.launcher
@@ -125,7 +99,7 @@ def time_limit_too_short_for_a_slow_start(config: RunConfig) -> Finding | None:
         f"{left_s} s before the run is warned are less than the start may take "
         f"(launcher.start_timeout_s={settings.start_timeout_s})"
     )
-    return Finding(key="launcher.time_limit", message=message, fix=_long_enough(settings))
+    return Finding(message, _long_enough(settings))
 
 
 def _seconds_before_the_warning(settings: LauncherConfig) -> int | None:
@@ -144,12 +118,7 @@ def _long_enough(settings: LauncherConfig) -> str:
     return f"launcher.time_limit={minutes}"
 
 
-@rule(
-    "sbatch-option-reserved",
-    summary="launcher.extra_args holds an option that the job script sets itself, or that would break it.",
-    why="The script, its output, its nodes and the way it is warned and requeued belong together.",
-    advice="Take the option out and use the key that the message names.",
-)
+@rule("sbatch-option-reserved", "launcher.extra_args")
 def sbatch_option_reserved(config: RunConfig) -> Iterator[Finding]:
     """Options that are Tunebook's."""
     settings = config.launcher
@@ -159,7 +128,7 @@ def sbatch_option_reserved(config: RunConfig) -> Iterator[Finding]:
     for option in settings.extra_args:
         if why := _why_reserved(option):
             fix = typed_list("launcher.extra_args", rest)
-            yield Finding(key="launcher.extra_args", message=f"{option}: {why}", fix=fix)
+            yield Finding(f"{option}: {why}", fix)
 
 
 def _why_reserved(option: str) -> str | None:
@@ -180,13 +149,7 @@ def _option_name(option: str) -> str:
     return re.sub(r"^-[HIkOQsv]+(?=\w)", "-", option)[:2]
 
 
-@rule(
-    "container-settings",
-    summary="Settings of a container that is not used, or mounts that are no absolute paths.",
-    why="Without launcher.container_image the ranks run in the environment that the command is typed in. A mount is a "
-    "folder of the node at the same path inside.",
-    advice="Name launcher.container_image, or leave the mounts out; write them as absolute paths.",
-)
+@rule("container-settings")
 def container_settings(config: RunConfig) -> Iterator[Finding]:
     """Mounts without an image, or of another form."""
     settings = config.launcher
@@ -194,21 +157,15 @@ def container_settings(config: RunConfig) -> Iterator[Finding]:
         return
     key = "launcher.container_mounts"
     if settings.container_image is None:
-        yield Finding(key=key, message="no launcher.container_image is named to mount them in", fix=f"{key}=[]")
+        yield Finding("no launcher.container_image is named to mount them in", f"{key}=[]", key=key)
         return
     wrong = [place for place in settings.container_mounts if not place.startswith("/") or set(place) & set(":,")]
     if wrong:
         rest = [place for place in settings.container_mounts if place not in wrong]
-        yield Finding(key=key, message=f"{wrong[0]!r} is no absolute path of a folder", fix=typed_list(key, rest))
+        yield Finding(f"{wrong[0]!r} is no absolute path of a folder", typed_list(key, rest), key=key)
 
 
-@rule(
-    "container-on-shared-node",
-    summary="Containers of plain Docker on nodes that are shared with other jobs.",
-    why="Slurm confines a job to its GPUs and cores by control groups, which a container of Docker's is not in: it "
-    "sees all GPUs of the node, those of other jobs too. pyxis starts containers inside the job.",
-    advice="Take whole nodes (launcher.cpus_per_task=null), or launcher.container_runtime=pyxis.",
-)
+@rule("container-on-shared-node", "launcher.container_runtime")
 def container_on_shared_node(config: RunConfig) -> Finding | None:
     """Docker and a part of a node's cores."""
     settings = config.launcher
@@ -217,17 +174,10 @@ def container_on_shared_node(config: RunConfig) -> Finding | None:
     if settings.container_runtime is not ContainerRuntime.docker:
         return None
     message = f"docker does not keep to {settings.cpus_per_task} cores and the job's GPUs on a node shared with others"
-    return Finding(key="launcher.container_runtime", message=message, fix="launcher.cpus_per_task=null")
+    return Finding(message, "launcher.cpus_per_task=null")
 
 
-@rule(
-    "container-image-without-registry",
-    summary="An image for pyxis by a name that only Docker's own engine would know.",
-    why="pyxis knows no image of the node's Docker: enroot fetches a name without `#` from Docker Hub, where anybody "
-    "may have published one of that name. A registry stands before a `#`, and not before a `/`.",
-    advice="Push the image to a registry of your own (make push REGISTRY=host/path) and name it as host#path:tag, or "
-    "as a file.sqsh with its folder; or run images of the nodes' own with launcher.container_runtime=docker.",
-)
+@rule("container-image-without-registry", "launcher.container_image")
 def container_image_without_registry(config: RunConfig) -> Finding | None:
     """A bare name, or one as Docker writes it. Source: enroot's import (docker://[USER@][REGISTRY#]IMAGE[:TAG])."""
     settings = config.launcher
@@ -240,17 +190,10 @@ def container_image_without_registry(config: RunConfig) -> Finding | None:
         return None
     as_enroot_has_it = typed("launcher.container_image", f"{host}#{rest}")
     fix = as_enroot_has_it if names_registry else "launcher.container_runtime=docker"
-    message = f"pyxis would fetch {image} from Docker Hub, where anybody may have published it"
-    return Finding(key="launcher.container_image", message=message, fix=fix)
+    return Finding(f"pyxis would fetch {image} from Docker Hub, where anybody may have published it", fix)
 
 
-@rule(
-    "ray-address-form",
-    summary="launcher.address is no address of a Ray cluster.",
-    why="It is HOST:PORT of the head node (6379 unless started with another), `auto` on a machine of the cluster, or "
-    "`local`. A Ray client's address (ray://) reaches a proxy, which Ray Train does not run through.",
-    advice="Type launcher.address=HOST:6379, or run the command on a machine of the cluster with auto.",
-)
+@rule("ray-address-form", "launcher.address")
 def ray_address_form(config: RunConfig) -> Finding | None:
     """auto, local, or HOST:PORT."""
     settings = config.launcher
@@ -258,33 +201,10 @@ def ray_address_form(config: RunConfig) -> Finding | None:
         return None
     if _ADDRESS.fullmatch(settings.address):
         return None
-    message = f"'{settings.address}' is neither auto, local nor HOST:PORT"
-    return Finding(key="launcher.address", message=message, fix="launcher.address=auto")
+    return Finding(f"'{settings.address}' is neither auto, local nor HOST:PORT", "launcher.address=auto")
 
 
-@rule(
-    "launcher-settings-mismatch",
-    summary="The launcher's name and its settings belong to different launchers.",
-    why="Changing only launcher.name leaves the other launcher's settings in place.",
-    advice="Choose the group as a whole, such as launcher=slurm.",
-)
-def launcher_settings_mismatch(config: RunConfig) -> Finding | None:
-    """slurm and ray have schemas of their own."""
-    needed = {LauncherName.slurm: SlurmConfig, LauncherName.ray: RayConfig}.get(config.launcher.name, LauncherConfig)
-    if type(config.launcher) is needed:
-        return None
-    name = config.launcher.name.name
-    own = ", ".join(field.name for field in fields(config.launcher))
-    message = f"{name} is set in a group with the settings {own}"
-    return Finding(key="launcher.name", message=message, fix=f"launcher={name}")
-
-
-@rule(
-    "ray-variable-form",
-    summary="launcher.env_vars holds something that sets no variable.",
-    why="Each entry sets one environment variable of the workers.",
-    advice="Write launcher.env_vars=['NAME=VALUE'], with the quotes.",
-)
+@rule("ray-variable-form", "launcher.env_vars")
 def ray_variable_form(config: RunConfig) -> Finding | None:
     """NAME=VALUE."""
     settings = config.launcher
@@ -294,21 +214,27 @@ def ray_variable_form(config: RunConfig) -> Finding | None:
     if not wrong:
         return None
     rest = [variable for variable in settings.env_vars if variable not in wrong]
-    message = f"{wrong[0]!r} is not of the form NAME=VALUE"
-    return Finding(key="launcher.env_vars", message=message, fix=typed_list("launcher.env_vars", rest))
+    return Finding(f"{wrong[0]!r} is not of the form NAME=VALUE", typed_list("launcher.env_vars", rest))
 
 
-RULES: tuple[Rule, ...] = (
-    node_rank_range,
-    master_address_missing,
-    node_settings_ignored,
-    time_limit_too_short,
-    time_limit_too_short_for_a_slow_start,
-    sbatch_option_reserved,
-    container_settings,
-    container_on_shared_node,
-    container_image_without_registry,
-    ray_address_form,
-    ray_variable_form,
-    launcher_settings_mismatch,
-)
+@rule("launcher-settings-mismatch", "launcher.name")
+def launcher_settings_mismatch(config: RunConfig) -> Finding | None:
+    """slurm and ray have schemas of their own."""
+    needed = {LauncherName.slurm: SlurmConfig, LauncherName.ray: RayConfig}.get(config.launcher.name, LauncherConfig)
+    if type(config.launcher) is needed:
+        return None
+    name = config.launcher.name.name
+    own = ", ".join(field.name for field in fields(config.launcher))
+    return Finding(f"{name} is set in a group with the settings {own}", f"launcher={name}")
+
+
+@rule("control-characters")
+def control_characters(config: RunConfig) -> Iterator[Finding]:
+    """In any text but those that only a model or a data file sees."""
+    for key, values, is_list in texts_of(config):
+        found = next((control_character(value) for value in values if control_character(value)), None)
+        if found is None or key.rpartition(".")[2] in _FREE:
+            continue
+        clean = [without_control_characters(value) for value in values]
+        message = f"{', '.join(map(shown, values))} holds {found}"
+        yield Finding(message, typed_list(key, clean) if is_list else typed(key, clean[0]), key=shown(key))

@@ -8,7 +8,7 @@ from typing import Any
 from tunebook.config.ranges import MOST, PART_RANGES, RANGES, Range, is_finite, number_text
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RulesError
-from tunebook.plan.rules.frame import Finding, Rule, rule
+from tunebook.plan.rules.frame import Finding, rule
 
 
 def read_key(config: object, key: str) -> Any:
@@ -38,16 +38,10 @@ def _outside(range_: Range, key: str, value: Any) -> Finding | None:
     if value is None or isinstance(value, str) or range_.holds(value):
         return None
     fix = range_.instead or f"{key}={range_.usual}"
-    return Finding(key=key, message=f"{number_text(value)} must be {range_.demand(value)}", fix=fix)
+    return Finding(f"{number_text(value)} must be {range_.demand(value)}", fix, key=key)
 
 
-@rule(
-    "out-of-range",
-    summary="A number is outside the range that makes sense for it.",
-    why="Sizes, counts and step widths at zero or below, shares above one, and values that are not finite either crash "
-    "deep inside a library or train something other than what was meant.",
-    advice="Type the value the fix names, or another inside the range the message states.",
-)
+@rule("out-of-range")
 def out_of_range(config: RunConfig) -> Iterator[Finding]:
     """Look at every number in `config.ranges`, and at those of each part of a mixture."""
     places = [(range_, range_.key, read_key(config, range_.key)) for range_ in RANGES]
@@ -57,6 +51,3 @@ def out_of_range(config: RunConfig) -> Iterator[Finding]:
         finding = _outside(range_, key, value)
         if finding is not None:
             yield finding
-
-
-RULES: tuple[Rule, ...] = (out_of_range,)

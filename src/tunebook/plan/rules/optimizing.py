@@ -21,12 +21,12 @@ from tunebook.facts.generations import GENERATIONS
 from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE
 from tunebook.facts.strategies import COPIED, SPARING_THE_HOST, strategy_facts
 from tunebook.model.parameters import EMBEDDINGS, HEADS, PRODUCTS_OF, has_experts, last_name, linear_layers
-from tunebook.plan.rules.frame import Finding, Level, Rule, rule
+from tunebook.plan.rules.frame import Finding, rule
 from tunebook.plan.rules.quantised import quantiser_of
 
-# Of a model whose layers are as Llama's, beside its linear layers.
+# Modules of a Llama-like model other than its linear layers.
 _MODULES = ("embed_tokens", "lm_head", "norm", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
-_MOST_LAYERS = 1000  # whose names are looked at
+_MOST_LAYERS = 1000  # more are not listed by name
 # Names by which PEFT 0.21 finds stacked experts (transformers_weight_conversion.py), and how many times the inputs of
 # all linear layers an adapter of rank 1 is at least that is put on them: 25 of Mixtral's, under 6 without experts.
 _OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
@@ -34,13 +34,7 @@ _EXPERTS_SHARE = 8
 _ADAMW = f"optimizer.name={RUNS_EVERYWHERE.name}"
 
 
-@rule(
-    "adapter-on-output-head",
-    summary="A LoRA adapter on the output head.",
-    why="TRL computes the loss from the head's own weight, piece by piece, so an adapter there would never be trained; "
-    "TRL refuses it.",
-    advice="Remove it from peft.target_modules; to train the whole head, put it into peft.modules_to_save.",
-)
+@rule("adapter-on-output-head", "peft.target_modules")
 def adapter_on_output_head(config: RunConfig) -> Finding | None:
     """An output head among the target modules."""
     targets = config.peft.target_modules
@@ -48,17 +42,10 @@ def adapter_on_output_head(config: RunConfig) -> Finding | None:
     if config.peft.method is PeftMethod.full or not heads:
         return None
     rest = [name for name in targets if name not in heads]
-    message = f"an adapter on {heads[0]} would never be trained"
-    return Finding(key="peft.target_modules", message=message, fix=typed_list("peft.target_modules", rest))
+    return Finding(f"an adapter on {heads[0]} would never be trained", typed_list("peft.target_modules", rest))
 
 
-@rule(
-    "adapter-module-unknown",
-    summary="peft.target_modules or peft.modules_to_save names a module that the model does not have.",
-    why="PEFT looks for modules by the ends of their names and says nothing of one that it does not find beside others "
-    "that it does: the adapter would be smaller than asked for.",
-    advice="Name the model's own modules. An empty peft.target_modules means every linear layer but the output head.",
-)
+@rule("adapter-module-unknown")
 def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
     """Checked for models whose layers are as Llama's; of others the names are not known before they are built."""
     facts, peft = config.model.facts, config.peft
@@ -73,16 +60,10 @@ def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
             message = f"{facts.architecture} has no {unknown[0]}; it has {', '.join(sorted({*known}))}"
             sound = [*dict.fromkeys(name for name in meant if name)]
             all_linear = "; an empty list means every linear layer" if field == "target_modules" and not sound else ""
-            yield Finding(key=f"peft.{field}", message=message + all_linear, fix=typed_list(f"peft.{field}", sound))
+            yield Finding(message + all_linear, typed_list(f"peft.{field}", sound), key=f"peft.{field}")
 
 
-@rule(
-    "adapter-without-targets",
-    summary="peft.modules_to_save names everything that an adapter would be put on.",
-    why="What peft.modules_to_save names is trained whole, with all that is in it, and gets no adapter. Where nothing "
-    "is left PEFT refuses to make one, after the model was read.",
-    advice="Remove modules from peft.modules_to_save, or train the whole model with peft=full.",
-)
+@rule("adapter-without-targets", "peft.modules_to_save")
 def adapter_without_targets(config: RunConfig) -> Finding | None:
     """Of models whose layers are as Llama's all places are known; of others those that are named twice."""
     peft = config.peft
@@ -94,17 +75,10 @@ def adapter_without_targets(config: RunConfig) -> Finding | None:
     rest = [saved for saved in peft.modules_to_save if not any(_is_within(target, saved) for target in targets)]
     message = f"{', '.join(peft.modules_to_save)} leave no module for an adapter: what they hold is trained whole"
     fix = typed_list("peft.modules_to_save", rest) + ("" if quantiser_of(config) else " or peft=full")
-    return Finding(key="peft.modules_to_save", message=message, fix=fix)
+    return Finding(message, fix)
 
 
-@rule(
-    "adapter-dropout-on-experts",
-    summary="LoRA with dropout on a mixture of experts.",
-    why="PEFT puts an adapter on stacked experts as on one parameter, of which there is no input to drop, and refuses "
-    "when the model is built.",
-    advice="Train without it: peft.dropout=0. Or name the linear layers that are to have an adapter, such as those of "
-    "the attention, in peft.target_modules.",
-)
+@rule("adapter-dropout-on-experts", "peft.dropout")
 def adapter_dropout_on_experts(config: RunConfig) -> Finding | None:
     """Known by how large an adapter on every linear layer is: one on experts has inputs and outputs for each."""
     peft, facts = config.peft, config.model.facts
@@ -116,7 +90,7 @@ def adapter_dropout_on_experts(config: RunConfig) -> Finding | None:
     if peft.target_modules and not {last_name(name) for name in peft.target_modules} & _OF_EXPERTS:
         return None
     message = f"adapters on the experts of {facts.architecture} have no dropout, and peft.dropout is {peft.dropout:g}"
-    return Finding(key="peft.dropout", message=message, fix="peft.dropout=0")
+    return Finding(message, "peft.dropout=0")
 
 
 def _targets(config: RunConfig) -> list[str]:
@@ -139,13 +113,7 @@ def _is_within(module: str, saved: str) -> bool:
     return f".{saved}." in f".{module}."
 
 
-@rule(
-    "whole-tied-head-under-fsdp",
-    summary="FSDP with an output head that is trained whole beside an adapter, and is the embeddings too.",
-    why="Where one rank reads the weights for all accelerate ties the head to the embeddings again, and cannot where "
-    "PEFT has put a copy of the head in its place: every rank would end before the first step.",
-    advice="Let every rank read the weights, at the cost of host memory, or leave the head out.",
-)
+@rule("whole-tied-head-under-fsdp", "peft.modules_to_save")
 def whole_tied_head_under_fsdp(config: RunConfig) -> Finding | None:
     """A tied head in `modules_to_save`. Over 4-bit weights every rank reads them anyway."""
     # accelerate 1.15, fsdp2_prepare_model; transformers 5.23, tie_weights: "attribute 'weight' already exists" (H200).
@@ -157,20 +125,12 @@ def whole_tied_head_under_fsdp(config: RunConfig) -> Finding | None:
         return None
     rest = typed_list("peft.modules_to_save", [name for name in config.peft.modules_to_save if name not in heads])
     return Finding(
-        key="peft.modules_to_save",
-        message=f"{heads[0]} is the embeddings, to which accelerate cannot tie PEFT's copy of it again",
-        fix=f"parallelism.cpu_ram_efficient_loading=false or {rest}",
+        f"{heads[0]} is the embeddings, to which accelerate cannot tie PEFT's copy of it again",
+        f"parallelism.cpu_ram_efficient_loading=false or {rest}",
     )
 
 
-@rule(
-    "tied-matrix-trained-apart",
-    level=Level.warning,
-    summary="An adapter run trains the embeddings or the output head of a model in which both are one matrix.",
-    why="PEFT trains a copy of what is named and leaves the other as it was, so the model has two matrices afterwards. "
-    "A merged model says so in its config.json (tie_word_embeddings: false) and is larger by one of them.",
-    advice="Leave it so, or take both out of the adapter to keep them one.",
-)
+@rule("tied-matrix-trained-apart", is_error=False)
 def tied_matrix_trained_apart(config: RunConfig) -> Iterator[Finding]:
     """Either of the two in either list."""
     facts, peft = config.model.facts, config.peft
@@ -190,16 +150,10 @@ def tied_matrix_trained_apart(config: RunConfig) -> Iterator[Finding]:
                 f"{' and '.join(named)}: embeddings and output head are one matrix in this model, and two of "
                 f"{size:,.1f} million weights after training"
             )
-            yield Finding(key=key, message=message, fix=typed_list(key, rest))
+            yield Finding(message, typed_list(key, rest), key=key)
 
 
-@rule(
-    "adapter-settings-ignored",
-    level=Level.warning,
-    summary="LoRA settings with full fine-tuning.",
-    why="peft.method=full trains every weight and makes no adapter.",
-    advice="Choose peft=lora, or remove the settings.",
-)
+@rule("adapter-settings-ignored", is_error=False)
 def adapter_settings_ignored(config: RunConfig) -> Iterator[Finding]:
     """Module lists that nobody reads."""
     if config.peft.method is not PeftMethod.full:
@@ -208,7 +162,7 @@ def adapter_settings_ignored(config: RunConfig) -> Iterator[Finding]:
     for field in ("target_modules", "modules_to_save"):
         if getattr(config.peft, field):
             key = f"peft.{field}"
-            yield Finding(key=key, message="it is not used by peft.method=full", fix=f"{key}=[]{other}")
+            yield Finding("it is not used by peft.method=full", f"{key}=[]{other}", key=key)
 
 
 def _lora_goes(config: RunConfig) -> bool:
@@ -220,58 +174,35 @@ def _lora_goes(config: RunConfig) -> bool:
     return config.precision.compute is not Compute.fp8 and quantiser_of(config) is None
 
 
-@rule(
-    "qlora-random-weights",
-    summary="QLoRA on random weights.",
-    why="The base model is frozen and quantised while it is read; there is nothing to read, and a frozen random base "
-    "would teach nothing.",
-    advice="Use pretrained weights, or peft=full to train from scratch.",
-)
+@rule("qlora-random-weights", "peft.method")
 def qlora_random_weights(config: RunConfig) -> Finding | None:
     """A quantised base that does not exist."""
     if config.peft.method is not PeftMethod.qlora or config.model.weights is not Weights.random:
         return None
     message = "qlora freezes and quantises a base model, and model.weights=random has none"
-    return Finding(key="peft.method", message=message, fix="model.weights=pretrained or peft=full")
+    return Finding(message, "model.weights=pretrained or peft=full")
 
 
-@rule(
-    "optimizer-without-gpu",
-    summary="An optimizer that is a GPU kernel, without a GPU.",
-    why="bitsandbytes' 8-bit and paged optimizers are GPU kernels.",
-    advice="Use optimizer.name=adamw.",
-)
+@rule("optimizer-without-gpu", "optimizer.name")
 def optimizer_without_gpu(config: RunConfig) -> Finding | None:
     """A GPU optimizer on a CPU."""
     name = config.optimizer.name
     if not OPTIMIZERS[name].needs_gpu or config.hardware.generation is not Generation.cpu:
         return None
-    return Finding(key="optimizer.name", message=f"{name.name} needs a GPU", fix=_ADAMW)
+    return Finding(f"{name.name} needs a GPU", _ADAMW)
 
 
-@rule(
-    "optimizer-without-bf16",
-    summary="Muon on a GPU generation without bf16.",
-    why="torch's Muon orthogonalizes each update by products in bf16, which GPUs before Ampere do not have.",
-    advice="Use optimizer.name=adamw.",
-)
+@rule("optimizer-without-bf16", "optimizer.name")
 def optimizer_without_bf16(config: RunConfig) -> Finding | None:
     """CPUs compute bf16 slowly but correctly."""
     name, generation = config.optimizer.name, config.hardware.generation
     has_bf16 = generation in (Generation.auto, Generation.cpu) or GENERATIONS[generation].has_bf16
     if not OPTIMIZERS[name].needs_bf16 or has_bf16:
         return None
-    return Finding(key="optimizer.name", message=f"{name.name} needs bf16, which {generation.name} lacks", fix=_ADAMW)
+    return Finding(f"{name.name} needs bf16, which {generation.name} lacks", _ADAMW)
 
 
-@rule(
-    "optimizer-with-fsdp",
-    summary="An optimizer that does not support sharded tensors, under FSDP.",
-    why="FSDP2 passes the optimizer sharded tensors (DTensor). bitsandbytes does not support them: an illegal memory "
-    "access in the optimizer step is reported. Adafactor mixes them with plain tensors.",
-    advice="Use adamw, whose states FSDP shards, and parallelism=fsdp_offload to save more memory. Or keep a "
-    "bitsandbytes optimizer and use zero3.",
-)
+@rule("optimizer-with-fsdp", "optimizer.name")
 def optimizer_with_fsdp(config: RunConfig) -> Finding | None:
     """DTensors and an optimizer without support for them."""
     name, strategy = config.optimizer.name, config.parallelism.strategy
@@ -280,18 +211,10 @@ def optimizer_with_fsdp(config: RunConfig) -> Finding | None:
         return None
     message = f"{name.name} does not work on the sharded tensors of {strategy.name}"
     may_use_zero = facts.takes_flat_pieces and config.precision.compute is not Compute.fp8  # see fp8-with-deepspeed
-    return Finding(
-        key="optimizer.name", message=message, fix=_ADAMW + (" or parallelism=zero3" if may_use_zero else "")
-    )
+    return Finding(message, _ADAMW + (" or parallelism=zero3" if may_use_zero else ""))
 
 
-@rule(
-    "optimizer-with-zero",
-    summary="An optimizer that needs whole matrices, under ZeRO.",
-    why="DeepSpeed joins all parameters end to end and passes the optimizer flat slices. Muon's update and Adafactor's "
-    "state are defined for matrices only.",
-    advice="Use adamw; or use Muon with parallelism=fsdp, Adafactor with parallelism=ddp.",
-)
+@rule("optimizer-with-zero", "optimizer.name")
 def optimizer_with_zero(config: RunConfig) -> Finding | None:
     """Flat slices and an optimizer of matrices."""
     name, strategy = config.optimizer.name, config.parallelism.strategy
@@ -300,16 +223,10 @@ def optimizer_with_zero(config: RunConfig) -> Finding | None:
         return None
     message = f"{name.name} needs whole matrices, and {strategy.name} passes it flat slices of them"
     other = SPARING_THE_HOST if facts.takes_dtensors else COPIED
-    return Finding(key="optimizer.name", message=message, fix=f"{_ADAMW} or parallelism={other.name}")
+    return Finding(message, f"{_ADAMW} or parallelism={other.name}")
 
 
-@rule(
-    "optimizer-offloaded",
-    summary="An optimizer whose step cannot run on the host, offloaded.",
-    why="Offloaded parameters are updated on the host. DeepSpeed does that with its own CPU Adam; bitsandbytes has "
-    "only GPU kernels; Muon's products would take minutes a step there.",
-    advice="Use adamw with the offload, or keep the optimizer on the GPU.",
-)
+@rule("optimizer-offloaded", "optimizer.name")
 def optimizer_offloaded(config: RunConfig) -> Finding | None:
     """An optimizer on the GPU whose parameters or states are on the host."""
     name, settings = config.optimizer.name, config.parallelism
@@ -319,16 +236,10 @@ def optimizer_offloaded(config: RunConfig) -> Finding | None:
     if getattr(settings, field, Offload.none) is Offload.none or optimizer_with_fsdp.find(config) is not None:
         return None
     message = f"{name.name} runs on the GPU, and parallelism.{field} moves its states to the host"
-    return Finding(key="optimizer.name", message=message, fix=f"{_ADAMW} or parallelism.{field}=none")
+    return Finding(message, f"{_ADAMW} or parallelism.{field}=none")
 
 
-@rule(
-    "optimizer-settings-ignored",
-    level=Level.warning,
-    summary="A setting of another optimizer.",
-    why="beta1, beta2 and epsilon are AdamW's; Adafactor derives its decay from the step count.",
-    advice="Remove the setting, or use adamw.",
-)
+@rule("optimizer-settings-ignored", is_error=False)
 def optimizer_settings_ignored(config: RunConfig) -> Iterator[Finding]:
     """Settings that the optimizer does not use and that differ from their defaults."""
     optimizer = config.optimizer
@@ -336,47 +247,30 @@ def optimizer_settings_ignored(config: RunConfig) -> Iterator[Finding]:
         default = default_of(f"optimizer.{field}")
         if field not in OPTIMIZERS[optimizer.name].settings and getattr(optimizer, field) != default:
             message = f"{optimizer.name.name} does not use {field}"
-            yield Finding(key=f"optimizer.{field}", message=message, fix=f"optimizer.{field}={default:g} or {_ADAMW}")
+            yield Finding(message, f"optimizer.{field}={default:g} or {_ADAMW}", key=f"optimizer.{field}")
 
 
-@rule(
-    "two-warm-ups",
-    summary="The warm-up is said twice.",
-    why="schedule.warmup_steps and schedule.warmup_share are two ways to say one number.",
-    advice="Keep one of them.",
-)
+@rule("two-warm-ups", "schedule.warmup_steps")
 def two_warm_ups(config: RunConfig) -> Finding | None:
     """At most one of the two."""
     steps, share = config.schedule.warmup_steps, config.schedule.warmup_share
     if steps is None or share is None:
         return None
     message = f"warmup_steps={steps} and warmup_share={share:g} say the warm-up twice"
-    return Finding(
-        key="schedule.warmup_steps", message=message, fix="schedule.warmup_share=null or schedule.warmup_steps=null"
-    )
+    return Finding(message, "schedule.warmup_share=null or schedule.warmup_steps=null")
 
 
-@rule(
-    "two-floors",
-    summary="The lowest learning rate is said twice.",
-    why="schedule.min_learning_rate and schedule.min_learning_rate_share are two ways to say one number.",
-    advice="Keep one of them.",
-)
+@rule("two-floors", "schedule.min_learning_rate")
 def two_floors(config: RunConfig) -> Finding | None:
     """At most one of the two."""
     floor, share = config.schedule.min_learning_rate, config.schedule.min_learning_rate_share
     if floor is None or share is None:
         return None
     message = f"min_learning_rate={floor:g} and min_learning_rate_share={share:g} say the floor twice"
-    return Finding(key="schedule.min_learning_rate", message=message, fix="schedule.min_learning_rate=null")
+    return Finding(message, "schedule.min_learning_rate=null")
 
 
-@rule(
-    "floor-without-its-schedule",
-    summary="A lowest learning rate with a schedule that has none.",
-    why="Only cosine_with_min_lr ends at a floor; the others end at zero or never fall.",
-    advice="Use schedule=cosine_with_min_lr, or remove the floor.",
-)
+@rule("floor-without-its-schedule")
 def floor_without_its_schedule(config: RunConfig) -> Iterator[Finding]:
     """Floors of other curves."""
     name = config.schedule.name
@@ -386,15 +280,10 @@ def floor_without_its_schedule(config: RunConfig) -> Iterator[Finding]:
         if getattr(config.schedule, field) is not None:
             key = f"schedule.{field}"
             fix = f"{key}=null or schedule.name=cosine_with_min_lr"
-            yield Finding(key=key, message=f"schedule.name={name.name} has no floor", fix=fix)
+            yield Finding(f"schedule.name={name.name} has no floor", fix, key=key)
 
 
-@rule(
-    "schedule-without-floor",
-    summary="cosine_with_min_lr without a floor.",
-    why="transformers refuses that schedule without min_lr or min_lr_rate.",
-    advice="Set schedule.min_learning_rate (0 is allowed) or schedule.min_learning_rate_share.",
-)
+@rule("schedule-without-floor", "schedule.min_learning_rate")
 def schedule_without_floor(config: RunConfig) -> Finding | None:
     """The floor that the curve needs."""
     schedule = config.schedule
@@ -402,48 +291,29 @@ def schedule_without_floor(config: RunConfig) -> Finding | None:
         return None
     if schedule.min_learning_rate is not None or schedule.min_learning_rate_share is not None:
         return None
-    message = "cosine_with_min_lr needs the learning rate it ends at"
-    return Finding(key="schedule.min_learning_rate", message=message, fix="schedule.min_learning_rate_share=0.1")
+    return Finding("cosine_with_min_lr needs the learning rate it ends at", "schedule.min_learning_rate_share=0.1")
 
 
-@rule(
-    "floor-above-peak",
-    summary="The lowest learning rate is above the highest.",
-    why="The curve falls from optimizer.learning_rate to the floor; above it the rate would rise all the time.",
-    advice="Lower schedule.min_learning_rate.",
-)
+@rule("floor-above-peak", "schedule.min_learning_rate")
 def floor_above_peak(config: RunConfig) -> Finding | None:
     """The floor against the optimizer's learning rate."""
     floor, peak = config.schedule.min_learning_rate, config.optimizer.learning_rate
     if floor is None or floor <= peak:
         return None
-    message = f"the floor {floor:g} is above optimizer.learning_rate={peak:g}"
-    return Finding(key="schedule.min_learning_rate", message=message, fix="schedule.min_learning_rate=0")
+    return Finding(f"the floor {floor:g} is above optimizer.learning_rate={peak:g}", "schedule.min_learning_rate=0")
 
 
-@rule(
-    "warm-up-longer-than-run",
-    level=Level.warning,  # a trial of a few steps is a fair thing to want
-    summary="The warm-up does not end before the run does.",
-    why="The learning rate would never reach optimizer.learning_rate.",
-    advice="Shorten the warm-up, or say it as a share of the run.",
-)
+@rule("warm-up-longer-than-run", "schedule.warmup_steps", is_error=False)
 def warm_up_longer_than_run(config: RunConfig) -> Finding | None:
     """Known here only where `max_steps` says the length of the run."""
     steps, total = config.schedule.warmup_steps, config.training.max_steps
     if steps is None or total is None or steps < total:
         return None
     message = f"{steps} steps of warm-up do not fit into training.max_steps={total}"
-    return Finding(key="schedule.warmup_steps", message=message, fix=f"schedule.warmup_steps={max(0, total // 10)}")
+    return Finding(message, f"schedule.warmup_steps={max(0, total // 10)}")
 
 
-@rule(
-    "warm-up-ignored",
-    level=Level.warning,
-    summary="A warm-up with the constant schedule.",
-    why="schedule.name=constant starts at the full learning rate.",
-    advice="Use schedule=constant_with_warmup, or remove the warm-up.",
-)
+@rule("warm-up-ignored", is_error=False)
 def warm_up_ignored(config: RunConfig) -> Iterator[Finding]:
     """A warm-up that nobody reads."""
     if config.schedule.name is not ScheduleName.constant:
@@ -452,29 +322,4 @@ def warm_up_ignored(config: RunConfig) -> Iterator[Finding]:
         if getattr(config.schedule, field):
             key = f"schedule.{field}"
             fix = f"schedule.name=constant_with_warmup or {key}=null"
-            yield Finding(key=key, message="schedule.name=constant has no warm-up", fix=fix)
-
-
-RULES: tuple[Rule, ...] = (
-    adapter_on_output_head,
-    adapter_module_unknown,
-    adapter_without_targets,
-    adapter_dropout_on_experts,
-    whole_tied_head_under_fsdp,
-    tied_matrix_trained_apart,
-    adapter_settings_ignored,
-    qlora_random_weights,
-    optimizer_without_gpu,
-    optimizer_without_bf16,
-    optimizer_with_fsdp,
-    optimizer_with_zero,
-    optimizer_offloaded,
-    optimizer_settings_ignored,
-    two_warm_ups,
-    two_floors,
-    floor_without_its_schedule,
-    schedule_without_floor,
-    floor_above_peak,
-    warm_up_longer_than_run,
-    warm_up_ignored,
-)
+            yield Finding("schedule.name=constant has no warm-up", fix, key=key)

@@ -21,7 +21,7 @@ from tunebook.facts.architectures import DECODER_LAYERS
 from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.facts.strategies import UNDECIDED, strategy_facts
-from tunebook.plan.rules.frame import Finding, Level, Rule, another_model, rule, world_size
+from tunebook.plan.rules.frame import Finding, another_model, rule, world_size
 from tunebook.plan.rules.quantised import quantiser_of
 
 _ZERO3_ONLY = (
@@ -30,34 +30,21 @@ _ZERO3_ONLY = (
 )  # fmt: skip
 
 
-@rule(
-    "strategy-settings-mismatch",
-    summary="The strategy and the settings of the parallelism group belong to different libraries.",
-    why="zero1 to zero3 are DeepSpeed's and read its settings; fsdp, fsdp_grad_op and hsdp are torch's and read "
-    "theirs. Changing only parallelism.strategy leaves the other library's settings in place.",
-    advice="Choose the group as a whole, such as parallelism=fsdp, or parallelism=auto to have one chosen.",
-)
+@rule("strategy-settings-mismatch", "parallelism.strategy")
 def strategy_settings_mismatch(config: RunConfig) -> Finding | None:
     """The group's schema must be the strategy's."""
     settings, strategy, facts = config.parallelism, config.parallelism.strategy, strategy_facts(config)
     needed = ZeroConfig if facts.is_zero else FsdpConfig if facts.is_fsdp else None
     has_settings = isinstance(settings, ZeroConfig | FsdpConfig)
     if strategy is UNDECIDED:  # left where a strategy was named before, whose settings it keeps
-        message = "auto is set over the settings of a named strategy, which would be lost"
-        return Finding(key="parallelism.strategy", message=message, fix="parallelism=auto")
+        return Finding("auto is set over the settings of a named strategy, which would be lost", "parallelism=auto")
     if (needed is None and not has_settings) or (needed is not None and isinstance(settings, needed)):
         return None
     owner = {ZeroConfig: "ZeRO", FsdpConfig: "FSDP"}.get(type(settings), "no")
-    message = f"{strategy.name} is set in a group with {owner} settings"
-    return Finding(key="parallelism.strategy", message=message, fix=f"parallelism={strategy.name}")
+    return Finding(f"{strategy.name} is set in a group with {owner} settings", f"parallelism={strategy.name}")
 
 
-@rule(
-    "single-needs-one-gpu",
-    summary="parallelism=single with more than one GPU.",
-    why="One process trains on one GPU; the others would idle, or train copies that never meet.",
-    advice="Use one GPU, or a strategy that spreads over several: parallelism=auto takes the fastest that fits.",
-)
+@rule("single-needs-one-gpu", "parallelism.strategy")
 def single_needs_one_gpu(config: RunConfig) -> Finding | None:
     """One rank."""
     world = world_size(config)
@@ -65,23 +52,16 @@ def single_needs_one_gpu(config: RunConfig) -> Finding | None:
         return None
     message = f"single runs on one GPU, and {world} are asked for"
     fix = "hardware.num_nodes=1 hardware.gpus_per_node=1 or parallelism=ddp"
-    return Finding(key="parallelism.strategy", message=message, fix=fix)
+    return Finding(message, fix)
 
 
-@rule(
-    "sharding-on-one-rank",
-    level=Level.warning,
-    summary="A strategy for several GPUs on one.",
-    why="There is nobody to share with: DDP adds nothing, ZeRO and FSDP save no memory unless they offload.",
-    advice="Use parallelism=single (parallelism=auto does), or more GPUs.",
-)
+@rule("sharding-on-one-rank", "parallelism.strategy", is_error=False)
 def sharding_on_one_rank(config: RunConfig) -> Finding | None:
     """A distributed strategy without offload on one rank."""
     settings = config.parallelism
     if strategy_facts(config).runs_on_one or world_size(config) > 1 or _offloads(config):
         return None
-    message = f"{settings.strategy.name} on one GPU saves nothing"
-    return Finding(key="parallelism.strategy", message=message, fix="parallelism=single")
+    return Finding(f"{settings.strategy.name} on one GPU saves nothing", "parallelism=single")
 
 
 def _offloads(config: RunConfig) -> bool:
@@ -91,12 +71,7 @@ def _offloads(config: RunConfig) -> bool:
     return isinstance(settings, FsdpConfig) and settings.offload_parameters is not Offload.none
 
 
-@rule(
-    "fsdp-on-cpu",
-    summary="FSDP on a CPU.",
-    why="accelerate ignores FSDP there without a word and wraps the model in DistributedDataParallel instead.",
-    advice="Use ddp or a ZeRO stage to try distributed training on a CPU.",
-)
+@rule("fsdp-on-cpu", "parallelism.strategy")
 def fsdp_on_cpu(config: RunConfig) -> Finding | None:
     """Any FSDP without GPUs."""
     strategy = config.parallelism.strategy
@@ -104,16 +79,10 @@ def fsdp_on_cpu(config: RunConfig) -> Finding | None:
         return None
     message = f"{strategy.name} would silently become ddp on a CPU"
     other = "ddp" if world_size(config) > 1 else "single"
-    return Finding(key="parallelism.strategy", message=message, fix=f"parallelism={other}")
+    return Finding(message, f"parallelism={other}")
 
 
-@rule(
-    "hsdp-group",
-    summary="hsdp without two groups to replicate over.",
-    why="hsdp shards the model inside a group of GPUs and replicates it over the groups, so the group must divide the "
-    "GPUs and be smaller than all of them. By default a group is a node.",
-    advice="Use several nodes, set parallelism.shard_group_size, or use fsdp.",
-)
+@rule("hsdp-group", "parallelism.shard_group_size")
 def hsdp_group(config: RunConfig) -> Finding | None:
     """The group size must be a proper divisor of the world, above one."""
     settings, world = config.parallelism, world_size(config)
@@ -127,7 +96,7 @@ def hsdp_group(config: RunConfig) -> Finding | None:
     fix = f"parallelism.shard_group_size={largest}"
     if largest == 1:
         fix = "parallelism=fsdp" + (" parallelism.shard_group_size=null" if settings.shard_group_size else "")
-    return Finding(key="parallelism.shard_group_size", message=message, fix=fix)
+    return Finding(message, fix)
 
 
 def _largest_proper_divisor(number: int) -> int:
@@ -136,15 +105,7 @@ def _largest_proper_divisor(number: int) -> int:
     return next((number // factor for factor in range(2, highest + 1) if number % factor == 0), 1)
 
 
-@rule(
-    "parallelism-setting-ignored",
-    level=Level.warning,
-    summary="A setting of the parallelism group that the chosen strategy does not read.",
-    why="zero1 and zero2 keep whole parameters and know none of stage 3's settings; groups of GPUs exist in hsdp only; "
-    "a size policy reads no class names; an NVMe folder is used only where something is offloaded to it; number "
-    "formats are mixed in two ways in bf16 only.",
-    advice="Remove the setting.",
-)
+@rule("parallelism-setting-ignored", is_error=False)
 def parallelism_setting_ignored(config: RunConfig) -> Iterator[Finding]:
     """Settings of other stages and policies."""
     settings, strategy = config.parallelism, config.parallelism.strategy
@@ -163,36 +124,24 @@ def parallelism_setting_ignored(config: RunConfig) -> Iterator[Finding]:
     for name in ignored:
         key = f"parallelism.{name}"
         fix = f"{key}=[]" if name == "wrap_classes" else f"{key}=null"
-        yield Finding(key=key, message=f"{getattr(settings, name)} is not used by {strategy.name}", fix=fix)
+        yield Finding(f"{getattr(settings, name)} is not used by {strategy.name}", fix, key=key)
     is_fp32 = config.precision.compute is Compute.fp32  # fp16 is cast by either, whatever is set
     if is_fp32 and getattr(settings, "mixed_precision", None) is MixedPrecision.cast:
         key, message = "parallelism.mixed_precision", "cast is not used in fp32"
-        yield Finding(key=key, message=message, fix=f"{key}=autocast")
+        yield Finding(message, f"{key}=autocast", key=key)
 
 
-@rule(
-    "bf16-weights-under-zero",
-    summary="bf16 master weights with ZeRO.",
-    why="DeepSpeed's optimizer always keeps fp32 weights and casts them, so the setting would save nothing.",
-    advice="Use parallelism.mixed_precision=cast, which computes with bf16 weights; for bf16 throughout, use FSDP.",
-)
+@rule("bf16-weights-under-zero", "precision.master_weights")
 def bf16_weights_under_zero(config: RunConfig) -> Finding | None:
     """A whole fine-tune; under LoRA the frozen weights may be bf16."""
     is_bf16 = config.precision.master_weights is MasterWeights.bf16
     if not is_bf16 or not strategy_facts(config).is_zero or config.peft.method is not PeftMethod.full:
         return None
     message = f"{config.parallelism.strategy.name} keeps fp32 weights whatever precision.master_weights says"
-    return Finding(key="precision.master_weights", message=message, fix="precision.master_weights=fp32")
+    return Finding(message, "precision.master_weights=fp32")
 
 
-@rule(
-    "weights-rounded-by-zero",
-    level=Level.warning,
-    summary="ZeRO casts a whole model that was published in a wider format.",
-    why="DeepSpeed makes the fp32 copy that it trains of the weights as it has cast them, so what 16 bits do not hold "
-    "of fp32 weights is lost before the first step. It casts in fp16, and with parallelism.mixed_precision=cast.",
-    advice="In bf16 use parallelism.mixed_precision=autocast; in fp16 use FSDP, which casts what it gathers only.",
-)
+@rule("weights-rounded-by-zero", "parallelism.mixed_precision", is_error=False)
 def weights_rounded_by_zero(config: RunConfig) -> Finding | None:
     """Published weights that are trained whole; frozen ones below adapters are only read."""
     facts, compute = config.model.facts, config.precision.compute
@@ -205,16 +154,10 @@ def weights_rounded_by_zero(config: RunConfig) -> Finding | None:
     message = f"{config.parallelism.strategy.name} rounds weights that were published in {facts.dtype} to {cast} first"
     fsdp = "parallelism=fsdp_offload" if _offloads(config) else "parallelism=fsdp"
     fix = fsdp if compute is Compute.fp16 else "parallelism.mixed_precision=autocast"
-    return Finding(key="parallelism.mixed_precision", message=message, fix=fix)
+    return Finding(message, fix)
 
 
-@rule(
-    "qlora-without-gpu",
-    summary="QLoRA on a CPU.",
-    why="On CPUs with AVX-512 BF16 bitsandbytes repacks 4-bit weights for inference, and the first training step then "
-    "fails in its layers.",
-    advice="Use peft=lora on a CPU.",
-)
+@rule("qlora-without-gpu", "peft.method")
 def qlora_without_gpu(config: RunConfig) -> Finding | None:
     """4-bit layers without a GPU."""
     # Linear4bit.forward, bitsandbytes 0.50.2, seen: "a view of a leaf Variable that requires grad is being used in an
@@ -223,17 +166,10 @@ def qlora_without_gpu(config: RunConfig) -> Finding | None:
         return None
     # Over a base that is stored in 4 bits nothing else is trained.
     other = "" if quantiser_of(config) is None else f" {another_model(config)}"
-    return Finding(key="peft.method", message="4-bit layers are trained on GPUs", fix=f"peft.method=lora{other}")
+    return Finding("4-bit layers are trained on GPUs", f"peft.method=lora{other}")
 
 
-@rule(
-    "qlora-parameters-on-nvme",
-    summary="A 4-bit base model whose parameters are offloaded to NVMe.",
-    why="DeepSpeed reads parameters from files into buffers of one number format, the run's; a 4-bit base is stored in "
-    "another, and its bits would be read as something else.",
-    advice="Offload the parameters to host memory: a 4-bit base needs about half a byte of it per parameter. The "
-    "optimizer's states may stay on NVMe.",
-)
+@rule("qlora-parameters-on-nvme")
 def qlora_parameters_on_nvme(config: RunConfig) -> Finding | None:
     """QLoRA with zero3_nvme."""
     # AsyncPartitionedParameterSwapper(ds_config, self.dtype): dtype of its buffers and its element size (DeepSpeed
@@ -244,16 +180,10 @@ def qlora_parameters_on_nvme(config: RunConfig) -> Finding | None:
     if settings.offload_parameters is not Offload.nvme:
         return None
     message, key = "4-bit weights cannot go through DeepSpeed's files", "parallelism.offload_parameters"
-    return Finding(key=key, message=message, fix=f"{key}=cpu")
+    return Finding(message, f"{key}=cpu", key=key)
 
 
-@rule(
-    "offload-not-possible",
-    summary="An offload that the strategy does not have.",
-    why="DeepSpeed moves parameters off the GPU in stage 3 only, and NVMe needs stage 3 as well; FSDP offloads to host "
-    "memory only.",
-    advice="Use zero3 for parameters or NVMe, and cpu everywhere else.",
-)
+@rule("offload-not-possible")
 def offload_not_possible(config: RunConfig) -> Iterator[Finding]:
     """Offload targets by strategy."""
     settings, strategy = config.parallelism, config.parallelism.strategy
@@ -261,17 +191,17 @@ def offload_not_possible(config: RunConfig) -> Iterator[Finding]:
         message, key = f"{strategy.name} cannot offload to nvme", "parallelism.offload_parameters"
         has_own = settings != FsdpConfig(strategy=strategy, offload_parameters=Offload.nvme)  # which ZeRO does not know
         fix = f"{key}=cpu" + ("" if has_own else _or_to_nvme(config))
-        yield Finding(key=key, message=message, fix=fix)
+        yield Finding(message, fix, key=key)
     if not isinstance(settings, ZeroConfig) or not strategy_facts(config).keeps_whole_weights:
         return
     if settings.offload_parameters is not Offload.none:
         message, key = f"{strategy.name} keeps whole parameters on every GPU", "parallelism.offload_parameters"
         to_host = " or parallelism=zero3_offload" if _zero3_can_offload(config) else ""
         other = _or_to_nvme(config) if settings.offload_parameters is Offload.nvme else to_host
-        yield Finding(key=key, message=message, fix=f"{key}=none{other}")
+        yield Finding(message, f"{key}=none{other}", key=key)
     if settings.offload_optimizer is Offload.nvme:
         message, key = f"{strategy.name} cannot offload to nvme", "parallelism.offload_optimizer"
-        yield Finding(key=key, message=message, fix=f"{key}=cpu{_or_to_nvme(config)}")
+        yield Finding(message, f"{key}=cpu{_or_to_nvme(config)}", key=key)
 
 
 def _zero3_can_offload(config: RunConfig) -> bool:
@@ -287,12 +217,7 @@ def _or_to_nvme(config: RunConfig) -> str:
     return " or parallelism=zero3_nvme" + ("" if names_folder else " parallelism.nvme_path=FOLDER")
 
 
-@rule(
-    "nvme-path-missing",
-    summary="Offload to NVMe without a folder on one.",
-    why="DeepSpeed swaps states through files; it must be told a folder on a fast local disk, not a network share.",
-    advice="Set parallelism.nvme_path to a folder on a local NVMe disk with room for 16 bytes per parameter.",
-)
+@rule("nvme-path-missing", "parallelism.nvme_path")
 def nvme_path_missing(config: RunConfig) -> Finding | None:
     """`nvme_path` where anything goes to NVMe."""
     settings = config.parallelism
@@ -301,16 +226,10 @@ def nvme_path_missing(config: RunConfig) -> Finding | None:
     uses_nvme = Offload.nvme in (settings.offload_optimizer, settings.offload_parameters)
     if not uses_nvme or not strategy_facts(config).is_zero3:  # other stages have no offload to NVMe at all
         return None
-    message = "an offload to nvme needs a folder on a local NVMe disk"
-    return Finding(key="parallelism.nvme_path", message=message, fix="parallelism.nvme_path=/local_nvme")
+    return Finding("an offload to nvme needs a folder on a local NVMe disk", "parallelism.nvme_path=/local_nvme")
 
 
-@rule(
-    "wrap-class-unknown",
-    summary="parallelism.wrap_classes names a class that the model does not have.",
-    why="FSDP would find no block to wrap and shard the model as one unit: every forward pass gathers all of it.",
-    advice="Leave parallelism.wrap_classes empty, which takes the model's own block class.",
-)
+@rule("wrap-class-unknown", "parallelism.wrap_classes")
 def wrap_class_unknown(config: RunConfig) -> Finding | None:
     """Checked for the architectures in `DECODER_LAYERS`; others are checked when the model is built."""
     settings, facts = config.parallelism, config.model.facts
@@ -320,8 +239,7 @@ def wrap_class_unknown(config: RunConfig) -> Finding | None:
     if own is None or not settings.wrap_classes or own in settings.wrap_classes:
         return None
     names = ", ".join(settings.wrap_classes)
-    message = f"{facts.architecture} has no {names}; its blocks are {own}"
-    return Finding(key="parallelism.wrap_classes", message=message, fix=f"parallelism.wrap_classes=[{own}]")
+    return Finding(f"{facts.architecture} has no {names}; its blocks are {own}", f"parallelism.wrap_classes=[{own}]")
 
 
 def layer_parameters(facts: ModelFacts) -> int:
@@ -331,13 +249,7 @@ def layer_parameters(facts: ModelFacts) -> int:
     return max(0, facts.num_parameters - embeddings - last_norm) // max(1, facts.num_layers)
 
 
-@rule(
-    "wrap-size-too-large",
-    summary="FSDP's units by size would be larger than any part of the model.",
-    why="Without units FSDP gathers the whole model at once, which saves nothing.",
-    advice="Lower parallelism.wrap_min_num_parameters to what the message names, or make a unit of each block with "
-    "parallelism.wrap_policy=transformer.",
-)
+@rule("wrap-size-too-large", "parallelism.wrap_min_num_parameters")
 def wrap_size_too_large(config: RunConfig) -> Finding | None:
     """Checked for models whose layers are as Llama's; others when the model is built (`units-too-large`)."""
     settings, facts = config.parallelism, config.model.facts
@@ -351,22 +263,4 @@ def wrap_size_too_large(config: RunConfig) -> Finding | None:
     smaller = f"parallelism.wrap_min_num_parameters={largest}"
     is_known = largest > 0 and config.peft.method is not PeftMethod.qlora
     fix = (f"{smaller} or " if is_known else "") + "parallelism.wrap_policy=transformer"
-    return Finding(key="parallelism.wrap_min_num_parameters", message=message, fix=fix)
-
-
-RULES: tuple[Rule, ...] = (
-    strategy_settings_mismatch,
-    single_needs_one_gpu,
-    sharding_on_one_rank,
-    fsdp_on_cpu,
-    hsdp_group,
-    parallelism_setting_ignored,
-    bf16_weights_under_zero,
-    weights_rounded_by_zero,
-    qlora_without_gpu,
-    qlora_parameters_on_nvme,
-    offload_not_possible,
-    nvme_path_missing,
-    wrap_class_unknown,
-    wrap_size_too_large,
-)
+    return Finding(message, fix)

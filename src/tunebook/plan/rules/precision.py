@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tunebook.config.choices import (
-    Compute,
-    Fp8Scaling,
-    Generation,
-    MasterWeights,
-    Offload,
-    PeftMethod,
-    Switch,
-    Weights,
-)
+from tunebook.config.choices import Compute, Fp8Scaling, Generation, MasterWeights, Offload, PeftMethod, Switch, Weights
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.facts.architectures import nearest_attention, without_flash_attn
 from tunebook.facts.attention import attention_facts
@@ -21,7 +12,7 @@ from tunebook.facts.generations import GENERATIONS, GenerationFacts, capability_
 from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE
 from tunebook.facts.strategies import strategy_facts
 from tunebook.plan.rules.attention import compiles
-from tunebook.plan.rules.frame import Finding, Level, Rule, rule
+from tunebook.plan.rules.frame import Finding, rule
 
 
 def _facts(config: RunConfig) -> GenerationFacts | None:
@@ -50,13 +41,7 @@ def _in_fp32(config: RunConfig) -> str:
     return fix
 
 
-@rule(
-    "bf16-on-volta",
-    summary="bf16 on a GPU without bf16: volta and turing.",
-    why="V100 and T4 have tensor cores for fp16 only. torch emulates bf16 there, many times slower than fp32, and some "
-    "kernels fail to compile in the middle of a run.",
-    advice="Compute in fp32. Only for a base model that was itself trained in fp16, fp16 works too and is faster.",
-)
+@rule("bf16-on-volta", "precision.compute")
 def bf16_on_volta(config: RunConfig) -> Finding | None:
     """bf16 compute where the generation lacks it; a CPU is slow at it but right."""
     facts = _facts(config)
@@ -64,17 +49,10 @@ def bf16_on_volta(config: RunConfig) -> Finding | None:
         return None
     if config.hardware.generation is Generation.cpu:
         return None
-    message = f"bf16 cannot run on {_hardware_text(config, facts)}; bf16 starts at 8.0"
-    return Finding(key="precision.compute", message=message, fix=_in_fp32(config))
+    return Finding(f"bf16 cannot run on {_hardware_text(config, facts)}; bf16 starts at 8.0", _in_fp32(config))
 
 
-@rule(
-    "fp16-with-bf16-base",
-    summary="fp16 training of a base model whose weights are bf16.",
-    why="bf16 reaches 3e38, fp16 65,504. Activations of a model trained in bf16 exceed that: the loss turns into "
-    "infinities or NaN, often only after hours.",
-    advice="Use bf16 where the GPU has it (ampere and later), else fp32.",
-)
+@rule("fp16-with-bf16-base", "precision.compute")
 def fp16_with_bf16_base(config: RunConfig) -> Finding | None:
     """Refused for published weights; random ones have no range yet."""
     facts, model = _facts(config), config.model
@@ -85,61 +63,36 @@ def fp16_with_bf16_base(config: RunConfig) -> Finding | None:
     has_bf16 = facts is not None and facts.has_bf16
     message = f"fp16 overflows on {model.facts.architecture}, whose weights are bfloat16"
     fix = "precision.compute=bf16" if has_bf16 else _in_fp32(config)
-    return Finding(key="precision.compute", message=message, fix=fix)
+    return Finding(message, fix)
 
 
-@rule(
-    "fp16-on-cpu",
-    summary="fp16 on a CPU.",
-    why="Loss scaling, which fp16 needs against underflow, and most fp16 kernels exist for GPUs only.",
-    advice="Compute in fp32.",
-)
+@rule("fp16-on-cpu", "precision.compute")
 def fp16_on_cpu(config: RunConfig) -> Finding | None:
     """fp16 or fp8 never on a CPU; fp8 is `fp8-without-hardware`."""
     if config.precision.compute is not Compute.fp16 or config.hardware.generation is not Generation.cpu:
         return None
-    return Finding(key="precision.compute", message="fp16 needs a GPU", fix=_in_fp32(config))
+    return Finding("fp16 needs a GPU", _in_fp32(config))
 
 
-@rule(
-    "fp8-without-hardware",
-    summary="fp8 on hardware without fp8 tensor cores.",
-    why="fp8 matrix products start at compute capability 8.9: ada, hopper and blackwell.",
-    advice="Compute in bf16 on ampere, in fp32 on volta, turing and CPUs.",
-)
+@rule("fp8-without-hardware", "precision.compute")
 def fp8_without_hardware(config: RunConfig) -> Finding | None:
     """fp8 below 8.9."""
     facts = _facts(config)
     if config.precision.compute is not Compute.fp8 or facts is None or facts.has_fp8:
         return None
-    message = f"fp8 cannot run on {_hardware_text(config, facts)}; fp8 starts at 8.9"
-    return Finding(key="precision.compute", message=message, fix=_instead_of_fp8(config))
+    return Finding(f"fp8 cannot run on {_hardware_text(config, facts)}; fp8 starts at 8.9", _instead_of_fp8(config))
 
 
-@rule(
-    "fp8-with-adapters",
-    summary="fp8 with LoRA or QLoRA.",
-    why="torchao's fp8 layers compute the gradient of their weight whether it is trained or not, so over a frozen base "
-    "they multiply half as much again as bf16 does: what fp8 saves is lost. QLoRA replaces the same layers by 4-bit "
-    "ones.",
-    advice="Compute adapters in bf16.",
-)
+@rule("fp8-with-adapters", "precision.compute")
 def fp8_with_adapters(config: RunConfig) -> Finding | None:
     """fp8 and any method that trains adapters over frozen linear layers."""
     if config.precision.compute is not Compute.fp8 or config.peft.method is PeftMethod.full:
         return None
     message = f"fp8 saves nothing where the linear layers are frozen (peft.method={config.peft.method.name})"
-    return Finding(key="precision.compute", message=message, fix=_instead_of_fp8(config))
+    return Finding(message, _instead_of_fp8(config))
 
 
-@rule(
-    "fp8-with-deepspeed",
-    summary="fp8 with a ZeRO strategy.",
-    why="torchao's fp8 layers keep a view of their weight until the backward pass. FSDP gathers the weight back into "
-    "that memory; ZeRO-3 into another, so that every gathered weight would stay on the GPU. ZeRO-1 and ZeRO-2 have not "
-    "been run with fp8.",
-    advice="Take FSDP in place of ZeRO: fsdp shards what ZeRO-3 shards, fsdp_grad_op is nearest to ZeRO-2.",
-)
+@rule("fp8-with-deepspeed", "precision.compute")
 def fp8_with_deepspeed(config: RunConfig) -> Finding | None:
     """fp8 and DeepSpeed."""
     settings = config.parallelism
@@ -152,7 +105,7 @@ def fp8_with_deepspeed(config: RunConfig) -> Finding | None:
     fix = f"parallelism={better}{optimizer}"
     if any(refusing.find(config) for refusing in (fp8_without_hardware, fp8_with_adapters)):  # under FSDP as well
         fix = _instead_of_fp8(config)
-    return Finding(key="precision.compute", message=f"fp8 does not run under {settings.strategy.name}", fix=fix)
+    return Finding(f"fp8 does not run under {settings.strategy.name}", fix)
 
 
 def fp8_runs(config: RunConfig) -> bool:
@@ -162,16 +115,7 @@ def fp8_runs(config: RunConfig) -> bool:
     return _facts(config) is not None and not any(rule.find(in_fp8) for rule in refusing)
 
 
-@rule(
-    "fp8-not-compiled",
-    level=Level.warning,
-    summary="fp8 without model.compile_layers.",
-    why="Each product in fp8 needs the largest value of both factors, and casts of them. Compiled, they become part of "
-    "the operations before; otherwise each is a pass over memory, which may cost more than fp8 saves (not measured "
-    "here).",
-    advice="Leave model.compile_layers, attention and Liger's kernels open, and the plan says why blocks are not "
-    "compiled; or ask for it: model.compile_layers=true with attention=varlen_attention and without Liger's kernels.",
-)
+@rule("fp8-not-compiled", "model.compile_layers", is_error=False)
 def fp8_not_compiled(config: RunConfig) -> Finding | None:
     """fp8 in blocks that are not compiled, where fp8 is not refused altogether."""
     if config.precision.compute is not Compute.fp8 or config.model.compile_layers:
@@ -184,16 +128,10 @@ def fp8_not_compiled(config: RunConfig) -> Finding | None:
         fix += f" attention.implementation={without_flash_attn(config).name}"
     if config.model.liger_kernel:
         fix += " model.liger_kernel=false"
-    return Finding(key="model.compile_layers", message=message, fix=fix)
+    return Finding(message, fix)
 
 
-@rule(
-    "fp8-scaling-ignored",
-    level=Level.warning,
-    summary="precision.fp8_scaling in a run that does not compute in fp8.",
-    why="It says how tensors are scaled when they are turned into fp8, which only precision=fp8 does.",
-    advice="Leave precision.fp8_scaling out, or compute in fp8.",
-)
+@rule("fp8-scaling-ignored", "precision.fp8_scaling", is_error=False)
 def fp8_scaling_ignored(config: RunConfig) -> Finding | None:
     """Scales of fp8 without fp8."""
     precision = config.precision
@@ -201,50 +139,22 @@ def fp8_scaling_ignored(config: RunConfig) -> Finding | None:
         return None
     message = f"fp8_scaling={precision.fp8_scaling.name} changes nothing with compute={precision.compute.name}"
     fix = "precision.fp8_scaling=tensorwise" + (" or precision.compute=fp8" if fp8_runs(config) else "")
-    return Finding(key="precision.fp8_scaling", message=message, fix=fix)
+    return Finding(message, fix)
 
 
-@rule(
-    "tf32-without-hardware",
-    summary="tf32 on hardware without TensorFloat-32.",
-    why="TF32 tensor cores start at compute capability 8.0 (ampere).",
-    advice="Leave precision.tf32 at auto.",
-)
+@rule("tf32-without-hardware", "precision.tf32")
 def tf32_without_hardware(config: RunConfig) -> Finding | None:
     """tf32 asked for below 8.0 or on a CPU."""
     facts = _facts(config)
     if config.precision.tf32 is not Switch.enabled or facts is None or facts.has_tf32:
         return None
-    message = f"tf32 cannot run on {_hardware_text(config, facts)}; it starts at 8.0"
-    return Finding(key="precision.tf32", message=message, fix="precision.tf32=auto")
+    return Finding(f"tf32 cannot run on {_hardware_text(config, facts)}; it starts at 8.0", "precision.tf32=auto")
 
 
-@rule(
-    "bf16-weights-without-bf16",
-    summary="bf16 master weights with another number format for the computation.",
-    why="precision.master_weights=bf16 means that weights and products are bf16, and so are gradients but those of "
-    "adapters. With fp32 products it would throw away what they gained; fp16's loss scaling does not work on bf16 "
-    "weights.",
-    advice="Keep the master weights in fp32, or compute in bf16.",
-)
+@rule("bf16-weights-without-bf16", "precision.master_weights")
 def bf16_weights_without_bf16(config: RunConfig) -> Finding | None:
     """bf16 weights with fp32 or fp16 compute; fp8 computes on bf16."""
     compute = config.precision.compute
     if config.precision.master_weights is not MasterWeights.bf16 or compute not in (Compute.fp32, Compute.fp16):
         return None
-    message = f"bf16 weights do not go with precision.compute={compute.name}"
-    return Finding(key="precision.master_weights", message=message, fix="precision.master_weights=fp32")
-
-
-RULES: tuple[Rule, ...] = (
-    bf16_on_volta,
-    fp16_with_bf16_base,
-    fp16_on_cpu,
-    fp8_without_hardware,
-    fp8_with_adapters,
-    fp8_with_deepspeed,
-    fp8_not_compiled,
-    fp8_scaling_ignored,
-    tf32_without_hardware,
-    bf16_weights_without_bf16,
-)
+    return Finding(f"bf16 weights do not go with precision.compute={compute.name}", "precision.master_weights=fp32")

@@ -12,7 +12,7 @@ from tunebook.config.choices import Compute, Generation, PeftMethod, Weights
 from tunebook.config.schema import RunConfig
 from tunebook.model.base_config import read_quantiser
 from tunebook.plan.architecture.base_model import OWN_QUANTISER
-from tunebook.plan.rules.frame import Finding, Rule, another_model, rule
+from tunebook.plan.rules.frame import Finding, another_model, rule
 
 
 def quantiser_of(config: RunConfig) -> str | None:
@@ -35,14 +35,7 @@ def _by_qlora(config: RunConfig) -> str:
     return "peft=qlora" + (" precision.compute=bf16" if in_fp8 else "")
 
 
-@rule(
-    "quantised-base-in-full",
-    summary="Full fine-tuning of a model whose weights are published quantised.",
-    why="Quantised weights are whole numbers of a few bits, or have scales of their own: no gradient changes them. "
-    "transformers' Trainer refuses them, after the data was prepared and the model was read.",
-    advice="Name the model that it was made from, whose weights are not quantised. Over the 4 bits of bitsandbytes an "
-    "adapter can be trained as they are, with peft=qlora.",
-)
+@rule("quantised-base-in-full", "peft.method")
 def quantised_base_in_full(config: RunConfig) -> Finding | None:
     """peft=full over a config.json with a `quantization_config`."""
     quantiser = quantiser_of(config)
@@ -51,18 +44,10 @@ def quantised_base_in_full(config: RunConfig) -> Finding | None:
     is_for_qlora = _is_for_qlora(config, quantiser)
     instead = ", and only an adapter can be trained" if is_for_qlora else "; name the model without quantisation"
     message = f"the weights of {_base(config)} are quantised by {quantiser}{instead}"
-    return Finding(key="peft.method", message=message, fix=_by_qlora(config) if is_for_qlora else another_model(config))
+    return Finding(message, _by_qlora(config) if is_for_qlora else another_model(config))
 
 
-@rule(
-    "quantised-base-not-trainable",
-    summary="A plain adapter over weights that are published quantised.",
-    why="4 bits of bitsandbytes are trained over by peft=qlora, which loads them on every rank, counts them as what "
-    "they are and keeps the adapter in the format of the run. Other quantisers need packages that no image here has "
-    "(gptqmodel for gptq and awq, aqlm, hqq, eetq), have layers without a gradient, or were never trained over here.",
-    advice="Name the same model without quantisation; peft=qlora then quantises it while it is read. Where its 4 bits "
-    "are those of bitsandbytes, type peft=qlora.",
-)
+@rule("quantised-base-not-trainable", "peft.method")
 def quantised_base_not_trainable(config: RunConfig) -> Finding | None:
     """peft=lora over any quantiser."""
     quantiser = quantiser_of(config)
@@ -70,30 +55,21 @@ def quantised_base_not_trainable(config: RunConfig) -> Finding | None:
         return None
     if _is_for_qlora(config, quantiser):
         message = f"{_base(config)} is quantised by {quantiser}, and adapters over it are what peft=qlora trains"
-        return Finding(key="peft.method", message=message, fix=_by_qlora(config))
+        return Finding(message, _by_qlora(config))
     message = (
         f"no adapter is trained here over {quantiser}, by which {_base(config)} is quantised; name the model without "
         "quantisation"
     )
     on_cpu = config.hardware.generation is Generation.cpu
     fix = another_model(config) + ("" if on_cpu else f" {_by_qlora(config)}")
-    return Finding(key="peft.method", message=message, fix=fix)
+    return Finding(message, fix)
 
 
-@rule(
-    "quantised-twice",
-    summary="QLoRA over a model that is quantised by something else already.",
-    why="peft=qlora has bitsandbytes quantise the base to 4 bits while it is read. transformers refuses to do so with "
-    "weights that another quantiser, or bitsandbytes in 8 bits, has made.",
-    advice="Name the model that it was made from, whose weights are not quantised.",
-)
+@rule("quantised-twice", "peft.method")
 def quantised_twice(config: RunConfig) -> Finding | None:
     """peft=qlora over any other quantiser than its own."""
     quantiser = quantiser_of(config)
     if config.peft.method is not PeftMethod.qlora or quantiser in (None, OWN_QUANTISER):
         return None
     message = f"qlora quantises by {OWN_QUANTISER}, and {_base(config)} is quantised by {quantiser}"
-    return Finding(key="peft.method", message=message, fix=another_model(config))
-
-
-RULES: tuple[Rule, ...] = (quantised_base_in_full, quantised_base_not_trainable, quantised_twice)
+    return Finding(message, another_model(config))

@@ -10,7 +10,7 @@ from tunebook.config.choices import RESUME_WORDS, Source
 from tunebook.config.override_text import as_typed, typed_list
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import nearest
-from tunebook.plan.rules.frame import Finding, Level, Rule, rule
+from tunebook.plan.rules.frame import Finding, rule
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # what sbatch takes: minutes, min:sec, hours:min:sec, days-hours, days-hours:min, days-hours:min:sec
@@ -22,12 +22,7 @@ def _has_validation(config: RunConfig) -> bool:
     return bool(data.validation_split or data.validation_path or data.validation_share > 0)
 
 
-@rule(
-    "validation-missing",
-    summary="Something depends on the validation loss, but no documents are held out.",
-    why="training.evaluate_every_steps, load_best_at_end and early stopping need a validation part to measure on.",
-    advice="Hold out a share of the documents, or name a split or files.",
-)
+@rule("validation-missing")
 def validation_missing(config: RunConfig) -> Iterator[Finding]:
     """Settings that need a validation part."""
     if _has_validation(config):
@@ -39,15 +34,10 @@ def validation_missing(config: RunConfig) -> Iterator[Finding]:
         value = getattr(training, field)
         if value not in (None, False):
             message = f"{as_typed(value)} needs documents to validate on, and none are held out"
-            yield Finding(key=f"training.{field}", message=message, fix=fix)
+            yield Finding(message, fix, key=f"training.{field}")
 
 
-@rule(
-    "best-needs-evaluations",
-    summary="Best model or early stopping without regular validation.",
-    why="Both compare validation losses during the run; without training.evaluate_every_steps there is one at the end.",
-    advice="Set training.evaluate_every_steps.",
-)
+@rule("best-needs-evaluations")
 def best_needs_evaluations(config: RunConfig) -> Iterator[Finding]:
     """Both need `evaluate_every_steps`."""
     training = config.training
@@ -61,16 +51,10 @@ def best_needs_evaluations(config: RunConfig) -> Iterator[Finding]:
             fix = f"training.evaluate_every_steps={every}"
             if training.load_best_at_end and training.save_every_steps is None:
                 fix += f" training.save_every_steps={every}"
-            yield Finding(key=f"training.{field}", message=message, fix=fix)
+            yield Finding(message, fix, key=f"training.{field}")
 
 
-@rule(
-    "best-needs-checkpoints",
-    summary="Best model at the end, but no checkpoint is saved when it is found.",
-    why="The best model is loaded from the checkpoint of its step, so a checkpoint must be saved at steps at which the "
-    "validation loss is measured: training.save_every_steps must be a multiple of training.evaluate_every_steps.",
-    advice="Set training.save_every_steps to a multiple of training.evaluate_every_steps.",
-)
+@rule("best-needs-checkpoints", "training.save_every_steps")
 def best_needs_checkpoints(config: RunConfig) -> Finding | None:
     """`save_every_steps` must be there and a multiple."""
     training = config.training
@@ -79,21 +63,15 @@ def best_needs_checkpoints(config: RunConfig) -> Finding | None:
         return None
     if save is None:
         message = "nothing is saved before the end, so there is no best checkpoint to load"
-        return Finding(key="training.save_every_steps", message=message, fix=f"training.save_every_steps={evaluate}")
+        return Finding(message, f"training.save_every_steps={evaluate}")
     if save % evaluate == 0:
         return None
     multiple = max(1, round(save / evaluate)) * evaluate
     message = f"{save} is no multiple of training.evaluate_every_steps={evaluate}, so the best step is not saved"
-    return Finding(key="training.save_every_steps", message=message, fix=f"training.save_every_steps={multiple}")
+    return Finding(message, f"training.save_every_steps={multiple}")
 
 
-@rule(
-    "interval-beyond-run",
-    level=Level.warning,
-    summary="Something is to happen every so many steps, but the run is shorter.",
-    why="With fewer steps than the interval it happens only at the end, or never.",
-    advice="Shorten the interval, or remove it.",
-)
+@rule("interval-beyond-run", is_error=False)
 def interval_beyond_run(config: RunConfig) -> Iterator[Finding]:
     """Known here only where `max_steps` says the length of the run."""
     total = config.training.max_steps
@@ -103,16 +81,10 @@ def interval_beyond_run(config: RunConfig) -> Iterator[Finding]:
         every = getattr(config.training, field)
         if every is not None and every > total > 0:
             key = f"training.{field}"
-            yield Finding(key=key, message=f"{every} is beyond training.max_steps={total}", fix=f"{key}={otherwise}")
+            yield Finding(f"{every} is beyond training.max_steps={total}", f"{key}={otherwise}", key=key)
 
 
-@rule(
-    "resume-not-found",
-    summary="training.resume is neither auto nor never nor a checkpoint folder.",
-    why="auto goes on with the newest unfinished run of the same configuration, never starts anew, and anything else "
-    "must be the folder to go on from.",
-    advice="Type auto, never, or the path of a checkpoint folder.",
-)
+@rule("resume-not-found", "training.resume")
 def resume_not_found(config: RunConfig) -> Finding | None:
     """A word or an existing folder."""
     value = config.training.resume
@@ -120,30 +92,19 @@ def resume_not_found(config: RunConfig) -> Finding | None:
         return None
     word = nearest(value, RESUME_WORDS)
     message = f"'{value}' is neither auto nor never, and there is no folder {resolve_path(value)}"
-    return Finding(key="training.resume", message=message, fix=f"training.resume={word or 'auto'}")
+    return Finding(message, f"training.resume={word or 'auto'}")
 
 
-@rule(
-    "hub-name-form",
-    summary="training.push_to_hub is not the name of a repository on the hub.",
-    why="An upload needs an owner and a name: organisation/name.",
-    advice="Type training.push_to_hub=organisation/name, or null to upload nothing.",
-)
+@rule("hub-name-form", "training.push_to_hub")
 def hub_name_form(config: RunConfig) -> Finding | None:
     """Owner, slash, name."""
     name = config.training.push_to_hub
     if name is None or _HUB_NAME.fullmatch(name):
         return None
-    message = f"'{name}' has not the form organisation/name"
-    return Finding(key="training.push_to_hub", message=message, fix="training.push_to_hub=null")
+    return Finding(f"'{name}' has not the form organisation/name", "training.push_to_hub=null")
 
 
-@rule(
-    "task-file-not-found",
-    summary="An evaluation task file does not exist.",
-    why="A task that ends in .yaml is a file of your own; it is read after the training, hours too late to find out.",
-    advice="Correct the path in evaluation.tasks.",
-)
+@rule("task-file-not-found", "evaluation.tasks")
 def task_file_not_found(config: RunConfig) -> Iterator[Finding]:
     """Every task that is a file."""
     tasks = config.evaluation.tasks
@@ -151,16 +112,10 @@ def task_file_not_found(config: RunConfig) -> Iterator[Finding]:
         is_file = task.endswith((".yaml", ".yml")) or is_in_book(task)
         if is_file and not resolve_path(task).is_file():
             rest = [other for other in tasks if other != task]
-            message = f"there is no file {resolve_path(task)}"
-            yield Finding(key="evaluation.tasks", message=message, fix=typed_list("evaluation.tasks", rest))
+            yield Finding(f"there is no file {resolve_path(task)}", typed_list("evaluation.tasks", rest))
 
 
-@rule(
-    "task-named-twice",
-    summary="An evaluation task is named twice.",
-    why="Its second result would overwrite the first, at twice the time.",
-    advice="Name each task once.",
-)
+@rule("task-named-twice", "evaluation.tasks")
 def task_named_twice(config: RunConfig) -> Finding | None:
     """Doubles in the list."""
     tasks = config.evaluation.tasks
@@ -168,35 +123,22 @@ def task_named_twice(config: RunConfig) -> Finding | None:
     doubles = [task for task in once if tasks.count(task) > 1]
     if not doubles:
         return None
-    message = f"{', '.join(doubles)} is named more than once"
-    return Finding(key="evaluation.tasks", message=message, fix=typed_list("evaluation.tasks", once))
+    return Finding(f"{', '.join(doubles)} is named more than once", typed_list("evaluation.tasks", once))
 
 
-@rule(
-    "evaluation-never-runs",
-    level=Level.warning,
-    summary="The evaluation is set up so that it never runs.",
-    why="It needs tasks, and at least one of evaluation.before and evaluation.after.",
-    advice="Choose an evaluation group with tasks, or switch evaluation.before off.",
-)
+@rule("evaluation-never-runs", is_error=False)
 def evaluation_never_runs(config: RunConfig) -> Finding | None:
     """Tasks without a time, or a time without tasks."""
     evaluation = config.evaluation
     if evaluation.tasks and not evaluation.before and not evaluation.after:
         message = "tasks are named, but evaluation.before and evaluation.after are both off"
-        return Finding(key="evaluation.after", message=message, fix="evaluation.after=true")
+        return Finding(message, "evaluation.after=true", key="evaluation.after")
     if evaluation.before and not evaluation.tasks:
-        message = "there are no tasks to evaluate on"
-        return Finding(key="evaluation.before", message=message, fix="evaluation.before=false")
+        return Finding("there are no tasks to evaluate on", "evaluation.before=false", key="evaluation.before")
     return None
 
 
-@rule(
-    "time-limit-form",
-    summary="launcher.time_limit is not a time that sbatch takes.",
-    why="sbatch takes minutes, minutes:seconds, hours:minutes:seconds, or days-hours with optional :minutes:seconds.",
-    advice="Type for example launcher.time_limit=12:00:00 for twelve hours.",
-)
+@rule("time-limit-form", "launcher.time_limit")
 def time_limit_form(config: RunConfig) -> Finding | None:
     """Slurm's forms of a time."""
     settings = config.launcher
@@ -204,16 +146,10 @@ def time_limit_form(config: RunConfig) -> Finding | None:
         return None
     if _TIME_LIMIT.fullmatch(settings.time_limit):
         return None
-    message = f"'{settings.time_limit}' is not a time that sbatch takes"
-    return Finding(key="launcher.time_limit", message=message, fix="launcher.time_limit=12:00:00")
+    return Finding(f"'{settings.time_limit}' is not a time that sbatch takes", "launcher.time_limit=12:00:00")
 
 
-@rule(
-    "sbatch-option-form",
-    summary="launcher.extra_args holds something that is no sbatch option.",
-    why="Each entry becomes one #SBATCH line, which starts with a dash.",
-    advice="""Write options as --name=value, between quotes of their own: 'launcher.extra_args=["--qos=high"]'.""",
-)
+@rule("sbatch-option-form", "launcher.extra_args")
 def sbatch_option_form(config: RunConfig) -> Finding | None:
     """Options start with a dash and stay on their line."""
     settings = config.launcher
@@ -223,20 +159,4 @@ def sbatch_option_form(config: RunConfig) -> Finding | None:
     if not wrong:
         return None
     rest = [option for option in settings.extra_args if option not in wrong]
-    message = f"{wrong[0]!r} is no sbatch option"
-    return Finding(key="launcher.extra_args", message=message, fix=typed_list("launcher.extra_args", rest))
-
-
-RULES: tuple[Rule, ...] = (
-    validation_missing,
-    best_needs_evaluations,
-    best_needs_checkpoints,
-    interval_beyond_run,
-    resume_not_found,
-    hub_name_form,
-    task_file_not_found,
-    task_named_twice,
-    evaluation_never_runs,
-    time_limit_form,
-    sbatch_option_form,
-)
+    return Finding(f"{wrong[0]!r} is no sbatch option", typed_list("launcher.extra_args", rest))

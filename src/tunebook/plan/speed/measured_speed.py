@@ -9,6 +9,7 @@ tests/plan/test_throughput.py holds runs that are in neither table against what 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from tunebook.config.choices import Attention, Compute, Strategy
 from tunebook.config.model_facts import ModelFacts
@@ -45,7 +46,7 @@ _PADDED_PASS = 11 * 458
 _SMALL_PASS = 132 * 424 // (2 * 8)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Alone:
     """What one GPU reached."""
 
@@ -53,8 +54,8 @@ class Alone:
     model: ModelFacts
     tokens_per_second: float  # real ones
     tokens_per_pass: int  # forward and backward, padding included
-    attended_length: float
-    attention: Attention
+    attention: Attention = Attention.varlen_attention
+    attended_length: float = _WHOLE
     is_packed: bool = True
     padding_share: float | None = 0.0  # None: not recorded
     compute: Compute = Compute.bf16
@@ -97,128 +98,68 @@ class Alone:
         )
 
 
+_compiled = partial(Alone, is_compiled=True, is_one_pass=True)
+
+
 # The 3B model's packed passes on flash attention were two rows. That they held 4,096 tokens is not written down: it is
 # the longest document, and the MFU recorded beside the speed is that of documents which were not cut.
 ALONE = (
+    Alone(f"{_SPEED} packed_flash_attention_2", QWEN_3B, 21_841, 8192, Attention.flash_attention_2),
+    Alone(f"{_SPEED} packed_flash_attention_4", QWEN_3B, 22_233, 8192, Attention.flash_attention_4),
+    Alone(f"{_ONE_GPU} varlen_8192", QWEN_3B, 22_936.35, 8192),
+    _compiled(f"{_ONE_GPU} compiled_8192", QWEN_3B, 24_679.4, 8192, is_one_pass=False),
+    _compiled(f"{_ONE_GPU} compiled_16384", QWEN_3B, 26_355.5, 16384, is_one_pass=False),
+    _compiled(f"{_ONE_PASS} compiled_8192", QWEN_3B, 25_557.35, 8192),
+    _compiled(f"{_ONE_PASS} compiled_16384", QWEN_3B, 26_807.5, 16384),
+    _compiled(f"{_SELECTIVE} compiled_32768_selective", QWEN_3B, 27_808.45, 32768, is_selective=True),
+    _compiled(f"{_FLASH_4} compiled_8192_flash_4", QWEN_3B, 26_439.05, 8192, Attention.varlen_attention_4),
+    _compiled(f"{_FLASH_4} compiled_16384_flash_4", QWEN_3B, 27_851.3, 16384, Attention.varlen_attention_4),
     Alone(
-        source=f"{_SPEED} packed_flash_attention_2", model=QWEN_3B, tokens_per_second=21_841, tokens_per_pass=8192,
-        attended_length=_WHOLE, attention=Attention.flash_attention_2,
+        f"{_SMALL} flash_attention_4_rows_8192", QWEN_05B, 75_767.6, 8192, Attention.flash_attention_4,
+        attended_length=_CUT,
     ),
-    Alone(
-        source=f"{_SPEED} packed_flash_attention_4", model=QWEN_3B, tokens_per_second=22_233, tokens_per_pass=8192,
-        attended_length=_WHOLE, attention=Attention.flash_attention_4,
-    ),
-    Alone(
-        source=f"{_ONE_GPU} varlen_8192", model=QWEN_3B, tokens_per_second=22_936.35, tokens_per_pass=8192,
-        attended_length=_WHOLE, attention=Attention.varlen_attention,
-    ),
-    Alone(
-        source=f"{_ONE_GPU} compiled_8192", model=QWEN_3B, tokens_per_second=24_679.4, tokens_per_pass=8192,
-        attended_length=_WHOLE, attention=Attention.varlen_attention, is_compiled=True,
-    ),
-    Alone(
-        source=f"{_ONE_GPU} compiled_16384", model=QWEN_3B, tokens_per_second=26_355.5, tokens_per_pass=16384,
-        attended_length=_WHOLE, attention=Attention.varlen_attention, is_compiled=True,
-    ),
-    Alone(
-        source=f"{_ONE_PASS} compiled_8192", model=QWEN_3B, tokens_per_second=25_557.35, tokens_per_pass=8192,
-        attended_length=_WHOLE, attention=Attention.varlen_attention, is_compiled=True, is_one_pass=True,
-    ),
-    Alone(
-        source=f"{_ONE_PASS} compiled_16384", model=QWEN_3B, tokens_per_second=26_807.5, tokens_per_pass=16384,
-        attended_length=_WHOLE, attention=Attention.varlen_attention, is_compiled=True, is_one_pass=True,
-    ),
-    Alone(
-        source=f"{_SELECTIVE} compiled_32768_selective", model=QWEN_3B, tokens_per_second=27_808.45,
-        tokens_per_pass=32768, attended_length=_WHOLE, attention=Attention.varlen_attention, is_compiled=True,
-        is_one_pass=True, is_selective=True,
-    ),
-    Alone(
-        source=f"{_FLASH_4} compiled_8192_flash_4", model=QWEN_3B, tokens_per_second=26_439.05, tokens_per_pass=8192,
-        attended_length=_WHOLE, attention=Attention.varlen_attention_4, is_compiled=True, is_one_pass=True,
-    ),
-    Alone(
-        source=f"{_FLASH_4} compiled_16384_flash_4", model=QWEN_3B, tokens_per_second=27_851.3,
-        tokens_per_pass=16384, attended_length=_WHOLE, attention=Attention.varlen_attention_4, is_compiled=True,
-        is_one_pass=True,
-    ),
-    Alone(
-        source=f"{_SMALL} flash_attention_4_rows_8192", model=QWEN_05B, tokens_per_second=75_767.6,
-        tokens_per_pass=8192, attended_length=_CUT, attention=Attention.flash_attention_4,
-    ),
-    Alone(  # a row to a step
-        source=f"{_SMALL} compiled_32768", model=QWEN_05B, tokens_per_second=145_701.0, tokens_per_pass=25_786,
-        attended_length=_CUT, attention=Attention.varlen_attention, is_compiled=True, is_one_pass=True,
-    ),
-    Alone(
-        source=f"{_SPEED} packed_sdpa", model=QWEN_3B, tokens_per_second=7_080, tokens_per_pass=4096,
-        attended_length=_WHOLE, attention=Attention.sdpa,
-    ),
-    Alone(
-        source=f"{_SMALL} single", model=QWEN_05B, tokens_per_second=38_093.2, tokens_per_pass=4096,
-        attended_length=_CUT, attention=Attention.sdpa,
-    ),
+    _compiled(f"{_SMALL} compiled_32768", QWEN_05B, 145_701.0, 25_786, attended_length=_CUT),
+    Alone(f"{_SPEED} packed_sdpa", QWEN_3B, 7_080, 4096, Attention.sdpa),
+    Alone(f"{_SMALL} single", QWEN_05B, 38_093.2, 4096, Attention.sdpa, attended_length=_CUT),
     # With TRL's head. Computing the logits twice is 5% of what these layers take and 2% of what all of them do, so with
     # the head in one pass they would promise more than the whole model reaches.
-    Alone(
-        source=f"{_BESIDE_PEERS} llama8b_12_layers", model=LLAMA_8B_SLICE, tokens_per_second=27_452.15,
-        tokens_per_pass=16384, attended_length=_WHOLE, attention=Attention.varlen_attention, is_compiled=True,
+    _compiled(f"{_BESIDE_PEERS} llama8b_12_layers", LLAMA_8B_SLICE, 27_452.15, 16384, is_one_pass=False),
+    _compiled(
+        f"{_BESIDE_PEERS} llama8b_12_layers_fp8", LLAMA_8B_SLICE, 33_304.5, 16384, compute=Compute.fp8,
+        is_one_pass=False,
     ),
-    Alone(
-        source=f"{_BESIDE_PEERS} llama8b_12_layers_fp8", model=LLAMA_8B_SLICE, tokens_per_second=33_304.5,
-        tokens_per_pass=16384, attended_length=_WHOLE, attention=Attention.varlen_attention, compute=Compute.fp8,
-        is_compiled=True,
-    ),
-    Alone(
-        source=f"{_ONE_PASS} compiled_16384_fp8", model=QWEN_3B, tokens_per_second=30_754.4, tokens_per_pass=16384,
-        attended_length=_WHOLE, attention=Attention.varlen_attention, compute=Compute.fp8, is_compiled=True,
-        is_one_pass=True,
-    ),
-    Alone(
-        source=f"{_FOUR} compiled_16384_fp8", model=QWEN_3B, tokens_per_second=30_153.3, tokens_per_pass=16384,
-        attended_length=_WHOLE, attention=Attention.varlen_attention, compute=Compute.fp8, is_compiled=True,
-    ),
+    _compiled(f"{_ONE_PASS} compiled_16384_fp8", QWEN_3B, 30_754.4, 16384, compute=Compute.fp8),
+    _compiled(f"{_FOUR} compiled_16384_fp8", QWEN_3B, 30_153.3, 16384, compute=Compute.fp8, is_one_pass=False),
     # Sharded over 4 GPUs, so a single one would have reached more: the one measurement of wide layers with sdpa.
     Alone(
-        source=f"{RESULTS}h200x4_recipes.jsonl llama2_70b_fsdp", model=LLAMA_70B_SLICE, tokens_per_second=11_784.2,
-        tokens_per_pass=4080, attended_length=_CUT, attention=Attention.sdpa,
+        f"{RESULTS}h200x4_recipes.jsonl llama2_70b_fsdp", LLAMA_70B_SLICE, 11_784.2, 4080, Attention.sdpa,
+        attended_length=_CUT,
     ),
     Alone(
-        source=f"{_SPEED} padded_as_published", model=QWEN_3B, tokens_per_second=3_886, tokens_per_pass=11 * 1024,
-        attended_length=_WHOLE, attention=Attention.sdpa, is_packed=False, padding_share=None, is_recomputed=True,
+        f"{_SPEED} padded_as_published", QWEN_3B, 3_886, 11 * 1024, Attention.sdpa, is_packed=False,
+        padding_share=None, is_recomputed=True,
     ),
     Alone(
-        source=f"{_SMALL} padded", model=QWEN_05B, tokens_per_second=24_423.0, tokens_per_pass=6 * 845,
-        attended_length=_CUT, attention=Attention.sdpa, is_packed=False, padding_share=0.4983,
+        f"{_SMALL} padded", QWEN_05B, 24_423.0, 6 * 845, Attention.sdpa, attended_length=_CUT, is_packed=False,
+        padding_share=0.4983,
     ),
     Alone(
-        source=f"{_SMALL} fp32_as_volta", model=QWEN_05B, tokens_per_second=8_946.25, tokens_per_pass=1024,
-        attended_length=_CUT, attention=Attention.sdpa, compute=Compute.fp32,
+        f"{_SMALL} fp32_as_volta", QWEN_05B, 8_946.25, 1024, Attention.sdpa, attended_length=_CUT,
+        compute=Compute.fp32,
     ),
+    Alone(f"{_FOUR} volta_by_document", QWEN_3B, 2_336.3, 4096, Attention.sdpa_by_document, compute=Compute.fp32),
+    Alone(f"{_FOUR} volta_sdpa", QWEN_3B, 1_575.2, 4096, Attention.sdpa, compute=Compute.fp32, is_recomputed=True),
     Alone(
-        source=f"{_FOUR} volta_by_document", model=QWEN_3B, tokens_per_second=2_336.3, tokens_per_pass=4096,
-        attended_length=_WHOLE, attention=Attention.sdpa_by_document, compute=Compute.fp32,
-    ),
-    Alone(
-        source=f"{_FOUR} volta_sdpa", model=QWEN_3B, tokens_per_second=1_575.2, tokens_per_pass=4096,
-        attended_length=_WHOLE, attention=Attention.sdpa, compute=Compute.fp32, is_recomputed=True,
-    ),
-    Alone(  # 2 documents of 482 in the mean to a pass
-        source=f"{_FOUR} volta_padded", model=QWEN_3B, tokens_per_second=1_200.5, tokens_per_pass=1411,
-        attended_length=_WHOLE, attention=Attention.sdpa, compute=Compute.fp32, is_packed=False, padding_share=0.3169,
-        is_recomputed=True,
+        f"{_FOUR} volta_padded", QWEN_3B, 1_200.5, 1411, Attention.sdpa, compute=Compute.fp32, is_packed=False,
+        padding_share=0.3169, is_recomputed=True,
     ),
 )  # fmt: skip
 # Passes of so little work that the GPU waited for the next kernel: what they took is the least that a pass takes, of as
 # many layers. In rows of 8,192 and 4,096 tokens the same layers took 1.4 and 1.2 times as long.
 FLASH_WAITING = Alone(
-    source=f"{_SMALL} flash_attention_4", model=QWEN_05B, tokens_per_second=13_509.9, tokens_per_pass=1024,
-    attended_length=_CUT, attention=Attention.flash_attention_4,
-)  # fmt: skip
-SDPA_WAITING = Alone(
-    source=f"{_SMALL} sdpa", model=QWEN_05B, tokens_per_second=11_359.6, tokens_per_pass=1024,
-    attended_length=_CUT, attention=Attention.sdpa,
-)  # fmt: skip
+    f"{_SMALL} flash_attention_4", QWEN_05B, 13_509.9, 1024, Attention.flash_attention_4, attended_length=_CUT
+)
+SDPA_WAITING = Alone(f"{_SMALL} sdpa", QWEN_05B, 11_359.6, 1024, Attention.sdpa, attended_length=_CUT)
 # Padding where the documents' lengths are not known: measured with generated ones of up to 1,024 tokens, 6 to a pass.
 USUAL_PADDING_SHARE = 0.4983
 
@@ -252,7 +193,7 @@ SELECTIVE = Selective(source=f"{_SELECTIVE} compiled_16384_selective", again=27_
 SELECTIVE_LORA = Selective(source=f"{_SELECTIVE} lora_8b_compiled_selective", again=14_711.9, stored=15_135.05)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Spread:
     """What several GPUs reached with a strategy, for what one of them reached alone with the same passes."""
 
@@ -282,67 +223,37 @@ class Spread:
 
 
 SPREAD = (
-    Spread(
-        source=f"{_SPEED} zero2", strategy=Strategy.zero2, num_gpus=8, model=QWEN_3B, tokens_per_pass=8192,
-        together=17_289, alone=22_233,
-    ),
-    Spread(
-        source=f"{_SELECTIVE_FOUR} fsdp_16384", strategy=Strategy.fsdp, num_gpus=4, model=QWEN_3B,
-        tokens_per_pass=16384, together=25_393.55, alone=27_391.05,
-    ),
-    Spread(
-        source=f"{_SPEED} fsdp", strategy=Strategy.fsdp, num_gpus=8, model=QWEN_3B, tokens_per_pass=8192,
-        together=17_578, alone=22_233,
-    ),
+    Spread(f"{_SPEED} zero2", Strategy.zero2, 8, QWEN_3B, 8192, 17_289, 22_233),
+    Spread(f"{_SELECTIVE_FOUR} fsdp_16384", Strategy.fsdp, 4, QWEN_3B, 16384, 25_393.55, 27_391.05),
+    Spread(f"{_SPEED} fsdp", Strategy.fsdp, 8, QWEN_3B, 8192, 17_578, 22_233),
     # No GPU holds this model's states alone; so fast one would be with the share of its peak that 12 of the 32 layers
     # reached in rows of 16,384. The second was measured in shorter ones, and before blocks knew their own sizes under
     # FSDP: a part of what it lost is due to that.
     Spread(
-        source=f"{_BESIDE_PEERS} llama8b_fsdp_16384", strategy=Strategy.fsdp, num_gpus=4, model=LLAMA_8B,
-        tokens_per_pass=16384, together=11_348.05, alone=12_502, is_alone_computed=True,
+        f"{_BESIDE_PEERS} llama8b_fsdp_16384", Strategy.fsdp, 4, LLAMA_8B, 16384, 11_348.05, 12_502,
+        is_alone_computed=True,
     ),
     Spread(
-        source=f"{_FOUR} llama8b_grad_op_sizes_open", strategy=Strategy.fsdp_grad_op, num_gpus=4, model=LLAMA_8B,
-        tokens_per_pass=8192, together=10_594.05, alone=12_502, is_alone_computed=True,
+        f"{_FOUR} llama8b_grad_op_sizes_open", Strategy.fsdp_grad_op, 4, LLAMA_8B, 8192, 10_594.05, 12_502,
+        is_alone_computed=True,
     ),
+    Spread(f"{_SELECTIVE_FOUR} ddp_16384", Strategy.ddp, 4, QWEN_3B, 16384, 26_205.55, 27_391.05),
+    Spread(f"{_SPEED} zero3", Strategy.zero3, 8, QWEN_3B, 8192, 7_969, 22_233),
+    Spread(f"{_SPEED} fsdp_grad_op_compiled", Strategy.fsdp_grad_op, 8, QWEN_3B, 8192, 22_356, 23_171),
     Spread(
-        source=f"{_SELECTIVE_FOUR} ddp_16384", strategy=Strategy.ddp, num_gpus=4, model=QWEN_3B,
-        tokens_per_pass=16384, together=26_205.55, alone=27_391.05,
-    ),
-    Spread(
-        source=f"{_SPEED} zero3", strategy=Strategy.zero3, num_gpus=8, model=QWEN_3B, tokens_per_pass=8192,
-        together=7_969, alone=22_233,
-    ),
-    Spread(  # the layers of both were compiled
-        source=f"{_SPEED} fsdp_grad_op_compiled", strategy=Strategy.fsdp_grad_op, num_gpus=8, model=QWEN_3B,
-        tokens_per_pass=8192, together=22_356, alone=23_171,
-    ),
-    Spread(
-        source=f"{_SPEED} padded_as_published_zero2", strategy=Strategy.zero2, num_gpus=8, model=QWEN_3B,
-        tokens_per_pass=_PADDED_PASS, together=1_863, alone=3_886, is_packed=False,
+        f"{_SPEED} padded_as_published_zero2", Strategy.zero2, 8, QWEN_3B, _PADDED_PASS, 1_863, 3_886,
+        is_packed=False,
     ),
     # Alone with the same 132 documents a step: sdpa_rows_4096 of the same file. Both ZeRO rows with
     # parallelism.mixed_precision=cast, which was the only way then.
-    Spread(
-        source=f"{_SMALL} ddp", strategy=Strategy.ddp, num_gpus=2, model=QWEN_05B, tokens_per_pass=_SMALL_PASS,
-        together=23_025.4, alone=28_746.9,
-    ),
-    Spread(
-        source=f"{_SMALL} fsdp", strategy=Strategy.fsdp, num_gpus=2, model=QWEN_05B, tokens_per_pass=_SMALL_PASS,
-        together=19_803.4, alone=28_746.9,
-    ),
-    Spread(
-        source=f"{_SMALL} zero2", strategy=Strategy.zero2, num_gpus=2, model=QWEN_05B, tokens_per_pass=_SMALL_PASS,
-        together=17_422.1, alone=28_746.9,
-    ),
-    Spread(
-        source=f"{_SMALL} zero3", strategy=Strategy.zero3, num_gpus=2, model=QWEN_05B, tokens_per_pass=_SMALL_PASS,
-        together=8_750.7, alone=28_746.9,
-    ),
+    Spread(f"{_SMALL} ddp", Strategy.ddp, 2, QWEN_05B, _SMALL_PASS, 23_025.4, 28_746.9),
+    Spread(f"{_SMALL} fsdp", Strategy.fsdp, 2, QWEN_05B, _SMALL_PASS, 19_803.4, 28_746.9),
+    Spread(f"{_SMALL} zero2", Strategy.zero2, 2, QWEN_05B, _SMALL_PASS, 17_422.1, 28_746.9),
+    Spread(f"{_SMALL} zero3", Strategy.zero3, 2, QWEN_05B, _SMALL_PASS, 8_750.7, 28_746.9),
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Adapter:
     """What an adapter reached (LoRA of rank 16 on every linear layer) for a full fine-tune of the same set-up."""
 
@@ -375,13 +286,11 @@ class Adapter:
 # one than without where they were as they are, and 23% where they were compiled (h200x2_architectures.jsonl). No GPU
 # holds all states of the 8B model: its full fine-tune is worked out from some of its layers, as for `SPREAD`.
 ADAPTERS = (
+    Adapter(f"{_SMALL} zero2_lora", Strategy.zero2, 18_102.1, 17_422.1, QWEN_05B),
+    Adapter(f"{_SMALL} fsdp_lora", Strategy.fsdp, 14_602.7, 19_803.4, QWEN_05B),
     Adapter(
-        source=f"{_SMALL} zero2_lora", strategy=Strategy.zero2, adapter=18_102.1, full=17_422.1, model=QWEN_05B
-    ),
-    Adapter(source=f"{_SMALL} fsdp_lora", strategy=Strategy.fsdp, adapter=14_602.7, full=19_803.4, model=QWEN_05B),
-    Adapter(
-        source=f"{_SELECTIVE} lora_8b_compiled", strategy=Strategy.single, adapter=15_135.05, full=12_502,
-        model=LLAMA_8B, num_gpus=1, trained=41_943_040, attended_length=_WHOLE, is_compiled=True,
+        f"{_SELECTIVE} lora_8b_compiled", Strategy.single, 15_135.05, 12_502, LLAMA_8B, num_gpus=1,
+        trained=41_943_040, attended_length=_WHOLE, is_compiled=True,
     ),
 )  # fmt: skip
 
@@ -402,7 +311,7 @@ def rate_on_8(strategy: Strategy) -> float | None:
     return found[0].together if found else None
 
 
-def share_beside(strategy: Strategy, other: Strategy) -> float | None:
+def relative_speed(strategy: Strategy, other: Strategy) -> float | None:
     """The speed of a strategy for that of another, where both were measured alike; None where they were not."""
     mine = {_passes(row): row.together for row in SPREAD if row.strategy is strategy}
     theirs = {_passes(row): row.together for row in SPREAD if row.strategy is other}

@@ -22,14 +22,14 @@ from tunebook.data.batch import BatchPlan
 from tunebook.facts.peaks import Peak, peak_of
 from tunebook.model.flops import flops_per_token, recomputed_flops_per_token
 from tunebook.model.parameters import count_parameters, has_experts, of_layers
-from tunebook.plan.comparable import (
+from tunebook.plan.speed.comparable import (
     SEVERAL_NODES,
-    adapter_like,
-    alike,
     as_on_one_node,
+    launch_bound_pass,
     measured_as,
-    spread_like,
-    waiting_like,
+    nearest_adapter,
+    nearest_alone,
+    nearest_spread,
     why_not_estimated,
 )
 from tunebook.plan.speed.measured_speed import (
@@ -133,7 +133,7 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
     flops = flops_per_token(facts, attended, trained)
     padding = _padding_share(config, batch)
     real = _real_tokens_per_pass(batch, padding)
-    row = alike(config, facts, flops * real / (1 - padding))
+    row = nearest_alone(config, facts, flops * real / (1 - padding))
     waited = _as_if_computed_by_experts(facts, trained)
     if row.padding_share is None:
         padding = 0.0  # it is in the share of the peak: as much as there was then
@@ -141,13 +141,13 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
     if is_recomputed:
         flops += recomputed_flops_per_token(facts, attended)
     # In fp32 all ways reached two thirds of the peak: products take so long that nothing else shows.
-    adapter = None if row.compute is Compute.fp32 else adapter_like(config, facts)
+    adapter = None if row.compute is Compute.fp32 else nearest_adapter(config, facts)
     gain = 1.0 if row.compute is Compute.fp32 else RECOMPUTED_GAIN ** (is_recomputed - row.is_recomputed)
     gain *= (_selective(config).gain if _is_selective(config) else 1) / (SELECTIVE.gain if row.is_selective else 1)
     gain *= DETERMINISTIC if config.training.deterministic else 1
     share = row.efficiency * gain * (adapter.gain if adapter else 1)
     work = real / (1 - padding) * flops / (peak.tflops * 1e12)  # seconds at the peak
-    spread = spread_like(config, facts)
+    spread = nearest_spread(config, facts)
     computing, waiting = work * (1 + waited / flops) / share, _waiting_seconds(config, facts)
     speed = real / (max(computing, waiting) + _lost_seconds(spread, facts))
     ranks = world_size(config)
@@ -168,7 +168,7 @@ def _waiting_seconds(config: RunConfig, facts: ModelFacts) -> float:
     """What a pass takes at least, whatever it computes. A forward pass is a third of it, and may be done twice."""
     is_recomputed = config.activation.checkpointing is Checkpointing.enabled
     passes = 1 + 1 / 3 if is_recomputed else 1.0
-    return waiting_like(config).seconds_of_a_layer * facts.num_layers * passes
+    return launch_bound_pass(config).seconds_of_a_layer * facts.num_layers * passes
 
 
 def _as_if_computed_by_experts(facts: ModelFacts, trained: int | None) -> float:
@@ -232,7 +232,7 @@ def _assumption(
     generation, compute, strategy = config.hardware.generation, config.precision.compute, config.parallelism.strategy
     parts = [f"the share of its peak that {row.text} reached"]
     if is_waiting:
-        of = waiting_like(config)
+        of = launch_bound_pass(config)
         parts = [f"a pass of so little work takes each layer the {1000 * of.seconds_of_a_layer:.1f} ms of {of.text}"]
     if generation is not Generation.hopper:
         parts.append(f"never measured on {generation.name}, whose peak is taken from the {peak.gpu}")

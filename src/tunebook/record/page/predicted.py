@@ -51,6 +51,8 @@ def build_prediction(record: RunRecord, summary: Summary) -> Prediction | None:
         return None
     time = record.plan.get("time") or {}
     notes = [] if record.plan.get("memory_gib") else [f"Memory: {_PLAN_MISSING}."]
+    if measured := record.plan.get("measured"):
+        notes.append(f"Memory: the peak is that of two steps measured on {measured['date']}; its parts are estimates.")
     notes.append(f"Speed, {time.get('assumption') or f'not estimated: {_PLAN_MISSING}'}.")
     rows = [*_memory_rows(record), *_time_rows(record, summary, time)]
     return Prediction(stack=memory_stack(record), rows=rows, notes=notes)

@@ -1,4 +1,4 @@
-"""Which measurement a run is compared with, or why none is comparable."""
+"""Which measured speed is nearest to a run, or why none is comparable."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def _needs_host(config: RunConfig) -> bool:
     return is_offloaded(config) or OPTIMIZERS[config.optimizer.name].is_paged
 
 
-def alike(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
-    """Of what one GPU reached with this kind of attention, rows and number format: the nearest in work and width.
+def nearest_alone(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
+    """The run on one GPU that is nearest in work and width, of those with this attention, rows and number format.
 
     A pass with little work leaves a GPU waiting for the next kernel, and narrow layers make small products. Width
     counts twice: a long row makes up for little work in a layer, and not for narrow products.
@@ -109,13 +109,13 @@ def alike(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
     return min(rows, key=distance)
 
 
-def waiting_like(config: RunConfig) -> Alone:
-    """What bounds a pass of little work from below, by the number of its kernels."""
+def launch_bound_pass(config: RunConfig) -> Alone:
+    """The measured pass that only waited for kernel launches: the lower bound of the time of any pass."""
     return SDPA_WAITING if attention_facts(config).has_mask else FLASH_WAITING
 
 
-def spread_like(config: RunConfig, facts: ModelFacts) -> Spread | None:
-    """What the strategy lost with the model of the nearest size, on the number of GPUs that is nearest; None on one."""
+def nearest_spread(config: RunConfig, facts: ModelFacts) -> Spread | None:
+    """What the strategy lost, with the nearest model size and number of GPUs; None on one GPU."""
     if world_size(config) == 1:
         return None
     is_packed, num_gpus = config.packing.mode is PackingMode.isolated, world_size(config)
@@ -127,8 +127,8 @@ def spread_like(config: RunConfig, facts: ModelFacts) -> Spread | None:
     return min(_spreads(config), key=distance)
 
 
-def adapter_like(config: RunConfig, facts: ModelFacts) -> Adapter | None:
-    """What an adapter reached in such layers, compiled or not, of the nearest width; None in a full fine-tune."""
+def nearest_adapter(config: RunConfig, facts: ModelFacts) -> Adapter | None:
+    """What an adapter reached in layers of the nearest width, compiled or not as here; None in a full fine-tune."""
     if config.peft.method is PeftMethod.full:
         return None
 

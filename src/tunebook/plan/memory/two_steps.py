@@ -1,0 +1,67 @@
+"""A memory plan from two measured optimizer steps, in place of the estimate of their peak.
+
+`record.measurement` has the measurements. The parts stay estimates, since a peak says nothing about what it is made of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tunebook.config.choices import Generation
+from tunebook.config.schema import RunConfig
+from tunebook.data.batch import BatchPlan
+from tunebook.hardware.detect import Machine
+from tunebook.plan.memory import GIB, gib_text
+from tunebook.plan.memory.gpu import MemoryPlan, plan_memory
+from tunebook.plan.memory.overhead import overhead_bytes
+from tunebook.record.measurement import Measurement, recall_measurement
+
+
+def measured_memory(config: RunConfig, batch: BatchPlan | None, machine: Machine | None = None) -> MemoryPlan | None:
+    """The plan by what was measured of this configuration on this machine; None if nothing was."""
+    measurement = recall_measurement(config, batch, machine)
+    return None if measurement is None else judge_measurement(config, plan_memory(config, batch), measurement)
+
+
+def judge_measurement(config: RunConfig, estimated: MemoryPlan, measurement: Measurement) -> MemoryPlan:
+    """The estimated plan with the measured peak, and whether that fits.
+
+    Two steps that ran prove that what they held fits into as much memory; what the plan calls overhead is the rest of
+    it. Steps that ran out of memory have no peak: the numbers stay estimated.
+    """
+    if measurement.ran_out is not None:
+        verdict = f"does not fit: {_steps(measurement)}, ended early: {measurement.ran_out}"
+        return replace(estimated, fits=False, verdict=verdict, measured=measurement)
+    tensors, held = _peak(config, measurement)
+    memory = replace(estimated.memory, overhead=held - tensors, total=held)
+    took = f"{gib_text(held)} in each process"
+    if config.hardware.generation is not Generation.cpu:
+        took = f"{gib_text(tensors)} of tensors and {gib_text(held)} in all"
+    fits, verdict = _judge(tensors, held, memory.capacity, f"{_steps(measurement)}, took {took}")
+    return MemoryPlan(memory=memory, fits=fits, verdict=verdict, measured=measurement)
+
+
+def _peak(config: RunConfig, measurement: Measurement) -> tuple[float, float]:
+    """GiB of tensors, and of everything that the run held, of the rank with the most.
+
+    A process on a CPU records only all that it held; its libraries are what the estimate counts for them.
+    """
+    if config.hardware.generation is Generation.cpu:
+        held = max(measurement.memory_gib)
+        return max(0.0, held - overhead_bytes(config, 0.0) / GIB), held
+    tensors = max(measurement.memory_gib)
+    return tensors, max(tensors, *measurement.memory_reserved_gib, *measurement.memory_device_gib)
+
+
+def _judge(tensors: float, held: float, capacity: float | None, what: str) -> tuple[bool | None, str]:
+    if capacity is None:
+        return None, f"whether it fits is not known: hardware.memory_gib is not set; {what}"
+    if held <= capacity:
+        return True, f"fits: {what}, of {capacity:g} GiB"
+    if tensors > capacity:
+        return False, f"does not fit: {what}, more than {capacity:g} GiB"
+    return None, f"whether it fits is not known: {what}, and the allocator may take less where there is less"
+
+
+def _steps(measurement: Measurement) -> str:
+    return f"two steps with rows of {measurement.row_length:,} tokens, measured on {measurement.date}"
