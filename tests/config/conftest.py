@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,8 @@ def changed() -> Change:
             OmegaConf.update(tree, key, value, merge=False, force_add=True)
         result = OmegaConf.to_object(tree)
         assert isinstance(result, RunConfig)
+        if result.model.facts is not None and config.model.facts is not None:
+            result.model.facts.measured = copy.deepcopy(config.model.facts.measured)  # no setting
         return result
 
     return change

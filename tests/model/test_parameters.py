@@ -7,10 +7,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.choices import PeftMethod
-from tunebook.config.model_facts import MeasuredLayers
-from tunebook.model.parameters import count_parameters
+from tunebook.model.parameters import count_parameters, layer_parameters
 from tunebook.plan.memory import estimate_memory
-from tunebook.plan.memory.activations import head_gradient_bytes
+from tunebook.plan.memory.rows import head_gradient_bytes
+
+from ..plan.memory.layers import llama_layers
 
 HIDDEN, INNER, WORDS, LAYERS, RANK = 896, 4864, 151_936, 24, 8
 KEYS = 128  # 2 of 14 heads
@@ -30,7 +31,8 @@ def adapted(sound):
         (["q_proj"], 2 * HIDDEN),
         (["self_attn.q_proj", "v_proj"], 2 * HIDDEN + HIDDEN + KEYS),
         (["down_proj"], HIDDEN + INNER),
-        (["q_proj", "of_another_model"], ALL),  # rather too many than too few
+        (["q_proj", "of_another_model"], 2 * HIDDEN),  # PEFT ignores the second
+        (["of_another_model"], ALL),  # which PEFT refuses
     ],
 )
 def test_an_adapter_is_counted_where_it_is_put(adapted, targets, of_a_layer):
@@ -70,6 +72,7 @@ def small(adapted):
     facts.num_layers = SIZES["num_hidden_layers"]
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size"):
         setattr(facts, name, SIZES[name])
+    facts.measured = llama_layers(facts)
     return adapted
 
 
@@ -99,18 +102,7 @@ def test_a_part_that_is_saved_whole_by_hand(small):
     assert count_parameters(small, small.model.facts).trained == 3 * (3 * 64 * 176 + adapters)
 
 
-def test_parts_of_measured_layers_are_scaled_to_what_was_counted(small):
-    """Layers with twice Llama's parameters and three times its adapters, so the parts are scaled too."""
-    facts = small.model.facts
-    attention, feed_forward = 2 * 64 * 64 + 2 * 64 * 32, 3 * 64 * 176
-    of_attention, of_feed_forward = 4 * 64 + 2 * (64 + 32), 3 * (64 + 176)  # numbers of adapters of rank 1
-    facts.measured = MeasuredLayers(
-        num_layers=6, parameters=6 * 2 * (attention + feed_forward), linear_inputs=0, saved={},
-        adapter_parameters=6 * 3 * (of_attention + of_feed_forward),
-    )  # fmt: skip
-    assert count_parameters(small, facts).trained == 4 * 3 * 3 * (of_attention + of_feed_forward)
-    small.peft.modules_to_save = ["mlp"]
-    assert count_parameters(small, facts).trained == 3 * 2 * feed_forward + 4 * 3 * 3 * of_attention
-    small.peft.modules_to_save = ["self_attn", "lm_head"]
-    saved = 3 * 2 * attention + 100 * 64
-    assert count_parameters(small, facts).trained == saved + 4 * 3 * 3 * of_feed_forward
+def test_a_layer_has_the_parameters_that_were_traced(sound):
+    """By hand: four matrices of the attention with three biases, three of the feed-forward network, two norms."""
+    layer = 2 * HIDDEN * (HIDDEN + KEYS) + HIDDEN + 2 * KEYS + 3 * HIDDEN * INNER + 2 * HIDDEN
+    assert layer_parameters(sound.model.facts) == layer

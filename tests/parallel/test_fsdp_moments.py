@@ -21,7 +21,10 @@ from torch.utils._pytree import tree_iter
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from tunebook.plan.memory.moments import fullest_moment
+from tunebook.plan.memory.ledger import Kind
+from tunebook.plan.memory.rows import step_ledger
+
+from ..plan.memory.layers import llama_layers
 
 RANKS, TOKENS = 8, 8
 SIZES = {
@@ -143,5 +146,7 @@ def test_a_step_of_wide_layers_is_planned_as_it_is(config_on, pretended_ranks, c
         num_attention_heads=SIZES["num_attention_heads"], num_key_value_heads=SIZES["num_key_value_heads"],
         num_parameters=num_parameters, tie_word_embeddings=is_tied, architecture="LlamaForCausalLM",
     )  # fmt: skip
-    planned = fullest_moment(config, facts, accumulates=True)
-    assert planned.total - planned.states.optimizer == pytest.approx(traced, rel=0.05), (planned, traced)
+    facts.measured = llama_layers(facts)
+    ledger = step_ledger(config, facts, accumulates=True)
+    planned = sum(size for kind, size in ledger.parts().items() if kind is not Kind.optimizer)
+    assert planned == pytest.approx(traced, rel=0.05), ledger.as_text()

@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
-from tunebook.plan.memory.moments import _moments
+from tunebook.plan.memory.ledger import Moment
+from tunebook.plan.memory.rows import step_ledger
 from tunebook.plan.memory.states import state_bytes, stepping_bytes
+
+from ..plan.memory.layers import llama_layers
 
 RANKS = 4
 # Of stages 1 and 2 rank 0, which has a piece of nothing but the embeddings, holds most in the step, and rank 1, which
@@ -50,7 +53,9 @@ def planned(config_on, followed):
         stage, number_format = case.split("-")
         config = config_on(f"zero{stage}", RANKS, f"parallelism.mixed_precision={number_format}")
         sizes = {name: followed[case][name] for name in SIZES}
-        return config, replace(config.model.facts, **sizes, tie_word_embeddings=False)
+        facts = replace(config.model.facts, **sizes, tie_word_embeddings=False)
+        facts.measured = llama_layers(facts)
+        return config, facts
 
     return plan
 
@@ -68,7 +73,10 @@ def test_a_step_takes_what_is_planned_for_it(planned, followed, case):
 @pytest.mark.parametrize("case", CASES)
 def test_a_later_pass_finds_what_is_planned_of_earlier_ones(planned, followed, case):
     (config, facts), found = planned(case), followed[case]
-    first, later = (next(_moments(config, facts, accumulates=accumulates)).total for accumulates in (False, True))
+    first, later = (
+        sum(row.num_bytes for row in step_ledger(config, facts, accumulates=accumulates).at(Moment.forward))
+        for accumulates in (False, True)
+    )
     assert found["earlier"] == pytest.approx(later - first, abs=0.02 * found["rest"])
 
 

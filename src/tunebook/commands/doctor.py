@@ -284,7 +284,7 @@ def _nodes_memory(config: RunConfig) -> Finding:
         what += "; what they have is not known here: say it with hardware.host_memory_gib=GIB"
     else:
         what += f"; by estimate this {plan.verdict}" if plan.fits is not None else f"; {plan.verdict}"
-    if capacity is not None and plan.fits is not True and config.model.facts is not None:
+    if capacity is not None and plan.fits is not True and needed is not None and config.model.facts is not None:
         level = Level.error if plan.fits is False else Level.warning
         fix = host_advice(config, config.model.facts, capacity)
     data = {

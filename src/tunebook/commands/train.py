@@ -15,7 +15,8 @@ from rich.text import Text
 from tunebook.checkpoint.choose import expected_checkpoint
 from tunebook.checkpoint.identity import identity_of
 from tunebook.commands.attempt import Attempt
-from tunebook.config.frozen import config_to_yaml
+from tunebook.config.frozen import architecture_json, config_to_yaml
+from tunebook.config.model_facts import ARCHITECTURE_FILE
 from tunebook.config.schema import RayConfig, RunConfig, SlurmConfig, world_size
 from tunebook.config.unsafe_text import require_printable
 from tunebook.data.batch import BatchPlan, solve_batch
@@ -232,6 +233,8 @@ def set_up_folder(job: Draft, plan: BatchPlan, prepared: Prepared, folder: Path)
         clear_outcomes(folder)
     elif (folder / MANIFEST_FILE).is_file():  # trained from weights that may be others by now
         known = {"weights_fingerprint": recorded_fingerprint(read_manifest(folder))}
+    if (architecture := architecture_json(config)) is not None:
+        atomic_write_text(folder / ARCHITECTURE_FILE, architecture)
     atomic_write_text(folder / RUN_FILE, config_to_yaml(config))
     atomic_write_json(folder / PLAN_FILE, plan_json(job, plan))
     atomic_write_json(folder / PREPARED_FILE, {"folder": str(prepared.folder)})

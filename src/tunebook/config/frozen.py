@@ -6,6 +6,7 @@ folder does not exist, they start at the working directory.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from yaml import YAMLError
 from tunebook.config.book import PlacedPath, is_relative, placed, resolve_path
 from tunebook.config.choices import LauncherName, Strategy
 from tunebook.config.interpolation import escaped, to_object
+from tunebook.config.model_facts import ARCHITECTURE_FILE, MeasuredLayers, layers_from_json, layers_to_json
 from tunebook.config.schema import (
     FsdpConfig,
     LauncherConfig,
@@ -64,6 +66,27 @@ def bring_up_to_date(parts: dict[str, Any]) -> None:
         facts["unreached"] = measured.pop("unreached")
 
 
+def architecture_json(config: RunConfig) -> str | None:
+    """The content of a run's `architecture.json`; None if nothing was traced of its model."""
+    facts = config.model.facts
+    return None if facts is None or facts.measured is None else json.dumps(layers_to_json(facts.measured)) + "\n"
+
+
+def _recorded_layers(file: Path, parts: dict[str, Any]) -> MeasuredLayers | None:
+    """What a run recorded of its model's layers: in `architecture.json`, or in an earlier version's run.yaml."""
+    facts = parts["model"].get("facts") or {}
+    found = facts.pop("measured", None)
+    architecture = file.with_name(ARCHITECTURE_FILE)
+    if architecture.is_file():
+        found = json.loads(architecture.read_text(encoding="utf-8"))
+    if not found:
+        return None
+    try:
+        return layers_from_json(found)
+    except (AttributeError, KeyError, TypeError, ValueError):  # a version that traced less
+        return None
+
+
 def config_to_yaml(config: RunConfig) -> str:
     """A configuration as YAML text that `load_config` reads, with the folder where its relative paths start.
 
@@ -105,19 +128,22 @@ def load_config(file: Path) -> RunConfig:
         folder = plain.pop(TYPED_IN_KEY, None)
         parts = {field.name: plain.pop(field.name) for field in fields(RunConfig) if field.name in plain}
         bring_up_to_date(parts)
+        layers = _recorded_layers(file, parts)
         config = OmegaConf.structured(RunConfig)
         config.parallelism = PARALLELISM_SCHEMAS[Strategy[parts["parallelism"]["strategy"]]]
         config.launcher = LAUNCHER_SCHEMAS[LauncherName[parts["launcher"]["name"]]]
         merged: Any = to_object(OmegaConf.merge(config, parts | plain))
     except FileNotFoundError as error:
         raise RequestError(f"{file} is not there, so this is no run folder", problem_id="no-run-folder") from error
-    except (OmegaConfBaseException, YAMLError, KeyError, TypeError, AttributeError) as error:
+    except (OmegaConfBaseException, YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise RequestError(
             f"{file} cannot be read as a run's configuration: {str(error).splitlines()[0]}; it was edited by hand or "
             "written by another version of Tunebook",
             problem_id="no-run-folder",
         ) from error
     assert isinstance(merged, RunConfig)
+    if layers is not None and merged.model.facts is not None:
+        merged.model.facts.measured = layers
     if isinstance(folder, str) and Path(folder).is_dir():
         place_paths(merged, Path(folder))
     return merged

@@ -17,7 +17,8 @@ from tunebook.config.schema import CHOICE_SCHEMAS, RunConfig
 def field_types(schema: type) -> dict[str, Any]:
     """The fields of a dataclass and their annotations."""
     hints = typing.get_type_hints(schema)
-    return {field.name: hints[field.name] for field in dataclasses.fields(schema)}
+    settings = (field for field in dataclasses.fields(schema) if not field.metadata.get("omegaconf_ignore"))
+    return {field.name: hints[field.name] for field in settings}
 
 
 def without_none(annotation: Any) -> Any:

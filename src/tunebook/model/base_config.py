@@ -180,10 +180,10 @@ def _in_words(name: str) -> str:
 def _config_at_hand(model: ModelConfig) -> dict[str, Any] | None:
     """A config.json that may say more than the facts do; None where it is not here, or where reading the facts failed.
 
-    The hub's cache is not asked where the facts came from a group file, or from a file whose layers are as Llama's,
-    which is neither quantised nor of another kind: to ask takes an import.
+    The hub's cache, which takes an import, is not asked about a model whose layers are those of a model of the book.
     """
-    if model.path is None and model.facts is not None and model.facts.measured is None:
+    layers = model.facts.measured if model.facts is not None else None
+    if model.path is None and layers is not None and layers.is_of_the_book:
         return None
     try:
         return read_config(model)

@@ -6,7 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from tunebook.config.choices import PeftMethod
-from tunebook.config.model_facts import MeasuredLayers, ModelFacts
+from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig
 
 
@@ -17,7 +17,7 @@ class Parameters:
     trained: int
     frozen: int
     layers: int  # of all decoder layers together, adapters not counted
-    linear: int  # of these, those in linear layers: what 4 bits are made of
+    linear: int  # of these, those in linear layers: what is quantized to 4 bits
     embeddings: int  # one matrix (vocab_size, hidden_size)
     trained_embeddings: int  # the same where it is trained
     trained_head: int  # of an output head with a weight of its own, or one that an adapter trains whole
@@ -26,12 +26,20 @@ class Parameters:
 # What the embeddings and the output head are called in transformers' models.
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 HEADS = ("lm_head", "embed_out")
-# The products of a layer of Llama's, and of those that name its parts alike, by the part that holds them: PEFT trains
-# a copy of a whole part, and puts no adapter inside.
+# The linear layers of Llama and of architectures with the same names, by the module that holds them: PEFT trains a copy
+# of a module in `modules_to_save` and puts no adapter inside it.
 PRODUCTS_OF = {
     "self_attn": frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "dense"}),
     "mlp": frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2"}),
 }
+
+_LLAMA_LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def known_facts(config: RunConfig) -> ModelFacts | None:
+    """The model's facts with traced layers, from which memory is estimated; None without either."""
+    facts = config.model.facts
+    return None if facts is None or facts.measured is None else facts
 
 
 def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:
@@ -52,8 +60,8 @@ def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:
     saved_embeddings, saved_head = (embeddings * bool(saved & {*names}) for names in (EMBEDDINGS, HEADS))
     products = saved.union(*(PRODUCTS_OF.get(module, ()) for module in saved))
     adapter = config.peft.rank * _adapter_of_rank_one(facts, config.peft.target_modules, without=products)
-    sizes = product_sizes(facts)
-    saved_layers = facts.num_layers * sum(sizes[product] for product in products if product in sizes)
+    sizes = weight_sizes(facts)
+    saved_layers = round(facts.num_layers * sum(sizes[product] for product in products if product in sizes))
     return Parameters(
         trained=adapter + saved_layers + saved_embeddings + saved_head,
         frozen=facts.num_parameters,
@@ -66,24 +74,21 @@ def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:
 
 
 def active_parameters(facts: ModelFacts) -> int:
-    """Those that a token is computed with: not those of experts that it is not sent to, or of a tower for images."""
+    """Parameters that one token is computed with, without experts that it is not sent to and unreached parts."""
     reached = facts.num_parameters - _unreached(facts)
-    if facts.measured is None or facts.measured.active_parameters is None:
+    if facts.measured is None:
         return reached
     return reached - round(of_layers(facts, facts.measured.parameters - facts.measured.active_parameters))
 
 
 def largest_parameter(facts: ModelFacts) -> int:
-    """Numbers in the largest of them, which is moved whole: the embeddings as a rule, or a layer's stacked experts."""
-    if facts.measured is not None and facts.measured.largest_parameter is not None:
-        return facts.measured.largest_parameter
-    return max(facts.vocab_size, facts.intermediate_size) * facts.hidden_size
+    """Numbers in the largest parameter, which is moved as one: usually the embeddings, or stacked experts."""
+    return facts.vocab_size * facts.hidden_size if facts.measured is None else facts.measured.largest_parameter
 
 
 def has_experts(facts: ModelFacts) -> bool:
     """Whether a router sends each token to some of several experts."""
-    layers = facts.measured
-    return layers is not None and layers.active_parameters is not None and layers.active_parameters < layers.parameters
+    return facts.measured is not None and facts.measured.active_parameters < facts.measured.parameters
 
 
 def _unreached(facts: ModelFacts) -> int:
@@ -91,84 +96,79 @@ def _unreached(facts: ModelFacts) -> int:
 
 
 def last_name(module: str) -> str:
-    """Of a module's dotted name, by which PEFT finds it."""
+    """The last part of a module's dotted name, by which PEFT finds it."""
     return module.rpartition(".")[2]
 
 
 def of_layers(facts: ModelFacts, measured: float) -> float:
-    """A number measured of all layers, for as many as are planned with: some runs cut a model to fewer."""
+    """A number traced of all layers, for the number of layers that is planned: some runs cut a model to fewer."""
     return measured * facts.num_layers / max(1, facts.measured.num_layers if facts.measured else facts.num_layers)
 
 
 def _in_layers(facts: ModelFacts) -> int:
-    """Without the embeddings and the output head, which may be the same matrix."""
+    """Parameters of all decoder layers, without the embeddings and the output head."""
     if facts.measured is not None:
         return round(of_layers(facts, facts.measured.parameters))
     return max(0, facts.num_parameters - facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2))
 
 
+def layer_parameters(facts: ModelFacts) -> int:
+    """Parameters of one decoder layer, with its norms and biases."""
+    return _in_layers(facts) // max(1, facts.num_layers)
+
+
 def _in_linear_layers(facts: ModelFacts) -> int:
-    if facts.measured is not None and facts.measured.linear_parameters is not None:
-        return round(of_layers(facts, facts.measured.linear_parameters))
-    return _in_layers(facts)
+    return _in_layers(facts) if facts.measured is None else round(of_layers(facts, facts.measured.linear_parameters))
+
+
+def linear_layers(facts: ModelFacts) -> dict[str, tuple[float, float]]:
+    """Inputs and outputs of each linear layer in a decoder layer, by name: the mean of all layers; empty if unknown."""
+    if facts.measured is None:
+        return {}
+    layers = max(1, facts.measured.num_layers)
+    return {name: (inputs / layers, outputs / layers) for name, (inputs, outputs) in facts.measured.adapters.items()}
+
+
+def weight_sizes(facts: ModelFacts) -> dict[str, float]:
+    """Numbers in the weight of each linear layer in a decoder layer, in the order in which they are computed."""
+    sizes = {name: inputs * outputs for name, (inputs, outputs) in linear_layers(facts).items()}
+    # Two layers of one name, as GPT-2's c_proj, are one entry: their product is too large.
+    scale = _in_linear_layers(facts) / max(1, facts.num_layers) / max(1.0, sum(sizes.values()))
+    return {name: size * scale for name, size in sizes.items()}
+
+
+def is_named_like_llama(facts: ModelFacts) -> bool:
+    """Whether the linear layers are those of Llama's decoder layers, by their names, with nothing else beside them."""
+    is_plain = facts.measured is not None and not facts.measured.expert_adapters and not facts.unreached
+    return is_plain and {*linear_layers(facts)} == _LLAMA_LAYERS
 
 
 def trained_sizes(config: RunConfig, facts: ModelFacts) -> list[int]:
-    """Of each large parameter that is trained, in the model's own order: embeddings, layers and head.
+    """Numbers in each large trained parameter, in the model's own order: embeddings, layers and head.
 
-    Of a layer seven matrices; where adapters are trained these are small, and stand for one.
+    The adapters of one layer are small and counted as one parameter.
     """
-    parameters = count_parameters(config, facts)
+    parameters, layers = count_parameters(config, facts), max(1, facts.num_layers)
     if config.peft.method is PeftMethod.full:
+        matrices = [round(size) for size in weight_sizes(facts).values()]
+        experts = [parameters.layers // layers - sum(matrices)] if has_experts(facts) else []  # norms are small
+        in_layers = [*matrices, *experts] * facts.num_layers
         head = 0 if facts.tie_word_embeddings else parameters.embeddings
-        return [parameters.embeddings, *[*product_sizes(facts).values()] * facts.num_layers, *filter(None, [head])]
+        return [parameters.embeddings, *in_layers, *filter(None, [head])]
     saved = [parameters.trained_embeddings, parameters.trained_head]
-    layers = max(1, facts.num_layers)
     return [*filter(None, saved[:1]), *[(parameters.trained - sum(saved)) // layers] * layers, *filter(None, saved[1:])]
 
 
-def product_sizes(facts: ModelFacts) -> dict[str, int]:
-    """Of the seven matrices of one layer, in the model's own order.
-
-    Layers of another kind are divided as Llama's are, into as much as was counted of them.
-    """
-    hidden, inner = facts.hidden_size, facts.intermediate_size
-    keys = hidden * facts.num_key_value_heads // max(1, facts.num_attention_heads)
-    sizes = {"q_proj": hidden**2, "k_proj": hidden * keys, "v_proj": hidden * keys, "o_proj": hidden**2}
-    sizes |= dict.fromkeys(("gate_proj", "up_proj", "down_proj"), hidden * inner)
-    whole = sum(sizes.values())
-    if facts.measured is None or not whole:
-        return sizes
-    scale = _in_layers(facts) / max(1, facts.num_layers) / whole
-    return {name: round(scale * size) for name, size in sizes.items()}
-
-
-def linear_layers(facts: ModelFacts) -> dict[str, int]:
-    """Of a decoder layer that the formulas are for: inputs and outputs of each linear layer, by its name."""
-    hidden, inner = facts.hidden_size, facts.intermediate_size
-    keys = hidden * facts.num_key_value_heads // max(1, facts.num_attention_heads)
-    attention = {"q_proj": 2 * hidden, "k_proj": hidden + keys, "v_proj": hidden + keys, "o_proj": 2 * hidden}
-    return attention | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), hidden + inner)
-
-
 def _adapter_of_rank_one(facts: ModelFacts, target_modules: list[str], *, without: Set[str]) -> int:
-    """Inputs and outputs of the layers that an adapter is put on: of all linear ones where a name is not known."""
-    named = {last_name(module) for module in target_modules}
-    if facts.measured is not None and facts.measured.adapters:
-        return _adapter_by_name(facts, facts.measured, named, without=without)
-    layers = linear_layers(facts)
-    chosen = named if named and named <= {*layers} else {*layers}
-    adapted = sum(layers[name] for name in chosen - without)
+    """Inputs and outputs of the layers that an adapter is put on: all linear ones if no target is known.
+
+    PEFT ignores a name that the model does not have if it has another one of them.
+    """
     if facts.measured is None:
-        return adapted * facts.num_layers
-    share = sum(layers[name] for name in {*layers} - without) / max(1, sum(layers.values()))
-    return round(share * of_layers(facts, facts.measured.adapter_parameters))
-
-
-def _adapter_by_name(facts: ModelFacts, measured: MeasuredLayers, named: Set[str], *, without: Set[str]) -> int:
-    """The same of layers whose names were found: PEFT passes over other names beside them."""
+        return 0
+    named, measured = {last_name(module) for module in target_modules}, facts.measured
     sizes = measured.adapters | measured.expert_adapters
-    beside = sum(bool(named & {*names} - without) for names in (EMBEDDINGS, HEADS))  # alike, words and hidden numbers
-    chosen = named & {*sizes} if beside or named & {*sizes} else {*sizes}
+    others = sum(bool(named & {*names} - without) for names in (EMBEDDINGS, HEADS))  # of the same size
+    chosen = named & {*sizes} if others or named & {*sizes} else {*sizes}
     in_layers = sum(sum(sizes[name]) for name in chosen - without)
-    return beside * (facts.vocab_size + facts.hidden_size) + round(of_layers(facts, in_layers))
+    return others * (facts.vocab_size + facts.hidden_size) + round(of_layers(facts, in_layers))

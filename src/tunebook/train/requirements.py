@@ -18,6 +18,7 @@ from tunebook.errors import Problem
 from tunebook.facts.generations import OLDEST_SUPPORTED, capability_text, driver_major, image_for_driver
 from tunebook.hardware.detect import Machine, detect_machine, equal_gpus, visible_only
 from tunebook.hardware.image import read_image
+from tunebook.model.parameters import known_facts
 from tunebook.parallel.deepspeed import nvme_bytes
 from tunebook.train import image as image_rules
 from tunebook.train import packages
@@ -137,7 +138,7 @@ def torch_problems(generation: Generation, machine: Machine) -> Iterator[Problem
 def _nvme_problems(config: RunConfig, settings: ZeroConfig) -> Iterator[Problem]:
     if not settings.nvme_path:
         return
-    folder, facts = resolve_path(settings.nvme_path), config.model.facts
+    folder, facts = resolve_path(settings.nvme_path), known_facts(config)
     if folder.is_dir() and facts is not None:
         needed = (config.hardware.gpus_per_node or 1) * nvme_bytes(config, facts)
         free = shutil.disk_usage(folder).free

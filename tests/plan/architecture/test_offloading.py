@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from trl.models.activation_offloading import OffloadActivations
 
 from tunebook.plan.architecture import saved
-from tunebook.plan.architecture.offloading import Offloading
+from tunebook.plan.architecture.saved import Offloading
 
 LARGE, SMALL = 256, 255  # numbers in fp32: 1,024 bytes are enough to be sent, and a number less is not
 

@@ -56,7 +56,7 @@ def asked(monkeypatch):
 
 
 def test_it_is_asked_once_for_the_same_file_in_the_same_environment(file, asked, cache, monkeypatch):
-    facts = meta_device.measured_facts(file)
+    facts = meta_device.trace_file(file)
     assert (facts.architecture, facts.num_parameters, facts.tie_word_embeddings) == ("XForCausalLM", 1000, False)
     assert facts.measured.saved == {"fp32/full/sdpa": [0, 100, 4, 0, 50, 2]}
     assert facts.measured.saved_without_autocast == {"cast/full/sdpa": [0, 80, 4, 0, 45, 2]}
@@ -66,31 +66,31 @@ def test_it_is_asked_once_for_the_same_file_in_the_same_environment(file, asked,
     assert (facts.measured.linear_parameters, facts.measured.active_parameters) == (300, 350)
     assert facts.measured.largest_parameter == 200
     assert (facts.unreached, facts.measured.unreached_parameters) == (["model.tower"], 70)
-    assert meta_device.measured_facts(file) == facts
+    assert meta_device.trace_file(file) == facts
     assert asked == [(file, False)]
     file.write_text('{"model_type": "x", "vocab_size": 33}')
-    meta_device.measured_facts(file)
+    meta_device.trace_file(file)
     monkeypatch.setattr(meta_device, "_version", lambda package: "99.0")
-    meta_device.measured_facts(file, trust_remote_code=True)
+    meta_device.trace_file(file, trust_remote_code=True)
     assert asked == [(file, False), (file, False), (file, True)]
     assert len(list(cache.iterdir())) == 3
 
 
 def test_people_are_told_once_that_it_takes_a_while(file, asked, cache, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    meta_device.measured_facts(file)
-    told = f"looking at the layers of {file}, once: this takes 5 to 180 s, longer where others compute\n"
+    meta_device.trace_file(file)
+    told = f"tracing the layers of {file}, once: this takes 5 to 180 s, longer on a busy machine\n"
     assert capsys.readouterr().err == told
-    meta_device.measured_facts(file)
+    meta_device.trace_file(file)
     for remembered in cache.iterdir():
         remembered.unlink()
-    meta_device.measured_facts(file)
+    meta_device.trace_file(file)
     assert len(asked) == 2
     assert capsys.readouterr() == ("", "")
 
 
 def test_programs_are_told_nothing_but_the_answer(file, asked, capsys):
-    meta_device.measured_facts(file)
+    meta_device.trace_file(file)
     assert len(asked) == 1
     assert capsys.readouterr() == ("", "")
 
@@ -110,10 +110,10 @@ def test_programs_are_told_nothing_but_the_answer(file, asked, capsys):
     ids=["empty", "cut", "list", "null", "wrong type", "key missing", "too few numbers", "one size"],
 )
 def test_a_damaged_memory_is_made_again(file, asked, cache, damage):
-    facts = meta_device.measured_facts(file)
+    facts = meta_device.trace_file(file)
     (remembered,) = cache.iterdir()
     remembered.write_text(damage)
-    assert meta_device.measured_facts(file) == facts
+    assert meta_device.trace_file(file) == facts
     assert len(asked) == 2
     assert json.loads(remembered.read_text()) == ANSWER
     assert [each.name for each in cache.iterdir()] == [remembered.name]  # nothing half written beside it
@@ -122,14 +122,14 @@ def test_a_damaged_memory_is_made_again(file, asked, cache, damage):
 def test_nothing_is_remembered_where_nothing_can_be_written(file, asked, cache):
     cache.parent.mkdir()
     cache.write_text("a file where the folder would be")
-    assert meta_device.measured_facts(file).num_parameters == 1000
-    assert meta_device.measured_facts(file).num_parameters == 1000
+    assert meta_device.trace_file(file).num_parameters == 1000
+    assert meta_device.trace_file(file).num_parameters == 1000
     assert len(asked) == 2
 
 
 def test_nothing_is_asked_without_torch(file, asked, monkeypatch):
     monkeypatch.setattr(meta_device, "_version", lambda package: None if package == "torch" else "1.0")
-    assert meta_device.measured_facts(file) is None
+    assert meta_device.trace_file(file) is None
     assert asked == []
 
 
@@ -172,7 +172,7 @@ def test_nothing_is_asked_without_torch(file, asked, monkeypatch):
 def test_a_refusal_says_what_to_do_and_is_not_remembered(file, asked, cache, answer, problem, said):
     asked.answer = answer
     with pytest.raises(RequestError, match=said) as caught:
-        meta_device.measured_facts(file)
+        meta_device.trace_file(file)
     assert caught.value.problem_id == problem
     assert not cache.exists()
 
@@ -251,5 +251,5 @@ def is_running(pid):
 
 def test_being_cut_off_says_nothing_against_the_file(file, asked):
     asked.answer = {"error": "cut-off", "reason": "nothing new was found for 300 s"}
-    with pytest.raises(RequestError, match=r"could not be looked at \(nothing new was found for 300 s\); try again"):
-        meta_device.measured_facts(file)
+    with pytest.raises(RequestError, match=r"could not be traced \(nothing new was found for 300 s\); try again"):
+        meta_device.trace_file(file)

@@ -11,8 +11,8 @@ from tunebook.config.choices import Attention, MasterWeights, PeftMethod
 from tunebook.model.parameters import count_parameters
 from tunebook.plan import architecture as meta_device
 from tunebook.plan.architecture import measure, saved, targets
-from tunebook.plan.architecture.cuda_autocast import CudaAutocast
-from tunebook.plan.memory.activations import measured_bytes
+from tunebook.plan.architecture.kernels import CudaAutocast
+from tunebook.plan.memory.kept import kept_by_layers
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft, about what it makes of experts
 
@@ -116,7 +116,7 @@ def test_experts_are_kept_with_adapters_and_without(planned, config_of, kind, na
     plan = planned(kind, names, modes=MODES)
     plan.precision.master_weights = MasterWeights.bf16 if number_format == "bf16" else MasterWeights.fp32
     dtype = torch.bfloat16 if number_format == "bf16" else torch.float32
-    kept, _ = measured_bytes(plan, plan.model.facts)
+    kept = kept_by_layers(plan, plan.model.facts)
     assert kept == pytest.approx(really_saved(config_of(kind), names, dtype), rel=0.05)
 
 

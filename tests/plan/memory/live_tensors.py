@@ -29,8 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.plan.architecture import kernels, saved
-from tunebook.plan.architecture.cuda_autocast import CudaAutocast
-from tunebook.plan.architecture.kernels import BY_LENGTHS, UNMASKED
+from tunebook.plan.architecture.kernels import BY_LENGTHS, UNMASKED, CudaAutocast
 
 NUM_LAYERS, NUM_HEADS, TOKENS = 3, 16, 1280  # tokens like no size of a weight
 MIDDLE, LAST = 1, NUM_LAYERS - 1
@@ -70,6 +69,13 @@ def growth_of(way: Way) -> dict[str, Growth]:
     return found
 
 
+def kept_growth_of(way: Way) -> Growth:
+    """What autograd saves of a middle layer, for each of the hidden and of the inner numbers of a token."""
+    small, wide, large = (saved_by_a_layer(way, sizes=sizes)[0] for sizes in (SMALL, _WIDE, _LARGE))
+    inner = (wide - small) / (_WIDE[1] - SMALL[1])
+    return Growth(hidden=round((large - wide) / (_LARGE[0] - _WIDE[0]), 2), inner=round(inner, 2))
+
+
 def bytes_of_pairs(way: Way) -> float:
     """For each head and pair of tokens, at most in the last layer's backward pass, of attention without a kernel."""
     part = f"backward {LAST}"
@@ -78,7 +84,12 @@ def bytes_of_pairs(way: Way) -> float:
 
 
 def saved_by_a_layer(
-    way: Way, *, kind: str = "llama", compiled: str | None = None, is_eager: bool = False
+    way: Way,
+    *,
+    kind: str = "llama",
+    compiled: str | None = None,
+    is_eager: bool = False,
+    sizes: tuple[int, int] = SMALL,
 ) -> tuple[float, float]:
     """Bytes of each token that autograd saves in a middle layer, and those of them that offloading does not move.
 
@@ -88,7 +99,7 @@ def saved_by_a_layer(
     mode = ("autocast" if way.is_mixed else "fp32", "", kernel)  # of which the weights' format is no part
     attention = BY_LENGTHS if compiled else saved.ATTENTION[kernel]
     with _without_memory():
-        model = _build(way, *SMALL, kind=kind, attention=attention)
+        model = _build(way, *sizes, kind=kind, attention=attention)
         if compiled:
             layers = saved.decoder_layers(saved.text_decoder(saved._causal(model)), NUM_LAYERS)
             saved._compile(layers, recomputes=saved.COMPILED[compiled])

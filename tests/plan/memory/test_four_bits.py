@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tunebook.config.choices import Compute, MasterWeights, PeftMethod
-from tunebook.plan.memory.activations import gives_back_fp32, layer_bytes_per_token
-from tunebook.plan.memory.working import backward_bytes, recomputed_bytes
+from tunebook.config.choices import Attention, Checkpointing, Compute, MasterWeights, PeftMethod
+from tunebook.plan.memory.kept import gives_fp32, kept_by_one_layer
+from tunebook.plan.memory.work import backward_work
 
 from .live_tensors import ATTENTION
 
 ROW, HIDDEN, INNER = 2048, 896, 4864  # of the sound configuration
+
+
+def kept_of_a_token(config, facts):
+    return kept_by_one_layer(config, facts) / ROW
 
 
 @pytest.fixture
@@ -20,15 +24,16 @@ def quantised(sound):
 
 
 def test_gate_its_activation_and_up_are_kept_in_fp32_where_norms_give_that(quantised, changed):
-    facts, kept = quantised.model.facts, layer_bytes_per_token(quantised, quantised.model.facts)
+    facts, kept = quantised.model.facts, kept_of_a_token(quantised, quantised.model.facts)
     lora = changed(quantised, {"peft.method": PeftMethod.lora})
-    assert kept - layer_bytes_per_token(lora, facts) == 6 * INNER
+    assert kept - kept_of_a_token(lora, facts) == 6 * INNER
     quantised.model.liger_kernel = lora.model.liger_kernel = True  # which computes the activation again
-    assert layer_bytes_per_token(quantised, facts) - layer_bytes_per_token(lora, facts) == 4 * INNER
-    quantised.model.compile_layers = lora.model.compile_layers = True  # by what runs on an H200 held
-    assert layer_bytes_per_token(quantised, facts) - layer_bytes_per_token(lora, facts) == 3 * INNER
+    assert kept_of_a_token(quantised, facts) - kept_of_a_token(lora, facts) == 4 * INNER
+    for config in (quantised, lora):
+        config.model.compile_layers, config.attention.implementation = True, Attention.varlen_attention
+    assert kept_of_a_token(quantised, facts) - kept_of_a_token(lora, facts) == 3 * INNER
     quantised.peft.target_modules = lora.peft.target_modules = list(ATTENTION)
-    assert layer_bytes_per_token(quantised, facts) - layer_bytes_per_token(lora, facts) == -INNER
+    assert kept_of_a_token(quantised, facts) - kept_of_a_token(lora, facts) == -INNER
 
 
 @pytest.mark.parametrize(
@@ -42,20 +47,20 @@ def test_gate_its_activation_and_up_are_kept_in_fp32_where_norms_give_that(quant
     ids=["bf16", "dropout", "fp32"],
 )
 def test_other_formats_are_given_back_as_they_are_computed(quantised, changed, changes, spared):
-    assert gives_back_fp32(quantised)
+    assert gives_fp32(quantised)
     quantised = changed(quantised, changes)
     lora = changed(quantised, {"peft.method": PeftMethod.lora})
     facts = quantised.model.facts
-    assert not gives_back_fp32(quantised) and not gives_back_fp32(lora)
-    assert layer_bytes_per_token(lora, facts) - layer_bytes_per_token(quantised, facts) == spared
+    assert not gives_fp32(quantised) and not gives_fp32(lora)
+    assert kept_of_a_token(lora, facts) - kept_of_a_token(quantised, facts) == spared
 
 
 def test_beside_4_bits_no_adapter_widens_the_inner_numbers(quantised, changed):
     quantised.precision.master_weights = MasterWeights.bf16
     facts = quantised.model.facts
-    assert backward_bytes(quantised, facts) == ROW * 2 * INNER
+    assert backward_work(quantised, facts) == ROW * 2 * INNER
     lora = changed(quantised, {"peft.method": PeftMethod.lora})
-    assert backward_bytes(lora, facts) == ROW * (6 * HIDDEN + 4 * INNER)
+    assert backward_work(lora, facts) == ROW * (6 * HIDDEN + 4 * INNER)
 
 
 @pytest.mark.parametrize(("targets", "at_work", "compiled"), [((), 7, 10 + 2 - 3), (ATTENTION, 9, 4 + 1 + 1)], ids=str)
@@ -63,8 +68,10 @@ def test_gradients_of_the_inner_numbers_are_in_fp32_too(quantised, targets, at_w
     """By the peaks of eight runs on an H200 (tests/bench/results/h200_quantised.jsonl)."""
     facts = quantised.model.facts
     quantised.peft.target_modules = list(targets)
-    assert backward_bytes(quantised, facts) == ROW * (at_work * INNER - 8 * HIDDEN)
-    layer = layer_bytes_per_token(quantised, facts)
-    assert recomputed_bytes(quantised, facts) == pytest.approx(ROW * (layer + at_work * INNER + 16 * HIDDEN))
+    assert backward_work(quantised, facts) == ROW * (at_work * INNER - 8 * HIDDEN)
+    layer = kept_of_a_token(quantised, facts)
+    quantised.activation.checkpointing = Checkpointing.enabled
+    assert backward_work(quantised, facts) == pytest.approx(ROW * (layer + at_work * INNER + 16 * HIDDEN))
+    quantised.activation.checkpointing = Checkpointing.disabled
     quantised.model.compile_layers = True
-    assert backward_bytes(quantised, facts) == ROW * compiled * INNER
+    assert backward_work(quantised, facts) == ROW * compiled * INNER

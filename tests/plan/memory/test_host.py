@@ -25,7 +25,6 @@ from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.hardware.detect import Machine
 from tunebook.model.parameters import count_parameters
 from tunebook.plan.auto.resolve import resolve_auto
-from tunebook.plan.memory.activations import activation_bytes
 from tunebook.plan.memory.host import (
     host_bytes,
     loading_bytes,
@@ -33,6 +32,9 @@ from tunebook.plan.memory.host import (
     offloaded_bytes,
     saving_bytes,
 )
+from tunebook.plan.memory.kept import inputs_of_layers, kept_by_layers, kept_by_one_layer
+
+from .layers import llama_layers
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "loading_memory.jsonl"
 GIB, MIB, BILLION = 2**30, 2**20, 10**9
@@ -50,6 +52,7 @@ def eight(sound):
     """A model of a billion parameters on two nodes of 4 GPUs, its facts beside it."""
     sound.hardware.num_nodes, sound.hardware.gpus_per_node = 2, 4
     facts = replace(sound.model.facts, num_parameters=BILLION, vocab_size=100_000, hidden_size=1000)
+    facts.measured = llama_layers(facts)
     return sound, facts
 
 
@@ -165,6 +168,7 @@ def test_loading_takes_what_was_measured(sound, name):
     ranks = [rank["loaded"] for rank in run["by_rank"]]
     measured = sum(rank["anonymous_mib"] + rank["own_shard_mib"] for rank in ranks)
     facts = replace(sound.model.facts, **MEASURED)
+    facts.measured = llama_layers(facts)
     assert loading_bytes(sound, facts) / MIB == pytest.approx(measured, rel=0.07)
 
 
@@ -190,7 +194,7 @@ def test_paged_moments_and_offloaded_activations_are_on_the_host(sound):
     sound.hardware.gpus_per_node = 1
     facts, sound.optimizer.name = sound.model.facts, OptimizerName.paged_adamw_32bit
     sound.activation.offload = True
-    kept = activation_bytes(sound, facts, is_recomputed=True)
+    kept = inputs_of_layers(sound, facts) + kept_by_one_layer(sound, facts)
     found = host_bytes(sound, facts, tensors=0, is_recomputed=True)
     assert found.offload == pytest.approx(8 * facts.num_parameters + kept)
 
@@ -209,7 +213,7 @@ def test_copies_of_weights_go_to_the_host_with_the_activations(sound, strategy, 
     if strategy is Strategy.fsdp:
         sound.parallelism = FsdpConfig(strategy=strategy)
     facts = sound.model.facts
-    kept = activation_bytes(sound, facts, is_recomputed=False)
+    kept = kept_by_layers(sound, facts)
     found = offloaded_activation_bytes(sound, facts, is_recomputed=False)
     assert found - kept == pytest.approx(copies * count_parameters(sound, facts).linear)
     assert host_bytes(sound, facts, tensors=0, is_recomputed=False).offload == pytest.approx(2 * found)

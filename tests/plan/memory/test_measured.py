@@ -1,4 +1,4 @@
-"""Layers that no formula is for: the numbers found on the meta device, and the group file that brings them."""
+"""The traced numbers of layers: which mode counts, and what adapters on some linear layers keep less."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import pytest
 
 from tunebook.config.choices import Attention, Checkpointing, Compute, MasterWeights, PeftMethod, Strategy
 from tunebook.config.compose import compose
-from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import FsdpConfig, ParallelismConfig
 from tunebook.model.parameters import count_parameters
 from tunebook.plan.memory import GIB, estimate_memory
-from tunebook.plan.memory.activations import activation_bytes
+from tunebook.plan.memory.kept import inputs_of_layers, kept_by_layers, kept_by_one_layer
 from tunebook.plan.memory.states import FOUR_BIT_BYTES
-from tunebook.plan.memory.working import kept_bytes
+from tunebook.plan.memory.work import kept_on_device
+
+from .layers import measured
 
 # Bytes of all 24 layers: whatever the length, per token, per token and token of its row; the same of the largest layer.
 SAVED = {
@@ -27,14 +28,14 @@ SAVED = {
 @pytest.fixture
 def unusual(sound):
     """The sound configuration with layers that were measured; one row of 2,048 tokens."""
-    sound.model.facts.measured = MeasuredLayers(
+    sound.model.facts.measured = measured(
         num_layers=24, parameters=240_000_000, linear_inputs=700, adapter_parameters=90_000, saved=SAVED
     )
     return sound
 
 
-def kept(config, **options):
-    return activation_bytes(config, config.model.facts, **({"is_recomputed": False} | options))
+def kept(config):
+    return kept_by_layers(config, config.model.facts)
 
 
 ROW, HIDDEN = 2048, 896
@@ -52,7 +53,9 @@ def test_each_mode_has_its_numbers(unusual):
 
 
 def test_a_recomputed_layer_is_the_largest_and_every_layer_keeps_its_input(unusual):
-    assert kept(unusual, is_recomputed=True) == 24 * ROW * 4 * HIDDEN + 100 + 3 * ROW
+    facts = unusual.model.facts
+    assert inputs_of_layers(unusual, facts) == 24 * ROW * 4 * HIDDEN
+    assert kept_by_one_layer(unusual, facts) == 100 + 3 * ROW
 
 
 def test_dropout_looks_at_the_inputs_of_every_linear_layer(unusual):
@@ -68,17 +71,16 @@ def test_a_mask_in_fp32_keeps_no_scores(unusual):
     assert kept(unusual) == (50 + 8 * ROW) * ROW
 
 
-def test_a_mode_that_could_not_be_measured_goes_by_the_formula(unusual):
-    by_formula = dict(SAVED)
-    unusual.precision.compute = Compute.fp32
-    assert "fp32/full/flash" not in by_formula
-    found = kept(unusual)
-    unusual.model.facts.measured = None
-    assert found == kept(unusual)
+def test_a_mode_that_was_not_traced_is_as_the_most_similar_one(unusual):
+    unusual.precision.compute = Compute.fp32  # with flash attention
+    assert kept(unusual) == (50 + 8 * ROW) * ROW
+    unusual.precision.compute, unusual.attention.implementation = Compute.bf16, Attention.eager
+    assert kept(unusual) == 1000 + 30 * ROW
 
 
 def test_parameters_are_those_that_were_counted(unusual):
     facts = unusual.model.facts
+    facts.measured.adapters = {"q_proj": [24 * 1000, 24 * 2750]}
     assert count_parameters(unusual, facts).layers == 240_000_000
     unusual.peft.method, unusual.peft.rank = PeftMethod.lora, 8
     assert count_parameters(unusual, facts).trained == 8 * 90_000
@@ -138,7 +140,7 @@ def qwen3(sound):
     """LoRA of rank 128 without dropout on layers with the sizes of Qwen3-8B's, known by name."""
     facts = sound.model.facts
     facts.num_layers, facts.hidden_size, facts.intermediate_size, facts.vocab_size = 36, 4096, 12_288, 151_936
-    facts.measured = MeasuredLayers(
+    facts.measured = measured(
         num_layers=36, parameters=1, linear_inputs=36 * (6 * 4096 + 12_288), adapters=QWEN3_ADAPTERS,
         adapter_parameters=sum(map(sum, QWEN3_ADAPTERS.values())), saved=ADAPTER_SAVED,
     )  # fmt: skip
@@ -227,7 +229,7 @@ def test_offloading_leaves_an_input_that_several_adapters_save_and_dropout_gives
         "cast/adapter/flash/offloaded": [0, 36 * 41_000, 0, 0, 41_000, 0],
     }
     on_their_way = 8 * ROW * 4096
-    assert kept_bytes(qwen3, qwen3.model.facts, is_recomputed=False) == 36 * ROW * left + on_their_way
+    assert kept_on_device(qwen3, qwen3.model.facts) == 36 * ROW * left + on_their_way
 
 
 def test_inputs_of_fused_products_are_known_by_their_names(qwen3):
@@ -251,7 +253,7 @@ def test_inputs_of_fused_products_are_known_by_their_names(qwen3):
     qwen3.attention.implementation, qwen3.model.compile_layers = Attention.varlen_attention, True
     without = kept(qwen3)
     qwen3.peft.target_modules = []
-    more = 14 / 6 * 2 * 4096 + 12_288 + 2 * (2 * 4096 + 12_288)  # what a dropout has looked at, and inputs
+    more = 2 * 2 * 4096 + 12_288 + 2 * (2 * 4096 + 12_288)  # what a dropout has looked at, and inputs
     assert kept(qwen3) - without == pytest.approx(36 * ROW * more)
 
 

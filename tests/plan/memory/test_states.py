@@ -12,7 +12,6 @@ from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.parallel.deepspeed import uses_autocast
 from tunebook.plan.memory import GIB, estimate_memory
-from tunebook.plan.memory.buffers import backward_buffer_bytes, buffer_bytes, reducing_bytes
 from tunebook.plan.memory.states import state_bytes, states_anywhere
 
 MIB = 2**20
@@ -140,91 +139,3 @@ def test_adapters_and_eight_bit_states(sound):
     adapter = 16 * (2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864)) * 24
     expected = 494_032_768 * 4 + adapter * 16
     assert estimate_memory(sound, sound.model.facts).states_gib == pytest.approx(expected / GIB)
-
-
-def test_buffers_of_ddp_and_full_shard(sound):
-    facts = sound.model.facts
-    embeddings = 151_936 * 896
-    layers = 494_032_768 - embeddings
-    sound.hardware.gpus_per_node = 8
-    sound.parallelism = ParallelismConfig(strategy=Strategy.ddp)
-    ddp = 2 * layers + 4 * 494_032_768  # autocast's copies, and as much in buckets as there are gradients
-    assert estimate_memory(sound, facts).buffers_gib == pytest.approx(ddp / GIB)
-    sound.parallelism = FsdpConfig(strategy=Strategy.fsdp)
-    head = 2 * (embeddings + layers / 24)  # in bf16: the layer that is needed next is gathered
-    assert estimate_memory(sound, facts).buffers_gib == pytest.approx(head / GIB, rel=1e-6)
-    backward = 2 * (embeddings + 3 * layers / 24)  # two layers are gathered, one has its gradient whole
-    assert backward_buffer_bytes(sound, facts, is_recomputed=False) == pytest.approx(backward, rel=1e-6)
-
-
-def test_buckets_that_zero_3_was_given_count_and_the_usual_ones_do_not(sound):
-    facts = sound.model.facts  # of 0.49 billion parameters
-    sound.hardware.gpus_per_node = 8
-    sound.parallelism = ZeroConfig(strategy=Strategy.zero3)
-    usual = estimate_memory(sound, facts).buffers_gib
-    typed = {
-        "reduce_bucket_size": 4.5 * 4 * 200_000_000,  # overlapped, which is DeepSpeed's default in this stage
-        "prefetch_bucket_size": 4 * 200_000_000,
-        "max_live_parameters": 0,  # the model has fewer than are kept by default
-    }
-    for key, more in typed.items():
-        sound.parallelism = ZeroConfig(strategy=Strategy.zero3, **{key: 200_000_000})
-        assert estimate_memory(sound, facts).buffers_gib - usual == pytest.approx(more / GIB), key
-    sound.parallelism = ZeroConfig(strategy=Strategy.zero3, reduce_bucket_size=200_000_000, overlap_comm=False)
-    assert estimate_memory(sound, facts).buffers_gib - usual == pytest.approx(4 * 200_000_000 / GIB)
-    facts.num_parameters, sound.parallelism = 3_000_000_000, ZeroConfig(strategy=Strategy.zero3)
-    usual = estimate_memory(sound, facts).buffers_gib
-    sound.parallelism.max_live_parameters = 2_500_000_000
-    assert estimate_memory(sound, facts).buffers_gib - usual == pytest.approx(4 * 1_500_000_000 / GIB)
-
-
-@pytest.mark.parametrize(
-    ("size", "is_tied", "whole"), [(494_032_768, True, 494_032_768), (2_775_208_960, False, 1_000_000_000)]
-)
-def test_zero_3_on_one_gpu_keeps_offloaded_parameters_that_come_again_soon(sound, size, is_tied, whole):
-    facts = sound.model.facts
-    facts.num_parameters, facts.tie_word_embeddings = size, is_tied
-    embeddings = 151_936 * 896
-    layers = size - embeddings * (1 if is_tied else 2)
-    head = 0 if is_tied else 4 * embeddings
-    sound.parallelism = ZeroConfig(
-        strategy=Strategy.zero3, offload_optimizer=Offload.cpu, offload_parameters=Offload.cpu
-    )
-    # All in fp32: what is whole, autocast's copies, the gradients of a layer and of the head.
-    expected = 4 * whole + 2 * layers + 4 * layers / 24 + head
-    assert buffer_bytes(sound, facts, is_recomputed=False) == pytest.approx(expected, rel=1e-6)
-    sound.hardware.gpus_per_node = 2  # which keep no copies; with a head of its own as much again as may be kept
-    whole = min(size, 500_000_000 if is_tied else 1_000_000_000 + embeddings)
-    assert buffer_bytes(sound, facts, is_recomputed=False) == 4 * whole
-
-
-@pytest.mark.parametrize("strategy", [Strategy.zero1, Strategy.zero2])
-def test_zero_1_and_2_reduce_gradients_through_buckets_of_their_own(sound, strategy):
-    facts = sound.model.facts
-    sound.parallelism = ZeroConfig(strategy=strategy)
-    assert reducing_bytes(sound, facts) == 4 * 896**2  # of the Trainer's size
-    sound.parallelism.overlap_comm = True
-    assert reducing_bytes(sound, facts) == 2 * 4 * 896**2
-    sound.parallelism.reduce_bucket_size = 500_000_000
-    assert reducing_bytes(sound, facts) == 2 * 4 * 5e8
-    sound.parallelism.overlap_comm = False
-    assert reducing_bytes(sound, facts) == 4 * 5e8
-    sound.parallelism.mixed_precision = CAST
-    assert reducing_bytes(sound, facts) == 2 * 5e8
-    sound.peft.method = PeftMethod.lora  # made whole, however few gradients there are
-    assert reducing_bytes(sound, facts) == 2 * 5e8
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ZeroConfig(strategy=Strategy.zero1, offload_optimizer=Offload.cpu),  # whose buckets are counted elsewhere
-        ZeroConfig(strategy=Strategy.zero2, offload_optimizer=Offload.cpu, reduce_bucket_size=500_000_000),
-        ZeroConfig(strategy=Strategy.zero3, reduce_bucket_size=500_000_000),
-        ParallelismConfig(strategy=Strategy.ddp),
-        FsdpConfig(strategy=Strategy.fsdp),
-    ],
-)
-def test_no_other_strategy_has_those_buckets(sound, settings):
-    sound.parallelism = settings
-    assert reducing_bytes(sound, sound.model.facts) == 0

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
+from tunebook.model.parameters import layer_parameters
 from tunebook.parallel.units import classes_by_size
 from tunebook.plan.architecture.base_model import read_facts
-from tunebook.plan.rules.parallelism import layer_parameters
 
 SIZES = {
     "dtype": "float32", "num_hidden_layers": 3, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,

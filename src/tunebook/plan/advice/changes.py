@@ -20,6 +20,7 @@ from tunebook.config.schema import CHOICE_SCHEMAS, ParallelismConfig, RunConfig,
 from tunebook.errors import Problem
 from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE, OptimizerFacts
 from tunebook.facts.strategies import COPIED, DIVIDED, OFFLOADING_OPTIMIZER, UNDECIDED
+from tunebook.model.parameters import known_facts
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.draft import Draft, draft_run
 from tunebook.plan.memory import estimate_memory
@@ -182,7 +183,7 @@ def _exceeds_by_states(change: Change, asked: Draft, overrides: list[str]) -> bo
         elif key not in _WITHOUT_STATES:
             return False
     resolved = resolve_auto(config, asked.machine).config
-    facts, capacity = resolved.model.facts, resolved.hardware.memory_gib
+    facts, capacity = known_facts(resolved), resolved.hardware.memory_gib
     return facts is not None and capacity is not None and estimate_memory(resolved, facts).states_gib > capacity
 
 

@@ -1,10 +1,11 @@
-"""The facts of an architecture that no formula of ours knows: transformers builds it, on PyTorch's meta device.
+"""The facts of a model whose layers are not in the book: transformers builds it on PyTorch's meta device.
 
-    measure    runs in a process of its own, since it imports torch: counts the parameters, says what it found as JSON
+    measure    runs in a process of its own, since it imports torch: counts parameters, writes JSON; `--book` traces
+               the book's models
     targets    what PEFT puts adapters on, by name
     saved      what autograd keeps of a pass, seen on tensors that have a shape and no memory
-    offloading what of that TRL's activation offloading leaves on the device
-    (here)     starts that process and remembers its answer under the config.json's hash
+    kernels    stand-ins for kernels of GPUs, and CUDA's autocast
+    (here)     starts that process and caches its answer under the config.json's hash
 
 Takes 5 to 180 seconds the first time, by architecture and cores, and no weights, no GPU and no network.
 """
@@ -19,49 +20,68 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import fields
+from dataclasses import asdict
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import tunebook
-from tunebook.config.model_facts import MeasuredLayers, ModelFacts
+from tunebook.config.model_facts import MeasuredLayers, ModelFacts, facts_from_json, shipped_answers
 from tunebook.errors import RequestError
-from tunebook.files import cache_root, remember
+from tunebook.files import cache_root, remember, sha256_file
 from tunebook.processes import stopping_with_parent
 
-# Raised when the answer to the same config.json changes: what was remembered is then measured again.
+# Raised when the answer to the same config.json changes, so that cached answers are not used.
 _FORM = 7
-_COUNTED = (
-    "num_layers", "parameters", "linear_inputs", "adapter_parameters", "linear_parameters", "active_parameters",
-    "largest_parameter", "unreached_parameters",
-)  # fmt: skip
-# Without anything new: on a slow or busy machine it takes as long as it takes. All that is asked for is found, or
-# nothing, since the hash of a run holds it, and two machines must find the same.
+# Seconds without anything new. On a slow or busy machine tracing takes as long as it takes.
 _MOST_SILENT_S = 300.0
+STATED_FACTS = "stated_facts"  # the key of sizes in the place of a config.json
 _PACKAGES = ("torch", "transformers", "peft")
 
 
-def measured_facts(config_file: Path, *, trust_remote_code: bool = False) -> ModelFacts | None:
-    """The facts of the model that a folder's config.json describes; None where torch or transformers is not installed.
+def trace_file(config_file: Path, *, trust_remote_code: bool = False) -> ModelFacts | None:
+    """The facts of the model that a config.json describes; None if torch or transformers is not installed.
 
-    Raises: RequestError where transformers has no such causal language model, or cannot build it.
+    Raises: RequestError if transformers has no such causal language model, or cannot build it.
     """
+    if (shipped := _shipped(config_file)) is not None:
+        return shipped
     versions = {package: _version(package) for package in _PACKAGES}
     if versions["torch"] is None or versions["transformers"] is None:
         return None
     key = hashlib.sha256(config_file.read_bytes() + json.dumps([_FORM, versions], sort_keys=True).encode()).hexdigest()
-    remembered = cache_root() / "architectures" / f"{key}.json"
-    facts = _read(remembered)
+    cached = cache_root() / "architectures" / f"{key}.json"
+    facts = _read(cached)
     if facts is None:
-        _say_once(f"looking at the layers of {config_file}, once: this takes 5 to 180 s, longer where others compute")
+        _say_once(f"tracing the layers of {config_file}, once: this takes 5 to 180 s, longer on a busy machine")
         answer = _ask(config_file, trust_remote_code)
         if "error" in answer:
             raise _refusal(config_file, answer, trust_remote_code)
-        facts = _facts(answer)
-        remember(remembered, json.dumps(answer))
+        facts = facts_from_json(answer)
+        remember(cached, json.dumps(answer))
     return facts
+
+
+def trace_stated(facts: ModelFacts) -> MeasuredLayers | None:
+    """The layers of an architecture with stated sizes that no model of the book has; None if they cannot be traced."""
+    sizes = asdict(facts)
+    del sizes["measured"]
+    with tempfile.TemporaryDirectory(prefix="tunebook-") as folder:
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps({STATED_FACTS: sizes}), encoding="utf-8")
+        try:
+            traced = trace_file(file)
+        except RequestError:  # a rule or the loader refuses it in the words of what was typed
+            return None
+    return None if traced is None else traced.measured
+
+
+def _shipped(config_file: Path) -> ModelFacts | None:
+    """The facts of a model in the book that has a config.json there."""
+    own = [answer for answer in shipped_answers() if "config_sha256" in answer]
+    found = sha256_file(config_file) if own else ""
+    return next((facts_from_json(answer) for answer in own if answer["config_sha256"] == found), None)
 
 
 @cache
@@ -79,39 +99,11 @@ def _version(package: str) -> str | None:
 
 
 def _read(file: Path) -> ModelFacts | None:
-    """What was remembered; None where there is nothing, or a file that something damaged."""
+    """A cached answer; None if there is none, or the file is damaged."""
     try:
-        return _facts(json.loads(file.read_text(encoding="utf-8")))
+        return facts_from_json(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
-
-
-def _facts(answer: dict[str, Any]) -> ModelFacts:
-    """The answer as facts. Raises: ValueError, TypeError or KeyError where it is not one."""
-    measured = answer["measured"]
-    layers = MeasuredLayers(
-        **{name: int(measured[name]) for name in _COUNTED},
-        attention=[str(name) for name in measured["attention"]],
-        adapters=_numbers(measured["adapters"], 2),
-        expert_adapters=_numbers(measured["expert_adapters"], 2),
-        saved=_numbers(measured["saved"], 6),
-        saved_without_autocast=_numbers(measured["saved_without_autocast"], 6),
-        saved_beside_experts=_numbers(measured["saved_beside_experts"], 6),
-    )
-    kinds = {"architecture": str, "dtype": str, "tie_word_embeddings": bool}
-    names = [field.name for field in fields(ModelFacts) if field.name not in ("measured", "unreached")]
-    unreached = [str(name) for name in measured["unreached"]]
-    return ModelFacts(
-        **{name: kinds.get(name, int)(answer[name]) for name in names}, unreached=unreached, measured=layers
-    )
-
-
-def _numbers(found: dict[str, Any], length: int) -> dict[str, list[int]]:
-    """Raises: ValueError where there are not as many of each name."""
-    by_name = {str(name): [int(number) for number in numbers] for name, numbers in found.items()}
-    if any(len(numbers) != length for numbers in by_name.values()):
-        raise ValueError(f"not {length} numbers")
-    return by_name
 
 
 def _ask(config_file: Path, trust_remote_code: bool) -> dict[str, Any]:
@@ -206,7 +198,7 @@ def _refusal(config_file: Path, answer: dict[str, Any], trust_remote_code: bool)
         )
     if answer["error"] == "cut-off":
         return RequestError(
-            f"{config_file}: its layers could not be looked at ({reason[0]}); try again with 2 GiB of memory free, or "
+            f"{config_file}: its layers could not be traced ({reason[0]}); try again with 2 GiB of memory free, or "
             "state model.facts",
             problem_id="model-config",
         )

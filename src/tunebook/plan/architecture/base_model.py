@@ -1,35 +1,31 @@
 """What planning needs to know of a base model, read from its config.json without weights or network.
 
 A model group file carries the facts. Without them they are read here: from `model.path`, or for a hub model from the
-copy that an earlier run left in the hub's cache. `None` means "cannot be known before the model is loaded".
+copy that an earlier run left in the hub's cache. None if they are not known before the model is loaded.
 """
 
 from __future__ import annotations
 
 import json
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.book import resolve_path
 from tunebook.config.choices import Weights
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import ModelConfig
 from tunebook.model.base_config import (
     DTYPES,
-    architecture_of,
     broken_config,
     config_file,
     dtype_of,
     first_stated,
-    has_own_code,
     quantiser_of,
     read_config,
     stated_dtype,
     stated_key,
     why_config_is_not_causal,
 )
-from tunebook.plan.architecture import measured_facts
+from tunebook.plan.architecture import trace_file, trace_stated
 
 # Older architectures name the same sizes differently; the first name found counts.
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -45,8 +41,6 @@ _LEAST = {"vocab_size": 2, "max_position_embeddings": 2}  # a word to predict fr
 _MOST = 10**8  # of anything; Llama 4 has 10 million positions
 _MOST_PARAMETERS = 10**15  # as far as the rules let numbers go
 _CORRECT = "correct the file or download or copy the model again"
-# Whose layers the formulas of `plan.memory` are for, and their classes; all others are built on the meta device.
-_LLAMA_LIKE = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 # How many experts a token is sent to, and how many there are, in the words of different architectures.
 CHOSEN_EXPERTS = (
     "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "moe_k"
@@ -57,13 +51,15 @@ OWN_QUANTISER = "bitsandbytes_4bit"
 
 
 def read_facts(model: ModelConfig) -> ModelFacts | None:
-    """The facts of a model: its group file's, else read from its config.json; None where there is none at hand.
+    """The facts of a model: its group file's, else read from its config.json; None if there is none at hand.
 
-    Models of kinds that no formula knows are built on the meta device, which takes seconds, once; and so are those that
-    leave sizes to transformers' defaults. Nothing is said of a model that a rule refuses whatever its sizes are.
+    The layers of models that are not in the book are traced on the meta device, which takes a while, once. Nothing is
+    read of a model that a rule refuses whatever its sizes are.
     Raises: RequestError when the file cannot be read, states sizes that no model has, or an unknown architecture.
     """
     if model.facts is not None:
+        if model.facts.measured is None:
+            model.facts.measured = trace_stated(model.facts)
         return model.facts
     config, file = read_config(model), config_file(model)
     if config is None or file is None:
@@ -72,38 +68,24 @@ def read_facts(model: ModelConfig) -> ModelFacts | None:
     sizes = {name: first_stated(text, keys) for name, keys in _NAMES.items()}
     _refuse_impossible(file, text, sizes)
     _refuse_unknown_dtype(file, config)
-    if _is_refused_anyway(model, config):
-        return None
-    if has_own_code(model, config) or not _is_llama_like(model, config, sizes):
-        return _measured(model, file, sizes)
-    is_tied = bool(config.get("tie_word_embeddings", False))
-    computed = _num_parameters(config, sizes, is_tied)
-    counted = _count_in_headers(model) if quantiser_of(config) is None else None  # packed, numbers are fewer
-    _refuse_too_large(file, computed)
-    return ModelFacts(
-        architecture=architecture_of(config) or _LLAMA_LIKE[config["model_type"]],
-        num_parameters=counted if counted is not None else computed,
-        tie_word_embeddings=is_tied,
-        dtype=dtype_of(config) or "float32",
-        **sizes,
-    )
+    return None if _is_refused_anyway(model, config) else _traced(model, file, sizes)
 
 
 def _is_refused_anyway(model: ModelConfig, config: dict[str, Any]) -> bool:
-    """Whether a rule says so, which needs no facts: it would be late after minutes of looking at the layers."""
+    """Whether a rule refuses the model whatever its facts are: tracing it would take minutes for nothing."""
     quantiser = None if model.weights is Weights.random else quantiser_of(config)
     return quantiser not in (None, OWN_QUANTISER) or why_config_is_not_causal(model, config) is not None
 
 
-def _measured(model: ModelConfig, file: Path, sizes: dict[str, Any]) -> ModelFacts | None:
-    """The facts as the meta device has them; None where it is not here.
+def _traced(model: ModelConfig, file: Path, sizes: dict[str, Any]) -> ModelFacts | None:
+    """The facts as traced on the meta device; None if torch is not installed.
 
-    Raises: RequestError where it is not here, and the file leaves to transformers what it alone would know.
+    Raises: RequestError if it is not installed, and the file leaves to transformers what it alone would know.
     """
-    measured = measured_facts(file, trust_remote_code=model.trust_remote_code)
-    if measured is not None:
-        _refuse_too_large(file, measured.num_parameters)
-        return measured
+    traced = trace_file(file, trust_remote_code=model.trust_remote_code)
+    if traced is not None:
+        _refuse_too_large(file, traced.num_parameters)
+        return traced
     unstated = [_NAMES[name][0] for name in ("num_layers", "vocab_size") if sizes[name] is None]
     if unstated:
         raise broken_config(
@@ -111,24 +93,6 @@ def _measured(model: ModelConfig, file: Path, sizes: dict[str, Any]) -> ModelFac
             "installed here with torch; state them in the file, or type: pip install torch transformers"
         )
     return None
-
-
-def _is_llama_like(model: ModelConfig, config: dict[str, Any], sizes: dict[str, Any]) -> bool:
-    """Whether the formulas for parameters and activations are for this very model.
-
-    Quantised weights change neither; see `_config_at_hand` for why those of a hub model are built all the same.
-    """
-    kind = config.get("model_type")
-    if kind not in _LLAMA_LIKE or not all(isinstance(size, int) for size in sizes.values()):
-        return False
-    if not (architecture_of(config) or _LLAMA_LIKE[kind]).endswith("ForCausalLM"):
-        return False
-    if config.get("text_config") or config.get("attention_dropout"):
-        return False
-    if model.path is None and quantiser_of(config) is not None:
-        return False
-    says_keys = kind == "llama" or config.get("num_key_value_heads") is not None  # the others' defaults are numbers
-    return says_keys and config.get("head_dim") in (None, sizes["hidden_size"] // sizes["num_attention_heads"])
 
 
 def _refuse_impossible(file: Path, text: dict[str, Any], sizes: dict[str, Any]) -> None:
@@ -208,48 +172,3 @@ def _refuse_unknown_dtype(file: Path, config: dict[str, Any]) -> None:
             f"{file} says dtype={json.dumps(dtype)}, and weights are trained from {', '.join(DTYPES)}; correct the "
             "file, or name a model that is published in one of these"
         )
-
-
-def _num_parameters(config: dict[str, Any], sizes: dict[str, Any], is_tied: bool) -> int:
-    """Of a Llama-like model: weights, two norms per layer and the last one, and the biases of its linear layers."""
-    hidden, inner, vocabulary = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
-    keys = hidden // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
-    per_layer = 2 * hidden * (hidden + keys) + 3 * hidden * inner + 2 * hidden
-    is_qwen2, is_llama = (config["model_type"] == kind for kind in ("qwen2", "llama"))
-    if is_qwen2 or (is_llama and config.get("attention_bias")):
-        per_layer += hidden + 2 * keys + (0 if is_qwen2 else hidden)  # Qwen2's output has none
-    if is_llama and config.get("mlp_bias"):
-        per_layer += 2 * inner + hidden
-    return int(vocabulary * hidden * (1 if is_tied else 2) + sizes["num_layers"] * per_layer + hidden)
-
-
-def _count_in_headers(model: ModelConfig) -> int | None:
-    """The parameters in the files that transformers reads a folder's weights from; tied embeddings are stored once.
-
-    None without such files, and where one of them is absent: what is left would be taken for a smaller model.
-    """
-    if model.path is None:
-        return None
-    try:
-        return sum(_count_in_header(file) for file in _safetensors_of(resolve_path(model.path))) or None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # a damaged file is reported by whoever loads the weights
-
-
-def _safetensors_of(folder: Path) -> list[Path]:
-    """As `model.weight_files` finds them: beside them may lie copies for other libraries (consolidated.safetensors)."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        return []
-    return [folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
-
-
-def _count_in_header(file: Path) -> int:
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > 100_000_000:  # the format's own limit; anything longer is not a header
-            raise ValueError(f"{file} is no safetensors file")
-        header = json.loads(stream.read(length))
-    return sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

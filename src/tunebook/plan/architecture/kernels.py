@@ -1,6 +1,6 @@
-"""Stand-ins for the kernels of GPUs for attention and experts, for tensors that have a shape and no memory.
+"""Stand-ins for the kernels of GPUs for attention and experts, and for CUDA's autocast, on tensors without memory.
 
-They keep for the backward pass what those keep, and compute nothing.
+The kernels save for the backward pass what those of GPUs save, and compute nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 # What transformers is told, for each kind of kernel.
 MASKED, UNMASKED, BY_LENGTHS = "tunebook_masked", "tunebook_unmasked", "tunebook_by_lengths"
@@ -92,3 +93,29 @@ def _attend_by_lengths(
     options = groups if parts[0].shape[1] != parts[1].shape[1] else {}
     ends, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
     return kernel(*parts, *ends, *longest, **options).unsqueeze(0), None
+
+
+# What CUDA's autocast computes in fp32, and the CPU's does not, of what decoder layers use. A LayerNorm of bf16 numbers
+# saves its input in fp32 on a GPU. Source: PyTorch's list "CUDA Ops that can autocast to float32" (torch.amp).
+_IN_FP32 = frozenset({
+    "__pow__", "__rpow__", "cumprod", "cumsum", "exp", "expm1", "group_norm", "layer_norm", "log", "log10", "log1p",
+    "log2", "log_softmax", "norm", "pow", "prod", "reciprocal", "rsqrt", "softmax", "softmin", "softplus", "sum",
+})  # fmt: skip
+
+
+class CudaAutocast(TorchFunctionMode):
+    """Casts to fp32 what CUDA's autocast would compute in fp32, under the CPU's autocast."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls the function, with inputs cast where it is on the list."""
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", None) in _IN_FP32 and torch.is_autocast_enabled("cpu"):
+            args = tuple(map(_in_fp32, args))
+            kwargs = {name: _in_fp32(value) for name, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+
+def _in_fp32(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value

@@ -1,6 +1,7 @@
-"""Build a model from its config.json without memory for its weights, and say what planning needs to know of it.
+"""Build a model from its config.json without memory for its weights, and write what planning needs to know of it.
 
     python -m tunebook.plan.architecture.measure CONFIG_FILE ANSWER_FILE [--trust-remote-code]
+    python -m tunebook.plan.architecture.measure --book [NAME ...]    (the files beside hydra_configs/model/NAME.yaml)
 
 A process of its own, because it imports torch and transformers, which `tunebook plan` must not.
 """
@@ -10,11 +11,14 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -32,12 +36,15 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
+from tunebook.config.book import book_root, resolve_path
 from tunebook.config.choices import Attention
-from tunebook.config.model_facts import CAST
+from tunebook.config.model_facts import CAST, SHIPPED_SUFFIX, ModelFacts
 from tunebook.config.unreached import as_patterns
 from tunebook.errors import nearest
 from tunebook.facts.attention import ATTENTIONS, FLEX, MASKED, WITHOUT_KERNEL
-from tunebook.plan.architecture import progress_file
+from tunebook.files import sha256_file
+from tunebook.model.load import architecture_from_facts
+from tunebook.plan.architecture import STATED_FACTS, progress_file
 from tunebook.plan.architecture.base_model import CHOSEN_EXPERTS
 from tunebook.plan.architecture.saved import (
     LENGTHS,
@@ -82,7 +89,7 @@ def describe(
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     loader: Any = AutoModelForCausalLM
     try:
-        config = AutoConfig.from_pretrained(str(config_file.parent), **options)
+        config = _config(config_file, options)
         with torch.device("meta"):
             model = loader.from_config(copy.deepcopy(config), **options)
     except Exception as error:  # of any kind: architectures check their sizes in their own ways, or not at all
@@ -94,6 +101,14 @@ def describe(
     if model.get_output_embeddings() is None or model.get_input_embeddings() is None:
         return {"error": "unknown-architecture", "reason": f"{type(model).__name__} has no output head over its words"}
     return _facts(config, model, options, on_found)
+
+
+def _config(config_file: Path, options: dict[str, Any]) -> Any:
+    """The architecture's config, from a config.json or from stated sizes."""
+    stated = json.loads(config_file.read_text(encoding="utf-8")).get(STATED_FACTS)
+    if stated is not None:
+        return architecture_from_facts(ModelFacts(**stated))
+    return AutoConfig.from_pretrained(str(config_file.parent), **options)
 
 
 def _unknown(config_file: Path) -> dict[str, str]:
@@ -275,13 +290,43 @@ def _adapters(model: Any, layers: nn.ModuleList, unreached: list[str]) -> dict[s
     return {"adapter_parameters": sum(map(sum, both)), "adapters": linear, "expert_adapters": experts}
 
 
+def trace_book(names: list[str]) -> None:
+    """Write the traces of the book's models, or of some of them, beside their YAML: one mode a line."""
+    folder = book_root() / "hydra_configs" / "model"
+    for file in sorted(folder.glob("*.yaml")):
+        model = yaml.safe_load(file.read_text(encoding="utf-8"))
+        if (names and file.stem not in names) or not (model.get("facts") or model.get("path")):
+            continue
+        with tempfile.TemporaryDirectory() as made:
+            config_file = Path(made) / "config.json"
+            own = {}
+            if "facts" in model:
+                config_file.write_text(json.dumps({STATED_FACTS: model["facts"]}), encoding="utf-8")
+            else:
+                config_file = resolve_path(model["path"]) / "config.json"
+                own = {"config_sha256": sha256_file(config_file)}
+            answer = describe(config_file, trust_remote_code=False) | own
+        stated = {name: value for name, value in model.get("facts", {}).items() if name != "dtype"}
+        differing = [name for name, value in stated.items() if answer.get(name) != value]
+        assert not differing, f"{file} states another {', '.join(differing)} than transformers has: {answer}"
+        text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(answer, indent=1))
+        file.with_suffix(SHIPPED_SUFFIX).write_text(text + "\n", encoding="utf-8")
+        print(file.stem, flush=True)
+
+
 def main() -> None:
-    """Parse the arguments and write the answer."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config_file", type=Path)
-    parser.add_argument("answer_file", type=Path)
+    """Parse the arguments and write the answer, or those of the book."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config_file", type=Path, nargs="?")
+    parser.add_argument("answer_file", type=Path, nargs="?")
     parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("--book", nargs="*", metavar="NAME")
     arguments = parser.parse_args()
+    if arguments.book is not None:
+        trace_book(arguments.book)
+        return
+    if arguments.answer_file is None:
+        parser.error("CONFIG_FILE and ANSWER_FILE are needed, or --book")
     progress = progress_file(arguments.answer_file)
 
     def note() -> None:

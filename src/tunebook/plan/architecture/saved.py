@@ -16,7 +16,7 @@ import copy
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Set
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any
@@ -27,11 +27,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from tunebook.config.model_facts import OFFLOADED
 from tunebook.config.unreached import expression
 from tunebook.facts.compiling import set_up_compiler
-from tunebook.plan.architecture.cuda_autocast import CudaAutocast
-from tunebook.plan.architecture.kernels import BY_LENGTHS, MASKED, UNMASKED, grouped_product, register_kernels
-from tunebook.plan.architecture.offloading import Offloading
+from tunebook.plan.architecture.kernels import (
+    BY_LENGTHS,
+    MASKED,
+    UNMASKED,
+    CudaAutocast,
+    grouped_product,
+    register_kernels,
+)
 from tunebook.plan.architecture.targets import names_beside_experts
 from tunebook.processes import die_with_parent
 
@@ -53,8 +59,8 @@ _MODES = (
     *itertools.product(FORMATS, _METHODS, ATTENTION),
     *itertools.product(("autocast", "bf16"), (*_METHODS, "dropout"), COMPILED),
 )
-OFFLOADED = "offloaded"
 _MOST_LAYERS = 12  # of a prefix
+_MOST_BEING_COPIED, _SMALLEST_BYTES = 5, 1024  # of TRL's offloading: max_fwd_stash_size, min_offload_size
 _WORKERS = 4  # processes; compiling takes some seconds a mode
 _MACHINES = (MemoryError, ImportError, OSError)  # faults that say nothing of a model, and must not be remembered of it
 _known: list[Any] = []  # in a worker: config, kinds of layers, options
@@ -348,3 +354,41 @@ def _row(length: int, *, has_lengths: bool) -> dict[str, Any]:
     row = {"input_ids": torch.zeros(1, length, dtype=torch.long), "position_ids": positions}
     ends = {"cu_seq_lens_q": torch.tensor([0, parts[0], length], dtype=torch.int32), "max_length_q": max(parts)}
     return row | ends if has_lengths else row
+
+
+class Offloading:
+    """Which tensors of one pass TRL's activation offloading leaves on the GPU, without moving anything.
+
+    Follows `OffloadActivations` of trl 1.16 (models/activation_offloading.py): a storage that is saved again while an
+    earlier save of it is still being copied is not copied a second time, and stays. The caller keeps storages alive.
+    """
+
+    def __init__(self, of_weights: Set[int]) -> None:
+        """`of_weights`: the storages of parameters, which it never moves."""
+        self.left: set[int] = set()  # storages that stay on the device
+        self._of_weights = of_weights
+        self._number = 0
+        self._being_copied: dict[int, tuple[Any, ...]] = {}  # by the number of the save
+        self._newest: dict[tuple[Any, ...], int] = {}  # by what tells tensors apart
+
+    def save(self, tensor: Any) -> None:
+        """Autograd saves a tensor."""
+        self._number += 1
+        storage = tensor.untyped_storage()._cdata
+        key = (storage, tensor.storage_offset(), tensor.dtype)
+        if key in self._newest:
+            self._newest[key] = self._number
+            self.left.add(storage)
+            return
+        if storage in self._of_weights or tensor.element_size() * tensor.nelement() < _SMALLEST_BYTES:
+            return
+        self._let_go()
+        self._being_copied[self._number] = key
+        self._newest[key] = self._number
+
+    def _let_go(self) -> None:
+        """Of those that were sent long enough ago."""
+        for number in [each for each in self._being_copied if each <= self._number - _MOST_BEING_COPIED]:
+            key = self._being_copied.pop(number)
+            if self._newest.get(key) == number:
+                del self._newest[key]

@@ -20,6 +20,7 @@ from tunebook.facts.strategies import (
     STRATEGIES,
     UNDECIDED,
 )
+from tunebook.model.parameters import known_facts
 from tunebook.plan.auto.decisions import Decisions
 from tunebook.plan.auto.passes import SHORT_ROW_TOKENS
 from tunebook.plan.memory import USABLE_SHARE, estimate_memory, fits_into, gib_text
@@ -101,7 +102,7 @@ def _try(config: RunConfig, strategy: Strategy, decide_passes: DecidePasses) -> 
     decisions = Decisions(replace(config, parallelism=_settings(strategy)))
     decide_passes(decisions)
     resolved = decisions.config
-    facts, memory = resolved.model.facts, resolved.hardware.memory_gib
+    facts, memory = known_facts(resolved), resolved.hardware.memory_gib
     total = None if facts is None else estimate_memory(resolved, facts).total_gib
     return _Tried(
         strategy=strategy,

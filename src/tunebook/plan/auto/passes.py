@@ -18,6 +18,7 @@ from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.facts.attention import ATTENTIONS, attention_facts
 from tunebook.facts.strategies import strategy_facts
+from tunebook.model.parameters import known_facts
 from tunebook.plan.auto.decisions import Decisions
 from tunebook.plan.memory import USABLE_SHARE, estimate_memory, fits_into, gib_text
 from tunebook.plan.rules.frame import world_size
@@ -127,7 +128,7 @@ def _divides_token_budget(config: RunConfig, row: int) -> bool:
 
 
 def _fits(config: RunConfig, row: int, checkpointing: Checkpointing) -> bool:
-    facts, memory = config.model.facts, config.hardware.memory_gib
+    facts, memory = known_facts(config), config.hardware.memory_gib
     if facts is None or memory is None:
         return False
     longer = replace(config, packing=replace(config.packing, row_length=row))
@@ -154,7 +155,7 @@ def _shard_group_size(config: RunConfig) -> tuple[int, str]:
 
 def _checkpointing(config: RunConfig) -> tuple[Checkpointing, str]:
     """As little as the estimate fits with: whole layers cost up to a third of the speed, their parts 1 to 3%."""
-    facts, memory = config.model.facts, config.hardware.memory_gib
+    facts, memory = known_facts(config), config.hardware.memory_gib
     if facts is None:
         return Checkpointing.enabled, "the model's size is not known before it is loaded, and this is the safe side"
     if memory is None:

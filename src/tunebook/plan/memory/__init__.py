@@ -1,17 +1,15 @@
-"""The memory of one rank from a model's sizes alone: no weights, no network, no torch.
+"""The memory of one rank, from a model's sizes and traced layers alone: no weights, no network, no torch.
 
-    parameters    how many there are, and how many are trained
-    states        weights, gradients and optimizer state, divided among the ranks as the strategy says
-    buffers       what is whole, or in another number format, for a time
-    activations   what the forward pass keeps for the backward pass
-    overhead      what fills the device besides tensors
-    moments       when in a step these are there together
-    host          the memory of a node's host, and its NVMe disk
+    states     weights, gradients and optimizer state, divided among the ranks as the strategy says
+    kept       what the forward pass keeps for the backward pass
+    work       what one layer needs at work
+    sharding   weights that are gathered or cast, and gradients on their way
+    ledger     rows of bytes over the moments of a step, the fullest of which is the peak
+    rows       the ledger of a run
+    overhead   what fills the GPU besides tensors
+    gpu, host  the verdicts for a GPU, and for a node's host memory and disk
 
-The parts are those of the fullest moment. Held against the peaks that torch reported of runs on H200s and H100s, in
-tests/bench/results (h200_memory.jsonl, h200x2_architectures.jsonl, h200x2_held_out.jsonl, h200_quantised.jsonl,
-h100_held_out.jsonl, h100x2_held_out.jsonl).
-`auto` decides by it, and the plan shows it part by part; it is called *estimated* wherever it is shown.
+tests/bench/test_memory_table.py holds it against every peak that torch reported of runs on H100s and H200s.
 """
 
 from __future__ import annotations
@@ -21,8 +19,9 @@ from dataclasses import dataclass, replace
 from tunebook.config.choices import Checkpointing, PackingMode
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig
-from tunebook.plan.memory.moments import fullest_moment
+from tunebook.plan.memory.ledger import Kind
 from tunebook.plan.memory.overhead import overhead_bytes
+from tunebook.plan.memory.rows import step_ledger
 from tunebook.plan.memory.states import num_ranks
 
 GIB = 2**30
@@ -68,14 +67,15 @@ def estimate_memory(
         config = replace(config, activation=replace(config.activation, checkpointing=checkpointing))
     if accumulates is None:
         accumulates = _may_accumulate(config)
-    moment = fullest_moment(config, facts, accumulates=accumulates)
-    return Estimate(
-        weights_gib=moment.states.weights / GIB,
-        gradients_gib=moment.gradients / GIB,
-        optimizer_gib=moment.states.optimizer / GIB,
-        buffers_gib=moment.buffers / GIB,
-        activations_gib=moment.activations / GIB,
-    )
+    parts = step_ledger(config, facts, accumulates=accumulates).parts()
+    return Estimate(**{f"{kind.value}_gib": parts[kind] / GIB for kind in Kind})
+
+
+def unknown_size(config: RunConfig) -> str:
+    """Why there is no estimate, as the end of a sentence."""
+    if config.model.facts is None:
+        return "nor is the model's size"
+    return "the layers of the stated sizes are traced with torch and transformers, which are not installed here"
 
 
 def fits_into(config: RunConfig, tensors_gib: float, memory_gib: float) -> bool:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from tunebook.config.schema import RunConfig
 from tunebook.data.batch import BatchPlan
-from tunebook.plan.memory import GIB, USABLE_SHARE, Estimate, estimate_memory
+from tunebook.model.parameters import known_facts
+from tunebook.plan.memory import GIB, USABLE_SHARE, Estimate, estimate_memory, unknown_size
 from tunebook.plan.memory.overhead import overhead_bytes
 
 if TYPE_CHECKING:
@@ -70,9 +71,9 @@ def plan_memory(config: RunConfig, batch: BatchPlan | None = None) -> MemoryPlan
 
     `batch` tells whether a step takes several passes and, solved with the documents' lengths, how long its rows get.
     """
-    facts, capacity = config.model.facts, config.hardware.memory_gib
+    facts, capacity = known_facts(config), config.hardware.memory_gib
     if facts is None:
-        return MemoryPlan(memory=Memory(capacity=capacity), fits=None, verdict=f"{_NOT_KNOWN}: nor is the model's size")
+        return MemoryPlan(memory=Memory(capacity=capacity), fits=None, verdict=f"{_NOT_KNOWN}: {unknown_size(config)}")
     accumulates = None if batch is None or batch.accumulation is None else batch.accumulation > 1
     estimate = estimate_memory(_with_rows_of(config, batch), facts, accumulates=accumulates)
     overhead = overhead_bytes(config, estimate.total_gib * GIB, None if capacity is None else capacity * GIB) / GIB

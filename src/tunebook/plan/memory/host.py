@@ -22,9 +22,9 @@ from tunebook.facts.sharing import Sharing, sharing_of, stays_whole
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters, largest_parameter
 from tunebook.parallel.deepspeed import nvme_bytes
-from tunebook.plan.memory.activations import activation_bytes
-from tunebook.plan.memory.buffers import cast_copies_bytes
+from tunebook.plan.memory.kept import inputs_of_layers, kept_by_layers, kept_by_one_layer
 from tunebook.plan.memory.overhead import PROCESS
+from tunebook.plan.memory.sharding import cast_copies_bytes
 from tunebook.plan.memory.states import divided_among, paged_bytes, states_anywhere, weight_element
 
 # Assumed: a process on a GPU, whose CUDA build brings larger libraries and page-locked buffers.
@@ -85,7 +85,9 @@ def offloaded_activation_bytes(config: RunConfig, facts: ModelFacts, *, is_recom
         return 0.0
     casts_again = is_recomputed or config.activation.checkpointing is Checkpointing.selective
     copies = 0.0 if casts_again else cast_copies_bytes(config, facts)
-    return activation_bytes(config, facts, is_recomputed=is_recomputed) + copies
+    if is_recomputed:
+        return inputs_of_layers(config, facts) + kept_by_one_layer(config, facts)
+    return kept_by_layers(config, facts) + copies
 
 
 def offloaded_bytes(config: RunConfig, facts: ModelFacts) -> Offloaded:

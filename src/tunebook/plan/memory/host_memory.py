@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from tunebook.config.choices import Generation
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DoesNotFitError
+from tunebook.model.parameters import known_facts
 from tunebook.plan.advice.host_advice import estimate_host, host_advice
-from tunebook.plan.memory import GIB
+from tunebook.plan.memory import GIB, unknown_size
 from tunebook.plan.memory.host import HostBytes
 
 _NOT_KNOWN = "whether the host's memory is enough is not known"
@@ -52,7 +53,7 @@ class HostPlan:
 
     def raise_if_too_large(self) -> None:
         """Raises: DoesNotFitError where the host's memory is surely too small."""
-        facts, capacity = self.config.model.facts, self.memory.capacity
+        facts, capacity = known_facts(self.config), self.memory.capacity
         if self.fits is False and facts is not None and capacity is not None:
             raise DoesNotFitError(
                 f"by estimate this plan {self.verdict}; {host_advice(self.config, facts, capacity)}",
@@ -62,9 +63,9 @@ class HostPlan:
 
 def plan_host_memory(config: RunConfig, capacity: float | None) -> HostPlan:
     """Estimate a resolved configuration's host memory and judge it. `capacity`: GiB of a node; None: not known."""
-    facts = config.model.facts
+    facts = known_facts(config)
     if facts is None:
-        verdict = f"{_NOT_KNOWN}: nor is the model's size"
+        verdict = f"{_NOT_KNOWN}: {unknown_size(config)}"
         memory = HostMemory(capacity=capacity)
         return HostPlan(config=config, memory=memory, nvme_gib=None, fits=None, verdict=verdict)
     found = estimate_host(config, facts)

@@ -63,16 +63,6 @@ def state_bytes(config: RunConfig, facts: ModelFacts) -> States:
     return replace(states, weights=weights, gradients=gradients, optimizer=optimizer)
 
 
-def earlier_gradient_bytes(config: RunConfig, states: States, *, accumulates: bool) -> float:
-    """Gradients that are there when a forward pass ends: of the passes before it, where they are added up.
-
-    DeepSpeed's stage 3 has one buffer for them, made at the start.
-    """
-    if strategy_facts(config).is_zero3:
-        return states.gradients
-    return states.gradients if accumulates else 0.0
-
-
 def reduced_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """What DeepSpeed's stages 1 and 2 make room for when gradients are sent to the ranks: all that a rank will get.
 

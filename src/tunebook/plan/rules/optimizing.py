@@ -20,7 +20,15 @@ from tunebook.errors import nearest
 from tunebook.facts.generations import GENERATIONS
 from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE
 from tunebook.facts.strategies import COPIED, SPARING_THE_HOST, strategy_facts
-from tunebook.model.parameters import EMBEDDINGS, HEADS, PRODUCTS_OF, has_experts, last_name, linear_layers
+from tunebook.model.parameters import (
+    EMBEDDINGS,
+    HEADS,
+    PRODUCTS_OF,
+    has_experts,
+    is_named_like_llama,
+    last_name,
+    linear_layers,
+)
 from tunebook.plan.rules.frame import Finding, rule
 from tunebook.plan.rules.quantised import quantiser_of
 
@@ -47,9 +55,9 @@ def adapter_on_output_head(config: RunConfig) -> Finding | None:
 
 @rule("adapter-module-unknown")
 def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
-    """Checked for models whose layers are as Llama's; of others the names are not known before they are built."""
+    """Checked for models with Llama's linear layers; others may have modules that no trace names."""
     facts, peft = config.model.facts, config.peft
-    if peft.method is PeftMethod.full or facts is None or facts.measured is not None:
+    if peft.method is PeftMethod.full or facts is None or not is_named_like_llama(facts):
         return
     linear = (*linear_layers(facts), "embed_tokens")
     for field, known in (("target_modules", linear), ("modules_to_save", (*linear, *_MODULES))):
@@ -96,7 +104,7 @@ def adapter_dropout_on_experts(config: RunConfig) -> Finding | None:
 def _targets(config: RunConfig) -> list[str]:
     """Modules that would get an adapter, by their dotted names; as they were asked for, where those are not known."""
     facts, asked = config.model.facts, config.peft.target_modules
-    if facts is None or facts.measured is not None:
+    if facts is None or not is_named_like_llama(facts):
         return list(asked)
     in_layer = [
         f"{part}.{name}" for part, names in PRODUCTS_OF.items() for name in linear_layers(facts) if name in names

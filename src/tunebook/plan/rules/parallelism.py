@@ -15,12 +15,12 @@ from tunebook.config.choices import (
     Weights,
     WrapPolicy,
 )
-from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.facts.architectures import DECODER_LAYERS
 from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.facts.strategies import UNDECIDED, strategy_facts
+from tunebook.model.parameters import is_named_like_llama, layer_parameters
 from tunebook.plan.rules.frame import Finding, another_model, rule, world_size
 from tunebook.plan.rules.quantised import quantiser_of
 
@@ -242,18 +242,11 @@ def wrap_class_unknown(config: RunConfig) -> Finding | None:
     return Finding(f"{facts.architecture} has no {names}; its blocks are {own}", f"parallelism.wrap_classes=[{own}]")
 
 
-def layer_parameters(facts: ModelFacts) -> int:
-    """The parameters of one decoder layer as in Llama, with norms and biases: no repeated part is larger."""
-    embeddings = facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2)
-    last_norm = facts.hidden_size
-    return max(0, facts.num_parameters - embeddings - last_norm) // max(1, facts.num_layers)
-
-
 @rule("wrap-size-too-large", "parallelism.wrap_min_num_parameters")
 def wrap_size_too_large(config: RunConfig) -> Finding | None:
-    """Checked for models whose layers are as Llama's; others when the model is built (`units-too-large`)."""
+    """Checked for models with Llama's layers; others when the model is built (`units-too-large`)."""
     settings, facts = config.parallelism, config.model.facts
-    if not isinstance(settings, FsdpConfig) or facts is None or facts.measured is not None:
+    if not isinstance(settings, FsdpConfig) or facts is None or not is_named_like_llama(facts):
         return None
     minimum, largest = settings.wrap_min_num_parameters, layer_parameters(facts)
     if settings.wrap_policy is not WrapPolicy.size or minimum <= largest:

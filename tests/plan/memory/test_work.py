@@ -17,18 +17,12 @@ from tunebook.config.choices import (
     PeftMethod,
     Strategy,
 )
-from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
-from tunebook.plan.memory.activations import activation_bytes, mask_bytes, one_layer_bytes
-from tunebook.plan.memory.working import (
-    NORM_AFTER_INNER,
-    backward_bytes,
-    forward_bytes,
-    kept_bytes,
-    last_offloaded_bytes,
-    recomputed_bytes,
-)
+from tunebook.plan.memory.kept import kept_by_layers, kept_by_one_layer, mask_bytes
+from tunebook.plan.memory.rows import step_ledger
+from tunebook.plan.memory.work import NORM_AFTER_INNER, backward_work, forward_work, kept_on_device
 
+from .layers import measured
 from .live_tensors import (
     ATTENTION,
     LAST,
@@ -39,6 +33,7 @@ from .live_tensors import (
     Way,
     bytes_of_pairs,
     growth_of,
+    kept_growth_of,
     saved_by_a_layer,
 )
 
@@ -87,6 +82,11 @@ def of_numbers(count, config):
     return hidden / ROW / HIDDEN, inner / ROW / INNER
 
 
+def at_work(config, facts):
+    """What a layer that is computed again needs in addition to what it keeps."""
+    return backward_work(config, facts) - kept_by_one_layer(config, facts)
+
+
 # Each way is followed in the one test or the other each time, and in both at night.
 IN_THE_FORWARD_PASS = {"full", "adapter, dropout", "adapter, bf16", "adapter in bf16, dropout", "adapter, cast",
                        "adapter in fp32"}  # fmt: skip
@@ -113,9 +113,11 @@ def test_a_layer_that_is_computed_again_has_at_work_what_was_followed(sound, nam
     set_to(sound, way, parallelism)
     stream = 2 if way.weights is BF16 else 4
     alive = growth_of(replace(way, is_recomputed=True))[f"backward {LAST}"]
-    hidden, inner = of_numbers(recomputed_bytes, sound)
-    assert hidden == alive.hidden - stream * (NUM_LAYERS + 2) - stream / 8
-    assert inner == alive.inner + (1 if name == "adapter in fp32, dropout" else 0)
+    kept = kept_growth_of(way)
+    sound.activation.checkpointing = Checkpointing.enabled
+    hidden, inner = of_numbers(at_work, sound)
+    assert hidden + kept.hidden == alive.hidden - stream * (NUM_LAYERS + 2) - stream / 8
+    assert inner + kept.inner == alive.inner + (1 if name == "adapter in fp32, dropout" else 0)
 
 
 @pytest.mark.parametrize(
@@ -131,31 +133,14 @@ def test_attention_without_a_kernel_has_the_gradient_of_its_softmax_at_work(soun
     def planned(row):
         sound.packing.row_length = row
         if is_recomputed:
-            return recomputed_bytes(sound, facts)
-        return kept_bytes(sound, facts, is_recomputed=False) + backward_bytes(sound, facts)
+            return backward_work(sound, facts)
+        return kept_on_device(sound, facts) + backward_work(sound, facts)
 
     facts = replace(sound.model.facts, num_layers=NUM_LAYERS)
     row = 65_536  # the squares are most of it
     squares = (planned(2 * row) - 2 * planned(row)) / 2 / row**2 / facts.num_attention_heads
     followed = bytes_of_pairs(replace(way, is_recomputed=is_recomputed))
     assert squares == pytest.approx(followed + 4, rel=0.06)
-
-
-@pytest.mark.parametrize("way", [replace(LORA, dropout=0.05), replace(LORA, dropout=0.05, targets=ATTENTION)], ids=str)
-@pytest.mark.parametrize("is_mixed", [True, False])
-def test_dropout_keeps_its_output_for_each_product_that_it_is_put_before(sound, way, is_mixed):
-    """By what autograd saves; in fp32 an input is kept once for all that read it where nothing is dropped."""
-    set_to(sound, replace(way, is_mixed=is_mixed), SINGLE)
-    facts = replace(
-        sound.model.facts,
-        hidden_size=SMALL[0],
-        intermediate_size=SMALL[1],
-        num_attention_heads=16,
-        num_key_value_heads=16,
-    )
-    saved, _ = saved_by_a_layer(replace(way, is_mixed=is_mixed))
-    counted = one_layer_bytes(sound, facts) / ROW
-    assert saved == pytest.approx(counted, rel=0.004), "the logarithms' sums, scales of norms and rank 1 besides"
 
 
 @pytest.mark.parametrize(
@@ -180,7 +165,7 @@ def test_the_last_layers_forward_pass_has_more_at_work_than_it_keeps(sound, name
     set_to(sound, way, parallelism)
     growth = growth_of(way)
     assert growth[f"forward {LAST}"].inner - growth["kept"].inner == expected
-    assert forward_bytes(sound, sound.model.facts) == ROW * INNER * expected
+    assert forward_work(sound, sound.model.facts) == ROW * INNER * expected
 
 
 @pytest.mark.parametrize(
@@ -205,7 +190,7 @@ def test_offloading_leaves_what_is_saved_a_second_time_on_its_way(sound, way, ex
     set_to(sound, way, SINGLE)
     sound.activation.offload = True
     on_their_way = 8
-    counted = kept_bytes(sound, sound.model.facts, is_recomputed=False)
+    counted = kept_on_device(sound, sound.model.facts)
     assert counted == ROW * HIDDEN * (LAYERS * expected + on_their_way)
 
 
@@ -228,7 +213,7 @@ def test_offloading_leaves_the_softmax_of_eager_attention_in_fp32(sound, way, ex
     assert left == pytest.approx(SMALL[0] * expected + of_softmax * NUM_HEADS * TOKENS, rel=0.01)
     set_to(sound, way, SINGLE)
     sound.activation.offload, sound.attention.implementation = True, Attention.eager
-    counted = kept_bytes(sound, facts, is_recomputed=False) - mask_bytes(sound)
+    counted = kept_on_device(sound, facts) - mask_bytes(sound)
     each = HIDDEN * expected + of_softmax * facts.num_attention_heads * ROW
     assert counted == ROW * (LAYERS * each + 8 * HIDDEN)
 
@@ -247,7 +232,7 @@ def test_offloading_leaves_the_softmax_of_eager_attention_in_fp32(sound, way, ex
 def test_zero_3_leaves_what_norms_give_to_several_products(sound, way, expected):
     set_to(sound, way, ZeroConfig(strategy=Strategy.zero3))
     sound.activation.offload = True
-    counted = kept_bytes(sound, sound.model.facts, is_recomputed=False)
+    counted = kept_on_device(sound, sound.model.facts)
     assert counted == ROW * HIDDEN * (LAYERS * expected + 8)
 
 
@@ -255,48 +240,49 @@ def test_offloading_leaves_of_measured_layers_what_was_measured(sound):
     """Of half of them, since as many are planned with."""
     facts = sound.model.facts
     saved = {"autocast/full/flash": [0, 9_000_000, 0, 0, 1, 0], "autocast/full/flash/offloaded": [70, 60, 0, 0, 1, 0]}
-    facts.measured = MeasuredLayers(
-        num_layers=2 * LAYERS, parameters=1, linear_inputs=1, adapter_parameters=1, saved=saved
-    )
+    facts.measured = measured(num_layers=2 * LAYERS, parameters=1, linear_inputs=1, adapter_parameters=1, saved=saved)
     sound.activation.offload = True
-    assert kept_bytes(sound, facts, is_recomputed=False) == (70 + 60 * ROW) / 2 + 8 * ROW * HIDDEN
+    assert kept_on_device(sound, facts) == (70 + 60 * ROW) / 2 + 8 * ROW * HIDDEN
     sound.parallelism = ZeroConfig(strategy=Strategy.zero3)
     under_zero3 = 8 * ROW * LAYERS * HIDDEN
-    assert kept_bytes(sound, facts, is_recomputed=False) == (70 + 60 * ROW) / 2 + 8 * ROW * HIDDEN + under_zero3
-    del saved["autocast/full/flash/offloaded"]  # by the formula
-    sound.parallelism = SINGLE
-    assert kept_bytes(sound, facts, is_recomputed=False) == ROW * HIDDEN * (LAYERS * 10 + 8)
+    assert kept_on_device(sound, facts) == (70 + 60 * ROW) / 2 + 8 * ROW * HIDDEN + under_zero3
 
 
 def test_offloading_leaves_what_was_measured_beside_experts_where_no_adapter_is_on_them(sound):
     facts, modes = sound.model.facts, ("autocast/adapter/flash", "autocast/adapter/flash/offloaded")
     everywhere, beside = ({mode: [0, each, 0, 0, 1, 0] for mode in modes} for each in (90_000, 60_000))
-    facts.measured = MeasuredLayers(
+    facts.measured = measured(
         num_layers=LAYERS, parameters=1, linear_inputs=1, adapter_parameters=1, saved=everywhere,
         adapters={"q_proj": [0, 1]}, expert_adapters={"w1": [1, 1]}, saved_beside_experts=beside,
     )  # fmt: skip
     sound.activation.offload, sound.peft.method, sound.peft.dropout = True, PeftMethod.lora, 0.0
-    assert kept_bytes(sound, facts, is_recomputed=False) == 90_000 * ROW
+    assert kept_on_device(sound, facts) == 90_000 * ROW
     sound.peft.target_modules = ["q_proj"]
-    assert kept_bytes(sound, facts, is_recomputed=False) == 60_000 * ROW
+    assert kept_on_device(sound, facts) == 60_000 * ROW
+
+
+def few(facts):
+    """Layers that keep 100 bytes of a token, of which offloading leaves 90."""
+    saved = {"autocast/full/flash": [0, 100, 0, 0, 100, 0], "autocast/full/flash/offloaded": [0, 90, 0, 0, 90, 0]}
+    return replace(facts, num_layers=1, measured=measured(saved=saved))
 
 
 def test_offloading_leaves_no_more_than_is_kept(sound):
-    facts = replace(sound.model.facts, num_layers=1, num_attention_heads=14, intermediate_size=0)
-    sound.model.compile_layers, sound.activation.checkpointing = True, Checkpointing.selective
-    everything = activation_bytes(sound, facts, is_recomputed=False)
     sound.activation.offload = True
-    assert kept_bytes(sound, facts, is_recomputed=False) == everything < ROW * HIDDEN * (10 + 8)
+    assert kept_on_device(sound, few(sound.model.facts)) == 100 * ROW < (90 + 8 * HIDDEN) * ROW
 
 
 def test_what_is_kept_without_offloading_and_of_layers_that_are_computed_again(sound):
     facts, inputs = sound.model.facts, ROW * LAYERS * 4 * HIDDEN
-    assert kept_bytes(sound, facts, is_recomputed=True) == inputs
-    assert kept_bytes(sound, facts, is_recomputed=False) == activation_bytes(sound, facts, is_recomputed=False)
+    sound.activation.checkpointing = Checkpointing.enabled
+    assert kept_on_device(sound, facts) == inputs
+    sound.activation.checkpointing = Checkpointing.disabled
+    assert kept_on_device(sound, facts) == kept_by_layers(sound, facts)
     sound.activation.offload = True
-    assert kept_bytes(sound, facts, is_recomputed=True) == inputs / LAYERS * 6  # those that are on their way
+    sound.activation.checkpointing = Checkpointing.enabled
+    assert kept_on_device(sound, facts) == inputs / LAYERS * 6  # those that are being copied
     facts.num_layers = 5
-    assert kept_bytes(sound, facts, is_recomputed=True) == inputs / LAYERS * 5
+    assert kept_on_device(sound, facts) == inputs / LAYERS * 5
 
 
 @pytest.mark.parametrize(
@@ -313,16 +299,13 @@ def test_what_is_kept_without_offloading_and_of_layers_that_are_computed_again(s
 def test_of_what_is_offloaded_the_last_layer_is_still_there(sound, way, parallelism, hidden, inner):
     set_to(sound, way, parallelism)
     sound.activation.offload = True
-    assert forward_bytes(sound, sound.model.facts) == ROW * (hidden * HIDDEN + inner * INNER)
-    assert backward_bytes(sound, sound.model.facts) == 0
+    assert forward_work(sound, sound.model.facts) == ROW * (hidden * HIDDEN + inner * INNER)
+    assert backward_work(sound, sound.model.facts) == 0
 
 
-def test_no_more_is_on_its_way_than_two_layers_save(sound):
-    sound.activation.offload, sound.activation.checkpointing = True, Checkpointing.selective
-    sound.model.compile_layers = True
-    facts = replace(sound.model.facts, intermediate_size=8 * HIDDEN)
-    layer = one_layer_bytes(sound, facts)
-    assert forward_bytes(sound, facts) == 2 * layer < ROW * (8 + 10 * 8) * HIDDEN
+def test_no_more_is_being_copied_than_two_layers_save(sound):
+    sound.activation.offload = True
+    assert forward_work(sound, few(sound.model.facts)) == 2 * 100 * ROW
 
 
 @pytest.mark.parametrize(
@@ -343,7 +326,7 @@ def test_the_last_layers_backward_pass_begins_with_gradients_of_its_inner_number
     sound, way, parallelism, hidden, inner
 ):
     set_to(sound, way, parallelism)
-    assert backward_bytes(sound, sound.model.facts) == ROW * (hidden * HIDDEN + inner * INNER)
+    assert backward_work(sound, sound.model.facts) == ROW * (hidden * HIDDEN + inner * INNER)
 
 
 @pytest.mark.parametrize("weights", [MasterWeights.fp32, MasterWeights.bf16], ids=lambda weights: weights.name)
@@ -368,16 +351,17 @@ def test_compiled_layers_have_at_work_what_adapters_read_and_give(sound, weights
     sound.model.compile_layers, sound.peft.method, sound.precision.master_weights = True, PeftMethod.lora, weights
     sound.peft.dropout, sound.peft.target_modules = dropout, list(targets)
     at_work = ROW * inner * INNER
-    assert (forward_bytes(sound, facts), backward_bytes(sound, facts)) == (0, at_work)
-    layer, hidden = one_layer_bytes(sound, facts), 4 if weights is MasterWeights.bf16 else 0
-    assert recomputed_bytes(sound, facts) == pytest.approx(layer + at_work + ROW * hidden * HIDDEN)
+    assert (forward_work(sound, facts), backward_work(sound, facts)) == (0, at_work)
+    layer, hidden = kept_by_one_layer(sound, facts), 4 if weights is MasterWeights.bf16 else 0
+    sound.activation.checkpointing = Checkpointing.enabled
+    assert backward_work(sound, facts) == pytest.approx(layer + at_work + ROW * hidden * HIDDEN)
     sound.activation.checkpointing = Checkpointing.selective
-    assert backward_bytes(sound, facts) == at_work + 2 * ROW * INNER, "the product of gate and up is computed again"
+    assert backward_work(sound, facts) == at_work + 2 * ROW * INNER, "the product of gate and up is computed again"
     sound.peft.method = PeftMethod.full
     stream = 2 if weights is MasterWeights.bf16 else 4
-    assert backward_bytes(sound, facts) == ROW * (stream * HIDDEN + 8 * INNER), "the product and three gradients"
+    assert backward_work(sound, facts) == ROW * (stream * HIDDEN + 8 * INNER), "the product and three gradients"
     sound.activation.checkpointing = Checkpointing.disabled
-    assert backward_bytes(sound, facts) == 0
+    assert backward_work(sound, facts) == 0
 
 
 def test_of_a_fused_product_both_halves_are_at_work(sound):
@@ -386,10 +370,10 @@ def test_of_a_fused_product_both_halves_are_at_work(sound):
     sound.model.compile_layers, sound.peft.method, sound.peft.dropout = True, PeftMethod.lora, 0.0
     for names, inner in ((("qkv_proj", "gate_up_proj", "down_proj"), 10), (("query_key_value", "dense_h_to_4h"), 4)):
         adapters = {name: [LAYERS * HIDDEN, LAYERS * INNER] for name in names}
-        facts.measured = MeasuredLayers(
+        facts.measured = measured(
             num_layers=LAYERS, parameters=1, linear_inputs=1, adapter_parameters=1, adapters=adapters
         )
-        assert backward_bytes(sound, facts) == ROW * inner * INNER
+        assert backward_work(sound, facts) == ROW * inner * INNER
 
 
 @pytest.mark.parametrize(("kind", "units"), [("Qwen2ForCausalLM", 3), ("Olmo2ForCausalLM", 1)])
@@ -398,7 +382,8 @@ def test_compiled_layers_that_are_computed_again_have_gradients_beside_what_they
     """By recordings of an H100: three of the inner numbers; one where a norm follows them."""
     facts = replace(sound.model.facts, architecture=kind)
     sound.model.compile_layers, sound.precision.master_weights = True, weights
-    assert recomputed_bytes(sound, facts) - one_layer_bytes(sound, facts) == ROW * 2 * units * INNER
+    sound.activation.checkpointing = Checkpointing.enabled
+    assert backward_work(sound, facts) - kept_by_one_layer(sound, facts) == ROW * 2 * units * INNER
 
 
 @pytest.mark.parametrize("kind", ["exaone4", "gemma2", "gemma3_text", "glm4", "olmo2", "olmo3"])
@@ -412,9 +397,12 @@ def test_architectures_with_a_norm_behind_the_inner_numbers_have_one(kind):
 
 
 def test_the_first_layer_is_brought_back_when_the_backward_pass_ends(sound):
-    facts = sound.model.facts
-    assert last_offloaded_bytes(sound, facts) == 0
+    def brought_back():
+        rows = step_ledger(sound, sound.model.facts, accumulates=False).rows
+        return sum(row.num_bytes for row in rows if row.what.startswith("brought back"))
+
+    assert brought_back() == 0
     sound.activation.offload = True
-    assert last_offloaded_bytes(sound, facts) == 16 * ROW * HIDDEN
+    assert brought_back() == 16 * ROW * HIDDEN
     sound.training.micro_batch_size = 3
-    assert last_offloaded_bytes(sound, facts) == 3 * 16 * ROW * HIDDEN
+    assert brought_back() == 3 * 16 * ROW * HIDDEN

@@ -1,4 +1,4 @@
-"""The counted activations against the tensors that autograd really saves, and against a peak measured on a GPU."""
+"""What layers keep more or less than was traced, against the tensors that autograd really saves."""
 
 from __future__ import annotations
 
@@ -15,27 +15,22 @@ from tunebook.config.choices import (
     Attention,
     Checkpointing,
     Compute,
-    Generation,
     MasterWeights,
-    MixedPrecision,
     PackingMode,
     PeftMethod,
     Strategy,
 )
 from tunebook.config.compose import compose
-from tunebook.config.model_facts import MeasuredLayers
-from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
+from tunebook.config.schema import FsdpConfig, ParallelismConfig
 from tunebook.hardware.detect import Machine
 from tunebook.model.varlen_attention import register
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory import estimate_memory
-from tunebook.plan.memory.activations import (
-    head_bytes,
-    layer_bytes_per_token,
-    measured_bytes,
-    tokens_per_pass,
-)
+from tunebook.plan.memory.kept import kept_by_one_layer, tokens_per_pass
+from tunebook.plan.memory.ledger import Moment
+from tunebook.plan.memory.rows import step_ledger
 
+from .layers import measured
 from .live_tensors import NUM_HEADS, SMALL, Way, saved_by_a_layer
 from .live_tensors import TOKENS as LIVE_TOKENS
 
@@ -87,11 +82,39 @@ def saved_bytes(
     return sum(size for size, _ in saved.values())
 
 
-def sized(config, sizes=SIZES):
-    """The configuration's facts, of the layers that are run here."""
+KEPT = 10_000  # bytes of each token: what is compared are differences
+MODES = [
+    f"{form}/{method}/{kernel}"
+    for form in ("fp32", "autocast", "bf16")
+    for method in ("full", "adapter", "dropout")
+    for kernel in ("sdpa", "flash", "eager", "compiled", "selective")
+]
+
+
+def sized(config, sizes=SIZES, layers=None):
+    """The configuration's facts, with linear layers of these sizes."""
+    facts = config.model.facts
     for key, value in sizes.items():
-        setattr(config.model.facts, key, value)
-    return config.model.facts
+        setattr(facts, key, value)
+    hidden, inner = facts.hidden_size, facts.intermediate_size
+    keys = hidden * facts.num_key_value_heads // facts.num_attention_heads
+    layers = layers or {
+        "q_proj": (hidden, hidden), "k_proj": (hidden, keys), "v_proj": (hidden, keys), "o_proj": (hidden, hidden),
+        "gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden),
+    }  # fmt: skip
+    number = facts.num_layers
+    facts.measured = measured(
+        num_layers=number, linear_inputs=number * sum(inputs for inputs, _ in layers.values()),
+        adapters={name: [number * inputs, number * outputs] for name, (inputs, outputs) in layers.items()},
+        saved={mode: [0, number * KEPT, 0, 0, KEPT, 0] for mode in MODES},
+        saved_without_autocast={f"cast/{mode}": [0, number * KEPT, 0, 0, KEPT, 0] for mode in ("adapter/sdpa",)},
+    )  # fmt: skip
+    return facts
+
+
+def layer_bytes_per_token(config, facts):
+    """What one layer keeps of a token."""
+    return kept_by_one_layer(config, facts) / tokens_per_pass(config)
 
 
 CASES = {
@@ -103,22 +126,6 @@ CASES = {
     "lora": (Compute.bf16, MasterWeights.fp32, Attention.sdpa, PeftMethod.lora),
     "lora_on_bf16": (Compute.bf16, MasterWeights.bf16, Attention.sdpa, PeftMethod.lora),
 }
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks by the old name
-@pytest.mark.parametrize("case", CASES)
-def test_a_layer_keeps_what_was_counted(sound, case):
-    compute, master, attention, method = CASES[case]
-    sound.hardware.generation = Generation.cpu
-    sound.precision.compute, sound.precision.master_weights = compute, master
-    sound.attention.implementation, sound.peft.method, sound.peft.dropout = attention, method, 0.0
-    sound.packing.row_length = TOKENS
-    facts = sized(sound)
-    weights = torch.bfloat16 if master is MasterWeights.bf16 else torch.float32
-    options = {"weights": weights, "is_mixed": compute is Compute.bf16, "is_adapter": method is PeftMethod.lora}
-    two, three = (saved_bytes(number, attention=attention.value, **options) for number in (2, 3))
-    adapters = 7 * RANK * 2 if method is PeftMethod.lora else 0
-    assert (three - two) / TOKENS - NOT_COUNTED - adapters == layer_bytes_per_token(sound, facts)
 
 
 TARGETS = {
@@ -156,19 +163,21 @@ def test_products_without_an_adapter_keep_no_input(sound, targets, compute, weig
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-@pytest.mark.parametrize("targets", ["all-linear", *TARGETS])
+@pytest.mark.parametrize("targets", TARGETS)
 def test_adapters_that_fsdp_gathers_in_bf16_keep_what_they_are_given(sound, targets):
-    """Which those of one norm share, and no copy of it."""
+    """The difference to an adapter on all seven: those that read one norm share its output, and nothing is copied."""
     sound.parallelism = FsdpConfig(strategy=Strategy.fsdp)
     sound.peft.method, sound.peft.dropout = PeftMethod.lora, 0.0
     sound.precision.master_weights = MasterWeights.bf16
     sound.attention.implementation, sound.packing.row_length = Attention.sdpa, TOKENS
-    sound.peft.target_modules = TARGETS.get(targets, [])
-    facts = sized(sound)
+    facts, saved, planned = sized(sound), {}, {}
     options = {"weights": torch.bfloat16, "is_mixed": False, "is_adapter": True, "are_adapters_cast": True}
-    two, three = (saved_bytes(number, targets=TARGETS.get(targets, targets), **options) for number in (2, 3))
-    adapters = len(TARGETS.get(targets, ())) or 7
-    assert (three - two) / TOKENS - NOT_COUNTED - 2 * RANK * adapters == layer_bytes_per_token(sound, facts)
+    for chosen in (TARGETS[targets], []):
+        sound.peft.target_modules = chosen
+        two, three = (saved_bytes(number, targets=chosen or "all-linear", **options) for number in (2, 3))
+        saved[bool(chosen)] = (three - two) / TOKENS - 2 * RANK * (len(chosen) or 7)
+        planned[bool(chosen)] = layer_bytes_per_token(sound, facts)
+    assert saved[True] - saved[False] == planned[True] - planned[False] <= 0
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -198,22 +207,6 @@ def test_zero3s_own_product_keeps_inputs_as_they_are(sound, monkeypatch, case, d
     assert usual[Strategy.zero3] - usual[Strategy.ddp] == planned[Strategy.zero3] - planned[Strategy.ddp]
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-@pytest.mark.parametrize("dropout", [0.0, 0.05])
-def test_a_layer_that_deepspeed_casts_with_its_adapters_keeps_what_was_counted_under_zero3(sound, monkeypatch, dropout):
-    """Whole, since there is no such layer elsewhere to take away. On a CPU the rest of a dropout is in bf16."""
-    sound.parallelism = ZeroConfig(strategy=Strategy.zero3, mixed_precision=MixedPrecision.cast)
-    sound.peft.method, sound.peft.dropout = PeftMethod.lora, dropout
-    sound.attention.implementation, sound.packing.row_length = Attention.sdpa, TOKENS
-    facts = sized(sound)
-    monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
-    options = {"weights": torch.bfloat16, "is_mixed": False, "is_adapter": True, "are_adapters_cast": True}
-    two, three = (saved_bytes(number, dropout=dropout, **options) for number in (2, 3))
-    rest = 6 * facts.hidden_size + facts.intermediate_size if dropout else 0
-    adapters = 7 * RANK * 2
-    assert (three - two) / TOKENS - NOT_COUNTED - adapters - rest == layer_bytes_per_token(sound, facts)
-
-
 FORMATS = [(MasterWeights.fp32, torch.float32), (MasterWeights.bf16, torch.bfloat16)]
 
 
@@ -224,11 +217,10 @@ def test_zero3s_own_product_where_products_are_fused(sound, monkeypatch, kind, p
     """Phi-3 has one for query, key and value, and one for gate and up; each missing one is as many bytes less as an
     input has in bf16, or more where torch's product keeps a copy for each."""
     sound.precision.master_weights, sound.peft.method, sound.peft.dropout = master, PeftMethod.lora, dropout
-    facts = sized(sound, OF_LIVE_TENSORS)
-    inputs = facts.num_layers * (products * facts.hidden_size + facts.intermediate_size)
-    facts.measured = MeasuredLayers(
-        num_layers=facts.num_layers, parameters=1, adapter_parameters=1, linear_inputs=inputs, saved={}
-    )
+    hidden, inner = SMALL
+    fused = {"qkv_proj": (hidden, 3 * hidden), "o_proj": (hidden, hidden), "gate_up_proj": (hidden, 2 * inner),
+             "down_proj": (inner, hidden)}  # fmt: skip
+    facts = sized(sound, OF_LIVE_TENSORS, fused if products == 3 else None)
     way, usual, planned = Way(weights=weights, is_adapter=True, dropout=dropout), {}, {}
     for strategy in (Strategy.ddp, Strategy.zero3):
         sound.parallelism = ParallelismConfig(strategy=strategy)
@@ -237,25 +229,6 @@ def test_zero3s_own_product_where_products_are_fused(sound, monkeypatch, kind, p
         usual[strategy], _ = saved_by_a_layer(way, kind=kind)
         planned[strategy] = layer_bytes_per_token(sound, facts)
     assert usual[Strategy.zero3] - usual[Strategy.ddp] == planned[Strategy.zero3] - planned[Strategy.ddp]
-
-
-@pytest.mark.parametrize(
-    ("kernel", "mode", "attended"),
-    [
-        (Attention.sdpa, PackingMode.isolated, 3 * TOKENS),  # rows of a pass are put one behind the other
-        (Attention.sdpa, PackingMode.padded, TOKENS),
-        (Attention.eager, PackingMode.isolated, 3 * TOKENS),
-        (Attention.eager, PackingMode.padded, TOKENS),
-    ],
-)
-def test_the_mask_of_several_rows(sound, kernel, mode, attended):
-    sound.attention.implementation, sound.packing.mode, sound.packing.row_length = kernel, mode, TOKENS
-    sound.training.micro_batch_size = 3
-    of_a_pair = 2 if kernel is Attention.sdpa else 14 * (4 + 2)  # a mask in bf16; each head's scores in fp32 and bf16
-    facts = sound.model.facts
-    kept = layer_bytes_per_token(sound, facts)
-    sound.packing.row_length = sound.training.max_length = 0  # neither a mask nor scores
-    assert kept - layer_bytes_per_token(sound, facts) == of_a_pair * attended
 
 
 COMPILED = [  # what is kept in autocast, and what of an adapter on all seven is not: of each hidden and inner number
@@ -298,22 +271,6 @@ def test_compiled_layers_keep_no_input_of_products_without_an_adapter(
 
 def of_numbers(facts, hidden, inner):
     return hidden * facts.hidden_size + inner * facts.intermediate_size
-
-
-@pytest.mark.parametrize(
-    ("method", "master", "expected"),
-    [  # the block's input, what attention adds to it; query, key, value, output; gate and up; of LoRA's dropout a byte
-        (PeftMethod.full, MasterWeights.fp32, 896 * (4 + 2) + 2 * (2 * 896 + 2 * 128) + 2 * 2 * 4864),
-        (PeftMethod.full, MasterWeights.bf16, 896 * (2 + 2) + 2 * (2 * 896 + 2 * 128) + 2 * 2 * 4864),
-        (PeftMethod.lora, MasterWeights.fp32, 896 * (4 + 2 + 6) + 2 * (2 * 896 + 2 * 128) + (2 * 2 + 1) * 4864),
-    ],
-)
-def test_a_compiled_layer_that_computes_some_of_it_again_keeps_what_products_need(sound, method, master, expected):
-    """Held against peaks on H200s by the memory table."""
-    sound.model.compile_layers, sound.attention.implementation = True, Attention.varlen_attention
-    sound.activation.checkpointing = Checkpointing.selective
-    sound.peft.method, sound.precision.master_weights = method, master
-    assert layer_bytes_per_token(sound, sound.model.facts) == expected
 
 
 @pytest.mark.parametrize(
@@ -361,8 +318,11 @@ def test_a_step_whose_documents_fit_into_one_pass_has_no_earlier_gradients(
 def test_the_output_heads_tiles(sound, is_one_pass, master, expected):
     sound.model.one_pass_head, sound.precision.master_weights = is_one_pass, master
     sound.packing.row_length = 8192
-    around = 16 * 8192 * 896 + 4 * 151_936 * 896  # the last norm, and the gradient in fp32
-    assert head_bytes(sound, sound.model.facts) == expected + around
+    there = step_ledger(sound, sound.model.facts, accumulates=False).at(Moment.head)
+    found = {row.what: row.num_bytes for row in there}
+    assert found["a tile of logits"] + found.get("the head's weight, cast", 0) == expected
+    assert found["of the last norm"] == 16 * 8192 * 896
+    assert found["gradient of the head in fp32"] == 4 * 151_936 * 896
 
 
 def test_the_peak_of_a_run_with_full_rows_on_an_h200():
@@ -384,18 +344,16 @@ def test_the_peak_of_a_run_with_full_rows_on_an_h200():
     [
         (Attention.varlen_attention, Strategy.single, 100),
         (Attention.varlen_attention_4, Strategy.fsdp, 100),
-        (Attention.eager, Strategy.single, 700),  # compiled layers were measured with torch's kernel for packed rows
-        (Attention.varlen_attention, Strategy.zero3, 300),  # whose hooks cut layers into pieces
+        (Attention.eager, Strategy.single, 700),  # compiled layers were traced with torch's kernel for packed rows
+        (Attention.varlen_attention, Strategy.zero3, 100 + 2 * 896),  # whose hooks cut layers into pieces
     ],
 )
-def test_measured_compiled_layers_count_only_as_they_were_measured(sound, kernel, strategy, expected):
+def test_compiled_layers_count_only_as_they_were_traced(sound, kernel, strategy, expected):
     saved = {"autocast/full/compiled": 100, "autocast/full/flash": 300, "autocast/full/eager": 700}
     facts = sound.model.facts
-    facts.measured = MeasuredLayers(
-        num_layers=facts.num_layers, parameters=1, linear_inputs=1, adapter_parameters=1,
-        saved={mode: [0, each, 0, 0, each, 0] for mode, each in saved.items()},
-    )  # fmt: skip
+    facts.measured = measured(
+        num_layers=facts.num_layers, saved={mode: [0, each, 0, 0, each, 0] for mode, each in saved.items()}
+    )
     sound.model.compile_layers, sound.attention.implementation = True, kernel
     sound.parallelism.strategy = strategy
-    whole, _ = measured_bytes(sound, facts)
-    assert whole == pytest.approx(expected * tokens_per_pass(sound))
+    assert kept_by_one_layer(sound, facts) == pytest.approx(expected * tokens_per_pass(sound))

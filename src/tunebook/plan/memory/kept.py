@@ -1,0 +1,387 @@
+"""What the forward pass keeps for the backward pass, from the traced numbers of the model's layers.
+
+`plan.architecture` traces each architecture with LoRA on every linear layer, without dropout and without DeepSpeed.
+What a run does differently is added or subtracted here, per token and layer: adapters on some linear layers only,
+dropout, 4-bit weights, Liger's kernels and ZeRO-3's own linear function. `hidden` and `inner` are the sizes of the
+model, `element` is the number of bytes of one number in a matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from tunebook.config.choices import Checkpointing, Compute, MixedPrecision, PackingMode, PeftMethod
+from tunebook.config.model_facts import CAST, OFFLOADED, MeasuredLayers, ModelFacts
+from tunebook.config.schema import FsdpConfig, RunConfig
+from tunebook.data.batch import PADDED_TOKENS_PER_PASS, largest_micro_batch
+from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, COMPILED_BETA, MASKED, attention_facts
+from tunebook.facts.sharing import is_cast_by_deepspeed
+from tunebook.facts.strategies import strategy_facts
+from tunebook.model.parameters import EMBEDDINGS, HEADS, last_name, linear_layers, of_layers
+from tunebook.plan.memory.states import num_ranks, product_element, weight_element
+
+# Linear layers by what they read: the output of a layer's first or second norm, which several of them share, the
+# output of the attention, or the inner numbers.
+READERS = (
+    frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"}),
+    frozenset({"gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "fc1", "fc_in", "c_fc"}),
+)
+OF_ATTENTION = frozenset({"o_proj", "dense", "out_proj"})
+_OF_INNER = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"})  # GPT-2's attention has a c_proj, too
+_READING = OF_ATTENTION.union(_OF_INNER, *READERS)
+_ROUTER = "gate"  # PEFT adapts it as a parameter, like stacked experts; it is small
+_HIDDEN_LAYERS = 6.0  # at most this many linear layers of a decoder layer read hidden numbers
+
+
+def kept_by_layers(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes that all layers keep of one pass without activation checkpointing, on the GPU or offloaded."""
+    return _kept(config, facts)[0]
+
+
+def kept_by_one_layer(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes that the layer which keeps most keeps of one pass."""
+    return _kept(config, facts)[1]
+
+
+def inputs_of_layers(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes of the inputs of all layers, which is what activation checkpointing keeps."""
+    return float(tokens_per_pass(config) * facts.num_layers * stream_element(config) * facts.hidden_size)
+
+
+def left_by_offloading(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes that TRL's activation offloading leaves on the GPU: what is saved again while it is being copied."""
+    saved = _saved(config, _measured(facts))
+    mode = _mode(config, saved)
+    if has_dropout(config):  # it gives each adapter an input of its own, as autocast does: none is saved twice
+        kernel = mode.rpartition("/")[2]
+        mode = f"{'bf16' if stream_element(config) == 2 else 'autocast'}/adapter/{kernel}"
+    nothing = (0,) * 6
+    pair = saved.get(f"{_mode(config, saved)}/{OFFLOADED}", nothing)[2]  # a softmax in fp32, with dropout or without
+    fixed, each = saved.get(f"{mode}/{OFFLOADED}", nothing)[:2]
+    tokens = tokens_per_pass(config)
+    return of_layers(facts, fixed + tokens * (each + pair * attended_length(config))) + _left_under_zero3(config, facts)
+
+
+def _left_under_zero3(config: RunConfig, facts: ModelFacts) -> float:
+    """The output of each norm, which ZeRO-3's linear function saves once for each layer that reads it."""
+    is_full, is_bf16 = config.peft.method is PeftMethod.full, stream_element(config) == 2
+    is_fp32 = config.precision.compute is Compute.fp32
+    if not strategy_facts(config).is_zero3 or is_fp32 or (is_full and is_bf16):
+        return 0.0
+    return 2.0 * stream_element(config) * tokens_per_pass(config) * facts.num_layers * facts.hidden_size
+
+
+def _kept(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
+    """Bytes that all layers keep, and the layer that keeps most."""
+    measured = _measured(facts)
+    saved = _saved(config, measured)
+    compiled = saved.get(_compiled_mode(config) or "")
+    mode = _mode(config, saved)
+    numbers = compiled or saved.get(mode) or (0,) * 6
+    tokens, row = tokens_per_pass(config), attended_length(config)
+    if config.attention.implementation is BY_DOCUMENT:
+        row = 0  # it needs no mask
+    whole, largest = (fixed + tokens * (each + pair * row) for fixed, each, pair in (numbers[:3], numbers[3:]))
+    is_cast = compiled is None and mode.startswith(CAST)
+    more = tokens * sum(_differences(config, facts, is_compiled=compiled is not None, is_cast=is_cast))
+    return of_layers(facts, whole) + facts.num_layers * more, largest + more
+
+
+def _measured(facts: ModelFacts) -> MeasuredLayers:
+    assert facts.measured is not None, "memory is estimated of traced layers only"
+    return facts.measured
+
+
+def _saved(config: RunConfig, measured: MeasuredLayers) -> dict[str, list[int]]:
+    """The traced numbers by mode, with adapters where the configuration puts them: on stacked experts or not."""
+    named, experts = _named(config), {*measured.expert_adapters}
+    is_beside = named & (experts | {*measured.adapters}) and not named & (experts - {_ROUTER})
+    return measured.saved | measured.saved_without_autocast | (measured.saved_beside_experts if is_beside else {})
+
+
+def _compiled_mode(config: RunConfig) -> str | None:
+    """The key of the traced numbers of compiled layers; None if they are not compiled, or not as they were traced.
+
+    They were traced with torch's kernel for packed rows.
+    """
+    if not config.model.compile_layers or config.attention.implementation not in (COMPILED, COMPILED_BETA):
+        return None
+    method = "dropout" if has_dropout(config) else _method(config)
+    is_selective = config.activation.checkpointing is Checkpointing.selective
+    return f"{_number_format(config)}/{method}/{'selective' if is_selective else 'compiled'}"
+
+
+def _mode(config: RunConfig, saved: Collection[str]) -> str:
+    """The key of the traced numbers of layers that are not compiled.
+
+    A mode that was not traced is replaced by the most similar one that was: under autocast, then with another kernel.
+    """
+    kernel = config.attention.implementation
+    if kernel is BY_DOCUMENT:
+        kernel = MASKED
+    method, number_format = _method(config), _number_format(config)
+    kernels = dict.fromkeys((kernel.name if ATTENTIONS[kernel].repeats_heads else "flash", "flash", "sdpa", "eager"))
+    formats = [number_format, *(["bf16", "autocast"] if number_format != "fp32" else [])]
+    cast = [f"{CAST}{method}/{next(iter(kernels))}"] if _is_without_autocast(config) else []
+    wanted = [*cast, *(f"{each}/{method}/{one}" for one in kernels for each in dict.fromkeys(formats))]
+    return next((mode for mode in wanted if mode in saved), wanted[len(cast)])
+
+
+def _number_format(config: RunConfig) -> str:
+    if config.precision.compute is Compute.fp32:
+        return "fp32"
+    return "bf16" if stream_element(config) == 2 else "autocast"
+
+
+def _method(config: RunConfig) -> str:
+    return "full" if config.peft.method is PeftMethod.full else "adapter"
+
+
+def _is_without_autocast(config: RunConfig) -> bool:
+    """Whether weights, adapters and activations are all in 16 bits, so that nothing casts.
+
+    One GPU and DDP have autocast over bf16 weights, under which some norms give out fp32. ZeRO-3's linear function and
+    bitsandbytes' layers have differences of their own.
+    """
+    is_16_bit = config.precision.compute is not Compute.fp32 and stream_element(config) == 2
+    facts, is_qlora = strategy_facts(config), config.peft.method is PeftMethod.qlora
+    return is_16_bit and not is_qlora and not facts.is_copied and not facts.is_zero3
+
+
+def _differences(config: RunConfig, facts: ModelFacts, *, is_compiled: bool, is_cast: bool) -> Iterator[float]:
+    """Bytes per token and layer that a run keeps more or less than was traced.
+
+    `is_cast`: traced without autocast, where linear layers read their inputs as they are.
+    """
+    missing = unadapted(config, facts)
+    if is_compiled:  # traced with dropout, if there is any
+        yield -_dropout_masks(config, missing)
+        yield -_unadapted_inputs(config, facts, missing)
+        yield fp32_of_four_bits(config, facts) * facts.intermediate_size
+        yield from _differences_of_graphs(config, facts)
+        return
+    inputs = of_layers(facts, _measured(facts).linear_inputs) / max(1, facts.num_layers)
+    yield max(0.0, has_dropout(config) * inputs - _dropout_masks(config, missing))
+    yield _dropout_outputs(config, facts, is_shared=is_cast)
+    yield -_unadapted_inputs(config, facts, missing, is_shared=is_cast)
+    if not is_cast:
+        yield _inputs_under_zero3(config, facts)
+        yield fp32_of_four_bits(config, facts) * facts.intermediate_size
+        yield -_shared_inputs(config, facts)
+        yield -_recomputed_by_liger(config, facts)
+    if attention_facts(config).keeps_documents:  # the output of each document, and all of them in one tensor
+        yield float(product_element(config) * facts.hidden_size)
+
+
+def _differences_of_graphs(config: RunConfig, facts: ModelFacts) -> Iterator[float]:
+    """Of compiled layers that are not one graph of bf16 products, by the peaks of runs with both.
+
+    ZeRO-3's hooks and fp8's casts break the graph, so that the output of a norm is kept in fp32 and once more cast. In
+    fp8 gate, up and their product are kept in 8 bits (eight runs of Qwen2.5-3B and Llama 3 8B, h200_memory).
+    """
+    is_fp8, element = config.precision.compute is Compute.fp8, product_element(config)
+    if config.activation.checkpointing is Checkpointing.selective or not (is_fp8 or strategy_facts(config).is_zero3):
+        return
+    if config.peft.method is PeftMethod.full and stream_element(config) > element:
+        yield float(element * facts.hidden_size)
+    if is_fp8:
+        yield -1.5 * element * facts.intermediate_size
+
+
+def _recomputed_by_liger(config: RunConfig, facts: ModelFacts) -> float:
+    """Liger's SwiGLU recomputes the activation of gate, its norm the normalized input (liger_kernel 0.8, ops/)."""
+    if not config.model.liger_kernel:
+        return 0.0
+    has_normalized = config.peft.method is PeftMethod.full and stream_element(config) == 4
+    is_autocast = config.precision.compute is not Compute.fp32
+    norms = 8.0 * facts.hidden_size if has_normalized and is_autocast else 0.0
+    return norms + product_element(config) * facts.intermediate_size
+
+
+def _shared_inputs(config: RunConfig, facts: ModelFacts) -> float:
+    """Copies of inputs, one for each adapter, that are traced and not made if adapters read the inputs as they are."""
+    if not _reads_as_is(config):
+        return 0.0
+    hidden = {name: size for name, size in linear_inputs(facts).items() if name not in _OF_INNER}
+    groups = [[hidden[name] for name in readers if name in hidden] for readers in READERS]
+    return 2.0 * (sum(hidden.values()) - sum(max(sizes) for sizes in groups if sizes))
+
+
+def _reads_as_is(config: RunConfig) -> bool:
+    """Whether adapters keep the input that they are given, and not each a copy that was cast or dropped out.
+
+    PEFT casts it to the adapter's fp32 and autocast casts it back; not for 4-bit weights, nor if FSDP gathers the
+    adapters in bf16 or DeepSpeed has cast them.
+    """
+    method = config.peft.method
+    is_narrow = method is PeftMethod.qlora or (method is PeftMethod.lora and _is_without_autocast(config))
+    is_bf16 = product_element(config) == stream_element(config) == 2
+    return is_narrow and is_bf16 and not has_dropout(config) and not config.model.compile_layers
+
+
+def gives_fp32(config: RunConfig) -> bool:
+    """Whether 4-bit linear layers give their output in the fp32 of their input (bitsandbytes 0.50.2, Linear4bit)."""
+    is_16_bit = config.precision.compute is not Compute.fp32
+    return config.peft.method is PeftMethod.qlora and is_16_bit and stream_element(config) == 4
+
+
+def fp32_of_four_bits(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes that gate, its activation and up take more in fp32, for each inner number.
+
+    Compiled layers keep only what adapters add to (four runs of 5 layers of Qwen2.5-7B and Llama 3 8B, h200_quantised).
+    """
+    if not gives_fp32(config):
+        return 0.0
+    if config.model.compile_layers:
+        return 3.0 if READERS[1] & ({*linear_inputs(facts)} - {*unadapted(config, facts)}) else -1.0
+    return 4.0 if config.model.liger_kernel else 6.0
+
+
+def _inputs_under_zero3(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes that inputs of linear layers take more under ZeRO-3, whose linear function keeps them as they are given.
+
+    That is before autocast, and also if the weight is frozen (deepspeed 0.19.8, runtime/zero/linear.py). If DeepSpeed
+    casts the whole model, adapters are in bf16 and nothing is cast.
+    """
+    method = config.peft.method
+    if not strategy_facts(config).is_zero3 or config.model.compile_layers or method is PeftMethod.qlora:
+        return 0.0
+    hidden, inner = facts.hidden_size, facts.intermediate_size
+    is_fp32, has_drop = config.precision.compute is Compute.fp32, has_dropout(config)
+    if method is PeftMethod.full:  # one output of a norm for several layers, which autocast would cast for each
+        return 0.0 if is_fp32 or stream_element(config) == 2 else -2.0 * hidden
+    if is_fp32:
+        return 8.0 * hidden + 4.0 * inner if has_drop else 0.0
+    if is_cast_by_deepspeed(config):
+        return 4.0 * hidden + 2.0 * inner if has_drop else -8.0 * hidden
+    inputs = of_layers(facts, _measured(facts).linear_inputs) / max(1, facts.num_layers) - inner
+    products = min(_HIDDEN_LAYERS, max(0.0, inputs / max(1, hidden))) * hidden
+    if stream_element(config) == 2:
+        return 4.0 * hidden + 2.0 * products + 4.0 * inner
+    return (8.0 * hidden + 2.0 * products if has_drop else 12.0 * hidden - 2.0 * products) + 4.0 * inner
+
+
+def _dropout_masks(config: RunConfig, inputs: dict[str, float]) -> float:
+    """A byte for each number that dropout has looked at: the inputs of the linear layers with an adapter.
+
+    Compiled layers keep another byte for inputs that are hidden numbers, unless they compute some of it again.
+    """
+    if not has_dropout(config):
+        return 0.0
+    kept = 1.0
+    if config.model.compile_layers and config.activation.checkpointing is not Checkpointing.selective:
+        kept = 2.0
+    return sum(size if name in _OF_INNER else kept * size for name, size in inputs.items())
+
+
+def _dropout_outputs(config: RunConfig, facts: ModelFacts, *, is_shared: bool) -> float:
+    """Bytes of what dropout makes of an input that several adapters share, or the attention keeps, without dropout.
+
+    Under autocast each adapter keeps a copy of its own anyway; not if inputs are read as they are (`is_shared`).
+    """
+    is_shared = is_shared or config.precision.compute is Compute.fp32
+    if not is_shared or not has_dropout(config) or config.model.compile_layers:
+        return 0.0
+    inputs = adapted(config, facts)
+    groups = [[inputs[name] for name in readers if name in inputs] for readers in READERS]
+    shared = sum(max(sizes) for sizes in groups if sizes)
+    return product_element(config) * (sum(size for name, size in inputs.items() if name not in _OF_INNER) - shared)
+
+
+def _unadapted_inputs(
+    config: RunConfig, facts: ModelFacts, missing: dict[str, float], *, is_shared: bool = False
+) -> float:
+    """Bytes of the inputs of linear layers without an adapter, which only a gradient of the weight would need.
+
+    Under autocast each layer has a copy of its own. Compiled layers, and those that read inputs as they are, share the
+    output of a norm, and in fp32 the output of the attention is what its kernel keeps. Layers with selective
+    checkpointing keep no inputs, and ZeRO-3's linear function keeps them all.
+    """
+    is_selective = config.activation.checkpointing is Checkpointing.selective
+    if not missing or is_selective or strategy_facts(config).is_zero3:
+        return 0.0
+    is_shared = is_shared or config.precision.compute is Compute.fp32 or _reads_as_is(config)
+    every = linear_inputs(facts)
+    if not is_shared and not config.model.compile_layers:
+        return 2.0 * sum(missing.values())
+    sharing = [readers & {*every} for readers in READERS]
+    shared = sum(max(every[name] for name in names) for names in sharing if names and names <= {*missing})
+    alone = _OF_INNER if is_shared else _OF_INNER | OF_ATTENTION
+    return product_element(config) * (shared + sum(size for name, size in missing.items() if name in alone))
+
+
+def linear_inputs(facts: ModelFacts) -> dict[str, float]:
+    """Numbers of one token that go into each linear layer of a decoder layer, by name."""
+    return {name: inputs for name, (inputs, _) in linear_layers(facts).items()}
+
+
+def unadapted(config: RunConfig, facts: ModelFacts) -> dict[str, float]:
+    """`linear_inputs` of the layers that LoRA is not put on; empty if the typed names are not known.
+
+    PEFT ignores a name that the architecture does not have, if it has another one of them.
+    """
+    every, named, measured = linear_inputs(facts), _named(config), _measured(facts)
+    is_known = bool(every) and not named.isdisjoint({*every, *measured.expert_adapters, *EMBEDDINGS, *HEADS})
+    if config.peft.method is PeftMethod.full or not is_known:
+        return {}
+    return {name: size for name, size in every.items() if name not in named}
+
+
+def adapted(config: RunConfig, facts: ModelFacts) -> dict[str, float]:
+    """`linear_inputs` of the layers that LoRA is put on."""
+    missing = unadapted(config, facts)
+    return {name: size for name, size in linear_inputs(facts).items() if name not in missing}
+
+
+def _named(config: RunConfig) -> set[str]:
+    return {last_name(module) for module in config.peft.target_modules}
+
+
+def adapts_inner(config: RunConfig) -> bool:
+    """Whether an adapter is put on the layer that reads the inner numbers, or may be, or everything is trained."""
+    named = _named(config)
+    return config.peft.method is PeftMethod.full or not named or not named <= _READING - _OF_INNER
+
+
+def has_dropout(config: RunConfig) -> bool:
+    """Whether an adapter drops some of its inputs."""
+    return config.peft.method is not PeftMethod.full and config.peft.dropout > 0
+
+
+def stream_element(config: RunConfig) -> int:
+    """Bytes of a number between the layers: the format that a layer sees its weights in."""
+    settings = config.parallelism
+    is_cast = isinstance(settings, FsdpConfig) and settings.mixed_precision is MixedPrecision.cast
+    return 2 if is_cast and config.precision.compute is not Compute.fp32 else weight_element(config)
+
+
+def mask_bytes(config: RunConfig) -> float:
+    """The mask of all layers: for each pair of tokens a number, if the attention kernel takes a mask."""
+    stated = attention_facts(config).mask_bytes
+    element = product_element(config) if stated is None else stated
+    return float(element * tokens_per_pass(config) * attended_length(config))
+
+
+def attended_length(config: RunConfig) -> int:
+    """Tokens that a mask or a softmax holds for each token: packed rows of a pass are concatenated to one."""
+    return _row_length(config) if config.packing.mode is PackingMode.padded else tokens_per_pass(config)
+
+
+def tokens_per_pass(config: RunConfig) -> int:
+    """Tokens of one micro batch with full rows; if its size is left open, of the largest that may be chosen."""
+    rows = config.training.micro_batch_size
+    if rows is None and config.packing.mode is PackingMode.padded:
+        rows = _padded_rows(config)
+    return max(1, rows or 1) * _row_length(config)
+
+
+def _padded_rows(config: RunConfig) -> int:
+    samples, length = config.training.global_samples, config.training.max_length
+    ranks = num_ranks(config)
+    if samples is None or samples < ranks:
+        return PADDED_TOKENS_PER_PASS // max(1, length)
+    return largest_micro_batch(samples // ranks, length)
+
+
+def _row_length(config: RunConfig) -> int:
+    return config.packing.row_length or config.training.max_length

@@ -1,0 +1,82 @@
+"""The ledger of one rank's memory in a training step: what takes how many bytes, and from which moment to which.
+
+A step is a short list of moments, and the peak is the fullest of them. `Ledger.as_text` prints why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+
+class Moment(IntEnum):
+    """A moment of a step, in their order."""
+
+    start = 0  # FSDP fetches the embeddings
+    forward = 1  # of the last layer
+    gather = 2  # the output head is gathered
+    head = 3  # the output head is computed, and its gradient with it
+    cast = 4  # the head's gradient in fp32 is cast to the format of the weight
+    reduce = 5  # DeepSpeed makes room for gradients, or divides the head's gradient among the ranks
+    last = 6  # backward pass of the last layer
+    middle = 7  # of a layer before it
+    first = 8  # of the first layer
+    end = 9  # of the embeddings: all gradients are there
+    step = 10  # the optimizer steps
+
+
+class Kind(Enum):
+    """The part of `memory_gib` that a row is counted in."""
+
+    weights = "weights"
+    gradients = "gradients"
+    optimizer = "optimizer"
+    activations = "activations"
+    buffers = "buffers"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bytes that are there from one moment to another, both included."""
+
+    what: str
+    kind: Kind
+    num_bytes: float
+    since: Moment
+    until: Moment
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All rows of a step."""
+
+    rows: list[Row] = field(default_factory=list)
+
+    def at(self, moment: Moment) -> list[Row]:
+        """The rows that are there at a moment."""
+        return [row for row in self.rows if row.since <= moment <= row.until]
+
+    @property
+    def peak(self) -> Moment:
+        """The fullest moment."""
+        return max(Moment, key=lambda moment: _total(self.at(moment)))
+
+    def parts(self) -> dict[Kind, float]:
+        """Bytes of each kind at the peak."""
+        there = self.at(self.peak)
+        return {kind: _total(row for row in there if row.kind is kind) for kind in Kind}
+
+    def as_text(self) -> str:
+        """The rows and the sum of each moment in GiB, for people."""
+        there = {moment: _total(self.at(moment)) for moment in Moment}
+        lines = [
+            f"{row.num_bytes / 2**30:9.3f}  {row.since.name:>7} - {row.until.name:7}  {row.kind.value:11}  {row.what}"
+            for row in self.rows
+        ]
+        sums = [f"{total / 2**30:9.3f}  {moment.name}" for moment, total in there.items()]
+        return "\n".join([*lines, "", *sums, f"the peak is at {self.peak.name}"])
+
+
+def _total(rows: Iterable[Row]) -> float:
+    return sum(row.num_bytes for row in rows)

@@ -1,0 +1,155 @@
+"""The rows of the ledger that every strategy has: states, gradients, activations and the output head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tunebook.config.choices import PeftMethod
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import FsdpConfig, RunConfig
+from tunebook.facts.strategies import strategy_facts
+from tunebook.model.parameters import count_parameters
+from tunebook.plan.memory.kept import kept_by_one_layer, stream_element, tokens_per_pass
+from tunebook.plan.memory.ledger import Kind, Ledger, Moment, Row
+from tunebook.plan.memory.sharding import buffer_rows, reduces_layers
+from tunebook.plan.memory.states import (
+    States,
+    has_parameters_away,
+    product_element,
+    reduced_gradient_bytes,
+    state_bytes,
+    stepping_bytes,
+    trained_element,
+)
+from tunebook.plan.memory.work import (
+    backward_work,
+    computes_products_again,
+    forward_work,
+    is_recomputed,
+    kept_on_device,
+)
+
+# The output head is computed in tiles of this many tokens and words (trl 1.16, kernels/chunked_logprob.py); with
+# `model.one_pass_head`, which computes gradients in the forward pass, in tiles of as many tokens and all words.
+_HEAD_TOKENS, _HEAD_WORDS = 4096, 32768
+
+
+def step_ledger(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Ledger:
+    """The memory of a step. `accumulates`: whether earlier passes of the step have left gradients."""
+    states = state_bytes(config, facts)
+    rows = [
+        Row("weights", Kind.weights, states.weights, Moment.start, Moment.step),
+        Row("optimizer state", Kind.optimizer, states.optimizer, Moment.start, Moment.step),
+        *_gradient_rows(config, facts, states, accumulates=accumulates),
+        *_layer_rows(config, facts),
+        *_head_rows(config, facts, accumulates=accumulates),
+        *buffer_rows(config, facts),
+    ]
+    return Ledger([row for row in rows if row.num_bytes > 0])
+
+
+def _gradient_rows(config: RunConfig, facts: ModelFacts, states: States, *, accumulates: bool) -> Iterator[Row]:
+    """Gradients of earlier passes, of this pass, and what DeepSpeed holds of them in addition.
+
+    ZeRO-3 has one buffer for all gradients, made at the start. ZeRO-2 makes room for those of a pass before it adds
+    them up, and keeps the room of the first pass; ZeRO-1 does so at the end of the last pass.
+    """
+    strategy, whole = strategy_facts(config), reduced_gradient_bytes(config, facts)
+    earlier = states.gradients if accumulates or strategy.is_zero3 else 0.0
+    yield Row("gradients of earlier passes", Kind.gradients, earlier, Moment.start, Moment.end)
+    if strategy.zero_stage == 2 and whole:
+        spare = whole - states.gradients
+        yield Row("room for gradients of the pass", Kind.gradients, states.gradients, Moment.reduce, Moment.end)
+        yield Row("its unused part", Kind.buffers, spare, Moment.reduce, Moment.last)
+        yield Row("the same of the first pass", Kind.buffers, spare * accumulates, Moment.start, Moment.last)
+    else:
+        yield from _new_gradient_rows(config, facts, states, earlier)
+        yield Row("room for all gradients of the rank", Kind.buffers, whole, Moment.end, Moment.end)
+    stepping = stepping_bytes(config, facts)
+    gradients = min(states.gradients, stepping)
+    yield Row("gradients", Kind.gradients, gradients, Moment.step, Moment.step)
+    yield Row("their copies in one piece and in fp32", Kind.buffers, stepping - gradients, Moment.step, Moment.step)
+
+
+def _new_gradient_rows(config: RunConfig, facts: ModelFacts, states: States, earlier: float) -> Iterator[Row]:
+    """Gradients of this pass, until all layers' and then the embeddings' are there."""
+    if earlier:
+        return
+    parameters, trained = count_parameters(config, facts), states.gradients
+    embeddings = 0.0 if facts.tie_word_embeddings else parameters.trained_embeddings * states.gradient_element
+    if reduces_layers(config, facts):
+        head = 0 if facts.tie_word_embeddings else parameters.trained_head
+        done = trained * (head + parameters.layers / facts.num_layers) / max(1, parameters.trained)
+        yield Row("gradients of the head and a layer", Kind.gradients, done, Moment.middle, Moment.middle)
+        embeddings = 0.0  # a share of them, which is small
+    there = max(0.0, trained - embeddings)
+    yield Row("gradients of the layers and the head", Kind.gradients, there, Moment.first, Moment.end)
+    yield Row("gradients of the embeddings", Kind.gradients, trained - there, Moment.end, Moment.end)
+
+
+def _layer_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
+    """What the layers keep for the backward pass, and what one of them needs at work."""
+    kept, layers = kept_on_device(config, facts), max(1, facts.num_layers)
+    at_work = forward_work(config, facts)
+    until = Moment.gather if config.activation.offload else Moment.forward
+    yield Row("kept by the last layer", Kind.activations, kept / layers, Moment.forward, Moment.last)
+    yield Row("kept by the other layers", Kind.activations, kept - kept / layers, Moment.forward, Moment.middle)
+    yield Row("at work in the last layer", Kind.activations, at_work, Moment.forward, until)
+    at_work, one = backward_work(config, facts), kept_by_one_layer(config, facts)
+    yield Row("at work in a layer's backward pass", Kind.activations, at_work, Moment.last, Moment.middle)
+    if is_recomputed(config) or reduces_layers(config, facts):
+        yield Row("kept by the first layer", Kind.activations, one, Moment.first, Moment.first)
+    elif config.activation.offload:
+        # Two runs on H200s: 0.30 GiB of 5 layers of Llama 3 8B, 0.48 of Qwen2.5-7B (h200x2_held_out).
+        back = 16.0 * tokens_per_pass(config) * facts.hidden_size
+        yield Row("brought back for the first layer", Kind.activations, back, Moment.first, Moment.first)
+
+
+def _head_rows(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iterator[Row]:
+    """The last norm, the tiles of the output head and its gradient.
+
+    The gradient waits for the backward pass of its weight: it is added to that of earlier passes before any layer's,
+    unless the weight is the embeddings', too, or the gradient is sent to other ranks.
+    """
+    tokens, element = tokens_per_pass(config), product_element(config)
+    words = facts.vocab_size if config.model.one_pass_head else min(facts.vocab_size, _HEAD_WORDS)
+    tile = min(tokens, _HEAD_TOKENS) * words * element
+    weight = words * facts.hidden_size * element if _casts_head(config) else 0
+    yield Row("a tile of logits", Kind.activations, tile, Moment.head, Moment.head)
+    yield Row("the head's weight, cast", Kind.activations, weight, Moment.head, Moment.head)
+    computes_again = is_recomputed(config) or computes_products_again(config)
+    norm, until = 16.0 * tokens * facts.hidden_size, Moment.reduce if computes_again else Moment.middle
+    yield Row("of the last norm", Kind.activations, norm, Moment.head, until)
+    gradient, handed_on = head_gradient_bytes(config, facts), _handed_on_gradient_bytes(config, facts)
+    yield Row("gradient of the head in fp32", Kind.activations, gradient, Moment.head, Moment.reduce)
+    if handed_on < gradient:
+        yield Row("the same in the weight's format", Kind.activations, handed_on, Moment.cast, Moment.cast)
+    is_added = accumulates and computes_again and strategy_facts(config).is_copied and not facts.tie_word_embeddings
+    if not is_added:
+        until = Moment.middle if facts.tie_word_embeddings else Moment.last
+        yield Row("gradient of the head", Kind.activations, handed_on, Moment.last, until)
+    if facts.tie_word_embeddings and not isinstance(config.parallelism, FsdpConfig):
+        added = count_parameters(config, facts).trained_embeddings * trained_element(config)
+        yield Row("gradient of the embeddings", Kind.activations, added, Moment.end, Moment.end)
+
+
+def _casts_head(config: RunConfig) -> bool:
+    """Whether the head's weight is cast for its product. TRL's head copies a part of it in any case."""
+    is_cast = stream_element(config) != product_element(config) or not config.model.one_pass_head
+    if config.model.one_pass_head and isinstance(config.parallelism, FsdpConfig):
+        is_adapter = config.peft.method is not PeftMethod.full
+        return is_cast and is_adapter and not has_parameters_away(config)  # else it is gathered in bf16
+    return is_cast
+
+
+def head_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """The gradient of the output head in fp32, with which the backward pass begins; 0 if the head is frozen."""
+    return 4.0 * count_parameters(config, facts).trained_head
+
+
+def _handed_on_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """The same in the format of the weight, or with FSDP in the format that is gathered."""
+    element = trained_element(config)
+    if isinstance(config.parallelism, FsdpConfig):
+        element = min(element, product_element(config))
+    return head_gradient_bytes(config, facts) * element / 4

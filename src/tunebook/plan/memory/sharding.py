@@ -1,0 +1,336 @@
+"""The rows of the ledger that a strategy brings: weights that are gathered or cast, and gradients on their way.
+
+Read in torch 2.13 (distributed/fsdp/_fully_shard), accelerate 1.15 (fsdp2_prepare_model) and deepspeed 0.19.8
+(runtime/zero); what was measured instead is said beside the number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from tunebook.config.choices import Checkpointing, Compute, MasterWeights, Offload, PeftMethod
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
+from tunebook.facts.strategies import strategy_facts
+from tunebook.model.parameters import count_parameters, weight_sizes
+from tunebook.plan.memory.kept import OF_ATTENTION, unadapted
+from tunebook.plan.memory.ledger import Kind, Moment, Row
+from tunebook.plan.memory.states import (
+    FOUR_BIT_BYTES,
+    divided_among,
+    has_parameters_away,
+    num_ranks,
+    product_element,
+    trained_element,
+    weight_element,
+)
+from tunebook.plan.memory.work import is_recomputed
+
+# Buckets that DeepSpeed holds with overlap_comm (its documentation): 8.4 GiB for 5e8 elements in fp32 on H200s. If the
+# model is frozen, 1.5 of them are allocated whatever is trained, and 2 in a backward pass (setup_buckets).
+_OVERLAPPING_BUCKETS, _OF_ADAPTERS, _IN_BACKWARD = 4.5, 1.5, 2.0
+_LIVE_PARAMETERS = 1_000_000_000  # that ZeRO-3 keeps gathered at most, by default
+
+
+def buffer_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
+    """All of them."""
+    yield from _cast_rows(config, facts)
+    strategy = strategy_facts(config)
+    if strategy.is_fsdp:
+        yield from _fsdp_rows(config, facts)
+    elif strategy.is_zero:
+        yield from _zero_rows(config, facts)
+    elif strategy.averages_gradients and num_ranks(config) > 1:  # together DDP's buckets are as large as all gradients
+        buckets = float(count_parameters(config, facts).trained * trained_element(config))
+        yield _row("DDP's buckets", buckets, Moment.start, Moment.end)
+
+
+def _row(what: str, num_bytes: float, since: Moment, until: Moment) -> Row:
+    return Row(what, Kind.buffers, num_bytes, since, until)
+
+
+# Autocast's copies of weights
+
+
+def _cast_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
+    """Copies of the layers' weights that autocast makes and the backward pass needs. Stacked experts have none.
+
+    Autocast's cache holds those that were not saved until the forward pass ends, but none of frozen weights, nor of
+    those that compiled layers cast. Selective checkpointing casts again for each layer.
+    """
+    copies, layer = cast_copies_bytes(config, facts), cast_copies_bytes(config, facts) / max(1, facts.num_layers)
+    is_full, is_compiled = config.peft.method is PeftMethod.full, bool(config.model.compile_layers)
+    what = "autocast's copies of weights"
+    if not copies:
+        return
+    if config.activation.checkpointing is Checkpointing.selective:
+        yield _row(what, layer, Moment.forward, Moment.last)
+    elif is_recomputed(config):
+        yield _row(what, copies if is_full and not is_compiled else 0.0, Moment.forward, Moment.cast)
+        yield _row("autocast's copies for one layer", layer, Moment.last, Moment.last)
+    elif config.activation.offload:
+        left = copies if is_full else 0.0 if is_compiled else _copies_that_stay(config, facts)
+        yield _row(what, left, Moment.forward, Moment.cast)
+        yield _row(what, left, Moment.last, Moment.last)
+    else:
+        yield _row(what, copies, Moment.forward, Moment.last)
+
+
+def cast_copies_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes of autocast's copies of all layers' weights, on the GPU or offloaded."""
+    return 2.0 * count_parameters(config, facts).linear if _casts(config) else 0.0
+
+
+def _casts(config: RunConfig) -> bool:
+    """Whether weights are cast for products and kept so for the backward pass.
+
+    FSDP gathers them in bf16, 4-bit weights are widened for each product, and ZeRO-3's own product keeps no copy of a
+    weight; on one rank, which gathers nothing, it does (25.1 GiB of Dolly v2 3B, of which they are 4.7, on an H200).
+    """
+    is_mixed = config.precision.compute is not Compute.fp32 and weight_element(config) == 4
+    if not is_mixed or config.precision.master_weights is MasterWeights.bf16:
+        return False
+    if config.peft.method is PeftMethod.qlora or isinstance(config.parallelism, FsdpConfig):
+        return False
+    return not strategy_facts(config).is_zero3 or bool(config.model.compile_layers) or num_ranks(config) == 1
+
+
+def _copies_that_stay(config: RunConfig, facts: ModelFacts) -> float:
+    """Copies of frozen weights that TRL's offloading leaves on the GPU, since it takes them for tensors that are gone.
+
+    It knows a tensor by its address while it is being copied (trl 1.16, activation_offloading.py, pack_tensor). The
+    copy of a linear layer's weight that is as large as that of the layer before is put in its place.
+    """
+    sizes = weight_sizes(facts)
+    missing, stay = unadapted(config, facts), set[str]()
+    for before, name in pairwise(sizes):
+        is_next = before in missing and before not in stay and name not in OF_ATTENTION
+        if is_next and sizes[before] == sizes[name]:
+            stay.add(name)
+    return 2.0 * facts.num_layers * sum(sizes[name] for name in stay)
+
+
+# FSDP
+
+
+def reduces_layers(config: RunConfig, facts: ModelFacts) -> bool:
+    """Whether FSDP sends the gradients of a layer to other ranks while it computes the next one's."""
+    is_full, is_fsdp = config.peft.method is PeftMethod.full, isinstance(config.parallelism, FsdpConfig)
+    return is_full and is_fsdp and num_ranks(config) > 1 and facts.num_layers > 1
+
+
+def _fsdp_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
+    yield from _fsdp_backward_rows(config, facts)
+    if divided_among(config).weights == 1 and not has_parameters_away(config):
+        return
+    if config.peft.method is PeftMethod.full and num_ranks(config) > 1 and not facts.tie_word_embeddings:
+        yield from _head_unit_rows(config, facts)
+        return
+    element, embeddings, ranks = product_element(config), count_parameters(config, facts).embeddings, num_ranks(config)
+    is_away, is_tied, is_full = has_parameters_away(config), facts.tie_word_embeddings, _is_full(config)
+    if ranks == 1 and is_away:
+        fetched = float((_arriving_element(config) + element) * embeddings)
+        yield _row("embeddings that are fetched from the host", fetched, Moment.start, Moment.start)
+    # accelerate makes units of the embeddings and of a head of its own. One rank holds one of them at a time; of
+    # several the one that arrived is there until the next one has.
+    is_one_at_a_time = ranks == 1 and not is_tied and not strategy_facts(config).keeps_gathered
+    matrices = 1 if is_tied or is_one_at_a_time else 2
+    until = Moment.reduce if is_one_at_a_time and is_full else Moment.last
+    whole = float(element * embeddings * matrices)
+    yield _row("gathered embeddings and output head", whole, Moment.forward, until)
+    yield _row("gathered layers", _gathered_ahead(config, facts), Moment.forward, Moment.reduce)
+    is_there = is_tied and (ranks == 1 or not is_away)
+    arriving = (_arriving_element(config) if ranks == 1 else element) * embeddings
+    yield _row("the output head that arrives", 0.0 if is_there else float(arriving), Moment.gather, Moment.gather)
+
+
+def _head_unit_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
+    """Several ranks that train a head of its own gather it after all layers: it is a unit with the last norm.
+
+    That unit stays gathered until its backward pass, and what arrived of it until that begins. The embeddings are
+    treated as the layers are. Seen block by block on two H100 (Qwen2.5-14B, Qwen3-8B and Llama 3 8B). In the first pass
+    after one without gradients torch 2.11, but not 2.13, reduces it last (7.4 GiB instead of 5.3).
+    """
+    element, parameters = product_element(config), count_parameters(config, facts)
+    keeps_all, layers = strategy_facts(config).keeps_gathered, max(1, facts.num_layers)
+    layer, head = element * parameters.layers / layers, float(element * parameters.embeddings)
+    forward = layer * (layers + 1) + head if keeps_all else 2 * layer
+    yield _row("gathered layers", forward, Moment.forward, Moment.gather)
+    kept = head + layer * layers if keeps_all else 0.0
+    yield _row("gathered layers and embeddings", kept, Moment.head, Moment.reduce)
+    yield _row("gathered output head", head, Moment.head, Moment.reduce)
+    yield _row("what arrived of it", head, Moment.head, Moment.head)
+    yield _row("gathered output head and embeddings", 2 * head, Moment.last, Moment.last)
+
+
+def _fsdp_backward_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
+    """Layers that are gathered in the backward pass, and the gradients of the one before that are sent.
+
+    Those are held until this one's are sent, in the format in which gradients are summed: 10.1 bytes for each parameter
+    of a layer with bf16 products of fp32 weights (tests/parallel/test_fsdp_moments.py).
+    """
+    layers, element, parameters = facts.num_layers, product_element(config), count_parameters(config, facts)
+    yield _row("gathered layers, and the gradient of one", _gathered(config, facts), Moment.last, Moment.last)
+    yield _row("a layer more", _layer_more(config, facts), Moment.last, Moment.last)
+    if reduces_layers(config, facts):
+        tied = float(element * parameters.embeddings * facts.tie_word_embeddings)
+        layer = parameters.layers / layers
+        whole = layers - 1 if strategy_facts(config).keeps_gathered else 1 if layers == 2 else 2
+        sent = weight_element(config) * layer + tied
+        yield _row("gradients of the layer before, being sent", sent, Moment.middle, Moment.first)
+        yield _row("gathered layers, and the gradient", element * (whole + 1) * layer, Moment.middle, Moment.middle)
+        yield _row("the gathered first layer, and its gradient", element * 2 * layer, Moment.first, Moment.first)
+    if _is_full(config):
+        # Its gradient in fp32 on its way to the ranks, and as it was computed (9 layers of Llama 3 8B on two H200).
+        embeddings = float(parameters.trained_embeddings * (4 + element))
+        yield _row("gradient of the embeddings, being sent", embeddings, Moment.end, Moment.end)
+
+
+def _layer_more(config: RunConfig, facts: ModelFacts) -> float:
+    """One layer more with adapters in bf16 on several ranks, if layers are computed again that are not compiled.
+
+    Measured: 0.9 and 1.0 layers of Llama 3.2 3B and Qwen3-8B with few tokens (two H200).
+    """
+    is_lora_in_bf16 = config.peft.method is PeftMethod.lora and weight_element(config) == 2
+    if num_ranks(config) == 1 or not is_lora_in_bf16 or config.model.compile_layers or not is_recomputed(config):
+        return 0.0
+    return product_element(config) * count_parameters(config, facts).layers / max(1, facts.num_layers)
+
+
+def _gathered_ahead(config: RunConfig, facts: ModelFacts) -> float:
+    """Layers that are gathered while the head is computed: all that were, or one that is fetched ahead.
+
+    One rank fetches nothing ahead (_fsdp_param_group.py), and none is whole that is to be computed again.
+    """
+    if strategy_facts(config).keeps_gathered:
+        return _gathered(config, facts)
+    if num_ranks(config) == 1 or is_recomputed(config):
+        return 0.0
+    return _gathered(config, facts) / (3 if _is_full(config) else 2)
+
+
+def _gathered(config: RunConfig, facts: ModelFacts) -> float:
+    """Layers that are gathered in a backward pass, with the gradient of one: two, or all that were kept.
+
+    One rank with adapters fetches nothing ahead and has no gradients of frozen weights: one layer, and a weight that
+    arrives (1.58 of the 1.64 GiB that 5 layers of Qwen2.5-7B had beyond activations, H200).
+    """
+    if divided_among(config).weights == 1 and not has_parameters_away(config):
+        return 0.0
+    parameters, element = count_parameters(config, facts), product_element(config)
+    in_four_bits = parameters.linear if config.peft.method is PeftMethod.qlora else 0  # also when gathered
+    whole = in_four_bits * FOUR_BIT_BYTES + (parameters.layers - in_four_bits) * element
+    layer = whole / max(1, facts.num_layers)
+    if not _is_full(config) and num_ranks(config) == 1:
+        arriving: float = FOUR_BIT_BYTES if in_four_bits else _arriving_element(config)
+        return layer + arriving * max(weight_sizes(facts).values(), default=0.0)
+    return (layer if _is_full(config) else 0.0) + (whole if strategy_facts(config).keeps_gathered else 2 * layer)
+
+
+def _is_full(config: RunConfig) -> bool:
+    return config.peft.method is PeftMethod.full
+
+
+def _arriving_element(config: RunConfig) -> int:
+    """Bytes of each number that one rank of FSDP fetches from its host: as it is kept there, and cast if need be."""
+    kept, whole = weight_element(config), product_element(config)
+    return kept + (whole if kept != whole else 0)
+
+
+# DeepSpeed
+
+
+def _zero_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
+    """Stages 1 and 2 reduce gradients by buckets, made whole when a backward pass begins (setup_buckets)."""
+    settings = config.parallelism
+    assert isinstance(settings, ZeroConfig)
+    if strategy_facts(config).is_zero3:
+        yield from _zero3_rows(config, facts, settings)
+        return
+    bucket = float(weight_element(config) * (settings.reduce_bucket_size or facts.hidden_size**2))
+    if settings.offload_optimizer is Offload.none:
+        buckets = bucket * (2 if settings.overlap_comm else 1)
+        yield _row("buckets of gradients", buckets, Moment.reduce, Moment.last)
+        yield _row("buckets of gradients", buckets, Moment.step, Moment.step)
+        return
+    forward, backward = (_OVERLAPPING_BUCKETS,) * 2 if _is_full(config) else (_OF_ADAPTERS, _IN_BACKWARD)
+    if not settings.overlap_comm:
+        forward = backward = 1.0
+    yield _row("buckets of gradients", forward * bucket, Moment.start, Moment.reduce)
+    yield _row("buckets of gradients", backward * bucket, Moment.last, Moment.last)
+    yield _row("buckets of gradients", forward * bucket, Moment.middle, Moment.end)
+
+
+def _zero3_rows(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> Iterator[Row]:
+    """Parameters that stage 3 keeps gathered, and the output head, which it gathers and whose gradient it divides."""
+    ranks, is_cast = num_ranks(config), config.precision.compute is not Compute.fp32
+    yield _row("buckets of ZeRO-3", weight_element(config) * _typed_buckets(settings, facts), Moment.start, Moment.end)
+    is_away = has_parameters_away(config)
+    if ranks == 1:
+        if is_away:
+            yield _row("parameters on one rank", _on_one_rank(config, facts), Moment.forward, Moment.last)
+        return
+    head = float(weight_element(config) * count_parameters(config, facts).embeddings)
+    kept = _kept_gathered(config, facts)
+    yield _row("gathered parameters", kept, Moment.forward, Moment.last)
+    # What arrives, and a copy on its way to the parameter: 5.8 GiB for Qwen3-8B's 2.3 of embeddings on two H200. With
+    # adapters no layer is whole then.
+    arriving = (1 + 1 / ranks) * head - (0.0 if _is_full(config) or is_away else kept - head)
+    yield _row("the output head that arrives", arriving, Moment.gather, Moment.gather)
+    if not facts.tie_word_embeddings:  # in bf16, and each rank's share in fp32 (2.9 GiB for Qwen2.5-14B's of 2.9)
+        gradient = 4.0 * count_parameters(config, facts).trained_head
+        sent = ((0.5 if is_cast else 0.0) + 1 / ranks) * gradient
+        yield _row("gradient of the output head, being sent", sent, Moment.reduce, Moment.reduce)
+
+
+def _kept_gathered(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes that ZeRO-3 keeps gathered: the head, and layers up to the parameters that are needed again soon."""
+    parameters = count_parameters(config, facts)
+    again = parameters.layers + parameters.embeddings
+    return float(weight_element(config) * max(min(again, _live_parameters(config, facts)), parameters.embeddings))
+
+
+def _live_parameters(config: RunConfig, facts: ModelFacts) -> float:
+    """How many parameters ZeRO-3 keeps gathered at most, by traces and runs on H200s.
+
+    Trained whole: a billion if the shares are on the GPU (9 layers of Qwen2.5-3B); if they are on the host half of that
+    (12 layers of Qwen2.5-3B), or a billion and a head of its own (4 layers of Qwen2.5-7B). With LoRA: a billion in bf16
+    (Phi-4) and from the host (Qwen2.5-3B); else what is passed twice within a billion (12 layers of Qwen2.5-3B), of
+    which a head of its own is passed once (9 layers of Llama 3 8B).
+    """
+    parameters, is_away, half = count_parameters(config, facts), has_parameters_away(config), _LIVE_PARAMETERS / 2
+    if _is_full(config):
+        more = half + parameters.embeddings if is_away and not facts.tie_word_embeddings else 0.0
+        return (half if is_away else _LIVE_PARAMETERS) + more
+    if is_away or weight_element(config) == 2:
+        return _LIVE_PARAMETERS
+    layer = parameters.layers / max(1, facts.num_layers)
+    return half + (0.0 if facts.tie_word_embeddings else parameters.embeddings / 2 + layer)
+
+
+def _on_one_rank(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes of a model that ZeRO-3 offloads from a single GPU, with the gradients of a layer and of the head.
+
+    With nobody to gather from, DeepSpeed copies parameters as they are and keeps what is needed again soon: two slices
+    of Dolly v2 3B on an H200 held 2.4 GiB more than without, of 0.89B parameters (h200x2_recipes), and 0.5 GiB more
+    from a disk.
+    """
+    parameters, element = count_parameters(config, facts), weight_element(config)
+    whole = min(facts.num_parameters, _LIVE_PARAMETERS)  # what more was typed is counted with the buckets
+    gradients = element * parameters.layers / max(1, facts.num_layers) if _is_full(config) else 0.0
+    head = 0.0 if facts.tie_word_embeddings else 4.0 * parameters.trained_head
+    settings, again = config.parallelism, 0
+    if isinstance(settings, ZeroConfig) and settings.offload_parameters is Offload.nvme:
+        again = parameters.embeddings
+    return element * (whole + again) + gradients + head
+
+
+def _typed_buckets(zero: ZeroConfig, facts: ModelFacts) -> float:
+    """Numbers that ZeRO-3 reduces and gathers ahead at once if that was typed; the Trainer's choices are small.
+
+    Qwen2.5-3B on 4 H200 held 58.9 GiB with buckets of 2e8 and 2e9 live parameters: 49.8 without this, 57.6 with it.
+    """
+    reduced = (zero.reduce_bucket_size or 0) * (1.0 if zero.overlap_comm is False else _OVERLAPPING_BUCKETS)
+    live = max(0, min(zero.max_live_parameters or 0, facts.num_parameters) - _LIVE_PARAMETERS)
+    return reduced + (zero.prefetch_bucket_size or 0) + live

@@ -1,0 +1,173 @@
+"""What one layer needs at work, in addition to what it keeps: gradients and intermediate results of its inner numbers.
+
+Found by recording which tensors are alive while transformers 5.23 and PEFT 0.21 compute a layer on tensors without
+memory (tests/plan/memory/live_tensors.py does it again), and by runs of compiled layers. `hidden` and `inner` are the
+sizes of the model, `element` is the number of bytes of one number.
+"""
+
+from __future__ import annotations
+
+from tunebook.config.choices import Checkpointing, Compute, PeftMethod
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import FsdpConfig, RunConfig
+from tunebook.facts.attention import attention_facts
+from tunebook.facts.sharing import is_cast_by_deepspeed
+from tunebook.plan.memory.kept import (
+    adapted,
+    adapts_inner,
+    attended_length,
+    fp32_of_four_bits,
+    gives_fp32,
+    has_dropout,
+    inputs_of_layers,
+    kept_by_layers,
+    kept_by_one_layer,
+    left_by_offloading,
+    mask_bytes,
+    stream_element,
+    tokens_per_pass,
+)
+from tunebook.plan.memory.states import product_element
+
+# TRL's activation offloading holds 5 tensors that are being copied, and the next one (trl 1.16,
+# models/activation_offloading.py): inputs of layers, or in bytes per hidden number what the last norm and product save.
+_BEING_COPIED, _BEING_COPIED_BYTES = 6, 8
+# Architectures with a norm after the feed-forward network, by what the names of their classes begin with.
+NORM_AFTER_INNER = ("Exaone4", "Gemma2", "Gemma3", "Glm4", "Olmo2", "Olmo3")
+# Bytes per inner number that an adapter on these needs in the backward pass of a compiled layer.
+_WORK_OF_ADAPTERS = {"gate_proj": 4, "up_proj": 2, "gate_up_proj": 6}
+
+
+def is_recomputed(config: RunConfig) -> bool:
+    """Whether activation checkpointing computes whole layers again."""
+    return config.activation.checkpointing is Checkpointing.enabled
+
+
+def kept_on_device(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes of one pass that all layers keep on the GPU, with the mask."""
+    if is_recomputed(config):
+        on_device = _BEING_COPIED / max(1, facts.num_layers) if config.activation.offload else 1.0
+        return mask_bytes(config) + inputs_of_layers(config, facts) * min(1.0, on_device)
+    kept = kept_by_layers(config, facts)
+    if config.activation.offload:
+        being_copied = float(_BEING_COPIED_BYTES * tokens_per_pass(config) * facts.hidden_size)
+        kept = min(kept, left_by_offloading(config, facts) + being_copied)
+    return mask_bytes(config) + kept
+
+
+def forward_work(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes that the last layer needs in its forward pass in addition to what all layers keep.
+
+    An adapter in fp32 on the layer that reads the inner numbers needs those and its dropout's output in fp32. With
+    offloading gate, up, their product and what comes of it have not been copied yet.
+    """
+    tokens, is_fp32 = tokens_per_pass(config), config.precision.compute is Compute.fp32
+    if is_recomputed(config):
+        return 0.0
+    if config.activation.offload:
+        inner = 20 if is_fp32 else (17 if has_dropout(config) else 12) if _reads_fp32(config) else 10
+        at_work = tokens * (8.0 * facts.hidden_size + inner * facts.intermediate_size)
+        return min(at_work, 2 * kept_by_one_layer(config, facts))
+    if config.model.compile_layers or config.peft.method is PeftMethod.full or not adapts_inner(config):
+        return 0.0
+    inner = 4 if is_fp32 else (10 if has_dropout(config) else 6) if _reads_fp32(config) else 2
+    return float(tokens * inner * facts.intermediate_size)
+
+
+def backward_work(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes that a layer needs in its backward pass in addition to what all layers keep.
+
+    A layer that is computed again has all that it keeps, but for its input, which is kept anyway.
+    """
+    at_inner, softmax = _inner_work(config, facts), _softmax_work(config, facts)
+    if is_recomputed(config):
+        return kept_by_one_layer(config, facts) + max(0.0, at_inner, softmax)
+    return 0.0 if config.activation.offload else max(at_inner, softmax)
+
+
+def _inner_work(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes at work when the backward pass of a layer is at its inner numbers."""
+    compute = _compiled_work if config.model.compile_layers else _plain_work
+    hidden, inner = compute(config, facts)
+    return max(0.0, tokens_per_pass(config) * (hidden * facts.hidden_size + inner * facts.intermediate_size))
+
+
+def _plain_work(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
+    """Bytes per hidden and per inner number of a layer that is not compiled, as the live tensors were recorded.
+
+    Four-bit weights that give fp32: by eight runs of 5 layers of Qwen2.5-7B (h200_quantised).
+    """
+    stream, element, again = stream_element(config), product_element(config), is_recomputed(config)
+    if gives_fp32(config):
+        return (16 if again else -8), (7 if adapts_inner(config) else 9)
+    if not again:
+        return (6, 4) if _reads_fp32(config) else (0, element)
+    hidden = 0 if stream == 4 else stream  # the gradient of its output; in fp32 it takes the place of the input
+    if not _is_adapter_in_16_bits(config):
+        return hidden, 2 * element
+    if _reads_fp32(config):
+        return hidden + stream + 6, 2 * element + (6 if has_dropout(config) else 2)
+    if not adapts_inner(config):
+        return hidden, 2 * element + 2
+    return (hidden + stream + 6, 2 * element - 2) if has_dropout(config) else (hidden, 2 * element)
+
+
+def _compiled_work(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
+    """Bytes per hidden and per inner number of a compiled layer.
+
+    The product of gate and up is computed again, in one kernel with two gradients that are written to new memory:
+    recorded on an H100 and on a CPU. A norm that follows needs the product before, and then they overwrite it.
+    """
+    again, is_selective = is_recomputed(config), config.activation.checkpointing is Checkpointing.selective
+    if _is_adapter_in_16_bits(config):
+        more = 2 if is_selective and not again else 0
+        return (4 if again and stream_element(config) == 2 else 0), _adapter_work(config, facts) + more
+    if not again and not (is_selective and config.peft.method is PeftMethod.full):
+        return 0, 0
+    has_norm_after = facts.architecture.startswith(NORM_AFTER_INNER)
+    products = (4 if is_selective else 3) - (2 if has_norm_after else 0)
+    return (0 if again else stream_element(config)), products * product_element(config)
+
+
+def _adapter_work(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes per inner number of a compiled layer with adapters: two gradients, and what adapters read or add to.
+
+    By 25 runs of Qwen2.5-7B and Llama 3 8B that differ in what has an adapter (h200x2_held_out, "targets").
+    """
+    named = adapted(config, facts)
+    of_adapters = sum(size for name, size in _WORK_OF_ADAPTERS.items() if name in named)
+    if gives_fp32(config):
+        of_adapters += (2 if adapts_inner(config) else 1) - round(fp32_of_four_bits(config, facts))
+    return 4 + of_adapters - (2 if has_dropout(config) and adapts_inner(config) else 0)
+
+
+def _softmax_work(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes of attention without a kernel when the gradient of its softmax is computed, all of it in fp32.
+
+    The softmax, its gradient, their product and the gradient of its input; a copy in 16 bits is gone by then.
+    """
+    if not attention_facts(config).keeps_softmax:
+        return 0.0
+    pairs = float(tokens_per_pass(config) * attended_length(config)) * facts.num_attention_heads
+    return pairs * (12 if product_element(config) == 4 else 10)
+
+
+def computes_products_again(config: RunConfig) -> bool:
+    """Whether compiled layers are trained whole and checkpointed selectively."""
+    is_full = config.peft.method is PeftMethod.full
+    is_selective = config.activation.checkpointing is Checkpointing.selective
+    return is_full and is_selective and bool(config.model.compile_layers) and not config.activation.offload
+
+
+def _is_adapter_in_16_bits(config: RunConfig) -> bool:
+    return config.peft.method is not PeftMethod.full and product_element(config) == 2
+
+
+def _reads_fp32(config: RunConfig) -> bool:
+    """Whether an adapter casts the inner numbers to its own fp32, as PEFT does.
+
+    Not if FSDP or DeepSpeed casts the adapter to bf16, nor beside 4-bit weights (peft 0.21, tuners/lora/bnb.py).
+    """
+    is_cast = isinstance(config.parallelism, FsdpConfig) or is_cast_by_deepspeed(config)
+    is_four_bit = config.peft.method is PeftMethod.qlora
+    return _is_adapter_in_16_bits(config) and not is_cast and not is_four_bit and adapts_inner(config)
