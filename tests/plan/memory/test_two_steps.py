@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 
 from tunebook.config.compose import compose
+from tunebook.data.batch import solve_batch
 from tunebook.errors import DoesNotFitError
 from tunebook.hardware.detect import Machine
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.draft import refuse_too_large
+from tunebook.plan.memory import two_steps
 from tunebook.plan.memory.gpu import Memory, MemoryPlan
-from tunebook.plan.memory.two_steps import judge_measurement
+from tunebook.plan.memory.two_steps import judge_measurement, measured_memory
 from tunebook.plan.show import memory_lines
 from tunebook.record.measurement import Measurement
 
@@ -87,3 +89,12 @@ def test_the_lines_for_people_say_when_it_was_measured():
     assert lines[1].startswith("  estimated parts of it: weights 20.0, gradients 10.0")
     assert "overhead" not in lines[1]
     assert lines[2] == "  the second of the two steps trained 12,346 tokens/s per GPU or rank"
+
+
+@pytest.mark.parametrize(("longest_row", "is_used"), [(None, True), (4096, True), (4050, True), (3600, False)])
+def test_steps_with_longer_rows_than_the_run_has_do_not_replace_the_estimate(monkeypatch, longest_row, is_used):
+    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+    config = resolve_auto(compose("qwen3b_zero2", ["hardware=hopper"]).config, machine).config
+    monkeypatch.setattr(two_steps, "recall_measurement", lambda *_: GPUS)
+    batch = replace(solve_batch(config), longest_row=longest_row)
+    assert (measured_memory(config, batch, machine) is not None) is is_used

@@ -16,11 +16,22 @@ from tunebook.plan.memory.gpu import MemoryPlan, plan_memory
 from tunebook.plan.memory.overhead import overhead_bytes
 from tunebook.record.measurement import Measurement, recall_measurement
 
+_EQUAL_ROWS = 0.98  # rows at least so long count as measured
+
 
 def measured_memory(config: RunConfig, batch: BatchPlan | None, machine: Machine | None = None) -> MemoryPlan | None:
-    """The plan by what was measured of this configuration on this machine; None if nothing was."""
+    """The plan by what was measured of this configuration on this machine; None if nothing was.
+
+    Nothing was measured either if the prepared documents make shorter rows than the two steps had: on an H100 the
+    estimate for rows of 28,800 tokens was right within 1%, and a measurement with rows of 32,768 was 12% higher.
+    """
     measurement = recall_measurement(config, batch, machine)
-    return None if measurement is None else judge_measurement(config, plan_memory(config, batch), measurement)
+    if measurement is None:
+        return None
+    longest = batch.longest_row if batch is not None else None
+    if longest and longest < _EQUAL_ROWS * measurement.row_length:
+        return None
+    return judge_measurement(config, plan_memory(config, batch), measurement)
 
 
 def judge_measurement(config: RunConfig, estimated: MemoryPlan, measurement: Measurement) -> MemoryPlan:
