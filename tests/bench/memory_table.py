@@ -1,8 +1,11 @@
 """What the memory plan says of runs that were measured on GPUs: the table of predicted and measured peaks.
 
     python tests/bench/memory_table.py [RESULTS.jsonl]
-    python tests/bench/memory_table.py --architectures [KIND ...]   (20 to 40 s for each kind, once)
-    python tests/bench/memory_table.py --held-out                   (as long for each published model, once)
+    python tests/bench/memory_table.py --architectures [KIND ...]
+    python tests/bench/memory_table.py --held-out
+
+The layers of models that are not in the book are not traced again: `architectures/` has their traces, in the modes that
+the runs had. `python -m tunebook.plan.architecture.measure CONFIG_FILE architectures/NAME.json` traces a new one.
 
 Each line of the results is planned again from its own overrides by today's code, so the table says what the plan is
 worth now; a test holds it to its bounds. Other architectures are planned from their config.json, as a user's own model
@@ -21,18 +24,22 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from gpu_draw import words_of
 from gpu_models import config_of, write_case_model
 
 from tunebook.config.compose import compose
+from tunebook.config.model_facts import ModelFacts, facts_from_json
 from tunebook.hardware.detect import Machine
+from tunebook.plan.architecture import base_model
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory import estimate_memory
 
 RESULTS = Path(__file__).parent / "results" / "h200_memory.jsonl"
 ARCHITECTURES = RESULTS.parent / "h200x2_architectures.jsonl"
 QUANTISED = RESULTS.parent / "h200_quantised.jsonl"
+TRACES = RESULTS.parent.parent / "architectures"
 _OF_CHANCE = ("h200x2_held_out.jsonl", "h100_held_out.jsonl", "h100x2_held_out.jsonl")
 HELD_OUT = [RESULTS.parent / name for name in _OF_CHANCE]
 _H200 = ["hardware=hopper", "hardware.memory_gib=140.4"]
@@ -63,6 +70,13 @@ def as_it_was_run(line: dict[str, Any]) -> list[str]:
     said = {word.partition("=")[0] for word in words}
     then = _THEN | _RECIPES_THEN.get(line["recipe"], {})
     return [*words, *(f"{key}={value}" for key, value in then.items() if key not in said)]
+
+
+def recorded_trace(config_file: Path, *, trust_remote_code: bool = False) -> ModelFacts:
+    """The trace of a model by the name of its folder, or by its kind."""
+    name = config_file.parent.name
+    file = next(file for file in TRACES.glob("*.json") if file.stem == name or file.stem.endswith(f"-{name}"))
+    return facts_from_json(json.loads(file.read_text(encoding="utf-8")))
 
 
 def read_measured(file: Path = RESULTS) -> list[Measured]:
@@ -130,7 +144,8 @@ def _predicted(recipe: str | None, words: list[str], *, accumulates: bool) -> fl
     """What today's plan says of the peak, on an H200 where the words name no size, in GiB."""
     nobody = Machine(gpus=[], driver=None, num_cpus=32, host_memory_gib=256.0)
     last = {word.partition("=")[0]: word for word in [*_H200, *words]}
-    config = resolve_auto(compose(recipe, [*last.values()]).config, nobody).config
+    with mock.patch.object(base_model, "trace_file", recorded_trace):
+        config = resolve_auto(compose(recipe, [*last.values()]).config, nobody).config
     assert config.model.facts is not None
     return estimate_memory(config, config.model.facts, accumulates=accumulates).total_gib
 

@@ -85,12 +85,14 @@ def changed() -> Change:
 
     def change(config: RunConfig, values: dict[str, Any]) -> RunConfig:
         tree = OmegaConf.structured(config)
-        for key, value in values.items():
+        settings = {key: value for key, value in values.items() if key != "model.facts.measured"}
+        for key, value in settings.items():
             OmegaConf.update(tree, key, value, merge=False, force_add=True)
         result = OmegaConf.to_object(tree)
         assert isinstance(result, RunConfig)
         if result.model.facts is not None and config.model.facts is not None:
-            result.model.facts.measured = copy.deepcopy(config.model.facts.measured)  # no setting
+            layers = values.get("model.facts.measured", config.model.facts.measured)  # no setting
+            result.model.facts.measured = copy.deepcopy(layers)
         return result
 
     return change

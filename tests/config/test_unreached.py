@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 
 from tunebook.config.choices import PeftMethod
-from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.unreached import as_patterns, expression, stand_for
 from tunebook.model.parameters import count_parameters
 from tunebook.plan.auto.resolve import resolve_auto
 
+from ..plan.memory.layers import measured as traced
+
 LAYERS = [f"model.layers.{number}.{part}" for number in range(12) for part in ("gate.weight", "gate.bias", "up.weight")]
 TOWER = [f"model.tower.layers.{number}.fc.weight" for number in range(3)] + ["model.tower.norm.weight"]
-WITH_TOWER = MeasuredLayers(
-    num_layers=24, parameters=300_000_000, linear_inputs=1, adapter_parameters=1000,
+WITH_TOWER = traced(
+    num_layers=24, parameters=300_000_000, adapters={"up": [24, 976]},
     unreached_parameters=1_234_567,
 )  # fmt: skip
 EVERYTHING = ["model.embed.weight", *LAYERS, *TOWER, "head.weight"]

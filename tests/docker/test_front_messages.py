@@ -306,7 +306,7 @@ BUILDS = {
         3, ("the disk is full; Docker keeps everything under", "docker builder prune"),
     ),
     "no network for apt": (
-        "#9 0.4 E: Failed to fetch http://deb.debian.org/debian/dists  Temporary failure resolving 'deb.debian.org'",
+        "#9 0.4 E: Failed to fetch http://mirror.invalid/debian/dists  Temporary failure resolving 'mirror.invalid'",
         2, ("no network inside the build", "NETWORK=host", "make pull"),
     ),
     "no network for pip": (

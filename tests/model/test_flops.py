@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tunebook.config.model_facts import MeasuredLayers, ModelFacts
+from tunebook.config.model_facts import ModelFacts
 from tunebook.model.flops import (
     attended_length_tokens,
     flops_per_token,
     model_flops_utilisation,
     recomputed_flops_per_token,
 )
+
+from ..plan.memory.layers import measured as traced
 
 
 def qwen_3b() -> ModelFacts:
@@ -59,7 +61,7 @@ def test_checkpointing_computes_the_forward_pass_again() -> None:
 
 def test_only_active_experts_count() -> None:
     facts = qwen_3b()
-    facts.measured = MeasuredLayers(
+    facts.measured = traced(
         num_layers=36, parameters=2_000_000_000, linear_inputs=1, adapter_parameters=1, active_parameters=500_000_000
     )
     active = 3_085_938_688 - 1_500_000_000
@@ -72,7 +74,7 @@ def test_only_active_experts_count() -> None:
 
 def test_unreached_parts_do_not_count() -> None:
     facts = qwen_3b()
-    facts.measured = MeasuredLayers(
+    facts.measured = traced(
         num_layers=36, parameters=2_000_000_000, linear_inputs=1, adapter_parameters=1,
         unreached_parameters=400_000_000,
     )  # fmt: skip

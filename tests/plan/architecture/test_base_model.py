@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.choices import Weights
-from tunebook.config.model_facts import MeasuredLayers, ModelFacts
+from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
 from tunebook.model import base_config
 from tunebook.model.base_config import (
     ENCODER_DECODERS,
     ENCODERS,
-    config_file,
     model_folder_problem,
     read_dtype,
     read_quantiser,
@@ -23,6 +21,8 @@ from tunebook.model.base_config import (
 )
 from tunebook.plan.architecture import base_model
 from tunebook.plan.architecture.base_model import read_facts
+
+from ..memory.layers import measured as traced
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float16", "num_hidden_layers": 2,
@@ -51,7 +51,7 @@ def model(tmp_path):
 def built(monkeypatch):
     """The files for which a model would have been built on the meta device."""
     files = []
-    monkeypatch.setattr(base_model, "measured_facts", lambda file, trust_remote_code: files.append(file))
+    monkeypatch.setattr(base_model, "trace_file", lambda file, trust_remote_code: files.append(file))
     return files
 
 
@@ -59,26 +59,6 @@ def built(monkeypatch):
     "changes",
     [
         {},
-        {"tie_word_embeddings": True},
-        {"tie_word_embeddings": None},
-        {"attention_bias": True, "mlp_bias": True},
-        {"num_key_value_heads": None},
-        {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
-        {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
-    ],
-    ids=lambda changes: "-".join(map(str, changes)) or "llama",
-)
-def test_the_formula_counts_every_parameter_of_a_llama_like_model(model, built, tmp_path, changes):
-    facts = read_facts(model(**changes))
-    real = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    assert facts is not None and built == []
-    assert facts.num_parameters == sum(parameter.numel() for parameter in real.parameters())
-    assert facts.tie_word_embeddings is (real.get_output_embeddings().weight is real.get_input_embeddings().weight)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
         {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]},
         {"head_dim": 8},
         {"architectures": ["LlamaModel"]},
@@ -89,94 +69,22 @@ def test_the_formula_counts_every_parameter_of_a_llama_like_model(model, built, 
     ],
     ids=str,
 )
-def test_everything_else_is_built_on_the_meta_device(model, built, tmp_path, changes):
+def test_what_is_not_in_the_book_is_traced_on_the_meta_device(model, built, tmp_path, changes):
     assert read_facts(model(**changes)) is None
     assert built == [tmp_path / "config.json"]
 
 
-def test_an_architecture_that_is_named_alone_is_read_as_the_only_one_of_a_list(model, built):
-    facts = read_facts(model(architectures="LlamaForCausalLM"))
-    assert built == []
-    assert facts == read_facts(model())
+def test_the_quickstarts_own_model_needs_no_trace():
+    """Its config.json is known by its content, wherever it lies."""
+    facts = read_facts(ModelConfig(path="book:recipes/quickstart/model", weights=Weights.random))
+    assert facts is not None and facts.measured is not None and facts.measured.is_of_the_book
 
 
-def test_facts_of_a_group_file_are_believed(built):
+def test_facts_of_a_group_file_are_believed(built, monkeypatch):
+    monkeypatch.setattr(base_model, "trace_stated", lambda facts: None)
     facts = ModelFacts(architecture="XForCausalLM")
     assert read_facts(ModelConfig(name="organisation/model", facts=facts)) is facts
     assert built == []
-
-
-@pytest.mark.parametrize("named", [None, []], ids=str)
-def test_a_file_that_names_no_class_is_known_by_its_kind(model, built, named):
-    assert read_facts(model(architectures=named)) == read_facts(model())
-    assert built == []
-
-
-@pytest.mark.parametrize("weights", list(Weights), ids=lambda weights: weights.name)
-def test_the_formula_is_for_quantised_layers_too(model, built, weights):
-    named = model(quantization_config=BY_BITSANDBYTES)
-    named.weights = weights
-    assert read_facts(named) == read_facts(model())
-    assert built == []
-
-
-def test_packed_weights_are_not_counted(model, tmp_path):
-    header = json.dumps({"weight": {"dtype": "U8", "shape": [7, 1], "data_offsets": [0, 7]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"0" * 7)
-    plain, packed = read_facts(model()), read_facts(model(quantization_config=BY_BITSANDBYTES))
-    assert plain is not None and packed is not None
-    assert (plain.num_parameters, packed.num_parameters) == (7, 4944)
-
-
-@pytest.fixture
-def stored(tmp_path):
-    """`stored("model.safetensors", 7)`: a file whose header tells of that many parameters."""
-
-    def write(name, num_parameters):
-        header = json.dumps({name: {"dtype": "U8", "shape": [num_parameters, 1], "data_offsets": [0, 0]}}).encode()
-        (tmp_path / name).write_bytes(len(header).to_bytes(8, "little") + header)
-
-    return write
-
-
-SHARDS = {"model-00001-of-00002.safetensors": 500, "model-00002-of-00002.safetensors": 30}
-
-
-@pytest.mark.parametrize(
-    ("files", "indexed", "expected"),
-    [
-        ({"model.safetensors": 7, "consolidated.safetensors": 7}, [], 7),
-        (SHARDS | {"consolidated.safetensors": 530}, SHARDS, 530),
-        (SHARDS | {"model.safetensors": 7}, SHARDS, 7),
-        ({"model-00001-of-00002.safetensors": 500}, SHARDS, 4944),
-        ({"consolidated.safetensors": 7}, [], 4944),
-    ],
-    ids=["beside one file", "beside shards", "one file before shards", "a shard is absent", "only another library's"],
-)
-def test_only_files_that_transformers_reads_are_counted(model, stored, tmp_path, files, indexed, expected):
-    """A folder as Mistral publishes it holds every weight twice; a download that broke off holds too few."""
-    for name, num_parameters in files.items():
-        stored(name, num_parameters)
-    if indexed:
-        index = {"weight_map": {f"{name}.{part}": name for name in indexed for part in "ab"}}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    facts = read_facts(model())
-    assert facts is not None and facts.num_parameters == expected
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": ["a"]}', '{"weight_map": {"a": 1}}', "{}"])
-def test_an_index_that_is_none_leaves_the_number_to_the_formula(model, tmp_path, text):
-    (tmp_path / "model.safetensors.index.json").write_text(text)
-    facts = read_facts(model())
-    assert facts is not None and facts.num_parameters == 4944
-
-
-def test_quantised_layers_of_a_hub_model_are_built_or_the_cache_would_not_be_asked_of_them(model, built, monkeypatch):
-    file = config_file(model(quantization_config=BY_BITSANDBYTES))
-    for module in (base_config, base_model):
-        monkeypatch.setattr(module, "config_file", lambda _: file)
-    assert read_facts(ModelConfig(name="organisation/model")) is None
-    assert built == [file]
 
 
 @pytest.mark.parametrize(
@@ -206,7 +114,7 @@ UNSTATED = (
 
 @pytest.mark.parametrize("changes", UNSTATED, ids=str)
 def test_sizes_that_are_left_to_transformers_are_asked_of_it(model, monkeypatch, changes):
-    monkeypatch.setattr(base_model, "measured_facts", lambda file, trust_remote_code: FOUND)
+    monkeypatch.setattr(base_model, "trace_file", lambda file, trust_remote_code: FOUND)
     assert read_facts(model(**changes)) is FOUND
 
 
@@ -267,10 +175,6 @@ def test_a_file_that_is_no_text(model, tmp_path):
             {"hidden_size": 10**7, "intermediate_size": 10**8, "num_hidden_layers": 60},
             r"says sizes that together make at least 6\.6e16 parameters, and no model has more than 1e15; correct",
         ),
-        (
-            {"hidden_size": 10**6, "intermediate_size": 10**7, "num_hidden_layers": 60},
-            "make at least 2e15 parameters, and no",
-        ),
         ({"hidden_size": 16.5}, "says hidden_size=16.5, which is no whole number"),
         ({"hidden_size": "16"}, 'says hidden_size="16", which is no whole number'),
         ({"num_hidden_layers": True}, "says num_hidden_layers=true, which is no whole number"),
@@ -302,8 +206,8 @@ def test_sizes_that_no_model_has(model, built, changes, said):
 
 @pytest.mark.parametrize("experts", [0, 1, 2, None, [2, 4]], ids=str)
 def test_a_dense_model_may_name_experts_too(model, built, experts):
-    assert read_facts(model(num_experts=experts, num_experts_per_tok=2)) is not None
-    assert built == []
+    read_facts(model(num_experts=experts, num_experts_per_tok=2))
+    assert len(built) == 1
 
 
 def test_heads_of_a_stated_size_need_not_divide(model, built):
@@ -311,12 +215,10 @@ def test_heads_of_a_stated_size_need_not_divide(model, built):
     assert len(built) == 1
 
 
-@pytest.mark.parametrize("kept", [{}, {"model_type": "gemma2"}], ids=["formula", "meta device"])
-def test_weights_of_no_stated_format_are_fp32_as_transformers_has_it(model, built, kept):
-    named = model(dtype=None, **kept)
-    facts = read_facts(named)
-    assert read_dtype(named) == "float32"
-    assert (facts is None) == bool(built) and (facts is None or facts.dtype == "float32")
+def test_weights_of_no_stated_format_are_fp32_as_transformers_has_it(model, built):
+    named = model(dtype=None)
+    read_facts(named)
+    assert read_dtype(named) == "float32" and len(built) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "torch.bfloat16", 5])
@@ -356,7 +258,8 @@ def test_a_config_that_cannot_be_read_says_nothing_of_quantisation(model):
 def test_the_cache_is_not_asked_for_more_than_the_facts_of_a_group_file(monkeypatch):
     for module in (base_config, base_model):
         monkeypatch.setattr(module, "config_file", lambda _: pytest.fail("asked"))
-    named = ModelConfig(name="organisation/model", facts=ModelFacts(architecture="XForCausalLM"))
+    layers = traced(is_of_the_book=True)
+    named = ModelConfig(name="organisation/model", facts=ModelFacts(architecture="XForCausalLM", measured=layers))
     assert read_quantiser(named) is None and why_not_causal(named) is None
 
 
@@ -364,7 +267,7 @@ def test_the_cache_is_asked_where_the_layers_were_measured(model, monkeypatch, t
     model(quantization_config={"quant_method": "gptq"})
     for module in (base_config, base_model):
         monkeypatch.setattr(module, "config_file", lambda _: tmp_path / "config.json")
-    facts = ModelFacts(architecture="LlamaForCausalLM", measured=MeasuredLayers())
+    facts = ModelFacts(architecture="LlamaForCausalLM", measured=traced())
     assert read_quantiser(ModelConfig(name="organisation/model", facts=facts)) == "gptq"
 
 

@@ -18,11 +18,12 @@ from tunebook.config.choices import (
     Strategy,
     WrapPolicy,
 )
-from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.facts.architectures import COMPILED_ARCHITECTURES, VARLEN_ARCHITECTURES
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.rules import check
+
+from ..memory.layers import measured as traced
 
 H200 = ("NVIDIA H200", (9, 0))
 A100 = ("NVIDIA A100-SXM4-80GB", (8, 0))
@@ -259,7 +260,7 @@ def test_an_attention_that_the_architecture_lacks_is_not_taken(
 ):
     facts = undecided.model.facts
     facts.architecture = architecture
-    facts.measured = MeasuredLayers(
+    facts.measured = traced(
         num_layers=facts.num_layers, parameters=1000, linear_inputs=10, adapter_parameters=10, attention=attention
     )
     resolution = resolve_auto(undecided, machine())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import struct
 
 import pytest
 
@@ -365,7 +364,7 @@ LLAMA_LORA = ("model=llama3_8b", *LORA_IN_FP32, "training.global_samples=64", "d
     ("words", "row", "kept"),
     [
         # Where parts are computed again anyway, and where rows would be very short otherwise, LoRA gains, too.
-        ((*LLAMA_LORA, "hardware.memory_gib=56", "training.max_length=512"), 3072, "selective"),
+        ((*LLAMA_LORA, "hardware.memory_gib=56", "training.max_length=512"), 2560, "selective"),
         (
             (*LORA_IN_FP32, "dataset.mean_tokens=200", "hardware.memory_gib=24", "training.max_length=256"),
             2048,
@@ -416,20 +415,6 @@ def test_facts_are_read_from_a_folder(undecided, machine, tmp_path):
     # 2 x 32 x 8 embeddings; per layer 2 x 8 x (8 + 4) attention, 3 x 8 x 16 feed-forward, 2 x 8 norms; the last norm
     assert facts.num_parameters == 512 + 2 * (192 + 384 + 16) + 8
     assert (facts.architecture, facts.dtype) == ("LlamaForCausalLM", "float16")
-
-
-def test_parameters_are_counted_in_the_safetensors_header(undecided, machine, tmp_path):
-    write_config(tmp_path)
-    header = json.dumps({
-        "__metadata__": {"format": "pt"},
-        "a": {"dtype": "F16", "shape": [3, 5], "data_offsets": [0, 30]},
-        "b": {"dtype": "F16", "shape": [7], "data_offsets": [30, 44]},
-    }).encode()  # fmt: skip
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(44))
-    undecided.model = ModelConfig(path=str(tmp_path))
-    facts = resolve_auto(undecided, machine(V100)).config.model.facts
-    assert facts is not None
-    assert facts.num_parameters == 22
 
 
 def test_unknown_sizes_are_no_error(undecided, machine, tmp_path):

@@ -30,8 +30,9 @@ from tunebook.config.choices import (
     Weights,
     WrapPolicy,
 )
-from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import FsdpConfig, MixturePart, ParallelismConfig, RayConfig, SlurmConfig, ZeroConfig
+
+from ..memory.layers import measured as traced
 
 ON_CPU = {
     "hardware.generation": Generation.cpu,
@@ -69,10 +70,10 @@ def fsdp(strategy: Strategy, **settings: Any) -> dict[str, Any]:
 FP8 = {"precision.compute": Compute.fp8}
 COMPILED = {"model.compile_layers": True, "attention.implementation": Attention.varlen_attention}
 DDP = {"parallelism": ParallelismConfig(strategy=Strategy.ddp), **ON_8}
-MEASURED = MeasuredLayers(
+MEASURED = traced(
     num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, attention=["eager", "flash_attention_2"]
 )
-EXPERTS = MeasuredLayers(
+EXPERTS = traced(
     num_layers=2, parameters=900, active_parameters=300, linear_inputs=10, adapter_parameters=90,
     attention=["eager", "sdpa", "flash_attention_2"],
 )  # fmt: skip

@@ -22,9 +22,10 @@ from tunebook.config.choices import (
     Switch,
     Weights,
 )
-from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import FsdpConfig, ZeroConfig
 from tunebook.plan.rules import check
+
+from ..memory.layers import measured as traced
 
 BY = {
     "gptq": {"quant_method": "gptq", "bits": 4},
@@ -197,7 +198,7 @@ def test_the_lengths_of_generated_documents_are_about_those_of_the_plan(sound, c
     assert typed(fix)["training.global_samples"] == pytest.approx(500_000 / planned, rel=0.06)
 
 
-UNKNOWN = MeasuredLayers(num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1)
+UNKNOWN = traced(num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1)
 
 
 @pytest.mark.parametrize(

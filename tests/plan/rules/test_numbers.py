@@ -31,6 +31,8 @@ def numeric_keys(kind: type, prefix: str = "") -> Iterator[str]:
     """Every key of a schema that holds a number."""
     hints = get_type_hints(kind)
     for each in dataclasses.fields(kind):
+        if each.metadata.get("omegaconf_ignore"):  # no setting
+            continue
         members = [member for member in (get_args(hints[each.name]) or (hints[each.name],)) if isinstance(member, type)]
         key = prefix + each.name
         if any(dataclasses.is_dataclass(member) for member in members) and each.name != "parts":

@@ -24,7 +24,6 @@ from tunebook.config.choices import (
     Weights,
 )
 from tunebook.config.compose import parse_overrides
-from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.ranges import RANGES
 from tunebook.config.schema import (
     FsdpConfig,
@@ -39,6 +38,7 @@ from tunebook.plan.rules import (
     numbers,
 )
 
+from ..memory.layers import measured as traced
 from .rule_cases import CASES, DDP, IN_TOKENS, ON_1, PADDED_DDP, SLURM, fsdp
 
 # What the config.json of some models says, each in a folder of this name.
@@ -242,7 +242,7 @@ def test_packing_that_leaks_is_given_up_at_once_whatever_counts_the_batch(sound,
 
 
 def test_an_attention_that_the_model_has_not_is_exchanged_with_the_packing_that_it_alone_allows(sound, changed):
-    only_eager = MeasuredLayers(
+    only_eager = traced(
         num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, attention=["eager", "flash_attention_3"]
     )
     values = {"model.facts.architecture": "GptOssForCausalLM", "model.facts.measured": only_eager}

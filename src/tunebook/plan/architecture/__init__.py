@@ -81,7 +81,10 @@ def _shipped(config_file: Path) -> ModelFacts | None:
     """The facts of a model in the book that has a config.json there."""
     own = [answer for answer in shipped_answers() if "config_sha256" in answer]
     found = sha256_file(config_file) if own else ""
-    return next((facts_from_json(answer) for answer in own if answer["config_sha256"] == found), None)
+    answer = next((answer for answer in own if answer["config_sha256"] == found), None)
+    if answer is None:
+        return None
+    return facts_from_json(answer | {"measured": answer["measured"] | {"is_of_the_book": True}})
 
 
 @cache

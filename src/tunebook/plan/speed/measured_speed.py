@@ -3,7 +3,7 @@
 Two tables: what one GPU reached by itself, and what a strategy lost of it to communication and bookkeeping. All on
 H200s, with random weights and generated documents, since neither changes the speed. A loss is kept in seconds of a
 pass and not as a share, because it is the same bytes and the same calls however long the computing takes.
-tests/plan/test_throughput.py holds runs that are in neither table against what follows from them.
+tests/plan/speed/test_throughput.py holds runs that are in neither table against what follows from them.
 """
 
 from __future__ import annotations
