@@ -72,7 +72,7 @@ def as_it_was_run(line: dict[str, Any]) -> list[str]:
     return [*words, *(f"{key}={value}" for key, value in then.items() if key not in said)]
 
 
-def recorded_trace(config_file: Path, *, trust_remote_code: bool = False) -> ModelFacts:
+def recorded_trace(config_file: Path, **_: bool) -> ModelFacts:
     """The trace of a model by the name of its folder, or by its kind."""
     name = config_file.parent.name
     file = next(file for file in TRACES.glob("*.json") if file.stem == name or file.stem.endswith(f"-{name}"))

@@ -51,7 +51,7 @@ def model(tmp_path):
 def built(monkeypatch):
     """The files for which a model would have been built on the meta device."""
     files = []
-    monkeypatch.setattr(base_model, "trace_file", lambda file, trust_remote_code: files.append(file))
+    monkeypatch.setattr(base_model, "trace_file", lambda file, **_: files.append(file))
     return files
 
 
@@ -114,7 +114,7 @@ UNSTATED = (
 
 @pytest.mark.parametrize("changes", UNSTATED, ids=str)
 def test_sizes_that_are_left_to_transformers_are_asked_of_it(model, monkeypatch, changes):
-    monkeypatch.setattr(base_model, "trace_file", lambda file, trust_remote_code: FOUND)
+    monkeypatch.setattr(base_model, "trace_file", lambda file, **_: FOUND)
     assert read_facts(model(**changes)) is FOUND
 
 

@@ -231,7 +231,7 @@ class TestRulesDecideToo:
         assert chosen(resolve_auto(config, machine(*[H200] * 2, memory=80.0)))[0] == "fsdp"
 
     def test_also_where_the_size_is_not_known(self, run, machine, monkeypatch):
-        monkeypatch.setattr("tunebook.plan.auto.resolve.read_facts", lambda model: None)
+        monkeypatch.setattr("tunebook.plan.auto.resolve.read_facts", lambda model, **_: None)
         config = run()
         strategy, why = chosen(resolve_auto(config, machine(H200, H200)))
         assert strategy == "fsdp"

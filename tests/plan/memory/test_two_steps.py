@@ -96,5 +96,5 @@ def test_steps_with_longer_rows_than_the_run_has_do_not_replace_the_estimate(mon
     machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
     config = resolve_auto(compose("qwen3b_zero2", ["hardware=hopper"]).config, machine).config
     monkeypatch.setattr(two_steps, "recall_measurement", lambda *_: GPUS)
-    batch = replace(solve_batch(config), longest_row=longest_row)
+    batch = replace(solve_batch(config, None), longest_row=longest_row)
     assert (measured_memory(config, batch, machine) is not None) is is_used

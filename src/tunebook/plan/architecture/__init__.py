@@ -40,9 +40,10 @@ STATED_FACTS = "stated_facts"  # the key of sizes in the place of a config.json
 _PACKAGES = ("torch", "transformers", "peft")
 
 
-def trace_file(config_file: Path, *, trust_remote_code: bool = False) -> ModelFacts | None:
+def trace_file(config_file: Path, *, trust_remote_code: bool = False, is_fp32_only: bool = False) -> ModelFacts | None:
     """The facts of the model that a config.json describes; None if torch or transformers is not installed.
 
+    `is_fp32_only`: without what a run on a GPU needs, in a fraction of the time.
     Raises: RequestError if transformers has no such causal language model, or cannot build it.
     """
     if (shipped := _shipped(config_file)) is not None:
@@ -51,11 +52,12 @@ def trace_file(config_file: Path, *, trust_remote_code: bool = False) -> ModelFa
     if versions["torch"] is None or versions["transformers"] is None:
         return None
     key = hashlib.sha256(config_file.read_bytes() + json.dumps([_FORM, versions], sort_keys=True).encode()).hexdigest()
-    cached = cache_root() / "architectures" / f"{key}.json"
-    facts = _read(cached)
+    folder = cache_root() / "architectures"
+    whole, cached = folder / f"{key}.json", folder / f"{key}{'.fp32' if is_fp32_only else ''}.json"
+    facts = _read(whole) or (_read(cached) if is_fp32_only else None)
     if facts is None:
         _say_once(f"tracing the layers of {config_file}, once: this takes 5 to 180 s, longer on a busy machine")
-        answer = _ask(config_file, trust_remote_code)
+        answer = _ask(config_file, trust_remote_code, is_fp32_only)
         if "error" in answer:
             raise _refusal(config_file, answer, trust_remote_code)
         facts = facts_from_json(answer)
@@ -63,7 +65,7 @@ def trace_file(config_file: Path, *, trust_remote_code: bool = False) -> ModelFa
     return facts
 
 
-def trace_stated(facts: ModelFacts) -> MeasuredLayers | None:
+def trace_stated(facts: ModelFacts, *, is_fp32_only: bool = False) -> MeasuredLayers | None:
     """The layers of an architecture with stated sizes that no model of the book has; None if they cannot be traced."""
     sizes = asdict(facts)
     del sizes["measured"]
@@ -71,7 +73,7 @@ def trace_stated(facts: ModelFacts) -> MeasuredLayers | None:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps({STATED_FACTS: sizes}), encoding="utf-8")
         try:
-            traced = trace_file(file)
+            traced = trace_file(file, is_fp32_only=is_fp32_only)
         except RequestError:  # a rule or the loader refuses it in the words of what was typed
             return None
     return None if traced is None else traced.measured
@@ -109,7 +111,7 @@ def _read(file: Path) -> ModelFacts | None:
         return None
 
 
-def _ask(config_file: Path, trust_remote_code: bool) -> dict[str, Any]:
+def _ask(config_file: Path, trust_remote_code: bool, is_fp32_only: bool) -> dict[str, Any]:
     """What the process answers. One that gives none, or takes too long, is an error in words."""
     paths = [str(Path(tunebook.__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
@@ -122,7 +124,7 @@ def _ask(config_file: Path, trust_remote_code: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="tunebook-") as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-P", "-m", "tunebook.plan.architecture.measure", str(config_file), str(answer)]
-        command += ["--trust-remote-code"] if trust_remote_code else []
+        command += ["--trust-remote-code"] * trust_remote_code + ["--fp32-only"] * is_fp32_only
         said = _run(command, environment, progress_file(answer))
         if said is None:
             return {"error": "cut-off", "reason": f"nothing new was found for {_MOST_SILENT_S:.0f} s"}

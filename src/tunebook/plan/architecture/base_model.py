@@ -50,16 +50,16 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 OWN_QUANTISER = "bitsandbytes_4bit"
 
 
-def read_facts(model: ModelConfig) -> ModelFacts | None:
+def read_facts(model: ModelConfig, *, is_fp32_only: bool = False) -> ModelFacts | None:
     """The facts of a model: its group file's, else read from its config.json; None if there is none at hand.
 
-    The layers of models that are not in the book are traced on the meta device, which takes a while, once. Nothing is
-    read of a model that a rule refuses whatever its sizes are.
+    The layers of models that are not in the book are traced on the meta device, which takes a while, once; less for a
+    run on a CPU in fp32 (`is_fp32_only`). Nothing is read of a model that a rule refuses whatever its sizes are.
     Raises: RequestError when the file cannot be read, states sizes that no model has, or an unknown architecture.
     """
     if model.facts is not None:
         if model.facts.measured is None:
-            model.facts.measured = trace_stated(model.facts)
+            model.facts.measured = trace_stated(model.facts, is_fp32_only=is_fp32_only)
         return model.facts
     config, file = read_config(model), config_file(model)
     if config is None or file is None:
@@ -68,7 +68,7 @@ def read_facts(model: ModelConfig) -> ModelFacts | None:
     sizes = {name: first_stated(text, keys) for name, keys in _NAMES.items()}
     _refuse_impossible(file, text, sizes)
     _refuse_unknown_dtype(file, config)
-    return None if _is_refused_anyway(model, config) else _traced(model, file, sizes)
+    return None if _is_refused_anyway(model, config) else _traced(model, file, sizes, is_fp32_only)
 
 
 def _is_refused_anyway(model: ModelConfig, config: dict[str, Any]) -> bool:
@@ -77,12 +77,12 @@ def _is_refused_anyway(model: ModelConfig, config: dict[str, Any]) -> bool:
     return quantiser not in (None, OWN_QUANTISER) or why_config_is_not_causal(model, config) is not None
 
 
-def _traced(model: ModelConfig, file: Path, sizes: dict[str, Any]) -> ModelFacts | None:
+def _traced(model: ModelConfig, file: Path, sizes: dict[str, Any], is_fp32_only: bool) -> ModelFacts | None:
     """The facts as traced on the meta device; None if torch is not installed.
 
     Raises: RequestError if it is not installed, and the file leaves to transformers what it alone would know.
     """
-    traced = trace_file(file, trust_remote_code=model.trust_remote_code)
+    traced = trace_file(file, trust_remote_code=model.trust_remote_code, is_fp32_only=is_fp32_only)
     if traced is not None:
         _refuse_too_large(file, traced.num_parameters)
         return traced

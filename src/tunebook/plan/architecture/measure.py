@@ -83,7 +83,11 @@ _OTHER_KINDS: tuple[tuple[Any, str], ...] = (
 
 
 def describe(
-    config_file: Path, *, trust_remote_code: bool, on_found: Callable[[], None] = lambda: None
+    config_file: Path,
+    *,
+    trust_remote_code: bool,
+    is_fp32_only: bool = False,
+    on_found: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """`model.facts` as plain values, or `error` and `reason`. `on_found` is called for each part of what takes long."""
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -100,7 +104,7 @@ def describe(
         return {"error": "cannot-build", "reason": _said(error)}
     if model.get_output_embeddings() is None or model.get_input_embeddings() is None:
         return {"error": "unknown-architecture", "reason": f"{type(model).__name__} has no output head over its words"}
-    return _facts(config, model, options, on_found)
+    return _facts(config, model, options, on_found, is_fp32_only)
 
 
 def _config(config_file: Path, options: dict[str, Any]) -> Any:
@@ -147,13 +151,15 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
-def _facts(config: Any, model: Any, options: dict[str, Any], on_found: Callable[[], None]) -> dict[str, Any]:
+def _facts(
+    config: Any, model: Any, options: dict[str, Any], on_found: Callable[[], None], is_fp32_only: bool
+) -> dict[str, Any]:
     text = config.get_text_config(decoder=True)
     layers = decoder_layers(text_decoder(model), text.num_hidden_layers)
     words = model.get_input_embeddings().weight
     linear: list[Any] = [module for module in layers.modules() if is_linear(module)]
-    saved = measure_saved(config, layers, options, on_found)
-    beside = measure_saved(config, layers, options, on_found, True) if has_stacked_experts(model) else {}
+    saved = measure_saved(config, layers, options, on_found, False, is_fp32_only)
+    beside = measure_saved(config, layers, options, on_found, True, is_fp32_only) if has_stacked_experts(model) else {}
     try:
         unreached = _unreached(config, options)
     except RuntimeError as error:
@@ -320,6 +326,7 @@ def main() -> None:
     parser.add_argument("config_file", type=Path, nargs="?")
     parser.add_argument("answer_file", type=Path, nargs="?")
     parser.add_argument("--trust-remote-code", action="store_true")
+    parser.add_argument("--fp32-only", action="store_true", help="what a run on a CPU needs")
     parser.add_argument("--book", nargs="*", metavar="NAME")
     arguments = parser.parse_args()
     if arguments.book is not None:
@@ -333,7 +340,12 @@ def main() -> None:
         with progress.open("ab") as file:
             file.write(b".")
 
-    answer = describe(arguments.config_file, trust_remote_code=arguments.trust_remote_code, on_found=note)
+    answer = describe(
+        arguments.config_file,
+        trust_remote_code=arguments.trust_remote_code,
+        is_fp32_only=arguments.fp32_only,
+        on_found=note,
+    )
     arguments.answer_file.write_text(json.dumps(answer), encoding="utf-8")
 
 

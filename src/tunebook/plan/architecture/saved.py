@@ -72,6 +72,7 @@ def measure_saved(
     options: dict[str, Any],
     on_found: Callable[[], None] = lambda: None,
     beside_experts: bool = False,
+    is_fp32_only: bool = False,
 ) -> dict[str, list[int]]:
     """By "format/method/kernels" six numbers, as `MeasuredLayers` has them. A mode that cannot be run is left out.
 
@@ -80,12 +81,14 @@ def measure_saved(
     `on_found` is called whenever a mode has been looked at. `beside_experts`: with adapters on all but stacked
     experts, in layers that are not compiled.
 
-    Compiled layers are looked at only where they have attention: those that go through a row word by word, as RWKV's,
-    take minutes to compile. All others are looked at whatever a plan uses, since runs' hashes hold these numbers.
+    Compiled layers are traced only if they have attention: those that go through a row token by token, as RWKV's, take
+    minutes to compile. `is_fp32_only`: the modes of a run on a CPU, a sixth of all.
     """
     known = (config, _kinds(config, layers), options)
     has_attention = bool(getattr(config.get_text_config(decoder=True), "num_attention_heads", None))
     modes = [mode for mode in _MODES if has_attention or mode[2] not in COMPILED]
+    if is_fp32_only:
+        modes = [mode for mode in modes if mode[0] == "fp32"]
     if beside_experts:  # not compiled: with adapters on experts those are not known either, and they take a minute
         modes = [mode for mode in modes if mode[1] == "adapter" and mode[2] not in COMPILED]
     seen = [(number_format, _BESIDE if beside_experts else method, kernels) for number_format, method, kernels in modes]

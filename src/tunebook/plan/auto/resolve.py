@@ -67,7 +67,7 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     decisions = Decisions(config)
     resolved = decisions.config
     decide_hardware(decisions, machine)
-    resolved.model.facts = read_facts(resolved.model)
+    resolved.model.facts = read_facts(resolved.model, is_fp32_only=_is_in_fp32_on_a_cpu(resolved))
     _note_unreached(decisions)
     problem = hardware_problem(resolved, machine)
     decisions.decide("precision.compute", lambda: _compute(resolved))
@@ -87,6 +87,14 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
         problem=problem,
         host_memory_gib=_host_memory_gib(resolved, machine, problem),
     )
+
+
+def _is_in_fp32_on_a_cpu(config: RunConfig) -> bool:
+    """Whether nothing but fp32 is trained, whatever `auto` decides."""
+    precision = config.precision
+    is_fp32 = precision.compute in (Compute.auto, Compute.fp32)
+    is_fp32 = is_fp32 and precision.master_weights in (MasterWeights.auto, MasterWeights.fp32)
+    return is_fp32 and config.hardware.generation is Generation.cpu
 
 
 def _note_unreached(decisions: Decisions) -> None:
