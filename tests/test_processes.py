@@ -29,6 +29,7 @@ POLITE = "import time; print(flush=True); time.sleep(60)"
 # Starts the command that follows through the module under test, says its process, and waits.
 PARENT_THAT_IS_KILLED = """
 import subprocess, sys, time
+from tunebook.processes import stopping_with_parent
 
 child = subprocess.Popen(stopping_with_parent(sys.argv[1:]))
 print(child.pid, flush=True)

@@ -70,6 +70,9 @@ def test_a_second_start_imports_nothing_heavy(run_config: Configs, tmp_path: Pat
     prepare(config)
     script = f"""
 import sys
+from tunebook.config import schema
+from tunebook.config.choices import Weights
+from tunebook.data.prepare import prepare
 
 
 

@@ -194,7 +194,7 @@ def test_a_hub_model_out_of_reach_says_what_to_type(
         (asked(limit=0), "evaluation-option", "--limit 0: it must be 1 or more; leave it out for all items"),
         (asked(num_fewshot=-1), "evaluation-option", "--num-fewshot -1: it must be 0 or more"),
         (asked(batch_size="big"), "batch-size", "--batch-size big"),
-        (asked(allow_mismatch="prompt"), "unknown-mismatch", "there is no 'prompt' to differ"),
+        (asked(allow_mismatch="prompt"), "unknown-mismatch", "there is no mismatch 'prompt'"),
         (asked(tasks=["gsm8kk"]), "unknown-task", "Did you mean 'gsm8k'"),
         (asked(tasks=["leaderboard_math_hard"]), "leaderboard-math-hard", "suite=leaderboard is the other five"),
         (asked(suite="leaderbord"), "unknown-suite", "Did you mean 'leaderboard'"),

@@ -481,6 +481,7 @@ def test_a_name_that_only_the_other_nodes_know_is_warned_of_and_printed(monkeypa
 
 NODE = """
 import os, signal, sys, time
+from tunebook.launch.rendezvous import LauncherState, Link, NodeState
 
 def join(node):
     state = NodeState(node=node, ranks=[node], host="a", address="127.0.0.1", reached_at="127.0.0.1", port=4000,

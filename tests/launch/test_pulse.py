@@ -187,10 +187,12 @@ def test_the_last_that_a_rank_reported(step, phase, expected):
 
 WRITER = """
 import ctypes, os, pathlib, sys, threading, time
-
-
+from tunebook.config.choices import LauncherName
+from tunebook.config.schema import LauncherConfig
 from tunebook.launch.pulse import PulseWriter
 from tunebook.record.start_up import StartClock
+
+
 clock = StartClock()
 clock.passed("meet")
 launcher = LauncherConfig(name=LauncherName.local, timeout_s=int(sys.argv[2]))

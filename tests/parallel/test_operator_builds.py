@@ -22,6 +22,7 @@ from tunebook.parallel.operator_builds import ABANDONED_AFTER_S, FILE_LOCK, Oper
 
 BUILDER = """
 import sys, time
+from tunebook.parallel.operator_builds import OperatorLock
 
 lock = OperatorLock(sys.argv[1])
 assert lock.try_acquire()

@@ -47,6 +47,8 @@ def test_without_locks_runs_start_but_none_is_taken_over(tmp_path, monkeypatch):
 HOLDS = """
 import sys
 from pathlib import Path
+from tunebook.errors import RequestError
+from tunebook.record.run_folder import working_in
 
 
 

@@ -47,6 +47,7 @@ while time.monotonic() < end:
 # A sweep of one trial, to be killed.
 SWEEP = """
 import sys
+from tunebook.sweep.trial_process import Stopping, run_trial
 
 run_trial([sys.executable, "-c", sys.argv[1], sys.argv[2]], Stopping())
 """

@@ -50,6 +50,7 @@ def test_agreed_ending_cleans_up_but_skips_interpreter_exit(code):
 # was aborted in 4 of 8 tries ("terminate called without an active exception").
 GATHERING = """
 import sys
+from tunebook.train.rank_process import RankEnd
 
 end = RankEnd()
 import torch, torch.distributed as dist

@@ -33,7 +33,6 @@ from tunebook.facts.strategies import ALONE
 from tunebook.model.adapters import four_bit
 from tunebook.model.base_config import model_folder_problem
 from tunebook.model.hub import WEIGHT_FILES, check_hub_model, fetch_config, fetch_weights, hub_problem
-from tunebook.model.varlen_attention import register
 from tunebook.model.weight_files import check_stored_weights, find_weight_files, read_shapes, require_complete
 
 if TYPE_CHECKING:
@@ -238,6 +237,8 @@ def _loader() -> Any:
 
 def _options(config: RunConfig) -> dict[str, Any]:
     if attention_facts(config).needs_lengths:
+        from tunebook.model.varlen_attention import register
+
         register(config.attention.implementation)
     return {
         "attn_implementation": config.attention.implementation.value,

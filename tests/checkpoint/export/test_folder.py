@@ -58,6 +58,7 @@ def test_it_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
 EXPORTS = """
 import sys
 from pathlib import Path
+from tunebook.checkpoint.export.folder import new_folder
 
 
 

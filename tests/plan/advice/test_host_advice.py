@@ -53,7 +53,7 @@ def advised(message: str) -> dict[str, float]:
             },
         ),
         (
-            64, (*EIGHT, "parallelism=fsdp", *LONG_ROWS), "1,323.0 GiB, is activations (activation.offload=true)",
+            64, (*EIGHT, "parallelism=fsdp", *LONG_ROWS), "1,323.6 GiB, is activations (activation.offload=true)",
             {"activation=checkpointing activation.offload=false": 27.5},
         ),
         (

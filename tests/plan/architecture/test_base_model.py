@@ -81,7 +81,7 @@ def test_the_quickstarts_own_model_needs_no_trace():
 
 
 def test_facts_of_a_group_file_are_believed(built, monkeypatch):
-    monkeypatch.setattr(base_model, "trace_stated", lambda facts: None)
+    monkeypatch.setattr(base_model, "trace_stated", lambda facts, **_: None)
     facts = ModelFacts(architecture="XForCausalLM")
     assert read_facts(ModelConfig(name="organisation/model", facts=facts)) is facts
     assert built == []

@@ -151,7 +151,7 @@ def test_code_that_is_somewhere_else_or_nowhere_is_not_looked_for_in_the_folder(
 def test_no_weight_takes_memory(folder_of, monkeypatch):
     seen = []
 
-    def look(config, layers, options, on_found):
+    def look(config, layers, *_):
         seen.extend(parameter.device for parameter in layers.parameters())
         return SAVED
 

@@ -8,8 +8,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tunebook.config.choices import Attention, MasterWeights, PeftMethod
+from tunebook.config.model_facts import facts_from_json
 from tunebook.model.parameters import count_parameters
-from tunebook.plan import architecture as meta_device
 from tunebook.plan.architecture import measure, saved, targets
 from tunebook.plan.architecture.kernels import CudaAutocast
 from tunebook.plan.memory.kept import kept_by_layers
@@ -36,7 +36,7 @@ def planned(sound, folder_of, monkeypatch, answers):
         monkeypatch.setattr(saved, "_MODES", modes)
         if (kind, modes) not in answers:
             answers[kind, modes] = measure.describe(folder_of(kind) / "config.json", trust_remote_code=False)
-        sound.model.facts = meta_device._facts(answers[kind, modes])
+        sound.model.facts = facts_from_json(answers[kind, modes])
         sound.peft.method, sound.peft.rank, sound.peft.dropout = PeftMethod.lora, 3, 0.0
         sound.peft.target_modules, sound.attention.implementation = names, Attention.sdpa
         sound.packing.row_length = TOKENS

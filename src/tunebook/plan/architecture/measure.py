@@ -312,6 +312,7 @@ def trace_book(names: list[str]) -> None:
                 config_file = resolve_path(model["path"]) / "config.json"
                 own = {"config_sha256": sha256_file(config_file)}
             answer = describe(config_file, trust_remote_code=False) | own
+        answer["dtype"] = model.get("facts", {}).get("dtype", answer["dtype"])  # of the published weights
         stated = {name: value for name, value in model.get("facts", {}).items() if name != "dtype"}
         differing = [name for name, value in stated.items() if answer.get(name) != value]
         assert not differing, f"{file} states another {', '.join(differing)} than transformers has: {answer}"
