@@ -16,7 +16,8 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 from rich.text import Text
 
-from tunebook.config.frozen import config_to_yaml
+from tunebook.config.frozen import architecture_json, config_to_yaml
+from tunebook.config.model_facts import ARCHITECTURE_FILE
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.batch import BatchPlan
 from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError
@@ -93,6 +94,8 @@ def _train(config: RunConfig, folder: Path, plan: dict[str, object]) -> Outcome:
     from tunebook.data.prepare import prepare  # whose libraries a plan does not wait for
 
     prepared = prepare(config)
+    if (architecture := architecture_json(config)) is not None:
+        atomic_write_text(folder / ARCHITECTURE_FILE, architecture)
     atomic_write_text(folder / RUN_FILE, config_to_yaml(config))
     atomic_write_json(folder / PLAN_FILE, plan)
     atomic_write_json(folder / PREPARED_FILE, {"folder": str(prepared.folder)})
