@@ -16,8 +16,9 @@ from tunebook.config.choices import Attention, Compute, Generation, PackingMode
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
 from tunebook.data.template import template_hash
+from tunebook.evaluate.chat import Sampling
 from tunebook.evaluate.chat.model import ChatModel
-from tunebook.evaluate.chat.session import Sampling, Session
+from tunebook.evaluate.chat.session import Session
 from tunebook.evaluate.trained_model import stop_ids
 from tunebook.model.tokenizer import tokenizer_hash
 

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, 
 from tunebook.config.choices import Compute, Generation
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.errors import DoesNotFitError
+from tunebook.evaluate.chat import Ending, Sampling
 from tunebook.evaluate.chat.model import ChatModel, load
-from tunebook.evaluate.chat.session import Ending, Sampling, Session
+from tunebook.evaluate.chat.session import Session
 from tunebook.evaluate.target import Target
 from tunebook.model import gpu_memory
 

@@ -22,9 +22,10 @@ from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.data.corpus import CorpusKind
 from tunebook.data.encode import Encoder
 from tunebook.errors import DataError, DoesNotFitError, RequestError
+from tunebook.evaluate.chat import Ending, Generated, Sampling
 from tunebook.evaluate.chat import model as chat_model
 from tunebook.evaluate.chat.model import ChatModel, load
-from tunebook.evaluate.chat.session import Ending, Generated, Sampling, Session
+from tunebook.evaluate.chat.session import Session
 from tunebook.evaluate.chat.terminal import quiet_libraries
 from tunebook.evaluate.target import Target
 from tunebook.evaluate.trained_model import load_trained

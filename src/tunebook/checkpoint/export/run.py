@@ -19,9 +19,10 @@ from tunebook.checkpoint.export.card import ExportOrigin, card
 from tunebook.checkpoint.export.folder import check_free_space, check_target, new_folder
 from tunebook.checkpoint.export.kinds import Work, Written, base_dtype, write_adapter, write_merged, write_whole
 from tunebook.checkpoint.export.model import adapter_weights, blueprint_of, require_whole_adapter
-from tunebook.checkpoint.export.source import Source, choose_source, find_stored
-from tunebook.checkpoint.export.stored_weights import open_weights
+from tunebook.checkpoint.export.source import Form, Source, Stored, choose_source, find_stored
+from tunebook.checkpoint.export.stored_weights import StoredTensor, file_weights, sharded_weights
 from tunebook.checkpoint.export.write import compare_with_model, flush, num_bytes, refuse, short_name
+from tunebook.checkpoint.export.zero_weights import partitioned_weights
 from tunebook.config.choices import PeftMethod, Weights
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
@@ -143,7 +144,7 @@ def _plan(run: RunRecord, config: RunConfig, source: Source, *, merge: bool, dty
     has_base = _has_base(trained, config, source, merge=merge)
     blueprint = blueprint_of(config, source.folder, has_base=has_base)
     check_bound(trained, blueprint.tokenizer, config.dataset.system_prompt)
-    weights, place = open_weights(stored), str(source.folder)
+    weights, place = _open_weights(stored), str(source.folder)
     if blueprint.adapter is not None:
         weights = adapter_weights(weights)
         blueprint = replace(blueprint, adapter=require_whole_adapter(blueprint, weights, place))
@@ -168,6 +169,15 @@ def _plan(run: RunRecord, config: RunConfig, source: Source, *, merge: bool, dty
         is_merged=merge,
         has_base=has_base,
     )
+
+
+def _open_weights(stored: Stored) -> dict[str, StoredTensor]:
+    """The tensors of a folder. Raises: RequestError for files that are missing, damaged, or of another layout."""
+    if stored.form is Form.fsdp:
+        return sharded_weights(stored.folder)
+    if stored.form is Form.zero:
+        return partitioned_weights(stored.folder)
+    return file_weights(stored.files)
 
 
 def _has_base(trained: Trained | None, config: RunConfig, source: Source, *, merge: bool) -> bool:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tunebook.checkpoint.export.source import Form, Stored, damaged
+from tunebook.checkpoint.export.source import damaged
 from tunebook.checkpoint.unpickling import METADATA_FILE, load_list, restricted_unpickling, root_cause
 from tunebook.model.weight_files import Shapes
 
@@ -53,17 +53,6 @@ class StoredTensor:
 
 
 Weights = dict[str, StoredTensor]
-
-
-def open_weights(stored: Stored) -> Weights:
-    """The tensors of a folder. Raises: RequestError for files that are missing, damaged, or of another layout."""
-    if stored.form is Form.fsdp:
-        return sharded_weights(stored.folder)
-    if stored.form is Form.zero:
-        from tunebook.checkpoint.export.zero_weights import partitioned_weights
-
-        return partitioned_weights(stored.folder)
-    return file_weights(stored.files)
 
 
 def close(weights: Weights) -> None:

@@ -2,3 +2,33 @@
 
 `terminal` reads questions and shows answers, `session` keeps the history, `model` loads the model and generates.
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Ending(Enum):
+    """Why an answer ended."""
+
+    stop = "stop"  # the model wrote a token that ends a turn
+    length = "length"  # as many tokens as were asked for
+    interrupted = "interrupted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """A finished answer."""
+
+    text: str
+    ending: Ending
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen: the likeliest at temperature 0, sampled otherwise."""
+
+    max_new_tokens: int
+    temperature: float
+    seed: int

@@ -26,7 +26,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.data.template import ConversationRenderer
 from tunebook.data.template_content import Messages
 from tunebook.errors import DoesNotFitError, RequestError
-from tunebook.evaluate.chat.session import Ending, Generated, Sampling
+from tunebook.evaluate.chat import Ending, Generated, Sampling
 from tunebook.evaluate.target import Target, bare_config, without_overrides
 from tunebook.evaluate.trained_model import (
     SHARE_FOR_COPIES_OF_ONE,

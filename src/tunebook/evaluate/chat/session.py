@@ -5,41 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunebook.data.documents import Turn
 from tunebook.errors import RequestError
+from tunebook.evaluate.chat import Ending, Sampling
 from tunebook.files import atomic_write_text
 
 if TYPE_CHECKING:
     from tunebook.evaluate.chat.model import ChatModel
-
-
-class Ending(Enum):
-    """Why an answer ended."""
-
-    stop = "stop"  # the model wrote a token that ends a turn
-    length = "length"  # as many tokens as were asked for
-    interrupted = "interrupted"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generated:
-    """A finished answer."""
-
-    text: str
-    ending: Ending
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is chosen: the likeliest at temperature 0, sampled otherwise."""
-
-    max_new_tokens: int
-    temperature: float
-    seed: int
 
 
 @dataclass(frozen=True, kw_only=True)

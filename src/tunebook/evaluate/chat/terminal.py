@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.text import Text
 
 from tunebook.errors import RequestError, TunebookError, did_you_mean
-from tunebook.evaluate.chat.session import Sampling, Session, checked_text
+from tunebook.evaluate.chat import Sampling
+from tunebook.evaluate.chat.session import Session, checked_text
 from tunebook.evaluate.target import Target, find_target
 from tunebook.second_interrupt import forget_interrupts
 
