@@ -1,6 +1,6 @@
-"""Slurm: its commands, each with a time-out, what their errors mean for the user, and scripts for jobs.
+"""Run Slurm's commands with timeouts, turn their errors into advice, and write job scripts.
 
-What a run and the trials of a sweep have in common. `man sbatch` has the options.
+Shared by runs and by the trials of a sweep. `man sbatch` describes the options.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tunebook.errors import RequestError, TunebookError, did_you_mean
 
 _Answer = TypeVar("_Answer")
 
-# A controller that does not answer: Slurm's commands themselves try for minutes.
+# Timeout for an unresponsive controller; Slurm's own commands retry for minutes.
 CLIENT_TIMEOUT_S = 60.0
-SILENT_WITHIN_S = 600.0  # one that is restarted, or busy; jobs go on without it
+SILENT_WITHIN_S = 600.0  # for a controller that is restarting or busy; jobs continue without it
 SILENT_POLL_S = 2.0
 HOPELESS_FOR_S = 30.0  # a reason may pass: nodes that come back, a limit that somebody lifts
-# Why a job waits, as `scontrol show job` says it, where no waiting ends that, and what to change.
+# Pending reasons, as `scontrol show job` prints them, that waiting never resolves, and what to change.
 _HOPELESS = {
     "DependencyNeverSatisfied": "what launcher.extra_args has it wait for (--dependency) has failed or is not there; "
     "name another job, or leave it out",
@@ -38,8 +38,8 @@ _HOPELESS = {
     "launch_failed_requeued_held": "its node could not start it, and Slurm holds it; look at that node with: sinfo -N "
     "-l, and name others in launcher.extra_args (--exclude=NODE)",
 }
-_FIELD = re.compile(r"(?:^| )(\w+)=(.*?)(?= [A-Za-z/:]+=|\s*$)")  # a reason has blanks
-_OUT_OF_REACH = (  # "unexpected message" is what scontrol makes of no answer when it asks for a job to be changed
+_FIELD = re.compile(r"(?:^| )(\w+)=(.*?)(?= [A-Za-z/:]+=|\s*$)")  # a reason may contain blanks
+_OUT_OF_REACH = (  # scontrol reports "unexpected message" if it gets no reply to a change of a job
     *("unable to contact slurm controller", "socket timed out", "establish a configuration source"),
     "unexpected message received",
 )
@@ -49,20 +49,20 @@ _ENDED = {
 }  # fmt: skip
 
 _HEAD = "#!/usr/bin/env bash"
-_SPECIAL = re.compile(r"""[\s#"'\\]""")  # ends a word, begins a comment or a quotation, or escapes, to sbatch
+_SPECIAL = re.compile(r"""[\s#"'\\]""")  # to sbatch these end a word, start a comment or quotation, or escape
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """How a job stands, by `scontrol show job`."""
+    """State of a job, from `scontrol show job`."""
 
     name: str  # PENDING, RUNNING, COMPLETED ...
-    reason: str  # why it waits, or ended
-    nodes: str  # where it runs
+    reason: str  # why it is pending, or has ended
+    nodes: str  # on which it runs
     exit_code: int
     signal: int
     run_s: int = 0  # of this turn
-    limit_s: int | None = None  # of a turn; None: none
+    limit_s: int | None = None  # of a turn; None: unlimited
 
     @property
     def has_ended(self) -> bool:
@@ -70,13 +70,13 @@ class JobState:
         return self.name in _ENDED
 
     def text(self) -> str:
-        """For a terminal."""
+        """The state as text for a terminal."""
         reason = f" ({self.reason})" if self.reason not in ("", "None") else ""
         return f"{self.name}{reason}" + (f" on {self.nodes}" if self.nodes else "")
 
 
 def slurm(*words: str, input_text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands. Raises: RequestError without it, TunebookError when the controller is silent."""
+    """Run a Slurm command. Raises: RequestError if it is missing, TunebookError if the controller does not respond."""
     if shutil.which(words[0]) is None:
         raise RequestError(
             f"launcher=slurm needs Slurm's command {words[0]}, which is not on this machine; type this on a login node "
@@ -96,7 +96,7 @@ def slurm(*words: str, input_text: str | None = None) -> subprocess.CompletedPro
 
 
 def check_job(config: RunConfig) -> None:
-    """Let Slurm judge the job's options before anything is prepared. Raises: RequestError with what to change."""
+    """Let Slurm check the job's options before anything is prepared. Raises: RequestError with what to change."""
     settings = config.launcher
     assert isinstance(settings, SlurmConfig)
     check_path(Path(config.outputs).expanduser().absolute())
@@ -107,7 +107,7 @@ def check_job(config: RunConfig) -> None:
 
 
 def check_path(folder: Path) -> None:
-    """Refuse a folder that Slurm cannot have a job print to. Raises: RequestError with what to change."""
+    """Refuse a folder that Slurm cannot use for a job's output. Raises: RequestError with what to change."""
     if sign := unusable_sign(folder):
         raise RequestError(
             f"Slurm cannot have a job print to {folder}: there is {sign} in the path; write elsewhere: "
@@ -117,7 +117,7 @@ def check_path(folder: Path) -> None:
 
 
 def submit_script(script: Path, config: RunConfig) -> str:
-    """Hand a job script to Slurm; the job's number. Raises: RequestError when Slurm refuses."""
+    """Submit a job script to Slurm; return the job ID. Raises: RequestError if Slurm refuses it."""
     answer = slurm(*submit_command(script))
     if answer.returncode != 0:
         raise refusal(answer.stderr, config)
@@ -125,7 +125,7 @@ def submit_script(script: Path, config: RunConfig) -> str:
 
 
 def refusal(said: str, config: RunConfig) -> TunebookError:
-    """The error for a job that sbatch refuses."""
+    """Return the error for a job that sbatch refuses."""
     why = "; ".join(re.sub(r"^(sbatch|allocation failure): (error: )?", "", line) for line in said.strip().splitlines())
     lowered = said.lower()
     if any(words in lowered for words in _OUT_OF_REACH):
@@ -135,7 +135,7 @@ def refusal(said: str, config: RunConfig) -> TunebookError:
 
 
 def _what_to_change(said: str, config: RunConfig) -> str:
-    """What to type instead, by the words of Slurm's own errors (slurm_errno.c), in lower case."""
+    """Return advice for a Slurm error, matched by its lower-case text (slurm_errno.c)."""
     settings, hardware = config.launcher, config.hardware
     assert isinstance(settings, SlurmConfig)
     if "policy" in said:
@@ -161,7 +161,7 @@ def _what_to_change(said: str, config: RunConfig) -> str:
 
 
 def _other_partition(name: str | None, *, is_known: bool) -> str:
-    """What to type instead of a partition that does not exist, or that takes no jobs for now (`is_known`)."""
+    """Return advice for a partition that does not exist, or that takes no jobs for now (`is_known`)."""
     states = sorted({(partition, state) for partition, _, state in (line.partition("=") for line in _listed("%R=%a"))})
     usable = [partition for partition, state in states if state == "up" and partition != name]
     guess = "" if is_known or name is None else did_you_mean(name, [partition for partition, _ in states])
@@ -177,7 +177,7 @@ def _other_partition(name: str | None, *, is_known: bool) -> str:
 
 
 def _listed(what: str, *options: str) -> list[str]:
-    """One column of sinfo, in order and each once; none where the controller is silent: it only adds to a message."""
+    """Return one column of sinfo, sorted and unique; empty if the controller is silent, since it is only a hint."""
     try:
         answer = slurm("sinfo", "--noheader", *options, f"--format={what}")
     except TunebookError as error:
@@ -188,23 +188,23 @@ def _listed(what: str, *options: str) -> list[str]:
 
 
 def node_names() -> list[str]:
-    """The names of this job's nodes, in Slurm's order."""
+    """Return the names of this job's nodes, in Slurm's order."""
     answer = slurm("scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", ""))
     return answer.stdout.split() if answer.returncode == 0 else []
 
 
 def patient_job_state(job_id: str, say: Callable[[str], None] = lambda text: None) -> JobState | None:
-    """How a job stands. It goes on without the controller, so one that is silent for a while is waited for.
+    """Return a job's state, and wait for a controller that is silent for a while: jobs continue without it.
 
-    `say` hears of that once. Raises: TunebookError when the controller is silent for `SILENT_WITHIN_S`.
+    `say` is called once if it has to wait. Raises: TunebookError if the controller is silent for `SILENT_WITHIN_S`.
     """
     return _patiently(lambda: job_state(job_id), say)
 
 
 def patient_requeue(job_id: str, say: Callable[[str], None] = lambda text: None) -> str | None:
-    """Ask for another turn of a job, waiting for a silent controller as `patient_job_state`; what Slurm refuses it for.
+    """Requeue a job, waiting for the controller like `patient_job_state`; return Slurm's refusal, else None.
 
-    Raises: TunebookError when the controller is silent for `SILENT_WITHIN_S`.
+    Raises: TunebookError if the controller is silent for `SILENT_WITHIN_S`.
     """
     return _patiently(lambda: _requeue(job_id), say)
 
@@ -233,7 +233,7 @@ def _patiently(ask: Callable[[], _Answer], say: Callable[[str], None]) -> _Answe
 
 
 def job_state(job_id: str) -> JobState | None:
-    """How a job stands; None once Slurm has forgotten it (some minutes after its end)."""
+    """Return a job's state; None once Slurm has forgotten it (some minutes after its end)."""
     answer = slurm("scontrol", "--oneliner", "show", "job", job_id)
     if answer.returncode != 0:
         if "invalid job id" in answer.stderr.lower():
@@ -254,13 +254,13 @@ def job_state(job_id: str) -> JobState | None:
 
 
 class HopelessWait:
-    """Tells when a job has waited without a break for what no waiting brings."""
+    """Detects a job that has been pending for some time for a reason that waiting never resolves."""
 
     def __init__(self) -> None:
         self._since: float | None = None
 
     def is_long(self, state: JobState) -> bool:
-        """Whether that is so by its newest state, and has been for `HOPELESS_FOR_S`; to be asked at every look."""
+        """Whether the reason has persisted for `HOPELESS_FOR_S`; call it with every new state."""
         if _why_hopeless(state) is None:
             self._since = None
             return False
@@ -270,7 +270,7 @@ class HopelessWait:
 
 
 def take_back_hopeless(job_id: str, state: JobState) -> RequestError:
-    """Take back a job that can never run; the error that says so, and what to change."""
+    """Cancel a job that can never run; return an error that says so and what to change."""
     try:
         answer = slurm("scancel", job_id)
         said = answer.stderr.strip() if answer.returncode != 0 else None
@@ -279,53 +279,56 @@ def take_back_hopeless(job_id: str, state: JobState) -> RequestError:
     end = "was taken back" if said is None else f"could not be taken back: {said}; type: scancel {job_id}"
     why = _why_hopeless(state)
     message = f"Slurm's job {job_id} can never run ({state.reason}), and {end}"
-    # The command stands at the end of its sentence, where it can be copied.
+    # The command ends its sentence, so that it can be copied.
     return RequestError(f"{message}: {why}" if said is None else f"{message}. Why: {why}", problem_id="slurm-refused")
 
 
 def _why_hopeless(state: JobState) -> str | None:
-    """What to change where a job can never run."""
+    """Say what to change if a job can never run; else None."""
     return _HOPELESS.get(state.reason.replace(" ", "_")) if state.name == "PENDING" else None
 
 
 def slurm_seconds(time_limit: str) -> int | None:
-    """What Slurm makes of a time: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    """Return the seconds of a Slurm time.
+
+    Forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
+    """
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time_limit)
     if match is None:
         return None
     days, *parts = [int(part) if part is not None else None for part in match.groups()]
     if days is None and parts[2] is None:
-        parts = [0, *parts[:2]]  # the last of two is seconds, and one alone is minutes
+        parts = [0, *parts[:2]]  # two parts end in seconds; a single part is minutes
     hours, minutes, seconds = (part or 0 for part in parts)
     return (((days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def submit_command(script: Path) -> list[str]:
-    """Hand a job script to Slurm; it answers with the job's number alone."""
+    """Return the command that submits a job script and prints only the job ID."""
     return ["sbatch", "--parsable", str(script)]
 
 
 def output_file(folder: Path, job_id: str) -> Path:
-    """Where a job prints: one file for all its turns, also of an array's task."""
+    """Return a job's output file: one for all its turns, also for a task of an array."""
     return folder / f"slurm-{job_id}.out"
 
 
 def output_pattern(folder: Path, name: str) -> str:
-    """A file that Slurm opens for a job, as its options name it: the signs after % are Slurm's in `name` alone."""
+    """Return a file path for sbatch's options: only `name` may contain Slurm's % patterns."""
     return f"{str(folder).replace('%', '%%')}/{name}"
 
 
 def unusable_sign(folder: Path) -> str | None:
-    """What Slurm cannot have in the path of a file that a job prints to, in words; None where there is nothing.
+    """Name what makes a path unusable for a job's output file; None if it is usable.
 
-    A backslash turns the signs after % off for the whole path, also that of the job's number (`man sbatch`, filename
-    pattern), and options in a script end with their line.
+    A backslash disables % patterns in the whole path, including that of the job ID (`man sbatch`, filename pattern). A
+    control character does not work because an option in a script ends with its line.
     """
     return "a backslash" if "\\" in str(folder) else control_character(str(folder))
 
 
 def job_options(config: RunConfig, folder: Path | None = None) -> dict[str, str | None]:
-    """sbatch's options by name; None where an option takes no value. Without a folder: what a trial needs."""
+    """Return sbatch's options by name; None for an option without a value. Without a folder: the options of a trial."""
     settings, hardware = config.launcher, config.hardware
     assert isinstance(settings, SlurmConfig)
     options: dict[str, str | None] = {
@@ -349,7 +352,7 @@ def job_options(config: RunConfig, folder: Path | None = None) -> dict[str, str 
 
 
 def option_words(config: RunConfig, folder: Path | None = None) -> list[str]:
-    """The same as words of a command line, with the user's own at the end, which win."""
+    """Return the same options as command-line words; the user's own come last and take precedence."""
     settings = config.launcher
     assert isinstance(settings, SlurmConfig)
     words = [name if value is None else f"{name}={value}" for name, value in job_options(config, folder).items()]
@@ -357,9 +360,9 @@ def option_words(config: RunConfig, folder: Path | None = None) -> list[str]:
 
 
 def script_text(comments: list[str], options: list[str], body: str) -> str:
-    """A job script: comments, sbatch's options, and one command that starts everything.
+    """Return a job script: comments, sbatch's options, and one command that starts everything.
 
-    Raises: RequestError for a control character in anything that it is made of.
+    Raises: RequestError for a control character in any input.
     """
     for what, text in {"the job's command": body, "the working folder": str(Path.cwd())}.items():
         require_printable(what, text)
@@ -377,9 +380,9 @@ def script_text(comments: list[str], options: list[str], body: str) -> str:
 
 
 def option_lines(words: list[str]) -> list[str]:
-    """Options as sbatch reads them from a script: what stands for something else there is between quotes.
+    """Return options as `#SBATCH` lines; special characters are quoted.
 
-    Raises: RequestError for a control character: no quotes keep sbatch from ending an option with its line.
+    Raises: RequestError for a control character: even in quotes, an option ends with its line.
     """
     for word in words:
         require_printable("an option of sbatch", word)
@@ -387,7 +390,7 @@ def option_lines(words: list[str]) -> list[str]:
 
 
 def _quoted(word: str) -> str:
-    """An option with quotes round what needs them: its value, or all of it where it is one word without a value."""
+    """Quote an option where needed: its value, or the whole word if it has no value."""
     if not _SPECIAL.search(word):
         return word
     name, equals, value = word.partition("=")

@@ -1,8 +1,8 @@
-"""Run a launch command on this machine and wait for it, handing on requests to stop; nothing it started outlives it.
+"""Run a launch command on this machine, forward stop requests and wait; leave no process behind.
 
-The command gets a process group of its own, so that Ctrl-C in a terminal reaches it from here only, once and in the
-right place. torchrun is left out of it: it would give its ranks 30 seconds and then kill them, which is too short to
-save a large model. A process whose launcher dies is asked to stop by the kernel.
+The command gets its own process group. So Ctrl-C in a terminal reaches it only through this process, once and at the
+right process. Stop requests bypass torchrun, which would give its ranks 30 seconds and then kill them: too short to
+save a large model. If a launcher dies, the kernel asks its processes to stop.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from tunebook.processes import adopting_orphans, children_of, end_children, stop
 from tunebook.train.rank_process import RequestCount, handling_signals
 
 TORCHRUN = "torch.distributed.run"
-# What is sent on for a request: 1 finish the step and save, 2 end without saving (a rank takes a second request by
-# SIGINT as that, and is killed if it cannot), 3 and later kill. Those after the first come by Ctrl-C alone.
+# Signals forwarded for the first request (finish the step and save). The second request sends SIGINT: ranks end without
+# saving, or are killed if they cannot. Further requests send SIGKILL. After the first request only Ctrl-C counts.
 _FIRST = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
 POLL_S = 0.2
-_SECOND_WITHIN_S = 2.0  # to end after a second request: a rank that waits in a library's code never hears of it
+_SECOND_WITHIN_S = 2.0  # to end after a second request: a rank inside library code never sees it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A rank that ended badly, as torchrun saw it."""
+    """A rank that failed, as reported by torchrun."""
 
     rank: int
-    exit_code: int  # below zero: killed by that signal
+    exit_code: int  # negative: killed by that signal
 
     @property
     def is_by_signal(self) -> bool:
-        """Whether somebody else ended it; SIGTERM does not count, by which ranks are ended for another's failure."""
+        """Whether an outside signal killed it. SIGTERM does not count: it ends ranks after another rank's failure."""
         return self.exit_code < 0 and self.exit_code != -signal.SIGTERM
 
     @property
     def how(self) -> str:
-        """In words."""
+        """The failure as text."""
         if self.exit_code >= 0:
             return f"it ended with exit code {self.exit_code}"
         number = -self.exit_code
@@ -56,11 +56,11 @@ class Failure:
 class ProcessEnd:
     """How a command ended."""
 
-    exit_code: int  # below zero: killed by that signal
-    stopped_by: str | None  # the first request to stop that came in meanwhile
-    failed: Failure | None = None  # the rank that failed first, where its own launcher says so
-    failure: TunebookError | None = None  # what the launcher ended it for: a node that never came, or was lost
-    lost_ranks: tuple[int, ...] = ()  # of a node that was lost
+    exit_code: int  # negative: killed by that signal
+    stopped_by: str | None  # the first stop request received while it ran
+    failed: Failure | None = None  # the rank that failed first, if the launcher of the ranks reports it
+    failure: TunebookError | None = None  # why the launcher ended it: a node never joined, or was lost
+    lost_ranks: tuple[int, ...] = ()  # of a lost node
     notice: str | None = None  # which machines were to be taken away, and when
 
 
@@ -73,10 +73,10 @@ def run_and_wait(
     stop_timeout_s: float = 60,
     find_stall: Callable[[], TunebookError | None] = lambda: None,
 ) -> ProcessEnd:
-    """Run a command to its end; the file descriptors `keep_open` stay open in it, `log` takes its standard error.
+    """Run a command until it ends. The file descriptors `keep_open` stay open in it; `log` receives its standard error.
 
-    What it leaves behind when it is killed gets `stop_timeout_s` to save and end, and is killed then. `find_stall` is
-    asked again and again for a reason why it will never end: then it is killed.
+    Processes that it leaves behind get `stop_timeout_s` to save and end, and are then killed. `find_stall` is polled
+    for a reason why the command will never end; if it returns one, the command is killed.
     """
     started: list[Started] = []
     pending: list[signal.Signals] = []
@@ -102,9 +102,9 @@ def run_and_wait(
 def _wait_for(
     started: Started, requests: StopRequests, find_stall: Callable[[], TunebookError | None]
 ) -> tuple[int, TunebookError | None]:
-    """The command's exit code, once it has ended, and the stall for which it was killed, if it was.
+    """Wait for the command; return its exit code and the stall for which it was killed, if any.
 
-    It is also killed some time after a second request.
+    It is also killed some time after a second stop request.
     """
     stall: TunebookError | None = None
     while True:
@@ -117,24 +117,24 @@ def _wait_for(
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """A command at work: torchrun with its ranks, or one process."""
+    """A running command: torchrun with its ranks, or one process."""
 
     process: subprocess.Popen[bytes]
     is_torchrun: bool
 
     def poll(self) -> int | None:
-        """Its exit code, once it has ended."""
+        """Its exit code, or None while it runs."""
         return self.process.poll()
 
     def send(self, number: signal.Signals) -> None:
-        """Signal the processes that train, which torchrun itself is not one of."""
+        """Send a signal to the training processes, but not to torchrun itself."""
         ranks = children_of(self.process.pid) if self.is_torchrun else []
         for process in ranks or [self.process.pid]:
             with suppress(ProcessLookupError):
                 os.kill(process, number)
 
     def kill(self) -> None:
-        """End the ranks and what started them, at once."""
+        """Kill the ranks and the process that started them."""
         self.send(signal.SIGKILL)
         self.process.kill()
 
@@ -147,7 +147,7 @@ def start_command(
     log: Path | None = None,
     working_folder: Path | None = None,
 ) -> Started:
-    """Start a command in a process group of its own; it is asked to stop should this process die."""
+    """Start a command in its own process group; the kernel asks it to stop if this process dies."""
     stream = None if log is None else log.open("ab")
     try:
         process = subprocess.Popen(
@@ -165,7 +165,7 @@ def start_command(
 
 
 class StopRequests:
-    """Counts the requests to stop that this process gets, and hands each on as the signal the ranks are to get."""
+    """Counts the stop requests that this process receives, and forwards each as the signal for the ranks."""
 
     def __init__(self, hand_on: Callable[[signal.Signals], None]) -> None:
         self.first: str | None = None
@@ -175,19 +175,19 @@ class StopRequests:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether a second request has come: nothing is waited for any more."""
+        """Whether a second request has come, after which nothing waits any more."""
         return self._second_at is not None
 
     @property
     def overdue_s(self) -> float:
-        """For how long everything should have ended that a second request was handed on to; 0 while it has time."""
+        """Seconds since the deadline for ending after a second request; 0 before the deadline."""
         if self._second_at is None:
             return 0.0
         return max(0.0, time.monotonic() - self._second_at - _SECOND_WITHIN_S)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take over the signals of this process (main thread only), and give them back."""
+        """Handle this process's signals (main thread only), and restore the handlers afterwards."""
         with handling_signals([signal.SIGINT, *_FIRST], self._note):
             yield
 

@@ -1,4 +1,4 @@
-"""What the commands do that compose several wings: plan, train, evaluate, sweep, compare.
+"""The commands that combine several packages: plan, train, evaluate, sweep, compare.
 
-No wing imports another; they meet here, below the command line.
+These packages do not import each other; only the code here, below the command line, imports all of them.
 """

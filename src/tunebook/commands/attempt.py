@@ -1,6 +1,6 @@
 """One attempt at a run whose folder is set up: evaluate, start the ranks, evaluate, record how it ended.
 
-It runs where `tunebook train` was typed, or on the first node of a Slurm job, in each attempt that the job gets.
+It runs where `tunebook train` was typed. In a Slurm job it runs on the first node, once per turn of the job.
 """
 
 from __future__ import annotations
@@ -54,25 +54,25 @@ from tunebook.supervise import ProcessEnd, run_and_wait
 from tunebook.train.environment import rank_environment
 
 REPORT_FILE = "report.html"
-_PROBE_BYTES = 4096  # a block: less than that may go into one that a file has already
+_PROBE_BYTES = 4096  # one block: a smaller write may fit into a block that a file already has
 
 
 @dataclass(kw_only=True)
 class Attempt:
-    """What one attempt works with; `stopped_by` tells afterwards which signal ended it, if one did."""
+    """The inputs of one attempt; afterwards `stopped_by` is the signal that ended it, if any."""
 
     config: RunConfig
     folder: Path
-    lock: int  # the descriptor that holds the folder; the ranks keep it open
+    lock: int  # descriptor that locks the folder; the ranks keep it open
     console: Console
-    nodes: NodeGroup | None = None  # where they know a port beforehand
+    nodes: NodeGroup | None = None  # if the nodes know the port beforehand
     stopped_by: str | None = None
-    asked: Sequence[signal.Signals] = ()  # requests to stop that came while nothing was at work to hand them to
-    hosts: Mapping[int, str] = field(default_factory=dict)  # of ranks
-    clock: StartClock = field(default_factory=StartClock)  # of this process, up to the start of the ranks
+    asked: Sequence[signal.Signals] = ()  # stop requests that arrived while no process ran to receive them
+    hosts: Mapping[int, str] = field(default_factory=dict)  # by rank
+    clock: StartClock = field(default_factory=StartClock)  # of this process, until the ranks start
 
     def carry_out(self) -> int:
-        """Do all of it; returns the exit code that the run's outcome asks for. Errors are recorded, then raised."""
+        """Run the whole attempt; return the exit code of the run's outcome. Errors are recorded, then raised."""
         try:
             outcome = self._train_and_evaluate()
         except BaseException as error:
@@ -96,7 +96,7 @@ class Attempt:
         return outcome
 
     def _refuse_if_asked(self) -> None:
-        """Begin nothing new after a request to stop. Raises: StoppedError."""
+        """Start nothing new after a stop request. Raises: StoppedError."""
         if self.asked:
             self.stopped_by = self.asked[0].name
             raise StoppedError(f"stopped by {self.stopped_by} between two steps", problem_id="stopped")
@@ -109,7 +109,7 @@ class Attempt:
             raise worker_error(end, when, resume_command(self.folder, when))
 
     def _evaluate_in_container(self, when: str) -> ProcessEnd:
-        """As the ranks: followed through a rendezvous, because a container may outlive what started it."""
+        """Evaluate in a container, followed through a rendezvous like the ranks: it may outlive what started it."""
         nodes = new_group(self.config, num_nodes=1)
         launcher_log(self.folder).parent.mkdir(exist_ok=True)
         command = evaluation_command(self.config, self.folder, address_of(nodes), when)
@@ -126,7 +126,7 @@ class Attempt:
         return replace(end, exit_code=exit_code())
 
     def _train(self) -> Outcome:
-        """Launch the ranks and wait for them, unless an earlier attempt has trained already."""
+        """Launch the ranks and wait for them, unless an earlier attempt has finished training."""
         if is_trained(self.folder, self.config):
             return self._read_outcomes()
         self._refuse_if_asked()
@@ -213,12 +213,13 @@ class Attempt:
         return read_outcomes(self.folder, world_size(self.config))
 
     def _with_cause(self, outcome: Outcome, end: ProcessEnd) -> Outcome:
-        """The outcome with what only the launcher knows: which rank, on which host, and the last it said."""
+        """Add to an outcome what only the launcher knows: which rank failed, its host and its last output."""
         reason = outcome.reason
         if end.failure is not None:
             said = reason if outcome.time is not None else "no rank could save"
             if end.failure.problem_id == "rank-stalled" and outcome.time is not None:
-                # Without the guess that it was killed: it was, from here or by torchrun, for standing still.
+                # Leave out the guess that the stalled rank was killed: the launcher or torchrun killed it because
+                # it stalled.
                 said = f"Rank {outcome.rank} says: {read_json(outcome_file(self.folder, outcome.rank))['reason']}"
                 said += f". After that, {self._resume_command(newest_checkpoint(self.folder))}"
             return replace(outcome, reason=f"{end.failure.message}. {said}")
@@ -228,19 +229,19 @@ class Attempt:
         if failed is not None and (failed.is_by_signal or outcome.time is None):
             rank = failed.rank
             reason = f"rank {rank} ended without a word: {failed.how}"
-        elif outcome.time is not None:  # others that are silent were ended because of this one
+        elif outcome.time is not None:  # silent ranks were ended because of this one
             reason = str(read_json(outcome_file(self.folder, rank))["reason"])
         self._quote(rank_log(self.folder, rank))
         is_told = len(set(self.hosts.values())) < 2 or where(rank, self.hosts) in reason
         return replace(outcome, reason=reason if is_told else f"{reason} [{where(rank, self.hosts)}]")
 
     def _quote(self, log: Path) -> None:
-        """Show the end of a log, which says more than a record's one sentence can."""
+        """Print the end of a log, which says more than the one sentence of a record."""
         if quoted := quote_log(log, self.folder):
             self.console.print(Text(quoted), soft_wrap=True)
 
     def _error_without_outcome(self, end: ProcessEnd) -> TunebookError:
-        """The error for a training of which no rank could write how it ended."""
+        """Return the error for a training in which no rank could record how it ended."""
         if end.failure is not None:
             self._quote(launcher_log(self.folder))
             return end.failure
@@ -248,7 +249,7 @@ class Attempt:
             return StoppedError(f"{end.notice}. {self._nothing_saved()}", problem_id="stopped")
         if end.stopped_by is not None:
             return StoppedError(f"stopped by {end.stopped_by} {self._progress()}", problem_id="stopped")
-        # torchrun makes 1 of any exit code of its ranks, and theirs may not be written down either
+        # torchrun returns 1 for any exit code of its ranks, and a full disk may also prevent their records
         if end.exit_code == DoesNotFitError.exit_code or self._is_disk_full():
             return disk_full(self.folder)
         failed = first_failure(self.folder) or end.failed
@@ -263,7 +264,7 @@ class Attempt:
         return TunebookError(said, problem_id="run-lost")
 
     def _is_disk_full(self) -> bool:
-        """Whether the run's disk has no room for even a small file."""
+        """Whether the run's disk has no free space even for a small file."""
         try:
             with TemporaryFile(dir=self.folder) as probe:
                 probe.write(bytes(_PROBE_BYTES))
@@ -272,7 +273,7 @@ class Attempt:
         return False
 
     def _nothing_saved(self) -> str:
-        """What is said where no rank came to the end of a step in the time that it had."""
+        """Return the message if no rank finished a step in the available time."""
         return (
             f"No rank ended within that, or within launcher.stop_timeout_s={self.config.launcher.stop_timeout_s}, and "
             f"nothing more was saved; {self._resume_command(newest_checkpoint(self.folder))}"
@@ -284,7 +285,7 @@ class Attempt:
         return f"{same_command(self.config)} goes on from {newest}"
 
     def _progress(self) -> str:
-        """How far ranks came that were not given the time to say so, and what becomes of steps that none has saved."""
+        """Say how far ranks came that were killed before they could record it, and what happens to unsaved steps."""
         step, newest = self._last_step() or 0, newest_checkpoint(self.folder)
         saved = (step_of(newest) or 0) if newest is not None else 0
         if not step and not saved:
@@ -293,15 +294,16 @@ class Attempt:
         return f"{how}; {self._resume_command(newest)}"
 
     def _last_step(self) -> int | None:
-        """The last one that was logged, for ranks that do not say themselves how far they came."""
-        with contextlib.suppress(DataError):  # of metrics that a stop has cut in two
+        """Return the last logged step, for ranks that did not record their progress."""
+        with contextlib.suppress(DataError):  # from metrics that a stop truncated
             return max((line["step"] for line in read_metrics(self.folder) if is_training_line(line)), default=None)
         return None
 
     def _outcome_of(self, error: BaseException) -> Outcome:
-        """How a run ended whose launcher itself failed or was interrupted; the ranks' progress is kept.
+        """Return the outcome of a run whose launcher failed or was interrupted; keep the ranks' progress.
 
-        Of ranks that left no word it is what they logged and saved, or a report would say that all begins anew.
+        For ranks without an outcome, use what they logged and saved. Otherwise the report would say that the run starts
+        over.
         """
         if isinstance(error, KeyboardInterrupt):
             code, reason = StoppedError.exit_code, "interrupted"
@@ -315,7 +317,7 @@ class Attempt:
         return Outcome(rank=0, exit_code=code, reason=reason, step=self._last_step(), last_checkpoint=checkpoint)
 
     def _record_end(self, outcome: Outcome) -> bool:
-        """Bring manifest and report to the end of the run; whether that went well. A full disk hides no other error."""
+        """Write the run's end to manifest and report; return whether that worked. A full disk hides no other error."""
         from tunebook.record.report import write_report
 
         try:
@@ -336,7 +338,7 @@ class Attempt:
 
 
 def new_group(config: RunConfig, num_nodes: int | None = None) -> NodeGroup:
-    """The nodes of a Slurm job, or the ranks of a Ray run, which join on any free port."""
+    """Create the group for the nodes of a Slurm job or the ranks of a Ray run, which join on any free port."""
     if config.launcher.name is LauncherName.ray:
         state = LauncherState(num_nodes=world_size(config), unit="rank", restarts=True)
         return NodeGroup(launcher=state, token=new_token(), num_places=config.hardware.num_nodes)
@@ -345,7 +347,7 @@ def new_group(config: RunConfig, num_nodes: int | None = None) -> NodeGroup:
 
 
 def show_scores(folder: Path, console: Console) -> None:
-    """What the evaluations before and after the training came to, side by side; nothing until both are done."""
+    """Print the scores of the evaluations before and after training side by side, once both are done."""
     files = [folder / "evaluation" / f"{when}.json" for when in ("before", "after")]
     records = [read_json(file) for file in files if file.is_file()]
     if files[-1].is_file():

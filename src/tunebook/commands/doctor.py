@@ -1,4 +1,4 @@
-"""What `tunebook doctor` does: look at everything, one thing after the other, and show or print it."""
+"""`tunebook doctor`: run all checks in order, and show or print the findings."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ from tunebook.plan.rules import check
 
 Say = Callable[[str], None]
 
-_MIN_FREE_GIB = 2.0  # Python, torch and a rank's share of the data take this much before anything is loaded
-_NVML_TIMEOUT_S = 40.0  # 8 GPUs without persistence mode take 10 s and more
-_TORCH_TIMEOUT_S = 120.0  # importing it takes 30 s on a cold network disk, and each GPU a second
+_MIN_FREE_GIB = 2.0  # for Python, torch and a rank's share of the data, before anything is loaded
+_NVML_TIMEOUT_S = 40.0  # 8 GPUs without persistence mode take 10 s or more
+_TORCH_TIMEOUT_S = 120.0  # importing torch takes 30 s from a cold network disk, plus a second per GPU
 
 
 @dataclass(kw_only=True)
 class Diagnosis:
-    """Everything that was found."""
+    """All findings."""
 
     findings: list[Finding] = field(default_factory=list)
     topology: Topology | None = None
     bandwidth: Bandwidth | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """What `doctor --json` prints."""
+        """Return the output of `doctor --json`."""
         return {
             "findings": [finding.to_json() for finding in self.findings],
             "topology": self.topology.to_json() if self.topology is not None else None,
@@ -62,7 +62,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The recipe as far as it could be resolved for this machine; `config` is None where no run was named."""
+    """The recipe as far as it could be resolved for this machine; `config` is None if no run was named."""
 
     config: RunConfig | None = None
     batch: BatchPlan | None = None
@@ -81,9 +81,10 @@ def doctor_command(
     is_measured: bool = True,
     cpu_ranks: int | None = None,
 ) -> int:
-    """Look at this machine, and at what a recipe needs of it if one is named; 0 where nothing is an error, else 2.
+    """Check this machine, and a recipe's requirements if one is named; return 0 without errors, else 2.
 
-    `is_measured` asks for the bandwidth between the GPUs, `cpu_ranks` for that between so many processes over gloo.
+    `is_measured` requests the bandwidth between the GPUs, `cpu_ranks` the bandwidth between that many processes over
+    gloo.
     """
     with _saying(console, is_quiet=as_json) as say:
         diagnosis = diagnose(recipe, overrides, recipes_dirs, say, is_measured=is_measured, cpu_ranks=cpu_ranks)
@@ -104,7 +105,7 @@ def diagnose(
     is_measured: bool,
     cpu_ranks: int | None,
 ) -> Diagnosis:
-    """All findings, in the order of their kinds."""
+    """Return all findings, ordered by kind."""
     say("asking the NVIDIA driver")
     health = run_probe("nvml", timeout_s=_NVML_TIMEOUT_S)
     machine = _machine(health)
@@ -114,13 +115,13 @@ def diagnose(
     say("loading torch")
     torch = run_probe("torch_build", timeout_s=_TORCH_TIMEOUT_S)
     found = Diagnosis()
-    # Where NVML did not answer nvidia-smi, which asks it, would not either.
+    # nvidia-smi uses NVML: if NVML did not respond, it would not either.
     listing = ask_nvidia_smi("-L") if health.problem is None and machine.driver is None else None
     gpus = (health.facts or {"gpus": []})["gpus"]
     found.findings += look_at_gpus(machine, gpus, health.problem, listing, gpus_on_bus())
     found.findings += look_at_software(machine, config, torch)
     _look_at_links(found, machine, request, torch, say, is_measured=is_measured, cpu_ranks=cpu_ranks)
-    is_one_node = config is not None and config.hardware.num_nodes == 1  # which communicates without cards
+    is_one_node = config is not None and config.hardware.num_nodes == 1  # communicates without network cards
     has_cards = found.topology is not None and bool(found.topology.cards) and not is_one_node
     memory = read_meminfo(MEMINFO)
     of_host = [host_memory(machine, config, memory), swap(memory)] if memory else []
@@ -134,20 +135,20 @@ def diagnose(
 
 
 def _machine(health: Probe) -> Machine:
-    """This machine, without asking NVML in this process where it was seen not to answer."""
+    """Detect this machine, without using NVML in this process if it did not respond to the probe."""
     if health.problem is None:
         return detect_machine()
     return detect_machine(no_gpu_because=f"the NVIDIA driver was asked and did not answer properly: {health.problem}")
 
 
 def _resolve(recipe: str | None, overrides: list[str], recipes_dirs: list[Path], machine: Machine) -> Request:
-    """Compose, resolve and check what was named; what is wrong with it is a finding like others."""
+    """Compose, resolve and check the named run; its problems become findings."""
     if recipe is None and not overrides:
         return Request()
     config, findings = None, []
     try:
         composition = compose(recipe, overrides, recipes_dirs)
-        if recipe is None and not any(_names_model(word) for word in overrides):  # the machine alone is asked for
+        if recipe is None and not any(_names_model(word) for word in overrides):  # only the machine is checked
             asked = composition.config
             return Request(outputs=asked.outputs, num_nodes=asked.hardware.num_nodes)
         config = resolve_auto(composition.config, machine).config
@@ -177,7 +178,7 @@ def _sound(config: RunConfig) -> Finding:
 
 
 def _elsewhere(config: RunConfig) -> list[Finding]:
-    """A run whose ranks start on other machines than this one."""
+    """Return findings for a run whose ranks start on other machines."""
     if starts_elsewhere(config):
         name = config.launcher.name.name
         command = "srun tunebook doctor" if name == "slurm" else "tunebook doctor"
@@ -239,9 +240,9 @@ def _look_at_links(
 
 
 def host_memory(machine: Machine, config: RunConfig | None, memory: dict[str, int]) -> Finding:
-    """What is free of the host's memory, against what a recipe offloads to it; this host's where the ranks start on it.
+    """Compare this host's free memory with what a recipe offloads to it.
 
-    One that only submits a job is not where they need it.
+    If the ranks start on other machines, check the configured memory of those instead.
     """
     if config is not None and starts_elsewhere(config):
         return _nodes_memory(config)
@@ -273,7 +274,7 @@ def host_memory(machine: Machine, config: RunConfig | None, memory: dict[str, in
 
 
 def _nodes_memory(config: RunConfig) -> Finding:
-    """What each of the other machines needs, against what is said of them, as `tunebook plan` judges it."""
+    """Compare what each of the other machines needs with its configured memory, as `tunebook plan` does."""
     capacity = config.hardware.host_memory_gib
     plan = plan_host_memory(config, capacity)
     needed, offloaded = plan.memory.total, plan.memory.offload
@@ -296,19 +297,19 @@ def _nodes_memory(config: RunConfig) -> Finding:
 
 
 def _less_offloaded(config: RunConfig, capacity: float) -> str:
-    """As `tunebook plan` advises, but for the memory, which was looked at here."""
+    """Return the advice of `tunebook plan`, except for the memory size, which was measured here."""
     assert config.model.facts is not None, "what is offloaded is estimated from them"
     return host_advice(config, config.model.facts, capacity, otherwise="take machines with more memory")
 
 
 def offloaded_gib(config: RunConfig) -> float:
-    """What all ranks of a node keep in its memory while they train, as `tunebook plan` estimates it; 0 if unknown."""
+    """Return the GiB that all ranks of a node keep in host memory during training, by `tunebook plan`; 0 if unknown."""
     return plan_host_memory(config, None).memory.offload or 0.0
 
 
 @contextmanager
 def _saying(console: Console, *, is_quiet: bool) -> Iterator[Say]:
-    """What says on a terminal what is being looked at, and nothing elsewhere."""
+    """Yield a function that shows the current check on a terminal, and does nothing elsewhere."""
     if is_quiet or not console.is_terminal:
         yield lambda what: None
         return

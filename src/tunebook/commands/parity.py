@@ -1,7 +1,7 @@
-"""What `tunebook parity` does: train a recipe in several configurations, one after the other, and compare their losses.
+"""`tunebook parity`: train a recipe in several configurations, one after the other, and compare their losses.
 
-Each is an ordinary run in a folder and a process of its own. Exit code: 0 where all losses agree, 5 where one is
-further from the reference than the tolerance allows, the run's own code where one failed, 6 when stopped.
+Each is an ordinary run in its own folder and process. Exit code: 0 if all losses agree, 5 if one differs from the
+reference by more than the tolerance, the run's own code if one failed, 6 if stopped.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from tunebook.sweep.trial_process import Stopping, run_trial, train_command, wri
 
 
 def check_attended(config: RunConfig) -> None:
-    """Refuse runs whose end nobody would see, or that wait for other commands. Raises: RequestError."""
+    """Refuse runs whose end this command would not see, or that wait for other commands. Raises: RequestError."""
     try:
         check_launch(config, SweepOptions())
-    except RequestError as error:  # which names options of a sweep
+    except RequestError as error:  # its message names options of a sweep
         raise RequestError(_instead(config), problem_id="parity-request") from error
 
 
 def _instead(config: RunConfig) -> str:
-    """What a parity is told where a sweep's trials would be refused."""
+    """Return parity's message for what a sweep's trials would be refused for."""
     if isinstance(config.launcher, SlurmConfig):
         return (
             "launcher=slurm: a run's command would end when its job is submitted, before there is a loss to compare; "
@@ -65,7 +65,7 @@ def parity_command(
     num_steps: int,
     tolerance: float | None = None,
 ) -> int:
-    """Run every configuration, print the table, write `parity.json` and `parity.html`; returns the exit code.
+    """Run every configuration, print the table, write `parity.json` and `parity.html`; return the exit code.
 
     `over` are words such as `parallelism=ddp,zero2`, `gpus` such as `1,2,4`. Raises: RequestError before anything runs.
     """
@@ -104,9 +104,9 @@ def parity_command(
 def _run_all(
     cases: list[Case], folder: Path, recipe: str | None, recipes_dirs: list[Path], console: Console
 ) -> tuple[list[CaseResult], bool]:
-    """The results in the order of the cases, and whether it was stopped on the way.
+    """Return the results in the order of the cases, and whether a stop was requested.
 
-    Without a reference nothing can be compared, so after its failure nothing else is started.
+    Without a reference nothing can be compared, so nothing else starts after it failed.
     """
     results: list[CaseResult] = []
     stopping = Stopping()
@@ -119,7 +119,7 @@ def _run_all(
                 end = run_trial(train_command(recipe, case.overrides, folder / case.name, recipes_dirs), stopping)
                 write_trial_end(end, folder / f"{case.name}.json")
                 exit_code = end.exit_code
-                # Only its numbers are compared, and one whole model per configuration fills a disk.
+                # Only its numbers are compared, and one saved model per configuration fills a disk.
                 shutil.rmtree(folder / case.name / "model", ignore_errors=True)
             results.append(read_case(case, folder / case.name, exit_code, results[0] if results else None))
     return results, stopping.num_requests > 0

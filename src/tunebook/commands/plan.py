@@ -1,4 +1,4 @@
-"""What `tunebook plan` and `tunebook train --dry-run` do: show a run without starting it."""
+"""`tunebook plan` and `tunebook train --dry-run`: show a run without starting it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def plan_command(
 ) -> int:
     """Print the choices, the batch, the launch command for `folder`, the memory and the time, or all as JSON.
 
-    With `is_measured` two steps are trained first, unless they were before. JSON is printed whatever is wrong: problems
-    are among its keys. Otherwise raises: RequestError or RulesError for a wrong request, and after printing
-    DoesNotFitError for a plan that cannot fit, DataError for files that are missing.
+    With `is_measured`, two steps are trained first unless they are cached. JSON is always printed; it includes the
+    problems. Otherwise raises: RequestError or RulesError for a wrong request, and after printing DoesNotFitError for a
+    plan that cannot fit, DataError for missing files.
     """
     draft = draft_run(recipe, overrides, recipes_dirs)
     if is_measured:
@@ -63,9 +63,9 @@ def plan_command(
 
 
 def _measure(draft: Draft, console: Console) -> None:
-    """Put two measured steps in place of the estimate; why they cannot be trained here becomes the draft's error.
+    """Replace the estimate by two measured steps; if they cannot be trained here, set the draft's error.
 
-    A run whose host memory is surely too small is not started, since it may take other processes down with it.
+    A run that certainly needs too much host memory is not started, since it may take other processes down with it.
     """
     if draft.batch is None or draft.error is not None or (draft.host is not None and draft.host.fits is False):
         return
@@ -96,7 +96,7 @@ def _show_changes(fitting: list[Fitting], console: Console, draft: Draft) -> Non
 
 
 def _advice(fitting: list[Fitting], draft: Draft) -> str:
-    """What was found, for programs, which may show a problem without the rest of the plan."""
+    """Return the result of the search as text, for programs that may show a problem without the rest of the plan."""
     if not fitting:
         return _nothing_fits(draft)
     words = [f"{' '.join(change.change.words)}{_without(change)}" for change in fitting]
@@ -108,7 +108,7 @@ def _without(change: Fitting) -> str:
 
 
 def _nothing_fits(draft: Draft) -> str:
-    """What no change of the plan can mend, by what is too small for it."""
+    """Say what to change if no change of the plan fits, by the memory that is too small."""
     nothing = "none of the changes that were tried makes it fit"
     if draft.memory is not None and draft.memory.fits is not False:
         return (

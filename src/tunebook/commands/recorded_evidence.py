@@ -27,7 +27,7 @@ from tunebook.record.run_record import RunRecord
 def verify(record: RunRecord, recipes_dirs: list[Path], against: Path | None = None) -> Verification:
     """Compare a finished run with the recipe's evidence, or with one file.
 
-    Raises: RequestError where there is none for what was run, DataError for a file that is damaged.
+    Raises: RequestError if there is no evidence for this run, DataError for a damaged file.
     """
     config = config_of(record.folder)
     inputs, hardware = gather_inputs(record, config), gather_hardware(record, config)
@@ -37,7 +37,7 @@ def verify(record: RunRecord, recipes_dirs: list[Path], against: Path | None = N
 def recorded_evidence(
     config: RunConfig, inputs: Inputs, hardware: Hardware, recipes_dirs: list[Path], against: Path | None = None
 ) -> Recorded:
-    """The evidence of the same thing, rather of the same machine. Raises: RequestError where there is none."""
+    """Return evidence with equal inputs, preferably from the same machine. Raises: RequestError if there is none."""
     file, found = _choose(config, inputs, hardware, recipes_dirs, against)
     return Recorded(
         name=file.name,
@@ -51,7 +51,7 @@ def recorded_evidence(
 def _choose(
     config: RunConfig, inputs: Inputs, hardware: Hardware, recipes_dirs: list[Path], against: Path | None
 ) -> tuple[Path, Evidence]:
-    """The evidence of the same thing, rather on the same machine, and rather of a step that is split as this one."""
+    """Choose evidence with equal inputs, preferably from the same machine, then with the same split of a step."""
     recipe = config.recipe or WITHOUT_RECIPE
     if against is not None and not against.is_file():
         raise RequestError(
@@ -86,7 +86,7 @@ def _choose(
 
 
 def _of_other_things(recipe: str, known: list[tuple[Path, Evidence]], inputs: Inputs, dirs: list[Path]) -> RequestError:
-    """The error that names the evidence that comes nearest, what is not the same, and how that claim is checked."""
+    """Return the error that names the nearest evidence, its differences, and how to check its claim."""
     file, nearest = min(known, key=lambda one: len(input_differences(one[1].inputs, inputs)))
     differing = named_differences(input_differences(nearest.inputs, inputs))
     command = command_of(nearest, dirs)
@@ -98,7 +98,7 @@ def _of_other_things(recipe: str, known: list[tuple[Path, Evidence]], inputs: In
             f"commit out to check the claim, or remove {file} and record it anew (tunebook verify RUN RUN --record "
             f"--label {nearest.label})"
         )
-    if nearest.ran.recipe != recipe:  # a file that was named
+    if nearest.ran.recipe != recipe:  # the user named the file
         own = "no recipe" if recipe == WITHOUT_RECIPE else recipe
         return RequestError(
             f"{file.name} is evidence of {nearest.ran.recipe}, and the run is of {own}: {differing}. A run is compared "

@@ -1,7 +1,7 @@
-"""`tunebook reproduce`: set up again what a run's manifest says, tell what is different here, run it, compare.
+"""`tunebook reproduce`: rebuild a run from its manifest, report what differs here, run it, and compare.
 
-The words that were typed are composed anew. What they come to must be what the run was: a group that was changed since,
-or a choice that this machine makes otherwise, is named before anything starts, and so is other data.
+The recorded overrides are composed anew, and the result must equal the recorded configuration. If a config group has
+changed since, this machine makes another choice, or the data differs, the command says so before anything starts.
 """
 
 from __future__ import annotations
@@ -56,35 +56,35 @@ from tunebook.record.provenance import describe_code, describe_environment, desc
 from tunebook.record.run_folder import RUN_FILE, WITHOUT_RECIPE, create_run_folder, remove_if_empty, resolve_run
 from tunebook.record.run_record import RunRecord, broken_records_named, read_run
 
-# Of what is compared before the run: what can change a loss or a speed, less what is always another. The lock is left
+# Compared before the run: sections that can change a loss or a speed, except keys that always differ. The lock is left
 # out because its differences are those of the packages.
 _HERE = ("code", "environment", "hardware")
 _NOT_TOLD = ("hardware.host", "hardware.topology", "code.reason", "environment.installed_sha256", "environment.lock.")
-# Why there may be nothing to hold a run against, by `problem_id`.
+# `problem_id`s that mean there is nothing to compare a run with.
 _NOTHING_RECORDED = ("no-evidence", "evidence-of-other-config", "evidence-without-recipe")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Original:
-    """What is to be reproduced: a run, or no more than its manifest."""
+    """The run to reproduce, or only its manifest."""
 
     manifest: dict[str, Any]
-    file: Path  # that the manifest was read from
+    file: Path  # of the manifest
     run: Path | None
 
     @property
     def words(self) -> list[str]:
-        """What was typed after the recipe, but for where results go."""
+        """The overrides typed after the recipe, except the output folder."""
         return typed_words(self.manifest)
 
     @property
     def has_curve(self) -> bool:
-        """Whether the run is here and came to its end, so that another can be held against it."""
+        """Whether the run is here and finished, so that another run can be compared with it."""
         return self.run is not None and self.manifest["status"]["state"] == RunState.finished.name
 
 
 def find_original(target: str, outputs: Path) -> Original:
-    """A run, by folder or name, or a manifest.json. Raises: RequestError, DataError."""
+    """Find a run by folder or name, or a manifest.json. Raises: RequestError, DataError."""
     named = Path(target).expanduser()
     if named.is_file():
         file, run = named, named.parent.absolute()
@@ -100,10 +100,10 @@ def find_original(target: str, outputs: Path) -> Original:
 def reproduce_command(
     target: str, outputs: Path, recipes_dirs: list[Path], console: Console, *, dry_run: bool = False
 ) -> int:
-    """Run it again and compare: with the run where its folder is here, else with the recipe's evidence.
+    """Run it again and compare: with the original run if its folder is here, else with the recipe's evidence.
 
-    Returns the exit code of the run, or 5 where it ended well and differs. Raises: RequestError where what would be run
-    is not what was, or, but for a dry run, where there is nothing to compare it with.
+    Returns the exit code of the run, or 5 if it succeeded but differs. Raises: RequestError if the new run would not be
+    the recorded one, or, except in a dry run, if there is nothing to compare it with.
     """
     original = find_original(target, outputs)
     with broken_records_named(original.run or original.file):
@@ -116,7 +116,7 @@ def reproduce_command(
 
 @contextlib.contextmanager
 def _where_it_was_typed(original: Original, console: Console) -> Iterator[None]:
-    """In the folder that the words were typed in, where they have relative paths: there they mean what they meant."""
+    """Change to the folder in which the overrides were typed, so that relative paths in them still resolve."""
     there = typed_in_of(original.run / RUN_FILE) if original.run is not None else None
     if there is None or there == Path.cwd():
         yield
@@ -131,7 +131,7 @@ def _where_it_was_typed(original: Original, console: Console) -> Iterator[None]:
 
 
 def _require_whole(original: Original) -> None:
-    """Whether it was trained from the first step. Raises: RequestError."""
+    """Check that the run was trained from the first step. Raises: RequestError."""
     if original.run is None or not (original.run / RUN_FILE).is_file():
         require_first_step_by_manifest(original.manifest, "its manifest says that")
     else:
@@ -167,7 +167,7 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
 
 
 def _tell_plan(original: Original, job: Draft, recipes_dirs: list[Path], console: Console) -> None:
-    """What would be run and held against what; that nothing is recorded to hold it against ends no dry run."""
+    """Print what would run and what it would be compared with; a dry run continues if there is nothing to compare."""
     console.print(Text(f"to be run: {_train_command(job, job.overrides, recipes_dirs)}"), soft_wrap=True)
     try:
         told, style = f"to be compared with {choose_recorded(original, job.config, recipes_dirs).name}", ""
@@ -179,7 +179,7 @@ def _tell_plan(original: Original, job: Draft, recipes_dirs: list[Path], console
 
 
 def _train(original: Original, job: Draft, folder: Path, recipes_dirs: list[Path], console: Console) -> int:
-    """Run it in its new folder, and tell how to go on where that was stopped; a refusal leaves no empty folder."""
+    """Run it in its new folder; if it is stopped, print how to resume. A refused run leaves no empty folder."""
     try:
         code = run_job(job, console, folder=folder)
     except (StoppedError, KeyboardInterrupt):
@@ -194,7 +194,7 @@ def _train(original: Original, job: Draft, folder: Path, recipes_dirs: list[Path
 
 
 def how_to_go_on(original: Original, job: Draft, folder: Path, recipes_dirs: list[Path]) -> str:
-    """The lines that go on with a reproduction that was stopped, since the same command would begin another run."""
+    """Return the commands that resume a stopped reproduction; `tunebook reproduce` itself would start another run."""
     words = [word for word in job.overrides if not word.startswith("training.resume=")]
     lines = (
         "the same `tunebook reproduce` would begin again; to go on with this run, and to compare it:",
@@ -205,14 +205,14 @@ def how_to_go_on(original: Original, job: Draft, folder: Path, recipes_dirs: lis
 
 
 def _train_command(job: Draft, words: Sequence[str], recipes_dirs: list[Path], *options: str) -> str:
-    """What trains it, wherever it is typed: relative paths start where this is asked."""
+    """Return the command that trains it from any folder: relative paths start at the current folder."""
     recipe = [job.config.recipe] if job.config.recipe is not None else []
     train = shlex.join(["tunebook", "train", *recipe, *words, *_options(recipes_dirs), *options])
     return train if typed_in(job.config) is None else f"cd {shlex.quote(str(Path.cwd()))} && {train}"
 
 
 def _comparing(original: Original, folder: Path, recipes_dirs: list[Path]) -> list[str]:
-    """The command that holds a finished reproduction against what is to be reproduced."""
+    """Return the command that compares a finished reproduction with the original."""
     if original.has_curve:
         return ["diff", str(original.run), str(folder)]
     return ["verify", str(folder), *_options(recipes_dirs)]
@@ -223,10 +223,10 @@ def _options(recipes_dirs: list[Path]) -> list[str]:
 
 
 def require_same_config(original: Original, config: RunConfig, recipes_dirs: list[Path]) -> list[str]:
-    """Whether the words still mean what they meant; what is to be said where they do, and this machine decides more.
+    """Check that the overrides still give the recorded configuration; return warnings for what cannot be checked here.
 
-    Raises: RequestError naming the keys that come out otherwise here. Without the run's folder only the seed and the
-    hash of the whole are known.
+    Raises: RequestError that names the differing keys. Without the run's folder, only the seed and the configuration's
+    hash are known.
     """
     manifest = original.manifest
     if original.run is not None:
@@ -256,7 +256,7 @@ def require_same_config(original: Original, config: RunConfig, recipes_dirs: lis
 
 
 def _frozen(run: Path, manifest: dict[str, Any]) -> RunConfig:
-    """A run's configuration. Raises: RequestError where it is not there, or not what the manifest notes."""
+    """Return a run's configuration. Raises: RequestError if it is missing, or differs from the manifest."""
     record = read_run(run)
     if record.config is None:
         raise RequestError(
@@ -269,7 +269,7 @@ def _frozen(run: Path, manifest: dict[str, Any]) -> RunConfig:
 
 
 def _require_equal(manifest: dict[str, Any], then: RunConfig, now: RunConfig) -> None:
-    """Of two machines no more than the machine and the split of a step may differ."""
+    """Raises: RequestError unless only the machine and the split of a step differ."""
     if differing := config_differences(comparable_config(then), comparable_config(now)):
         raise _otherwise(manifest, named_differences(differing))
 
@@ -284,7 +284,7 @@ def _otherwise(manifest: dict[str, Any], differing: str) -> RequestError:
 
 
 def choose_recorded(original: Original, config: RunConfig, recipes_dirs: list[Path]) -> Recorded:
-    """What the run will be held against, before hours are spent on it. Raises: RequestError where there is nothing."""
+    """Return what the run will be compared with, before hours of training. Raises: RequestError if there is nothing."""
     if original.has_curve:
         assert original.run is not None
         return recorded_run(read_finished(original.run), recipes_dirs)
@@ -295,9 +295,9 @@ def choose_recorded(original: Original, config: RunConfig, recipes_dirs: list[Pa
 
 
 def require_same_files(manifest: dict[str, Any], config: RunConfig) -> None:
-    """Whether the data's files are here as they were, without preparing them; the hub is not asked.
+    """Check that the data's files are unchanged, without preparing them or accessing the hub.
 
-    Raises: DataError for a file that is not there, RequestError for another.
+    Raises: DataError for a missing file, RequestError for a changed one.
     """
     dataset = config.dataset
     places = {"dataset": dataset} | {f"dataset.parts.{name}": part for name, part in dataset.parts.items()}
@@ -314,9 +314,9 @@ def require_same_files(manifest: dict[str, Any], config: RunConfig) -> None:
 
 
 def require_same_weights(manifest: dict[str, Any], config: RunConfig) -> None:
-    """Whether the weights that the run started from are here as they were; older manifests do not say.
+    """Check that the initial weights are unchanged; older manifests do not record them.
 
-    Raises: RequestError for others.
+    Raises: RequestError if they differ.
     """
     then = recorded_fingerprint(manifest)
     if then is None:
@@ -331,7 +331,7 @@ def require_same_weights(manifest: dict[str, Any], config: RunConfig) -> None:
 
 
 def require_same_data(original: Original, job: Draft, console: Console) -> None:
-    """Prepare the data, which the run then finds prepared. Raises: RequestError where it is not what was trained on."""
+    """Prepare the data, which the run reuses. Raises: RequestError if it differs from the data of the original run."""
     prepared = prepare_data(job.config, console)
     manifest = original.manifest
     found = {
@@ -349,14 +349,14 @@ def require_same_data(original: Original, job: Draft, console: Console) -> None:
 
 
 def told_differences(manifest: dict[str, Any], config: RunConfig) -> Iterator[str]:
-    """What of code, packages, image, variables and machine is not as it was, a line each; says so where all is."""
+    """Yield one line per difference in code, packages, image, variables and machine, or one line if there is none."""
     here = {
         "code": describe_code(book_root()),
         "environment": describe_environment(config.hardware.generation.name),
         "hardware": describe_hardware(manifest["hardware"]["nccl"]),
     }
     if manifest["environment"].get("variables") is None:
-        del here["environment"]["variables"]  # nobody knows what they were
+        del here["environment"]["variables"]  # not recorded
     found = [one for section in _HERE for one in flat_differences(manifest[section], here[section], section)]
     differing = [one for one in found if not one[0].startswith(_NOT_TOLD)]
     if not differing:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Note requests to stop from the first moment: Slurm may want the nodes back while Python still imports."""
+    """Record stop requests from the first moment: Slurm may want the nodes back while Python still imports."""
     asked: list[signal.Signals] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda number, _frame: asked.append(signal.Signals(number)))

@@ -1,4 +1,4 @@
-"""One turn of a Slurm job, on its first node: the run of a folder, until it ends or Slurm wants the nodes back."""
+"""One turn of a Slurm job, on its first node: run a run folder until it ends or Slurm wants the nodes back."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from tunebook.record.run_folder import RUN_FILE, clear_outcomes, working_in
 from tunebook.slurm import JobState, patient_job_state, patient_requeue
 from tunebook.train.other_launchers import removal_notice, remove_other_launchers
 
-_LOCK_WITHIN_S = 60.0  # the one who submitted this job still holds the folder for a moment
-_WARNED_EARLIER_S = 60 + 30  # up to a minute, by `man sbatch`; and what its own clock may lag
-_BY_SLURM = "SIGUSR1"  # what the job script asks Slurm to send before it takes the job away
+_LOCK_WITHIN_S = 60.0  # the submitting process still locks the folder for a moment
+_WARNED_EARLIER_S = 60 + 30  # Slurm may signal up to a minute early (`man sbatch`), plus a margin for its clock
+_BY_SLURM = "SIGUSR1"  # the signal that the job script requests from Slurm before it takes the job away
 
 
 def carry_out_turn(folder: Path, asked: Sequence[signal.Signals] = ()) -> int:
-    """Carry out one turn of the job; its exit code is the run's. `asked` holds requests to stop that no step took."""
+    """Run one turn of the job; return the run's exit code. `asked` holds stop requests that no step has handled."""
     console = Console(width=160)
-    if removed := remove_other_launchers(os.environ):  # of the shell that sbatch was typed in, or of the site's own
+    if removed := remove_other_launchers(os.environ):  # of the shell in which sbatch was typed, or of the site's own
         console.print(removal_notice(removed), markup=False, highlight=False, soft_wrap=True)
     try:
         if problem := folder_problem(folder):
@@ -58,7 +58,7 @@ def carry_out_turn(folder: Path, asked: Sequence[signal.Signals] = ()) -> int:
 
 
 def _begin(folder: Path, *, is_done: bool) -> None:
-    """Bring the records to the start of this turn: where it runs, and what became of the turns before."""
+    """Record the start of this turn: where it runs, and how earlier turns ended."""
     manifest = read_manifest(folder)
     facts: dict[str, Any] = {
         "hardware": describe_hardware(None),
@@ -80,10 +80,10 @@ def _begin(folder: Path, *, is_done: bool) -> None:
 
 
 def _requeue(settings: SlurmConfig, console: Console, *, has_progress: bool) -> None:
-    """Ask for another turn, unless this one was used up and brought the run no further: then the next would not either.
+    """Request another turn, unless this one used its full time without progress, as the next one would.
 
-    One that was preempted early is asked for again: the next may be longer. A controller that is silent is waited for:
-    a job that ended now would have ended for good.
+    A turn that was preempted early is requeued anyway, since the next may be longer. The job waits for a silent
+    controller, because a job that ends without a requeue has ended for good.
     """
     job_id = os.environ["SLURM_JOB_ID"]
 
@@ -102,7 +102,7 @@ def _requeue(settings: SlurmConfig, console: Console, *, has_progress: bool) -> 
 
 
 def _is_used_up(settings: SlurmConfig, state: JobState | None) -> bool:
-    """Whether the time limit is why Slurm wants the nodes back."""
+    """Whether Slurm wants the nodes back because of the time limit."""
     if state is None or state.limit_s is None:
         return False
     return state.limit_s - state.run_s <= settings.stop_timeout_s + _WARNED_EARLIER_S

@@ -1,7 +1,7 @@
-"""What `tunebook sweep` does: list or propose the trials, check them, run each in its own folder, rank them.
+"""`tunebook sweep`: list or propose the trials, check them, run each in its own folder, rank them.
 
-Exit code: 0 when every trial finished or was pruned, otherwise that of the first trial (in the order of the sweep) that
-did not finish; 6 when the sweep was stopped.
+Exit code: 0 if every trial finished or was pruned, otherwise that of the first trial (in the order of the sweep) that
+did not finish; 6 if the sweep was stopped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tunebook.sweep.trial_process import EXIT_STOPPED, Stopping, TrialEnd, wait_
 from tunebook.sweep.trials import Trial, without_resume_word
 
 CSV_FILE = "sweep.csv"
-_MANY = 50  # trials: from here on checking them takes seconds
+_MANY = 50  # trials: from this number on, checking takes seconds
 
 
 def sweep_command(
@@ -43,9 +43,9 @@ def sweep_command(
     dry_run: bool = False,
     command_of: CommandOf | None = None,
 ) -> int:
-    """Run a sweep, print the ranked table and write `sweep.csv`; returns the exit code.
+    """Run a sweep, print the ranked table and write `sweep.csv`; return the exit code.
 
-    Raises: RequestError, before anything runs, when any trial would be refused.
+    Raises: RequestError, before anything runs, if any trial would be refused.
     """
     options = options or SweepOptions()
     check_options(options)
@@ -73,7 +73,7 @@ def sweep_command(
 
 @contextmanager
 def _at_work(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFolder, TrialSource]]:
-    """The folder of an interrupted sweep that was asked for the same, or a new one, held; and the trials to run."""
+    """Lock the folder of an interrupted sweep with an equal request, or a new one; yield it and the trials to run."""
     config = plan.configs[0]
     request = Request(
         recipe=plan.recipe,
@@ -109,7 +109,7 @@ def _source(plan: SweepPlan, folder: SweepFolder) -> TrialSource:
 
 
 def _wait_for_leftovers(folder: SweepFolder, trials: list[Trial], console: Console) -> None:
-    """Wait for trials that a killed sweep left at work: they save and end, and their GPUs are not free until then."""
+    """Wait for processes of trials of a killed sweep: they save and end, and their GPUs are not free until then."""
     for trial in trials:
         run_folder = folder.run_folder(trial)
 
@@ -145,7 +145,7 @@ def _run_one(plan: SweepPlan, folder: SweepFolder, stopping: Stopping, command_o
 
 
 def _conclude(plan: SweepPlan, folder: SweepFolder, trials: list[Trial], console: Console, *, was_stopped: bool) -> int:
-    """Write and print what the trials came to; the exit code."""
+    """Write and print the results of the trials; return the exit code."""
     ends = [folder.end_of(trial) for trial in trials]
     results = [read_result(trial, folder.run_folder(trial), end) for trial, end in zip(trials, ends, strict=True)]
     if results:
@@ -168,12 +168,12 @@ def _conclude(plan: SweepPlan, folder: SweepFolder, trials: list[Trial], console
 
 
 def _was_cut_short(end: TrialEnd | None) -> bool:
-    """Whether a trial did not come to its end because its sweep, or its job, was stopped."""
+    """Whether a trial did not finish because its sweep or its job was stopped."""
     return end is None or ((end.was_interrupted or end.exit_code == EXIT_STOPPED) and not end.was_pruned)
 
 
 def _require_metric(plan: SweepPlan, ranking: Ranking, results: list[TrialResult]) -> None:
-    """Refuse to call a search a success that had nothing to go by."""
+    """Fail a search in which no trial measured the metric."""
     if plan.goal is None or ranking.ranked or not any(result.has_finished for result in results):
         return
     measured = [

@@ -1,7 +1,7 @@
-"""How many GPUs each trial gets where several run at a time and nobody said: this machine's, divided evenly.
+"""GPUs per trial if several trials run at a time and the user sets no number: this machine's GPUs, divided evenly.
 
-Left open, a trial takes every GPU that it sees (`parallelism=auto`), and no two could run at a time. Such a trial is
-planned with its share, and sees no more than that when it trains (`sweep.shares`).
+Without a number, a trial takes every GPU that it sees (`parallelism=auto`), and no two could run at a time. Such a
+trial is planned with its share, and sees only that share when it trains (`sweep.shares`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _SAY_HOW_MANY = ("hardware.gpus_per_node", "parallelism.strategy")
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """The GPUs found here, and among how many trials they are divided that leave open how many they take."""
+    """The GPUs found here, and the number of trials that share them because they set no number of GPUs."""
 
     num_gpus: int
     num_at_once: int
 
     @property
     def gpus_per_trial(self) -> int:
-        """What is left over by an uneven division stays idle."""
+        """GPUs of each trial; the remainder of an uneven division stays idle."""
         return self.num_gpus // self.num_at_once
 
 
 @dataclass(kw_only=True)
 class TrialDrafts:
-    """The trials of a sweep as they would be planned on this machine; each is composed and worked out once."""
+    """Drafts of a sweep's trials, planned on this machine; each is composed and computed once."""
 
     recipe: str | None
     recipes_dirs: list[Path]
@@ -44,11 +44,11 @@ class TrialDrafts:
     _known: dict[tuple[tuple[str, ...], int], Draft] = field(default_factory=dict)
 
     def with_gpus(self, overrides: Collection[str], num_gpus: int) -> Draft:
-        """A trial as it is where it sees the first `num_gpus` of the machine."""
+        """Return the draft of a trial that sees the first `num_gpus` of the machine."""
         key = (tuple(overrides), num_gpus)
         if key not in self._known:
             whole = self.whole(overrides)
-            share = num_gpus / len(self.machine.gpus)  # of the host's memory, too: the others take theirs
+            share = num_gpus / len(self.machine.gpus)  # of the host memory, too: the other trials use theirs
             seen = replace(
                 self.machine,
                 gpus=self.machine.gpus[:num_gpus],
@@ -58,14 +58,14 @@ class TrialDrafts:
         return self._known[key]
 
     def whole(self, overrides: Collection[str]) -> Draft:
-        """A trial as it is where it sees all GPUs."""
+        """Return the draft of a trial that sees all GPUs."""
         key = (tuple(overrides), len(self.machine.gpus))
         if key not in self._known:
             self._known[key] = draft_run(self.recipe, list(overrides), self.recipes_dirs, self.machine)
         return self._known[key]
 
     def divided(self, overrides: Collection[str], division: Division | None) -> Draft:
-        """A trial as it will run: on its share if it leaves open how many GPUs it takes, else on what it asks for."""
+        """Return a trial's draft as it will run: on its share if it sets no number of GPUs, else on its own number."""
         draft = self.whole(overrides)
         if division is None or not _takes_all(draft, division.num_gpus):
             return draft
@@ -75,10 +75,10 @@ class TrialDrafts:
 def divide(
     drafts: TrialDrafts, trials: list[Trial], options: SweepOptions, most_at_once: int | None
 ) -> Division | None:
-    """Among how many trials the GPUs are divided; None where there is nothing to divide.
+    """Decide how many trials share the GPUs; None if there is nothing to divide.
 
-    As many as asked for, though not more than there are GPUs: the rest wait. Where that was left open too, as many as
-    are estimated to fit into memory with what each gets. `most_at_once` is how many there are, where that is settled.
+    Use the requested number, but at most one trial per GPU: the rest wait. Without a requested number, use as many as
+    fit into memory by estimate. `most_at_once` is the number of trials, if known.
     """
     num_gpus = len(drafts.machine.gpus)
     if options.way is not SweepLauncher.joblib or num_gpus < 2:
@@ -95,9 +95,11 @@ def divide(
 
 
 def _as_many_as_fit(drafts: TrialDrafts, trials: list[tuple[str, ...]], most: int) -> int:
-    """The most trials at a time, each of which can run on its share as far as is known; 1 where none can."""
+    """Return the largest number of parallel trials whose shares all suffice, as far as known; 1 if there is none."""
     num_gpus = len(drafts.machine.gpus)
-    sizes = {num_gpus // num_at_once: num_at_once for num_at_once in range(1, most + 1)}  # the most of each size
+    sizes = {
+        num_gpus // num_at_once: num_at_once for num_at_once in range(1, most + 1)
+    }  # the most trials for each share size
     for gpus_per_trial in sorted(sizes):
         if all(drafts.with_gpus(words, gpus_per_trial).exit_code == 0 for words in trials):
             return sizes[gpus_per_trial]
@@ -105,7 +107,7 @@ def _as_many_as_fit(drafts: TrialDrafts, trials: list[tuple[str, ...]], most: in
 
 
 def _takes_all(draft: Draft, num_gpus: int) -> bool:
-    """Whether a trial runs on every GPU found here because nobody said on how many."""
+    """Whether a trial runs on every GPU found here because the user set no number."""
     resolution = draft.resolution
     if resolution is None or resolution.problem is not None:
         return False
@@ -117,7 +119,7 @@ def _takes_all(draft: Draft, num_gpus: int) -> bool:
 
 
 def _asked_gpus(draft: Draft) -> int:
-    """How many of this machine's GPUs a trial asks for by itself."""
+    """Return how many of this machine's GPUs a trial asks for."""
     config = draft.resolution.config if draft.resolution else None
     if config is None or not uses_this_machine(config) or config.hardware.generation is Generation.cpu:
         return 1

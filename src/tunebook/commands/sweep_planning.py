@@ -1,4 +1,4 @@
-"""A sweep before it starts: its trials or its search, checked as by `tunebook train`, and how they are launched."""
+"""Plan a sweep before it starts: its trials or its search, checked like `tunebook train`, and how they are launched."""
 
 from __future__ import annotations
 
@@ -35,31 +35,31 @@ class SweepPlan:
     """A sweep that has passed every check."""
 
     recipe: str | None
-    words: list[str]  # the overrides as they are composed
+    words: list[str]  # the overrides that are composed
     recipes_dirs: list[Path]
     options: SweepOptions
-    trials: list[Trial]  # of a list all, of a search the ends of its ranges
-    configs: list[RunConfig]  # theirs
-    fixed: list[str]  # of a search: the overrides that all trials have
+    trials: list[Trial]  # all trials of a list; the range ends of a search
+    configs: list[RunConfig]  # of the trials
+    fixed: list[str]  # of a search: overrides of all trials
     space: Space | None  # None: a list
-    goal: Goal | None  # None: ranked by what all have
+    goal: Goal | None  # None: ranked by a metric that all have
     num_at_once: int
     drafts: TrialDrafts
-    division: Division | None  # None: every trial says how many GPUs it takes
+    division: Division | None  # None: every trial sets its number of GPUs
 
     @property
     def num_trials(self) -> int:
-        """How many there will be."""
+        """The total number of trials."""
         return len(self.trials) if self.space is None else self.options.num_trials or 0
 
     @property
     def asked(self) -> frozenset[str]:
-        """The keys of the first trial that somebody has set."""
+        """The keys of the first trial that the user set."""
         resolution = self.drafts.divided(self.trials[0].overrides, self.division).resolution
         return asked_keys(resolution.choices) if resolution is not None else frozenset()
 
     def config_of(self, trial: Trial) -> RunConfig:
-        """A trial's configuration. Raises: RequestError where its values break a rule together."""
+        """Return a trial's configuration. Raises: RequestError if its values together break a rule."""
         for known, config in zip(self.trials, self.configs, strict=True):
             if known.overrides == trial.overrides:
                 return config
@@ -68,7 +68,7 @@ class SweepPlan:
         return draft.config
 
     def too_large(self) -> dict[str, list[str]]:
-        """Why trials of the list will end with 3, each reason with the names of those: they do not fit by estimate."""
+        """Return why trials of the list will end with exit code 3 (too large by estimate), and the trials of each."""
         found: dict[str, list[str]] = {}
         for trial in self.trials if self.space is None else []:
             try:
@@ -78,17 +78,17 @@ class SweepPlan:
         return found
 
     def command(self, trial: Trial, run_folder: Path) -> list[str]:
-        """What trains a trial where it runs."""
+        """Return the command that trains a trial where it runs."""
         overrides = list(trial.overrides)
         if self.config_of(trial).training.resume == "never":
-            # That is about the sweep: in the trials' own folders Slurm's next turn, or the same command, goes on.
+            # `never` is about the sweep: in a trial's folder, Slurm's next turn or the same command resumes.
             overrides = [*without_resume_word(overrides), "training.resume=auto"]
         if self.options.way is SweepLauncher.slurm:
             overrides = split_overrides(overrides)[1]
         return train_command(self.recipe, overrides, run_folder, self.recipes_dirs)
 
     def search_plan(self) -> SearchPlan:
-        """What the study needs to know."""
+        """Return the inputs of the study."""
         from tunebook.sweep.study import SearchPlan
 
         assert self.space is not None and self.goal is not None
@@ -103,7 +103,7 @@ class SweepPlan:
         )
 
     def search_record(self) -> dict[str, Any] | None:
-        """The search as JSON; two with the same go on with each other's trials."""
+        """Return the search as JSON; sweeps with equal records resume each other's trials."""
         if self.space is None or self.goal is None:
             return None
         return {
@@ -116,7 +116,7 @@ class SweepPlan:
         }
 
     def describe(self) -> str:
-        """How it will be run, in a line or two."""
+        """Describe in a line or two how the sweep will run."""
         at_once = "one at a time" if self.num_at_once == 1 else f"{self.num_at_once} at a time"
         how = {
             SweepLauncher.basic: at_once,
@@ -131,7 +131,7 @@ class SweepPlan:
 
     @property
     def _shares(self) -> str:
-        """What trials side by side compute on."""
+        """Describe the hardware of parallel trials."""
         if self.division is None:
             return "each on GPUs or cores of its own"
         num_gpus, jobs = self.division.num_gpus, self.options.jobs or 0
@@ -153,7 +153,7 @@ def plan_sweep(
 ) -> SweepPlan:
     """Compose and check every trial. Raises: RequestError with what to type, before anything is written.
 
-    `progress` hears how many are worked out, of how many.
+    `progress` gets the number of trials composed so far, and their total.
     """
     _require_packages(options)
     if options.way is SweepLauncher.slurm:
@@ -171,7 +171,7 @@ def plan_sweep(
         drafts.whole(trial.overrides)
         if progress is not None:
             progress(number, len(trials))
-    # A search may be given more trials later, which must not change what the first ones ran on.
+    # A search may get more trials later, which must not change the GPUs of the first ones.
     division = divide(drafts, trials, options, num_trials if space is None else None)
     configs: list[RunConfig] = []
     try:
@@ -199,7 +199,7 @@ def plan_sweep(
 
 
 def _require_packages(options: SweepOptions) -> None:
-    """Refuse what needs a package that is not here. Raises: RequestError with what installs it."""
+    """Refuse options that need a missing package. Raises: RequestError with the install command."""
     needed = {
         "--launcher=joblib": ("joblib", "joblib>=1.4,<2", options.way is SweepLauncher.joblib),
         "--search=optuna": ("optuna", "optuna>=5,<6", options.search is not None),
@@ -213,7 +213,7 @@ def _require_packages(options: SweepOptions) -> None:
 
 
 def _with_whole_numbers(error: RequestError, space: Space) -> RequestError:
-    """The same error; where a search proposes fractions for a whole number, with how to search whole ones."""
+    """Return the same error, with a hint if a search proposes fractions for an integer key."""
     from optuna.distributions import FloatDistribution
 
     wrong = [
@@ -228,7 +228,7 @@ def _with_whole_numbers(error: RequestError, space: Space) -> RequestError:
 
 
 def _checked(draft: Draft, options: SweepOptions, is_started: bool) -> RunConfig:
-    """One trial's configuration; where it is to be started, this must be the machine and the image for it."""
+    """Return one trial's configuration; to start it, this machine and image must be able to run it."""
     draft.raise_errors()
     resolution = draft.resolved
     if is_started and resolution.problem is not None:
@@ -239,7 +239,7 @@ def _checked(draft: Draft, options: SweepOptions, is_started: bool) -> RunConfig
 
 
 def check_launch(config: RunConfig, options: SweepOptions) -> None:
-    """Refuse trials whose end nobody would see. Raises: RequestError."""
+    """Refuse trials whose end the sweep would not see. Raises: RequestError."""
     if options.way is SweepLauncher.slurm:
         check_jobs(config)
     elif isinstance(config.launcher, SlurmConfig) and not config.launcher.wait:
@@ -258,7 +258,7 @@ def check_launch(config: RunConfig, options: SweepOptions) -> None:
 
 
 def _goal(options: SweepOptions, config: RunConfig) -> Goal | None:
-    """What is searched for, or ranked by. Raises: RequestError for what no trial will measure."""
+    """Return the goal of the search or ranking. Raises: RequestError for a metric that no trial will measure."""
     if options.metric is None and options.search is None:
         return None
     measured = _measured(config)
@@ -283,7 +283,7 @@ def _goal(options: SweepOptions, config: RunConfig) -> Goal | None:
 
 
 def _measured(config: RunConfig) -> list[str]:
-    """The metrics that a run of this configuration ends with, the most telling first."""
+    """Return the metrics that a run of this configuration produces, most informative first."""
     missing = set()
     data = config.dataset
     if not (data.validation_split or data.validation_path or data.validation_share > 0):

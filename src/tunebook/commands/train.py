@@ -1,4 +1,7 @@
-"""The main job, from words on a command line to a report: compose, check, plan, prepare, launch, evaluate, record."""
+"""Run a training job from the command line's overrides to the report.
+
+The steps are: compose, check, plan, prepare, launch, evaluate, record.
+"""
 
 from __future__ import annotations
 
@@ -65,9 +68,9 @@ if TYPE_CHECKING:
 
 
 def plan_job(recipe: str | None, overrides: list[str], recipes_dirs: list[Path]) -> Draft:
-    """Compose, resolve and check a run; nothing is downloaded, written or imported that needs a GPU.
+    """Compose, resolve and check a run; does not download or write anything, or import what needs a GPU.
 
-    Raises: RequestError for what does not compose, RulesError with every broken rule at once.
+    Raises: RequestError if it does not compose, RulesError with all broken rules at once.
     """
     draft = draft_run(recipe, overrides, recipes_dirs)
     draft.raise_errors()
@@ -76,7 +79,7 @@ def plan_job(recipe: str | None, overrides: list[str], recipes_dirs: list[Path])
 
 
 def show_job(job: Draft, console: Console, folder: Path) -> None:
-    """Print the resolved choices, the batch arithmetic and the launch command; of a Slurm job also what it starts."""
+    """Print the resolved choices, the batch arithmetic and the launch command; for a Slurm job also its commands."""
     show_choices(job.resolved.choices, job.problems, console)
     assert job.batch is not None
     show_batch(job.batch, console)
@@ -90,9 +93,9 @@ def show_job(job: Draft, console: Console, folder: Path) -> None:
 
 
 def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: StartClock | None = None) -> int:
-    """Prepare, launch, evaluate and report; returns the exit code that the run's outcome asks for.
+    """Prepare, launch, evaluate and report; return the exit code of the run's outcome.
 
-    `clock` has the phases before this one, where somebody has counted them.
+    `clock` holds earlier phases, if the caller timed them.
     """
     config, asked, clock = job.config, asked_keys(job.resolved.choices), clock or StartClock()
     show_choices(job.resolved.choices, job.problems, console)
@@ -106,7 +109,7 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
     check_outputs(folder or Path(config.outputs))
     clock.passed("checks")
     with ExitStack() as stack:
-        # Before anything is prepared: a port in use is reported at once, and nodes that come early get an answer.
+        # Before anything is prepared: a port in use is reported at once, and nodes that join early get a reply.
         nodes = open_to_nodes(config, console) if has_later_nodes(config) else None
         prepared = prepare_data(config, console)
         clock.passed("data")
@@ -125,12 +128,12 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
             attempt = Attempt(config=config, folder=folder, lock=lock, console=console, nodes=nodes, clock=clock)
             return attempt.carry_out()
         job_id = submit(config, folder, console)
-    # The folder is the job's now.
+    # The job holds the folder from here on.
     return follow(job_id, folder, console) if config.launcher.wait else 0
 
 
 def require_runnable(job: Draft) -> None:
-    """Refuse what can be planned but not run here. Raises: RequestError, RulesError, DoesNotFitError."""
+    """Refuse a run that can be planned but cannot run here. Raises: RequestError, RulesError, DoesNotFitError."""
     require_machine(job.resolved)
     refuse_too_large(measured_memory(job.config, job.batch) or plan_memory(job.config))
     plan_host_memory(job.config, job.resolved.host_memory_gib).raise_if_too_large()
@@ -152,7 +155,7 @@ def require_machine(resolution: Resolution) -> None:
 
 
 def check_launcher(config: RunConfig) -> None:
-    """Refuse a launch that cannot begin. Raises: RequestError with what to change, TunebookError when out of reach."""
+    """Refuse a launch that cannot start. Raises: RequestError with what to change, TunebookError if unreachable."""
     if isinstance(config.launcher, SlurmConfig):
         check_job(config)
     elif isinstance(config.launcher, RayConfig):
@@ -171,7 +174,7 @@ def check_upload(name: str | None) -> None:
 
 
 def _check_sandbox(config: RunConfig) -> None:
-    """Refuse an evaluation whose programs nothing here would execute; a Slurm job looks on its own node."""
+    """Refuse an evaluation that needs a sandbox if this machine has none; a Slurm job checks on its own node."""
     if not isinstance(config.launcher, SlurmConfig) and not is_later_node(config):
         check_code(config.evaluation, config.evaluation.tasks)
     elif is_contained(config):
@@ -179,9 +182,10 @@ def _check_sandbox(config: RunConfig) -> None:
 
 
 def refuse_code_inside(config: RunConfig) -> None:
-    """Refuse tasks whose programs nothing in a container would execute, before hours of training. Raises: RequestError.
+    """Refuse code tasks in a container, where no sandbox exists, before hours of training. Raises: RequestError.
 
-    No image has bubblewrap, which a container would not let build its walls, and the service's folder is not mounted.
+    No image has bubblewrap, because a container would not let it isolate anything. The sandbox service's folder is not
+    mounted.
     """
     settings, evaluation = config.launcher, config.evaluation
     assert isinstance(settings, SlurmConfig)
@@ -199,7 +203,7 @@ def refuse_code_inside(config: RunConfig) -> None:
 
 
 def prepare_data(config: RunConfig, console: Console) -> Prepared:
-    """Prepare the data with progress, or find it prepared; runs once, before any rank starts."""
+    """Prepare the data with progress, or reuse prepared data; runs once, before any rank starts."""
     from tunebook.data.prepare import prepare
     from tunebook.plan.show import preparing
 
@@ -208,12 +212,12 @@ def prepare_data(config: RunConfig, console: Console) -> Prepared:
 
 
 def _identity(config: RunConfig, prepared: Prepared) -> Identity:
-    """What the run's checkpoints will belong to; the ranks find the fingerprint remembered."""
+    """Return the identity that the run's checkpoints record; caches the weights' fingerprint for the ranks."""
     return identity_of(config, prepared, weights_fingerprint(config.model))
 
 
 def _make_folder(config: RunConfig, found: Path | None) -> Path:
-    """The folder that was named, or of a run that is gone on with; a new one where there is neither."""
+    """Return the named folder or the folder of the run to resume; otherwise a new one."""
     if found is None:
         return create_run_folder(Path(config.outputs), config.recipe or WITHOUT_RECIPE)
     refuse_if_queued(found)
@@ -227,11 +231,11 @@ def _resume_note(config: RunConfig, folder: Path, checkpoint: Path | None) -> st
 
 
 def set_up_folder(job: Draft, plan: BatchPlan, prepared: Prepared, folder: Path) -> None:
-    """Write everything that the ranks read, before any of them starts."""
+    """Write all files that the ranks read, before any rank starts."""
     config, known = job.config, None
     if not is_trained(folder, config):
         clear_outcomes(folder)
-    elif (folder / MANIFEST_FILE).is_file():  # trained from weights that may be others by now
+    elif (folder / MANIFEST_FILE).is_file():  # trained from weights that may have changed since
         known = {"weights_fingerprint": recorded_fingerprint(read_manifest(folder))}
     if (architecture := architecture_json(config)) is not None:
         atomic_write_text(folder / ARCHITECTURE_FILE, architecture)
@@ -242,7 +246,7 @@ def set_up_folder(job: Draft, plan: BatchPlan, prepared: Prepared, folder: Path)
         folder,
         config,
         world_size=world_size(config),
-        # Not what was typed: `tunebook reproduce` types no word of what it trains.
+        # Not what the user typed: `tunebook reproduce` is typed without the overrides that it trains with.
         command=["tunebook", "train", *([config.recipe] if config.recipe is not None else []), *job.overrides],
         typed=["tunebook", *sys.argv[1:]],
         model=known,
@@ -259,7 +263,7 @@ def set_up_folder(job: Draft, plan: BatchPlan, prepared: Prepared, folder: Path)
 
 
 def plan_json(job: Draft, batch: BatchPlan) -> dict[str, Any]:
-    """The content of plan.json: what `tunebook plan --json` prints, with the batch of the prepared data."""
+    """Return the content of plan.json: the output of `tunebook plan --json`, with the batch of the prepared data."""
     config = job.config
     return draft_json(
         replace(

@@ -1,6 +1,6 @@
-"""Whether the typed command of evidence or of a run still composes to the same run, and the command to train it again.
+"""Check that the typed command of evidence or of a run still composes to the same run; return the command to repeat it.
 
-A command is composed anew each time, so it trains another run after its recipe or a group was changed.
+A command is composed anew each time. So it trains another run after its recipe or a config group has changed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The commands that start the ranks of a run, as argument lists. Pure functions; nothing is run here.
+"""Build the commands that start the ranks of a run, as argument lists. Pure functions; nothing runs here.
 
-On one node that is `tunebook.train` for one rank, torchrun for several. On several nodes `tunebook.launch.node` is
-started on each (by hand, or by srun), calls the launcher and then starts torchrun; for Ray see `launch.ray`.
+On one node the command is `tunebook.train` for one rank, torchrun for several. On several nodes, the user or srun
+starts `tunebook.launch.node` on each; it joins the launcher and then starts torchrun. For Ray see `launch.ray`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from tunebook.launch.slurm.container import in_container, is_contained
 from tunebook.slurm import submit_command
 
 _TRAIN = "tunebook.train"
-_RANK = "tunebook.launch.rank"  # tunebook.train with what can go wrong between several ranks
+_RANK = "tunebook.launch.rank"  # tunebook.train plus what only several ranks need
 _NODE = "tunebook.launch.node"
 _EVALUATE = "tunebook.evaluate"
 _RAY = "tunebook.launch.ray"
 _SLURM_JOB = "tunebook.commands.slurm_job"
 JOB_SCRIPT = "job.sh"
 DIES_WITH_PARENT = "--dies-with-parent"
-CALLED_LATER = "<address>:<port>"  # of the launcher, which is known once it has begun
+CALLED_LATER = "<address>:<port>"  # of the launcher, known once it listens
 
 
 def launch_command(config: RunConfig, folder: Path, python: str = sys.executable) -> list[str]:
-    """What the user's machine runs for a resolved configuration whose run folder is `folder`."""
+    """Return the command for the user's machine that launches a resolved configuration from its run folder."""
     if config.launcher.name is LauncherName.slurm:
         return submit_command(folder / JOB_SCRIPT)
     return ranks_command(config, folder, python=python)
 
 
 def ranks_command(config: RunConfig, folder: Path, meet: str = CALLED_LATER, python: str = sys.executable) -> list[str]:
-    """What starts every rank, inside a Slurm job as outside; `meet` is where the nodes of a run on several call."""
+    """Return the command that starts every rank, in a Slurm job or not; `meet` is the launcher's address for nodes."""
     if config.launcher.name is LauncherName.ray:
         return [python, "-m", _RAY, str(folder), "--meet", meet]
     if not has_callers(config):
@@ -48,12 +48,12 @@ def ranks_command(config: RunConfig, folder: Path, meet: str = CALLED_LATER, pyt
 
 
 def has_callers(config: RunConfig) -> bool:
-    """Whether something on each node calls the launcher: on several nodes, in containers, and under Ray."""
+    """Whether processes on each node join the launcher: on several nodes, in containers, and under Ray."""
     return config.hardware.num_nodes > 1 or is_contained(config) or config.launcher.name is LauncherName.ray
 
 
 def one_node_command(config: RunConfig, folder: Path, python: str) -> list[str]:
-    """One process for one rank, torchrun for several on this machine."""
+    """Return the command for one node: one process for one rank, torchrun for several."""
     if config.hardware.gpus_per_node == 1:
         return [python, "-m", _TRAIN, str(folder)]
     return [
@@ -66,7 +66,7 @@ def one_node_command(config: RunConfig, folder: Path, python: str) -> list[str]:
 def torchrun_command(
     config: RunConfig, folder: Path, node: int, master_address: str, master_port: int, python: str = sys.executable
 ) -> list[str]:
-    """torchrun of one node of several; the ranks meet on node 0."""
+    """Return the torchrun command of one node of several; the rendezvous of the ranks is on node 0."""
     return [
         *[python, "-m", "torch.distributed.run", "--nnodes", str(config.hardware.num_nodes), "--node_rank", str(node)],
         *["--nproc_per_node", str(config.hardware.gpus_per_node)],
@@ -77,12 +77,12 @@ def torchrun_command(
 
 
 def rank_command(folder: Path, python: str = sys.executable) -> list[str]:
-    """One rank whose environment says which, as a Ray worker starts it: it must not outlive that for a moment."""
+    """Return the command that a Ray worker runs for one rank, whose environment names it; it dies with the worker."""
     return [python, "-m", _RANK, str(folder), DIES_WITH_PARENT]
 
 
 def node_command(folder: Path, meet: str, node: int | None, python: str) -> list[str]:
-    """One node's part; without a number it takes the one that Slurm gives it."""
+    """Return the command for one node; without a number, the node takes its number from Slurm."""
     number = [] if node is None else ["--node", str(node)]
     return [python, "-m", _NODE, str(folder), "--meet", meet, *number]
 
@@ -90,18 +90,18 @@ def node_command(folder: Path, meet: str, node: int | None, python: str) -> list
 def evaluation_command(
     config: RunConfig, folder: Path, meet: str, when: str, python: str = sys.executable
 ) -> list[str]:
-    """An evaluation in a container on the first node of a Slurm job, where Python need not even have torch."""
+    """Return the command for an evaluation in a container on the first node of a Slurm job; the host may lack torch."""
     inside = [*node_command(folder, meet, None, python), "--evaluate", when]
     return [*step_command(config, 1), *in_container(config, folder, inside)]
 
 
 def evaluation_worker(folder: Path, when: str, python: str = sys.executable) -> list[str]:
-    """The process that evaluates a run, as a node starts it inside a container."""
+    """Return the command that a node runs in a container to evaluate a run."""
     return [python, "-m", _EVALUATE, "--run", str(folder), "--when", when]
 
 
 def job_commands(config: RunConfig, folder: Path, python: str = sys.executable) -> list[list[str]]:
-    """What a Slurm job starts on its nodes in turn, where that is more than the training in the job's own process."""
+    """Return the commands that a Slurm job runs on its nodes in order; empty if the job's own process trains alone."""
     if not has_callers(config):
         return []
     evaluation = config.evaluation
@@ -115,16 +115,16 @@ def job_commands(config: RunConfig, folder: Path, python: str = sys.executable) 
 
 
 def step_command(config: RunConfig, num_nodes: int | None = None) -> list[str]:
-    """srun with one task per node. When one fails the others are left to the launcher, which lets them save."""
+    """Return srun with one task per node. If one task fails, the launcher handles the others, so that they can save."""
     nodes = str(num_nodes or config.hardware.num_nodes)
     return ["srun", "--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1", "--kill-on-bad-exit=0"]
 
 
 def job_body(folder: Path, python: str = sys.executable) -> str:
-    """The last line of a job script; `exec`, so that Slurm's signals reach the launcher and no shell."""
+    """Return the last line of a job script; `exec` makes Slurm's signals reach the launcher, not a shell."""
     return f"exec {shlex.join([python, '-m', _SLURM_JOB, str(folder)])}"
 
 
 def show_command(command: list[str], console: Console, what: str = "launch") -> None:
-    """The launch command as one line that a shell takes."""
+    """Print a command as one line that can be pasted into a shell."""
     console.print(Text(f"{what}: {shlex.join(command)}"), soft_wrap=True)

@@ -1,9 +1,8 @@
-"""The first collective of a run: every rank meets every other over the network that training will use, or says who is
-missing, within `launcher.start_timeout_s`.
+"""Run the first collective of a run over the network that training uses, within `launcher.start_timeout_s`.
 
-Without it a network that lets ranks find each other but no data through shows as a silent wait of
-`launcher.timeout_s`, after the model was loaded. The process group made here is taken down again: the trainer makes
-its own.
+If ranks are missing, the error names them. Without this check, a network on which ranks find each other but cannot send
+data shows as a silent wait of `launcher.timeout_s`, after the model was loaded. The process group made here is
+destroyed again: the trainer makes its own.
 """
 
 from __future__ import annotations
@@ -29,19 +28,20 @@ if TYPE_CHECKING:
 _PREFIX = "tunebook-meeting"
 _POLL_S = 0.5
 _ASK_TIMEOUT_S = 5.0
-_LATER = timedelta(seconds=60)  # than the watch, which says more than torch's own time-outs
+_LATER = timedelta(seconds=60)  # longer than the watch, which says more than torch's own timeouts
 
 
 class StartWatch(threading.Thread):
-    """A thread that ends this process when the ranks have not met in time, or when it has been left alone.
+    """A thread that ends this process if the ranks do not connect in time, or if its parent has died.
 
-    A thread, because a rank that hangs in a collective runs no Python in its main thread, and so no signal handler.
+    It is a thread because a rank that hangs in a collective runs no Python in its main thread, and so no signal
+    handler.
     """
 
     def __init__(self, folder: Path, *, rank: int, num_ranks: int, start_timeout_s: float, alone_timeout_s: float):
         super().__init__(daemon=True, name="start-watch")
-        self.has_met = False  # from then on only the parent is watched
-        self.connect: Callable[[], TCPStore] | None = None  # to the store in which every rank notes that it is here
+        self.has_met = False  # if set, only the parent is watched
+        self.connect: Callable[[], TCPStore] | None = None  # to the store in which ranks report their presence
         self._folder, self._rank, self._num_ranks = folder, rank, num_ranks
         self._start_timeout_s, self._alone_timeout_s = start_timeout_s, alone_timeout_s
         self._parent = os.getppid()
@@ -57,7 +57,7 @@ class StartWatch(threading.Thread):
                 limit = f"{self._start_timeout_s:g} s (launcher.start_timeout_s)"
                 self._leave(f"{self._whom()} waited {limit} for the first collective: {self._why()}")
             if os.getppid() != self._parent:
-                # The kernel has asked this process to stop; with its peers gone too it may hang, and nobody is left to
+                # The kernel has asked this process to stop. With its peers gone it may hang, and no other process would
                 # end it.
                 alone_since = alone_since or now
                 if now - alone_since > self._alone_timeout_s:
@@ -93,7 +93,7 @@ class StartWatch(threading.Thread):
 
 
 def meet(config: RunConfig, watch: StartWatch, is_asked_to_stop: Callable[[], bool]) -> bool:
-    """Meet every other rank; whether any of them has been asked to stop already."""
+    """Connect to every other rank; return whether any of them has already been asked to stop."""
     import torch
     from torch import distributed
     from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch.distributed has them too, but not to mypy

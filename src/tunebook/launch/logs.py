@@ -1,4 +1,4 @@
-"""What ranks and launchers write on standard error, one file each in the run folder, and what can be read from it."""
+"""Log files for the standard error of ranks and launchers, one each in the run folder, and their parsing."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from tunebook.supervise import Failure
 LOG_FOLDER = "logs"
 _NUM_LAST_LINES = 8
 _LONGEST_TAIL = 16384
-# torchrun's report of the rank that it saw failing first, the last part of its table (torch 2.10 to 2.13).
+# torchrun's report of the first rank to fail, the last part of its table (torch 2.10 to 2.13).
 _FIRST_FAILURE = re.compile(
     r"Root Cause \(first observed failure\):.*?rank\s*: (\d+) \(local_rank: \d+\).*?exitcode\s*: (-?\d+)", re.DOTALL
 )
 
 
 def rank_log(folder: Path, rank: int) -> Path:
-    """Where a rank of several writes."""
+    """The log file of one rank of several."""
     return folder / LOG_FOLDER / f"rank-{rank}.log"
 
 
 def torchrun_log(folder: Path, node: int) -> Path:
-    """Where the torchrun of a node writes."""
+    """The log file of a node's torchrun."""
     return folder / LOG_FOLDER / f"torchrun-{node}.log"
 
 
 def launcher_log(folder: Path) -> Path:
-    """Where the command that starts the nodes writes."""
+    """The log file of the command that starts the nodes."""
     return folder / LOG_FOLDER / "launcher.log"
 
 
 def make_logs(folder: Path) -> None:
-    """Make the folder of the logs, without those of an earlier attempt."""
+    """Make the log folder, and remove logs of an earlier attempt."""
     logs = folder / LOG_FOLDER
     logs.mkdir(exist_ok=True)
     for pattern in ("*.log", "pulse-*.json"):
@@ -42,12 +42,12 @@ def make_logs(folder: Path) -> None:
             file.unlink(missing_ok=True)
 
 
-# An entry of that table: the root cause, or one of the others.
+# One entry of that table: the root cause or another rank.
 _ENTRY = re.compile(r"^ *rank\s*: (\d+) \(local_rank: \d+\)\n *exitcode\s*: (-?\d+)", re.MULTILINE)
 
 
 def first_failure(folder: Path) -> Failure | None:
-    """The rank that failed first on the node that says so; one that was killed before one that only lost it."""
+    """Return the rank that failed first, as torchrun reports; prefer ranks killed by an outside signal over others."""
     found = []
     for file in sorted((folder / LOG_FOLDER).glob("torchrun-*.log")):
         if match := _FIRST_FAILURE.search(file.read_text(errors="replace")):
@@ -56,7 +56,7 @@ def first_failure(folder: Path) -> Failure | None:
 
 
 def failed_by_themselves(folder: Path) -> set[int]:
-    """The ranks that ended badly before torchrun ended the others."""
+    """Return the ranks that failed before torchrun ended the others."""
     found = set()
     for file in (folder / LOG_FOLDER).glob("torchrun-*.log"):
         for rank, exit_code in _ENTRY.findall(file.read_text(errors="replace")):
@@ -66,7 +66,7 @@ def failed_by_themselves(folder: Path) -> set[int]:
 
 
 def last_text(file: Path) -> str:
-    """The end of a log; empty where there is none."""
+    """Return the end of a log; empty if there is no log."""
     if not file.is_file():
         return ""
     with file.open("rb") as stream:
@@ -75,12 +75,12 @@ def last_text(file: Path) -> str:
 
 
 def last_lines(file: Path) -> list[str]:
-    """The last lines of a log that are not empty."""
+    """Return the last non-empty lines of a log."""
     return [line for line in last_text(file).splitlines() if line.strip()][-_NUM_LAST_LINES:]
 
 
 def quote_log(file: Path, folder: Path) -> str:
-    """The last lines of a log as a paragraph; empty where there are none."""
+    """Return the last lines of a log as a paragraph; empty if there are none."""
     lines = last_lines(file)
     if not lines:
         return ""
@@ -89,5 +89,5 @@ def quote_log(file: Path, folder: Path) -> str:
 
 
 def where(rank: int, hosts: Mapping[int, str]) -> str:
-    """A rank and its machine."""
+    """Name a rank and its host."""
     return f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"

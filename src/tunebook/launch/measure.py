@@ -1,4 +1,4 @@
-"""`tunebook plan RECIPE --measure`: train two optimizer steps of a configuration, and keep what they took.
+"""`tunebook plan RECIPE --measure`: train two optimizer steps of a configuration, and keep the measurement.
 
 The steps go through the ordinary launcher and ranks, in a temporary run folder. Nothing is saved, evaluated or tracked.
 """
@@ -44,7 +44,7 @@ from tunebook.train.environment import rank_environment
 
 
 def require_measurable(config: RunConfig) -> None:
-    """Refuse a run whose ranks do not all start here. Raises: RequestError."""
+    """Refuse a run whose ranks do not all start on this machine. Raises: RequestError."""
     if is_measurable(config):
         return
     launcher, nodes = config.launcher.name.name, config.hardware.num_nodes
@@ -59,9 +59,9 @@ def require_measurable(config: RunConfig) -> None:
 def measure(
     config: RunConfig, batch: BatchPlan, machine: Machine, console: Console, plan: dict[str, object]
 ) -> Measurement:
-    """The measurement of a resolved configuration, taken now unless it is in the cache. `plan` is its plan.json.
+    """Return the measurement of a resolved configuration, from the cache or taken now. `plan` is its plan.json.
 
-    Raises: TunebookError when the steps fail for another reason than memory, StoppedError on request.
+    Raises: TunebookError if the steps fail for another reason than memory, StoppedError on request.
     """
     file = measurement_file(config, batch, machine)
     known = recall_measurement(config, batch, machine)
@@ -75,7 +75,7 @@ def measure(
 
 
 def measure_steps(config: RunConfig, row_length: int, console: Console, plan: dict[str, object]) -> Measurement:
-    """Train the two steps of `measured_config` in a temporary run folder, and read what they took."""
+    """Train the two steps of `measured_config` in a temporary run folder, and read the measurement."""
     console.print(Text(f"measuring: {NUM_STEPS} optimizer steps with full rows of made-up tokens"), soft_wrap=True)
     with TemporaryDirectory(prefix="tunebook-measure-") as name:
         folder = Path(name)
@@ -90,8 +90,8 @@ def measure_steps(config: RunConfig, row_length: int, console: Console, plan: di
 
 
 def _train(config: RunConfig, folder: Path, plan: dict[str, object]) -> Outcome:
-    """Start the ranks as a run of one node does, and wait for them."""
-    from tunebook.data.prepare import prepare  # whose libraries a plan does not wait for
+    """Start the ranks like a run on one node, and wait for them."""
+    from tunebook.data.prepare import prepare  # imported here so that a plan does not wait for it
 
     prepared = prepare(config)
     if (architecture := architecture_json(config)) is not None:
@@ -116,7 +116,7 @@ def _train(config: RunConfig, folder: Path, plan: dict[str, object]) -> Outcome:
 
 @contextmanager
 def _printing_to_stderr() -> Iterator[None]:
-    """Send what the ranks print to standard error: `--json` prints one object and nothing else."""
+    """Redirect the ranks' standard output to standard error: `--json` prints one object and nothing else."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

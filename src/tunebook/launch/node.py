@@ -1,9 +1,9 @@
 """`python -m tunebook.launch.node RUN_FOLDER --meet ADDRESS:PORT`: one node's part of a run, started on that node.
 
-It joins the launcher's rendezvous, starts torchrun when all nodes are there, hands requests to stop on to its ranks,
-and ends them when the launcher is gone. It ends when the launcher has published the run's exit code, with that code.
-With `--evaluate WHEN` it starts an evaluation instead, which runs on one node: a container of Docker's outlives what
-started it, and nothing else would end it.
+It joins the launcher's rendezvous, starts torchrun once all nodes have joined, and forwards stop requests to its ranks.
+It ends the ranks if the launcher is gone. It exits with the run's exit code once the launcher has published it. With
+`--evaluate WHEN` it starts an evaluation instead, which runs on one node. This is needed because a Docker container
+outlives the process that started it, and nothing else would end it.
 """
 
 from __future__ import annotations
@@ -34,23 +34,26 @@ from tunebook.record.run_folder import RUN_FILE, read_outcomes
 from tunebook.supervise import POLL_S, Started, StopRequests, start_command
 from tunebook.train.environment import evaluation_environment, rank_environment
 
-_ANSWER_WITHIN_S = 30.0  # a launcher answers at once, also while it prepares
+_ANSWER_WITHIN_S = 30.0  # a launcher replies at once, even while it prepares
 
 
 @dataclass(kw_only=True)
 class Agent:
-    """Follows the ranks of one node, linked to the launcher."""
+    """Follows the ranks of one node, connected to the launcher."""
 
     link: Link
     stop_timeout_s: float
-    meet: str = "node 0"  # where the launcher was reached, for people
-    answer_within_s: float = _ANSWER_WITHIN_S  # what accepts the connection and stays silent is no launcher
+    meet: str = "node 0"  # where the launcher was reached, for messages
+    answer_within_s: float = _ANSWER_WITHIN_S  # a process that accepts the connection but stays silent is no launcher
     say: Callable[[str], None] = lambda text: None
-    asked: list[signal.Signals] = field(default_factory=list)  # requests to stop that this process got itself
-    is_overdue: Callable[[], bool] = lambda: False  # whether a second request of this process should have ended it
+    asked: list[signal.Signals] = field(default_factory=list)  # stop requests that this process received
+    is_overdue: Callable[[], bool] = lambda: False  # whether the deadline after a second stop request has passed
 
     def wait_for_start(self) -> LauncherState:
-        """What to start. Raises: RequestError when refused, TunebookError when the launcher is gone, or was none."""
+        """Wait for the start and return what to start.
+
+        Raises: RequestError if refused, TunebookError if the launcher is gone or the listener is no launcher.
+        """
         link, answer_by, has_said = self.link, time.monotonic() + self.answer_within_s, False
         while True:
             launcher = link.launcher
@@ -77,7 +80,7 @@ class Agent:
             time.sleep(POLL_S)
 
     def follow(self, ranks: Started) -> int:
-        """Wait for the ranks to end, and stop them when asked to; their exit code, below zero when killed."""
+        """Wait for the ranks to end, and stop them on request; return their exit code, negative if killed."""
         kill_at: float | None = None
         num_stops, is_alone = 0, False
         while (exit_code := ranks.poll()) is None:
@@ -98,7 +101,7 @@ class Agent:
         return exit_code
 
     def wait_for_end(self, exit_code: int, problem: str | None = None) -> int | None:
-        """Publish how the ranks ended and wait for the run's exit code; None when the launcher is gone."""
+        """Publish how the ranks ended and wait for the run's exit code; None if the launcher is gone."""
         state = self.link.state
         state.folder_problem, state.exit_code = problem, exit_code
         self.link.publish()
@@ -111,7 +114,7 @@ class Agent:
         return None
 
     def _hand_on(self, number: signal.Signals, ranks: Started) -> None:
-        """A request of this node is one of every node, unless the launcher is gone; a third ends the ranks here."""
+        """Forward a stop request to all nodes; act only here if the launcher is gone, or on the third request."""
         if self.link.is_lost or number is signal.SIGKILL:
             ranks.send(number)
         else:
@@ -127,7 +130,7 @@ def _sooner(kill_at: float | None, after_s: float | None) -> float | None:
 
 
 def join_run(config: RunConfig, console: Console) -> int:
-    """The part of every node but the first, until the training has ended; the run's exit code."""
+    """Run the part of any node but the first until training has ended; return the run's exit code."""
     launcher = config.launcher
     meet = f"{launcher.master_address}:{launcher.master_port}"
 
@@ -146,9 +149,10 @@ def take_part(
     *,
     evaluation: str | None = None,
 ) -> int:
-    """This node's part, until the run has ended; the run's exit code. `evaluation`: which to do instead of training.
+    """Run this node's part until the run has ended; return the run's exit code.
 
-    Raises: RequestError when this node is refused, TunebookError when there is no launcher.
+    `evaluation` names the evaluation to run instead of training. Raises: RequestError if this node is refused,
+    TunebookError if there is no launcher.
     """
     launcher = config.launcher
     asked: list[signal.Signals] = []
@@ -163,7 +167,7 @@ def take_part(
             asked=asked,
             is_overdue=lambda: requests.overdue_s > 0,
         )
-        if config_sha256 is not None:  # somebody typed this here, and watches
+        if config_sha256 is not None:  # the user typed the command here, and watches
             agent.say = say
         try:
             go = agent.wait_for_start()
@@ -194,9 +198,9 @@ def _join(
     config_sha256: str | None,
     evaluation: str | None,
 ) -> Link:
-    """Join the launcher's rendezvous with what this node has found out about itself."""
+    """Join the launcher's rendezvous and publish this node's facts."""
     launcher, facts = config.launcher, node_facts(config)
-    # A container outlives a job that is cancelled while it starts: Slurm ends only Docker's client.
+    # A container outlives a job that is canceled during its start: Slurm ends only the Docker client.
     refused_for_s = REFUSED_FOR_S if isinstance(launcher, SlurmConfig) else None
     address, reached_at = find_launcher(meet, launcher.start_timeout_s, say, asked, refused_for_s=refused_for_s)
     per_node = config.hardware.gpus_per_node or 1
@@ -216,21 +220,21 @@ def _join(
 
 
 def _start(config: RunConfig, go: LauncherState, state: NodeState, evaluation: str | None) -> Started:
-    """Start what this node is there for."""
+    """Start the ranks or the evaluation."""
     folder = Path(str(go.folder))
     if evaluation is not None:
         return start_command(evaluation_worker(folder, evaluation), evaluation_environment(config, os.environ))
     assert go.master_address is not None and go.master_port is not None
     environment = rank_environment(config, os.environ)
     if interface := socket_interface(state.address):
-        # gloo takes the address of the host's name, which many systems set to loopback.
+        # gloo uses the address of the host name, which many systems set to loopback.
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     command = torchrun_command(config, folder, state.node, go.master_address, go.master_port)
     return start_command(command, environment, log=torchrun_log(folder, state.node))
 
 
 def _end_alone(config: RunConfig, folder: Path) -> int:
-    """The end of ranks whose launcher was lost. Raises: StoppedError where they saved, else TunebookError."""
+    """Report ranks whose launcher was lost. Raises: StoppedError if they saved, else TunebookError."""
     outcome = read_outcomes(folder, world_size(config))
     lost = "the launcher on node 0 was lost"
     if outcome.exit_code == StoppedError.exit_code:
@@ -239,7 +243,7 @@ def _end_alone(config: RunConfig, folder: Path) -> int:
 
 
 def main() -> int:
-    """Take part in the run of a folder."""
+    """Run one node's part for the given run folder."""
     parser = argparse.ArgumentParser(prog="python -m tunebook.launch.node")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--meet", required=True)

@@ -1,4 +1,4 @@
-"""What a node finds out about itself before it joins a run: its software, code, weights, and what it lacks."""
+"""Facts that a node collects about itself before it joins a run: software, code, weights and missing requirements."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def node_facts(config: RunConfig, *, is_judged: bool = True) -> dict[str, Any]:
-    """The facts of this node, by their names in `NodeState`; `is_judged`: also what one rank may check for all."""
+    """Return this node's facts, keyed as in `NodeState`; `is_judged` adds those that one rank may check for all."""
     facts: dict[str, Any] = {"host": socket.gethostname(), "versions": software(), "code": code_hash()}
     if not is_judged:
         return facts
     weights = None
     if config.hardware.num_nodes > 1:
-        with suppress(RequestError):  # nothing there that can be read: ranks that need it say so
+        with suppress(RequestError):  # nothing readable: ranks that need the weights report it
             weights = weights_fingerprint(config.model)
     return facts | {"problems": node_problems(config), "weights": weights}
 
 
 def software() -> str:
-    """The versions that all ranks of a run must have in common."""
+    """The package versions that all ranks of a run must share."""
     return ", ".join(f"{name} {version}" for name in _SAME_EVERYWHERE if (version := _version(name)) is not None)
 
 
@@ -55,9 +55,10 @@ def _version(name: str) -> str | None:
 
 
 def code_hash() -> str:
-    """The hash of Tunebook's own Python files, wherever they are; an installed book next to them does not count.
+    """Hash Tunebook's own Python files, independent of their location; an installed book next to them does not count.
 
-    A version does not tell two commits apart, and ranks of different code may train on different data without an error.
+    A version does not distinguish two commits, and ranks with different code may train on different data without an
+    error.
     """
     package = Path(tunebook.__file__).parent
     found = {file.relative_to(package): file for file in package.rglob("*.py") if file.is_file()}
@@ -69,15 +70,15 @@ def code_hash() -> str:
 
 
 def node_problems(config: RunConfig) -> list[str]:
-    """What this machine lacks for its ranks."""
-    launcher = LauncherConfig(name=LauncherName.local)  # a node is judged by the machine it is
+    """Say what this machine lacks for its ranks."""
+    launcher = LauncherConfig(name=LauncherName.local)  # a node is checked as the machine it is
     machine = detect_machine()
     found = check_environment(replace(config, launcher=launcher), machine)
     return [f"{problem.key}: {problem.message} (fix: {_fix_on_nodes(problem, machine)})" for problem in found]
 
 
 def _fix_on_nodes(problem: Problem, machine: Machine) -> str:
-    """What to change where one node of several has the problem: `auto` would look at another machine."""
+    """Say how to fix a problem of one node of several: `auto` would inspect another machine."""
     if problem.id != "other-gpu-here":
         return problem.fix
     kind = machine.gpus[0].generation.name
@@ -88,7 +89,7 @@ def _fix_on_nodes(problem: Problem, machine: Machine) -> str:
 
 
 def folder_problem(folder: Path) -> str | None:
-    """Why a node cannot work in a run folder: it must see what the launcher wrote there."""
+    """Say why a node cannot use a run folder, None if it can: it must see the launcher's files there."""
     if not (folder / RUN_FILE).is_file():
         return f"the run folder {folder} is not there; name one that all nodes share: outputs=/a/shared/folder"
     prepared = Path(read_json(folder / PREPARED_FILE)["folder"])
@@ -98,14 +99,14 @@ def folder_problem(folder: Path) -> str | None:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def socket_interface(address: str) -> str | None:
-    """The network interface that has an IPv4 address; None for loopback and where none has."""
+    """Return the network interface that has an IPv4 address; None for loopback, or if no interface has it."""
     if is_loopback(address):
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,7 +1,7 @@
-"""The launcher's side of a run on several nodes, in containers or under Ray: wait for all, follow them to the end.
+"""The launcher's side of a run on several nodes, in containers or under Ray: wait for all nodes and follow them.
 
-A node that does not come, differs from the others or is lost is named, and the others are told at once: ranks that talk
-over NCCL would wait for it until `launcher.timeout_s`.
+The launcher names a node that is missing, differs from the others or is lost, and tells the others at once. Otherwise
+ranks that communicate over NCCL would wait for it until `launcher.timeout_s`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from tunebook.launch.slurm.container import why_not_started
 from tunebook.processes import adopting_orphans, children_of, end_children
 from tunebook.supervise import POLL_S, Failure, ProcessEnd, Started, StopRequests, start_command
 
-# Seconds that ranks get to end after one of them has failed: no save can succeed without it. torchrun gives as many.
+# Seconds that ranks get to end after one of them has failed: no save can succeed without it. torchrun uses the same.
 KILL_AFTER_S = 30.0
 _LINGER_S = 10.0  # for a command that has nothing left to do
-_CUT_OFF_S = 2.0  # for nodes to report that their ranks were killed; one that hangs, or is out of reach, does not
+_CUT_OFF_S = 2.0  # for nodes to report that their ranks were killed; a hung or unreachable node does not report
 
 
 @dataclass(kw_only=True)
@@ -52,7 +52,7 @@ class Member:
     """A node that has joined."""
 
     state: NodeState
-    silent_s: float = 0.0  # since its state changed, counted while this process ran: a job may be suspended as a whole
+    silent_s: float = 0.0  # since its state changed, counted only while this process runs: a whole job may be suspended
     is_lost: bool = False
     is_end_handled: bool = False
 
@@ -64,82 +64,82 @@ class Member:
 
 @dataclass(kw_only=True)
 class NodeGroup:
-    """The nodes of a run (of a Ray run: its ranks), which join on a port and are followed to their end."""
+    """The nodes of a run (under Ray: its ranks), which join on a port and are followed until they end."""
 
-    launcher: LauncherState  # what they read
+    launcher: LauncherState  # what the nodes read
     token: str = ""
-    port: int = 0  # 0: any that is free
-    names: Mapping[int, str] = field(default_factory=dict)  # of nodes, where a scheduler knows them beforehand
-    num_places: int | None = None  # machines that the nodes must be spread over, where they do not know it themselves
+    port: int = 0  # 0: any free port
+    names: Mapping[int, str] = field(default_factory=dict)  # of nodes, if a scheduler knows them beforehand
+    num_places: int | None = None  # number of machines the nodes must occupy, if they do not know it themselves
     on_start: Callable[[int], None] = lambda attempt: None  # called before the ranks start, with the attempt's number
-    failure: TunebookError | None = None  # why the run was ended from here
+    failure: TunebookError | None = None  # why the launcher ended the run
     stopped_by: str | None = None  # the signal that asked a node, or this process, to stop
-    notice: str | None = None  # preemption notice from the scheduler, for people
-    failed: Failure | None = None  # the rank that failed first, where a node is one rank
+    notice: str | None = None  # preemption notice from the scheduler, as text
+    failed: Failure | None = None  # the rank that failed first, if each node is one rank
     lost_ranks: list[int] = field(default_factory=list)  # of the node that was lost last
-    hosts: dict[int, str] = field(default_factory=dict)  # of ranks
+    hosts: dict[int, str] = field(default_factory=dict)  # by rank
     members: dict[int, Member] = field(default_factory=dict)  # by node
 
     def __post_init__(self) -> None:
         self._store, self.port = host_store(self.port, self.token)
         self._attempt = 0
-        self._previous_failure: TunebookError | None = None  # of the attempt before
+        self._previous_failure: TunebookError | None = None  # of the previous attempt
         self._is_concluded = False
-        self._dismissed: dict[int, Member] = {}  # before the start
-        self._earlier_ids: set[str] = set()  # ids of nodes of attempts before
+        self._dismissed: dict[int, Member] = {}  # nodes sent away before the start
+        self._earlier_ids: set[str] = set()  # node IDs of earlier attempts
         self.is_running = False  # whether every node has been told to start
         self._start_by = self._polled = 0.0
         self._stops: list[tuple[signal.Signals, float | None]] = []
-        publish(self._store, self.launcher)  # nodes that join from now on get an answer, and wait for `begin`
+        publish(self._store, self.launcher)  # nodes that join from now on get a reply and wait for `begin`
 
     def begin(self, folder: Path, *, start_timeout_s: float, stop_timeout_s: float) -> None:
-        """From now on nodes are started; those that are missing `start_timeout_s` later end the run."""
+        """Start the timer: nodes that are still missing after `start_timeout_s` end the run."""
         self.launcher.folder = str(folder)
         self._start_timeout_s, self._stop_timeout_s = start_timeout_s, stop_timeout_s
         self._polled = time.monotonic()
         self._start_by = self._polled + start_timeout_s
 
     def conclude(self) -> None:
-        """No node will join any more; what ended the last attempt has ended the run."""
+        """Accept no more nodes; the failure of the last attempt becomes the failure of the run."""
         self._is_concluded = True
         self.failure = self.failure or self._previous_failure
 
     @property
     def has_been_running(self) -> bool:
-        """Whether ranks have been started, in this attempt or in one before."""
+        """Whether ranks have started, in this attempt or an earlier one."""
         return self.is_running or self._attempt > 0
 
     @property
     def is_over(self) -> bool:
-        """Whether no node is at work any more, after all were, or after the run was given up."""
+        """Whether no node is active any more, after all were active or the run was given up."""
         has_begun = self.is_running or self.failure is not None or self.stopped_by is not None or self._is_concluded
         return has_begun and not self._is_any_at_work()
 
     def stop(self, number: signal.Signals, kill_after_s: float | None = None) -> None:
-        """Hand a request to stop on to the ranks of every node; may be called from a signal handler."""
+        """Send a stop request to the ranks of every node; safe to call from a signal handler."""
         self.stopped_by = self.stopped_by or number.name
         self._stops.append((number, kill_after_s))
 
     def give_up(self, failure: TunebookError, *, timeout_s: float = KILL_AFTER_S) -> None:
-        """End the run: ranks are asked to stop, and killed `timeout_s` later."""
+        """End the run: ask the ranks to stop, and kill them after `timeout_s`."""
         self.failure = self.failure or failure
         self._stop_ranks(signal.SIGTERM, timeout_s, failure.message)
 
     def end(self, exit_code: int) -> None:
-        """Tell the nodes how the run ended; one that joins later, such as a slow container, is sent home."""
+        """Publish the run's exit code to the nodes; a node that joins later, such as a slow container, is refused."""
         self.launcher.exit_code = exit_code
         self.launcher.closed = self.launcher.closed or "the run has ended"
         publish(self._store, self.launcher)
 
     def has_unread_end(self) -> bool:
-        """Whether a node may not have read yet how the run ended, or why it does not begin."""
+        """Whether some node may not have read yet how the run ended, or why it does not start."""
         members = self._dismissed | self.members
         for node, member in members.items():
             member.state = read_node(self._store, node) or member.state
         return any(not (member.is_lost or member.state.has_left) for member in members.values())
 
     def missing(self) -> str:
-        """The nodes that have not joined."""
+        """Name the nodes that have not joined."""
         count, unit = self.launcher.num_nodes, self.launcher.unit
         absent = [node for node in range(count) if node not in self.members]
         names = ", ".join(
@@ -148,7 +148,7 @@ class NodeGroup:
         return f"{names} of {count} {unit}s {'has' if len(absent) == 1 else 'have'} not joined"
 
     def poll(self, timeout_s: float) -> None:
-        """Wait for `timeout_s`, read what nodes have published, and do what that and the time ask for."""
+        """Wait for `timeout_s`, read what the nodes have published, and act on it and on timeouts."""
         time.sleep(timeout_s)
         now = time.monotonic()
         passed_s, self._polled = min(now - self._polled, timeout_s + 1), now
@@ -169,7 +169,7 @@ class NodeGroup:
         return any(member.is_at_work for member in self.members.values())
 
     def _stop_ranks(self, number: signal.Signals, kill_after_s: float | None, why: str) -> None:
-        """Stop ranks that run; before the start send every node home, also one that joins later."""
+        """Stop running ranks; before the start, send away every node, including those that join later."""
         if self.is_running:
             self.launcher.stops.append((number.name, kill_after_s))
         else:
@@ -184,10 +184,10 @@ class NodeGroup:
                 member = self.members[node] = Member(state=state)
             self._update(member, state, passed_s)
             if member.is_lost or self.launcher.closed is not None:
-                del self.members[node]  # gone before the start: it, or its successor, may join again
+                del self.members[node]  # gone before the start: this node or its replacement may join again
             return
         assert member is not None
-        if member.state.id != state.id:  # Ray has started the rank again, so what was there is gone
+        if member.state.id != state.id:  # Ray restarted the rank, so the earlier process is gone
             member.is_lost = member.is_lost or member.is_at_work
         else:
             before = member.state
@@ -207,7 +207,7 @@ class NodeGroup:
         member.is_lost = member.is_lost or (has_gone and state.exit_code is None)
 
     def _handle_end(self, member: Member) -> None:
-        """Let the others end when a node is lost or has failed."""
+        """Stop the other nodes if a node is lost or has failed."""
         state = member.state
         who = f"{self.launcher.unit} {state.node} ({state.host})"
         if member.is_lost:
@@ -221,7 +221,7 @@ class NodeGroup:
             self._stop_ranks(signal.SIGTERM, KILL_AFTER_S, "")
 
     def _start_or_give_up(self, now: float) -> None:
-        """Start the ranks once every node is there and all are alike; name those that are not."""
+        """Start the ranks once every node has joined and all agree; otherwise name the nodes that do not."""
         states = [member.state for _, member in sorted(self.members.items())]
         published = [read_node(self._store, node) for node in range(self.launcher.num_nodes + 1)]
         refused = [state.refused for state in published if state is not None and state.refused is not None]
@@ -249,15 +249,15 @@ class NodeGroup:
         self.lost_ranks = []
         self.is_running = True
         self.hosts = {rank: state.host for state in states for rank in state.ranks}
-        # The first node may have reached the launcher over loopback, where the others do not find it: it is then on the
-        # launcher's own machine, whose address is the one by which the others reached that.
+        # The first node may have reached the launcher over loopback, which other nodes cannot use. It then runs on the
+        # launcher's machine, so the address by which the others reached that machine works.
         addresses = [states[0].address, *(state.reached_at for state in states)]
         self.launcher.master_address = next((each for each in addresses if not is_loopback(each)), addresses[0])
         self.launcher.master_port = states[0].port
         self.launcher.stops, self.launcher.members = [], [state.id for state in states]
 
     def _take_notice(self, ranks: list[int], gone_in_s: float | None) -> None:
-        """Let all ranks save before some lose their machine, within the time that any stop gets."""
+        """Let all ranks save before some lose their machine, within the normal stop timeout."""
         when = "" if gone_in_s is None else f" in {gone_in_s:.0f} s"
         hosts = ", ".join(sorted({self.hosts[rank] for rank in ranks}))
         named = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
@@ -266,7 +266,7 @@ class NodeGroup:
         self.stop(signal.SIGTERM, timeout_s if gone_in_s is None else min(timeout_s, gone_in_s))
 
     def _await_restart(self) -> None:
-        """Wait for the nodes of the next attempt, which Ray starts after one that failed."""
+        """Wait for the nodes of the next attempt, which Ray starts after a failed one."""
         if all(member.state.exit_code == 0 for member in self.members.values()) or self.stopped_by is not None:
             return
         self._attempt += 1
@@ -276,10 +276,10 @@ class NodeGroup:
         self._start_by = time.monotonic() + self._start_timeout_s - silent_s  # Ray counts from the loss, too
         self._earlier_ids |= {member.state.id for member in self.members.values()}
         self.members.clear()
-        self.launcher.members = []  # which tells those of this attempt to leave
+        self.launcher.members = []  # tells the nodes of this attempt to leave
 
     def _after_what(self) -> str:
-        """How the attempt before ended, if there was one."""
+        """Describe how the previous attempt ended; empty if there was none."""
         if self._previous_failure is not None:
             return f" after {self._previous_failure.message}"
         if self.failed is not None:
@@ -288,19 +288,19 @@ class NodeGroup:
 
 
 def _lost(who: str, ranks: list[int], unit: str) -> str:
-    """The message for a node that is silent, or has left while its ranks were at work."""
+    """Return the message for a node that is silent, or that left while its ranks were running."""
     last = f" to {ranks[-1]}" if len(ranks) > 1 else ""
     with_ranks = f" with rank{'s' if last else ''} {ranks[0]}{last}" if ranks and unit != "rank" else ""
     return f"{who} was lost{with_ranks}: its launcher was killed, or the machine"
 
 
 def node_missing(why: str) -> TunebookError:
-    """The error for a node that is not there."""
+    """Return the error for a missing node."""
     return TunebookError(why, problem_id="node-missing")
 
 
 def has_later_nodes(config: RunConfig) -> bool:
-    """Whether the same command is typed on other nodes too, which join this one's."""
+    """Whether the user types the same command on other nodes, which join this one."""
     return config.launcher.name is LauncherName.local and config.hardware.num_nodes > 1
 
 
@@ -310,7 +310,7 @@ def is_later_node(config: RunConfig) -> bool:
 
 
 def open_to_nodes(config: RunConfig, console: Console) -> NodeGroup:
-    """The nodes of `launcher=local`, on the port that they know. Nodes may join from now on. Raises: RequestError."""
+    """Open the port for the nodes of `launcher=local`; nodes may join from now on. Raises: RequestError."""
     launcher, num_nodes = config.launcher, config.hardware.num_nodes
     state = LauncherState(num_nodes=num_nodes, config_sha256=config_hash(config))
     group = NodeGroup(launcher=state, port=launcher.master_port)
@@ -324,9 +324,9 @@ def open_to_nodes(config: RunConfig, console: Console) -> NodeGroup:
 
 
 def address_warning(config: RunConfig) -> Problem | None:
-    """What node 0 of several says where it does not know the name that the others are to call it by, as they may.
+    """Return a warning if node 0 cannot resolve the name by which the other nodes are to reach it.
 
-    A later node calls for a while: a scheduler may make names known when nodes are up.
+    It is no error, since later nodes retry: a scheduler may publish names only once nodes are up.
     """
     launcher, key = config.launcher, "launcher.master_address"
     if not launcher.master_address or launcher.node_rank > 0 or config.hardware.num_nodes < 2:
@@ -343,12 +343,12 @@ def address_warning(config: RunConfig) -> Problem | None:
 
 
 def new_token() -> str:
-    """A name for this run's keys, which its own nodes get."""
+    """Return a name for this run's keys in the store, known only to its own nodes."""
     return secrets.token_hex(16)
 
 
 def address_of(group: NodeGroup) -> str:
-    """Where the nodes of a group reach this machine, as `find_launcher` reads it."""
+    """Return the addresses of this machine and the port, in the form that `find_launcher` reads."""
     return f"{','.join(own_addresses())}:{group.port}"
 
 
@@ -363,10 +363,10 @@ def run_on_nodes(
     keep_open: Sequence[int] = (),
     find_stall: Callable[[], TunebookError | None] = lambda: None,
 ) -> ProcessEnd:
-    """Run a command that starts nodes, which join `group`, to the end of all of them; nothing of it is left then.
+    """Run a command that starts nodes, which join `group`, until all have ended; leaves no process behind.
 
-    `exit_code_of` reads the run's exit code from its folder, for the nodes to end with. `find_stall` is called again
-    and again for a reason why the ranks will never end: then they are killed.
+    `exit_code_of` reads the run's exit code from its folder; the nodes end with it. `find_stall` is polled for a reason
+    why the ranks will never end; if it returns one, they are killed.
     """
     launcher, log = config.launcher, launcher_log(folder)
     requests = StopRequests(group.stop)
@@ -387,7 +387,7 @@ def run_on_nodes(
                 is_cut_off = True
             if group.is_running and group.failure is None and (stall := find_stall()) is not None:
                 group.give_up(stall, timeout_s=_CUT_OFF_S)
-            # srun would wait for the nodes that have started, and they for the one that is missing.
+            # srun would wait for the nodes that have started, and they for the missing one.
             if not group.is_running and (error := why_not_started(config, log, reported_before)) is not None:
                 group.give_up(error)
             elif started.poll() is not None and not group.is_running:
@@ -413,14 +413,14 @@ def _ended_early(group: NodeGroup, command: list[str], started: Started) -> None
 
 
 def _end(group: NodeGroup, started: Started | None, requests: StopRequests, exit_code: int) -> None:
-    """Tell the nodes how the run ended and wait for them and their command; then end that, and then kill it.
+    """Publish the exit code and wait for the nodes and their command; then terminate the command, then kill it.
 
-    After a second request to stop it is killed at once.
+    After a second stop request the command is killed at once.
     """
     group.end(exit_code)
     patience_s = _LINGER_S if group.failure else KILL_AFTER_S
     if started is not None and group.stopped_by is not None and not group.has_been_running:
-        started.process.terminate()  # nodes that have not joined yet get the stop by this
+        started.process.terminate()  # stops nodes that have not joined yet
     for number in (None, signal.SIGTERM, signal.SIGKILL):
         if number is not None and started is not None:
             started.process.send_signal(number)

@@ -1,9 +1,9 @@
-"""Which rank of several stalls: each writes every few seconds how far it is, and the launcher reads that.
+"""Find stalled ranks: each rank writes its progress every few seconds, and the launcher reads it.
 
-A rank that is stopped (SIGSTOP), or waits for a disk that does not answer, says nothing and fails nothing. The others
-wait for it in a collective until launcher.timeout_s; then gloo raises in them, and NCCL aborts them. Neither names the
-rank that did not come. The launcher compares the ranks with each other, by when it saw each move last: no clock of
-another machine is asked, and a job that is suspended as a whole is no stall.
+A rank that is stopped (SIGSTOP), or waits for a disk that does not respond, reports nothing and does not fail. The
+other ranks wait for it in a collective until launcher.timeout_s; then gloo raises in them, and NCCL aborts them.
+Neither names the missing rank. The launcher compares the ranks by the time at which it saw each one progress. So it
+needs no clock of another machine, and a job that is suspended as a whole is not a stall.
 """
 
 from __future__ import annotations
@@ -26,58 +26,58 @@ from tunebook.launch.logs import LOG_FOLDER, failed_by_themselves, last_text, ra
 from tunebook.record.run_folder import outcome_file
 from tunebook.record.start_up import StartClock
 
-_SHORTEST_S, _LONGEST_S = 1.0, 15.0  # between two pulses: often enough for the time-out, rare enough for a shared disk
+_SHORTEST_S, _LONGEST_S = 1.0, 15.0  # between two pulses: often enough for the timeout, rare enough for a shared disk
 _PULSES_PER_TIMEOUT = 8
-# A step is reported soon after its end, but not more often: all ranks together write so many files a second.
+# A step is reported soon after its end, within limits: all ranks together write at most this many files per second.
 _SHORTEST_GAP_S, _PULSES_PER_S = 0.25, 32
-_FILES_LATE_S = 60.0  # a network file system may show a file's new content so much later
-_LATER_S = 30.0  # than the libraries' own time-out, after which they say more
-_TIMED_OUT = re.compile(r"Timed out waiting|operation timeout|[Tt]imeout\(ms\)|timed out", re.ASCII)  # of gloo, of NCCL
-_NUM_PLACE_PARTS = 3  # of a source file's path, for people
+_FILES_LATE_S = 60.0  # how late a network file system may show a file's new content
+_LATER_S = 30.0  # past the libraries' own timeout, whose errors say more
+_TIMED_OUT = re.compile(r"Timed out waiting|operation timeout|[Tt]imeout\(ms\)|timed out", re.ASCII)  # gloo, NCCL
+_NUM_PLACE_PARTS = 3  # of a source file's path, in messages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pulse:
-    """How far a rank is."""
+    """Progress of one rank."""
 
     rank: int
     host: str
     process: int
-    step: int | None  # the last that it finished; None before the first
-    phase: str | None  # of its start, the last that it finished
-    doing: str  # what its main thread is at: function and place
-    blocked_s: float  # for how long its main thread has been in an uninterruptible wait, without a break
+    step: int | None  # the last finished step; None before the first
+    phase: str | None  # the last finished start-up phase
+    doing: str  # what its main thread executes: function and place
+    blocked_s: float  # how long its main thread has been in an uninterruptible wait
 
     @property
     def progress(self) -> tuple[int | None, str | None]:
-        """What changes while it gets on."""
+        """The values that change when the rank makes progress."""
         return self.step, self.phase
 
     @property
     def reported(self) -> str:
-        """The last that it reported, in words."""
+        """The last reported progress, as text."""
         if self.step is not None:
             return f"step {self.step}"
         return f"the end of its phase '{self.phase}'" if self.phase else "its start"
 
 
 def pulse_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes how far it is."""
+    """The file to which a rank writes its progress."""
     return folder / LOG_FOLDER / f"pulse-{rank}.json"
 
 
 def interval_s(launcher: LauncherConfig) -> float:
-    """The time between two pulses."""
+    """Seconds between two pulses."""
     return min(_LONGEST_S, max(_SHORTEST_S, _patience_s(launcher) / _PULSES_PER_TIMEOUT))
 
 
 def _patience_s(launcher: LauncherConfig) -> float:
-    """How long ranks wait for each other at the least."""
+    """The shortest time that ranks wait for each other."""
     return min(launcher.timeout_s, launcher.start_timeout_s)
 
 
 class PulseWriter(threading.Thread):
-    """Writes this rank's pulse until its process ends; it stands still when the whole process does."""
+    """Writes this rank's pulse until the process ends; it stops while the whole process is stopped."""
 
     def __init__(self, folder: Path, rank: int, num_ranks: int, clock: StartClock, launcher: LauncherConfig) -> None:
         super().__init__(name="pulse", daemon=True)
@@ -88,7 +88,7 @@ class PulseWriter(threading.Thread):
         self._blocked_since: float | None = None
 
     def run(self) -> None:
-        """Write one pulse after the other; a disk that is full or hangs is the training's to report."""
+        """Write pulses forever; ignore a full or hanging disk, which the training reports."""
         while True:
             pulse = self.pulse()
             with suppress(OSError):
@@ -101,7 +101,7 @@ class PulseWriter(threading.Thread):
                 time.sleep(min(self._gap_s, left_s))
 
     def pulse(self) -> Pulse:
-        """How far this rank is now."""
+        """Return the current progress of this rank."""
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         return Pulse(
             rank=self._rank,
@@ -115,7 +115,7 @@ class PulseWriter(threading.Thread):
 
     def _blocked_s(self) -> float:
         state = ""
-        with suppress(OSError):  # of the main thread, whose number is the process's; the name before it has blanks
+        with suppress(OSError):  # main thread: its ID is the process ID; the name before `)` may have blanks
             state = Path(f"/proc/self/task/{os.getpid()}/stat").read_text().rpartition(")")[2].split()[0]
         if state != "D":
             self._blocked_since = None
@@ -137,18 +137,18 @@ class PulseWatch:
 
     def __init__(self, folder: Path, num_ranks: int, launcher: LauncherConfig, *, is_shared: bool = False) -> None:
         self._folder, self._num_ranks = folder, num_ranks
-        self._late_s = _FILES_LATE_S if is_shared else 0.0  # whether ranks of other machines write to the folder
+        self._late_s = _FILES_LATE_S if is_shared else 0.0  # for ranks on other machines that write to the folder
         self._timeout_s, self._patience_s = launcher.timeout_s, _patience_s(launcher)
         self._interval_s = interval_s(launcher)
         self._pulses: dict[int, Pulse] = {}
-        self._seen: dict[int, tuple[float, float]] = {}  # by rank, when its pulse changed last, and its progress
-        self._changed: dict[int, int] = {}  # the file's time, as its own file system counts
+        self._seen: dict[int, tuple[float, float]] = {}  # by rank: when its pulse last changed, when its progress did
+        self._changed: dict[int, int] = {}  # modification time, by the clock of the file system
         self._next_look = 0.0
 
     def look(self, now: float | None = None) -> TunebookError | None:
-        """Read what is new, if it is time to; the error that names ranks which keep the others waiting for too long.
+        """Read new pulses when due; return an error that names the ranks for which the others wait too long.
 
-        Longer than the libraries' own time-out, which says more, unless a rank has failed already.
+        The limit is longer than the libraries' own timeout, whose errors say more, unless a rank has already failed.
         """
         now = time.monotonic() if now is None else now
         if now < self._next_look:
@@ -159,9 +159,9 @@ class PulseWatch:
         return self._named(self._still(at_least_s + self._late_s))
 
     def cause(self, now: float | None = None) -> TunebookError | None:
-        """The error that names the ranks for which the others waited in vain; None where that is not why they failed.
+        """Return an error that names the ranks for which the others waited; None if that did not cause the failure.
 
-        To be asked when the ranks have failed.
+        Call it after ranks have failed.
         """
         self._read(time.monotonic() if now is None else now)
         still = self._still(self._patience_s / 2 + self._late_s)
@@ -170,7 +170,7 @@ class PulseWatch:
     def _read(self, now: float) -> None:
         for rank in range(self._num_ranks):
             file = pulse_file(self._folder, rank)
-            with suppress(OSError, ValueError, TypeError):  # not there yet, or of another version
+            with suppress(OSError, ValueError, TypeError):  # not there yet, or from another version
                 changed = file.stat().st_mtime_ns
                 if changed == self._changed.get(rank):
                     continue
@@ -181,7 +181,7 @@ class PulseWatch:
                 self._seen[rank] = (now, now if is_further else self._seen[rank][1])
 
     def _still(self, at_least_s: float) -> list[tuple[Pulse, str]]:
-        """Ranks that have not run for so long while others did, and how."""
+        """Ranks that have not run for `at_least_s` while others did, each with a description."""
         newest = max((seen for seen, _ in self._seen.values()), default=0.0)
         found = []
         ended = self._ended()
@@ -197,7 +197,10 @@ class PulseWatch:
         return found
 
     def _absent(self) -> list[tuple[Pulse, str]]:
-        """Ranks that run, and never came to what others gave up waiting in: no rank got on for the whole time-out."""
+        """Ranks that run but never reached the collective in which others timed out.
+
+        Empty if any rank has progressed during that timeout.
+        """
         if len(self._pulses) < self._num_ranks:
             return []
         newest = max(seen for seen, _ in self._seen.values())
@@ -210,7 +213,7 @@ class PulseWatch:
         return [(pulse, how) for rank, pulse in sorted(self._pulses.items()) if rank not in failed]
 
     def _ended(self) -> set[int]:
-        """Ranks that have said how they ended."""
+        """Ranks that have written their outcome."""
         return {rank for rank in range(self._num_ranks) if outcome_file(self._folder, rank).is_file()}
 
     def _named(self, found: list[tuple[Pulse, str]]) -> TunebookError | None:

@@ -1,6 +1,6 @@
-"""`python -m tunebook.launch.rank RUN_FOLDER`: one rank of several: keeps a log of its own, meets the others, trains.
+"""`python -m tunebook.launch.rank RUN_FOLDER`: run one rank of several: open its log, connect to the others, train.
 
-What `tunebook.train` is to a run of one rank, with what can only go wrong between several.
+It wraps `tunebook.train`, and adds what only several ranks need.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tunebook.train.rank_process import AGREED_ENDINGS, RankEnd, StopRequest, im
 
 
 def main() -> int:
-    """Run this rank; the exit code is for torchrun, the launcher reads the ranks' outcome files."""
+    """Run this rank. The exit code is for torchrun; the launcher reads the ranks' outcome files."""
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    if DIES_WITH_PARENT in sys.argv:  # Ray starts others in its place at once, and two may not work in one folder
+    if DIES_WITH_PARENT in sys.argv:  # Ray starts replacements at once, and two may not work in one folder
         die_with_parent()
     else:
         ask_to_stop_when_parent_dies()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, StopRequest.signals)  # Ray's workers block some, and hand that down
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, StopRequest.signals)  # Ray's workers block some; children inherit it
     _log_errors(rank_log(folder, rank))
     launcher = load_config(folder / "run.yaml").launcher
     clock = StartClock(process_begun())
@@ -51,19 +51,20 @@ def main() -> int:
         PulseWriter(folder, rank, num_ranks, clock, launcher).start()
         code = _meet_and_train(folder, rank, request, watch, clock)
     for number in StopRequest.signals:
-        signal.signal(number, signal.SIG_IGN)  # there is nothing left to stop, and the end is written down
-    # torchrun need not hear of what all ranks agreed on: it would call it a failure, and kill those a moment behind.
+        signal.signal(number, signal.SIG_IGN)  # nothing is left to stop, and the end is recorded
+    # torchrun must not see endings that all ranks agreed on: it would report a failure, and kill ranks that end a
+    # moment later.
     return 0 if code in AGREED_ENDINGS else code
 
 
 def _meet_and_train(folder: Path, rank: int, request: StopRequest, watch: StartWatch, clock: StartClock) -> int:
     try:
-        with importing_libraries():  # takes seconds, in which nobody is waited for
+        with importing_libraries():  # takes seconds, in which no rank waits for another
             import torch  # noqa: F401
 
         clock.passed("import_torch")
         is_stopping = meet(load_config(folder / "run.yaml"), watch, lambda: request.name is not None)
-    except Exception as error:  # torch's, NCCL's, gloo's
+    except Exception as error:  # from torch, NCCL or gloo
         traceback.print_exc()
         reason = f"{where(rank, {rank: socket.gethostname()})} could not meet the other ranks: {error}"
         write_outcome(folder, rank=rank, exit_code=1, reason=reason)
@@ -81,9 +82,9 @@ def _meet_and_train(folder: Path, rank: int, request: StopRequest, watch: StartW
 
 
 def _log_errors(file: Path) -> None:
-    """Send standard error to a file of this rank's own, also what libraries and a crash write there themselves.
+    """Redirect standard error to this rank's own file, including what libraries and crashes write to it directly.
 
-    On the terminal the ranks' lines would be mixed; the launcher shows the last ones of the rank that failed.
+    On the terminal the ranks' lines would be mixed. The launcher shows the last lines of the rank that failed.
     """
     file.parent.mkdir(exist_ok=True)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

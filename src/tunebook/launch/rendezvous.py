@@ -1,7 +1,8 @@
-"""Where the launcher and the nodes of a run meet: a torch TCPStore that the launcher hosts.
+"""Rendezvous of the launcher and the nodes of a run: a torch TCPStore that the launcher hosts.
 
-Each side publishes one JSON document and reads the other's: the launcher what to start, when to stop and how the run
-ended; a node what it is and how its ranks ended. A node publishes several times a second: a lost one is silent.
+Each side publishes one JSON document and reads the other's. The launcher publishes what to start, when to stop and how
+the run ended. A node publishes its facts and how its ranks ended. A node publishes several times per second, so silence
+means that it is lost.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from tunebook.errors import RequestError, StoppedError, TunebookError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-TOKEN_VARIABLE = "TUNEBOOK_RENDEZVOUS"  # names this run's keys in the store; another run's nodes do not know it
+TOKEN_VARIABLE = "TUNEBOOK_RENDEZVOUS"  # names this run's keys in the store; nodes of another run do not know it
 LOST_AFTER_S = 30.0  # of silence
 PUBLISH_EVERY_S = 0.2
-REFUSED_FOR_S = 30.0  # refused connections, where the launcher listened before this node started: it has ended
-_LAUNCHER = "launcher"  # key of the store
+REFUSED_FOR_S = 30.0  # of refused connections; a launcher that listened before this node started has ended
+_LAUNCHER = "launcher"  # key in the store
 _CONNECT_TIMEOUT_S = 5.0
 _CONNECT_EVERY_S = 1.0
 _NAME_WITHIN_S = 30.0  # for a host name to resolve: a scheduler may publish it only when the node is up
@@ -37,22 +38,22 @@ _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 @dataclass(kw_only=True)
 class NodeState:
-    """What a node (of a Ray run: a worker, which is one rank) publishes."""
+    """What a node publishes (under Ray: a worker, which is one rank)."""
 
     node: int
     ranks: list[int]
     host: str
-    address: str  # of this node, on the way to the launcher
+    address: str  # of this node, on the route to the launcher
     reached_at: str  # the launcher's address by which this node reached it
-    port: int  # where this node's ranks can meet
+    port: int  # for the rendezvous of the ranks, if this is node 0
     versions: str
     code: str  # hash of Tunebook's files
-    weights: str | None = None  # fingerprint of the base model, where each node may have its own copy
+    weights: str | None = None  # fingerprint of the base model, if each node may have its own copy
     problems: list[str] = field(default_factory=list)
-    config_sha256: str | None = None  # of a node that was started by hand
-    place: str | None = None  # Ray's id of the machine
-    inside: dict[str, Any] | None = None  # what its container holds
-    id: str = field(default_factory=lambda: secrets.token_hex(8))  # of this process: another may come in its place
+    config_sha256: str | None = None  # only of a node that was started by hand
+    place: str | None = None  # Ray's ID of the machine
+    inside: dict[str, Any] | None = None  # contents of its container
+    id: str = field(default_factory=lambda: secrets.token_hex(8))  # of this process: another may replace it
     beat: int = 0
     refused: str | None = None  # why it does not take part
     has_left: bool = False
@@ -69,9 +70,9 @@ class LauncherState:
     num_nodes: int
     unit: str = "node"
     config_sha256: str | None = None
-    code: str | None = None  # the hash that containers must have
+    code: str | None = None  # hash that the code in containers must have
     closed: str | None = None  # why no node can join any more
-    members: list[str] = field(default_factory=list)  # ids of the nodes that are to start, or have started
+    members: list[str] = field(default_factory=list)  # IDs of the nodes that are starting or have started
     restarts: bool = False  # whether lost nodes are replaced
     folder: str | None = None
     master_address: str | None = None
@@ -81,7 +82,7 @@ class LauncherState:
 
 
 def why_refused(state: NodeState, launcher: LauncherState) -> str | None:
-    """Why a node cannot take part, as far as it can tell by itself."""
+    """Say why a node cannot take part, as far as the node itself can tell; None if it can."""
     who = f"{launcher.unit} {state.node} ({state.host})"
     if is_other_request(state, launcher):
         return (
@@ -107,12 +108,12 @@ def why_refused(state: NodeState, launcher: LauncherState) -> str | None:
 
 
 def is_other_request(state: NodeState, launcher: LauncherState) -> bool:
-    """Whether a node was asked for another run than the launcher."""
+    """Whether a node was started for another run than the launcher's."""
     return state.config_sha256 is not None and state.config_sha256 != launcher.config_sha256
 
 
 def difference(unit: str, state: NodeState, other: NodeState) -> str | None:
-    """How a node differs from another in what all nodes need to have in common."""
+    """Say how a node differs from another in what all nodes must share; None if it does not."""
     who, them = f"{unit} {state.node} ({state.host})", f"{unit} {other.node} ({other.host})"
     if state.versions != other.versions:
         return f"{who} has other software than {them}: {state.versions}, and there {other.versions}"
@@ -123,7 +124,7 @@ def difference(unit: str, state: NodeState, other: NodeState) -> str | None:
             "changes (git rev-parse HEAD; git status --short), or use one checkout that all nodes share"
         )
     if None not in (state.weights, other.weights) and state.weights != other.weights:
-        return (  # some strategies read every copy, others the first node's alone
+        return (  # some strategies read every copy, others only the first node's
             f"{who} has other weights of the base model in model.path than {them}: their fingerprint is "
             f"{str(state.weights)[:12]}, and there {str(other.weights)[:12]}; copy the folder again to the nodes that "
             "differ, or name one that all nodes share: model.path=/a/shared/folder"
@@ -132,7 +133,10 @@ def difference(unit: str, state: NodeState, other: NodeState) -> str | None:
 
 
 def host_store(port: int, token: str) -> tuple[PrefixStore, int]:
-    """The store of the launcher, on a port or any that is free, and that port. Raises: RequestError for one in use."""
+    """Open the launcher's store on `port` (0: any free port); return it and the port.
+
+    Raises: RequestError if the port is in use.
+    """
     listener = _listen(port)
     port = listener.getsockname()[1]
     _import_torch()
@@ -140,13 +144,16 @@ def host_store(port: int, token: str) -> tuple[PrefixStore, int]:
 
 
 def publish(store: PrefixStore, state: LauncherState) -> None:
-    """Let every node read a state of the launcher."""
+    """Publish the launcher's state to every node."""
     store.set(_LAUNCHER, json.dumps(asdict(state)))
 
 
 def read_node(store: PrefixStore, number: int) -> NodeState | None:
-    """What a node has published; the last refused one with an impossible number is under the number of nodes."""
-    with suppress(TypeError, ValueError):  # of another version of Tunebook, whose node counts as missing
+    """Return what a node has published.
+
+    The last refused node with an invalid number is stored under the number of nodes.
+    """
+    with suppress(TypeError, ValueError):  # from another version of Tunebook, whose node counts as missing
         values = _read(store, f"node/{number}")
         if isinstance(values, dict) and _has_types(values):
             return NodeState(**values)
@@ -154,7 +161,7 @@ def read_node(store: PrefixStore, number: int) -> NodeState | None:
 
 
 def _has_types(values: dict[str, Any]) -> bool:
-    """Whether a document has the types that are computed with: any program may write one."""
+    """Whether a document has the types that the code relies on: any program may write to the store."""
     types = {"node": int, "ranks": list, "host": str, "address": str, "port": int, "beat": int, "asked": list}
     return all(isinstance(values.get(name), kind) for name, kind in types.items())
 
@@ -164,13 +171,13 @@ def _read(store: PrefixStore, key: str) -> Any:
 
 
 class Link(threading.Thread):
-    """A node's end of the store; a thread, because an operation hangs as long as the launcher's machine does."""
+    """A node's connection to the store; a thread, because operations hang as long as the launcher's machine does."""
 
     _store: PrefixStore
 
     def __init__(self, meet: str, state: NodeState) -> None:
         super().__init__(name="rendezvous", daemon=True)
-        _import_torch()  # here and not in the thread: from a cold disk it takes minutes, and no answer is late for it
+        _import_torch()  # not in the thread: from a cold disk this takes minutes, which must not count as a late reply
         self.state, self.launcher, self.has_answered = state, LauncherState(num_nodes=0), False
         self._address = (state.reached_at, int(meet.rpartition(":")[2]))
         self._is_closed = self._is_dead = False
@@ -179,7 +186,7 @@ class Link(threading.Thread):
 
     @property
     def is_lost(self) -> bool:
-        """Whether the launcher, or its machine, is gone. One that is only suspended still accepts connections."""
+        """Whether the launcher or its machine is gone. A launcher that is only suspended still accepts connections."""
         if not self._is_dead and time.monotonic() - self._seen > LOST_AFTER_S:
             try:
                 socket.create_connection(self._address, timeout=_CONNECT_TIMEOUT_S).close()
@@ -201,7 +208,7 @@ class Link(threading.Thread):
                     return
                 self._changed.wait(PUBLISH_EVERY_S)
                 self._changed.clear()
-        except Exception:  # torch's for a connection that was closed; json's for what is no launcher
+        except Exception:  # torch: the connection was closed; json: this is no launcher
             self._is_dead = True
 
     def _join(self) -> None:
@@ -218,7 +225,7 @@ class Link(threading.Thread):
                 "node needs its own launcher.node_rank"
             )
         state.refused = refused
-        # A command for another run, or one that comes too late, ends nothing.
+        # A command for another run, or one that comes too late, must not end this run.
         is_stray = launcher.members or launcher.closed or (other is not None and is_other_request(state, launcher))
         if refused is not None and not is_stray:
             is_possible = 0 <= state.node < launcher.num_nodes and other is None
@@ -229,7 +236,7 @@ class Link(threading.Thread):
         self._store.set(f"node/{number}", json.dumps(asdict(self.state)))
 
     def _is_alive(self, other: NodeState) -> bool:
-        """Whether the node that has this one's number still publishes."""
+        """Whether the other node with this node's number still publishes."""
         time.sleep(10 * PUBLISH_EVERY_S)
         now = read_node(self._store, other.node)
         return now is not None and (now.id, now.beat) != (other.id, other.beat)
@@ -239,11 +246,11 @@ class Link(threading.Thread):
         self._seen, self.has_answered = time.monotonic(), True
 
     def publish(self) -> None:
-        """Let the launcher read a changed state now."""
+        """Publish a changed state to the launcher now."""
         self._changed.set()
 
     def close(self) -> None:
-        """Leave; the launcher gets to know, if it is there."""
+        """Leave the rendezvous, and tell the launcher if it is reachable."""
         self._is_closed = True
         self.publish()
         self.join(_CONNECT_TIMEOUT_S)
@@ -257,10 +264,10 @@ def find_launcher(
     *,
     refused_for_s: float | None = None,
 ) -> tuple[str, str]:
-    """Try until somebody listens at `meet`, `address[,address...]:port`: this node's address, and the launcher's.
+    """Retry until a launcher listens at `meet`, `address[,address...]:port`; return this node's and its address.
 
-    `refused_for_s`: how long to try while connections are refused, where the launcher listens before any node starts.
-    Raises: RequestError for an unknown name, TunebookError when nobody listens within `timeout_s`, StoppedError when
+    `refused_for_s` limits how long refused connections are retried, for launchers that listen before any node starts.
+    Raises: RequestError for an unknown name, TunebookError if nobody listens within `timeout_s`, StoppedError when
     `asked_to_stop` gets an element.
     """
     names, _, port = meet.rpartition(":")
@@ -296,30 +303,30 @@ def find_launcher(
 
 
 def plain_address(address: str) -> str:
-    """An IPv4 address as such, also where it came over an IPv6 socket."""
+    """Return an IPv4 address without the prefix that it has on an IPv6 socket."""
     return address.removeprefix("::ffff:")
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address means this machine only."""
+    """Whether an address refers to this machine only."""
     return address.startswith("127.") or address == "::1"
 
 
 def own_addresses() -> list[str]:
-    """How other machines may reach this one, the likeliest first; loopback last, for nodes on this machine."""
+    """Addresses by which nodes may reach this machine, likeliest first; loopback last, for nodes on this machine."""
     names, found = [os.environ.get("SLURMD_NODENAME", ""), socket.gethostname()], []
     for name in filter(None, names):
         with suppress(OSError):
             infos = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
             found += [str(info[4][0]) for info in infos if not is_loopback(str(info[4][0]))]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
-        probe.connect(("192.0.2.1", 9))  # sends nothing: asks which address a packet to elsewhere would carry
+        probe.connect(("192.0.2.1", 9))  # sends nothing: finds the source address for external packets
         found.append(str(probe.getsockname()[0]))
     return list(dict.fromkeys([*found, "127.0.0.1"]))
 
 
 def _is_refused(problems: dict[str, OSError]) -> bool:
-    """Whether the launcher's machine says that nobody listens; loopback may be another machine's."""
+    """Whether the launcher's machine refuses connections; a refusal on loopback alone may be another machine's."""
     refused = [name for name, error in problems.items() if isinstance(error, ConnectionRefusedError)]
     return len(refused) == len(problems) or any(not is_loopback(name) for name in refused)
 
@@ -344,7 +351,7 @@ def _store(host: str, port: int, token: str, listener: int | None = None) -> Pre
 
 
 def open_store(host: str, port: int, *, is_master: bool = False, listener: int | None = None) -> TCPStore:
-    """A torch store; `listener` is the descriptor of a socket on which this process hosts it."""
+    """Open a torch store; `listener` is the descriptor of a socket on which this process hosts it."""
     from torch._C._distributed_c10d import TCPStore
 
     timeout = timedelta(seconds=60)

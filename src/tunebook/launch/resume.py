@@ -1,11 +1,12 @@
-"""Which run folder a run resumes: an unfinished one of the same configuration, unless training.resume=never.
+"""Choose the run folder that a run resumes: an unfinished one of the same configuration, unless training.resume=never.
 
-Where `training.resume` names a folder, it is one that started from there: its own checkpoints come first then. A run
-can be resumed when it stopped, failed or was killed after a checkpoint, or after the training itself: then only its
-evaluation is left to do.
+If `training.resume` names a folder, the run resumes a run that started from that folder, and its own checkpoints take
+precedence. A run can be resumed if it stopped, failed or was killed after a checkpoint. It can also be resumed after
+training has finished: then only its evaluation remains.
 
-Two runs are the same where their configurations' hashes are, whatever memory was found on the machine. One that differs
-in what `auto` decided, or in the machine, is another run: the message says which overrides resume it all the same.
+Two runs are the same if their configuration hashes match; the memory found on the machine does not count. A run that
+differs only in what `auto` decided, or in the machine, is another run. A message then names the overrides that resume
+it anyway.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ from tunebook.record.run_folder import (
     read_outcomes,
 )
 
-# One that was invalid would end the same way again.
+# An invalid run would end the same way again.
 _UNFINISHED = (RunState.stopped.name, RunState.failed.name)
 
 
 def unfinished_run(
     config: RunConfig, say: Callable[[str], None] = lambda text: None, asked: Collection[str] = ()
 ) -> Path | None:
-    """The newest run of a resolved configuration that ended early with a checkpoint to go on from; None if not asked.
+    """Return the newest unfinished run of a resolved configuration to resume; None if there is none, or resume=never.
 
-    The configuration's hash must be the same: another seed, batch or learning rate is another run; so is, where a
-    folder is named to go on from, one that began elsewhere. `asked` are the keys that somebody has set. Said is why one
-    is not gone on with that ended early and has checkpoints of which none is complete, or is another run only by what
-    `auto` decided or by its machine.
+    The configuration hash must match: another seed, batch or learning rate is another run. If `training.resume` names a
+    folder, a run that started elsewhere is another run, too. `asked` are the keys that the user set. `say` gets the
+    reason when an unfinished run is not resumed because none of its checkpoints is complete, or because only what
+    `auto` decided or the machine differs.
     """
     if config.training.resume == "never":
         return None
@@ -66,14 +67,14 @@ def unfinished_run(
             continue  # a damaged record of another run must not stop this one
         sha256, has_ended = hash_of_run(folder, manifest), not _is_unfinished(folder, manifest)
         if has_ended and sha256 != wanted:
-            ended.append((folder, sha256))  # perhaps with other memory: looked into only where it matters
+            ended.append((folder, sha256))  # its memory may differ: compared only if needed
             continue
         if not is_wanted(folder, sha256):
             if why := _why_not_resumed(config, folder, sha256, asked, is_newest=is_newest):
                 say(f"not gone on with {folder}, which ended early: {why}")
             is_newest = False
             continue
-        # The newest of the same configuration decides: after it has finished there is nothing to go on with.
+        # The newest run of this configuration decides: if it has finished, there is nothing to resume.
         if has_ended or any(is_wanted(*newer) for newer in ended):
             return None
         if _has_progress(folder, config):
@@ -87,16 +88,16 @@ def unfinished_run(
 def _why_not_resumed(
     config: RunConfig, folder: Path, sha256: str, asked: Collection[str], *, is_newest: bool
 ) -> str | None:
-    """What is said of a run that ended early and nearly is the one asked for; None for any other."""
+    """Say why an unfinished run that almost matches is not resumed; None for any other run."""
     if config.training.resume != "auto":
-        return None  # where to go on from was named
+        return None  # the user named where to resume
     if words := overrides_to_match(config, folder, sha256, asked):
         return f"what was left open is decided otherwise now; to go on with it, add {' '.join(words)}"
     return machine_difference(config, folder, sha256, asked) if is_newest else None
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    """A run's manifest with what is decided by here. Raises: DataError for one that is damaged."""
+    """Return a run's manifest after checking the keys used here. Raises: DataError if it is damaged."""
     manifest = read_manifest(folder)
     status = manifest.get("status")
     if not isinstance(status, dict) or "state" not in status or "config_sha256" not in manifest:
@@ -109,7 +110,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def check_run_folder(config: RunConfig, folder: Path, asked: Collection[str] = ()) -> None:
-    """Whether a run can start, or go on, in a folder that the user named. Raises: RequestError when it cannot."""
+    """Check that a run can start or resume in a folder that the user named. Raises: RequestError if it cannot."""
     if not folder.exists() or (folder.is_dir() and all(path.name == LOCK_FILE for path in folder.iterdir())):
         return
     if reason := _why_taken(config, folder, asked):
@@ -124,7 +125,7 @@ def _why_taken(config: RunConfig, folder: Path, asked: Collection[str]) -> str |
     if not is_run(folder):
         return "it holds other files and no run"
     if not (folder / MANIFEST_FILE).is_file():
-        return None  # ended while it was set up
+        return None  # ended during set-up
     manifest = _read_manifest(folder)
     state = manifest["status"]["state"]
     if config.training.resume == "never":
@@ -142,7 +143,10 @@ def _why_taken(config: RunConfig, folder: Path, asked: Collection[str]) -> str |
 
 
 def _is_unfinished(folder: Path, manifest: dict[str, Any]) -> bool:
-    """Whether a run ended early. One that says `running` is, unless it was killed; or it runs on another machine."""
+    """Whether a run ended early. State `running` counts if no process here holds the folder.
+
+    Such a run was killed, or it runs on another machine.
+    """
     state = manifest["status"]["state"]
     return state in _UNFINISHED or (state == RunState.running.name and not is_worked_in(folder))
 
@@ -152,19 +156,19 @@ def _has_progress(folder: Path, config: RunConfig) -> bool:
 
 
 def is_trained(folder: Path, config: RunConfig) -> bool:
-    """Whether every rank has trained to the end, so that no more than the evaluation is left to do."""
+    """Whether every rank has finished training, so that only the evaluation remains."""
     return (folder / "model").is_dir() and read_outcomes(folder, world_size(config)).exit_code == 0
 
 
-# What `auto` decides by estimates that get better: how much a pass computes and what it keeps. No loss depends on it.
+# Decisions of `auto` by estimates that may improve: how much one pass computes and keeps. No loss depends on them.
 _AUTO_DECISIONS = ("activation.checkpointing", "packing.row_length", "training.micro_batch_size")
 _MACHINE = ("hardware.generation", "hardware.num_nodes", "hardware.gpus_per_node")
 
 
 def is_same_run(config: RunConfig, folder: Path, sha256: str, asked: Collection[str]) -> bool:
-    """Whether the run in a folder, whose configuration had the hash, is that of `config`, as it was resolved here.
+    """Whether the run in a folder, with this configuration hash, is the run of `config` as resolved on this machine.
 
-    `asked` are the keys that somebody has set.
+    `asked` are the keys that the user set.
     """
     if sha256 == config_hash(config):
         return True
@@ -175,7 +179,7 @@ def is_same_run(config: RunConfig, folder: Path, sha256: str, asked: Collection[
 
 
 def has_same_start(config: RunConfig, folder: Path) -> bool:
-    """Whether the run in a folder began where `training.resume` says: elsewhere, its losses are others."""
+    """Whether the run in a folder started where `training.resume` says; otherwise its losses differ."""
     named = named_by(config)
     if named is None:
         return True
@@ -183,12 +187,12 @@ def has_same_start(config: RunConfig, folder: Path) -> bool:
     begun = named_by(theirs) if theirs is not None else None
     if theirs is None or begun is None or begun.resolve() != named.resolve():
         return False
-    # `best` is about checkpoints that are gone now, and not about where a run began.
+    # `best` allows missing checkpoints; it does not change where a run started.
     return not (set(theirs.training.resume_anyway) ^ set(config.training.resume_anyway)) - {ResumeAnyway.best}
 
 
 def overrides_to_match(config: RunConfig, folder: Path, sha256: str, asked: Collection[str]) -> list[str]:
-    """What to type for an earlier run's configuration, where nothing but `_AUTO_DECISIONS` differs; else nothing."""
+    """Return overrides that give an earlier run's configuration if only `_AUTO_DECISIONS` differ; else nothing."""
     theirs = _recorded_config(folder)
     if theirs is None:
         return []
@@ -199,9 +203,9 @@ def overrides_to_match(config: RunConfig, folder: Path, sha256: str, asked: Coll
 
 
 def machine_difference(config: RunConfig, folder: Path, sha256: str, asked: Collection[str]) -> str | None:
-    """How an earlier run's machine differs and what goes on from its checkpoint; None where more differs, or less.
+    """Say how an earlier run's machine differs and how to resume it; None unless exactly the machine differs.
 
-    The strategy may differ with the machine, and what `auto` decides by it.
+    The strategy, and what `auto` decides, may differ with the machine.
     """
     theirs, checkpoint = _recorded_config(folder), newest_checkpoint(folder)
     if theirs is None or checkpoint is None:
@@ -217,8 +221,8 @@ def machine_difference(config: RunConfig, folder: Path, sha256: str, asked: Coll
 
 
 def _going_on(config: RunConfig, folder: Path, theirs: Identity) -> str:
-    """What to type to go on from a checkpoint whose run differs in its machine, or why that cannot be."""
-    # Of the data and the model no more is known here than that the configurations name the same.
+    """Say what to type to resume a checkpoint of a run on another machine, or why that is impossible."""
+    # Of data and model, only the configurations are compared here; both name the same.
     strategy = config.parallelism.strategy.name
     own = replace(theirs, strategy=strategy, world_size=world_size(config), settings=result_settings(config))
     found = list(differences(theirs, own))
@@ -239,7 +243,7 @@ def _recorded_config(folder: Path) -> RunConfig | None:
 
 
 def _with_values_of(config: RunConfig, theirs: RunConfig, keys: Collection[str]) -> RunConfig:
-    """A copy of a configuration with another one's values of some keys."""
+    """Return a copy of a configuration with some values taken from another."""
     own = copy.deepcopy(config)
     for key in keys:
         *sections, name = key.split(".")

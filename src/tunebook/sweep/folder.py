@@ -1,14 +1,14 @@
-"""A sweep's folder: what was asked for, how far it came, and whether the same request goes on in it.
+"""A sweep's folder: its request, its progress, and whether the same request resumes it.
 
     outputs/<recipe>/sweep-<UTC time>/
       sweep.json       the request
-      trial-000/       a run folder;  trial-000.json how its process ended;  trial-000.log what it printed, if not here
-      study.jsonl      of a search: what was proposed and what came of it
+      trial-000/       a run folder;  trial-000.json: how its process ended;  trial-000.log: its output, if redirected
+      study.jsonl      of a search: proposals and their results
       sweep.csv        the ranked table
 
-A trial is done once its training finished, was invalid (exit code 7) or was pruned. Any other is taken up by the same
-command: what refused it may have been put right by then, such as a full disk or a file that was away, and a trial that
-is refused for good costs seconds.
+A trial is done once its training finished, was invalid (exit code 7) or was pruned. The same command runs any other
+trial again, because its problem may be fixed by then, such as a full disk or a missing file. A trial that fails again
+costs only seconds.
 """
 
 from __future__ import annotations
@@ -39,27 +39,28 @@ from tunebook.sweep.trials import Trial, parse_words
 SWEEP_FILE = "sweep.json"
 FORMAT = 1
 _DONE = (0, InvalidTrainingError.exit_code)
-_OPEN = (1, StoppedError.exit_code)  # exit codes after which Slurm, which gives a job another turn, may go on
+_OPEN = (1, StoppedError.exit_code)  # exit codes after which another turn of the Slurm job may resume the trial
 _COMPARED = ("recipe", "config_sha256", "search", "gpus_per_trial")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What makes two sweeps the same. How trials are launched, and how many a search may take, can change.
+    """The identity of a sweep. How trials are launched, and the number of trials of a search, may change.
 
-    A trial cannot go on with another number of GPUs: where `--jobs` decides that, other jobs may be another sweep.
+    A trial cannot resume with another number of GPUs. So another `--jobs` may make another sweep, if it decides that
+    number.
     """
 
     recipe: str | None
-    overrides: list[str]  # without `training.resume=never`: that says what to do with the sweep, and not which
-    config_sha256: str  # of the first trial, wherever it was resolved: an edited recipe is another sweep
-    search: dict[str, Any] | None  # None: a list
-    gpus_per_trial: int | None = None  # of trials that leave it open, where the GPUs found here are divided
+    overrides: list[str]  # without `training.resume=never`, which says what to do with the sweep, not which one
+    config_sha256: str  # of the first trial, on any machine: an edited recipe is another sweep
+    search: dict[str, Any] | None  # None: a list of trials
+    gpus_per_trial: int | None = None  # for trials that do not set it, if the GPUs found here are divided
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepFolder:
-    """Where a sweep keeps its trials."""
+    """The folder of a sweep and the files of its trials."""
 
     path: Path
 
@@ -68,15 +69,15 @@ class SweepFolder:
         return self.path / trial.name
 
     def end_file(self, trial: Trial) -> Path:
-        """How its process ended."""
+        """The file that records how a trial's process ended."""
         return self.path / f"{trial.name}.json"
 
     def output(self, trial: Trial) -> Path:
-        """What it printed, where it does not print to the terminal."""
+        """The file for a trial's output if it does not print to the terminal."""
         return self.path / f"{trial.name}.log"
 
     def end_of(self, trial: Trial) -> TrialEnd | None:
-        """How a trial ended; read from its run where the sweep was killed before it could write that down."""
+        """Return how a trial ended; from its run's manifest if the sweep was killed before it could record that."""
         end = read_trial_end(self.end_file(trial))
         if end is not None or not (self.run_folder(trial) / MANIFEST_FILE).is_file():
             return end
@@ -102,24 +103,24 @@ class SweepFolder:
         return tells_of_full_disk(end.reason or read_manifest(file.parent)["status"]["reason"] or "")
 
     def begin(self, trial: Trial) -> float:
-        """Take away how an earlier attempt ended; the seconds that it, and those before it, took."""
+        """Remove the record of how an earlier attempt ended; return the seconds of all attempts so far."""
         end = read_trial_end(self.end_file(trial))
         self.end_file(trial).unlink(missing_ok=True)
         return 0.0 if end is None else end.seconds
 
 
 def is_done(end: TrialEnd | None) -> bool:
-    """Whether a trial that ended so is not run again by the same command."""
+    """Whether the same command does not run a trial again that ended like this."""
     return end is not None and (end.was_pruned or end.exit_code in _DONE)
 
 
 def is_final(end: TrialEnd | None) -> bool:
-    """Whether a trial that ended so would not go on in another turn of its Slurm job."""
+    """Whether a trial that ended like this would not resume in another turn of its Slurm job."""
     return end is not None and (end.was_pruned or end.exit_code not in _OPEN)
 
 
 def newest_with(request: Request, outputs: Path, recipe: str) -> SweepFolder | None:
-    """The newest sweep that was asked for the same, in whatever order its words were typed."""
+    """Return the newest sweep with an equal request, in whatever order its overrides were typed; else None."""
     wanted, words = asdict(request), _in_order(request.overrides)
     found = (outputs.expanduser().absolute() / recipe).glob(f"sweep-*/{SWEEP_FILE}")
     for file in sorted(found, key=lambda file: _age(file.parent), reverse=True):
@@ -134,13 +135,13 @@ def newest_with(request: Request, outputs: Path, recipe: str) -> SweepFolder | N
 
 
 def _in_order(words: list[str]) -> list[str]:
-    """A sweep's words in one order for all that list the same trials in the same order.
+    """Sort a sweep's overrides so that requests for the same trials in the same order compare equal.
 
-    The trials are numbered by the keys with several values as they were typed; of one key the last word wins.
+    Keys with several values keep their order, which numbers the trials. If a key is repeated, its last override wins.
     """
     try:
         parsed = parse_words(words)
-    except TunebookError:  # of a record that was written by hand: it is compared as it is
+    except TunebookError:  # from a hand-written record: compared as it is
         return words
     pairs = list(zip(words, parsed, strict=True))
     fixed = [(override.key_or_group, word) for word, override in pairs if not override.is_sweep_override()]
@@ -149,7 +150,7 @@ def _in_order(words: list[str]) -> list[str]:
 
 
 def create(request: Request, outputs: Path, recipe: str) -> SweepFolder:
-    """Make `outputs/<recipe>/sweep-<UTC time>[-NNN]/`. Raises: RequestError when it cannot be written to."""
+    """Make `outputs/<recipe>/sweep-<UTC time>[-NNN]/`. Raises: RequestError if it cannot be written."""
     recipe_folder = outputs.expanduser().absolute() / recipe
     time = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
     try:
@@ -167,7 +168,7 @@ def create(request: Request, outputs: Path, recipe: str) -> SweepFolder:
 
 @contextmanager
 def working_on(folder: SweepFolder) -> Iterator[None]:
-    """Hold a sweep's folder. Raises: RequestError while another process holds it."""
+    """Lock a sweep's folder. Raises: RequestError while another process holds it."""
     context = working_in(folder.path)
     try:
         context.__enter__()

@@ -1,4 +1,4 @@
-"""Run the trials of a sweep: one after the other, or side by side in threads that each wait for a process or a job."""
+"""Run the trials of a sweep: one after the other, or in parallel threads that each wait for a process or a job."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from tunebook.sweep.shares import Shares
 from tunebook.sweep.trial_process import Stopping, TrialEnd, Watch, run_trial, wait_until_free, write_trial_end
 from tunebook.sweep.trials import Trial
 
-CommandOf = Callable[[Trial, Path], list[str]]  # what to run for a trial, given its run folder
+CommandOf = Callable[[Trial, Path], list[str]]  # builds a trial's command, given its run folder
 RunTrial = Callable[[Trial, Watch | None], None]
 
 
 class TrialSource(Protocol):
-    """Where the next trial comes from, and who wants to know how it ended."""
+    """Provides the next trial and receives the end of each."""
 
     @property
     def trials(self) -> list[Trial]:
-        """Those known so far, in order."""
+        """The trials known so far, in order."""
 
     def next_trial(self) -> Trial | None:
-        """The next one to run; None when there is none left."""
+        """Return the next trial to run; None if none is left."""
 
     def tell(self, trial: Trial) -> None:
-        """Take note that a trial has ended."""
+        """Record that a trial has ended."""
 
     def watch(self, trial: Trial) -> Watch | None:
-        """What may end it early."""
+        """Return a function that may end the trial early, or None."""
 
 
 class TrialList:
-    """Trials that were known beforehand, in their order; those that are done are not run again."""
+    """A fixed list of trials, in order; finished trials do not run again."""
 
     def __init__(self, trials: list[Trial], folder: SweepFolder) -> None:
         self.trials = list(trials)
@@ -46,15 +46,15 @@ class TrialList:
         self._lock = threading.Lock()
 
     def next_trial(self) -> Trial | None:
-        """The next of the list."""
+        """Return the next trial of the list."""
         with self._lock:
             return self._left.pop(0) if self._left else None
 
     def tell(self, trial: Trial) -> None:
-        """Nobody wants to know."""
+        """Do nothing: a list does not depend on results."""
 
     def watch(self, trial: Trial) -> Watch | None:
-        """None is ended early."""
+        """Return None: no trial is ended early."""
         return None
 
 
@@ -65,7 +65,7 @@ def work_off(
     num_at_once: int,
     is_last: Callable[[Trial], bool] = lambda trial: False,
 ) -> None:
-    """Run trials until there are none left, the sweep is asked to stop, or one ended so that it `is_last`."""
+    """Run trials until none is left, the sweep is asked to stop, or `is_last` is true of an ended trial."""
     has_ended = threading.Event()
 
     def work() -> None:
@@ -76,7 +76,7 @@ def work_off(
                 if is_last(trial):
                     has_ended.set()
         except BaseException:
-            stopping.request()  # the others save and end, and this is raised once they have
+            stopping.request()  # the others save and end; then this is raised
             raise
 
     if num_at_once == 1:
@@ -84,14 +84,14 @@ def work_off(
         return
     from joblib import Parallel, delayed
 
-    # Threads, since each only waits for the process that trains: joblib's own processes would be ended by force with
-    # all they started on Ctrl-C, and no trial could save.
+    # Threads, since each only waits for the process that trains. joblib's own processes would be killed with all their
+    # children on Ctrl-C, and no trial could save.
     Parallel(n_jobs=num_at_once, backend="threading")(delayed(work)() for _ in range(num_at_once))
 
 
 @dataclass(kw_only=True)
 class RunHere:
-    """Run trials on this machine, each on its share of it."""
+    """Runs trials on this machine, each on its share of it."""
 
     folder: SweepFolder
     command_of: CommandOf
@@ -99,14 +99,14 @@ class RunHere:
     shares: Shares
     stopping: Stopping
     num_trials: int
-    prints_to_files: bool  # trials side by side would print into each other
+    prints_to_files: bool  # parallel trials would mix their output
     _printing: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, trial: Trial, watch: Watch | None) -> None:
-        """Run one to its end and write that down."""
+        """Run one trial until it ends, and record how it ended."""
         try:
             config = self.config_of(trial)
-        except TunebookError as error:  # values that were proposed may break a rule together
+        except TunebookError as error:  # a combination of proposed values may break a rule
             self._say(trial, trial.title)
             end = TrialEnd(exit_code=error.exit_code, seconds=0.0, was_interrupted=False, reason=error.message)
             write_trial_end(end, self.folder.end_file(trial))
@@ -125,7 +125,7 @@ class RunHere:
                 cores=share.cores,
                 watch=watch,
             )
-            # What a killed trial leaves behind saves first; until then its share is not free.
+            # Processes left by a killed trial save first; its share is not free until they end.
             wait_until_free(run_folder)
             write_trial_end(end.after(earlier_s), self.folder.end_file(trial))
         if self.prints_to_files:

@@ -1,4 +1,4 @@
-"""What is typed with dashes after `tunebook sweep`: how the trials are launched, and how values are searched for."""
+"""Command-line options of `tunebook sweep`: how trials are launched, and how values are searched for."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tunebook.errors import RequestError, did_you_mean
 class SweepLauncher(Enum):
     """What starts the trials."""
 
-    basic = "basic"  # one after the other, here
-    joblib = "joblib"  # side by side on this machine
+    basic = "basic"  # one after the other, on this machine
+    joblib = "joblib"  # in parallel on this machine
     slurm = "slurm"  # each as a Slurm job
 
 
@@ -23,7 +23,7 @@ class Direction(Enum):
     maximize = "maximize"
 
 
-# What a trial's results hold, and which values of it are better unless --direction says otherwise.
+# Metrics in a trial's results, and which values are better unless --direction is given.
 METRICS = {
     "evaluation_score": Direction.maximize,
     "validation_loss": Direction.minimize,
@@ -31,7 +31,7 @@ METRICS = {
     "tokens_per_second_per_gpu": Direction.maximize,
     "seconds": Direction.minimize,
 }
-# Those that a running trial already shows, and the key of their lines in metrics.jsonl.
+# Metrics that a running trial already reports, and their keys in the lines of metrics.jsonl.
 SHOWN_WHILE_RUNNING = {"final_loss": "loss", "validation_loss": "validation_loss"}
 SEARCHES = ("optuna",)
 _EXAMPLE = (
@@ -41,7 +41,7 @@ _EXAMPLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions:
-    """The options as typed; None where one was left out."""
+    """The options as typed; None if omitted."""
 
     launcher: str = SweepLauncher.basic.name
     jobs: int | None = None
@@ -50,16 +50,16 @@ class SweepOptions:
     metric: str | None = None
     direction: str | None = None
     seed: int | None = None
-    prune: int | None = None  # the first step at which a trial may be ended early
+    prune: int | None = None  # first step at which a trial may be ended early
 
     @property
     def way(self) -> SweepLauncher:
-        """The launcher, once checked."""
+        """The launcher, after its name was checked."""
         return SweepLauncher[self.launcher]
 
 
 def check_options(options: SweepOptions) -> None:
-    """Refuse options that are wrong by themselves or together. Raises: RequestError with what to type."""
+    """Refuse invalid options and combinations. Raises: RequestError with what to type."""
     _check_name("--launcher", options.launcher, [launcher.name for launcher in SweepLauncher])
     if options.jobs is not None and options.jobs < 1:
         raise _wrong(f"--jobs={options.jobs}: at least one trial must run at a time; type --jobs=2")

@@ -1,4 +1,4 @@
-"""What the trials of a sweep came to, read from their run folders, and their order."""
+"""Results of a sweep's trials, read from their run folders, and their ranking."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MEANINGS = {2: "the request is wrong", 3: "it does not fit", 4: "the data is wr
 
 
 class Measure(Enum):
-    """What trials are ranked by, the most telling first."""
+    """Measures for ranking trials, most informative first."""
 
     evaluation_score = "evaluation score"
     validation_loss = "validation loss"
@@ -30,29 +30,29 @@ class Measure(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResult:
-    """One trial and what it came to; None stands for what was not measured."""
+    """One trial and its results; None if not measured."""
 
     trial: Trial
     run_folder: Path
     exit_code: int | None  # None: never started
-    how_it_ended: str  # a run's state, with the reason unless it came to its last step
+    how_it_ended: str  # a run's state, with the reason unless it reached its last step
     final_loss: float | None  # of the last logged step
-    validation_loss: float | None  # of the model that it left: of the best checkpoint where that was loaded
-    evaluation_score: float | None  # after the training, the mean over the tasks
+    validation_loss: float | None  # of the saved model: of the best checkpoint if that was loaded
+    evaluation_score: float | None  # after training, mean over the tasks
     is_higher_better: bool  # of the evaluation score
-    tokens_per_second_per_gpu: float | None  # the median over the logged steps after warming up
+    tokens_per_second_per_gpu: float | None  # median over the logged steps after warm-up
     seconds: float | None
     was_pruned: bool = False
 
     @property
     def has_finished(self) -> bool:
-        """Whether it counts in the ranking."""
+        """Whether it is ranked."""
         return self.exit_code == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """The finished trials, best first, then the others; and what `best` means."""
+    """The finished trials, best first, then the others, and the measure."""
 
     measure: str | None  # None: no measure that all finished trials have
     ranked: list[TrialResult]
@@ -61,19 +61,19 @@ class Ranking:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """The metric of a search, or the one that a list is to be ranked by."""
+    """The metric of a search, or the metric that ranks a list."""
 
-    metric: str  # of options.METRICS
+    metric: str  # a key of options.METRICS
     direction: Direction
 
     def value_of(self, result: TrialResult) -> float | None:
-        """What a trial came to; None where that was not measured or not finite, and for one that did not finish."""
+        """Return a trial's metric; None if it was not measured, is not finite, or the trial did not finish."""
         value: float | None = getattr(result, self.metric) if result.has_finished else None
         return value
 
 
 def read_result(trial: Trial, run_folder: Path, end: TrialEnd | None) -> TrialResult:
-    """One trial's result, as far as its folder tells."""
+    """Read one trial's result from its folder, as far as recorded."""
     exit_code, how_it_ended = _ending(end, run_folder)
     metrics = read_metrics(run_folder)
     training = [line for line in metrics if is_training_line(line)]
@@ -96,9 +96,9 @@ def read_result(trial: Trial, run_folder: Path, end: TrialEnd | None) -> TrialRe
 
 
 def rank(results: list[TrialResult], goal: Goal | None = None) -> Ranking:
-    """Order the trials by the goal.
+    """Rank the trials by the goal.
 
-    Without one: by the first measure that every finished one has, and equal ones by the next such measure.
+    Without a goal, rank by the first measure that every finished trial has; further such measures break ties.
     """
     if goal is not None:
         return _rank_by(goal, results)
@@ -122,7 +122,7 @@ def _rank_by(goal: Goal, results: list[TrialResult]) -> Ranking:
 
 
 def sweep_exit_code(results: list[TrialResult]) -> int:
-    """0 when every trial finished (or was pruned), otherwise the code of the first that did not; 6 if never started."""
+    """Return 0 if every trial finished or was pruned, else the code of the first that did not; 6 if never started."""
     left = [result for result in results if not result.was_pruned]
     codes = [EXIT_STOPPED if result.exit_code is None else result.exit_code for result in left]
     return next((code for code in codes if code != 0), 0)
@@ -134,14 +134,14 @@ def _value(result: TrialResult, measure: Measure) -> float | None:
 
 
 def _sort_key(result: TrialResult, measure: Measure) -> float:
-    """A number that is smaller for the better trial."""
+    """Return a number that is smaller for the better trial."""
     value = _value(result, measure)
     assert value is not None
     return -value if measure is Measure.evaluation_score and result.is_higher_better else value
 
 
 def _ending(end: TrialEnd | None, run_folder: Path) -> tuple[int | None, str]:
-    """The exit code and one line for people."""
+    """Return the exit code and one line of text."""
     if end is None:
         return None, "not started: the sweep was stopped"
     status = _status(run_folder)
@@ -155,7 +155,7 @@ def _ending(end: TrialEnd | None, run_folder: Path) -> tuple[int | None, str]:
     if end.reason is not None:
         return end.exit_code, f"failed: {' '.join(end.reason.split())}"
     if status is None or status["reason"] is None or status["exit_code"] != end.exit_code:
-        # It failed before its run folder was made, or taken up again, or was killed; what it printed says more.
+        # It failed before its run folder was made or resumed, or was killed; its output says more.
         meaning = _MEANINGS.get(end.exit_code, "it ended unexpectedly")
         return end.exit_code, f"failed: {meaning} (exit code {end.exit_code}), see what it printed"
     return end.exit_code, f"{status['state']}: {' '.join(status['reason'].split())}"
@@ -169,7 +169,7 @@ def _status(run_folder: Path) -> dict[str, Any] | None:
 
 
 def _validation_loss(lines: list[dict[str, Any]], run_folder: Path) -> float | None:
-    """That of the model that the trial left: after its last step, or of the best checkpoint where that was loaded."""
+    """Return the loss of the saved model: after the last step, or of the best checkpoint if that was loaded."""
     best = (_status(run_folder) or {}).get("best_step")
     of_model = [line for line in lines if best is None or line["step"] == best]
     return _number(of_model[-1], "validation_loss") if of_model else None
@@ -178,13 +178,13 @@ def _validation_loss(lines: list[dict[str, Any]], run_folder: Path) -> float | N
 def _evaluation_score(run_folder: Path) -> tuple[float | None, bool]:
     file = run_folder / "evaluation" / "after.json"
     record = read_json(file) if file.is_file() else None
-    # A mean over the tasks that happened not to fail is no score to compare trials by.
+    # If some tasks failed, the mean over the others cannot be compared between trials.
     found = mean_score(record["tasks"]) if record is not None and not record.get("failed") else None
     return (None, True) if found is None else found
 
 
 def _number(line: dict[str, Any], key: str) -> float | None:
-    """A metric of one line; None where it was not finite. Raises: DataError for what is no number."""
+    """Return a metric of one line; None if it is not finite. Raises: DataError if it is not a number."""
     value = line.get(key)
     if value is None:
         return None

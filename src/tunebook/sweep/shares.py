@@ -1,7 +1,7 @@
-"""How parallel trials share one machine: GPUs and cores are dealt out, each to one trial at a time.
+"""Divide one machine among parallel trials: each GPU and core belongs to one trial at a time.
 
-A trial sees its own GPUs alone (CUDA_VISIBLE_DEVICES). On a CPU it runs on cores of its own, so that neither its
-threads nor its data workers take another's.
+A trial sees only its own GPUs (CUDA_VISIBLE_DEVICES). On a CPU it runs on its own cores, so that its threads and data
+workers do not use another trial's cores.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _ELSEWHERE_AT_ONCE = 8  # trials that run on a cluster only wait here
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What one trial may use; empty where nothing is divided."""
+    """The GPUs and cores of one trial; empty if nothing is divided."""
 
-    gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
+    gpus: tuple[str, ...] = ()  # in the form of CUDA_VISIBLE_DEVICES
     cores: tuple[int, ...] = ()
-    num_threads: int | None = None  # of each of its ranks
+    num_threads: int | None = None  # per rank
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """The environment of a trial with this share. The user's own number of threads stays."""
+        """Return the environment of a trial with this share. A thread count set by the user is kept."""
         environment = dict(inherited)
         if self.gpus:
             environment[VISIBLE_VARIABLE] = ",".join(self.gpus)
@@ -42,7 +42,7 @@ class Share:
 
 
 class Shares:
-    """Deals out GPUs and cores for `num_at_once` trials; safe to use from several threads."""
+    """Assigns GPUs and cores to `num_at_once` trials; thread-safe."""
 
     def __init__(self, gpus: list[str], cores: list[int], num_at_once: int) -> None:
         size = max(1, len(cores) // num_at_once)
@@ -55,7 +55,7 @@ class Shares:
 
     @contextmanager
     def share_of(self, config: RunConfig) -> Iterator[Share]:
-        """Hold what a trial needs until it has ended; waits while others hold it."""
+        """Hold the share of a trial until it has ended; wait while others hold it."""
         num_ranks = config.hardware.gpus_per_node or 1
         if not uses_this_machine(config):
             yield Share()
@@ -85,14 +85,14 @@ class Shares:
 
 
 def machine_shares(num_at_once: int) -> Shares:
-    """What this machine has to deal out, of what this process may use."""
-    # By their ids: numbers mean another order to CUDA than to the driver unless CUDA_DEVICE_ORDER says so.
+    """Return the shares of this machine, limited to what this process may use."""
+    # By UUID: CUDA and the driver number GPUs differently unless CUDA_DEVICE_ORDER is set.
     gpus = [gpu.uuid or str(gpu.index) for gpu in detect_machine().gpus]
     return Shares(gpus, _cores(), num_at_once)
 
 
 def uses_this_machine(config: RunConfig) -> bool:
-    """Whether a trial's ranks run here, rather than wherever a cluster's scheduler puts them."""
+    """Whether a trial's ranks run on this machine, not where a cluster's scheduler places them."""
     if isinstance(config.launcher, RayConfig):
         return config.launcher.address == "local"
     return config.launcher.name is LauncherName.local
@@ -101,9 +101,9 @@ def uses_this_machine(config: RunConfig) -> bool:
 def num_at_once(
     options: SweepOptions, configs: list[RunConfig], num_trials: int, most_divided: int | None = None
 ) -> int:
-    """How many trials run at a time; `most_divided` is among how many the GPUs are divided, if they are.
+    """Return how many trials run at a time. `most_divided` is the number of trials that share the GPUs, if divided.
 
-    Raises: RequestError when that many do not fit on this machine.
+    Raises: RequestError if that many do not fit on this machine.
     """
     if options.way is SweepLauncher.basic:
         return 1

@@ -1,4 +1,4 @@
-"""`python -m tunebook.sweep.slurm_job FILE`: one trial as a Slurm job; FILE is a `TrialJob` as JSON."""
+"""`python -m tunebook.sweep.slurm_job FILE`: run one trial as a Slurm job; FILE is a `TrialJob` as JSON."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from tunebook.sweep.trial_process import Stopping, read_trial_end, run_trial, wa
 
 @dataclass(kw_only=True)
 class TrialJob:
-    """One trial. The sweep asks it to stop through a file, which works on any node."""
+    """One trial. The sweep requests its stop through a file, which works on any node."""
 
     command: list[str]
     run_folder: str
     end_file: str
     output: str
-    stop_file: str  # holds how often the trial was asked to stop
+    stop_file: str  # holds the number of stop requests
     num_ranks: int
     is_requeued: bool
-    earlier_s: float = 0.0  # of the turns before this job
+    earlier_s: float = 0.0  # in turns before this job
 
 
 def carry_out(job: TrialJob) -> int:
-    """Carry out one turn of a trial; the exit code, which is also in the end file.
+    """Run one turn of a trial; return its exit code, which is also in the end file.
 
-    Slurm sends SIGUSR1 before it takes the nodes away: the trial saves, and the job asks for another turn.
+    Slurm sends SIGUSR1 before it takes the nodes away. The trial then saves, and the job requests another turn.
     """
     stopping, signals = Stopping(), list[int]()
 
     def note(number: int, _frame: object) -> None:
         signals.append(number)
-        if not stopping.num_requests:  # a second request would mean not to save
+        if not stopping.num_requests:  # a second request would prevent saving
             stopping.request()
 
     signal.signal(signal.SIGUSR1, note)
@@ -66,14 +66,14 @@ def carry_out(job: TrialJob) -> int:
 
 
 def _forget_end(job: TrialJob) -> float:
-    """Remove the end of the turn before, after which Slurm gave the job another; the seconds of all turns so far."""
+    """Remove the end record of the previous turn of this job; return the seconds of all turns so far."""
     end = read_trial_end(Path(job.end_file))
     Path(job.end_file).unlink(missing_ok=True)
     return job.earlier_s if end is None else max(job.earlier_s, end.seconds)
 
 
 def _why_not_requeued(job: TrialJob, *, has_progress: bool) -> str | None:
-    """Ask for another turn; why there is none, else None."""
+    """Request another turn; return why there is none, or None on success."""
     if not job.is_requeued or not has_progress:
         why = "launcher.requeue=false" if has_progress else "it saved nothing in this turn"
         return f"{why}, so it was not requeued; launcher.time_limit says how long"
@@ -91,7 +91,7 @@ def _listen(stop_file: Path, stopping: Stopping) -> None:
 
 
 def _environment(job: TrialJob) -> dict[str, str]:
-    """As many threads as the job has cores: without Slurm's cgroups a process sees all of the node's."""
+    """Set one thread per core of the job: without Slurm's cgroups a process sees all cores of the node."""
     environment = dict(os.environ)
     cores = int(environment.get("SLURM_CPUS_PER_TASK") or environment.get("SLURM_CPUS_ON_NODE") or 1)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.num_ranks)))

@@ -1,6 +1,6 @@
-"""Run the trials of a sweep as Slurm jobs: submitted from here, followed, and found again by the next sweep.
+"""Run the trials of a sweep as Slurm jobs: submit and follow them; a later sweep finds jobs that still exist.
 
-A trial's job is a script like that of launcher=slurm, with its options, which runs `sweep.slurm_job` on one node.
+A trial's job script has the same options as with launcher=slurm. It runs `sweep.slurm_job` on one node.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from tunebook.sweep.trial_process import Stopping, TrialEnd, Watch, write_trial_
 from tunebook.sweep.trials import Trial
 
 _POLL_S = 2.0
-_RECORD_WITHIN_S = 20.0  # for a network file system to show what the job has written
-_NOT_NOW = 1  # the exit code of a trial that Slurm does not take for now: the same command tries again
-_PASSES = (  # of Slurm's errors, in lower case: a partition or nodes that are down, limits on jobs, a busy controller
+_RECORD_WITHIN_S = 20.0  # for a network file system to show the job's files
+_NOT_NOW = 1  # exit code of a trial that Slurm does not take for now: the same command retries it
+_PASSES = (  # temporary Slurm errors, in lower case: partition or nodes down, job limits, a busy controller
     *("partition not available", "required node not available", "policy", "temporarily un"),
     *("qosmax", "qosgrp", "assocmax", "assocgrp", "maxsubmit"),
 )
@@ -44,7 +44,7 @@ _KEPT_IN_JOB = ("launcher.timeout_s", "launcher.start_timeout_s", "launcher.stop
 
 
 def split_overrides(overrides: list[str]) -> tuple[list[str], list[str]]:
-    """Overrides of a sweep whose trials are Slurm jobs: those for the job's options, and those for the trial inside it.
+    """Split the overrides of a sweep with Slurm jobs into the job's options and the overrides of the trial inside it.
 
     Raises: RequestError for another launcher, or several values of its keys.
     """
@@ -66,7 +66,7 @@ def split_overrides(overrides: list[str]) -> tuple[list[str], list[str]]:
 
 
 def check_jobs(config: RunConfig) -> None:
-    """Whether trials of a configuration can be Slurm jobs. Raises: RequestError with what to type."""
+    """Check that trials of a configuration can be Slurm jobs. Raises: RequestError with what to type."""
     assert isinstance(config.launcher, SlurmConfig)
     if config.hardware.num_nodes > 1 or config.launcher.container_image is not None:
         what = f"hardware.num_nodes={config.hardware.num_nodes}"
@@ -81,26 +81,26 @@ def check_jobs(config: RunConfig) -> None:
 
 @dataclass(kw_only=True)
 class RunInSlurm:
-    """Run trials as jobs."""
+    """Runs trials as Slurm jobs."""
 
     folder: SweepFolder
     command_of: CommandOf
-    config_of: Callable[[Trial], RunConfig]  # with launcher=slurm: the job's options are in it
+    config_of: Callable[[Trial], RunConfig]  # with launcher=slurm: holds the job's options
     stopping: Stopping
     num_trials: int
 
     def __call__(self, trial: Trial, watch: Watch | None) -> None:
-        """Submit one, or find its job, and wait until it has ended; what Slurm does not do is how the trial ends."""
+        """Submit a trial, or find its job, and wait until it has ended; errors of Slurm are recorded as its end."""
         try:
             config = self.config_of(trial)
-        except RequestError as error:  # values that were proposed may break a rule together
+        except RequestError as error:  # a combination of proposed values may break a rule
             self._fail(trial, error.exit_code, error.message)
             return
         job_id = None
         try:
             job_id = self._find(trial) or self._submit(trial, config)
             end = self._follow(trial, job_id, watch)
-        except TunebookError as error:  # refused, or a silent controller: other trials, and the job itself, may go on
+        except TunebookError as error:  # refused, or a silent controller: other trials and the job may continue
             self._leave(trial, job_id, error)
             return
         if end is not None:
@@ -109,13 +109,13 @@ class RunInSlurm:
         self._say(trial, how)
 
     def _fail(self, trial: Trial, exit_code: int, reason: str, how: str = "not started") -> None:
-        """Write down why a trial did not become a job, or how else it ended without one."""
+        """Record why a trial did not become a job, or otherwise ended without one."""
         end = TrialEnd(exit_code=exit_code, seconds=0.0, was_interrupted=False, reason=reason)
         write_trial_end(end, self.folder.end_file(trial))
         self._say(trial, f"{how}: {reason}")
 
     def _leave(self, trial: Trial, job_id: str | None, error: TunebookError) -> None:
-        """Leave a trial, and the job that it may have, to the next sweep; one that has ended meanwhile has ended."""
+        """Leave a trial and its job, if any, to the next sweep, unless the trial has ended for good."""
         if is_final(self.folder.end_of(trial)):
             self._say(trial, f"ended, as its job wrote down; {error.message}")
         elif job_id is None:
@@ -127,7 +127,7 @@ class RunInSlurm:
             self._fail(trial, _NOT_NOW, reason, "left alone")
 
     def _find(self, trial: Trial) -> str | None:
-        """The trial's job of an earlier time, if it still waits or runs."""
+        """Return the ID of the trial's earlier job if it is still pending or running."""
         file = self._job_file(trial)
         job_id = str(read_json(file)["job_id"]) if file.is_file() else None
         state = patient_job_state(job_id) if job_id is not None else None
@@ -139,7 +139,7 @@ class RunInSlurm:
                 time.sleep(_POLL_S)
             return None
         end = self.folder.end_of(trial)
-        if end is not None and (end.exit_code, end.seconds) == (_NOT_NOW, 0.0):  # written here, and not by the job
+        if end is not None and (end.exit_code, end.seconds) == (_NOT_NOW, 0.0):  # written by this sweep, not by the job
             self.folder.begin(trial)
         self._say(trial, f"{trial.title}: is job {job_id}, {state.text()}")
         return job_id
@@ -173,7 +173,7 @@ class RunInSlurm:
         return job_id
 
     def _follow(self, trial: Trial, job_id: str, watch: Watch | None) -> TrialEnd | None:
-        """Wait for a job's end; None where it was taken back before it began."""
+        """Wait until a job has ended; return None if it was canceled before it started."""
         asked, pruned, lost_at, hopeless = 0, None, None, HopelessWait()
         while True:
             state = patient_job_state(job_id)
@@ -197,10 +197,10 @@ class RunInSlurm:
             time.sleep(_POLL_S)
 
     def _end(self, trial: Trial, state: JobState | None, *, was_asked: bool) -> TrialEnd | None:
-        """How a trial has ended for good; None while its job may go on.
+        """Return how a trial has ended for good; None while its job may continue.
 
-        A job that Slurm requeues (`scontrol requeue`, a node taken back) is sent SIGTERM first: its trial saves, writes
-        that it was stopped, and goes on in the next turn.
+        A job that Slurm requeues (`scontrol requeue`, a node taken back) gets SIGTERM first. Its trial saves, records
+        that it was stopped, and resumes in the next turn.
         """
         if state is None or state.has_ended:
             return self.folder.end_of(trial)
@@ -210,13 +210,13 @@ class RunInSlurm:
         return end if was_asked or is_final(end) else None
 
     def _ask_to_stop(self, trial: Trial, job_id: str, num_requests: int, *, is_running: bool) -> None:
-        """Let a running trial save; take back a job that waits, or that was asked often enough."""
+        """Let a running trial save; cancel a job that is pending, or that was asked more than twice."""
         atomic_write_text(self._stop_file(trial), str(num_requests))
         if not is_running or num_requests > 2:
             slurm("scancel", job_id)
 
     def _give_up(self, trial: Trial, job_id: str, state: JobState) -> TrialEnd:
-        """Take back a job that can never run: others would wait for its place."""
+        """Cancel a job that can never run: other trials would wait for its place."""
         before = self.folder.end_of(trial)  # of a turn that Slurm requeued
         error = take_back_hopeless(job_id, state)
         seconds = before.seconds if before is not None else 0.0

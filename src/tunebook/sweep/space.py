@@ -1,7 +1,7 @@
-"""What a search chooses from, written as Hydra's own Optuna sweeper reads it.
+"""Search spaces, in the syntax of Hydra's own Optuna sweeper.
 
-key=interval(1e-6,1e-4)             a number; whole ones only: int(interval(1,8)); in magnitudes: tag(log,interval(...))
-key=range(8,65,8)                   a number in steps; as everywhere in Hydra the end is not one of them
+key=interval(1e-6,1e-4)             a number; integers only: int(interval(1,8)); logarithmic: tag(log,interval(...))
+key=range(8,65,8)                   a number in steps; the end is excluded, as everywhere in Hydra
 key=a,b  key=choice(a,b)            one of these
 """
 
@@ -23,9 +23,9 @@ Space = dict[str, "BaseDistribution"]
 
 
 def read_space(words: list[str]) -> tuple[list[str], Space]:
-    """The overrides that every trial shares, and what is chosen from for the other keys.
+    """Return the overrides that all trials share, and the search space of the other keys.
 
-    Raises: RequestError for a range that is none, and when there is nothing to choose from.
+    Raises: RequestError for an invalid range, or if there is nothing to choose from.
     """
     fixed: list[str] = []
     space: Space = {}
@@ -45,13 +45,13 @@ def read_space(words: list[str]) -> tuple[list[str], Space]:
 
 
 def trial_of(number: int, fixed: list[str], params: dict[str, Any]) -> Trial:
-    """The trial with these values. A number is written so that it is read back as the same."""
+    """Return the trial with these values. A number is written so that it parses to the same value."""
     values = {key: value if isinstance(value, str) else repr(value) for key, value in params.items()}
     return Trial(number=number, overrides=(*fixed, *(f"{key}={value}" for key, value in values.items())), swept=values)
 
 
 def corners(fixed: list[str], space: Space) -> list[Trial]:
-    """Trials at the ends of every range and at each choice: what can be checked before any value is proposed."""
+    """Return trials at the ends of every range and at each choice, to be checked before any value is proposed."""
     ends = {key: _ends(distribution) for key, distribution in space.items()}
     most = max(len(values) for values in ends.values())
     return [
@@ -61,14 +61,14 @@ def corners(fixed: list[str], space: Space) -> list[Trial]:
 
 
 def describe(space: Space) -> dict[str, Any]:
-    """The space as JSON."""
+    """Return the space as JSON."""
     from optuna.distributions import distribution_to_json
 
     return {key: distribution_to_json(distribution) for key, distribution in space.items()}
 
 
 def chosen_from(distribution: BaseDistribution) -> str:
-    """What a search chooses from, for people."""
+    """Describe what a search chooses from, as text."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if isinstance(distribution, CategoricalDistribution):
@@ -125,7 +125,7 @@ def _interval(sweep: IntervalSweep, word: str) -> BaseDistribution:
 
 
 def _turned_round(sweep: IntervalSweep, word: str) -> str:
-    """The same override as it was meant: with the lower end first, or with the one value there is."""
+    """Return the override that was probably meant: with the lower end first, or with the only value."""
     key = word.partition("=")[0]
     low, high = (repr(end).removesuffix(".0") for end in (sweep.end, sweep.start))
     if low == high:
@@ -144,7 +144,7 @@ def _steps(sweep: RangeSweep, word: str) -> BaseDistribution:
     num = num_values(sweep)
     if num < 2 or sweep.step <= 0:
         raise _bad(word, f"this range has {num} values going up", "range(start,stop,step)")
-    low, step = Decimal(str(sweep.start)), Decimal(str(sweep.step))  # sums of floats would miss the end
+    low, step = Decimal(str(sweep.start)), Decimal(str(sweep.step))  # Decimal: sums of floats would miss the end
     last = low + (num - 1) * step
     if all(isinstance(number, int) for number in (sweep.start, sweep.stop, sweep.step)):
         return IntDistribution(int(low), int(last), step=int(step))

@@ -1,8 +1,8 @@
-"""A search: Optuna is asked for trials and told what came of them, through a journal in the sweep's folder.
+"""A search: ask Optuna for trials and report their results to it, through a journal in the sweep's folder.
 
-Every proposal has a seed of its own (the search's and the trial's number), so it depends on the finished trials alone:
-a search that is interrupted and goes on, one trial at a time, proposes what it would have proposed without. The sampler
-is TPE, Optuna's default; proposals made while others run are told apart by its `constant_liar`.
+Every proposal has its own seed (the search's plus the trial's number), so it depends only on the finished trials. An
+interrupted search that runs one trial at a time therefore resumes with the same proposals. The sampler is TPE, Optuna's
+default. Its `constant_liar` keeps parallel proposals apart.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from tunebook.sweep.trial_process import Watch
 from tunebook.sweep.trials import Trial
 
 STUDY_FILE = "study.jsonl"
-_OUR_NUMBER = "trial"  # the attribute of a study's trial that holds ours: one that is run again is a new one to Optuna
+_OUR_NUMBER = "trial"  # attribute of a study's trial with our trial number: to Optuna a repeated trial is a new one
 _DIRECTIONS = {Direction.minimize: StudyDirection.MINIMIZE, Direction.maximize: StudyDirection.MAXIMIZE}
-# Optuna's own defaults: the first trials are never pruned, since there is no median of one or two.
+# Optuna's default: the first trials are never pruned, since there is no median of one or two.
 NUM_NEVER_PRUNED = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchPlan:
-    """What is searched, for what, and how far."""
+    """The space, goal and size of a search."""
 
-    fixed: list[str]  # overrides that every trial has
+    fixed: list[str]  # overrides of every trial
     space: Space
     goal: Goal
     num_trials: int
     seed: int
-    prune_from: int | None  # the first step at which a trial may be ended early; None: none is
-    is_direction_named: bool  # by the user
+    prune_from: int | None  # first step at which a trial may be ended early; None: no pruning
+    is_direction_named: bool  # whether the user set the direction
 
 
 def _pruner(first_step: int | None) -> BasePruner:
@@ -56,12 +56,12 @@ def _pruner(first_step: int | None) -> BasePruner:
 
 
 class Search:
-    """One study and the trials it led to; safe to use from several threads."""
+    """One study and its trials; thread-safe."""
 
     def __init__(self, plan: SearchPlan, folder: SweepFolder) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         journal = folder.path / STUDY_FILE
-        # The sweep's folder is held, so whoever left this lock behind was killed.
+        # This process holds the sweep's folder, so the process that left this lock was killed.
         journal.with_name(f"{STUDY_FILE}.lock").unlink(missing_ok=True)
         self._plan, self._folder = plan, folder
         self._lock = threading.Lock()
@@ -78,12 +78,12 @@ class Search:
 
     @property
     def trials(self) -> list[Trial]:
-        """Those proposed so far, in order."""
+        """The trials proposed so far, in order."""
         with self._lock:
             return [self._trials[number] for number in sorted(self._trials)]
 
     def next_trial(self) -> Trial | None:
-        """One that was interrupted, or a new proposal; None when there are enough."""
+        """Return an interrupted trial or a new proposal; None if there are enough."""
         with self._lock:
             if self._again:
                 trial = self._again.pop(0)
@@ -97,7 +97,7 @@ class Search:
             return self._trials[number]
 
     def tell(self, trial: Trial) -> None:
-        """Tell the study what came of a trial that has ended; one that was stopped with the sweep stays open."""
+        """Report an ended trial to the study; a trial that was stopped with the sweep stays open."""
         end = self._folder.end_of(trial)
         if end is None or (end.was_interrupted and not end.was_pruned):
             return
@@ -106,7 +106,7 @@ class Search:
             self._tell(trial, asked.number)
 
     def watch(self, trial: Trial) -> Watch | None:
-        """What says, while a trial runs, that it is worse than the median of the others at the same step."""
+        """Return a function that says whether a running trial is worse than the others' median at the same step."""
         key = SHOWN_WHILE_RUNNING.get(self._plan.goal.metric)
         if self._plan.prune_from is None or key is None:
             return None
@@ -147,7 +147,7 @@ class Search:
             self._study.tell(study_number, value)
 
     def _check_direction(self, result: TrialResult) -> None:
-        """Refuse to search the wrong way: only the first evaluation tells that a score is better low."""
+        """Refuse to search in the wrong direction: only the first evaluation shows that a lower score is better."""
         goal = self._plan.goal
         is_opposite = goal.metric == "evaluation_score" and result.evaluation_score is not None
         if is_opposite and not result.is_higher_better and not self._plan.is_direction_named:
@@ -158,7 +158,7 @@ class Search:
             )
 
     def _take_up(self) -> dict[int, Trial]:
-        """The trials of an earlier time, by number; what was left open is told or will be run again."""
+        """Return an earlier sweep's trials by number; report the open ones that are done, and queue the rest again."""
         newest: dict[int, FrozenTrial] = {}
         for entry in self._study.get_trials(deepcopy=False):
             if _OUR_NUMBER in entry.user_attrs:
@@ -166,7 +166,7 @@ class Search:
         trials = {number: trial_of(number, self._plan.fixed, entry.params) for number, entry in newest.items()}
         for number, trial in sorted(trials.items()):
             end = self._folder.end_of(trial)
-            if newest[number].state is TrialState.RUNNING and is_done(end):  # killed before it could be told
+            if newest[number].state is TrialState.RUNNING and is_done(end):  # killed before it could be reported
                 self._tell(trial, newest[number].number)
             elif not is_done(end):
                 self._again.append(trial)
@@ -178,7 +178,7 @@ class Search:
         return trials
 
     def _value(self, key: str, text: str) -> Any:
-        """The value that Optuna knows, of one written as an override."""
+        """Return the value of an override as Optuna stores it."""
         distribution = self._plan.space[key]
         if isinstance(distribution, optuna.distributions.CategoricalDistribution):
             return text

@@ -1,4 +1,4 @@
-"""A sweep's results for people and for programs: a table on the terminal and `sweep.csv`."""
+"""Output of a sweep's results: a table on the terminal and `sweep.csv`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COSTS = ("tokens_per_second_per_gpu", "seconds", "run_folder")
 
 
 def write_csv(ranking: Ranking, file: Path) -> None:
-    """One line per trial, best first: rank, every override as a column, and all that was measured."""
+    """Write one line per trial, best first: rank, a column for each override, and all measurements."""
     keys = _override_keys(ranking)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -39,7 +39,7 @@ def write_csv(ranking: Ranking, file: Path) -> None:
 
 
 def sweep_table(ranking: Ranking) -> Table:
-    """The same for a terminal: only what was swept over, and only measurements that some trial has."""
+    """Return a table for a terminal: only swept keys, and only measurements that some trial has."""
     by = f"ranked by {ranking.measure}" if ranking.measure else "not ranked: no trial finished with a measurement"
     table = Table(title=f"Sweep, {by}")
     results = [result for _, result in _lines(ranking)]
@@ -56,12 +56,12 @@ def sweep_table(ranking: Ranking) -> Table:
         cells = [_cell(getattr(result, column), _COLUMNS[column][1]) for column in shown]
         values = [_shortened(result.trial.swept[key]) for key in swept]
         row = (rank, *values, *cells, result.how_it_ended, result.run_folder.name)
-        table.add_row(*map(Text, row))  # a list's brackets are not markup
+        table.add_row(*map(Text, row))  # brackets of a list are not markup
     return table
 
 
 def trial_table(trials: list[Trial], space: Space | None) -> Table:
-    """The trials of a list, or what a search chooses from."""
+    """Return a table of the trials of a list, or of what a search chooses from."""
     if space is not None:
         from tunebook.sweep.space import chosen_from
 
@@ -79,7 +79,7 @@ def trial_table(trials: list[Trial], space: Space | None) -> Table:
 
 
 def best_line(recipe: str | None, best: TrialResult, recipes_dirs: list[Path]) -> str:
-    """What trains the best trial again."""
+    """Return the command that trains the best trial again."""
     words = [*([recipe] if recipe else []), *best.trial.overrides]
     for folder in recipes_dirs:
         words += ["--recipes-dir", str(folder)]
@@ -104,14 +104,14 @@ def _lines(ranking: Ranking) -> Iterator[tuple[str, TrialResult]]:
 
 
 def _override_keys(ranking: Ranking) -> list[str]:
-    """Every override's key, those that were swept over first."""
+    """Return the key of every override, swept keys first."""
     first = next(result for _, result in _lines(ranking)).trial
     constant = [override.split("=", 1)[0] for override in first.overrides]
     return [*first.swept, *(key for key in constant if key not in first.swept)]
 
 
 def _shortened(value: str) -> str:
-    """A proposed number has 17 digits; the file has all of them."""
+    """Shorten a proposed number, which has 17 digits; the file has all of them."""
     if len(value) <= _MAX_DIGITS:
         return value
     with suppress(ValueError):

@@ -1,8 +1,8 @@
-"""One trial: a child process `tunebook train` in its own run folder, whose end is a value and never an exception.
+"""One trial: a child process `tunebook train` in its own run folder. Its end is a return value, never an exception.
 
-The child gets a process group of its own, so that Ctrl-C does not reach it twice: it is asked to stop once, from here,
-and can save and end cleanly. It is asked by SIGTERM. Should the sweep be killed, the kernel asks it in the same way,
-more than once where the sweep has several threads, so a second request is a SIGINT.
+The child gets its own process group, so that Ctrl-C does not reach it twice: this process asks it once, and it can save
+and end cleanly. The first request is SIGTERM. If the sweep is killed, the kernel sends SIGTERM too, and more than once
+if the sweep has several threads. So a second request is SIGINT.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tunebook.train.rank_process import RequestCount, handling_signals
 
 EXIT_STOPPED = 6  # a run that was asked to stop
 _WATCH_EVERY_S = 1.0
-_FREE_WITHIN_S = 600.0  # what a killed trial leaves behind saves a large model first
+_FREE_WITHIN_S = 600.0  # a killed trial's processes may save a large model first
 _POLL_S = 0.2
 
-Watch = Callable[[], str | None]  # why a running trial is not worth going on with, if it is not
+Watch = Callable[[], str | None]  # returns why a running trial should be ended early, or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +36,18 @@ class TrialEnd:
     """How the process of a trial ended."""
 
     exit_code: int
-    seconds: float  # of all its turns, where it was stopped and went on
+    seconds: float  # of all its turns, if it was stopped and resumed
     was_interrupted: bool  # the sweep was stopped while it ran
     was_pruned: bool = False  # the search ended it early
-    reason: str | None = None  # where the sweep knows it: the run's own records may not
+    reason: str | None = None  # if the sweep knows it: the run's own records may lack it
 
     def after(self, earlier_s: float) -> TrialEnd:
-        """The same of a trial that went on, where the turns before took so long."""
+        """Return this end with the seconds of earlier turns added."""
         return replace(self, seconds=round(earlier_s + self.seconds, 1))
 
 
 def train_command(recipe: str | None, overrides: Collection[str], run_folder: Path, dirs: list[Path]) -> list[str]:
-    """The argument list that trains one trial."""
+    """Return the argument list that trains one trial."""
     command = [sys.executable, "-m", "tunebook", "train", *([recipe] if recipe else []), *overrides]
     for folder in dirs:
         command += ["--recipes-dir", str(folder)]
@@ -63,16 +63,16 @@ def run_trial(
     cores: Collection[int] = (),
     watch: Watch | None = None,
 ) -> TrialEnd:
-    """Run a trial to its end. `output` takes what it prints (added at the end); None leaves it on the terminal.
+    """Run a trial until it ends. `output` is the file that its output is appended to; None: the terminal.
 
-    It runs on `cores`, if any are named. Where `watch` finds a reason it is asked to stop, once.
+    It runs on `cores`, if any are given. If `watch` returns a reason, the trial is asked to stop, once.
     """
     started = time.monotonic()
     stream = None if output is None else output.open("ab")
     try:
         begin = stopping_with_parent(command)
         process = subprocess.Popen(begin, stdout=stream, stderr=stream, env=environment, start_new_session=True)
-        if cores and hasattr(os, "sched_setaffinity"):  # while it is still one thread: all that follow inherit it
+        if cores and hasattr(os, "sched_setaffinity"):  # while it has one thread: later threads inherit this
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(process.pid, cores)
         with stopping.asking(lambda num_requests: ask_to_stop(process, num_requests)):
@@ -92,7 +92,7 @@ def run_trial(
 
 
 def ask_to_stop(process: subprocess.Popen[bytes], num_requests: int) -> None:
-    """Save and stop, then stop at once; after that, end it by force: what it started is asked by the kernel."""
+    """Ask a trial to save and stop, then to stop at once, then kill it; the kernel asks its children to stop."""
     if process.returncode is not None:
         return
     with suppress(ProcessLookupError):
@@ -103,7 +103,7 @@ def ask_to_stop(process: subprocess.Popen[bytes], num_requests: int) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], watch: Watch | None) -> str | None:
-    """Wait for the end; the reason for which it was pruned, if it was."""
+    """Wait until the process ends; return why it was pruned, or None."""
     reason: str | None = None
     while True:
         try:
@@ -117,9 +117,9 @@ def _wait(process: subprocess.Popen[bytes], watch: Watch | None) -> str | None:
 
 
 def wait_until_free(run_folder: Path, say: Callable[[], None] = lambda: None) -> bool:
-    """Wait for what a killed trial left at work in its folder, which saves and ends; whether it has ended.
+    """Wait for processes that a killed trial left in its folder, which save and end; return whether they have ended.
 
-    Until then its GPUs are not free, and nothing can go on in the folder.
+    Until then its GPUs are not free, and nothing can resume in the folder.
     """
     end = time.monotonic() + _FREE_WITHIN_S
     has_said = False
@@ -139,13 +139,13 @@ def write_trial_end(end: TrialEnd, end_file: Path) -> None:
 
 
 def read_trial_end(end_file: Path) -> TrialEnd | None:
-    """How a trial ended; None when it never did, or was never started."""
+    """Return how a trial ended; None if it has not ended or never started."""
     return TrialEnd(**read_json(end_file)) if end_file.is_file() else None
 
 
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-Ask = Callable[[int], None]  # how often a trial has been asked by now, from 1
+Ask = Callable[[int], None]  # gets the number of stop requests of a trial so far, from 1
 
 
 class Stopping:
@@ -153,22 +153,22 @@ class Stopping:
 
     def __init__(self) -> None:
         self._count = RequestCount()
-        self._asked: dict[int, Ask] = {}  # single operations only: a signal's handler must not wait for a lock
+        self._asked: dict[int, Ask] = {}  # single operations only: a signal handler must not wait for a lock
 
     @property
     def num_requests(self) -> int:
-        """How often, by now."""
+        """The number of requests so far."""
         return self._count.num
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take over the signals of this process (main thread only), and give them back."""
+        """Handle this process's signals (main thread only), and restore the handlers afterwards."""
         with handling_signals(_REQUESTS, self._note):
             yield
 
     @contextmanager
     def asking(self, ask: Ask) -> Iterator[None]:
-        """Hand requests on to a trial while it runs, also one that has come in already."""
+        """Forward requests to a trial while it runs, including earlier ones."""
         self._asked[id(ask)] = ask
         try:
             if self.num_requests:
@@ -178,7 +178,7 @@ class Stopping:
             del self._asked[id(ask)]
 
     def request(self) -> None:
-        """Ask every trial that runs to stop, once more."""
+        """Ask every running trial to stop, once more."""
         self._ask(self._count.take(signal.SIGINT))
 
     def _note(self, number: int, _frame: FrameType | None) -> None:

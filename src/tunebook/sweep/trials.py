@@ -1,4 +1,4 @@
-"""Which runs a sweep consists of: every combination of the values that its overrides list, as Hydra combines them."""
+"""The trials of a sweep: every combination of the values that its overrides list, as Hydra combines them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tunebook.config.compose import parse_overrides
 from tunebook.errors import RequestError, TunebookError
 
 _LOOKS_LIKE_A_RANGE = re.compile(r"=.*\b(interval|range|choice|tag|log|int)\(")
-MOST_TRIALS = 2000  # of a list: each is checked before any runs, in 0.2 s of a core
-_MAX_EXAMPLES = 3  # combinations named for one problem; the others are counted
+MOST_TRIALS = 2000  # of a list: each is checked before any runs, in 0.2 s of one core
+_MAX_EXAMPLES = 3  # combinations named per problem; the others are counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,21 +28,21 @@ class Trial:
 
     number: int  # from 0, in Hydra's order: the last listed key changes fastest
     overrides: tuple[str, ...]  # one value each, as `tunebook train` takes them
-    swept: dict[str, str]  # the values of the keys that differ between the trials
+    swept: dict[str, str]  # values of the keys that differ between trials
 
     @property
     def name(self) -> str:
-        """Of its folder inside the sweep's."""
+        """The name of its folder in the sweep's folder."""
         return f"trial-{self.number:03d}"
 
     @property
     def title(self) -> str:
-        """What sets it apart."""
+        """The values that distinguish it."""
         return " ".join(f"{key}={value}" for key, value in self.swept.items())
 
 
 def expand_trials(overrides: list[str]) -> list[Trial]:
-    """Every combination. Raises: RequestError for what is no override, and when none lists several values."""
+    """Return every combination. Raises: RequestError for an invalid override, or if none lists several values."""
     parsed = parse_words(overrides)
     swept_keys = [override.key_or_group for override in parsed if override.is_sweep_override()]
     if not swept_keys:
@@ -66,7 +66,7 @@ def expand_trials(overrides: list[str]) -> list[Trial]:
 
 
 def num_values(sweep: RangeSweep) -> int:
-    """How many numbers a range has, in the arithmetic in which Hydra counts them up, without making any."""
+    """Count the numbers of a range, with Hydra's arithmetic, without generating them."""
     assert sweep.start is not None and sweep.stop is not None
     numbers = (sweep.start, sweep.stop, sweep.step)
     if all(isinstance(number, int) for number in numbers):
@@ -76,7 +76,7 @@ def num_values(sweep: RangeSweep) -> int:
 
 
 def _refuse_too_many(parsed: list[Override]) -> None:
-    """Refuse more trials than can be listed, before they are. Raises: RequestError with what to type."""
+    """Refuse more trials than can be listed, before listing them. Raises: RequestError with what to type."""
     counts = {override.key_or_group: _num_listed(override) for override in parsed if override.is_sweep_override()}
     total = math.prod(counts.values())
     if total <= MOST_TRIALS:
@@ -96,7 +96,7 @@ def _num_listed(override: Override) -> int:
 
 
 def check_trials(trials: list[Trial], check: Callable[[list[str]], None]) -> None:
-    """Check every trial before any runs. Raises: RequestError with each distinct problem and whose it is."""
+    """Check every trial before any runs. Raises: RequestError with each distinct problem and its trials."""
     found: dict[str, list[tuple[Trial, TunebookError]]] = {}
     for trial in trials:
         try:
@@ -116,23 +116,23 @@ def check_trials(trials: list[Trial], check: Callable[[list[str]], None]) -> Non
 
 
 def _without_values(message: str, trial: Trial) -> str:
-    """The same text for the same problem of trials that differ in the value they were given."""
+    """Remove a trial's own values from a message, so that the same problem of several trials has the same text."""
     for key, value in trial.swept.items():
         message = message.replace(f"{key}={value}", key)
     return message
 
 
 def without_resume_word(words: list[str]) -> list[str]:
-    """The words without `training.resume=auto` and `never`, which say whether an earlier sweep is gone on with.
+    """Drop `training.resume=auto` and `never`, which say whether to resume an earlier sweep.
 
-    A folder stays: it says what the trials begin from.
+    A folder stays: the trials start from it.
     """
     parts = [(word, *word.partition("=")[::2]) for word in words]
     return [word for word, key, value in parts if key != "training.resume" or value.strip("'\"") not in RESUME_WORDS]
 
 
 def parse_words(words: list[str]) -> list[Override]:
-    """A sweep's overrides, each understood. Raises: RequestError for what Hydra would misread or quietly ignore."""
+    """Parse a sweep's overrides. Raises: RequestError for those that Hydra would misread or silently ignore."""
     parsed = [_parse(word) for word in words]
     keys = [override.key_or_group for override in parsed]
     for override in parsed:
@@ -152,7 +152,7 @@ def parse_words(words: list[str]) -> list[Override]:
 
 
 def _check_range(override: Override) -> None:
-    """Refuse a range that does not get from its start to its end. Raises: RequestError with what to type."""
+    """Refuse a range that never reaches its end. Raises: RequestError with what to type."""
     sweep = override.value()
     if not isinstance(sweep, RangeSweep):
         return
@@ -167,7 +167,7 @@ def _check_range(override: Override) -> None:
 
 
 def _parse(word: str) -> Override:
-    """One override; those without several values are checked as everywhere else."""
+    """Parse one override; those with a single value get the usual checks."""
     if word.startswith("hydra"):
         raise _bad_form(
             f"override '{word}': Hydra's own keys are not set in a sweep; its launcher is chosen by --launcher=basic, "

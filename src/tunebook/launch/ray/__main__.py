@@ -1,7 +1,7 @@
-"""`python -m tunebook.launch.ray RUN_FOLDER --meet ADDRESS:PORT`: Ray Train's TorchTrainer for the run of a folder.
+"""`python -m tunebook.launch.ray RUN_FOLDER --meet ADDRESS:PORT`: run Ray Train's TorchTrainer for a run folder.
 
-Ray places the workers, gives each its GPU, and starts all of them again when one is lost; the ranks then go on from
-the newest checkpoint of the run folder. The launcher that started this process follows the ranks.
+Ray places the workers, gives each its GPU, and restarts all of them when one is lost. The ranks then resume from the
+newest checkpoint of the run folder. The launcher that started this process follows the ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tunebook.train.environment import handed_on
 
 
 def runtime_env(settings: RayConfig) -> dict[str, Any]:
-    """Ray's runtime environment of the workers."""
+    """Return Ray's runtime environment for the workers."""
     variables = dict(variable.split("=", 1) for variable in settings.env_vars)
     environment: dict[str, Any] = {"env_vars": handed_on(os.environ) | variables}
     if settings.pip:
@@ -36,7 +36,7 @@ def runtime_env(settings: RayConfig) -> dict[str, Any]:
 
 
 def make_trainer(config: RunConfig, folder: Path, meet: str) -> Any:
-    """Ray Train's trainer, which starts one worker per rank."""
+    """Return Ray Train's trainer, which starts one worker per rank."""
     train, torch_train = import_module("ray.train"), import_module("ray.train.torch")
     settings = config.launcher
     assert isinstance(settings, RayConfig)
@@ -48,7 +48,7 @@ def make_trainer(config: RunConfig, folder: Path, meet: str) -> Any:
             "token": os.environ[TOKEN_VARIABLE],
             "working_folder": str(Path.cwd()),
         },
-        # Only the workers find each other in this group; the ranks below them make the one that they train in.
+        # Only the workers use this process group; their ranks make their own for training.
         torch_config=torch_train.TorchConfig(backend="gloo", timeout_s=settings.start_timeout_s),
         scaling_config=train.ScalingConfig(
             num_workers=world_size(config),
@@ -62,7 +62,7 @@ def make_trainer(config: RunConfig, folder: Path, meet: str) -> Any:
             failure_config=train.FailureConfig(
                 max_failures=settings.max_failures,
                 controller_failure_limit=0,
-                # Where a machine is to be taken away, the launcher ends the ranks in time, and no later than this.
+                # If a machine is to be taken away, the launcher ends the ranks within this time.
                 preemption_grace_s=settings.stop_timeout_s,
             ),
         ),

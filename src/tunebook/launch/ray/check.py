@@ -1,6 +1,6 @@
-"""Whether a Ray run can begin, asked before anything is prepared: the package, the cluster, its size.
+"""Check that a Ray run can start before anything is prepared: the package, the cluster, its size.
 
-`python -m tunebook.launch.ray.check ADDRESS` prints what a cluster has, as one line of JSON.
+`python -m tunebook.launch.ray.check ADDRESS` prints a cluster's resources as one line of JSON.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tunebook.hardware.image import read_image
 _RAY_LOCK = "docker/requirements-ray.lock"
 CLUSTER_TIMEOUT_S = 60.0
 _UNTIL_THE_HEAD_IS_GONE_S = 30  # Ray's own default is 60
-_CONNECT_TIMEOUT_S = 10.0  # Ray itself tries for half a minute and more
+_CONNECT_TIMEOUT_S = 10.0  # Ray itself retries for half a minute and more
 
 
 def check_ray(config: RunConfig) -> None:
-    """Raises: RulesError without the package, RequestError when the cluster is out of reach or too small."""
+    """Raises: RulesError without the package, RequestError if the cluster is unreachable or too small."""
     settings = config.launcher
     assert isinstance(settings, RayConfig)
     try:
@@ -53,9 +53,9 @@ def _how_to_get_ray() -> str:
 
 
 def cluster_resources(address: str, timeout_s: float = CLUSTER_TIMEOUT_S) -> dict[str, float]:
-    """What a cluster has in all. Asked in a process of its own, because Ray's client ends the one that it gives up in.
+    """Return a cluster's total resources. A child process asks, because Ray's client exits when it gives up.
 
-    Raises: RequestError when it does not answer.
+    Raises: RequestError if the cluster does not reply.
     """
     if address != "auto":
         host, _, port = address.rpartition(":")
@@ -84,15 +84,15 @@ def _asked(address: str, timeout_s: float) -> dict[str, float]:
 
 
 def local_resources() -> dict[str, float] | None:
-    """What Ray counts on this machine, asked of one that is started for it; None where that could not be learnt.
+    """Return the resources that Ray counts on this machine, from a temporary local cluster; None if that fails.
 
-    Ray's count and not the cores that this process may use: it does not heed the affinity of a process, so it has more
-    of them under taskset, and fewer where a container's share of the processors is limited.
+    Ray's count may differ from the cores that this process may use. Ray ignores CPU affinity, so it counts more cores
+    under taskset, and fewer if a container's CPU share is limited.
     """
     try:
         return _asked("local", CLUSTER_TIMEOUT_S)
     except RequestError:
-        return None  # the run's own start says why, with the time it is given
+        return None  # the run's own start reports the cause, with its own timeout
 
 
 def _command(address: str) -> list[str]:
@@ -108,7 +108,7 @@ def _out_of_reach(address: str, why: str) -> TunebookError:
 
 
 def worker_resources(config: RunConfig) -> dict[str, float]:
-    """What one worker takes."""
+    """Return the resources of one worker."""
     settings = config.launcher
     assert isinstance(settings, RayConfig)
     gpu = {"GPU": 1.0} if config.hardware.generation is not Generation.cpu else {}
@@ -128,11 +128,11 @@ def _check_size(config: RunConfig, resources: dict[str, float], subject: str) ->
 
 
 def connect(address: str, runtime_env: dict[str, Any] | None = None) -> Any:
-    """Connect this process to the cluster at an address, `auto` or `local`; returns the package `ray`.
+    """Connect this process to the cluster at an address, `auto` or `local`; return the package `ray`.
 
-    Raises: ConnectionError or RuntimeError, by Ray, when there is none.
+    Raises: ConnectionError or RuntimeError, from Ray, if there is no cluster.
     """
-    # Read when Ray is imported. Nothing leaves the machine; relative paths mean what they mean elsewhere.
+    # Ray reads these on import: no usage statistics, and relative paths start in the usual working folder.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
@@ -149,11 +149,11 @@ def main() -> None:
         ray = connect(sys.argv[1])
         said = {"resources": ray.cluster_resources()}
         if sys.argv[1] == "local":
-            ray.shutdown()  # it was started for this question
-    except Exception as error:  # Ray's, which it documents no base class of
+            ray.shutdown()  # it was started only for this query
+    except Exception as error:  # from Ray, which documents no base class
         said = {"error": str(error).strip().splitlines()[0]}
     print(json.dumps(said), flush=True)
-    os._exit(0)  # without Ray's own leave-taking, which waits for the head
+    os._exit(0)  # skips Ray's own shutdown, which waits for the head
 
 
 if __name__ == "__main__":

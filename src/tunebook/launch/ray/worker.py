@@ -1,7 +1,7 @@
-"""What Ray runs once per rank: a rank in a process of its own, followed as on every other launcher.
+"""The function that Ray runs once per rank: it runs the rank in a child process, followed as with every launcher.
 
-In a process of its own, because Ray runs this function in a thread, where no signal can be handled, and because a rank
-that hangs must be ended without losing the process that reports it.
+It needs a child process because Ray runs this function in a thread, where no signal can be handled. Also, a rank that
+hangs must be ended without losing the process that reports it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tunebook.record.run_folder import RUN_FILE
 from tunebook.supervise import start_command
 from tunebook.train.environment import rank_environment
 
-# Endings that another attempt would not change, or that were asked for.
+# Endings that were requested, or that another attempt would not change.
 _DECIDED = (0, 2, 3, 4, 6, 7)
 _ASK_EVERY_S = 1.0
 
 
 def work(settings: dict[str, str]) -> None:
-    """One worker: join the launcher, run the rank, and raise where Ray should start all workers again."""
+    """Run one worker: join the launcher, run the rank, and raise if Ray should restart all workers."""
     train = import_module("ray.train")
     context = train.get_context()
     rank, folder = int(context.get_world_rank()), Path(settings["folder"])
@@ -41,7 +41,7 @@ def work(settings: dict[str, str]) -> None:
     if problem is not None:
         raise RequestError(problem, problem_id="folder-not-shared")
     config = load_config(folder / RUN_FILE)
-    # The store in which the ranks find each other; it lives as long as this worker.
+    # The store for the rendezvous of the ranks; it lives as long as this worker.
     store = open_store("0.0.0.0", 0, is_master=True) if rank == 0 else None
     facts = node_facts(config, is_judged=context.get_local_rank() == 0)
     address, reached_at = find_launcher(settings["meet"], config.launcher.start_timeout_s, print)
@@ -58,7 +58,7 @@ def work(settings: dict[str, str]) -> None:
     link.start()
     try:
         agent = Agent(link=link, stop_timeout_s=config.launcher.stop_timeout_s)
-        # Every worker asks, since Ray has them agree; one of them reports it.
+        # Every worker asks, since Ray makes them agree; one of them reports it.
         watch = NoticeWatch(train.get_preemption_info, lambda notice: _report(link, notice) if rank == 0 else None)
         watch.start()
         go = agent.wait_for_start()
@@ -75,7 +75,7 @@ def work(settings: dict[str, str]) -> None:
         agent.wait_for_end(exit_code)
     finally:
         link.close()
-    if exit_code not in _DECIDED and not watch.has_come:  # after a notice nothing is to be started here again
+    if exit_code not in _DECIDED and not watch.has_come:  # after a notice, nothing must restart here
         raise RuntimeError(f"rank {rank} ended with exit code {exit_code}; it says why in {rank_log(folder, rank)}")
 
 
@@ -85,7 +85,7 @@ def _report(link: Link, notice: dict[str, Any]) -> None:
 
 
 def _rank_variables(context: Any, go: LauncherState) -> dict[str, str]:
-    """What torchrun would set."""
+    """Return the variables that torchrun would set."""
     return {
         "RANK": str(context.get_world_rank()),
         "LOCAL_RANK": str(context.get_local_rank()),
@@ -100,12 +100,12 @@ def _rank_variables(context: Any, go: LauncherState) -> dict[str, str]:
 
 
 class NoticeWatch(threading.Thread):
-    """Asks Ray Train for a preemption notice until there is one, and hands that on.
+    """Polls Ray Train for a preemption notice and forwards it.
 
-    Ray has one when a node is drained: by its autoscaler or a cloud's operator for a spot machine, or by `ray start
-    --block` itself when it gets SIGTERM, as in a pod that Kubernetes deletes. In a thread, because
-    `ray.train.get_preemption_info` waits for the same call of every worker: one rank that hangs would otherwise keep
-    all workers from reading what the launcher publishes.
+    Ray has a notice when a node is drained: by its autoscaler, by a cloud's operator for a spot machine, or by `ray
+    start --block` itself on SIGTERM, as in a pod that Kubernetes deletes. This is a thread because
+    `ray.train.get_preemption_info` waits for the same call of every worker. One hung rank would otherwise keep all
+    workers from reading what the launcher publishes.
     """
 
     def __init__(self, ask: Callable[[], Any], hand_on: Callable[[dict[str, Any]], None]) -> None:
@@ -114,17 +114,17 @@ class NoticeWatch(threading.Thread):
         self._ask, self._hand_on = ask, hand_on
 
     def run(self) -> None:
-        """Ask until there is a notice."""
+        """Poll until there is a notice."""
         try:
             while (info := self._ask()) is None:
                 time.sleep(_ASK_EVERY_S)
-        except Exception:  # Ray's: it ends this worker, or has lost another, which the launcher sees
+        except Exception:  # from Ray: it ends this worker, or has lost another, which the launcher sees
             return
         self.has_come = True
         self._hand_on(notice_of(info, time.time()))
 
 
 def notice_of(info: Any, now: float) -> dict[str, Any]:
-    """Ray Train's PreemptionInfo, whose deadline is in milliseconds since 1970, at `now`, in seconds since then."""
+    """Convert Ray Train's PreemptionInfo, whose deadline is in Unix milliseconds; `now` is in Unix seconds."""
     gone_in_s = None if info.deadline_ms is None else max(0.0, info.deadline_ms / 1000 - now)
     return {"ranks": list(info.preempted_ranks), "gone_in_s": gone_in_s}

@@ -1,5 +1,5 @@
-"""Slurm: a job script that the user can read is rendered into the run folder and handed to sbatch.
+"""Slurm: write a readable job script into the run folder and submit it with sbatch.
 
-On the user's machine: submit -> follow. In the job, on its first node: `commands.slurm_turn`, which does what `tunebook
-train` does elsewhere once a run folder is set up, and starts the ranks through srun.
+On the user's machine: submit -> follow. In the job, on its first node: `commands.slurm_turn`. It does what `tunebook
+train` does elsewhere after the run folder is set up, and starts the ranks through srun.
 """

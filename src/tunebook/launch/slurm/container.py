@@ -1,4 +1,4 @@
-"""Run a node's part of a Slurm job in a container: through pyxis, which srun enters it by, or plain `docker run`."""
+"""Run a node's part of a Slurm job in a container: through srun's pyxis plugin, or plain `docker run`."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from tunebook.record.manifest import read_manifest, update_manifest
 from tunebook.record.provenance import describe_code, describe_environment
 from tunebook.train.environment import handed_on
 
-# What a container of Docker's gets of the task's environment; pyxis passes all of it.
+# Variables of the task that a Docker container gets; pyxis passes all of them.
 _OF_THE_TASK = (TOKEN_VARIABLE, "SLURM_NODEID", "SLURM_JOB_ID")
 # Variables that name a folder which a rank reads.
 _FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "TUNEBOOK_HOME", CACHE_VARIABLE)
 _LABEL = "tunebook.run"
 _DOCKER_TIMEOUT_S = 30.0
-# 125 is Docker's own failure, 126 and 127 are a program that it cannot run, or find.
+# 125: Docker itself failed; 126 and 127: Docker cannot run, or find, a program.
 _FAILED = re.compile(r"^srun: error: (\S+): tasks? \S+: Exited with exit code (125|126|127)$", re.MULTILINE)
 
 
 def is_contained(config: RunConfig) -> bool:
-    """Whether a run's ranks work in containers that Tunebook starts."""
+    """Whether Tunebook starts containers for a run's ranks."""
     return isinstance(config.launcher, SlurmConfig) and config.launcher.container_image is not None
 
 
 def in_container(config: RunConfig, folder: Path, command: list[str]) -> list[str]:
-    """A Python command as it runs in the image of `launcher.container_image`; unchanged where none is named."""
+    """Wrap a Python command to run in the image of `launcher.container_image`; unchanged if no image is named."""
     settings = config.launcher
     if not isinstance(settings, SlurmConfig) or settings.container_image is None:
         return command
     inside = [settings.container_python, *command[1:]]
     mounts = container_mounts(config, folder)
-    # A ~ would be another home inside, a relative folder one of another place, and an image may have caches of its own.
+    # Inside, ~ is another home, relative paths start elsewhere, and the image may set its own caches.
     folders = [f"{name}={place}" for name, place in _named_folders().items()]
     if settings.container_runtime is ContainerRuntime.pyxis:
         places = ",".join(f"{place}:{place}" for place in mounts)
@@ -65,14 +65,14 @@ def _gpu_words(config: RunConfig) -> list[str]:
 def _docker_words(
     settings: SlurmConfig, folder: Path, mounts: list[str], folders: list[str], gpus: list[str]
 ) -> list[str]:
-    """`docker run` with its options, up to what is run."""
+    """Return `docker run` with its options, up to the command."""
     assert settings.container_image is not None
     volumes = [word for place in mounts for word in ("--volume", f"{place}:{place}")]
     named = sorted(name for name in handed_on(os.environ) if name not in _FOLDERS)
     passed = [word for name in (*named, *folders, *_OF_THE_TASK) for word in ("--env", name)]
-    # Without a registry's name Docker Hub's images of anybody would be taken, and get the mounts and the tokens.
+    # Without a registry's name, Docker would pull anybody's image from Docker Hub, and give it the mounts and tokens.
     pull = [] if _has_registry(settings.container_image) else ["--pull", "never"]
-    # The host's network and shared memory: NCCL and gloo find each other as they would without a container.
+    # Host network and shared memory: NCCL and gloo then connect as without a container.
     return [
         *["docker", "run", "--rm", "--network", "host", "--ipc", "host", *gpus],
         *["--user", f"{os.getuid()}:{os.getgid()}", "--workdir", str(Path.cwd()), *volumes, *passed],
@@ -81,15 +81,16 @@ def _docker_words(
 
 
 def _has_registry(image: str) -> bool:
-    """Whether an image's name begins with a registry's host. Source: distribution/reference, normalize.go."""
+    """Whether an image name starts with a registry's host. Source: distribution/reference, normalize.go."""
     host, slash, _ = image.partition("/")
     return bool(slash) and ("." in host or ":" in host or host == "localhost")
 
 
 def container_mounts(config: RunConfig, folder: Path) -> list[str]:
-    """The folders that a run needs, at the same paths inside: its own, its data, its model's, and the user's choice.
+    """Return the folders that a run needs, mounted at the same paths: its own, data, model, and the user's choice.
 
-    And what else it names, itself or by variables that reach the container too: it would look for them in vain.
+    Also folders that the configuration, or variables passed to the container, name: otherwise they would be missing
+    inside.
     """
     settings = config.launcher
     assert isinstance(settings, SlurmConfig)
@@ -108,7 +109,7 @@ def container_mounts(config: RunConfig, folder: Path) -> list[str]:
 
 
 def _require_mountable(place: str) -> None:
-    """Refuse a folder that a container's option cannot name: it would get others, or none. Raises: RequestError."""
+    """Refuse a folder that a container option cannot express. Raises: RequestError."""
     require_printable("a folder for the container", place)
     if found := next((sign for sign in ",:" if sign in place), None):
         raise RequestError(
@@ -119,7 +120,7 @@ def _require_mountable(place: str) -> None:
 
 
 def _read_from(config: RunConfig) -> list[Path]:
-    """The folders of the checkpoint and the task files that a configuration names."""
+    """Return the folders of the checkpoint and the task files that a configuration names."""
     from tunebook.checkpoint.choose import named_by  # takes half a second to import
 
     tasks = [task for task in config.evaluation.tasks if is_task_file(task) and not is_in_book(task)]
@@ -128,9 +129,9 @@ def _read_from(config: RunConfig) -> list[Path]:
 
 
 def _named_folders() -> dict[str, str]:
-    """The folders, by the variable that names them, which are there; Docker would make the others, as root.
+    """Return existing folders by the variable that names them; Docker would create missing ones as root.
 
-    The two caches are named in any case: what this machine finds in its own home is looked for there inside, too.
+    The two caches are always named: otherwise the container would look for them in its own home folder.
     """
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     chosen = {"HF_HOME": caches / "huggingface", CACHE_VARIABLE: cache_root()}
@@ -140,9 +141,9 @@ def _named_folders() -> dict[str, str]:
 
 
 def why_not_started(config: RunConfig, log: Path, after: int) -> RequestError | None:
-    """Why Docker has started no container on some node, by what srun has said in a log since its byte `after`.
+    """Return why Docker has started no container on some node, from srun's log after byte `after`.
 
-    None where it has not said that; of several reasons the first, and the nodes that have it.
+    None if the log reports no such failure. If there are several reasons, the first one and its nodes.
     """
     settings = _of_docker(config)
     found = _FAILED.findall(_said(log, after)) if settings is not None else []
@@ -170,12 +171,12 @@ def _said(log: Path, after: int) -> str:
         with log.open("rb") as stream:
             stream.seek(after)
             return stream.read().decode(errors="replace")
-    except OSError:  # the run's folder was removed, which is said where it is waited for
+    except OSError:  # the run's folder was removed, which the waiter reports
         return ""
 
 
 def remove_containers(config: RunConfig, folder: Path) -> None:
-    """Remove a run's containers that are left on this machine: they outlive a client of Docker's that is killed."""
+    """Remove a run's containers left on this machine: they outlive a killed Docker client."""
     if _of_docker(config) is None:
         return
     with suppress(OSError, subprocess.SubprocessError):
@@ -185,7 +186,7 @@ def remove_containers(config: RunConfig, folder: Path) -> None:
 
 
 def _of_docker(config: RunConfig) -> SlurmConfig | None:
-    """The settings of a run in containers of plain Docker; None for any other."""
+    """Return the settings of a run in plain Docker containers; None for any other run."""
     settings = config.launcher
     if not isinstance(settings, SlurmConfig) or settings.container_image is None:
         return None
@@ -196,13 +197,13 @@ def _docker(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["docker", *words], capture_output=True, text=True, timeout=_DOCKER_TIMEOUT_S)
 
 
-USE_IMAGE_SOURCES_VARIABLE = "TUNEBOOK_USE_IMAGE_SOURCES"  # "1": what the image holds is meant to run
+USE_IMAGE_SOURCES_VARIABLE = "TUNEBOOK_USE_IMAGE_SOURCES"  # "1": run the sources in the image
 
 
 def required_code(config: RunConfig) -> str | None:
-    """The hash of the code that containers must hold; None where there are none, or theirs may be any.
+    """Return the hash that the code in containers must have; None without containers, or if any code is allowed.
 
-    Versions are not compared: where the launcher runs there need be no torch.
+    Versions are not compared: the launcher's machine may lack torch.
     """
     if not is_contained(config) or os.environ.get(USE_IMAGE_SOURCES_VARIABLE) == "1":
         return None
@@ -210,7 +211,7 @@ def required_code(config: RunConfig) -> str | None:
 
 
 def describe_container(config: RunConfig) -> dict[str, Any] | None:
-    """Code and packages of the container that this runs in; None where it is in none."""
+    """Return code and packages of the container that this process runs in; None outside a container."""
     if not is_contained(config):
         return None
     environment = describe_environment(config.hardware.generation.name)
@@ -218,15 +219,15 @@ def describe_container(config: RunConfig) -> dict[str, Any] | None:
 
 
 def record_container(config: RunConfig, folder: Path, node: NodeState) -> None:
-    """Replace in the manifest what was found outside by what a node's container holds."""
+    """Replace facts of the host in the manifest by those of a node's container."""
     inside, settings = node.inside, config.launcher
     if inside is None or not isinstance(settings, SlurmConfig):
         return
     known = read_manifest(folder)["environment"]  # an image's own Tunebook may say more
     environment = {name: value for name, value in inside["environment"].items() if name in known}
-    _, _, last = (settings.container_image or "").rpartition("@")  # before it a user's name may have one, too
+    _, _, last = (settings.container_image or "").rpartition("@")  # a user's name before it may contain one, too
     digest = last if last.startswith("sha256:") else environment.get("image_digest")
     facts = {"environment": {"variables": None, "lock": None} | environment | {"image_digest": digest}}
-    if node.code != code_hash():  # otherwise the commit that was found outside is the code's, too
+    if node.code != code_hash():  # else the commit found on the host is also that of the container's code
         facts["code"] = inside["code"]
     update_manifest(folder, facts)

@@ -1,4 +1,4 @@
-"""Hand a run's job to Slurm, and follow it to its end where that is asked for."""
+"""Submit a run's job to Slurm, and optionally follow it until it ends."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from tunebook.train.rank_process import RequestCount, handling_signals
 
 _POLL_S = 2.0
 _HELD = "JobHeldUser"
-_OWN_RECORDS_WITHIN_S = 20.0  # for a network file system to show what the job has written
+_OWN_RECORDS_WITHIN_S = 20.0  # for a network file system to show the job's files
 
 
 def job_script(config: RunConfig, folder: Path, python: str = sys.executable) -> str:
-    """The script that `sbatch` is given: one task per node, of which the first starts everything.
+    """Return the script for `sbatch`: one task per node, of which the first starts everything.
 
-    Raises: RequestError for a control character in anything that it is made of.
+    Raises: RequestError for a control character in any input.
     """
     settings = config.launcher
     assert isinstance(settings, SlurmConfig)
@@ -61,7 +61,7 @@ def job_script(config: RunConfig, folder: Path, python: str = sys.executable) ->
 
 
 def submit(config: RunConfig, folder: Path, console: Console) -> str:
-    """Write the job script and submit it; returns the job's number. Raises: RequestError when Slurm refuses."""
+    """Write the job script and submit it; return the job ID. Raises: RequestError if Slurm refuses it."""
     try:
         check_path(folder)
         atomic_write_text(folder / JOB_SCRIPT, job_script(config, folder))
@@ -85,7 +85,7 @@ def submit(config: RunConfig, folder: Path, console: Console) -> str:
 
 
 def _state_if_told(job_id: str) -> JobState | None:
-    """How a job that was just submitted stands; None where the controller is silent: the job is there all the same."""
+    """Return the state of a job just submitted; None if the controller does not respond: the job exists anyway."""
     try:
         return job_state(job_id)
     except TunebookError:
@@ -93,7 +93,7 @@ def _state_if_told(job_id: str) -> JobState | None:
 
 
 def refuse_if_queued(folder: Path) -> None:
-    """Leave a run folder alone whose job still waits, or runs. Raises: RequestError."""
+    """Refuse a run folder whose job is still pending or running. Raises: RequestError."""
     try:
         job_id = read_manifest(folder).get("slurm", {}).get("job_id")
     except TunebookError:
@@ -103,7 +103,7 @@ def refuse_if_queued(folder: Path) -> None:
     try:
         state = job_state(job_id)
     except TunebookError:
-        return  # no Slurm here: the folder's lock has to do
+        return  # no Slurm here: the folder's lock must suffice
     if state is not None and not state.has_ended:
         raise RequestError(
             f"the run in {folder} is Slurm's job {job_id}, {state.text()}; wait for it, stop it (scancel {job_id}), or "
@@ -113,9 +113,9 @@ def refuse_if_queued(folder: Path) -> None:
 
 
 def follow(job_id: str, folder: Path, console: Console) -> int:
-    """Show a job's states and what it prints until it has ended; the run's exit code.
+    """Show a job's states and output until it has ended; return the run's exit code.
 
-    The first request to stop (Ctrl-C, SIGTERM) lets the job save and end; Ctrl-C after it cancels the job.
+    The first stop request (Ctrl-C, SIGTERM) lets the job save and end; a later Ctrl-C cancels the job.
     """
     printed = _Tail(output_file(folder, job_id))
     last: str | None = None
@@ -134,39 +134,39 @@ def follow(job_id: str, folder: Path, console: Console) -> int:
             if state is None or state.has_ended or (state.name == "COMPLETING" and _is_recorded(folder)):
                 break
             time.sleep(_POLL_S)
-    time.sleep(_POLL_S)  # the last lines may still be on their way through a network file system
+    time.sleep(_POLL_S)  # a network file system may show the last lines late
     printed.show(console)
     return _exit_code(job_id, folder, state)
 
 
 def _advice(job_id: str, state: JobState | None) -> str:
-    """What to type about a job that waits for its user."""
+    """Advise on a pending job that needs action by its user."""
     is_held = state is not None and state.name == "PENDING" and state.reason == _HELD
     return f"; let it go with: scontrol release {job_id}" if is_held else ""
 
 
 def _give_up(job_id: str, folder: Path, state: JobState) -> NoReturn:
-    """Take back a job that can never run. Raises: RequestError with what to change."""
+    """Cancel a job that can never run. Raises: RequestError with what to change."""
     error = take_back_hopeless(job_id, state)
-    before = read_manifest(folder)["status"]  # of a turn that saved, where it was this one's requeue that failed
+    before = read_manifest(folder)["status"]  # of a turn that saved, if only its requeue failed
     step, checkpoint = before.get("step"), before.get("last_checkpoint")
     finish_manifest(folder, RunState.failed, error.exit_code, error.message, step=step, last_checkpoint=checkpoint)
     raise error
 
 
 def _is_recorded(folder: Path) -> bool:
-    """Whether the run has ended for good, whatever Slurm still waits for; one that was stopped may be requeued."""
+    """Whether the run has ended for good, whatever Slurm still waits for; a stopped run may be requeued."""
     return read_manifest(folder)["status"]["state"] not in (RunState.running.name, RunState.stopped.name)
 
 
 class _Tail:
-    """Prints what is added to a file."""
+    """Prints what is appended to a file."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._place = file, 0
 
     def show(self, console: Console) -> None:
-        """Print what is new; the job's own terminal codes are left as they are."""
+        """Print new text; keep the job's own terminal codes."""
         if not self._file.is_file():
             return
         with self._file.open("rb") as stream:
@@ -179,7 +179,7 @@ class _Tail:
 
 @contextmanager
 def _stopping(job_id: str, console: Console) -> Iterator[None]:
-    """Turn requests to stop into requests to the job."""
+    """Forward stop requests to the job."""
     count = RequestCount()
 
     def ask(number: int, _frame: FrameType | None) -> None:
@@ -200,7 +200,7 @@ def _stopping(job_id: str, console: Console) -> Iterator[None]:
 
 
 def _exit_code(job_id: str, folder: Path, state: JobState | None) -> int:
-    """The exit code that the job wrote down; what Slurm says where it could not."""
+    """Return the exit code that the job recorded; Slurm's if there is none."""
     end = time.monotonic() + _OWN_RECORDS_WITHIN_S
     while True:
         status = read_manifest(folder)["status"]
