@@ -1,1 +1,1 @@
-"""What a run will do, worked out before it starts: the batch and, from it, steps and rows."""
+"""Work out a run before it starts: its batch, steps, memory and speed."""

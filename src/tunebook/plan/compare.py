@@ -1,4 +1,4 @@
-"""`tunebook plan RECIPE --compare KEY=a,b,c`: the memory and the speed of several answers to a question."""
+"""`tunebook plan RECIPE --compare KEY=a,b,c`: memory and speed for several values of a key."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _UNBOUNDED = 1000  # columns, wider than any table
 def compare_plans(
     recipe: str | None, overrides: list[str], recipes_dirs: list[Path], compared: str, console: Console
 ) -> int:
-    """Print a row for each value; the exit code is 0 as soon as one of them can run.
+    """Print a row for each value; the exit code is 0 if any of them can run.
 
-    Raises: RequestError for what is no KEY=VALUE,VALUE, DataError where only the data is missing.
+    Raises: RequestError if the argument is not KEY=VALUE,VALUE; DataError if only the data is missing.
     """
     key, values = split_compared(compared)
     drafts = {value: draft_run(recipe, [*overrides, f"{key}={value}"], recipes_dirs) for value in values}
@@ -44,7 +44,7 @@ def compare_plans(
 
 
 def _table(key: str, drafts: dict[str, Draft], parts: tuple[str, ...]) -> Table:
-    """A row for each value with some parts of the memory. Nothing wraps: a number or a name in pieces is none."""
+    """A row for each value with the given memory parts. Nothing wraps, to keep numbers and names intact."""
     table = Table(box=None, pad_edge=False)
     table.add_column(key.rpartition(".")[2], no_wrap=True)
     for name in (*parts, "tokens/s"):
@@ -56,7 +56,7 @@ def _table(key: str, drafts: dict[str, Draft], parts: tuple[str, ...]) -> Table:
 
 
 def _notes(drafts: dict[str, Draft]) -> dict[str, list[str]]:
-    """What is to be said of values: why they are refused and what to type, or what is too small but the GPUs."""
+    """Notes by text, with their values: why a value is refused, host memory too small, or a measurement's date."""
     notes: dict[str, list[str]] = {}
     for value, draft in drafts.items():
         errors = _errors(draft)
@@ -70,14 +70,17 @@ def _notes(drafts: dict[str, Draft]) -> dict[str, list[str]]:
 
 
 def _errors(draft: Draft) -> list[str]:
-    """Everything that refuses a run, in words."""
+    """All messages that refuse a run."""
     if draft.error is not None:
         return [draft.error.message]
     return [problem.text() for problem in draft.problems if problem.is_error]
 
 
 def only_comparison(typed: list[str]) -> str:
-    """What one --compare says. Raises: RequestError for several: a table has one key, and the others would be lost."""
+    """Return the single --compare argument.
+
+    Raises: RequestError for several: a table has one key, and the others would be lost.
+    """
     if len(typed) > 1:
         *others, last = typed
         fixed = " ".join(f"{key}={values[0]}" for key, values in map(split_compared, others))
@@ -90,7 +93,7 @@ def only_comparison(typed: list[str]) -> str:
 
 
 def split_compared(compared: str) -> tuple[str, list[str]]:
-    """The key and its values. Raises: RequestError with an example."""
+    """Return the key and its values. Raises: RequestError with an example."""
     key, separator, listed = compared.partition("=")
     values = [value.strip() for value in split_values(listed)]
     if not key or not separator or len(values) < 2 or not all(values):

@@ -1,6 +1,6 @@
-"""A run as far as it is known without starting it: composed, resolved, checked, its batch, memory and speed worked out.
+"""Plan a run without starting it: compose, resolve and check it, and compute its batch, memory and speed.
 
-No GPU, weights, data or network is needed and torch is not imported, so it takes a second or two.
+It needs no GPU, weights, data or network and does not import torch, so it takes a second or two.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ SEE_PLAN = (
 
 @dataclass(kw_only=True)
 class Draft:
-    """What is known of a run. What comes after an error stays None."""
+    """A planned run. Fields after an error stay None."""
 
     recipe: str | None
-    machine: Machine | None = None  # that it is planned on
+    machine: Machine | None = None  # the machine it is planned for
     composition: Composition | None = None
     resolution: Resolution | None = None
     problems: list[Problem] = field(default_factory=list)  # every broken rule, errors before warnings
@@ -45,7 +45,7 @@ class Draft:
     host: HostPlan | None = None
     time: TimePlan | None = None
     error: RequestError | None = None  # why it does not compose, or its batch cannot be solved
-    missing_data: DataError | None = None  # why its files cannot be trained on here; it is planned without them
+    missing_data: DataError | None = None  # why its files are unusable here; the plan ignores them
     overrides: list[str] = field(default_factory=list)  # as typed, for the record
 
     @property
@@ -60,16 +60,19 @@ class Draft:
         return self.resolved.config
 
     def raise_errors(self) -> None:
-        """Raise what is wrong with the request. Raises: RequestError, or RulesError with every broken rule at once."""
+        """Raise the request's errors.
+
+        Raises: RequestError, or RulesError with every broken rule at once.
+        """
         if self.error is not None:
             raise self.error
         if errors := [problem for problem in self.problems if problem.is_error]:
             raise RulesError(errors)
 
     def raise_if_too_large(self, advice: str | None = None) -> None:
-        """Raises: DoesNotFitError where the estimate says that it cannot fit, into the GPUs or the hosts.
+        """Raise DoesNotFitError if the run cannot fit into the GPUs or the hosts by estimate.
 
-        `advice` is what to do about the GPUs' memory, where more is known of it than who names what would fit.
+        `advice`: a more specific remedy for GPU memory than `SEE_PLAN`.
         """
         if self.memory is not None:
             refuse_too_large(self.memory, advice or SEE_PLAN)
@@ -78,19 +81,19 @@ class Draft:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits into the GPUs and the hosts; None where it is not known of the GPUs."""
+        """Whether it fits into the GPUs and the hosts; None if GPU memory is unknown."""
         if self.host is not None and self.host.fits is False:
             return False
         return self.memory.fits if self.memory is not None else None
 
     def raise_if_data_is_missing(self) -> None:
-        """Raises: DataError where its files are not here, as the training would."""
+        """Raise DataError if its files are missing, as training would."""
         if self.missing_data is not None:
             raise self.missing_data
 
     @property
     def exit_code(self) -> int:
-        """Of a command that only plans."""
+        """Exit code of a command that only plans."""
         try:
             self.raise_errors()
             self.raise_if_too_large()
@@ -101,7 +104,7 @@ class Draft:
 
 
 def refuse_too_large(memory: MemoryPlan, advice: str = SEE_PLAN) -> None:
-    """Raises: DoesNotFitError where the estimate, or a measurement, says that it cannot fit."""
+    """Raise DoesNotFitError if the estimate or a measurement does not fit."""
     if memory.fits is False:
         by = "by estimate" if memory.measured is None else "as measured,"
         raise DoesNotFitError(
@@ -112,9 +115,9 @@ def refuse_too_large(memory: MemoryPlan, advice: str = SEE_PLAN) -> None:
 def draft_run(
     recipe: str | None, overrides: list[str], recipes_dirs: list[Path], machine: Machine | None = None
 ) -> Draft:
-    """Plan a run as far as it goes, on the machine found here if none is given.
+    """Plan a run as far as possible, on this machine by default.
 
-    What is wrong with it is kept, not raised.
+    Errors are stored, not raised.
     """
     try:
         composition = compose(recipe, overrides, recipes_dirs)
@@ -124,7 +127,7 @@ def draft_run(
 
 
 def draft_composition(composition: Composition, machine: Machine) -> Draft:
-    """Plan what was composed as far as it goes, on a machine; what is wrong with it is kept, not raised."""
+    """Plan a composed run as far as possible on a machine; errors are stored, not raised."""
     draft = Draft(recipe=composition.config.recipe, machine=machine, composition=composition)
     draft.missing_data = missing_files(composition.config.dataset)
     try:
@@ -146,16 +149,19 @@ def draft_composition(composition: Composition, machine: Machine) -> Draft:
 
 
 def estimate_time(config: RunConfig, batch: BatchPlan, machine: Machine | None = None) -> TimePlan:
-    """The speed on the GPUs that are here, where the run is planned for their generation, else on its usual GPU."""
+    """Estimate the speed on this machine's GPUs if they are of the planned generation.
+
+    Otherwise it assumes the generation's usual GPU.
+    """
     gpus = (machine or detect_machine()).gpus
     is_here = gpus and all(gpu.generation is config.hardware.generation for gpu in gpus)
     return plan_time(config, batch, gpu_name=gpus[0].name if is_here else None)
 
 
 def draft_json(draft: Draft, advice: str | None = None) -> dict[str, Any]:
-    """What `plan --json` prints. Every key is always there; null is what is not known.
+    """Return what `plan --json` prints. Every key is always present; unknown values are null.
 
-    `advice` is what to do about memory of the GPUs that is too small, where more is known of it.
+    `advice`: a more specific remedy for GPU memory that is too small.
     """
     config = draft.resolution.config if draft.resolution else None
     choices = draft.resolution.choices if draft.resolution else []
@@ -189,7 +195,7 @@ def _hardware_json(config: RunConfig) -> dict[str, Any]:
 
 
 def _problems_json(draft: Draft, advice: str | None) -> list[dict[str, Any]]:
-    """Broken rules, then what stopped the planning; an error of no single key says all in its message."""
+    """Broken rules, then errors that stopped the planning; those have no key, only a message."""
     problems: list[dict[str, Any]] = [
         {"id": p.id, "key": p.key, "message": p.message, "fix": p.fix, "is_error": p.is_error, "place": p.place}
         for p in draft.problems
@@ -207,5 +213,5 @@ def _problems_json(draft: Draft, advice: str | None) -> list[dict[str, Any]]:
 
 
 def _plain(value: ChoiceValue) -> ChoiceValue:
-    """A value as JSON has it: no number of it is infinite, but a user may type one, which a rule then refuses."""
+    """A value for JSON: a user may type an infinite number, which JSON lacks and a rule then refuses."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

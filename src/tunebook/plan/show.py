@@ -1,4 +1,4 @@
-"""What the launcher prints: the recipes, the choices and why, the batch, the command, progress and the end."""
+"""Format what the launcher prints: recipes, choices and reasons, batch, command, progress and the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tunebook.record.run_folder import Outcome
 
 
 def show_choices(choices: list[Choice], warnings: list[Problem], console: Console) -> None:
-    """The resolved choices with their reasons, then what is allowed but deserves a word."""
+    """Print the resolved choices with their reasons, then the warnings."""
     table = Table(title="Choices", title_justify="left", box=None, pad_edge=False)
     for column in ("key", "value", "why"):
         table.add_column(column, overflow="fold")
@@ -39,12 +39,12 @@ def show_choices(choices: list[Choice], warnings: list[Problem], console: Consol
 
 
 def show_batch(plan: BatchPlan, console: Console) -> None:
-    """The batch arithmetic, said to be an estimate while the data is not prepared."""
+    """Print the batch arithmetic, marked as an estimate until the data is prepared."""
     console.print(Text("\n".join(batch_lines(plan))), highlight=False, soft_wrap=True)
 
 
 def batch_lines(plan: BatchPlan) -> list[str]:
-    """The batch arithmetic in words."""
+    """The batch arithmetic as lines of text."""
     asked = f"{plan.global_samples} documents" if plan.global_samples else f"at most {plan.global_tokens} tokens"
     title = "Batch (estimated: the data is not prepared yet)" if plan.is_estimate else "Batch"
     lines = [title, f"  one optimizer step: {asked}"]
@@ -72,15 +72,15 @@ def batch_lines(plan: BatchPlan) -> list[str]:
 
 
 def show_memory(plan: MemoryPlan, console: Console) -> None:
-    """The estimated memory part by part as numbers and as a bar, and which parts are not in it."""
+    """Print the estimated memory part by part, as numbers and as a bar, and the parts without an estimate."""
     console.print(Text("\n".join(memory_lines(plan))), highlight=False, soft_wrap=True)
-    is_estimate = plan.measured is None or plan.measured.ran_out is not None  # what is measured has no parts to draw
+    is_estimate = plan.measured is None or plan.measured.ran_out is not None  # measured memory has no parts to draw
     if is_estimate and (bar := memory_bar(plan.memory, width=min(console.width - _WHAT_THERE_IS, 96))):
         console.print(Text("  ").append_text(bar))
 
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
-    """The memory of one GPU or rank in words."""
+    """The memory of one GPU or rank as lines of text."""
     parts = asdict(plan.memory)
     total, capacity = parts.pop("total"), parts.pop("capacity")
     known = [f"{name} {_gib(value)}" for name, value in parts.items() if value is not None]
@@ -103,12 +103,12 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
 
 
 def show_host_memory(plan: HostPlan, console: Console) -> None:
-    """The estimated memory of a node's host, and what is written to its NVMe disk."""
+    """Print the estimated memory of a node's host, and what is written to its NVMe disk."""
     console.print(Text("\n".join(host_memory_lines(plan))), highlight=False, soft_wrap=True)
 
 
 def host_memory_lines(plan: HostPlan) -> list[str]:
-    """The host memory of one node in words; parts that are nothing are left out."""
+    """The host memory of one node as lines of text; zero parts are left out."""
     memory = plan.memory
     of = "" if memory.capacity is None else f", of {memory.capacity:,g}"
     lines = [f"Host memory of each node (estimated, GiB{of})"]
@@ -121,7 +121,7 @@ def host_memory_lines(plan: HostPlan) -> list[str]:
     return [*lines, f"  {plan.verdict}"]
 
 
-# By part: what it is drawn with, where there are colours and where there are none.
+# Color and letter of each part; the letter is for terminals without colors.
 _BAR = {
     "weights": ("blue", "W"), "gradients": ("cyan", "G"), "optimizer": ("magenta", "O"), "activations": ("yellow", "A"),
     "buffers": ("green", "B"), "overhead": ("white", "C"),
@@ -129,13 +129,13 @@ _BAR = {
 
 
 _PLAINLY_MORE = 1.1
-_WHAT_THERE_IS = 26  # columns of what stands before the bar, and behind one that is longer than the memory
+_WHAT_THERE_IS = 26  # columns before the bar, and after a bar longer than the capacity
 
 
 def memory_bar(memory: Memory, width: int) -> Text | None:
-    """The parts end to end, to the scale of the memory there is, or of the total where that is more; with a key.
+    """Draw the parts end to end with a legend, scaled to the capacity or to a larger total.
 
-    None where nothing is known.
+    None if nothing is known.
     """
     values = {name: getattr(memory, name) for name in _BAR}
     total = memory.total
@@ -155,17 +155,17 @@ def memory_bar(memory: Memory, width: int) -> Text | None:
 
 
 def _times(ratio: float) -> str:
-    """How often what there is goes into more than that, which is never said to be once."""
+    """Format how far a total exceeds the capacity; never rounds down to 1.0."""
     return f"{ratio:,.1f}" if ratio >= _PLAINLY_MORE else f"{math.ceil(ratio * 100) / 100:.2f}"
 
 
 def show_time(plan: TimePlan, console: Console) -> None:
-    """The estimated speed and duration with what they rest on, or why there is no estimate."""
+    """Print the estimated speed and duration with their assumptions, or why there is no estimate."""
     console.print(Text("\n".join(time_lines(plan))), highlight=False, soft_wrap=True)
 
 
 def time_lines(plan: TimePlan) -> list[str]:
-    """The speed and the duration in words."""
+    """The speed and the duration as lines of text."""
     lines = ["Time (estimated)"]
     speed, total = plan.tokens_per_second_per_gpu, plan.tokens_per_second
     if speed is not None and total is not None and plan.efficiency is not None:
@@ -196,7 +196,7 @@ def _gib(value: float) -> str:
 
 
 def show_end(outcome: Outcome, folder: Path, report: Path | None, console: Console) -> None:
-    """How the run ended and where to look."""
+    """Print how the run ended and where its files are."""
     if outcome.exit_code == 0:
         console.print(Text("finished", style="green"))
     else:
@@ -231,9 +231,9 @@ def preparing(console: Console) -> Iterator[Callable[[int, int | None, str], Non
 
 
 def recipes_table(recipes_dirs: list[Path]) -> Table:
-    """A line per recipe; one that does not compose says so instead of hiding."""
+    """A row per recipe; one that does not compose shows its error."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("recipe", no_wrap=True)  # in pieces or cut it cannot be typed
+    table.add_column("recipe", no_wrap=True)  # a wrapped or cut name cannot be typed
     for column in ("title", "strategy", "reference hardware", "evidence"):
         table.add_column(column, overflow="fold")
     for name, file in find_recipes(recipes_dirs).items():
@@ -249,7 +249,7 @@ def recipes_table(recipes_dirs: list[Path]) -> Table:
 
 
 def _reference_hardware(config: RunConfig) -> str:
-    """The machine the recipe's source used, such as `8 x volta`."""
+    """The machine that the recipe's source used, such as `8 x volta`."""
     reference: ReferenceHardware = config.hardware.reference
     nodes = f"{config.hardware.num_nodes} nodes x " if config.hardware.num_nodes > 1 else ""
     return f"{nodes}{reference.gpus_per_node} x {reference.generation.name}"

@@ -1,1 +1,1 @@
-"""Changes that make a run fit."""
+"""Suggest changes that make a run fit."""

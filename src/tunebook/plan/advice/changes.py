@@ -1,9 +1,9 @@
-"""What would make a run fit that is too large: up to three changes, the fastest first, ready to paste.
+"""Suggest up to three changes that make a too large run fit, fastest first, ready to paste.
 
-Each change is tried as if it had been typed. One that breaks a rule is left out; one that brings a new warning is
-offered only where too few others were found. The order of trying follows from measured speeds: changes without a
-measured speed come after those with one, and changes of what is learned come last. A typed key that a change has no use
-for, or that would undo it, is named as one to leave out.
+Each change is tried as if it had been typed. A change that breaks a rule is left out. One that adds a warning is
+offered only if too few others were found. The order of trying follows measured speeds: changes without a measured speed
+come after those with one, and changes of what is learned come last. A typed key that does not apply to a change, or
+would undo it, is listed as one to leave out.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ HOW_MANY = 3
 
 @dataclass(frozen=True)
 class Change:
-    """Something to type."""
+    """Overrides to type."""
 
     words: tuple[str, ...]
-    speed: float | None = None  # by which changes are ordered: of FSDP's, as measured; None: not measured
+    speed: float | None = None  # for ordering: relative to FSDP, as measured; None: not measured
     note: str = ""
     changes_learning: bool = False
 
@@ -46,16 +46,16 @@ class Fitting:
     change: Change
     total_gib: float
     tokens_per_second_per_gpu: float | None = None  # estimated
-    speed: float | None = None  # of the run as asked, by estimate, as if that fitted
-    left_out: tuple[str, ...] = ()  # words that were typed and that do not go with it
-    warnings: tuple[str, ...] = ()  # ids of those that the run as asked does not have
-    host_gib: float | None = None  # of each node's host, at the peak
-    is_in_host_memory: bool = False  # whether something is moved there from the GPUs
-    host_fits: bool | None = None  # None: not known
+    speed: float | None = None  # estimate relative to the requested run, as if that fitted
+    left_out: tuple[str, ...] = ()  # typed overrides that conflict with it
+    warnings: tuple[str, ...] = ()  # ids of warnings that the requested run does not have
+    host_gib: float | None = None  # peak of each node's host
+    is_in_host_memory: bool = False  # whether the change moves something there from the GPUs
+    host_fits: bool | None = None  # None: unknown
 
     @property
     def cost(self) -> str:
-        """What it costs, in words."""
+        """The cost of the change as text."""
         if self.tokens_per_second_per_gpu is None:
             words = "speed not estimated"
         elif self.speed is None:
@@ -68,7 +68,7 @@ class Fitting:
         return "; ".join(part for part in (without, self.change.note, *warnings, words) if part)
 
     def to_json(self) -> dict[str, Any]:
-        """As `plan --json` lists it."""
+        """The change as listed by `plan --json`."""
         speed = self.tokens_per_second_per_gpu
         return {
             "overrides": list(self.change.words),
@@ -82,11 +82,11 @@ class Fitting:
         }
 
     def line(self) -> str:
-        """For a terminal."""
+        """The change as a line for a terminal."""
         return f"{' '.join(self.change.words)}   ({self.total_gib:.1f} GiB{self._of_the_host()}; {self.cost})"
 
     def _of_the_host(self) -> str:
-        """What decides about what was moved there."""
+        """The host memory, if the change moves something there."""
         if self.host_gib is None or not self.is_in_host_memory:
             return ""
         unknown = ", which is not known to have them" if self.host_fits is None else ""
@@ -94,7 +94,7 @@ class Fitting:
 
 
 def _sharded() -> tuple[Change, ...]:
-    """The strategies whose speeds were measured side by side, as shares of FSDP's."""
+    """The strategies whose speeds were measured under equal conditions, relative to FSDP."""
     rates = {strategy: rate_on_8(strategy) for strategy in DIVIDED}
     fsdp = rates[DIVIDED[0]]
     return tuple(
@@ -107,14 +107,14 @@ def _sharded() -> tuple[Change, ...]:
 _SELECTIVE = Change(("activation=selective",), SELECTIVE.gain)
 _CHECKPOINTING = Change(("activation=checkpointing",), RECOMPUTED / STORED)
 _SHARDED = _sharded()
-_ALONE = Change(("parallelism=single",), 1.0)  # nothing waits for anything
+_ALONE = Change(("parallelism=single",), 1.0)  # no communication
 _COPIES = Change((f"parallelism={COPIED.name}",), relative_speed(COPIED, DIVIDED[0]))
 _OFFLOADED = (
     Change(("parallelism=zero2_offload",), note="optimizer state in host memory"),
     Change(("parallelism=fsdp_offload",), note="weights and optimizer state in host memory"),
     Change(("parallelism=zero3_offload",), note="weights and optimizer state in host memory"),
 )
-# What was asked for on top. Its speed was not measured; without it a run is no slower.
+# A requested option without a measured speed; a run without it is no slower.
 _KEPT_ON_GPU = Change(("activation.offload=false",), 1.0, note="activations stay on the GPU")
 _SMALLER_PASSES = Change(("training.micro_batch_size=1",), note="more and smaller passes")
 _IN_8_BITS = "optimizer state in 8 bits: learns slightly differently"
@@ -129,20 +129,21 @@ _OFFLOADED_WORDS = {word for change in _OFFLOADED for word in change.words}
 _NEED_PLAIN_ADAMW = {"parallelism=fsdp"} | _OFFLOADED_WORDS
 _ZERO_WORDS = {f"parallelism={name}" for name in ("zero2", "zero3", "zero2_offload", "zero3_offload")}
 _REFUSE_FP8 = _ZERO_WORDS | {word for change in _ADAPTERS for word in change.words}
-# What divides the frozen weights, the fastest way and with the host's memory. Each try takes a third of a second.
+# Strategies that divide the frozen weights: the fastest one, and one with host memory. Each try takes a third of a
+# second.
 _WITH_ADAPTERS = (("parallelism=fsdp",), ("parallelism=fsdp_offload",))
 _WITHOUT_STATES = {"activation", "activation.offload", "packing.row_length", "training.micro_batch_size"}
-_WITH_OWN_KEYS = {place.partition("/")[0] for place in CHOICE_SCHEMAS}  # groups of which one answer has keys of its own
+_WITH_OWN_KEYS = {place.partition("/")[0] for place in CHOICE_SCHEMAS}  # groups with a choice that has its own keys
 
 
 def changes_that_fit(recipe: str | None, overrides: list[str], recipes_dirs: list[Path], draft: Draft) -> list[Fitting]:
-    """Up to three changes, each tried on top of what was typed. `draft` is the run that does not fit."""
+    """Try each change on top of the typed overrides; return up to three. `draft` is the run that does not fit."""
     found: list[Fitting] = []
-    warned: list[Fitting] = []  # a second choice
+    warned: list[Fitting] = []  # offered if too few others fit
     refused: list[Change] = []
     for change in _candidates(draft):
         if any(set(fitting.change.words) <= _words_or_less(change) for fitting in found):
-            continue  # it fits with less
+            continue  # a smaller change fits already
         if _exceeds_by_states(change, draft, overrides) or any(_only_adds_savings(change, other) for other in refused):
             continue
         tried, left_out = _try(change, recipe, overrides, recipes_dirs, draft)
@@ -150,7 +151,7 @@ def changes_that_fit(recipe: str | None, overrides: list[str], recipes_dirs: lis
         problems = _new_problems(tried, draft)
         is_refused = tried.error is not None or any(problem.is_error for problem in problems)
         if is_refused or (fitting is not None and problems):
-            refused.append(change)  # and what takes less memory still is refused too, or has the same warnings
+            refused.append(change)  # variants that only save more memory are refused too, or have the same warnings
         if fitting is not None:
             (warned if problems else found).append(fitting)
         if len(found) == HOW_MANY:
@@ -159,15 +160,15 @@ def changes_that_fit(recipe: str | None, overrides: list[str], recipes_dirs: lis
 
 
 def _offered(fitting: Fitting) -> tuple[bool, bool, float]:
-    """What is learned first, then the warnings, then the speed."""
+    """Sort key: unchanged learning first, then no warnings, then speed."""
     return fitting.change.changes_learning, bool(fitting.warnings), -(fitting.tokens_per_second_per_gpu or 0)
 
 
 def _exceeds_by_states(change: Change, asked: Draft, overrides: list[str]) -> bool:
-    """Whether the states alone are more than each GPU has, which an estimate tells without composing the change.
+    """Whether the states alone exceed the GPU's memory, which an estimate shows without composing the change.
 
-    Of strategies as their files have them, without keys of their own: what else is set of one may move its states. A
-    pass that keeps more may have its peak when other states are there, and then needs even more.
+    Only strategies with the settings of their files are judged: other settings may move the states. A pass that keeps
+    more may peak when other states are present, and then needs even more.
     """
     assert asked.machine is not None and asked.composition is not None
     config = asked.composition.config
@@ -188,7 +189,7 @@ def _exceeds_by_states(change: Change, asked: Draft, overrides: list[str]) -> bo
 
 
 def _settings(name: str) -> ParallelismConfig | None:
-    """What decides about the states of a strategy as its file has it; None where few are left on the GPUs."""
+    """The settings of a strategy's file that decide about its states; None if few states stay on the GPUs."""
     if name == "zero2_offload":
         return ZeroConfig(strategy=OFFLOADING_OPTIMIZER, offload_optimizer=Offload.cpu)
     if name not in Strategy.__members__:
@@ -197,7 +198,7 @@ def _settings(name: str) -> ParallelismConfig | None:
 
 
 def _only_adds_savings(change: Change, refused: Change) -> bool:
-    """Whether a change is a refused one and something that only takes less memory."""
+    """Whether a change is a refused one plus settings that only save memory."""
     more = set(change.words) - set(refused.words)
     return set(refused.words) < set(change.words) and {word.partition("=")[0] for word in more} <= _WITHOUT_STATES
 
@@ -205,7 +206,7 @@ def _only_adds_savings(change: Change, refused: Change) -> bool:
 def _try(
     change: Change, recipe: str | None, overrides: list[str], recipes_dirs: list[Path], asked: Draft
 ) -> tuple[Draft, tuple[str, ...]]:
-    """The run with a change, and the typed words that it was tried without because they do not go with it."""
+    """Draft the run with a change; also return the typed overrides that were left out because they conflict."""
     groups = {word.partition("=")[0] for word in change.words} & _WITH_OWN_KEYS
     below = [word for word in overrides if word.partition(".")[0] in groups]
     tried = draft_run(recipe, [*overrides, *change.words], recipes_dirs)
@@ -219,7 +220,7 @@ def _try(
         for word in below
         if word.partition("=")[0] in named
         or not _is_known(word, bare)
-        or _choice_at(word, tried) != _choice_at(word, bare)  # it undoes what the change is for
+        or _choice_at(word, tried) != _choice_at(word, bare)  # it undoes the change
     )
     if not unwanted:
         return tried, ()
@@ -228,15 +229,15 @@ def _try(
 
 
 def _is_known(word: str, bare: Draft) -> bool:
-    """Whether the key of a typed word is one of its group's answer in a run without it."""
+    """Whether the group's new choice has the key of a typed override, judged by a run without it."""
     if bare.composition is None:
-        return True  # something else is wrong
+        return True  # another error
     group, _, name = word.partition("=")[0].partition(".")
     return name.partition(".")[0] in {field.name for field in fields(getattr(bare.composition.config, group))}
 
 
 def _choice_at(word: str, draft: Draft) -> Enum | None:
-    """What a run has at a typed word's key, where that names one of several answers: numbers and switches tune one."""
+    """The enum value of a run at an override's key; None for numbers and switches, which only tune a choice."""
     if draft.composition is None:
         return None
     group, _, name = word.partition("=")[0].partition(".")
@@ -245,19 +246,19 @@ def _choice_at(word: str, draft: Draft) -> Enum | None:
 
 
 def _new_problems(tried: Draft, asked: Draft) -> list[Problem]:
-    """What a change makes unwise or wrong that was neither before."""
+    """Problems of the changed run that the original run does not have."""
     before = {problem.id for problem in asked.problems}
     return [problem for problem in tried.problems if problem.id not in before]
 
 
 def _words_or_less(change: Change) -> set[str]:
-    """The words of a change, and of one that recomputes less."""
+    """The overrides of a change, and those of the variant that recomputes less."""
     words = set(change.words)
     return words | set(_SELECTIVE.words) if words & set(_CHECKPOINTING.words) else words
 
 
 def _fitting(change: Change, tried: Draft, asked: Draft, left_out: tuple[str, ...]) -> Fitting:
-    """`tried` is the run with the change, which fits."""
+    """Describe a change. `tried` is the run with it, which fits."""
     assert tried.memory is not None and tried.memory.memory.total is not None and tried.host is not None
     speed = tried.time.tokens_per_second_per_gpu if tried.time else None
     before = asked.time.tokens_per_second_per_gpu if asked.time else None
@@ -291,21 +292,24 @@ def _candidates(draft: Draft) -> list[Change]:
     pairs = [_both(change, other) for change in (*sparing, *single) for other in (*shorter, *less)]
     pairs += [_both(change, other) for change in single if change not in smaller for other in smaller]
     pairs += [_both(change, other) for change in shorter for other in less]
-    # Alone they come first: where they are enough, no other strategy is offered with them.
+    # Alone they come first: if they are enough, no other strategy is offered with them.
     return [*sparing, *shorter, *sorted([*single, *less, *pairs], key=_rank)]
 
 
 def _strategies(draft: Draft, config: RunConfig) -> list[Change]:
-    """Those that this many GPUs gain from, but for the one that is asked for or that auto took."""
+    """Strategies that gain from this many GPUs, except the requested one or the one that auto chose."""
     asked = draft.composition.groups["parallelism"] if draft.composition is not None else UNDECIDED.name
     taken = config.parallelism.strategy.name if asked == UNDECIDED.name else asked
-    offloaded = () if config.hardware.generation is Generation.cpu else _OFFLOADED  # a CPU's memory is the host's
+    offloaded = () if config.hardware.generation is Generation.cpu else _OFFLOADED  # a CPU trains in host memory
     strategies = chain((_COPIES,), _SHARDED, offloaded) if world_size(config) > 1 else (_ALONE, *offloaded)
     return [change for change in strategies if change.words != (f"parallelism={taken}",)]
 
 
 def _with_effective_optimizer(change: Change, draft: Draft) -> Change:
-    """With another optimizer by its name, where one was set by that: the group's answer would not count."""
+    """Set the optimizer by `optimizer.name` if that key was set.
+
+    The group's choice would have no effect then.
+    """
     words = tuple(
         _to_type("optimizer", "name", OptimizerName[word.partition("=")[2]], draft)
         if word.startswith("optimizer=")
@@ -316,7 +320,7 @@ def _with_effective_optimizer(change: Change, draft: Draft) -> Change:
 
 
 def _as_rules_allow(change: Change, draft: Draft, config: RunConfig) -> Change:
-    """With AdamW where the optimizer does not go with the change, and in bf16 instead of fp8 where that does not."""
+    """Add AdamW if the optimizer conflicts with the change, and bf16 if fp8 conflicts with it."""
     words = set(change.words)
     if _refuses_optimizer(words, OPTIMIZERS[config.optimizer.name]):
         adamw = (_to_type("optimizer", "name", RUNS_EVERYWHERE, draft),)
@@ -328,7 +332,7 @@ def _as_rules_allow(change: Change, draft: Draft, config: RunConfig) -> Change:
 
 
 def _refuses_optimizer(words: set[str], facts: OptimizerFacts) -> bool:
-    """See the rules optimizer-with-fsdp, -with-zero and -offloaded."""
+    """Whether the rules optimizer-with-fsdp, -with-zero or -offloaded refuse the change."""
     refused = set() if facts.takes_dtensors else _NEED_PLAIN_ADAMW
     refused = refused if facts.can_be_offloaded else refused | _OFFLOADED_WORDS
     refused = refused if facts.takes_flat_pieces else refused | _ZERO_WORDS
@@ -336,7 +340,7 @@ def _refuses_optimizer(words: set[str], facts: OptimizerFacts) -> bool:
 
 
 def _effect_of_adamw(name: OptimizerName) -> dict[str, Any]:
-    """What changes with AdamW in place of an optimizer."""
+    """The effect of replacing an optimizer with AdamW."""
     facts = OPTIMIZERS[name]
     if facts.same_steps_unpaged is RUNS_EVERYWHERE:
         return {"note": "the same steps"}
@@ -346,7 +350,7 @@ def _effect_of_adamw(name: OptimizerName) -> dict[str, Any]:
 
 
 def _to_type(group: str, field: str, value: Enum, draft: Draft) -> str:
-    """The word for a group's answer, by its one key where that was set on its own and would undo the answer."""
+    """The override for a group's choice; sets the key itself if that was set and would undo the choice."""
     assert draft.composition is not None
     origins = draft.composition.origins
     bodies = [recipe.body.get(group) for recipe in origins.recipes]
@@ -356,7 +360,7 @@ def _to_type(group: str, field: str, value: Enum, draft: Draft) -> str:
 
 
 def _sparing_the_host(config: RunConfig) -> list[Change]:
-    """Without what was asked for that takes host memory and changes nothing that is learned."""
+    """Changes that remove requested uses of host memory without changing what is learned."""
     changes = [_KEPT_ON_GPU] if config.activation.offload else []
     if (name := OPTIMIZERS[config.optimizer.name].same_steps_unpaged) is not None:
         note = "the same steps, with the optimizer's state on the GPU"
@@ -365,7 +369,7 @@ def _sparing_the_host(config: RunConfig) -> list[Change]:
 
 
 def _shorter_rows(draft: Draft) -> list[Change]:
-    """Rows as short as the longest document, where longer ones were asked for: a step has the same in more of them."""
+    """Reduce requested longer rows to the longest document; a step then has the same documents in more rows."""
     asked = draft.composition.config if draft.composition is not None else None
     if asked is None or (asked.packing.row_length or 0) <= asked.training.max_length:
         return []
@@ -375,7 +379,7 @@ def _shorter_rows(draft: Draft) -> list[Change]:
 
 
 def _keeping_less(config: RunConfig) -> list[Change]:
-    """What leaves less of the forward pass in memory than a run as asked does."""
+    """Changes that keep less of the forward pass in memory than the requested run."""
     now = config.activation.checkpointing
     can_be_selective = bool(config.model.compile_layers) and now is Checkpointing.disabled
     return [_SELECTIVE] * can_be_selective + [_CHECKPOINTING] * (now is not Checkpointing.enabled)
@@ -392,5 +396,5 @@ def _both(first: Change, second: Change) -> Change:
 
 
 def _rank(change: Change) -> tuple[bool, float]:
-    """What is learned first, then the speed."""
+    """Sort key: unchanged learning first, then speed."""
     return change.changes_learning, -(change.speed or 0)

@@ -1,7 +1,7 @@
-"""What takes most of a host's memory where a run does not fit into it, and which changes are estimated to need less.
+"""Report what takes most of a host's memory if a run does not fit, and which changes need less by estimate.
 
-Every change is estimated as the run is, and left out where it needs as much, breaks a rule or no longer fits into the
-GPUs: what frees the host of one run (a disk for what is offloaded, say) takes more of another's.
+Every change is estimated like the run. It is left out if it needs as much, breaks a rule or no longer fits into the
+GPUs: a change that frees host memory in one run (such as offloading to a disk) takes more in another.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tunebook.plan.rules import check
 HOW_MANY = 3
 _Remedy = tuple[str, RunConfig]  # what to type, and the resolved configuration with it
 _TYPE_MORE = "say what the nodes really have: hardware.host_memory_gib=GIB"
-_DOUBLINGS = 3  # of the nodes, and halvings of the GPUs of each, at most: more is another plan
+_DOUBLINGS = 3  # most doublings of nodes and halvings of GPUs per node; more is another plan
 
 
 def estimate_host(config: RunConfig, facts: ModelFacts) -> HostBytes:
-    """A resolved configuration's host memory."""
+    """Estimate a resolved configuration's host memory."""
     tensors = estimate_memory(config, facts).total_gib * GIB
     return host_bytes(config, facts, tensors=tensors, is_recomputed=_is_recomputed(config))
 
 
 def host_advice(config: RunConfig, facts: ModelFacts, capacity: float, otherwise: str = _TYPE_MORE) -> str:
-    """The largest part, what is estimated to need less, and what to do where none of it will do.
+    """Return the largest part, the changes that need less by estimate, and what to do if none of them helps.
 
-    That is what to type where the host has more than was assumed, unless said otherwise.
+    `otherwise` is the last of these: by default, how to state that the host has more memory than assumed.
     """
     asked = estimate_host(config, facts)
     less: list[tuple[str, HostBytes]] = []
@@ -54,7 +54,7 @@ def host_advice(config: RunConfig, facts: ModelFacts, capacity: float, otherwise
 
 
 def _largest_part(config: RunConfig, facts: ModelFacts, asked: HostBytes) -> str:
-    """Of what is there at the peak, with the keys that put it there."""
+    """The largest part at the peak, with the keys that cause it."""
     ranks = config.hardware.gpus_per_node or 1
     kept = offloaded_activation_bytes(config, facts, is_recomputed=_is_recomputed(config))
     by_part = {
@@ -71,7 +71,7 @@ def _largest_part(config: RunConfig, facts: ModelFacts, asked: HostBytes) -> str
 
 
 def _offloaded(config: RunConfig) -> dict[str, Offload]:
-    """Which of the strategy's states are kept elsewhere, and where."""
+    """Offloaded states of the strategy, and where they are."""
     keys = ("offload_optimizer", "offload_parameters")
     places = {key: getattr(config.parallelism, key, Offload.none) for key in keys}
     return {key: place for key, place in places.items() if place is not Offload.none}
@@ -91,7 +91,7 @@ def _can_run(config: RunConfig) -> bool:
 
 
 def _remedies(config: RunConfig, facts: ModelFacts, capacity: float) -> Iterator[_Remedy]:
-    """What may need less, what costs least first: what was asked for on top, the strategy, the machines, the method."""
+    """Yield changes that may need less, cheapest first: requested options, strategy, machines, method."""
     if config.activation.offload:
         kept_on_gpu = replace(config, activation=replace(config.activation, offload=False))
         yield "activation.offload=false", kept_on_gpu
@@ -100,7 +100,7 @@ def _remedies(config: RunConfig, facts: ModelFacts, capacity: float) -> Iterator
         yield words, replace(config, activation=recomputed)
     if (name := OPTIMIZERS[config.optimizer.name].same_steps_unpaged) is not None:
         another = replace(config, optimizer=replace(config.optimizer, name=name))
-        yield f"optimizer.name={name.name}", another  # counts where the key was typed, too
+        yield f"optimizer.name={name.name}", another  # also works if the key was typed
     yield from _strategies(config)
     yield from _machines(config, facts, capacity)
     if config.peft.method is PeftMethod.full:
@@ -109,7 +109,7 @@ def _remedies(config: RunConfig, facts: ModelFacts, capacity: float) -> Iterator
 
 
 def _strategies(config: RunConfig) -> Iterator[_Remedy]:
-    """What keeps all on the GPUs, divided where there are several; and a disk for what is offloaded.
+    """Strategies that keep everything on the GPUs, divided if there are several; and a disk for offloaded states.
 
     Offloading may come from the strategy's file or from an override, which would undo the change: `without` names it.
     """
@@ -129,7 +129,7 @@ def _strategies(config: RunConfig) -> Iterator[_Remedy]:
 
 
 def _machines(config: RunConfig, facts: ModelFacts, capacity: float) -> Iterator[_Remedy]:
-    """More nodes, and fewer GPUs of each: as many as are enough, else the most that can be changed."""
+    """More nodes, and fewer GPUs per node: the smallest sufficient change, else the largest one tried."""
     nodes, gpus = config.hardware.num_nodes, config.hardware.gpus_per_node or 1
     powers = [2**power for power in range(1, _DOUBLINGS + 1)]
     more = [nodes * power for power in powers]

@@ -1,4 +1,4 @@
-"""ZeRO-2 or ZeRO-3 for a recipe on these links: by arithmetic from the measured bandwidth, which the finding shows.
+"""Choose ZeRO-2 or ZeRO-3 for a recipe, from the measured bandwidth of its links; the result shows the arithmetic.
 
 Per optimizer step of `a` passes, P parameters of b bytes and n GPUs, each GPU sends and receives (n-1)/n times
 
@@ -6,10 +6,11 @@ Per optimizer step of `a` passes, P parameters of b bytes and n GPUs, each GPU s
     ZeRO-3, FSDP   3 a P b        weights are gathered before and again after the forward pass, gradients are reduced
     fsdp_grad_op   2 a P b        weights are gathered once in every pass, since each backward pass shards them again
 
-which is 1.5 times as much for a = 1. Source: Rajbhandari et al., ZeRO, section 7 (for a = 1). ZeRO-3 costs no time as
-long as its 3 P b (n-1)/n bytes of a pass take no longer than the pass computes, at the least F P T / peak seconds for T
-tokens and F operations per parameter and token: P falls out, and the bandwidth must be 3 b (n-1)/n x peak / (F T).
-DDP and ZeRO-1 move 2 P b a step, whatever a is: the least of all, so nothing is advised to a run that fits with them.
+ZeRO-3 moves 1.5 times as much as ZeRO-2 for a = 1. Source: Rajbhandari et al., ZeRO, section 7 (for a = 1). ZeRO-3
+costs no time as long as its 3 P b (n-1)/n bytes of a pass take no longer than the pass computes. That is at least F P T
+/ peak seconds for T tokens and F operations per parameter and token. P cancels, and the bandwidth must be 3 b (n-1)/n x
+peak / (F T). DDP and ZeRO-1 move 2 P b a step for any a. That is the least of all, so a run that fits with them gets no
+advice.
 """
 
 from __future__ import annotations
@@ -36,37 +37,37 @@ _GB, _TERA = 1e9, 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The arithmetic of one GPU, from which everything else follows."""
+    """Inputs and results of the arithmetic for one GPU."""
 
     num_parameters: int
     element_bytes: int
     num_gpus: int
     tokens_per_pass: int
     passes_per_step: int
-    operations_per_token: int  # per parameter: 2 forward, 4 backward, 2 more where activations are computed again
+    operations_per_token: int  # per parameter: 2 forward, 4 backward, 2 more if activations are recomputed
     trains_all: bool  # False: an adapter, whose gradients are too small to count
-    is_fsdp: bool  # which shards frozen weights too, and all of them again after every pass
+    is_fsdp: bool  # FSDP shards frozen weights too, and reshards all weights after every pass
     peak_tflops: float
     bus_gb_per_s: float
 
     @property
     def share(self) -> float:
-        """What of everything one GPU sends: (n-1)/n."""
+        """Fraction of the total that each GPU sends: (n-1)/n."""
         return (self.num_gpus - 1) / self.num_gpus
 
     @property
     def gathered_bytes_per_pass(self) -> float:
-        """What ZeRO-3 moves through one GPU in a pass."""
+        """Bytes that ZeRO-3 moves through one GPU per pass."""
         return (3 if self.trains_all else 2) * self.num_parameters * self.element_bytes * self.share
 
     @property
     def gathering_s(self) -> float:
-        """How long that takes at the measured bandwidth."""
+        """Seconds for these bytes at the measured bandwidth."""
         return self.gathered_bytes_per_pass / (self.bus_gb_per_s * _GB)
 
     @property
     def kept_bytes_per_step(self) -> float:
-        """What the strategy that keeps whole weights moves through one GPU in a step: ZeRO-2, or FSDP's."""
+        """Bytes per step through one GPU with the strategy that keeps full weights: ZeRO-2, or FSDP's."""
         times = self.passes_per_step + 1 if self.trains_all else 0
         if self.is_fsdp:
             times = self.passes_per_step * (2 if self.trains_all else 1)
@@ -74,18 +75,18 @@ class Costs:
 
     @property
     def computing_s(self) -> float:
-        """The least time that a pass computes."""
+        """Minimum compute time of a pass."""
         operations = self.operations_per_token * self.num_parameters * self.tokens_per_pass
         return operations / (self.peak_tflops * _TERA)
 
     @property
     def needed_gb_per_s(self) -> float:
-        """The bandwidth from which on ZeRO-3 hides behind the computation."""
+        """Minimum bandwidth at which ZeRO-3's communication hides behind the computation."""
         return self.gathered_bytes_per_pass / self.computing_s / _GB
 
     @property
     def needed_tokens(self) -> int:
-        """The tokens of a pass from which on it hides at the measured bandwidth."""
+        """Minimum tokens per pass at which communication hides, at the measured bandwidth."""
         return math.ceil(self.tokens_per_pass * self.gathering_s / self.computing_s)
 
     @property
@@ -94,7 +95,7 @@ class Costs:
         return self.gathering_s <= self.computing_s
 
     def text(self, kept: str, gathered: str) -> str:
-        """The arithmetic in words, for strategies of these names."""
+        """The arithmetic as text, for strategies of these names."""
         kinds = 3 if self.trains_all else 2
         operations = self.operations_per_token * self.num_parameters * self.tokens_per_pass / _TERA
         times = f"{kept} moves an adapter only"
@@ -125,7 +126,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def advise(config: RunConfig, batch: BatchPlan, bandwidth: Bandwidth, gpu_name: str) -> LinkAdvice | None:
-    """The advice for a recipe, or None where the question does not arise: one GPU, or a size that is not known."""
+    """Advice for a recipe; None if it does not apply, as for one GPU or a model of unknown size."""
     facts = strategy_facts(config)
     if config.model.facts is None or batch.world_size < 2 or facts.runs_on_one or facts.within_groups:
         return None
@@ -141,7 +142,7 @@ def advise(config: RunConfig, batch: BatchPlan, bandwidth: Bandwidth, gpu_name: 
 
 
 def costs_of(config: RunConfig, batch: BatchPlan, bandwidth: Bandwidth, gpu_name: str) -> Costs | None:
-    """What goes into the arithmetic; None where the GPU's peak or the bandwidth is not known."""
+    """Inputs of the arithmetic; None if the GPU's peak or the bandwidth is unknown."""
     facts, compute = config.model.facts, config.precision.compute
     assert facts is not None
     uses_tf32 = config.precision.tf32 is Switch.enabled
@@ -174,7 +175,10 @@ def _tokens_per_row(config: RunConfig, batch: BatchPlan) -> int:
 
 
 def _speed_at(bandwidth: Bandwidth, num_bytes: float) -> float | None:
-    """The slower operation's bus bandwidth at the measured size nearest to what is moved at a time: a layer."""
+    """The bus bandwidth of the slower operation at the measured size nearest to one layer.
+
+    Collectives move one layer at a time.
+    """
     speeds = []
     for operation in (ALL_GATHER, ALL_REDUCE):
         found = [one for one in bandwidth.measurements if one.operation == operation]
@@ -186,7 +190,7 @@ def _speed_at(bandwidth: Bandwidth, num_bytes: float) -> float | None:
 
 
 def _fits(config: RunConfig, strategy: Strategy) -> bool | None:
-    """Whether a strategy with nothing offloaded is estimated to fit."""
+    """Whether a strategy without offloading is estimated to fit."""
     if config.parallelism.strategy is strategy:
         return plan_memory(config).fits
     other = PARALLELISM_SCHEMAS[strategy](strategy=strategy)
@@ -194,7 +198,7 @@ def _fits(config: RunConfig, strategy: Strategy) -> bool | None:
 
 
 def _advice(config: RunConfig, batch: BatchPlan, costs: Costs) -> LinkAdvice:
-    """Of the two strategies: one keeps whole weights and one gathers them."""
+    """Choose between the strategy that keeps full weights and the one that gathers them."""
     facts = strategy_facts(config)
     keeping, gathering = KEEPING_AND_GATHERING[Engine.fsdp if costs.is_fsdp else Engine.deepspeed]
     fits, does_gather = _fits(config, keeping), facts.gathers_each_layer
@@ -215,7 +219,7 @@ def _advice(config: RunConfig, batch: BatchPlan, costs: Costs) -> LinkAdvice:
         elif does_gather:
             why += f", and {gathered} waits for its links here"
             fix = f"parallelism={keeping.name}"
-        elif not facts.divides_gradients:  # whole weights and gradients, so that links are used once a step
+        elif not facts.divides_gradients:  # full weights and gradients: links are used once a step
             why = f"{kept} {known}, and {config.parallelism.strategy.name} is estimated not to"
             fix = f"parallelism={keeping.name}"
     what = (
@@ -233,9 +237,10 @@ def _advice(config: RunConfig, batch: BatchPlan, costs: Costs) -> LinkAdvice:
 
 
 def _more_tokens(config: RunConfig, batch: BatchPlan, costs: Costs) -> str:
-    """What to type so that a pass computes for as long as it gathers, of what rules, batch and memory take.
+    """Overrides that make a pass compute as long as it gathers, within rules, batch and memory.
 
-    More of the step's rows in a pass, or a larger step; or an adapter, with which the weights fit on each GPU.
+    They put more of the step's rows into a pass, enlarge the step, or train an adapter, with which the weights fit on
+    each GPU.
     """
     rows = math.ceil(batch.micro_batch_size * costs.needed_tokens / costs.tokens_per_pass)
     options = [_rows_of_the_step(config, batch, rows) or _larger_step(config, batch, rows)]
@@ -252,8 +257,8 @@ def _more_tokens(config: RunConfig, batch: BatchPlan, costs: Costs) -> str:
 
 
 def _rows_of_the_step(config: RunConfig, batch: BatchPlan, rows: int) -> str | None:
-    """At least so many of the rows that a GPU has in a step as they are, dealt evenly to its passes."""
-    # Where the number of packed rows is not known yet, each holds at least one document.
+    """A micro batch of at least `rows` rows that divides a GPU's unchanged rows per step evenly."""
+    # If the number of packed rows is unknown, each row holds at least one document.
     in_step = batch.rows_per_step or batch.global_samples or 0
     most = in_step // batch.world_size
     size = next((size for size in range(rows, most + 1) if most % size == 0), None)
@@ -263,7 +268,7 @@ def _rows_of_the_step(config: RunConfig, batch: BatchPlan, rows: int) -> str | N
 
 
 def _larger_step(config: RunConfig, batch: BatchPlan, rows: int) -> str | None:
-    """A global batch with so many rows for each GPU."""
+    """A larger global batch with `rows` rows for each GPU."""
     key, number = "global_tokens", rows * batch.world_size * batch.row_length
     if batch.global_samples is not None:
         documents_per_row = batch.global_samples / batch.rows_per_step if batch.rows_per_step else 1.0
@@ -278,7 +283,7 @@ def _with_training(config: RunConfig, **changes: Any) -> RunConfig:
 
 
 def _can_run(config: RunConfig) -> bool:
-    """Whether no rule refuses it, its batch can be dealt and the GPUs may hold it."""
+    """Whether no rule refuses it, its batch is divisible and the GPUs may hold it."""
     try:
         batch = solve_batch(config, None)
     except RequestError:
@@ -287,7 +292,7 @@ def _can_run(config: RunConfig) -> bool:
 
 
 def slow_links(config: RunConfig, batch: BatchPlan, machine: Machine) -> list[Problem]:
-    """A warning where a strategy that gathers weights in every layer waits for links that were measured here."""
+    """Warn if a strategy that gathers weights in every layer waits for links measured on this machine."""
     num_gpus = config.hardware.gpus_per_node or 1
     if not strategy_facts(config).gathers_each_layer:
         return []

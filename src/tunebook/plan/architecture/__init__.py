@@ -1,13 +1,13 @@
-"""The facts of a model whose layers are not in the book: transformers builds it on PyTorch's meta device.
+"""Facts of a model whose layers are not in the book: transformers builds it on PyTorch's meta device.
 
-    measure    runs in a process of its own, since it imports torch: counts parameters, writes JSON; `--book` traces
+    measure    runs in its own process, since it imports torch: counts parameters, writes JSON; `--book` traces
                the book's models
-    targets    what PEFT puts adapters on, by name
-    saved      what autograd keeps of a pass, seen on tensors that have a shape and no memory
-    kernels    stand-ins for kernels of GPUs, and CUDA's autocast
+    targets    the layers that PEFT adapts, by name
+    saved      activations that autograd saves in a pass, on tensors with a shape and no memory
+    kernels    stand-ins for GPU kernels, and CUDA's autocast
     (here)     starts that process and caches its answer under the config.json's hash
 
-Takes 5 to 180 seconds the first time, by architecture and cores, and no weights, no GPU and no network.
+The first trace takes 5 to 180 seconds, depending on architecture and cores. It needs no weights, no GPU and no network.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from tunebook.errors import RequestError
 from tunebook.files import cache_root, remember, sha256_file
 from tunebook.processes import stopping_with_parent
 
-# Raised when the answer to the same config.json changes, so that cached answers are not used.
+# Increase when the answer to the same config.json changes, so that cached answers are not reused.
 _FORM = 7
-# Seconds without anything new. On a slow or busy machine tracing takes as long as it takes.
+# Timeout in seconds without progress. Total time is unlimited: tracing is slow on a busy machine.
 _MOST_SILENT_S = 300.0
-STATED_FACTS = "stated_facts"  # the key of sizes in the place of a config.json
+STATED_FACTS = "stated_facts"  # key for stated sizes instead of a config.json
 _PACKAGES = ("torch", "transformers", "peft")
 
 
 def trace_file(config_file: Path, *, trust_remote_code: bool = False, is_fp32_only: bool = False) -> ModelFacts | None:
     """The facts of the model that a config.json describes; None if torch or transformers is not installed.
 
-    `is_fp32_only`: without what a run on a GPU needs, in a fraction of the time.
-    Raises: RequestError if transformers has no such causal language model, or cannot build it.
+    `is_fp32_only`: skip what only a GPU run needs, which takes a fraction of the time. Raises: RequestError if
+    transformers has no such causal language model, or cannot build it.
     """
     if (shipped := _shipped(config_file)) is not None:
         return shipped
@@ -66,7 +66,7 @@ def trace_file(config_file: Path, *, trust_remote_code: bool = False, is_fp32_on
 
 
 def trace_stated(facts: ModelFacts, *, is_fp32_only: bool = False) -> MeasuredLayers | None:
-    """The layers of an architecture with stated sizes that no model of the book has; None if they cannot be traced."""
+    """Trace the layers of an architecture with stated sizes that are not in the book; None if tracing fails."""
     sizes = asdict(facts)
     del sizes["measured"]
     with tempfile.TemporaryDirectory(prefix="tunebook-") as folder:
@@ -74,13 +74,13 @@ def trace_stated(facts: ModelFacts, *, is_fp32_only: bool = False) -> MeasuredLa
         file.write_text(json.dumps({STATED_FACTS: sizes}), encoding="utf-8")
         try:
             traced = trace_file(file, is_fp32_only=is_fp32_only)
-        except RequestError:  # a rule or the loader refuses it in the words of what was typed
+        except RequestError:  # a rule or the loader reports it in the user's terms
             return None
     return None if traced is None else traced.measured
 
 
 def _shipped(config_file: Path) -> ModelFacts | None:
-    """The facts of a model in the book that has a config.json there."""
+    """The facts of a model whose config.json is in the book; None if it is another model."""
     own = [answer for answer in shipped_answers() if "config_sha256" in answer]
     found = sha256_file(config_file) if own else ""
     answer = next((answer for answer in own if answer["config_sha256"] == found), None)
@@ -91,7 +91,7 @@ def _shipped(config_file: Path) -> ModelFacts | None:
 
 @cache
 def _say_once(text: str) -> None:
-    """To people who wait at a terminal, and not among what programs read: JSON, or a log."""
+    """Print to a terminal only, to keep JSON output and logs clean."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
 
@@ -104,7 +104,7 @@ def _version(package: str) -> str | None:
 
 
 def _read(file: Path) -> ModelFacts | None:
-    """A cached answer; None if there is none, or the file is damaged."""
+    """Read a cached answer; None if there is none or the file is damaged."""
     try:
         return facts_from_json(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
@@ -112,7 +112,7 @@ def _read(file: Path) -> ModelFacts | None:
 
 
 def _ask(config_file: Path, trust_remote_code: bool, is_fp32_only: bool) -> dict[str, Any]:
-    """What the process answers. One that gives none, or takes too long, is an error in words."""
+    """Run the measuring process and return its answer; a crash or timeout becomes an error entry."""
     paths = [str(Path(tunebook.__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -138,7 +138,7 @@ def _ask(config_file: Path, trust_remote_code: bool, is_fp32_only: bool) -> dict
 
 
 def progress_file(answer: Path) -> Path:
-    """Where the process that is to write an answer puts a byte for each part that it has found."""
+    """The file to which the measuring process appends one byte for each finished part."""
     return answer.with_suffix(".found")
 
 
@@ -147,9 +147,10 @@ def _num_found(progress: Path) -> int:
 
 
 def _run(command: list[str], environment: dict[str, str], progress: Path) -> str | None:
-    """What it says on stderr, or how it ended; None where it came no further. Its workers end with it, in any case.
+    """Run the command and return its stderr or exit status; None if it makes no more progress.
 
-    It ends with this process too, which may be killed: it would look on for minutes at what nobody reads.
+    The process group is killed in any case, including its workers. The process also ends if this one is killed:
+    otherwise it would go on for minutes at an answer that nobody reads.
     """
     nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(

@@ -1,7 +1,7 @@
-"""What planning needs to know of a base model, read from its config.json without weights or network.
+"""Facts of a base model that planning needs, read from its config.json without weights or network.
 
-A model group file carries the facts. Without them they are read here: from `model.path`, or for a hub model from the
-copy that an earlier run left in the hub's cache. None if they are not known before the model is loaded.
+A model group file carries the facts. Otherwise they are read here: from `model.path`, or for a hub model from the hub
+cache of an earlier run. None if they are unknown until the model is loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tunebook.model.base_config import (
 )
 from tunebook.plan.architecture import trace_file, trace_stated
 
-# Older architectures name the same sizes differently; the first name found counts.
+# Older architectures use other names for the same sizes; the first name found counts.
 _NAMES: dict[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -37,25 +37,26 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size",),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len"),
 }
-_LEAST = {"vocab_size": 2, "max_position_embeddings": 2}  # a word to predict from another; of everything else 1
-_MOST = 10**8  # of anything; Llama 4 has 10 million positions
-_MOST_PARAMETERS = 10**15  # as far as the rules let numbers go
+_LEAST = {"vocab_size": 2, "max_position_embeddings": 2}  # prediction needs two words; other sizes need 1
+_MOST = 10**8  # limit of any size; Llama 4 has 10 million positions
+_MOST_PARAMETERS = 10**15  # the largest number that the rules allow
 _CORRECT = "correct the file or download or copy the model again"
-# How many experts a token is sent to, and how many there are, in the words of different architectures.
+# Keys of different architectures for the experts per token, and for the number of experts.
 CHOSEN_EXPERTS = (
     "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "moe_k"
 )  # fmt: skip
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-# What peft=qlora makes of a base while it is read, and takes as it is; over nothing else quantised is trained here.
+# peft=qlora quantizes a base to this format while reading it, and accepts it as it is. Tunebook trains over no other
+# quantization.
 OWN_QUANTISER = "bitsandbytes_4bit"
 
 
 def read_facts(model: ModelConfig, *, is_fp32_only: bool = False) -> ModelFacts | None:
-    """The facts of a model: its group file's, else read from its config.json; None if there is none at hand.
+    """Return the model's facts from its group file or its config.json; None if neither is available.
 
-    The layers of models that are not in the book are traced on the meta device, which takes a while, once; less for a
-    run on a CPU in fp32 (`is_fp32_only`). Nothing is read of a model that a rule refuses whatever its sizes are.
-    Raises: RequestError when the file cannot be read, states sizes that no model has, or an unknown architecture.
+    Layers of models that are not in the book are traced once on the meta device, which takes a while; less for a run on
+    a CPU in fp32 (`is_fp32_only`). A model that a rule refuses whatever its sizes is not traced. Raises: RequestError
+    if the file cannot be read, states impossible sizes, or names an unknown architecture.
     """
     if model.facts is not None:
         if model.facts.measured is None:
@@ -64,7 +65,7 @@ def read_facts(model: ModelConfig, *, is_fp32_only: bool = False) -> ModelFacts 
     config, file = read_config(model), config_file(model)
     if config is None or file is None:
         return None
-    text = config.get("text_config", config)  # a model of text and images keeps its language part there
+    text = config.get("text_config", config)  # a multimodal model keeps its language part there
     sizes = {name: first_stated(text, keys) for name, keys in _NAMES.items()}
     _refuse_impossible(file, text, sizes)
     _refuse_unknown_dtype(file, config)
@@ -72,7 +73,7 @@ def read_facts(model: ModelConfig, *, is_fp32_only: bool = False) -> ModelFacts 
 
 
 def _is_refused_anyway(model: ModelConfig, config: dict[str, Any]) -> bool:
-    """Whether a rule refuses the model whatever its facts are: tracing it would take minutes for nothing."""
+    """Whether a rule refuses the model whatever its facts are, so that minutes of tracing would be wasted."""
     quantiser = None if model.weights is Weights.random else quantiser_of(config)
     return quantiser not in (None, OWN_QUANTISER) or why_config_is_not_causal(model, config) is not None
 
@@ -80,7 +81,7 @@ def _is_refused_anyway(model: ModelConfig, config: dict[str, Any]) -> bool:
 def _traced(model: ModelConfig, file: Path, sizes: dict[str, Any], is_fp32_only: bool) -> ModelFacts | None:
     """The facts as traced on the meta device; None if torch is not installed.
 
-    Raises: RequestError if it is not installed, and the file leaves to transformers what it alone would know.
+    Raises: RequestError if it is not installed and the file relies on transformers' defaults.
     """
     traced = trace_file(file, trust_remote_code=model.trust_remote_code, is_fp32_only=is_fp32_only)
     if traced is not None:
@@ -96,8 +97,11 @@ def _traced(model: ModelConfig, file: Path, sizes: dict[str, Any], is_fp32_only:
 
 
 def _refuse_impossible(file: Path, text: dict[str, Any], sizes: dict[str, Any]) -> None:
-    """Raises: RequestError for a size that is no whole number or below one, for heads that do not divide, and for more
-    experts chosen than there are. They are called as this file calls them, so that they are found in it."""
+    """Reject impossible sizes, with the key names of this file.
+
+    Raises: RequestError for a size that is not a whole number or below one, for heads that do not divide, and for more
+    experts chosen than exist.
+    """
     called = {name: stated_key(text, keys) for name, keys in _NAMES.items()}
     for name, size in sizes.items():
         key = called[name]
@@ -110,7 +114,7 @@ def _refuse_impossible(file: Path, text: dict[str, Any], sizes: dict[str, Any]) 
                 f"{file} says {key}={json.dumps(size)[:20]}, and no model has more than {_MOST}; {_CORRECT}"
             )
         if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
-            if isinstance(size, list):  # one per layer, as some architectures have it: the meta device knows
+            if isinstance(size, list):  # one per layer in some architectures; only the meta device can count it
                 continue
             raise broken_config(f"{file} says {key}={json.dumps(size)}, which is no whole number; {_CORRECT}")
     _refuse_too_large(file, _least_parameters(sizes))
@@ -131,9 +135,9 @@ def _refuse_impossible(file: Path, text: dict[str, Any], sizes: dict[str, Any]) 
 
 
 def _refuse_absent_experts(file: Path, text: dict[str, Any]) -> None:
-    """Raises: RequestError where a token is sent to more experts than there are: a router can choose each once.
+    """Raise RequestError if a token is sent to more experts than exist: a router can choose each once.
 
-    Some dense models name one expert or none, which is no router's number.
+    Some dense models state one expert or none; those numbers are not a router's.
     """
     stated = (
         next((key for key in keys if isinstance(text.get(key), int)), None) for keys in (CHOSEN_EXPERTS, _EXPERTS)
@@ -148,14 +152,14 @@ def _refuse_absent_experts(file: Path, text: dict[str, Any]) -> None:
 
 
 def _least_parameters(sizes: dict[str, Any]) -> int:
-    """About as many as a model of these sizes has at least, whatever its architecture; unknown sizes count as one."""
+    """Approximate minimum number of parameters for these sizes in any architecture; unknown sizes count as one."""
     names = ("num_layers", "hidden_size", "intermediate_size", "vocab_size")
     layers, hidden, inner, words = (size if isinstance(size := sizes[name], int) else 1 for name in names)
     return hidden * (words + layers * (hidden + inner))
 
 
 def _refuse_too_large(file: Path, num_parameters: int) -> None:
-    """Raises: RequestError for sizes each of which a model may have, and no model has together."""
+    """Raise RequestError for sizes that are possible separately but too large together."""
     if num_parameters > _MOST_PARAMETERS:
         made, most = (f"{number:.2g}".replace("e+", "e") for number in (num_parameters, _MOST_PARAMETERS))
         raise broken_config(
@@ -165,7 +169,10 @@ def _refuse_too_large(file: Path, num_parameters: int) -> None:
 
 
 def _refuse_unknown_dtype(file: Path, config: dict[str, Any]) -> None:
-    """Raises: RequestError for weights in a format that nothing here trains; of quantised ones a rule says more."""
+    """Raise RequestError for weights in a format that Tunebook cannot train.
+
+    Another rule reports quantized weights in more detail.
+    """
     dtype = stated_dtype(config)
     if dtype_of(config) is None and not isinstance(dtype, dict) and quantiser_of(config) is None:
         raise broken_config(

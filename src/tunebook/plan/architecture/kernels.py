@@ -1,6 +1,6 @@
-"""Stand-ins for the kernels of GPUs for attention and experts, and for CUDA's autocast, on tensors without memory.
+"""Stand-ins for GPU kernels of attention and experts, and for CUDA's autocast, on tensors without memory.
 
-The kernels save for the backward pass what those of GPUs save, and compute nothing.
+The kernels save for the backward pass what GPU kernels save, and compute nothing.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# What transformers is told, for each kind of kernel.
+# The name that transformers gets for each kind of kernel.
 MASKED, UNMASKED, BY_LENGTHS = "tunebook_masked", "tunebook_unmasked", "tunebook_by_lengths"
 
 
 def register_kernels(on_call: Callable[[], None]) -> None:
-    """Let models be built with them as `attn_implementation`. The one by lengths tells when it is called."""
+    """Register the kernels as values of `attn_implementation`. `on_call` runs when the varlen kernel is called."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -28,7 +28,10 @@ def register_kernels(on_call: Callable[[], None]) -> None:
 
 
 class _Kernel(torch.autograd.Function):
-    """Keeps what flash and memory-efficient attention keep: query, key, value, output, a number per query, the mask."""
+    """Saves what flash and memory-efficient attention save.
+
+    That is query, key, value, output, a number per query, and the mask.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, mask: Any) -> Any:
@@ -39,9 +42,9 @@ class _Kernel(torch.autograd.Function):
 
 
 def _attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> tuple[Any, None]:
-    """As AttentionInterface wants it: from (batch, heads, tokens, size) to (batch, tokens, heads, size)."""
+    """Attend as AttentionInterface expects: (batch, heads, tokens, size) to (batch, tokens, heads, size)."""
     query, key, value = _in_autocasts_format(query, key, value)
-    if attention_mask is not None:  # with a mask, keys and values are repeated, and the mask is added to the scores
+    if attention_mask is not None:  # a mask repeats keys and values and is added to the scores
         groups = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(groups, dim=1) if groups > 1 else tensor for tensor in (key, value))
         attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype)
@@ -54,7 +57,7 @@ def _in_autocasts_format(*tensors: Any) -> tuple[Any, ...]:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Keeps what torch's grouped product keeps: of frozen experts not the input, as transformers' fallback does."""
+    """Saves what torch's grouped product saves: no input of frozen experts, unlike transformers' fallback."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Any, weight: Any) -> Any:
@@ -64,7 +67,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def grouped_product(tokens: Any, weight: Any, offs: Any) -> Any:
-    """Of (tokens, inputs) and each expert's (inputs, outputs)."""
+    """Multiply (tokens, inputs) with each expert's (inputs, outputs)."""
     kernel: Any = _GroupedProduct
     return kernel.apply(tokens.to(weight.dtype), weight)
 
@@ -82,9 +85,10 @@ def _attend_by_lengths(
     cu_seq_lens_q: Any, max_length_q: int, on_call: Any, kernel: Any, groups: dict[str, bool], dropout: float = 0.0,
     softcap: float | None = None, s_aux: Any = None, **_: Any,
 ) -> tuple[Any, None]:  # fmt: skip
-    """Shapes as for `_attend`, with a batch of one; `cu_seq_lens_q` (documents + 1,) says where documents begin.
+    """Attend with shapes as in `_attend` and a batch of one.
 
-    Raises: NotImplementedError where the model asks for what such kernels cannot compute: see `model.varlen_attention`.
+    `cu_seq_lens_q` (documents + 1,) holds the document boundaries. Raises: NotImplementedError if the model needs what
+    such kernels cannot compute: see `model.varlen_attention`.
     """
     if dropout or softcap is not None or s_aux is not None:
         raise NotImplementedError("dropout of the attention, a cap on its logits, or sinks")
@@ -95,7 +99,7 @@ def _attend_by_lengths(
     return kernel(*parts, *ends, *longest, **options).unsqueeze(0), None
 
 
-# What CUDA's autocast computes in fp32, and the CPU's does not, of what decoder layers use. A LayerNorm of bf16 numbers
+# Functions of decoder layers that CUDA's autocast computes in fp32 and the CPU's does not. A LayerNorm of bf16 numbers
 # saves its input in fp32 on a GPU. Source: PyTorch's list "CUDA Ops that can autocast to float32" (torch.amp).
 _IN_FP32 = frozenset({
     "__pow__", "__rpow__", "cumprod", "cumsum", "exp", "expm1", "group_norm", "layer_norm", "log", "log10", "log1p",
@@ -104,12 +108,12 @@ _IN_FP32 = frozenset({
 
 
 class CudaAutocast(TorchFunctionMode):
-    """Casts to fp32 what CUDA's autocast would compute in fp32, under the CPU's autocast."""
+    """Under the CPU's autocast, casts to fp32 what CUDA's autocast would compute in fp32."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Calls the function, with inputs cast where it is on the list."""
+        """Call the function, with its inputs cast if it is on the list."""
         kwargs = kwargs or {}
         if getattr(function, "__name__", None) in _IN_FP32 and torch.is_autocast_enabled("cpu"):
             args = tuple(map(_in_fp32, args))

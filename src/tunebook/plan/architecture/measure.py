@@ -1,9 +1,9 @@
-"""Build a model from its config.json without memory for its weights, and write what planning needs to know of it.
+"""Build a model from its config.json without memory for its weights, and write the facts that planning needs.
 
     python -m tunebook.plan.architecture.measure CONFIG_FILE ANSWER_FILE [--trust-remote-code]
     python -m tunebook.plan.architecture.measure --book [NAME ...]    (the files beside hydra_configs/model/NAME.yaml)
 
-A process of its own, because it imports torch and transformers, which `tunebook plan` must not.
+It runs in its own process because it imports torch and transformers, which `tunebook plan` must not import.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ from tunebook.plan.architecture.targets import (
 )
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_LONGEST = 2**20  # tokens, where an architecture has no highest position
+_LONGEST = 2**20  # tokens, if an architecture has no highest position
 _FLASH_ATTN = [kernel for kernel, facts in ATTENTIONS.items() if facts.is_flash and not facts.needs_lengths]
 _OURS = [kernel for kernel, facts in ATTENTIONS.items() if facts.needs_lengths]
-_ALIKE = 0.75  # among so many short names one that is less alike was hardly meant: bart for foobar
+_ALIKE = 0.75  # with so many short names, a lower similarity is hardly a typo: bart for foobar
 _UNKNOWN = ("unrecognized", "does not recognize", "should have a `model_type`", "trust_remote_code", "no file named")
-# What tensors without memory cannot do, and those with it can.
+# Operations that only tensors with memory support.
 _OF_FAKE_TENSORS = (
     DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )  # fmt: skip
-# What transformers has for a model_type instead of a causal language model, the most telling first.
+# Other kinds of models that transformers has for a model_type, the most informative first.
 _OTHER_KINDS: tuple[tuple[Any, str], ...] = (
     (MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, "a model of images or sound and text"),
     (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "an encoder-decoder"),
@@ -89,14 +89,14 @@ def describe(
     is_fp32_only: bool = False,
     on_found: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """`model.facts` as plain values, or `error` and `reason`. `on_found` is called for each part of what takes long."""
+    """Return `model.facts` as plain values, or `error` and `reason`. `on_found` is called after each slow part."""
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     loader: Any = AutoModelForCausalLM
     try:
         config = _config(config_file, options)
         with torch.device("meta"):
             model = loader.from_config(copy.deepcopy(config), **options)
-    except Exception as error:  # of any kind: architectures check their sizes in their own ways, or not at all
+    except Exception as error:  # of any type: architectures check their sizes in various ways, or not at all
         if trust_remote_code and (absent := _absent_code(config_file)):
             return absent
         if any(word in str(error).lower() for word in _UNKNOWN):
@@ -116,7 +116,7 @@ def _config(config_file: Path, options: dict[str, Any]) -> Any:
 
 
 def _unknown(config_file: Path) -> dict[str, str]:
-    """What the file calls its architecture; `kind`, which other one it is; else what may have been meant."""
+    """Return the architecture's name in the file with `kind`, if it is another kind of model, or a suggestion."""
     config = json.loads(config_file.read_text(encoding="utf-8"))
     kind = str(config.get("model_type") or "")
     architectures = config.get("architectures")
@@ -128,16 +128,16 @@ def _unknown(config_file: Path) -> dict[str, str]:
 
 
 def _absent_code(config_file: Path) -> dict[str, Any] | None:
-    """The files that the model's own code should be in and that are not beside its config.json; None where all are.
+    """List files of the model's own code that are missing next to its config.json; None if none is missing.
 
-    `is_known` says whether transformers has a model of this kind itself.
+    `is_known`: whether transformers itself has a model of this kind.
     """
     config = json.loads(config_file.read_text(encoding="utf-8"))
     auto_map = config.get("auto_map")
     named = (
         [auto_map.get(each) for each in ("AutoConfig", "AutoModelForCausalLM")] if isinstance(auto_map, dict) else []
     )
-    places = [place for place in named if isinstance(place, str) and "--" not in place]  # REPOSITORY--... is elsewhere
+    places = [place for place in named if isinstance(place, str) and "--" not in place]  # "--": in another repository
     files = dict.fromkeys(f"{place.rpartition('.')[0]}.py" for place in places)
     absent = [file for file in files if not (config_file.parent / file).is_file()]
     if not absent:
@@ -167,14 +167,14 @@ def _facts(
             return {"error": "cannot-build", "reason": str(error)}
         unreached = set()
     patterns = as_patterns(unreached, [name for name, _ in model.named_parameters()])
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones are there once
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones count once
     in_layers = sum(parameter.numel() for parameter in layers.parameters())
     inputs, in_linear = sum(map(num_inputs, linear)), sum(module.weight.numel() for module in linear)
     is_tied = model.get_output_embeddings().weight is words
     heads = _whole(text, "num_attention_heads") or 1  # Mamba and RWKV have none
     hidden = _whole(text, "hidden_size") or words.shape[1]
     return {
-        "architecture": type(model).__name__,  # what is loaded; the file may name one with a vision tower
+        "architecture": type(model).__name__,  # the loaded class; the file may name one with a vision tower
         "num_parameters": num_parameters,
         "num_layers": len(layers),
         "hidden_size": hidden,
@@ -207,10 +207,10 @@ def _facts(
 
 
 def _unreached(config: Any, options: dict[str, Any]) -> set[str]:
-    """The names of the parameters that no gradient comes to from a row of words.
+    """The names of the parameters that get no gradient from a row of words.
 
-    Empty where a pass asks for a number of a tensor that has none, so that nobody knows.
-    Raises: RuntimeError where no pass through the model can be computed.
+    Empty if a pass needs a value from a tensor without memory, so that the answer is unknown. Raises: RuntimeError if
+    no pass through the model can be computed.
     """
     loader: Any = AutoModelForCausalLM
     try:
@@ -220,18 +220,18 @@ def _unreached(config: Any, options: dict[str, Any]) -> set[str]:
                 model.tie_weights()
             output = model.train()(input_ids=torch.zeros(1, LENGTHS[0], dtype=torch.long), use_cache=False)
             last = getattr(getattr(output, "logits", None), "grad_fn", None)
-            if last is None:  # of an architecture with code of its own
+            if last is None:  # architecture with its own code
                 return set()
             reached = _leaves(last)
             return {name for name, parameter in model.named_parameters() if id(parameter) not in reached}
     except _OF_FAKE_TENSORS:
         return set()
-    except Exception as error:  # of any kind, as in `describe`
+    except Exception as error:  # of any type, as in `describe`
         raise RuntimeError(f"no pass through its layers can be computed: {_said(error)}") from error
 
 
 def _leaves(last: Any) -> set[int]:
-    """The ids of the parameters that autograd goes back to from an operation."""
+    """The ids of the parameters that autograd reaches backward from an operation."""
     seen, found, open_ = {None}, set(), [last]
     while open_:
         node = open_.pop()
@@ -245,9 +245,9 @@ def _leaves(last: Any) -> set[int]:
 
 
 def _not_chosen(layers: nn.ModuleList, text: Any) -> int:
-    """Parameters of the experts that a token is not sent to. transformers 5 keeps all experts of a layer in one tensor.
+    """Number of parameters of the experts that a token is not sent to.
 
-    0 where the config does not say how many are chosen.
+    transformers 5 keeps all experts of a layer in one tensor. 0 if the config does not say how many are chosen.
     """
     chosen = _whole(text, *CHOSEN_EXPERTS)
     stacked = [parameter for parameter in layers.parameters() if parameter.dim() == 3]
@@ -261,7 +261,7 @@ def _not_chosen(layers: nn.ModuleList, text: Any) -> int:
 
 
 def attention_of(model: Any) -> list[Attention]:
-    """What transformers lets a model's architecture attend with of its own kernels, wherever it runs."""
+    """transformers' own attention kernels that it supports for a model's architecture, on any machine."""
     found = [WITHOUT_KERNEL]
     found += [MASKED] if model._supports_sdpa else []
     found += [FLEX] if model._supports_flex_attn else []
@@ -271,21 +271,21 @@ def attention_of(model: Any) -> list[Attention]:
 
 
 def _dtype(*configs: Any) -> str:
-    """Of the published weights, by the first config that states one."""
+    """Dtype of the published weights, from the first config that states one."""
     stated = (getattr(config, "dtype", None) for config in configs)
     return next((_DTYPES[dtype] for dtype in stated if dtype in _DTYPES), "float32")
 
 
 def _whole(config: Any, *names: str) -> int | None:
-    """The first of these that is stated as one whole number; some architectures have a list of one per layer."""
+    """The first of these names with a single positive integer; some architectures have a list of one per layer."""
     values = (getattr(config, name, None) for name in names)
     return next((int(value) for value in values if isinstance(value, int) and value > 0), None)
 
 
 def _adapters(model: Any, layers: nn.ModuleList, unreached: list[str]) -> dict[str, Any]:
-    """As PEFT makes them of all that a text reaches, by rank 1. It changes the model.
+    """Sizes of PEFT's rank-1 adapters on all layers that text reaches. Changes the model.
 
-    Where it takes not every linear layer, as of Mamba, those that it would make of all.
+    If PEFT rejects some linear layers, as for Mamba, the sizes of adapters on all of them.
     """
     stacked, every = stacked_names(model), sizes_of(layers)
     try:
@@ -297,7 +297,7 @@ def _adapters(model: Any, layers: nn.ModuleList, unreached: list[str]) -> dict[s
 
 
 def trace_book(names: list[str]) -> None:
-    """Write the traces of the book's models, or of some of them, beside their YAML: one mode a line."""
+    """Write the traces of all or the named models of the book next to their YAML, one mode a line."""
     folder = book_root() / "hydra_configs" / "model"
     for file in sorted(folder.glob("*.yaml")):
         model = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -322,7 +322,7 @@ def trace_book(names: list[str]) -> None:
 
 
 def main() -> None:
-    """Parse the arguments and write the answer, or those of the book."""
+    """Parse the arguments and write one model's answer, or those of the book."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config_file", type=Path, nargs="?")
     parser.add_argument("answer_file", type=Path, nargs="?")

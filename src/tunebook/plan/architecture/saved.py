@@ -1,12 +1,12 @@
-"""What autograd keeps of one pass through each decoder layer, on tensors that have a shape and no memory.
+"""Measure what autograd saves in one pass through each decoder layer, on tensors with a shape and no memory.
 
-A prefix of the model is run under PyTorch's FakeTensorMode at three lengths, in every number format and with each kind
-of attention, and the storages that autograd saves are added up by the layer that saves them. The three give what is
-kept whatever the length, what grows with the tokens, and what grows with their square, such as a mask.
+A prefix of the model runs under PyTorch's FakeTensorMode at three lengths, in every number format and with each kind of
+attention. The storages that autograd saves are summed by the layer that saves them. The three lengths separate the
+constant part, the part linear in tokens, and the quadratic part, such as a mask.
 
-Layers that are compiled are divided between the passes by what divides them on a GPU, torch's partitioner, with the
-same settings; their graphs are run as they are, without kernels being made of them. Of the others, stand-ins keep what
-the attention kernels of a GPU keep, and everything else is seen as a CPU computes it under CUDA's autocast.
+Compiled layers are split between forward and backward pass by torch's partitioner, with the same settings as on a GPU.
+Their graphs run as they are, without code generation. For other layers, stand-ins save what a GPU's attention kernels
+save; everything else runs as on a CPU under CUDA's autocast.
 """
 
 from __future__ import annotations
@@ -41,28 +41,29 @@ from tunebook.plan.architecture.kernels import (
 from tunebook.plan.architecture.targets import names_beside_experts
 from tunebook.processes import die_with_parent
 
-LENGTHS = (62, 124, 186)  # tokens; like no size of a real model, by which copies of weights are told apart
+LENGTHS = (62, 124, 186)  # tokens; unlike any size of a real model, so that shapes identify copies of weights
 LORA_RANK = 1
-# Number format of the weights, and whether autocast computes in bf16. Without it adapters are in their format, too.
+# Number format of the weights, and whether autocast computes in bf16. Without autocast, adapters have the weights'
+# format.
 FORMATS = {
     "fp32": (torch.float32, False), "autocast": (torch.float32, True), "bf16": (torch.bfloat16, True),
     "cast": (torch.bfloat16, False),
 }  # fmt: skip
-# Our word for an attention, and what transformers is told.
+# Our name for an attention, and transformers' name.
 ATTENTION = {"sdpa": MASKED, "flash": UNMASKED, "eager": "eager"}
-# Compiled layers, all with torch's kernel for packed rows; whether what costs little is computed again.
+# Compiled layers, all with torch's kernel for packed rows, and whether cheap operations are recomputed.
 COMPILED = {"compiled": False, "selective": True}
 _METHODS = ("full", "adapter")
-_BESIDE = "beside"  # the method of an adapter on all but stacked experts
-_DROPOUT = 0.05  # of the method "dropout", an adapter; how much of it plays no part
+_BESIDE = "beside"  # method: an adapter on all layers except stacked experts
+_DROPOUT = 0.05  # for the method "dropout", an adapter; the rate has no influence
 _MODES = (
     *itertools.product(FORMATS, _METHODS, ATTENTION),
     *itertools.product(("autocast", "bf16"), (*_METHODS, "dropout"), COMPILED),
 )
-_MOST_LAYERS = 12  # of a prefix
-_MOST_BEING_COPIED, _SMALLEST_BYTES = 5, 1024  # of TRL's offloading: max_fwd_stash_size, min_offload_size
+_MOST_LAYERS = 12  # most layers that a prefix has
+_MOST_BEING_COPIED, _SMALLEST_BYTES = 5, 1024  # TRL's max_fwd_stash_size and min_offload_size
 _WORKERS = 4  # processes; compiling takes some seconds a mode
-_MACHINES = (MemoryError, ImportError, OSError)  # faults that say nothing of a model, and must not be remembered of it
+_MACHINES = (MemoryError, ImportError, OSError)  # machine faults; must not be cached as facts of a model
 _known: list[Any] = []  # in a worker: config, kinds of layers, options
 
 
@@ -74,22 +75,23 @@ def measure_saved(
     beside_experts: bool = False,
     is_fp32_only: bool = False,
 ) -> dict[str, list[int]]:
-    """By "format/method/kernels" six numbers, as `MeasuredLayers` has them. A mode that cannot be run is left out.
+    """Return six numbers by "format/method/kernels", as in `MeasuredLayers`; modes that fail to run are left out.
 
-    Of layers that are not compiled there are as many for what offloading leaves, by the same words and "offloaded".
+    For layers that are not compiled there are also six numbers of what offloading leaves on the GPU, under the same key
+    plus "offloaded".
 
-    `on_found` is called whenever a mode has been looked at. `beside_experts`: with adapters on all but stacked
-    experts, in layers that are not compiled.
+    `on_found` is called after each mode. `beside_experts`: adapters on all layers except stacked experts, for layers
+    that are not compiled.
 
-    Compiled layers are traced only if they have attention: those that go through a row token by token, as RWKV's, take
-    minutes to compile. `is_fp32_only`: the modes of a run on a CPU, a sixth of all.
+    Compiled layers are traced only if they have attention: recurrent layers such as RWKV's take minutes to compile.
+    `is_fp32_only`: the modes of a run on a CPU, a sixth of all.
     """
     known = (config, _kinds(config, layers), options)
     has_attention = bool(getattr(config.get_text_config(decoder=True), "num_attention_heads", None))
     modes = [mode for mode in _MODES if has_attention or mode[2] not in COMPILED]
     if is_fp32_only:
         modes = [mode for mode in modes if mode[0] == "fp32"]
-    if beside_experts:  # not compiled: with adapters on experts those are not known either, and they take a minute
+    if beside_experts:  # not compiled: compiled traces with adapters on experts are missing too, and take a minute
         modes = [mode for mode in modes if mode[1] == "adapter" and mode[2] not in COMPILED]
     seen = [(number_format, _BESIDE if beside_experts else method, kernels) for number_format, method, kernels in modes]
     workers = min(_WORKERS, os.cpu_count() or 1)
@@ -106,9 +108,9 @@ def measure_saved(
 
 
 def _know(*known: Any) -> None:
-    """What every mode of a model has in common: handed over by forking, since not every config can be pickled.
+    """Store in a worker what all modes share: inherited through fork, since not every config can be pickled.
 
-    A worker that waits for a mode would not see that the process which hands them out was killed.
+    A worker that waits for a mode would not notice that its parent was killed, hence `die_with_parent`.
     """
     die_with_parent()
     _known.extend(known)
@@ -120,9 +122,9 @@ def _measure_known(mode: tuple[str, str, str]) -> dict[tuple[str, ...], list[int
 
 
 def attends_by_lengths(config: Any, layers: nn.ModuleList, options: dict[str, Any]) -> bool:
-    """Whether a training pass goes through a kernel that is told where documents begin, and asks for nothing more.
+    """Whether a training pass calls the kernel that takes document boundaries, and asks nothing more of it.
 
-    Whoever does not ask AttentionInterface for its kernel would go on with its own, as if nothing had been asked.
+    A model that does not get its kernel from AttentionInterface silently uses its own.
     """
     mode = ("bf16", "full", BY_LENGTHS)
     asked: list[None] = []
@@ -132,27 +134,27 @@ def attends_by_lengths(config: Any, layers: nn.ModuleList, options: dict[str, An
             model.base_model(**_row(LENGTHS[0], has_lengths=True), use_cache=False)
     except _MACHINES:
         raise
-    except Exception:  # it asks for more, or does not take the places of documents
+    except Exception:  # needs other arguments, or does not accept document boundaries
         return False
     return bool(asked)
 
 
 def decoder_layers(decoder: Any, expected: int) -> nn.ModuleList:
-    """The list of decoder layers: the first as long as the config says, else the one with most parameters."""
+    """The list of decoder layers: the first with the length in the config, else the one with most parameters."""
     lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
     exact = [each for each in lists if len(each) == expected]
     return exact[0] if exact else max(lists, key=lambda each: sum(p.numel() for p in each.parameters()))
 
 
 def _kinds(config: Any, layers: nn.ModuleList) -> list[tuple[Any, ...]]:
-    """What tells the layers apart: their type where the config names one, and the shapes of their parameters."""
+    """The kind of each layer: its type, if the config names one, and the shapes of its parameters."""
     named = getattr(config.get_text_config(decoder=True), "layer_types", None) or [None] * len(layers)
     shapes = (tuple(tuple(p.shape) for p in layer.parameters()) for layer in layers)
     return list(zip(named, shapes, strict=False))
 
 
 def _prefix(kinds: list[tuple[Any, ...]]) -> int:
-    """As many layers as hold each kind twice, so that one of them is not the first; not more than a few."""
+    """Number of layers that hold each kind twice, so that one of them is not the first; at most `_MOST_LAYERS`."""
     needed = 2
     for kind in set(kinds):
         places = [place for place, other in enumerate(kinds) if other == kind]
@@ -163,7 +165,7 @@ def _prefix(kinds: list[tuple[Any, ...]]) -> int:
 def _measure(
     config: Any, kinds: list[tuple[Any, ...]], mode: tuple[str, str, str], options: dict[str, Any]
 ) -> dict[tuple[str, ...], list[int]]:
-    """Six numbers of what is kept, and of what offloading leaves of it; nothing where the mode cannot be run."""
+    """Six numbers of what is kept, and of what offloading leaves of it; empty if the mode fails to run."""
     prefix = _prefix(kinds)
     try:
         with _quiet(has_frozen_experts=mode[1] == _BESIDE), FakeTensorMode(allow_non_fake_inputs=True):
@@ -171,7 +173,7 @@ def _measure(
             found = [_saved_by_layer(model, prefix, length, mode) for length in LENGTHS]
     except _MACHINES:
         raise
-    except Exception:  # an attention that it does not have, an operation without a fake kernel
+    except Exception:  # unsupported attention, or an operation without a fake kernel
         return {}
     ways: dict[tuple[str, ...], list[list[float]]] = {(): [kept for kept, _ in found]}
     if mode[2] not in COMPILED:
@@ -180,7 +182,7 @@ def _measure(
 
 
 def _six_numbers(kinds: list[tuple[Any, ...]], prefix: int, found: list[list[float]]) -> list[int]:
-    """Of all layers, and of the largest, from the bytes of each layer of a prefix at the three lengths."""
+    """Fit all layers and the largest layer to the bytes of each layer of a prefix at the three lengths."""
     by_kind = {kind: [bytes_[place] for bytes_ in found] for place, kind in enumerate(kinds[:prefix])}
     mean = [sum(bytes_) / prefix for bytes_ in found]
     curves = [_curve(by_kind.get(kind, mean)) for kind in kinds]
@@ -189,7 +191,7 @@ def _six_numbers(kinds: list[tuple[Any, ...]], prefix: int, found: list[list[flo
 
 
 def _curve(found: list[float]) -> tuple[float, float, float]:
-    """The parabola through the bytes at three lengths that are 1, 2 and 3 x the first."""
+    """The parabola through the bytes at three lengths, which are 1, 2 and 3 times the first."""
     one, two, three = found
     step = LENGTHS[0]
     squared = (three - 2 * two + one) / (2 * step**2)
@@ -199,11 +201,11 @@ def _curve(found: list[float]) -> tuple[float, float, float]:
 
 @contextlib.contextmanager
 def _quiet(on_call: Callable[[], None] = lambda: None, *, has_frozen_experts: bool = False) -> Iterator[None]:
-    """Without warnings, and with the experts' product that has a fake kernel in every number format."""
+    """Suppress warnings, and use an expert product that has a fake kernel in every number format."""
     from transformers.integrations import moe
 
     register_kernels(on_call)
-    instead: dict[str, Any] = {"_can_use_grouped_mm": lambda *_: False}  # its fallback keeps as much of trained experts
+    instead: dict[str, Any] = {"_can_use_grouped_mm": lambda *_: False}  # the fallback keeps as much of trained experts
     if has_frozen_experts:
         instead["_grouped_mm"] = grouped_product
     before = {name: getattr(moe, name) for name in instead if hasattr(moe, name)}
@@ -223,11 +225,11 @@ def _build(config: Any, prefix: int, mode: tuple[str, str, str], options: dict[s
     shorter = copy.deepcopy(config)
     text = shorter.get_text_config(decoder=True)
     text.num_hidden_layers = prefix
-    if len(getattr(text, "layer_types", None) or ()) > prefix:  # Mamba's are worked out from the number of layers
+    if len(getattr(text, "layer_types", None) or ()) > prefix:  # Mamba derives them from the number of layers
         text.layer_types = list(text.layer_types)[:prefix]
     loader: Any = AutoModelForCausalLM
     attention = ATTENTION.get(kernels, BY_LENGTHS)
-    with no_init_weights():  # some draw their numbers in ways that a tensor without memory does not know
+    with no_init_weights():  # some initializers fail on a tensor without memory
         model = loader.from_config(shorter, dtype=FORMATS[number_format][0], attn_implementation=attention, **options)
     if method != "full":
         names = names_beside_experts(model) if method == _BESIDE else ()
@@ -240,14 +242,17 @@ def _build(config: Any, prefix: int, mode: tuple[str, str, str], options: dict[s
 
 
 def _cast_trained(model: Any) -> None:
-    """As FSDP gathers adapters over weights in bf16, and DeepSpeed casts them; PEFT has made them in fp32."""
+    """Cast adapters to bf16, as FSDP gathers them over bf16 weights and DeepSpeed casts them.
+
+    PEFT creates them in fp32.
+    """
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def text_decoder(model: Any) -> Any:
-    """What of a causal language model goes through a row of words: not a tower for images beside it."""
+    """The part of a causal language model that processes text, without any image tower."""
     has_towers = model.config.get_text_config(decoder=True) is not model.config
     return model.get_decoder() if has_towers else model.base_model
 
@@ -257,7 +262,7 @@ def _causal(model: Any) -> Any:
 
 
 def _compile(layers: nn.ModuleList, *, recomputes: bool) -> None:
-    """Divide each layer's operations between the passes as `model.compiled_layers` has it done."""
+    """Split each layer's operations between the passes as `model.compiled_layers` does."""
     from torch._dynamo import reset
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -281,9 +286,9 @@ def _compile(layers: nn.ModuleList, *, recomputes: bool) -> None:
 def adapted(
     model: Any, *, rank: int, dropout: float = 0.0, unreached: Collection[str] = (), names: Collection[str] = ()
 ) -> Any:
-    """With LoRA on every linear layer, or those of some names, but on none that no text reaches.
+    """Return the model with LoRA on every linear layer or the named ones, except those that no text reaches.
 
-    Modules are not moved, which would fail: a tensor without memory cannot be swapped.
+    Module moves are disabled because a tensor without memory cannot be swapped.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -310,8 +315,11 @@ def adapted(
 def _saved_by_layer(
     model: Any, prefix: int, length: int, mode: tuple[str, str, str]
 ) -> tuple[list[float], list[float]]:
-    """Bytes by layer, and those of them that offloading leaves on the device. A storage belongs to the layer that saves
-    it first; those of weights are left out, and so are copies of weights, which are known by their shape."""
+    """Return saved bytes by layer, and those of them that offloading leaves on the device.
+
+    A storage counts toward the layer that saves it first. Weights are left out, and so are their copies, which are
+    recognized by shape.
+    """
     decoder = text_decoder(_causal(model))
     of_weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     sides = {tuple(parameter.shape) for parameter in model.parameters()}
@@ -319,7 +327,7 @@ def _saved_by_layer(
     now: list[int | None] = [None]
     saved: dict[int, tuple[int | None, int]] = {}
     offloading = Offloading(of_weights)
-    kept_alive = []  # or another tensor's storage would be given the same place
+    kept_alive = []  # prevents reuse of a storage's address
 
     def keep(tensor: Any) -> Any:
         storage = tensor.untyped_storage()
@@ -344,14 +352,14 @@ def _by_layer(found: dict[int, tuple[int | None, int]], prefix: int) -> list[flo
 
 @contextlib.contextmanager
 def _autocast(mode: tuple[str, str, str]) -> Iterator[None]:
-    """As a GPU's; in compiled layers its norms are arithmetic in fp32 anyway."""
+    """Autocast as on a GPU; the norms of compiled layers compute in fp32 anyway."""
     like_cuda = contextlib.nullcontext() if mode[2] in COMPILED else CudaAutocast()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=FORMATS[mode[0]][1]), like_cuda:
         yield
 
 
 def _row(length: int, *, has_lengths: bool) -> dict[str, Any]:
-    """One row of two documents."""
+    """Build one row of two documents."""
     parts = (length // 2, length - length // 2)
     positions = torch.cat([torch.arange(part) for part in parts])[None]
     row = {"input_ids": torch.zeros(1, length, dtype=torch.long), "position_ids": positions}
@@ -360,22 +368,22 @@ def _row(length: int, *, has_lengths: bool) -> dict[str, Any]:
 
 
 class Offloading:
-    """Which tensors of one pass TRL's activation offloading leaves on the GPU, without moving anything.
+    """Determine which tensors of one pass TRL's activation offloading leaves on the GPU, without moving anything.
 
-    Follows `OffloadActivations` of trl 1.16 (models/activation_offloading.py): a storage that is saved again while an
-    earlier save of it is still being copied is not copied a second time, and stays. The caller keeps storages alive.
+    Follows `OffloadActivations` of trl 1.16 (models/activation_offloading.py): a storage that is saved again during an
+    earlier copy is not copied twice, and stays. The caller keeps storages alive.
     """
 
     def __init__(self, of_weights: Set[int]) -> None:
-        """`of_weights`: the storages of parameters, which it never moves."""
+        """`of_weights`: storages of parameters, which are never moved."""
         self.left: set[int] = set()  # storages that stay on the device
         self._of_weights = of_weights
         self._number = 0
         self._being_copied: dict[int, tuple[Any, ...]] = {}  # by the number of the save
-        self._newest: dict[tuple[Any, ...], int] = {}  # by what tells tensors apart
+        self._newest: dict[tuple[Any, ...], int] = {}  # by tensor key
 
     def save(self, tensor: Any) -> None:
-        """Autograd saves a tensor."""
+        """Record that autograd saves a tensor."""
         self._number += 1
         storage = tensor.untyped_storage()._cdata
         key = (storage, tensor.storage_offset(), tensor.dtype)
@@ -390,7 +398,7 @@ class Offloading:
         self._newest[key] = self._number
 
     def _let_go(self) -> None:
-        """Of those that were sent long enough ago."""
+        """Release the tensors whose copies have finished."""
         for number in [each for each in self._being_copied if each <= self._number - _MOST_BEING_COPIED]:
             key = self._being_copied.pop(number)
             if self._newest.get(key) == number:

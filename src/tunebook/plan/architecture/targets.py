@@ -1,7 +1,8 @@
-"""What PEFT puts adapters on, by the names under which `peft.target_modules` finds it.
+"""The layers that PEFT puts adapters on, by the names that `peft.target_modules` uses for them.
 
-Experts that transformers 5 keeps stacked, and their router, are parameters for PEFT and no linear layers. It finds
-them by the names that the linear layers of each had before, and where two of those are one parameter now, by both.
+For PEFT, experts that transformers 5 keeps stacked, and their router, are parameters rather than linear layers. PEFT
+finds them by the former names of each expert's linear layers. If two of those layers are now one parameter, both names
+match it.
 """
 
 from __future__ import annotations
@@ -12,25 +13,25 @@ from torch import nn
 
 from tunebook.model.parameters import last_name
 
-Sizes = dict[str, list[int]]  # by name: inputs and outputs, all of them added up
+Sizes = dict[str, list[int]]  # by name: total inputs and outputs
 
-# What the linear layers of experts, and of a router, were called before they were stacked, by what they are now.
+# Names of the linear layers of experts and of a router before they were stacked, grouped by their current parameter.
 _STACKED = (("w1", "w3"), ("w2",), ("gate_proj", "up_proj"), ("down_proj",), ("gate",))
 
 
 def is_linear(module: nn.Module) -> bool:
-    """What PEFT's "all-linear" takes: also GPT-2's Conv1D, which is a linear layer stored the other way round."""
+    """Whether PEFT's "all-linear" includes the module; GPT-2's Conv1D, a transposed linear layer, counts."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def num_inputs(module: Any) -> int:
-    """Numbers of one token that go into a linear layer."""
+    """Number of inputs per token of a linear layer."""
     rows, columns = module.weight.shape
     return int(columns if isinstance(module, nn.Linear) else rows)
 
 
 def sizes_of(layers: nn.Module) -> Sizes:
-    """Of every linear layer."""
+    """Input and output sizes of every linear layer."""
     sizes: Sizes = {}
     for name, module in layers.named_modules():
         if is_linear(module):
@@ -40,9 +41,9 @@ def sizes_of(layers: nn.Module) -> Sizes:
 
 
 def sizes_of_adapted(wrapped: Any, stacked: dict[str, tuple[str, ...]]) -> tuple[Sizes, Sizes]:
-    """Of linear layers that have an adapter of rank 1, and of experts and routers that have one as parameters.
+    """Sizes of linear layers, and of experts and routers, that have an adapter of rank 1.
 
-    `stacked` is of the model before it had them.
+    Experts and routers have theirs as parameters. `stacked` describes the model before it had adapters.
     """
     linear: Sizes = {}
     experts: Sizes = {}
@@ -59,7 +60,7 @@ def sizes_of_adapted(wrapped: Any, stacked: dict[str, tuple[str, ...]]) -> tuple
 
 
 def stacked_names(model: Any) -> dict[str, tuple[str, ...]]:
-    """By each parameter that PEFT puts adapters on as on a module, the names that it takes for it."""
+    """Map each parameter that PEFT adapts like a module to the names that PEFT accepts for it."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
@@ -72,13 +73,13 @@ def stacked_names(model: Any) -> dict[str, tuple[str, ...]]:
 
 
 def has_stacked_experts(model: Any) -> bool:
-    """Whether PEFT puts adapters on experts as on parameters."""
+    """Whether PEFT adapts experts as parameters."""
     parameters = {last_name(name) for name, each in model.named_parameters() if each.dim() == 3}
     return not parameters.isdisjoint(stacked_names(model))
 
 
 def names_beside_experts(model: Any) -> list[str]:
-    """Of the linear layers that PEFT takes for such; not the output head's."""
+    """Names of the modules that PEFT adapts as linear layers, without the output head."""
     taken = {name for names in stacked_names(model).values() for name in names}
     head = model.get_output_embeddings()
     linear = {last_name(name) for name, each in model.named_modules() if is_linear(each) and each is not head}

@@ -1,1 +1,1 @@
-"""Values that a configuration leaves to Tunebook (`auto`), resolved with a reason for each."""
+"""Resolve values that a configuration leaves to Tunebook (`auto`), with a reason for each."""

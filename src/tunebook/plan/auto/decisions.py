@@ -1,4 +1,4 @@
-"""The record of what was decided for the user and why, and of what the user decided."""
+"""Record of what Tunebook decided for the user and why, and of what the user decided."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AS_ASKED = "as asked"
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One resolved setting: its key, its value as a user would type it, and one sentence of why."""
+    """One resolved setting: its key, its value as a user would type it, and a one-sentence reason."""
 
     key: str
     value: ChoiceValue
@@ -24,21 +24,21 @@ class Choice:
 
 
 def asked_keys(choices: Iterable[Choice]) -> frozenset[str]:
-    """The keys that somebody has set, on the command line or in the recipe, of those that could be left open."""
+    """The keys that the command line or the recipe set, among those that `auto` can fill."""
     return frozenset(choice.key for choice in choices if choice.why == AS_ASKED)
 
 
 class Decisions:
-    """A copy of a configuration that is filled in one key at a time, with the reasons. The original stays as it is."""
+    """A copy of a configuration that is filled in key by key, with reasons. The original is unchanged."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = copy.deepcopy(config)
         self.choices: list[Choice] = []
 
     def decide(self, key: str, answer: Callable[[], tuple[Any, str]]) -> None:
-        """Keep what the user set at `key`; ask `answer` for a value and its reason where it is `auto` or null.
+        """Keep the user's value at `key`; if it is `auto` or null, ask `answer` for a value and its reason.
 
-        An answer of None leaves the key open: somebody else decides, and the reason says who.
+        An answer of None leaves the key open; the reason names what decides it later.
         """
         *path, name = key.split(".")
         group: Any = self.config

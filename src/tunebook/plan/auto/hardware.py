@@ -1,4 +1,4 @@
-"""Which machine `auto` means: the GPUs found here, else the machine that the recipe is planned for."""
+"""Resolve `auto` hardware: the GPUs found here, else the machine that the recipe is planned for."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def decide_hardware(decisions: Decisions, machine: Machine) -> None:
 
 
 def _count_kinds(gpus: list[Gpu]) -> str:
-    """Such as `4 x NVIDIA H200`."""
+    """Count GPUs by name, such as `4 x NVIDIA H200`."""
     names = sorted({gpu.name for gpu in gpus})
     return ", ".join(f"{sum(gpu.name == name for gpu in gpus)} x {name}" for name in names)
 
 
 def _usable(config: RunConfig, machine: Machine) -> list[Gpu]:
-    """The GPUs found here, when they are of the generation that is run on."""
+    """The GPUs found here, if they are of the run's generation."""
     return machine.gpus if any(gpu.generation is config.hardware.generation for gpu in machine.gpus) else []
 
 
@@ -36,7 +36,10 @@ def _runs_on_one_gpu(config: RunConfig, machine: Machine) -> bool:
 
 
 def _why_only_one(config: RunConfig, gpus: list[Gpu]) -> str | None:
-    """Why `parallelism=auto` leaves all but one idle. A strategy that was named is obeyed, or refused with a fix."""
+    """Why `parallelism=auto` leaves all GPUs but one idle; None if it uses them.
+
+    A named strategy is used as it is, or refused with a fix.
+    """
     if config.parallelism.strategy is not UNDECIDED or len(gpus) < 2:
         return None
     if any(gpu.is_mig for gpu in gpus):
@@ -57,7 +60,7 @@ def _generation(config: RunConfig, machine: Machine) -> tuple[Generation, str]:
         decides = "; the oldest decides for all" if _is_mixed(machine.gpus) else ""
         return oldest.generation, f"{found} found here{decides}"
     reference = config.hardware.reference.generation
-    if reference is Generation.auto:  # a recipe that says no more than "as found"
+    if reference is Generation.auto:  # the recipe names no machine
         return Generation.cpu, "no GPU is found here, and the recipe names no machine of its own"
     if config.launcher.name is not LauncherName.local:
         launcher = config.launcher.name.name
@@ -70,7 +73,7 @@ def _generation(config: RunConfig, machine: Machine) -> tuple[Generation, str]:
 
 
 def _reference(config: RunConfig) -> str:
-    """What to call the machine that is planned for where none is found."""
+    """How to name the planned machine if none is found here."""
     return (
         "the machine of hardware.reference" if config.recipe is None else "the machine that the recipe is planned for"
     )
@@ -91,7 +94,7 @@ def _gpus_per_node(config: RunConfig, machine: Machine) -> tuple[int, str]:
     if config.recipe is None and reference.gpus_per_node == 1:
         return 1, "nothing names more; hardware.gpus_per_node=8 plans for so many"
     unit = "ranks" if hardware.generation is Generation.cpu else "GPUs"
-    # A value below 1 is refused by its own range, so what is derived from it must not be refused as well.
+    # The range rule refuses a value below 1; the derived value must not be refused as well.
     return max(1, reference.gpus_per_node), f"{unit} of {_reference(config)}"
 
 

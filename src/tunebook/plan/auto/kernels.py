@@ -1,8 +1,8 @@
-"""Which kernels a run computes with, where that is left open: whether its blocks are compiled, and which attention.
+"""Choose a run's kernels where they are left open: whether its blocks are compiled, and which attention.
 
-Compiling is decided first, because not every attention can be part of a compiled block: where the blocks are compiled,
-an attention that is left open becomes one that can. What decides is what was seen working on GPUs; whatever was not is
-left as it was, with the reason, and can be asked for by model.compile_layers=true.
+Compiling is decided first, because not every attention can be part of a compiled block. If blocks are compiled, an open
+attention becomes one that compiles with them. Only combinations that were seen working on GPUs are enabled. All others
+stay disabled, with the reason; model.compile_layers=true requests them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from tunebook.facts.sharing import is_offloaded
 from tunebook.facts.strategies import strategy_facts
 from tunebook.train.packages import installed_version
 
-# What was tried in compiled blocks with packed rows; the first is what `auto` takes.
+# Kernels tested in compiled blocks with packed rows; `auto` takes the first.
 _COMPILED_WITH, *_COMPILED_TOO = COMPILED, COMPILED_BETA
-# Not what `auto` takes while the package is a beta: h200_flash_attention_4.jsonl, on the same GPUs in the same minutes.
+# `auto` does not take it while the package is a beta. Source: h200_flash_attention_4.jsonl, measured on the same GPUs
+# in the same minutes.
 _FASTER = f"; 3% faster, by a beta of flash-attn 4: {COMPILED_BETA.name} (Qwen2.5-3B, one H200)"
 
 
 def decide_compiling(config: RunConfig, missing_for_triton: str | None) -> tuple[bool, str]:
-    """Compile the blocks where that was seen working; the first of the reasons against it elsewhere.
+    """Compile the blocks if that was seen working; otherwise return the first reason against it.
 
-    `missing_for_triton` is what the machine that the ranks start on lacks for it.
+    `missing_for_triton`: what Triton needs and the launching machine lacks.
     """
     for reason in _reasons_against(config):
         return False, reason
@@ -43,7 +44,7 @@ def decide_compiling(config: RunConfig, missing_for_triton: str | None) -> tuple
 
 
 def _reasons_against(config: RunConfig) -> Iterator[str]:
-    """Why compiled blocks cannot work in a configuration, or were not seen doing so, the most basic first."""
+    """Why compiled blocks cannot work in a configuration or are untested there, most basic reason first."""
     generation, compute, facts = config.hardware.generation, config.precision.compute, config.model.facts
     kernel, settings = config.attention.implementation, config.parallelism
     if generation is Generation.cpu:
@@ -79,7 +80,7 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
 
 
 def decide_head(config: RunConfig) -> tuple[bool, str]:
-    """Make the output head's gradients in the forward pass where that was seen working.
+    """Compute the output head's gradients in the forward pass if that was seen working.
 
     On H200s, bf16, LoRA and fp8: h200_one_pass_head.jsonl. The losses of seven strategies: h200x2_parity.jsonl.
     """
@@ -92,7 +93,7 @@ def decide_head(config: RunConfig) -> tuple[bool, str]:
 
 
 def decide_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, str]:
-    """The fastest kernel, or the nearest to it that the model's architecture has."""
+    """The fastest kernel, or the nearest one that the model's architecture supports."""
     kernel, why = _fastest_attention(config, is_planned)
     if has_attention(config, kernel):
         return kernel, why
@@ -102,10 +103,11 @@ def decide_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, st
 
 
 def _fastest_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, str]:
-    """What compiles with the blocks where they are compiled; else flash-attn 2 where GPU and precision allow it and it
-    is installed, and torch's own kernel for packed rows where it is not. In fp32, sdpa document by document.
+    """The fastest kernel for the GPU, the precision and the installed packages.
 
-    What is planned for elsewhere has flash-attn in its image.
+    Compiled blocks: a kernel that compiles with them. Otherwise flash-attn 2 if GPU and precision allow it and it is
+    installed; else torch's own kernel for packed rows. In fp32, sdpa document by document. Runs planned for another
+    machine use an image that has flash-attn.
     """
     flash, generation, compute = INSTALLED, config.hardware.generation, config.precision.compute
     if generation is Generation.cpu:
@@ -136,17 +138,20 @@ def _fastest_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, 
 
 
 def _of_torch(config: RunConfig) -> Attention:
-    """torch's kernel for packed rows where it can be taken, else sdpa: whether the model has that is looked at last."""
+    """torch's kernel for packed rows if possible, else sdpa; the caller checks whether the model supports it."""
     kernel = without_flash_attn(config)
     return kernel if kernel is _COMPILED_WITH else MASKED
 
 
 def _goes_by_document(config: RunConfig) -> bool:
-    """Whether packed rows can go through sdpa one document at a time, which in fp32 keeps no scores of a whole row."""
+    """Whether packed rows can go through sdpa one document at a time.
+
+    In fp32 this avoids keeping the attention scores of a whole row.
+    """
     is_known = config.model.facts is not None and config.model.facts.architecture in VARLEN_ARCHITECTURES
     is_known = is_known and has_attention(config, BY_DOCUMENT)
     is_packed = config.packing.mode is not PackingMode.padded
-    # torch's kernel for it has no deterministic backward pass.
+    # torch's kernel for this has no deterministic backward pass.
     return is_known and is_packed and not config.model.compile_layers and not config.training.deterministic
 
 

@@ -1,7 +1,7 @@
-"""`parallelism=auto`: the fastest strategy whose estimated memory fits, tried with what would be decided for it.
+"""`parallelism=auto`: the fastest strategy whose estimated memory fits, with the settings that it would get.
 
-How fast each is was measured on two and four H200 (tests/bench/results: h200_speed_spread.jsonl, h200x4_speed.jsonl):
-the less of a model is divided, the less the GPUs wait for each other.
+The strategies' speeds were measured on two and four H200 (tests/bench/results: h200_speed_spread.jsonl,
+h200x4_speed.jsonl): the less of a model is divided, the less the GPUs wait for each other.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ _RECOMPUTED = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Tried:
-    """A run as it would be with one strategy."""
+    """The run as it would be with one strategy."""
 
     strategy: Strategy
-    refusals: tuple[str, ...]  # the ids of the rules that it breaks
-    total_gib: float | None  # estimated; None: not known
-    fits: bool | None  # by estimate; None: the memory or the model's size is not known
+    refusals: tuple[str, ...]  # ids of broken rules
+    total_gib: float | None  # estimate; None: unknown
+    fits: bool | None  # by estimate; None: memory or model size unknown
     checkpointing: Checkpointing
     row_length: int  # tokens
 
     @property
     def is_recomputed(self) -> bool:
-        """Whether whole layers are computed again."""
+        """Whether whole layers are recomputed."""
         return self.checkpointing is Checkpointing.enabled
 
     @property
     def concessions(self) -> int:
-        """How much is given up to make it fit: short rows less than whole layers, and parts of blocks nothing.
+        """The cost of making it fit: 2 for recomputed layers, 1 for short rows, 0 for recomputed parts of blocks.
 
-        DDP was 5% faster than FSDP of gradients and optimizer, and that 7% than FSDP (h200x4_speed.jsonl): more than
-        computing parts of blocks again costs, and no more than short rows lose to those twice as long.
+        DDP was 5% faster than FSDP of gradients and optimizer, which was 7% faster than FSDP (h200x4_speed.jsonl). That
+        exceeds the cost of recomputing parts of blocks, and does not exceed what short rows lose to rows twice as long.
         """
         is_short = self.checkpointing is Checkpointing.selective and self.row_length < SHORT_ROW_TOKENS
         return 2 if self.is_recomputed else int(is_short)
@@ -65,12 +65,12 @@ class _Tried:
 def decide_strategy(decisions: Decisions, decide_passes: DecidePasses) -> None:
     """Fill in `parallelism.strategy` and give the section that strategy's schema, as if it had been typed.
 
-    `decide_passes` decides what depends on the strategy: rows, passes and whether activations are recomputed.
+    `decide_passes` decides what depends on the strategy: rows, passes and activation checkpointing.
     """
     config = decisions.config
     is_open = config.parallelism.strategy is UNDECIDED
     if is_open and type(config.parallelism) is not ParallelismConfig:
-        return  # settings of a named strategy would be lost; `strategy-settings-mismatch` says so
+        return  # would lose the settings of a named strategy; see `strategy-settings-mismatch`
     decisions.decide("parallelism.strategy", lambda: _strategy(config, decide_passes))
     if is_open:
         config.parallelism = _settings(config.parallelism.strategy)
@@ -88,17 +88,17 @@ def _strategy(config: RunConfig, decide_passes: DecidePasses) -> tuple[Strategy,
         return COPIED, "several ranks on a CPU, where FSDP does not run"
     order = FASTEST_ON_SEVERAL_NODES if config.hardware.num_nodes > 1 else FASTEST_ON_ONE_NODE
     tried = [_try(config, strategy, decide_passes) for strategy in order]
-    # What is wrong with every one of them is not the strategy's fault, and is reported whichever is taken.
+    # Problems common to all strategies do not count against one; they are reported whichever is chosen.
     fewest = min(len(one.refusals) for one in tried)
     allowed = [one for one in tried if len(one.refusals) == fewest]
-    # `min` takes the first of equals: of those that give up least the fastest.
+    # `min` takes the first of equals: the fastest of those with the fewest concessions.
     fitting = [one for one in allowed if one.fits]
     chosen = min(fitting, key=lambda one: one.concessions) if fitting else allowed[-1]
     return chosen.strategy, _why(config, chosen, tried)
 
 
 def _try(config: RunConfig, strategy: Strategy, decide_passes: DecidePasses) -> _Tried:
-    """Decide the rest as it would be with a strategy, on a copy: a longer row may fit with one and not with another."""
+    """Decide the other settings for a strategy, on a copy: a longer row may fit with one strategy only."""
     decisions = Decisions(replace(config, parallelism=_settings(strategy)))
     decide_passes(decisions)
     resolved = decisions.config
@@ -115,7 +115,7 @@ def _try(config: RunConfig, strategy: Strategy, decide_passes: DecidePasses) -> 
 
 
 def _why(config: RunConfig, chosen: _Tried, tried: list[_Tried]) -> str:
-    """What is said for the strategy taken, and against those that would have been faster, or were refused."""
+    """The reason for the chosen strategy, and the reasons against faster or refused ones."""
     place = tried.index(chosen)
     against = tried[:place]
     if not chosen.fits or chosen.is_recomputed:
@@ -135,7 +135,7 @@ def _reason_for(config: RunConfig, chosen: _Tried) -> str:
 
 
 def _reason_against(one: _Tried, chosen: _Tried) -> str | None:
-    """None where nothing is known against it."""
+    """The reason against a strategy; None if there is none."""
     if rules := sorted(set(one.refusals) - set(chosen.refusals)):
         return f"{one.strategy.name} is refused ({', '.join(rules)})"
     if one.fits and one.concessions < 2:

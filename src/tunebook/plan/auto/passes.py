@@ -1,6 +1,7 @@
-"""How much one pass computes and what it keeps for the backward pass, where that is left open: rows and checkpointing.
+"""Decide row length and activation checkpointing where they are left open.
 
-Decided by the estimated memory, so after the strategy, and once for each strategy that `parallelism=auto` tries.
+The decision depends on the estimated memory. It therefore comes after the strategy, once for each strategy that
+`parallelism=auto` tries.
 """
 
 from __future__ import annotations
@@ -23,19 +24,20 @@ from tunebook.plan.auto.decisions import Decisions
 from tunebook.plan.memory import USABLE_SHARE, estimate_memory, fits_into, gib_text
 from tunebook.plan.rules.frame import world_size
 
-# Compiled blocks leave less between the matrix products, which a longer row makes larger: Qwen2.5-3B on one H200 had
-# 25,079 tokens/s in rows of 8,192 and 27,062 in rows of 16,384 (h200x4_speed.jsonl), and computing norms and
-# activation functions again 27,114 in those and 27,808 in rows of 32,768 (h200_selective.jsonl).
+# Compiled blocks spend less time between matrix products, and a longer row makes the products larger. Qwen2.5-3B on one
+# H200 had 25,079 tokens/s in rows of 8,192 and 27,062 in rows of 16,384 (h200x4_speed.jsonl). With norms and activation
+# functions recomputed it had 27,114 in rows of 16,384 and 27,808 in rows of 32,768 (h200_selective.jsonl).
 _FULL_COMPILED_ROW_TOKENS = 32_768
-# Of the longest row that fits without that. A row twice as long was 8% faster so under FSDP (Llama 3 8B, two H200) and
-# 1% on one GPU. LoRA lost twice as much in rows of 8,192 tokens, and was not seen to gain by longer ones than that.
+# Minimum ratio to the longest row that fits without recomputation. With recomputation, a row twice as long was 8%
+# faster under FSDP (Llama 3 8B, two H200) and 1% faster on one GPU. LoRA lost twice as much in rows of 8,192 tokens,
+# and longer rows gave it no measured gain.
 _WORTH_COMPUTING_AGAIN = 1.5
 SHORT_ROW_TOKENS = 8192
-_SHORTEST_ROW_TOKENS = 2  # as training.max_length at least: whatever is less is refused by its own range
+_SHORTEST_ROW_TOKENS = 2  # minimum of training.max_length; its range rule refuses less
 
 
 def decide_passes(decisions: Decisions) -> None:
-    """What depends on the memory that the strategy leaves: how much a pass computes, and what it keeps of it."""
+    """Decide what depends on the memory that the strategy leaves: rows, micro batch and checkpointing."""
     resolved = decisions.config
     decisions.decide("packing.row_length", lambda: _row_length(resolved))
     decisions.decide("training.micro_batch_size", lambda: _micro_batch_size(resolved))
@@ -68,9 +70,9 @@ def _row_length(config: RunConfig) -> tuple[int, str]:
 
 
 def _tokens_of_a_step(config: RunConfig) -> int:
-    """Tokens that a row can be filled with by the documents of a step, when every GPU gets one row of them.
+    """Tokens of a step's documents that can fill one row, if every GPU gets one row.
 
-    Steps of few documents differ, so they are taken for twice as long as the stated mean.
+    Steps with few documents vary, so documents count as twice the stated mean length.
     """
     training, ranks = config.training, world_size(config)
     if training.global_samples is None:
@@ -81,7 +83,7 @@ def _tokens_of_a_step(config: RunConfig) -> int:
 
 
 def _longest_row(config: RunConfig, target: int, checkpointing: Checkpointing) -> int:
-    """Of the multiples of the longest document's length up to `target` tokens that fit and divide the batch."""
+    """The longest row up to `target` tokens, in multiples of `max_length`, that fits and divides the batch."""
     length = config.training.max_length
     rows = (documents * length for documents in range(target // length, 1, -1))
     return next(
@@ -90,7 +92,7 @@ def _longest_row(config: RunConfig, target: int, checkpointing: Checkpointing) -
 
 
 def _is_worth_recomputing_parts(config: RunConfig, row: int, longer: int) -> bool:
-    """Whether a step is done in fewer and longer passes by it, or a row of the other length needs it, too."""
+    """Whether recomputation allows fewer, longer passes, or the shorter row needs it as well."""
     if longer <= row or _passes(config, longer) >= _passes(config, row):
         return False
     if not _fits(config, row, Checkpointing.disabled):
@@ -101,7 +103,7 @@ def _is_worth_recomputing_parts(config: RunConfig, row: int, longer: int) -> boo
 
 
 def _passes(config: RunConfig, row: int) -> int:
-    """How many a step takes in rows of some tokens; of documents of no known length, where all are of the longest."""
+    """Number of passes of a step with rows of `row` tokens; unknown document lengths count as the longest."""
     training = config.training
     tokens: float = training.global_tokens or 0
     if training.global_samples is not None:
@@ -111,18 +113,18 @@ def _passes(config: RunConfig, row: int) -> int:
 
 
 def _kept(config: RunConfig) -> Checkpointing:
-    """How much is recomputed with rows as long as they may be: no more than is asked for, and no layer whole."""
+    """The checkpointing assumed for the longest row: selective if requested, never whole layers."""
     is_selective = config.activation.checkpointing is Checkpointing.selective
     return Checkpointing.selective if is_selective else Checkpointing.disabled
 
 
 def _may_recompute_parts(config: RunConfig) -> bool:
-    """Whether it is open what is kept of blocks, and they are compiled, which can keep parts."""
+    """Whether checkpointing is open and the blocks are compiled, which allows recomputing parts."""
     return config.activation.checkpointing is Checkpointing.auto and bool(config.model.compile_layers)
 
 
 def _divides_token_budget(config: RunConfig, row: int) -> bool:
-    """A budget of tokens is counted in rows, which every rank needs equally many of."""
+    """Whether rows of this length divide the token budget evenly among all ranks."""
     budget = config.training.global_tokens
     return budget is None or budget % (row * world_size(config) * (config.training.micro_batch_size or 1)) == 0
 
@@ -154,7 +156,7 @@ def _shard_group_size(config: RunConfig) -> tuple[int, str]:
 
 
 def _checkpointing(config: RunConfig) -> tuple[Checkpointing, str]:
-    """As little as the estimate fits with: whole layers cost up to a third of the speed, their parts 1 to 3%."""
+    """The least recomputation that fits: whole layers cost up to a third of the speed, parts 1 to 3%."""
     facts, memory = known_facts(config), config.hardware.memory_gib
     if facts is None:
         return Checkpointing.enabled, "the model's size is not known before it is loaded, and this is the safe side"

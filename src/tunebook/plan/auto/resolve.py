@@ -1,9 +1,8 @@
-"""What `auto` becomes: every decision left open is made here, from the base model and the machine, with its reason.
+"""Resolve every decision left to `auto`, from the base model and the machine, with a reason for each.
 
-A user's explicit choice is never rewritten: it is listed "as asked", and `plan.rules` refuses it if it cannot work.
-The order matters: hardware decides precision, precision decides whether blocks are compiled and by that attention,
-attention decides packing; with these the strategies are tried, and the strategy decides how long rows are and how much
-of a pass is kept or computed again.
+A user's explicit choice is never rewritten: it is listed "as asked", and `plan.rules` refuses it if it cannot work. The
+order matters: hardware decides precision, precision decides compiling and so the attention, attention decides packing.
+With these, each strategy is tried. The strategy decides the row length and how much of a pass is kept or recomputed.
 """
 
 from __future__ import annotations
@@ -38,30 +37,30 @@ from tunebook.train.requirements import hardware_problem
 
 __all__ = ["Choice", "Resolution", "resolve_auto"]
 
-_MOST_PARTS = 3  # that are named
+_MOST_PARTS = 3  # most parts to list
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resolution:
-    """A configuration without open decisions, and the choices that were made."""
+    """A configuration without open decisions, and the choices made."""
 
     config: RunConfig
     choices: list[Choice]
-    problem: Problem | None = None  # why it cannot run here; None: it can
-    host_memory_gib: float | None = None  # of one node; None: not known
+    problem: Problem | None = None  # why it cannot run here; None if it can
+    host_memory_gib: float | None = None  # of one node; None: unknown
 
     @property
     def why_not_runnable(self) -> str:
-        """Why it cannot run here and what to type instead; empty where it can."""
+        """Why it cannot run here and what to type instead; empty if it can run."""
         return f"{self.problem.message}; try {self.problem.fix}" if self.problem is not None else ""
 
 
 def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
-    """Decide everything that `config` leaves open. `config` itself is not changed.
+    """Resolve everything that `config` leaves open. `config` itself is not changed.
 
-    Two things stay open on purpose: `training.micro_batch_size` of padded batches, which the batch solver works out,
-    and what the data decides once it is read (`dataset.format`, `dataset.train_on`).
-    Raises: RequestError when the model's config.json cannot be read, or for a number that nothing can be computed with.
+    Two things stay open on purpose: `training.micro_batch_size` of padded batches, which the batch solver computes, and
+    values that depend on the data (`dataset.format`, `dataset.train_on`). Raises: RequestError if the model's
+    config.json cannot be read, or for a number that cannot be computed with.
     """
     refuse_absurd(config)
     decisions = Decisions(config)
@@ -90,7 +89,7 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
 
 
 def _is_in_fp32_on_a_cpu(config: RunConfig) -> bool:
-    """Whether nothing but fp32 is trained, whatever `auto` decides."""
+    """Whether the run is certainly fp32 on a CPU, whatever `auto` decides."""
     precision = config.precision
     is_fp32 = precision.compute in (Compute.auto, Compute.fp32)
     is_fp32 = is_fp32 and precision.master_weights in (MasterWeights.auto, MasterWeights.fp32)
@@ -98,7 +97,7 @@ def _is_in_fp32_on_a_cpu(config: RunConfig) -> bool:
 
 
 def _note_unreached(decisions: Decisions) -> None:
-    """What of the model is left as it is, decided for whoever trains on text alone; nothing to be typed."""
+    """Record which parts of the model text-only training leaves untrained. The choice has no key to type."""
     facts, parts = decisions.config.model.facts, unreached_of(decisions.config.model.facts)
     if facts is None or facts.measured is None or not parts:
         return
@@ -109,14 +108,17 @@ def _note_unreached(decisions: Decisions) -> None:
 
 
 def _host_memory_gib(config: RunConfig, machine: Machine, problem: Problem | None) -> float | None:
-    """As set; else this machine's, where the ranks start here. It decides nothing, so it is no choice of the run's."""
+    """The configured host memory; else this machine's, if the ranks start here.
+
+    No decision depends on it, so it is not one of the choices.
+    """
     if config.hardware.host_memory_gib is not None:
         return config.hardware.host_memory_gib
     return None if problem is not None or starts_elsewhere(config) else machine.host_memory_gib
 
 
 def _compute(config: RunConfig) -> tuple[Compute, str]:
-    """The base model's number format, or the nearest one that loses nothing and that the hardware computes."""
+    """The base model's number format, or the nearest lossless one that the hardware computes."""
     name, facts = config.hardware.generation.name, GENERATIONS[config.hardware.generation]
     dtype = read_dtype(config.model)
     base = f"the base model is {dtype}" if dtype else "the base model's dtype is not known before it is loaded"
@@ -138,7 +140,10 @@ def _compute(config: RunConfig) -> tuple[Compute, str]:
 
 
 def _master_weights(config: RunConfig) -> tuple[MasterWeights, str]:
-    """fp32 for what is trained; a frozen base stays as it was published where that is bf16, under adapters in fp32."""
+    """fp32 for trained weights.
+
+    A frozen base under fp32 adapters keeps its published format if that is bf16.
+    """
     compute, dtype = config.precision.compute, read_dtype(config.model)
     if config.peft.method is PeftMethod.full:
         return MasterWeights.fp32, "a weight in bf16 would lose updates that are small beside it"
@@ -159,7 +164,7 @@ def _tf32(config: RunConfig) -> tuple[Switch, str]:
 
 
 def _packing(config: RunConfig) -> tuple[PackingMode, str]:
-    """Packed wherever the kernel and the architecture keep the documents of a row apart."""
+    """Packed rows if kernel and architecture keep the documents of a row apart."""
     kernel, facts = config.attention.implementation, config.model.facts
     if facts is not None and leaks(config):
         return PackingMode.padded, f"{facts.architecture} cannot keep packed documents apart"

@@ -1,15 +1,15 @@
-"""The memory of one rank, from a model's sizes and traced layers alone: no weights, no network, no torch.
+"""Estimate one rank's memory from the model's sizes and traced layers: no weights, no network, no torch.
 
-    states     weights, gradients and optimizer state, divided among the ranks as the strategy says
-    kept       what the forward pass keeps for the backward pass
-    work       what one layer needs at work
-    sharding   weights that are gathered or cast, and gradients on their way
-    ledger     rows of bytes over the moments of a step, the fullest of which is the peak
+    states     weights, gradients and optimizer state, divided among the ranks by the strategy
+    kept       activations that the forward pass keeps for the backward pass
+    work       working memory of one layer
+    sharding   gathered or cast weights, and gradients in transit
+    ledger     rows of bytes over the moments of a step; the peak is the fullest moment
     rows       the ledger of a run
-    overhead   what fills the GPU besides tensors
+    overhead   GPU memory that is not tensors
     gpu, host  the verdicts for a GPU, and for a node's host memory and disk
 
-tests/bench/test_memory_table.py holds it against every peak that torch reported of runs on H100s and H200s.
+tests/bench/test_memory_table.py compares it with every peak that torch reported for runs on H100s and H200s.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from tunebook.plan.memory.rows import step_ledger
 from tunebook.plan.memory.states import num_ranks
 
 GIB = 2**30
-# What tensors may fill of the memory. The rest is the CUDA context, communication buffers and unusable pieces, which
-# `overhead` estimates. The fullest runs on H200s held 86% (one GPU), 85% (DDP) and 83% (FSDP) without running out
-# (tests/bench/results: h200_memory.jsonl, h200x2_selective.jsonl), and thirty that were to fill one H100 or two to this
-# share took 79% to 97% of each GPU with all that comes on top (h100_held_out.jsonl, h100x2_held_out.jsonl), two of them
-# only with segments of the allocator that grow (`supervise`). As runs are estimated today, none is more than 5% too
-# low.
+# Share of GPU memory that tensors may fill. The rest is the CUDA context, communication buffers and fragmentation,
+# which `overhead` estimates. The fullest runs on H200s held 86% (one GPU), 85% (DDP) and 83% (FSDP) without running out
+# of memory (tests/bench/results: h200_memory.jsonl, h200x2_selective.jsonl). Thirty runs that were sized to fill one or
+# two H100s to this share took 79% to 97% of each GPU with the overhead (h100_held_out.jsonl, h100x2_held_out.jsonl).
+# Two of them needed the allocator's expandable segments (`supervise`). With today's estimates, no run is estimated more
+# than 5% too low.
 USABLE_SHARE = 0.83
 
 
@@ -42,16 +42,16 @@ class Estimate:
     gradients_gib: float
     optimizer_gib: float
     buffers_gib: float
-    activations_gib: float  # with the output head's
+    activations_gib: float  # including the output head's
 
     @property
     def states_gib(self) -> float:
-        """What there is of the model whatever is computed: weights, gradients and optimizer state."""
+        """Weights, gradients and optimizer state."""
         return self.weights_gib + self.gradients_gib + self.optimizer_gib
 
     @property
     def total_gib(self) -> float:
-        """All tensors: what torch reports as the peak of allocated memory."""
+        """All tensors: the peak of allocated memory that torch reports."""
         return self.states_gib + self.buffers_gib + self.activations_gib
 
 
@@ -60,8 +60,9 @@ def estimate_memory(
 ) -> Estimate:
     """Estimate one rank's memory for a resolved machine, precision, packing and micro batch.
 
-    `checkpointing`: in place of what the configuration says. `accumulates`: whether an optimizer step takes more than
-    one pass; None where nobody has counted yet: then it may, unless one pass is all of a step's tokens.
+    `checkpointing`: overrides the configured value. `accumulates`: whether an optimizer step takes more than one pass.
+    None means that nobody has counted the passes: the estimate then assumes accumulation, unless one pass holds all
+    tokens of a step.
     """
     if checkpointing is not None:
         config = replace(config, activation=replace(config.activation, checkpointing=checkpointing))
@@ -72,28 +73,28 @@ def estimate_memory(
 
 
 def unknown_size(config: RunConfig) -> str:
-    """Why there is no estimate, as the end of a sentence."""
+    """Return why there is no estimate, as the end of a sentence."""
     if config.model.facts is None:
         return "nor is the model's size"
     return "the layers of the stated sizes are traced with torch and transformers, which are not installed here"
 
 
 def fits_into(config: RunConfig, tensors_gib: float, memory_gib: float) -> bool:
-    """Whether a peak of tensors leaves room for what is there besides them, also where nothing has to be given back."""
+    """Whether a peak of tensors plus the overhead fits into the memory, with the reserve of `USABLE_SHARE`."""
     besides = overhead_bytes(config, tensors_gib * GIB) / GIB
     return tensors_gib <= memory_gib * USABLE_SHARE and tensors_gib + besides <= memory_gib
 
 
 def gib_text(value: float) -> str:
-    """GiB as reasons name them: to a tenth, and of less than one the first two digits."""
+    """Format GiB for messages: one decimal, or two significant digits below 1 GiB."""
     return f"{value:.1f} GiB" if value >= 1 else f"{value:.2g} GiB"
 
 
 def _may_accumulate(config: RunConfig) -> bool:
-    """Whether a step may take more than one pass by its budget.
+    """Whether a step may take more than one pass, judged by its budget.
 
-    Documents are not counted before they are packed, but as many of the longest as fit into the rows of one pass do so
-    however long they are.
+    The number of packed documents is unknown before packing. Each row of a pass holds at least as many documents as fit
+    at the longest length.
     """
     training, is_padded = config.training, config.packing.mode is PackingMode.padded
     rows = num_ranks(config) * max(1, training.micro_batch_size or 1)

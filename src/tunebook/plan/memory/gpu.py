@@ -1,6 +1,6 @@
-"""The memory of one GPU or rank, part by part, as far as it is known before a run: what nothing computes yet is None.
+"""The memory of one GPU or rank, part by part, as known before a run; unknown parts are None.
 
-The numbers are those of `plan.memory`, by which `auto` decides about activation checkpointing.
+The numbers come from `plan.memory`. `auto` uses the same numbers to decide about activation checkpointing.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from tunebook.record.measurement import Measurement
 
 _NOT_KNOWN = "whether it fits is not known"
-# Rows may be shorter than planned and the estimate too high: only what is this much more than the memory is refused.
+# Rows may be shorter than planned and the estimate too high. Refuse only above this multiple of the memory.
 SURELY_TOO_LARGE = 1.15
-_ROUNDING = 1e-9  # of an overhead that is all that is left
+_ROUNDING = 1e-9  # tolerance if the overhead equals all remaining memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +32,14 @@ class Memory:
     gradients: float | None = None
     optimizer: float | None = None
     activations: float | None = None  # and the output head
-    buffers: float | None = None  # what is whole or in another number format for a time, and DDP's buckets
-    overhead: float | None = None  # CUDA context, communication, unusable pieces
-    total: float | None = None  # of the parts
+    buffers: float | None = None  # temporarily gathered or cast tensors, and DDP's buckets
+    overhead: float | None = None  # fragmentation
+    total: float | None = None  # sum of the parts
     capacity: float | None
 
     @property
     def allocated(self) -> float | None:
-        """Of tensors alone: what torch reports as the peak of allocated memory, which runs record as `memory_gib`."""
+        """Tensors alone: torch's peak of allocated memory, which runs record as `memory_gib`."""
         return None if self.total is None else self.total - (self.overhead or 0.0)
 
     def to_json(self) -> dict[str, float | None]:
@@ -53,23 +53,23 @@ def _rounded(value: float | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """The parts, and whether they fit."""
+    """Memory parts, and the verdict whether they fit."""
 
     memory: Memory
     fits: bool | None  # None: the estimate is too rough to say
-    verdict: str  # the same as a sentence, with its reason
-    measured: Measurement | None = None  # that the peak is of; None: it is estimated
+    verdict: str  # the verdict as a sentence, with its reason
+    measured: Measurement | None = None  # source of the peak; None: it is estimated
 
     @property
     def is_in_doubt(self) -> bool:
-        """Whether there are numbers, and they are too near the capacity to say."""
+        """Whether the estimate exists but is too close to the capacity for a verdict."""
         return self.fits is None and self.memory.total is not None and self.memory.capacity is not None
 
 
 def plan_memory(config: RunConfig, batch: BatchPlan | None = None) -> MemoryPlan:
     """Estimate a resolved configuration's memory and judge it.
 
-    `batch` tells whether a step takes several passes and, solved with the documents' lengths, how long its rows get.
+    `batch` says whether a step takes several passes and, if solved with the documents' lengths, how long its rows get.
     """
     facts, capacity = known_facts(config), config.hardware.memory_gib
     if facts is None:
@@ -92,7 +92,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan | None = None) -> MemoryPlan
 
 
 def _with_rows_of(config: RunConfig, batch: BatchPlan | None) -> RunConfig:
-    """With rows as long as the longest that the data makes, which is less than they hold where a batch is small."""
+    """Return the configuration with the longest row of the data, which is shorter than allowed if a batch is small."""
     if batch is None or not batch.longest_row:
         return config
     return replace(
@@ -103,9 +103,9 @@ def _with_rows_of(config: RunConfig, batch: BatchPlan | None) -> RunConfig:
 
 
 def _judge(estimate: Estimate, overhead: float, capacity: float | None) -> tuple[bool | None, str]:
-    """Yes where the tensors fit into the usable share, no where they are more than there is.
+    """Fits if the tensors fit into the usable share; does not fit if they surely exceed the capacity.
 
-    The overhead, of which only a part is measured, can take away a yes and never gives one.
+    Only part of the overhead is measured. It can turn a yes into unknown, but never gives a yes.
     """
     if capacity is None:
         return None, f"{_NOT_KNOWN}: hardware.memory_gib is not set"

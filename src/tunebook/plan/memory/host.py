@@ -1,14 +1,14 @@
-"""The memory of one node's host: while loading, for what is offloaded, and while the model is saved.
+"""The memory of one node's host: during loading, for offloaded states, and while the model is saved.
 
     processes   Python and its libraries in every rank
-    training    on a CPU: the tensors that the ranks train with, which elsewhere are on the GPUs
-    loading     what the ranks hold of the weights before they are on the GPUs
+    training    on a CPU: the tensors that ranks train with, which are on the GPUs otherwise
+    loading     weights that the ranks hold before they are on the GPUs
     offload     weights, gradients, optimizer state and activations that live on the host
-    saving      the whole model, gathered to be written
+    saving      the full model, gathered to be written
 
-By arithmetic and by reading the packages (versions beside each number), for the node that holds rank 0: no host has
-been measured but for loading (tests/bench/results/loading_memory.jsonl). Pages of files are not counted, because the
-kernel takes them back; nor is what PyTorch adds to page-locked memory when it rounds each piece up to a power of two.
+The numbers come from arithmetic and from reading the packages (versions are next to each number), for the node of rank
+0. Only loading has been measured on a host (tests/bench/results/loading_memory.jsonl). File cache pages are not
+counted, because the kernel reclaims them. Neither is PyTorch's rounding of page-locked buffers up to a power of two.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tunebook.plan.memory.overhead import PROCESS
 from tunebook.plan.memory.sharding import cast_copies_bytes
 from tunebook.plan.memory.states import divided_among, paged_bytes, states_anywhere, weight_element
 
-# Assumed: a process on a GPU, whose CUDA build brings larger libraries and page-locked buffers.
+# Assumed: a GPU process, whose CUDA build has larger libraries and page-locked buffers.
 GPU_PROCESS = 2 * 2**30
-# DeepSpeed 0.19.8, runtime/zero/offload_config.py: buffers between host and NVMe, and what stays on the host besides.
+# DeepSpeed 0.19.8, runtime/zero/offload_config.py: buffers between host and NVMe, and what else stays on the host.
 _PARAMETER_BUFFERS, _PARAMETER_BUFFER_ELEMENTS, _MAX_IN_CPU = 5, 100_000_000, 1_000_000_000
 _OPTIMIZER_BUFFERS, _SUB_GROUP_ELEMENTS = 4, 1_000_000_000
-_LARGEST_FILE = 50_000_000_000  # bytes that transformers 5.23 writes into one file, and copies from the GPU for it
+_LARGEST_FILE = 50_000_000_000  # bytes; transformers 5.23 writes at most this into one file, copied from the GPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostBytes:
-    """Bytes of one node; on NVMe, of its disk."""
+    """Bytes of one node's memory; `nvme` is bytes of its disk."""
 
     processes: float
     training: float
@@ -48,20 +48,20 @@ class HostBytes:
 
     @property
     def peak(self) -> float:
-        """What is offloaded is still there when the model is saved, and not yet when it is loaded."""
+        """Peak bytes: offloaded states exist while the model is saved, but not yet while it is loaded."""
         return self.processes + max(self.loading, self.training + self.offload + self.saving)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offloaded:
-    """Bytes of one rank."""
+    """Offloaded bytes of one rank."""
 
     host: float = 0.0
     nvme: float = 0.0
 
 
 def host_bytes(config: RunConfig, facts: ModelFacts, *, tensors: float, is_recomputed: bool) -> HostBytes:
-    """Of the node that holds rank 0. `tensors`: a rank's peak on its device, which on a CPU is this memory."""
+    """Host memory of the node of rank 0. `tensors`: a rank's device peak, which on a CPU is host memory."""
     ranks = max(1, config.hardware.gpus_per_node or 1)
     is_cpu = config.hardware.generation is Generation.cpu
     offloaded = offloaded_bytes(config, facts)
@@ -77,9 +77,9 @@ def host_bytes(config: RunConfig, facts: ModelFacts, *, tensors: float, is_recom
 
 
 def offloaded_activation_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
-    """What one rank keeps of a pass away from its device, and what TRL's offloading (1.16) takes for a part of that.
+    """Bytes of a pass that one rank offloads: activations, and what TRL's offloading (1.16) treats as such.
 
-    It takes autocast's copies of weights with it. Weights themselves stay (`train.offloaded_weights`).
+    That includes autocast's copies of weights. Weights themselves stay (`train.offloaded_weights`).
     """
     if not config.activation.offload:
         return 0.0
@@ -91,7 +91,7 @@ def offloaded_activation_bytes(config: RunConfig, facts: ModelFacts, *, is_recom
 
 
 def offloaded_bytes(config: RunConfig, facts: ModelFacts) -> Offloaded:
-    """What one rank keeps of the model's states away from its device."""
+    """Bytes of the model's states that one rank keeps off its device."""
     settings = config.parallelism
     states = states_anywhere(config, facts)
     if isinstance(settings, FsdpConfig) and settings.offload_parameters is not Offload.none:
@@ -103,10 +103,11 @@ def offloaded_bytes(config: RunConfig, facts: ModelFacts) -> Offloaded:
 
 
 def _zero_optimizer(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> float:
-    """Master copy and moments, 12 bytes, and the gradient that they are updated with in fp32, 4 bytes.
+    """Bytes of master copy and moments, 12 per parameter, and of the fp32 gradient for the update, 4 per parameter.
 
-    Besides, in the format of the weights: stages 1 and 2 the updated weights on their way back, stage 3 the gradients
-    as they arrive (DeepSpeed 0.19.8: `param_buffer_of_bit16_for_cpu_offload_groups`, `grad_partitions_flat_buffer`).
+    More buffers are in the format of the weights: in stages 1 and 2 the updated weights in transit, in stage 3 the
+    arriving gradients (DeepSpeed 0.19.8: `param_buffer_of_bit16_for_cpu_offload_groups`,
+    `grad_partitions_flat_buffer`).
     """
     if settings.offload_optimizer is Offload.none:
         return 0.0
@@ -132,19 +133,19 @@ def _zero_weights(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) ->
 
 
 def loading_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """What the ranks of the node hold of the weights at once (see `model.load`)."""
+    """Bytes of weights that the node's ranks hold at once while loading (see `model.load`)."""
     ranks, element = max(1, config.hardware.gpus_per_node or 1), _loaded_element(config)
     sharing, largest = sharing_of(config), largest_parameter(facts)
     is_cpu = config.hardware.generation is Generation.cpu
     reads_piecewise = stays_whole(config) or config.peft.method is PeftMethod.qlora
     if config.model.weights is Weights.random and not (is_cpu and stays_whole(config)):
-        # Drawn in fp32 by rank 0, and by every rank where each keeps what it has drawn.
+        # Rank 0 draws them in fp32. Every rank does if each keeps what it has drawn.
         whole = 4.0 * facts.num_parameters * (1 if sharing is not Sharing.each or stays_whole(config) else ranks)
     elif sharing is Sharing.send:
         whole = float(element * facts.num_parameters)  # measured: 4.0 bytes for each of 1.01 billion in fp32
     elif sharing is Sharing.scatter:  # measured: twice the largest parameter, on a CPU in every rank
         whole = 2.0 * largest * weight_element(config) * (ranks if is_cpu else 1)
-    elif reads_piecewise:  # straight to where it is trained, one parameter at a time
+    elif reads_piecewise:  # directly to the training device, one parameter at a time
         whole = float(ranks * largest * element)
     else:
         whole = float(ranks * element * facts.num_parameters)
@@ -152,7 +153,7 @@ def loading_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def _filled_on_host(config: RunConfig, facts: ModelFacts) -> float:
-    """One rank's part of the weights, where it stays on the host while others are still being loaded."""
+    """One rank's part of the weights, if it stays on the host while others are still being loaded."""
     settings, is_cpu = config.parallelism, config.hardware.generation is Generation.cpu
     is_away = isinstance(settings, ZeroConfig | FsdpConfig) and settings.offload_parameters is Offload.cpu
     is_filled = is_cpu and (stays_whole(config) or sharing_of(config) is Sharing.scatter)
@@ -160,15 +161,15 @@ def _filled_on_host(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def saving_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """The copies of the model made to write it (transformers 5.23, accelerate 1.15, DeepSpeed 0.19.8).
+    """Bytes of the copies of the model made to write it (transformers 5.23, accelerate 1.15, DeepSpeed 0.19.8).
 
-    The GPUs need nothing for it that a pass did not need: sharded weights are gathered one layer or parameter at a
-    time, when no activation is there.
+    Saving needs no more GPU memory than a pass: sharded weights are gathered one layer or parameter at a time, when no
+    activations exist.
     """
     parameters, settings, element = count_parameters(config, facts), config.parallelism, weight_element(config)
     is_adapter = config.peft.method is not PeftMethod.full
     states = states_anywhere(config, facts)
-    model = states.weights * divided_among(config).weights  # whole, quantised or not, with the adapter
+    model = states.weights * divided_among(config).weights  # full model, quantized or not, with the adapter
     if isinstance(settings, ZeroConfig) and strategy_facts(config).is_zero3:
         if not settings.gather_weights_on_save:
             return 0.0
@@ -181,5 +182,5 @@ def saving_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def _loaded_element(config: RunConfig) -> int:
-    """Bytes of a weight as it is loaded, which DeepSpeed may cast later."""
+    """Bytes of one weight while it is loaded; DeepSpeed may cast it later."""
     return 2 if config.precision.master_weights is MasterWeights.bf16 else 4

@@ -1,6 +1,6 @@
-"""The memory of one node's host and the room on its NVMe disk, beside what there is of them where that is known.
+"""The host memory and NVMe space that one node needs, compared with its capacity if that is known.
 
-The numbers are those of `plan.memory.host`.
+The numbers come from `plan.memory.host`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from tunebook.plan.memory import GIB, unknown_size
 from tunebook.plan.memory.host import HostBytes
 
 _NOT_KNOWN = "whether the host's memory is enough is not known"
-# The system, page cache and data need some of it: what is below this share is said to fit.
+# The system, page cache and data need some of it. A peak below this share fits.
 USABLE_SHARE = 0.9
-# What is only by less than this too much is not refused: a process may need less than is assumed.
+# Refuse only above this multiple: a process may need less than assumed.
 SURELY_TOO_LARGE = 1.15
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """Estimated GiB of the node that holds rank 0."""
+    """Estimated GiB of the node of rank 0."""
 
     processes: float | None = None
     training: float | None = None
     loading: float | None = None
     offload: float | None = None
     saving: float | None = None
-    total: float | None = None  # at the peak: not the sum, since loading and saving are not at the same time
+    total: float | None = None  # at the peak; not the sum, since loading and saving do not overlap
     capacity: float | None = None
 
     def to_json(self) -> dict[str, float | None]:
@@ -43,16 +43,16 @@ class HostMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class HostPlan:
-    """The parts, and whether they fit."""
+    """Host memory parts, and the verdict whether they fit."""
 
     config: RunConfig  # what was planned
     memory: HostMemory
-    nvme_gib: float | None  # on the node's disk; 0 where nothing is offloaded to one
-    fits: bool | None  # None: not known
+    nvme_gib: float | None  # on the node's disk; 0 if nothing is offloaded to it
+    fits: bool | None  # None: unknown
     verdict: str
 
     def raise_if_too_large(self) -> None:
-        """Raises: DoesNotFitError where the host's memory is surely too small."""
+        """Raise DoesNotFitError if the host's memory is surely too small."""
         facts, capacity = known_facts(self.config), self.memory.capacity
         if self.fits is False and facts is not None and capacity is not None:
             raise DoesNotFitError(
@@ -62,7 +62,7 @@ class HostPlan:
 
 
 def plan_host_memory(config: RunConfig, capacity: float | None) -> HostPlan:
-    """Estimate a resolved configuration's host memory and judge it. `capacity`: GiB of a node; None: not known."""
+    """Estimate a resolved configuration's host memory and judge it. `capacity`: GiB of a node; None if unknown."""
     facts = known_facts(config)
     if facts is None:
         verdict = f"{_NOT_KNOWN}: {unknown_size(config)}"
@@ -83,13 +83,13 @@ def plan_host_memory(config: RunConfig, capacity: float | None) -> HostPlan:
 
 
 def _judge(config: RunConfig, found: HostBytes, capacity: float | None) -> tuple[bool | None, str]:
-    """Yes where the peak fits into the usable share, no where it is surely more than there is."""
+    """Fits if the peak is within the usable share; does not fit if it surely exceeds the capacity."""
     if capacity is None:
         return None, f"{_NOT_KNOWN}: hardware.host_memory_gib is not set"
     peak, offload = found.peak / GIB, found.offload / GIB
     if offload > capacity:
         return False, f"does not fit: {offload:,.1f} GiB are offloaded to a host of {capacity:,g} GiB"
-    is_cpu = config.hardware.generation is Generation.cpu  # judged as each rank's memory, with its own words
+    is_cpu = config.hardware.generation is Generation.cpu  # judged as each rank's memory, with its own message
     if peak > capacity * SURELY_TOO_LARGE and not is_cpu:
         return False, f"does not fit: {peak:,.1f} GiB of host memory at the peak are more than {capacity:,g} GiB"
     if peak > capacity * USABLE_SHARE:

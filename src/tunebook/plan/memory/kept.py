@@ -1,9 +1,9 @@
-"""What the forward pass keeps for the backward pass, from the traced numbers of the model's layers.
+"""Activation memory that the forward pass keeps for the backward pass, from the traced numbers of the model's layers.
 
 `plan.architecture` traces each architecture with LoRA on every linear layer, without dropout and without DeepSpeed.
-What a run does differently is added or subtracted here, per token and layer: adapters on some linear layers only,
+This module adds or subtracts what a run does differently, per token and layer: adapters on some linear layers only,
 dropout, 4-bit weights, Liger's kernels and ZeRO-3's own linear function. `hidden` and `inner` are the sizes of the
-model, `element` is the number of bytes of one number in a matrix product.
+model; `element` is the number of bytes of one number in a matrix product.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import EMBEDDINGS, HEADS, last_name, linear_layers, of_layers
 from tunebook.plan.memory.states import num_ranks, product_element, weight_element
 
-# Linear layers by what they read: the output of a layer's first or second norm, which several of them share, the
+# Linear layers, grouped by their input: the output of a layer's first or second norm, which several layers share, the
 # output of the attention, or the inner numbers.
 READERS = (
     frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"}),
     frozenset({"gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "fc1", "fc_in", "c_fc"}),
 )
 OF_ATTENTION = frozenset({"o_proj", "dense", "out_proj"})
-_OF_INNER = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"})  # GPT-2's attention has a c_proj, too
+_OF_INNER = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"})  # GPT-2's attention also has a c_proj
 _READING = OF_ATTENTION.union(_OF_INNER, *READERS)
-_ROUTER = "gate"  # PEFT adapts it as a parameter, like stacked experts; it is small
-_HIDDEN_LAYERS = 6.0  # at most this many linear layers of a decoder layer read hidden numbers
+_ROUTER = "gate"  # small
+_HIDDEN_LAYERS = 6.0  # most linear layers of a decoder layer that read hidden numbers
 
 
 def kept_by_layers(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes that all layers keep of one pass without activation checkpointing, on the GPU or offloaded."""
+    """Bytes that all layers keep for one pass without activation checkpointing, on the GPU or offloaded."""
     return _kept(config, facts)[0]
 
 
 def kept_by_one_layer(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes that the layer which keeps most keeps of one pass."""
+    """Bytes that the layer with the largest activations keeps for one pass."""
     return _kept(config, facts)[1]
 
 
 def inputs_of_layers(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes of the inputs of all layers, which is what activation checkpointing keeps."""
+    """Bytes of the inputs of all layers, which activation checkpointing keeps."""
     return float(tokens_per_pass(config) * facts.num_layers * stream_element(config) * facts.hidden_size)
 
 
 def left_by_offloading(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes that TRL's activation offloading leaves on the GPU: what is saved again while it is being copied."""
+    """Bytes that TRL's activation offloading leaves on the GPU: tensors saved again during their copy."""
     saved = _saved(config, _measured(facts))
     mode = _mode(config, saved)
-    if has_dropout(config):  # it gives each adapter an input of its own, as autocast does: none is saved twice
+    if has_dropout(config):  # each adapter has its own input, as under autocast: none is saved twice
         kernel = mode.rpartition("/")[2]
         mode = f"{'bf16' if stream_element(config) == 2 else 'autocast'}/adapter/{kernel}"
     nothing = (0,) * 6
-    pair = saved.get(f"{_mode(config, saved)}/{OFFLOADED}", nothing)[2]  # a softmax in fp32, with dropout or without
+    pair = saved.get(f"{_mode(config, saved)}/{OFFLOADED}", nothing)[2]  # fp32 softmax, with or without dropout
     fixed, each = saved.get(f"{mode}/{OFFLOADED}", nothing)[:2]
     tokens = tokens_per_pass(config)
     return of_layers(facts, fixed + tokens * (each + pair * attended_length(config))) + _left_under_zero3(config, facts)
 
 
 def _left_under_zero3(config: RunConfig, facts: ModelFacts) -> float:
-    """The output of each norm, which ZeRO-3's linear function saves once for each layer that reads it."""
+    """Bytes of norm outputs, which ZeRO-3's linear function saves once for each layer that reads them."""
     is_full, is_bf16 = config.peft.method is PeftMethod.full, stream_element(config) == 2
     is_fp32 = config.precision.compute is Compute.fp32
     if not strategy_facts(config).is_zero3 or is_fp32 or (is_full and is_bf16):
@@ -72,7 +72,7 @@ def _left_under_zero3(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def _kept(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
-    """Bytes that all layers keep, and the layer that keeps most."""
+    """Bytes that all layers keep, and bytes that the largest layer keeps."""
     measured = _measured(facts)
     saved = _saved(config, measured)
     compiled = saved.get(_compiled_mode(config) or "")
@@ -80,7 +80,7 @@ def _kept(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
     numbers = compiled or saved.get(mode) or (0,) * 6
     tokens, row = tokens_per_pass(config), attended_length(config)
     if config.attention.implementation is BY_DOCUMENT:
-        row = 0  # it needs no mask
+        row = 0  # this kernel needs no mask
     whole, largest = (fixed + tokens * (each + pair * row) for fixed, each, pair in (numbers[:3], numbers[3:]))
     is_cast = compiled is None and mode.startswith(CAST)
     more = tokens * sum(_differences(config, facts, is_compiled=compiled is not None, is_cast=is_cast))
@@ -93,16 +93,16 @@ def _measured(facts: ModelFacts) -> MeasuredLayers:
 
 
 def _saved(config: RunConfig, measured: MeasuredLayers) -> dict[str, list[int]]:
-    """The traced numbers by mode, with adapters where the configuration puts them: on stacked experts or not."""
+    """The traced numbers by mode, for the configured placement of adapters: on stacked experts or not."""
     named, experts = _named(config), {*measured.expert_adapters}
     is_beside = named & (experts | {*measured.adapters}) and not named & (experts - {_ROUTER})
     return measured.saved | measured.saved_without_autocast | (measured.saved_beside_experts if is_beside else {})
 
 
 def _compiled_mode(config: RunConfig) -> str | None:
-    """The key of the traced numbers of compiled layers; None if they are not compiled, or not as they were traced.
+    """The key of the traced numbers of compiled layers; None if the layers are not compiled or no trace matches.
 
-    They were traced with torch's kernel for packed rows.
+    The traces use torch's kernel for packed rows.
     """
     if not config.model.compile_layers or config.attention.implementation not in (COMPILED, COMPILED_BETA):
         return None
@@ -114,7 +114,7 @@ def _compiled_mode(config: RunConfig) -> str | None:
 def _mode(config: RunConfig, saved: Collection[str]) -> str:
     """The key of the traced numbers of layers that are not compiled.
 
-    A mode that was not traced is replaced by the most similar one that was: under autocast, then with another kernel.
+    A mode without a trace falls back to the most similar traced mode: first under autocast, then with another kernel.
     """
     kernel = config.attention.implementation
     if kernel is BY_DOCUMENT:
@@ -138,10 +138,10 @@ def _method(config: RunConfig) -> str:
 
 
 def _is_without_autocast(config: RunConfig) -> bool:
-    """Whether weights, adapters and activations are all in 16 bits, so that nothing casts.
+    """Whether weights, adapters and activations are all in 16 bits, so that nothing is cast.
 
-    One GPU and DDP have autocast over bf16 weights, under which some norms give out fp32. ZeRO-3's linear function and
-    bitsandbytes' layers have differences of their own.
+    One GPU and DDP run autocast over bf16 weights, under which some norms return fp32. ZeRO-3's linear function and
+    bitsandbytes' layers have corrections of their own.
     """
     is_16_bit = config.precision.compute is not Compute.fp32 and stream_element(config) == 2
     facts, is_qlora = strategy_facts(config), config.peft.method is PeftMethod.qlora
@@ -149,12 +149,12 @@ def _is_without_autocast(config: RunConfig) -> bool:
 
 
 def _differences(config: RunConfig, facts: ModelFacts, *, is_compiled: bool, is_cast: bool) -> Iterator[float]:
-    """Bytes per token and layer that a run keeps more or less than was traced.
+    """Differences in bytes per token and layer between a run and the trace.
 
-    `is_cast`: traced without autocast, where linear layers read their inputs as they are.
+    `is_cast`: the trace has no autocast, so that linear layers read their inputs uncast.
     """
     missing = unadapted(config, facts)
-    if is_compiled:  # traced with dropout, if there is any
+    if is_compiled:  # the trace includes dropout if the run has it
         yield -_dropout_masks(config, missing)
         yield -_unadapted_inputs(config, facts, missing)
         yield fp32_of_four_bits(config, facts) * facts.intermediate_size
@@ -169,15 +169,15 @@ def _differences(config: RunConfig, facts: ModelFacts, *, is_compiled: bool, is_
         yield fp32_of_four_bits(config, facts) * facts.intermediate_size
         yield -_shared_inputs(config, facts)
         yield -_recomputed_by_liger(config, facts)
-    if attention_facts(config).keeps_documents:  # the output of each document, and all of them in one tensor
+    if attention_facts(config).keeps_documents:  # each document's output, and their concatenation
         yield float(product_element(config) * facts.hidden_size)
 
 
 def _differences_of_graphs(config: RunConfig, facts: ModelFacts) -> Iterator[float]:
-    """Of compiled layers that are not one graph of bf16 products, by the peaks of runs with both.
+    """Corrections for compiled layers that are not one graph of bf16 products, from measured peaks.
 
-    ZeRO-3's hooks and fp8's casts break the graph, so that the output of a norm is kept in fp32 and once more cast. In
-    fp8 gate, up and their product are kept in 8 bits (eight runs of Qwen2.5-3B and Llama 3 8B, h200_memory).
+    ZeRO-3's hooks and fp8's casts break the graph. The output of a norm is then kept in fp32 and as a cast copy. In
+    fp8, gate, up and their product are kept in 8 bits (eight runs of Qwen2.5-3B and Llama 3 8B, h200_memory).
     """
     is_fp8, element = config.precision.compute is Compute.fp8, product_element(config)
     if config.activation.checkpointing is Checkpointing.selective or not (is_fp8 or strategy_facts(config).is_zero3):
@@ -189,7 +189,10 @@ def _differences_of_graphs(config: RunConfig, facts: ModelFacts) -> Iterator[flo
 
 
 def _recomputed_by_liger(config: RunConfig, facts: ModelFacts) -> float:
-    """Liger's SwiGLU recomputes the activation of gate, its norm the normalized input (liger_kernel 0.8, ops/)."""
+    """Bytes that Liger's kernels recompute instead of keeping (liger_kernel 0.8, ops/).
+
+    Its SwiGLU recomputes the activation of gate, its norm the normalized input.
+    """
     if not config.model.liger_kernel:
         return 0.0
     has_normalized = config.peft.method is PeftMethod.full and stream_element(config) == 4
@@ -199,7 +202,10 @@ def _recomputed_by_liger(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def _shared_inputs(config: RunConfig, facts: ModelFacts) -> float:
-    """Copies of inputs, one for each adapter, that are traced and not made if adapters read the inputs as they are."""
+    """Bytes of input copies that the trace has and the run does not.
+
+    The trace has one copy for each adapter. A run makes none if adapters read the inputs as they are.
+    """
     if not _reads_as_is(config):
         return 0.0
     hidden = {name: size for name, size in linear_inputs(facts).items() if name not in _OF_INNER}
@@ -208,10 +214,10 @@ def _shared_inputs(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def _reads_as_is(config: RunConfig) -> bool:
-    """Whether adapters keep the input that they are given, and not each a copy that was cast or dropped out.
+    """Whether adapters keep their shared input, not a cast or dropped-out copy each.
 
-    PEFT casts it to the adapter's fp32 and autocast casts it back; not for 4-bit weights, nor if FSDP gathers the
-    adapters in bf16 or DeepSpeed has cast them.
+    PEFT casts the input to the adapter's fp32 and autocast casts it back. This does not happen for 4-bit weights, nor
+    if FSDP gathers the adapters in bf16 or DeepSpeed has cast them.
     """
     method = config.peft.method
     is_narrow = method is PeftMethod.qlora or (method is PeftMethod.lora and _is_without_autocast(config))
@@ -220,13 +226,13 @@ def _reads_as_is(config: RunConfig) -> bool:
 
 
 def gives_fp32(config: RunConfig) -> bool:
-    """Whether 4-bit linear layers give their output in the fp32 of their input (bitsandbytes 0.50.2, Linear4bit)."""
+    """Whether 4-bit linear layers return the fp32 format of their input (bitsandbytes 0.50.2, Linear4bit)."""
     is_16_bit = config.precision.compute is not Compute.fp32
     return config.peft.method is PeftMethod.qlora and is_16_bit and stream_element(config) == 4
 
 
 def fp32_of_four_bits(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes that gate, its activation and up take more in fp32, for each inner number.
+    """Additional bytes of gate, its activation and up in fp32, per inner number.
 
     Compiled layers keep only what adapters add to (four runs of 5 layers of Qwen2.5-7B and Llama 3 8B, h200_quantised).
     """
@@ -238,17 +244,17 @@ def fp32_of_four_bits(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def _inputs_under_zero3(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes that inputs of linear layers take more under ZeRO-3, whose linear function keeps them as they are given.
+    """Additional bytes of linear-layer inputs under ZeRO-3, whose linear function keeps its inputs uncast.
 
-    That is before autocast, and also if the weight is frozen (deepspeed 0.19.8, runtime/zero/linear.py). If DeepSpeed
-    casts the whole model, adapters are in bf16 and nothing is cast.
+    It saves them before autocast casts them, even if the weight is frozen (deepspeed 0.19.8, runtime/zero/linear.py).
+    If DeepSpeed casts the whole model, adapters are in bf16 and nothing is cast.
     """
     method = config.peft.method
     if not strategy_facts(config).is_zero3 or config.model.compile_layers or method is PeftMethod.qlora:
         return 0.0
     hidden, inner = facts.hidden_size, facts.intermediate_size
     is_fp32, has_drop = config.precision.compute is Compute.fp32, has_dropout(config)
-    if method is PeftMethod.full:  # one output of a norm for several layers, which autocast would cast for each
+    if method is PeftMethod.full:  # several layers share one norm output; autocast casts it for each
         return 0.0 if is_fp32 or stream_element(config) == 2 else -2.0 * hidden
     if is_fp32:
         return 8.0 * hidden + 4.0 * inner if has_drop else 0.0
@@ -262,9 +268,9 @@ def _inputs_under_zero3(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def _dropout_masks(config: RunConfig, inputs: dict[str, float]) -> float:
-    """A byte for each number that dropout has looked at: the inputs of the linear layers with an adapter.
+    """Bytes of dropout masks: one byte for each input number of the linear layers with an adapter.
 
-    Compiled layers keep another byte for inputs that are hidden numbers, unless they compute some of it again.
+    Compiled layers keep a second byte for hidden-size inputs, unless selective checkpointing recomputes some of it.
     """
     if not has_dropout(config):
         return 0.0
@@ -275,9 +281,9 @@ def _dropout_masks(config: RunConfig, inputs: dict[str, float]) -> float:
 
 
 def _dropout_outputs(config: RunConfig, facts: ModelFacts, *, is_shared: bool) -> float:
-    """Bytes of what dropout makes of an input that several adapters share, or the attention keeps, without dropout.
+    """Bytes of dropout outputs whose input is kept once: shared by adapters, or kept by the attention.
 
-    Under autocast each adapter keeps a copy of its own anyway; not if inputs are read as they are (`is_shared`).
+    Under autocast each adapter keeps its own copy anyway, unless inputs are read uncast (`is_shared`).
     """
     is_shared = is_shared or config.precision.compute is Compute.fp32
     if not is_shared or not has_dropout(config) or config.model.compile_layers:
@@ -291,11 +297,11 @@ def _dropout_outputs(config: RunConfig, facts: ModelFacts, *, is_shared: bool) -
 def _unadapted_inputs(
     config: RunConfig, facts: ModelFacts, missing: dict[str, float], *, is_shared: bool = False
 ) -> float:
-    """Bytes of the inputs of linear layers without an adapter, which only a gradient of the weight would need.
+    """Bytes of the inputs of linear layers without an adapter, which only a weight gradient would need.
 
-    Under autocast each layer has a copy of its own. Compiled layers, and those that read inputs as they are, share the
-    output of a norm, and in fp32 the output of the attention is what its kernel keeps. Layers with selective
-    checkpointing keep no inputs, and ZeRO-3's linear function keeps them all.
+    Under autocast each layer has its own copy. Compiled layers, and those that read inputs uncast, share the output of
+    a norm. In fp32 the attention kernel already keeps the output of the attention. Layers with selective checkpointing
+    keep no inputs; ZeRO-3's linear function keeps all of them.
     """
     is_selective = config.activation.checkpointing is Checkpointing.selective
     if not missing or is_selective or strategy_facts(config).is_zero3:
@@ -311,14 +317,14 @@ def _unadapted_inputs(
 
 
 def linear_inputs(facts: ModelFacts) -> dict[str, float]:
-    """Numbers of one token that go into each linear layer of a decoder layer, by name."""
+    """Number of inputs per token of each linear layer of a decoder layer, by name."""
     return {name: inputs for name, (inputs, _) in linear_layers(facts).items()}
 
 
 def unadapted(config: RunConfig, facts: ModelFacts) -> dict[str, float]:
-    """`linear_inputs` of the layers that LoRA is not put on; empty if the typed names are not known.
+    """`linear_inputs` of the layers without LoRA; empty if the configured names are unknown.
 
-    PEFT ignores a name that the architecture does not have, if it has another one of them.
+    PEFT ignores a name that the architecture lacks, if it has another of the names.
     """
     every, named, measured = linear_inputs(facts), _named(config), _measured(facts)
     is_known = bool(every) and not named.isdisjoint({*every, *measured.expert_adapters, *EMBEDDINGS, *HEADS})
@@ -328,7 +334,7 @@ def unadapted(config: RunConfig, facts: ModelFacts) -> dict[str, float]:
 
 
 def adapted(config: RunConfig, facts: ModelFacts) -> dict[str, float]:
-    """`linear_inputs` of the layers that LoRA is put on."""
+    """`linear_inputs` of the layers with LoRA."""
     missing = unadapted(config, facts)
     return {name: size for name, size in linear_inputs(facts).items() if name not in missing}
 
@@ -338,37 +344,37 @@ def _named(config: RunConfig) -> set[str]:
 
 
 def adapts_inner(config: RunConfig) -> bool:
-    """Whether an adapter is put on the layer that reads the inner numbers, or may be, or everything is trained."""
+    """Whether the layer that reads the inner numbers has, or may have, an adapter, or everything is trained."""
     named = _named(config)
     return config.peft.method is PeftMethod.full or not named or not named <= _READING - _OF_INNER
 
 
 def has_dropout(config: RunConfig) -> bool:
-    """Whether an adapter drops some of its inputs."""
+    """Whether adapters use dropout."""
     return config.peft.method is not PeftMethod.full and config.peft.dropout > 0
 
 
 def stream_element(config: RunConfig) -> int:
-    """Bytes of a number between the layers: the format that a layer sees its weights in."""
+    """Bytes of one number between the layers: the format of the weights that a layer computes with."""
     settings = config.parallelism
     is_cast = isinstance(settings, FsdpConfig) and settings.mixed_precision is MixedPrecision.cast
     return 2 if is_cast and config.precision.compute is not Compute.fp32 else weight_element(config)
 
 
 def mask_bytes(config: RunConfig) -> float:
-    """The mask of all layers: for each pair of tokens a number, if the attention kernel takes a mask."""
+    """Bytes of the attention mask, shared by all layers: one number per pair of tokens, if the kernel takes a mask."""
     stated = attention_facts(config).mask_bytes
     element = product_element(config) if stated is None else stated
     return float(element * tokens_per_pass(config) * attended_length(config))
 
 
 def attended_length(config: RunConfig) -> int:
-    """Tokens that a mask or a softmax holds for each token: packed rows of a pass are concatenated to one."""
+    """Tokens that a mask or a softmax holds per token; the packed rows of a pass are concatenated into one row."""
     return _row_length(config) if config.packing.mode is PackingMode.padded else tokens_per_pass(config)
 
 
 def tokens_per_pass(config: RunConfig) -> int:
-    """Tokens of one micro batch with full rows; if its size is left open, of the largest that may be chosen."""
+    """Tokens of one micro batch with full rows; an unset size counts as the largest that may be chosen."""
     rows = config.training.micro_batch_size
     if rows is None and config.packing.mode is PackingMode.padded:
         rows = _padded_rows(config)

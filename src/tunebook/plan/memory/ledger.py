@@ -1,6 +1,6 @@
-"""The ledger of one rank's memory in a training step: what takes how many bytes, and from which moment to which.
+"""The ledger of one rank's memory in a training step: which rows hold how many bytes, from which moment to which.
 
-A step is a short list of moments, and the peak is the fullest of them. `Ledger.as_text` prints why.
+A step is a short list of moments; the peak is the fullest moment. `Ledger.as_text` prints all rows.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from enum import Enum, IntEnum
 
 
 class Moment(IntEnum):
-    """A moment of a step, in their order."""
+    """The moments of a step, in order."""
 
     start = 0  # FSDP fetches the embeddings
-    forward = 1  # of the last layer
+    forward = 1  # forward pass of the last layer
     gather = 2  # the output head is gathered
-    head = 3  # the output head is computed, and its gradient with it
+    head = 3  # the output head and its gradient are computed
     cast = 4  # the head's gradient in fp32 is cast to the format of the weight
-    reduce = 5  # DeepSpeed makes room for gradients, or divides the head's gradient among the ranks
+    reduce = 5  # DeepSpeed allocates gradient buffers, or divides the head's gradient among the ranks
     last = 6  # backward pass of the last layer
-    middle = 7  # of a layer before it
-    first = 8  # of the first layer
-    end = 9  # of the embeddings: all gradients are there
-    step = 10  # the optimizer steps
+    middle = 7  # backward pass of an earlier layer
+    first = 8  # backward pass of the first layer
+    end = 9  # backward pass of the embeddings: all gradients exist
+    step = 10  # optimizer step
 
 
 class Kind(Enum):
-    """The part of `memory_gib` that a row is counted in."""
+    """The part of `memory_gib` that a row counts toward."""
 
     weights = "weights"
     gradients = "gradients"
@@ -38,7 +38,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes that are there from one moment to another, both included."""
+    """Bytes that are held from one moment to another, both included."""
 
     what: str
     kind: Kind
@@ -54,7 +54,7 @@ class Ledger:
     rows: list[Row] = field(default_factory=list)
 
     def at(self, moment: Moment) -> list[Row]:
-        """The rows that are there at a moment."""
+        """The rows held at a moment."""
         return [row for row in self.rows if row.since <= moment <= row.until]
 
     @property
@@ -68,7 +68,7 @@ class Ledger:
         return {kind: _total(row for row in there if row.kind is kind) for kind in Kind}
 
     def as_text(self) -> str:
-        """The rows and the sum of each moment in GiB, for people."""
+        """The rows and the sum of each moment in GiB, as readable text."""
         there = {moment: _total(self.at(moment)) for moment in Moment}
         lines = [
             f"{row.num_bytes / 2**30:9.3f}  {row.since.name:>7} - {row.until.name:7}  {row.kind.value:11}  {row.what}"

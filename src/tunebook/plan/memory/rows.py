@@ -1,4 +1,4 @@
-"""The rows of the ledger that every strategy has: states, gradients, activations and the output head."""
+"""The ledger rows common to every strategy: states, gradients, activations and the output head."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from tunebook.plan.memory.work import (
     kept_on_device,
 )
 
-# The output head is computed in tiles of this many tokens and words (trl 1.16, kernels/chunked_logprob.py); with
-# `model.one_pass_head`, which computes gradients in the forward pass, in tiles of as many tokens and all words.
+# The output head is computed in tiles of this many tokens and words (trl 1.16, kernels/chunked_logprob.py).
+# `model.one_pass_head`, which computes gradients in the forward pass, uses tiles of as many tokens and all words.
 _HEAD_TOKENS, _HEAD_WORDS = 4096, 32768
 
 
 def step_ledger(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Ledger:
-    """The memory of a step. `accumulates`: whether earlier passes of the step have left gradients."""
+    """The memory of a step. `accumulates`: whether gradients of earlier passes of the step exist."""
     states = state_bytes(config, facts)
     rows = [
         Row("weights", Kind.weights, states.weights, Moment.start, Moment.step),
@@ -49,10 +49,10 @@ def step_ledger(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> L
 
 
 def _gradient_rows(config: RunConfig, facts: ModelFacts, states: States, *, accumulates: bool) -> Iterator[Row]:
-    """Gradients of earlier passes, of this pass, and what DeepSpeed holds of them in addition.
+    """Rows of gradients of earlier passes and of this pass, and of DeepSpeed's additional gradient buffers.
 
-    ZeRO-3 has one buffer for all gradients, made at the start. ZeRO-2 makes room for those of a pass before it adds
-    them up, and keeps the room of the first pass; ZeRO-1 does so at the end of the last pass.
+    ZeRO-3 allocates one buffer for all gradients at the start. ZeRO-2 allocates a buffer for a pass's gradients before
+    it adds them up, and keeps the first pass's buffer. ZeRO-1 allocates it at the end of the last pass.
     """
     strategy, whole = strategy_facts(config), reduced_gradient_bytes(config, facts)
     earlier = states.gradients if accumulates or strategy.is_zero3 else 0.0
@@ -72,7 +72,7 @@ def _gradient_rows(config: RunConfig, facts: ModelFacts, states: States, *, accu
 
 
 def _new_gradient_rows(config: RunConfig, facts: ModelFacts, states: States, earlier: float) -> Iterator[Row]:
-    """Gradients of this pass, until all layers' and then the embeddings' are there."""
+    """Rows of this pass's gradients, first of all layers, then also of the embeddings."""
     if earlier:
         return
     parameters, trained = count_parameters(config, facts), states.gradients
@@ -81,14 +81,14 @@ def _new_gradient_rows(config: RunConfig, facts: ModelFacts, states: States, ear
         head = 0 if facts.tie_word_embeddings else parameters.trained_head
         done = trained * (head + parameters.layers / facts.num_layers) / max(1, parameters.trained)
         yield Row("gradients of the head and a layer", Kind.gradients, done, Moment.middle, Moment.middle)
-        embeddings = 0.0  # a share of them, which is small
+        embeddings = 0.0  # only a small share of them
     there = max(0.0, trained - embeddings)
     yield Row("gradients of the layers and the head", Kind.gradients, there, Moment.first, Moment.end)
     yield Row("gradients of the embeddings", Kind.gradients, trained - there, Moment.end, Moment.end)
 
 
 def _layer_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
-    """What the layers keep for the backward pass, and what one of them needs at work."""
+    """Rows of activations that the layers keep for the backward pass, and of one layer's working memory."""
     kept, layers = kept_on_device(config, facts), max(1, facts.num_layers)
     at_work = forward_work(config, facts)
     until = Moment.gather if config.activation.offload else Moment.forward
@@ -106,10 +106,10 @@ def _layer_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
 
 
 def _head_rows(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iterator[Row]:
-    """The last norm, the tiles of the output head and its gradient.
+    """Rows of the last norm, the tiles of the output head and its gradient.
 
-    The gradient waits for the backward pass of its weight: it is added to that of earlier passes before any layer's,
-    unless the weight is the embeddings', too, or the gradient is sent to other ranks.
+    The gradient is held until the backward pass of its weight. It is added to that of earlier passes before any
+    layer's, unless the weight is tied to the embeddings or the gradient is sent to other ranks.
     """
     tokens, element = tokens_per_pass(config), product_element(config)
     words = facts.vocab_size if config.model.one_pass_head else min(facts.vocab_size, _HEAD_WORDS)
@@ -134,7 +134,7 @@ def _head_rows(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> It
 
 
 def _casts_head(config: RunConfig) -> bool:
-    """Whether the head's weight is cast for its product. TRL's head copies a part of it in any case."""
+    """Whether the head's weight is cast for its product. TRL's head always copies a part of it."""
     is_cast = stream_element(config) != product_element(config) or not config.model.one_pass_head
     if config.model.one_pass_head and isinstance(config.parallelism, FsdpConfig):
         is_adapter = config.peft.method is not PeftMethod.full
@@ -143,12 +143,12 @@ def _casts_head(config: RunConfig) -> bool:
 
 
 def head_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """The gradient of the output head in fp32, with which the backward pass begins; 0 if the head is frozen."""
+    """Bytes of the output head's fp32 gradient at the start of the backward pass; 0 if the head is frozen."""
     return 4.0 * count_parameters(config, facts).trained_head
 
 
 def _handed_on_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """The same in the format of the weight, or with FSDP in the format that is gathered."""
+    """Bytes of that gradient in the format of the weight, or with FSDP in the gathered format."""
     element = trained_element(config)
     if isinstance(config.parallelism, FsdpConfig):
         element = min(element, product_element(config))

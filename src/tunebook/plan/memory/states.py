@@ -1,7 +1,7 @@
 """Weights, gradients and optimizer state of one rank, as the strategy divides and offloads them.
 
-Source: the ZeRO paper (Rajbhandari et al. 2020, figure 1) for what each stage divides; DeepSpeed 0.19.8 for what it
-holds besides: a master copy of each rank's share, also where the weights are fp32 already.
+Source: the ZeRO paper (Rajbhandari et al. 2020, figure 1) for what each stage divides. DeepSpeed 0.19.8 also holds a
+master copy of each rank's share, even if the weights are already in fp32.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters, trained_sizes
 
-# transformers 5.23 asks bitsandbytes for moments in 32 bits of every embedding (trainer.py, create_optimizer), which it
-# finds by the parameter itself: not by DeepSpeed's flat copies.
+# transformers 5.23 requests 32-bit moments from bitsandbytes for every embedding (trainer.py, create_optimizer). It
+# identifies the embedding by the parameter itself, which does not match DeepSpeed's flat copies.
 _MOMENTS_OF_EMBEDDINGS = 8
-# 4 bits, and for each block of 64 a scale that is itself kept in 8 bits (double quantisation): 4.127 bits in all.
-# Source: Dettmers et al. 2023, QLoRA, section 3.
+# 4 bits, plus a scale per block of 64 that is itself kept in 8 bits (double quantization): 4.127 bits in all. Source:
+# Dettmers et al. 2023, QLoRA, section 3.
 FOUR_BIT_BYTES = 4.127 / 8
-_SUB_GROUP = 1_000_000_000  # parameters that ZeRO-3 steps at a time by default, of a rank's share
+_SUB_GROUP = 1_000_000_000  # parameters of a rank's share that ZeRO-3 updates at a time by default
 _FP64 = 8  # bytes
 
 
@@ -31,14 +31,14 @@ class States:
     """Bytes of one rank."""
 
     weights: float
-    gradients: float  # of one pass, when its backward pass has ended
+    gradients: float  # of one pass, after its backward pass
     optimizer: float
     gradient_element: int  # bytes of one gradient
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Among how many ranks each part is divided."""
+    """Number of ranks that each part is divided among."""
 
     weights: int = 1
     gradients: int = 1
@@ -46,9 +46,9 @@ class Shares:
 
 
 def state_bytes(config: RunConfig, facts: ModelFacts) -> States:
-    """The model's states on one rank's device; what is offloaded is not there.
+    """The model's states on one rank's device, without what is offloaded.
 
-    DeepSpeed moves gradients to where the step is, through the buckets that `bucket_bytes` counts.
+    DeepSpeed moves gradients to the device of the optimizer step through the buckets that `bucket_bytes` counts.
     """
     states, settings = states_anywhere(config, facts), config.parallelism
     weights, gradients, optimizer = states.weights, states.gradients, states.optimizer
@@ -64,11 +64,12 @@ def state_bytes(config: RunConfig, facts: ModelFacts) -> States:
 
 
 def reduced_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """What DeepSpeed's stages 1 and 2 make room for when gradients are sent to the ranks: all that a rank will get.
+    """Bytes of the gradient buffer that DeepSpeed's stages 1 and 2 allocate to reduce one rank's gradients.
 
-    That is of every parameter whole of which a rank has a piece (0.19.8, stage_1_and_2.py, copy_grads_in_partition).
-    Where parameters are dealt out in turn, both the embeddings and the head of 3 layers of Qwen2.5-7B were among them
-    on one of two H200, 5.2 GiB for a share of 3.3. Stage 1 does so once a step, when all gradients are there whole.
+    The buffer holds the full gradient of every parameter that the rank owns a piece of (0.19.8, stage_1_and_2.py,
+    copy_grads_in_partition). With round-robin assignment, one of two H200 owned both the embeddings and the head of 3
+    layers of Qwen2.5-7B: 5.2 GiB for a share of 3.3. Stage 1 allocates the buffer once a step, when all full gradients
+    exist.
     """
     ranks = num_ranks(config)
     if not strategy_facts(config).keeps_whole_weights or not state_bytes(config, facts).gradients:
@@ -78,11 +79,11 @@ def reduced_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def stepping_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """What DeepSpeed holds of gradients when it steps; 0 where the step is on the host.
+    """Bytes of gradients that DeepSpeed holds during the optimizer step; 0 if the step is on the host.
 
-    Its stages 1 and 2 put a rank's gradients in one piece and, where they are of 16 bits, cast that to fp32, while all
-    that was reduced is still there; before that each is cast to fp64 for the norm. Stage 3 does so for a billion
-    parameters at a time, unless more or less was typed (0.19.8, stage_1_and_2.py and stage3.py, step; followed in
+    Stages 1 and 2 flatten a rank's gradients and cast 16-bit ones to fp32, while all reduced gradients still exist.
+    Before that, each gradient is cast to fp64 for the norm. Stage 3 does so for a billion parameters at a time, unless
+    another size is configured (0.19.8, stage_1_and_2.py and stage3.py, step; followed in
     tests/parallel/test_zero_moments.py).
     """
     settings = config.parallelism
@@ -101,14 +102,14 @@ def stepping_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class _Held:
-    """Numbers of parameters of which a rank of DeepSpeed's stages 1 and 2 has a piece."""
+    """Sizes of the parameters that a rank of DeepSpeed's stages 1 and 2 owns a piece of."""
 
-    whole: int  # of all such parameters
-    largest: float  # of the largest piece
+    whole: int  # all of those parameters, in full
+    largest: float  # the largest piece
 
 
 def _held_by_rank(config: RunConfig, facts: ModelFacts) -> list[_Held]:
-    """By rank, as DeepSpeed puts all large parameters that are trained one behind the other and cuts them."""
+    """Sizes by rank: DeepSpeed concatenates all large trained parameters and cuts them into equal shares."""
     ranks, sizes = num_ranks(config), trained_sizes(config, facts)
     is_dealt = getattr(config.parallelism, "round_robin_gradients", None)
     ordered = [size for rank in range(ranks) for size in sizes[rank::ranks]] if is_dealt else sizes
@@ -123,7 +124,7 @@ def _held_by_rank(config: RunConfig, facts: ModelFacts) -> list[_Held]:
 
 
 def states_anywhere(config: RunConfig, facts: ModelFacts) -> States:
-    """One rank's share of the model's states, wherever it is kept."""
+    """One rank's share of the model's states, on the device or offloaded."""
     parameters, shares, element = count_parameters(config, facts), divided_among(config), trained_element(config)
     return States(
         weights=(parameters.trained * element + _frozen_bytes(config, facts)) / shares.weights,
@@ -134,14 +135,17 @@ def states_anywhere(config: RunConfig, facts: ModelFacts) -> States:
 
 
 def paged_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """One rank's moments, where the driver moves them between GPU and host as they are needed. A master copy stays."""
+    """One rank's paged moments, which the driver moves between GPU and host. A master copy is not paged."""
     if not OPTIMIZERS[config.optimizer.name].is_paged:
         return 0.0
     return _moments_bytes(config, facts) / divided_among(config).optimizer
 
 
 def _frozen_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """Of a base model under adapters. Only linear layers are quantised: not embeddings, head and stacked experts."""
+    """Bytes of the frozen base model under adapters.
+
+    Only linear layers are quantized: not embeddings, head and stacked experts.
+    """
     parameters, element = count_parameters(config, facts), weight_element(config)
     if config.peft.method is not PeftMethod.qlora:
         return float(parameters.frozen * element)
@@ -149,29 +153,32 @@ def _frozen_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def weight_element(config: RunConfig) -> int:
-    """Bytes of a weight as the model holds it: DeepSpeed's own mixed precision casts it to 16 bits."""
+    """Bytes of one weight of the model; DeepSpeed's own mixed precision casts weights to 16 bits."""
     return 2 if is_cast_by_deepspeed(config) or config.precision.master_weights is MasterWeights.bf16 else 4
 
 
 def trained_element(config: RunConfig) -> int:
-    """Bytes of a weight that is trained. Adapters are in fp32 over bf16 weights, but where DeepSpeed casts them."""
+    """Bytes of one trained weight. Adapters over bf16 weights are in fp32 unless DeepSpeed casts them."""
     is_adapter = config.peft.method is not PeftMethod.full
     return 4 if is_adapter and not isinstance(config.parallelism, ZeroConfig) else weight_element(config)
 
 
 def product_element(config: RunConfig) -> int:
-    """Bytes of a number that goes into a product."""
+    """Bytes of one number in a matrix product."""
     return 4 if config.precision.compute is Compute.fp32 else 2
 
 
 def has_parameters_away(config: RunConfig) -> bool:
-    """Whether the model's parameters are kept on the host or on its disks."""
+    """Whether the model's parameters are offloaded to the host or its disks."""
     settings = config.parallelism
     return isinstance(settings, ZeroConfig | FsdpConfig) and settings.offload_parameters is not Offload.none
 
 
 def _moments_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """Of all moments, before they are divided. Measured in 8 bits: Phi-4's 4 layers on two H200 with DDP."""
+    """Bytes of all optimizer moments, before they are divided among ranks.
+
+    8-bit moments were measured with Phi-4's 4 layers on two H200 with DDP.
+    """
     parameters, element = count_parameters(config, facts), _moments_element(config)
     optimizer = OPTIMIZERS[config.optimizer.name]
     if not optimizer.keeps_embeddings_in_fp32 or isinstance(config.parallelism, ZeroConfig):
@@ -185,7 +192,8 @@ def _moments_bytes(config: RunConfig, facts: ModelFacts) -> float:
 def _moments_element(config: RunConfig) -> float:
     """Bytes of two moments per trained parameter.
 
-    torch's are in the format of the weights, bitsandbytes' of 32 bits always fp32 (0.50, optim/optimizer.py).
+    torch's moments have the format of the weights; bitsandbytes' 32-bit moments are always fp32 (0.50,
+    optim/optimizer.py).
     """
     is_bf16 = trained_element(config) == 2 and not isinstance(config.parallelism, ZeroConfig)
     state_bytes = OPTIMIZERS[config.optimizer.name].state_bytes
@@ -195,24 +203,24 @@ def _moments_element(config: RunConfig) -> float:
 def _master_element(config: RunConfig) -> int:
     """Bytes of DeepSpeed's fp32 copy per trained parameter.
 
-    ZeRO-3 would update fp32 weights on the GPU where they are, but looks for that at a device and its name, which are
-    never equal, and so clones them (0.19.8, `stage3.py`, `_create_fp32_partitions`; a test asks it).
+    ZeRO-3 means to update fp32 weights on the GPU in place. It decides by comparing a device with a device name, which
+    are never equal, and so clones the weights (0.19.8, `stage3.py`, `_create_fp32_partitions`; a test checks it).
     """
     return 4 if isinstance(config.parallelism, ZeroConfig) else 0
 
 
 def num_ranks(config: RunConfig) -> int:
-    """GPUs of all nodes; at least 1, also where a broken number is reported by its own rule."""
+    """Number of GPUs of all nodes, at least 1: another rule reports an invalid number."""
     return max(1, config.hardware.num_nodes) * max(1, config.hardware.gpus_per_node or 1)
 
 
 def divided_among(config: RunConfig) -> Shares:
-    """How the strategy divides the states."""
+    """How the strategy divides the states among ranks."""
     facts, ranks = strategy_facts(config), num_ranks(config)
     if facts.within_groups:
         named = config.parallelism.shard_group_size if isinstance(config.parallelism, FsdpConfig) else None
         ranks = max(1, named or config.hardware.gpus_per_node or 1)
-    return Shares(  # what stays gathered for a pass is divided all the same
+    return Shares(  # states are divided even if weights stay gathered for a pass
         weights=ranks if facts.divides_weights else 1,
         gradients=ranks if facts.divides_gradients else 1,
         optimizer=ranks if facts.divides_optimizer else 1,

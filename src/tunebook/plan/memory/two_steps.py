@@ -1,6 +1,6 @@
-"""A memory plan from two measured optimizer steps, in place of the estimate of their peak.
+"""A memory plan from two measured optimizer steps, instead of an estimated peak.
 
-`record.measurement` has the measurements. The parts stay estimates, since a peak says nothing about what it is made of.
+`record.measurement` stores the measurements. The parts stay estimates, since a measured peak does not show its parts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tunebook.plan.memory.gpu import MemoryPlan, plan_memory
 from tunebook.plan.memory.overhead import overhead_bytes
 from tunebook.record.measurement import Measurement, recall_measurement
 
-_EQUAL_ROWS = 0.98  # rows at least so long count as measured
+_EQUAL_ROWS = 0.98  # rows of at least this share of the measured length count as measured
 
 
 def measured_memory(config: RunConfig, batch: BatchPlan | None, machine: Machine | None = None) -> MemoryPlan | None:
-    """The plan by what was measured of this configuration on this machine; None if nothing was.
+    """The plan from measurements of this configuration on this machine; None if there are none.
 
-    Nothing was measured either if the prepared documents make shorter rows than the two steps had: on an H100 the
+    A measurement does not count if the prepared documents make shorter rows than the two steps had. On an H100 the
     estimate for rows of 28,800 tokens was right within 1%, and a measurement with rows of 32,768 was 12% higher.
     """
     measurement = recall_measurement(config, batch, machine)
@@ -37,8 +37,8 @@ def measured_memory(config: RunConfig, batch: BatchPlan | None, machine: Machine
 def judge_measurement(config: RunConfig, estimated: MemoryPlan, measurement: Measurement) -> MemoryPlan:
     """The estimated plan with the measured peak, and whether that fits.
 
-    Two steps that ran prove that what they held fits into as much memory; what the plan calls overhead is the rest of
-    it. Steps that ran out of memory have no peak: the numbers stay estimated.
+    Two completed steps prove that what they held fits into that much memory. The overhead of the plan is everything
+    that they held besides tensors. Steps that ran out of memory have no peak: the numbers stay estimates.
     """
     if measurement.ran_out is not None:
         verdict = f"does not fit: {_steps(measurement)}, ended early: {measurement.ran_out}"
@@ -55,7 +55,7 @@ def judge_measurement(config: RunConfig, estimated: MemoryPlan, measurement: Mea
 def _peak(config: RunConfig, measurement: Measurement) -> tuple[float, float]:
     """GiB of tensors, and of everything that the run held, of the rank with the most.
 
-    A process on a CPU records only all that it held; its libraries are what the estimate counts for them.
+    A process on a CPU records only its total memory. Its libraries are subtracted as the estimate counts them.
     """
     if config.hardware.generation is Generation.cpu:
         held = max(measurement.memory_gib)

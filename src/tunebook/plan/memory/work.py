@@ -1,8 +1,8 @@
-"""What one layer needs at work, in addition to what it keeps: gradients and intermediate results of its inner numbers.
+"""Working memory of one layer, in addition to what it keeps: gradients and intermediate results of its inner numbers.
 
-Found by recording which tensors are alive while transformers 5.23 and PEFT 0.21 compute a layer on tensors without
-memory (tests/plan/memory/live_tensors.py does it again), and by runs of compiled layers. `hidden` and `inner` are the
-sizes of the model, `element` is the number of bytes of one number.
+Source: the tensors that are alive while transformers 5.23 and PEFT 0.21 compute a layer on tensors without memory
+(tests/plan/memory/live_tensors.py repeats it), and runs of compiled layers. `hidden` and `inner` are the sizes of the
+model; `element` is the number of bytes of one number.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from tunebook.plan.memory.kept import (
 from tunebook.plan.memory.states import product_element
 
 # TRL's activation offloading holds 5 tensors that are being copied, and the next one (trl 1.16,
-# models/activation_offloading.py): inputs of layers, or in bytes per hidden number what the last norm and product save.
+# models/activation_offloading.py). They are inputs of layers, or what the last norm and product save, in bytes per
+# hidden number.
 _BEING_COPIED, _BEING_COPIED_BYTES = 6, 8
-# Architectures with a norm after the feed-forward network, by what the names of their classes begin with.
+# Architectures with a norm after the feed-forward network, by the prefixes of their class names.
 NORM_AFTER_INNER = ("Exaone4", "Gemma2", "Gemma3", "Glm4", "Olmo2", "Olmo3")
-# Bytes per inner number that an adapter on these needs in the backward pass of a compiled layer.
+# Bytes per inner number that an adapter on each of these layers needs in the backward pass of a compiled layer.
 _WORK_OF_ADAPTERS = {"gate_proj": 4, "up_proj": 2, "gate_up_proj": 6}
 
 
 def is_recomputed(config: RunConfig) -> bool:
-    """Whether activation checkpointing computes whole layers again."""
+    """Whether activation checkpointing recomputes whole layers."""
     return config.activation.checkpointing is Checkpointing.enabled
 
 
 def kept_on_device(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes of one pass that all layers keep on the GPU, with the mask."""
+    """Bytes that all layers keep on the GPU for one pass, including the mask."""
     if is_recomputed(config):
         on_device = _BEING_COPIED / max(1, facts.num_layers) if config.activation.offload else 1.0
         return mask_bytes(config) + inputs_of_layers(config, facts) * min(1.0, on_device)
@@ -58,8 +59,8 @@ def kept_on_device(config: RunConfig, facts: ModelFacts) -> float:
 def forward_work(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes that the last layer needs in its forward pass in addition to what all layers keep.
 
-    An adapter in fp32 on the layer that reads the inner numbers needs those and its dropout's output in fp32. With
-    offloading gate, up, their product and what comes of it have not been copied yet.
+    An fp32 adapter on the layer that reads the inner numbers needs them and its dropout's output in fp32. With
+    offloading, gate, up, their product and the result have not been copied yet.
     """
     tokens, is_fp32 = tokens_per_pass(config), config.precision.compute is Compute.fp32
     if is_recomputed(config):
@@ -77,7 +78,7 @@ def forward_work(config: RunConfig, facts: ModelFacts) -> float:
 def backward_work(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes that a layer needs in its backward pass in addition to what all layers keep.
 
-    A layer that is computed again has all that it keeps, but for its input, which is kept anyway.
+    A recomputed layer holds everything that it keeps except its input, which is kept anyway.
     """
     at_inner, softmax = _inner_work(config, facts), _softmax_work(config, facts)
     if is_recomputed(config):
@@ -86,23 +87,23 @@ def backward_work(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def _inner_work(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes at work when the backward pass of a layer is at its inner numbers."""
+    """Working memory in bytes while a layer's backward pass is at its inner numbers."""
     compute = _compiled_work if config.model.compile_layers else _plain_work
     hidden, inner = compute(config, facts)
     return max(0.0, tokens_per_pass(config) * (hidden * facts.hidden_size + inner * facts.intermediate_size))
 
 
 def _plain_work(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
-    """Bytes per hidden and per inner number of a layer that is not compiled, as the live tensors were recorded.
+    """Bytes per hidden and per inner number of a layer that is not compiled, from the recorded live tensors.
 
-    Four-bit weights that give fp32: by eight runs of 5 layers of Qwen2.5-7B (h200_quantised).
+    The values for 4-bit weights that return fp32 are from eight runs of 5 layers of Qwen2.5-7B (h200_quantised).
     """
     stream, element, again = stream_element(config), product_element(config), is_recomputed(config)
     if gives_fp32(config):
         return (16 if again else -8), (7 if adapts_inner(config) else 9)
     if not again:
         return (6, 4) if _reads_fp32(config) else (0, element)
-    hidden = 0 if stream == 4 else stream  # the gradient of its output; in fp32 it takes the place of the input
+    hidden = 0 if stream == 4 else stream  # in fp32 it replaces the input
     if not _is_adapter_in_16_bits(config):
         return hidden, 2 * element
     if _reads_fp32(config):
@@ -115,8 +116,8 @@ def _plain_work(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
 def _compiled_work(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
     """Bytes per hidden and per inner number of a compiled layer.
 
-    The product of gate and up is computed again, in one kernel with two gradients that are written to new memory:
-    recorded on an H100 and on a CPU. A norm that follows needs the product before, and then they overwrite it.
+    One kernel recomputes the product of gate and up and writes two gradients to new memory: recorded on an H100 and on
+    a CPU. A norm after the feed-forward network needs the product earlier; the gradients then overwrite it.
     """
     again, is_selective = is_recomputed(config), config.activation.checkpointing is Checkpointing.selective
     if _is_adapter_in_16_bits(config):
@@ -132,7 +133,7 @@ def _compiled_work(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
 def _adapter_work(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes per inner number of a compiled layer with adapters: two gradients, and what adapters read or add to.
 
-    By 25 runs of Qwen2.5-7B and Llama 3 8B that differ in what has an adapter (h200x2_held_out, "targets").
+    From 25 runs of Qwen2.5-7B and Llama 3 8B that differ in which layers have an adapter (h200x2_held_out, "targets").
     """
     named = adapted(config, facts)
     of_adapters = sum(size for name, size in _WORK_OF_ADAPTERS.items() if name in named)
@@ -142,9 +143,9 @@ def _adapter_work(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def _softmax_work(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes of attention without a kernel when the gradient of its softmax is computed, all of it in fp32.
+    """Bytes of attention without a kernel while the gradient of its softmax is computed, all in fp32.
 
-    The softmax, its gradient, their product and the gradient of its input; a copy in 16 bits is gone by then.
+    Counts the softmax, its gradient, their product and the gradient of its input. A 16-bit copy is freed by then.
     """
     if not attention_facts(config).keeps_softmax:
         return 0.0
@@ -153,7 +154,7 @@ def _softmax_work(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def computes_products_again(config: RunConfig) -> bool:
-    """Whether compiled layers are trained whole and checkpointed selectively."""
+    """Whether compiled layers are fully trained with selective checkpointing."""
     is_full = config.peft.method is PeftMethod.full
     is_selective = config.activation.checkpointing is Checkpointing.selective
     return is_full and is_selective and bool(config.model.compile_layers) and not config.activation.offload
@@ -166,7 +167,7 @@ def _is_adapter_in_16_bits(config: RunConfig) -> bool:
 def _reads_fp32(config: RunConfig) -> bool:
     """Whether an adapter casts the inner numbers to its own fp32, as PEFT does.
 
-    Not if FSDP or DeepSpeed casts the adapter to bf16, nor beside 4-bit weights (peft 0.21, tuners/lora/bnb.py).
+    Not if FSDP or DeepSpeed casts the adapter to bf16, nor with 4-bit weights (peft 0.21, tuners/lora/bnb.py).
     """
     is_cast = isinstance(config.parallelism, FsdpConfig) or is_cast_by_deepspeed(config)
     is_four_bit = config.peft.method is PeftMethod.qlora

@@ -1,7 +1,7 @@
-"""Every cross-field rule, as one table. `check` reports all broken ones at once, before anything is downloaded.
+"""The table of all cross-field rules. `check` reports all broken ones at once, before anything is downloaded.
 
-A rule looks at the resolved configuration only (see `plan.auto.resolve`); what this machine must have for it stands in
-`train.requirements`. Adding a rule: write it in the module of its topic, its texts in `errors.yaml`, and its case in
+A rule looks at the resolved configuration only (see `plan.auto.resolve`); `train.requirements` holds the requirements
+on this machine. To add a rule: write it in the module of its topic, its texts in `errors.yaml`, and its case in
 `tests/plan/rules/rule_cases.py`.
 """
 
@@ -43,10 +43,10 @@ RULES: tuple[Rule, ...] = tuple(
 
 
 def check(config: RunConfig, place_of: PlaceOf | None = None) -> list[Problem]:
-    """Everything to say against a resolved configuration: what stops it (`is_error`), then what is only unwise.
+    """Return all problems of a resolved configuration: errors (`is_error`) first, then warnings.
 
-    `place_of` says which override or file set a key; with it a fix that chooses another group also says which typed
-    settings do not go with that. Empty when the configuration is sound.
+    Empty if there are none. `place_of` returns the override or file that set a key. With it, a fix that chooses another
+    group also names the typed settings that conflict with that group.
     """
     problems = [problem for rule in RULES for problem in rule.problems(config)]
     if place_of is not None:
@@ -58,7 +58,7 @@ def check(config: RunConfig, place_of: PlaceOf | None = None) -> list[Problem]:
 
 
 def with_what_to_leave_out(fix: str, config: RunConfig, place_of: PlaceOf) -> str:
-    """A fix whose ways out each end in `without KEY` for the typed keys that do not go with the groups it chooses."""
+    """Append `without KEY` to each alternative of a fix, for typed keys that conflict with its groups."""
     return _OR.join(_way_out(way, config, place_of) for way in fix.split(_OR))
 
 
@@ -75,7 +75,7 @@ def _way_out(way: str, config: RunConfig, place_of: PlaceOf) -> str:
 
 
 def _misfits(group: str, choice: str, config: RunConfig) -> Iterator[str]:
-    """Keys of the group as it is that another choice of it does not know, or states another answer for."""
+    """Keys of the current group that another choice lacks or sets to another value."""
     kind = choice_schema(group, choice)
     schema = schemas_of(group)[0] if kind is None else CHOICE_SCHEMAS[f"{group}/{kind}"]
     known, settings = field_types(schema), getattr(config, group)
@@ -83,6 +83,6 @@ def _misfits(group: str, choice: str, config: RunConfig) -> Iterator[str]:
     stated |= choice_values(group, choice)
     for name in field_types(type(settings)):
         value = getattr(settings, name)
-        # Of what is stated only what names something: numbers and switches tune a choice, and may stay as they are.
+        # Only enum values conflict: numbers and switches tune a choice, and may stay.
         if name not in known or (isinstance(value, Enum) and stated.get(name, value.name) != value.name):
             yield f"{group}.{name}"

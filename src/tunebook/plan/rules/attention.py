@@ -30,7 +30,7 @@ def _is_on_cpu(config: RunConfig) -> bool:
 
 
 def leaks(config: RunConfig) -> bool:
-    """Whether documents of a packed row are known to reach each other, with the model and the attention as they are."""
+    """Whether documents of a packed row are known to see each other, with this model and attention."""
     facts = config.model.facts
     if facts is None:
         return False
@@ -39,13 +39,13 @@ def leaks(config: RunConfig) -> bool:
 
 
 def compiles(kernel: Attention) -> bool:
-    """Whether blocks with this attention are compiled as one: see the rules `compiled-layers-...`."""
+    """Whether blocks compile as one graph with this attention: see the rules `compiled-layers-...`."""
     return ATTENTIONS[kernel].compiles_with_blocks
 
 
 @rule("attention-not-in-model", "attention.implementation")
 def attention_not_in_model(config: RunConfig) -> Finding | None:
-    """A kernel that the architecture's code says it cannot use."""
+    """Refuse a kernel that the architecture's code does not support."""
     kernel, facts = config.attention.implementation, config.model.facts
     if facts is None or facts.measured is None or has_attention(config, kernel):
         return None
@@ -60,13 +60,13 @@ def attention_not_in_model(config: RunConfig) -> Finding | None:
 
 
 def _unpacked(config: RunConfig) -> str:
-    """What to type to train the same batch in padded rows."""
+    """Overrides to train the same batch in padded rows."""
     return f"packing.mode=padded packing.row_length=null {in_padded_documents(config)}".rstrip()
 
 
 @rule("flash-attention-below-ampere", "attention.implementation")
 def flash_attention_below_ampere(config: RunConfig) -> Finding | None:
-    """Any flash attention where the generation cannot run it."""
+    """Refuse flash attention if the generation cannot run it."""
     kernel, generation = config.attention.implementation, config.hardware.generation
     if generation not in GENERATIONS or can_run(kernel, generation):
         return None
@@ -81,7 +81,7 @@ def flash_attention_below_ampere(config: RunConfig) -> Finding | None:
 
 @rule("flash-attention-in-fp32", "attention.implementation")
 def flash_attention_in_fp32(config: RunConfig) -> Finding | None:
-    """Flash attention and fp32."""
+    """Refuse flash attention in fp32."""
     kernel = config.attention.implementation
     if not ATTENTIONS[kernel].is_flash or config.precision.compute is not Compute.fp32:
         return None
@@ -91,7 +91,7 @@ def flash_attention_in_fp32(config: RunConfig) -> Finding | None:
 
 @rule("varlen-attention-padded", "attention.implementation")
 def varlen_attention_padded(config: RunConfig) -> Finding | None:
-    """Attention by documents' lengths, and rows that are not packed."""
+    """Refuse varlen attention with rows that are not packed."""
     kernel = config.attention.implementation
     if not ATTENTIONS[kernel].needs_lengths or config.packing.mode is PackingMode.isolated:
         return None
@@ -101,7 +101,7 @@ def varlen_attention_padded(config: RunConfig) -> Finding | None:
 
 @rule("compiled-layers-by-document", "model.compile_layers")
 def compiled_layers_by_document(config: RunConfig) -> Finding | None:
-    """Compiled blocks and an attention that looks at each document."""
+    """Refuse compiled blocks with an attention that loops over documents."""
     if not config.model.compile_layers or config.attention.implementation is not BY_DOCUMENT:
         return None
     better = without_flash_attn(config)
@@ -111,7 +111,7 @@ def compiled_layers_by_document(config: RunConfig) -> Finding | None:
 
 @rule("flex-attention-on-cpu", "attention.implementation")
 def flex_attention_on_cpu(config: RunConfig) -> Finding | None:
-    """flex_attention and no GPU."""
+    """Refuse flex_attention without a GPU."""
     if attention_facts(config).trains_on_cpu or not _is_on_cpu(config):
         return None
     message = "flex_attention cannot train on a CPU"
@@ -120,7 +120,7 @@ def flex_attention_on_cpu(config: RunConfig) -> Finding | None:
 
 @rule("flash-attention-not-deterministic", "attention.implementation", is_error=False)
 def flash_attention_not_deterministic(config: RunConfig) -> Finding | None:
-    """Determinism asked for with flash attention."""
+    """Warn about deterministic training with flash attention."""
     kernel = config.attention.implementation
     if not ATTENTIONS[kernel].is_flash or not config.training.deterministic:
         return None
@@ -130,7 +130,7 @@ def flash_attention_not_deterministic(config: RunConfig) -> Finding | None:
 
 @rule("packing-leaks", "packing.mode")
 def packing_leaks(config: RunConfig) -> Finding | None:
-    """Isolated packing of an architecture that is known to leak."""
+    """Refuse isolated packing with an architecture that is known to leak."""
     facts = config.model.facts
     if config.packing.mode is not PackingMode.isolated or facts is None or not leaks(config):
         return None
@@ -145,7 +145,7 @@ def packing_leaks(config: RunConfig) -> Finding | None:
 
 @rule("row-length-without-packing", "packing.row_length", is_error=False)
 def row_length_without_packing(config: RunConfig) -> Finding | None:
-    """A row length in padded mode, other than the one `auto` fills in."""
+    """Warn about a row length in padded mode other than the one `auto` fills in."""
     row = config.packing.row_length
     if row is None or config.packing.mode is not PackingMode.padded or row == config.training.max_length:
         return None
@@ -154,7 +154,7 @@ def row_length_without_packing(config: RunConfig) -> Finding | None:
 
 @rule("liger-without-gpu", "model.liger_kernel")
 def liger_without_gpu(config: RunConfig) -> Finding | None:
-    """Liger kernels on a CPU."""
+    """Refuse Liger kernels on a CPU."""
     if not config.model.liger_kernel or not _is_on_cpu(config):
         return None
     return Finding("Liger's kernels need a GPU", "model.liger_kernel=false")
@@ -162,7 +162,7 @@ def liger_without_gpu(config: RunConfig) -> Finding | None:
 
 @rule("one-pass-head-without-gpu", "model.one_pass_head")
 def one_pass_head_without_gpu(config: RunConfig) -> Finding | None:
-    """The head's gradients made in the forward pass, on a CPU."""
+    """Refuse head gradients computed in the forward pass on a CPU."""
     if not config.model.one_pass_head or not _is_on_cpu(config):
         return None
     return Finding("the head's gradients can be made in the forward pass on a GPU only", "model.one_pass_head=false")
@@ -170,7 +170,7 @@ def one_pass_head_without_gpu(config: RunConfig) -> Finding | None:
 
 @rule("one-pass-head-in-fp16", "model.one_pass_head")
 def one_pass_head_in_fp16(config: RunConfig) -> Finding | None:
-    """The head's gradients made in the forward pass, in a format that needs its loss scaled."""
+    """Refuse head gradients computed in the forward pass in a format that needs loss scaling."""
     if not config.model.one_pass_head or config.precision.compute is not Compute.fp16:
         return None
     message = "in fp16 gradients are made after the loss is scaled, which is after the forward pass"
@@ -179,7 +179,7 @@ def one_pass_head_in_fp16(config: RunConfig) -> Finding | None:
 
 @rule("compiled-layers-with-liger", "model.compile_layers")
 def compiled_layers_with_liger(config: RunConfig) -> Finding | None:
-    """Both ways to fuse a block's small operations."""
+    """Refuse compiled blocks with Liger's kernels: both fuse a block's small operations."""
     if not (config.model.compile_layers and config.model.liger_kernel):
         return None
     return Finding("blocks that call Liger's kernels cannot be compiled", "model.liger_kernel=false")
@@ -187,7 +187,7 @@ def compiled_layers_with_liger(config: RunConfig) -> Finding | None:
 
 @rule("compiled-layers-with-flash-attn", "model.compile_layers")
 def compiled_layers_with_flash_attn(config: RunConfig) -> Finding | None:
-    """Compiled blocks and an attention that makes each of them another one."""
+    """Refuse compiled blocks with an attention that makes each block compile separately."""
     kernel = config.attention.implementation
     if not config.model.compile_layers or not ATTENTIONS[kernel].is_flash or compiles(kernel):
         return None
@@ -198,7 +198,7 @@ def compiled_layers_with_flash_attn(config: RunConfig) -> Finding | None:
 
 @rule("selective-without-compiled-blocks", "activation.checkpointing")
 def selective_without_compiled_blocks(config: RunConfig) -> Finding | None:
-    """Recomputing parts of blocks that nothing divides into parts."""
+    """Refuse selective checkpointing without compiled blocks, which alone can be split."""
     if config.activation.checkpointing is not Checkpointing.selective or config.model.compile_layers:
         return None
     message = "only compiled blocks can compute some of their activations again and keep the others"
@@ -207,7 +207,7 @@ def selective_without_compiled_blocks(config: RunConfig) -> Finding | None:
 
 @rule("activation-offload-without-gpu", "activation.offload")
 def activation_offload_without_gpu(config: RunConfig) -> Finding | None:
-    """Activation offload on a CPU."""
+    """Refuse activation offload on a CPU."""
     if not config.activation.offload or not _is_on_cpu(config):
         return None
     return Finding("there is no GPU memory to free", "activation.offload=false")
@@ -215,7 +215,7 @@ def activation_offload_without_gpu(config: RunConfig) -> Finding | None:
 
 @rule("activation-offload-with-flex", "activation.offload")
 def activation_offload_with_flex(config: RunConfig) -> Finding | None:
-    """Met on an H200 with torch 2.11 (gemma-2b)."""
+    """Refuse activation offload with flex_attention: failed on an H200 with torch 2.11 (gemma-2b)."""
     if not config.activation.offload or config.attention.implementation is not FLEX:
         return None
     message = "flex_attention's backward pass does not take what was offloaded"

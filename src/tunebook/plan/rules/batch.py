@@ -1,4 +1,4 @@
-"""Rules about the batch: how many documents or tokens make a step, and how they are laid into rows."""
+"""Rules about the batch: the documents or tokens of a step, and their layout in rows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tunebook.data.batch import fewer_gpus
 from tunebook.facts.attention import ATTENTIONS, Isolation
 from tunebook.plan.rules.frame import Finding, rule, world_size
 
-_LOG_OF_ALL = 30.0  # the logarithm of a length that no document has
+_LOG_OF_ALL = 30.0  # upper bound for the logarithm of a document's length
 
 
 @rule("batch-one-way", "training.global_samples")
 def batch_one_way(config: RunConfig) -> Finding | None:
-    """Exactly one of the two."""
+    """Require exactly one of `global_samples` and `global_tokens`."""
     samples, tokens = config.training.global_samples, config.training.global_tokens
     if samples is not None and tokens is not None:
         message = f"global_samples={samples} and global_tokens={tokens} say the size of a step twice"
@@ -27,7 +27,7 @@ def batch_one_way(config: RunConfig) -> Finding | None:
 
 
 def _rows_unit(config: RunConfig) -> int:
-    """Rows that one pass of all GPUs takes."""
+    """Number of rows in one pass of all GPUs."""
     return world_size(config) * max(1, config.training.micro_batch_size or 1)
 
 
@@ -41,7 +41,7 @@ def _is_padded(config: RunConfig) -> bool:
 
 @rule("batch-not-divisible")
 def batch_not_divisible(config: RunConfig) -> Finding | None:
-    """Padded documents, or the rows that `global_tokens` makes, must be a multiple of ranks x micro batch."""
+    """Require padded documents, or the rows of `global_tokens`, to be a multiple of ranks x micro batch."""
     training = config.training
     if _is_padded(config):
         key, asked, length = "training.global_samples", training.global_samples, 1
@@ -51,7 +51,7 @@ def batch_not_divisible(config: RunConfig) -> Finding | None:
     if asked is None or asked < 1:
         return None
     rows = asked // length
-    if rows % unit == 0 or (length > 1 and rows < unit):  # too few tokens is `batch-too-small`
+    if rows % unit == 0 or (length > 1 and rows < unit):  # `batch-too-small` covers too few tokens
         return None
     below, above = rows // unit * unit * length, (rows // unit + 1) * unit * length
     nearest = f"{below} and {above} are the nearest that do" if below else f"{above} is the smallest that does"
@@ -68,7 +68,7 @@ def batch_not_divisible(config: RunConfig) -> Finding | None:
 
 
 def _with_fewer_gpus(config: RunConfig) -> str | None:
-    """What to type where the data has not a document for every GPU, so that no batch would do."""
+    """The fix if the data has fewer documents than GPUs, so that no batch would work."""
     documents = _fewest_documents(config)
     return fewer_gpus(config, documents) if documents is not None and documents < world_size(config) else None
 
@@ -79,7 +79,10 @@ def _documents(count: int) -> str:
 
 @rule("batch-too-small")
 def batch_too_small(config: RunConfig) -> Iterator[Finding]:
-    """Packed: one document per rank, and rows for one pass (padded documents are covered by divisibility)."""
+    """Require one document per rank and rows for one pass, in packed mode.
+
+    Divisibility covers padded documents.
+    """
     if _is_padded(config):
         return
     samples, tokens, ranks = config.training.global_samples, config.training.global_tokens, world_size(config)
@@ -95,7 +98,7 @@ def batch_too_small(config: RunConfig) -> Iterator[Finding]:
 
 @rule("tokens-need-packing", "training.global_tokens")
 def tokens_need_packing(config: RunConfig) -> Finding | None:
-    """`global_tokens` in padded mode."""
+    """Refuse `global_tokens` in padded mode."""
     tokens = config.training.global_tokens
     if tokens is None or not _is_padded(config):
         return None
@@ -103,7 +106,7 @@ def tokens_need_packing(config: RunConfig) -> Finding | None:
 
 
 def in_padded_documents(config: RunConfig) -> str:
-    """What to type besides packing.mode=padded for about the same batch; empty where that is all it takes."""
+    """Overrides in addition to packing.mode=padded for about the same batch; empty if none are needed."""
     samples, tokens, unit = config.training.global_samples, config.training.global_tokens, _rows_unit(config)
     if tokens is None:
         if samples is None or samples % unit == 0:
@@ -114,9 +117,9 @@ def in_padded_documents(config: RunConfig) -> str:
 
 
 def _mean_tokens(config: RunConfig) -> float:
-    """About as many as a document has: as stated, or of generated ones the mean of what their lengths are drawn from.
+    """Approximate mean tokens per document: as stated, or the mean of the distribution of generated lengths.
 
-    Whatever is between their bounds is left as drawn; the plan, which cuts it there, comes some percent lower.
+    The mean ignores the bounds of the lengths. The plan, which applies them, is some percent lower.
     """
     data, longest = config.dataset, config.training.max_length
     if data.mean_tokens is not None or data.source is not Source.synthetic:
@@ -128,21 +131,21 @@ def _mean_tokens(config: RunConfig) -> float:
 
 @rule("batch-larger-than-data", "training.global_samples")
 def batch_larger_than_data(config: RunConfig) -> Finding | None:
-    """Known before the data is read only where `dataset.num_documents` or `max_documents` says it."""
+    """Refuse a batch larger than the data, if `dataset.num_documents` or `max_documents` gives its size."""
     samples, documents = config.training.global_samples, _fewest_documents(config)
     if samples is None or documents is None or samples <= documents:
         return None
     message = f"{samples} documents a step are more than the data set's {documents}"
     unit = _rows_unit(config) if _is_padded(config) else 1
     fix = f"training.global_samples={documents // unit * unit}"
-    if documents < unit:  # one for each GPU, then
+    if documents < unit:  # one document per GPU
         ranks = world_size(config)
         fix = f"training.micro_batch_size=1 training.global_samples={documents // ranks * ranks}"
     return Finding(message, _with_fewer_gpus(config) or fix)
 
 
 def _fewest_documents(config: RunConfig) -> int | None:
-    """The least of what is said of the data set's size; None where nothing is."""
+    """The smallest stated size of the data set; None if none is stated."""
     data = config.dataset
     made = data.synthetic.num_documents if data.source.name == "synthetic" else None
     limits = [count for count in (data.num_documents, data.max_documents, made) if count is not None and count > 0]
@@ -151,7 +154,7 @@ def _fewest_documents(config: RunConfig) -> int | None:
 
 @rule("row-shorter-than-document", "packing.row_length")
 def row_shorter_than_document(config: RunConfig) -> Finding | None:
-    """`row_length` at least `max_length`."""
+    """Require `row_length` to be at least `max_length`."""
     row, length = config.packing.row_length, config.training.max_length
     if row is None or row >= length or _is_padded(config):
         return None
@@ -161,7 +164,7 @@ def row_shorter_than_document(config: RunConfig) -> Finding | None:
 
 @rule("micro-rows-on-mask", "training.micro_batch_size", is_error=False)
 def micro_rows_on_mask(config: RunConfig) -> Finding | None:
-    """More than one packed row on sdpa or eager."""
+    """Warn about more than one packed row per pass on sdpa or eager."""
     micro, kernel = config.training.micro_batch_size, config.attention.implementation
     is_masked = ATTENTIONS[kernel].isolation is Isolation.mask and config.packing.mode is PackingMode.isolated
     if micro is None or micro <= 1 or not is_masked:

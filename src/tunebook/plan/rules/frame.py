@@ -1,8 +1,7 @@
-"""What a rule is: an id and a function that looks for it in a resolved configuration.
+"""The form of a rule: an id and a function that finds violations in a resolved configuration.
 
-A rule is a function under `@rule(id, key)`. What it means, why and what to do is in `errors.yaml` under that id. Every
-function must survive any configuration that composes, whatever else is wrong with it, because all problems are reported
-at once.
+A rule is a function under `@rule(id, key)`. `errors.yaml` has its meaning, reason and fix under that id. Every function
+must handle any configuration that composes, whatever its other errors, because all problems are reported at once.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ from tunebook.errors import Problem
 
 @dataclass(frozen=True)
 class Finding:
-    """One place where a rule is broken."""
+    """One violation of a rule."""
 
     message: str  # what is wrong with the value
     fix: str  # what to type instead
-    key: str | None = None  # None: the rule's
+    key: str | None = None  # None: the rule's key
 
 
 Find = Callable[[RunConfig], Finding | Iterable[Finding] | None]
@@ -31,12 +30,12 @@ class Rule:
     """A cross-field rule."""
 
     id: str
-    key: str | None  # that it is about; None: each finding names one
+    key: str | None  # key of the rule; None: each finding names one
     find: Find
-    is_error: bool  # False: the problem is printed, and stops nothing
+    is_error: bool  # False: a printed warning that does not stop the run
 
     def problems(self, config: RunConfig) -> list[Problem]:
-        """Every place of `config` that breaks this rule."""
+        """Every violation of this rule in `config`."""
         found = self.find(config) or ()
         places = [found] if isinstance(found, Finding) else found
         return [
@@ -52,15 +51,15 @@ class Rule:
 
 
 def rule(id: str, key: str | None = None, *, is_error: bool = True) -> Callable[[Find], Rule]:
-    """Make a rule of the function below it."""
+    """Decorator that makes a rule of a function."""
     return lambda find: Rule(id=id, key=key, find=find, is_error=is_error)
 
 
 def another_model(config: RunConfig) -> str:
-    """What to type for a model other than the one that is named, which only the user can choose."""
+    """The override for another model, with a placeholder that the user must fill in."""
     return "model.path=FOLDER" if config.model.path else "model.name=ORG/NAME"
 
 
 def world_size(config: RunConfig) -> int:
-    """The ranks of a run; at least 1, also where a broken number is reported by its own rule."""
+    """The number of ranks of a run, at least 1: another rule reports an invalid number."""
     return max(1, config.hardware.num_nodes) * max(1, config.hardware.gpus_per_node or 1)

@@ -1,4 +1,4 @@
-"""Rules about the launcher's settings (nodes, Slurm jobs, Ray clusters), and about texts that reach its scripts."""
+"""Rules about the launcher's settings (nodes, Slurm jobs, Ray clusters), and about text in its scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tunebook.config.walk import texts_of
 from tunebook.plan.rules.frame import Finding, rule
 from tunebook.slurm import slurm_seconds
 
-# Options of sbatch that the rendered script sets, and those that would run the same folder more than once.
+# sbatch options that the rendered script sets, and those that would run the same folder more than once.
 _RESERVED = {
     "--array": "every task would work in the same run folder; tunebook sweep starts several runs",
     "-a": "every task would work in the same run folder; tunebook sweep starts several runs",
@@ -35,15 +35,15 @@ _RESERVED = {
     "-W": "launcher.wait says it",
     "--parsable": "Tunebook reads sbatch's answer",
 }
-# Texts for the model and names inside data files: they reach no script, and may hold anything.
+# Text for the model and names inside data files: no script uses it, so it may hold anything.
 _FREE = ("system_prompt", "pad_token", "eos_token", "text_field", "ignore_keys")
-_EARLIER_S = 60  # than asked for Slurm may send its warning (`man sbatch`, --signal)
+_EARLIER_S = 60  # seconds that Slurm's warning may come early (`man sbatch`, --signal)
 _ADDRESS = re.compile(r"[^/:\s]+:\d{1,5}")
 
 
 @rule("node-rank-range", "launcher.node_rank")
 def node_rank_range(config: RunConfig) -> Finding | None:
-    """Beyond the last node."""
+    """Refuse a node rank beyond the last node."""
     node, num_nodes = config.launcher.node_rank, config.hardware.num_nodes
     if config.launcher.name is not LauncherName.local or node < max(1, num_nodes):
         return None
@@ -53,7 +53,7 @@ def node_rank_range(config: RunConfig) -> Finding | None:
 
 @rule("master-address-missing", "launcher.master_address")
 def master_address_missing(config: RunConfig) -> Finding | None:
-    """A node rank without an address."""
+    """Require a master address for a later node."""
     launcher = config.launcher
     is_later = 0 < launcher.node_rank < config.hardware.num_nodes
     if launcher.name is not LauncherName.local or not is_later or launcher.master_address:
@@ -63,7 +63,7 @@ def master_address_missing(config: RunConfig) -> Finding | None:
 
 @rule("node-settings-ignored")
 def node_settings_ignored(config: RunConfig) -> Iterator[Finding]:
-    """node_rank, master_address and master_port belong to launcher=local."""
+    """Refuse node_rank, master_address and master_port with a launcher other than local."""
     if config.launcher.name is LauncherName.local:
         return
     usual = LauncherConfig(name=LauncherName.local)
@@ -77,7 +77,7 @@ def node_settings_ignored(config: RunConfig) -> Iterator[Finding]:
 
 @rule("time-limit-too-short", "launcher.time_limit")
 def time_limit_too_short(config: RunConfig) -> Finding | None:
-    """The warning may come before the first step."""
+    """Refuse a limit with which Slurm's warning may come before the first step."""
     settings = config.launcher
     left_s = _seconds_before_the_warning(settings)
     if left_s is None or left_s > 0:
@@ -90,7 +90,7 @@ def time_limit_too_short(config: RunConfig) -> Finding | None:
 
 @rule("time-limit-too-short-for-a-slow-start", "launcher.time_limit", is_error=False)
 def time_limit_too_short_for_a_slow_start(config: RunConfig) -> Finding | None:
-    """Enough for the warning, but not for the longest start that is waited for and one step."""
+    """Warn if the limit covers Slurm's warning, but not the longest allowed start and one step."""
     settings = config.launcher
     left_s = _seconds_before_the_warning(settings)
     if left_s is None or left_s <= 0 or left_s > settings.start_timeout_s:
@@ -103,24 +103,24 @@ def time_limit_too_short_for_a_slow_start(config: RunConfig) -> Finding | None:
 
 
 def _seconds_before_the_warning(settings: LauncherConfig) -> int | None:
-    """What a turn of a Slurm job has at least to start and train; None without a limit that can be read."""
+    """Minimum time of a Slurm job for start and training; None without a readable limit."""
     if not isinstance(settings, SlurmConfig) or settings.time_limit is None:
         return None
     limit_s = slurm_seconds(settings.time_limit)
-    if not limit_s:  # sbatch takes 0 for no limit
+    if not limit_s:  # 0 means no limit for sbatch
         return None
-    return -(-limit_s // 60) * 60 - settings.stop_timeout_s - _EARLIER_S  # Slurm rounds a limit up to minutes
+    return -(-limit_s // 60) * 60 - settings.stop_timeout_s - _EARLIER_S  # Slurm rounds up to minutes
 
 
 def _long_enough(settings: LauncherConfig) -> str:
-    """A limit that holds the longest start that is waited for, as long again for steps, and the end."""
+    """A limit that covers the longest allowed start, as long again for steps, and the end."""
     minutes = -(-(2 * settings.start_timeout_s + settings.stop_timeout_s + _EARLIER_S) // 60)
     return f"launcher.time_limit={minutes}"
 
 
 @rule("sbatch-option-reserved", "launcher.extra_args")
 def sbatch_option_reserved(config: RunConfig) -> Iterator[Finding]:
-    """Options that are Tunebook's."""
+    """Refuse sbatch options that Tunebook sets."""
     settings = config.launcher
     if not isinstance(settings, SlurmConfig):
         return
@@ -132,7 +132,10 @@ def sbatch_option_reserved(config: RunConfig) -> Iterator[Finding]:
 
 
 def _why_reserved(option: str) -> str | None:
-    """Why an option is not the user's; None where it is. sbatch takes every beginning of a name that is no other's."""
+    """Why Tunebook reserves an option; None if it does not.
+
+    sbatch accepts every unambiguous prefix of a name.
+    """
     name = _option_name(option)
     if len(name) <= len("--") or not name.startswith("--"):
         return _RESERVED.get(name)
@@ -140,9 +143,9 @@ def _why_reserved(option: str) -> str | None:
 
 
 def _option_name(option: str) -> str:
-    """--nodes of --nodes=3 and "--nodes 3"; of a short one its letter, to which the value may be attached: -N3.
+    """The option's name: --nodes of --nodes=3 and "--nodes 3"; a short option's letter without its value, as of -N3.
 
-    Short ones that take no value may stand before it in the same word: -HN3.
+    Short options without a value may precede it in the same word: -HN3.
     """
     if option.startswith("--"):
         return re.split(r"[=\s]", option, maxsplit=1)[0]
@@ -151,7 +154,7 @@ def _option_name(option: str) -> str:
 
 @rule("container-settings")
 def container_settings(config: RunConfig) -> Iterator[Finding]:
-    """Mounts without an image, or of another form."""
+    """Refuse mounts without an image, or mounts that are not absolute paths."""
     settings = config.launcher
     if not isinstance(settings, SlurmConfig) or not settings.container_mounts:
         return
@@ -167,7 +170,7 @@ def container_settings(config: RunConfig) -> Iterator[Finding]:
 
 @rule("container-on-shared-node", "launcher.container_runtime")
 def container_on_shared_node(config: RunConfig) -> Finding | None:
-    """Docker and a part of a node's cores."""
+    """Refuse Docker with a part of a node's cores."""
     settings = config.launcher
     if not isinstance(settings, SlurmConfig) or settings.container_image is None or settings.cpus_per_task is None:
         return None
@@ -179,7 +182,10 @@ def container_on_shared_node(config: RunConfig) -> Finding | None:
 
 @rule("container-image-without-registry", "launcher.container_image")
 def container_image_without_registry(config: RunConfig) -> Finding | None:
-    """A bare name, or one as Docker writes it. Source: enroot's import (docker://[USER@][REGISTRY#]IMAGE[:TAG])."""
+    """Refuse a bare image name, or one in Docker's notation.
+
+    Source: enroot's import (docker://[USER@][REGISTRY#]IMAGE[:TAG]).
+    """
     settings = config.launcher
     if not isinstance(settings, SlurmConfig) or settings.container_runtime is not ContainerRuntime.pyxis:
         return None
@@ -195,7 +201,7 @@ def container_image_without_registry(config: RunConfig) -> Finding | None:
 
 @rule("ray-address-form", "launcher.address")
 def ray_address_form(config: RunConfig) -> Finding | None:
-    """auto, local, or HOST:PORT."""
+    """Require auto, local, or HOST:PORT."""
     settings = config.launcher
     if not isinstance(settings, RayConfig) or settings.address in ("auto", "local"):
         return None
@@ -206,7 +212,7 @@ def ray_address_form(config: RunConfig) -> Finding | None:
 
 @rule("ray-variable-form", "launcher.env_vars")
 def ray_variable_form(config: RunConfig) -> Finding | None:
-    """NAME=VALUE."""
+    """Require NAME=VALUE."""
     settings = config.launcher
     if not isinstance(settings, RayConfig):
         return None
@@ -219,7 +225,7 @@ def ray_variable_form(config: RunConfig) -> Finding | None:
 
 @rule("launcher-settings-mismatch", "launcher.name")
 def launcher_settings_mismatch(config: RunConfig) -> Finding | None:
-    """slurm and ray have schemas of their own."""
+    """Refuse a launcher in another launcher's schema; slurm and ray have their own schemas."""
     needed = {LauncherName.slurm: SlurmConfig, LauncherName.ray: RayConfig}.get(config.launcher.name, LauncherConfig)
     if type(config.launcher) is needed:
         return None
@@ -230,7 +236,7 @@ def launcher_settings_mismatch(config: RunConfig) -> Finding | None:
 
 @rule("control-characters")
 def control_characters(config: RunConfig) -> Iterator[Finding]:
-    """In any text but those that only a model or a data file sees."""
+    """Refuse control characters in all text except text that only a model or a data file uses."""
     for key, values, is_list in texts_of(config):
         found = next((control_character(value) for value in values if control_character(value)), None)
         if found is None or key.rpartition(".")[2] in _FREE:

@@ -1,4 +1,4 @@
-"""Rules about single numbers. What numbers must be to each other is in the other modules."""
+"""Rules about single numbers. Other modules have the rules that relate numbers to each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tunebook.plan.rules.frame import Finding, rule
 
 
 def read_key(config: object, key: str) -> Any:
-    """The value at a dotted key; None where a part of it is absent or this choice of the group lacks the field."""
+    """The value at a dotted key; None if a part of it is absent or the group's choice lacks the field."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name, None)
@@ -20,9 +20,9 @@ def read_key(config: object, key: str) -> Any:
 
 
 def refuse_absurd(config: RunConfig) -> None:
-    """Refuse numbers that no arithmetic of a plan takes, before decisions are made by it: those beyond `MOST`.
+    """Refuse numbers beyond `MOST`, which no plan can compute with, before any decision uses them.
 
-    Raises: RulesError that names them all.
+    Raises: RulesError that lists all of them.
     """
     problems = out_of_range.problems(config)
     absurd = [problem for problem in problems if _is_absurd(read_key(config, problem.key))]
@@ -43,7 +43,7 @@ def _outside(range_: Range, key: str, value: Any) -> Finding | None:
 
 @rule("out-of-range")
 def out_of_range(config: RunConfig) -> Iterator[Finding]:
-    """Look at every number in `config.ranges`, and at those of each part of a mixture."""
+    """Check every number in `config.ranges`, and those of each part of a mixture."""
     places = [(range_, range_.key, read_key(config, range_.key)) for range_ in RANGES]
     for name, part in config.dataset.parts.items():
         places += [(each, f"dataset.parts.{name}.{each.key}", read_key(part, each.key)) for each in PART_RANGES]

@@ -1,4 +1,4 @@
-"""Rules about what is trained (all weights, LoRA, QLoRA), the optimizer, and the learning rate's curve."""
+"""Rules about trained weights (all, LoRA, QLoRA), the optimizer, and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from tunebook.plan.rules.quantised import quantiser_of
 
 # Modules of a Llama-like model other than its linear layers.
 _MODULES = ("embed_tokens", "lm_head", "norm", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
-_MOST_LAYERS = 1000  # more are not listed by name
-# Names by which PEFT 0.21 finds stacked experts (transformers_weight_conversion.py), and how many times the inputs of
-# all linear layers an adapter of rank 1 is at least that is put on them: 25 of Mixtral's, under 6 without experts.
+_MOST_LAYERS = 1000  # models with more layers are not listed by name
+# Names by which PEFT 0.21 finds stacked experts (transformers_weight_conversion.py), and the least ratio of a rank-1
+# adapter on them to the inputs of all linear layers: 25 for Mixtral, under 6 without experts.
 _OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 _EXPERTS_SHARE = 8
 _ADAMW = f"optimizer.name={RUNS_EVERYWHERE.name}"
@@ -44,7 +44,7 @@ _ADAMW = f"optimizer.name={RUNS_EVERYWHERE.name}"
 
 @rule("adapter-on-output-head", "peft.target_modules")
 def adapter_on_output_head(config: RunConfig) -> Finding | None:
-    """An output head among the target modules."""
+    """Refuse an output head among the target modules."""
     targets = config.peft.target_modules
     heads = [name for name in targets if last_name(name) in HEADS]
     if config.peft.method is PeftMethod.full or not heads:
@@ -55,7 +55,7 @@ def adapter_on_output_head(config: RunConfig) -> Finding | None:
 
 @rule("adapter-module-unknown")
 def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
-    """Checked for models with Llama's linear layers; others may have modules that no trace names."""
+    """Check models with Llama's linear layers; others may have modules that no trace names."""
     facts, peft = config.model.facts, config.peft
     if peft.method is PeftMethod.full or facts is None or not is_named_like_llama(facts):
         return
@@ -73,7 +73,10 @@ def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
 
 @rule("adapter-without-targets", "peft.modules_to_save")
 def adapter_without_targets(config: RunConfig) -> Finding | None:
-    """Of models whose layers are as Llama's all places are known; of others those that are named twice."""
+    """Refuse module lists that leave no module for an adapter.
+
+    All modules are known for models with Llama's layers. For others, only modules in both lists are found.
+    """
     peft = config.peft
     if peft.method is PeftMethod.full or not peft.modules_to_save:
         return None
@@ -88,7 +91,10 @@ def adapter_without_targets(config: RunConfig) -> Finding | None:
 
 @rule("adapter-dropout-on-experts", "peft.dropout")
 def adapter_dropout_on_experts(config: RunConfig) -> Finding | None:
-    """Known by how large an adapter on every linear layer is: one on experts has inputs and outputs for each."""
+    """Refuse adapter dropout on stacked experts.
+
+    They are recognized by the size of an adapter on every linear layer, which has inputs and outputs for each expert.
+    """
     peft, facts = config.peft, config.model.facts
     if peft.method is PeftMethod.full or not peft.dropout or facts is None or facts.measured is None:
         return None
@@ -102,7 +108,7 @@ def adapter_dropout_on_experts(config: RunConfig) -> Finding | None:
 
 
 def _targets(config: RunConfig) -> list[str]:
-    """Modules that would get an adapter, by their dotted names; as they were asked for, where those are not known."""
+    """Dotted names of the modules that would get an adapter; as typed, if the modules are unknown."""
     facts, asked = config.model.facts, config.peft.target_modules
     if facts is None or not is_named_like_llama(facts):
         return list(asked)
@@ -117,13 +123,13 @@ def _targets(config: RunConfig) -> list[str]:
 
 
 def _is_within(module: str, saved: str) -> bool:
-    """Whether a module is one that is trained whole, or in one: by the parts of its dotted name."""
+    """Whether a module is a fully trained one, or inside one, judged by its dotted name."""
     return f".{saved}." in f".{module}."
 
 
 @rule("whole-tied-head-under-fsdp", "peft.modules_to_save")
 def whole_tied_head_under_fsdp(config: RunConfig) -> Finding | None:
-    """A tied head in `modules_to_save`. Over 4-bit weights every rank reads them anyway."""
+    """Refuse a tied head in `modules_to_save`; over 4-bit weights every rank reads it anyway."""
     # accelerate 1.15, fsdp2_prepare_model; transformers 5.23, tie_weights: "attribute 'weight' already exists" (H200).
     settings, facts = config.parallelism, config.model.facts
     is_tied = facts is not None and facts.tie_word_embeddings
@@ -140,7 +146,7 @@ def whole_tied_head_under_fsdp(config: RunConfig) -> Finding | None:
 
 @rule("tied-matrix-trained-apart", is_error=False)
 def tied_matrix_trained_apart(config: RunConfig) -> Iterator[Finding]:
-    """Either of the two in either list."""
+    """Warn about tied embeddings or a tied head in either module list."""
     facts, peft = config.model.facts, config.peft
     if peft.method is PeftMethod.full or facts is None or not facts.tie_word_embeddings:
         return
@@ -148,7 +154,7 @@ def tied_matrix_trained_apart(config: RunConfig) -> Iterator[Finding]:
         return
     for field in ("modules_to_save", "target_modules"):
         asked: list[str] = getattr(peft, field)
-        # An adapter on the head is an error of its own.
+        # Another rule refuses an adapter on the head.
         heads = HEADS if field == "modules_to_save" else ()
         named = [name for name in asked if last_name(name) in (*heads, *EMBEDDINGS)]
         if named:
@@ -163,7 +169,7 @@ def tied_matrix_trained_apart(config: RunConfig) -> Iterator[Finding]:
 
 @rule("adapter-settings-ignored", is_error=False)
 def adapter_settings_ignored(config: RunConfig) -> Iterator[Finding]:
-    """Module lists that nobody reads."""
+    """Warn about module lists that a full fine-tune does not use."""
     if config.peft.method is not PeftMethod.full:
         return
     other = " or peft=lora" if _lora_goes(config) else ""
@@ -174,7 +180,7 @@ def adapter_settings_ignored(config: RunConfig) -> Iterator[Finding]:
 
 
 def _lora_goes(config: RunConfig) -> bool:
-    """Whether no rule would refuse the run with an adapter as its settings say, in place of a full fine-tune."""
+    """Whether the rules would accept the run with its adapter settings instead of a full fine-tune."""
     with_adapter = replace(config, peft=replace(config.peft, method=PeftMethod.lora))
     refusing = (adapter_on_output_head, adapter_without_targets, adapter_dropout_on_experts)
     if any(rule.find(with_adapter) for rule in refusing) or adapter_module_unknown.problems(with_adapter):
@@ -184,7 +190,7 @@ def _lora_goes(config: RunConfig) -> bool:
 
 @rule("qlora-random-weights", "peft.method")
 def qlora_random_weights(config: RunConfig) -> Finding | None:
-    """A quantised base that does not exist."""
+    """Refuse a quantized base with random weights."""
     if config.peft.method is not PeftMethod.qlora or config.model.weights is not Weights.random:
         return None
     message = "qlora freezes and quantises a base model, and model.weights=random has none"
@@ -193,7 +199,7 @@ def qlora_random_weights(config: RunConfig) -> Finding | None:
 
 @rule("optimizer-without-gpu", "optimizer.name")
 def optimizer_without_gpu(config: RunConfig) -> Finding | None:
-    """A GPU optimizer on a CPU."""
+    """Refuse a GPU optimizer on a CPU."""
     name = config.optimizer.name
     if not OPTIMIZERS[name].needs_gpu or config.hardware.generation is not Generation.cpu:
         return None
@@ -202,7 +208,7 @@ def optimizer_without_gpu(config: RunConfig) -> Finding | None:
 
 @rule("optimizer-without-bf16", "optimizer.name")
 def optimizer_without_bf16(config: RunConfig) -> Finding | None:
-    """CPUs compute bf16 slowly but correctly."""
+    """Refuse an optimizer that needs bf16 on a GPU without it; CPUs compute bf16 slowly but correctly."""
     name, generation = config.optimizer.name, config.hardware.generation
     has_bf16 = generation in (Generation.auto, Generation.cpu) or GENERATIONS[generation].has_bf16
     if not OPTIMIZERS[name].needs_bf16 or has_bf16:
@@ -212,7 +218,7 @@ def optimizer_without_bf16(config: RunConfig) -> Finding | None:
 
 @rule("optimizer-with-fsdp", "optimizer.name")
 def optimizer_with_fsdp(config: RunConfig) -> Finding | None:
-    """DTensors and an optimizer without support for them."""
+    """Refuse an optimizer without DTensor support under FSDP."""
     name, strategy = config.optimizer.name, config.parallelism.strategy
     facts = OPTIMIZERS[name]
     if facts.takes_dtensors or not strategy_facts(config).is_fsdp:
@@ -224,7 +230,7 @@ def optimizer_with_fsdp(config: RunConfig) -> Finding | None:
 
 @rule("optimizer-with-zero", "optimizer.name")
 def optimizer_with_zero(config: RunConfig) -> Finding | None:
-    """Flat slices and an optimizer of matrices."""
+    """Refuse an optimizer of matrices with ZeRO's flat slices."""
     name, strategy = config.optimizer.name, config.parallelism.strategy
     facts = OPTIMIZERS[name]
     if facts.takes_flat_pieces or not strategy_facts(config).is_zero:
@@ -236,7 +242,7 @@ def optimizer_with_zero(config: RunConfig) -> Finding | None:
 
 @rule("optimizer-offloaded", "optimizer.name")
 def optimizer_offloaded(config: RunConfig) -> Finding | None:
-    """An optimizer on the GPU whose parameters or states are on the host."""
+    """Refuse an optimizer on the GPU with parameters or states on the host."""
     name, settings = config.optimizer.name, config.parallelism
     if OPTIMIZERS[name].can_be_offloaded:
         return None
@@ -260,7 +266,7 @@ def optimizer_settings_ignored(config: RunConfig) -> Iterator[Finding]:
 
 @rule("two-warm-ups", "schedule.warmup_steps")
 def two_warm_ups(config: RunConfig) -> Finding | None:
-    """At most one of the two."""
+    """Allow at most one of the two warm-up settings."""
     steps, share = config.schedule.warmup_steps, config.schedule.warmup_share
     if steps is None or share is None:
         return None
@@ -270,7 +276,7 @@ def two_warm_ups(config: RunConfig) -> Finding | None:
 
 @rule("two-floors", "schedule.min_learning_rate")
 def two_floors(config: RunConfig) -> Finding | None:
-    """At most one of the two."""
+    """Allow at most one of the two floor settings."""
     floor, share = config.schedule.min_learning_rate, config.schedule.min_learning_rate_share
     if floor is None or share is None:
         return None
@@ -280,7 +286,7 @@ def two_floors(config: RunConfig) -> Finding | None:
 
 @rule("floor-without-its-schedule")
 def floor_without_its_schedule(config: RunConfig) -> Iterator[Finding]:
-    """Floors of other curves."""
+    """Refuse floors of other schedules."""
     name = config.schedule.name
     if name is ScheduleName.cosine_with_min_lr:
         return
@@ -293,7 +299,7 @@ def floor_without_its_schedule(config: RunConfig) -> Iterator[Finding]:
 
 @rule("schedule-without-floor", "schedule.min_learning_rate")
 def schedule_without_floor(config: RunConfig) -> Finding | None:
-    """The floor that the curve needs."""
+    """Require the floor that the schedule needs."""
     schedule = config.schedule
     if schedule.name is not ScheduleName.cosine_with_min_lr:
         return None
@@ -304,7 +310,7 @@ def schedule_without_floor(config: RunConfig) -> Finding | None:
 
 @rule("floor-above-peak", "schedule.min_learning_rate")
 def floor_above_peak(config: RunConfig) -> Finding | None:
-    """The floor against the optimizer's learning rate."""
+    """Compare the floor with the optimizer's learning rate."""
     floor, peak = config.schedule.min_learning_rate, config.optimizer.learning_rate
     if floor is None or floor <= peak:
         return None
@@ -313,7 +319,7 @@ def floor_above_peak(config: RunConfig) -> Finding | None:
 
 @rule("warm-up-longer-than-run", "schedule.warmup_steps", is_error=False)
 def warm_up_longer_than_run(config: RunConfig) -> Finding | None:
-    """Known here only where `max_steps` says the length of the run."""
+    """Compare the warm-up with the run's length, if `max_steps` gives it."""
     steps, total = config.schedule.warmup_steps, config.training.max_steps
     if steps is None or total is None or steps < total:
         return None
@@ -323,7 +329,7 @@ def warm_up_longer_than_run(config: RunConfig) -> Finding | None:
 
 @rule("warm-up-ignored", is_error=False)
 def warm_up_ignored(config: RunConfig) -> Iterator[Finding]:
-    """A warm-up that nobody reads."""
+    """Warn about a warm-up that the schedule does not use."""
     if config.schedule.name is not ScheduleName.constant:
         return
     for field in ("warmup_steps", "warmup_share"):

@@ -1,4 +1,4 @@
-"""Rules about how the model is spread over ranks and nodes, and what each strategy's settings allow."""
+"""Rules about spreading the model over ranks and nodes, and about each strategy's settings."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _ZERO3_ONLY = (
 
 @rule("strategy-settings-mismatch", "parallelism.strategy")
 def strategy_settings_mismatch(config: RunConfig) -> Finding | None:
-    """The group's schema must be the strategy's."""
+    """Refuse a group whose schema is not the strategy's."""
     settings, strategy, facts = config.parallelism, config.parallelism.strategy, strategy_facts(config)
     needed = ZeroConfig if facts.is_zero else FsdpConfig if facts.is_fsdp else None
     has_settings = isinstance(settings, ZeroConfig | FsdpConfig)
-    if strategy is UNDECIDED:  # left where a strategy was named before, whose settings it keeps
+    if strategy is UNDECIDED:  # auto over an earlier named strategy keeps its settings
         return Finding("auto is set over the settings of a named strategy, which would be lost", "parallelism=auto")
     if (needed is None and not has_settings) or (needed is not None and isinstance(settings, needed)):
         return None
@@ -46,7 +46,7 @@ def strategy_settings_mismatch(config: RunConfig) -> Finding | None:
 
 @rule("single-needs-one-gpu", "parallelism.strategy")
 def single_needs_one_gpu(config: RunConfig) -> Finding | None:
-    """One rank."""
+    """Refuse `single` with more than one rank."""
     world = world_size(config)
     if not strategy_facts(config).runs_on_one or world == 1:
         return None
@@ -57,7 +57,7 @@ def single_needs_one_gpu(config: RunConfig) -> Finding | None:
 
 @rule("sharding-on-one-rank", "parallelism.strategy", is_error=False)
 def sharding_on_one_rank(config: RunConfig) -> Finding | None:
-    """A distributed strategy without offload on one rank."""
+    """Warn about a distributed strategy without offload on one rank."""
     settings = config.parallelism
     if strategy_facts(config).runs_on_one or world_size(config) > 1 or _offloads(config):
         return None
@@ -73,7 +73,7 @@ def _offloads(config: RunConfig) -> bool:
 
 @rule("fsdp-on-cpu", "parallelism.strategy")
 def fsdp_on_cpu(config: RunConfig) -> Finding | None:
-    """Any FSDP without GPUs."""
+    """Refuse any FSDP strategy without GPUs."""
     strategy = config.parallelism.strategy
     if not strategy_facts(config).is_fsdp or config.hardware.generation is not Generation.cpu:
         return None
@@ -84,7 +84,7 @@ def fsdp_on_cpu(config: RunConfig) -> Finding | None:
 
 @rule("hsdp-group", "parallelism.shard_group_size")
 def hsdp_group(config: RunConfig) -> Finding | None:
-    """The group size must be a proper divisor of the world, above one."""
+    """Require a group size that is a proper divisor of the world size, above one."""
     settings, world = config.parallelism, world_size(config)
     if not strategy_facts(config).within_groups or not isinstance(settings, FsdpConfig):
         return None
@@ -100,14 +100,17 @@ def hsdp_group(config: RunConfig) -> Finding | None:
 
 
 def _largest_proper_divisor(number: int) -> int:
-    """1 for a prime. Looks at no factor above 10,000, so that an absurd number of GPUs does not take hours."""
+    """The largest proper divisor; 1 for a prime.
+
+    It tries no factor above 10,000, so that an absurd number of GPUs does not take hours.
+    """
     highest = min(math.isqrt(number), 10_000)
     return next((number // factor for factor in range(2, highest + 1) if number % factor == 0), 1)
 
 
 @rule("parallelism-setting-ignored", is_error=False)
 def parallelism_setting_ignored(config: RunConfig) -> Iterator[Finding]:
-    """Settings of other stages and policies."""
+    """Warn about settings of other ZeRO stages and wrap policies."""
     settings, strategy = config.parallelism, config.parallelism.strategy
     ignored: list[str] = []
     if isinstance(settings, ZeroConfig):
@@ -125,7 +128,7 @@ def parallelism_setting_ignored(config: RunConfig) -> Iterator[Finding]:
         key = f"parallelism.{name}"
         fix = f"{key}=[]" if name == "wrap_classes" else f"{key}=null"
         yield Finding(f"{getattr(settings, name)} is not used by {strategy.name}", fix, key=key)
-    is_fp32 = config.precision.compute is Compute.fp32  # fp16 is cast by either, whatever is set
+    is_fp32 = config.precision.compute is Compute.fp32  # fp16 is cast with either setting
     if is_fp32 and getattr(settings, "mixed_precision", None) is MixedPrecision.cast:
         key, message = "parallelism.mixed_precision", "cast is not used in fp32"
         yield Finding(message, f"{key}=autocast", key=key)
@@ -133,7 +136,7 @@ def parallelism_setting_ignored(config: RunConfig) -> Iterator[Finding]:
 
 @rule("bf16-weights-under-zero", "precision.master_weights")
 def bf16_weights_under_zero(config: RunConfig) -> Finding | None:
-    """A whole fine-tune; under LoRA the frozen weights may be bf16."""
+    """Refuse bf16 weights in a full fine-tune; under LoRA the frozen weights may be bf16."""
     is_bf16 = config.precision.master_weights is MasterWeights.bf16
     if not is_bf16 or not strategy_facts(config).is_zero or config.peft.method is not PeftMethod.full:
         return None
@@ -143,7 +146,7 @@ def bf16_weights_under_zero(config: RunConfig) -> Finding | None:
 
 @rule("weights-rounded-by-zero", "parallelism.mixed_precision", is_error=False)
 def weights_rounded_by_zero(config: RunConfig) -> Finding | None:
-    """Published weights that are trained whole; frozen ones below adapters are only read."""
+    """Warn if a full fine-tune rounds published weights; frozen ones below adapters are only read."""
     facts, compute = config.model.facts, config.precision.compute
     is_read = config.model.weights is not Weights.random and config.peft.method is PeftMethod.full
     if facts is None or not is_read or not is_cast_by_deepspeed(config):
@@ -159,21 +162,21 @@ def weights_rounded_by_zero(config: RunConfig) -> Finding | None:
 
 @rule("qlora-without-gpu", "peft.method")
 def qlora_without_gpu(config: RunConfig) -> Finding | None:
-    """4-bit layers without a GPU."""
-    # Linear4bit.forward, bitsandbytes 0.50.2, seen: "a view of a leaf Variable that requires grad is being used in an
-    # in-place operation".
+    """Refuse 4-bit layers without a GPU."""
+    # Observed in Linear4bit.forward, bitsandbytes 0.50.2: "a view of a leaf Variable that requires grad is being used
+    # in an in-place operation".
     if config.peft.method is not PeftMethod.qlora or config.hardware.generation is not Generation.cpu:
         return None
-    # Over a base that is stored in 4 bits nothing else is trained.
+    # A base stored in 4 bits can be trained with QLoRA only.
     other = "" if quantiser_of(config) is None else f" {another_model(config)}"
     return Finding("4-bit layers are trained on GPUs", f"peft.method=lora{other}")
 
 
 @rule("qlora-parameters-on-nvme")
 def qlora_parameters_on_nvme(config: RunConfig) -> Finding | None:
-    """QLoRA with zero3_nvme."""
-    # AsyncPartitionedParameterSwapper(ds_config, self.dtype): dtype of its buffers and its element size (DeepSpeed
-    # 0.19.8, runtime/swap_tensor/partitioned_param_swapper.py).
+    """Refuse QLoRA with parameters on NVMe (zero3_nvme)."""
+    # AsyncPartitionedParameterSwapper(ds_config, self.dtype) derives its buffers' dtype and element size from that
+    # dtype (DeepSpeed 0.19.8, runtime/swap_tensor/partitioned_param_swapper.py).
     settings = config.parallelism
     if config.peft.method is not PeftMethod.qlora or not isinstance(settings, ZeroConfig):
         return None
@@ -185,11 +188,11 @@ def qlora_parameters_on_nvme(config: RunConfig) -> Finding | None:
 
 @rule("offload-not-possible")
 def offload_not_possible(config: RunConfig) -> Iterator[Finding]:
-    """Offload targets by strategy."""
+    """Refuse offload targets that the strategy does not support."""
     settings, strategy = config.parallelism, config.parallelism.strategy
     if isinstance(settings, FsdpConfig) and settings.offload_parameters is Offload.nvme:
         message, key = f"{strategy.name} cannot offload to nvme", "parallelism.offload_parameters"
-        has_own = settings != FsdpConfig(strategy=strategy, offload_parameters=Offload.nvme)  # which ZeRO does not know
+        has_own = settings != FsdpConfig(strategy=strategy, offload_parameters=Offload.nvme)  # settings that ZeRO lacks
         fix = f"{key}=cpu" + ("" if has_own else _or_to_nvme(config))
         yield Finding(message, fix, key=key)
     if not isinstance(settings, ZeroConfig) or not strategy_facts(config).keeps_whole_weights:
@@ -205,12 +208,12 @@ def offload_not_possible(config: RunConfig) -> Iterator[Finding]:
 
 
 def _zero3_can_offload(config: RunConfig) -> bool:
-    """Whether ZeRO-3 with all states offloaded goes with the rest: see fp8-with-deepspeed, optimizer-*."""
+    """Whether the run allows ZeRO-3 with all states offloaded: see fp8-with-deepspeed, optimizer-*."""
     return config.precision.compute is not Compute.fp8 and OPTIMIZERS[config.optimizer.name].can_be_offloaded
 
 
 def _or_to_nvme(config: RunConfig) -> str:
-    """What to type, as another way out, for the strategy that offloads to NVMe; nothing where a rule refuses it."""
+    """The NVMe strategy as an additional fix; empty if a rule refuses it."""
     if not _zero3_can_offload(config) or config.peft.method is PeftMethod.qlora:
         return ""
     names_folder = isinstance(config.parallelism, ZeroConfig) and config.parallelism.nvme_path
@@ -219,19 +222,19 @@ def _or_to_nvme(config: RunConfig) -> str:
 
 @rule("nvme-path-missing", "parallelism.nvme_path")
 def nvme_path_missing(config: RunConfig) -> Finding | None:
-    """`nvme_path` where anything goes to NVMe."""
+    """Require `nvme_path` if anything is offloaded to NVMe."""
     settings = config.parallelism
     if not isinstance(settings, ZeroConfig) or settings.nvme_path:
         return None
     uses_nvme = Offload.nvme in (settings.offload_optimizer, settings.offload_parameters)
-    if not uses_nvme or not strategy_facts(config).is_zero3:  # other stages have no offload to NVMe at all
+    if not uses_nvme or not strategy_facts(config).is_zero3:  # other stages cannot offload to NVMe
         return None
     return Finding("an offload to nvme needs a folder on a local NVMe disk", "parallelism.nvme_path=/local_nvme")
 
 
 @rule("wrap-class-unknown", "parallelism.wrap_classes")
 def wrap_class_unknown(config: RunConfig) -> Finding | None:
-    """Checked for the architectures in `DECODER_LAYERS`; others are checked when the model is built."""
+    """Check `wrap_classes` for the architectures in `DECODER_LAYERS`; the model build checks others."""
     settings, facts = config.parallelism, config.model.facts
     if not isinstance(settings, FsdpConfig) or facts is None or settings.wrap_policy is not WrapPolicy.transformer:
         return None
@@ -244,7 +247,7 @@ def wrap_class_unknown(config: RunConfig) -> Finding | None:
 
 @rule("wrap-size-too-large", "parallelism.wrap_min_num_parameters")
 def wrap_size_too_large(config: RunConfig) -> Finding | None:
-    """Checked for models with Llama's layers; others when the model is built (`units-too-large`)."""
+    """Check models with Llama's layers; the model build checks others (`units-too-large`)."""
     settings, facts = config.parallelism, config.model.facts
     if not isinstance(settings, FsdpConfig) or facts is None or not is_named_like_llama(facts):
         return None
@@ -252,7 +255,7 @@ def wrap_size_too_large(config: RunConfig) -> Finding | None:
     if settings.wrap_policy is not WrapPolicy.size or minimum <= largest:
         return None
     message = f"no part of {facts.architecture} has {minimum:,} parameters; its largest kind, a layer, has {largest:,}"
-    # 4 bits are stored several to a number, so that fewer are counted.
+    # A storage element holds several 4-bit weights, so the count is lower.
     smaller = f"parallelism.wrap_min_num_parameters={largest}"
     is_known = largest > 0 and config.peft.method is not PeftMethod.qlora
     fix = (f"{smaller} or " if is_known else "") + "parallelism.wrap_policy=transformer"

@@ -1,4 +1,4 @@
-"""Rules about number formats: what the GPU can compute, and what the base model was trained in."""
+"""Rules about number formats: what the GPU can compute, and the base model's format."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _hardware_text(config: RunConfig, facts: GenerationFacts) -> str:
 
 
 def _instead_of_fp8(config: RunConfig) -> str:
-    """What to type for the number format nearest to fp8 that the hardware has."""
+    """The override for the number format nearest to fp8 that the hardware supports."""
     facts = _facts(config)
     return "precision.compute=bf16" if facts is None or facts.has_bf16 else _in_fp32(config)
 
 
 def _in_fp32(config: RunConfig) -> str:
-    """What to type to compute in fp32, with what goes with it: flash attention and bf16 weights do not."""
+    """The overrides for fp32 compute, without flash attention and bf16 weights, which fp32 does not support."""
     fix = "precision.compute=fp32"
     if attention_facts(config).is_flash:
         fix += f" attention.implementation={nearest_attention(config).name}"
@@ -43,7 +43,7 @@ def _in_fp32(config: RunConfig) -> str:
 
 @rule("bf16-on-volta", "precision.compute")
 def bf16_on_volta(config: RunConfig) -> Finding | None:
-    """bf16 compute where the generation lacks it; a CPU is slow at it but right."""
+    """Refuse bf16 compute if the generation lacks it; a CPU is slow but correct."""
     facts = _facts(config)
     if config.precision.compute is not Compute.bf16 or facts is None or facts.has_bf16:
         return None
@@ -54,7 +54,7 @@ def bf16_on_volta(config: RunConfig) -> Finding | None:
 
 @rule("fp16-with-bf16-base", "precision.compute")
 def fp16_with_bf16_base(config: RunConfig) -> Finding | None:
-    """Refused for published weights; random ones have no range yet."""
+    """Refuse fp16 for published bf16 weights; random weights have no range yet."""
     facts, model = _facts(config), config.model
     if config.precision.compute is not Compute.fp16 or model.facts is None or model.weights is Weights.random:
         return None
@@ -68,7 +68,7 @@ def fp16_with_bf16_base(config: RunConfig) -> Finding | None:
 
 @rule("fp16-on-cpu", "precision.compute")
 def fp16_on_cpu(config: RunConfig) -> Finding | None:
-    """fp16 or fp8 never on a CPU; fp8 is `fp8-without-hardware`."""
+    """Refuse fp16 on a CPU; `fp8-without-hardware` covers fp8."""
     if config.precision.compute is not Compute.fp16 or config.hardware.generation is not Generation.cpu:
         return None
     return Finding("fp16 needs a GPU", _in_fp32(config))
@@ -76,7 +76,7 @@ def fp16_on_cpu(config: RunConfig) -> Finding | None:
 
 @rule("fp8-without-hardware", "precision.compute")
 def fp8_without_hardware(config: RunConfig) -> Finding | None:
-    """fp8 below 8.9."""
+    """Refuse fp8 below compute capability 8.9."""
     facts = _facts(config)
     if config.precision.compute is not Compute.fp8 or facts is None or facts.has_fp8:
         return None
@@ -85,7 +85,7 @@ def fp8_without_hardware(config: RunConfig) -> Finding | None:
 
 @rule("fp8-with-adapters", "precision.compute")
 def fp8_with_adapters(config: RunConfig) -> Finding | None:
-    """fp8 and any method that trains adapters over frozen linear layers."""
+    """Refuse fp8 with any method that trains adapters over frozen linear layers."""
     if config.precision.compute is not Compute.fp8 or config.peft.method is PeftMethod.full:
         return None
     message = f"fp8 saves nothing where the linear layers are frozen (peft.method={config.peft.method.name})"
@@ -94,7 +94,7 @@ def fp8_with_adapters(config: RunConfig) -> Finding | None:
 
 @rule("fp8-with-deepspeed", "precision.compute")
 def fp8_with_deepspeed(config: RunConfig) -> Finding | None:
-    """fp8 and DeepSpeed."""
+    """Refuse fp8 with DeepSpeed."""
     settings = config.parallelism
     if config.precision.compute is not Compute.fp8 or not isinstance(settings, ZeroConfig):
         return None
@@ -109,7 +109,7 @@ def fp8_with_deepspeed(config: RunConfig) -> Finding | None:
 
 
 def fp8_runs(config: RunConfig) -> bool:
-    """Whether the run as it is could compute in fp8, whatever it computes in."""
+    """Whether the run could compute in fp8, regardless of its current format."""
     in_fp8 = replace(config, precision=replace(config.precision, compute=Compute.fp8))
     refusing = (fp8_without_hardware, fp8_with_adapters, fp8_with_deepspeed)
     return _facts(config) is not None and not any(rule.find(in_fp8) for rule in refusing)
@@ -117,7 +117,7 @@ def fp8_runs(config: RunConfig) -> bool:
 
 @rule("fp8-not-compiled", "model.compile_layers", is_error=False)
 def fp8_not_compiled(config: RunConfig) -> Finding | None:
-    """fp8 in blocks that are not compiled, where fp8 is not refused altogether."""
+    """Warn about fp8 in uncompiled blocks, unless fp8 is refused altogether."""
     if config.precision.compute is not Compute.fp8 or config.model.compile_layers:
         return None
     if _facts(config) is not None and not fp8_runs(config):
@@ -133,7 +133,7 @@ def fp8_not_compiled(config: RunConfig) -> Finding | None:
 
 @rule("fp8-scaling-ignored", "precision.fp8_scaling", is_error=False)
 def fp8_scaling_ignored(config: RunConfig) -> Finding | None:
-    """Scales of fp8 without fp8."""
+    """Warn about fp8 scaling settings without fp8."""
     precision = config.precision
     if precision.compute is Compute.fp8 or precision.fp8_scaling is Fp8Scaling.tensorwise:
         return None
@@ -144,7 +144,7 @@ def fp8_scaling_ignored(config: RunConfig) -> Finding | None:
 
 @rule("tf32-without-hardware", "precision.tf32")
 def tf32_without_hardware(config: RunConfig) -> Finding | None:
-    """tf32 asked for below 8.0 or on a CPU."""
+    """Refuse tf32 below compute capability 8.0 or on a CPU."""
     facts = _facts(config)
     if config.precision.tf32 is not Switch.enabled or facts is None or facts.has_tf32:
         return None
@@ -153,7 +153,7 @@ def tf32_without_hardware(config: RunConfig) -> Finding | None:
 
 @rule("bf16-weights-without-bf16", "precision.master_weights")
 def bf16_weights_without_bf16(config: RunConfig) -> Finding | None:
-    """bf16 weights with fp32 or fp16 compute; fp8 computes on bf16."""
+    """Refuse bf16 weights with fp32 or fp16 compute; fp8 computes on bf16."""
     compute = config.precision.compute
     if config.precision.master_weights is not MasterWeights.bf16 or compute not in (Compute.fp32, Compute.fp16):
         return None

@@ -1,9 +1,9 @@
-"""Rules about base models whose published weights are quantised already: what can be trained over them.
+"""Rules about base models whose published weights are already quantized: which training methods work over them.
 
-Of the quantisers whose layers PEFT has adapters for, gptq and awq need gptqmodel, aqlm, hqq and eetq packages of their
-own: no image has them. bitsandbytes it has, and its 4 bits are what peft=qlora is about. Over its 8 bits nothing here
-has been trained: they would be planned as fp32, loaded wrongly where a strategy shards them, and TRL would turn the
-adapters over them into bf16.
+PEFT has adapters for the layers of several quantizers. gptq and awq need gptqmodel, and aqlm, hqq and eetq need their
+own packages; no image has these. Images have bitsandbytes, whose 4-bit format peft=qlora uses. Training over its 8-bit
+format is untested: it would be planned as fp32, loaded wrongly under a sharding strategy, and TRL would cast the
+adapters over it to bf16.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tunebook.plan.rules.frame import Finding, another_model, rule
 
 
 def quantiser_of(config: RunConfig) -> str | None:
-    """What quantises the base; random weights are drawn, and not quantised."""
+    """The quantizer of the base; None for random weights."""
     return None if config.model.weights is Weights.random else read_quantiser(config.model)
 
 
@@ -25,19 +25,19 @@ def _base(config: RunConfig) -> str:
 
 
 def _is_for_qlora(config: RunConfig, quantiser: str) -> bool:
-    """Whether peft=qlora trains over the base as it is: not on a CPU, see `qlora-without-gpu`."""
+    """Whether peft=qlora trains over the base as it is; not on a CPU, see `qlora-without-gpu`."""
     return quantiser == OWN_QUANTISER and config.hardware.generation is not Generation.cpu
 
 
 def _by_qlora(config: RunConfig) -> str:
-    """What to type to train an adapter over a base as it is."""
+    """Overrides to train an adapter over a base as it is."""
     in_fp8 = config.precision.compute is Compute.fp8
     return "peft=qlora" + (" precision.compute=bf16" if in_fp8 else "")
 
 
 @rule("quantised-base-in-full", "peft.method")
 def quantised_base_in_full(config: RunConfig) -> Finding | None:
-    """peft=full over a config.json with a `quantization_config`."""
+    """Refuse peft=full over a config.json with a `quantization_config`."""
     quantiser = quantiser_of(config)
     if config.peft.method is not PeftMethod.full or quantiser is None:
         return None
@@ -49,7 +49,7 @@ def quantised_base_in_full(config: RunConfig) -> Finding | None:
 
 @rule("quantised-base-not-trainable", "peft.method")
 def quantised_base_not_trainable(config: RunConfig) -> Finding | None:
-    """peft=lora over any quantiser."""
+    """Refuse peft=lora over any quantizer."""
     quantiser = quantiser_of(config)
     if config.peft.method is not PeftMethod.lora or quantiser is None:
         return None
@@ -67,7 +67,7 @@ def quantised_base_not_trainable(config: RunConfig) -> Finding | None:
 
 @rule("quantised-twice", "peft.method")
 def quantised_twice(config: RunConfig) -> Finding | None:
-    """peft=qlora over any other quantiser than its own."""
+    """Refuse peft=qlora over any quantizer but its own."""
     quantiser = quantiser_of(config)
     if config.peft.method is not PeftMethod.qlora or quantiser in (None, OWN_QUANTISER):
         return None

@@ -1,4 +1,4 @@
-"""Rules about the course of a run: validation, saving, resuming, uploading, evaluation and the launcher's options."""
+"""Rules about validation, saving, resuming, uploading, evaluation and the launcher's options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tunebook.errors import nearest
 from tunebook.plan.rules.frame import Finding, rule
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# what sbatch takes: minutes, min:sec, hours:min:sec, days-hours, days-hours:min, days-hours:min:sec
+# sbatch's formats: minutes, min:sec, hours:min:sec, days-hours, days-hours:min, days-hours:min:sec
 _TIME_LIMIT = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 
 
@@ -24,7 +24,7 @@ def _has_validation(config: RunConfig) -> bool:
 
 @rule("validation-missing")
 def validation_missing(config: RunConfig) -> Iterator[Finding]:
-    """Settings that need a validation part."""
+    """Refuse settings that need a validation part."""
     if _has_validation(config):
         return
     training = config.training
@@ -39,7 +39,7 @@ def validation_missing(config: RunConfig) -> Iterator[Finding]:
 
 @rule("best-needs-evaluations")
 def best_needs_evaluations(config: RunConfig) -> Iterator[Finding]:
-    """Both need `evaluate_every_steps`."""
+    """Require `evaluate_every_steps` for settings that compare validation losses."""
     training = config.training
     if training.evaluate_every_steps is not None:
         return
@@ -56,7 +56,7 @@ def best_needs_evaluations(config: RunConfig) -> Iterator[Finding]:
 
 @rule("best-needs-checkpoints", "training.save_every_steps")
 def best_needs_checkpoints(config: RunConfig) -> Finding | None:
-    """`save_every_steps` must be there and a multiple."""
+    """Require `save_every_steps` to be set and a multiple of `evaluate_every_steps`."""
     training = config.training
     save, evaluate = training.save_every_steps, training.evaluate_every_steps
     if not training.load_best_at_end or evaluate is None or evaluate < 1:
@@ -73,7 +73,7 @@ def best_needs_checkpoints(config: RunConfig) -> Finding | None:
 
 @rule("interval-beyond-run", is_error=False)
 def interval_beyond_run(config: RunConfig) -> Iterator[Finding]:
-    """Known here only where `max_steps` says the length of the run."""
+    """Compare intervals with the run's length, if `max_steps` gives it."""
     total = config.training.max_steps
     if total is None:
         return
@@ -86,7 +86,7 @@ def interval_beyond_run(config: RunConfig) -> Iterator[Finding]:
 
 @rule("resume-not-found", "training.resume")
 def resume_not_found(config: RunConfig) -> Finding | None:
-    """A word or an existing folder."""
+    """Require auto, never or an existing folder."""
     value = config.training.resume
     if value in RESUME_WORDS or (value and resolve_path(value).is_dir()):
         return None
@@ -97,7 +97,7 @@ def resume_not_found(config: RunConfig) -> Finding | None:
 
 @rule("hub-name-form", "training.push_to_hub")
 def hub_name_form(config: RunConfig) -> Finding | None:
-    """Owner, slash, name."""
+    """Require OWNER/NAME."""
     name = config.training.push_to_hub
     if name is None or _HUB_NAME.fullmatch(name):
         return None
@@ -106,7 +106,7 @@ def hub_name_form(config: RunConfig) -> Finding | None:
 
 @rule("task-file-not-found", "evaluation.tasks")
 def task_file_not_found(config: RunConfig) -> Iterator[Finding]:
-    """Every task that is a file."""
+    """Check that every task file exists."""
     tasks = config.evaluation.tasks
     for task in tasks:
         is_file = task.endswith((".yaml", ".yml")) or is_in_book(task)
@@ -117,7 +117,7 @@ def task_file_not_found(config: RunConfig) -> Iterator[Finding]:
 
 @rule("task-named-twice", "evaluation.tasks")
 def task_named_twice(config: RunConfig) -> Finding | None:
-    """Doubles in the list."""
+    """Refuse duplicate tasks in the list."""
     tasks = config.evaluation.tasks
     once = list(dict.fromkeys(tasks))
     doubles = [task for task in once if tasks.count(task) > 1]
@@ -128,7 +128,7 @@ def task_named_twice(config: RunConfig) -> Finding | None:
 
 @rule("evaluation-never-runs", is_error=False)
 def evaluation_never_runs(config: RunConfig) -> Finding | None:
-    """Tasks without a time, or a time without tasks."""
+    """Warn about tasks without a time, or a time without tasks."""
     evaluation = config.evaluation
     if evaluation.tasks and not evaluation.before and not evaluation.after:
         message = "tasks are named, but evaluation.before and evaluation.after are both off"
@@ -140,7 +140,7 @@ def evaluation_never_runs(config: RunConfig) -> Finding | None:
 
 @rule("time-limit-form", "launcher.time_limit")
 def time_limit_form(config: RunConfig) -> Finding | None:
-    """Slurm's forms of a time."""
+    """Require one of Slurm's time formats."""
     settings = config.launcher
     if not isinstance(settings, SlurmConfig) or settings.time_limit is None:
         return None
@@ -151,7 +151,7 @@ def time_limit_form(config: RunConfig) -> Finding | None:
 
 @rule("sbatch-option-form", "launcher.extra_args")
 def sbatch_option_form(config: RunConfig) -> Finding | None:
-    """Options start with a dash and stay on their line."""
+    """Require options that start with a dash and stay on one line."""
     settings = config.launcher
     if not isinstance(settings, SlurmConfig):
         return None

@@ -1,4 +1,4 @@
-"""Rules about where the model and the documents come from."""
+"""Rules about the sources of the model and the documents."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tunebook.config.schema import DatasetSource, ModelConfig, RunConfig, source
 from tunebook.model.base_config import model_folder_problem, why_not_causal
 from tunebook.plan.rules.frame import Finding, another_model, rule
 
-# As huggingface_hub checks it, whose import a plan does not wait for. Some old models have no owner.
+# Same check as huggingface_hub's, whose import would slow down a plan. Some old models have no owner.
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
 _HUB_NAME = re.compile(r"(\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b", re.ASCII)
 
 
 @rule("model-not-named", "model.name")
 def model_not_named(config: RunConfig) -> Finding | None:
-    """Exactly one of `model.name` and `model.path`."""
+    """Require exactly one of `model.name` and `model.path`."""
     name, path = config.model.name, config.model.path
     if name and path:
         message = f"model.name={name} and model.path={path} name two models"
@@ -35,7 +35,7 @@ def model_not_named(config: RunConfig) -> Finding | None:
 
 @rule("model-name-is-folder", "model.name")
 def model_name_is_folder(config: RunConfig) -> Finding | None:
-    """A name that starts like a path."""
+    """Refuse a model name that starts like a path."""
     name = config.model.name
     if not name or config.model.path or not _is_path(name):
         return None
@@ -48,7 +48,7 @@ def _is_path(name: str) -> bool:
 
 @rule("model-name-form", "model.name")
 def model_name_form(config: RunConfig) -> Finding | None:
-    """What the hub would refuse to look up; a path that looks like one has a rule of its own."""
+    """Refuse names that the hub would reject; `model-name-is-folder` covers paths."""
     name = config.model.name
     if not name or config.model.path or _is_path(name) or _is_hub_name(name):
         return None
@@ -64,7 +64,7 @@ def _is_hub_name(name: str) -> bool:
 
 @rule("model-folder", "model.path")
 def model_folder(config: RunConfig) -> Finding | None:
-    """A folder that is not there, or has no config.json; other machines may have one that this one has not."""
+    """Refuse a missing folder, or one without config.json; other machines may have what is missing here."""
     model = config.model
     if not model.path or (config.launcher.name is not LauncherName.local and model.facts is not None):
         return None
@@ -74,7 +74,10 @@ def model_folder(config: RunConfig) -> Finding | None:
 
 @rule("model-not-causal")
 def model_not_causal(config: RunConfig) -> Finding | None:
-    """A config.json that names another head, or an encoder; what transformers has no such class of is found earlier."""
+    """Refuse a config.json that names another head or an encoder.
+
+    Classes that transformers lacks are found earlier.
+    """
     reason = why_not_causal(config.model)
     if reason is None:
         return None
@@ -84,7 +87,7 @@ def model_not_causal(config: RunConfig) -> Finding | None:
 
 @rule("length-beyond-model", "training.max_length")
 def length_beyond_model(config: RunConfig) -> Finding | None:
-    """Compare with the facts; rows may be longer, because positions start again with each document."""
+    """Compare the length with the model's facts; rows may be longer, because positions restart per document."""
     facts, length = config.model.facts, config.training.max_length
     if facts is None or length <= facts.max_position_embeddings or facts.max_position_embeddings < 2:
         return None
@@ -110,7 +113,7 @@ def _missing_fields(prefix: str, source: DatasetSource) -> Iterator[Finding]:
 
 @rule("dataset-source")
 def dataset_source(config: RunConfig) -> Iterator[Finding]:
-    """The data set's own field, and those of a mixture's parts."""
+    """Check the source fields of the data set and of a mixture's parts."""
     data = config.dataset
     yield from _missing_fields("dataset", data)
     if data.source is not Source.mixture:
@@ -129,7 +132,7 @@ def dataset_source(config: RunConfig) -> Iterator[Finding]:
 
 @rule("dataset-name-form")
 def dataset_name_form(config: RunConfig) -> Iterator[Finding]:
-    """The data set's own name, and those of a mixture's parts."""
+    """Check the names of the data set and of a mixture's parts."""
     for prefix, source in sources_of(config.dataset).items():
         if source.source is Source.hub and source.name and not _is_found_by(source.name, config):
             message = f"'{source.name}' has not the form organisation/name of a data set on the hub, and is no folder"
@@ -138,14 +141,14 @@ def dataset_name_form(config: RunConfig) -> Iterator[Finding]:
 
 
 def _is_found_by(name: str, config: RunConfig) -> bool:
-    """Whether the hub would look a name up, or it is a folder; other machines may have one that this one has not."""
+    """Whether the name is a valid hub name or a folder; other machines may have folders missing here."""
     is_elsewhere = config.launcher.name is not LauncherName.local
     return _is_hub_name(name) or resolve_path(name).is_dir() or is_elsewhere
 
 
 @rule("tokenizer-name-form", "model.tokenizer")
 def tokenizer_name_form(config: RunConfig) -> Finding | None:
-    """Another tokenizer than the model's own."""
+    """Check the name of a tokenizer other than the model's own."""
     name = config.model.tokenizer
     if not name or _is_found_by(name, config):
         return None
@@ -155,7 +158,7 @@ def tokenizer_name_form(config: RunConfig) -> Finding | None:
 
 @rule("dataset-field-ignored", is_error=False)
 def dataset_field_ignored(config: RunConfig) -> Iterator[Finding]:
-    """Fields of the other sources."""
+    """Warn about fields of other data sources."""
     data = config.dataset
     readers = {"path": Source.files, "name": Source.hub, "subset": Source.hub, "parts": Source.mixture}
     for field, reader in readers.items():
@@ -180,7 +183,7 @@ def dataset_field_ignored(config: RunConfig) -> Iterator[Finding]:
 
 @rule("validation-twice")
 def validation_twice(config: RunConfig) -> Finding | None:
-    """At most one way of holding documents out."""
+    """Allow at most one way of holding out documents."""
     data = config.dataset
     nothing = {"validation_split": "null", "validation_path": "null", "validation_share": "0"}
     named = [field for field in nothing if getattr(data, field)]
@@ -211,7 +214,7 @@ def validation_source(config: RunConfig) -> Iterator[Finding]:
 
 @rule("synthetic-settings", "dataset.synthetic.min_tokens")
 def synthetic_settings(config: RunConfig) -> Finding | None:
-    """`min_tokens` at most `max_tokens`."""
+    """Require `min_tokens` to be at most `max_tokens`."""
     made = config.dataset.synthetic
     if config.dataset.source is not Source.synthetic or made.min_tokens <= made.max_tokens:
         return None
@@ -223,7 +226,7 @@ def synthetic_settings(config: RunConfig) -> Finding | None:
 
 @rule("train-on-without-roles", "dataset.train_on")
 def train_on_without_roles(config: RunConfig) -> Finding | None:
-    """Assistant-only loss on text or tokens."""
+    """Refuse assistant-only loss on text or tokens."""
     data = config.dataset
     if data.train_on is not TrainOn.assistant or data.format not in (Format.text, Format.pretokenized):
         return None
@@ -233,7 +236,7 @@ def train_on_without_roles(config: RunConfig) -> Finding | None:
 
 @rule("system-prompt-ignored", "dataset.system_prompt", is_error=False)
 def system_prompt_ignored(config: RunConfig) -> Finding | None:
-    """A system prompt with text, tokens or generated documents."""
+    """Warn about a system prompt with text, tokens or generated documents."""
     data = config.dataset
     has_turns = data.format not in (Format.text, Format.pretokenized) and data.source is not Source.synthetic
     if not data.system_prompt or has_turns:
@@ -244,7 +247,7 @@ def system_prompt_ignored(config: RunConfig) -> Finding | None:
 
 @rule("chat-template-not-found", "model.chat_template")
 def chat_template_not_found(config: RunConfig) -> Finding | None:
-    """The template's file."""
+    """Check that the template's file exists."""
     template = config.model.chat_template
     if template is None or resolve_path(template).is_file():
         return None
@@ -253,7 +256,7 @@ def chat_template_not_found(config: RunConfig) -> Finding | None:
 
 @rule("template-date-form", "model.template_date")
 def template_date_form(config: RunConfig) -> Finding | None:
-    """A day that is none."""
+    """Refuse an invalid date."""
     text = config.model.template_date
     if _DAY.fullmatch(text):
         with suppress(ValueError):

@@ -1,1 +1,1 @@
-"""Time and tokens per second of a run, estimated before it starts."""
+"""Estimate the time and tokens per second of a run before it starts."""

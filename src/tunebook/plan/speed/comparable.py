@@ -1,4 +1,4 @@
-"""Which measured speed is nearest to a run, or why none is comparable."""
+"""Find the measured speed nearest to a run, or the reason why none is comparable."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SEVERAL_NODES = "no speed was measured on several nodes, and their links decide 
 
 
 def why_not_estimated(config: RunConfig) -> str | None:
-    """Why nothing that was measured is comparable with a resolved configuration; None where something is."""
+    """Why no measurement is comparable with a resolved configuration; None if one is."""
     hardware, kernel, compute = config.hardware, config.attention.implementation, config.precision.compute
     facts, is_padded = attention_facts(config), config.packing.mode is PackingMode.padded
     reasons = (
@@ -66,9 +66,9 @@ def why_not_estimated(config: RunConfig) -> str | None:
 
 
 def as_on_one_node(config: RunConfig) -> RunConfig:
-    """The same with every GPU in one node, which is never slower: what is measured, and bounds a run on several.
+    """The same run with all GPUs in one node, which is never slower and so bounds a run on several nodes.
 
-    HSDP, which divides among the GPUs of a node and copies over the nodes, is FSDP there.
+    HSDP divides among the GPUs of a node and replicates over the nodes, so on one node it is FSDP.
     """
     parallelism = config.parallelism
     if (on_one_node := strategy_facts(config).on_one_node) is not None:
@@ -82,17 +82,17 @@ def _needs_host(config: RunConfig) -> bool:
 
 
 def nearest_alone(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
-    """The run on one GPU that is nearest in work and width, of those with this attention, rows and number format.
+    """The one-GPU measurement nearest in work and width, with the same attention, rows and number format.
 
-    A pass with little work leaves a GPU waiting for the next kernel, and narrow layers make small products. Width
-    counts twice: a long row makes up for little work in a layer, and not for narrow products.
+    A pass with little work leaves a GPU waiting for kernel launches, and narrow layers make small products. Width
+    counts twice: a long row makes up for little work per layer, but not for narrow products.
     """
     compute = Compute.bf16 if config.precision.compute is Compute.fp16 else config.precision.compute
     kernel, is_packed = config.attention.implementation, config.packing.mode is PackingMode.isolated
     rows = [row for row in ALONE if row.compute is compute and row.is_packed == is_packed]
-    if compute is not Compute.fp32:  # which has no such kernels
+    if compute is not Compute.fp32:  # fp32 has no such kernels
         rows = [row for row in rows if ATTENTIONS[row.attention].is_flash == ATTENTIONS[kernel].is_flash]
-        # Compiled blocks were measured with two models only: for others they are taken as if they were not.
+        # Compiled blocks were measured with two models only. Other models count as not compiled.
         is_compiled = bool(config.model.compile_layers)
         rows = [row for row in rows if is_compiled or not row.is_compiled]
 
@@ -110,12 +110,12 @@ def nearest_alone(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -
 
 
 def launch_bound_pass(config: RunConfig) -> Alone:
-    """The measured pass that only waited for kernel launches: the lower bound of the time of any pass."""
+    """The measured pass that only waited for kernel launches: a lower bound on the time of any pass."""
     return SDPA_WAITING if attention_facts(config).has_mask else FLASH_WAITING
 
 
 def nearest_spread(config: RunConfig, facts: ModelFacts) -> Spread | None:
-    """What the strategy lost, with the nearest model size and number of GPUs; None on one GPU."""
+    """The measured loss of the strategy, for the nearest model size and number of GPUs; None on one GPU."""
     if world_size(config) == 1:
         return None
     is_packed, num_gpus = config.packing.mode is PackingMode.isolated, world_size(config)
@@ -128,7 +128,10 @@ def nearest_spread(config: RunConfig, facts: ModelFacts) -> Spread | None:
 
 
 def nearest_adapter(config: RunConfig, facts: ModelFacts) -> Adapter | None:
-    """What an adapter reached in layers of the nearest width, compiled or not as here; None in a full fine-tune."""
+    """The adapter measurement with the nearest layer width, preferably compiled as in this run.
+
+    None in a full fine-tune.
+    """
     if config.peft.method is PeftMethod.full:
         return None
 
@@ -141,7 +144,7 @@ def nearest_adapter(config: RunConfig, facts: ModelFacts) -> Adapter | None:
 
 
 def measured_as(strategy: Strategy) -> Strategy:
-    """ZeRO-1 was not measured: it sends what ZeRO-2 sends."""
+    """The strategy whose measurements apply: ZeRO-1 was not measured and sends what ZeRO-2 sends."""
     return STRATEGIES[strategy].moves_as or strategy
 
 
@@ -150,5 +153,5 @@ def _spreads(config: RunConfig) -> list[Spread]:
 
 
 def _distance(one: float, other: float) -> float:
-    """Between two sizes, as a factor; rounded, so that what is practically the same size is."""
+    """Distance of two sizes as a logarithmic ratio, rounded so that practically equal sizes are equal."""
     return round(abs(math.log(one / other)), 2)

@@ -1,9 +1,9 @@
-"""The speeds that were measured, each with its source: the only place that plans take a speed from.
+"""All measured speeds with their sources; plans take speeds only from here.
 
-Two tables: what one GPU reached by itself, and what a strategy lost of it to communication and bookkeeping. All on
-H200s, with random weights and generated documents, since neither changes the speed. A loss is kept in seconds of a
-pass and not as a share, because it is the same bytes and the same calls however long the computing takes.
-tests/plan/speed/test_throughput.py holds runs that are in neither table against what follows from them.
+There are two tables: the speed of a single GPU, and a strategy's loss to communication and bookkeeping. All were
+measured on H200s, with random weights and generated documents, since neither changes the speed. A loss is stored in
+seconds per pass rather than as a share, because its bytes and calls do not depend on the compute time.
+tests/plan/speed/test_throughput.py compares runs that are in neither table with the resulting estimates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ONE_GPU, _FOUR = f"{RESULTS}h200_speed_one_gpu.jsonl", f"{RESULTS}h200x4_speed.
 _BESIDE_PEERS = f"{RESULTS}h200x4_beside_peers.jsonl"
 _ONE_PASS, _FLASH_4 = f"{RESULTS}h200_one_pass_head.jsonl", f"{RESULTS}h200_flash_attention_4.jsonl"
 _SELECTIVE, _SELECTIVE_FOUR = f"{RESULTS}h200_selective.jsonl", f"{RESULTS}h200x4_selective.jsonl"
-BF16_PEAK, FP32_PEAK, FP8_PEAK = 989.0, 67.0, 1979.0  # TFLOP/s of the GPU all was measured on
+BF16_PEAK, FP32_PEAK, FP8_PEAK = 989.0, 67.0, 1979.0  # TFLOP/s of the measured GPU
 MEASURED_ON = "H200"
 
 QWEN_3B = ModelFacts(num_parameters=3_085_938_688, num_layers=36, hidden_size=2048)
@@ -37,10 +37,10 @@ _NAMES = {
     LLAMA_70B_SLICE.num_parameters: "4 layers of Llama 2 70B, as one of four under FSDP",
 }
 
-# The generated documents' lengths as a token sees them (sum of squares / sum), whole and cut at 1,024 tokens.
+# Token-weighted mean length of the generated documents (sum of squares / sum), uncut and cut at 1,024 tokens.
 _WHOLE, _CUT = 1033.0, 640.0
-# Real tokens in a padded pass of 11 documents. Where they were cut was not recorded: their mean is 424 tokens cut at
-# 1,024 and 492 whole, so this is 7% off at most.
+# Real tokens in a padded pass of 11 documents. The cut length was not recorded: the mean is 424 tokens if cut at 1,024
+# and 492 if uncut, so this is at most 7% off.
 _PADDED_PASS = 11 * 458
 # Real tokens in a packed pass: 132 documents of 424 on 2 GPUs in 8 passes each.
 _SMALL_PASS = 132 * 424 // (2 * 8)
@@ -48,12 +48,12 @@ _SMALL_PASS = 132 * 424 // (2 * 8)
 
 @dataclass(frozen=True)
 class Alone:
-    """What one GPU reached."""
+    """A measured speed of one GPU."""
 
     source: str  # file and name of the result
     model: ModelFacts
-    tokens_per_second: float  # real ones
-    tokens_per_pass: int  # forward and backward, padding included
+    tokens_per_second: float  # real tokens
+    tokens_per_pass: int  # forward and backward, including padding
     attention: Attention = Attention.varlen_attention
     attended_length: float = _WHOLE
     is_packed: bool = True
@@ -66,9 +66,9 @@ class Alone:
 
     @property
     def efficiency(self) -> float:
-        """The share of the peak with which it computed, padding and what is computed twice included.
+        """The achieved share of peak, including padding and recomputation.
 
-        Where the padding was not recorded it is left out, so the share is of real tokens only.
+        If the padding was not recorded, it is left out, so the share counts real tokens only.
         """
         flops = flops_per_token(self.model, self.attended_length)
         if self.is_recomputed:
@@ -78,17 +78,17 @@ class Alone:
 
     @property
     def seconds_of_a_layer(self) -> float:
-        """What a pass took for each layer, both ways."""
+        """Seconds of a pass per layer, forward and backward."""
         return self.tokens_per_pass / self.tokens_per_second / self.model.num_layers
 
     @property
     def flops_per_pass(self) -> float:
-        """How much work a pass is, which decides how well a GPU is kept busy."""
+        """Work of a pass, which decides how well it keeps a GPU busy."""
         return self.tokens_per_pass * flops_per_token(self.model, self.attended_length)
 
     @property
     def text(self) -> str:
-        """For people: where the number comes from."""
+        """Readable source of the number."""
         rows = ("packed" if self.is_packed else "padded") + (", compiled" if self.is_compiled else "")
         rows += ", head in one pass" if self.is_one_pass else ""
         rows += ", norms and activation functions computed again" if self.is_selective else ""
@@ -101,8 +101,8 @@ class Alone:
 _compiled = partial(Alone, is_compiled=True, is_one_pass=True)
 
 
-# The 3B model's packed passes on flash attention were two rows. That they held 4,096 tokens is not written down: it is
-# the longest document, and the MFU recorded beside the speed is that of documents which were not cut.
+# The 3B model's packed passes on flash attention had two rows. Their 4,096 tokens are inferred: that is the longest
+# document, and the recorded MFU is that of uncut documents.
 ALONE = (
     Alone(f"{_SPEED} packed_flash_attention_2", QWEN_3B, 21_841, 8192, Attention.flash_attention_2),
     Alone(f"{_SPEED} packed_flash_attention_4", QWEN_3B, 22_233, 8192, Attention.flash_attention_4),
@@ -121,8 +121,8 @@ ALONE = (
     _compiled(f"{_SMALL} compiled_32768", QWEN_05B, 145_701.0, 25_786, attended_length=_CUT),
     Alone(f"{_SPEED} packed_sdpa", QWEN_3B, 7_080, 4096, Attention.sdpa),
     Alone(f"{_SMALL} single", QWEN_05B, 38_093.2, 4096, Attention.sdpa, attended_length=_CUT),
-    # With TRL's head. Computing the logits twice is 5% of what these layers take and 2% of what all of them do, so with
-    # the head in one pass they would promise more than the whole model reaches.
+    # With TRL's head. Computing the logits twice is 5% of the time of these layers and 2% of that of all layers. With
+    # the head in one pass, they would predict more than the full model reaches.
     _compiled(f"{_BESIDE_PEERS} llama8b_12_layers", LLAMA_8B_SLICE, 27_452.15, 16384, is_one_pass=False),
     _compiled(
         f"{_BESIDE_PEERS} llama8b_12_layers_fp8", LLAMA_8B_SLICE, 33_304.5, 16384, compute=Compute.fp8,
@@ -130,7 +130,7 @@ ALONE = (
     ),
     _compiled(f"{_ONE_PASS} compiled_16384_fp8", QWEN_3B, 30_754.4, 16384, compute=Compute.fp8),
     _compiled(f"{_FOUR} compiled_16384_fp8", QWEN_3B, 30_153.3, 16384, compute=Compute.fp8, is_one_pass=False),
-    # Sharded over 4 GPUs, so a single one would have reached more: the one measurement of wide layers with sdpa.
+    # Sharded over 4 GPUs, so a single GPU would be faster: the only measurement of wide layers with sdpa.
     Alone(
         f"{RESULTS}h200x4_recipes.jsonl llama2_70b_fsdp", LLAMA_70B_SLICE, 11_784.2, 4080, Attention.sdpa,
         attended_length=_CUT,
@@ -154,19 +154,19 @@ ALONE = (
         padding_share=0.3169, is_recomputed=True,
     ),
 )  # fmt: skip
-# Passes of so little work that the GPU waited for the next kernel: what they took is the least that a pass takes, of as
-# many layers. In rows of 8,192 and 4,096 tokens the same layers took 1.4 and 1.2 times as long.
+# Passes with so little work that the GPU waited for kernel launches: the minimum time of a pass with as many layers. In
+# rows of 8,192 and 4,096 tokens the same layers took 1.4 and 1.2 times as long.
 FLASH_WAITING = Alone(
     f"{_SMALL} flash_attention_4", QWEN_05B, 13_509.9, 1024, Attention.flash_attention_4, attended_length=_CUT
 )
 SDPA_WAITING = Alone(f"{_SMALL} sdpa", QWEN_05B, 11_359.6, 1024, Attention.sdpa, attended_length=_CUT)
-# Padding where the documents' lengths are not known: measured with generated ones of up to 1,024 tokens, 6 to a pass.
+# Padding if the documents' lengths are unknown: measured with generated documents of up to 1,024 tokens, 6 per pass.
 USUAL_PADDING_SHARE = 0.4983
 
-# Tokens per second with every layer's forward pass computed again, for those without.
+# Tokens per second with and without recomputing every layer's forward pass.
 RECOMPUTED, STORED = 17_810.0, 22_233.0
 RECOMPUTED_SOURCE = f"{_SPEED} packed_flash_attention_4_checkpointing"
-# The share of the peak is higher so: a third more is computed, but the time does not grow by a third.
+# Recomputation increases the share of the peak: a third more is computed, but the time grows by less than a third.
 RECOMPUTED_GAIN = (
     RECOMPUTED / STORED * (1 + recomputed_flops_per_token(QWEN_3B, _WHOLE) / flops_per_token(QWEN_3B, _WHOLE))
 )
@@ -174,18 +174,18 @@ RECOMPUTED_GAIN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Selective:
-    """What a run reached that computes norms and activation functions again, for what it reached without.
+    """A run's speed with norms and activation functions recomputed, and without.
 
-    What is computed twice is no product, so it counts as time and not as work.
+    The recomputed operations are not products, so they count as time and not as work.
     """
 
-    source: str  # of the first; the other's is named without `_selective`
+    source: str  # of `again`; the source of `stored` has the same name without `_selective`
     again: float
     stored: float
 
     @property
     def gain(self) -> float:
-        """Below one: a loss."""
+        """Speed ratio; below one is a loss."""
         return self.again / self.stored
 
 
@@ -195,26 +195,26 @@ SELECTIVE_LORA = Selective(source=f"{_SELECTIVE} lora_8b_compiled_selective", ag
 
 @dataclass(frozen=True)
 class Spread:
-    """What several GPUs reached with a strategy, for what one of them reached alone with the same passes."""
+    """Speed per GPU of several GPUs with a strategy, and of a single GPU with the same passes."""
 
     source: str
     strategy: Strategy
     num_gpus: int
     model: ModelFacts
-    tokens_per_pass: int  # real ones, of one GPU
+    tokens_per_pass: int  # real tokens of one GPU
     together: float  # tokens per second of each GPU
     alone: float
     is_packed: bool = True
-    is_alone_computed: bool = False  # by the share of the peak that some of the layers reached, where all do not fit
+    is_alone_computed: bool = False  # extrapolated from the share of peak of some layers, if all do not fit
 
     @property
     def lost_seconds(self) -> float:
-        """What a pass takes longer than alone."""
+        """Additional seconds per pass compared with a single GPU."""
         return self.tokens_per_pass * (1 / self.together - 1 / self.alone)
 
     @property
     def text(self) -> str:
-        """For people: where the number comes from."""
+        """Readable source of the number."""
         how = ", worked out from some of its layers" if self.is_alone_computed else ""
         return (
             f"{self.together:,.0f} for {self.alone:,.0f} tokens/s{how}, {_NAMES[self.model.num_parameters]} on "
@@ -226,9 +226,9 @@ SPREAD = (
     Spread(f"{_SPEED} zero2", Strategy.zero2, 8, QWEN_3B, 8192, 17_289, 22_233),
     Spread(f"{_SELECTIVE_FOUR} fsdp_16384", Strategy.fsdp, 4, QWEN_3B, 16384, 25_393.55, 27_391.05),
     Spread(f"{_SPEED} fsdp", Strategy.fsdp, 8, QWEN_3B, 8192, 17_578, 22_233),
-    # No GPU holds this model's states alone; so fast one would be with the share of its peak that 12 of the 32 layers
-    # reached in rows of 16,384. The second was measured in shorter ones, and before blocks knew their own sizes under
-    # FSDP: a part of what it lost is due to that.
+    # No single GPU holds this model's states. The speed alone is computed from the share of peak that 12 of the 32
+    # layers reached in rows of 16,384. The second was measured in shorter rows, and before blocks knew their own sizes
+    # under FSDP, which explains part of its loss.
     Spread(
         f"{_BESIDE_PEERS} llama8b_fsdp_16384", Strategy.fsdp, 4, LLAMA_8B, 16384, 11_348.05, 12_502,
         is_alone_computed=True,
@@ -244,8 +244,8 @@ SPREAD = (
         f"{_SPEED} padded_as_published_zero2", Strategy.zero2, 8, QWEN_3B, _PADDED_PASS, 1_863, 3_886,
         is_packed=False,
     ),
-    # Alone with the same 132 documents a step: sdpa_rows_4096 of the same file. Both ZeRO rows with
-    # parallelism.mixed_precision=cast, which was the only way then.
+    # Alone: the same 132 documents a step, sdpa_rows_4096 of the same file. Both ZeRO rows used
+    # parallelism.mixed_precision=cast, the only option then.
     Spread(f"{_SMALL} ddp", Strategy.ddp, 2, QWEN_05B, _SMALL_PASS, 23_025.4, 28_746.9),
     Spread(f"{_SMALL} fsdp", Strategy.fsdp, 2, QWEN_05B, _SMALL_PASS, 19_803.4, 28_746.9),
     Spread(f"{_SMALL} zero2", Strategy.zero2, 2, QWEN_05B, _SMALL_PASS, 17_422.1, 28_746.9),
@@ -255,7 +255,7 @@ SPREAD = (
 
 @dataclass(frozen=True)
 class Adapter:
-    """What an adapter reached (LoRA of rank 16 on every linear layer) for a full fine-tune of the same set-up."""
+    """Speed with an adapter (LoRA of rank 16 on every linear layer), and of the same full fine-tune."""
 
     source: str
     strategy: Strategy
@@ -269,22 +269,22 @@ class Adapter:
 
     @property
     def gain(self) -> float:
-        """Of the share of the peak: less is computed, in nearly the same time."""
+        """Ratio of the shares of peak: an adapter computes less, in nearly the same time."""
         useful = flops_per_token(self.model, self.attended_length, self.trained)
         return self.adapter / self.full * useful / flops_per_token(self.model, self.attended_length)
 
     @property
     def text(self) -> str:
-        """For people: where the number comes from."""
+        """Readable source of the number."""
         return (
             f"{self.adapter:,.0f} for {self.full:,.0f} tokens/s, {_NAMES[self.model.num_parameters]} on "
             f"{self.num_gpus} {MEASURED_ON} with {self.strategy.name}"
         )
 
 
-# An adapter adds many small kernels, most of which compiling takes away again: 8 layers of Qwen3-4B were 4% faster with
-# one than without where they were as they are, and 23% where they were compiled (h200x2_architectures.jsonl). No GPU
-# holds all states of the 8B model: its full fine-tune is worked out from some of its layers, as for `SPREAD`.
+# An adapter adds many small kernels; compiling removes most of them. 8 layers of Qwen3-4B were 4% faster with an
+# adapter than without if not compiled, and 23% if compiled (h200x2_architectures.jsonl). No GPU holds all states of the
+# 8B model: its full fine-tune is computed from some of its layers, as for `SPREAD`.
 ADAPTERS = (
     Adapter(f"{_SMALL} zero2_lora", Strategy.zero2, 18_102.1, 17_422.1, QWEN_05B),
     Adapter(f"{_SMALL} fsdp_lora", Strategy.fsdp, 14_602.7, 19_803.4, QWEN_05B),
@@ -295,24 +295,24 @@ ADAPTERS = (
 )  # fmt: skip
 
 
-# Of the speed, what is left where the same run gives the same bits, with the same attention: Qwen2.5-0.5B on an H200.
+# Remaining share of the speed with deterministic kernels and the same attention: Qwen2.5-0.5B on an H200.
 DETERMINISTIC_SOURCE = f"{RESULTS}h200_deterministic.jsonl qwen05b_single_deterministic_1-2"
 DETERMINISTIC = 7_189.5 / 20_927.75
 
-# Of the share of the peak that other layers reach, what those with experts did: a router and many small products. Of
-# two layers of Qwen3-30B-A3B, whose 13.5 us a token are for the most part its head's (74,275 tokens/s, one H200).
+# Share of peak of layers with experts, relative to other layers: they have a router and many small products. From two
+# layers of Qwen3-30B-A3B, whose head takes most of their 13.5 us a token (74,275 tokens/s, one H200).
 EXPERTS_SOURCE = f"{RESULTS}h200x2_architectures.jsonl qwen3_moe_plain"
 EXPERTS = 0.33
 
 
 def rate_on_8(strategy: Strategy) -> float | None:
-    """Tokens per second of each of 8 H200 with the 3B model in packed rows; None where that was not measured."""
+    """Tokens per second of each of 8 H200 with the 3B model in packed rows; None if not measured."""
     found = [row for row in SPREAD if row.strategy is strategy and row.num_gpus == 8 and row.is_packed]
     return found[0].together if found else None
 
 
 def relative_speed(strategy: Strategy, other: Strategy) -> float | None:
-    """The speed of a strategy for that of another, where both were measured alike; None where they were not."""
+    """Speed ratio of two strategies with comparable measurements; None if there are none."""
     mine = {_passes(row): row.together for row in SPREAD if row.strategy is strategy}
     theirs = {_passes(row): row.together for row in SPREAD if row.strategy is other}
     return next((rate / theirs[passes] for passes, rate in mine.items() if passes in theirs), None)

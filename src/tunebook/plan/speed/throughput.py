@@ -1,12 +1,11 @@
-"""How fast a run will be, without a GPU: work per token, over the peak of the GPU, times a share that was measured.
+"""Estimate a run's speed without a GPU: work per token, divided by the GPU's peak times a measured share of it.
 
     seconds of a pass = work / (peak x share of it that one GPU reached) + what the strategy lost in a pass
 
-where the first is no less than a GPU takes that waits for its kernels to be launched. Work is what is computed, padding
-and recomputed layers included. The shares and the losses are those of `measured_speed`, of whatever was measured
-nearest, and the answer says what was assumed by that. Where nothing comparable was measured there is no estimate but
-the reason; several nodes have a bound, the speed of one with all of their GPUs. Loading, validation, saving and
-evaluation come on top.
+The first term is at least the time of a GPU that only waits for kernel launches. Work is everything computed, including
+padding and recomputed layers. Shares and losses come from the nearest measurement in `measured_speed`; the result
+states the assumptions. Without a comparable measurement, the result is the reason instead of an estimate. Several nodes
+get a bound: the speed of one node with all their GPUs. Loading, validation, saving and evaluation are not included.
 """
 
 from __future__ import annotations
@@ -55,17 +54,17 @@ _DIGITS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TimePlan:
-    """The speed and the duration of a run. None where it is not known; `assumption` says why, or what it rests on."""
+    """The speed and duration of a run. None if unknown; `assumption` says why, or on what they rest."""
 
-    tokens_per_second_per_gpu: float | None = None  # real tokens: padding is none
+    tokens_per_second_per_gpu: float | None = None  # real tokens, without padding
     tokens_per_second: float | None = None  # of all GPUs
-    tokens: float | None = None  # of the whole run, padding not counted
+    tokens: float | None = None  # of the whole run, without padding
     hours: float | None = None
     gpu_hours: float | None = None
-    efficiency: float | None = None  # share of the peak, 0 to 1, with which all that is computed is computed
+    efficiency: float | None = None  # share of the peak, 0 to 1, counting all computation
     peak_tflops: float | None = None  # of one GPU, dense
-    # Bounds, where there is no estimate: what the links between the nodes cost is not known and comes on top. They are
-    # keys of their own, so that nothing takes them for a prediction and the difference for its error.
+    # Bounds if there is no estimate: the cost of the links between nodes is unknown and not included. They have their
+    # own keys, so that nothing mistakes them for a prediction.
     least_hours: float | None = None
     most_tokens_per_second: float | None = None  # of all GPUs
     assumption: str
@@ -79,7 +78,7 @@ class TimePlan:
 
 
 def plan_time(config: RunConfig, batch: BatchPlan, *, gpu_name: str | None = None) -> TimePlan:
-    """Estimate the speed of a resolved configuration. `gpu_name` is NVML's, None for the generation's usual GPU."""
+    """Estimate the speed of a resolved configuration. `gpu_name`: NVML's; None for the generation's usual GPU."""
     if config.hardware.num_nodes > 1:
         return _bounded(config, plan_time(as_on_one_node(config), batch, gpu_name=gpu_name))
     tokens, facts, generation = tokens_of_the_run(config, batch), config.model.facts, config.hardware.generation
@@ -97,7 +96,7 @@ def plan_time(config: RunConfig, batch: BatchPlan, *, gpu_name: str | None = Non
 
 
 def _bounded(config: RunConfig, one_node: TimePlan) -> TimePlan:
-    """What several nodes do at best. Where one would have no estimate either, that is the reason."""
+    """The best case of a run on several nodes; without a one-node estimate, the reason for that."""
     speed, hours, ranks = one_node.tokens_per_second, one_node.hours, world_size(config)
     if speed is None:
         return one_node
@@ -113,7 +112,10 @@ def _bounded(config: RunConfig, one_node: TimePlan) -> TimePlan:
 
 
 def tokens_of_the_run(config: RunConfig, batch: BatchPlan) -> float | None:
-    """Real tokens of all steps: of the prepared data, else by the data set's facts, else of full rows, else None."""
+    """Real tokens of all steps; None if unknown.
+
+    They come from the prepared data, else from the data set's facts, else from full rows.
+    """
     if batch.total_steps is None:
         return None
     if batch.tokens_per_step is None:
@@ -136,11 +138,11 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
     row = nearest_alone(config, facts, flops * real / (1 - padding))
     waited = _as_if_computed_by_experts(facts, trained)
     if row.padding_share is None:
-        padding = 0.0  # it is in the share of the peak: as much as there was then
+        padding = 0.0  # the share of peak includes the padding of that measurement
     is_recomputed = config.activation.checkpointing is Checkpointing.enabled
     if is_recomputed:
         flops += recomputed_flops_per_token(facts, attended)
-    # In fp32 all ways reached two thirds of the peak: products take so long that nothing else shows.
+    # In fp32 all measured variants reached two thirds of the peak: products take so long that nothing else shows.
     adapter = None if row.compute is Compute.fp32 else nearest_adapter(config, facts)
     gain = 1.0 if row.compute is Compute.fp32 else RECOMPUTED_GAIN ** (is_recomputed - row.is_recomputed)
     gain *= (_selective(config).gain if _is_selective(config) else 1) / (SELECTIVE.gain if row.is_selective else 1)
@@ -165,14 +167,14 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
 
 
 def _waiting_seconds(config: RunConfig, facts: ModelFacts) -> float:
-    """What a pass takes at least, whatever it computes. A forward pass is a third of it, and may be done twice."""
+    """Minimum time of a pass, whatever it computes. A recomputed forward pass adds a third."""
     is_recomputed = config.activation.checkpointing is Checkpointing.enabled
     passes = 1 + 1 / 3 if is_recomputed else 1.0
     return launch_bound_pass(config).seconds_of_a_layer * facts.num_layers * passes
 
 
 def _as_if_computed_by_experts(facts: ModelFacts, trained: int | None) -> float:
-    """Operations per token that would take as long as layers with experts take more than others do."""
+    """Additional operations per token that represent the lower speed of layers with experts."""
     if not has_experts(facts):
         return 0.0
     assert facts.measured is not None
@@ -190,7 +192,7 @@ def _selective(config: RunConfig) -> Selective:
 
 
 def _padding_share(config: RunConfig, batch: BatchPlan) -> float:
-    """Of what is computed, 0 to 1. Rows are padded to the longest of their pass, so a single one is not padded."""
+    """Share of padding in the work, 0 to 1. Rows are padded to the longest of their pass; a single row is not."""
     if batch.padding_share is not None:
         return batch.padding_share
     is_padded = config.packing.mode is PackingMode.padded and batch.micro_batch_size > 1
@@ -198,7 +200,7 @@ def _padding_share(config: RunConfig, batch: BatchPlan) -> float:
 
 
 def _real_tokens_per_pass(batch: BatchPlan, padding: float) -> float:
-    """Of one GPU. Rows are taken as full where the documents' lengths are not known."""
+    """Real tokens of a pass on one GPU. Rows count as full if document lengths are unknown."""
     full = batch.micro_batch_size * batch.row_length * (1 - padding)
     if not batch.tokens_per_step or not batch.rows_per_step:
         return full
@@ -206,10 +208,10 @@ def _real_tokens_per_pass(batch: BatchPlan, padding: float) -> float:
 
 
 def _lost_seconds(spread: Spread | None, facts: ModelFacts) -> float:
-    """What a pass takes longer than on one GPU: the time measured, for a model of another size.
+    """Additional seconds per pass compared with one GPU: the measured time, scaled to the model's size.
 
-    Bytes grow with the parameters and calls with the layers; between the two models that were measured the loss grew
-    by less than the first and by about the second. The geometric mean of both leans to neither.
+    Bytes grow with the parameters and calls with the layers. Between the two measured models the loss grew by less than
+    the parameters and by about the layers. The geometric mean of both is neutral.
     """
     if spread is None:
         return 0.0
@@ -228,7 +230,7 @@ def _assumption(
     *,
     is_waiting: bool,
 ) -> str:
-    """Everything that the estimate takes for granted, the most doubtful first."""
+    """All assumptions of the estimate, the most doubtful first."""
     generation, compute, strategy = config.hardware.generation, config.precision.compute, config.parallelism.strategy
     parts = [f"the share of its peak that {row.text} reached"]
     if is_waiting:
