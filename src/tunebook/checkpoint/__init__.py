@@ -1,1 +1,1 @@
-"""Checkpoints: which there are, and which one a run goes on from."""
+"""Checkpoints: save, verify, retain and export them, and choose the one that a run resumes from."""

@@ -2,7 +2,7 @@
 
 The run's own checkpoints come first, then those that `training.resume` names. The launcher finds the expected one
 without reading files and without torch, so that it can refuse before anything starts. The ranks divide the files to
-hash among them. Every checkpoint that is passed over is reported with the reason.
+hash among them. Every skipped checkpoint is reported with the reason.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ def expected_checkpoint(config: RunConfig, run: Path | None, own: Identity) -> P
 
 
 def named_by(config: RunConfig) -> Path | None:
-    """The folder that `training.resume` names; None for a word."""
+    """The folder that `training.resume` names; None for one of its keywords."""
     word = config.training.resume
     return None if word in RESUME_WORDS else resolve_path(word)
 
 
 def same_command(config: RunConfig, option: str = "") -> str:
-    """What to type to resume a stopped run or sweep: under `never` the same command would start another.
+    """The hint for resuming a stopped run or sweep: with `never` the same command would start a new one.
 
-    `option` has to be typed too.
+    `option` is an option that the command also needs.
     """
     without = " without training.resume=never" if config.training.resume == "never" else ""
     return f"the same command{f' with {option}' if option else ''}{without}"
@@ -103,7 +103,7 @@ def named_candidates(named: Path) -> list[Candidate]:
 
 
 def damaged(named: Path, found: list[Candidate], why: str) -> DataError:
-    """The error for a folder named by the user all of whose checkpoints are damaged."""
+    """The error for a folder, named by the user, whose checkpoints are all damaged."""
     which = "its checkpoint is damaged" if len(found) == 1 else f"none of its {len(found)} checkpoints is complete"
     return DataError(
         f"training.resume={named}: {which}: {why}; name another checkpoint, restore this one from a copy, or start "
@@ -183,7 +183,7 @@ def _candidate(path: Path) -> Candidate:
 
 
 def _why_refused(candidate: Candidate) -> str:
-    """Why a folder is no checkpoint of Tunebook, and how to use it otherwise."""
+    """Why a folder is not a checkpoint of Tunebook, and how to use it otherwise."""
     if not candidate.path.is_dir():
         return (
             f"there is no such folder on {socket.gethostname()}; name one that every node can read, in a container one "

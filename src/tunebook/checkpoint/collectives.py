@@ -1,7 +1,7 @@
 """Collectives of Python values around a checkpoint, and the division of its files among the ranks.
 
-Every rank calls a collective, in the same order; with one rank it is a plain call. A thread beside the training needs a
-group of its own, or its messages would be taken for the training's.
+Every rank calls a collective, in the same order; with one rank it is a plain call. A background thread needs its own
+group, or its messages would mix with those of the training.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def background_group(timeout_s: float) -> Group:
-    """A gloo group of all ranks for a thread beside the training; None for one rank. A collective.
+    """A gloo group of all ranks for a background thread; None for one rank. A collective.
 
     `timeout_s` is how long a rank waits for the others. Raises: TunebookError if gloo cannot connect the hosts.
     """
@@ -99,7 +99,7 @@ def share_of(sizes: Mapping[str, int], rank: int, num_ranks: int) -> list[str]:
 
 
 def _attempt(work: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
-    """An error becomes a value: if one rank alone raised it, the others would wait."""
+    """Return an error as a value: if only one rank raised it, the others would wait."""
     try:
         return work(), None
     except Exception as error:

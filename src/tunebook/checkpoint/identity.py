@@ -23,7 +23,7 @@ from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import is_fsdp
 from tunebook.record.manifest import describe_model
 
-# Keys that change no weight of a resumed run, or that are compared in another way.
+# Keys that change no weight of a resumed run, or that are compared in another way:
 _NOT_COMPARED = (
     "recipe",
     "title",  # earlier checkpoints hold it
@@ -39,7 +39,7 @@ _NOT_COMPARED = (
     "model.name",
     "model.revision",
     "model.facts",
-    "model.weights",  # where they come from before the first step
+    "model.weights",  # only their origin before the first step
 )
 # Keys that decide which tensors a checkpoint's optimizer and adapter have.
 _OF_ADAPTERS = ("peft.rank", "peft.target_modules", "peft.modules_to_save")
@@ -178,7 +178,7 @@ def _change(key: str, before: Any, now: Any) -> str:
 
 
 def _has_other_base(theirs: Identity, own: Identity) -> bool:
-    """Whether an adapter would resume over other weights than it was trained on; older checkpoints do not record it."""
+    """Whether an adapter would resume on other base weights than before; older checkpoints do not record them."""
     is_adapter = PeftMethod.full.name not in (theirs.peft, own.peft)
     then = recorded_in(theirs.model)
     return is_adapter and then is not None and recorded_in(own.model) != then

@@ -17,9 +17,9 @@ from tunebook.files import read_json
 
 FORMAT = 1  # raised when a key changes its meaning or goes away
 RECORD_FILE = "complete.json"
-PENDING_FILE = ".complete.json"  # of a checkpoint that has its name and not yet its record
+PENDING_FILE = ".complete.json"  # in a checkpoint that has its final name but no record yet
 CHECKPOINTS_FOLDER = "checkpoints"
-UNFINISHED_FOLDER = "_unfinished"  # in it: checkpoints that are being written. Uploads leave out names with `_`
+UNFINISHED_FOLDER = "_unfinished"  # contains checkpoints that are being written. Uploads skip names with `_`
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -33,7 +33,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """The run that a checkpoint belongs to. A run that differs in any of this gives another result."""
+    """The run that a checkpoint belongs to. A run that differs in any of these fields gives another result."""
 
     strategy: str  # the name of a `Strategy`
     peft: str  # the name of a `PeftMethod`
@@ -67,7 +67,7 @@ class CheckpointRecord:
 
 
 class UnreadableRecordError(Exception):
-    """There is no readable record; the text says why, to follow the checkpoint's name."""
+    """The record is missing or unreadable; the message gives the reason, to follow the checkpoint's name."""
 
 
 class NewerRecordError(UnreadableRecordError):

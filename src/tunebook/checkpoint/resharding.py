@@ -1,7 +1,7 @@
 """Reshard a verified ZeRO checkpoint for another number of ranks, through DeepSpeed's universal checkpoint.
 
-ZeRO saves a shard for each rank. A universal checkpoint has a file for each parameter and each of its moments, of which
-any number of ranks load their share. DDP's checkpoints are not sharded, and torch itself reshards FSDP's.
+ZeRO saves a shard for each rank. A universal checkpoint has a file for each parameter and each of its moments, and any
+number of ranks can load their shares from it. DDP's checkpoints are not sharded; torch itself reshards FSDP's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tunebook.config.choices import Strategy
 from tunebook.errors import TunebookError
 from tunebook.parallel.deepspeed import zero_stage
 
-# What else the trainer reads of a checkpoint. Weights, moments and DeepSpeed's state are in the universal folder.
+# Other checkpoint files that the trainer reads. Weights, moments and DeepSpeed's state are in the universal folder.
 _OF_THE_TRAINER = ("trainer_state.json", "scheduler.pt", "rng_state*.pth")
 
 
@@ -51,7 +51,7 @@ def write_universal(checkpoint: Path, place: Path) -> Path:
         num_merge_workers=1,
         keep_temp_folder=False,
         strict=True,
-        inject_missing_state=True,  # what only Megatron writes
+        inject_missing_state=True,  # state that only Megatron writes
     )
     try:
         with restricted_unpickling(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):

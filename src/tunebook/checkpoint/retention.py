@@ -1,4 +1,4 @@
-"""Disk space of checkpoints: is there enough for the next one, and which old ones are deleted once it is complete.
+"""Disk space of checkpoints: check the space for the next one, and delete old ones once it is complete.
 
 A half-deleted checkpoint never looks like a complete one.
 """
@@ -44,8 +44,8 @@ def steps_to_remove(
 def remove_old(checkpoints: Path, *, newest: int, keep: int, best: int | None, trusts: Callable[[int], bool]) -> None:
     """Delete what `steps_to_remove` names, in a folder whose checkpoint `newest` is complete.
 
-    A checkpoint that cannot be deleted stays: that is no reason to lose a run. Folders without a record are not this
-    Tunebook's and stay too.
+    A checkpoint that cannot be deleted stays: the run continues. Folders without a record were not written by this
+    version of Tunebook and stay too.
     """
     by_step = {step_of(path) or 0: path for path in complete_checkpoints(checkpoints)}
     if newest not in by_step:
@@ -102,7 +102,7 @@ def require_free_space(folder: Path, step: int, needed_bytes: int, *, last: Path
     Raises: OSError.
     """
     disk = shutil.disk_usage(folder)
-    # A total of zero: a file system that does not count, such as some network mounts. A full one fails at the write.
+    # A total of zero: the file system, such as a network mount, does not report sizes. A full one fails on write.
     if disk.total and disk.free < needed_bytes:
         kept = f"The last good checkpoint is {last}" if last is not None else "Nothing was saved before"
         raise DoesNotFitError(

@@ -46,7 +46,7 @@ from tunebook.hardware.disk import is_disk_full
 
 
 class Stall:
-    """How long training has waited for a save that begins now; read by the thread that completes it."""
+    """Measures how long training waits for a save that begins now; read by the thread that completes it."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -220,7 +220,7 @@ class CheckpointSaver:
             self.when_complete(checkpoint_path(self.folder, step))
 
     def _complete(self, step: int, best_step: int | None) -> None:
-        """Everything after the writing, on every rank; in the background in its thread."""
+        """Complete a written checkpoint, on every rank; a background save does this in its thread."""
         try:
             self._seal_and_publish(step)
         except BaseException:
@@ -238,7 +238,7 @@ class CheckpointSaver:
         self._saved.add(step)
 
     def _is_trusted(self, step: int) -> bool:
-        """A later checkpoint than the resumed one that was not saved since was found to be damaged."""
+        """False for a damaged checkpoint: one after the resumed step that this run has not saved."""
         return step <= self.resumed_step or step in self._saved
 
     def _clear(self, step: int, estimated_bytes: int) -> None:

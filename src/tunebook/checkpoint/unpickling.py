@@ -22,7 +22,7 @@ from typing import Any
 from tunebook.errors import DataError
 
 METADATA_FILE = ".metadata"
-# The classes in DeepSpeed 0.19's states, besides tensors and Python's own types.
+# The classes in DeepSpeed 0.19's states, in addition to tensors and Python's own types.
 _OF_DEEPSPEED = (
     ("deepspeed.utils.tensor_fragment", "fragment_address"),
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"),

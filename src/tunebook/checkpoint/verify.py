@@ -1,8 +1,8 @@
-"""Is a checkpoint what was written? First its files and their sizes (cheap: these make it complete), then every hash.
+"""Verify a checkpoint: first its files and their sizes (cheap; decides if it is complete), then every hash.
 
 A checkpoint is loaded only after both checks. A file that the record does not list counts as damage too, since loaders
-go by the names of the files that they find. The checks prove that nothing was damaged, and not who wrote it: whoever
-can change a file can change its hash in the record. So loading runs no code (`checkpoint.unpickling`).
+select files by name. The checks detect damage, not tampering: whoever can change a file can also change its hash in the
+record. So loading runs no code (`checkpoint.unpickling`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WEIGHTS = ".safetensors"
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether a folder is a complete checkpoint: its record is there and every file has its size."""
+    """Whether a folder is a complete checkpoint: its record exists and every file has its size."""
     return why_not_complete(checkpoint) is None
 
 
@@ -55,7 +55,7 @@ def passed_over(run: Path) -> dict[Path, str]:
 
 
 def why_not_complete(checkpoint: Path) -> str | None:
-    """Why a folder is no complete checkpoint; None if its record is there and every file has its size."""
+    """Why a folder is not a complete checkpoint; None if its record exists and every file has its size."""
     try:
         record = read_record(checkpoint)
         return difference_of_files(checkpoint, record)
@@ -83,7 +83,7 @@ def difference_of_files(checkpoint: Path, record: CheckpointRecord) -> str | Non
 
 
 def wrong_hash(checkpoint: Path, files: Iterable[tuple[str, FileEntry]]) -> str | None:
-    """Why the first damaged file is not what was written; None if all are. Reads the files completely."""
+    """Why the first damaged file does not match its record; None if all match. Reads the files completely."""
     for name, entry in files:
         try:
             found = sha256_file(checkpoint / name)

@@ -1,8 +1,8 @@
-"""What planning knows of a base model: its sizes, which are part of the schema, and what was traced of its layers.
+"""What planning knows about a base model: its sizes (part of the schema) and traced numbers of its layers.
 
-The traced numbers are no setting: nobody types them. For the book's models they are files beside the model's YAML
-(`hydra_configs/model/NAME.architecture.json`, made by `python -m tunebook.plan.architecture.measure --book`), for
-others `plan.architecture` traces them, and a run keeps them in `architecture.json` beside its run.yaml.
+Users do not set the traced numbers. For the shipped models they are in files next to the model's YAML
+(`hydra_configs/model/NAME.architecture.json`, made by `python -m tunebook.plan.architecture.measure --book`). For other
+models `plan.architecture` traces them, and a run keeps them in `architecture.json` next to its run.yaml.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from omegaconf import MISSING
 from tunebook.config.book import book_root
 
 ARCHITECTURE_FILE = "architecture.json"  # in a run folder
-SHIPPED_SUFFIX = ".architecture.json"  # of the files beside the book's models
-CAST = "cast/"  # what the keys of modes without autocast begin with
-OFFLOADED = "offloaded"  # what the keys of bytes that activation offloading leaves end with
-# The sizes that decide what a layer keeps. The number of layers is not one: runs may cut a model to fewer.
+SHIPPED_SUFFIX = ".architecture.json"  # suffix of the files next to the shipped models
+CAST = "cast/"  # prefix of the keys of modes without autocast
+OFFLOADED = "offloaded"  # suffix of the keys for bytes that stay on the GPU with activation offloading
+# The sizes that decide what a layer keeps. The number of layers is not one of them: a run may use fewer layers.
 _LAYER_SIZES = ("architecture", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
@@ -29,35 +29,35 @@ _LAYER_SIZES = ("architecture", "hidden_size", "intermediate_size", "num_attenti
 class MeasuredLayers:
     """Numbers of an architecture's decoder layers, traced on the meta device (see `plan.architecture`)."""
 
-    num_layers: int  # traced; the numbers below are sums over all of them
+    num_layers: int  # number of traced layers; the numbers below are sums over all of them
     parameters: int
-    linear_inputs: int  # numbers that go into the linear layers for one token
+    linear_inputs: int  # input elements of all linear layers for one token
     adapter_parameters: int  # of LoRA of rank 1 on all linear layers
-    linear_parameters: int  # in linear layers, which are what is quantized to 4 bits
-    active_parameters: int  # that one token is computed with: fewer than all where a router chooses among experts
-    largest_parameter: int  # of the whole model: numbers in the largest parameter, such as stacked experts
-    unreached_parameters: int = 0  # numbers in `ModelFacts.unreached`
-    attention: list[str] = field(default_factory=list)  # the kernels that transformers lets it attend with
-    # By the names that `peft.target_modules` finds: inputs and outputs of linear layers, and of stacked experts
+    linear_parameters: int  # parameters in linear layers, which 4-bit quantization applies to
+    active_parameters: int  # parameters used for one token: fewer than all if a router chooses among experts
+    largest_parameter: int  # elements of the whole model's largest parameter, such as stacked experts
+    unreached_parameters: int = 0  # elements of `ModelFacts.unreached`
+    attention: list[str] = field(default_factory=list)  # attention kernels that transformers accepts
+    # Inputs and outputs of linear layers, and of stacked experts, by the names that `peft.target_modules` matches
     adapters: dict[str, list[int]] = field(default_factory=dict)
     expert_adapters: dict[str, list[int]] = field(default_factory=dict)
-    # By "format/method/kernels" (fp32, autocast, bf16; full, adapter, dropout; sdpa, flash, eager, compiled,
-    # selective), and with "/offloaded" for what activation offloading leaves on the GPU, six numbers: the bytes that
-    # all layers keep of a row, of each token, and of each pair of tokens; and the same three of the largest layer
+    # Six numbers by "format/method/kernels" (fp32, autocast, bf16; full, adapter, dropout; sdpa, flash, eager,
+    # compiled, selective): the bytes that all layers keep per row, per token and per pair of tokens, then the same
+    # three for the largest layer. With "/offloaded": the bytes that stay on the GPU with activation offloading.
     saved: dict[str, list[int]] = field(default_factory=dict)
     # The same by "cast/method/kernels": layers in bf16 with adapters in bf16, without autocast
     saved_without_autocast: dict[str, list[int]] = field(default_factory=dict)
-    # The same with adapters on all linear layers but stacked experts; empty where there are none
+    # The same with adapters on all linear layers except stacked experts; empty if there are none
     saved_beside_experts: dict[str, list[int]] = field(default_factory=dict)
     is_of_the_book: bool = False  # one of the shipped traces
 
 
 @dataclass(kw_only=True)
 class ModelFacts:
-    """What planning needs to know of an architecture without reading its config; checked against it at run time."""
+    """What planning needs to know about an architecture without reading its config; checked against it at run time."""
 
     architecture: str = MISSING  # the class transformers loads, such as Qwen2ForCausalLM
-    num_parameters: int = MISSING  # all of them, tied embeddings counted once
+    num_parameters: int = MISSING  # all parameters; tied embeddings count once
     num_layers: int = MISSING
     hidden_size: int = MISSING
     intermediate_size: int = MISSING
@@ -67,21 +67,21 @@ class ModelFacts:
     max_position_embeddings: int = MISSING  # tokens
     tie_word_embeddings: bool = MISSING
     dtype: str = MISSING  # of the published weights: float32, float16 or bfloat16
-    # What no text reaches, such as a tower for images, by names as `config.unreached` writes them: it is not trained
+    # Parts that text never reaches and that are not trained, such as an image tower, named as in `config.unreached`
     unreached: list[str] = field(default_factory=list)
-    # No setting: OmegaConf does not see it, and it is not written to run.yaml. None: not known.
+    # Not a setting: hidden from OmegaConf and not written to run.yaml. None: unknown.
     measured: MeasuredLayers | None = field(default=None, metadata={"omegaconf_ignore": True, "identity": False})
 
     def __post_init__(self) -> None:
-        """Take the shipped trace of a model whose layers have these sizes."""
+        """Use the shipped trace of a model whose layers have these sizes."""
         if self.measured is None:
             self.measured = _shipped_layers(self)
 
 
 def facts_from_json(answer: dict[str, Any]) -> ModelFacts:
-    """Facts with traced layers, as `plan.architecture.measure` describes a model.
+    """Build model facts with traced layers from the JSON of `plan.architecture.measure`.
 
-    Raises: ValueError, TypeError, KeyError or AttributeError where the answer is not one.
+    Raises: ValueError, TypeError, KeyError or AttributeError if the JSON has another form.
     """
     kinds = {"architecture": str, "dtype": str, "tie_word_embeddings": bool}
     names = [each.name for each in fields(ModelFacts) if each.name not in ("measured", "unreached")]
@@ -94,7 +94,7 @@ def facts_from_json(answer: dict[str, Any]) -> ModelFacts:
 
 
 def layers_from_json(measured: dict[str, Any]) -> MeasuredLayers:
-    """Traced layers from their JSON. Raises: as `facts_from_json`."""
+    """Traced layers from their JSON. Raises: the same errors as `facts_from_json`."""
     lengths = {"adapters": 2, "expert_adapters": 2, "saved": 6, "saved_without_autocast": 6, "saved_beside_experts": 6}
     values: dict[str, Any] = {}
     for each in fields(MeasuredLayers):
@@ -111,7 +111,7 @@ def layers_from_json(measured: dict[str, Any]) -> MeasuredLayers:
 
 
 def layers_to_json(layers: MeasuredLayers) -> dict[str, Any]:
-    """Plain values that `layers_from_json` reads back equal."""
+    """Plain values from which `layers_from_json` restores equal layers."""
     return asdict(layers)
 
 
@@ -123,7 +123,7 @@ def _numbers(found: dict[str, Any], length: int) -> dict[str, list[int]]:
 
 
 def shipped_answers() -> list[dict[str, Any]]:
-    """The traces of the book's models, as `plan.architecture.measure` wrote them."""
+    """The traces of the shipped models, as `plan.architecture.measure` wrote them."""
     return _read_shipped(book_root() / "hydra_configs" / "model")
 
 

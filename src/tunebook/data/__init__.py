@@ -1,1 +1,1 @@
-"""Documents: where they come from, how they are written down, masked, cut, packed and drawn."""
+"""Training data: sources, formats, tokenization, loss masks, truncation, packing and sampling."""

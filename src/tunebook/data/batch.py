@@ -1,4 +1,4 @@
-"""Solve the batch: documents per optimizer step into rows, micro-batches, accumulation and steps.
+"""Solve the batch: from documents per optimizer step to rows, micro-batches, accumulation and steps.
 
 A batch is counted in documents (`training.global_samples`) or tokens (`training.global_tokens`), never in rows, so that
 packing, the number of GPUs and their memory do not change the documents of an optimizer step. Before the data is
@@ -32,7 +32,7 @@ PADDED_TOKENS_PER_PASS = 8192
 class BatchPlan:
     """The batch arithmetic of a run. `rows_per_step` = world_size x accumulation x micro_batch_size.
 
-    Numbers that depend on the data are None if nothing is known of it yet.
+    Numbers that depend on the data are None while it is unknown.
     """
 
     global_samples: int | None
@@ -50,8 +50,8 @@ class BatchPlan:
     steps_per_epoch: int | None
     total_steps: int | None
     attended_length: float | None = None  # mean over tokens, see `flops.attended_length_tokens`
-    padding_share: float | None = None  # 0 to 1 of what an epoch computes; known with the documents' lengths
-    longest_row: int | None = None  # tokens that no row of any step exceeds; known with the documents' lengths
+    padding_share: float | None = None  # share of the computed tokens, 0 to 1; needs the documents' lengths
+    longest_row: int | None = None  # tokens that no row of any step exceeds; needs the documents' lengths
 
     def to_json(self) -> dict[str, Any]:
         """The `batch` part of plan.json."""
@@ -94,7 +94,7 @@ def schedule_of(config: RunConfig, plan: BatchPlan, lengths: Lengths) -> Schedul
 
 
 def largest_micro_batch(samples_per_rank: int, max_length: int) -> int:
-    """Padded rows of a pass: the largest divisor of a rank's documents that stays within a pass's tokens."""
+    """Padded rows of a pass: the largest divisor of a rank's documents that stays within the token limit."""
     most = max(1, PADDED_TOKENS_PER_PASS // max(1, max_length))
     return max(size for size in range(1, min(most, samples_per_rank) + 1) if samples_per_rank % size == 0)
 
@@ -157,7 +157,7 @@ def _packed(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
 
 
 def _longest_row(steps: list[Lengths], num_rows: int) -> int:
-    """Tokens of the longest row of all steps, the likeliest steps first; a bound if there are very many."""
+    """Tokens of the longest row of all steps, found by the highest bound first; a bound if there are very many."""
     bounded = sorted(
         ((at_most_in_a_row(int(step.sum()), int(step.max(initial=0)), num_rows), step) for step in steps if len(step)),
         key=lambda pair: -pair[0],
@@ -177,7 +177,7 @@ def _unpacked_schedule(lengths: Lengths, size: StepSize, seed: int) -> Schedule:
 
 
 def _epochs_to_look_at(config: RunConfig, lengths: Lengths) -> int:
-    """The number of the run's epochs, so that no step of it is wider than planned."""
+    """The number of epochs to check, which is all of the run's, so that no step is wider than planned."""
     samples = config.training.global_samples or 1
     if config.training.max_steps is not None:
         return max(1, math.ceil(config.training.max_steps / math.ceil(len(lengths) / samples)))
@@ -255,7 +255,7 @@ def _mean_documents(config: RunConfig, tokens: float) -> float | None:
 
 
 def _padding_share(config: RunConfig, lengths: Lengths, micro: int) -> float:
-    """The share of padding in one epoch, each pass as wide as its longest document; 0 for packed rows."""
+    """The share of padding in one epoch if each pass is as wide as its longest document; 0 for packed rows."""
     if config.packing.mode is PackingMode.isolated or not len(lengths):
         return 0.0
     order = lengths[epoch_order(len(lengths), config.training.seed, 0)]

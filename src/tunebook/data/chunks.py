@@ -1,7 +1,7 @@
 """Encode a corpus chunk by chunk, on one core or several, in order and in bounded memory.
 
-Workers are spawned, not forked: in a forked copy of a process whose tokenizer has used its threads, the tokenizer waits
-for them forever. Each gets a copy of the tokenizer, which needs no torch. Documents and tokens are sent as Arrow, which
+Workers are spawned, not forked: if the tokenizer of a process has used its threads, it waits for them forever in a
+fork. Each worker gets a copy of the tokenizer, which needs no torch. Documents and tokens are sent as Arrow, which
 costs almost nothing.
 """
 
@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DOCUMENTS_PER_CHUNK = 1000
-# Short conversations that one core encodes in the seconds that a worker takes to start.
+# Number of short conversations that one core encodes in the seconds that a worker takes to start.
 _DOCUMENTS_PER_WORKER = 8_000
 _CHUNKS_IN_FLIGHT_PER_WORKER = 3
 _CHUNKS_PER_MAPPING = 50
@@ -98,7 +98,7 @@ class ChunkSettings:
     max_length: int  # tokens
     vocab_size: int | None  # of the model; None if not known
     special_text: SpecialText = SpecialText.auto
-    template_date: str | None = None  # for workers, which have clocks of their own; None: already set
+    template_date: str | None = None  # for workers, which have their own clocks; None: already set
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 A corpus is one table of documents of one kind, memory-mapped from Arrow files. Columns by kind:
 conversation: messages, a list of {role, content, train}; text: text; prompt_completion: prompt, completion;
-tokens: input_ids, labels. Every kind also has `origin`, such as `train.jsonl:17`, for messages to people.
+tokens: input_ids, labels. Every kind also has `origin`, such as `train.jsonl:17`, for messages.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Corpus:
     train: datasets.Dataset
     validation: datasets.Dataset | None
     records: list[SourceRecord]  # of the training part, then of separate validation files or splits
-    notes: list[str]  # for people: the detected format, skipped lines, counts per part
+    notes: list[str]  # for display: the detected format, skipped lines, counts per part
 
 
 def arrow_schema(kind: CorpusKind) -> pa.Schema:

@@ -202,7 +202,7 @@ def _without_padding(record: Record, num_tokens: int) -> slice:
 
 
 def _refuse_packed(record: Record, kept: slice, num_tokens: int) -> None:
-    """Refuse rows that hold several documents: they would be one document here, each reading the others."""
+    """Refuse rows that hold several documents: they would become one document whose parts attend to each other."""
     is_packed = record.get("seq_lengths") not in (None, [kept.stop - kept.start], [num_tokens])
     if record.get("position_ids") is not None:
         positions = _integers(record["position_ids"], "position_ids")

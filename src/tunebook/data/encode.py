@@ -32,7 +32,7 @@ STRADDLING = "a token crosses the boundary between prompt and answer, and counts
 
 @dataclass(frozen=True)
 class Document:
-    """One tokenised document. Shapes: both (num_tokens,)."""
+    """One tokenized document. Shapes: both (num_tokens,)."""
 
     input_ids: list[int]
     labels: list[int]
@@ -44,9 +44,9 @@ class Document:
 
 
 class Encoder:
-    """Tokenises and masks documents of one kind.
+    """Tokenizes and masks documents of one kind.
 
-    `notes` counts documents by remarks for people, `first` has the first document of each. Raises: RequestError if
+    `notes` counts documents by remark, `first` has the first document of each. Raises: RequestError if
     `train_on` asks for turns that this kind of document does not have, or conversations have no chat template.
     """
 
@@ -176,7 +176,7 @@ class Encoder:
         return documents
 
     def _completions(self, rows: Sequence[Row]) -> list[Document]:
-        """Prompt and completion tokenised as one text, as TRL does, so that the model reads usual text.
+        """Prompt and completion tokenized as one text, as TRL does, so that the model reads usual text.
 
         The completion starts at the first token that differs from those of the prompt alone: everything before is
         exactly the model's input for generation.

@@ -1,4 +1,4 @@
-"""Finding and hashing the files of documents that a configuration names."""
+"""Find and hash the document files that a configuration names."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Repository:
     """A data set on the hub at one commit, or a folder on this machine."""
 
     name: str
-    folder: Path | None  # where its files are, when that is known before asking the hub
+    folder: Path | None  # its files' folder, if known without asking the hub
     revision: str | None  # the hub's commit
     sha256: str | None  # of a folder that is not the hub's
 
@@ -170,7 +170,7 @@ def find_repository(source: DatasetSource, key: str) -> Repository:
 def split_parts(
     source: DatasetSource, repository: Repository, split: str, key: str, cache_dir: Path, account: KeyAccount
 ) -> Iterator[Part]:
-    """The documents of one split, downloaded where need be; `key` is where the data set is configured.
+    """The documents of one split, downloaded if necessary; `key` is where the data set is configured.
 
     Raises: RequestError for an unknown split or subset, DataError for broken files.
     """

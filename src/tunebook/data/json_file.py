@@ -1,4 +1,4 @@
-"""JSON: one text becomes one object, and a file of one JSON value is read item by item in bounded memory.
+"""Read JSON: parse a text as one object, and read a file of one JSON value item by item in bounded memory.
 
 A file of one value has one of three layouts: an array of documents; an object that holds such an array under any key
 (`{"data": [...]}`); one document written over several lines.

@@ -175,7 +175,7 @@ class KeyAccount:
         )
 
     def notes(self, num_documents: int) -> list[str]:
-        """Remarks for people: keys that were not read, and those of `ignore_keys` with or without effect."""
+        """Notes to display: keys that were not read, and those of `ignore_keys` with or without effect."""
         notes = []
         for counts, what in (
             (self._not_read, "keys not read"),
@@ -193,7 +193,7 @@ class KeyAccount:
 
 
 def meaning_of(key: str, value: object) -> str | None:
-    """Why an unread key of a document cannot be left out; None if nothing is lost without it."""
+    """Why an unread key of a document must not be ignored; None if nothing is lost without it."""
     name = key.lower()
     says_nothing = is_empty(value) or (name in _WEIGHTS and _is_full_weight(name, value))
     return None if says_nothing else _OF_DOCUMENTS.get(name)

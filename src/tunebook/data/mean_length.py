@@ -34,7 +34,7 @@ def count_documents(config: RunConfig) -> int | None:
 
 
 def _kept_of_generated(dataset: DatasetConfig, longest: int) -> float:
-    """Documents that one becomes on average: more than one if it is split, less if it may be dropped."""
+    """Mean number of kept documents per document: above one if it is split, below one if it may be dropped."""
     drawn = dataset.synthetic
     if drawn.max_tokens <= longest or dataset.overlong is Overlong.cut:
         return 1.0

@@ -1,9 +1,9 @@
-"""Combining documents: sources into a mixture, and the split of a validation part.
+"""Combine sources into a mixture, and split off a validation part.
 
 Mixtures interleave their parts evenly and take no document twice. Other tools call this "concat" and
 "interleave_under": without weights every document of every part is taken; with weights, which are relative shares of
 documents, as many as possible until the first part is used up. Repeating a part's documents ("interleave_over") is left
-to more epochs: a repeated document is nearly memorised.
+to more epochs: a repeated document is nearly memorized.
 """
 
 from __future__ import annotations

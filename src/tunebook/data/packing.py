@@ -2,7 +2,7 @@
 
 An optimizer step is a fixed set of documents; packing only decides which of them share a row, so it changes speed and
 never the gradient. Rows have no padding (kernels get the documents' boundaries), so rows should be equally long: then
-every GPU does the same work between two synchronisations. Longest-processing-time-first does that (Graham 1969: at most
+every GPU does the same work between two synchronizations. Longest-processing-time-first does that (Graham 1969: at most
 4/3 of the best possible longest row); best-fit decreasing would fill the first rows and leave the last ones short. If a
 token budget has filled every row almost completely, it may overfill one; then the rows of the budget are used.
 """
@@ -106,5 +106,5 @@ def _surely_fits(total: int, widest: int, num_rows: int, row_length: int) -> boo
 
 
 def at_most_in_a_row(total: int, widest: int, num_rows: int) -> int:
-    """An upper bound for the rows of `pack_balanced`: the mean, plus the longest document without its share."""
+    """An upper bound for the rows of `pack_balanced`: the mean, plus the longest document minus its share."""
     return (total + widest * (num_rows - 1)) // num_rows

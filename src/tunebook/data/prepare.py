@@ -1,6 +1,6 @@
-"""Prepare a run's documents: read, tokenise, mask, fit to length, and keep the result under a fingerprint.
+"""Prepare a run's documents: read, tokenize, mask, fit to length, and keep the result under a fingerprint.
 
-Runs once, on the CPU, before any rank starts, so that no rank waits for another to tokenise. The result is made in a
+Runs once, on the CPU, before any rank starts, so that no rank waits for another to tokenize. The result is made in a
 folder of another name and renamed, under a lock: a killed preparation leaves nothing that looks finished, and of two
 processes that want the same data one prepares and the other waits.
 
@@ -57,7 +57,7 @@ _LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets")
 
 
 def needs_tokenizer(dataset: DatasetConfig) -> bool:
-    """Whether documents have to be tokenised; false only if the configuration says that they are tokens already."""
+    """Whether documents have to be tokenized; false only if the configuration says that they are tokens already."""
     sources: list[DatasetSource] = list(dataset.parts.values()) if dataset.source is Source.mixture else [dataset]
     return not all(source.source is Source.synthetic or source.format is Format.pretokenized for source in sources)
 
@@ -145,7 +145,7 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
 
 
 def _with_padding(prepared: Prepared, config: RunConfig) -> Prepared:
-    """Cached data, if this run can use it: a run that pads needs a padding token, which the preparation may not."""
+    """Return cached data if this run can use it: padding needs a padding token, which preparing may not have needed."""
     from tunebook.model.tokenizer import load_tokenizer, needs_padding
 
     if prepared.can_pad is False and needs_padding(config):
@@ -345,6 +345,6 @@ def _disk_errors(folder: Path) -> Iterator[None]:
 
 
 def _is_inside(error: OSError, folder: Path) -> bool:
-    """Whether the error is of a file in the cache, or of a folder above it."""
+    """Whether an error concerns a file in the cache, or a folder above it."""
     named = Path(str(error.filename)) if error.filename is not None else folder
     return folder in (named, *named.parents) or named in folder.parents

@@ -1,4 +1,4 @@
-"""Prepared data on disk: documents as tokens and labels, what became of every document that was read, and their hash.
+"""Prepared data on disk: documents as tokens and labels, counts of all documents that were read, and the data's hash.
 
 A folder holds `prepared.json` and per part an Arrow file in the layout of `datasets.load_from_disk` and `lengths.npy`.
 Columns: input_ids and labels (num_tokens,) int32, length int32; labels are -100 where the loss does not count. Reading
@@ -115,7 +115,7 @@ class Prepared:
     max_length: int  # tokens
     tokenizer_sha256: str | None  # None for documents that came as tokens
     chat_template_sha256: str | None
-    template_date: str | None  # that the chat template writes as today's; None if it writes none
+    template_date: str | None  # the date that the chat template writes as today's; None if it writes none
     can_pad: bool | None  # whether the tokenizer has a padding token; None for documents that came as tokens
     records: list[SourceRecord]
     notes: list[str]  # of reading the sources

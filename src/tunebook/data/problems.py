@@ -1,4 +1,4 @@
-"""Collect the problems of one file's documents, to report them together and not line by line."""
+"""Collect the problems of one file's documents, to report them together instead of line by line."""
 
 from __future__ import annotations
 

@@ -115,9 +115,9 @@ def _refuse_foreign(path: Path, start: bytes) -> None:
 def _read_json(
     stream: IO[bytes], problems: DocumentProblems, known_keys: frozenset[str], field: str | None, *, is_json: bool
 ) -> Iterator[Record]:
-    """JSON in whichever layout the file has. `is_json`: by its name it need not have one document per line.
+    """Read JSON in any layout of the file. `is_json`: by its name it need not have one document per line.
 
-    Raises: DataError for a file of lines that is one JSON value over several.
+    Raises: DataError for a file of lines that is one JSON value over several lines.
     """
     first = ""
     while not first.strip() and (line := stream.readline()):
@@ -177,7 +177,7 @@ def _decode(line: bytes, num_bytes_before: int) -> str:
 def _read_csv(stream: IO[bytes], problems: DocumentProblems, delimiter: str) -> Iterator[Record]:
     """The rows of a table with a header, every field as the text it is.
 
-    Raises: DataError for a header that names a column twice, and where quotes or the encoding are broken.
+    Raises: DataError for a header that names a column twice, and for broken quotes or encoding.
     """
     problems.unit = "row"
     csv.field_size_limit(sys.maxsize)  # 128 KiB otherwise, which a long document has

@@ -2,8 +2,8 @@
 
 Order of decisions: seed and epoch fix a permutation; the permutation is cut into optimizer steps; a step's documents
 are assigned to rows; rows are assigned to accumulation rounds and ranks. Only the last two depend on the number of GPUs
-and on packing, so the same documents meet in the same step on any machine, each exactly once per epoch. The last step
-of an epoch may be smaller: the loss is weighted by tokens, so an empty row counts nothing.
+and on packing, so each step has the same documents on any machine, each exactly once per epoch. The last step of an
+epoch may be smaller: the loss is weighted by tokens, so an empty row counts nothing.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A tokenizer takes every `</s>` in a text for the token. In a conversation only the chat template's own tokens count: one
 in a user's text would be a control token from the user, one in an answer would end it. So such text is replaced by
 placeholders, one private-use character for each token, before the template renders the conversation. Afterwards the
-text is restored, or tokenised as text by a copy of the tokenizer whose special tokens have other names.
+text is restored, or tokenized as text by a copy of the tokenizer whose special tokens have other names.
 """
 
 from __future__ import annotations

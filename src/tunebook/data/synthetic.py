@@ -1,4 +1,4 @@
-"""Generated documents that a model can learn: for machines without the hub, for measuring speed, for tests.
+"""Generate documents that a model can learn: for machines without the hub, for speed measurements, for tests.
 
 Every document is a random walk over a small set of tokens with four possible successors each, one of them likely. The
 first part of a document is a prompt that the loss does not count; the rest, ended by EOS, is the answer. A model first
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
     import pyarrow as pa
 
-NUM_TOKENS_USED = 64  # few, so that each is seen often enough to be learnt within tens of steps
+NUM_TOKENS_USED = 64  # few, so that each is seen often enough to be learned within tens of steps
 SUCCESSOR_SHARES = (0.70, 0.15, 0.10, 0.05)  # 0.91 nats per token, against 11.9 of a uniform guess among 151,936
 
 _MIN_LENGTH = 4  # tokens: one of prompt, two of answer, EOS

@@ -157,9 +157,9 @@ class ConversationRenderer:
         return self._render_or_explain(messages, origin)[0]
 
     def _check(self, missing: Sequence[Missing], messages: Messages, origin: str, trained: Collection[int]) -> None:
-        """Raises: DataError for the first turn that the model would not read, or that it is `trained` on in part.
+        """Raises: DataError for the first turn that the model would not read, or that it is `trained` on only partly.
 
-        Templates leave out parts of earlier answers by design; these are allowed if not trained on.
+        By design, templates leave out parts of earlier answers; these are allowed if not trained on.
         """
         for one in missing:
             role = messages[one.turn]["role"]
@@ -292,7 +292,7 @@ def _refuse_random(template: str) -> None:
 
     try:
         parsed = _compile_jinja_template(template).environment.parse(template)
-    except TemplateSyntaxError:  # reported where it is rendered
+    except TemplateSyntaxError:  # reported when it is rendered
         return
     found = [node.name for node in parsed.find_all((nodes.Filter, nodes.Name)) if node.name in ("random", "lipsum")]
     if found:

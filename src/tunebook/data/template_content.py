@@ -1,5 +1,5 @@
-"""Does a chat template write a conversation completely? Templates leave out reasoning, and turns that they do not know,
-such as those of a tool or the system.
+"""Check that a chat template writes a conversation completely. Templates leave out reasoning, and unknown turns such as
+those of a tool or the system.
 
 There are two checks. Which turns a template writes, and in which order, mostly depends on the roles alone: it is tried
 once for each sequence of roles, with unique contents. Then every content is searched in the text, in that order, since

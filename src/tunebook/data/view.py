@@ -1,6 +1,6 @@
 """The output of `tunebook data RECIPE`: counts of the documents, their lengths, and samples as the model sees them.
 
-Trained-on tokens are in colour, or in double brackets without colours (a pipe, a file, NO_COLOR).
+Trained-on tokens are in color, or in double brackets without colors (a pipe, a file, NO_COLOR).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BAR_WIDTH = 40  # characters of the fullest bin
 _MOST_TOKENS = 500  # shown of one sample
 # Samples are this share of a part apart, modulo 1: spread out, and in phase with no pattern in the data.
 _GOLDEN_SHARE = (5**0.5 - 1) / 2
-# Data must not move the cursor or change colours: control characters are shown as symbols.
+# Data must not move the cursor or change colors: control characters are shown as symbols.
 _CONTROL_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {127: "\u2421"}
 
 
@@ -157,7 +157,7 @@ def render_document(
     *,
     has_colour: bool,
 ) -> Text:
-    """One document as text, the tokens that the loss counts in colour or brackets. Shapes: both (num_tokens,)."""
+    """One document as text, the tokens that the loss counts in color or brackets. Shapes: both (num_tokens,)."""
     text = Text()
     shown = list(input_ids[:_MOST_TOKENS])
     end, before = 0, ""

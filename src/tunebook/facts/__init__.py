@@ -1,1 +1,1 @@
-"""What is known of GPUs, kernels and models in advance, as tables."""
+"""Tables of known facts about GPUs, kernels and models."""

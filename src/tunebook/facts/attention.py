@@ -1,4 +1,4 @@
-"""Attention kernels: where they run, how each keeps packed documents apart, and what it keeps in memory."""
+"""Attention kernels: where they run, how each isolates packed documents, and what it keeps in memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Isolation(Enum):
-    """How a kernel is told where the documents of a row begin and end."""
+    """How a kernel gets the boundaries of the documents in a row."""
 
-    mask = "mask"  # of N x N entries, N being all tokens of the pass
-    block_mask = "block_mask"  # flex_attention's, of blocks
+    mask = "mask"  # N x N entries, where N is the number of tokens in the pass
+    block_mask = "block_mask"  # flex_attention's mask of blocks
     lengths = "lengths"  # cu_seqlens
 
 
@@ -25,31 +25,31 @@ class AttentionFacts:
     """One kernel."""
 
     isolation: Isolation = Isolation.mask
-    oldest: tuple[int, int] | None = None  # compute capability that it needs; None: every GPU, and CPUs
-    package: str | None = None  # the distribution that transformers looks for; None: torch brings it
-    is_flash: bool = False  # a flash attention kernel: fp16 and bf16 alone
-    needs_lengths: bool = False  # Tunebook's own, registered with transformers: packed rows alone
+    oldest: tuple[int, int] | None = None  # lowest compute capability; None: every GPU, and CPUs
+    package: str | None = None  # the distribution that transformers looks for; None: part of torch
+    is_flash: bool = False  # a flash attention kernel: fp16 and bf16 only
+    needs_lengths: bool = False  # Tunebook's own kernel, registered with transformers: packed rows only
     trains_on_cpu: bool = True
     compiles_with_blocks: bool = True  # a block with it is one graph: see the rules `compiled-layers-...`
-    compiles_itself: str = ""  # what the first steps compile of it, for people
-    repeats_heads: bool = False  # keeps keys and values once for each query's head
-    keeps_softmax: bool = False  # scores of every pair of tokens, in fp32
-    mask_bytes: int | None = None  # of a mask's entry, which all layers are handed; None: as the products
-    keeps_documents: bool = False  # the output of each document, and once more in one piece
-    # Tokens of a packed row that give a GPU work enough. Measured on one H200, Qwen2.5-0.5B (tests/bench/results): rows
-    # of 1,024 are bound by launching kernels, 8,192 with flash attention are 5.6 x as fast; sdpa computes the whole
-    # square of a row, so a longer row than 4,096 (2.5 x) costs more than it brings. None: not known.
+    compiles_itself: str = ""  # what the first steps compile of it, for display
+    repeats_heads: bool = False  # keeps keys and values once for each query head
+    keeps_softmax: bool = False  # keeps the scores of every pair of tokens, in fp32
+    mask_bytes: int | None = None  # bytes of a mask entry; all layers share the mask. None: the compute format
+    keeps_documents: bool = False  # keeps the output of each document, and all outputs again as one tensor
+    # Tokens of a packed row that keep a GPU busy. Measured on one H200 with Qwen2.5-0.5B (tests/bench/results): rows of
+    # 1,024 are bound by kernel launches; 8,192 with flash attention are 5.6 x as fast. sdpa computes the whole square
+    # of a row, so a row longer than 4,096 (2.5 x) costs more than it gains. None: unknown.
     full_row_tokens: int | None = 8192
 
     @property
     def has_mask(self) -> bool:
-        """Whether a mask, of entries or of blocks, keeps documents apart."""
+        """Whether a mask, of entries or of blocks, isolates documents."""
         return self.isolation is not Isolation.lengths
 
 
 _FLASH_4 = "flash-attn 4 a kernel for each new shape (seconds each)"
-# Flash attention kernels need the instructions of the oldest GPU named here. Version 3 exists as Hopper builds, whose
-# source also compiles for 8.0; whether this environment's build has the GPU's code is checked when it is loaded.
+# Flash attention kernels need the instructions of the oldest GPU named here. Version 3 is distributed as Hopper builds,
+# but its source also compiles for 8.0. Whether the installed build has the GPU's code is checked when it is loaded.
 ATTENTIONS: dict[Attention, AttentionFacts] = {
     Attention.auto: AttentionFacts(mask_bytes=0, full_row_tokens=None),  # not decided yet
     Attention.eager: AttentionFacts(repeats_heads=True, keeps_softmax=True, full_row_tokens=None),
@@ -86,13 +86,13 @@ ATTENTIONS: dict[Attention, AttentionFacts] = {
 }  # fmt: skip
 UNDECIDED = Attention.auto
 MASKED = Attention.sdpa  # on every GPU and on CPUs, in every number format
-WITHOUT_KERNEL = Attention.eager  # that every architecture has
+WITHOUT_KERNEL = Attention.eager  # supported by every architecture
 FLEX = Attention.flex_attention
-INSTALLED = Attention.flash_attention_2  # what `auto` takes where blocks are not compiled and the package is there
-COMPILED, COMPILED_BETA = Attention.varlen_attention, Attention.varlen_attention_4  # tried in compiled blocks
+INSTALLED = Attention.flash_attention_2  # what `auto` uses if the package is installed and blocks are not compiled
+COMPILED, COMPILED_BETA = Attention.varlen_attention, Attention.varlen_attention_4  # tested in compiled blocks
 BY_DOCUMENT = Attention.sdpa_by_document  # fastest in fp32
 
 
 def attention_facts(config: RunConfig) -> AttentionFacts:
-    """The facts of a run's kernel."""
+    """The facts of the run's attention kernel."""
     return ATTENTIONS[config.attention.implementation]

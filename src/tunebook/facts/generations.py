@@ -1,7 +1,7 @@
-"""The GPU generations as data: what each can compute, which attention it can run, which image serves it.
+"""Tables of GPU generations: what each can compute, which attention it can run, which image it uses.
 
-Everything that depends on the hardware looks here, so that adding a generation is adding one entry. The arithmetic
-peaks of single GPU models are in `facts.peaks`.
+All code that depends on the hardware reads these tables, so a new generation is one new entry. The arithmetic peaks of
+single GPU models are in `facts.peaks`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ ComputeCapability = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class ImagePins:
-    """What a container image is built from; `make lock` writes it to docker/<name>/generation.env."""
+    """The versions that a container image is built from; `make lock` writes them to docker/<name>/generation.env."""
 
     name: str  # its folder under docker/
-    gpu_models: str = ""  # for people
+    gpu_models: str = ""  # for display
     torch: str
     cuda: str | None  # None: a CPU build
     min_driver: int | None  # major version of the oldest NVIDIA driver that can run this CUDA
     older_driver_image: str | None = None  # the image for these GPUs when the driver is older than that
     torch_architectures: tuple[str, ...] = ()  # compute capabilities that torch must have been compiled for
     flash_attn_architectures: tuple[str, ...] = ()  # what flash-attn 2 is compiled for; empty: the image has none
-    # Free disk that a build takes: the installed packages, and twice the downloads (pip's cache and its working copy).
+    # Free disk space that a build needs: the installed packages, and twice the downloads (pip's cache and a copy).
     build_disk_gib: int
 
     @property
@@ -52,7 +52,7 @@ class GenerationFacts:
 
     @property
     def min_compute_capability(self) -> ComputeCapability | None:
-        """The oldest member's compute capability, which decides what may run on all of them; None on a CPU."""
+        """The lowest compute capability, which decides what runs on every member; None on a CPU."""
         return min(self.compute_capabilities, default=None)
 
 
@@ -60,7 +60,7 @@ class GenerationFacts:
 CPU_IMAGE = ImagePins(
     name="cpu",
     torch="2.13.0",
-    cuda=None,  # torch's CPU build; where the registry has none, its CUDA build, which also runs on a CPU
+    cuda=None,  # torch's CPU build; if the registry has none, its CUDA build, which also runs on a CPU
     min_driver=None,
     build_disk_gib=12,  # 5.5 + 2 x 2.7 with the CUDA build; 1.8 + 2 x 0.4 with the CPU build
 )
@@ -83,7 +83,7 @@ AMPERE_IMAGE = ImagePins(
     cuda="13.0",
     min_driver=580,
     older_driver_image="volta",
-    torch_architectures=("8.0", "8.6"),  # torch has no code of its own for 8.9, which runs that for 8.6
+    torch_architectures=("8.0", "8.6"),  # torch has no code for 8.9, which runs the code for 8.6
     flash_attn_architectures=("80",),  # kernels for sm_80 also serve 8.6 and 8.9; flash-attn has no flag for these
     build_disk_gib=13,  # 5.8 + 2 x 2.8
 )
@@ -136,7 +136,7 @@ GENERATIONS: dict[Generation, GenerationFacts] = {
     Generation.turing: GenerationFacts(
         compute_capabilities=((7, 5),),
         reference_gpu="T4",
-        usual_memory_gib=15.0,  # 16 GB less the share that its error correction takes
+        usual_memory_gib=15.0,  # 16 GB minus the share used for error correction
         has_bf16=False,
         has_tf32=False,
         has_fp8=False,
@@ -198,7 +198,7 @@ OLDEST_SUPPORTED: ComputeCapability = (7, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationMatch:
-    """The generation of a compute capability, with a note where the table does not have that very one."""
+    """The generation of a compute capability, with a note if the table does not list that exact one."""
 
     generation: Generation
     note: str | None
@@ -210,7 +210,7 @@ def capability_text(capability: ComputeCapability) -> str:
 
 
 def generation_of(capability: ComputeCapability) -> GenerationMatch:
-    """The generation of a GPU. One that the table lacks counts as the newest known that is not newer than it."""
+    """The generation of a GPU. An unlisted one counts as the newest listed generation that is not newer than it."""
     known = {member: name for name, facts in GENERATIONS.items() for member in facts.compute_capabilities}
     if capability in known:
         return GenerationMatch(generation=known[capability], note=None)
@@ -225,20 +225,20 @@ def generation_of(capability: ComputeCapability) -> GenerationMatch:
 
 
 def can_run(attention: Attention, generation: Generation) -> bool:
-    """Whether every GPU of a generation has what an attention kernel needs; torch's own run everywhere."""
+    """Whether every GPU of a generation meets an attention kernel's requirements; torch's own run everywhere."""
     needed = ATTENTIONS[attention].oldest
     oldest = GENERATIONS[generation].min_compute_capability
     return needed is None or (oldest is not None and oldest >= needed)
 
 
 def driver_major(driver: str) -> int | None:
-    """The major version of an NVIDIA driver such as `535.104.05`, or None where it cannot be read."""
+    """The major version of an NVIDIA driver such as `535.104.05`; None if it cannot be parsed."""
     match = re.match(r"(\d+)\.", driver.strip() + ".")
     return int(match.group(1)) if match else None
 
 
 def image_for_driver(generation: Generation, driver: str | None) -> ImagePins | None:
-    """The image of a generation that runs on a driver: its own, else the one built on CUDA 12.8, else None.
+    """The image of a generation that runs on a driver: its own, or else the one built on CUDA 12.8, or else None.
 
     An unreadable or unknown driver gets the generation's own image.
     """

@@ -1,4 +1,4 @@
-"""Optimizers: what builds each, the state it keeps per parameter, and where it runs."""
+"""Table of optimizers: how each is built, the state it keeps per parameter, and where it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class OptimizerFacts:
     factory: str | None = None  # module:function called with (model, config); None: transformers builds `optim`
     state_bytes: float | None  # per trained parameter, all moments together; None: moments in the weights' format
     matrix_moments: int = 2  # with None: moments of each weight matrix of a layer; all other parameters have two
-    settings: frozenset[str] = _ADAM_SETTINGS  # the keys of `optimizer` it uses besides the rate and the weight decay
+    settings: frozenset[str] = _ADAM_SETTINGS  # the keys of `optimizer` it uses in addition to rate and weight decay
     package: str | None = None  # required in addition to torch
     is_paged: bool = False  # the driver moves its state between GPU and host on demand
     same_steps_unpaged: OptimizerName | None = None  # of a paged optimizer: the one that keeps its state on the GPU

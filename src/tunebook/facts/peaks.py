@@ -1,7 +1,7 @@
-"""The arithmetic peak that a GPU's utilisation is divided by: per model where it is known, else per generation.
+"""The arithmetic peak for computing a GPU's utilization: per model if listed, or else per generation.
 
 All numbers are dense (NVIDIA's "with sparsity" figures halved), in TFLOP/s, with fp32 accumulation, as training uses
-them. A wrong divisor makes a utilisation meaningless, so the answer names the GPU that the peak belongs to.
+them. A wrong peak makes a utilization meaningless, so the result names the GPU that the peak belongs to.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tunebook.facts.generations import GENERATIONS
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """A peak in dense TFLOP/s and the GPU model it is the peak of."""
+    """A peak in dense TFLOP/s, and the GPU model that has it."""
 
     tflops: float
     gpu: str
@@ -23,14 +23,14 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class _Model:
-    words: tuple[str, ...]  # all of them are in NVML's name of the GPU
+    words: tuple[str, ...]  # all must be in NVML's name of the GPU
     fp32: float
     tf32: float | None = None
     half: float | None = None  # bf16 and fp16
     fp8: float | None = None
 
 
-# First match wins, so the special comes before the general. Sources: the datasheet or architecture whitepaper of each.
+# The first match wins, so specific models come before general ones. Sources: each model's datasheet or whitepaper.
 _MODELS: tuple[_Model, ...] = (
     _Model(words=("V100", "PCIE"), fp32=14.0, half=112.0),
     _Model(words=("V100",), fp32=15.7, half=125.0),
@@ -62,7 +62,7 @@ _MODELS: tuple[_Model, ...] = (
 
 
 def _has_word(name: str, word: str) -> bool:
-    """Whether `word` stands in `name` without a letter or digit on either side, so that L4 is not found in L40."""
+    """Whether `name` contains `word` without a letter or digit on either side, so that L4 does not match L40."""
     return f" {word.lower()} " in f" {name.lower().replace('-', ' ')} "
 
 
@@ -80,13 +80,13 @@ def _of_generation(generation: Generation, compute: Compute, uses_tf32: bool) ->
 
 
 def peak_of(generation: Generation, compute: Compute, *, gpu_name: str | None, uses_tf32: bool) -> Peak | None:
-    """The peak of a GPU in a number format, or None where there is none (a CPU, a format the GPU lacks, a MIG slice).
+    """The peak of a GPU in a number format; None if there is none (a CPU, an unsupported format, a MIG slice).
 
-    `gpu_name` is NVML's; None stands for the generation's reference GPU.
+    `gpu_name` is NVML's name; None means the generation's reference GPU.
     """
     if gpu_name is not None:
         if _has_word(gpu_name, "MIG"):
-            return None  # a slice computes a share of the GPU that its name does not say exactly
+            return None  # its name does not give the exact share of the GPU that a slice has
         for model in _MODELS:
             if all(_has_word(gpu_name, word) for word in model.words):
                 tflops = _of_model(model, compute, uses_tf32)

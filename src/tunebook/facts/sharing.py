@@ -1,6 +1,6 @@
-"""Who reads the weights, what the other ranks start from, and whether the GPU keeps all: from the configuration alone.
+"""Which ranks read the weights, how the others get them, and whether a GPU holds the whole model.
 
-`model.load` says how it is done, `plan.memory.host` what it takes of the host's memory.
+All of this follows from the configuration alone. `model.load` does it; `plan.memory.host` plans its host memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from tunebook.facts.strategies import strategy_facts
 
 
 class Sharing(Enum):
-    """How the ranks come to their weights."""
+    """How the ranks get their weights."""
 
     each = "each"
     send = "send"
@@ -21,7 +21,7 @@ class Sharing(Enum):
 
 
 def sharing_of(config: RunConfig) -> Sharing:
-    """The way of a run. Weights that are quantised while they are read are read by each rank, whatever the strategy."""
+    """How a run's ranks get their weights. With every strategy, each rank reads weights that are quantized on load."""
     settings = config.parallelism
     if config.peft.method is PeftMethod.qlora:
         return Sharing.each
@@ -33,18 +33,18 @@ def sharing_of(config: RunConfig) -> Sharing:
 
 
 def stays_whole(config: RunConfig) -> bool:
-    """Whether a rank trains with the whole model on its GPU, in the format that it is loaded in.
+    """Whether each rank trains with the whole model on its GPU, in the format in which it is loaded.
 
-    Such a model is read straight into the GPU, or drawn by rank 0 and copied from GPU to GPU: no host memory for it.
-    Not where DeepSpeed casts the model before it moves it, because the GPU would hold it in fp32 first.
+    Such a model needs no host memory: it is read straight into the GPU, or initialized by rank 0 and copied from GPU to
+    GPU. False if DeepSpeed casts the model before moving it, because the GPU would hold it in fp32 first.
     """
     return not strategy_facts(config).divides_weights and not is_cast_by_deepspeed(config)
 
 
 def is_cast_by_deepspeed(config: RunConfig) -> bool:
-    """Whether all of a model, adapters too, is cast to 16 bits, in place of each product under torch's autocast.
+    """Whether DeepSpeed casts the whole model, including adapters, to 16 bits instead of using torch's autocast.
 
-    To fp16 it always is (`parallel.deepspeed` says why).
+    It always casts to fp16 (`parallel.deepspeed` says why).
     """
     zero, compute = config.parallelism, config.precision.compute
     if not isinstance(zero, ZeroConfig) or compute is Compute.fp32:
@@ -53,13 +53,13 @@ def is_cast_by_deepspeed(config: RunConfig) -> bool:
 
 
 def mixes_formats(config: RunConfig) -> bool:
-    """Whether fp32 weights are computed with in bf16 or fp16. bf16 weights have nothing left to mix."""
+    """Whether fp32 weights are used in bf16 or fp16 computation. bf16 weights need no mixed precision."""
     precision = config.precision
     return precision.compute is not Compute.fp32 and precision.master_weights is not MasterWeights.bf16
 
 
 def is_offloaded(config: RunConfig) -> bool:
-    """Whether weights, optimizer states or activations live in host memory or on a disk."""
+    """Whether weights, optimizer states or activations are in host memory or on a disk."""
     settings = config.parallelism
     away = [config.activation.offload]
     if isinstance(settings, ZeroConfig):

@@ -1,4 +1,4 @@
-"""Strategies: which library runs them, what they divide among the ranks, and what they gather."""
+"""Strategies: which library runs them, what they shard over the ranks, and what they gather."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tunebook.config.schema import RunConfig
 
 
 class Engine(Enum):
-    """The library that divides the model."""
+    """The library that shards the model."""
 
-    torch = "torch"  # nothing is divided: one process, or DistributedDataParallel
+    torch = "torch"  # no sharding: one process, or DistributedDataParallel
     deepspeed = "deepspeed"
     fsdp = "fsdp"  # FSDP2, `fully_shard`
 
 
 class Divided(IntEnum):
-    """Which states are divided among the ranks; each includes those before it, as ZeRO's stages do."""
+    """Which states are sharded over the ranks; each value includes those before it, as ZeRO's stages do."""
 
     nothing = 0
     optimizer = 1
@@ -28,70 +28,70 @@ class Divided(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyFacts:
-    """One strategy. What is not divided is whole on every rank."""
+    """One strategy. Every rank holds all of what is not sharded."""
 
     engine: Engine = Engine.torch
-    title: str = ""  # for people; empty: the name
-    runs_on_one: bool = False  # one rank, and no more
+    title: str = ""  # for display; empty: the name
+    runs_on_one: bool = False  # exactly one rank
     averages_gradients: bool = False  # by DDP's buckets
     divides: Divided = Divided.nothing
-    keeps_gathered: bool = False  # what the forward pass gathered stays whole until the backward pass
-    within_groups: bool = False  # divided among the GPUs of a group, and copied between groups
-    # Compiled blocks were seen training under it, or under one that does the same to a block. ZeRO-3 gathers weights by
-    # hooks inside a block: 8,500 tokens/s where fsdp had 21,500 (h200x4_speed.jsonl).
+    keeps_gathered: bool = False  # gathered parameters stay until the backward pass
+    within_groups: bool = False  # sharded within a group of GPUs, and replicated over groups
+    # Compiled blocks were tested with it, or with a strategy that treats a block in the same way. ZeRO-3 gathers
+    # weights by hooks inside a block: 8,500 tokens/s, where fsdp reached 21,500 (h200x4_speed.jsonl).
     may_compile: bool = True
-    moves_as: Strategy | None = None  # the measured one that sends as much; None: itself
-    on_one_node: Strategy | None = None  # what it is on a single node; None: itself
-    auto_reason: str = ""  # why `parallelism=auto` takes it
+    moves_as: Strategy | None = None  # the measured strategy with the same communication; None: itself
+    on_one_node: Strategy | None = None  # what replaces it on a single node; None: itself
+    auto_reason: str = ""  # why `parallelism=auto` chooses it
 
     @property
     def is_zero(self) -> bool:
-        """One of DeepSpeed's."""
+        """Whether DeepSpeed runs it."""
         return self.engine is Engine.deepspeed
 
     @property
     def is_fsdp(self) -> bool:
-        """One of FSDP's."""
+        """Whether FSDP runs it."""
         return self.engine is Engine.fsdp
 
     @property
     def is_copied(self) -> bool:
-        """Every rank holds all states."""
+        """Whether every rank holds all states."""
         return self.divides is Divided.nothing
 
     @property
     def divides_optimizer(self) -> bool:
-        """Each rank holds a part of the optimizer states."""
+        """Whether each rank holds a shard of the optimizer states."""
         return self.divides >= Divided.optimizer
 
     @property
     def divides_gradients(self) -> bool:
-        """Each rank holds a part of the gradients."""
+        """Whether each rank holds a shard of the gradients."""
         return self.divides >= Divided.gradients
 
     @property
     def divides_weights(self) -> bool:
-        """Each rank holds a part of the weights."""
+        """Whether each rank holds a shard of the weights."""
         return self.divides >= Divided.weights
 
     @property
     def zero_stage(self) -> int | None:
-        """DeepSpeed's name for what is divided; None with another library."""
+        """The ZeRO stage; None with another library."""
         return int(self.divides) if self.is_zero else None
 
     @property
     def keeps_whole_weights(self) -> bool:
-        """ZeRO's first two stages, which divide gradients or optimizer states alone."""
+        """Whether it is ZeRO-1 or ZeRO-2, which shard only optimizer states and gradients."""
         return self.zero_stage in (1, 2)
 
     @property
     def is_zero3(self) -> bool:
-        """ZeRO's third stage."""
+        """Whether it is ZeRO-3."""
         return self.zero_stage == 3
 
     @property
     def gathers_each_layer(self) -> bool:
-        """Weights are gathered layer by layer among all ranks, in the forward and again in the backward pass."""
+        """Whether all ranks gather weights layer by layer, in the forward and again in the backward pass."""
         return self.divides_weights and not self.keeps_gathered and not self.within_groups
 
 
@@ -121,12 +121,12 @@ STRATEGIES: dict[Strategy, StrategyFacts] = {
     ),
 }
 UNDECIDED, ALONE, COPIED = Strategy.auto, Strategy.single, Strategy.ddp
-# What `auto` tries, the fastest first. Between nodes links are slow, so there a model is divided within each node where
-# it fits that way. Not ZeRO, which divides the same and was slower, nor what offloads: the plan names those if nothing
-# fits.
+# What `auto` tries, fastest first. Links between nodes are slow, so with several nodes a model is sharded within each
+# node if it fits. Not ZeRO, which shards the same and was slower, and nothing that offloads: the plan names those if
+# nothing fits.
 FASTEST_ON_ONE_NODE = (Strategy.ddp, Strategy.fsdp_grad_op, Strategy.fsdp)
 FASTEST_ON_SEVERAL_NODES = (Strategy.ddp, Strategy.hsdp, Strategy.fsdp)
-# Of each library the strategy that keeps whole weights for a pass, and the one that gathers them for each layer.
+# For each library: the strategy that keeps whole weights during a pass, and the one that gathers them for each layer.
 KEEPING_AND_GATHERING = {
     Engine.deepspeed: (Strategy.zero2, Strategy.zero3),
     Engine.fsdp: (Strategy.fsdp_grad_op, Strategy.fsdp),
@@ -137,5 +137,5 @@ OFFLOADING_OPTIMIZER, OFFLOADING_ALL = Strategy.zero2, Strategy.zero3
 
 
 def strategy_facts(config: RunConfig) -> StrategyFacts:
-    """The facts of a run's strategy."""
+    """The facts of the run's strategy."""
     return STRATEGIES[config.parallelism.strategy]

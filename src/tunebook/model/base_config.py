@@ -1,4 +1,4 @@
-"""A base model's config.json, as it is: read from its folder, or from the copy in the hub's cache, without network."""
+"""A base model's config.json, unchanged: read from its folder or from the hub's cache, without network access."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
 
 DTYPES = ("float32", "float16", "bfloat16")
-# Whose attention looks both ways unless their config.json calls them decoders: a word would be predicted from itself.
-# transformers has a causal head for each. XLM says it by `causal`, XLNet not at all.
+# Models with bidirectional attention unless their config.json calls them decoders: each would predict a word from
+# itself. transformers has a causal head for each. XLM declares a decoder by `causal`; XLNet cannot.
 ENCODERS = frozenset({
     "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
     "reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta",
     "xlm-roberta-xl", "xlnet", "xmod",
 })  # fmt: skip
-# Those of text that read all of it before they write, none of which transformers has a causal head for.
+# Encoder-decoders for text: they read all of the text before they write. transformers has no causal head for them.
 ENCODER_DECODERS = frozenset({
     "encoder-decoder", "fsmt", "led", "longt5", "m2m_100", "mt5", "nllb-moe", "pegasus_x", "switch_transformers", "t5",
     "t5gemma", "t5gemma2", "umt5",
 })  # fmt: skip
-# What a class is made for, where its name says so: LlamaForSequenceClassification has another head than words.
+# A class's purpose, if its name contains one: LlamaForSequenceClassification does not have a language model head.
 _PURPOSE = re.compile(r"\w+?For([A-Z]\w+)")
-_TEXT_PURPOSES = ("CausalLM", "ConditionalGeneration")  # the second also of models of text and images
+_TEXT_PURPOSES = ("CausalLM", "ConditionalGeneration")  # the second also for models of text and images
 
 
 def model_folder_problem(model: ModelConfig) -> str | None:
-    """Why `model.path` holds no model, in words; None where it has a config.json or another key names the model."""
+    """Why `model.path` contains no model; None if it has a config.json or another key names the model."""
     if not model.path:
         return None
     folder = resolve_path(model.path)
@@ -44,9 +44,9 @@ def model_folder_problem(model: ModelConfig) -> str | None:
 
 
 def read_config(model: ModelConfig) -> dict[str, Any] | None:
-    """A model's config.json, or None where there is none at hand.
+    """A model's config.json; None if there is no local copy.
 
-    Raises: RequestError when the file is there but is no model's config.json.
+    Raises: RequestError if the file exists but is not a model's config.json.
     """
     file = config_file(model)
     if file is None or not file.is_file():
@@ -73,7 +73,7 @@ def broken_config(message: str) -> RequestError:
 
 
 def brings_code(model: ModelConfig) -> bool:
-    """Whether the model's class is its repository's own, or may be, where its config.json is not at hand."""
+    """Whether the model's class is, or without a local config.json may be, code from its repository."""
     if not model.trust_remote_code:
         return False
     config = read_config(model)
@@ -82,38 +82,38 @@ def brings_code(model: ModelConfig) -> bool:
 
 
 def has_own_code(model: ModelConfig, config: dict[str, Any]) -> bool:
-    """Whether code from the model's repository runs, by its config.json."""
+    """Whether the config.json makes code from the model's repository run."""
     return model.trust_remote_code and bool(config.get("auto_map"))
 
 
 def architecture_of(config: dict[str, Any]) -> str:
-    """The first class that is named, in a list or alone; nothing where none is."""
+    """The first architecture that a config.json names, in a list or as a string; empty if there is none."""
     named = config.get("architectures")
     first = named[0] if isinstance(named, list) and named else named
     return first if isinstance(first, str) else ""
 
 
 def first_stated(config: dict[str, Any], keys: tuple[str, ...]) -> Any:
-    """The value of the first key that a config.json has; architectures name the same size differently."""
+    """The value of the first of these keys that a config.json has; architectures name the same size differently."""
     return config.get(stated_key(config, keys))
 
 
 def stated_key(config: dict[str, Any], keys: tuple[str, ...]) -> str:
-    """The first of these that the file has a value of; where it has none, the first as most architectures say it."""
+    """The first of these keys with a value; if none has one, the first key, which most architectures use."""
     return next((key for key in keys if config.get(key) is not None), keys[0])
 
 
 def read_vocab_size(model: ModelConfig) -> int | None:
-    """The tokens that the model has an embedding for; None where that is not known before it is loaded."""
+    """The number of token embeddings; None if unknown before the model is loaded."""
     if model.facts is not None:
         return model.facts.vocab_size
     config = read_config(model) or {}
-    stated = config.get("text_config", config).get("vocab_size")  # of text and images: in the language part
+    stated = config.get("text_config", config).get("vocab_size")  # for text and images: in the language part
     return stated if isinstance(stated, int) else None
 
 
 def read_dtype(model: ModelConfig) -> str | None:
-    """The number format of the published weights: float32, float16, bfloat16, or None where it is not known yet."""
+    """The number format of the published weights: float32, float16 or bfloat16; None if unknown."""
     if model.facts is not None:
         return model.facts.dtype
     config = read_config(model)
@@ -121,25 +121,25 @@ def read_dtype(model: ModelConfig) -> str | None:
 
 
 def dtype_of(config: dict[str, Any]) -> str | None:
-    """What transformers makes of the weights: float32 where nothing is stated; None for a format that is not ours."""
+    """The number format in which transformers loads the weights: float32 by default; None if unsupported here."""
     dtype = stated_dtype(config)
     return "float32" if dtype is None else dtype if dtype in DTYPES else None
 
 
 def stated_dtype(config: dict[str, Any]) -> Any:
-    """The number format that a config.json states, under its present or its former key; None without one."""
+    """The number format in a config.json, under its present or its former key; None without one."""
     places = (config, config.get("text_config", {}))
     return next((found for place in places if (found := first_stated(place, ("dtype", "torch_dtype")))), None)
 
 
 def read_quantiser(model: ModelConfig) -> str | None:
-    """What the stored weights are quantised by, in transformers' words, such as gptq; None where they are not."""
+    """The quantization method of the stored weights by transformers' name, such as gptq; None if not quantized."""
     config = _config_at_hand(model)
     return quantiser_of(config) if config is not None else None
 
 
 def quantiser_of(config: dict[str, Any]) -> str | None:
-    """What a config.json says that the stored weights are quantised by; None where it says nothing."""
+    """The quantization method of the stored weights by a config.json; None if it has none."""
     places = (config, config.get("text_config", {}))
     stated = next((found for place in places if (found := place.get("quantization_config")) is not None), None)
     if not isinstance(stated, dict):
@@ -151,14 +151,14 @@ def quantiser_of(config: dict[str, Any]) -> str | None:
 
 
 def why_not_causal(model: ModelConfig) -> str | None:
-    """Why a model's config.json describes none that continues a text, in words; None where it may."""
+    """Why the model by its config.json cannot continue a text; None if it may."""
     config = _config_at_hand(model)
     return why_config_is_not_causal(model, config) if config is not None else None
 
 
 def why_config_is_not_causal(model: ModelConfig, config: dict[str, Any]) -> str | None:
-    """`why_not_causal` of a config.json that was read."""
-    if has_own_code(model, config):  # it decides
+    """`why_not_causal` for a config.json that was read already."""
+    if has_own_code(model, config):  # that code decides
         return None
     architecture = architecture_of(config)
     purpose = _PURPOSE.fullmatch(architecture)
@@ -178,9 +178,9 @@ def _in_words(name: str) -> str:
 
 
 def _config_at_hand(model: ModelConfig) -> dict[str, Any] | None:
-    """A config.json that may say more than the facts do; None where it is not here, or where reading the facts failed.
+    """A local config.json that may contain more than the facts; None if there is none or it could not be read.
 
-    The hub's cache, which takes an import, is not asked about a model whose layers are those of a model of the book.
+    The hub's cache needs a slow import, so it is not read for a model with the layers of a shipped model.
     """
     layers = model.facts.measured if model.facts is not None else None
     if model.path is None and layers is not None and layers.is_of_the_book:
@@ -192,7 +192,7 @@ def _config_at_hand(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def config_file(model: ModelConfig) -> Path | None:
-    """The config.json of a folder, or of a hub model in the hub's cache; None where it is not there."""
+    """The config.json in a model's folder, or of a hub model in the hub's cache; None if it is missing."""
     if model.path is not None:
         return resolve_path(model.path) / "config.json"
     if model.name is None:
@@ -202,6 +202,6 @@ def config_file(model: ModelConfig) -> Path | None:
 
     try:
         cached = try_to_load_from_cache(model.name, "config.json", revision=model.revision)
-    except HFValidationError:  # not the form of a name on the hub: a rule says so
+    except HFValidationError:  # not a valid name on the hub: a rule reports it
         return None
     return Path(cached) if isinstance(cached, str) else None

@@ -1,4 +1,4 @@
-"""How many parameters a model has where, and how many of them are trained."""
+"""The numbers of parameters in the parts of a model, and how many are trained."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class Parameters:
 
     trained: int
     frozen: int
-    layers: int  # of all decoder layers together, adapters not counted
-    linear: int  # of these, those in linear layers: what is quantized to 4 bits
+    layers: int  # of all decoder layers together, without adapters
+    linear: int  # those of the layers that are in linear layers, which are quantized to 4 bits
     embeddings: int  # one matrix (vocab_size, hidden_size)
-    trained_embeddings: int  # the same where it is trained
-    trained_head: int  # of an output head with a weight of its own, or one that an adapter trains whole
+    trained_embeddings: int  # the same if it is trained
+    trained_head: int  # of an output head with its own weight, or one that an adapter trains completely
 
 
-# What the embeddings and the output head are called in transformers' models.
+# Names of the embeddings and the output head in transformers' models.
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 HEADS = ("lm_head", "embed_out")
-# The linear layers of Llama and of architectures with the same names, by the module that holds them: PEFT trains a copy
-# of a module in `modules_to_save` and puts no adapter inside it.
+# The linear layers of Llama and of architectures with the same names, by parent module. PEFT trains a copy of a module
+# in `modules_to_save` and puts no adapter inside it.
 PRODUCTS_OF = {
     "self_attn": frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "dense"}),
     "mlp": frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2"}),
@@ -37,7 +37,7 @@ _LLAMA_LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 
 
 def known_facts(config: RunConfig) -> ModelFacts | None:
-    """The model's facts with traced layers, from which memory is estimated; None without either."""
+    """The model's facts if they contain traced layers, which memory estimates need; or else None."""
     facts = config.model.facts
     return None if facts is None or facts.measured is None else facts
 
@@ -74,7 +74,7 @@ def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:
 
 
 def active_parameters(facts: ModelFacts) -> int:
-    """Parameters that one token is computed with, without experts that it is not sent to and unreached parts."""
+    """Parameters used for one token, without experts that it is not routed to and without unreached parts."""
     reached = facts.num_parameters - _unreached(facts)
     if facts.measured is None:
         return reached
@@ -82,7 +82,7 @@ def active_parameters(facts: ModelFacts) -> int:
 
 
 def largest_parameter(facts: ModelFacts) -> int:
-    """Numbers in the largest parameter, which is moved as one: usually the embeddings, or stacked experts."""
+    """Elements of the largest parameter, which is moved as a whole: usually the embeddings, or stacked experts."""
     return facts.vocab_size * facts.hidden_size if facts.measured is None else facts.measured.largest_parameter
 
 
@@ -96,12 +96,12 @@ def _unreached(facts: ModelFacts) -> int:
 
 
 def last_name(module: str) -> str:
-    """The last part of a module's dotted name, by which PEFT finds it."""
+    """The last part of a module's dotted name, by which PEFT matches it."""
     return module.rpartition(".")[2]
 
 
 def of_layers(facts: ModelFacts, measured: float) -> float:
-    """A number traced of all layers, for the number of layers that is planned: some runs cut a model to fewer."""
+    """Scale a number traced over all layers to the planned number of layers, since a run may use fewer."""
     return measured * facts.num_layers / max(1, facts.measured.num_layers if facts.measured else facts.num_layers)
 
 
@@ -122,7 +122,7 @@ def _in_linear_layers(facts: ModelFacts) -> int:
 
 
 def linear_layers(facts: ModelFacts) -> dict[str, tuple[float, float]]:
-    """Inputs and outputs of each linear layer in a decoder layer, by name: the mean of all layers; empty if unknown."""
+    """Mean inputs and outputs of each linear layer in a decoder layer, by name; empty if unknown."""
     if facts.measured is None:
         return {}
     layers = max(1, facts.measured.num_layers)
@@ -130,23 +130,23 @@ def linear_layers(facts: ModelFacts) -> dict[str, tuple[float, float]]:
 
 
 def weight_sizes(facts: ModelFacts) -> dict[str, float]:
-    """Numbers in the weight of each linear layer in a decoder layer, in the order in which they are computed."""
+    """Weight elements of each linear layer in a decoder layer, in the order of computation."""
     sizes = {name: inputs * outputs for name, (inputs, outputs) in linear_layers(facts).items()}
-    # Two layers of one name, as GPT-2's c_proj, are one entry: their product is too large.
+    # Two layers with one name, such as GPT-2's c_proj, are one entry, whose product is too large.
     scale = _in_linear_layers(facts) / max(1, facts.num_layers) / max(1.0, sum(sizes.values()))
     return {name: size * scale for name, size in sizes.items()}
 
 
 def is_named_like_llama(facts: ModelFacts) -> bool:
-    """Whether the linear layers are those of Llama's decoder layers, by their names, with nothing else beside them."""
+    """Whether a decoder layer has exactly Llama's linear layers by name, and no others."""
     is_plain = facts.measured is not None and not facts.measured.expert_adapters and not facts.unreached
     return is_plain and {*linear_layers(facts)} == _LLAMA_LAYERS
 
 
 def trained_sizes(config: RunConfig, facts: ModelFacts) -> list[int]:
-    """Numbers in each large trained parameter, in the model's own order: embeddings, layers and head.
+    """Elements of each large trained parameter in the model's order: embeddings, layers and head.
 
-    The adapters of one layer are small and counted as one parameter.
+    The adapters of one layer are small and count as one parameter.
     """
     parameters, layers = count_parameters(config, facts), max(1, facts.num_layers)
     if config.peft.method is PeftMethod.full:
@@ -160,9 +160,9 @@ def trained_sizes(config: RunConfig, facts: ModelFacts) -> list[int]:
 
 
 def _adapter_of_rank_one(facts: ModelFacts, target_modules: list[str], *, without: Set[str]) -> int:
-    """Inputs and outputs of the layers that an adapter is put on: all linear ones if no target is known.
+    """Inputs plus outputs of the layers that get an adapter: all linear layers if no target name matches.
 
-    PEFT ignores a name that the model does not have if it has another one of them.
+    PEFT ignores a name that the model lacks if another target name matches.
     """
     if facts.measured is None:
         return 0

@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO: its configuration from a resolved run (`deepspeed.json` in the run folder), and a workaround.
+"""DeepSpeed ZeRO: its configuration for a resolved run (`deepspeed.json` in the run folder), and a workaround.
 
-Stage 1 shards the optimizer state over the ranks, stage 2 the gradients too, stage 3 also the parameters. A setting
-left at null is not written, so DeepSpeed's default applies; the Trainer fills in "auto" from its arguments.
+Stage 1 shards the optimizer state over the ranks, stage 2 also the gradients, stage 3 also the parameters. A null
+setting is not written, so DeepSpeed's default applies; the Trainer fills in "auto" from its arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def zero_stage(strategy: Strategy) -> int | None:
 
 
 def uses_nvme(config: RunConfig) -> bool:
-    """Whether any state is kept in files."""
+    """Whether any state is in files on NVMe."""
     zero = config.parallelism
     return isinstance(zero, ZeroConfig) and Offload.nvme in (zero.offload_optimizer, zero.offload_parameters)
 
@@ -34,8 +34,8 @@ def uses_nvme(config: RunConfig) -> bool:
 def nvme_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of the files that one rank keeps on its node's NVMe disk.
 
-    The optimizer's are the master copy, two moments and the gradient in fp32 of each trained parameter. The weights are
-    all of them: a rule refuses quantised ones there.
+    For the optimizer: the master copy, two moments and the gradient in fp32 of each trained parameter. For offloaded
+    parameters: all weights. A rule refuses quantized weights there.
     """
     zero = config.parallelism
     if not isinstance(zero, ZeroConfig):
@@ -70,17 +70,17 @@ def deepspeed_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def uses_autocast(config: RunConfig) -> bool:
-    """Whether DeepSpeed keeps fp32 weights and leaves bf16 to torch's autocast, as one GPU and DDP do."""
+    """Whether DeepSpeed keeps fp32 weights and torch's autocast computes in bf16, as with one GPU and DDP."""
     return isinstance(config.parallelism, ZeroConfig) and mixes_formats(config) and not is_cast_by_deepspeed(config)
 
 
 def forget_parameter_order(model: Any) -> None:
-    """Let a ZeRO-3 engine record anew the order in which its next pass needs parameters; other models stay as they are.
+    """Make a ZeRO-3 engine record the parameter order of its next pass again; does nothing for other models.
 
-    ZeRO-3 gathers parameters ahead in the order of the pass before. A pass that ends otherwise (TRL's fused head
-    gathers the head's weight itself, where the model's forward pass calls a module) leaves parameters in flight that
-    nothing waits for, and fails with "Cannot partition a param in flight" (3B parameters on two H200; a smaller model
-    stays gathered). Needed until DeepSpeed has a public way to invalidate the recorded order; 0.19.8 has none.
+    ZeRO-3 prefetches parameters in the order of the previous pass. TRL's fused head gathers the head's weight itself,
+    where the model's forward pass calls a module. A pass that ends differently leaves parameters in flight that nothing
+    waits for, and fails with "Cannot partition a param in flight" (3B parameters on two H200; a smaller model stays
+    gathered). Needed until DeepSpeed has a public way to invalidate the recorded order; 0.19.8 has none.
     """
     offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
     if offload is None:
@@ -91,19 +91,19 @@ def forget_parameter_order(model: Any) -> None:
 
 
 def _number_format(config: RunConfig) -> dict[str, Any]:
-    """DeepSpeed always casts to fp16 itself: its gradient clipping does not know of autocast's loss scale.
+    """The number format settings. DeepSpeed always casts to fp16 itself: its clipping ignores autocast's loss scale.
 
-    The fp32 copy that it trains is made of the cast weights: weights that were not published in that format are
-    rounded to it first (tests/parallel/test_zero_moments.py).
+    DeepSpeed makes its fp32 copy from the cast weights. So weights published in another format are rounded to 16 bits
+    first (tests/parallel/test_zero_moments.py).
     """
     if uses_autocast(config):
-        # Gradients of linear layers are summed in bf16, DeepSpeed's default here: in fp32 the losses were no closer.
+        # DeepSpeed sums gradients of linear layers in bf16 by default. With fp32 sums the losses were no closer.
         return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     return {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
 
 
 def _largest_share(config: RunConfig) -> int | None:
-    """Elements of the largest parameter on one rank. None if the sizes are unknown."""
+    """Elements of the largest parameter on one rank; None if the sizes are unknown."""
     facts = config.model.facts
     return None if facts is None else math.ceil(largest_parameter(facts) / world_size(config))
 

@@ -1,4 +1,4 @@
-"""FSDP2 (`fully_shard`) through accelerate: the `fsdp_config` of the Trainer, and what it has no setting for.
+"""FSDP2 (`fully_shard`) through accelerate: the Trainer's `fsdp_config`, and settings that it does not have.
 
 `fsdp` shards parameters, gradients and optimizer state; `fsdp_grad_op` keeps the gathered parameters after the forward
 pass (less communication, more memory); `hsdp` shards inside a group of GPUs and replicates over groups.
@@ -102,8 +102,8 @@ def mixed_precision_policy(config: RunConfig) -> MixedPrecisionPolicy | None:
     The gathered weights are 16-bit and gradients are summed over the ranks in fp32. accelerate would use 16 bits for
     both, and for the model's output too: a loss summed in bf16 was off by up to 2.6e-3 in a trial, and by 4e-4 without
     that cast. fp16 ends at 65,504, so it holds neither a sum of scaled gradients nor the gradient of a loss scaled by
-    65,536, the initial scale. With autocast the activations between layers are fp32 as well. Adapters in fp32 over bf16
-    weights are gathered in bf16 like these.
+    65,536, the initial scale. With autocast the activations between layers are fp32 as well. fp32 adapters over bf16
+    weights are gathered in bf16, like the weights.
     """
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy

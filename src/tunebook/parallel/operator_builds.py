@@ -1,21 +1,21 @@
-"""One process at a time compiles DeepSpeed's operators, and a process that is killed meanwhile blocks no other.
+"""One process at a time compiles DeepSpeed's operators, and a process killed meanwhile does not block the others.
 
-torch compiles an operator in `<extensions>/<operator>/` and keeps others out by a file `lock` there. The file stays
-when its process is killed, and every later process waits for it forever without a message (`FileBaton` of torch 2.10 to
-2.13: pytorch issue 189245). pytorch pull request 190543 takes a file lock instead: the first release with it ends this
-module, and the test of the replaced name fails then. Until then Tunebook's processes also hold a file lock of the
-system, which ends with its process, and write into `lock` who made it. With the file lock held, a `lock` that is there
-was left behind:
+torch compiles an operator in `<extensions>/<operator>/` and excludes other processes by a file `lock` there. The file
+stays if its process is killed, and every later process waits for it forever without a message (`FileBaton` of torch
+2.10 to 2.13: pytorch issue 189245). pytorch pull request 190543 takes a file lock instead. This module becomes
+unnecessary with the first release that contains it, and the test of the replaced name fails then. Until then
+Tunebook's processes also hold a file lock of the system, which ends with its process, and write their identity into
+`lock`. If a process holds the file lock and finds a `lock`, that `lock` was left behind in one of two ways:
 
-- by a killed Tunebook process, if it names this machine. It is removed once nothing has changed in the folder for
-  `QUIET_S` and no process works in there: the ninja and the compilers that the killed process started go on;
-- or by another program, which takes no file lock, or by Tunebook on another machine, whose file system may keep file
-  locks local (NFS with `local_lock`). It may be at work, so it is removed only after nothing has changed in the folder
+- By a killed Tunebook process, if it names this machine. It is removed once nothing has changed in the folder for
+  `QUIET_S` and no process works there: ninja and the compilers that the killed process started keep running.
+- By another program, which takes no file lock, or by Tunebook on another machine, whose file system may keep file locks
+  local (NFS with `local_lock`). Its owner may be at work, so it is removed only after nothing has changed in the folder
   for `ABANDONED_AFTER_S`, by the clock of the file system.
 
-What is left beside such a file may be half-written and is compiled again. No process skips its turn, as torch's own
-waiters do: with everything there a turn takes a moment. The time-out counts each turn by itself, since many ranks have
-many turns.
+Other files in such a folder may be half-written, so the operator is compiled again. No process skips its turn, as
+torch's own waiters do: with a finished operator a turn takes a moment. The time-out applies to each turn separately,
+since many ranks have many turns.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from filelock import FileLock, Timeout
 from tunebook.errors import TunebookError
 
 FILE_LOCK = "tunebook.lock"
-ABANDONED_AFTER_S = 600.0  # a compiler writes a file at its end: several times the longest one file has taken
-QUIET_S = 5.0  # running compilers are seen; this is for the time between two of them
+ABANDONED_AFTER_S = 600.0  # a compiler writes a file at its end: several times the longest compilation of a file
+QUIET_S = 5.0  # running compilers are detected; this covers the time between two of them
 _PROCESSES = Path("/proc")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a machine, unlike its name
 _POLL_S = 0.2
 _REPORT_AFTER_S = 5.0
-# Seeing that nothing has to be compiled takes a moment, longer on a slow disk. A missing operator has to be compiled.
+# Detecting that nothing has to be compiled takes a moment, longer on a slow disk. A missing operator must be compiled.
 _COMPILES_AFTER_S, _MISSING_AFTER_S = 3.0, 1.0
 
-Blocker = tuple[str, str]  # who keeps this process waiting, and what to do if it does not work
+Blocker = tuple[str, str]  # what this process waits for, and what to do if that hangs
 
 
 def build_operators_in_turn(timeout_s: float) -> None:
-    """From now on this process compiles operators in turn with others, waiting `timeout_s` for each of them."""
+    """Make this process compile operators in turn with others, waiting up to `timeout_s` for each operator."""
     import torch.utils.cpp_extension
 
     OperatorLock.timeout_s = timeout_s
@@ -56,7 +56,7 @@ def build_operators_in_turn(timeout_s: float) -> None:
 
 
 class OperatorLock:
-    """Takes the place of torch's `FileBaton` around the compilation of one operator."""
+    """Replaces torch's `FileBaton` around the compilation of one operator."""
 
     timeout_s = 600.0
 
@@ -69,7 +69,7 @@ class OperatorLock:
         self._compilation_reported = False
 
     def try_acquire(self) -> bool:
-        """Wait for the turn of this process; always true. Raises: TunebookError when it does not come."""
+        """Wait for the turn of this process; always true. Raises: TunebookError if the wait times out."""
         self._wait(self._take_file_lock, _log)  # all ranks but one wait here
         try:
             self._wait(self._make_lock, _report)
@@ -122,14 +122,14 @@ class OperatorLock:
         return None
 
     def _make_lock(self) -> Blocker | None:
-        """Make torch's `lock`, in place of one that was left behind."""
+        """Create torch's `lock`, replacing one that was left behind."""
         try:
             with self._lock.open("x") as file:
                 file.write(f"{_machine()} process {os.getpid()} on {socket.gethostname()}")
             return None
         except FileExistsError:
             pass
-        # Without the file lock its process may be alive, whoever made it.
+        # Without the file lock the process that made `lock` may be alive, whichever program it belongs to.
         is_ours = self._file_lock.is_locked and self._holder().partition(" ")[0] == _machine()
         working = _processes_in(self._folder) if is_ours else []
         if self._quiet_s() > (QUIET_S if is_ours else ABANDONED_AFTER_S) and not working:
@@ -150,11 +150,11 @@ class OperatorLock:
         return ""
 
     def _quiet_s(self) -> float:
-        """How long no file in the folder has changed, by the clock of its file system, maybe another machine's."""
+        """Seconds since the last change of a file in the folder, by the clock of its file system."""
         times = []
         for file in self._folder.iterdir():
             with suppress(FileNotFoundError):
-                if FILE_LOCK not in file.name:  # nor the probes of others
+                if FILE_LOCK not in file.name:  # nor the probes of other processes
                     times.append(file.stat().st_mtime)
         probe = self._folder / f".{FILE_LOCK}.{os.getpid()}"
         probe.touch()
@@ -163,7 +163,7 @@ class OperatorLock:
         return now - max(times, default=float("inf"))
 
     def _clear(self) -> None:
-        """Remove what was left behind, the `lock` last: while it is there no other program begins."""
+        """Remove what was left behind, the `lock` last: no other program starts while it exists."""
         for file in self._folder.iterdir():
             if file.is_file() and file.name not in (FILE_LOCK, self._lock.name):
                 file.unlink(missing_ok=True)
@@ -171,7 +171,7 @@ class OperatorLock:
         _report(f"{self._lock} was left behind by a process that was killed while it compiled; compiling it again")
 
     def _report_compilation(self) -> None:
-        """Compiling takes minutes without output. Nothing is reported of an operator that is there."""
+        """Report the compilation, which takes minutes without output. Not called for a finished operator."""
         self._compilation_reported = True
         _report(
             f"compiling DeepSpeed's operator {self._folder.name}: takes 1 to 4 minutes on two cores, the first time "
@@ -190,17 +190,17 @@ def _processes_in(folder: Path) -> list[int]:
 
 
 def _machine() -> str:
-    """What tells this machine from others, whatever a container calls it."""
+    """An identifier of this machine that is the same in all its containers."""
     with suppress(OSError):
         return _BOOT_ID.read_text().strip()
     return socket.gethostname()
 
 
 def _report(text: str) -> None:
-    """On the terminal, where nothing else is printed meanwhile, and in the run's log."""
+    """Write to the terminal, where nothing else is printed meanwhile, and to the run's log."""
     print(text, flush=True)
     _log(text)
 
 
 def _log(text: str) -> None:
-    logging.getLogger("deepspeed").warning(text)  # one of those that go to the run's log
+    logging.getLogger("deepspeed").warning(text)  # this logger writes to the run's log

@@ -39,10 +39,10 @@ def unit_classes(config: RunConfig, model: nn.Module) -> list[str]:
 
 
 def _with_blocks(units: list[str], model: nn.Module) -> list[str]:
-    """The units, and also the blocks if these hold parameters outside of the units.
+    """Add the blocks to the units if blocks contain parameters outside of the units.
 
-    Those would belong to the root, which FSDP gathers first and keeps until the end of the step: for Llama-3-8B with
-    its MLPs as units of 100 million parameters, the attention of all layers, 1.3 billion.
+    Such parameters would belong to the root, which FSDP gathers first and keeps until the end of the step. For
+    Llama-3-8B with its MLPs as units of 100 million parameters, that is the attention of all layers, 1.3 billion.
     """
     blocks = transformer_blocks(model).values()
     inside = {part for unit in model.modules() if type(unit).__name__ in units for part in unit.modules()}
@@ -82,8 +82,8 @@ def classes_by_size(model: nn.Module, min_num_parameters: int) -> list[str]:
 def _candidates(model: Any) -> Iterable[nn.Module]:
     """Modules that can be units: no containers, and neither the embeddings nor their parents, which are units already.
 
-    Single layers are left out too, except stacked experts. A head that shares the embeddings' weight would be a unit of
-    its own, with which FSDP fails in the first step; and torch 2.13 warns of units that return views, as linear layers.
+    Single layers are excluded too, except stacked experts. A head that shares the embeddings' weight would be a unit of
+    its own, with which FSDP fails in the first step. torch 2.13 warns about units that return views, as linear layers.
     """
     embeddings = {model.get_input_embeddings(), model.get_output_embeddings()}
     for module in model.modules():

@@ -1,8 +1,7 @@
-"""Is the wrapped model what was asked for? Its devices, meshes and classes are compared with the configuration.
+"""Check that the wrapped model matches the configuration: its devices, meshes and classes.
 
-Libraries replace a strategy that they cannot do by another without a message: accelerate wraps a model in
-DistributedDataParallel where FSDP finds no GPU, transformers drops keys that it does not know. So every rank looks at
-the objects that will train.
+Libraries silently replace a strategy that they cannot run: accelerate wraps a model in DistributedDataParallel if FSDP
+finds no GPU, and transformers drops unknown keys. So every rank checks the objects that will train.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tunebook.facts.sharing import mixes_formats
 from tunebook.parallel.deepspeed import uses_autocast
 from tunebook.parallel.fsdp import hsdp_sizes
 
-Found = dict[str, Any]  # strategy, wrapper, ranks, and what the strategy is made of; goes to the manifest as it is
+Found = dict[str, Any]  # strategy, wrapper, ranks and the strategy's parts; written to the manifest unchanged
 
 
 def find_parallelism(model: nn.Module) -> Found:

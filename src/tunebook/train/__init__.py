@@ -1,1 +1,1 @@
-"""What a rank runs: model, data and TRL's trainer, from the frozen `run.yaml` in the run folder."""
+"""The code that a rank runs: model, data and TRL's trainer, from the frozen `run.yaml` in the run folder."""

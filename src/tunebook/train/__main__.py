@@ -17,14 +17,14 @@ def main() -> int:
     clock.passed("start_python")
     request = StopRequest()
     with request.listening():
-        with importing_libraries():  # takes seconds, in which a request to stop must not be lost
+        with importing_libraries():  # takes seconds, during which a request to stop must not be lost
             from tunebook.train.run import run_rank
 
         clock.passed("import_libraries")
         code = run_rank(Path(sys.argv[1]), request, clock)
     for number in StopRequest.signals:
-        signal.signal(number, signal.SIG_IGN)  # there is nothing left to stop, and the end is written down
-    # torchrun need not hear of what all ranks agreed on: it would call it a failure, and kill those a moment behind.
+        signal.signal(number, signal.SIG_IGN)  # nothing is left to stop, and the outcome is written
+    # torchrun must not get an exit code that all ranks agreed on: it would call it a failure and kill slower ranks.
     return 0 if code in AGREED_ENDINGS and "TORCHELASTIC_RUN_ID" in os.environ else code
 
 

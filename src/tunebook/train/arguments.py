@@ -27,8 +27,8 @@ from tunebook.model.blocks import ALIGNMENT
 from tunebook.parallel.deepspeed import deepspeed_settings, uses_autocast, zero_stage
 from tunebook.parallel.fsdp import fsdp_arguments, is_fsdp
 
-# Gradients that DDP sends at once inside one machine. torch's 25 MiB make 500 messages of a 3B model: 23,825
-# tokens/s/GPU on 4 H200, and 24,139 this way. Between machines a large last message would be waited for.
+# Size of DDP's gradient buckets inside one machine. torch's 25 MiB make 500 messages for a 3B model: 23,825
+# tokens/s/GPU on 4 H200, and 24,139 with this size. Between machines, training would wait for a large last message.
 _DDP_BUCKET_MIB = 400
 
 
@@ -84,9 +84,9 @@ def _optimizer(config: RunConfig) -> dict[str, Any]:
 
 
 def optimizer_factory(config: RunConfig) -> tuple[Any, dict[str, Any]] | None:
-    """The Trainer's `optimizer_cls_and_kwargs`; None where it builds the optimizer that `optim` names.
+    """The Trainer's `optimizer_cls_and_kwargs`; None if it builds the optimizer that `optim` names.
 
-    transformers takes any callable that is no optimizer class for a factory and calls what it returns with the model.
+    transformers treats any callable that is not an optimizer class as a factory: it calls the result with the model.
     """
     factory = OPTIMIZERS[config.optimizer.name].factory
     if factory is None:
@@ -97,7 +97,7 @@ def optimizer_factory(config: RunConfig) -> tuple[Any, dict[str, Any]] | None:
 
 
 def learning_rate_schedule(schedule: ScheduleConfig, learning_rate: float, total_steps: int) -> dict[str, Any]:
-    """The schedule's arguments. A warm-up as a share is rounded up to whole optimizer steps.
+    """The schedule's arguments. A warm-up given as a share is rounded up to whole optimizer steps.
 
     A minimum is always passed as a share: for a learning rate, transformers reads the optimizer's default, which
     DeepSpeed's optimizers do not have.

@@ -29,12 +29,12 @@ _SEEN = "tunebook_seen"  # in a checkpoint's trainer_state.json, under stateful_
 
 
 def validation_losses(state: TrainerState) -> dict[int, float]:
-    """The validation losses by step, in order, with those before a resume, which the checkpoint keeps."""
+    """The validation losses by step, in order, including those before a resume, which the checkpoint keeps."""
     return {int(entry["step"]): entry[VALIDATION_LOSS] for entry in state.log_history if VALIDATION_LOSS in entry}
 
 
 def loss_not_finite(step: int, which: str = "loss") -> InvalidTrainingError:
-    """The error for a loss that is not finite. The end of the run adds the last good checkpoint."""
+    """The error for a loss that is not finite. The run's final error handling adds the last good checkpoint."""
     return InvalidTrainingError(
         f"the {which} is not finite at step {step}, so the weights after it are useless. Usual causes: a learning rate "
         "that is too high, fp16 with a base model trained in bf16 (use precision=fp32 or bf16), damaged data (see "
@@ -59,7 +59,7 @@ class FiniteLoss(TrainerCallback):
 class StopOnRequest(TrainerCallback):
     """Ends the run after the current step, with a save, once any rank has been asked to stop.
 
-    The same collective tells when a save in the background has ended on every rank. It is settled then, so that a
+    The same collective reports when a background save has ended on every rank. The save is settled then, so that a
     failed save ends the run after this step and not at the next save.
     """
 
@@ -74,7 +74,7 @@ class StopOnRequest(TrainerCallback):
         num_asked, num_busy = reduce(torch.tensor(state_of_rank, device=args.device), reduction="sum").tolist()
         if num_asked > 0:
             self.is_stopping = True
-            control.should_log = True  # or the steps since the last logged one would be in no line
+            control.should_log = True  # or no line would contain the steps since the last logged one
             control.should_save = True
             control.should_training_stop = True
         if self.saver.is_pending and num_busy == 0:
@@ -88,10 +88,10 @@ class StopOnRequest(TrainerCallback):
 
 
 class SaveNothing(TrainerCallback):
-    """Keeps a measurement from saving a checkpoint, also when it is asked to stop; goes after `StopOnRequest`."""
+    """Keeps a measurement from saving a checkpoint, even if it is asked to stop; runs after `StopOnRequest`."""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """On every rank alike."""
+        """Every rank does the same."""
         control.should_save = False
 
 
@@ -126,7 +126,8 @@ class EarlyStopping(TrainerCallback):
 class LogToTheEnd(TrainerCallback):
     """Logs the last step wherever training ends, so that each step is in some line.
 
-    Early stopping is decided by a validation, when it is too late to log the step. So each step with one is logged.
+    Early stopping is decided by a validation, which is too late to log the step. So each step with a validation is
+    logged.
     """
 
     def __init__(self, *, may_stop_early: bool) -> None:
@@ -161,7 +162,7 @@ class Records(TrainerCallback):
         self._saving_seconds = 0.0  # time that training waited for saves since the last logged step
         self._logged_step = 0
         self._first_step = 0  # steps of an earlier run or attempt
-        self._before: dict[str, int] | None = None  # tokens and documents of those; None: by this run's own schedule
+        self._before: dict[str, int] | None = None  # their tokens and documents; None: by this run's schedule
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -175,9 +176,9 @@ class Records(TrainerCallback):
             self.progress.start(state.global_step, state.max_steps)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Add the step's time with its data loading, and store what was seen for the next checkpoint.
+        """Add the step's time with its data loading, and store the tokens and documents for the next checkpoint.
 
-        A resumed run with another batch size could not compute that, since the earlier steps had another schedule.
+        A resumed run with another batch size could not compute them, since the earlier steps had another schedule.
         """
         now = time.perf_counter()
         self._seconds += now - self._last
@@ -287,7 +288,7 @@ def _memory_of_every_rank() -> dict[str, list[float]]:
 class StartRecord(TrainerCallback):
     """Times the last phases of a rank's start (wrapping, checks, first step), then counts steps.
 
-    It goes before the callbacks that check the wrapped model.
+    It runs before the callbacks that check the wrapped model.
     """
 
     def __init__(self, clock: StartClock, folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""Whether the container image that this is can start a run on the GPUs that are found in it.
+"""Check whether the current container image can start a run on the GPUs that it finds.
 
-Outside of an image nothing is asked here. What must be typed instead is named as the host types it: with make, which
-picks an image by `GPU=`.
+Outside of an image nothing is checked. The suggested commands are those for the host: make, which selects an image by
+`GPU=`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CPU = GENERATIONS[Generation.cpu].image.name
 
 
 def no_gpu_problem(hardware: HardwareConfig, recipe: str | None, machine: Machine, image: Image) -> Problem | None:
-    """What is wrong where no GPU is found: an image for GPUs got none, or a run for GPUs is in the image for none."""
+    """The problem if no GPU is found: a GPU image got none, or a run for GPUs is in the CPU image."""
     reasons = "; ".join(machine.notes) or "none is listed"
     again = train_line(recipe) if recipe else "make"
     if not image.is_for_gpus and hardware.generation not in (Generation.cpu, Generation.auto):
@@ -41,7 +41,7 @@ def no_gpu_problem(hardware: HardwareConfig, recipe: str | None, machine: Machin
 
 
 def gpu_problem(hardware: HardwareConfig, recipe: str | None, machine: Machine, image: Image) -> Problem | None:
-    """What keeps the GPUs that the run uses from running in this image: no code for them, or an older driver."""
+    """Why the GPUs of the run cannot be used in this image: it has no code for them, or the driver is too old."""
     for gpu in machine.gpus[: max(1, hardware.gpus_per_node or 1)]:
         if not _serves(image, gpu):
             return _wrong_image(gpu, image, machine.driver, recipe)
@@ -62,9 +62,9 @@ def gpu_problem(hardware: HardwareConfig, recipe: str | None, machine: Machine, 
 
 
 def refuse_wrong_image() -> None:
-    """Refuse to load a trained model in an image that cannot run it; outside of one nothing is asked.
+    """Refuse to load a trained model in an image that cannot run it; outside of an image nothing is checked.
 
-    The image for machines without a GPU takes every model: it is computed on the CPU. Raises: RequestError.
+    The CPU image accepts every model, since it computes on the CPU. Raises: RequestError.
     """
     image = read_image()
     if image is None or not image.is_for_gpus:
@@ -76,13 +76,13 @@ def refuse_wrong_image() -> None:
 
 
 def train_line(recipe: str | None, image: str | None = None) -> str:
-    """What the host types to train a recipe, in an image that is named where it is not the one that make would pick."""
+    """The command on the host to train a recipe; `image` is only given if make would select another one."""
     gpu = f" GPU={image}" if image else ""
     return f"make train RECIPE={recipe}{gpu}" if recipe else f"make env{gpu} and the same again"
 
 
 def _serves(image: Image, gpu: Gpu) -> bool:
-    """Whether everything in the image runs on a GPU; an attention package does on those of its own image only."""
+    """Whether everything in the image runs on a GPU; an attention package only runs on its own image's GPUs."""
     is_own = GENERATIONS[gpu.generation].image.name == image.generation
     return image.is_for_gpus and image.has_code_for(gpu.compute_capability) and (is_own or image.attention is None)
 
@@ -98,7 +98,7 @@ def _wrong_image(gpu: Gpu, image: Image, driver: str | None, recipe: str | None)
     fitting = image_for_driver(gpu.generation, driver)
     if fitting is None:
         fix = "updating the NVIDIA driver: no image runs on this one"
-    elif fitting.name == image.generation:  # the GPU came after this version of Tunebook
+    elif fitting.name == image.generation:  # the GPU is newer than this version of Tunebook
         fix = "another GPU: no image has code for this one yet"
     else:
         message += f"; it needs the {fitting.name} image (torch {fitting.torch})"

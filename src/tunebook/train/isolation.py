@@ -1,4 +1,4 @@
-"""Measures by forward passes how much the documents of one packed row affect each other.
+"""Measure with forward passes how much the documents of one packed row affect each other.
 
 Two documents of random tokens share a row. If the row is isolated, the second document has the same logits as alone and
 keeps them when every token of the first is replaced, and the row's loss is the sum of the documents' losses. The effect
@@ -138,7 +138,7 @@ def _distance(logits: torch.Tensor, others: torch.Tensor) -> float:
 
 
 def leaks(found: Isolation, allowed: Tolerance) -> list[str]:
-    """What is wrong; empty if the documents are isolated. A number that is not finite is wrong."""
+    """The problems found; empty if the documents are isolated. A non-finite number is a problem."""
     wrong = []
     if not found.moved <= allowed.moved:
         wrong.append(f"the second document's logits move by {found.moved:.2g} when the first one changes")

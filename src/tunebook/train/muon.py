@@ -34,7 +34,7 @@ class MuonWithAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of both, on gradients that are there: a closure is not called."""
+        """One step of both with the existing gradients; a closure is not called."""
         del closure
         for optimizer, groups in ((self._muon, self.param_groups[:1]), (self._adamw, self.param_groups[1:])):
             optimizer.param_groups, optimizer.state = groups, self.state  # loading a checkpoint replaces both

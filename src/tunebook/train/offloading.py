@@ -28,7 +28,7 @@ def gather_head(model: Any) -> None:
     """Gather the output head on the GPU whenever the layers before it have been computed.
 
     FSDP releases it after a backward pass, like every unit; after a pass without one, as in validation, it stays until
-    the next. A head that is no unit of its own stays as it is. `model` is a causal language model with or without
+    the next. A head that is not a unit is left unchanged. `model` is a causal language model with or without
     adapters, before or after FSDP has wrapped it.
     """
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -1,8 +1,8 @@
-"""Variables of other launchers: removed from every process that Tunebook starts, and what they say about this command.
+"""Detects and removes the environment variables of other launchers.
 
-torch, accelerate, transformers and DeepSpeed take their number of processes, their precision and their strategy from
-the environment where a launcher set them. Tunebook is a launcher itself: it sets for its ranks what they need
-(`train.environment`, torchrun), and what another one left in the environment would silently train something else.
+torch, accelerate, transformers and DeepSpeed read their number of processes, precision and strategy from variables that
+launchers set. Tunebook is a launcher itself and sets what its ranks need (`train.environment`, torchrun). Variables of
+another launcher would silently change what is trained, so every process that Tunebook starts gets none of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 from tunebook.errors import RequestError
 
-# Source: what accelerate 1.15, transformers 5.23, DeepSpeed 0.19 and torch 2.13 read, and who sets it.
+# Sources: the variables that accelerate 1.15, transformers 5.23, DeepSpeed 0.19 and torch 2.13 read. By launcher:
 _NAMES = frozenset(
     {
         # torchrun, PyTorchJob of Kubeflow, `deepspeed`
@@ -24,12 +24,12 @@ _NAMES = frozenset(
     }
 )
 _PREFIXES = (
-    *("TORCHELASTIC_", "TORCH_ELASTIC_", "PET_"),  # torchrun: of its ranks, and its options
+    *("TORCHELASTIC_", "TORCH_ELASTIC_", "PET_"),  # torchrun: for its ranks, and its options
     *("ACCELERATE_", "FSDP_", "DEEPSPEED_", "MEGATRON_LM_", "PARALLELISM_CONFIG_"),  # accelerate launch
-    *("OMPI_", "PMI_", "PMIX_", "MV2_", "MPI_LOCAL", "PALS_"),  # MPI, and srun on behalf of it
+    *("OMPI_", "PMI_", "PMIX_", "MV2_", "MPI_LOCAL", "PALS_"),  # MPI, and srun on behalf of MPI
     *("XLA_", "XRT_", "PJRT_", "TPU_", "NEURON_", "PT_HPU_", "SMDATAPARALLEL_"),  # other accelerators' launchers
 )
-# Commands that only read records or plan: harmless in any number.
+# Commands that only read records or plan, so that several copies are harmless.
 _READ_ONLY = frozenset({"explain", "list", "plan", "report", "diff"})
 _MEASURE = "--measure"  # an option of `plan` that trains two steps
 _COUNTS = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
@@ -37,7 +37,7 @@ _NODE_RANK = "launcher.node_rank="
 
 
 def is_of_another_launcher(name: str) -> bool:
-    """Whether a variable is one by which another launcher configures its processes."""
+    """Whether another launcher configures its processes by this variable."""
     return name in _NAMES or name.startswith(_PREFIXES)
 
 
@@ -47,7 +47,7 @@ def without_other_launchers(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def remove_other_launchers(environment: MutableMapping[str, str]) -> list[str]:
-    """Remove the variables of other launchers from an environment; their names, in order."""
+    """Remove the variables of other launchers from an environment; returns their names in sorted order."""
     names = sorted(filter(is_of_another_launcher, environment))
     for name in names:
         del environment[name]
@@ -63,7 +63,7 @@ def removal_notice(names: Sequence[str]) -> str:
 
 
 def is_read_only(words: Sequence[str]) -> bool:
-    """Whether a command line starts no process that computes: it needs no notice, and may run anywhere."""
+    """Whether a command starts no computation: it needs no notice and may run anywhere."""
     command = next((word for word in words if not word.startswith("-")), None)
     return command is None or (command in _READ_ONLY and _MEASURE not in words)
 
@@ -71,8 +71,8 @@ def is_read_only(words: Sequence[str]) -> bool:
 def refuse_inside_launcher(words: Sequence[str], environment: Mapping[str, str]) -> None:
     """Refuse a command that another launcher runs, usually several times at once. Raises: RequestError.
 
-    `words` are those of the command line after `tunebook`. A copy that is told its own launcher.node_rank is one node
-    of a run on several: mpirun and srun may start those.
+    `words` are the arguments after `tunebook`. A copy with its own launcher.node_rank is allowed: it is one node of a
+    multi-node run, which mpirun and srun may start.
     """
     found = _launcher_around(environment)
     if found is None or is_read_only(words):
@@ -91,7 +91,7 @@ def refuse_inside_launcher(words: Sequence[str], environment: Mapping[str, str])
 
 
 def _launcher_around(environment: Mapping[str, str]) -> tuple[str, str, bool] | None:
-    """The launcher that runs this command, the variable that says so, and whether it may start the nodes of a run."""
+    """The launcher that runs this command, the variable that shows it, and whether it may start the nodes of a run."""
     by_accelerate = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE")
     if all(name in environment for name in by_accelerate) or "ACCELERATE_CONFIG_DS_FIELDS" in environment:
         sign = by_accelerate[-1] if by_accelerate[-1] in environment else "ACCELERATE_CONFIG_DS_FIELDS"
@@ -102,7 +102,7 @@ def _launcher_around(environment: Mapping[str, str]) -> tuple[str, str, bool] | 
         return "deepspeed", "CROSS_SIZE", False
     is_in_slurm = "SLURM_JOB_ID" in environment
     for sign in ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"):
-        # Slurm's srun sets PMI_SIZE for every step, also for the one task of an interactive shell.
+        # Slurm's srun sets PMI_SIZE for every step, even for the single task of an interactive shell.
         if sign in environment and not (is_in_slurm and environment[sign] == "1"):
             return "srun" if is_in_slurm and sign == "PMI_SIZE" else "mpirun", sign, True
     if environment.get("SLURM_STEP_NUM_TASKS", "1") != "1":
@@ -111,7 +111,7 @@ def _launcher_around(environment: Mapping[str, str]) -> tuple[str, str, bool] | 
 
 
 def _for_as_many(words: Sequence[str], environment: Mapping[str, str]) -> str:
-    """What to type for as many ranks as the other launcher started on this node."""
+    """The overrides for as many ranks as the other launcher started on this node."""
     count = next((environment[name] for name in _COUNTS if environment.get(name, "1") not in ("", "1")), None)
     if count is None or any(word.startswith("hardware.gpus_per_node=") for word in words):
         return ""

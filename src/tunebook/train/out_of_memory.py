@@ -1,4 +1,4 @@
-"""The error of a rank that ran out of GPU or host memory: what filled the memory, and what needs less."""
+"""The error of a rank that ran out of GPU or host memory: what used the memory, and what would need less."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tunebook.record.metrics import read_metrics
 from tunebook.record.run_folder import PLAN_FILE
 
 _GIB = 2**30
-_OF_THE_HOST = "DefaultCPUAllocator"  # in torch's error for it
+_OF_THE_HOST = "DefaultCPUAllocator"  # part of torch's error message for host memory
 
 
 def memory_ran_out(folder: Path, error: BaseException) -> DoesNotFitError:
@@ -32,7 +32,7 @@ def memory_ran_out(folder: Path, error: BaseException) -> DoesNotFitError:
         fix = "offload less to it, or start fewer ranks on it: tunebook plan shows what each host needs"
     elif not is_on_cpu:
         what = f"the GPU{of_rank} ran out of memory {when}"
-        with suppress(RuntimeError):  # after an error of its own the driver may not answer
+        with suppress(RuntimeError):  # after such an error the driver may not answer
             what += f": {_gpu_usage(plan)}"
     return DoesNotFitError(f"{what}; {fix}", problem_id="memory-ran-out")
 
@@ -45,10 +45,10 @@ def _last_step(folder: Path) -> int | None:
 
 
 def _gpu_usage(plan: dict[str, Any]) -> str:
-    """What filled the GPU. A smaller pass does not reduce what other processes hold."""
+    """What used the GPU's memory. A smaller pass does not reduce the memory of other processes."""
     free, whole = (number / _GIB for number in torch.cuda.mem_get_info())
     reserved, peak = torch.cuda.memory_reserved() / _GIB, torch.cuda.max_memory_allocated() / _GIB
-    planned = (plan.get("memory_gib") or {}).get("allocated")  # of tensors, at the peak of a pass
+    planned = (plan.get("memory_gib") or {}).get("allocated")  # by tensors, at the peak of a pass
     expected = "" if planned is None else f" where {planned:.1f} were planned"
     fragmented = max(0.0, reserved - torch.cuda.memory_allocated() / _GIB)
     others = max(0.0, whole - free - reserved)

@@ -1,4 +1,4 @@
-"""Which packages a resolved configuration needs beyond those that every environment has, and how to get them."""
+"""Optional packages that a resolved configuration needs, and how to install them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def installed_version(distribution: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Need:
-    """A package that some choice needs: which key asks for it, when, and the line that installs it."""
+    """A package that a setting needs: the setting's key, the condition, and the install command."""
 
     package: str
     key: str
@@ -47,7 +47,7 @@ _NEEDS: tuple[_Need, ...] = (
         package="deepspeed",
         key="parallelism.strategy",
         is_needed=lambda config: strategy_facts(config).is_zero,
-        install="DS_BUILD_OPS=0 pip install deepspeed",  # builds its operators when they are first used
+        install="DS_BUILD_OPS=0 pip install deepspeed",  # builds its operators on first use
     ),
     _Need(
         package="bitsandbytes",
@@ -90,14 +90,14 @@ _NEEDS: tuple[_Need, ...] = (
         for name in (TrackerName.trackio, TrackerName.tensorboard, TrackerName.wandb)
     ),
 )
-_ATTENTION_INSTALL = {  # flash-attn-3 is not on the registry: built from its source
+_ATTENTION_INSTALL = {  # flash-attn-3 is not in the registry: it is built from source
     "flash-attn": "pip install flash-attn --no-build-isolation",
-    "flash-attn-4": "pip install flash-attn-4==4.0.0b36",  # what is not public in it is called
+    "flash-attn-4": "pip install flash-attn-4==4.0.0b36",  # pinned, because we call parts of it that are not public
 }
 
 
 def missing_packages(config: RunConfig, version_of: VersionOf, image: Image | None) -> Iterator[Problem]:
-    """Each package that is needed and of which `version_of` knows no version."""
+    """Report each package that is needed and for which `version_of` returns no version."""
     for need in _NEEDS:
         if need.is_needed(config) and version_of(need.package) is None:
             message = f"the package {need.package} is not installed in this {'image' if image else 'environment'}"
@@ -114,7 +114,7 @@ def missing_packages(config: RunConfig, version_of: VersionOf, image: Image | No
 
 
 def _attention_at_hand(config: RunConfig, version_of: VersionOf) -> Attention:
-    """What `attention=auto` would be here; flash-attn 2 only where nothing speaks for compiled blocks."""
+    """What `attention=auto` would choose here; flash-attn 2 only if nothing calls for compiled blocks."""
     if config.model.compile_layers or attention_facts(config).needs_lengths:
         return without_flash_attn(config)
     flash, is_fp32 = INSTALLED, config.precision.compute is Compute.fp32

@@ -45,8 +45,8 @@ def handling_signals(
 class RequestCount:
     """Counts requests to stop. Only Ctrl-C counts a second time.
 
-    The other signals arrive several times for one reason: the kernel reports the death of each of the parent's threads,
-    and both the shell and the kernel report a closed terminal. A second request means "do not save" and would lose the
+    Other signals arrive several times for one reason: the kernel reports the death of each of the parent's threads, and
+    both the shell and the kernel report a closed terminal. A second request means "do not save" and would lose the
     steps since the last checkpoint.
     """
 
@@ -56,7 +56,7 @@ class RequestCount:
     def take(self, number: int) -> int:
         """The number of this request, from 1; 0 if it was counted before.
 
-        Calls no function: the next signal may interrupt a handler where it calls one.
+        Calls no function: the next signal may interrupt a handler at a call.
         """
         if self.num and number != signal.SIGINT:
             return 0
@@ -121,11 +121,11 @@ class RankEnd:
             _end_at_once(self._exit_code)
 
     def leave(self, exit_code: int) -> NoReturn:
-        """End this process; at once and without exit handlers if it failed alone.
+        """End this process; immediately and without exit handlers if it failed alone.
 
         NCCL's exit handler waits for all ranks: a rank out of GPU memory stayed for minutes, with its GPU and the other
-        ranks waiting in a collective (2 H200, FSDP). It waits for a moment before it ends: if it failed because another
-        rank was killed, torchrun has to see that rank's end first.
+        ranks waiting in a collective (2 H200, FSDP). Before it ends, the process waits for a moment: if it failed
+        because another rank was killed, torchrun must see that rank's end first.
         """
         if exit_code in AGREED_ENDINGS:
             self._exit_code = exit_code
@@ -143,5 +143,5 @@ def _end_at_once(exit_code: int) -> NoReturn:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # a reader that is gone is no failure of the run
+        with suppress(OSError, ValueError):  # a closed output is not a failure of the run
             stream.flush()

@@ -1,4 +1,4 @@
-"""What a training run reports besides its records: progress on the terminal, the libraries' log, trackers' settings."""
+"""Output of a training run other than its records: progress on the terminal, the libraries' log, tracker settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tunebook.record.manifest import MANIFEST_FILE, WANDB_RUN_ID, read_manifest,
 
 _PROJECT, _FOLDER, _ID, _RESUME = "WANDB_PROJECT", "WANDB_DIR", "WANDB_RUN_ID", "WANDB_RESUME"
 _LOGGERS = ("transformers", "trl", "accelerate", "datasets", "peft", "deepspeed", "DeepSpeed", "py.warnings")
-_LINE_EVERY_S = 10.0  # without a terminal, at most one line in this time, and one for the first and the last step
+_LINE_EVERY_S = 10.0  # without a terminal: at most one line in this time, plus the first and the last step
 
 
 class TrainingProgress:
@@ -79,7 +79,7 @@ class TrainingProgress:
 
 @contextmanager
 def quiet_libraries(log_file: Path) -> Iterator[None]:
-    """Send log records and warnings of the libraries to `log_file`. Only errors still reach the terminal."""
+    """Redirect log records and warnings of the libraries to `log_file`. Only errors still reach the terminal."""
     to_file = logging.FileHandler(log_file)
     to_file.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
     to_terminal = logging.StreamHandler()

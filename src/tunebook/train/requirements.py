@@ -1,7 +1,7 @@
-"""What a resolved configuration needs of the machine and environment that its ranks start in.
+"""The requirements of a resolved configuration for the machine and environment in which its ranks start.
 
-Asked before a run starts, not when it is only planned. A launcher that starts ranks elsewhere (Slurm, Ray) is not
-judged by the machine it is called on: the ranks look for themselves.
+They are checked before a run starts, not when it is only planned. If a launcher starts ranks elsewhere (Slurm, Ray),
+the ranks check their own machines.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tunebook.train import image as image_rules
 from tunebook.train import packages
 from tunebook.train.packages import installed_version
 
-# torch on the registry: up to 2.10 CUDA 12.8 with code for 7.0, from 2.11 CUDA 13.0 with code from 7.5.
+# torch in the registry: up to 2.10 with CUDA 12.8 and code for 7.0, from 2.11 with CUDA 13.0 and code from 7.5.
 _FIRST_TORCH_ON_CUDA_13 = (2, 11)
 GIB = 2**30
 
 
 def hardware_problem(config: RunConfig, machine: Machine) -> Problem | None:
-    """Why the ranks cannot start on this machine's GPUs, or None where they can.
+    """Why the ranks cannot start on this machine's GPUs; None if they can.
 
-    Raises: RequestError when this is an image whose description is damaged.
+    Raises: RequestError if the description of this image is damaged.
     """
     if starts_elsewhere(config):
         return None
@@ -50,7 +50,7 @@ def hardware_problem(config: RunConfig, machine: Machine) -> Problem | None:
 
 
 def _gpu_problem(config: RunConfig, machine: Machine) -> Problem | None:
-    """Where the GPUs found here are not those that the configuration was resolved for."""
+    """The problem if the GPUs found here differ from those that the configuration was resolved for."""
     hardware, key = config.hardware, "hardware.generation"
     wanted, asked = hardware.generation.name, max(1, hardware.gpus_per_node or 1)
     if not machine.gpus:
@@ -81,19 +81,19 @@ def _gpu_problem(config: RunConfig, machine: Machine) -> Problem | None:
 
 
 def check_environment(config: RunConfig, machine: Machine | None = None) -> list[Problem]:
-    """Everything that this machine and environment lack for a resolved configuration; empty when it can start here.
+    """Everything that a resolved configuration needs and this machine and environment lack; empty if nothing.
 
-    The machine is looked at when none is given.
+    Detects the machine if none is given.
     """
     if starts_elsewhere(config):
         return []
     machine = machine if machine is not None else detect_machine()
     hardware = hardware_problem(config, machine)
     if hardware is not None:
-        return [hardware]  # packages would be asked for that the machine with the GPUs may well have
+        return [hardware]  # packages may well be installed on the machine with the GPUs
     image = read_image()
     problems = [*packages.missing_packages(config, installed_version, image), *_compiler_problems(config, machine)]
-    # An image's torch was checked when it was built, and its GPU and driver by `hardware_problem`.
+    # An image's torch was checked when it was built. `hardware_problem` checks its GPU and driver.
     if image is None and config.hardware.generation not in (Generation.cpu, Generation.auto):
         problems += torch_problems(config.hardware.generation, machine)
     settings = config.parallelism
@@ -103,7 +103,7 @@ def check_environment(config: RunConfig, machine: Machine | None = None) -> list
 
 
 def _compiler_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
-    """Where blocks are to be compiled that cannot be here. What `auto` decides was decided knowing that."""
+    """Report if blocks must be compiled and cannot be here. `auto` has taken this into account already."""
     missing, what = machine.missing_for_triton, "Triton compiles a launcher for each kernel"
     if config.hardware.generation is Generation.cpu:
         missing, what = machine.missing_for_cpu_kernels, "torch compiles the blocks' kernels for the CPU"
@@ -113,11 +113,11 @@ def _compiler_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]
 
 
 def torch_problems(generation: Generation, machine: Machine) -> Iterator[Problem]:
-    """Whether the installed torch has code for the GPUs here, which are of a generation, and runs on their driver."""
+    """Report if the installed torch has no code for GPUs of this generation, or does not run on their driver."""
     version, key = installed_version("torch"), "hardware.generation"
     numbers = re.match(r"(\d+)\.(\d+)", version or "")
     if version is None or numbers is None:
-        return  # a missing torch is missing for everything and is reported as such
+        return  # a missing torch is reported elsewhere: everything needs it
     is_cuda_13 = (int(numbers[1]), int(numbers[2])) >= _FIRST_TORCH_ON_CUDA_13
     image = image_for_driver(generation, machine.driver)
     fitting = f"the {image.name} image (torch {image.torch})" if image else "no image, before the driver is updated"

@@ -251,7 +251,7 @@ def _build_trainer(
     tokenizer = trainer_tokenizer(config)
     rank, ranks = arguments.process_index, arguments.world_size
     units = unit_classes(config, model) if is_fsdp(config.parallelism.strategy) else []
-    if units:  # there are no arguments for these two
+    if units:  # the Trainer has no arguments for these two settings
         policy = mixed_precision_policy(config)
         arguments.fsdp_plugin_args |= {"transformer_cls_names_to_wrap": units, "mixed_precision_policy": policy}
     if zero_stage(config.parallelism.strategy) in (1, 2):
@@ -334,7 +334,7 @@ def _loaded_model(trainer: RecipeTrainer) -> dict[str, Any]:
 
 
 def _validation_batches(config: RunConfig, plan: BatchPlan, part: PreparedPart, rank: int, ranks: int) -> RankBatches:
-    """The batches with every validation document once, in stored order, in rows like those of training."""
+    """Batches that contain every validation document once, in stored order, in rows like those of training."""
     lengths = part.load_lengths().astype(np.int64)
     rows = ranks * plan.micro_batch_size
     is_packed = config.packing.mode is PackingMode.isolated

@@ -1,4 +1,4 @@
-"""Set-up of the ranks before the trainer, and the check of the parallelism after the trainer has wrapped the model."""
+"""Set-up of the ranks before the trainer exists, and the parallelism check after the trainer has wrapped the model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The model card of an exported folder, `README.md`: `card.md.jinja` filled with what the run has recorded.
+"""The model card of an exported folder, `README.md`: `card.md.jinja` filled with the run's records.
 
-Programs read `tunebook.json`. Paths of the machine are shortened to their last name, since the folder is given away.
+Programs read `tunebook.json`. Local paths are shortened to their last component, since the folder will be shared.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _header(origin: ExportOrigin, config: RunConfig) -> ModelCardData:
 
 
 def _is_on_hub(name: str) -> bool:
-    """Whether a data set's name is `owner/name` on the hub and no folder of this machine."""
+    """Whether a data set's name is `owner/name` on the hub and not a local folder."""
     return "/" in name and is_relative(name) and not resolve_path(name).exists()
 
 
@@ -185,7 +185,7 @@ def _training(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> lis
 
 
 def _of_the_best(origin: ExportOrigin, record: RunRecord) -> str:
-    """A remark if the trained model is not of the last step."""
+    """A note if the trained model is not from the last step."""
     done = record.status.get("step")
     if origin.source != _FINAL or origin.step is None or record.status.get("best_step") is None:
         return ""

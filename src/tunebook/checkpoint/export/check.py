@@ -1,4 +1,4 @@
-"""Does an exported folder give the logits of the checkpoint? Both compute a fixed input on the CPU.
+"""Check that an exported folder gives the checkpoint's logits. Both compute a fixed input on the CPU.
 
 transformers loads the written folder like any other model. Its logits must equal those of the checkpoint's weights in
 the same number format, bit for bit if the machine's kernels are deterministic. If weights were cast or an adapter was
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ROWS, _TOKENS = 2, 24
-_FACTOR = 16  # roundings of one weight that may add up; bf16 was measured at 0.5 to 2
+_FACTOR = 16  # maximum sum of roundings of one weight; bf16 was measured at 0.5 to 2
 _LEAST_ALLOWED = 1e-4  # fp32: sums in another order
 
 
@@ -37,7 +37,7 @@ class Comparison:
     is_exact: bool  # with the checkpoint itself
     difference: float
     allowed: float
-    logits: str | None  # of which input; None: tensors were compared
+    logits: str | None  # the input that gave the logits; None: tensors were compared
 
 
 def logits_of(model: Any) -> torch.Tensor:

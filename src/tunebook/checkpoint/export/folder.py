@@ -1,6 +1,6 @@
-"""The folder of an export: written under another name, and renamed when it is complete. A failed export leaves nothing.
+"""The folder of an export: written under a temporary name and renamed when complete. A failed export leaves nothing.
 
-The next export to the same place removes what a killed one left: each export holds a lock on its folder, which ends
+The next export to the same place removes what a killed export left: each export holds a lock on its folder, which ends
 with its process.
 """
 
@@ -47,7 +47,7 @@ def check_free_space(folder: Path, num_bytes: int) -> None:
     """Raise DoesNotFitError if the disk of a folder, which need not exist, has too little free space."""
     there = existing(folder)
     disk = shutil.disk_usage(there)
-    if disk.total and disk.free < num_bytes + _EXTRA_BYTES:  # a total of 0: a file system that does not count
+    if disk.total and disk.free < num_bytes + _EXTRA_BYTES:  # a total of 0: the file system does not report sizes
         raise DoesNotFitError(
             f"the disk of {folder} has {_size_text(disk.free)} free and the export takes {_size_text(num_bytes)}; "
             f"{_size_text(_EXTRA_BYTES)} have to stay free. Free some space, or write elsewhere: "
@@ -57,7 +57,7 @@ def check_free_space(folder: Path, num_bytes: int) -> None:
 
 
 def _size_text(num_bytes: int) -> str:
-    """Bytes for people: 12 MiB, 1.50 GiB."""
+    """Bytes as text for display: 12 MiB, 1.50 GiB."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
@@ -98,7 +98,7 @@ def _locked_folder(folder: Path) -> tuple[Path, int]:
         lock = os.open(work, os.O_RDONLY)
         if _try_lock(lock) is not False and work.exists():
             return work, lock
-        os.close(lock)  # another export took it for a leftover before it was locked
+        os.close(lock)  # another export removed it as a leftover before it was locked
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Write a whole model, an adapter, or an adapter merged into its base; then load what was written and compare it.
+"""Write a whole model, an adapter, or an adapter merged into its base; then load the written files and compare them.
 
 At most one model is in memory at a time.
 """
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What to export, once nothing speaks against it."""
+    """An accepted export request."""
 
     run: RunRecord
     config: RunConfig
@@ -54,9 +54,9 @@ class Work:
     stored: Stored
     blueprint: Blueprint
     weights: Weights
-    dtype: torch.dtype | None  # to write; None: as it is stored
+    dtype: torch.dtype | None  # the format to write; None: as stored
     is_merged: bool
-    has_base: bool = True  # the weights that an adapter was trained on are there
+    has_base: bool = True  # whether the weights that an adapter was trained on are available
 
     @property
     def is_adapter(self) -> bool:
@@ -71,7 +71,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What was written, and how it compares with the checkpoint."""
+    """The written files, and how they compare with the checkpoint."""
 
     hashes: dict[str, str]  # SHA-256 by file
     num_parameters: int
@@ -89,7 +89,7 @@ def base_dtype(config: RunConfig) -> torch.dtype | None:
 
 
 def write_whole(work: Work, folder: Path) -> Written:
-    """A model that was trained whole. Raises: RequestError for its weights, DifferenceError for what was written."""
+    """Export a fully trained model. Raises: RequestError for its weights, DifferenceError for the written files."""
     weights = without_tied(work.blueprint.model, work.weights, work.place)
     convert = as_stored(work.blueprint.model, weights)
     hashes = write_weights(weights, folder, dtype=work.dtype, place=work.place, convert=convert)
@@ -111,7 +111,7 @@ def write_whole(work: Work, folder: Path) -> Written:
 
 
 def write_adapter(work: Work, folder: Path) -> Written:
-    """An adapter as PEFT loads it, compared over its base in the base's own format. Raises: as `write_whole`.
+    """Export an adapter in PEFT's layout, compared on top of its base in the base's format. Raises: as `write_whole`.
 
     Without its base the tensors themselves are compared.
     """
@@ -148,7 +148,7 @@ def write_adapter(work: Work, folder: Path) -> Written:
 
 
 def write_merged(work: Work, folder: Path) -> Written:
-    """An adapter merged into its base, which for QLoRA is rounded to 4 bits and back. Raises: as `write_whole`."""
+    """Export an adapter merged into its base, for QLoRA quantized to 4 bits and back. Raises: as `write_whole`."""
     import torch
 
     dtype = work.dtype or torch.float32
@@ -180,7 +180,7 @@ def _reference(work: Work) -> Any:
     """The checkpoint's own model in its own number format, from its own files."""
     model = without_weights(work.blueprint.model.config, work.config)
     if work.stored.form is Form.whole and not set(work.weights) <= set(model.state_dict()):
-        # The names on disk are older ones, or of parts of the model's tensors: transformers translates them.
+        # Stored names may be older ones or refer to parts of the model's tensors: transformers converts them.
         return load_folder(work.source.folder, work.config, _most_frequent(work.weights))
     return filled(model, work.weights)
 

@@ -1,4 +1,4 @@
-"""What an export needs besides stored weights: architecture, generation settings, tokenizer, adapter, base model.
+"""What an export needs in addition to weights: architecture, generation settings, tokenizer, adapter, base model.
 
 They come from the checkpoint's folder if it has them, or else from the run's configuration (FSDP saves no config.json).
 A base model is in memory once, in the number format that is written.
@@ -38,7 +38,7 @@ _OF_THE_BASE = (".base_layer.", ".original_module.")
 
 @dataclass(frozen=True, kw_only=True)
 class Blueprint:
-    """A model without weights, and what is written with them."""
+    """A model without weights, and the files that are written with them."""
 
     model: PreTrainedModel  # its weights take no memory until something is written to them
     tokenizer: PreTrainedTokenizerBase
@@ -46,9 +46,9 @@ class Blueprint:
 
 
 def blueprint_of(config: RunConfig, folder: Path, *, has_base: bool = True) -> Blueprint:
-    """What the weights of a checkpoint's folder belong to; without its base, an adapter's comes from the plan's facts.
+    """The architecture, tokenizer and adapter for a checkpoint's weights; without a base, from the plan's facts.
 
-    Raises: RequestError for a base model out of reach.
+    Raises: RequestError for a base model that cannot be reached.
     """
     tokenizer = _tokenizer(config, folder)
     peft = _adapter(config, folder)
@@ -70,7 +70,7 @@ def blueprint_of(config: RunConfig, folder: Path, *, has_base: bool = True) -> B
 
 
 def without_weights(architecture: PretrainedConfig, config: RunConfig) -> PreTrainedModel:
-    """A model whose weights are not initialised; its buffers are computed, since they are not stored."""
+    """A model whose weights are not initialized; its buffers are computed, since they are not stored."""
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
@@ -100,7 +100,7 @@ def load_folder(folder: Path, config: RunConfig, dtype: torch.dtype) -> PreTrain
 
 
 def load_base(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The base model of an adapter in a number format, on the CPU. Raises: RequestError where it cannot be loaded.
+    """The base model of an adapter in a number format, on the CPU. Raises: RequestError if it cannot be loaded.
 
     Random weights are drawn as the run drew them. The base of a QLoRA run is loaded as published.
     """
@@ -115,7 +115,7 @@ def load_base(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_dequantised_base(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The base of a QLoRA run as training computed with it: quantised to 4 bits and back. Raises: RequestError."""
+    """The base of a QLoRA run as training computed with it: quantized to 4 bits and back. Raises: RequestError."""
     try:
         importlib.import_module("bitsandbytes")
     except ImportError as error:
@@ -127,7 +127,7 @@ def load_dequantised_base(config: RunConfig, dtype: torch.dtype) -> PreTrainedMo
         ) from error
     quantised: Any = load_model(_on_cpu(config))
     plain = quantised.dequantize()
-    plain._weight_conversions = None  # reading and quantising cannot be reversed; it is saved like a new model
+    plain._weight_conversions = None  # reading and quantizing cannot be reversed; it is saved like a new model
     return answering(in_format(plain, dtype))
 
 
@@ -164,7 +164,7 @@ def filled(model: PreTrainedModel, weights: Weights) -> PreTrainedModel:
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Without PEFT's warnings of deprecated calls of its own, and of what it does not do."""
+    """Suppress PEFT's warnings about its own deprecated calls and about what it does not do."""
     import warnings
 
     with warnings.catch_warnings():
@@ -221,7 +221,7 @@ def _read_architecture(folder: Path, config: RunConfig) -> PretrainedConfig:
 
 
 def _planned_architecture(config: RunConfig) -> PretrainedConfig:
-    """Of a base that is gone or has changed. Raises: RequestError if nothing is known of it."""
+    """The architecture of a base model that is gone or has changed. Raises: RequestError if it is unknown."""
     if config.model.facts is not None:
         return architecture_from_facts(config.model.facts)
     folder = Path(model_location(config.model))
@@ -236,7 +236,7 @@ def _generation(location: str, revision: str | None) -> Any:
     kind: Any = GenerationConfig
     try:
         return kind.from_pretrained(location, revision=revision)
-    except OSError:  # a model need not have one
+    except OSError:  # generation settings are optional
         return None
 
 
@@ -246,7 +246,7 @@ def adapter_weights(weights: Weights) -> Weights:
 
 
 def _is_of_the_base(name: str) -> bool:
-    """Of two adapters on one module, as on both parameters of stacked experts, one is the base of the other."""
+    """Whether a tensor is of the base. Of two adapters on one module of stacked experts, one is the other's base."""
     return any(part in name for part in _OF_THE_BASE) and ".lora_" not in name
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     import torch
 
 _EXPORTS_FOLDER = "exports"
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # as typed, and as torch names them
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # our names, and torch's
 
 
 def export_command(
@@ -181,7 +181,7 @@ def _open_weights(stored: Stored) -> dict[str, StoredTensor]:
 
 
 def _has_base(trained: Trained | None, config: RunConfig, source: Source, *, merge: bool) -> bool:
-    """Whether the base model that an adapter was trained on is there, as far as that is known.
+    """Whether the base model that an adapter was trained on is available, as far as that is known.
 
     Raises: DataError for a merge into another base, RequestError for a merge without one.
     """

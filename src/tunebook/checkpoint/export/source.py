@@ -120,7 +120,7 @@ def _nothing_in(run: Path) -> RequestError:
 
 
 class Form(Enum):
-    """How weights are stored, in the words of messages and cards."""
+    """How weights are stored, as named in messages and model cards."""
 
     adapter = "an adapter's safetensors"
     whole = "whole safetensors"
@@ -189,7 +189,7 @@ def _no_weights(folder: Path) -> RequestError:
 
 
 def _require_inside(files: list[Path], folder: Path) -> None:
-    for file in files:  # an index may name any path
+    for file in files:  # an index may contain any path
         if file.resolve().parent != folder.resolve():
             raise _leads_out(file, folder, file.resolve())
 

@@ -177,12 +177,12 @@ def _load_sharded(reader: Any, folder: Path, name: str, shape: tuple[int, ...], 
 
 
 def read_metadata(folder: Path) -> Any:
-    """The list of what is where. Raises: RequestError for a damaged list, or one that names any other class."""
+    """The metadata that locates each tensor. Raises: RequestError if it is damaged or names any other class."""
     file = folder / METADATA_FILE
     try:
         with file.open("rb") as stream:
             return load_list(stream)
-    except Exception as error:  # a pickle that is cut off raises whatever its bytes happen to mean
+    except Exception as error:  # a truncated pickle may raise any error
         raise damaged(file, error) from error
 
 

@@ -1,12 +1,12 @@
 """Write weights as safetensors, shard by shard: checked, cast to one number format, flushed to the disk.
 
-One shard is in memory at a time, and no copy of weights that are in memory already. Names and shapes are compared with
-the architecture before anything is read; numbers are checked while they are written. Everything that is wrong is named,
+One shard is in memory at a time, without copies of weights that are in memory already. Names and shapes are compared
+with the architecture before anything is read; numbers are checked while they are written. An error names every problem,
 and then no file is kept.
 
-Sharded and merged weights have the names of modules, where published files have others: experts one by one, other
-prefixes. transformers reads both, but what serves a model knows the published names only. So weights are written as
-transformers itself would save them. `save_pretrained` and `save_torch_state_dict` need all tensors in memory at once.
+Sharded and merged weights have module names. Published files have other names: separate experts, other prefixes.
+transformers reads both, but inference servers know only the published names. So weights are written as transformers
+itself would save them. `save_pretrained` and `save_torch_state_dict` need all tensors in memory at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHARD_BYTES = 2 * 10**9
-Problems = dict[str, list[str]]  # by what is wrong: the tensors
+Problems = dict[str, list[str]]  # tensors by problem
 Tensors = dict[str, "torch.Tensor"]
 _NUM_NAMED = 5
 _EMPTY, _MISSING, _MISSHAPEN, _UNEXPECTED, _NOT_FINITE, _TOO_LARGE = (
@@ -124,7 +124,7 @@ def write_weights(
     from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors.torch import save_file
 
-    layers: dict[str, list[str]] = {}  # kept together where they are converted
+    layers: dict[str, list[str]] = {}  # tensors by layer, kept together for the conversion
     for name in weights:
         layers.setdefault(layer_of(name) if convert is not None else name, []).append(name)
     split = split_state_dict_into_shards_factory(
@@ -175,20 +175,20 @@ def as_stored(model: PreTrainedModel, names: Collection[str]) -> Callable[[Tenso
 
 
 def layer_of(name: str) -> str:
-    """The part of a tensor's name that all tensors of its layer share; the whole name outside of layers."""
+    """The part of a tensor's name that all tensors of its layer share; outside of layers, the whole name."""
     parts = name.split(".")
     number = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts))
     return ".".join(parts[: number + 1])
 
 
 def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """safetensors refuses to write two views of one tensor."""
+    """A tensor with its own memory: safetensors refuses to write two views of one tensor."""
     is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
     return tensor.clone().contiguous() if is_view else tensor.contiguous()
 
 
 def share(file: Path) -> None:
-    """Let others read a file as the user's umask says: safetensors makes files for their owner alone."""
+    """Set a file's permissions by the user's umask: safetensors makes files readable by their owner only."""
     mask = os.umask(0)
     os.umask(mask)
     file.chmod(0o666 & ~mask)
@@ -201,7 +201,7 @@ def flush(file: Path) -> None:
 
 
 def short_name(dtype: torch.dtype) -> str:
-    """A number format as it is typed here: fp32, bf16, fp16; others as torch names them."""
+    """A number format by our name: fp32, bf16, fp16; others by torch's name."""
     name = str(dtype).removeprefix("torch.")
     return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name, name)
 

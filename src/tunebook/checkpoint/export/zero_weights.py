@@ -2,8 +2,8 @@
 
 The layouts are those of `deepspeed.utils.zero_to_fp32`. Its lazy mode is lazy for stage 3 only: for stages 1 and 2 it
 joins the partitions of all ranks in memory, which takes the size of the fp32 weights, and it unpickles without limits.
-Here files are loaded with `weights_only`: besides tensors they name four classes, of which nothing is needed, so
-stand-ins take their place and DeepSpeed need not be installed.
+Here files are loaded with `weights_only`. In addition to tensors they name four classes, none of which is needed. So
+stand-ins replace them and DeepSpeed need not be installed.
 
 Stages 1 and 2: each group of parameters is one flat vector, cut into one piece for each rank. Stage 3: each parameter
 is cut into one equal piece for each rank, the last one padded; a rank's pieces follow each other, cut into subgroups.
@@ -33,7 +33,7 @@ _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt$")
 
 
 class _Ignored:
-    """Stands for what a file holds besides tensors and numbers."""
+    """Stand-in for the other objects in a file, which are neither tensors nor numbers."""
 
 
 def partitioned_weights(folder: Path) -> Weights:
@@ -157,6 +157,6 @@ def _load(file: Path) -> dict[str, Any]:
     try:
         with torch.serialization.safe_globals(known):
             content: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # torch, zip and pickle each have their own
+    except Exception as error:  # torch, zip and pickle each have their own errors
         raise damaged(file, error) from error
     return content
