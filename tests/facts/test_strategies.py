@@ -15,7 +15,7 @@ from tunebook.facts.strategies import FASTEST_ON_ONE_NODE, FASTEST_ON_SEVERAL_NO
 
 SOURCE = Path(tunebook.__file__).parent
 # The schema of each strategy, the one that is there where nobody chooses, and a record of what was measured.
-MAY_NAME = {"config/frozen.py", "config/plain.py", "facts/strategies.py", "plan/speed/measured_speed.py"}
+MAY_NAME = {"config/frozen.py", "facts/strategies.py", "plan/speed/measured_speed.py"}
 
 
 def test_every_strategy_has_facts_and_the_schema_of_its_library() -> None:

@@ -27,7 +27,7 @@ from tunebook.record.run_record import RunRecord
 def verify(record: RunRecord, recipes_dirs: list[Path], against: Path | None = None) -> Verification:
     """Compare a finished run with the recipe's evidence, or with one file.
 
-    Raises: RequestError if there is no evidence for this run, DataError for a damaged file.
+    Raises: RequestError if there is no evidence of the same run, DataError for a damaged file.
     """
     config = config_of(record.folder)
     inputs, hardware = gather_inputs(record, config), gather_hardware(record, config)
@@ -37,7 +37,7 @@ def verify(record: RunRecord, recipes_dirs: list[Path], against: Path | None = N
 def recorded_evidence(
     config: RunConfig, inputs: Inputs, hardware: Hardware, recipes_dirs: list[Path], against: Path | None = None
 ) -> Recorded:
-    """Return evidence with equal inputs, preferably from the same machine. Raises: RequestError if there is none."""
+    """The evidence of the same run, preferably on the same machine. Raises: RequestError if there is none."""
     file, found = _choose(config, inputs, hardware, recipes_dirs, against)
     return Recorded(
         name=file.name,
@@ -51,31 +51,31 @@ def recorded_evidence(
 def _choose(
     config: RunConfig, inputs: Inputs, hardware: Hardware, recipes_dirs: list[Path], against: Path | None
 ) -> tuple[Path, Evidence]:
-    """Choose evidence with equal inputs, preferably from the same machine, then with the same split of a step."""
+    """The evidence of the same run, preferably of the same machine and then of a step that is split alike."""
     recipe = config.recipe or WITHOUT_RECIPE
     if against is not None and not against.is_file():
         raise RequestError(
-            f"--against {against} is no file; name one of recipes/NAME/evidence, or leave --against out to compare "
-            "with the recipe's own evidence",
+            f"--against {against} is not a file; name one of recipes/NAME/evidence, or omit --against to compare with "
+            "the recipe's own evidence",
             problem_id="no-evidence",
         )
     if config.recipe is None and against is None:
         raise RequestError(
             "this run has no recipe, and evidence belongs to one: put its settings into recipes/NAME.yaml and train "
-            "that twice to record some, or compare this run with another: tunebook diff RUN RUN",
+            "that twice to record evidence, or compare this run with another: tunebook diff RUN RUN",
             problem_id="evidence-without-recipe",
         )
     files = [against] if against is not None else evidence_files(recipe, recipes_dirs)
     if not files:
         raise RequestError(
             f"nothing is recorded for {recipe}; tunebook list names the recipes that have evidence, and "
-            "tunebook verify RUN RUN --record --label NAME writes some",
+            "tunebook verify RUN RUN --record --label NAME records it",
             problem_id="no-evidence",
         )
     known = [(file, read_evidence(file)) for file in files]
     fitting = [(file, found) for file, found in known if not input_differences(found.inputs, inputs)]
     if not fitting:
-        raise _of_other_things(recipe, known, inputs, recipes_dirs)
+        raise _no_evidence_of_this_run(recipe, known, inputs, recipes_dirs)
 
     def nearness(one: tuple[Path, Evidence]) -> tuple[bool, bool, str]:
         file, found = one
@@ -85,27 +85,26 @@ def _choose(
     return min(fitting, key=nearness)
 
 
-def _of_other_things(recipe: str, known: list[tuple[Path, Evidence]], inputs: Inputs, dirs: list[Path]) -> RequestError:
-    """Return the error that names the nearest evidence, its differences, and how to check its claim."""
+def _no_evidence_of_this_run(
+    recipe: str, known: list[tuple[Path, Evidence]], inputs: Inputs, recipes_dirs: list[Path]
+) -> RequestError:
+    """The error with the nearest evidence, its differences, and how to check that claim."""
     file, nearest = min(known, key=lambda one: len(input_differences(one[1].inputs, inputs)))
     differing = named_differences(input_differences(nearest.inputs, inputs))
-    command = command_of(nearest, dirs)
+    command = command_of(nearest, recipes_dirs)
     if command is not None and config_differences(nearest.inputs.config, inputs.config):
         advice = f"To check that claim: {command}"
     else:
         advice = (
-            f"The book, or what it reads, was changed since commit {nearest.software.git_commit[:12]}: check that "
-            f"commit out to check the claim, or remove {file} and record it anew (tunebook verify RUN RUN --record "
-            f"--label {nearest.label})"
+            f"The book, or a file that it reads, was changed since commit {nearest.software.git_commit[:12]}: check "
+            f"that commit out to check the claim, or remove {file} and record it again (tunebook verify RUN RUN "
+            f"--record --label {nearest.label})"
         )
-    if nearest.ran.recipe != recipe:  # the user named the file
+    what = f"the evidence of {recipe} is of other runs. Nearest is {file.name}: {differing}."
+    if nearest.ran.recipe != recipe:  # --against named the file
         own = "no recipe" if recipe == WITHOUT_RECIPE else recipe
-        return RequestError(
+        what = (
             f"{file.name} is evidence of {nearest.ran.recipe}, and the run is of {own}: {differing}. A run is compared "
-            f"with what is recorded of its own recipe, for which --against is not needed. {advice}",
-            problem_id="evidence-of-other-config",
+            "with the evidence of its own recipe, which needs no --against."
         )
-    return RequestError(
-        f"the evidence of {recipe} is of something else. Nearest is {file.name}: {differing}. {advice}",
-        problem_id="evidence-of-other-config",
-    )
+    return RequestError(f"{what} {advice}", problem_id="evidence-of-other-config")

@@ -48,7 +48,7 @@ class Shares:
 def state_bytes(config: RunConfig, facts: ModelFacts) -> States:
     """The model's states on one rank's device, without what is offloaded.
 
-    DeepSpeed moves gradients to the device of the optimizer step through the buckets that `bucket_bytes` counts.
+    DeepSpeed moves gradients to the device of the optimizer step through buckets, which `plan.memory.sharding` counts.
     """
     states, settings = states_anywhere(config, facts), config.parallelism
     weights, gradients, optimizer = states.weights, states.gradients, states.optimizer
