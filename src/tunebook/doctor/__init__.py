@@ -1,5 +1,5 @@
-"""`tunebook doctor`: look at this machine, its software and its links, and say what is wrong before a run does.
+"""`tunebook doctor`: check this machine, its software and its links before a run fails on them.
 
-One module for each kind of thing that is looked at; each returns findings. What can hang, crash or take seconds to
-import (NVML, torch, a tokenizer, NCCL) is asked in processes of their own, with a time limit: `probes`, `bandwidth`.
+One module per kind of check; each returns findings. Checks that can hang, crash or take seconds to import (NVML, torch,
+a tokenizer, NCCL) run in separate processes with a time limit: `probes`, `bandwidth`.
 """

@@ -1,4 +1,4 @@
-"""Measured bandwidth between the GPUs of this machine: a short all-reduce and all-gather in processes of their own.
+"""Measure bandwidth between this machine's GPUs: a short all-reduce and all-gather in separate processes.
 
 `measure_bandwidth` starts torchrun with a time limit; each rank is this module, run as a program. Rank 0 appends one
 JSON object per measurement to `FOLDER/measured.jsonl`, so that results before a hang are kept. A rank that fails writes
@@ -20,7 +20,7 @@ from tunebook.hardware.bandwidth import ALL_REDUCE, OPERATIONS, Bandwidth, Measu
 from tunebook.processes import ask, die_with_parent
 
 MEASURED_FILE = "measured.jsonl"
-NCCL_SIZES = (2**20, 2**23, 2**26, 2**28, 2**30)  # bytes: from latency to what a large layer is
+NCCL_SIZES = (2**20, 2**23, 2**26, 2**28, 2**30)  # bytes: from latency-bound to the size of a large layer
 GLOO_SIZES = (2**16, 2**20, 2**24)
 BUDGET_S = 20.0  # for all measurements
 _START_S = 100.0  # Python, torch and NCCL's detection of the machine take 10 to 30 s on a cold disk
@@ -34,7 +34,7 @@ def measure_bandwidth(num_ranks: int, backend: str, *, timeout_s: float = TIMEOU
     """All-reduce and all-gather over the first `num_ranks` visible GPUs (nccl) or CPU ranks (gloo). Never raises."""
     with tempfile.TemporaryDirectory(prefix="tunebook-doctor-") as name:
         folder = Path(name)
-        # torchrun would say that it sets this to 1
+        # Otherwise torchrun prints that it sets this to 1.
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         answer = ask(collectives_command(num_ranks, backend, folder), timeout_s=timeout_s, environment=environment)
         failed = [f"rank {file.suffix[1:]}: {file.read_text('utf-8')}" for file in sorted(folder.glob("failed.*"))]
@@ -53,7 +53,7 @@ def measure_bandwidth(num_ranks: int, backend: str, *, timeout_s: float = TIMEOU
 
 
 def collectives_command(num_ranks: int, backend: str, folder: Path) -> list[str]:
-    """torchrun with one rank per GPU, on any free port."""
+    """Return the torchrun command with one rank per GPU, on any free port."""
     return [
         *[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)],
         *["-m", "tunebook.doctor.bandwidth", str(folder), backend],
@@ -67,19 +67,19 @@ def _read(file: Path) -> list[Measurement]:
     for line in file.read_text(encoding="utf-8").splitlines():
         try:
             found.append(Measurement(**json.loads(line)))
-        except (ValueError, TypeError):  # the last line of a rank that was killed while it wrote
+        except (ValueError, TypeError):  # the last line of a rank that was killed while writing
             break
     return found
 
 
 def main() -> int:
-    """Measure; the exit code is for torchrun."""
-    die_with_parent()  # torchrun puts ranks into sessions of their own: a signal for its group does not reach them
+    """Measure; return the exit code for torchrun."""
+    die_with_parent()  # torchrun starts each rank in its own session, so a signal to its group does not reach them
     folder, backend = Path(sys.argv[1]), sys.argv[2]
     rank = int(os.environ["RANK"])
     try:
         _measure_all(folder, backend)
-    except Exception as error:  # torch's, NCCL's, CUDA's
+    except Exception as error:  # errors of torch, NCCL, CUDA
         lines = str(error).strip().splitlines() or [type(error).__name__]
         (folder / f"failed.{rank}").write_text(lines[0], encoding="utf-8")
         raise
@@ -133,7 +133,7 @@ def _measure(torch: Any, operation: str, num_bytes: int, device: Any, folder: Pa
 def _operation(
     torch: Any, operation: str, num_bytes: int, device: Any
 ) -> tuple[Callable[[], None], Callable[[], bool]]:
-    """What is timed, and whether its first run gave the right numbers."""
+    """Return the timed function, and a check that its first run gave the right numbers."""
     dist = torch.distributed
     ranks, mine = dist.get_world_size(), dist.get_rank() + 1
     if operation == ALL_REDUCE:
@@ -150,7 +150,7 @@ def _operation(
 
 
 def _time(torch: Any, run: Callable[[], None], count: int, device: Any) -> float:
-    """Seconds of so many runs after each other, from when every rank is ready."""
+    """Return the seconds of `count` consecutive runs, starting when every rank is ready."""
     torch.distributed.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -163,7 +163,7 @@ def _time(torch: Any, run: Callable[[], None], count: int, device: Any) -> float
 
 
 def _slowest(torch: Any, seconds: float, device: Any) -> float:
-    """The longest time of all ranks: every rank must decide alike how often it runs."""
+    """Return the longest time of all ranks, so that every rank chooses the same number of runs."""
     longest = torch.tensor([seconds], dtype=torch.float64, device=device)
     torch.distributed.all_reduce(longest, op=torch.distributed.ReduceOp.MAX)
     return float(longest.item())

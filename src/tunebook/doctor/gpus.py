@@ -1,7 +1,7 @@
-"""The GPUs: which there are, whether they are healthy, and whether other processes use them.
+"""GPU findings: which GPUs exist, whether they are healthy, and whether other processes use them.
 
-NVML and nvidia-smi cannot tell a machine without a GPU from one whose driver does not answer. The PCI bus can: the
-kernel lists a card whatever its driver.
+NVML and nvidia-smi cannot distinguish a machine without a GPU from one whose driver does not answer. The PCI bus can:
+the kernel lists a card whatever its driver.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def look_at_gpus(
     listing: SmiAnswer | None,
     on_bus: Sequence[PciGpu] = (),
 ) -> list[Finding]:
-    """The findings, without GPUs that are hidden from this process. `problem` is why NVML did not answer.
+    """Return the findings, without GPUs hidden from this process. `problem` is why NVML did not answer.
 
-    `listing` is the output of `nvidia-smi -L` if NVML found no driver; `on_bus` are the GPUs that the kernel lists.
+    `listing` is the output of `nvidia-smi -L` if NVML found no driver. `on_bus` are the GPUs that the kernel lists.
     """
     if problem is not None:
         return [_silent(problem)]
@@ -84,7 +84,7 @@ def _none(machine: Machine) -> Finding:
 
 
 def _listed_elsewhere(machine: Machine, listing: SmiAnswer | None) -> Iterator[Finding]:
-    """A machine with nvidia-smi most often has GPUs. Report it if Python finds none."""
+    """Report a machine with nvidia-smi on which Python finds no GPUs; such a machine most often has GPUs."""
     if listing is None or listing.is_absent or machine.driver is not None:
         return
     said = listing.problem or listing.text or ""
@@ -135,7 +135,7 @@ def _too_old(machine: Machine) -> Iterator[Finding]:
 
 
 def _notes(machine: Machine) -> Iterator[Finding]:
-    """The notes of the detection: GPUs that do not answer, are hidden, or of different kinds."""
+    """Report the notes of the detection: GPUs that do not answer, are hidden, or differ in kind."""
     for note in machine.notes:
         if note.startswith(VISIBLE_VARIABLE):  # as requested
             yield Kind.gpus.ok(id="gpu-note", what=note)
@@ -179,7 +179,7 @@ def _by(processes: list[dict[str, Any]] | None) -> str:
 
 
 def _the_others(machine: Machine, health: Health, left_out: Health) -> str:
-    """The usable GPUs of one kind among those that are not left out."""
+    """Name the usable GPUs of one kind that are not left out."""
     free = {gpu["index"] for gpu in health if gpu not in left_out and not _is_shut(gpu) and not _is_damaged(gpu)}
     supported = [gpu for gpu in machine.gpus if gpu.index in free and gpu.compute_capability >= OLDEST_SUPPORTED]
     return f"{visible_only(equal_gpus(supported))} in front of the command" if supported else "none is free"
@@ -215,7 +215,7 @@ def _split(machine: Machine) -> Iterator[Finding]:
 
 
 def _memory_errors(machine: Machine, health: Health) -> Iterator[Finding]:
-    """Uncorrected errors since the driver was loaded, and repairs that failed or need a restart."""
+    """Report uncorrected errors since the driver was loaded, and repairs that failed or need a restart."""
     bad = [gpu for gpu in health if _is_damaged(gpu)]
     waiting = [gpu for gpu in health if gpu not in bad and _awaits_repair(gpu)]
     data = {
@@ -274,7 +274,7 @@ def _persistence(health: Health) -> Iterator[Finding]:
 
 
 def _pcie_width(health: Health) -> Iterator[Finding]:
-    """A badly seated card runs with fewer lanes. (The speed of each lane drops in any idle GPU.)"""
+    """Report badly seated cards, which run with fewer lanes. (Lane speed drops in any idle GPU.)"""
     known = [gpu for gpu in health if gpu["pcie_width"] and gpu["pcie_max_width"]]
     narrow = [gpu for gpu in known if gpu["pcie_width"] < gpu["pcie_max_width"]]
     if narrow:
@@ -290,7 +290,7 @@ def _pcie_width(health: Health) -> Iterator[Finding]:
 
 @dataclass(frozen=True, kw_only=True)
 class PciGpu:
-    """A card, and the kernel driver that controls it, if there is one."""
+    """A card and the kernel driver that controls it, if any."""
 
     address: str
     driver: str | None

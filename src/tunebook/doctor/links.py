@@ -19,7 +19,7 @@ _PCIE_GB_PER_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class TopologyLook:
-    """The matrix, if there is one, and the findings about it."""
+    """The topology matrix, if there is one, and the findings about it."""
 
     topology: Topology | None
     findings: list[Finding]
@@ -136,7 +136,7 @@ def _cards(machine: Machine, topology: Topology, num_nodes: int) -> Finding:
 
 
 def not_measured(machine: Machine, free_gib: list[float]) -> Finding | None:
-    """Why the links between the GPUs cannot be measured; None if they can. `free_gib` is each GPU's free memory."""
+    """Return why the GPU links cannot be measured, or None. `free_gib` is each GPU's free memory."""
     if split := sorted({gpu.index for gpu in machine.gpus if gpu.is_mig}):
         fix = f"for whole GPUs, with nothing on them: sudo nvidia-smi -i {','.join(map(str, split))} -mig 0"
         return _not_measured("NCCL connects no MIG slices", fix)
@@ -152,7 +152,7 @@ def not_measured(machine: Machine, free_gib: list[float]) -> Finding | None:
     return None
 
 
-NEEDED_GIB = 4.0  # the largest buffer and its shares, NCCL's own, and CUDA's context
+NEEDED_GIB = 4.0  # the largest buffer and its shares, NCCL's own memory, and the CUDA context
 
 
 def _not_measured(reason: str, fix: str) -> Finding:
@@ -165,7 +165,7 @@ def _not_measured(reason: str, fix: str) -> Finding:
 
 
 def look_at_bandwidth(bandwidth: Bandwidth, topology: Topology | None, machine: Machine) -> list[Finding]:
-    """The measured bandwidth, compared with what the links between these GPUs should reach."""
+    """Compare the measured bandwidth with what the links between these GPUs should reach."""
     data = {"backend": bandwidth.backend, "num_ranks": bandwidth.num_ranks, "problem": bandwidth.problem}
     findings = []
     if bandwidth.wrong:
@@ -192,7 +192,7 @@ def look_at_bandwidth(bandwidth: Bandwidth, topology: Topology | None, machine: 
 
 
 def _expected(topology: Topology | None, machine: Machine) -> float:
-    """The bus bandwidth in GB/s that the links should reach at least."""
+    """Return the minimum bus bandwidth in GB/s that the links should reach."""
     if topology is None:
         return 0.0
     connections = [connection for *_, connection in _pairs(machine, topology)]

@@ -1,9 +1,9 @@
-"""Questions that may hang, crash or take seconds: each is asked in its own process, which prints one JSON object.
+"""Probes: checks that may hang, crash or take seconds. Each runs in its own process and prints one JSON object.
 
 `run_probe` starts `python -m tunebook.doctor.probes NAME [ARGUMENT]` with a time limit.
 
-- `nvml`: `{"gpus": [...]}`, the health of every GPU by NVML. A question that a GPU or driver does not support is null.
-  Without NVML or a driver the list is empty; `hardware.detect` says why.
+- `nvml`: `{"gpus": [...]}`, the health of every GPU by NVML. Values that a GPU or driver does not support are null.
+  Without NVML or a driver the list is empty; `hardware.detect` reports the reason.
 - `torch_build`: what torch was built for, and whether each GPU computes correctly.
 - `tokenizer RUN_YAML`: the recipe's tokenizer and chat template, `{"is_here", "problem": {id, message} | null, "bos":
   ..., "template": ...}`. It runs with HF_HUB_OFFLINE=1, so that nothing is downloaded.
@@ -55,7 +55,7 @@ def run_probe(name: str, *arguments: str, timeout_s: float, variables: Mapping[s
     answer = ask(command, timeout_s=timeout_s, environment=os.environ | dict(variables or {}))
     if answer.problem is not None:
         return Probe(facts=None, problem=answer.failure)
-    lines = answer.text.strip().splitlines()  # libraries print lines of their own before
+    lines = answer.text.strip().splitlines()  # libraries print their own lines first
     try:
         facts = json.loads(lines[-1] if lines else "")
     except ValueError:
@@ -66,7 +66,7 @@ def run_probe(name: str, *arguments: str, timeout_s: float, variables: Mapping[s
 
 
 def read_health() -> list[dict[str, Any]]:
-    """What NVML says of each GPU, in the order of the PCI bus; a GPU that does not answer has `problem`."""
+    """Return NVML's data on each GPU, in PCI bus order; a GPU that does not answer has `problem`."""
     try:
         import pynvml
     except ImportError:
@@ -115,7 +115,7 @@ def _read_gpu(nvml: Any, index: int) -> dict[str, Any]:
 
 
 def _processes(nvml: Any, handle: Any) -> list[dict[str, Any]]:
-    """The processes that compute on a GPU; from inside a container those of others are not seen."""
+    """List the processes that compute on a GPU. Inside a container, processes of others are not visible."""
     return [
         {
             "pid": process.pid,
@@ -126,7 +126,7 @@ def _processes(nvml: Any, handle: Any) -> list[dict[str, Any]]:
 
 
 def _remapping(nvml: Any, handle: Any) -> dict[str, Any]:
-    """Rows of memory that were replaced by spare ones (Ampere and newer)."""
+    """Return counts of memory rows that were replaced by spare ones (Ampere and newer)."""
     correctable, uncorrectable, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
     return {
         "correctable": correctable,
@@ -137,7 +137,7 @@ def _remapping(nvml: Any, handle: Any) -> dict[str, Any]:
 
 
 def read_torch() -> dict[str, Any]:
-    """Version, CUDA, architectures, NCCL, and one entry per visible GPU; `cuda_problem` where none can be used."""
+    """Return torch's version, CUDA, architectures, NCCL, and an entry per visible GPU; `cuda_problem` if none works."""
     import torch
 
     facts: dict[str, Any] = {
@@ -151,7 +151,7 @@ def read_torch() -> dict[str, Any]:
     if torch.version.cuda is None:
         return facts
     try:
-        torch.cuda.current_device()  # raises with the reason, where is_available() only says no
+        torch.cuda.current_device()  # raises with the reason, unlike is_available()
         facts["devices"] = [_compute(torch, index) for index in range(torch.cuda.device_count())]
     except (RuntimeError, AssertionError) as error:
         facts["cuda_problem"] = _first_line(error)
@@ -159,7 +159,7 @@ def read_torch() -> dict[str, Any]:
 
 
 def _architectures(torch: Any) -> list[str]:
-    """The flags that torch was compiled with, which `get_arch_list` hides where there is no GPU."""
+    """Return the architecture flags of torch's build, which `get_arch_list` hides without a GPU."""
     ask = getattr(torch._C, "_cuda_getArchFlags", None)  # not in CPU builds
     flags = ask() if ask is not None else None
     return flags.split() if flags else []
@@ -172,7 +172,7 @@ def _nccl(torch: Any) -> str | None:
 
 
 def _compute(torch: Any, index: int) -> dict[str, Any]:
-    """A product of whole numbers small enough to be exact in every format, so that one answer alone is right."""
+    """Check a product of integers small enough to be exact in every format, so that only one answer is right."""
     device = torch.device("cuda", index)
     facts: dict[str, Any] = {"index": index, "problem": None}
     try:
@@ -191,7 +191,7 @@ def _compute(torch: Any, index: int) -> dict[str, Any]:
             "total_gib": round(total / _GIB, 2),
             "seconds": round(time.perf_counter() - start, 2),
         }
-    except RuntimeError as error:  # torch's AcceleratorError and OutOfMemoryError are kinds of it
+    except RuntimeError as error:  # torch's AcceleratorError and OutOfMemoryError are subclasses
         facts["problem"] = _first_line(error)
     return facts
 
@@ -202,7 +202,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def read_tokenizer(config: RunConfig) -> dict[str, Any]:
-    """What training would find out about a recipe's tokenizer only once it has begun."""
+    """Check the tokenizer for problems that a training would find only after it has started."""
     from tunebook.model.tokenizer import load_tokenizer, needs_padding
 
     facts: dict[str, Any] = {"is_here": True, "problem": None, "template": None}
@@ -222,7 +222,7 @@ def read_tokenizer(config: RunConfig) -> dict[str, Any]:
 
 
 def _try_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """A conversation of two questions as the template writes it: whether it marks the answers, and its first tokens."""
+    """Render a two-question conversation; report whether the template marks the answers, and its first tokens."""
     from tunebook.data.template import ConversationRenderer
 
     facts: dict[str, Any] = {"is_there": bool(tokenizer.chat_template), "problem": None}
@@ -244,7 +244,7 @@ def _try_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _leading_bos(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool) -> int:
-    """How many BOS tokens the text begins with."""
+    """Count the BOS tokens at the start of the text."""
     if tokenizer.bos_token_id is None:
         return 0
     ids = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]

@@ -43,7 +43,7 @@ def look_at_software(machine: Machine, config: RunConfig | None, torch: Probe) -
 
 
 def _problems(machine: Machine, config: RunConfig | None, image: Image | None) -> list[Problem]:
-    """The problems by the rules for this machine: all rules for a recipe, else those for any run on its GPUs."""
+    """Check this machine: all rules for a recipe, else the rules for any run on its GPUs."""
     if config is not None and not starts_elsewhere(config):
         return check_environment(config, machine)
     hardware = HardwareConfig(gpus_per_node=len(machine.gpus))
@@ -125,7 +125,7 @@ def _architectures(gpus: list[Gpu], flags: list[str]) -> Iterator[Finding]:
 
 
 def _cuda(gpus: list[Gpu], facts: dict[str, Any]) -> Iterator[Finding]:
-    """Whether each GPU computed a small product correctly."""
+    """Report whether each GPU computed a small product correctly."""
     if facts["cuda"] is None:
         yield Kind.software.error(
             id="cuda-works",

@@ -33,7 +33,7 @@ class CachedWeights:
 
 
 def cached_weights(name: str, revision: str | None) -> CachedWeights:
-    """The cached weights of a model: a single file, or every shard of an index."""
+    """Find the cached weights of a model: a single file, or every shard of an index."""
     if any(_cached(name, file, revision) is not None for file in _WHOLE):
         return CachedWeights(is_complete=True)
     num_bytes = 0
@@ -69,7 +69,7 @@ def _shards(index: Path) -> list[str]:
 GIB = 2**30
 _MIN_FREE_GIB = 5.0  # records, prepared data, compiled operators
 _PUBLISHED_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-# The first that is set counts, whatever it says. Source: huggingface_hub, `constants.HF_HUB_OFFLINE`.
+# The first variable that is set counts, whatever its value. Source: huggingface_hub, `constants.HF_HUB_OFFLINE`.
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _OFFLINE = ("1", "on", "yes", "true")
 _TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
@@ -88,7 +88,7 @@ class Space:
 
 
 def look_at_storage(config: RunConfig | None, outputs: Path) -> list[Finding]:
-    """The findings. The spaces on one disk are added up."""
+    """Return the findings. Needs on the same disk are added up."""
     from huggingface_hub import constants
 
     spaces = [
@@ -123,7 +123,7 @@ def checkpoint_space(config: RunConfig | None, outputs: Path) -> Space:
 
 
 def checkpoint_bytes(config: RunConfig) -> tuple[int, int]:
-    """Bytes a parameter takes in a checkpoint: of weights, and of optimizer state (at most two moments).
+    """Return a parameter's bytes in a checkpoint: of weights, and of optimizer state (at most two moments).
 
     DeepSpeed also writes the weights as module states, and an fp32 copy of them with the moments. Measured on the
     quickstart, without its tokenizer's 0.7 MB: 12 bytes per parameter on one rank, 20 with ZeRO-2 on two.
@@ -212,7 +212,7 @@ def disk(spaces: list[Space], free: int) -> Finding:
 
 
 def _with_room(spaces: list[Space], free: int) -> str:
-    """The fix for a full disk: the smallest change with which everything fits, and another disk."""
+    """Return the fix for a full disk: the smallest change that makes everything fit, and another disk."""
     needed = sum(space.needed for space in spaces)
     less = [(words, needed - space.needed + then) for space in spaces for words, then in space.with_less]
     moved = [f"{space.elsewhere} ({size_text(space.needed)})" for space in spaces if space.needed]
@@ -242,7 +242,7 @@ def _mount_point(folder: Path) -> Path:
 
 
 def _hub_model(config: RunConfig | None) -> Iterator[Finding]:
-    """A model that must be downloaded, on a machine that may be configured to stay offline."""
+    """Report a model that must be downloaded, on a machine that may be configured to stay offline."""
     if config is None or not _downloads(config):
         return
     name = config.model.name
@@ -264,7 +264,7 @@ def _first_set(variables: Sequence[str]) -> str | None:
 
 
 def _token(config: RunConfig | None) -> Finding:
-    """Whether there is a token for the hub. It is never printed, and the hub is not asked."""
+    """Report whether there is a hub token, without printing it or contacting the hub."""
     from huggingface_hub import constants, get_token
 
     file = Path(constants.HF_TOKEN_PATH)

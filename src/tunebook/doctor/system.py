@@ -30,7 +30,7 @@ _CLOCK_S = 2.0  # file systems round to a second
 def look_at_system(
     machine: Machine, config: RunConfig | None, outputs: Path, *, has_cards: bool, of_host: list[Finding]
 ) -> list[Finding]:
-    """The findings, with those of the host's memory. `has_cards`: RDMA network cards, which need locked memory."""
+    """Return the findings, including host memory. `has_cards`: RDMA network cards, which need locked memory."""
     findings = [_shared_memory(SHARED_MEMORY, num_gpus=len(machine.gpus)), *limits(config, has_cards=has_cards)]
     return [*findings, *of_host, *clock(outputs, config)]
 
@@ -49,7 +49,7 @@ def _shared_memory(folder: Path, num_gpus: int) -> Finding:
 
 
 def shared_memory(size: int, free: int, *, num_gpus: int) -> Finding:
-    """The total and free bytes of /dev/shm. Too little is an error only if several GPUs share it."""
+    """Return the total and free bytes of /dev/shm. Too little is an error only if several GPUs share it."""
     what = f"/dev/shm has {size_text(size)}, {size_text(free)} of them free"
     data = {"size_gib": round(size / GIB, 3), "free_gib": round(free / GIB, 3)}
     if free >= _ENOUGH_SHM:
@@ -67,7 +67,7 @@ def shared_memory(size: int, free: int, *, num_gpus: int) -> Finding:
 
 
 def limits(config: RunConfig | None, *, has_cards: bool) -> list[Finding]:
-    """Limits of locked memory, open files and stack, which the ranks inherit."""
+    """Check the limits of locked memory, open files and stack, which the ranks inherit."""
     locked, files, stack = (
         resource.getrlimit(number)[0]
         for number in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)
@@ -76,7 +76,7 @@ def limits(config: RunConfig | None, *, has_cards: bool) -> list[Finding]:
 
 
 def _locks_memory(config: RunConfig | None, *, has_cards: bool) -> str | None:
-    """The feature of this run that locks host memory; None without one."""
+    """Return this run's feature that locks host memory; None without one."""
     if config is not None and isinstance(config.parallelism, ZeroConfig):
         settings = config.parallelism
         if Offload.nvme in (settings.offload_optimizer, settings.offload_parameters):
@@ -124,14 +124,14 @@ def _stack(limit: int) -> Finding:
 
 
 def _limit(*, id: str, text: str, data: dict[str, Any], too_little: str | None, fix: str) -> Finding:
-    """Ok unless `too_little` says why the limit is too small."""
+    """Return an ok finding unless `too_little` says why the limit is too small."""
     if too_little is None:
         return Kind.system.ok(id=id, what=text, data=data)
     return Kind.system.warning(id=id, what=f"{text}; {too_little}", fix=fix, data=data)
 
 
 def read_meminfo(file: Path) -> dict[str, int]:
-    """Bytes by the kernel's names; empty if there is no such file."""
+    """Return bytes by the kernel's names; empty if there is no such file."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -146,7 +146,7 @@ def read_meminfo(file: Path) -> dict[str, int]:
 
 
 def swap(memory: dict[str, int]) -> Finding:
-    """Swap usage. A swapped page slows the rank that accesses it."""
+    """Report swap usage. A swapped page slows the rank that accesses it."""
     total = memory.get("SwapTotal", 0)
     used = total - memory.get("SwapFree", total)
     data = {"total_gib": round(total / GIB, 2), "used_gib": round(used / GIB, 2)}
@@ -164,7 +164,7 @@ def swap(memory: dict[str, int]) -> Finding:
 
 
 def clock(folder: Path, config: RunConfig | None) -> list[Finding]:
-    """This machine's clock compared with that of the run folders' file system, which may be a server's."""
+    """Compare this machine's clock with that of the run folders' file system, which may be a server's."""
     difference = clock_difference(folder)
     num_nodes = config.hardware.num_nodes if config is not None else 1
     others = num_nodes - 1
@@ -189,7 +189,7 @@ def clock(folder: Path, config: RunConfig | None) -> list[Finding]:
 
 
 def clock_difference(folder: Path) -> float | None:
-    """Seconds that the file system's clock is ahead of this machine's; None if nothing can be written."""
+    """Return the seconds that the file system's clock is ahead of this machine's; None if nothing can be written."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".tunebook-doctor-") as stream:
             before = time.time()
@@ -200,5 +200,5 @@ def clock_difference(folder: Path) -> float | None:
             after = time.time()
     except OSError:
         return None
-    # A time stamp between both readings agrees. Coarse time stamps may be slightly earlier.
+    # A timestamp between both readings agrees. Coarse timestamps may be slightly earlier.
     return written - before if written < before else max(0.0, written - after)

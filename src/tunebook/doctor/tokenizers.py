@@ -1,4 +1,4 @@
-"""A recipe's tokenizer and chat template, if they are on this machine: problems for training or serving."""
+"""Check a recipe's tokenizer and chat template, if they are on this machine, for problems in training or serving."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WITHOUT_TEMPLATE = (Format.text, Format.pretokenized, Format.prompt_completion)
 
 
 def ask_tokenizer(config: RunConfig) -> Probe:
-    """Load a recipe's tokenizer in a process of its own, from this machine alone."""
+    """Load a recipe's tokenizer in its own process, from this machine alone."""
     with tempfile.TemporaryDirectory(prefix="tunebook-doctor-") as name:
         file = Path(name) / "run.yaml"
         file.write_text(config_to_yaml(config), encoding="utf-8")
@@ -27,7 +27,7 @@ def ask_tokenizer(config: RunConfig) -> Probe:
 
 
 def look_at_tokenizer(config: RunConfig, probe: Probe) -> list[Finding]:
-    """The findings from the probe's answer."""
+    """Return the findings from the probe's answer."""
     facts = probe.facts
     if facts is None:
         return [
@@ -77,7 +77,7 @@ def _no_template(config: RunConfig) -> Finding:
 
 
 def _markers(facts: dict[str, Any]) -> Finding:
-    """Whether the assistant's answers are found. Others are not trained on."""
+    """Check that the template marks the assistant's answers. Unmarked answers are not trained on."""
     found, answers = facts["num_found"], facts["num_answers"]
     if facts["is_marked"]:
         how = "the chat template marks the assistant's words with {% generation %}"
@@ -100,7 +100,7 @@ def _markers(facts: dict[str, Any]) -> Finding:
 
 
 def _bos(facts: dict[str, Any]) -> Iterator[Finding]:
-    """A doubled BOS token: from the template alone, or from the template and a tokenizer that adds one."""
+    """Report a doubled BOS token: from the template alone, or from the template and a tokenizer that adds one."""
     written, added = facts["leading_bos"], facts["leading_bos_if_added"]
     data = {"leading_bos": written, "leading_bos_if_added": added}
     if written > 1:

@@ -1,4 +1,4 @@
-"""`python -m tunebook.evaluate --run DIR --when WHEN`: the program that one evaluation runs in; see `worker`."""
+"""`python -m tunebook.evaluate --run DIR --when WHEN`: the process of one evaluation; see `worker`."""
 
 import signal
 import sys
@@ -7,7 +7,7 @@ from tunebook.errors import StoppedError
 
 
 def main() -> int:
-    """Evaluate, and end quietly when asked to stop, also while the libraries are still being imported."""
+    """Evaluate, and end quietly on a stop request, even while the libraries are still being imported."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         from tunebook.evaluate.worker import main as work

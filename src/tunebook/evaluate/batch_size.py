@@ -1,7 +1,7 @@
-"""How many requests are computed at once: as many as were asked for, or (auto) the most that fit into memory.
+"""Batch size of the requests: as asked for, or (auto) the largest that fits into memory.
 
 Auto starts large and halves when memory runs out. It remembers rows times length, so that long prompts of one task do
-not slow down short ones of the next. Answers do not depend on the size: rows are computed independently.
+not slow down short ones of the next. Answers do not depend on the batch size, because rows are computed independently.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ from __future__ import annotations
 from tunebook.errors import DoesNotFitError, RequestError
 
 AUTO = "auto"
-LARGEST_ON_GPU = 256  # more does not make a GPU faster, for models of any size
-LARGEST_ON_CPU = 32  # more is hardly faster, and running out of memory kills the process
+LARGEST_ON_GPU = 256  # larger batches do not make a GPU faster, for models of any size
+LARGEST_ON_CPU = 32  # larger ones are hardly faster, and running out of memory kills the process
 
 
 class BatchSize:
-    """The size for each kind of request: log-likelihoods need other memory than generation."""
+    """Batch size per kind of request, because log-likelihoods need different memory than generation."""
 
     def __init__(self, asked: int | None, largest: int = LARGEST_ON_GPU) -> None:
         self.asked = asked  # None: auto
         self._largest = largest
-        self._budgets: dict[str, int] = {}  # rows x length that is known to fit, once a larger one did not
+        self._budgets: dict[str, int] = {}  # rows x length known to fit, set once a larger one did not
         self._too_large: dict[str, int] = {}  # sizes that did not fit and are not reported yet
         self._reported: dict[str, int] = {}
-        self.smallest: int | None = None  # that was used for the task
+        self.smallest: int | None = None  # smallest size used for the task
 
     def begin_task(self) -> None:
-        """Another task follows."""
+        """Start a new task."""
         self.smallest = None
 
     def size_for(self, kind: str, length: int, limit: int | None = None) -> int:
-        """The size for requests of up to `length` characters; `limit` caps it if the memory is known beforehand."""
+        """Return the size for requests up to `length` characters; `limit` caps it if memory is known beforehand."""
         if self.asked is not None:
             return self.asked
         size = min(self._largest, limit or self._largest)
@@ -38,7 +38,7 @@ class BatchSize:
         return _power_of_two(size)
 
     def lower(self, kind: str, size: int, length: int) -> None:
-        """Note that `size` did not fit. Raises: DoesNotFitError if it was asked for, or if it is one already."""
+        """Record that `size` did not fit. Raises: DoesNotFitError if the user asked for it, or if it is already 1."""
         smaller = size // 2
         if smaller == 0:
             raise DoesNotFitError(
@@ -56,7 +56,7 @@ class BatchSize:
         self._too_large.setdefault(kind, size)
 
     def fitted(self, kind: str, size: int) -> str | None:
-        """Note that `size` did; returns a note for people, once, if a larger one did not."""
+        """Record that `size` fits; return a message for the user, once, if a larger size did not fit."""
         self.smallest = min(self.smallest or size, size)
         too_large = self._too_large.pop(kind, None)
         if too_large is None or self._reported.get(kind) == size:
@@ -66,7 +66,7 @@ class BatchSize:
 
 
 def read_batch_size(text: str) -> int | None:
-    """`auto` (None) or a count of requests. Raises: RequestError for anything else."""
+    """Parse `auto` (None) or a number of requests. Raises: RequestError for anything else."""
     if text == AUTO:
         return None
     if not text.isdecimal() or int(text) == 0:
@@ -79,5 +79,5 @@ def read_batch_size(text: str) -> int | None:
 
 
 def _power_of_two(size: int) -> int:
-    """The largest power of two up to `size`; at least 1."""
+    """Return the largest power of two up to `size`; at least 1."""
     return 1 << max(0, size.bit_length() - 1)

@@ -1,4 +1,4 @@
-"""`tunebook eval`: find what to evaluate, run the worker, show the scores as a table."""
+"""`tunebook eval`: find the model, run the worker, show the scores as a table."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class EvaluationRequest:
     limit: int | None = None  # items per task
     num_fewshot: int | None = None  # examples before each item
     batch_size: str | None = None  # of requests, or auto
-    allow_mismatch: str = ""  # what may differ from the training, separated by commas
-    options: list[str] = field(default_factory=list)  # further options of the worker
+    allow_mismatch: str = ""  # comma-separated differences from training to allow
+    options: list[str] = field(default_factory=list)  # additional worker options
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationReport:
-    """The record of an evaluation, its file, the same as a table, and the error if something failed."""
+    """The record of an evaluation, its file, its table, and the error if something failed."""
 
     file: Path
     record: dict[str, Any]
@@ -66,9 +66,9 @@ class EvaluationReport:
 
 @dataclass(frozen=True, kw_only=True)
 class _Subject:
-    """What is evaluated."""
+    """The model under evaluation."""
 
-    folder: Path  # the run's, or the one for the results of a model without a run
+    folder: Path  # the run's folder, or the results folder of a model without a run
     config: RunConfig
     options: list[str]  # options of the worker
 
@@ -78,8 +78,8 @@ def evaluate_command(request: EvaluationRequest, outputs: Path) -> EvaluationRep
 
     A run's model gets the tokenizer, template and system prompt that it was trained with. A `suite` or `tasks` replace
     the run's own. Writes `evaluation/eval-<time>.json` in the run's folder, next to `before.json` and `after.json`; for
-    another model in `<outputs>/evaluations/<name>/`. Tasks that this machine lacks something for are reported first
-    and left out. Raises: RequestError for what cannot be evaluated.
+    another model in `<outputs>/evaluations/<name>/`. Tasks with missing requirements are reported first and skipped.
+    Raises: RequestError for what cannot be evaluated.
     """
     options = _options(request)
     refuse_wrong_image()
@@ -102,7 +102,7 @@ def evaluate_command(request: EvaluationRequest, outputs: Path) -> EvaluationRep
 
 
 def _options(request: EvaluationRequest) -> list[str]:
-    """The worker's options that do not depend on the model. Raises: RequestError for wrong ones."""
+    """Return the worker's options that do not depend on the model. Raises: RequestError for invalid ones."""
     if request.run is not None and request.model is not None:
         raise RequestError(
             f"run={request.run} and model={request.model} exclude each other; type one of them",
@@ -139,7 +139,7 @@ def _options(request: EvaluationRequest) -> list[str]:
 
 
 def _find_subject(request: EvaluationRequest, outputs: Path) -> _Subject:
-    """The model and its configuration. Named by `model=`, it may be a run's all the same."""
+    """Find the model and its configuration. A model named by `model=` may still belong to a run."""
     is_model = request.model is not None
     target = find_target(request.model or request.run or LATEST, outputs, is_model=is_model)
     if target.run is not None:
@@ -165,7 +165,7 @@ def _find_subject(request: EvaluationRequest, outputs: Path) -> _Subject:
 
 
 def _without(asked: list[str], missing: list[Missing]) -> list[str]:
-    """The tasks that lack nothing; the others are reported. Raises: RequestError if none is left."""
+    """Return the tasks without missing requirements; report the others. Raises: RequestError if none is left."""
     left_out = {entry.task for entry in missing}
     left = [task for task in asked if task not in left_out]
     if missing and not left:
@@ -177,7 +177,7 @@ def _without(asked: list[str], missing: list[Missing]) -> list[str]:
 
 
 def _report(file: Path, end: ProcessEnd, when: str, missing: list[Missing]) -> EvaluationReport:
-    """The outcome. Raises: the worker's error if it wrote nothing."""
+    """Return the report. Raises: the worker's error if it wrote no record."""
     error = None if end.exit_code == 0 else worker_error(end, when, "the same command")
     if error is not None and not file.is_file():
         raise error
@@ -196,7 +196,7 @@ def _report(file: Path, end: ProcessEnd, when: str, missing: list[Missing]) -> E
 
 
 class EvaluationFailedError(TunebookError):
-    """The worker failed and printed why; ends the command with the worker's exit code."""
+    """The worker failed and printed the reason; the command ends with the worker's exit code."""
 
     def __init__(self, exit_code: int, when: str) -> None:
         end = f"ended with exit code {exit_code}" if exit_code > 0 else f"was killed by signal {-exit_code}"
@@ -205,7 +205,7 @@ class EvaluationFailedError(TunebookError):
 
 
 def worker_error(end: ProcessEnd, when: str, command: str) -> TunebookError:
-    """The error for a worker that failed or was stopped; `command` resumes its evaluation."""
+    """Return the error for a worker that failed or was stopped; `command` resumes its evaluation."""
     if end.stopped_by is not None or end.exit_code == StoppedError.exit_code:
         by = f" by {end.stopped_by}" if end.stopped_by else ""
         return StoppedError(
@@ -217,13 +217,13 @@ def worker_error(end: ProcessEnd, when: str, command: str) -> TunebookError:
 
 
 def run_worker(run: Path, when: str) -> ProcessEnd:
-    """Run the evaluation of a run's configuration in its own process and wait for it."""
+    """Evaluate a run's configuration in a separate process and wait for it."""
     config = load_config(run / RUN_FILE)
     return _run(worker_command(run, when), config, config.evaluation.tasks)
 
 
 def worker_command(run: Path, when: str, options: Sequence[str] = ()) -> list[str]:
-    """The worker's argument list; `options` are its further options."""
+    """Return the worker's argument list, with additional `options`."""
     return [sys.executable, "-m", "tunebook.evaluate", "--run", str(run), "--when", when, *options]
 
 
@@ -232,9 +232,9 @@ def _run(command: list[str], config: RunConfig, tasks: list[str]) -> ProcessEnd:
 
 
 def score_table(records: list[dict[str, Any]], run: Path | None = None) -> Table:
-    """Evaluations side by side: a line per task and group, a column per evaluation; for two also the difference.
+    """Compare evaluations in a table: a row per task and group, a column per evaluation, and the change between two.
 
-    With their `run`, the error of the difference is that of the items' paired differences.
+    With `run`, the error of the change is that of the items' paired differences.
     """
     table = Table(title="Evaluation", title_justify="left", box=None, pad_edge=False)
     table.add_column("task")
@@ -247,7 +247,7 @@ def score_table(records: list[dict[str, Any]], run: Path | None = None) -> Table
     last = records[-1]
     for name, task in last["tasks"].items():
         cells = [*(_score(r, name) for r in records), *_change(records, answers, name)]
-        table.add_row(Text(f"{name} ({task['metric']})"), str(task["num_items"]), *cells)  # brackets are no markup
+        table.add_row(Text(f"{name} ({task['metric']})"), str(task["num_items"]), *cells)  # names may have brackets
         for group, score in task["groups"].items():
             cells = [_percent(r["tasks"].get(name, {}).get("groups", {}).get(group)) for r in records]
             table.add_row(Text(f"  {group}"), str(score["num_items"]), *cells, *_change(records, answers, name, group))
@@ -260,7 +260,7 @@ def score_table(records: list[dict[str, Any]], run: Path | None = None) -> Table
 def _change(
     records: list[dict[str, Any]], answers: Sequence[Answers], name: str, group: str | None = None
 ) -> list[str]:
-    """The difference of two evaluations, with its standard error; nothing for another number of them."""
+    """Return the change between two evaluations, with its standard error; empty for any other number."""
     if len(records) != 2:
         return []
     old, new = (record["tasks"] for record in records)
@@ -280,7 +280,7 @@ def _score(record: dict[str, Any], name: str) -> str:
 
 
 def _is_share(task: dict[str, Any]) -> bool:
-    """Whether a score is a share of right answers, unlike a perplexity."""
+    """Return whether a score is a share of right answers, unlike a perplexity."""
     return task["higher_is_better"] is not False and 0 <= task["value"] <= 1
 
 

@@ -53,29 +53,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One evaluation to do."""
+    """One requested evaluation."""
 
     run: Path
     when: str  # before, after, or the name of a later evaluation; names the files
     config: RunConfig
     model: Path | None  # None: the weights that training starts from
     tasks: list[TaskFile | str]
-    trained: Trained | None = None  # the tokenizer, template and system prompt of the training; None: unknown
-    allowed: tuple[str, ...] = ()  # which of them may differ
+    trained: Trained | None = None  # the training's tokenizer, template and system prompt; None: unknown
+    allowed: tuple[str, ...] = ()  # those of `trained` that may differ
     is_fresh: bool = False  # evaluate finished tasks again
     spread: Spread = ALONE
 
     @property
     def folder(self) -> Path:
-        """Where its files are written."""
+        """The folder of its files."""
         return self.run / "evaluation"
 
 
 def evaluate(evaluation: Evaluation, started: float) -> Path:
-    """Run an evaluation that began at the monotonic time `started`; returns the file of its record.
+    """Run an evaluation that began at the monotonic time `started`; return the file of its record.
 
-    Every finished task is kept at once, and reused by the next evaluation of the same model with the same request.
-    Raises: what the first failed task raised, after the results of the others are written.
+    Every finished task is saved at once and reused by the next evaluation of the same model with the same request.
+    Raises: the first failed task's error, after the results of the others are written.
     """
     if not evaluation.tasks:
         raise RequestError(
@@ -103,7 +103,7 @@ def evaluate(evaluation: Evaluation, started: float) -> Path:
 
 
 def load_for_helper(evaluation: Evaluation, progress: AnswerProgress) -> AnswerRequests:
-    """Load the model in a helper process; returns what answers requests."""
+    """Load the model in a helper process; return the function that answers requests."""
     prepare_environment(is_offline=_is_local(evaluation))
     tokenizer, _ = _bound_tokenizer(evaluation)
     return _load(evaluation, tokenizer, progress, None).answer_alone
@@ -159,14 +159,14 @@ def _task_runs(
 
 
 def _is_local(evaluation: Evaluation) -> bool:
-    """Whether neither the tasks nor the model and its tokenizer can need the hub."""
+    """Return whether the tasks, the model and its tokenizer are all local, so that the hub is not needed."""
     model = evaluation.config.model
     is_model_local = model.path is not None and model.tokenizer is None
     return is_model_local and all(isinstance(task, TaskFile) and task.has_own_data for task in evaluation.tasks)
 
 
 def _bound_tokenizer(evaluation: Evaluation) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
-    """The run's tokenizer, compared with the one of the training, and the record of that.
+    """Load the run's tokenizer and compare it with the training's; return it and the record of the comparison.
 
     If the model needs the weights that the run started from, they are compared too.
     """
@@ -181,14 +181,14 @@ def _bound_tokenizer(evaluation: Evaluation) -> tuple[PreTrainedTokenizerBase, d
 def _load(
     evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase, progress: AnswerProgress, helpers: Helpers | None
 ) -> RequestModel:
-    """The model on its device, ready to answer."""
+    """Load the model on its device, ready to answer."""
     from tunebook.evaluate.request_model import RequestModel
     from tunebook.evaluate.trained_model import choose_copies, load_on_gpu, refuse_offloading
 
     config, is_sharded = evaluation.config, evaluation.spread.is_sharded
     dtype, is_on_gpu = compute_dtype(config), uses_gpu(config)
     if is_on_gpu and not is_sharded:
-        # Not through the host, whose memory may not hold a model for each GPU.
+        # Not through the host, whose memory may not hold one model per GPU.
         model: Any = load_on_gpu(lambda device: load_trained(config, evaluation.model, device=device))
     else:
         model = load_trained(config, evaluation.model, is_sharded=is_sharded)
@@ -207,7 +207,7 @@ def _load(
 
 
 def _write_results(evaluation: Evaluation, runs: TaskRuns, bound: dict[str, Any], file: Path, started: float) -> None:
-    """Have programs judged, and write the record and every answer."""
+    """Have the programs judged; write the record and every answer."""
     scores = runs.scores()
     answers = {name: result.answers for name, result in runs.done.items()}
     results = runs.generated()
@@ -268,9 +268,9 @@ def _describe_model(evaluation: Evaluation) -> str:
 
 
 def score_first_baseline(evaluation: Evaluation) -> dict[str, Any] | None:
-    """The score of the first task that has a baseline, on the same items and the file that the run trains on.
+    """Score the first task that has a baseline, on the same items and the file that the run trains on.
 
-    None without such a task or file, and with a limit: a baseline always answers every item.
+    None without such a task or file, and with a limit, because a baseline always answers every item.
     """
     dataset = evaluation.config.dataset
     if dataset.source is not Source.files or dataset.path is None or evaluation.config.evaluation.limit is not None:
@@ -283,11 +283,11 @@ def score_first_baseline(evaluation: Evaluation) -> dict[str, Any] | None:
 
 
 def score_baseline(file: Path, train_file: Path, heldout_file: Path) -> dict[str, Any]:
-    """What a task's items score without a model, by the Python file that its `metadata.baseline` names.
+    """Score a task's items without a model, by the Python file that its `metadata.baseline` names.
 
     The file defines `NAME`, a short text, and `score(train_file, heldout_file) -> dict[str, float]`: the share of
-    held-out items answered correctly, under `overall` and under each group.
-    Returns: `{name, value, groups: {group: {value}}}`. Raises: RequestError for a file that breaks this contract.
+    held-out items answered correctly, under `overall` and under each group. Returns: `{name, value, groups: {group:
+    {value}}}`. Raises: RequestError for a file that breaks this contract.
     """
     module = _import_file(file)
     if not callable(getattr(module, "score", None)) or not isinstance(getattr(module, "NAME", None), str):
@@ -311,7 +311,7 @@ def _import_file(file: Path) -> ModuleType:
     spec = spec_from_file_location(f"tunebook_baseline_{file.stem}", file)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
-    sys.path.insert(0, str(file.parent))  # it may import its neighbours, such as the generator of the data
+    sys.path.insert(0, str(file.parent))  # it may import files next to it, such as the data generator
     try:
         spec.loader.exec_module(module)
     finally:

@@ -1,7 +1,7 @@
 """`tunebook fetch`: download what a later run or evaluation reads, so that it needs no network.
 
-For a recipe: its model and tokenizer, its data sets and what its tasks need. For tasks: only the latter. It goes where
-the libraries look for it: HF_HOME, and nltk's data into Tunebook's cache.
+For a recipe: its model, tokenizer, data sets and the data of its tasks. For tasks: only their data. Downloads go where
+the libraries look for them: HF_HOME, and Tunebook's cache for nltk's data.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def fetch_command(
 ) -> None:
     """Fetch what a recipe with its overrides reads, or what a suite or tasks need.
 
-    Raises: RequestError for an unknown name, and with everything that could not be fetched.
+    Raises: RequestError for an unknown name, or one that lists everything that could not be fetched.
     """
 
     def say(line: str) -> None:
@@ -70,7 +70,7 @@ def fetch_command(
 
 
 def fetch_tasks(tasks: Iterable[str], say: Say) -> list[str]:
-    """Fetch the data sets and nltk's data of tasks; returns what could not be fetched, in words.
+    """Fetch the data sets and nltk data of tasks; return descriptions of what could not be fetched.
 
     Raises: RequestError for an unknown task, DoesNotFitError.
     """
@@ -80,7 +80,7 @@ def fetch_tasks(tasks: Iterable[str], say: Say) -> list[str]:
 
 
 class _FetchingHub(Hub):
-    """Downloads what it can; what it cannot is still missing."""
+    """Downloads what it can; the rest stays missing."""
 
     def __init__(self, say: Say) -> None:
         super().__init__()
@@ -88,19 +88,19 @@ class _FetchingHub(Hub):
         self._problems: dict[DataSet, str | None] = {}
 
     def refusal(self, data: DataSet) -> str | None:
-        """Download a data set; why that failed. The hub is asked first: the library would retry for half a minute."""
+        """Download a data set; return why that failed. Asks the hub first: the library retries for half a minute."""
         if data not in self._problems:
             problem = super().refusal(data) or _attempt(f"data set {data.label}", partial(_load, data), self._say)
             self._problems[data] = problem
         return self._problems[data]
 
     def nltk_refusal(self, package: str) -> str | None:
-        """Download nltk's data; why that failed."""
+        """Download nltk data; return why that failed."""
         return _attempt(f"nltk data {package}", partial(download_nltk_package, package), self._say)
 
 
 def _fetch_run(config: RunConfig, say: Say) -> list[str]:
-    """Fetch what a training of this configuration reads, and what its evaluation needs."""
+    """Fetch what a training with this configuration reads, and what its evaluation needs."""
     downloads: dict[str, Callable[[], object]] = {}
     if config.model.name is not None:
         downloads[f"model {config.model.name}"] = partial(_fetch_model, config)
@@ -116,7 +116,7 @@ def _fetch_run(config: RunConfig, say: Say) -> list[str]:
 
 
 def _attempt(label: str, fetch: Callable[[], object], say: Say) -> str | None:
-    """Fetch one thing; returns why it failed. Raises: DoesNotFitError, since nothing after it would fit."""
+    """Fetch one thing; return why it failed. Raises: DoesNotFitError, because nothing after it would fit."""
     say(f"fetching {label}")
     try:
         fetch()
@@ -128,12 +128,12 @@ def _attempt(label: str, fetch: Callable[[], object], say: Say) -> str | None:
 
 
 def _load(data: DataSet) -> None:
-    """Download a data set and prepare it as the library reads it offline. Raises: RequestError."""
+    """Download a data set and prepare it for offline use. Raises: RequestError."""
     import datasets
 
     try:
         datasets.load_dataset_builder(data.path, data.subset, **data.options).download_and_prepare()
-    except Exception as error:  # the library's own, the hub's, and whatever reading a broken file raises
+    except Exception as error:  # errors of the library, of the hub, and of reading a broken file
         raise _problem(error, data.label) from error
 
 
@@ -152,12 +152,12 @@ def _fetch_data_set(source: DatasetSource) -> None:
     assert source.name is not None
     try:
         snapshot_download(source.name, repo_type="dataset", revision=source.revision)
-    except (OSError, ValueError) as error:  # the hub's own errors are kinds of these
+    except (OSError, ValueError) as error:  # the hub's errors are subclasses of these
         raise _problem(error, source.name) from error
 
 
 def _problem(error: BaseException, name: str) -> TunebookError:
-    """Why a data set could not be fetched."""
+    """Return the error that says why a data set could not be fetched."""
     if problem := local_problem(error, f"the data set {name}"):
         return problem
     if is_out_of_reach(error):

@@ -1,8 +1,8 @@
-"""Run lm-evaluation-harness task by task, through its Python API, quietly and from fresh data.
+"""Run lm-evaluation-harness task by task through its Python API, quietly and on fresh data.
 
-Every task is loaded with its data before the first one runs, so that a missing data set is reported now and not in an
-hour. Then each runs by itself, so that an evaluation can be resumed. The scores of groups are aggregated afterwards by
-the harness' own classes.
+All tasks are loaded with their data before the first one runs, so that a missing data set is reported at once rather
+than an hour later. Each task then runs separately, so that an evaluation can be resumed. The harness' own classes
+aggregate the group scores afterwards.
 """
 
 from __future__ import annotations
@@ -32,52 +32,52 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SEEDS = {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}  # the harness' own defaults
-GROUP_KEY = "task"  # next to the conversation in its file: the group that its score counts for
-UNGROUPED = "all"  # the group of conversations that name none
-_NO_CACHE = "Couldn't find cache"  # the message of `datasets` if it has only another configuration of the data
+GROUP_KEY = "task"  # key next to a conversation in its file: the group that its score counts for
+UNGROUPED = "all"  # the group of conversations without that key
+_NO_CACHE = "Couldn't find cache"  # message of `datasets` if it has only another configuration of the data
 
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessSettings:
-    """What the prompts and results of an evaluation depend on, except its tasks and the model's weights."""
+    """Everything that the prompts and results depend on, except the tasks and the model's weights."""
 
     tokenizer: PreTrainedTokenizerBase
-    max_length: int  # of prompt and answer together, in tokens
+    max_length: int  # prompt and answer together, in tokens
     num_fewshot: int | None  # None: the task's own
     limit: int | None  # items per task; None: all
-    system_prompt: str | None  # put before prompts that have none
-    items_folder: Path  # where rendered prompts are written
-    cache_folder: Path  # for this evaluation alone: a cache kept between runs could hide changed data
-    max_gen_toks: int = 256  # of an answer, if the task says nothing; the harness' default
+    system_prompt: str | None  # added to prompts that have none
+    items_folder: Path  # folder of the rendered prompts
+    cache_folder: Path  # private to this evaluation: a cache kept between runs could hide changed data
+    max_gen_toks: int = 256  # answer length if the task sets none; the harness' default
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedTask:
-    """One of the harness' tasks with its data."""
+    """A task of the harness with its data."""
 
     name: str
     task: Any
-    is_rendered: bool  # its prompts have been through the chat template already
-    source_sha256: str | None  # of the user's file and of those next to it; None: a task of the harness
+    is_rendered: bool  # its prompts already went through the chat template
+    source_sha256: str | None  # of the user's file and those next to it; None: a task of the harness
     is_code: bool = False  # the model writes programs, which are judged at the end
 
 
 @dataclass(kw_only=True)
 class LoadedTasks:
-    """Everything that was asked for."""
+    """All requested tasks."""
 
     tasks: dict[str, LoadedTask] = field(default_factory=dict)  # in the order they run
     groups: dict[str, Any] = field(default_factory=dict)  # the harness' own objects, by name
-    missing: dict[str, RequestError] = field(default_factory=dict)  # tasks whose data is not here
+    missing: dict[str, RequestError] = field(default_factory=dict)  # tasks whose data is not available
 
 
 def prepare_environment(is_offline: bool) -> None:
-    """Set what the harness' libraries read from the environment when they are imported; call it before that."""
+    """Set environment variables that the harness' libraries read on import; call it before importing them."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     os.environ["TQDM_DISABLE"] = "1"
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # A task that executes programs is refused by name; this stops one that is part of a group.
+    # Code-executing tasks are refused by name; this stops one that is part of a group.
     os.environ["HF_ALLOW_CODE_EVAL"] = "0"
     os.environ["NLTK_DATA"] = search_path()
     if is_offline:
@@ -86,10 +86,10 @@ def prepare_environment(is_offline: bool) -> None:
 
 
 def load_tasks(tasks: Sequence[TaskFile | str], settings: HarnessSettings) -> LoadedTasks:
-    """The harness' own objects, each with its data; tasks without data are under `missing`.
+    """Load the harness' objects with their data; tasks without data are listed in `missing`.
 
-    Raises: RequestError for a task that the harness refuses, and if no task has its data; DataError for held-out
-    conversations that cannot be used; whatever a full disk raises.
+    Raises: RequestError for a task that the harness refuses, and if no task has its data; DataError for unusable
+    held-out conversations; disk-full errors unchanged.
     """
     loaded = LoadedTasks()
     for task in tasks:
@@ -118,7 +118,7 @@ def load_tasks(tasks: Sequence[TaskFile | str], settings: HarnessSettings) -> Lo
 
 
 def run_task(model: Any, loaded: LoadedTask, settings: HarnessSettings) -> dict[str, Any]:
-    """The harness' results of one task. Raises: whatever the harness and the task's own functions raise."""
+    """Run one task and return the harness' results. Raises: errors of the harness and of the task's own functions."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -179,7 +179,7 @@ def _missing(name: str, error: Exception) -> RequestError:
 
 
 def _first_line(error: Exception) -> str:
-    """The first line of an error; with the type for a KeyError, whose message is only the key."""
+    """Return the first line of an error; with the type for a KeyError, whose message is only the key."""
     kind = type(error).__name__
     if isinstance(error, KeyError):
         return f"{kind}: {error}"
@@ -187,7 +187,7 @@ def _first_line(error: Exception) -> str:
 
 
 def seed_libraries() -> None:
-    """As the harness does at the start of an evaluation."""
+    """Seed the libraries as the harness does at the start of an evaluation."""
     import numpy
     import torch
 
@@ -197,7 +197,7 @@ def seed_libraries() -> None:
 
 
 def _set_fewshot(task: Any, num_fewshot: int | None) -> None:
-    """As the harness does it later, except for tasks that set 0; done now, since it decides the prompts."""
+    """Set the number of examples before the prompts depend on it, as the harness does later, unless the task sets 0."""
     own = task.get_config("num_fewshot")
     if num_fewshot is None and own is None:
         task.set_config(key="num_fewshot", value=0)
@@ -206,12 +206,12 @@ def _set_fewshot(task: Any, num_fewshot: int | None) -> None:
 
 
 def has_template(loaded: LoadedTask, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the harness is to put the prompts through the chat template."""
+    """Return whether the harness should apply the chat template to the prompts."""
     return not loaded.is_rendered and tokenizer.chat_template is not None
 
 
 def require_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> None:
-    """Refuse one that the template omits: the harness would continue without it. Raises: DataError."""
+    """Refuse a system prompt that the template omits: the harness would continue without it. Raises: DataError."""
     from tunebook.data.template import ConversationRenderer
 
     if system_prompt is not None:
@@ -220,7 +220,7 @@ def require_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The harness' own way from messages to a prompt, without a model."""
+    """Return the harness' function from messages to a prompt, without a model."""
     from types import SimpleNamespace
 
     from lm_eval.models.huggingface import HFLM
@@ -230,7 +230,7 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def _source_hash(task: TaskFile | str) -> str | None:
-    """A hash of a task file and of the YAML and Python files next to it, which it may use."""
+    """Hash a task file and the YAML and Python files next to it, which it may use."""
     if isinstance(task, str):
         return None
     beside = [file for file in sorted(task.file.parent.iterdir()) if file.suffix in (".yaml", ".yml", ".py")]
@@ -239,7 +239,7 @@ def _source_hash(task: TaskFile | str) -> str | None:
 
 @contextmanager
 def _without_environment_report() -> Iterator[None]:
-    """Keep the harness from running `pip list` for two seconds, and git: the manifest has both."""
+    """Keep the harness from running git, and `pip list` for two seconds: the manifest has both results."""
     from lm_eval import evaluator
 
     originals = evaluator.add_env_info, evaluator.get_git_commit_hash
@@ -251,7 +251,7 @@ def _without_environment_report() -> Iterator[None]:
 
 
 def _task_spec(task: TaskFile | str, settings: HarnessSettings) -> dict[str, Any] | str:
-    """What the harness loads: a name, or a task's settings."""
+    """Return what the harness loads: a task name, or a task's settings."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
     if isinstance(task, str):
@@ -272,14 +272,14 @@ def _task_spec(task: TaskFile | str, settings: HarnessSettings) -> dict[str, Any
 
 
 def _render(task: TaskFile, config: dict[str, Any], settings: HarnessSettings) -> Path:
-    """Write the task's held-out conversations as this model's prompts; returns the file."""
+    """Render the task's held-out conversations as this model's prompts; return the file."""
     assert task.conversations is not None
     items = render_conversations(task.conversations, settings.system_prompt, settings.tokenizer)
     max_gen_tokens = (config.get("generation_kwargs") or {}).get("max_gen_toks", settings.max_gen_toks)
     check_prompt_lengths(items, settings.tokenizer, settings.max_length - max_gen_tokens)
     file = settings.items_folder / f"{task.name}-prompts.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    # In one step: two evaluations of one run may run at the same time.
+    # Atomically: two evaluations of one run may run at the same time.
     atomic_write_text(file, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items))
     return file
 
@@ -287,10 +287,10 @@ def _render(task: TaskFile, config: dict[str, Any], settings: HarnessSettings) -
 def render_conversations(
     file: Path, system_prompt: str | None, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, str]]:
-    """Documents with the keys `prompt`, `answer` (a conversation's last turn) and `task` (its group).
+    """Render documents with the keys `prompt`, `answer` (a conversation's last turn) and `task` (its group).
 
-    The conversations may have any format that can be trained on. `system_prompt` is put before those without one, as
-    in training. Raises: DataError with every problem.
+    The conversations may have any trainable format. As in training, `system_prompt` is added to those without one.
+    Raises: DataError with every problem.
     """
     from tunebook.data.template import ConversationRenderer
 
@@ -327,7 +327,7 @@ def _turns(row: dict[str, Any]) -> list[dict[str, str]]:
 def check_prompt_lengths(
     items: list[dict[str, str]], tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int
 ) -> None:
-    """Refuse prompts whose beginning the harness would cut off to leave space for the answer. Raises: DataError."""
+    """Refuse prompts that the harness would truncate at the start to leave space for the answer. Raises: DataError."""
     encoded = tokenizer([item["prompt"] for item in items], add_special_tokens=False)["input_ids"]
     lengths = [len(tokens) for tokens in encoded]
     num_long = sum(length > max_prompt_tokens for length in lengths)

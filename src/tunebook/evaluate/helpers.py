@@ -1,8 +1,8 @@
 """Helper processes of an evaluation: each has a copy of the model on its own GPU and answers a share of the requests.
 
-The first process runs the harness as if it were alone. It loads the tasks and sends only what the model is to answer
-over a pipe to each helper. So results are collected in one place and one order, a helper that dies costs one task, and
-nothing has to be set up between the GPUs.
+The first process runs the harness as if it were alone. It loads the tasks and sends each helper, over a pipe, only the
+requests to answer. So results are collected in one place and one order, a helper that dies costs one task, and no
+communication between the GPUs has to be set up.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tunebook.processes import ask_to_stop_when_parent_dies
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-_COUNT, _TEXT, _ANSWERS, _NO_MEMORY, _FAILED = "count", "text", "answers", "no-memory", "failed"  # messages of a helper
+_COUNT, _TEXT, _ANSWERS, _NO_MEMORY, _FAILED = "count", "text", "answers", "no-memory", "failed"  # kinds of message
 _SECONDS_TO_END = 20.0
 _NUM_LINES_QUOTED = 15
 _SPAWN = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
 Answer = Callable[[str, Sequence["Instance"]], list[Any]]  # kind of request, requests -> answers
-Load = Callable[[AnswerProgress], Answer]  # what a helper does first; a module's function, since it is pickled
+Load = Callable[[AnswerProgress], Answer]  # first call in a helper; a module-level function, because it is pickled
 
 
 class HelperError(TunebookError):
@@ -55,13 +55,13 @@ class _Helper:
 
 
 class Helpers:
-    """The helpers, as the first process sees them; a context manager that ends them."""
+    """The helpers, managed by the first process; the context manager ends them."""
 
     def __init__(self, progress: AnswerProgress) -> None:
         self.progress = progress
         self._helpers: list[_Helper] = []
-        self._working: list[_Helper] = []  # on the requests of this call
-        self._results: dict[int, list[Any] | TunebookError] = {}  # of this call, by the helper's number
+        self._working: list[_Helper] = []  # helpers that work on this call's requests
+        self._results: dict[int, list[Any] | TunebookError] = {}  # of this call, by helper number
         self._logs = tempfile.TemporaryDirectory(prefix="tunebook-evaluation-")
 
     def __enter__(self) -> Self:
@@ -69,7 +69,7 @@ class Helpers:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for helper in self._helpers:
-            helper.connection.close()  # which ends it, once it has answered
+            helper.connection.close()  # ends the helper once it has answered
             if kind is not None:
                 helper.process.terminate()
         end = time.monotonic() + _SECONDS_TO_END
@@ -80,7 +80,7 @@ class Helpers:
         self._logs.cleanup()
 
     def start(self, load: Load, environments: Sequence[Mapping[str, str]]) -> None:
-        """Start a helper for each environment."""
+        """Start one helper per environment."""
         for number, environment in enumerate(environments, len(self._helpers) + 1):
             ours, theirs = _SPAWN.Pipe()
             log = Path(self._logs.name) / f"{number}.log"
@@ -90,9 +90,9 @@ class Helpers:
             self._helpers.append(_Helper(number=number, process=process, connection=ours, log=log))
 
     def share(self, kind: str, requests: Sequence[Instance], answer: Answer) -> list[Any]:
-        """Answers in the order of the requests, computed here and by every helper that is left.
+        """Return answers in the order of the requests, computed here and by every live helper.
 
-        Raises: HelperError for one that failed, DoesNotFitError for one whose memory was too small.
+        Raises: HelperError if a helper failed, DoesNotFitError if a helper ran out of memory.
         """
         self._working = [helper for helper in self._helpers if not helper.is_lost]
         self._results = {}
@@ -104,7 +104,7 @@ class Helpers:
                 self._results[helper.number] = self._lose(helper)
         try:
             own = answer(kind, [requests[index] for index in shares[0]])
-        finally:  # also after an error: the next task would get the answers of this one
+        finally:  # also after an error: the next task would get this task's answers
             while len(self._results) < len(self._working):
                 self.listen(timeout_s=None)
         results = [own, *(self._results[helper.number] for helper in self._working)]
@@ -117,7 +117,7 @@ class Helpers:
         return answers
 
     def listen(self, timeout_s: float | None = 0) -> None:
-        """Process the helpers' messages so far; with a timeout of None wait for the next one."""
+        """Process the helpers' pending messages; with a timeout of None, wait for the next one."""
         waiting = {helper.connection: helper for helper in self._working if helper.number not in self._results}
         for connection in wait(list(waiting), timeout_s):
             assert isinstance(connection, Connection)
@@ -140,7 +140,7 @@ class Helpers:
                 self._results[helper.number] = content
 
     def _lose(self, helper: _Helper) -> HelperError:
-        """The error for a helper that died; it gets no more requests."""
+        """Return the error for a helper that died; it gets no more requests."""
         helper.is_lost = True
         helper.connection.close()
         helper.process.join()
@@ -152,40 +152,40 @@ class Helpers:
 
 
 def deal(requests: Sequence[Instance], num_shares: int) -> list[list[int]]:
-    """Indexes of requests in shares of equal work; requests with the same context stay together.
+    """Split request indexes into shares of equal work; requests with the same context stay together.
 
-    The harness computes a context once for all its continuations of a single token.
+    The harness computes a context once for all its single-token continuations.
     """
     by_context: dict[str, list[int]] = {}
     for index, request in enumerate(requests):
         by_context.setdefault(str(request.args[0]), []).append(index)
     shares: list[list[int]] = [[] for _ in range(num_shares)]
     for number, context in enumerate(sorted(by_context, key=len, reverse=True)):
-        # Forth and back: else the first share would get the longest of each round.
+        # Alternate the direction; otherwise the first share would get the longest of each round.
         place = number % (2 * num_shares)
         shares[min(place, 2 * num_shares - 1 - place)] += by_context[context]
     return shares
 
 
 class _HelperProgress(AnswerProgress):
-    """Sends the progress of a helper to the first process, which shows it: nobody sees a helper's own output."""
+    """Sends a helper's progress to the first process, because a helper's own output is not displayed."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__("helper")
         self._connection = connection
 
     def say(self, text: str) -> None:
-        """Send a sentence for people."""
+        """Send a sentence for the user."""
         self._connection.send((_TEXT, text))
 
     def advance(self, num_requests: int = 1) -> None:
-        """Count answered requests here and there."""
+        """Count answered requests, here and in the first process."""
         self._num_done += num_requests
         self._connection.send((_COUNT, num_requests))
 
 
 def _serve(connection: Connection, load: Load, environment: dict[str, str], log: Path) -> None:
-    """What a helper does: load the model, and answer requests until the pipe is closed."""
+    """Run a helper: load the model, and answer requests until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first process, which ends its helpers
     ask_to_stop_when_parent_dies()
     with log.open("wb") as stream:
@@ -204,7 +204,7 @@ def _serve(connection: Connection, load: Load, environment: dict[str, str], log:
 
 
 def _result(answer: Answer, kind: str, arguments: list[Any]) -> tuple[str, Any]:
-    """The message with the answers or with the error, whose traceback goes into the log."""
+    """Return the message with the answers, or with the error, whose traceback goes into the log."""
     from lm_eval.api.instance import Instance
 
     requests = [Instance(kind, {}, tuple(given), index) for index, given in enumerate(arguments)]

@@ -1,7 +1,7 @@
-"""What the tasks of an evaluation need and this machine lacks, found at once and before a model is loaded.
+"""Find missing requirements of an evaluation's tasks, all at once and before a model is loaded.
 
-With a network, data sets that can be fetched are not missing: the harness downloads them; nltk's data is downloaded
-here. Access to gated data sets is checked now, and not after an hour.
+With a network, fetchable data sets are not missing: the harness downloads them, and nltk data is downloaded here.
+Access to gated data sets is checked now rather than after an hour.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 _NLTK_KIND = "tokenizers"  # of all nltk data that the harness' tasks use
 _OUT_OF_REACH = "the hub is out of reach"
-_NUM_NAMED = 3  # parts of a group that a message names; the others are counted
+_NUM_NAMED = 3  # parts of a group named in a message; the others are counted
 
 
 @dataclass(frozen=True, kw_only=True)
 class Missing:
-    """What one task cannot be evaluated without. The record of an evaluation has these keys under `left_out`."""
+    """A missing requirement of one task. The record of an evaluation has these keys under `left_out`."""
 
     task: str
     lacks: str  # what is missing, and why it cannot be fetched
-    fix: str | None = None  # what to do instead of fetching it
+    fix: str | None = None  # the fix, if it is not fetching
 
 
 class Hub:
-    """Says of each data set whether it can be fetched; asks once for each, and not again if nothing answers."""
+    """Finds out whether data sets can be fetched. Asks once for each, and never again if the hub does not answer."""
 
     def __init__(self) -> None:
         self._refusals: dict[str, str | None] = {}
@@ -47,7 +47,7 @@ class Hub:
         )
 
     def refusal(self, data: DataSet) -> str | None:
-        """Why a data set cannot be fetched; None if it can."""
+        """Return why a data set cannot be fetched; None if it can."""
         if not data.is_on_the_hub:
             return None if self.is_reached else "there is no network"
         if not self.is_reached:
@@ -57,7 +57,7 @@ class Hub:
         return self._refusals[data.path]
 
     def nltk_refusal(self, package: str) -> str | None:
-        """Download nltk's data now; why that cannot be done, None if it is done."""
+        """Download nltk data now; return why that failed, None on success."""
         if not self.is_reached:
             return "there is no network"
         try:
@@ -90,7 +90,7 @@ class Hub:
 
 
 def find_missing(tasks: Iterable[str], hub: Hub | None = None) -> list[Missing]:
-    """What each of `evaluation.tasks` lacks and `hub` cannot provide. Raises: RequestError for an unknown task."""
+    """Find tasks' missing requirements that `hub` cannot provide. Raises: RequestError for an unknown task."""
     hub = hub or Hub()
     return [missing for task in tasks for missing in _missing_of(task, leaves_of(task), hub)]
 
@@ -121,13 +121,13 @@ def _missing_of(task: str, leaves: list[LeafTask], hub: Hub) -> Iterator[Missing
 
 
 def require_task_data(tasks: Iterable[str]) -> None:
-    """Refuse tasks that lack something, all in one error. Raises: RequestError."""
+    """Refuse tasks with missing requirements, all in one error. Raises: RequestError."""
     if missing := find_missing(tasks):
         raise missing_error(missing)
 
 
 def missing_error(missing: list[Missing]) -> RequestError:
-    """The error for tasks that lack something."""
+    """Return the error for tasks with missing requirements."""
     names = {entry.task for entry in missing}
     count = "a task cannot be evaluated" if len(names) == 1 else f"{len(names)} tasks cannot be evaluated"
     return RequestError(
@@ -137,7 +137,7 @@ def missing_error(missing: list[Missing]) -> RequestError:
 
 
 def describe_missing(missing: list[Missing]) -> list[str]:
-    """A line for each task, and one for each thing to do."""
+    """Return one line per task and one per fix."""
     by_task: dict[str, list[str]] = {}
     for entry in missing:
         by_task.setdefault(entry.task, []).append(entry.lacks)
@@ -148,7 +148,7 @@ def describe_missing(missing: list[Missing]) -> list[str]:
 
 
 def harness_environment(tasks: Iterable[str]) -> dict[str, str]:
-    """Environment for the harness: offline if all data is local, or it would ask the hub, for minutes without one."""
+    """Return the harness' environment: offline if all data is local. Else it asks the hub, for minutes if offline."""
     from tunebook.evaluate.task_requirements import data_set_of
 
     found = dict.fromkeys(data_set_of(leaf) for task in tasks for leaf in leaves_of(task))
@@ -157,7 +157,7 @@ def harness_environment(tasks: Iterable[str]) -> dict[str, str]:
 
 
 def leaves_of(name: str) -> list[LeafTask]:
-    """The tasks behind a name or file; none if its data is next to its file, so that nothing can be missing."""
+    """Return the tasks behind a name or file; none if its data is next to its file, so that nothing can be missing."""
     task = resolve_task(name)
     if isinstance(task, TaskFile) and task.has_own_data:
         return []
@@ -175,36 +175,36 @@ def _enumerate(names: list[str], kind: str) -> str:
 
 
 def nltk_folder() -> Path:
-    """The download folder: in Tunebook's cache, which outlives containers."""
+    """Return the nltk download folder, in Tunebook's cache, which outlives containers."""
     return cache_root() / "nltk_data"
 
 
 def search_path() -> str:
-    """NLTK_DATA with that folder; nltk reads the variable when it is imported."""
+    """Return NLTK_DATA extended by that folder; nltk reads the variable on import."""
     named = os.environ.get("NLTK_DATA", "").split(os.pathsep)
     return os.pathsep.join(dict.fromkeys([*filter(None, named), str(nltk_folder())]))
 
 
 def is_nltk_package_local(package: str) -> bool:
-    """Whether nltk finds the package in its own folders or in Tunebook's, as it will when a task is loaded."""
+    """Return whether nltk finds the package in its own folders or in Tunebook's, as when a task is loaded."""
     import nltk.data
 
     with _nltk_environment():
         try:
             nltk.data.find(f"{_NLTK_KIND}/{package}", [*search_path().split(os.pathsep), *nltk.data.path])
-        except (LookupError, PermissionError):  # it also refuses folders that others may write to
+        except (LookupError, PermissionError):  # nltk also refuses folders that others may write to
             return False
     return True
 
 
 def download_nltk_package(package: str) -> None:
-    """Download a package of nltk's data. Raises: RequestError."""
+    """Download a package of nltk data. Raises: RequestError."""
     from nltk.downloader import Downloader
 
     folder = nltk_folder()
     folder.mkdir(parents=True, exist_ok=True, mode=0o755)
     folder.chmod(0o755)  # nltk reads no data from a folder that others may write to
-    options = {"quiet": True, "raise_on_error": True, "print_error_to": StringIO()}  # the error says it all
+    options = {"quiet": True, "raise_on_error": True, "print_error_to": StringIO()}  # the raised error says it all
     try:
         with _nltk_environment():
             Downloader(download_dir=str(folder)).download(package, **options)
@@ -219,7 +219,7 @@ def download_nltk_package(package: str) -> None:
 
 @contextmanager
 def _nltk_environment() -> Iterator[None]:
-    """Let nltk trust Tunebook's folder and the proxy in the user's environment; by default it refuses both."""
+    """Let nltk trust Tunebook's folder and the user's proxy settings; by default it refuses both."""
     changed = {"NLTK_DATA": search_path(), "NLTK_ALLOW_PROXIED_URLOPEN": "1"}
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)

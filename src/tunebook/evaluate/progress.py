@@ -1,7 +1,7 @@
-"""The progress of an evaluation: its task and answered requests; a rich bar on a terminal, else plain lines.
+"""Progress of an evaluation: the task and its answered requests, as a rich bar on a terminal, else as plain lines.
 
-Without a terminal each finished task gets a line. A long one gets lines in between, first every few seconds and later
-less often, so that the log of a night does not hold thousands.
+Without a terminal, each finished task prints a line. A long task prints lines in between, first every few seconds and
+later less often, so that an overnight log does not hold thousands.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class AnswerProgress:
             self._bar.stop()
 
     def begin_task(self, name: str, number: int, num_tasks: int) -> None:
-        """Another task begins; its requests are counted from zero."""
+        """Start a task; its requests are counted from zero."""
         self._task = name if num_tasks == 1 else f"{name} (task {number} of {num_tasks})"
         self._num_done = self._num_expected = 0
         self._last_line = self._clock()
@@ -53,7 +53,7 @@ class AnswerProgress:
             self._bar.reset(self._bar_task, total=None, description=f"{self._label}: {self._task}")
 
     def end_task(self, how: str) -> None:
-        """Report the outcome of the task."""
+        """Print the outcome of the task."""
         self.say(f"{self._task}: {how}")
 
     def say(self, text: str) -> None:
@@ -62,18 +62,18 @@ class AnswerProgress:
         self._console.print(f"{self._label}: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def expect(self, num_requests: int) -> None:
-        """Expect this many more requests."""
+        """Add to the number of expected requests."""
         self._num_expected += num_requests
         if self._bar is not None:
             self._bar.update(self._bar_task, total=self._num_expected)
 
     @property
     def num_done(self) -> int:
-        """The number of answered requests of the task."""
+        """Number of answered requests of the task."""
         return self._num_done
 
     def advance(self, num_requests: int = 1) -> None:
-        """Count answered requests; a negative number if some are to be answered again."""
+        """Count answered requests; negative if some must be answered again."""
         self._num_done += num_requests
         if self._bar is not None:
             self._bar.update(self._bar_task, completed=self._num_done)

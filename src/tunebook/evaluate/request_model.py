@@ -1,8 +1,8 @@
-"""A run's model as lm-evaluation-harness sees it: it finds the batch size, shares requests with helpers, counts them.
+"""A run's model behind lm-evaluation-harness' interface: it finds the batch size and shares requests with helpers.
 
-Imports the harness and torch, so it is imported once there is something to compute. The harness calls it with one kind
-of request of one task and sorts them, longest first. So a batch that is too large fails at once, and the call is
-repeated with a smaller one.
+Imports the harness and torch, so import it only when there is something to compute. The harness calls it with one kind
+of request of one task and sorts requests by length, longest first. So a batch that is too large fails at once, and the
+call is repeated with a smaller one. It also counts the requests.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from tunebook.evaluate.helpers import Helpers
 
-_CHARACTERS_PER_TOKEN = 4  # roughly, to add generated tokens to text
-_SHARE_OF_HOST_MEMORY = 0.25  # for the logits of one batch on a CPU, where running out of memory kills the process
+_CHARACTERS_PER_TOKEN = 4  # rough estimate, to add generated tokens to text
+_SHARE_OF_HOST_MEMORY = 0.25  # for one batch's logits on a CPU, where running out of memory kills the process
 
 
 class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marker
@@ -48,8 +48,8 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
             tokenizer=tokenizer,
             batch_size=batch_size.asked or 1,
             mixed_precision_dtype=compute_dtype,
-            # A chat template writes BOS itself if the model wants one, and training tokenized its text without adding
-            # another. Text without a template is tokenized as the tokenizer does by default.
+            # A chat template writes BOS itself if the model wants one, and training added no second BOS. Text without a
+            # template gets the tokenizer's default.
             add_bos_token=None if tokenizer.chat_template is None else False,
         )
         assert model.generation_config is not None
@@ -60,19 +60,19 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         self._helpers = helpers
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Log-likelihoods of given answers."""
+        """Return log-likelihoods of given answers."""
         return self._answer("loglikelihood", requests)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """Log-likelihoods of whole texts."""
+        """Return log-likelihoods of whole texts."""
         return self._answer("loglikelihood_rolling", requests)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Answers to prompts."""
+        """Return generated answers to prompts."""
         return self._answer("generate_until", requests)
 
     def prompted(self) -> dict[str, Any]:
-        """For the record: the stop tokens, whether BOS is added, and the device."""
+        """Return stop tokens, whether BOS is added, and the device, for the record."""
         assert self.model.generation_config is not None
         return {
             "stop_tokens": self.tokenizer.convert_ids_to_tokens(self.model.generation_config.eos_token_id),
@@ -87,7 +87,7 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         return self._helpers.share(kind, requests, self.answer_alone)
 
     def answer_alone(self, kind: str, requests: Sequence[Instance]) -> list[Any]:
-        """Answers in the order of the requests. Raises: DoesNotFitError if no allowed batch size fits."""
+        """Return answers in the order of the requests. Raises: DoesNotFitError if no allowed batch size fits."""
         if not requests:
             return []
         longest = max(requests, key=_num_characters)
@@ -104,13 +104,13 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
             self.sizes.lower(kind, size, length)
             self._progress.advance(num_done - self._progress.num_done)
             clear_device_cache(garbage_collection=True)
-            _set_random_state(random_state)  # or sampled answers would depend on how often it was tried
+            _set_random_state(random_state)  # otherwise sampled answers would depend on the number of attempts
         if note := self.sizes.fitted(kind, size):
             self._progress.say(note)
         return answers
 
     def _try(self, kind: str, requests: Sequence[Instance]) -> list[Any] | None:
-        """The answers, or None if memory ran out; nothing refers to the attempt then, so that it can be freed."""
+        """Return the answers, or None if memory ran out; then nothing refers to the attempt, so it can be freed."""
         answer: Any = getattr(super(), kind)
         try:
             answers: list[Any] = answer(list(requests), disable_tqdm=True)
@@ -121,7 +121,7 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         return answers
 
     def _limit_on_cpu(self, kind: str, longest: Instance) -> int | None:
-        """How many rows of logits fit into a share of the host's memory; None if the device raises an error itself."""
+        """Return how many rows of logits fit into a share of host memory; None if the device raises an error itself."""
         if self.device.type != "cpu" or kind == "generate_until":
             return None
         num_tokens = min(self.max_length, len(self.tok_encode("".join(_texts(longest)))) + 1)
@@ -131,16 +131,16 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
 
 
 class _Counter:
-    """Counts answered requests, in the place of the harness' cache of answers."""
+    """Counts answered requests, in place of the harness' answer cache."""
 
-    dbdict = None  # an attribute of the harness' own hook
+    dbdict = None  # attribute of the harness' own hook
 
     def __init__(self, progress: AnswerProgress, helpers: Helpers | None) -> None:
         self._progress = progress
         self._helpers = helpers
 
     def add_partial(self, attr: str, req: Iterable[Any], res: Any) -> None:
-        """Count one, and those that helpers answered meanwhile."""
+        """Count one request, and those that helpers answered meanwhile."""
         self._progress.advance()
         if self._helpers is not None:
             self._helpers.listen()
@@ -151,7 +151,7 @@ def _texts(request: Instance) -> list[str]:
 
 
 def _num_characters(request: Instance) -> int:
-    """The length of a request, with what it may generate."""
+    """Return the length of a request, including what it may generate."""
     options = [part for part in request.args if isinstance(part, dict)]
     generated = sum(_CHARACTERS_PER_TOKEN * int(option.get("max_gen_toks") or 0) for option in options)
     return sum(map(len, _texts(request))) + generated

@@ -1,4 +1,4 @@
-"""The harness' results as the record of a run keeps them: scores with errors and groups, and sample answers."""
+"""Convert the harness' results to a run's record: scores with errors and groups, and sample answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tunebook.errors import TunebookError
 from tunebook.files import read_json
 
 NUM_SAMPLES = 5
-# Where a task's data is does not change what it measures: its items are hashed separately.
+# The location of a task's data does not change what it measures: its items are hashed separately.
 _NOT_HASHED = ("metadata", "dataset_kwargs")
 
 
@@ -23,22 +23,22 @@ class Answer:
     """One answered item."""
 
     task: str
-    group: str | None  # by the item's `task` key; None: the task has no groups
+    group: str | None  # the item's `task` key; None: the task has no groups
     prompt: str
     answer: str
     expected: str
-    value: float | None  # of the main metric; None: the metric has no value for one item
+    value: float | None  # of the main metric; None: the metric has no per-item value
     correct: bool | None
-    item: int = 0  # its number in the task's data
-    responses: list[Any] = field(default_factory=list)  # all texts that were generated; else the log-likelihoods
+    item: int = 0  # its index in the task's data
+    responses: list[Any] = field(default_factory=list)  # all generated texts, or else the log-likelihoods
 
 
 def task_scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Each task's main metric with its standard error, item count and per-group values, and the task's hashes."""
+    """Return each task's main metric with standard error, item count and per-group values, and the task's hashes."""
     scores = {}
     for name, metrics in results["results"].items():
         key = _main_metric(name, results)
-        if key is None:  # a group that only holds its tasks together
+        if key is None:  # a group without a score of its own
             continue
         metric, _, filter_name = key.partition(",")
         scores[name] = {
@@ -59,13 +59,13 @@ def task_scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def is_evaluated(run: Path, when: str) -> bool:
-    """Whether an evaluation of a run is finished and none of its tasks failed."""
+    """Return whether an evaluation of a run is finished and none of its tasks failed."""
     file = run / "evaluation" / f"{when}.json"
     return file.is_file() and not read_json(file).get("failed")
 
 
 def task_answers(name: str, results: dict[str, Any]) -> list[Answer]:
-    """Every answered item of one task under its main filter."""
+    """Return every answered item of one task under its main filter."""
     samples = results["samples"].get(name, [])
     if not samples:
         return []
@@ -74,9 +74,9 @@ def task_answers(name: str, results: dict[str, Any]) -> list[Answer]:
 
 
 def choose_samples(answers: list[Answer], num_samples: int = NUM_SAMPLES) -> list[dict[str, Any]]:
-    """A few answers, the same ones before and after training: from each group in turn, by the prompts' hashes.
+    """Choose a few answers, the same before and after training: from each group in turn, ordered by prompt hash.
 
-    If all of them are right although some answer is wrong, a wrong one replaces the last.
+    If all chosen answers are right although some answer is wrong, a wrong one replaces the last.
     """
     ordered = sorted(answers, key=lambda answer: hashlib.sha256(answer.prompt.encode()).hexdigest())
     by_group: defaultdict[tuple[str, str], list[Answer]] = defaultdict(list)
@@ -94,7 +94,7 @@ def choose_samples(answers: list[Answer], num_samples: int = NUM_SAMPLES) -> lis
 
 
 def _main_metric(name: str, results: dict[str, Any]) -> str | None:
-    """`metric,filter` of the first metric that the task lists, under its first filter."""
+    """Return `metric,filter` of the first metric that the task lists, under its first filter."""
     metrics = results["results"][name]
     keys = [key for key, value in metrics.items() if isinstance(value, int | float) and "," in key]
     keys = [key for key in keys if "_stderr," not in key]
@@ -121,7 +121,7 @@ def _answer(task: str, sample: dict[str, Any], metric: str) -> Answer:
 
 
 def _response(response: Any) -> Any:
-    """A generated text, or a log-likelihood without its greedy flag; None if it is not finite."""
+    """Return a generated text, or a log-likelihood without its greedy flag; None if it is not finite."""
     if isinstance(response, str):
         return response
     return _finite(response[0] if isinstance(response, tuple | list) else response)
@@ -142,7 +142,7 @@ def _finite_score(task: str, metric: str, value: float) -> float:
 
 
 def _given_and_expected(sample: dict[str, Any]) -> tuple[str, str]:
-    """The answer as text: what was generated, or the likeliest of several choices."""
+    """Return the given and the expected answer as text: the generated text, or the most likely of several choices."""
     responses, target = sample["filtered_resps"], sample["target"]
     if isinstance(responses[0], str):
         return responses[0], str(target)
@@ -165,7 +165,7 @@ def _group_scores(answers: list[Answer]) -> dict[str, dict[str, Any]]:
 
 
 def as_stored(results: Any) -> Any:
-    """Results of the harness as JSON: numbers that are not finite become None, other objects text."""
+    """Convert the harness' results to JSON: non-finite numbers become None, other objects text."""
     if isinstance(results, dict):
         return {str(key): as_stored(value) for key, value in results.items()}
     if isinstance(results, list | tuple):
@@ -176,7 +176,7 @@ def as_stored(results: Any) -> Any:
 
 
 def settings_hash(config: dict[str, Any] | None) -> str | None:
-    """A hash of a task's settings, without the place of its data."""
+    """Hash a task's settings, without the location of its data."""
     if config is None:
         return None
     kept = {key: value for key, value in config.items() if key not in _NOT_HASHED}

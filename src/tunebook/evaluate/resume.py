@@ -1,8 +1,8 @@
-"""Resume an evaluation: results of finished tasks are kept on disk and reused by an equal evaluation.
+"""Resume an evaluation: results of finished tasks are kept on disk and reused by an identical evaluation.
 
-Each task's result and answers are one file in `evaluation/parts/`, written in one step, under a key over everything
-that decides them. The prompts are not part of the key but compared as well: they hold the items, the examples before
-them, the chat template and the system prompt as the model saw them.
+Each task's result and answers are one file in `evaluation/parts/`, written atomically, under a key that hashes
+everything that determines them. The prompts are not part of the key but are compared too. They contain the items, their
+examples, the chat template and the system prompt as the model saw them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tunebook.model.hub import WEIGHT_FILES
 from tunebook.model.load import load_architecture, weights_folder
 from tunebook.record.run_folder import RUN_FILE
 
-BEFORE, AFTER = "before", "after"  # the evaluations that belong to a training
-FORMAT = 1  # raised when an older result can no longer be reused
+BEFORE, AFTER = "before", "after"  # evaluations that belong to a training
+FORMAT = 1  # increment it when older results can no longer be reused
 FOLDER = "parts"
 _KEY_LENGTH = 16
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]")
@@ -45,11 +45,11 @@ class TaskResult:
 
     task: str
     key: str
-    requests_sha256: str  # of the items and of what the model was asked
-    harness: dict[str, Any]  # what the harness aggregates groups from: metrics, settings, version, ...
+    requests_sha256: str  # hash of the items and of the model's requests
+    harness: dict[str, Any]  # inputs of the harness' group aggregation: metrics, settings, version, ...
     score: dict[str, Any] | None  # as in the record; None: the task has no score of its own
     answers: list[Answer]
-    generated: dict[str, Any] | None  # the harness' results of a task with programs, which are judged later
+    generated: dict[str, Any] | None  # the harness' results of a code task, which is judged later
     batch_size: int | None
     seconds: float
     finished: str  # ISO 8601, UTC
@@ -61,10 +61,10 @@ class ResultCache:
     """The finished tasks of a run's evaluations."""
 
     folder: Path
-    damaged: list[str] = field(default_factory=list)  # a sentence for each file that could not be used
+    damaged: list[str] = field(default_factory=list)  # one sentence per unusable file
 
     def read(self, task: str, key: str) -> TaskResult | None:
-        """The result of a task under this key; None if there is none, or only a damaged one (see `damaged`)."""
+        """Return a task's result under this key; None if there is none, or only a damaged one (see `damaged`)."""
         file = self._file(task, key)
         if not file.is_file():
             return None
@@ -81,7 +81,7 @@ class ResultCache:
             return None
 
     def write(self, result: TaskResult) -> None:
-        """Keep a finished task. Raises: ValueError for a number that is not finite, which JSON does not have."""
+        """Save a finished task. Raises: ValueError for a non-finite number, which JSON lacks."""
         self.folder.mkdir(parents=True, exist_ok=True)
         content = {"format": FORMAT, **asdict(result)}
         text = json.dumps({**content, "sha256": _content_hash(content)}, ensure_ascii=False, allow_nan=False)
@@ -92,27 +92,27 @@ class ResultCache:
 
 
 def cache_key(ingredients: dict[str, Any]) -> str:
-    """The hash of everything that decides a task's result."""
+    """Hash everything that determines a task's result."""
     return sha256_text(json.dumps({"format": FORMAT, **ingredients}, sort_keys=True, default=str))
 
 
 def requests_hash(items: Iterable[tuple[int, str, list[Any]]]) -> str:
-    """The hash of (number of the item, hash of the item, arguments of its requests), in any order."""
+    """Hash (item number, item hash, arguments of its requests) of all items, in any order."""
     ordered = sorted(items, key=lambda item: item[0])
     return sha256_text(json.dumps(ordered, sort_keys=True, default=str, ensure_ascii=False))
 
 
 def resume_command(run: Path, when: str) -> str:
-    """What to type to resume an evaluation, which may be part of a training."""
+    """Return the command that resumes an evaluation, which may be part of a training."""
     if when not in (BEFORE, AFTER):
         return "the same command"
-    # Before the first step there is no progress by which a new start would find the folder: it has to be named.
+    # Before the first step, a new start finds no progress that leads to the folder, so the command must name it.
     option = f"--run-folder {shlex.quote(str(run))}" if when == BEFORE else ""
     return same_command(load_config(run / RUN_FILE), option)
 
 
 def model_identity(config: RunConfig, folder: Path | None) -> dict[str, Any]:
-    """Everything that decides a model's answers except its tokenizer: weights, formats, attention."""
+    """Describe everything that determines a model's answers except its tokenizer: weights, formats, attention."""
     identity: dict[str, Any] = {
         "master_weights": config.precision.master_weights.name,
         "compute": config.precision.compute.name,
@@ -140,10 +140,10 @@ def _base_identity(config: RunConfig) -> dict[str, Any]:
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """A hash for each file of a model folder that its answers depend on.
+    """Hash each file of a model folder that its answers depend on.
 
-    Hashing 100 GiB of weights takes minutes. So of large files only size, time of change and both ends count: a copy
-    with a new time is evaluated again, but another model is never taken for this one.
+    Hashing 100 GiB of weights takes minutes. So for large files only size, modification time and both ends count. A
+    copy with a new time is evaluated again, but another model is never taken for this one.
     """
     files = {file for pattern in WEIGHT_FILES for file in folder.glob(pattern)}
     files |= {folder / name for name in _MODEL_SETTINGS if (folder / name).is_file()}

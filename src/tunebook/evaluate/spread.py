@@ -1,4 +1,4 @@
-"""The GPUs of an evaluation: a copy of the model on each, or one model over all of them if one is too small.
+"""GPUs of an evaluation: a model copy on each, or one model over all of them if one GPU is too small.
 
 Chosen before torch is imported, from the headers of the weight files and the driver's list of visible GPUs.
 """
@@ -18,21 +18,21 @@ from tunebook.model.adapters import is_adapter
 from tunebook.model.load import weights_folder
 from tunebook.model.weight_files import find_weight_files, read_shapes
 
-_HEADROOM = 1.15  # for activations, the KV cache and the logits of a small batch, in addition to the weights
-_HEADROOM_GIB = 1.0  # for the libraries and the kernels' workspaces
+_HEADROOM = 1.15  # activations, KV cache and logits of a small batch, in addition to the weights
+_HEADROOM_GIB = 1.0  # libraries and kernel workspaces
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Where the model runs."""
+    """Placement of the model."""
 
-    text: str  # for people and for the record
-    gpus: list[str] = field(default_factory=list)  # one per process, as CUDA_VISIBLE_DEVICES takes them; empty: a CPU
+    text: str  # for the user and the record
+    gpus: list[str] = field(default_factory=list)  # one per process, as for CUDA_VISIBLE_DEVICES; empty: a CPU
     num_processes: int = 1
     is_sharded: bool = False  # one model over all GPUs
 
     def environments(self, inherited: Mapping[str, str]) -> list[dict[str, str]]:
-        """The environment of each process, which sees its own GPU, or all of them with a sharded model."""
+        """Return the environment of each process, which sees its own GPU, or all of them with a sharded model."""
         if self.is_sharded or not self.gpus:
             return [dict(inherited) for _ in range(self.num_processes)]
         return [{**inherited, VISIBLE_VARIABLE: gpu} for gpu in self.gpus[: self.num_processes]]
@@ -42,9 +42,9 @@ ALONE = Spread(text="in this process, wherever torch finds a device")
 
 
 def choose_spread(weights_gib: float | None, gpus: Sequence[Gpu], asked: int | None = None) -> Spread:
-    """A copy on each GPU if it fits into the smallest, else one model over all; on a CPU one process.
+    """Choose a copy on each GPU if it fits into the smallest, else one model over all; on a CPU one process.
 
-    `asked` is another number of processes. Raises: DoesNotFitError for a model larger than all GPUs together,
+    `asked` overrides the number of processes. Raises: DoesNotFitError for a model larger than all GPUs together,
     RequestError for more processes than GPUs.
     """
     if not gpus:
@@ -79,9 +79,9 @@ def choose_spread(weights_gib: float | None, gpus: Sequence[Gpu], asked: int | N
 
 
 def loaded_gib(config: RunConfig, folder: Path | None) -> float | None:
-    """The memory of a run's weights once they are loaded, from the headers of their files.
+    """Return the memory of a run's loaded weights in GiB, from the headers of their files.
 
-    None without files (random weights) and if they are quantized while they are read (QLoRA).
+    None without files (random weights) and if loading quantizes the weights (QLoRA).
     """
     if config.peft.method is PeftMethod.qlora:
         return None
@@ -93,11 +93,11 @@ def loaded_gib(config: RunConfig, folder: Path | None) -> float | None:
     bytes_each = 2 if config.precision.master_weights is MasterWeights.bf16 else 4
     if all(file.suffix == ".safetensors" for file in files):
         return sum(math.prod(shape) for shape in read_shapes(files).values()) * bytes_each / GIB
-    return sum(file.stat().st_size for file in files) * bytes_each / 2 / GIB  # pickles: assume two bytes each
+    return sum(file.stat().st_size for file in files) * bytes_each / 2 / GIB  # pickles: assume two bytes per value
 
 
 def is_for_gpus(config: RunConfig) -> bool:
-    """Whether a run's model is evaluated on GPUs, if there are any."""
+    """Return whether a run's model is evaluated on GPUs, if there are any."""
     return config.hardware.generation is not Generation.cpu
 
 

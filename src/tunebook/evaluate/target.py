@@ -1,7 +1,7 @@
-"""What an evaluation scores or a chat talks to: a run's model, a model folder outside of any run, or a hub name.
+"""Model of an evaluation or chat: a run's model, a model folder outside of any run, or a hub name.
 
-`latest` and a recipe's name mean the newest run that finished: one that is running, was stopped or failed is skipped,
-and the reason is reported. Such a run can still be named by its folder.
+`latest` and a recipe's name mean the newest finished run. Runs that are running, stopped or failed are skipped, and the
+reason is reported. Such a run can still be named by its folder.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from tunebook.record.manifest import RunState, read_manifest
 from tunebook.record.model_origin import Origin, read_origin
 from tunebook.record.run_folder import LATEST, RUN_FILE, find_runs, is_run, resolve_run
 
-EVALUATIONS = "evaluations"  # the folder in outputs/ with the results of models that belong to no run
-MODEL_FILE = "model.yaml"  # in the place of run.yaml there
-_NUM_NAMED = 3  # skipped runs that a message names; the others are counted
+EVALUATIONS = "evaluations"  # folder in outputs/ with the results of models that belong to no run
+MODEL_FILE = "model.yaml"  # replaces run.yaml there
+_NUM_NAMED = 3  # skipped runs named in a message; the others are counted
 _STATES = {
     RunState.stopped.name: "was stopped",
     RunState.failed.name: "failed",
@@ -62,24 +62,24 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A model: `folder`, or else `hub_name`. With a run it must have what the run was trained with."""
+    """A model: `folder`, or else `hub_name`. With `run`, it must match what the run was trained with."""
 
     run: Path | None = None
-    folder: Path | None = None  # of a whole model or an adapter
+    folder: Path | None = None  # of a full model or an adapter
     hub_name: str | None = None
-    origin: Origin | None = None  # of an exported folder outside of any run: which run it comes from
+    origin: Origin | None = None  # the source run of an exported folder outside of any run
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """Name in messages."""
         return self.hub_name or str(self.folder)
 
 
 def find_target(text: str, outputs: Path, *, is_model: bool = False) -> Target:
-    """The model folder, the run under `outputs` or else the hub's model that `text` names; stderr says which run.
+    """Find the model folder, run under `outputs` or hub model that `text` names; print a chosen run to stderr.
 
-    With `is_model`, a single word such as gpt2 may be on the hub too.
-    Raises: RequestError for a run without a model, a folder without weights, an unknown name.
+    With `is_model`, a single word such as gpt2 may also be a hub model. Raises: RequestError for a run without a model,
+    a folder without weights, an unknown name.
     """
     named = Path(text).expanduser().absolute()
     if named.is_dir() and not is_run(named):
@@ -108,7 +108,7 @@ def find_target(text: str, outputs: Path, *, is_model: bool = False) -> Target:
 
 
 def require_weights(folder: Path) -> None:
-    """Refuse a folder without a whole model or adapter. Raises: RequestError."""
+    """Refuse a folder without a full model or adapter. Raises: RequestError."""
     if holds_model(folder) and has_weights(folder):
         return
     raise RequestError(
@@ -132,10 +132,10 @@ def _model_of(run: Path) -> Path:
 
 
 def choose_run(target: str, outputs: Path, say: Callable[[str], None]) -> Path:
-    """The run that `latest`, a recipe or a folder names; `say` reports the choice.
+    """Find the run that `latest`, a recipe or a folder names; `say` reports the choice.
 
-    `latest` and a recipe name their newest run that finished; a run that is named by its folder is always taken.
-    Raises: RequestError if there is none, or if none has finished.
+    `latest` and a recipe name their newest finished run. A run named by its folder is always accepted. Raises:
+    RequestError if there is no run, or if none has finished.
     """
     outputs = outputs.expanduser().absolute()
     named = resolve_run(target, outputs)
@@ -161,7 +161,7 @@ def choose_run(target: str, outputs: Path, say: Callable[[str], None]) -> Path:
 
 
 def why_not_finished(run: Path) -> str | None:
-    """Why a run does not count as finished with a model; None if it does."""
+    """Return why a run does not count as finished with a model; None if it does."""
     try:
         status = read_manifest(run)["status"]
         state, reason = status["state"], status["reason"]
@@ -177,12 +177,12 @@ def why_not_finished(run: Path) -> str | None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds the weights of a whole model; a sharded checkpoint does not."""
+    """Return whether a folder holds the weights of a full model; a sharded checkpoint does not."""
     return any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
 
 
 def checkpoints_of(run: Path) -> str:
-    """The complete checkpoints of a run that hold a whole model, newest first, for a message."""
+    """List a run's complete, unsharded checkpoints for a message, newest first."""
     complete = complete_checkpoints(run / CHECKPOINTS_FOLDER)
     whole = [folder for folder in complete if holds_model(folder) and has_weights(folder)]
     if whole:
@@ -198,9 +198,9 @@ def _shorten(lines: list[str]) -> list[str]:
 
 
 def model_config(target: Target) -> ModelConfig:
-    """The model of a target without a run; of an adapter its base, with the tokenizer in the adapter's folder if any.
+    """Return the model of a target without a run; for an adapter its base, with the adapter folder's tokenizer if any.
 
-    Raises: RequestError for an adapter whose base is unknown or not here.
+    Raises: RequestError for an adapter whose base is unknown or not local.
     """
     if target.folder is None:
         return ModelConfig(name=target.hub_name)
@@ -228,10 +228,10 @@ def model_config(target: Target) -> ModelConfig:
 
 
 def bare_config(target: Target) -> RunConfig:
-    """The configuration of a target without a run, from its folder or name on the hub; nothing in it is trained.
+    """Return the configuration of a target without a run, from its folder or hub name; it trains nothing.
 
-    Fetches the config.json of a model on the hub. The GPUs are detected without importing torch.
-    Raises: RequestError for a model that is not here and cannot be fetched.
+    Fetches the config.json of a hub model. Detects the GPUs without importing torch. Raises: RequestError for a model
+    that is not local and cannot be fetched.
     """
     model = model_config(target)
     if target.origin is not None and target.origin.template_date is not None:
@@ -242,7 +242,7 @@ def bare_config(target: Target) -> RunConfig:
     facts = GENERATIONS[gpus[0].generation if gpus else Generation.cpu]
     dtype = read_dtype(model) if gpus else None
     origin = target.origin
-    # Products are computed in the weights' format. A CPU computes fp32 fastest; fp16 weights are kept in fp32 and their
+    # Products are computed in the weights' format. A CPU computes fp32 fastest. fp16 weights are kept in fp32 and their
     # products computed in fp16.
     precision = PrecisionConfig(
         compute=Compute.fp16 if dtype == "float16" else Compute.fp32,
@@ -265,7 +265,7 @@ def bare_config(target: Target) -> RunConfig:
 
 
 def results_folder(target: Target, outputs: Path) -> Path:
-    """The folder for the results of a target without a run: `outputs/evaluations/<name>`.
+    """Return the results folder of a target without a run: `outputs/evaluations/<name>`.
 
     A folder's name gets a hash of its path, so that equal names, such as `model` of two copied runs, differ.
     """
@@ -278,9 +278,9 @@ def results_folder(target: Target, outputs: Path) -> Path:
 
 
 def without_overrides(error: RequestError, target: Target, command: str) -> RequestError:
-    """The error of a target without a run, with advice that does not name keys: there are no overrides here.
+    """Rewrite the error of a target without a run, so that its advice names no keys: there are no overrides here.
 
-    `command` is followed by a model's folder, such as `tunebook chat `.
+    `command` is the text before the model folder, such as `tunebook chat `.
     """
     if error.problem_id == "hub-out-of-reach":
         return RequestError(

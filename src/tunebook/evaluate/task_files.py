@@ -1,11 +1,11 @@
 """Find the tasks of an evaluation: the harness' own by name, YAML files in its format, and suites of them.
 
 Two keys under `metadata` are Tunebook's. `conversations` names a file of held-out conversations, relative to the YAML
-file: before each evaluation the run's chat template renders them into a JSONL of {prompt, answer, task}, which the task
-reads as its `test` split. `baseline` names a Python file with a function that scores the same items without a model.
+file. Before each evaluation the run's chat template renders them into a JSONL of {prompt, answer, task}, which is the
+task's `test` split. `baseline` names a Python file with a function that scores the same items without a model.
 
-A suite is an evaluation group of the book, with its tasks, limit, examples and batch size; or `quick`, the local tasks
-that the run's recipe ships, with the run's other settings.
+A suite is an evaluation group of the book, with its tasks, limit, examples and batch size. The suite `quick` is the
+local tasks that the run's recipe ships, with the run's other settings.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from tunebook.errors import RequestError, TunebookError, did_you_mean, nearest
 from tunebook.evaluate.code.code_task import CodeTask, own_tasks, read_code_task
 from tunebook.files import cache_root, remember, sha256_text
 
-QUICK = "quick"  # the suite of the tasks that a run's recipe ships
+QUICK = "quick"  # the tasks that a run's recipe ships
 _SUFFIXES = (".yaml", ".yml")
 _METRIC = re.compile(r'^ *metric="([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskFile:
-    """One task file; none of its Python functions is imported."""
+    """One task file; its Python functions are not imported."""
 
     name: str
     file: Path
@@ -49,12 +49,12 @@ class TaskFile:
 
     @property
     def has_own_data(self) -> bool:
-        """Whether its items are next to it, so that none can be missing."""
+        """Whether the task's items are next to its file, so that none can be missing."""
         return self.conversations is not None or (self.code is not None and self.code.problems is not None)
 
 
 def check_tasks(tasks: list[str]) -> None:
-    """Check `evaluation.tasks`, without importing torch or the harness. Raises: RequestError with every problem."""
+    """Check `evaluation.tasks` without importing torch or the harness. Raises: RequestError with every problem."""
     errors: list[TunebookError] = []
     for task in tasks:
         try:
@@ -66,7 +66,7 @@ def check_tasks(tasks: list[str]) -> None:
 
 
 def resolve_task(task: str) -> TaskFile | str:
-    """A task file, or a name that the harness knows. Raises: RequestError."""
+    """Return the task file, or the name if the harness knows it. Raises: RequestError."""
     if is_task_file(task):
         return read_task_file(resolve_path(task))
     if task in own_tasks():
@@ -76,7 +76,7 @@ def resolve_task(task: str) -> TaskFile | str:
 
 
 def read_task_file(file: Path) -> TaskFile:
-    """Read a task's YAML. Raises: RequestError when it is missing, is no task, or executes generated programs."""
+    """Read a task's YAML. Raises: RequestError if it is missing, is no task, or executes generated programs."""
     config = read_task_config(file)
     is_group = "group" in config
     name = config.get("group" if is_group else "task")
@@ -98,7 +98,7 @@ def read_task_file(file: Path) -> TaskFile:
 
 
 def _check_metrics(file: Path, config: dict[str, Any]) -> None:
-    """Refuse a misspelled metric, which the harness reports only after loading model and data."""
+    """Refuse a misspelled metric, which the harness reports only after it loads model and data."""
     metrics = config.get("metric_list")
     if "process_results" in config or not isinstance(metrics, list):  # the task may define its own
         return
@@ -114,9 +114,9 @@ def _check_metrics(file: Path, config: dict[str, Any]) -> None:
 
 
 def read_task_config(file: Path, seen: frozenset[Path] = frozenset()) -> dict[str, Any]:
-    """The file's keys over those of the files it includes, as the harness merges them; no function is imported.
+    """Merge a file's keys over those of its includes, as the harness does, without importing functions.
 
-    Raises: RequestError when a file is missing, is not YAML or includes itself.
+    Raises: RequestError if a file is missing, is not YAML or includes itself.
     """
     if file in seen:
         raise RequestError(f"{file} includes itself", problem_id="task-file")
@@ -148,7 +148,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 
 
 def _beside(file: Path, metadata: dict[str, Any], key: str) -> Path | None:
-    """The file that a metadata key names, relative to the task's own file."""
+    """Return the file that a metadata key names, relative to the task's own file."""
     if key not in metadata:
         return None
     named = (file.parent / str(metadata[key])).resolve()
@@ -167,7 +167,7 @@ _FunctionsAsText.add_constructor("!function", lambda loader, node: loader.constr
 
 
 def suite_settings(name: str, config: RunConfig) -> EvaluationConfig:
-    """The evaluation settings of a suite for a run of this configuration.
+    """Return a suite's evaluation settings for a run with this configuration.
 
     Raises: RequestError for an unknown suite, with the nearest name, and for `quick` if the recipe ships no tasks.
     """
@@ -185,7 +185,7 @@ def suite_settings(name: str, config: RunConfig) -> EvaluationConfig:
 
 
 def _groups() -> dict[str, EvaluationConfig]:
-    """The evaluation groups of the book that name tasks."""
+    """Return the book's evaluation groups that name tasks."""
     found = {}
     for file in sorted((book_root() / "hydra_configs" / "evaluation").glob("*.yaml")):
         settings = _read_group(file)
@@ -195,7 +195,7 @@ def _groups() -> dict[str, EvaluationConfig]:
 
 
 def _read_group(file: Path) -> EvaluationConfig | None:
-    """One group over the schema's defaults; None if the user is to name its tasks."""
+    """Read one group over the schema's defaults; None if the user has to name its tasks."""
     try:
         values = OmegaConf.create(yaml.safe_load(file.read_text(encoding="utf-8")) or {})
         merged = OmegaConf.merge(OmegaConf.structured(EvaluationConfig), values)
@@ -227,7 +227,7 @@ def _quick(config: RunConfig) -> EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessTasks:
-    """Every task, group and tag of the installed harness, and those among them that execute generated programs."""
+    """All tasks, groups and tags of the installed harness, and those that execute generated programs."""
 
     entries: dict[str, tuple[str, str | None, list[str]]]  # name -> kind, file in the task folder, members of a tag
     runs_code: frozenset[str]
@@ -255,7 +255,7 @@ def check_harness_name(name: str) -> None:
 
 
 def refuse_code(name: str) -> RequestError:
-    """The error for a task that would execute programs with access to the weights and the user's files."""
+    """Return the error for a task that would execute programs with access to the weights and the user's files."""
     return RequestError(
         f"evaluation.tasks: '{name}' executes programs that a model wrote in the harness' own process, some even when "
         "they are imported; only the sandbox does that here. Tasks with programs that it judges: "
@@ -266,9 +266,9 @@ def refuse_code(name: str) -> RequestError:
 
 @lru_cache(maxsize=1)
 def harness_tasks() -> HarnessTasks:
-    """The index of the installed harness' task files. Raises: RequestError when the harness is not installed.
+    """Return the index of the installed harness' task files. Raises: RequestError if the harness is not installed.
 
-    The harness takes seven CPU seconds to make it, so the cache folder keeps it for each version.
+    Building the index takes the harness seven CPU seconds, so the cache folder keeps it for each version.
     """
     folder = task_folder()
     key = sha256_text(f"{version('lm_eval')} {folder}")[:16]
@@ -276,17 +276,17 @@ def harness_tasks() -> HarnessTasks:
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
         return HarnessTasks(entries=stored["entries"], runs_code=frozenset(stored["runs_code"]))
-    except (OSError, ValueError, KeyError, TypeError):  # not there yet, or damaged
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged
         made = _make_index(folder)
         remember(file, json.dumps({"entries": made.entries, "runs_code": sorted(made.runs_code)}))
         return made
 
 
 def _make_index(folder: Path) -> HarnessTasks:
-    """The harness' own index of a folder. None of its Python files is imported: some would then execute programs."""
+    """Build the harness' index of a folder without importing its Python files: some execute programs on import."""
     from lm_eval.tasks._index import TaskIndex
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of names that it has twice
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # the harness warns of duplicate names
     index = TaskIndex.build([folder])
     sources = {file: file.read_text(encoding="utf-8", errors="replace") for file in folder.rglob("*.py")}
     code_folders = {file.parent for file, text in sources.items() if "code_eval" in text}
@@ -307,13 +307,13 @@ def _make_index(folder: Path) -> HarnessTasks:
 
 @lru_cache(maxsize=1)
 def metric_names() -> frozenset[str]:
-    """The metrics of the installed harness, read from its source: importing it imports torch."""
+    """Return the installed harness' metrics, read from its source, because importing it imports torch."""
     source = task_folder().parent / "api" / "metrics.py"
     return frozenset(_METRIC.findall(source.read_text(encoding="utf-8")))
 
 
 def task_folder() -> Path:
-    """The folder with the installed harness' tasks. Raises: RequestError when the harness is not installed."""
+    """Return the folder of the installed harness' tasks. Raises: RequestError if the harness is not installed."""
     found = find_spec("lm_eval")
     if found is None or not found.submodule_search_locations:
         raise RequestError(

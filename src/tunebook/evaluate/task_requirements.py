@@ -1,7 +1,7 @@
-"""What a task needs that may be missing here: data sets, Python packages and data of nltk.
+"""Requirements of a task that may be missing here: data sets, Python packages and nltk data.
 
-The harness' own factory expands groups and tags; tasks are not built, because that downloads their data. Task code is
-read as text: importing some of it executes programs. Importing this module imports the harness, but not torch.
+The harness' own factory expands groups and tags. Tasks are not built, because that downloads their data. Task code is
+read as text, because importing some of it executes programs. Importing this module imports the harness, but not torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NOT_A_PART = frozenset(
 )  # fmt: skip
 _FILE_FORMATS = frozenset({"arrow", "csv", "json", "pandas", "parquet", "text", "xml"})
 _HARNESS_TASKS = "lm_eval.tasks."
-# Packages that pip knows by another name than `import`, of those that tasks import.
+# Imported packages whose pip name differs.
 _PACKAGES = {
     "math_verify": "math-verify",
     "pkg_resources": "'setuptools<81'",
@@ -58,17 +58,17 @@ class DataSet:
 
     path: str  # organisation/name on the hub, a folder, or a file format
     subset: str | None
-    options_json: str  # the other arguments; as JSON, so that equal data sets compare equal
+    options_json: str  # other arguments, as JSON so that equal data sets compare equal
 
     @property
     def options(self) -> dict[str, Any]:
-        """The other arguments."""
+        """Other arguments of `load_dataset`."""
         options: dict[str, Any] = json.loads(self.options_json)
         return options
 
     @property
     def label(self) -> str:
-        """The name in messages."""
+        """Name in messages."""
         return self.path if self.subset is None else f"{self.path} ({self.subset})"
 
     @property
@@ -81,18 +81,18 @@ class DataSet:
 
     @property
     def is_on_the_hub(self) -> bool:
-        """Whether it is loaded from a repository on the hub."""
+        """Whether the data set is loaded from a repository on the hub."""
         return self.path not in _FILE_FORMATS and not Path(self.path).exists()
 
     @property
     def is_local(self) -> bool:
-        """Whether it loads without a network."""
+        """Whether the data set loads without a network."""
         if self.path in _FILE_FORMATS:
             return not self.missing_files and "://" not in self.options_json
         return not self.is_on_the_hub or self._is_cached()
 
     def _is_cached(self) -> bool:
-        """Whether the library finds it in its cache; only the library knows how it encodes the part in folder names."""
+        """Return whether the library finds it in its cache; only the library knows how folder names encode the part."""
         from datasets.packaged_modules.cache.cache import _find_hash_in_cache
 
         logging.getLogger("datasets.packaged_modules.cache.cache").setLevel(logging.ERROR)
@@ -104,14 +104,14 @@ class DataSet:
                 config_kwargs={key: value for key, value in self.options.items() if key not in _NOT_A_PART},
                 custom_features=None,
             )
-        except (ValueError, OSError):  # missing, or several parts of which none is named
+        except (ValueError, OSError):  # missing, or several parts with none selected
             return False
         return True
 
 
 @lru_cache(maxsize=1)
 def harness_index() -> dict[str, Entry]:
-    """The harness' index of its own tasks, groups and tags; not to be changed."""
+    """Return the harness' index of its own tasks, groups and tags; do not modify it."""
     return {
         name: Entry(name=name, kind=Kind[kind], yaml_path=file and task_folder() / file, tags=set(members))
         for name, (kind, file, members) in harness_tasks().entries.items()
@@ -119,13 +119,13 @@ def harness_index() -> dict[str, Entry]:
 
 
 def leaf_tasks(task: TaskFile | str) -> list[LeafTask]:
-    """The single tasks of a task, group or tag. Empty if the harness cannot tell: loading it reports the reason."""
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of names that come twice
+    """Return the tasks in a task, group or tag; empty if the harness cannot expand it: loading reports the reason."""
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # the harness warns of duplicate names
     index = dict(harness_index()) if isinstance(task, str) or task.is_group else {}
     if isinstance(task, TaskFile):
         own: dict[str, Entry] = {}
         for file in [task.file, *(task.file.parent.glob("*.yaml") if task.is_group else [])]:
-            with suppress(Exception):  # as in the harness, a file that is no task
+            with suppress(Exception):  # as in the harness, skip a file that is no task
                 TaskIndex.process_cfg(load_yaml(file, resolve_func=False), file, own)
         index |= own
     factory = _LeafFactory()
@@ -137,7 +137,7 @@ def leaf_tasks(task: TaskFile | str) -> list[LeafTask]:
 
 
 def data_set_of(leaf: LeafTask) -> DataSet | None:
-    """The data set that a task's configuration names; None if its code makes or finds the data."""
+    """Return the data set that a task's configuration names; None if its code makes or finds the data."""
     config = leaf.config
     if not isinstance(config.get("dataset_path"), str) or "custom_dataset" in config or "class" in config:
         return None
@@ -151,19 +151,19 @@ def data_set_of(leaf: LeafTask) -> DataSet | None:
 
 
 def missing_packages(leaf: LeafTask) -> list[str]:
-    """The packages that a task's code imports and that are not installed, as pip names them."""
+    """Return the pip names of packages that a task's code imports and that are not installed."""
     names = {name.partition(".")[0] for file in imported_files(leaf) for name in _imports(file)}
     return [_PACKAGES.get(name, name) for name in sorted(names) if name and not _is_installed(name)]
 
 
 def nltk_packages(leaf: LeafTask) -> list[str]:
-    """The packages of nltk's data that a task's code downloads when it is imported."""
+    """Return the nltk data packages that a task's code downloads on import."""
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in sorted(imported_files(leaf))]
     return list(dict.fromkeys(name for text in texts for name in _NLTK_DOWNLOAD.findall(text)))
 
 
 def imported_files(leaf: LeafTask) -> frozenset[Path]:
-    """The Python files of the harness, or next to the task's file, that loading a task imports."""
+    """Return the Python files, of the harness or next to the task's file, that loading a task imports."""
     files: set[Path] = set()
     waiting = [file for folder, module in _functions(leaf.config) for file in _file_of(module, folder)]
     while waiting:
@@ -203,7 +203,7 @@ class _LeafFactory(TaskFactory):  # type: ignore[misc]  # the harness has no typ
 
 
 def _functions(value: Any) -> Iterator[tuple[Path, str]]:
-    """The folder and module of every value that may be a function of the harness; other text names no file."""
+    """Yield folder and module of every value that may be a function of the harness."""
     if isinstance(value, str):
         if match := _FUNCTION.fullmatch(value):
             yield Path(match[1]), match[2]
@@ -213,24 +213,24 @@ def _functions(value: Any) -> Iterator[tuple[Path, str]]:
 
 
 def _file_of(module: str, folder: Path) -> list[Path]:
-    """The file of a module of the harness' tasks or in `folder`; none for an installed package."""
+    """Return the file of a module of the harness' tasks or in `folder`; none for an installed package."""
     relative = module.removeprefix(_HARNESS_TASKS)
     start = task_folder() if relative != module else folder
     stem = start.joinpath(*relative.split("."))
     candidates = [stem.with_suffix(".py")]
     if relative != module:  # `from package import module` and `from module import name` look alike
         candidates += [stem / "__init__.py", stem.parent.with_suffix(".py")]
-    with suppress(OSError):  # a name that is too long: text that only looks like a function
+    with suppress(OSError):  # name too long: text that only looks like a function
         return [file for file in candidates if file.is_file()][:1]
     return []
 
 
 @lru_cache(maxsize=256)
 def _imports(file: Path) -> tuple[str, ...]:
-    """The modules that a file cannot be loaded without; empty if it is not Python."""
+    """Return the modules that a file requires on import; empty if it is not Python."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
-    except (SyntaxError, ValueError):  # loading it reports that better
+    except (SyntaxError, ValueError):  # loading it gives a better report
         return ()
     return tuple(name for statement in tree.body for name in _imported_by(statement))
 
@@ -239,12 +239,12 @@ def _imported_by(statement: ast.stmt) -> Iterator[str]:
     if isinstance(statement, ast.Import):
         yield from (alias.name for alias in statement.names)
     elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
-        # A module of the harness may be one of the names; of a package the package is enough.
+        # A module of the harness may be one of the names. For a package, its own name is enough.
         is_harness = statement.module.startswith(_HARNESS_TASKS)
         yield from (f"{statement.module}.{alias.name}" if is_harness else statement.module for alias in statement.names)
     elif isinstance(statement, ast.Try) and any(
         isinstance(node, ast.Raise) for handler in statement.handlers for node in ast.walk(handler)
-    ):  # a failure ends in an error all the same, with a friendlier message
+    ):  # a failed import still ends in an error, with a friendlier message
         yield from (name for inner in statement.body for name in _imported_by(inner))
 
 

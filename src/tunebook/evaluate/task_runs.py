@@ -1,6 +1,6 @@
-"""Run the tasks of an evaluation one by one: reuse finished results, keep each new one at once.
+"""Run an evaluation's tasks one by one: reuse finished results, save each new one at once.
 
-If a task fails, the others still run, and the failures are named at the end.
+If a task fails, the others still run, and the failures are listed at the end.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from tunebook.hardware.disk import is_disk_full
 if TYPE_CHECKING:
     from tunebook.evaluate.request_model import RequestModel
 
-# Of the harness' results of a task with programs, which are judged later.
+# Parts of the harness' results of a code task, which is judged later.
 _GENERATED = ("results", "configs", "versions", "n-shot", "higher_is_better", "n-samples", "samples")
-_NUM_NAMED = 3  # reused tasks that a message names; the others are counted
+_NUM_NAMED = 3  # reused tasks named in a message; the others are counted
 
 
 class TasksFailedError(TunebookError):
@@ -53,17 +53,17 @@ class TaskRuns:
 
     loaded: LoadedTasks
     settings: HarnessSettings
-    ingredients: dict[str, Any]  # what decides every task's result, in addition to the task itself
+    ingredients: dict[str, Any]  # everything that determines all results, in addition to the task itself
     cache: ResultCache
     load_model: Callable[[], RequestModel]  # called only if something is left to compute
     progress: AnswerProgress
     is_fresh: bool = False  # reuse nothing
     done: dict[str, TaskResult] = field(default_factory=dict)
-    reused: dict[str, str] = field(default_factory=dict)  # when the reused ones were finished
+    reused: dict[str, str] = field(default_factory=dict)  # finish time of each reused result
     failed: dict[str, Exception] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Run them all; failures are collected in `failed`. Raises: what loading the model or a full disk raises."""
+        """Run all tasks; collect failures in `failed`. Raises: errors of loading the model and disk-full errors."""
         self.failed |= self.loaded.missing
         for error in self.loaded.missing.values():
             self.progress.say(f"left out: {error.message}")
@@ -78,7 +78,7 @@ class TaskRuns:
             try:
                 self._run_one(task, model)
             except Exception as error:
-                if is_disk_full(error):  # no later answer could be kept either
+                if is_disk_full(error):  # later answers could not be saved either
                     raise
                 self.failed[task.name] = error
                 if not isinstance(error, TunebookError):
@@ -87,7 +87,7 @@ class TaskRuns:
                 self.progress.end_task(f"failed, {message}")
 
     def scores(self) -> dict[str, dict[str, Any]]:
-        """The scores of finished tasks, and of groups whose tasks are all finished, each before its tasks."""
+        """Return scores of finished tasks, and of groups whose tasks are all finished, each group before its tasks."""
         finished = {name: result.harness for name, result in self.done.items() if not self.loaded.tasks[name].is_code}
         scores = task_scores(aggregate(finished, self.loaded.groups))
         ordered: dict[str, dict[str, Any]] = {}
@@ -101,7 +101,7 @@ class TaskRuns:
         return ordered
 
     def generated(self) -> dict[str, Any]:
-        """The harness' results of the tasks with programs, which are not judged yet."""
+        """Return the harness' results of the code tasks, which are not judged yet."""
         results: dict[str, Any] = {"group_subtasks": {}, "groups": {}}
         for result in self.done.values():
             for key, value in (result.generated or {}).items():
@@ -109,7 +109,7 @@ class TaskRuns:
         return results
 
     def key_of(self, task: LoadedTask) -> str:
-        """The key of a task's result."""
+        """Return the cache key of a task's result."""
         own = {
             "task": task.name,
             "version": task.task.VERSION,
@@ -131,10 +131,10 @@ class TaskRuns:
             self.progress.say(_describe_reused(self.reused, len(self.loaded.tasks)))
 
     def _has_same_requests(self, task: LoadedTask, result: TaskResult) -> bool:
-        """Whether the model would get the same requests today: data may have changed under the same name."""
+        """Return whether the model would get the same requests today: data may have changed under the same name."""
         try:
             return requests_hash(requests_of(task, self.settings)) == result.requests_sha256
-        except Exception:  # it is raised again when the task runs, and reported then
+        except Exception:  # raised again, and reported, when the task runs
             return False
 
     def _run_one(self, task: LoadedTask, model: RequestModel) -> None:
@@ -161,7 +161,7 @@ class TaskRuns:
 
 
 def failure(runs: TaskRuns, record_file: str, command: str) -> TunebookError | None:
-    """The error of an evaluation with failed tasks, None without; `command` resumes it."""
+    """Return the error of an evaluation with failed tasks, or None; `command` resumes it."""
     if not runs.failed:
         return None
     first = next(iter(runs.failed.values()))
@@ -178,7 +178,7 @@ def failure(runs: TaskRuns, record_file: str, command: str) -> TunebookError | N
 
 
 def describe_error(error: Exception) -> str:
-    """An error in one line."""
+    """Describe an error in one line."""
     if isinstance(error, TunebookError):
         return error.message.splitlines()[0]
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(": ")
@@ -203,7 +203,7 @@ def _describe_reused(reused: dict[str, str], num_tasks: int) -> str:
 
 
 def requests_of(loaded: LoadedTask, settings: HarnessSettings) -> list[tuple[int, str, list[Any]]]:
-    """The requests of a task, without a model: (number of the item, hash of the item, arguments of its requests)."""
+    """Return a task's requests, without a model: (item number, item hash, arguments of its requests)."""
     from lm_eval.utils import handle_non_serializable, hash_string
 
     is_chat = has_template(loaded, settings.tokenizer)
@@ -233,7 +233,7 @@ def requests_of(loaded: LoadedTask, settings: HarnessSettings) -> list[tuple[int
 
 
 def requests_in(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, list[Any]]]:
-    """The same, from the harness' samples of a task that ran."""
+    """Return the same as `requests_of`, from the harness' samples of a task that ran."""
     first = samples[0]["filter"] if samples else None
     return [
         (sample["doc_id"], sample["doc_hash"], [list(arguments) for arguments in sample["arguments"]])
@@ -243,7 +243,7 @@ def requests_in(samples: Sequence[Mapping[str, Any]]) -> list[tuple[int, str, li
 
 
 def group_inputs(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
-    """What the harness aggregates groups from, of one task's results."""
+    """Return the parts of one task's results that the harness aggregates groups from."""
     return {
         "metrics": dict(results["results"][name]),
         "config": {"metric_list": (results["configs"].get(name) or {}).get("metric_list")},
@@ -254,7 +254,7 @@ def group_inputs(name: str, results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def aggregate(parts: Mapping[str, Mapping[str, Any]], groups: Mapping[str, Any]) -> dict[str, Any]:
-    """The harness' results of the groups whose tasks are all among `parts`, aggregated by the harness."""
+    """Have the harness aggregate the groups whose tasks are all among `parts`; return its results."""
     from lm_eval.evaluator_utils import EvalAcc, aggregate_groups
 
     whole = {name: group for name, group in groups.items() if all(t.task_name in parts for t in group.get_all_tasks())}

@@ -24,16 +24,17 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-SHARE_FOR_COPIES = 0.5  # of the free memory once the weights are loaded; the rest is for a batch of requests
+SHARE_FOR_COPIES = 0.5  # of the free memory after loading the weights; the rest is for a batch of requests
 SHARE_FOR_COPIES_OF_ONE = 0.9  # for a single conversation, as `model.placement` counts it
 
 
 def load_trained(
     config: RunConfig, folder: Path | None, *, is_sharded: bool = False, device: torch.device | None = None
 ) -> PreTrainedModel:
-    """The model in `folder` on the CPU (quantised weights: on the GPU); without a folder, what training starts from.
+    """Load `folder` on the CPU (quantised weights: on the GPU); without a folder, load training's initial weights.
 
-    `is_sharded` loads it onto all visible GPUs, some layers on each; `device` onto that one, except random weights.
+    `is_sharded` loads onto all visible GPUs, some layers on each. `device` loads onto that device, except random
+    weights.
     """
     from tunebook.model.load import load_model
 
@@ -44,21 +45,21 @@ def load_trained(
 
 
 def trained_architecture(config: RunConfig, folder: Path | None) -> PretrainedConfig:
-    """The configuration of the model that `load_trained` would load."""
+    """Return the configuration of the model that `load_trained` would load."""
     from tunebook.model.load import load_architecture
 
     return load_architecture(_config_to_load(config, folder).model)
 
 
 def uses_gpu(config: RunConfig) -> bool:
-    """Whether a run's model answers on a GPU: if there is one, unless the run was made for a CPU."""
+    """Return whether a run's model answers on a GPU: if there is one, unless the run was made for a CPU."""
     import torch
 
     return torch.cuda.is_available() and config.hardware.generation is not Generation.cpu
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype | None:
-    """The autocast format, as in training; None: the weights' own format."""
+    """Return the autocast format, as in training; None: the weights' own format."""
     import torch
 
     return {Compute.bf16: torch.bfloat16, Compute.fp8: torch.bfloat16, Compute.fp16: torch.float16}.get(
@@ -67,7 +68,7 @@ def compute_dtype(config: RunConfig) -> torch.dtype | None:
 
 
 def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end an answer: those that end a trained turn, and those of the model's generation config."""
+    """Return the tokens that end an answer: those that end a trained turn, and those of the generation config."""
     assert model.generation_config is not None
     named = model.generation_config.eos_token_id
     known = named if isinstance(named, list) else [] if named is None else [named]
@@ -75,14 +76,14 @@ def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def tokenizer_of_run(model: ModelConfig, folder: Path | None) -> ModelConfig:
-    """The model whose tokenizer is used: the one saved with the weights, or else the base's."""
+    """Return the model whose tokenizer is used: the one saved with the weights, or else the base's."""
     if folder is None or not has_vocabulary(folder):
         return model
     return ModelConfig(path=str(folder), trust_remote_code=model.trust_remote_code, template_date=model.template_date)
 
 
 def load_padded_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """A tokenizer that can pad: with its end-of-text token if it has no padding token, since padding is masked."""
+    """Load a tokenizer that can pad. Its end-of-text token replaces a missing padding token: padding is masked."""
     tokenizer = load_tokenizer(model, is_padded=False)
     if not has_padding_token(tokenizer):
         tokenizer.pad_token = tokenizer.eos_token
@@ -90,7 +91,7 @@ def load_padded_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def load_on_gpu(load: Callable[[torch.device], Any]) -> Any:
-    """The model that `load` loads, on this process' GPU. Raises: DoesNotFitError if its free memory is too small."""
+    """Return the model from `load` on this process' GPU. Raises: DoesNotFitError if its free memory is too small."""
     import torch
 
     from tunebook.model.gpu_memory import is_out_of_memory
@@ -113,7 +114,7 @@ def load_on_gpu(load: Callable[[torch.device], Any]) -> Any:
 
 
 def refuse_offloading(model: Any) -> None:
-    """Refuse a model with layers on the host, which each batch would copy again. Raises: DoesNotFitError."""
+    """Refuse a model with layers on the host, which every batch would copy again. Raises: DoesNotFitError."""
     places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     if places & {"cpu", "disk"}:
         raise DoesNotFitError(
@@ -124,11 +125,12 @@ def refuse_offloading(model: Any) -> None:
 
 
 def choose_copies(model: Any, compute_dtype: torch.dtype | None, share_of_free: float = SHARE_FOR_COPIES) -> str | None:
-    """Let autocast cache the weights that it converts if they fit; a note for the user if they do not.
+    """Let autocast cache converted weights if they fit; return a note for the user if they do not.
 
     torch caches only weights that require a gradient (`cached_cast` in aten/src/ATen/autocast_mode.cpp), even under
     no_grad. The cache takes half as much memory as the fp32 weights. Without it each product converts its weights
-    again, so that generation is slow. The base of a merged adapter requires no gradient, so this sets it for all.
+    again, so that generation is slow. The base of a merged adapter requires no gradient, so this function sets it for
+    all.
     """
     if compute_dtype is None:
         return None
@@ -157,7 +159,7 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _config_to_load(config: RunConfig, folder: Path | None) -> RunConfig:
-    """The run's configuration with `folder` as its model; an adapter is loaded on the run's own base."""
+    """Return the run's configuration with `folder` as its model; an adapter is loaded on the run's own base."""
     if config.attention.implementation is not WITHOUT_KERNEL:
         # The kernels for packed rows support neither padding nor a cache.
         config = replace(config, attention=AttentionConfig(implementation=MASKED))

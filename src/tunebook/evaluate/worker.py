@@ -1,8 +1,8 @@
-"""`python -m tunebook.evaluate --run DIR --when before|after`: one evaluation, in a process of its own.
+"""`python -m tunebook.evaluate --run DIR --when before|after`: one evaluation, in its own process.
 
-Before: the very weights that training starts from, made or loaded as training does it. After: the run folder's
-`model/`. Both with the run's own tokenizer and chat template. Writes `evaluation/<when>.json` in the run folder, and
-every answer to `evaluation/<when>-answers.jsonl`.
+Before: the exact weights that training starts from, made or loaded as in training. After: the run folder's `model/`.
+Both use the run's own tokenizer and chat template. Writes `evaluation/<when>.json` in the run folder, and every answer
+to `evaluation/<when>-answers.jsonl`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tunebook.record.run_folder import RUN_FILE
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one evaluation; returns the exit code, which is the error's."""
+    """Run one evaluation; return the exit code, which is the error's."""
     started = time.monotonic()
     request = _parse(arguments)
     try:
@@ -102,7 +102,7 @@ def _evaluation_of(request: argparse.Namespace) -> Evaluation:
 
 
 def _with_spread(evaluation: Evaluation, num_processes: int | None) -> Evaluation:
-    """The evaluation with its GPUs; from here on this process sees only its own."""
+    """Choose the evaluation's GPUs; from here on this process sees only its own."""
     config = evaluation.config
     gpus = detect_machine().gpus if is_for_gpus(config) else []
     spread = choose_spread(loaded_gib(config, evaluation.model) if gpus else None, gpus, num_processes)
@@ -111,7 +111,7 @@ def _with_spread(evaluation: Evaluation, num_processes: int | None) -> Evaluatio
 
 
 def _with_options(settings: EvaluationConfig, request: argparse.Namespace) -> EvaluationConfig:
-    """The settings, with the command line's in their place."""
+    """Apply the command line's options to the settings."""
     given = {key: getattr(request, key) for key in ("limit", "num_fewshot")}
     settings = replace(settings, **{key: value for key, value in given.items() if value is not None})
     is_unsafe = settings.confirm_run_unsafe_code or request.confirm_run_unsafe_code
@@ -122,7 +122,7 @@ def _with_options(settings: EvaluationConfig, request: argparse.Namespace) -> Ev
 
 
 def full_disk_error(results: Path, command: str) -> DoesNotFitError:
-    """The error for the disk with the least free space; libraries seldom say which file they were writing.
+    """Return the error for the disk with the least free space; libraries seldom report the file they were writing.
 
     `command` resumes the evaluation.
     """

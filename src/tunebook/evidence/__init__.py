@@ -1,1 +1,1 @@
-"""A recipe is a claim, and evidence is a recorded run of it: written by `verify --record`, checked by `verify`."""
+"""A recipe is a claim; evidence is a recorded run of it, written by `verify --record` and checked by `verify`."""

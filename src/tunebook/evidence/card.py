@@ -1,4 +1,4 @@
-"""Evidence in the recipe's card (a table and plots) and in the book's table of recipes, made from the files."""
+"""Show evidence in the recipe's card (a table and plots) and in the book's table of recipes, made from the files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _read_card(card: Path) -> str:
 
 
 def with_section(text: str, made: str, card: Path) -> str:
-    """The card with this section between its markers, which are added below the heading the first time."""
+    """Replace the section between the card's markers, which are added below the heading the first time."""
     if BEGIN in text and END in text:
         before, rest = text.split(BEGIN, 1)
         return f"{before}{made}{rest.split(END, 1)[1]}"
@@ -80,7 +80,7 @@ def section(files: Sequence[Path], evidence: Sequence[Evidence]) -> str:
 
 
 def _packages(files: Sequence[Path], evidence: Sequence[Evidence]) -> list[str]:
-    """A paragraph for files that were recorded with other packages than their lock's; empty if there are none."""
+    """Return a paragraph about files recorded with packages other than their lock's; empty if there are none."""
     by_deviation: dict[str, list[str]] = {}
     for file, found in zip(files, evidence, strict=True):
         if (deviation := found.software.deviation()) is not None:
@@ -108,7 +108,7 @@ def _row(file: Path, found: Evidence) -> str:
 
 
 def _speed(found: Evidence) -> str:
-    """The first run's speed, or the range of the repetitions if they differ too much."""
+    """Return the first run's speed, or the range of the repetitions if they differ too much."""
     if (apart := speeds_apart(found)) is not None:
         return f"{apart[0]:,.0f} to {apart[1]:,.0f}, not judged"
     speed = found.results.tokens_per_second_per_gpu
@@ -130,7 +130,7 @@ def draw(found: Evidence) -> str:
     ceiling = outlier_ceiling(found.results.losses)
     chart = Chart(title="Loss", y_label="loss per trained token", lines=lines, ceiling=ceiling)
     text = str(chart.draw(720, 280))
-    text = re.sub(r' data-chart="[^"]*"', "", text, count=1)  # values under the pointer: a picture has no script
+    text = re.sub(r' data-chart="[^"]*"', "", text, count=1)  # values under the pointer: a picture runs no script
     opening, rest = text.split(">", 1)
     return f'{opening} xmlns="http://www.w3.org/2000/svg" width="720" height="280">{_STYLE}{rest}\n'
 
@@ -157,7 +157,7 @@ def row_start(recipe: str) -> str:
 
 
 def cell(recipe: str, files: Sequence[Path], evidence: Sequence[Evidence]) -> str:
-    """A link per file, named by hardware and precision, with its weights, layers and differing packages."""
+    """Return a link per file, named by hardware and precision, with its weights, layers and differing packages."""
     links = []
     deviations = [found.software.main_deviation() for found in evidence]
     is_shared = len(evidence) > 1 and len(set(deviations)) == 1
@@ -171,7 +171,7 @@ def cell(recipe: str, files: Sequence[Path], evidence: Sequence[Evidence]) -> st
 
 
 def _names(evidence: Sequence[Evidence]) -> list[str]:
-    """A unique name for each file: equal names get the attention kernel, then the steps, then the label."""
+    """Return a unique name per file: equal names get the attention kernel, then the steps, then the label."""
     names = [_name(found) for found in evidence]
     for more in (
         [found.inputs.config["attention"]["implementation"] for found in evidence],

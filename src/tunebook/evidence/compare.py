@@ -1,4 +1,4 @@
-"""Compare a run with recorded evidence: which numbers are judged, which are only shown, and the verdicts."""
+"""Compare a run with recorded evidence: which numbers are judged, which are only displayed, and the verdicts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tunebook.config.identity import changed_settings, flat_differences
 from tunebook.evidence.schema import Hardware, Inputs, Results, Tolerance
 from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, at_steps, loss_difference, relative, score_key
 
-# How a step is split over GPUs and memory, and which kernels compute it. The loss does not depend on them: tests and
-# `tunebook parity` prove that.
+# How a step is split over GPUs and memory, and which kernels compute it. The loss does not depend on them, as tests and
+# `tunebook parity` prove.
 SPLITS = (
     "training.micro_batch_size", "packing.row_length", "activation", "parallelism", "attention.implementation",
     "model.compile_layers", "model.one_pass_head", "evaluation.batch_size",
@@ -23,8 +23,8 @@ SPLITS = (
 _NUM_GROUPS = 4  # of steps that a reason lists
 _NUM_NAMED = 4  # differing keys that a message lists
 
-# Paths, by the hash of their content: if both hashes are known, they are compared instead of the paths. A model's hash
-# is that of its config.json, which is sufficient for random weights only. Other weights have a fingerprint.
+# Path keys by the hash of their content: if both hashes are known, they are compared instead of the paths. A model's
+# hash is that of its config.json, which is sufficient for random weights only. Other weights have a fingerprint.
 _PLACES = {
     "data_sha256": re.compile(r"dataset\.(path|validation_path|parts\.[^.]+\.path)"),
     "tokenizer_sha256": re.compile(r"model\.tokenizer"),
@@ -43,7 +43,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One number of the evidence and of the run. The difference is relative or absolute, as its tolerance.
+    """One number of the evidence and of the run. The difference is relative or absolute, like its tolerance.
 
     A row without numbers is a remark.
     """
@@ -67,12 +67,12 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What a run is compared with: recorded evidence, or another run."""
+    """The reference of a comparison: recorded evidence, or another run."""
 
     results: Results
     hardware: Hardware
     tolerances: dict[str, Tolerance]
-    num_resumed: int = 0  # how often the other run resumed
+    num_resumed: int = 0  # number of times the other run resumed
 
 
 def named_differences(differing: list[tuple[str, Any, Any]]) -> str:
@@ -88,10 +88,10 @@ def config_differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple
 
 
 def input_differences(one: Inputs, other: Inputs) -> list[tuple[str, Any, Any]]:
-    """The differences of two runs' configurations and inputs.
+    """Return the differences of two runs' configurations and inputs.
 
-    Data is the same if its tokens and labels are; `preparation_row` reports another preparation. Weights from a folder
-    are compared if both fingerprints are known: older evidence has none.
+    Data is equal if its tokens and labels are; `preparation_row` reports different preparation. Weights from a folder
+    are compared only if both fingerprints are known: older evidence has none.
     """
     rest = {"config", "data_fingerprint"}
     if None in (one.weights_fingerprint, other.weights_fingerprint):
@@ -115,7 +115,7 @@ def _is_compared_by_hash(key: str, one: Inputs, other: Inputs) -> bool:
 
 
 def preparation_row(one: Inputs, other: Inputs) -> Row | None:
-    """A remark on data that was prepared differently; None if it was not, or if an older record does not tell.
+    """Return a remark on data that was prepared differently; None if it was not, or if an older record lacks this.
 
     The fingerprint changes with code and libraries even if no token does, so it is not judged.
     """
@@ -135,12 +135,12 @@ def split_differences(one: Inputs, other: Inputs) -> list[tuple[str, Any, Any]]:
 
 
 def is_split(key: str) -> bool:
-    """True for a key that says how a step is split or computed, not what is learned."""
+    """Return whether a key sets how a step is split or computed, rather than what is learned."""
     return any(key == split or key.startswith(f"{split}.") for split in SPLITS)
 
 
 def same_machine(one: Hardware, other: Hardware) -> str | None:
-    """Why speed and memory cannot be judged against each other; None if they can."""
+    """Return why speed and memory cannot be judged against each other; None if they can."""
     if one.gpu is None or other.gpu is None:
         return "a CPU: its speed and memory cannot be compared"
     pairs: tuple[tuple[str, str | int, str | int], ...] = (
@@ -154,7 +154,7 @@ def same_machine(one: Hardware, other: Hardware) -> str | None:
 def compare(
     claim: Claim, results: Results, hardware: Hardware, *, is_split_alike: bool, num_resumed: int = 0
 ) -> list[Row]:
-    """Every number of the claim compared with those of a run that resumed `num_resumed` times."""
+    """Compare every number of the claim with those of a run that resumed `num_resumed` times."""
     why_shown = same_machine(claim.hardware, hardware)
     if why_shown is None and not is_split_alike:
         why_shown = "the step is split differently"
@@ -164,7 +164,7 @@ def compare(
         _loss_row(claim, results, num_resumed),
         _row("tokens/s/GPU", *speeds, limits.get(SPEED), why_shown),
         _row("memory GiB", expected.memory_gib, results.memory_gib, limits.get(MEMORY), why_shown),
-        # A property of the plan, which has bounds of its own.
+        # A property of the plan, which has its own bounds.
         Row(
             name="plan error", expected=_plan_error(expected), found=_plan_error(results), verdict=Verdict.shown,
             why="of the estimated memory; the estimate may have been improved since",
@@ -177,10 +177,10 @@ def compare(
 
 
 def _loss_row(claim: Claim, results: Results, num_resumed: int) -> Row:
-    """The loss at the steps that both logged.
+    """Compare the loss at the steps that both logged.
 
-    A kill loses at most one logged step: the one whose steps were trained partly before and partly after the
-    checkpoint. Any other missing step is a difference.
+    A kill loses at most one logged step: the one that was trained partly before and partly after the checkpoint. Any
+    other missing step is a difference.
     """
     expected, loss = claim.results, claim.tolerances[LOSS]
     last = {"expected": expected.losses[-1], "found": results.losses[-1], "tolerance": loss.value}
@@ -199,7 +199,7 @@ def _loss_row(claim: Claim, results: Results, num_resumed: int) -> Row:
 
 
 def steps_text(steps: Sequence[int]) -> str:
-    """Logged steps in short, such as `5-8`, or `10-40 and 60-90, every 10`."""
+    """Abbreviate logged steps, such as `5-8`, or `10-40 and 60-90, every 10`."""
     apart = min((two - one for one, two in pairwise(steps)), default=1)
     groups: list[list[int]] = []
     for step in steps:

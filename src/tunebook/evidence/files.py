@@ -16,7 +16,7 @@ from tunebook.evidence.schema import FORMAT, Evidence
 from tunebook.files import atomic_write_text, read_json, sha256_text
 
 _LABEL = re.compile(r"[a-z0-9][a-z0-9_.]*")
-_NUMBERS = re.compile(r"\[\s*-?\d[^\[\]\"{}]*\]")  # a curve has hundreds of numbers: one line, for readable diffs
+_NUMBERS = re.compile(r"\[\s*-?\d[^\[\]\"{}]*\]")  # a curve has hundreds of numbers: one line keeps diffs readable
 
 
 def evidence_folder(recipe: str, recipes_dirs: list[Path]) -> Path:
@@ -30,7 +30,7 @@ def evidence_files(recipe: str, recipes_dirs: list[Path]) -> list[Path]:
 
 
 def check_label(label: str) -> str:
-    """The label if it can be part of a file's name. Raises: RequestError."""
+    """Return the label if it can be part of a file name. Raises: RequestError."""
     if not _LABEL.fullmatch(label):
         raise RequestError(
             f"--label {label}: a label is small letters, digits, dots and underscores, such as bf16 or random_weights",

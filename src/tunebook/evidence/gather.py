@@ -1,4 +1,4 @@
-"""The sections of an evidence file, from the folder of a finished run."""
+"""Build the sections of an evidence file from the folder of a finished run."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tunebook.record.run_record import RunRecord, read_run
 
 # Options of `tunebook train` whose value is the next word, which may contain a `=`.
 _WITH_VALUE = ("--run-folder", "--recipes-dir")
-# Overrides that do not change what is trained: where results go, and whether an earlier run resumes.
+# Overrides that do not change what is trained: the location of results, and whether an earlier run resumes.
 _RESULTS_WORDS = ("outputs=", "training.resume=", "tracking", "training.push_to_hub=", "dataset.num_workers=")
-_CLUSTER_WORDS = "launcher."  # a partition or an account is private; the name of the launcher is not
+_CLUSTER_WORDS = "launcher."  # a partition or an account is private; the launcher's name is not
 
 
 def read_finished(folder: Path) -> RunRecord:
-    """A finished run with everything that a comparison needs.
+    """Read a finished run with everything that a comparison needs.
 
     Raises: RequestError if it is incomplete or was changed, DataError for a damaged file.
     """
@@ -59,7 +59,7 @@ def read_finished(folder: Path) -> RunRecord:
 
 
 def gather_ran(record: RunRecord, config: RunConfig, recipes_dirs: list[Path]) -> Ran:
-    """What was run: the first section of the file."""
+    """Return the first section of the file: what was run."""
     assert record.manifest is not None
     overrides = typed_overrides(record.manifest)
     return Ran(
@@ -74,7 +74,7 @@ def gather_ran(record: RunRecord, config: RunConfig, recipes_dirs: list[Path]) -
 
 
 def typed_overrides(manifest: dict[str, Any]) -> list[str]:
-    """The overrides that belong to the claim, with the launcher's name but without its settings.
+    """Return the overrides that belong to the claim, with the launcher's name but without its settings.
 
     Raises: as `typed_words`.
     """
@@ -82,7 +82,7 @@ def typed_overrides(manifest: dict[str, Any]) -> list[str]:
 
 
 def typed_words(manifest: dict[str, Any]) -> list[str]:
-    """The overrides that start the same training again, without those for the place of the results.
+    """Return the overrides that repeat the training, without those for the location of the results.
 
     Raises: RequestError for a run by an old `tunebook reproduce`, which did not record its overrides.
     """
@@ -99,7 +99,7 @@ def typed_words(manifest: dict[str, Any]) -> list[str]:
 
 
 def _layers(config: RunConfig, overrides: list[str], recipes_dirs: list[Path]) -> str:
-    """`all 36`, or `12 of 36` if the overrides or the recipe remove some layers of the model's group file."""
+    """Return `all 36`, or `12 of 36` if the overrides or the recipe remove layers of the model's group file."""
     facts = config.model.facts
     if facts is None:
         return "all"
@@ -131,7 +131,7 @@ def gather_hardware(record: RunRecord, config: RunConfig) -> Hardware:
 
 
 def gather_inputs(record: RunRecord, config: RunConfig) -> Inputs:
-    """Everything but the code that decides the result."""
+    """Return everything except the code that determines the result."""
     assert record.manifest is not None
     manifest, data = record.manifest, record.manifest["dataset"] or {}
     return Inputs(

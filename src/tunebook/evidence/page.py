@@ -73,7 +73,7 @@ def _charts(found: Verification, run: str) -> list[Chart]:
 
 
 def _agreement(found: Verification) -> str:
-    """The sentence in place of the chart of differences if there are none; else empty."""
+    """Return the sentence that replaces the chart of differences if there are none; else empty."""
     expected, results = found.claim.results, found.results
     if expected.steps != results.steps or any(windows := loss_differences(results, expected)):
         return ""
@@ -81,7 +81,7 @@ def _agreement(found: Verification) -> str:
 
 
 def _differences(found: Verification) -> Chart:
-    """The differences as powers of ten, since they range from 1e-7 to 1e-2. Equal windows are omitted."""
+    """Plot the differences as powers of ten, since they range from 1e-7 to 1e-2. Equal windows are omitted."""
     differences = loss_differences(found.results, found.claim.results)
     steps, num = found.claim.results.steps, len(differences)
     points: list[Point] = [

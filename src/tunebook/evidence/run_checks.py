@@ -42,14 +42,14 @@ def require_first_step(record: RunRecord, config: RunConfig) -> None:
 
 
 def require_first_step_by_manifest(manifest: dict[str, Any], name: str) -> None:
-    """`require_first_step` if only the manifest of a run is available."""
+    """Check like `require_first_step`, with only the manifest of a run."""
     resumed = [word.removeprefix(_RESUME) for word in manifest["command"] if word.startswith(_RESUME)]
     if resumed and resumed[-1] not in RESUME_WORDS:
         raise _resumed_from(name, resumed[-1])
 
 
 def require_every_loss(record: RunRecord, results: Results) -> None:
-    """Raises: RequestError for a run without the loss of a scheduled step: no other run could be compared there."""
+    """Raises: RequestError if the loss of a scheduled step is missing: no other run could be compared there."""
     every = record.log_every_steps or 1
     if lost := sorted(set(range(every, results.steps[-1] + 1, every)) - set(results.steps)):
         raise RequestError(

@@ -16,7 +16,7 @@ from tunebook.record.locks import describe_differences
 from tunebook.record.manifest_schema import PackageDifference
 
 _NOT_COMPARED = "packages not compared with a lock"
-FORMAT = 1  # raised when a key changes its meaning or goes away
+FORMAT = 1  # increment it when a key changes its meaning or is removed
 
 
 class Section(BaseModel):
@@ -97,7 +97,7 @@ class Software(Section):
     packages: dict[str, str]
 
     def deviation(self) -> str | None:
-        """The differences of the packages from the lock in words; None if there are none."""
+        """Describe the packages' differences from the lock; None if there are none."""
         if self.lock is None:
             return _NOT_COMPARED
         parts = describe_differences(self._differences())
@@ -108,7 +108,7 @@ class Software(Section):
         return ", ".join(parts) or None
 
     def main_deviation(self) -> str | None:
-        """The most important difference from the lock, for a table; None if none is known."""
+        """Return the most important difference from the lock, for a table; None if none is known."""
         if self.lock is None:
             return _NOT_COMPARED
         parts = describe_differences(self._differences())
@@ -173,7 +173,7 @@ class Evidence(Section):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
-        """Checks that JSON schema cannot express: one loss per step, and a tolerance for the loss."""
+        """Check what JSON schema cannot express: one loss per step, and a tolerance for the loss."""
         num_steps, num_losses = len(self.results.steps), len(self.results.losses)
         if num_steps != num_losses:
             raise ValueError(f"results.steps has {num_steps} entries and results.losses {num_losses}")

@@ -1,8 +1,8 @@
-"""The code and packages that evidence was recorded with, and where they are not those of the lock that it names.
+"""Record the code and packages of a run, and how the packages differ from the lock that the evidence names.
 
-Evidence from before runs compared their packages names the lock of its hardware generation whatever was installed.
-`python -m tunebook.evidence.software recipes/*/evidence/*.json` corrects that statement from what the files hold, and
-draws the cards and the README's table anew. What nobody recorded stays unknown.
+Old evidence names the lock of its hardware generation whatever was installed, because runs did not compare packages
+yet. `python -m tunebook.evidence.software recipes/*/evidence/*.json` corrects that statement from the files' content,
+and redraws the cards and the README's table. Unrecorded versions stay unknown.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tunebook.facts.generations import GENERATIONS
 from tunebook.files import read_json, sha256_file
 from tunebook.record.locks import PACKAGES, PROJECT, generation_versions, lock_differences, matters, python_difference
 
-_NCCL = "nvidia-nccl"  # how the package that brings NCCL begins, in each version of CUDA
+_NCCL = "nvidia-nccl"  # name prefix of the package that contains NCCL, in each version of CUDA
 
 
 def gather_software(manifest: dict[str, Any]) -> Software:
-    """The code and packages of a run; one of no commit is refused before this is asked."""
+    """Return the code and packages of a run. Runs without a commit are refused before this call."""
     environment = manifest["environment"]
     lock = _lock_of(environment)
     return Software(
@@ -42,11 +42,11 @@ def gather_software(manifest: dict[str, Any]) -> Software:
 
 
 def _lock_of(environment: dict[str, Any]) -> Lock | None:
-    """The lock that a run was compared with; None where it was not, as in manifests of earlier versions."""
+    """Return the lock that a run was compared with; None if it was not, as in manifests of earlier versions."""
     found = environment.get("lock")
     if found is None or (found["differences"] is None and environment["lock_sha256"] is None):
         return None
-    differences = found["differences"] or {}  # of an image that lists no packages: its build found none
+    differences = found["differences"] or {}  # None for an image that lists no packages: its build found no differences
     important = {name: one for name, one in differences.items() if matters(name)}
     return Lock(
         name=found["name"], sha256=found["sha256"], differences=important,
@@ -55,7 +55,7 @@ def _lock_of(environment: dict[str, Any]) -> Lock | None:
 
 
 def packages_row(recorded: Software, found: Software) -> Row | None:
-    """What is shown where the evidence or the run was not made with the packages of its lock; None where both were."""
+    """Return a remark if the packages of the evidence or the run differ from their lock; None if neither does."""
     then, now = recorded.deviation(), found.deviation()
     if then is None and now is None:
         return None
@@ -66,9 +66,9 @@ def packages_row(recorded: Software, found: Software) -> Row | None:
 
 
 def corrected(content: dict[str, Any], docker: Path) -> dict[str, Any]:
-    """The content of an evidence file whose lock was never compared with its packages, with what is known of that.
+    """Correct an evidence file whose lock was never compared with its packages; return its content with what is known.
 
-    Known are the packages that every manifest named, the interpreter and NCCL. Raises: RequestError where the lock that
+    Known are the packages that every manifest named, the interpreter and NCCL. Raises: RequestError if the lock that
     the file names is not in the folder `docker`.
     """
     software, hardware = content["software"], content["hardware"]
@@ -97,7 +97,7 @@ def corrected(content: dict[str, Any], docker: Path) -> dict[str, Any]:
 def _known_versions(
     software: dict[str, Any], hardware: dict[str, Any], locked: Mapping[str, str]
 ) -> dict[str, str | None]:
-    """Installed versions that a file tells, by package; None of one that was not installed.
+    """Return the installed versions that a file records, by package; None for one that was not installed.
 
     Manifests have named every installed package of PACKAGES since before there was evidence.
     """
@@ -108,14 +108,14 @@ def _known_versions(
 
 
 def correct_files(files: Sequence[Path], docker: Path) -> list[Path]:
-    """Correct every file that needs it, and draw the cards and the book's table anew; returns those changed."""
+    """Correct every file that needs it, and redraw the cards and the book's table; return the changed files."""
     changed = []
     for file in files:
-        evidence: Evidence = read_evidence(file)  # whole and unedited
+        evidence: Evidence = read_evidence(file)  # complete and unedited
         content = read_json(file)
         if evidence.software.lock is None and evidence.software.lock_sha256 is not None:
             content = corrected(content, docker)
-        content["inputs"]["config"] = evidence.inputs.config  # in the form of today
+        content["inputs"]["config"] = evidence.inputs.config  # in the current format
         if content != read_json(file):
             rewrite_evidence(content, file)
             changed.append(file)
@@ -128,7 +128,7 @@ def correct_files(files: Sequence[Path], docker: Path) -> list[Path]:
 
 
 def main(arguments: list[str]) -> int:
-    """Correct the files that are named."""
+    """Correct the named files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--docker", type=Path, default=book_root() / "docker", help="the locks of an earlier commit")

@@ -1,7 +1,7 @@
-"""The tolerance of each recorded number, from the spread of repeated runs.
+"""Compute the tolerance of each recorded number from the spread of repeated runs.
 
-Three times the largest difference between the repeated runs, since two or three runs do not show the whole spread, and
-at least a floor, since two runs may agree by chance. Each tolerance says how it was computed.
+A tolerance is three times the largest difference between the repeated runs, since two or three runs do not show the
+whole spread. It is at least a floor, since two runs may agree by chance. Each tolerance records how it was computed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from tunebook.evidence.schema import Evidence, Results, Tolerance
 from tunebook.record.losses import tolerance_of
 
 FACTOR = 3.0
-NUM_WINDOWS = 20  # of a loss curve: after hundreds of steps the single losses of equal runs differ, the means hardly
+NUM_WINDOWS = 20  # of a loss curve: after hundreds of steps, single losses of equal runs differ, their means hardly do
 _SPEED_FLOOR = 0.05  # another job on the machine, a warmer GPU
 _MEMORY_FLOOR = 0.02  # rounding of the allocator, another choice of kernels
-_SPEED_MAY_SPREAD = 0.1  # a larger spread shows what else the machine did, not the speed of the recipe
+_SPEED_MAY_SPREAD = 0.1  # a larger spread shows the machine's other load, not the recipe's speed
 _MEMORY_MAY_SPREAD = 1 / FACTOR  # a larger spread would allow everything down to zero
 _STDERRS = 3.0
 
@@ -31,7 +31,7 @@ def score_key(task: str) -> str:
 
 
 def window_means(results: Results) -> list[float]:
-    """The loss averaged over up to 20 windows of steps of the same length."""
+    """Return the loss averaged over up to 20 windows of equally many steps."""
     losses = results.losses
     num = min(NUM_WINDOWS, len(losses))
     edges = [round(index * len(losses) / num) for index in range(num + 1)]
@@ -39,7 +39,7 @@ def window_means(results: Results) -> list[float]:
 
 
 def loss_differences(found: Results, expected: Results) -> list[float]:
-    """The differences of the windows' means, relative to the larger of the expected mean and the whole curve's mean.
+    """Return the windows' differences, relative to the larger of the expected mean and the whole curve's mean.
 
     Where a curve has fallen to a hundredth, equal runs differ by several times their small loss, which means nothing.
     """
@@ -50,12 +50,12 @@ def loss_differences(found: Results, expected: Results) -> list[float]:
 
 
 def loss_difference(found: Results, expected: Results) -> float:
-    """The largest difference of the windows; infinite if other steps were logged."""
+    """Return the largest difference of the windows; infinite if different steps were logged."""
     return max(loss_differences(found, expected)) if found.steps == expected.steps else float("inf")
 
 
 def at_steps(results: Results, steps: Collection[int]) -> Results:
-    """The results with the losses of these steps only."""
+    """Return the results with the losses of only these steps."""
     kept = [(step, loss) for step, loss in zip(results.steps, results.losses, strict=True) if step in steps]
     return results.model_copy(update={"steps": [step for step, _ in kept], "losses": [loss for _, loss in kept]})
 
@@ -73,20 +73,20 @@ def largest_spread(values: Sequence[float]) -> float:
 
 
 def speeds_apart(found: Evidence) -> tuple[float, float] | None:
-    """The slowest and the fastest repetition, if they differ too much for either to be the recipe's speed."""
+    """Return the slowest and fastest repetition if they differ too much for either to be the recipe's speed."""
     speeds = [repeat.tokens_per_second_per_gpu for repeat in found.repeats]
     known = [speed for speed in speeds if speed is not None]
     return (min(known), max(known)) if largest_spread(known) > _SPEED_MAY_SPREAD else None
 
 
 def judged_by(found: Evidence) -> dict[str, Tolerance]:
-    """The tolerances of recorded evidence, without that of the speed if the repetitions differ too much."""
+    """Return the tolerances of recorded evidence, without that of the speed if the repetitions differ too much."""
     is_judged = speeds_apart(found) is None
     return {key: tolerance for key, tolerance in found.tolerances.items() if key != SPEED or is_judged}
 
 
 def work_out(runs: Sequence[Results], config: RunConfig) -> dict[str, Tolerance]:
-    """The tolerances from repeated runs; from a single run, the floors."""
+    """Compute the tolerances from repeated runs; from a single run, the floors."""
     pairs = list(combinations(runs, 2))
     tolerances = {
         LOSS: _tolerance(

@@ -33,7 +33,7 @@ class Verification:
     """A run compared with a claim."""
 
     name: str  # of the claim: a file of evidence, or a run
-    what: str  # was claimed: the recipe, weights, data, layers and steps
+    what: str  # description of the claim: the recipe, weights, data, layers and steps
     claim: Claim
     results: Results
     hardware: Hardware
@@ -50,7 +50,7 @@ class Verification:
         return {"claim": self.name, "agrees": self.exit_code == 0, "rows": [row.to_json() for row in self.rows]}
 
     def table(self) -> Table:
-        """For a terminal."""
+        """Format the verification for a terminal."""
         title = Text(f"{self.name}: {self.what}")  # names and overrides may contain brackets
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for heading in ("", "recorded", "this run", "difference", "tolerance", "verdict", "why"):
@@ -65,7 +65,7 @@ class Verification:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What a run can be compared with: evidence, or an earlier run."""
+    """A reference for a run: evidence, or an earlier run."""
 
     name: str
     what: str
@@ -75,7 +75,7 @@ class Recorded:
 
 
 def recorded_run(original: RunRecord, recipes_dirs: list[Path]) -> Recorded:
-    """A finished run to compare another with; the tolerances are the floors."""
+    """Return a finished run as a reference for others; the tolerances are the floors."""
     config, results = config_of(original.folder), gather_results(original)
     hardware, tolerances = gather_hardware(original, config), work_out([results], config)
     return Recorded(
@@ -111,7 +111,7 @@ def hold_against(recorded: Recorded, record: RunRecord) -> Verification:
 
 
 def describe(ran: Ran) -> str:
-    """The run in one line."""
+    """Describe the run in one line."""
     words = f"; {' '.join(ran.overrides)}" if ran.overrides else ""
     return f"{ran.recipe}, {ran.weights} weights, {ran.data} data, layers: {ran.layers}, {ran.steps} steps{words}"
 

@@ -1,1 +1,1 @@
-"""Parity: one recipe in several configurations, one after the other; do their losses agree step by step?"""
+"""Parity: train one recipe in several configurations, one after another, and compare their losses step by step."""

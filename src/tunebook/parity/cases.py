@@ -1,4 +1,4 @@
-"""The configurations of a parity: every combination of the varied values. The first is the reference."""
+"""List the configurations of a parity: every combination of the varied values. The first is the reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tunebook.config.override_text import split_values
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DoesNotFitError, RequestError, RulesError
 
-# Log the loss of every step, and leave out what does not affect it.
+# Log the loss of every step, and omit what does not affect it.
 _SHARED = (
     "evaluation=none",
     "training.log_every_steps=1",
@@ -22,21 +22,21 @@ _SHARED = (
     "training.resume=never",
 )
 _GPUS, _STEPS, _WEIGHTS = "hardware.gpus_per_node", "training.max_steps", "precision.master_weights"
-_LONGEST_NAME = 80  # of a folder; file systems take 255 bytes
+_LONGEST_NAME = 80  # of a folder; file systems allow 255 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One configuration to train."""
 
-    name: str  # of its folder and its row: the varied values
+    name: str  # of its folder and row: the varied values
     varied: tuple[str, ...]  # `key=value` for each key that is varied
-    overrides: tuple[str, ...]  # all of them, as `tunebook train` takes them
-    refused: str | None = None  # the reason why a rule forbids it; None if it can run
+    overrides: tuple[str, ...]  # all overrides, as for `tunebook train`
+    refused: str | None = None  # why a rule forbids it; None if it can run
 
 
 def list_cases(overrides: list[str], over: list[str], gpus: str | None, num_steps: int) -> list[Case]:
-    """Every combination; the last key changes fastest. Raises: RequestError for words that cannot be read."""
+    """Return every combination; the last key changes fastest. Raises: RequestError for unreadable overrides."""
     varied = [_values(word) for word in over]
     if gpus is not None:
         varied.append([f"{_GPUS}={number}" for number in _numbers(gpus)])
@@ -63,7 +63,7 @@ def list_cases(overrides: list[str], over: list[str], gpus: str | None, num_step
 
 
 def words_set_aside(overrides: list[str], over: list[str], gpus: str | None) -> list[str]:
-    """The overrides that no configuration gets, since a parity sets or varies their keys itself."""
+    """Return the overrides that no configuration gets, because a parity sets or varies their keys itself."""
     varied = {_key(word) for word in over} | ({_GPUS} if gpus is not None else set())
     taken = varied | {_key(word) for word in _SHARED}
     if "evaluation" not in varied:
@@ -72,7 +72,7 @@ def words_set_aside(overrides: list[str], over: list[str], gpus: str | None) -> 
 
 
 def mark_refused(cases: list[Case], plan: Callable[[Case], RunConfig]) -> tuple[list[Case], RunConfig]:
-    """The cases, with `refused` set if a rule forbids one, and the reference's resolved configuration.
+    """Return the cases, with `refused` set if a rule forbids one, and the reference's resolved configuration.
 
     Not every strategy runs on every number of GPUs. Raises: RequestError if the reference or all others are refused.
     """
@@ -95,7 +95,7 @@ def mark_refused(cases: list[Case], plan: Callable[[Case], RunConfig]) -> tuple[
 
 
 def weights_alike(cases: list[Case], formats: Collection[MasterWeights]) -> list[Case]:
-    """The cases, all with fp32 weights if they were planned with several `formats`.
+    """Return the cases, all with fp32 weights if they were planned with several `formats`.
 
     With some strategies `auto` keeps a frozen base in bf16. That is not compared unless the format itself is varied.
     """
@@ -105,7 +105,7 @@ def weights_alike(cases: list[Case], formats: Collection[MasterWeights]) -> list
 
 
 def _why_not(error: RequestError | DoesNotFitError) -> str:
-    """The reason if a rule, the memory or the batch forbids a combination. Raises: any other error."""
+    """Return the reason if a rule, the memory or the batch forbids a combination. Raises: any other error."""
     if isinstance(error, RulesError):
         return "; ".join(problem.message for problem in error.problems)
     if isinstance(error, DoesNotFitError) or (error.problem_id or "").startswith("batch-"):
@@ -130,13 +130,13 @@ def _key(word: str) -> str:
 
 
 def _second(word: str) -> str:
-    """An example with a second value for an option that has only one."""
+    """Return an example with a second value for an option that has only one."""
     key, _, value = word.partition("=")
     return f"--gpus {value},{2 * int(value)}" if key == _GPUS and value.isdecimal() else f"--over {word},ANOTHER"
 
 
 def _names(combinations: list[tuple[str, ...]]) -> list[str]:
-    """The name of each case's folder. A long or repeated one is cut and ends with the number of its case.
+    """Return the folder name of each case. A long or repeated name is truncated and ends with the number of its case.
 
     Raises: RequestError if a combination is repeated.
     """
@@ -159,7 +159,7 @@ def _needs_number(name: str, names: list[str]) -> bool:
 
 
 def _name(words: tuple[str, ...]) -> str:
-    """The varied values as the name of a folder, such as `zero2-x4`."""
+    """Return the varied values as a folder name, such as `zero2-x4`."""
     parts = [("x" if key == _GPUS else "") + value for key, value in (word.split("=", 1) for word in words)]
     return re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(parts))
 

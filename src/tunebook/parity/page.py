@@ -1,4 +1,4 @@
-"""The page of a parity: each configuration's losses and how far they are from the reference's."""
+"""Draw the page of a parity: each configuration's losses and their differences from the reference's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _losses(ran: list[CaseResult]) -> Chart:
 
 
 def _differences(ran: list[CaseResult], tolerance: float) -> Chart:
-    """Powers of ten: differences of 1e-7 and 1e-3 are both of interest. Steps that agree in every bit are left out."""
+    """Plot powers of ten: differences of 1e-7 and 1e-3 both matter. Steps with bitwise equal losses are omitted."""
     lines = [
         Line(
             name=result.case.name,

@@ -1,7 +1,7 @@
-"""The results of a parity: the distances of the losses, the table for the terminal, the JSON and the exit code.
+"""Results of a parity: the differences of the losses, the table for the terminal, the JSON and the exit code.
 
-Losses may differ by the order of sums. In fp32 that changes the seventh digit and grows with the steps. In bf16 it
-changes the third digit of each product, and a strategy may round at other places than a single GPU.
+The order of sums may change losses. In fp32 that affects the seventh digit and grows with the steps. In bf16 it affects
+the third digit of each product, and a strategy may round at other places than a single GPU.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ class Ending(Enum):
     """Why an answer ended."""
 
     stop = "stop"  # the model wrote a token that ends a turn
-    length = "length"  # as many tokens as were asked for
+    length = "length"  # the requested number of tokens is reached
     interrupted = "interrupted"
 
 
@@ -27,7 +27,7 @@ class Generated:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen: the likeliest at temperature 0, sampled otherwise."""
+    """How the next token is chosen: the most likely one at temperature 0, otherwise sampled."""
 
     max_new_tokens: int
     temperature: float

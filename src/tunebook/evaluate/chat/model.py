@@ -1,6 +1,6 @@
-"""The model of a chat: loaded as it was trained, and its answers as streamed text.
+"""Chat model: loads a model as it was trained and streams its answers as text.
 
-Imports torch, so it is imported after the request was checked. There is one conversation, so nothing is padded.
+Imports torch, so import it only after the request was checked. There is one conversation, so nothing is padded.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from tunebook.model.tokenizer import load_tokenizer
 from tunebook.record.model_origin import check_base, check_bound, recorded_by_origin, recorded_by_run, uncompared_base
 from tunebook.record.run_folder import RUN_FILE
 
-_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")  # where architectures keep it
+_CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")  # the keys that architectures use for it
 _UNKNOWN_CONTEXT_TOKENS = 2048
-_INCOMPLETE = 0xFFFD  # what bytes decode to that are no character yet
+_INCOMPLETE = 0xFFFD  # replacement character for bytes that are not yet a complete character
 
 
 class ChatModel:
@@ -69,17 +69,17 @@ class ChatModel:
 
     @property
     def description(self) -> str:
-        """Its device and number format, for people."""
+        """Device and number format, for the user."""
         device = self._model.device
         place = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
         return f"{place} in {str(self._autocast_dtype or self._model.dtype).removeprefix('torch.')}"
 
     def encode(self, messages: Messages) -> list[int]:
-        """The messages as tokens, ready for the answer. Raises: DataError if the template refuses them."""
+        """Encode the messages as tokens, ready for the answer. Raises: DataError if the template refuses them."""
         return self._renderer.prompt_tokens(messages)
 
     def seed(self, seed: int) -> None:
-        """Start sampling again."""
+        """Reset the random seed of sampling."""
         torch.manual_seed(seed)
 
     def generate(
@@ -89,7 +89,7 @@ class ChatModel:
         on_text: Callable[[str], None],
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> Generated:
-        """Answer `tokens`; `on_text` gets each piece of text as it comes. Raises: DoesNotFitError out of memory."""
+        """Answer `tokens`; `on_text` gets each piece when it arrives. Raises: DoesNotFitError if out of memory."""
         streamer = _Streamer(self._tokenizer, self._stop_ids, on_text)
         autocast: Any = nullcontext()
         if self._autocast_dtype is not None:
@@ -114,19 +114,19 @@ class ChatModel:
         return Generated(text=streamer.text, ending=Ending.stop if streamer.has_stopped else unstopped)
 
     def _settings(self, sampling: Sampling) -> Any:
-        """The model's own generation settings, with what was asked for."""
+        """Return the model's own generation settings, updated with the requested sampling."""
         settings = deepcopy(self._model.generation_config)
         is_sampled = sampling.temperature > 0
         settings.update(
             max_new_tokens=sampling.max_new_tokens,
             max_length=None,
             num_beams=1,
-            use_cache=True,  # training turns it off, and without it every token costs a pass over all of them
+            use_cache=True,  # training turns it off; without it every token costs a pass over all tokens
             eos_token_id=self._stop_ids,
-            pad_token_id=self._stop_ids[0],  # nothing is padded, but without it there is a warning
+            pad_token_id=self._stop_ids[0],  # nothing is padded, but transformers warns without it
             do_sample=is_sampled,
             temperature=sampling.temperature if is_sampled else 1.0,
-            # transformers' own default, 50, would sample from fewer tokens than was asked for.
+            # transformers' own default, 50, would sample from fewer tokens than requested.
             top_k=(settings.top_k or 0) if is_sampled else 50,
             top_p=(settings.top_p or 1.0) if is_sampled else 1.0,
         )
@@ -134,7 +134,7 @@ class ChatModel:
 
 
 class _Streamer(TextStreamer):
-    """Passes on text as soon as it is whole characters, without the token that ends the answer."""
+    """Passes text on once it forms complete characters, without the token that ends the answer."""
 
     def __init__(self, tokenizer: Any, stop_ids: list[int], on_text: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -157,7 +157,8 @@ class _Streamer(TextStreamer):
             self._on_text(text)
 
     def _is_chinese_char(self, cp: int) -> bool:
-        # transformers shows text up to the last space or Chinese character: other scripts without spaces come late.
+        # transformers holds text back until the last space or Chinese character, which delays other scripts without
+        # spaces.
         return cp != _INCOMPLETE
 
 
@@ -174,12 +175,12 @@ class Loaded:
     """A model ready to answer."""
 
     model: ChatModel
-    system_prompt: str | None  # that it was trained with
-    notes: list[str] = field(default_factory=list)  # sentences for people: what it is and what was decided
+    system_prompt: str | None  # as used in training
+    notes: list[str] = field(default_factory=list)  # sentences for the user: what the model is, and the decisions made
 
 
 def load(target: Target) -> Loaded:
-    """Load a target. Raises: RequestError, DataError (another template than in training), DoesNotFitError."""
+    """Load a target. Raises: RequestError, DataError (template differs from training), DoesNotFitError."""
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         return _load(target)
@@ -220,23 +221,23 @@ def _load(target: Target) -> Loaded:
 
 
 def _place(config: RunConfig, target: Target, tokenizer: PreTrainedTokenizerBase) -> tuple[ChatModel, list[str | None]]:
-    """The model on its device, and notes about that."""
+    """Load the model on its device; also return notes about that."""
     model: Any = load_trained(config, target.folder)
     autocast = None  # a CPU computes fastest in the weights' own format
     notes: list[str | None] = []
     if uses_gpu(config):
         autocast = compute_dtype(config)
         if autocast is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
-            autocast = None  # trained on a newer GPU: in fp32 nothing is lost
+            autocast = None  # trained on a newer GPU: fp32 loses nothing
         if autocast is torch.float16 and target.run is None:
-            model, autocast = model.to(torch.float16), None  # as it was published, in half the memory
+            model, autocast = model.to(torch.float16), None  # as published, in half the memory
         model, note = place_on_gpus(model, autocast)
         notes = [note, choose_copies(model, autocast, SHARE_FOR_COPIES_OF_ONE)]
     return ChatModel(model, tokenizer, stop_ids=stop_ids(model, tokenizer), autocast_dtype=autocast), notes
 
 
 def _context_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many tokens the model reads at once, by its config, else by its tokenizer."""
+    """Return the model's context size in tokens, from its config, else from its tokenizer."""
     config = model.config.get_text_config()
     found = next((int(getattr(config, key)) for key in _CONTEXT_KEYS if getattr(config, key, None)), None)
     if found is not None:

@@ -1,4 +1,4 @@
-"""A conversation: its turns, which of them fit into the model's context, and saving it."""
+"""A conversation: its turns, which of them fit into the model's context, and how it is saved."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Answer:
 
 
 class Session:
-    """Asks a model, keeps the history. A question that fails is not kept."""
+    """Asks a model and keeps the history, except for questions that fail."""
 
     def __init__(self, model: ChatModel, sampling: Sampling, system_prompt: str | None) -> None:
         self.model = model
-        self.turns: list[Turn] = []  # the user's and the assistant's, in turn
+        self.turns: list[Turn] = []  # the user's and the assistant's turns, alternating
         self.system_prompt = system_prompt or None
         self._sampling = sampling
-        self._num_left_out = 0  # of the oldest turns
+        self._num_left_out = 0  # number of oldest turns left out
         self._saved_as: set[Path] = set()
         if self.system_prompt is not None:
             self._check_system_prompt(self.system_prompt)
@@ -46,7 +46,7 @@ class Session:
         self.model.seed(self._sampling.seed)
 
     def set_system_prompt(self, text: str | None) -> None:
-        """Begin a new conversation under another system prompt. Raises: DataError, and the old one stays."""
+        """Start a new conversation with another system prompt. Raises: DataError; the old prompt then stays."""
         if text is not None:
             self._check_system_prompt(text)
         self.system_prompt = text
@@ -55,7 +55,7 @@ class Session:
     def ask(
         self, question: str, on_text: Callable[[str], None], is_interrupted: Callable[[], bool] = lambda: False
     ) -> Answer:
-        """Answer a question and keep both. Raises: RequestError, DataError, DoesNotFitError; neither is kept then."""
+        """Answer a question and keep both. Raises: RequestError, DataError, DoesNotFitError; then neither is kept."""
         turns = [*self.turns, {"role": "user", "content": checked_text(question)}]
         tokens, num_left_out = self._fit(turns)
         space = self.model.context_tokens - len(tokens)
@@ -77,9 +77,9 @@ class Session:
         return Answer(text=generated.text, notes=notes)
 
     def save(self, text: str) -> Path:
-        """Write the conversation as one line of JSONL, in the format `messages`, which can be trained on.
+        """Write the conversation as one line of JSONL in the format `messages`, which can be trained on.
 
-        Raises: RequestError for an empty conversation, an existing file, a missing folder.
+        Raises: RequestError for an empty conversation, an existing file or a missing folder.
         """
         file = Path(text).expanduser().absolute()
         if not self.turns:
@@ -107,15 +107,15 @@ class Session:
         return [*system, *turns]
 
     def _check_system_prompt(self, text: str) -> None:
-        """Report now, and not at every question, that a template has no system turn."""
+        """Check once, rather than at every question, that the template supports a system turn."""
         self.model.encode([{"role": "system", "content": checked_text(text)}, {"role": "user", "content": "?"}])
 
     def _fit(self, turns: list[Turn]) -> tuple[list[int], int]:
-        """The tokens of the newest turns that leave space for an answer, and the number of older turns left out."""
+        """Return tokens of the newest turns that leave space for an answer, and the number of turns left out."""
         context = self.model.context_tokens
         wanted = context - min(self._sampling.max_new_tokens, context // 2)
         last = len(turns) - 1
-        for first in range(self._num_left_out, last + 1, 2):  # a question goes with its answer
+        for first in range(self._num_left_out, last + 1, 2):  # a question and its answer stay together
             tokens = self.model.encode(self._messages(turns[first:]))
             if len(tokens) <= wanted or (first == last and len(tokens) < context):
                 return tokens, first
@@ -127,7 +127,7 @@ class Session:
 
 
 def checked_text(text: str) -> str:
-    """A text to put before a model. Raises: RequestError when it is blank or no Unicode."""
+    """Return the text if a model can answer it. Raises: RequestError if it is blank or not valid Unicode."""
     if not text.strip():
         raise RequestError("there is nothing to answer: the text is empty; write a question", problem_id="chat-no-text")
     try:

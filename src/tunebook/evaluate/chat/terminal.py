@@ -40,7 +40,7 @@ _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """The text without control characters; line breaks and tabs stay."""
+    """Replace control characters in the text; line breaks and tabs stay."""
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
@@ -54,11 +54,11 @@ def chat_command(
     temperature: float,
     seed: int,
 ) -> int:
-    """Talk to a run, a checkpoint, a model folder or a model on the hub; returns the exit code.
+    """Chat with a run, a checkpoint, a model folder or a model on the hub; return the exit code.
 
-    With `prompt` or piped input, exactly one answer goes to stdout and everything else to stderr. `system` replaces
-    the run's system prompt; an empty one removes it.
-    Raises: RequestError, DataError for another template than in training, DoesNotFitError.
+    With `prompt` or piped input, exactly one answer goes to stdout and everything else to stderr. `system` replaces the
+    run's system prompt; an empty one removes it. Raises: RequestError, DataError if the template differs from training,
+    DoesNotFitError.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -69,7 +69,7 @@ def chat_command(
     is_terminal = prompt is None and sys.stdin is not None and sys.stdin.isatty()
     question = None if is_terminal else checked_text(_read_input() if prompt is None else prompt)
     found = find_target(target, outputs)
-    # Threads that wait by spinning starve each other if something else runs on the same cores.
+    # Threads that busy-wait starve each other if other processes run on the same cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with quiet_libraries():
         session, notes = _load(found, sampling, system)
@@ -78,7 +78,7 @@ def chat_command(
         console = Console(highlight=False)
         lines = [found.name, *notes, "/help lists the commands, Ctrl-D ends"]
         console.print(Text("\n".join(lines), style="dim"), soft_wrap=True)
-        with suppress(ImportError):  # Python may be built without it: no arrow keys, history or pasting of lines
+        with suppress(ImportError):  # Python may lack it: no arrow keys, history or multi-line paste
             import readline
 
             readline.parse_and_bind("set enable-bracketed-paste on")
@@ -92,7 +92,7 @@ def _sampling(max_new_tokens: int, temperature: float, seed: int) -> Sampling:
             f"--max-new-tokens {max_new_tokens}: an answer has at least one token; try --max-new-tokens 512",
             problem_id="chat-setting",
         )
-    if temperature != 0 and not 0.01 <= temperature < math.inf:  # logits divided by less than that overflow
+    if temperature != 0 and not 0.01 <= temperature < math.inf:  # dividing logits by less than that overflows
         raise RequestError(
             f"--temperature {temperature}: it is 0 (always the likeliest token) or at least 0.01; try --temperature "
             "0.7",
@@ -104,7 +104,7 @@ def _sampling(max_new_tokens: int, temperature: float, seed: int) -> Sampling:
 
 
 def _load(target: Target, sampling: Sampling, system: str | None) -> tuple[Session, list[str]]:
-    """A session with the model, and notes about it. For a small model importing torch takes the longest."""
+    """Load the model and return a session and notes. For a small model, importing torch takes the longest."""
     with Console(stderr=True).status(Text(f"loading {target.name}")):
         from tunebook.evaluate.chat.model import load
 
@@ -127,7 +127,7 @@ def _answer_once(session: Session, question: str) -> int:
     try:
         answer = session.ask(question, write)
         write("\n")
-    except BrokenPipeError:  # the reader has what it wanted; Python would complain again when it closes the stream
+    except BrokenPipeError:  # the reader closed the pipe; Python would raise again when it closes the stream
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     for note in answer.notes:
@@ -136,7 +136,7 @@ def _answer_once(session: Session, question: str) -> int:
 
 
 def _read_input() -> str:
-    """The piped text, without the end of its last line."""
+    """Read the piped text, without its final line ending."""
     if sys.stdin is None:  # closed by the parent process
         return ""
     try:
@@ -150,7 +150,7 @@ def _read_input() -> str:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Keep warnings and log records of the libraries out of the conversation; errors are still shown."""
+    """Keep the libraries' warnings and log records out of the conversation; errors are still shown."""
     before = logging.root.manager.disable
     logging.captureWarnings(True)
     logging.disable(logging.WARNING)
@@ -162,7 +162,7 @@ def quiet_libraries() -> Iterator[None]:
 
 
 class Terminal:
-    """Reads questions and commands until the user ends it."""
+    """Reads questions and commands until the user quits."""
 
     def __init__(self, session: Session, console: Console, read_line: Callable[[str], str] = input) -> None:
         self._session = session
@@ -177,7 +177,7 @@ class Terminal:
         }
 
     def run(self) -> None:
-        """Talk until /exit, Ctrl-D, or Ctrl-C at the prompt."""
+        """Chat until /exit, Ctrl-D, or Ctrl-C at the prompt."""
         try:
             while True:
                 self._take(self._read_line(PROMPT))
@@ -244,7 +244,7 @@ class Terminal:
 
 
 def _unquoted(argument: str) -> str:
-    """A typed path, without the quotes or backslashes that a shell would remove."""
+    """Return a typed path without the quotes or backslashes that a shell would remove."""
     try:
         parts = shlex.split(argument)
     except ValueError:
@@ -254,7 +254,7 @@ def _unquoted(argument: str) -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Let Ctrl-C end the answer at its next token; a second one ends the chat if no token comes."""
+    """Let Ctrl-C end the answer at its next token; a second Ctrl-C ends the chat if no token comes."""
     requests: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Checks before a model is asked for programs: the settings, and that a sandbox can execute them."""
+"""Checks before code generation: the settings are valid, and a sandbox can execute programs."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ PREFIX = "evaluation.code."
 
 
 def check_code(evaluation: EvaluationConfig, tasks: Iterable[str]) -> None:
-    """Refuse tasks with programs that contradict `evaluation.code` or cannot be executed here. Raises: RequestError."""
+    """Refuse code tasks that contradict `evaluation.code` or cannot be executed here. Raises: RequestError."""
     chosen = [with_samples(resolve_task(task), evaluation.code) for task in tasks]
     require_sandbox(chosen, confirm_run_unsafe_code=evaluation.confirm_run_unsafe_code)
 
 
 def with_samples(task: TaskFile | str, choice: CodeConfig) -> TaskFile | str:
-    """A task with the configured samples, if it asks for programs. Raises: RequestError for a contradiction."""
+    """Apply the configured samples to a code task. Raises: RequestError for a contradiction."""
     if isinstance(task, str) or task.code is None:
         return task
     return replace(task, code=with_choice(task.name, task.code, choice))
 
 
 def has_code(tasks: Iterable[TaskFile | str]) -> bool:
-    """Whether any task asks for programs."""
+    """Return whether any task is a code task."""
     return any(isinstance(task, TaskFile) and task.code is not None for task in tasks)
 
 
 def require_sandbox(tasks: Iterable[TaskFile | str], *, confirm_run_unsafe_code: bool) -> None:
-    """Refuse tasks with programs that nothing would execute. Raises: RequestError with the reason and the fix."""
+    """Refuse code tasks if no sandbox can execute programs. Raises: RequestError with the reason and the fix."""
     if has_code(tasks):
         with open_backend(confirm_run_unsafe_code=confirm_run_unsafe_code):
             pass
@@ -57,16 +57,16 @@ def check_context(name: str, code: CodeTask, *, max_gen_toks: int, max_length: i
 
 
 def take_options(evaluation: EvaluationConfig, options: Sequence[str]) -> EvaluationConfig:
-    """The settings with those of the worker's options that are about programs.
+    """Apply the worker's options about programs to the settings.
 
-    A training that was allowed to run programs without a sandbox allows nothing to later evaluations.
+    Permission to run programs without a sandbox during a training does not carry over to later evaluations.
     """
     settings = take_overrides(evaluation, [option for option in options if option.startswith(PREFIX)])
     return replace(settings, confirm_run_unsafe_code=UNSAFE in options)
 
 
 def take_overrides(evaluation: EvaluationConfig, overrides: Sequence[str]) -> EvaluationConfig:
-    """The settings with overrides like `evaluation.code.num_samples=20`. Raises: RequestError for a wrong one."""
+    """Apply overrides like `evaluation.code.num_samples=20`. Raises: RequestError for an invalid one."""
     code = evaluation.code
     for override in overrides:
         code = _take(code, override)

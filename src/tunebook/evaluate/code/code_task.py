@@ -1,12 +1,12 @@
-"""The settings of a task that asks for programs, under `metadata.code` in its file; and this book's task files.
+"""Settings of a code task, under `metadata.code` in its file; and this book's task files.
 
     program       how an answer becomes a program: a name in `BUILDERS`
-    pass_at_k     the ks that are reported, the first as the task's score
-    time_limit_s  of one program with its test
-    problems      a JSONL beside the task's file; without it the harness loads the data set
+    pass_at_k     the ks to report; the first is the task's score
+    time_limit_s  for one program with its test
+    problems      a JSONL next to the task's file; without it the harness loads the data set
 
-The test of a program is the task's `doc_to_target`. How many samples, and how they are drawn, is `repeats` and
-`generation_kwargs`, as the harness reads them; the settings of `evaluation.code` replace them.
+The test of a program is the task's `doc_to_target`. `repeats` and `generation_kwargs` set the number of samples and the
+sampling, as in the harness. The settings of `evaluation.code` replace them.
 """
 
 from __future__ import annotations
@@ -28,37 +28,37 @@ _OPENING = re.compile(r"\A\s*(?:```\w*|python)[ \t]*\n")
 _BLOCK = re.compile(r"```(?:\w+)?\n?(.*?)\n?```", re.DOTALL)
 
 
-# How an answer becomes the program that is executed, as in lm-evaluation-harness 0.4.13: `build_predictions` and
+# Builders: an answer becomes the executed program as in lm-evaluation-harness 0.4.13: `build_predictions` and
 # `build_predictions_instruct` of its humaneval, `extract_code_blocks` of its mbpp. A test compares them.
 
 
 def prompt_and_answer(problem: Mapping[str, Any], answer: str) -> str:
-    """The answer continues the problem's prompt."""
+    """Return the problem's prompt, continued by the answer."""
     return str(problem["prompt"]) + answer
 
 
 def prompt_and_answer_to_fence(problem: Mapping[str, Any], answer: str) -> str:
-    """The same for an answer that begins inside a code block: text after the block is no program."""
+    """Return the prompt and the answer up to its first fence: the answer begins inside a code block."""
     return str(problem["prompt"]) + answer.partition(FENCE)[0]
 
 
 def answer_to_fence(problem: Mapping[str, Any], answer: str) -> str:
-    """The answer, which begins inside a code block, up to the block's end; it may open the block again.
+    """Return the answer, which begins inside a code block, up to the end of the block. It may open the block again.
 
-    Our own: the harness takes the answer's first word for the name of a language even if its line goes on.
+    Differs from the harness, which takes the answer's first word for a language name even if its line continues.
     """
     return _OPENING.sub("", answer, count=1).partition(FENCE)[0]
 
 
 def answer_alone(problem: Mapping[str, Any], answer: str) -> str:
-    """The answer is the program."""
+    """Return the answer as the program."""
     return answer
 
 
 def first_block(problem: Mapping[str, Any], answer: str) -> str:
-    """The first code block of an answer that begins inside one; empty if none is closed.
+    """Return the first code block of an answer that begins inside one; empty if none is closed.
 
-    The harness then searches again without the language's name, but that needs two fences and finds nothing more.
+    The harness then searches again without the language name. That search needs two fences and finds nothing more.
     """
     found = _BLOCK.search(FENCE + answer)
     return found[1] if found else ""
@@ -85,7 +85,7 @@ class CodeTask:
     problems: Path | None
 
     def harness_keys(self, cache_folder: Path) -> dict[str, Any]:
-        """The keys that replace those of the task's file; its own data is not read from a shared cache."""
+        """Return the keys that replace those of the task's file; the task's own data bypasses the shared cache."""
         keys: dict[str, Any] = {"repeats": self.num_samples, "generation_kwargs": dict(self.generation)}
         if self.problems is None:
             return keys
@@ -94,12 +94,12 @@ class CodeTask:
 
 
 def own_tasks() -> dict[str, Path]:
-    """The task files of this book by name; some replace tasks of the harness."""
+    """Return this book's task files by name; some replace tasks of the harness."""
     return {file.stem: file for file in sorted(FOLDER.glob("*.yaml"))}
 
 
 def read_code_task(file: Path, config: Mapping[str, Any]) -> CodeTask | None:
-    """The settings of a task with programs; None for another task. Raises: RequestError for wrong ones."""
+    """Read a code task's settings; None for another kind of task. Raises: RequestError for invalid ones."""
     metadata = config.get("metadata")
     settings = metadata.get("code") if isinstance(metadata, dict) else None
     if settings is None:
@@ -126,7 +126,7 @@ def read_code_task(file: Path, config: Mapping[str, Any]) -> CodeTask | None:
 
 
 def with_choice(name: str, task: CodeTask, choice: CodeConfig) -> CodeTask:
-    """The task with the configuration's settings in place of its own. Raises: RequestError for a contradiction."""
+    """Apply the configuration's settings to the task. Raises: RequestError for a contradiction."""
     generation = dict(task.generation)
     if choice.max_new_tokens is not None:
         generation["max_gen_toks"] = choice.max_new_tokens

@@ -1,11 +1,10 @@
-"""The second step of an evaluation with programs: the sandbox executes them, and pass@k goes into the results.
+"""Second step of a code evaluation: execute the programs in the sandbox and put pass@k into the results.
 
-The file of samples is written twice: once everything is generated, and again with the outcomes, so that a sandbox that
-dies costs no generation.
+The samples file is written after generation and again with the outcomes, so that a sandbox failure loses no generated
+samples.
 
-
-pass@k is, for each problem, the chance that at least one of k samples passes, estimated from n samples of which c pass,
-and then the mean over problems; its standard error is that of a mean, as for all of the harness' scores.
+For each problem, pass@k is the probability that at least one of k samples passes, estimated from n samples of which c
+pass. The score is the mean over problems. Its standard error is that of a mean, as for all of the harness' scores.
 Source: "Evaluating Large Language Models Trained on Code" (arXiv 2107.03374), section 2.1, as in code_eval, which the
 harness uses.
 """
@@ -49,28 +48,28 @@ class Sample:
 
     task: str
     problem: str
-    number: int  # of this problem's samples, from 0
+    number: int  # index among this problem's samples, from 0
     answer: Any  # text, unless something went wrong
     program: str | None  # None: there is none to execute
     test: str
     time_limit_s: float
-    status: str | None = None  # of `Refused`, or of the sandbox's `Status`; None: not executed yet
+    status: str | None = None  # of `Refused`, or the sandbox's `Status`; None: not executed yet
     message: str = ""
-    last_lines: list[str] = field(default_factory=list)  # of what it printed
+    last_lines: list[str] = field(default_factory=list)  # of the program's output
     seconds: float | None = None
 
     @property
     def is_passed(self) -> bool:
-        """Whether it counts as right."""
+        """Whether the sample counts as right."""
         return self.status == Status.passed
 
     def take(self, outcome: Outcome) -> None:
-        """Take the outcome."""
+        """Store the sandbox's outcome."""
         self.status, self.message = outcome.status.value, outcome.message
         self.last_lines, self.seconds = outcome.last_lines, outcome.seconds
 
     def as_program(self) -> Program:
-        """The program for the sandbox."""
+        """Return the program for the sandbox."""
         assert self.program is not None
         name = f"{self.task}/{self.problem}/{self.number}"
         return Program(id=name, source=self.program, test=self.test, time_limit_s=self.time_limit_s)
@@ -84,7 +83,7 @@ def judge_programs(
     confirm_run_unsafe_code: bool,
     say: Callable[[str], None],
 ) -> dict[str, Any] | None:
-    """Execute what was generated and score it in `results`; returns what is recorded, None without programs.
+    """Execute the generated programs and score them in `results`; return the record, or None without code tasks.
 
     `file` gets the samples. Raises: RequestError if the sandbox is gone; the samples are written by then.
     """
@@ -103,7 +102,7 @@ def judge_programs(
 
 
 def _execute(samples: Sequence[Sample], confirm_run_unsafe_code: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """Execute every program; returns the sandbox and its limits."""
+    """Execute every program; return the sandbox's record and limits."""
     waiting = [sample for sample in samples if sample.program is not None]
     programs = [sample.as_program() for sample in waiting]
     check_programs(programs)
@@ -130,7 +129,7 @@ def _execute(samples: Sequence[Sample], confirm_run_unsafe_code: bool, say: Call
 
 
 def _score(code: CodeTask, problems: Sequence[Sequence[Sample]]) -> dict[str, Any]:
-    """pass@k of one task, and how its samples ended."""
+    """Return a task's pass@k and the status counts of its samples."""
     return {
         "program": code.program,
         "num_samples": code.num_samples,
@@ -146,7 +145,7 @@ def _estimate(problem: Sequence[Sample], k: int) -> float:
 
 
 def estimate_pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k) of one problem: the unbiased estimator."""
+    """Return the unbiased estimator 1 - C(n - c, k) / C(n, k) for one problem."""
     if num_samples - num_right < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / n for n in range(num_samples - num_right + 1, num_samples + 1))
@@ -160,7 +159,7 @@ def _mean(values: Sequence[float]) -> dict[str, float | None]:
 def _put_scores(
     results: dict[str, Any], name: str, scores: Mapping[str, Any], problems: Sequence[Sequence[Sample]]
 ) -> None:
-    """Put pass@k in place of the harness' `bypass` metric: into the results and into each logged answer."""
+    """Replace the harness' `bypass` metric by pass@k, in the results and in each logged answer."""
     metrics = results["results"][name]
     [filter_name] = {key.partition(",")[2] for key in metrics if key.startswith("bypass,")}
     for key in (f"bypass,{filter_name}", f"bypass_stderr,{filter_name}"):
@@ -178,13 +177,13 @@ def _put_scores(
 
 
 def _shown(sample: Sample) -> str:
-    """The answer that is shown: the program and how it ended."""
+    """Return the displayed answer: the program and its outcome."""
     ended = sample.message or str(sample.status)
     return sample.program if sample.is_passed and sample.program else f"{sample.program or ''}\n# {ended}".strip()
 
 
 def collect_samples(task: str, code: CodeTask, documents: Sequence[Mapping[str, Any]]) -> list[list[Sample]]:
-    """The samples of each problem, from the harness' log of a task, in its order."""
+    """Collect the samples of each problem from the harness' log of a task, in its order."""
     return [
         [_sample(task, code, document, number, answer) for number, answer in enumerate(document["resps"][0])]
         for document in documents
@@ -192,13 +191,13 @@ def collect_samples(task: str, code: CodeTask, documents: Sequence[Mapping[str, 
 
 
 def write_samples(samples: Iterable[Sample], file: Path) -> None:
-    """Write them as JSONL; in ASCII, because an answer may hold lone surrogates, or be no text."""
+    """Write samples as JSONL, in ASCII, because an answer may hold lone surrogates or not be text."""
     lines = [json.dumps(asdict(sample), default=repr) for sample in samples]
     atomic_write_text(file, "\n".join([*lines, ""]))
 
 
 def count_statuses(samples: Iterable[Sample]) -> dict[str, int]:
-    """The number of samples with each status, the most frequent first."""
+    """Count the samples with each status, the most frequent first."""
     return dict(Counter(str(sample.status) for sample in samples).most_common())
 
 

@@ -1,13 +1,13 @@
-"""The two child processes of a trial. `Solution` executes the program; `Checker` executes the test and decides.
+"""Child processes of a trial: `Solution` executes the program, `Checker` executes the test and decides.
 
-They exchange lines of JSON over a pair of pipes. Either side can only ask the other to call something; calls may nest
-in both directions, because a test may pass a function to the program. Plain data is copied, everything else is a number
-that refers to it. Copies have the plain types and never subclasses: no value brings its own `__eq__`, and nothing that
-arrives is executed.
+They exchange lines of JSON over a pair of pipes. A side can only ask the other to call something. Calls may nest in
+both directions, because a test may pass a function to the program. Plain data is copied; every other object is sent as
+a number that refers to it. Copies have the plain types and never subclasses, so no value brings its own `__eq__`, and
+neither side executes what it receives.
 
-The solution's process is not trusted once the program has run: the program may change anything in it. It knows neither
-the test nor the nonce. This file is all that the children have of Tunebook. Each program waits for its imports, so it
-does without `typing` and `ast`.
+The solution's process is untrusted once the program has run, because the program may change anything in it. It knows
+neither the test nor the nonce. The children get no other file of Tunebook. This file avoids `typing` and `ast`, because
+their import time would delay every program.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_TEXT = 2000
 MAX_DECIMAL_BITS = 8192  # Python refuses to write much longer integers in decimal
 ModuleType = type(sys)
 
-# Types that compare by value, with the arguments that make them again.
+# Types that compare by value, with the constructor arguments that rebuild each value.
 COPIED: dict[str, Callable[[Any], list[Any]]] = {
     **{f"builtins.{kind.__name__}": lambda value: [list(value)] for kind in (tuple, set, frozenset, bytes, bytearray)},
     "builtins.dict": lambda value: [[list(item) for item in dict.items(value)]],
@@ -50,7 +50,7 @@ COPIED: dict[str, Callable[[Any], list[Any]]] = {
 # Subclasses of these, such as named tuples and counters, become the builtin type.
 BASES = (list, tuple, dict, set, frozenset, bytes, bytearray, complex, range)
 MUTABLE = (list, dict, set, bytearray)
-# Builtins that go by name: types and constants both ways, functions and operators only from the test to the program.
+# Builtins sent by name: types and constants in both directions, functions and operators only from test to program.
 HARMLESS = {
     name: value
     for name, value in vars(builtins).items()
@@ -68,7 +68,7 @@ ALL = HARMLESS | {name: value for name, value in vars(builtins).items() if calla
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Be one of the two children. Stdin, which the settings came through, is empty from now on."""
+    """Run one of the two children. Stdin, which carried the settings, is replaced by an empty file."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
@@ -79,24 +79,24 @@ def main(settings: dict[str, Any]) -> None:
         return
     verdict = Checker(*ends).judge(settings["test"])
     os.write(others[0], json.dumps({"nonce": settings["nonce"], **verdict}).encode() + b"\n")
-    os._exit(0)  # at once: the test may have left threads behind
+    os._exit(0)  # at once: the test may have left threads running
 
 
 class ClosedError(BaseException):
-    """The other side is gone. Not an Exception, which a test may expect and catch."""
+    """The other side closed the connection. Not an Exception, because a test may expect and catch those."""
 
 
 class Peer:
     """One end of the connection between a program and its test."""
 
-    file = PROGRAM_FILE  # whose lines errors name
+    file = PROGRAM_FILE  # source file whose line numbers errors name
     gives = HARMLESS  # builtins that this side names
     takes = ALL  # builtins that the other side may name
 
     def __init__(self, read_from: BinaryIO, write_to: BinaryIO) -> None:
         self.is_closed = False
-        self.exceptions: dict[str, type[BaseException]] = {}  # classes for what the other side raises
-        self.objects: list[Any] = []  # that the other side refers to by number; kept, so that no id is used again
+        self.exceptions: dict[str, type[BaseException]] = {}  # exception classes for errors from the other side
+        self.objects: list[Any] = []  # objects the other side refers to by number; kept alive so that no id is reused
         self.numbers: dict[int, int] = {}  # id -> number
         self._names = {id(value): name for name, value in self.gives.items()}
         self._remotes: dict[int, Remote] = {}
@@ -104,9 +104,10 @@ class Peer:
         self._write_to = write_to
 
     def call(self, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call something on the other side, and serve its calls meanwhile. Raises: what that raised, ClosedError.
+        """Call something on the other side and serve its calls until it replies.
 
-        Changes to mutable arguments there are repeated on these.
+        The other side's changes to mutable arguments are applied to the local ones. Raises: the call's own exception,
+        ClosedError.
         """
         self._send(self._message(CALL, (target, args, kwargs)))
         while True:
@@ -122,7 +123,7 @@ class Peer:
                 return result
 
     def serve(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The result of a call, and the arguments if the call changed them."""
+        """Return the result of a call, and the arguments if the call changed them."""
         before = self.encode(args) if any(isinstance(argument, MUTABLE) for argument in args) else None
         result = target(*args, **kwargs)
         return result, args if before is not None and self.encode(args) != before else None
@@ -161,7 +162,7 @@ class Peer:
         raise ClosedError
 
     def encode(self, value: Any) -> Any:
-        """A value as JSON: lists as they are, and an object with one key for all that JSON lacks."""
+        """Encode a value as JSON: lists stay lists; anything JSON lacks becomes an object with one key."""
         if value is None or isinstance(value, (bool, float, str)):
             return value
         if isinstance(value, int):
@@ -179,7 +180,7 @@ class Peer:
         return {BUILTIN: self._names[id(value)]} if id(value) in self._names else {MINE: self.give(value)}
 
     def decode(self, value: Any) -> Any:
-        """The value that `encode` had. Raises: ValueError and others for what `encode` never returns."""
+        """Decode what `encode` returned. Raises: ValueError and others for anything that `encode` never returns."""
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):
@@ -195,7 +196,7 @@ class Peer:
         return int(content, 16) if tag == HEX else self.objects[{YOURS: content}[tag]]
 
     def give(self, value: Any) -> int:
-        """The number by which the other side refers to an object."""
+        """Return the number by which the other side refers to an object."""
         number = self.numbers.setdefault(id(value), len(self.objects))
         if number == len(self.objects):
             self.objects.append(value)
@@ -203,11 +204,11 @@ class Peer:
 
 
 class Remote:
-    """Stands for an object of the other side, and forwards operations to it.
+    """Proxy for an object of the other side; forwards operations to it.
 
-    In the test's process it equals nothing except what the program's own `==` says about two of *its* objects. It is
-    never compared or combined with a value of the test: that would show the program the right answer, and trust its
-    claim to be equal to it.
+    In the test's process a proxy equals another object only if the program's own `==` says so about two of *its*
+    objects. It is never compared or combined with a value of the test: that would show the program the right answer and
+    trust its claim to be equal.
     """
 
     __slots__ = ("_number", "_peer")
@@ -259,9 +260,9 @@ for _function in OPERATORS.values():
 
 
 class Shadow(Remote):
-    """What the program has under the name of a library module: its attributes are the module's, as in `math.isclose`.
+    """The program's object under a library module's name; its attributes are the real module's, as in `math.isclose`.
 
-    Otherwise a program could bring its own `math` along.
+    Otherwise a program could supply its own `math`.
     """
 
     __slots__ = ("_module",)
@@ -281,7 +282,7 @@ def is_standard(module: object) -> bool:
 
 
 def describe_error(error: BaseException, file: str) -> dict[str, Any]:
-    """An exception as the other side can raise it again, with the last line of `file` that it went through."""
+    """Describe an exception so that the other side can raise it, with the last line of `file` in its traceback."""
     try:
         text = str(error)[:MAX_TEXT]
     except Exception:
@@ -307,10 +308,10 @@ def builtin_bases(kind: type[BaseException]) -> list[str]:
 
 
 def error_from(description: dict[str, Any], known: dict[str, type[BaseException]]) -> BaseException:
-    """The exception that was described, as the class of that name or the nearest builtin one."""
+    """Rebuild a described exception, as the class of that name or the nearest builtin one."""
     try:
         error = exception_class(description["names"], known)(*description["args"])
-    except Exception:  # one that wants other arguments, such as UnicodeDecodeError
+    except Exception:  # a class that takes other arguments, such as UnicodeDecodeError
         error = Exception(f"{description['names'][0]}: {description['text']}")
     error.description = description  # type: ignore[attr-defined]
     return error
@@ -326,7 +327,7 @@ def exception_class(names: list[str], known: dict[str, type[BaseException]]) -> 
 
 
 def restore(old: Any, new: Any) -> Any:
-    """Repeat on a mutable value what a call did to its copy, also inside it; returns what is there now."""
+    """Apply a call's changes on a copy to the original mutable value, recursively; return the new value."""
     kind = next((kind for kind in MUTABLE if isinstance(old, kind) and isinstance(new, kind)), None)
     if kind is None:
         return new
@@ -342,7 +343,7 @@ def restore(old: Any, new: Any) -> Any:
 
 
 class Solution(Peer):
-    """Executes the program once, then calls what the test asks for."""
+    """Executes the program once, then makes the calls that the test asks for."""
 
     def __init__(self, read_from: BinaryIO, write_to: BinaryIO) -> None:
         super().__init__(read_from, write_to)
@@ -355,7 +356,7 @@ class Solution(Peer):
         """Execute the program and serve its test."""
         try:
             exec(compile(source, PROGRAM_FILE, "exec", dont_inherit=True), self._globals)
-        except BaseException as error:  # also SystemExit: the program then ends before its test
+        except BaseException as error:  # including SystemExit: the program then ends before its test
             self._error = error
         try:
             while True:
@@ -364,7 +365,7 @@ class Solution(Peer):
             return
 
     def describe_names(self, names: list[str]) -> dict[str, tuple[str, Any]]:
-        """Those of the names that the program defines, each with its kind. Raises: what the program raised."""
+        """Return which of the names the program defines, each with its kind. Raises: the program's own exception."""
         if self._error is not None:
             raise self._error
         return {name: self._describe(name, self._globals[name]) for name in names if name in self._globals}
@@ -380,13 +381,13 @@ class Solution(Peer):
 
 
 class Checker(Peer):
-    """Executes the test and reports whether it runs to its end. All decisions are made here."""
+    """Executes the test and reports whether it completes. All decisions are made here."""
 
     file = TEST_FILE
     gives, takes = ALL, HARMLESS
 
     def judge(self, test: str) -> dict[str, Any]:
-        """Whether the test runs to its end without an exception, and otherwise why not."""
+        """Return whether the test completes without an exception, or else why not."""
         try:
             names = names_of(test)
             code = compile(test, TEST_FILE, "exec", dont_inherit=True)
@@ -397,28 +398,29 @@ class Checker(Peer):
         except BaseException as error:  # as in code_eval, whatever the test raises is a failure
             if not self.is_closed:
                 return {"status": "failed", **explain(error, test)}
-        if self.is_closed:  # also if the test expected an exception and caught this one
+        if self.is_closed:  # also if the test expected an exception and caught ClosedError
             return {"status": "gone", "message": "the program ended before its test did"}
         return {"status": "passed", "message": ""}
 
     def give(self, value: Any) -> int:
-        """The number of a function of the test; other objects cannot be sent to the program."""
+        """Return the number of a function of the test. Other objects cannot be sent to the program."""
         if not callable(value):
             raise TypeError(f"a test can hand plain data and functions to the program, not {type(value).__name__}")
         return super().give(value)
 
     def serve(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The program calls a function that the test gave it. It can call nothing else here."""
+        """Serve the program's call of a function that the test gave it. The program can call nothing else here."""
         if id(target) not in self.numbers:
-            # An AttributeError, because `functools` and `threading` ask functions for attributes and do without them.
+            # An AttributeError, because `functools` and `threading` ask functions for attributes and cope with their
+            # absence.
             raise AttributeError("a program can call what it was given, and nothing else")
         return super().serve(target, args, kwargs)
 
     def _names_for(self, wanted: set[str]) -> dict[str, Any]:
-        """What the test gets from the program: the names that it uses and does not define.
+        """Return the names that the test uses but does not define, as the program defines them.
 
-        A name of Python's own is taken from the program only if the test takes no other, as in `assert sum(1, 2) == 3`
-        with a program that defines `sum`. Otherwise a program could bring its own `abs` or `all` along.
+        A builtin's name is taken from the program only if the test takes no other name from it, as in `assert sum(1, 2)
+        == 3` with a program that defines `sum`. Otherwise a program could supply its own `abs` or `all`.
         """
         own = vars(builtins).keys()
         kinds = self.call(Remote(self, 0), sorted(wanted - own))
@@ -427,13 +429,13 @@ class Checker(Peer):
         return {name: self._stand_in(name, *kinds[name]) for name in wanted & kinds.keys()}
 
     def _stand_in(self, name: str, kind: str, content: Any) -> Any:
-        """What the test gets for a name of the program."""
+        """Return the test's stand-in for one name of the program."""
         if kind == "value":
             return Shadow(content, name) if isinstance(content, Remote) and is_standard(name) else content
         if kind == "exception":
             return self.exceptions.setdefault(name, type(name, (exception_class(content, {}),), {}))
-        # A library module or one of its members goes by name, and by its own name only: `from x import helps as right`
-        # is no way into this process.
+        # A library module or its member is passed by name, and only by its own name. `from x import helps as right`
+        # therefore cannot reach this process.
         if not is_standard(content) or name.startswith("_"):
             raise ValueError(f"the program's {name} is not understood")
         __import__(content)
@@ -441,7 +443,7 @@ class Checker(Peer):
 
 
 def names_of(test: str) -> set[str]:
-    """The global names that a test uses and does not define. Raises: SyntaxError and others if it does not compile."""
+    """Return the global names that a test uses but does not define. Raises: SyntaxError etc. if compiling fails."""
     import symtable
 
     top = symtable.symtable(test, TEST_FILE, "exec")
@@ -458,7 +460,7 @@ def names_of(test: str) -> set[str]:
 
 
 def explain(error: BaseException, test: str) -> dict[str, Any]:
-    """What went wrong, and where: in the program if the error came from there, and in the test."""
+    """Describe an error and where it happened: in the program (if it came from there) and in the test."""
     here = describe_error(error, TEST_FILE)
     description, line = getattr(error, "description", here), here["line"]
     at = f" (program, line {description['line']})" if description is not here and description["line"] else ""

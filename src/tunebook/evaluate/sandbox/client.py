@@ -1,7 +1,7 @@
 """Find or start a runner, send it programs, and collect their outcomes.
 
-A runner is the `sandbox` service, found by its socket, or one of our own for a single evaluation: behind bubblewrap,
-or, if the user confirmed it, unprotected.
+The runner is the `sandbox` service, found by its socket, or one started here for a single evaluation. The latter runs
+behind bubblewrap or, if the user confirmed it, unprotected.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ HANDOVER_VARIABLE = "TUNEBOOK_HANDOVER"
 SERVICE_HANDOVER = Path("/handover")  # where compose.yaml mounts it
 RUNNER_LOG = "runner.log"
 START_SERVICE = "docker compose up -d --build sandbox"
-RESTART_S = 10.0  # how long a service may take to restart during an evaluation
+RESTART_S = 10.0  # time a service may take to restart during an evaluation
 START_WITHIN_S = 30.0
 PATIENCE_S = 60.0  # in addition to a program's time limit; other evaluations may be served first
-ANSWER_S = 10.0  # to read one answer, which the runner sends at once
-ENOUGH_BROKEN = 3  # if the first ones all fail like this, the sandbox does not work at all
-QUOTED_BYTES = 1000  # of a runner's log, in a message
+ANSWER_S = 10.0  # time to read one answer, which the runner sends at once
+ENOUGH_BROKEN = 3  # if this many first programs all fail like this, the sandbox does not work at all
+QUOTED_BYTES = 1000  # tail of a runner's log quoted in a message
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """A running runner."""
+    """A runner that is ready for programs."""
 
     name: str  # service, bubblewrap or unsafe
-    folder: Path  # of its socket
+    folder: Path  # folder of its socket
     info: RunnerInfo
     confirm_run_unsafe_code: bool
 
     def where_to_look(self) -> str:
-        """Where to find the reason of a failure: the service's log, or what our own runner printed."""
+        """Say where to find the reason for a failure: the service's log, or the output of the runner started here."""
         if self.name == "service":
             return f"see `docker compose logs sandbox`, start it again with `{START_SERVICE}` and evaluate again"
         return f"its runner printed: {_end_of(self.folder / RUNNER_LOG) or 'nothing'}; evaluate again"
 
     def record(self) -> dict[str, Any]:
-        """How the programs were executed, for the record of an evaluation."""
+        """Describe how the programs were executed, for the record of an evaluation."""
         return {
             "backend": self.name,
             "wall": self.info.wall,
@@ -76,10 +76,10 @@ class Backend:
 
 @contextmanager
 def open_backend(*, handover: Path | None = None, confirm_run_unsafe_code: bool = False) -> Iterator[Backend]:
-    """The safest backend available. Raises: RequestError with what each backend lacks, and what to type.
+    """Yield the safest backend available. Raises: RequestError with what each backend lacks, and what to type.
 
-    `handover` is the service's folder, if not the usual one. `confirm_run_unsafe_code` is used only if nothing else
-    works.
+    `handover` is the service's folder, if not the default one. `confirm_run_unsafe_code` takes effect only if nothing
+    else works.
     """
     folder = handover or Path(os.environ.get(HANDOVER_VARIABLE) or SERVICE_HANDOVER)
     service = ask_service(folder)
@@ -110,7 +110,7 @@ def open_backend(*, handover: Path | None = None, confirm_run_unsafe_code: bool 
 
 
 def ask_service(folder: Path) -> RunnerInfo | str:
-    """The service behind a folder, or why there is none. Raises: RequestError for one that cannot be used."""
+    """Return the service behind a folder, or why there is none. Raises: RequestError if the service cannot be used."""
     try:
         info = _ask(folder, PATIENCE_S)
     except PermissionError as error:
@@ -139,7 +139,7 @@ def ask_service(folder: Path) -> RunnerInfo | str:
 
 
 def _ask(folder: Path, timeout_s: float) -> RunnerInfo:
-    """What the runner says about itself. Raises: OSError if none answers, ValueError for another answer."""
+    """Ask a runner to describe itself. Raises: OSError if none answers, ValueError for an invalid answer."""
     with _connect(folder) as connection:
         send(connection, None)
         info: RunnerInfo = parse(RunnerInfo, receive(connection, MAX_ANSWER_BYTES, timeout_s) or {})
@@ -161,7 +161,7 @@ def _connect(folder: Path) -> socket.socket:
 
 @contextmanager
 def _own_runner(folder: Path, wall: str) -> Iterator[RunnerInfo | str]:
-    """A runner of our own behind a wall, ended afterwards; or why it does not start."""
+    """Start a runner behind a wall and stop it afterwards; yield its info, or why it did not start."""
     python = find_python()
     if python is None:
         yield f"{wall}: no Python 3.11 or later here that every user may execute, as programs are; install one"
@@ -193,7 +193,7 @@ def _own_runner(folder: Path, wall: str) -> Iterator[RunnerInfo | str]:
 
 
 def _end_of(log: Path) -> str:
-    """The last lines that a runner printed; empty if its log is gone or is a link, which no runner makes."""
+    """Return the last lines of a runner's log; empty if the log is missing or a link, which no runner creates."""
     try:
         with os.fdopen(os.open(log, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
             stream.seek(max(0, stream.seek(0, os.SEEK_END) - QUOTED_BYTES))
@@ -203,7 +203,7 @@ def _end_of(log: Path) -> str:
 
 
 def find_python() -> Path | None:
-    """A Python for programs. If root gives each of them a uid of its own, those uids must be able to execute it."""
+    """Find a Python for programs. As root, each program gets its own uid, and all uids must be able to execute it."""
     candidates = [Path(sys.executable).resolve(), Path("/usr/bin/python3"), Path("/usr/local/bin/python3")]
     if os.geteuid() != 0:
         return candidates[0]
@@ -218,19 +218,19 @@ def find_python() -> Path | None:
 def run_programs(
     programs: Sequence[Program], backend: Backend, *, report: Callable[[Outcome], None] = lambda outcome: None
 ) -> list[Outcome]:
-    """The outcome of each program, in their order; `report` gets each as soon as it is known.
+    """Return the outcome of each program, in order; `report` gets each outcome as soon as it arrives.
 
-    If the sandbox itself fails, the program is tried once more.
-    Raises: DataError for samples that are not text and for damaged answers, RequestError for a runner that dies.
+    If the sandbox itself fails, the program is tried once more. Raises: DataError for samples that are not text and for
+    damaged answers, RequestError for a runner that dies.
     """
     check_programs(programs)
     outcomes: dict[int, Outcome] = {}
     todo = deque(range(len(programs)))
-    waiting: dict[socket.socket, int] = {}  # connection -> number of the program
+    waiting: dict[socket.socket, int] = {}  # connection -> index of the program
     retried: set[int] = set()
     try:
         while todo or waiting:
-            while todo and len(waiting) < 2 * backend.info.num_workers:  # one in each worker, one in line
+            while todo and len(waiting) < 2 * backend.info.num_workers:  # one in each worker, one queued
                 number = todo.popleft()
                 waiting[_submit(programs[number], backend, len(programs) - len(outcomes))] = number
             patience_s = PATIENCE_S + max(programs[number].time_limit_s for number in waiting.values())
@@ -277,7 +277,7 @@ def check_programs(programs: Sequence[Program]) -> None:
 
 
 def _submit(program: Program, backend: Backend, num_left: int) -> socket.socket:
-    """Send a program to a runner, which may just be restarting. Raises: RequestError."""
+    """Send a program to a runner, with retries in case it is restarting. Raises: RequestError."""
     end = time.monotonic() + RESTART_S
     while True:
         try:
@@ -292,7 +292,7 @@ def _submit(program: Program, backend: Backend, num_left: int) -> socket.socket:
 
 
 def _read_outcome(connection: socket.socket) -> Outcome:
-    """The answer about a program. Raises: DataError."""
+    """Read the answer about one program. Raises: DataError."""
     try:
         answer = receive(connection, MAX_ANSWER_BYTES, ANSWER_S)
         if answer is not None:
@@ -311,7 +311,7 @@ def _read_outcome(connection: socket.socket) -> Outcome:
 
 
 def _refuse_broken(outcomes: dict[int, Outcome], num_programs: int, backend: Backend) -> None:
-    """Give up on a runner that fails for the first programs. Raises: RequestError."""
+    """Give up on a runner that fails on the first programs. Raises: RequestError."""
     if len(outcomes) < min(ENOUGH_BROKEN, num_programs):
         return
     if all(outcome.status is Status.broken for outcome in outcomes.values()):

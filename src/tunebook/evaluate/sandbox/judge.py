@@ -1,7 +1,7 @@
 """Judge one program: start it and its test in two processes, watch both, and report the result.
 
-The two share nothing but a pipe in either direction. The verdict comes from the test's process through its own pipe,
-with a nonce that the program never sees; everything else is the worker's own observation.
+The two processes share only one pipe in each direction. The verdict comes from the test's process through its own pipe,
+with a nonce that the program never sees. Everything else is observed by the worker.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tunebook.evaluate.sandbox.limits import bind_process
 from tunebook.evaluate.sandbox.protocol import Outcome, Program, Status
 from tunebook.evaluate.sandbox.walls import Wall, descendants, num_tasks_of
 
-# The children get their code through stdin: they need not see the folder that it is in, and it is compiled once.
+# The children get their code through stdin: they need no access to its folder, and it is compiled only once.
 BOOTSTRAP = """
 import marshal
 with open(0, "rb", closefd=False) as file:
@@ -47,9 +47,9 @@ DISK_ERRORS = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 def judge(program: Program, wall: Wall) -> Outcome:
-    """The outcome of one program.
+    """Judge one program and return its outcome.
 
-    Raises: OSError, SubprocessError if a process cannot be started, StuckError if something cannot be removed.
+    Raises: OSError or SubprocessError if a process cannot be started, StuckError if something cannot be removed.
     """
     started = time.monotonic()
     trial = _Trial(program, wall)
@@ -73,35 +73,35 @@ def _child_code() -> Any:
 
 
 class _Trial:
-    """One running program: its two processes, the pipes between them and to the worker, and what was observed."""
+    """One running program: its two processes, their pipes, and the worker's observations."""
 
     def __init__(self, program: Program, wall: Wall) -> None:
         self.printed: list[str] = []  # the last lines of program and test
         self._program = program
         self._wall = wall
         self._nonce = secrets.token_hex(16)
-        self._open: set[int] = set()  # descriptors
+        self._open: set[int] = set()  # file descriptors
         self._verdict_pipe = self._pipe()
-        # Program and test print into files, which nobody has to read meanwhile, unlike pipes.
+        # Program and test print into files. Unlike pipes, files need no reader meanwhile.
         self._outputs = (self._file(), self._file())
         self._solution: subprocess.Popen[bytes] | None = None
         self._checker: subprocess.Popen[bytes] | None = None
-        self._solution_exit: int | None = None  # as in `subprocess`; None: it was still running
+        self._solution_exit: int | None = None  # as in `subprocess`; None: still running
         self._checker_exit: int | None = None
         self._verdict: dict[str, Any] | None = None
-        self._exceeded: tuple[Status, str] | None = None  # a limit
+        self._exceeded: tuple[Status, str] | None = None  # the limit that was exceeded
         self._has_left_processes = False
 
     def _pipe(self) -> tuple[int, int]:
-        """A new pipe: its read end and its write end. A child gets only those that it is given."""
+        """Create a pipe and return its read and write ends. A child inherits only the ends passed to it."""
         ends = os.pipe()
         self._open |= set(ends)
         return ends
 
     def _file(self, content: bytes = b"") -> int:
-        """A descriptor of a file without a name, positioned before its content."""
+        """Return a descriptor of an unnamed file, positioned at its start."""
         descriptor = os.memfd_create("file", os.MFD_CLOEXEC)
-        os.fchmod(descriptor, 0o600)  # nobody else opens or executes it through /proc
+        os.fchmod(descriptor, 0o600)  # no other user opens or executes it through /proc
         self._open.add(descriptor)
         with open(descriptor, "wb", closefd=False) as stream:
             stream.write(content)
@@ -123,8 +123,8 @@ class _Trial:
         self._solution = self._start_child(
             "solution", (calls[0], answers[1]), self._outputs[0], source=self._program.source
         )
-        # Closed here, so that a pipe ends with its last process. But `calls` stays open: the program must wait for
-        # more after its test has ended, because processes that it left are searched below it.
+        # Closed here, so that a pipe ends with its last process. `calls` stays open: the program must keep waiting
+        # after its test ended, because the search for leftover processes starts at the program.
         self._close(self._open - {calls[1], *self._outputs, self._verdict_pipe[0]})
 
     def _start_child(self, role: str, pipes: tuple[int, ...], output: int, **settings: str) -> subprocess.Popen[bytes]:
@@ -135,7 +135,8 @@ class _Trial:
         descriptors, filter, num_processes = pipes, wall.filter, limits.num_processes
         content = {"role": role, "pipes": pipes, "num_processes": num_processes if wall.prefix else 0, **settings}
         if wall.prefix:
-            # bubblewrap makes the calls that are refused, and a user namespace in which processes count anew.
+            # bubblewrap makes calls that the filter refuses, and a user namespace with its own process count. So the
+            # filter and the process limit are set inside it.
             seccomp = []
             if filter is not None:
                 descriptors = (*pipes, self._file(filter))
@@ -157,7 +158,7 @@ class _Trial:
         )  # fmt: skip
 
     def watch(self) -> None:
-        """Wait until there is a verdict, or a reason to end the trial without one."""
+        """Wait for a verdict, or for a reason to end the trial without one."""
         deadline = time.monotonic() + self._program.time_limit_s
         line = b""
         while self._exceeded is None and not line.endswith(b"\n") and len(line) <= MAX_VERDICT_BYTES:
@@ -171,7 +172,7 @@ class _Trial:
                 line += part
             else:
                 break
-        with suppress(Exception):  # whatever is wrong with it: without the nonce it is no verdict
+        with suppress(Exception):  # any invalid line: without the nonce it is no verdict
             verdict = json.loads(line)
             if secrets.compare_digest(verdict["nonce"], self._nonce) and isinstance(verdict["status"], str):
                 self._verdict = verdict
@@ -192,7 +193,7 @@ class _Trial:
             self.printed += os.pread(output, kept, size - kept).decode(errors="replace").splitlines()[-NUM_LAST_LINES:]
 
     def end(self) -> None:
-        """End both processes and everything that they left; note how those ended that had ended before."""
+        """End both processes and everything they left; record the exit codes of those that ended by themselves."""
         verdict, wall = self._verdict, self._wall
         try:
             if self._solution is not None:
@@ -229,9 +230,9 @@ class _Trial:
 
 
 def _end(process: subprocess.Popen[bytes], *, waits: bool) -> int | None:
-    """Make sure that a child has ended; returns its exit code if it ended by itself.
+    """Make sure that a child has ended; return its exit code if it ended by itself.
 
-    bubblewrap reports a signal as shells do; it is returned as of the child itself.
+    bubblewrap reports a signal as shells do. The returned code is the child's own.
     """
     try:
         exit_code = process.wait(GONE_AFTER_S) if waits else process.poll()
@@ -245,7 +246,7 @@ def _end(process: subprocess.Popen[bytes], *, waits: bool) -> int | None:
 
 
 def printable(text: str) -> str:
-    """A program's text without control characters, which would steer the terminal."""
+    """Escape control characters in a program's text, because they could control the terminal."""
     return "".join(char if char.isprintable() or char in "\n\t" else f"\\x{ord(char):02x}" for char in text)
 
 

@@ -1,8 +1,8 @@
-"""How much a program may take, and how a process binds itself to that before the program starts in it.
+"""Resource limits of a program, applied to its process before the program starts.
 
-The filter of system calls is a second wall behind uids or namespaces. It refuses what a right answer never needs and
-what outlives or reaches beyond a program's own processes: sockets, tracing, memory that no limit counts (System V,
-memfd), keyrings, namespaces, mounts. A refused call fails with EPERM, so that most programs go on.
+The system call filter is a second layer behind uids or namespaces. It refuses calls that a right answer never needs and
+that outlive or reach beyond a program's own processes: sockets, tracing, memory that no limit counts (System V, memfd),
+keyrings, namespaces, mounts. A refused call fails with EPERM, so that most programs continue.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ ALLOW, KILL = 0x7FFF0000, 0x80000000
 REFUSE, UNKNOWN = 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
 LOAD_WORD, JUMP_EQUAL, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x45, 0x06
 NUMBER_AT, ARCHITECTURE_AT, FIRST_ARGUMENT_AT = 0, 4, 16
-X32_BIT = 0x40000000  # another table of numbers for the same calls on x86-64
+X32_BIT = 0x40000000  # second table of numbers for the same calls on x86-64
 NEW_NAMESPACES = 0x7E020000  # CLONE_NEW*: user, mount, pid, net, ipc, uts, cgroup
-CLONE3 = 435  # its flags are behind a pointer, which no filter can follow; the C library then uses clone
+CLONE3 = 435  # its flags are behind a pointer, which no filter can follow; the C library then falls back to clone
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 CLONE = {"x86_64": 56, "aarch64": 220}
-# The calls refused, by their numbers in the kernel's asm/unistd_64.h and asm-generic/unistd.h, in this order: socket,
-# ptrace, shmget, semget, msgget, mq_open, keyctl, add_key, request_key, unshare, setns, mount, umount2, pivot_root,
-# chroot, bpf, perf_event_open, userfaultfd, process_vm_readv, process_vm_writev, kcmp, memfd_create,
-# name_to_handle_at, open_by_handle_at. The newer ones have one number on all machines: io_uring_setup,
-# io_uring_enter, io_uring_register, open_tree, move_mount, fsopen, pidfd_getfd, mount_setattr, memfd_secret.
+# Numbers of refused calls, from the kernel's asm/unistd_64.h and asm-generic/unistd.h, in this order: socket, ptrace,
+# shmget, semget, msgget, mq_open, keyctl, add_key, request_key, unshare, setns, mount, umount2, pivot_root, chroot,
+# bpf, perf_event_open, userfaultfd, process_vm_readv, process_vm_writev, kcmp, memfd_create, name_to_handle_at,
+# open_by_handle_at. Newer calls have the same number on all machines: io_uring_setup, io_uring_enter,
+# io_uring_register, open_tree, move_mount, fsopen, pidfd_getfd, mount_setattr, memfd_secret.
 NEWER_CALLS = (425, 426, 427, 428, 429, 430, 438, 442, 447)
 REFUSED_CALLS = {
     "x86_64": (41, 101, 29, 64, 68, 240, 250, 248, 249, 272, 308, 165, 166, 155, 161, 321, 298, 323, 310, 311, 312,
@@ -48,30 +48,30 @@ REFUSED_CALLS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one program may take. Its test, in a process of its own, is bound to the same."""
+    """Limits of one program. Its test, in a separate process, has the same limits."""
 
-    memory_bytes: int = 512 << 20  # address space of a process, and resident in all of them together
-    num_processes: int = 32  # with threads; enough for a pool, and far from what fills a machine
+    memory_bytes: int = 512 << 20  # address space of one process, and resident memory of all together
+    num_processes: int = 32  # including threads; enough for a pool, far below what overloads a machine
     disk_bytes: int = 64 << 20  # in its own folder
-    output_bytes: int = 1 << 20  # what it prints; more ends it
-    kept_output_bytes: int = 4096  # the end of that, for the record
+    output_bytes: int = 1 << 20  # printed bytes; more ends the program
+    kept_output_bytes: int = 4096  # tail of the output, for the record
     num_open_files: int = 128
 
 
 def bind_process(limits: Limits, time_limit_s: float, *, num_processes: int, filter: bytes | None) -> None:
-    """Bind this process and all that it starts; there is no way back. It dies with its parent.
+    """Apply the limits irrevocably to this process and its descendants; it also dies with its parent.
 
-    `num_processes` is 0 where the limit is set inside a user namespace; `filter` is None where something else sets it.
+    `num_processes` is 0 if the limit is set inside a user namespace. `filter` is None if it is set elsewhere.
     """
-    _call(PR_SET_NO_NEW_PRIVS, 1)  # no setuid bit gives more rights
+    _call(PR_SET_NO_NEW_PRIVS, 1)  # setuid bits grant no more rights
     die_with_parent()
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # what the worker ignores would be ignored here
+        signal.signal(number, signal.SIG_DFL)  # signals that the worker ignores would be ignored here, too
     for what, most in (
         (resource.RLIMIT_AS, limits.memory_bytes),
         (resource.RLIMIT_FSIZE, limits.disk_bytes),
         (resource.RLIMIT_NOFILE, limits.num_open_files),
-        (resource.RLIMIT_CPU, math.ceil(time_limit_s) + 1),  # the wall clock comes first
+        (resource.RLIMIT_CPU, math.ceil(time_limit_s) + 1),  # the wall-clock limit comes first
         (resource.RLIMIT_NPROC, num_processes or resource.RLIM_INFINITY),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
@@ -89,18 +89,18 @@ def bind_process(limits: Limits, time_limit_s: float, *, num_processes: int, fil
 
 
 def die_with_parent() -> None:
-    """Be killed as soon as the process that started this one is gone."""
+    """Have the kernel kill this process when its parent ends."""
     _call(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of whatever a descendant leaves behind, so that nothing gets out of sight."""
+    """Become the parent of descendants' orphans, so that every process stays visible."""
     _call(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kernel_has_filters() -> bool:
     """Whether this kernel filters system calls."""
-    # Asking with a null pointer fails with "bad address" where it does, and with "invalid argument" where it does not.
+    # A null pointer fails with "bad address" if the kernel filters system calls, otherwise with "invalid argument".
     _prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, None, 0, 0)
     return ctypes.get_errno() == errno.EFAULT
 
@@ -111,7 +111,7 @@ def _call(option: int, value: int, pointer: int | None = None) -> None:
 
 
 def program_filter(machine: str = platform.machine()) -> bytes | None:
-    """The filter of system calls for a kind of machine, or None where its calls are not known here."""
+    """Return the system call filter for a machine type, or None if its call numbers are unknown here."""
     if machine not in ARCHITECTURES:
         return None
 

@@ -1,7 +1,7 @@
-"""What the evaluation and the runner send each other: one connection per program, one line of JSON each way.
+"""Messages between evaluation and runner: one connection per program, one line of JSON each way.
 
-The socket lies in the hand-over folder, which only the evaluation's group may enter. An empty request asks the runner
-about itself. The client does not trust the answers: a runner that a program took over could send anything.
+The socket lies in the handover folder, which only the evaluation's group may enter. An empty request asks the runner to
+describe itself. The client does not trust the answers: a runner that a program took over could send anything.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-SOCKET = "runner.sock"  # in the hand-over folder
+SOCKET = "runner.sock"  # in the handover folder
 MAX_REQUEST_BYTES = 64 << 20  # tests with many cases take a few MiB
 MAX_ANSWER_BYTES = 1 << 20  # an outcome keeps less than 0.1 MiB of messages and output
-# The modules of the runner: the sandbox's image must hold the same ones as the checkout.
+# Modules of the runner. The sandbox image must hold the same ones as the checkout.
 RUNNER_MODULES = ("protocol", "child", "limits", "walls", "judge", "runner")
 
 
@@ -42,7 +42,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """One sample: the program, and the test that then runs with the program's names."""
+    """One sample: the program, and the test that runs with the program's names."""
 
     id: str
     source: str
@@ -57,7 +57,7 @@ class Outcome:
     id: str
     status: Status
     message: str
-    last_lines: list[str] = field(default_factory=list)  # that the program printed
+    last_lines: list[str] = field(default_factory=list)  # printed by the program
     seconds: float = 0.0
 
     @property
@@ -68,7 +68,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class RunnerInfo:
-    """What a runner says about itself."""
+    """A runner's description of itself."""
 
     version: str
     wall: str
@@ -77,7 +77,7 @@ class RunnerInfo:
 
 @functools.cache
 def runner_version() -> str:
-    """A hash of the runner's sources: the evaluation refuses a runner with other sources."""
+    """Return a hash of the runner's sources. The evaluation refuses a runner with other sources."""
     digest = hashlib.sha256()
     for name in RUNNER_MODULES:
         digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
@@ -86,7 +86,7 @@ def runner_version() -> str:
 
 @contextmanager
 def socket_address(folder: Path) -> Iterator[str]:
-    """The address of a folder's socket; the path itself may be longer than the 107 bytes that an address holds."""
+    """Yield the address of a folder's socket. The path itself may exceed the 107 bytes that an address holds."""
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}/{SOCKET}"
@@ -101,7 +101,7 @@ def send(connection: socket.socket, message: Program | Outcome | RunnerInfo | No
 
 
 def receive(connection: socket.socket, max_bytes: int, timeout_s: float) -> dict[str, Any] | None:
-    """One message; None if the other side has closed the connection. Raises: ValueError for anything else, OSError."""
+    """Receive one message; None if the other side closed the connection. Raises: ValueError if invalid, OSError."""
     content = bytearray()
     end = time.monotonic() + timeout_s
     while not content.endswith(b"\n"):
@@ -122,7 +122,7 @@ def receive(connection: socket.socket, max_bytes: int, timeout_s: float) -> dict
 
 
 def parse(kind: type[Any], message: dict[str, Any]) -> Any:
-    """A message as one of the dataclasses above. Raises: ValueError for missing, unknown or mistyped fields."""
+    """Convert a message to one of the dataclasses above. Raises: ValueError for missing, unknown or mistyped fields."""
     types: dict[str, Any] = {"str": str, "float": (int, float), "int": int, "Status": str, "list[str]": list}
     known = kind.__dataclass_fields__
     if message.keys() != known.keys():

@@ -1,7 +1,7 @@
-"""`python -m tunebook.evaluate.sandbox.runner --handover DIR`: execute programs that a model wrote, until stopped.
+"""`python -m tunebook.evaluate.sandbox.runner --handover DIR`: execute model-written programs until stopped.
 
-One worker per disk for programs (or `--workers`) takes connections from the socket in the folder; workers that end are
-started again. Standard library only.
+One worker per disk for programs (or `--workers`) accepts connections on the folder's socket. Workers that end are
+restarted. Standard library only.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from tunebook.evaluate.sandbox.protocol import (
 from tunebook.evaluate.sandbox.walls import USERS, WALLS, StuckError, Wall, WallError, kill_below, prepare_slots, reap
 
 EXIT_WRONG_REQUEST = 2
-SEND_TIMEOUT_S = 10.0  # of a client that sends or reads one message
-MOST_EXPENDABLE = "1000"  # of oom_score_adj: the kernel kills programs first, not the runner
+SEND_TIMEOUT_S = 10.0  # timeout for a client that sends or reads one message
+MOST_EXPENDABLE = "1000"  # oom_score_adj: the kernel kills programs first, not the runner
 
 
 class HandoverError(Exception):
-    """The hand-over folder cannot be served; the message says why and how to fix it."""
+    """The handover folder cannot be served; the message says why and how to fix it."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(number, _stop)
     try:
         with ExitStack() as stack:
-            # The sandbox's container has no writable disk except those for programs, and needs no other.
+            # The sandbox container's only writable disks are those for programs, and it needs no other.
             needs_scratch = options.wall != USERS
             scratch = stack.enter_context(tempfile.TemporaryDirectory()) if needs_scratch else os.devnull
             slots = prepare_slots(
@@ -82,7 +82,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def listen(folder: Path) -> Iterator[socket.socket]:
-    """The listening socket in a folder that no other runner serves meanwhile. Raises: HandoverError."""
+    """Yield the listening socket in a folder, locked against other runners. Raises: HandoverError."""
     with ExitStack() as stack:
         try:
             if folder.stat().st_mode & 0o007:
@@ -93,7 +93,7 @@ def listen(folder: Path) -> Iterator[socket.socket]:
             stack.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            (folder / SOCKET).unlink(missing_ok=True)  # of a runner that was killed
+            (folder / SOCKET).unlink(missing_ok=True)  # left by a runner that was killed
             with socket_address(folder) as address:
                 listener.bind(address)
             (folder / SOCKET).chmod(0o660)
@@ -115,7 +115,7 @@ def supervise(listener: socket.socket, wall: str, slots: list[Path]) -> None:
     adopt_orphans()
     parent = os.getppid()
     info = RunnerInfo(version=runner_version(), wall=wall, num_workers=len(slots))
-    workers: dict[int, int] = {}  # process id -> number
+    workers: dict[int, int] = {}  # process id -> worker number
     print(f"sandbox: {len(slots)} programs at a time behind {wall}", file=sys.stderr)
     try:
         while os.getppid() == parent:
@@ -135,7 +135,7 @@ def _start_worker(listener: socket.socket, info: RunnerInfo, slot: Path, number:
     if process == 0:
         try:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches everybody; the runner ends its workers itself
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the runner ends its workers
             adopt_orphans()
             die_with_parent()
             with suppress(OSError):
@@ -152,7 +152,7 @@ def _start_worker(listener: socket.socket, info: RunnerInfo, slot: Path, number:
 
 
 def serve(connection: socket.socket, wall: Wall, info: RunnerInfo) -> None:
-    """Answer one request. Raises: StuckError; this process must then judge no more."""
+    """Answer one request. Raises: StuckError, after which this process must judge no more programs."""
     with suppress(OSError):  # the evaluation is gone, so nobody needs the answer
         try:
             request = receive(connection, MAX_REQUEST_BYTES, SEND_TIMEOUT_S)
@@ -175,7 +175,7 @@ def serve(connection: socket.socket, wall: Wall, info: RunnerInfo) -> None:
 
 
 def broken(id: str, message: str) -> Outcome:
-    """The outcome that says nothing about the program, only that the sandbox failed."""
+    """Return an outcome that says only that the sandbox failed, nothing about the program."""
     return Outcome(id=id, status=Status.broken, message=message)
 
 

@@ -1,7 +1,7 @@
-"""What contains programs: a fresh uid for each (in the sandbox's container), bubblewrap's namespaces, or only limits.
+"""Containment of programs: a fresh uid for each (in the sandbox container), bubblewrap's namespaces, or only limits.
 
-A worker has one wall and uses it for one trial at a time. Each process of a trial, program or test, gets a user and a
-folder of its own. A worker is the parent of every orphan below it, so that nothing that a program starts is lost.
+A worker has one wall and uses it for one trial at a time. Each process of a trial, program or test, gets its own user
+and folder. A worker adopts every orphan among its descendants, so that no process escapes it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from tunebook.evaluate.sandbox.limits import Limits, kernel_has_filters, program
 USERS, BUBBLEWRAP, NONE = "users", "bubblewrap", "none"
 WALLS = (USERS, BUBBLEWRAP, NONE)
 
-# Above what systemd and container engines allocate, so that no user of the machine has one of them; the second is for
-# user namespaces, which hold 65536 at most.
+# Above the uids that systemd and container engines allocate, so that no user of the machine has one of them. The second
+# is for user namespaces, which hold at most 65536.
 FIRST_UIDS = (1_879_048_192, 20_000)
 UIDS_PER_WORKER = 2048
 MAX_WORKERS = 16
-SLOT_MODE = 0o711  # to be passed through, but neither listed nor written to
-MAX_SLOT_BYTES = 2 << 30  # no machine's own disk is that small
-# Where anybody may write on many systems, in addition to the slots.
+SLOT_MODE = 0o711  # may be passed through, but neither listed nor written to
+MAX_SLOT_BYTES = 2 << 30  # smaller than any machine's own disk
+# Folders besides the slots that are world-writable on many systems.
 SHARED_FOLDERS = ("/dev/shm", "/dev/mqueue", "/tmp", "/var/tmp", "/run/lock")
-# Runs as the program's user, because the runner may not change that user's files: opens folders, then removes all.
+# Runs as the program's user, because the runner may not change that user's files. Opens folders, then removes
+# everything.
 CLEAN = """
 find "$@" -mindepth 1 -maxdepth 1 -uid "$(id -u)" -type d -exec chmod -R u+rwx -- {} +
 find "$@" -mindepth 1 -maxdepth 1 -uid "$(id -u)" -exec rm -rf -- {} +
@@ -45,11 +46,11 @@ class WallError(Exception):
 
 
 class StuckError(Exception):
-    """Processes or files of a program that cannot be removed; this worker must not judge another program."""
+    """Processes or files of a program cannot be removed; this worker must not judge another program."""
 
 
 def fresh_uids(worker: int) -> Iterator[int]:
-    """Unallocated uids for one worker; each is used again only after all others. Raises: WallError without any."""
+    """Yield unallocated uids for one worker; each is reused only after all others. Raises: WallError if none exist."""
     needed = UIDS_PER_WORKER * MAX_WORKERS
     for line in Path("/proc/self/uid_map").read_text().splitlines():
         inside, _, count = map(int, line.split())
@@ -79,9 +80,10 @@ class Wall:
             folder.rmdir()
 
     def new_home(self) -> tuple[int | None, str]:
-        """A fresh user (None: the worker's own), and an empty folder; no other program may list where it is.
+        """Return a fresh user (None: the worker's own) and an empty folder whose location no other program may list.
 
-        The folder is the worker's, and writable for all: the program can neither remove it nor put a link in its place.
+        The worker owns the folder, which is writable for all. So the program can neither remove it nor replace it with
+        a link.
         """
         user, folder = next(self._uids), "/"
         if not self.prefix:
@@ -93,10 +95,10 @@ class Wall:
         return user, folder
 
     def has_more_processes(self, program: int) -> bool:
-        """Whether a program has started others in its namespaces. Called before anything is ended.
+        """Return whether a program has started others in its namespaces. Call it before ending any process.
 
-        Halts what it sees and looks again: during one look a process can start another and end. Without namespaces
-        `clear` sees what the program left, which is then a child of this worker.
+        It stops the processes that it sees and looks again, because during one look a process can start another and
+        end. Without namespaces `clear` finds leftover processes, which are then children of this worker.
         """
         halted: set[int] = set()
         while self.prefix and not (found := set(descendants(program))) <= halted:
@@ -107,7 +109,7 @@ class Wall:
     def clear(self) -> bool:
         """End all processes and remove all files of the last trial, whose two children have ended.
 
-        Returns whether there were other processes. Raises: StuckError if something stays.
+        Returns whether there were other processes. Raises: StuckError if something remains.
         """
         homes, self._homes = self._homes, []
         is_left = has_children = reap()[1]
@@ -139,16 +141,16 @@ class Wall:
 
 
 def _kill_user(user: int, helper: int) -> None:
-    """Kill every process of a user at once, so that none can fork away meanwhile.
+    """Kill every process of a user at once, so that none can fork meanwhile.
 
-    It is done with a real uid that nobody else has: a program can kill processes of its own uid, but not this one.
+    The killer has a real uid of its own: a program can kill processes of its own uid, but not this one.
     """
     process = os.fork()
     if process == 0:
         try:
             os.setresgid(helper, user, helper)
             os.setresuid(helper, user, helper)  # drops every capability
-            os.kill(-1, signal.SIGKILL)  # the kernel leaves out everybody else's, and the caller
+            os.kill(-1, signal.SIGKILL)  # the kernel spares other users' processes and the caller
         finally:
             os._exit(0)
     os.waitpid(process, 0)
@@ -161,7 +163,7 @@ def _owner(path: Path) -> int | None:
 
 
 def _remove_files(user: int | None, folders: list[str]) -> None:
-    """Remove what a user owns directly in some folders, whatever its modes and however deep it is."""
+    """Remove a user's entries in some folders, at any depth and with any file modes."""
     as_user: dict[str, object] = {} if user is None else {"user": user, "group": user, "extra_groups": []}
     command = ["/bin/sh", "-c", CLEAN, "sh", *folders]
     environment = {"PATH": os.defpath}
@@ -169,7 +171,7 @@ def _remove_files(user: int | None, folders: list[str]) -> None:
 
 
 def reap() -> tuple[set[int], bool]:
-    """Collect the children that have ended; returns their ids, and whether others are alive."""
+    """Collect children that have ended; return their ids, and whether other children are alive."""
     ended: set[int] = set()
     while True:
         try:
@@ -182,7 +184,7 @@ def reap() -> tuple[set[int], bool]:
 
 
 def kill_below(spare: Collection[int] = ()) -> None:
-    """Kill everything below this process, but for some of its children and what is below those."""
+    """Kill all descendants of this process, except the `spare` children and their descendants."""
     _signal_all(descendants(os.getpid(), spare), signal.SIGKILL)
 
 
@@ -193,7 +195,7 @@ def _signal_all(processes: Iterable[int], number: int) -> None:
 
 
 def descendants(ancestor: int, spare: Collection[int] = ()) -> dict[int, int]:
-    """The living processes below one, but for some and what is below those, with their resident memory in bytes."""
+    """Return a process's living descendants with their resident bytes, without `spare` ones and their descendants."""
     children: dict[int, list[tuple[int, int]]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208  # pathlib takes ten times as long
         try:
@@ -215,7 +217,7 @@ def descendants(ancestor: int, spare: Collection[int] = ()) -> dict[int, int]:
 
 
 def num_tasks_of(user: int) -> int:
-    """How many processes and threads a user has, which is what the kernel's limit counts."""
+    """Count a user's processes and threads, as the kernel's limit does."""
     count = 0
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -225,12 +227,12 @@ def num_tasks_of(user: int) -> int:
 
 
 def bubblewrap_command(limits: Limits) -> list[str]:
-    """The command that starts a child in namespaces of its own. Raises: WallError where there is no bubblewrap."""
+    """Return the command that starts a child in its own namespaces. Raises: WallError without bubblewrap."""
     found = shutil.which("bwrap")
     if found is None:
         raise WallError("bubblewrap is not installed: apt install bubblewrap")
     command = [found, "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
-    # The child is the first process of its namespaces: one of bubblewrap's own would be in a program's reach.
+    # The child is the first process of its namespaces. A bubblewrap process there would be within a program's reach.
     command += ["--as-pid-1", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     installation = Path(sys.base_prefix).resolve()
     folders = [Path(name) for name in ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")]
@@ -241,12 +243,12 @@ def bubblewrap_command(limits: Limits) -> list[str]:
             command += ["--ro-bind", str(path), str(path)]
     command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
     command += ["--size", str(limits.disk_bytes), "--tmpfs", "/work", "--symlink", "work", "/tmp", "--chdir", "/work"]
-    # Closed once everything is in place: bubblewrap's root is a disk without a size, as its /dev is.
+    # Read-only once everything is in place: bubblewrap's root is a disk without a size limit, like its /dev.
     return [*command, "--remount-ro", "/"]
 
 
 def _try_bubblewrap(limits: Limits) -> None:
-    """Refuse a bubblewrap that the kernel does not let work, before any program is judged. Raises: WallError."""
+    """Check that bubblewrap works on this kernel before any program is judged. Raises: WallError."""
     user = next(fresh_uids(0)) if os.geteuid() == 0 else None
     command = [*bubblewrap_command(limits), "--", "/usr/bin/env", "true"]
     try:
@@ -265,9 +267,10 @@ def _try_bubblewrap(limits: Limits) -> None:
 
 
 def prepare_slots(name: str, *, slots: Path, scratch: Path, num_workers: int, limits: Limits) -> list[Path]:
-    """One folder per worker for a wall. Raises: WallError where the wall does not hold here.
+    """Create one folder per worker for a wall. Raises: WallError if the wall does not work here.
 
-    `slots` is where the disks for programs are mounted, `scratch` an empty folder, for walls without such disks.
+    `slots` is the folder where the disks for programs are mounted. `scratch` is an empty folder for walls without such
+    disks.
     """
     if name == USERS:
         if os.geteuid() != 0:
@@ -284,9 +287,9 @@ def prepare_slots(name: str, *, slots: Path, scratch: Path, num_workers: int, li
 
 
 def find_slots(folder: Path, limits: Limits) -> list[Path]:
-    """The folders that programs may fill, one at a time each: those in `folder`, or itself where it holds none.
+    """Return the folders that programs may fill, one program each: the mounts in `folder`, or `folder` if it has none.
 
-    Raises: WallError for one that is not closed off by a disk of its own.
+    Raises: WallError for one that is not a separate disk of limited size.
     """
     found = sorted(path for path in folder.iterdir() if path.is_dir() and path.is_mount()) if folder.is_dir() else []
     slots = (found or [folder])[:MAX_WORKERS]
