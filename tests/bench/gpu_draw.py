@@ -23,7 +23,6 @@ from typing import Any
 
 from gpu_models import OTHER_KINDS, PUBLISHED, write_case_model
 
-from tunebook.model.parameters import linear_layers
 from tunebook.plan.draft import draft_run
 from tunebook.plan.memory import USABLE_SHARE, estimate_memory
 
@@ -95,9 +94,7 @@ def with_targets(chance: random.Random, case: dict[str, Any], folder: Path) -> d
     if draft.resolution is None:
         return case
     facts = draft.resolution.config.model.facts
-    found = {*linear_layers(facts)}
-    if facts.measured is not None and facts.measured.adapters:
-        found = {*facts.measured.adapters, *facts.measured.expert_adapters}
+    found = {*facts.measured.adapters, *facts.measured.expert_adapters}
     names = chance.sample(sorted(found), k=min(len(found), chance.randint(1, 4)))
     words = ["peft=lora", f"peft.rank={chance.choice((16, 64))}", f"peft.dropout={chance.choice((0.0, 0.05))}"]
     return case | {"overrides": [*case["overrides"], *words, f"peft.target_modules=[{','.join(names)}]"]}

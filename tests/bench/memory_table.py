@@ -21,7 +21,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +29,6 @@ from unittest import mock
 from gpu_draw import words_of
 from gpu_models import config_of, write_case_model
 
-from tunebook.config.book import book_root
 from tunebook.config.compose import compose
 from tunebook.config.model_facts import ModelFacts, facts_from_json
 from tunebook.hardware.detect import Machine
@@ -76,20 +75,8 @@ def as_it_was_run(line: dict[str, Any]) -> list[str]:
 def recorded_trace(config_file: Path, **_: bool) -> ModelFacts:
     """The trace of a model by the name of its folder, or by its kind."""
     name = config_file.parent.name
-    files = [file for file in TRACES.glob("*.json") if file.stem == name or file.stem.endswith(f"-{name}")]
-    if files:
-        return facts_from_json(json.loads(files[0].read_text(encoding="utf-8")))
-    shipped = book_root() / "hydra_configs" / "model" / f"{name}.architecture.json"  # in fewer layers than published
-    facts = facts_from_json(json.loads(shipped.read_text(encoding="utf-8")))
-    assert facts.measured is not None
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    num_layers, vocab_size = config["num_hidden_layers"], config["vocab_size"]
-    is_tied = config["tie_word_embeddings"]
-    num_parameters = num_layers * facts.measured.parameters // facts.measured.num_layers + facts.hidden_size
-    num_parameters += vocab_size * facts.hidden_size * (1 if is_tied else 2)
-    return replace(
-        facts, num_layers=num_layers, vocab_size=vocab_size, num_parameters=num_parameters, tie_word_embeddings=is_tied
-    )
+    file = next(file for file in TRACES.glob("*.json") if file.stem == name or file.stem.endswith(f"-{name}"))
+    return facts_from_json(json.loads(file.read_text(encoding="utf-8")))
 
 
 def read_measured(file: Path = RESULTS) -> list[Measured]:

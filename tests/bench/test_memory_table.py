@@ -55,9 +55,7 @@ def test_the_plan_is_within_its_bounds_of_every_peak(measured: list[Measured]) -
 def test_qlora_is_planned_within_the_same_bounds(tmp_path: Path) -> None:
     runs = read_quantised(tmp_path)
     assert len(runs) >= 8
-    assert statistics.median(abs(run.error) for run in runs) <= 0.05
-    assert sum(run.error > 0.10 for run in runs) <= 1, "Llama's gate_proj and up_proj, compiled, over bf16: 13%"
-    assert not {run.name: f"{run.error:+.1%}" for run in runs if not -0.05 <= run.error <= 0.15}
+    assert not {run.name: f"{run.error:+.1%}" for run in runs if not -0.05 <= run.error <= 0.10}
 
 
 def test_runs_of_the_books_models_that_chance_drew_are_planned_within_the_same_bounds(tmp_path: Path) -> None:
@@ -74,9 +72,9 @@ def test_runs_of_the_books_models_that_chance_drew_are_planned_within_the_same_b
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")  # of architectures, about sizes and positions
 def test_every_recorded_peak_is_planned_within_the_gate(tmp_path: Path, measured: list[Measured]) -> None:
-    """The median within 2%, 95% within 10%, the worst within 15%. QLoRA's runs: test_gpu_quantised.py."""
-    runs = [*measured, *read_held_out(tmp_path), *read_architectures(tmp_path)]
-    assert len(runs) >= 500
+    """The median within 2%, 95% within 10%, the worst within 15%."""
+    runs = [*measured, *read_quantised(tmp_path), *read_held_out(tmp_path), *read_architectures(tmp_path)]
+    assert len(runs) >= 535
     errors = sorted(abs(run.error) for run in runs)
     assert statistics.median(errors) <= 0.02
     assert errors[int(0.95 * len(errors))] <= 0.10

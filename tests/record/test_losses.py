@@ -1,4 +1,4 @@
-"""How far losses lie apart."""
+"""The relative difference of losses, and the allowed one."""
 
 import math
 
@@ -29,12 +29,12 @@ def test_the_largest_relative_difference_and_its_step():
         ([2.0, 1.0], [2.0, math.inf], 2),
     ],
 )
-def test_what_has_no_counterpart_is_as_different_as_can_be(losses, reference, at_step):
+def test_unmatched_steps_are_infinitely_different(losses, reference, at_step):
     difference = compare_losses(losses, reference)
     assert (difference.largest, difference.at_step) == (math.inf, at_step)
 
 
-def test_no_losses_at_all_are_no_agreement():
+def test_missing_losses_do_not_agree():
     assert compare_losses([], []).largest == math.inf
 
 
@@ -53,7 +53,7 @@ def test_the_tolerance_follows_the_number_format(words, tolerance):
 
 
 @pytest.mark.parametrize("tolerance", [math.nan, math.inf, -math.inf, -1e-5])
-def test_what_no_difference_can_be_compared_with_is_refused(tolerance):
+def test_invalid_tolerance_is_refused(tolerance):
     with pytest.raises(RequestError, match=rf"--tolerance {tolerance:g}: .*type --tolerance 0.002, --tolerance 0 "):
         check_tolerance(tolerance)
 
