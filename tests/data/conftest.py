@@ -34,6 +34,7 @@ def write_tokenizer(
     merges: tuple[tuple[str, str], ...] = (),
     pieces: tuple[str, ...] = (),
     generation_eos: int | list[int] | None = None,
+    special: tuple[str, ...] = SPECIAL_TOKENS,
 ) -> Path:
     """A tokenizer's folder. Bytes are tokens 0 to 255, merges and pieces follow, the special tokens come last."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -43,7 +44,7 @@ def write_tokenizer(
     tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     if adds_bos:
         bos = ("<s>", tokenizer.token_to_id("<s>"))
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[bos])
@@ -61,8 +62,8 @@ def write_tokenizer(
 
 @pytest.fixture
 def tokenizer_folder(tmp_path: Path) -> Callable[..., Path]:
-    """Write a tiny tokenizer's folder; takes what `write_tokenizer` takes."""
-    return lambda **options: write_tokenizer(tmp_path / "model", **options)
+    """Write a tiny tokenizer's folder; takes its name and what `write_tokenizer` takes."""
+    return lambda name="model", **options: write_tokenizer(tmp_path / name, **options)
 
 
 @pytest.fixture

@@ -53,15 +53,10 @@ def with_turn(**keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("record", "key"),
     [
-        ({**CHAT, "tools": [CALL]}, "tools"),
-        ({**CHAT, "tools": '[{"name": "f"}]'}, "tools"),
-        ({**CHAT, "functions": [CALL]}, "functions"),
-        (with_turn(tool_calls=[CALL]), "tool_calls"),
-        ({"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [CALL]}]}, "tool_calls"),
-        ({"messages": [ASK, {"role": "assistant", "content": None, "function_call": CALL}]}, "function_call"),
-        ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", "tool_calls": [CALL]}]},
-         "tool_calls"),
-        (with_turn(reasoning_content="because"), "reasoning_content"),
+        ({**PAIR, "tool_calls": [CALL]}, "tool_calls"),
+        ({"text": "a", "tools": '[{"name": "f"}]'}, "tools"),
+        ({**CHAT, "function_call": CALL}, "function_call"),
+        (with_turn(Tool_Calls=[CALL]), "Tool_Calls"),
         (with_turn(Thinking="because"), "Thinking"),
         ({"instruction": "q", "output": "a", "reasoning": "because"}, "reasoning"),
         ({**CHAT, "image": "cat.jpg"}, "image"),
@@ -70,7 +65,7 @@ def with_turn(**keys: Any) -> dict[str, Any]:
         ({**PAIR, "label": False}, "label"),
         ({**CHAT, "label": 1}, "label"),
         ({**CHAT, "rejected": [ANSWER]}, "rejected"),
-        ({**CHAT, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        ({**CHAT, "chat_template": "{{ messages }}"}, "chat_template"),
         ({**CHAT, "documents": [{"title": "t", "text": "x"}]}, "documents"),
         ({**CHAT, "system_prompt": "Be brief."}, "system_prompt"),
         ({"text": "a", "system": "Be brief."}, "system"),
@@ -78,8 +73,7 @@ def with_turn(**keys: Any) -> dict[str, Any]:
         ({**CHAT, "weight": 0.5}, "weight"),
         ({**CHAT, "train": False}, "train"),
         ({**PAIR, "completion_mask": [0, 1]}, "completion_mask"),
-        ({"messages": [ASK, {**ANSWER, "name": "Ada"}]}, "name"),
-        ({"messages": [ASK, {"role": "tool", "content": "18 C", "tool_call_id": "1"}, ANSWER]}, "tool_call_id"),
+        ({"messages": [ASK, {**ANSWER, "recipient": "Ada"}]}, "recipient"),
         (with_turn(train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}]), "train_detail"),
         (with_turn(mask=1), "mask"),
         (with_turn(Train=False), "Train"),
@@ -103,14 +97,14 @@ def test_a_key_that_means_something_is_refused_and_can_be_left_out(record: dict[
 
 
 def test_all_keys_of_a_document_that_are_refused_are_named_together() -> None:
-    record = {**with_turn(tool_calls=[CALL], reasoning_content="because"), "tools": [CALL]}
+    record = {**with_turn(train_detail=[1], reasoning_trace="because"), "documents": [CALL]}
     with pytest.raises(DocumentError) as caught:
         normalise(record)
     message = caught.value.message
-    assert message.startswith("'tools' and 'tool_calls' of turn 2 (assistant) are not supported: ")
-    assert "'reasoning_content' of turn 2 (assistant) is not supported: " in message
-    assert message.endswith("Take them out of the data, or type "
-                            "dataset.ignore_keys=[tools,tool_calls,reasoning_content] to train without")  # fmt: skip
+    assert message.startswith("'documents' is not supported: the chat template is model.chat_template")
+    assert "'reasoning_trace' of turn 2 (assistant) is not supported: reasoning belongs under" in message
+    ignored = "dataset.ignore_keys=[documents,train_detail,reasoning_trace]"
+    assert message.endswith(f"Take them out of the data, or type {ignored} to train without")
 
 
 @pytest.mark.parametrize(
@@ -159,8 +153,8 @@ def test_what_is_left_out_on_request_is_counted_and_what_is_not_there_is_named(t
 
 
 def test_the_line_and_the_key_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"in\.jsonl, line 2: 'tools' is not supported") as caught:
-        load(tmp_path, [CHAT, {**CHAT, "tools": [CALL]}])
+    with pytest.raises(DataError, match=r"in\.jsonl, line 2: 'documents' is not supported") as caught:
+        load(tmp_path, [CHAT, {**CHAT, "documents": [CALL]}])
     assert caught.value.exit_code == 4
 
 
@@ -175,15 +169,15 @@ def test_columns_of_tables_are_accounted_for_too(tmp_path: Path, is_hub: bool) -
             place = {"source": Source.hub, "name": str(folder)}
         return load_corpus(DatasetConfig(**place, **options), cache_dir=tmp_path / f"{name}-cache")
 
-    rows = [{**CHAT, "id": number or None, "tools": None} for number in range(3)]
+    rows = [{**CHAT, "id": number or None, "documents": None} for number in range(3)]
     assert any(note.endswith(": keys not read: id (2 documents)") for note in corpus_of(rows, "none").notes)
-    rows[1]["tools"] = '[{"name": "f"}]'
-    with pytest.raises(DataError, match=r"row 2: 'tools' is not supported"):
+    rows[1]["documents"] = '[{"name": "f"}]'
+    with pytest.raises(DataError, match=r"row 2: 'documents' is not supported"):
         corpus_of(rows, "some")
     with pytest.raises(DataError, match=r"row 1: 'response_mask' is not supported: it has a number for each token"):
         corpus_of([{"input_ids": [1, 2, 3], "response_mask": [0, 0, 1]}], "tokens")
-    left_out = corpus_of(rows, "left_out", ignore_keys=["tools"])
-    assert any(note.endswith(": left out by dataset.ignore_keys: tools (1 document)") for note in left_out.notes)
+    left_out = corpus_of(rows, "left_out", ignore_keys=["documents"])
+    assert any(note.endswith(": left out by dataset.ignore_keys: documents (1 document)") for note in left_out.notes)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +209,7 @@ def test_flags_that_cannot_be_honoured_are_refused(flags: dict[str, Any], messag
 def test_a_prompt_is_not_trained_on_and_cannot_ask_to_be() -> None:
     turns = normalise({"prompt": [ASK, ANSWER, ASK], "completion": [ANSWER], "system": "Be brief."})["messages"]
     assert [turn["train"] for turn in turns] == [False, False, False, False, True]
-    assert turns[0] == {"role": "system", "content": "Be brief.", "train": False}
+    assert turns[0] == {"role": "system", "content": "Be brief.", "train": False, "details": None}
     with pytest.raises(DocumentError, match="only turns of the completion can be"):
         normalise({"prompt": [ASK, {**ANSWER, "loss": True}, ASK], "completion": [ANSWER]})
     with pytest.raises(DocumentError, match="'system' goes with turns"):

@@ -34,7 +34,7 @@ def after(lengths: np.ndarray, overlong: Overlong, longest: int) -> np.ndarray:
     return np.concatenate([np.full((lengths // longest).sum(), longest), rests[rests > 0]])
 
 
-@pytest.mark.parametrize("overlong", list(Overlong))
+@pytest.mark.parametrize("overlong", [Overlong.cut, Overlong.drop, Overlong.split])
 @pytest.mark.parametrize("longest", [200, 1024, 8192])
 @pytest.mark.parametrize(("sigma", "most"), [(0.9, 4096), (0.9, 700), (0.0, 4096)])
 def test_it_is_that_of_the_documents_that_are_drawn(overlong: Overlong, longest: int, sigma: float, most: int) -> None:

@@ -17,11 +17,22 @@ import numpy as np
 import pytest
 
 from tunebook.config import schema
-from tunebook.config.choices import Format, Overlong, PackingMode, Source, SpecialText, TrainOn, Weights
+from tunebook.config.choices import (
+    BadDocuments,
+    Format,
+    Overlong,
+    PackingMode,
+    Reasoning,
+    Source,
+    SpecialText,
+    TrainOn,
+    Weights,
+)
 from tunebook.data import prepare as prepare_module
 from tunebook.data.chunks import NOTHING_TRAINED, TOO_LONG
 from tunebook.data.prepare import fingerprint, made_from, needs_tokenizer, prepare, vocabulary
 from tunebook.data.prepared import load_prepared
+from tunebook.data.view import summary_lines
 from tunebook.errors import DataError, DoesNotFitError, RequestError
 
 Configs = Callable[..., schema.RunConfig]
@@ -381,3 +392,93 @@ def test_synthetic_documents_need_a_vocabulary(run_config: Configs, tmp_path: Pa
     )  # fmt: skip
     assert vocabulary(replace(synthetic, model=replace(config.model, facts=facts))) == (100, 99)
     assert vocabulary(replace(config, model=replace(config.model, facts=facts))) == (100, None)
+
+
+BAD = [
+    '{"messages": [{"role": "user", "content": "Hi"}, {"role": "asistant", "content": "Yo"}]}',
+    '{"messages": [{"role": "user", "content": "Hi"}, {"role": "asistent", "content": "Yo"}]}',
+    "{broken",
+    '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo", "image": "a.png"}]}',
+]
+
+
+def add_lines(tmp_path: Path, lines: list[str]) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(path.read_text() + "\n".join(lines) + "\n")
+
+
+def test_unusable_documents_are_left_out_by_reason_up_to_a_share(tmp_path: Path, run_config: Configs) -> None:
+    config = run_config([[("user", f"{n}"), ("assistant", "Yo")] for n in range(6)], bad_documents=BadDocuments.skip)
+    add_lines(tmp_path, BAD)
+    with pytest.raises(
+        DataError, match=r"4 of 10 documents cannot be used, .*max_bad_share=0.01.*\n  2: .*line 7"
+    ) as caught:
+        prepare(config)
+    assert (caught.value.problem_id, caught.value.exit_code) == ("data-too-many-bad", 4)
+    config.dataset.max_bad_share = 0.4
+    prepared = prepare(config)
+    counts = prepared.train.counts
+    assert (counts.num_read, counts.num_documents, counts.skipped.total()) == (6, 6, 4)
+    reasons = counts.skipped.most_common()
+    assert reasons[0][1] == 2 and reasons[0][0].startswith("unknown role ... in turn ...")
+    assert counts.first[reasons[0][0]].startswith(f"{tmp_path}/train.jsonl, line 7: unknown role 'asistant' in turn 2")
+    lines = summary_lines(load_prepared(prepared.folder))
+    assert any(line.startswith("    2 left out: ") and "line 7" in line for line in lines)
+    config.dataset.bad_documents = BadDocuments.refuse
+    with pytest.raises(DataError, match="4 of 10 documents cannot be used\n"):
+        prepare(config)
+
+
+def test_documents_that_cannot_be_encoded_are_left_out_too(tmp_path: Path, run_config: Configs) -> None:
+    talks = [[("user", "x" * (90 if n == 3 else 1)), ("assistant", "Yo")] for n in range(10)]
+    config = run_config(talks, overlong=Overlong.refuse)
+    with pytest.raises(
+        DataError, match=r"^train.jsonl:4: it has \d+ tokens, more than training.max_length=64"
+    ) as caught:
+        prepare(config)
+    assert caught.value.problem_id == "document-too-long"
+    config.dataset.bad_documents, config.dataset.max_bad_share = BadDocuments.skip, 0.1
+    counts = prepare(config).train.counts
+    assert (counts.num_read, counts.num_documents) == (9, 9)
+    ((reason, number),) = counts.skipped.items()
+    assert (reason[:53], number) == ("it has ... tokens, more than training.max_length=...,", 1)
+    config.dataset.max_bad_share = 0.05
+    with pytest.raises(DataError, match=r"^the train part: 1 of 10 documents cannot be used"):
+        prepare(config)
+
+
+def test_when_every_document_is_bad_their_reasons_are_told(tmp_path: Path, run_config: Configs) -> None:
+    config = run_config([[("user", "Hi"), ("asistant", "Yo")]] * 3, bad_documents=BadDocuments.skip, max_bad_share=0.5)
+    with pytest.raises(DataError, match=r"3 of 3 documents cannot be used, .*\n  3: .*line 1: unknown role"):
+        prepare(config)
+
+
+def test_answers_that_are_cut_are_counted_and_warned_of(run_config: Configs) -> None:
+    talks = [[("user", "Hi"), ("assistant", "Yo" * (30 if n == 3 else 1))] for n in range(50)]
+    prepared = prepare(run_config(talks))
+    assert (prepared.train.counts.num_cut, prepared.train.counts.num_answers_cut) == (1, 1)
+    (warning,) = [line for line in summary_lines(prepared) if "within an answer" in line]
+    assert warning.startswith(
+        "    warning: 1 (2.0%) end within an answer that was cut: the model learns answers that do"
+    )
+    split = prepare(run_config(talks, overlong=Overlong.split)).train.counts
+    assert (split.num_cut, split.num_answers_cut) == (1, 0)
+
+
+def test_a_variable_that_the_template_does_not_read_is_refused(run_config: Configs) -> None:
+    config = run_config([[("user", "Hi"), ("assistant", "Yo")]], chat_template_kwargs={"enable_thinkin": False})
+    with pytest.raises(
+        RequestError, match=r"enable_thinkin, which the chat template does not read; it reads: .*messages"
+    ):
+        prepare(config)
+
+
+def test_what_changes_tokens_changes_the_fingerprint(run_config: Configs) -> None:
+    def name(**dataset: Any) -> str:
+        return fingerprint(made_from(run_config([[("user", "Hi"), ("assistant", "Yo")]], **dataset)))
+
+    changes: list[dict[str, Any]] = [
+        {}, {"reasoning": Reasoning.drop}, {"bad_documents": BadDocuments.skip}, {"max_bad_share": 0.2},
+        {"chat_template_kwargs": {"messages": []}}, {"overlong": Overlong.refuse},
+    ]  # fmt: skip
+    assert len({name(**change) for change in changes}) == len(changes)

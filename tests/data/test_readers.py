@@ -302,3 +302,11 @@ def test_an_array_is_read_the_same_in_pieces_of_any_size(
     records = [{"text": 'é\n\u20ac 😀 \\ "x"', "deep": [[{"a": [True, None, 1.5e-7]}]], "number": n} for n in range(5)]
     path = write(tmp_path, json.dumps(records, indent=1, ensure_ascii=False), "data.json")
     assert [record for _, record in read(path)] == records
+
+
+def test_an_object_of_a_table_has_only_the_keys_that_it_was_written_with(tmp_path: Path) -> None:
+    calls = [{"name": "f", "arguments": {"city": "Rome"}}, {"name": "f", "arguments": {"limit": 3}}]
+    rows = [{"messages": [{"role": "assistant", "tool_calls": [call]}], "input_ids": [1, 2]} for call in calls]
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    assert [record for _, record in read_records(path, DocumentProblems("a"))] == rows

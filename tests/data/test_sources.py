@@ -47,9 +47,11 @@ def test_a_file_becomes_rows_with_their_origin_and_a_record(tmp_path: Path) -> N
     assert corpus.validation is None
     assert corpus.train[1] == {
         "messages": [
-            {"role": "user", "content": "q2", "train": False},
-            {"role": "assistant", "content": "a2", "train": True},
+            {"role": "user", "content": "q2", "train": False, "details": None},
+            {"role": "assistant", "content": "a2", "train": True, "details": None},
         ],
+        "tools": None,
+        "template_kwargs": None,
         "origin": "chat.jsonl:2",
     }
     (record,) = corpus.records

@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from tunebook.config.choices import SpecialText, TrainOn
+from tunebook.data.conversation import Conversation
 from tunebook.data.corpus import CorpusKind
 from tunebook.data.encode import SPECIAL_AS_TEXT, SPECIAL_KEPT, Document, Encoder
 from tunebook.data.special_tokens import SpecialTokens
@@ -205,6 +206,6 @@ def test_marks_that_stand_for_such_text_are_refused_beside_it(tiny_tokenizer: To
 def test_a_prompt_for_an_answer_is_tokenised_as_in_training(tiny_tokenizer: Tokenizers) -> None:
     tokenizer = tiny_tokenizer()
     row = talk("is </s> a mark", "a")
-    prompt = ConversationRenderer(tokenizer).prompt_tokens(row["messages"][:1])
+    prompt = ConversationRenderer(tokenizer).prompt_tokens(Conversation.plain(row["messages"][:1]))
     assert encode(tokenizer, row).input_ids[: len(prompt)] == prompt
     assert tokenizer.convert_tokens_to_ids("</s>") not in prompt

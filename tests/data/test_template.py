@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tunebook.config.schema import ModelConfig
+from tunebook.data.conversation import Conversation
 from tunebook.data.template import ConversationRenderer, Rendered, require_template, template_hash
 from tunebook.errors import DataError, RequestError
 from tunebook.model.tokenizer import load_tokenizer, writes_date
@@ -70,7 +71,7 @@ def trained_texts(rendered: Rendered) -> list[str]:
 @pytest.mark.parametrize("template", [None, CHATML_WITH_MARKERS])
 def test_answers_and_their_end_token_are_trained_on(tiny_tokenizer: Tokenizers, template: str | None) -> None:
     tokenizer = tiny_tokenizer(**({"template": template} if template else {}))
-    rendered = ConversationRenderer(tokenizer).render(talk("Hi", "Yo", "Go", "Ok"), "a:1")
+    rendered = ConversationRenderer(tokenizer).render(Conversation.plain(talk("Hi", "Yo", "Go", "Ok")), "a:1")
     assert rendered.text == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo<|im_end|>\n"
         "<|im_start|>user\nGo<|im_end|>\n<|im_start|>assistant\nOk<|im_end|>\n"
@@ -83,38 +84,42 @@ def test_answers_and_their_end_token_are_trained_on(tiny_tokenizer: Tokenizers, 
 def test_a_turn_that_opted_out_is_not_trained_on(tiny_tokenizer: Tokenizers, template: str | None) -> None:
     tokenizer = tiny_tokenizer(**({"template": template} if template else {}))
     messages = talk("Hi", "Yo", "Go", "Ok", train=(False, True))
-    assert trained_texts(ConversationRenderer(tokenizer).render(messages, "a:1")) == ["Ok<|im_end|>"]
+    assert trained_texts(ConversationRenderer(tokenizer).render(Conversation.plain(messages), "a:1")) == [
+        "Ok<|im_end|>"
+    ]
 
 
 def test_equal_answers_are_told_apart(tiny_tokenizer: Tokenizers) -> None:
-    rendered = ConversationRenderer(tiny_tokenizer()).render(talk("Yo", "Yo", "Yo", "Yo", train=(True, False)), "a:1")
+    rendered = ConversationRenderer(tiny_tokenizer()).render(
+        Conversation.plain(talk("Yo", "Yo", "Yo", "Yo", train=(True, False))), "a:1"
+    )
     start = len("<|im_start|>user\nYo<|im_end|>\n<|im_start|>assistant\n")
     assert rendered.spans == [(start, start + len("Yo<|im_end|>"))]
 
 
 def test_llama_answers_keep_their_spaces(tiny_tokenizer: Tokenizers) -> None:
     tokenizer = tiny_tokenizer(template=INST, eos_token="</s>", bos_token="<s>")
-    rendered = ConversationRenderer(tokenizer).render(talk("Hi", "Yo", "Go", "Ok"), "a:1")
+    rendered = ConversationRenderer(tokenizer).render(Conversation.plain(talk("Hi", "Yo", "Go", "Ok")), "a:1")
     assert rendered.text == "<s>[INST] Hi [/INST] Yo </s><s>[INST] Go [/INST] Ok </s>"
     assert trained_texts(rendered) == [" Yo </s>", " Ok </s>"]
 
 
 def test_nothing_after_the_first_stop_token_is_trained_on(tiny_tokenizer: Tokenizers) -> None:
     tokenizer = tiny_tokenizer(template=CLOSED)
-    rendered = ConversationRenderer(tokenizer).render(talk("Hi", "Yo", "Go", "Ok"), "a:1")
+    rendered = ConversationRenderer(tokenizer).render(Conversation.plain(talk("Hi", "Yo", "Go", "Ok")), "a:1")
     assert rendered.text.endswith("Ok<|im_end|>\n</s>")
     assert trained_texts(rendered) == ["Yo<|im_end|>", "Ok<|im_end|>"]
 
 
 def test_a_stop_token_of_the_generation_config_ends_a_turn(tiny_tokenizer: Tokenizers) -> None:
     tokenizer = tiny_tokenizer(eos_token="</s>", generation_eos=[260, 259])  # </s> and <|im_end|>
-    rendered = ConversationRenderer(tokenizer).render(talk("Hi", "Yo"), "a:1")
+    rendered = ConversationRenderer(tokenizer).render(Conversation.plain(talk("Hi", "Yo")), "a:1")
     assert trained_texts(rendered) == ["Yo<|im_end|>"]
 
 
 def test_turns_that_the_template_rewrites_are_left_out(tiny_tokenizer: Tokenizers) -> None:
     renderer = ConversationRenderer(tiny_tokenizer(template=THINKING))
-    rendered = renderer.render(talk("Hi", "hm</think>Yo", "Go", "so</think>Ok"), "a:1")
+    rendered = renderer.render(Conversation.plain(talk("Hi", "hm</think>Yo", "Go", "so</think>Ok")), "a:1")
     assert "hm" not in rendered.text
     assert trained_texts(rendered) == ["so</think>Ok<|im_end|>"]
     assert rendered.num_rewritten == 1
@@ -126,7 +131,7 @@ def test_markers_around_rewritten_words_are_not_trusted(tiny_tokenizer: Tokenize
         "(message.content if loop.last else message.content.split('</think>')[-1]) + '<|im_end|>' }}{%- endg",
     )
     rendered = ConversationRenderer(tiny_tokenizer(template=template)).render(
-        talk("Hi", "hm</think>Yo", "Go", "so</think>Ok"), "a:1"
+        Conversation.plain(talk("Hi", "hm</think>Yo", "Go", "so</think>Ok")), "a:1"
     )
     assert trained_texts(rendered) == ["so</think>Ok<|im_end|>"]
     assert rendered.num_rewritten == 1
@@ -134,7 +139,7 @@ def test_markers_around_rewritten_words_are_not_trusted(tiny_tokenizer: Tokenize
 
 def test_a_rewritten_turn_alone_leaves_nothing_without_an_error(tiny_tokenizer: Tokenizers) -> None:
     renderer = ConversationRenderer(tiny_tokenizer(template=THINKING))
-    rendered = renderer.render(talk("Hi", "hm</think>Yo", "Go", "Ok", train=(True, False)), "a:1")
+    rendered = renderer.render(Conversation.plain(talk("Hi", "hm</think>Yo", "Go", "Ok", train=(True, False))), "a:1")
     assert rendered.spans == []
     assert rendered.num_rewritten == 1
 
@@ -143,13 +148,13 @@ def test_an_answer_that_does_not_follow_its_prompt_is_an_error(tiny_tokenizer: T
     renderer = ConversationRenderer(tiny_tokenizer(template=PROMPT_DIFFERS))
     message = r"a:7: the assistant's last turn cannot be found.*writes '<think>', in the whole 'Yo<.*\{% generation %\}"
     with pytest.raises(DataError, match=message):
-        renderer.render(talk("Hi", "Yo"), "a:7")
+        renderer.render(Conversation.plain(talk("Hi", "Yo")), "a:7")
 
 
 def test_a_turn_without_an_end_token_is_an_error(tiny_tokenizer: Tokenizers) -> None:
     renderer = ConversationRenderer(tiny_tokenizer(template=ENDLESS))
     with pytest.raises(DataError, match=r"a:7: .*never learn to stop.*type model\.eos_token=TOKEN"):
-        renderer.render(talk("Hi", "Yo"), "a:7")
+        renderer.render(Conversation.plain(talk("Hi", "Yo")), "a:7")
 
 
 def test_an_end_token_that_generation_does_not_stop_at_is_an_error(tiny_tokenizer: Tokenizers) -> None:
@@ -157,7 +162,7 @@ def test_an_end_token_that_generation_does_not_stop_at_is_an_error(tiny_tokenize
     with pytest.raises(
         DataError, match=r"ending with 'Yo<\|im_end\|>\\n'\) has no token .*ends generation \(</s>\)"
     ) as caught:
-        renderer.render(talk("Hi", "Yo"), "a:7")
+        renderer.render(Conversation.plain(talk("Hi", "Yo")), "a:7")
     assert """If <|im_end|> ends the turn, type 'model.eos_token="<|im_end|>"'""" in caught.value.message
 
 
@@ -168,7 +173,7 @@ def test_markers_that_leave_the_end_token_out_are_an_error(tiny_tokenizer: Token
     )
     assert template != CHATML_WITH_MARKERS
     with pytest.raises(DataError, match=r"turn's end before \{% endgeneration %\}"):
-        ConversationRenderer(tiny_tokenizer(template=template)).render(talk("Hi", "Yo"), "a:7")
+        ConversationRenderer(tiny_tokenizer(template=template)).render(Conversation.plain(talk("Hi", "Yo")), "a:7")
 
 
 def test_what_the_template_refuses_is_said_with_its_reason(tiny_tokenizer: Tokenizers) -> None:
@@ -176,20 +181,24 @@ def test_what_the_template_refuses_is_said_with_its_reason(tiny_tokenizer: Token
     messages = [{"role": "system", "content": "Be brief.", "train": False}, *talk("Hi", "Yo")]
     message = r"a:7: the chat template refuses .*\(system, user, assistant\): Only user and assistant"
     with pytest.raises(DataError, match=message):
-        renderer.render(messages, "a:7")
+        renderer.render(Conversation.plain(messages), "a:7")
 
 
 def test_an_answer_before_any_question_is_found_or_refused(tiny_tokenizer: Tokenizers) -> None:
     messages = [{"role": "assistant", "content": "Yo", "train": True}]
-    assert trained_texts(ConversationRenderer(tiny_tokenizer()).render(messages, "a:1")) == ["Yo<|im_end|>"]
+    assert trained_texts(ConversationRenderer(tiny_tokenizer()).render(Conversation.plain(messages), "a:1")) == [
+        "Yo<|im_end|>"
+    ]
     needs_first = "{%- if messages[0].role == 'system' %}{%- endif %}" + THINKING
     with pytest.raises(DataError, match="cannot render the turns before the answer alone"):
-        ConversationRenderer(tiny_tokenizer(template=needs_first)).render(messages, "a:7")
+        ConversationRenderer(tiny_tokenizer(template=needs_first)).render(Conversation.plain(messages), "a:7")
 
 
 def test_a_template_that_is_not_jinja_is_a_wrong_request(tiny_tokenizer: Tokenizers) -> None:
     with pytest.raises(RequestError, match=r"not valid Jinja: line 2: .*model\.chat_template=FILE"):
-        ConversationRenderer(tiny_tokenizer(template="{{ 1 }}\n{% for %}")).render(talk("Hi", "Yo"), "a:1")
+        ConversationRenderer(tiny_tokenizer(template="{{ 1 }}\n{% for %}")).render(
+            Conversation.plain(talk("Hi", "Yo")), "a:1"
+        )
 
 
 def test_no_template_is_only_an_error_when_it_is_needed(tiny_tokenizer: Tokenizers) -> None:
@@ -200,7 +209,7 @@ def test_no_template_is_only_an_error_when_it_is_needed(tiny_tokenizer: Tokenize
 
 
 def test_the_prompt_is_ready_for_the_answer(tiny_tokenizer: Tokenizers) -> None:
-    prompt = ConversationRenderer(tiny_tokenizer()).prompt(talk("Hi"))
+    prompt = ConversationRenderer(tiny_tokenizer()).prompt(Conversation.plain(talk("Hi")))
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -273,10 +282,11 @@ def test_what_a_template_leaves_out_is_an_error(
 ) -> None:
     renderer = ConversationRenderer(tiny_tokenizer(template=template))
     if is_everything and len(messages) == 4 and template == DROPS_REASONING:
-        assert renderer.whole(messages, "a:7").leaves_out  # of an earlier answer: by design, and counted
+        # Of an earlier answer: by design, and counted.
+        assert renderer.whole(Conversation.plain(messages), "a:7").leaves_out
         return
     with pytest.raises(DataError, match=message) as caught:
-        (renderer.whole if is_everything else renderer.render)(messages, "a:7")
+        (renderer.whole if is_everything else renderer.render)(Conversation.plain(messages), "a:7")
     assert caught.value.problem_id == "template-leaves-out"
 
 
@@ -298,15 +308,15 @@ def test_what_a_template_leaves_out_is_an_error(
 def test_what_a_template_only_writes_in_another_way_is_there(
     tiny_tokenizer: Tokenizers, template: str, messages: list[dict[str, Any]]
 ) -> None:
-    rendered = ConversationRenderer(tiny_tokenizer(template=template)).whole(messages, "a:7")
+    rendered = ConversationRenderer(tiny_tokenizer(template=template)).whole(Conversation.plain(messages), "a:7")
     assert not rendered.leaves_out
 
 
 def test_reasoning_of_earlier_answers_may_be_left_out_and_is_reported(tiny_tokenizer: Tokenizers) -> None:
     renderer = ConversationRenderer(tiny_tokenizer(template=THINKING))
-    rendered = renderer.render(talk("Hi", "hm</think>Yo", "Go", "so</think>Ok"), "a:1")
+    rendered = renderer.render(Conversation.plain(talk("Hi", "hm</think>Yo", "Go", "so</think>Ok")), "a:1")
     assert (rendered.leaves_out, rendered.num_rewritten) == (True, 1)
-    assert not renderer.render(talk("Hi", "Yo", "Go", "so</think>Ok"), "a:1").leaves_out
+    assert not renderer.render(Conversation.plain(talk("Hi", "Yo", "Go", "so</think>Ok")), "a:1").leaves_out
 
 
 @pytest.mark.parametrize(
@@ -321,7 +331,9 @@ def test_reasoning_of_earlier_answers_may_be_left_out_and_is_reported(tiny_token
 def test_reasoning_that_is_left_out_may_stand_in_a_later_turn(
     tiny_tokenizer: Tokenizers, first: str, question: str, last: str
 ) -> None:
-    rendered = ConversationRenderer(tiny_tokenizer(template=THINKING)).render(talk("Hi", first, question, last), "a:1")
+    rendered = ConversationRenderer(tiny_tokenizer(template=THINKING)).render(
+        Conversation.plain(talk("Hi", first, question, last)), "a:1"
+    )
     assert rendered.leaves_out
     assert trained_texts(rendered) == [f"{last}<|im_end|>"]
 
@@ -329,14 +341,14 @@ def test_reasoning_that_is_left_out_may_stand_in_a_later_turn(
 def test_a_prompt_whose_system_turn_is_left_out_is_an_error(tiny_tokenizer: Tokenizers) -> None:
     renderer = ConversationRenderer(tiny_tokenizer(template=DROPS_SYSTEM))
     with pytest.raises(DataError, match=r"this prompt: the chat template does not write turn 1 \(system\)"):
-        renderer.prompt(SYSTEM[:2])
+        renderer.prompt(Conversation.plain(SYSTEM[:2]))
 
 
 def test_an_end_token_inside_an_answer_does_not_end_it(tiny_tokenizer: Tokenizers) -> None:
     for template in (None, CHATML_WITH_MARKERS):
         renderer = ConversationRenderer(tiny_tokenizer(**({"template": template} if template else {})))
         messages = talk("a <|im_end|> b", "c <|im_end|> d", "e", "<|im_end|>")
-        rendered = renderer.render(messages, "a:1")
+        rendered = renderer.render(Conversation.plain(messages), "a:1")
         text, spans = renderer.special.show(rendered.text, rendered.spans)
         assert [text[start:end] for start, end in spans] == ["c <|im_end|> d<|im_end|>", "<|im_end|><|im_end|>"]
         assert rendered.special == "<|im_end|>"
@@ -352,7 +364,7 @@ def test_a_template_writes_the_date_that_is_set_and_not_todays(
     for date, written in (("2024-07-26", "26 Jul 2024"), ("2031-12-01", "01 Dec 2031")):
         tokenizer = load_tokenizer(ModelConfig(path=str(folder), template_date=date))
         assert writes_date(tokenizer)
-        text = ConversationRenderer(tokenizer).whole(talk("Hi", "Yo"), "a:1").text
+        text = ConversationRenderer(tokenizer).whole(Conversation.plain(talk("Hi", "Yo")), "a:1").text
         assert text.startswith(f"Today: {written}\n")
         # Through transformers itself, as the harness renders, too.
         assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == (

@@ -63,6 +63,22 @@ class Overlong(Enum):
     cut = "cut"
     drop = "drop"
     split = "split"
+    refuse = "refuse"
+
+
+class Reasoning(Enum):
+    """Which reasoning of the assistant is written into the text, and so trained on."""
+
+    keep = "keep"
+    last = "last"
+    drop = "drop"
+
+
+class BadDocuments(Enum):
+    """What happens to documents that cannot be trained on."""
+
+    refuse = "refuse"
+    skip = "skip"
 
 
 class SpecialText(Enum):

@@ -96,6 +96,7 @@ RANGES: tuple[Range, ...] = (
     _fact("max_position_embeddings", low=2),
     *(replace(range_, key=f"dataset.{range_.key}") for range_ in _SOURCE_RANGES),
     Range(key="dataset.validation_share", low=0, high=0.5, usual="0.05"),
+    Range(key="dataset.max_bad_share", low=0, high=1, usual="0.01"),
     _positive("dataset.mean_tokens", "null"),
     _count("dataset.num_documents", "null"),
     _count("dataset.num_workers", "null"),

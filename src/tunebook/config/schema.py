@@ -15,6 +15,7 @@ from omegaconf import MISSING
 
 from tunebook.config.choices import (
     Attention,
+    BadDocuments,
     Checkpointing,
     Compute,
     ContainerRuntime,
@@ -29,6 +30,7 @@ from tunebook.config.choices import (
     Overlong,
     PackingMode,
     PeftMethod,
+    Reasoning,
     ResumeAnyway,
     ScheduleName,
     Source,
@@ -66,7 +68,9 @@ class ModelConfig:
     revision: str | None = None  # commit or tag on the hub; null takes the newest and records which it was
     weights: Weights = Weights.pretrained
     tokenizer: str | None = None  # another tokenizer's name or folder; null takes the model's own
-    chat_template: str | None = None  # a Jinja file; null takes the tokenizer's own
+    # A Jinja file, `training` (TRL's version of the tokenizer's own that keeps every turn as it was and marks answers)
+    # or `trl:NAME` for one of TRL's; null takes the tokenizer's own
+    chat_template: str | None = None
     # What a chat template that writes today's date writes: YYYY-MM-DD, the same on every day so that runs can be
     # repeated; the default is the date that Llama 3's own template falls back to
     template_date: str = "2024-07-26"
@@ -108,6 +112,8 @@ class DatasetSource:
     text_field: str = "text"  # format=text: the field that holds the document
     # Keys of documents and of their turns that are left out, such as [tools]; others that mean something are refused
     ignore_keys: list[str] = field(default_factory=list)
+    # Variables of the chat template, such as {enable_thinking: false}; those of a document come first
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     max_documents: int | None = None  # takes the first this many; null takes all
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
@@ -125,6 +131,10 @@ class DatasetConfig(DatasetSource):
 
     train_on: TrainOn = TrainOn.auto  # auto: the assistant's turns where there are roles, everything in plain text
     overlong: Overlong = Overlong.cut  # TRL cuts too; the number of cut documents is printed either way
+    # The assistant's reasoning: keep all that the chat template writes, that after the last user turn, or drop all
+    reasoning: Reasoning = Reasoning.keep
+    bad_documents: BadDocuments = BadDocuments.refuse  # skip: leave them out, counted by reason
+    max_bad_share: float = 0.01  # bad_documents=skip: of a source's documents, 0 to 1; more is an error
     system_prompt: str | None = None  # put before conversations that have no system turn of their own
     # The text of a special token, such as </s>, in a turn: refuse the document, keep it as the token, or as_text. auto:
     # as_text in conversations, whose tokens the chat template writes; keep in texts, which have theirs written out

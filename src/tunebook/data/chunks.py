@@ -22,10 +22,11 @@ from itertools import accumulate
 from multiprocessing import connection, get_context, parent_process
 from typing import TYPE_CHECKING
 
-from tunebook.config.choices import Overlong, SpecialText, TrainOn
-from tunebook.data.corpus import IGNORED_LABEL, CorpusKind
+from tunebook.config.choices import Overlong, Reasoning, SpecialText, TrainOn
+from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row
 from tunebook.data.encode import Document, Encoder
 from tunebook.data.prepared import PartCounts
+from tunebook.data.problems import Skipped
 from tunebook.errors import DataError, TunebookError
 from tunebook.model.tokenizer import fix_template_date
 
@@ -41,6 +42,7 @@ class Fitted:
 
     pieces: list[Document]  # one, unless the document was split or dropped
     was_cut: bool = False  # or split
+    is_answer_cut: bool = False  # by a cut, so that its end of turn is lost
     num_tokens_lost: int = 0
     dropped: list[str] = field(default_factory=list)  # a reason for the document, or for each of its pieces
 
@@ -64,9 +66,15 @@ def fit(document: Document, max_length: int, overlong: Overlong) -> Fitted:
     return Fitted(
         pieces=kept,
         was_cut=True,
+        is_answer_cut=overlong is Overlong.cut and _is_within_answer(document, max_length) and bool(kept),
         num_tokens_lost=num_tokens - sum(len(piece.input_ids) for piece in kept),
         dropped=[reason] * (len(pieces) - len(kept)),
     )
+
+
+def _is_within_answer(document: Document, position: int) -> bool:
+    """Whether the loss counts the tokens before and after a position."""
+    return IGNORED_LABEL not in document.labels[position - 1 : position + 1]
 
 
 def _piece(document: Document, start: int, length: int) -> Document:
@@ -81,6 +89,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DOCUMENTS_PER_CHUNK = 1000
+_WITH_ANSWERS = (CorpusKind.conversation, CorpusKind.prompt_completion)
 # Number of short conversations that one core encodes in the seconds that a worker takes to start.
 _DOCUMENTS_PER_WORKER = 8_000
 _CHUNKS_IN_FLIGHT_PER_WORKER = 3
@@ -98,6 +107,8 @@ class ChunkSettings:
     max_length: int  # tokens
     vocab_size: int | None  # of the model; None if not known
     special_text: SpecialText = SpecialText.auto
+    reasoning: Reasoning = Reasoning.keep
+    max_bad_share: float | None = None  # of documents that may be left out; None: a bad one is an error
     template_date: str | None = None  # for workers, which have their own clocks; None: already set
 
 
@@ -159,33 +170,66 @@ class ChunkEncoder:
         self.settings = settings
         if settings.tokenizer is not None and settings.template_date is not None:
             fix_template_date(settings.tokenizer, settings.template_date)
-        self._encoder = Encoder(settings.kind, settings.train_on, settings.tokenizer, settings.special_text)
+        self._encoder = Encoder(
+            settings.kind, settings.train_on, settings.tokenizer, settings.special_text, settings.reasoning
+        )
 
     def encode(self, stream: bytes) -> Chunk:
         """One chunk. Raises: DataError for a document that cannot be encoded, naming it."""
         import pyarrow as pa
 
         rows = pa.ipc.open_stream(stream).read_all().to_pylist()
-        self._encoder.notes.clear()
-        self._encoder.first.clear()
-        fitted = [
-            fit(document, self.settings.max_length, self.settings.overlong) for document in self._encoder.encode(rows)
-        ]
+        fitted, skipped = self._fit(rows)
         pieces = [piece for one in fitted for piece in one.pieces]
         self._check_vocabulary(max((max(piece.input_ids) for piece in pieces), default=0))
         lengths = [len(piece.input_ids) for piece in pieces]
         counts = PartCounts(
-            num_read=len(rows),
+            num_read=len(rows) - skipped.reasons.total(),
             num_documents=len(pieces),
             num_tokens=sum(lengths),
             num_trained_tokens=sum(piece.num_trained for piece in pieces),
             num_cut=sum(one.was_cut for one in fitted),
+            num_answers_cut=sum(one.is_answer_cut for one in fitted) if self.settings.kind in _WITH_ANSWERS else 0,
             num_tokens_lost=sum(one.num_tokens_lost for one in fitted),
+            skipped=skipped.reasons,
             notes=+self._encoder.notes,
-            first=dict(self._encoder.first),
+            first=self._encoder.first | skipped.first,
         )
         counts.dropped.update(reason for one in fitted for reason in one.dropped)
         return Chunk(stream=_to_stream(_to_batch(pieces, lengths)), counts=counts)
+
+    def _fit(self, rows: list[Row]) -> tuple[list[Fitted], Skipped]:
+        """The rows encoded and fitted to length, and those that cannot be. Raises: DataError, if these are errors."""
+        skipped = Skipped()
+        self._forget()
+        try:
+            return [self._fit_one(*one) for one in zip(rows, self._encoder.encode(rows), strict=True)], skipped
+        except DataError:
+            if self.settings.max_bad_share is None:
+                raise
+        self._forget()
+        fitted = []
+        for row in rows:
+            try:
+                fitted.append(self._fit_one(row, *self._encoder.encode([row])))
+            except DataError as error:
+                skipped.add(error.message.removeprefix(f"{row['origin']}: "), row["origin"])
+        return fitted, skipped
+
+    def _forget(self) -> None:
+        """Forget the notes on the documents before."""
+        self._encoder.notes.clear()
+        self._encoder.first.clear()
+
+    def _fit_one(self, row: Row, document: Document) -> Fitted:
+        length, max_length = len(document.input_ids), self.settings.max_length
+        if self.settings.overlong is Overlong.refuse and length > max_length:
+            raise DataError(
+                f"{row['origin']}: it has {length:,} tokens, more than training.max_length={max_length}, and "
+                "dataset.overlong=refuse allows none; raise the one, or type dataset.overlong=cut, split or drop",
+                problem_id="document-too-long",
+            )
+        return fit(document, max_length, self.settings.overlong)
 
     def _check_vocabulary(self, largest_id: int) -> None:
         if self.settings.vocab_size is not None and largest_id >= self.settings.vocab_size:

@@ -1,8 +1,9 @@
 """The common form of the documents of all sources, and how it is written to disk in bounded memory.
 
 A corpus is one table of documents of one kind, memory-mapped from Arrow files. Columns by kind:
-conversation: messages, a list of {role, content, train}; text: text; prompt_completion: prompt, completion;
-tokens: input_ids, labels. Every kind also has `origin`, such as `train.jsonl:17`, for messages.
+conversation: messages, a list of {role, content, train, details}, tools and template_kwargs (`conversation.py`); text:
+text; prompt_completion: prompt, completion; tokens: input_ids, labels. Every kind also has `origin`, such as
+`train.jsonl:17`, for messages.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from enum import Enum
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tunebook.data.problems import Skipped
 
 if TYPE_CHECKING:
     import datasets
@@ -56,6 +59,7 @@ class Loaded:
     dataset: datasets.Dataset
     records: list[SourceRecord]
     notes: list[str] = field(default_factory=list)
+    skipped: Skipped = field(default_factory=Skipped)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,15 +71,20 @@ class Corpus:
     validation: datasets.Dataset | None
     records: list[SourceRecord]  # of the training part, then of separate validation files or splits
     notes: list[str]  # for display: the detected format, skipped lines, counts per part
+    skipped: dict[str, Skipped]  # by part: documents that could not be read
 
 
 def arrow_schema(kind: CorpusKind) -> pa.Schema:
     """The columns of a kind on disk."""
     import pyarrow as pa
 
-    turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("train", pa.bool_())])
+    turn = pa.struct([("role", pa.string()), ("content", pa.string()), ("train", pa.bool_()), ("details", pa.string())])
     columns: dict[CorpusKind, list[tuple[str, pa.DataType]]] = {
-        CorpusKind.conversation: [("messages", pa.list_(turn))],
+        CorpusKind.conversation: [
+            ("messages", pa.list_(turn)),
+            ("tools", pa.string()),
+            ("template_kwargs", pa.string()),
+        ],
         CorpusKind.text: [("text", pa.string())],
         CorpusKind.prompt_completion: [("prompt", pa.string()), ("completion", pa.string())],
         CorpusKind.tokens: [("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32()))],
@@ -92,7 +101,13 @@ def content_hash(row: Row, kind: CorpusKind) -> int:
         return hash_bytes(array("i", row["input_ids"]).tobytes())
     if kind is CorpusKind.conversation:
         turns = [turn for turn in row["messages"] if turn["role"] != "system"]
-        pieces = [piece for turn in turns for piece in (turn["role"], turn["content"])]
+        pieces = [
+            piece
+            for turn in turns
+            for piece in (turn["role"], turn["content"], turn.get("details"))
+            if piece is not None
+        ]
+        pieces += [row["tools"]] if row.get("tools") else []
     elif kind is CorpusKind.prompt_completion:
         pieces = [row["prompt"], row["completion"]]
     else:

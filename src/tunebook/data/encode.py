@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.choices import SpecialText, TrainOn
+from tunebook.config.choices import Reasoning, SpecialText, TrainOn
+from tunebook.data.conversation import Conversation
 from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row
 from tunebook.data.special_tokens import Span, SpecialTokens
 from tunebook.data.template import ConversationRenderer, Rendered
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 REWRITTEN = "earlier assistant turns not trained on, because the chat template changes them once more turns follow"
 LEFT_OUT = "the chat template leaves out reasoning or other parts of earlier answers, which are not trained on"
 LEFT_OUT_OF_ALL = "the chat template leaves out reasoning or other parts of earlier answers"
+NAMES_LEFT_OUT = "the chat template does not write the name of a speaker"
+VARIABLE_NOT_READ = "chat_template_kwargs that the chat template does not read"
 SPECIAL_AS_TEXT = "a special token's text in a turn, tokenised as text (dataset.special_tokens_in_content=as_text)"
 SPECIAL_KEPT = "a special token's text, taken for the token (dataset.special_tokens_in_content=keep)"
 STRADDLING = "a token crosses the boundary between prompt and answer, and counts as the answer's"
@@ -56,6 +59,7 @@ class Encoder:
         train_on: TrainOn,
         tokenizer: PreTrainedTokenizerBase | None,
         special_text: SpecialText = SpecialText.auto,
+        reasoning: Reasoning = Reasoning.keep,
     ) -> None:
         if train_on is TrainOn.assistant and kind is CorpusKind.text:
             raise RequestError(
@@ -66,6 +70,7 @@ class Encoder:
         self.notes: Counter[str] = Counter()
         self.first: dict[str, str] = {}
         self._everything = train_on is TrainOn.everything
+        self._reasoning = reasoning
         methods: dict[CorpusKind, Callable[[Sequence[Row]], list[Document]]] = {
             CorpusKind.conversation: self._conversations,
             CorpusKind.text: self._texts,
@@ -88,7 +93,9 @@ class Encoder:
         if is_conversation:
             # The template writes the special tokens; a tokenizer adding its own would double them.
             self._tokenizer = SpanTokenizer(self._backend)
-            self._renderer = ConversationRenderer(tokenizer)
+            self._renderer = self._tool_renderer = ConversationRenderer(tokenizer)
+            if isinstance(tokenizer.chat_template, dict):
+                self._tool_renderer = ConversationRenderer(tokenizer, for_tools=True)
             self._special = self._renderer.special
             return
         self._special = SpecialTokens(tokenizer)
@@ -119,9 +126,13 @@ class Encoder:
         return documents
 
     def _render(self, row: Row) -> Rendered:
+        conversation, origin = Conversation.of(row).with_reasoning(self._reasoning), row["origin"]
+        renderer = self._tool_renderer if conversation.tools else self._renderer
         # If everything is trained on, the assistant's turns need not be found.
-        render = self._renderer.whole if self._everything else self._renderer.render
-        rendered = render(row["messages"], row["origin"])
+        render = renderer.whole if self._everything else renderer.render
+        rendered = render(conversation, origin)
+        self._note(NAMES_LEFT_OUT, origin, rendered.leaves_out_names)
+        self._note(VARIABLE_NOT_READ, origin, not renderer.variables.issuperset(conversation.template_kwargs))
         self._check_special(rendered.special, row["origin"])
         if rendered.special is not None and self._special_text is SpecialText.keep:
             text, spans = self._special.show(rendered.text, rendered.spans)

@@ -6,21 +6,27 @@ Null counts as absent, because Parquet has every column in every row. `keys.py` 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tunebook.config.choices import Format
 from tunebook.data.corpus import CorpusKind, Row
-from tunebook.data.documents import TOKEN_KEYS, Turn, check_conversation, check_text, make_turn, read_turns, token_row
-from tunebook.data.keys import KeyAccount
+from tunebook.data.keys import KeyAccount, is_empty
 from tunebook.data.problems import DocumentError
+from tunebook.data.token_documents import TOKEN_KEYS, token_row
+from tunebook.data.tools import Tool, read_template_kwargs, read_tools
+from tunebook.data.turns import Turn, check_conversation, check_text, make_turn, read_turns
 from tunebook.errors import nearest
 
 Record = Mapping[str, Any]
 Convert = Callable[[Record, KeyAccount], tuple[CorpusKind, Row]]
 
 TEXT_FIELD = "<dataset.text_field>"  # the configured field in SPECS
+TOOL_KEYS = ("tools", "functions")
+KWARGS_KEY = "chat_template_kwargs"
+CONVERSATION_KEYS = (*TOOL_KEYS, KWARGS_KEY)  # what conversations of every format may have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +45,7 @@ class FormatSettings:
     text_field: str = "text"
     system_prompt: str | None = None
     vocab_size: int | None = None  # None: token ids are only checked for being 32-bit integers
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of every document; its own come first
 
 
 class Normaliser:
@@ -86,7 +93,10 @@ class Normaliser:
         if kind is CorpusKind.conversation and self.settings.system_prompt is not None:
             turns = row["messages"]
             if turns[0]["role"] != "system":
-                turns.insert(0, {"role": "system", "content": self.settings.system_prompt, "train": False})
+                turns.insert(0, _system_turn(self.settings.system_prompt))
+        if kind is CorpusKind.conversation and self.settings.template_kwargs:
+            own = json.loads(row["template_kwargs"] or "{}")
+            row["template_kwargs"] = json.dumps({**self.settings.template_kwargs, **own}, ensure_ascii=False)
         return kind, row
 
     def _check_keys(self, record: Record) -> None:
@@ -149,8 +159,24 @@ def _keys(record: Record) -> str:
     return ", ".join(key for key, value in record.items() if value is not None) or "none"
 
 
-def _conversation(turns: list[Turn]) -> tuple[CorpusKind, Row]:
-    return CorpusKind.conversation, {"messages": check_conversation(turns)}
+def _conversation(turns: list[Turn], record: Record, tools: list[Tool]) -> tuple[CorpusKind, Row]:
+    """A conversation with the tools and template settings of its document, both as JSON text."""
+    for key in TOOL_KEYS:
+        if not is_empty(record.get(key)):
+            if tools:
+                raise DocumentError(f"the tools are in two places, '{key}' is one of them; keep one")
+            tools = read_tools(record[key], key)
+    kwargs = None if is_empty(record.get(KWARGS_KEY)) else read_template_kwargs(record[KWARGS_KEY])
+    row = {
+        "messages": check_conversation(turns),
+        "tools": json.dumps(tools, ensure_ascii=False) if tools else None,
+        "template_kwargs": json.dumps(kwargs, ensure_ascii=False) if kwargs else None,
+    }
+    return CorpusKind.conversation, row
+
+
+def _system_turn(content: str) -> Turn:
+    return {"role": "system", "content": content, "train": False, "details": None}
 
 
 def _system_turns(record: Record) -> list[Turn]:
@@ -164,8 +190,9 @@ def _is_blank(value: object) -> bool:
 
 def _from_turns(field: str) -> Convert:
     def convert(record: Record, account: KeyAccount) -> tuple[CorpusKind, Row]:
-        turns = read_turns(record[field], field, account)
-        return _conversation(_system_turns(record) + turns if turns else turns)
+        tools: list[Tool] = []
+        turns = read_turns(record[field], field, account, tools=tools)
+        return _conversation(_system_turns(record) + turns if turns else turns, record, tools)
 
     return convert
 
@@ -184,22 +211,26 @@ def _from_alpaca(record: Record, account: KeyAccount) -> tuple[CorpusKind, Row]:
     if not _is_blank(record.get("input")):
         question += "\n\n" + check_text(record["input"], "'input'")
     turns += [make_turn("user", question, "instruction"), make_turn("assistant", record["output"], "output")]
-    return _conversation(turns)
+    return _conversation(turns, record, [])
 
 
 def _from_prompt_completion(record: Record, account: KeyAccount) -> tuple[CorpusKind, Row]:
     """Two texts, or two lists of turns, of which only the completion's are trained on."""
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        before = _system_turns(record) + read_turns(prompt, "prompt", account, is_prompt=True)
+        tools: list[Tool] = []
+        before = _system_turns(record) + read_turns(prompt, "prompt", account, is_prompt=True, tools=tools)
         after = read_turns(completion, "completion", account)
         if not any(turn["role"] == "assistant" for turn in after):
             raise DocumentError("'completion' has no assistant turn, so nothing to train on")
-        return _conversation(before + after)
+        return _conversation(before + after, record, tools)
     if isinstance(prompt, list) or isinstance(completion, list):
         raise DocumentError("'prompt' and 'completion' must be two texts or two lists of turns, not one of each")
-    if not _is_blank(record.get("system")):
-        raise DocumentError("'system' goes with turns: put it at the beginning of 'prompt', as the model is to read it")
+    for key in ("system", *CONVERSATION_KEYS):
+        if not _is_blank(record.get(key)) and not is_empty(record[key]):
+            raise DocumentError(
+                f"'{key}' goes with turns, and 'prompt' is a text: write 'prompt' and 'completion' as lists of turns"
+            )
     row = {"prompt": check_text(prompt, "'prompt'"), "completion": check_text(completion, "'completion'")}
     return CorpusKind.prompt_completion, row
 
@@ -210,14 +241,17 @@ SPECS: dict[Format, FormatSpec] = {
         needs=("input_ids",), may_have=TOKEN_KEYS
     ),
     Format.sharegpt: FormatSpec(
-        needs=("conversations",), may_have=("system",), convert=_from_turns("conversations")
+        needs=("conversations",), may_have=("system", *CONVERSATION_KEYS), convert=_from_turns("conversations")
     ),
-    Format.messages: FormatSpec(needs=("messages",), may_have=("system",), convert=_from_turns("messages")),
+    Format.messages: FormatSpec(
+        needs=("messages",), may_have=("system", *CONVERSATION_KEYS), convert=_from_turns("messages")
+    ),
     Format.prompt_completion: FormatSpec(
-        needs=("prompt", "completion"), may_have=("system",), convert=_from_prompt_completion
+        needs=("prompt", "completion"), may_have=("system", *CONVERSATION_KEYS), convert=_from_prompt_completion
     ),
     Format.alpaca: FormatSpec(
-        needs=("instruction", "output"), may_have=("input", "system", "history"), convert=_from_alpaca
+        needs=("instruction", "output"), may_have=("input", "system", "history", *CONVERSATION_KEYS),
+        convert=_from_alpaca,
     ),
     Format.text: FormatSpec(needs=(TEXT_FIELD,)),
 }  # fmt: skip

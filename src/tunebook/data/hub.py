@@ -24,7 +24,7 @@ from tunebook.data.files import hash_folder
 from tunebook.data.json_file import Record
 from tunebook.data.keys import KeyAccount
 from tunebook.data.problems import DocumentProblems
-from tunebook.data.readers import Layout, Part, read_records
+from tunebook.data.readers import Layout, Part, read_records, without_nulls
 from tunebook.errors import DataError, RequestError, did_you_mean
 from tunebook.files import CACHE_VARIABLE
 from tunebook.hardware.disk import is_disk_full, no_space
@@ -237,7 +237,7 @@ def _iterate_rows(dataset: datasets.Dataset, account: KeyAccount) -> Iterator[Re
     for batch in dataset.select_columns(wanted).iter(batch_size=ROWS_PER_BATCH):
         for values in zip(*batch.values(), strict=True):
             number += 1
-            yield number, dict(zip(batch, values, strict=True))
+            yield number, without_nulls(dict(zip(batch, values, strict=True)))
 
 
 def _load_builder(source: DatasetSource, repository: Repository, key: str, cache_dir: Path) -> datasets.DatasetBuilder:

@@ -17,14 +17,20 @@ LOSS_FLAGS = ("train", "trainable", "training", "loss", "loss_mask", "loss_weigh
 INVERSE_FLAG = "masked"
 _WEIGHTS = (*LOSS_FLAGS, "sample_weight", "document_weight")  # of a document: those of 1 change nothing
 
-_TOOLS = "tools and tool calls are not written into the text yet, and without them the model would learn other answers"
+_TOOLS = (
+    "tools belong under 'tools' of a conversation, calls under 'tool_calls' of an assistant's turn, and without them "
+    "the model would learn other answers"
+)
 _REASONING = (
-    "reasoning under a key of its own is not written into the text yet, and without it the model would learn to answer "
-    "without thinking"
+    "reasoning belongs under 'reasoning_content' of an assistant's turn, and without it the model would learn to "
+    "answer without thinking"
 )
 _MEDIA = "images, audio and video cannot be trained on, and without them the answer does not follow from the question"
-_TEMPLATE = "settings of the chat template are not passed on yet, and without them it would write another text"
-_NAME = "the names of speakers and of called tools are not passed to the chat template yet"
+_TEMPLATE = (
+    "the chat template is model.chat_template for every document, its settings belong under 'chat_template_kwargs' of "
+    "a conversation, and without them it would write another text"
+)
+_NAME = "chat templates have no key of this meaning: speakers and tools have a 'name', results a 'tool_call_id'"
 _PREFERENCE = (
     "a label says whether the answer is a good one, and this training would learn the bad ones too: keep the good ones"
 )

@@ -12,6 +12,9 @@ from statistics import NormalDist
 from tunebook.config.choices import Overlong, Source
 from tunebook.config.schema import DatasetConfig, RunConfig, SyntheticConfig
 
+# One kept document for each; refuse allows no longer one, so a run that starts has none.
+_KEPT_WHOLE = (Overlong.cut, Overlong.refuse)
+
 
 def mean_tokens(config: RunConfig) -> float | None:
     """Mean tokens of a document of at most `training.max_length`; None if unknown."""
@@ -36,7 +39,7 @@ def count_documents(config: RunConfig) -> int | None:
 def _kept_of_generated(dataset: DatasetConfig, longest: int) -> float:
     """Mean number of kept documents per document: above one if it is split, below one if it may be dropped."""
     drawn = dataset.synthetic
-    if drawn.max_tokens <= longest or dataset.overlong is Overlong.cut:
+    if drawn.max_tokens <= longest or dataset.overlong in _KEPT_WHOLE:
         return 1.0
     if dataset.overlong is Overlong.split:
         return _pieces(drawn, longest)
@@ -51,7 +54,7 @@ def _of_generated(dataset: DatasetConfig, longest: int) -> float | None:
     drawn = dataset.synthetic
     if drawn.max_tokens <= longest:
         return _mean_up_to(drawn, drawn.max_tokens)
-    if dataset.overlong is Overlong.cut:
+    if dataset.overlong in _KEPT_WHOLE:
         return _mean_up_to(drawn, longest)
     if dataset.overlong is Overlong.split:
         return _mean_up_to(drawn, drawn.max_tokens) / _pieces(drawn, longest)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from tunebook.config.choices import Source
 from tunebook.config.schema import DatasetConfig, MixturePart
 from tunebook.data.corpus import CONTENT_HASH, Loaded
+from tunebook.data.problems import Skipped
 from tunebook.errors import DataError, RequestError
 
 if TYPE_CHECKING:
@@ -69,11 +70,15 @@ def mix(parts: dict[str, Loaded], configs: dict[str, MixturePart]) -> Loaded:
     merged = datasets.concatenate_datasets([loaded.dataset for loaded in parts.values()])
     notes = [note for loaded in parts.values() for note in loaded.notes]
     notes.append(f"mixture: {', '.join(f'{name} {counts[name]:,} of {sizes[name]:,} documents' for name in parts)}")
+    skipped = Skipped()
+    for loaded in parts.values():
+        skipped.update(loaded.skipped)
     return Loaded(
         kind=kinds.pop(),
         dataset=merged.select(interleave(list(sizes.values()), list(counts.values()))),
         records=[record for loaded in parts.values() for record in loaded.records],
         notes=notes,
+        skipped=skipped,
     )
 
 

@@ -22,8 +22,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.choices import Format, Source
-from tunebook.config.schema import DatasetConfig, DatasetSource, RunConfig
+from tunebook.config.choices import BadDocuments, Format, Source
+from tunebook.config.schema import DatasetConfig, DatasetSource, RunConfig, sources_of
 from tunebook.data.prepared import (
     ARROW_FILE,
     LENGTHS_FILE,
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
 
     from tunebook.data.chunks import ChunkSettings
     from tunebook.data.corpus import Corpus
@@ -96,6 +97,7 @@ def made_from(config: RunConfig) -> dict[str, Any]:
         "template_date": config.model.template_date,
         "train_on": config.dataset.train_on.name,
         "special_tokens_in_content": config.dataset.special_tokens_in_content.name,
+        "reasoning": config.dataset.reasoning.name,
         "overlong": config.dataset.overlong.name,
         "max_length": config.training.max_length,
     }
@@ -217,6 +219,9 @@ def _fill(config: RunConfig, content: dict[str, Any], name: str, folder: Path, r
     counts = {
         part: _write_part(folder / part, documents, settings, config, report) for part, documents in parts.items()
     }
+    for part, skipped in corpus.skipped.items():
+        counts[part].skipped.update(skipped.reasons)
+        counts[part].first |= skipped.first
     shutil.rmtree(corpus_folder)
     about = {
         "fingerprint": name,
@@ -252,6 +257,8 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
             "template_date": config.model.template_date if writes_date(tokenizer) else None,
             "can_pad": has_padding_token(tokenizer),
         }
+        if corpus.kind is CorpusKind.conversation:
+            _check_template_kwargs(config, tokenizer)
     settings = ChunkSettings(
         kind=corpus.kind,
         tokenizer=tokenizer,
@@ -260,9 +267,28 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
         max_length=config.training.max_length,
         vocab_size=vocab_size,
         special_text=config.dataset.special_tokens_in_content,
+        max_bad_share=config.dataset.max_bad_share if config.dataset.bad_documents is BadDocuments.skip else None,
+        reasoning=config.dataset.reasoning,
         template_date=config.model.template_date,
     )
     return settings, about
+
+
+def _check_template_kwargs(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises: RequestError for a variable of the configuration that the chat template does not read."""
+    from tunebook.data.template import require_template, template_variables
+
+    known = template_variables(require_template(tokenizer)) | template_variables(
+        require_template(tokenizer, for_tools=True)
+    )
+    for key, source in sources_of(config.dataset).items():
+        unknown = sorted(source.chat_template_kwargs.keys() - known)
+        if unknown:
+            raise RequestError(
+                f"{key}.chat_template_kwargs sets {', '.join(unknown)}, which the chat template does not read; it "
+                f"reads: {', '.join(sorted(known))}",
+                problem_id="template-variable-unknown",
+            )
 
 
 def _write_part(
@@ -286,7 +312,8 @@ def _write_part(
             writer.write_table(table.cast(features.arrow_schema))
             lengths.append(lengths_of(table))
             counts.add(chunk.counts)
-            report(counts.num_read, len(documents), what)
+            report(counts.num_read + counts.skipped.total(), len(documents), what)
+    _check_skipped(folder.name, counts, settings)
     if counts.num_documents == 0:
         raise _nothing_left(folder.name, counts, settings)
     all_lengths = np.concatenate(lengths).astype(np.int32)
@@ -310,6 +337,15 @@ def lengths_of(table: pa.Table) -> npt.NDArray[np.int32]:
     """A copy of the column of lengths: a view would keep the tokens of all chunks in memory."""
     lengths: npt.NDArray[np.int32] = table["length"].to_numpy().copy()
     return lengths
+
+
+def _check_skipped(part: str, counts: PartCounts, settings: ChunkSettings) -> None:
+    """Raises: DataError if more documents could not be encoded than may be left out."""
+    from tunebook.data.problems import Skipped
+
+    if settings.max_bad_share is not None:
+        skipped = Skipped(reasons=counts.skipped, first=counts.first)
+        skipped.check_share(counts.num_read + counts.skipped.total(), settings.max_bad_share, f"the {part} part")
 
 
 def _nothing_left(part: str, counts: PartCounts, settings: ChunkSettings) -> DataError:

@@ -30,9 +30,12 @@ if TYPE_CHECKING:
 PREPARED_FILE = "prepared.json"
 ARROW_FILE = "data-00000-of-00001.arrow"
 LENGTHS_FILE = "lengths.npy"
-FORMAT = 4  # of prepared.json
+FORMAT = 5  # of prepared.json
 
 _MOST_BINS = 20
+_SUMS = (
+    "num_read", "num_documents", "num_tokens", "num_trained_tokens", "num_cut", "num_answers_cut", "num_tokens_lost",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +55,14 @@ class PartCounts:
     num_tokens: int = 0
     num_trained_tokens: int = 0
     num_cut: int = 0  # documents that were cut or split
+    num_answers_cut: int = 0  # documents that end within an answer, and so teach answers that do not end
     num_tokens_lost: int = 0  # to cutting and dropping
     shortest: int = 0
     longest: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason: documents, or pieces of split ones
+    skipped: Counter[str] = field(default_factory=Counter)  # by reason: unusable documents, not in num_read
     notes: Counter[str] = field(default_factory=Counter)  # documents by remark
-    first: dict[str, str] = field(default_factory=dict)  # of each remark: the first document
+    first: dict[str, str] = field(default_factory=dict)  # of each remark and reason of `skipped`: the first document
     lengths: Histogram = field(default_factory=lambda: Histogram(edges=[], counts=[]))
 
     @property
@@ -71,8 +76,9 @@ class PartCounts:
 
     def add(self, other: PartCounts) -> None:
         """Add the counts of more documents; lengths are summed up once, at the end, by `measure`."""
-        for name in ("num_read", "num_documents", "num_tokens", "num_trained_tokens", "num_cut", "num_tokens_lost"):
+        for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.skipped.update(other.skipped)
         self.dropped.update(other.dropped)
         self.notes.update(other.notes)
         self.first = other.first | self.first
@@ -191,6 +197,7 @@ def _read_counts(part: dict[str, Any]) -> PartCounts:
     plain = {name: value for name, value in part.items() if name not in ("bytes", "num_dropped")}
     special = {
         "dropped": Counter(part["dropped"]),
+        "skipped": Counter(part["skipped"]),
         "notes": Counter(part["notes"]),
         "lengths": Histogram(**part["lengths"]),
     }

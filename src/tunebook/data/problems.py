@@ -1,10 +1,55 @@
-"""Collect the problems of one file's documents, to report them together instead of line by line."""
+"""Collect the problems of documents, to report them together instead of line by line, or to leave those out."""
 
 from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from tunebook.errors import DataError
 
 MAX_REPORTED = 10  # documents shown of one file; the rest is counted
+_MOST_REASONS, _LONGEST_REASON = 20, 160  # counted one by one; characters
+_OTHER_REASONS = "other reasons"
+_VALUES = re.compile(r"(?<!\w)'[^']*'|\d+")  # of one document, in a message
+
+
+@dataclass(kw_only=True)
+class Skipped:
+    """Documents that were left out (dataset.bad_documents=skip), by reason."""
+
+    reasons: Counter[str] = field(default_factory=Counter)
+    first: dict[str, str] = field(default_factory=dict)  # of each reason: the first document, with its message
+
+    def add(self, message: str, place: str) -> None:
+        """Count one document. Messages that differ only in numbers and quoted values are one reason."""
+        reason = _VALUES.sub("...", message.splitlines()[0])[:_LONGEST_REASON]
+        if reason not in self.reasons and len(self.reasons) >= _MOST_REASONS:
+            reason = _OTHER_REASONS
+        self.reasons[reason] += 1
+        self.first.setdefault(reason, f"{place}: {message}")
+
+    def update(self, other: Skipped) -> None:
+        """Add the documents of another count."""
+        self.reasons.update(other.reasons)
+        self.first = other.first | self.first
+
+    def check_share(self, num_documents: int, max_share: float, what: str) -> None:
+        """Raises: DataError if more than `max_share` of `num_documents` were left out."""
+        if self.reasons.total() <= max_share * num_documents:
+            return
+        lines = [f"  {count:,}: {self.first[reason]}" for reason, count in self.reasons.most_common(MAX_REPORTED)]
+        headline = (
+            f"{what}: {self.reasons.total():,} of {num_documents:,} documents cannot be used, more than "
+            f"dataset.max_bad_share={max_share:g} allows. The reasons, each with its first document:"
+        )
+        raise DataError("\n".join([headline, *lines]), problem_id="data-too-many-bad")
+
+
+def skipped_lines(reasons: Mapping[str, int], first: Mapping[str, str]) -> list[str]:
+    """A line for each reason, most frequent first."""
+    return [f"{count:,} left out: {first[reason]}" for reason, count in Counter(reasons).most_common()]
 
 
 class DocumentError(Exception):
@@ -26,6 +71,7 @@ class DocumentProblems:
         self.num_documents = 0
         self.num_blank_lines = 0
         self.notes: list[str] = []  # other remarks on the file
+        self.skipped: Skipped | None = None  # counts unusable documents, which then are no error
         self._shown: list[tuple[str, DocumentError]] = []
 
     def place(self, number: int, detail: str = "") -> str:
@@ -35,7 +81,9 @@ class DocumentProblems:
     def add(self, number: int, error: DocumentError, detail: str = "") -> None:
         """Note that document `number` cannot be used."""
         self.num_problems += 1
-        if len(self._shown) < MAX_REPORTED:
+        if self.skipped is not None:
+            self.skipped.add(error.message, f"{self.location}, {self.place(number, detail)}")
+        elif len(self._shown) < MAX_REPORTED:
             self._shown.append((self.place(number, detail), error))
 
     def raise_if_any(self) -> None:

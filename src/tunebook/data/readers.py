@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from tunebook.data.files import CSV_SUFFIXES, JSON_SUFFIXES, PARQUET_SUFFIXES, TSV_SUFFIXES
 from tunebook.data.json_file import (
@@ -244,10 +244,25 @@ def _read_parquet(path: Path, problems: DocumentProblems, keys: KeyAccount) -> I
                         keys.count_column(name, batch.num_rows - batch.column(name).null_count)
                 for record in batch.select(wanted).to_pylist():
                     number += 1
-                    yield number, record
+                    yield number, without_nulls(record)
         except (pa.ArrowException, UnicodeDecodeError) as error:
             message = f"{path} is not a readable Parquet file: {_first_line(error)}"
             raise DataError(message, problem_id="data-file-broken") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """A value of a table without the keys that have no value: each object has the keys of all objects there.
+
+    An argument of one call would otherwise be written, as null, into all calls.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) and _has_objects(value) else value
+
+
+def _has_objects(values: list[Any]) -> bool:
+    """Whether a list may hold objects: not one of numbers, such as tokens."""
+    return bool(values) and isinstance(values[0], dict | list)
 
 
 def _first_line(error: Exception) -> str:

@@ -6,13 +6,14 @@ what the documents depend on, without reading them, so that the caller can tell 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.choices import Format, Source
+from tunebook.config.choices import BadDocuments, Format, Source
 from tunebook.config.schema import DatasetConfig, DatasetSource
 from tunebook.data import hub
 from tunebook.data.corpus import CONTENT_HASH, Corpus, CorpusKind, Loaded, Progress, Row, SourceRecord, write_rows
@@ -21,7 +22,7 @@ from tunebook.data.formats import FormatSettings, Normaliser, known_columns
 from tunebook.data.json_file import Record
 from tunebook.data.keys import KeyAccount
 from tunebook.data.mixture import check_validation, count_repeated, count_shared, hold_out, mix
-from tunebook.data.problems import DocumentError, DocumentProblems
+from tunebook.data.problems import DocumentError, DocumentProblems, Skipped
 from tunebook.data.readers import Part, read_records
 from tunebook.data.synthetic import load_synthetic
 from tunebook.errors import DataError, RequestError
@@ -40,6 +41,7 @@ class Loader:
     vocab_size: int | None = None
     eos_token_id: int | None = None
     progress: Progress | None = None
+    max_bad_share: float | None = None  # of a source's documents that may be left out; None: a bad one is an error
 
     def file(self, key: str, part: str) -> Path:
         """The Arrow file of one source: `dataset.parts.chat`, `train` -> dataset.parts.chat.train.arrow."""
@@ -48,10 +50,24 @@ class Loader:
     def normaliser(self, source: DatasetSource, key: str) -> Normaliser:
         """A new one for the source configured under `key`."""
         settings = FormatSettings(
-            text_field=source.text_field, system_prompt=self.system_prompt, vocab_size=self.vocab_size
+            text_field=source.text_field,
+            system_prompt=self.system_prompt,
+            vocab_size=self.vocab_size,
+            template_kwargs=source.chat_template_kwargs,
         )
         account = KeyAccount(known_columns(source.text_field), source.ignore_keys, key)
         return Normaliser(source.format, settings, account)
+
+    def check(self, parts: Sequence[DocumentProblems], location: str) -> Skipped:
+        """The documents that were left out of some files. Raises: DataError if there are too many, or one is bad."""
+        skipped = Skipped()
+        for problems in parts:  # `max_documents` may have ended the reading before the end of a file
+            problems.raise_if_any()
+            skipped.update(problems.skipped or Skipped())
+        if self.max_bad_share is not None:
+            num_documents = sum(problems.num_documents + problems.num_problems for problems in parts)
+            skipped.check_share(num_documents, self.max_bad_share, location)
+        return skipped
 
 
 def load_source(source: DatasetSource, key: str, loader: Loader) -> Loaded:
@@ -99,11 +115,11 @@ def load_files(source: DatasetSource, key: str, files: list[DataFile], arrow_fil
         Part(problems=problems, records=read_records(file.path, problems, normaliser.account), label=file.label)
         for file, problems in zip(files, all_problems, strict=True)
     )
-    dataset, kind = _write(
-        _read_parts(parts, normaliser), normaliser, source.max_documents, arrow_file, loader.progress, files[0].location
-    )
-    for problems in all_problems:  # `max_documents` may have ended the reading before the end of a file
-        problems.raise_if_any()
+    location = files[0].location if len(files) == 1 else f"{key}: {len(files)} files"
+    check = partial(loader.check, all_problems, location)
+    rows = _read_parts(parts, normaliser, loader)
+    dataset, kind = _write(rows, normaliser, source.max_documents, arrow_file, loader.progress, check)
+    skipped = check()
     # Files after the last document that `max_documents` allows were not read.
     read = [(file, problems) for file, problems in zip(files, all_problems, strict=True) if problems.num_documents]
     records = [
@@ -121,7 +137,7 @@ def load_files(source: DatasetSource, key: str, files: list[DataFile], arrow_fil
         blank = problems.num_blank_lines
         notes += [f"{file.location}: skipped {blank:,} blank line{'s' if blank > 1 else ''}"] if blank else []
         notes += [f"{file.location}: {note}" for note in problems.notes]
-    return Loaded(kind=kind, dataset=dataset, records=records, notes=notes)
+    return Loaded(kind=kind, dataset=dataset, records=records, notes=notes, skipped=skipped)
 
 
 def load_hub_split(source: DatasetSource, split: str, key: str, loader: Loader) -> Loaded:
@@ -131,10 +147,10 @@ def load_hub_split(source: DatasetSource, split: str, key: str, loader: Loader) 
     normaliser = loader.normaliser(source, key)
     parts = list(hub.split_parts(source, repository, split, key, loader.cache_dir / "hub", normaliser.account))
     file = loader.file(key, "train" if split == source.train_split else "validation")
-    rows = _read_parts(parts, normaliser)
-    dataset, kind = _write(rows, normaliser, source.max_documents, file, loader.progress, location)
-    for part in parts:
-        part.problems.raise_if_any()
+    rows = _read_parts(parts, normaliser, loader)
+    check = partial(loader.check, [part.problems for part in parts], location)
+    dataset, kind = _write(rows, normaliser, source.max_documents, file, loader.progress, check)
+    skipped = check()
     record = SourceRecord(
         location=location,
         revision=repository.revision,
@@ -144,14 +160,15 @@ def load_hub_split(source: DatasetSource, split: str, key: str, loader: Loader) 
     )
     notes = _source_notes(normaliser, location, len(dataset))
     notes += [f"{part.label}: {note}" for part in parts for note in part.problems.notes]
-    return Loaded(kind=kind, dataset=dataset, records=[record], notes=notes)
+    return Loaded(kind=kind, dataset=dataset, records=[record], notes=notes, skipped=skipped)
 
 
-def _read_parts(parts: Iterable[Part], normaliser: Normaliser) -> Iterator[Row]:
+def _read_parts(parts: Iterable[Part], normaliser: Normaliser, loader: Loader) -> Iterator[Row]:
     """The rows of files or of a split, one after the other. Raises: DataError if one has no document."""
     for part in parts:
+        part.problems.skipped = None if loader.max_bad_share is None else Skipped()
         yield from _read_rows(part.records, normaliser, part.problems, part.label)
-        if part.problems.num_documents == 0:
+        if part.problems.num_documents == 0 and not part.problems.num_problems:
             raise DataError(
                 f"{part.problems.location} is empty: {part.problems.num_blank_lines:,} blank lines and no document",
                 problem_id="data-file-empty",
@@ -166,7 +183,9 @@ def _read_rows(
         try:
             row = normaliser.row(record)
         except DocumentError as error:
-            if error.problem_id == "data-unknown-format":  # the other documents cannot be read either
+            if (
+                error.problem_id == "data-unknown-format" and problems.skipped is None
+            ):  # the other documents cannot be read either
                 raise DataError(
                     f"{problems.location}, {problems.place(number)}: {error.message}", problem_id=error.problem_id
                 ) from error
@@ -183,12 +202,16 @@ def _write(
     limit: int | None,
     file: Path,
     progress: Progress | None,
-    location: str,
+    check: Callable[[], Skipped],
 ) -> tuple[datasets.Dataset, CorpusKind]:
-    """Write the first `limit` rows; the first one settles the kind, which the file's columns depend on."""
+    """Write the first `limit` rows; the first one settles the kind, which the file's columns depend on.
+
+    `check` raises if none is left because all are bad. Raises: DataError without any document.
+    """
     first = next(rows, None)
     if first is None or normaliser.kind is None:
-        raise DataError(f"{location} is empty: it holds no document", problem_id="data-file-empty")
+        check()
+        raise DataError("dataset.path: it holds no document", problem_id="data-file-empty")
     dataset = write_rows(islice(chain([first], rows), limit), normaliser.kind, file, progress)
     return dataset, normaliser.kind
 
@@ -214,8 +237,9 @@ _SOURCE_FIELDS = (
     "synthetic",
     "weight",
     "ignore_keys",
+    "chat_template_kwargs",
 )
-_CORPUS_FIELDS = ("system_prompt", "validation_split", "validation_share")
+_CORPUS_FIELDS = ("system_prompt", "validation_split", "validation_share", "max_bad_share")
 
 
 def load_corpus(
@@ -238,6 +262,7 @@ def load_corpus(
         vocab_size=vocab_size,
         eos_token_id=eos_token_id,
         progress=progress,
+        max_bad_share=config.max_bad_share if config.bad_documents is BadDocuments.skip else None,
     )
     train = _load_mixture(config, loader) if config.source is Source.mixture else load_source(config, "dataset", loader)
     validation = _load_validation(config, loader)
@@ -253,6 +278,7 @@ def load_corpus(
         validation=validation_part.remove_columns(CONTENT_HASH) if validation_part is not None else None,
         records=[*train.records, *(validation.records if validation else [])],
         notes=notes,
+        skipped={"train": train.skipped} | ({"validation": validation.skipped} if validation else {}),
     )
 
 
@@ -293,6 +319,7 @@ def corpus_identity(
         "vocab_size": vocab_size,
         "eos_token_id": eos_token_id,
         **{name: getattr(config, name) for name in _CORPUS_FIELDS},
+        "bad_documents": config.bad_documents.name,
     }
     if config.source is Source.mixture:
         identity["max_documents"] = config.max_documents

@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.override_text import typed
+from tunebook.data.conversation import Conversation, Messages, TemplateForm, split_reasoning
 from tunebook.data.special_tokens import Span, SpecialTokens
 from tunebook.data.template_content import ContentCheck, Missing
-from tunebook.data.template_content import Messages as Messages  # for callers
 from tunebook.errors import DataError, RequestError
+from tunebook.model.chat_templates import GENERATION_MARKER, suggest_template
 from tunebook.model.tokenizer import stop_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MOST_SHOWN = 40  # characters of a turn in a message
-_GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +38,17 @@ class Rendered:
     spans: list[Span]
     num_rewritten: int = 0  # assistant turns left out: the template changes them if more turns follow
     leaves_out: bool = False  # parts of earlier answers that are not trained on, as templates do by design
+    leaves_out_names: bool = False  # of speakers, which most templates have no place for
     special: str | None = None  # the first special token with hidden text in a turn
 
 
-def require_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template's text. Raises: RequestError if there is none."""
+def require_template(tokenizer: PreTrainedTokenizerBase, *, for_tools: bool = False) -> str:
+    """The chat template's text; some tokenizers have one of their own for conversations with tools.
+
+    Raises: RequestError if there is none.
+    """
     try:
-        template: str = tokenizer.get_chat_template()
+        template: str = tokenizer.get_chat_template(tools=[{}] if for_tools else None)
     except ValueError as error:
         raise RequestError(
             f"the tokenizer in {tokenizer.name_or_path} has no chat template, so conversations cannot be rendered; "
@@ -67,12 +72,12 @@ class ConversationRenderer:
     Every method raises RequestError for a template that is not valid Jinja.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, for_tools: bool = False) -> None:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        self._template = require_template(tokenizer)
+        self._template = require_template(tokenizer, for_tools=for_tools)
         _refuse_random(self._template)
-        self.is_marked = _GENERATION_MARKER.search(self._template) is not None
+        self.is_marked = GENERATION_MARKER.search(self._template) is not None
         self._render_jinja: Any = render_jinja_template
         self._variables = dict(tokenizer.special_tokens_map)
         self.stop_tokens = sorted(str(tokenizer.convert_ids_to_tokens(token)) for token in stop_token_ids(tokenizer))
@@ -80,51 +85,53 @@ class ConversationRenderer:
         longest_first = sorted(self.stop_tokens, key=len, reverse=True)
         self._stop = re.compile("|".join(map(re.escape, longest_first)))
         self.special = SpecialTokens(tokenizer)
-        self._content = ContentCheck(lambda messages: self._render(messages)[0])
+        self.variables = template_variables(self._template)
+        self._form = TemplateForm(self._template, self._try_form)
+        self._content = ContentCheck(lambda conversation: self._render(conversation)[0])
 
-    def prompt(self, messages: Messages) -> str:
-        """The messages as text, with the prompt for the assistant's answer.
+    def prompt(self, conversation: Conversation) -> str:
+        """A conversation as text, with the prompt for the assistant's answer.
 
-        Raises: DataError if the template refuses them or leaves one of them out.
+        Raises: DataError if the template refuses it or leaves a part of it out.
         """
-        text = self._render_or_explain(messages, "this prompt", add_generation_prompt=True)[0]
-        self._check(self._content.missing(messages, text), messages, "this prompt", ())
+        text = self._render_or_explain(conversation, "this prompt", add_generation_prompt=True)[0]
+        self._check(self._content.missing(conversation, text), conversation, "this prompt", ())
         return text
 
-    def prompt_tokens(self, messages: Messages) -> list[int]:
+    def prompt_tokens(self, conversation: Conversation) -> list[int]:
         """The tokens of `prompt`; the text of a special token in a turn is plain text, as in training."""
-        shown, _ = self._hide(messages, "this prompt")
+        shown, _ = self._hide(conversation, "this prompt")
         ids: list[int] = self.special.encode_apart(self.prompt(shown), [])[0].ids
         return ids
 
-    def whole(self, messages: Messages, origin: str) -> Rendered:
+    def whole(self, conversation: Conversation, origin: str) -> Rendered:
         """A conversation without spans, for training on every token. Raises: as `render`."""
-        shown, special = self._hide(messages, origin)
+        shown, special = self._hide(conversation, origin)
         text = self._text(shown, origin)
         missing = self._content.missing(shown, text)
-        self._check(missing, shown, origin, _assistant_turns(shown)[-1:])
-        return Rendered(text=text, spans=[], leaves_out=bool(missing), special=special)
+        self._check(missing, shown, origin, _assistant_turns(shown.messages)[-1:])
+        return Rendered(text=text, spans=[], special=special, **_left_out(missing))
 
-    def render(self, messages: Messages, origin: str) -> Rendered:
+    def render(self, conversation: Conversation, origin: str) -> Rendered:
         """A conversation; `train` of each message tells whether the loss may count it.
 
         Raises: DataError naming `origin` if the template refuses the conversation or leaves part of it out, or the
         assistant's turns cannot be found in the text or do not end with a token that ends generation.
         """
-        shown, special = self._hide(messages, origin)
+        shown, special = self._hide(conversation, origin)
         return replace(self._with_spans(shown, origin), special=special)
 
-    def _hide(self, messages: Messages, origin: str) -> tuple[Messages, str | None]:
-        """The messages with the text of special tokens hidden from the template, and the first such token."""
-        special = next((found for turn in messages if (found := self.special.first_in(turn["content"]))), None)
+    def _hide(self, conversation: Conversation, origin: str) -> tuple[Conversation, str | None]:
+        """The conversation with the text of special tokens hidden from the template, and the first such token."""
+        special = next((found for text in conversation.written if (found := self.special.first_in(text))), None)
         if special is None:
-            return messages, None
-        shown = self._text(messages, origin)
+            return conversation, None
+        shown = self._text(conversation, origin)
         # First hide all of it. A template whose text then differs reads such text itself, as some do with `</think>`:
         # then hide only the tokens that it writes around turns.
         for names in (None, [name for name in self.stop_tokens if name in self._special_tokens]):
             try:
-                hidden = [{**turn, "content": self.special.hide(turn["content"], names)} for turn in messages]
+                hidden = conversation.mapped(partial(self.special.hide, names=names))
             except DataError as error:
                 raise DataError(f"{origin}: {error.message}", problem_id=error.problem_id) from error
             if self.special.show(self._text(hidden, origin), [])[0] == shown:
@@ -135,78 +142,106 @@ class ConversationRenderer:
             problem_id="special-token-in-content",
         )
 
-    def _with_spans(self, messages: Messages, origin: str) -> Rendered:
-        text = self._text(messages, origin)
-        missing = self._content.missing(messages, text)
-        self._check(missing, messages, origin, _assistant_turns(messages)[-1:])
+    def _with_spans(self, conversation: Conversation, origin: str) -> Rendered:
+        messages = conversation.messages
+        text = self._text(conversation, origin)
+        missing = self._content.missing(conversation, text)
+        self._check(missing, conversation, origin, _assistant_turns(messages)[-1:])
         wanted = [i for i in _assistant_turns(messages) if messages[i]["train"]]
-        marked = self._marked(messages, wanted, text, origin) if self.is_marked else None
-        if marked is not None:
-            found: list[Span | None] = [*marked]
-        else:
-            found = [self._locate(messages, turn, text, origin) for turn in wanted]
+        marked = self._marked(conversation, wanted, text, origin) if self.is_marked else None
+        found = marked if marked is not None else [self._locate(conversation, turn, text, origin) for turn in wanted]
         spans = [span for span in found if span is not None]
         if wanted and not spans and wanted[-1] == max(_assistant_turns(messages)):
-            raise self._cannot_find(messages, wanted[-1], text, origin)
+            raise self._cannot_find(conversation, wanted[-1], text, origin)
         trained = {turn for turn, span in zip(wanted, found, strict=True) if span is not None}
-        self._check(missing, messages, origin, trained)
-        return Rendered(text=text, spans=spans, num_rewritten=len(wanted) - len(spans), leaves_out=bool(missing))
+        self._check(missing, conversation, origin, trained)
+        return Rendered(text=text, spans=spans, num_rewritten=len(wanted) - len(spans), **_left_out(missing))
 
-    def _text(self, messages: Messages, origin: str) -> str:
+    def _text(self, conversation: Conversation, origin: str) -> str:
         """A conversation as text. Raises: DataError naming `origin` if the template refuses it."""
-        return self._render_or_explain(messages, origin)[0]
+        return self._render_or_explain(conversation, origin)[0]
 
-    def _check(self, missing: Sequence[Missing], messages: Messages, origin: str, trained: Collection[int]) -> None:
+    def _check(
+        self, missing: Sequence[Missing], conversation: Conversation, origin: str, trained: Collection[int]
+    ) -> None:
         """Raises: DataError for the first turn that the model would not read, or that it is `trained` on only partly.
 
         By design, templates leave out parts of earlier answers; these are allowed if not trained on.
         """
         for one in missing:
-            role = messages[one.turn]["role"]
+            role = conversation.messages[one.turn]["role"]
+            if one.what == "name":
+                continue
+            if one.what in ("tools", "calls"):
+                raise self._without_tools(one, conversation, origin)
             if role != "assistant" or one.what == "turn" or one.turn in trained:
-                raise self._leaves_out(one, messages[one.turn], origin)
+                raise self._leaves_out(one, conversation.messages[one.turn], origin)
 
     def _leaves_out(self, missing: Missing, turn: dict[str, Any], origin: str) -> DataError:
-        content = self.special.show(turn["content"], [])[0]
+        is_reasoning = missing.what == "reasoning"
+        written = turn.get("reasoning") if is_reasoning else None
+        content = self.special.show(written or turn["content"] or "", [])[0]
         shown = content if len(content) <= _MOST_SHOWN else f"{content[:_MOST_SHOWN]}..."
-        what = (
-            f"the reasoning of turn {missing.turn + 1}" if missing.what == "reasoning" else f"turn {missing.turn + 1}"
-        )
+        what = f"the reasoning of turn {missing.turn + 1}" if is_reasoning else f"turn {missing.turn + 1}"
         advice = {
             "system": "or put its text into the first user turn (it is from the document or dataset.system_prompt)",
             "tool": "or remove documents with tool turns",
             "assistant": "or remove what it leaves out",
         }.get(turn["role"], "or change the turn")
+        if is_reasoning:
+            advice = "or train without it: dataset.reasoning=drop"
+        elif turn.get("tool_calls"):
+            advice = "or remove the text beside its calls"
         return DataError(
             f"{origin}: the chat template does not write {what} ({turn['role']}): {shown!r}, so the model would be "
             f"trained on another conversation. Name a template that writes it with model.chat_template=FILE, {advice}",
             problem_id="template-leaves-out",
         )
 
-    def _marked(self, messages: Messages, wanted: list[int], whole: str, origin: str) -> list[Span] | None:
-        """The spans of the template's own markers; None if these do not match the assistant's words one to one."""
-        text, spans = self._render_or_explain(messages, origin, marked=True)
-        turns = _assistant_turns(messages)
+    def _without_tools(self, missing: Missing, conversation: Conversation, origin: str) -> DataError:
+        """The error for a template that does not write the tools, or a call."""
+        num_calls = len(conversation.messages[missing.turn].get("tool_calls", ()))
+        what = "the tools" if missing.what == "tools" else f"the calls of turn {missing.turn + 1}"
+        if missing.what == "calls" and num_calls > 1:
+            what += f", which has {num_calls} (some templates write one for each turn)"
+        return DataError(
+            f"{origin}: the chat template does not write {what}, so the model would be trained on another conversation."
+            f" Name a template that does: {suggest_template(self._special_tokens)}",
+            problem_id="template-without-tools",
+        )
+
+    def _marked(
+        self, conversation: Conversation, wanted: list[int], whole: str, origin: str
+    ) -> list[Span | None] | None:
+        """The spans of the template's own markers; None if these do not match the assistant's words one to one.
+
+        The span of an earlier turn that ends otherwise than the last is None, as in `_locate`.
+        """
+        text, spans = self._render_or_explain(conversation, origin, marked=True)
+        spans = _joined(spans)
+        turns = _assistant_turns(conversation.messages)
         if len(spans) != len(turns) or text != whole:
             return None
-        kept = []
+        kept: list[Span | None] = []
         for turn, (start, end) in zip(turns, spans, strict=True):
-            content = messages[turn]["content"].strip()
-            position = text.rfind(content, start, end)
-            if position < 0:
+            written_until = _end_of(conversation.messages[turn], text, start, end)
+            if written_until is None:
                 return None
             if turn not in wanted:
                 continue
-            if self._stop.search(text, position + len(content), end) is None:
+            if self._stop.search(text, written_until, end) is not None:
+                kept.append((start, end))
+            elif turn == turns[-1]:
                 raise self._no_stop(text[start:end], origin, advice="with the turn's end before {% endgeneration %}")
-            kept.append((start, end))
+            else:  # only the last turn ends as in generation, such as gpt-oss's
+                kept.append(None)
         return kept
 
-    def _locate(self, messages: Messages, turn: int, text: str, origin: str) -> Span | None:
+    def _locate(self, conversation: Conversation, turn: int, text: str, origin: str) -> Span | None:
         """The span of one assistant turn in the whole text, with its end token; None if it is not there unchanged."""
-        prompt = self._prompt_before(messages, turn)
-        is_last = turn == len(messages) - 1
-        as_written = text if is_last else self._text(messages[: turn + 1], origin)
+        prompt = self._prompt_before(conversation, turn)
+        is_last = turn == len(conversation.messages) - 1
+        as_written = text if is_last else self._text(conversation.until(turn + 1), origin)
         if prompt is None or not text.startswith(prompt) or not as_written.startswith(prompt):
             return None
         # The model would never write anything after the first token that ends generation.
@@ -216,31 +251,51 @@ class ConversationRenderer:
         span = len(prompt), stop.end()
         return span if text[slice(*span)] == as_written[slice(*span)] else None
 
-    def _prompt_before(self, messages: Messages, turn: int) -> str | None:
+    def _prompt_before(self, conversation: Conversation, turn: int) -> str | None:
         """The model's input for this turn; None if the template cannot render it."""
         try:
-            return self._render(messages[:turn], add_generation_prompt=True)[0]
+            return self._render(conversation.until(turn), add_generation_prompt=True)[0]
         except Exception:  # templates raise anything, from their own messages to TypeError
             return None
 
+    def _try_form(self, messages: Messages, tools: list[dict[str, Any]]) -> str:
+        return self._render_messages(messages, tools, {})[0]
+
     def _render(
-        self, messages: Messages, *, add_generation_prompt: bool = False, marked: bool = False
+        self, conversation: Conversation, *, add_generation_prompt: bool = False, marked: bool = False
     ) -> tuple[str, list[Span]]:
-        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+        return self._render_messages(
+            self._form.messages(conversation.messages),
+            conversation.tools,
+            conversation.template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            marked=marked,
+        )
+
+    def _render_messages(
+        self,
+        messages: Messages,
+        tools: list[dict[str, Any]] | None,
+        template_kwargs: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = False,
+        marked: bool = False,
+    ) -> tuple[str, list[Span]]:
         texts, spans = self._render_jinja(
-            conversations=[plain],
+            conversations=[messages],
+            tools=tools,
             chat_template=self._template,
             add_generation_prompt=add_generation_prompt,
             return_assistant_tokens_mask=marked,
-            **self._variables,
+            **{**self._variables, **template_kwargs},
         )
         return texts[0], spans[0] if marked else []
 
-    def _render_or_explain(self, messages: Messages, origin: str, **options: bool) -> tuple[str, list[Span]]:
+    def _render_or_explain(self, conversation: Conversation, origin: str, **options: bool) -> tuple[str, list[Span]]:
         from jinja2 import TemplateSyntaxError
 
         try:
-            return self._render(messages, **options)
+            return self._render(conversation, **options)
         except TemplateSyntaxError as error:
             raise RequestError(
                 f"the chat template is not valid Jinja: line {error.lineno}: {error.message}; correct it, or name "
@@ -248,7 +303,7 @@ class ConversationRenderer:
                 problem_id="chat-template-broken",
             ) from error
         except Exception as error:  # templates raise anything, from their own messages to TypeError
-            roles = ", ".join(message["role"] for message in messages)
+            roles = ", ".join(message["role"] for message in conversation.messages)
             raise DataError(
                 f"{origin}: the chat template refuses this conversation ({roles}): {error}; change the conversation, "
                 "or name a template that takes it with model.chat_template=FILE",
@@ -268,8 +323,8 @@ class ConversationRenderer:
             problem_id="eos-not-trained",
         )
 
-    def _cannot_find(self, messages: Messages, turn: int, text: str, origin: str) -> DataError:
-        prompt = self._prompt_before(messages, turn)
+    def _cannot_find(self, conversation: Conversation, turn: int, text: str, origin: str) -> DataError:
+        prompt = self._prompt_before(conversation, turn)
         if prompt is None:
             what = "it cannot render the turns before the answer alone"
         else:
@@ -278,9 +333,22 @@ class ConversationRenderer:
         return DataError(
             f"{origin}: the assistant's last turn cannot be found in what the chat template writes: {what}. Name a "
             "template that marks the assistant's words with {% generation %} ... {% endgeneration %} by "
-            "model.chat_template=FILE, or train on every token with dataset.train_on=everything",
+            "model.chat_template=FILE, TRL's version of this one by model.chat_template=training, or train on every "
+            "token with dataset.train_on=everything",
             problem_id="assistant-not-found",
         )
+
+
+def template_variables(template: str) -> frozenset[str]:
+    """The names of variables that a template reads; empty for one that is not valid Jinja."""
+    from jinja2 import TemplateSyntaxError, meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        parsed = _compile_jinja_template(template).environment.parse(template)
+    except TemplateSyntaxError:  # reported when it is rendered
+        return frozenset()
+    return frozenset(meta.find_undeclared_variables(parsed))
 
 
 def _refuse_random(template: str) -> None:
@@ -305,3 +373,33 @@ def _refuse_random(template: str) -> None:
 
 def _assistant_turns(messages: Messages) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _end_of(message: dict[str, Any], text: str, start: int, end: int) -> int | None:
+    """Where the content or the last call's name of an assistant's turn ends in a span of a text; None if not there."""
+    if message.get("tool_calls"):
+        reasoning, written = "", message["tool_calls"][-1]["function"]["name"]
+    else:
+        reasoning, written = split_reasoning(message["content"])
+    position = text.rfind(written.strip(), start, end)
+    if position < 0 or text.find(reasoning, start, end) < 0:
+        return None
+    return position + len(written.strip())
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """The spans, with those joined that touch: Phi 3's end of a conversation is marked on its own."""
+    joined: list[Span] = []
+    for start, end in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], end
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _left_out(missing: Sequence[Missing]) -> dict[str, Any]:
+    return {
+        "leaves_out": any(one.what != "name" for one in missing),
+        "leaves_out_names": any(one.what == "name" for one in missing),
+    }

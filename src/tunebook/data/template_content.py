@@ -1,9 +1,9 @@
-"""Check that a chat template writes a conversation completely. Templates leave out reasoning, and unknown turns such as
-those of a tool or the system.
+"""Check that a chat template writes a conversation completely. Templates leave out reasoning, tools, calls of tools,
+all calls but the first, and unknown turns such as those of a tool or the system.
 
-There are two checks. Which turns a template writes, and in which order, mostly depends on the roles alone: it is tried
-once for each sequence of roles, with unique contents. Then every content is searched in the text, in that order, since
-some templates cut contents, such as everything before `</think>`. The search goes from the end to the beginning:
+There are two checks. What a template writes, and in which order, mostly depends on which turns have what: it is tried
+once for each such form, with unique words in every place. Then every content is searched in the text, in that order,
+since some templates cut contents, such as everything before `</think>`. The search goes from the end to the beginning:
 reasoning is left out of earlier answers, and a later answer may contain the same text.
 """
 
@@ -11,62 +11,132 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Messages = Sequence[dict[str, Any]]
-RenderMessages = Callable[[Messages], str]
+from tunebook.data.conversation import Conversation, split_reasoning
 
-# The marks at the end and the beginning of reasoning in a content.
-_REASONING_ENDS = re.compile(r"</think(?:ing)?>|</reasoning>|\[/THINK\]|<\|end_of_thought\|>")
-_REASONING_BEGINS = re.compile(r"<think(?:ing)?>|<reasoning>|\[THINK\]|<\|begin_of_thought\|>")
+Render = Callable[[Conversation], str]
+What = Literal["turn", "content", "reasoning", "calls", "tools", "name"]
+
+_MOST_FORMS = 10_000  # kept; a data set has far fewer
 
 
 @dataclass(frozen=True)
 class Missing:
-    """One turn that the template does not write completely."""
+    """What the template does not write of one turn, or of the tools."""
 
-    turn: int  # its index
-    what: Literal["turn", "content", "reasoning"]  # left out: all such turns, this content, or its reasoning
+    turn: int  # its index; of tools 0
+    what: What  # left out: such turns, this content, its reasoning, calls of tools, the tools, or a name
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """What a template does with conversations of one form."""
+
+    order: list[int]  # of the turns with a content, as the template writes them
+    missing: list[Missing]
 
 
 class ContentCheck:
-    """Compares conversations with the text of one template. `render`: messages -> text; it may raise anything."""
+    """Compares conversations with the text of one template. `render`: conversation -> text; it may raise anything."""
 
-    def __init__(self, render: RenderMessages) -> None:
+    def __init__(self, render: Render) -> None:
         self._render = render
-        self._orders: dict[tuple[str, ...], list[int] | None] = {}
+        self._tried: dict[tuple[object, ...], _Tried] = {}
 
-    def missing(self, messages: Messages, text: str) -> list[Missing]:
-        """The turns that `text`, rendered from the messages, does not contain completely."""
-        order = self._order(messages)
-        left_out = [Missing(turn, "turn") for turn in range(len(messages)) if turn not in order]
+    def missing(self, conversation: Conversation, text: str) -> list[Missing]:
+        """What `text`, rendered from the conversation, does not contain of it."""
+        messages = conversation.messages
+        tried = self._form(conversation)
         readings = [_Reading(len(text), ())]
-        for turn in reversed(order):
+        for turn in reversed(tried.order):
             is_answer = messages[turn]["role"] == "assistant"
             content = messages[turn]["content"].strip()
             readings = _best([longer for one in readings for longer in one.before(turn, content, text, is_answer)])
         found = min(readings, key=_Reading.cost).missing
-        return sorted([*left_out, *found], key=lambda missing: missing.turn)
+        return sorted([*tried.missing, *found], key=lambda missing: missing.turn)
 
-    def _order(self, messages: Messages) -> list[int]:
-        """The turns in the order of the template, without those that it leaves out."""
-        roles = tuple(message["role"] for message in messages)
-        if roles not in self._orders:
-            self._orders[roles] = self._try(roles)
-        order = self._orders[roles]
-        return list(range(len(messages))) if order is None else order
+    def _form(self, conversation: Conversation) -> _Tried:
+        form = (
+            bool(conversation.tools),
+            json.dumps(conversation.template_kwargs, sort_keys=True) if conversation.template_kwargs else None,
+            *(_form_of_turn(turn) for turn in conversation.messages),
+        )
+        if form not in self._tried:
+            if len(self._tried) >= _MOST_FORMS:
+                self._tried.clear()
+            self._tried[form] = self._try(conversation)
+        return self._tried[form]
 
-    def _try(self, roles: tuple[str, ...]) -> list[int] | None:
-        """`_order` for unique contents; None if the template refuses these."""
-        marks = [f"zq{number:05d}qz" for number in range(len(roles))]
+    def _try(self, conversation: Conversation) -> _Tried:
+        """Render a conversation of the same form with unique words; all is written if the template refuses these."""
+        messages = conversation.messages
+        with_content = [turn for turn, message in enumerate(messages) if message["content"]]
+        tools = None
+        if conversation.tools:
+            function = {"name": "zqtoolqz", "description": "zqaboutqz", "parameters": _parameters("zqparameterqz")}
+            tools = [{"type": "function", "function": function}]
+        marked = [_marked(turn, message) for turn, message in enumerate(messages)]
         try:
-            text = self._render([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
+            text = self._render(replace(conversation, messages=marked, tools=tools))
         except Exception:  # templates raise anything, from their own messages to TypeError
-            return None
-        places = {number: text.find(mark) for number, mark in enumerate(marks)}
-        return sorted((number for number, place in places.items() if place >= 0), key=lambda number: places[number])
+            return _Tried(order=with_content, missing=[])
+        missing = [one for turn, message in enumerate(marked) for one in _missing_words(turn, message, text)]
+        if tools and not all(word in text for word in ("zqtoolqz", "zqaboutqz", "zqparameterqz")):
+            missing.append(Missing(0, "tools"))
+        places = {turn: text.find(marked[turn]["content"]) for turn in with_content}
+        order = sorted((turn for turn, place in places.items() if place >= 0), key=lambda turn: places[turn])
+        return _Tried(order=order, missing=missing)
+
+
+def _form_of_turn(turn: dict[str, Any]) -> tuple[object, ...]:
+    return (
+        turn["role"],
+        bool(turn["content"]),
+        "reasoning" in turn,
+        len(turn.get("tool_calls", ())),
+        "name" in turn,
+        "tool_call_id" in turn,
+    )
+
+
+def _marked(turn: int, message: dict[str, Any]) -> dict[str, Any]:
+    """A message of the same form with unique words."""
+    made = {"role": message["role"], "content": f"zqc{turn:05d}qz" if message["content"] else message["content"]}
+    for key in ("reasoning", "name", "tool_call_id"):
+        if key in message:
+            made[key] = f"zq{key[0]}{turn:05d}qz"
+    if "tool_calls" in message:
+        made["tool_calls"] = [
+            {
+                **call,
+                "function": {"name": f"zqf{turn:05d}x{number}qz", "arguments": {"argument": f"zqa{turn}x{number}qz"}},
+            }
+            for number, call in enumerate(message["tool_calls"])
+        ]
+    return made
+
+
+def _parameters(name: str) -> dict[str, Any]:
+    parameter = {"type": "string", "description": "a word"}
+    return {"type": "object", "properties": {name: parameter}, "required": [name]}
+
+
+def _missing_words(turn: int, message: dict[str, Any], text: str) -> list[Missing]:
+    """What of a marked message is not in the text. `tool_call_id` is not asked for: it only links turns."""
+    missing = []
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    if any(call["name"] not in text or call["arguments"]["argument"] not in text for call in calls):
+        missing.append(Missing(turn, "calls"))
+    if message.get("reasoning", "") not in text:
+        missing.append(Missing(turn, "reasoning"))
+    if message["content"] and message["content"] not in text:
+        missing = [Missing(turn, "turn" if not calls or missing else "content")]
+    if message["role"] != "tool" and message.get("name", "") not in text:
+        missing.append(Missing(turn, "name"))
+    return missing
 
 
 @dataclass(frozen=True)
@@ -86,7 +156,7 @@ class _Reading:
         start = _start_of(content, text, self.start)
         if start is not None:
             return [_Reading(start, self.missing)]
-        reasoning, answer = _split(content)
+        reasoning, answer = split_reasoning(content)
         after = _start_of(answer, text, self.start) if is_answer and answer != content else None
         if after is None:
             return [_Reading(self.start, (*self.missing, Missing(turn, "content")))]
@@ -102,15 +172,6 @@ def _best(readings: list[_Reading]) -> list[_Reading]:
         if not kept or one.cost() < kept[-1].cost():
             kept.append(one)
     return kept
-
-
-def _split(content: str) -> tuple[str, str]:
-    """The reasoning in a content, without its marks, and the answer after it."""
-    ends = list(_REASONING_ENDS.finditer(content))
-    if not ends:
-        return "", content
-    reasoning = _REASONING_BEGINS.sub("", content[: ends[-1].start()], count=1)
-    return reasoning.strip(), content[ends[-1].end() :].strip()
 
 
 def _start_of(content: str, text: str, end: int) -> int | None:

@@ -16,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tunebook.data.corpus import IGNORED_LABEL
-from tunebook.data.prepared import Prepared, PreparedPart
+from tunebook.data.prepared import PartCounts, Prepared, PreparedPart
+from tunebook.data.problems import skipped_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 TRAINED_STYLE = "black on green"
 _MARKS = ("[[", "]]")
 _BAR_WIDTH = 40  # characters of the fullest bin
+_MANY_CUT_ANSWERS = 0.01  # of documents
 _MOST_TOKENS = 500  # shown of one sample
 # Samples are this share of a part apart, modulo 1: spread out, and in phase with no pattern in the data.
 _GOLDEN_SHARE = (5**0.5 - 1) / 2
@@ -66,6 +68,9 @@ def summary_lines(prepared: Prepared) -> list[str]:
             share = _with_share(counts.num_cut, counts.num_read)
             limit = f"training.max_length={prepared.max_length}"
             lines.append(f"    cut or split to {limit}: {share}; tokens lost: {counts.num_tokens_lost:,}")
+        if counts.num_answers_cut:
+            lines.append(f"    {_cut_answers(counts)}")
+        lines += [f"    {line}" for line in skipped_lines(counts.skipped, counts.first)]
         lines += [f"    dropped: {count:,} {reason}" for reason, count in counts.dropped.most_common()]
         lines += [
             f"    note: {note}: {count:,} (the first: {counts.first[note]})"
@@ -98,16 +103,35 @@ def render_counts(prepared: Prepared) -> RenderableType:
     table.add_row("tokens trained on", *trained)
     table.add_row("tokens a document", *(f"{count.num_tokens / count.num_documents:,.1f}" for count in counts))
     table.add_row("cut or split", *(_with_share(count.num_cut, count.num_read) for count in counts))
+    cut_answers = (_with_share(count.num_answers_cut, count.num_documents) for count in counts)
+    table.add_row("ending within an answer", *cut_answers)
     table.add_row("tokens lost", *(f"{count.num_tokens_lost:,}" for count in counts))
     table.add_row("dropped", *(f"{count.num_dropped:,}" for count in counts))
     for reason in sorted({reason for count in counts for reason in count.dropped}):
         table.add_row(Text(f"  {reason}", style="yellow"), *(f"{count.dropped[reason]:,}" for count in counts))
-    notes = [
+    lines = [
+        f"  {name}: {line}"
+        for name, count in zip(parts, counts, strict=True)
+        for line in ([_cut_answers(count)] if count.num_answers_cut else []) + skipped_lines(count.skipped, count.first)
+    ]
+    notes = [Text(line, style="yellow") for line in lines] + [
         Text(f"  note: {name}: {note}: {count.notes[note]:,} (the first: {count.first[note]})", style="yellow")
         for name, count in zip(parts, counts, strict=True)
         for note in sorted(count.notes)
     ]
     return Group(table, *notes, "")
+
+
+def _cut_answers(counts: PartCounts) -> str:
+    """A line on documents that end within an answer; a warning from 1% on."""
+    share = counts.num_answers_cut / counts.num_documents
+    text = f"{_with_share(counts.num_answers_cut, counts.num_documents)} end within an answer that was cut"
+    if share < _MANY_CUT_ANSWERS:
+        return text
+    return (
+        f"warning: {text}: the model learns answers that do not end; raise training.max_length, or type "
+        "dataset.overlong=drop or split"
+    )
 
 
 def render_histogram(name: str, part: PreparedPart) -> RenderableType:

@@ -223,6 +223,7 @@ def read_tokenizer(config: RunConfig) -> dict[str, Any]:
 
 def _try_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Render a two-question conversation; report whether the template marks the answers, and its first tokens."""
+    from tunebook.data.conversation import Conversation
     from tunebook.data.template import ConversationRenderer
 
     facts: dict[str, Any] = {"is_there": bool(tokenizer.chat_template), "problem": None}
@@ -232,7 +233,7 @@ def _try_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     try:
         renderer = ConversationRenderer(tokenizer)
         facts["is_marked"] = renderer.is_marked
-        rendered = renderer.render(talk, "a conversation of two questions")
+        rendered = renderer.render(Conversation.plain(talk), "a conversation of two questions")
     except TunebookError as error:
         return facts | {"problem": _problem(error)}
     return facts | {

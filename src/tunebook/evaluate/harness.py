@@ -31,6 +31,8 @@ from tunebook.hardware.disk import is_disk_full
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from tunebook.data.conversation import Conversation
+
 SEEDS = {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}  # the harness' own defaults
 GROUP_KEY = "task"  # key next to a conversation in its file: the group that its score counts for
 UNGROUPED = "all"  # the group of conversations without that key
@@ -212,11 +214,12 @@ def has_template(loaded: LoadedTask, tokenizer: PreTrainedTokenizerBase) -> bool
 
 def require_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> None:
     """Refuse a system prompt that the template omits: the harness would continue without it. Raises: DataError."""
+    from tunebook.data.conversation import Conversation
     from tunebook.data.template import ConversationRenderer
 
     if system_prompt is not None:
         talk = [{"role": "system", "content": system_prompt}, {"role": "user", "content": "a question"}]
-        ConversationRenderer(tokenizer).prompt(talk)
+        ConversationRenderer(tokenizer).prompt(Conversation.plain(talk))
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -299,7 +302,7 @@ def render_conversations(
     conversations = []
     for number, record in read_records(file, problems, normaliser.account):
         try:
-            conversations.append((_turns(normaliser.row(record)), str(record.get(GROUP_KEY, UNGROUPED))))
+            conversations.append((_answered(normaliser.row(record)), str(record.get(GROUP_KEY, UNGROUPED))))
         except DocumentError as error:
             problems.add(number, error)
     problems.num_documents = len(conversations)
@@ -310,18 +313,28 @@ def render_conversations(
         )
     renderer = ConversationRenderer(tokenizer)
     return [
-        {"prompt": renderer.prompt(turns[:-1]), "answer": turns[-1]["content"], "task": group}
-        for turns, group in conversations
+        {
+            "prompt": renderer.prompt(talk.until(len(talk.messages) - 1)),
+            "answer": talk.messages[-1]["content"],
+            "task": group,
+        }
+        for talk, group in conversations
     ]
 
 
-def _turns(row: dict[str, Any]) -> list[dict[str, str]]:
-    turns = [{"role": turn["role"], "content": turn["content"]} for turn in row.get("messages", [])]
-    if not turns:
+def _answered(row: dict[str, Any]) -> Conversation:
+    """The conversation of a row whose last turn is the expected answer. Raises: DocumentError."""
+    from tunebook.data.conversation import Conversation
+
+    if not row.get("messages"):
         raise DocumentError("it is no conversation; write it as ShareGPT or messages")
-    if turns[-1]["role"] != "assistant":
+    talk = Conversation.of(row)
+    last = talk.messages[-1]
+    if last["role"] != "assistant":
         raise DocumentError("it must end with the assistant's turn, which is the expected answer")
-    return turns
+    if last.get("tool_calls"):
+        raise DocumentError("it ends with a call of a tool, and the expected answer must be a text; end it before")
+    return talk
 
 
 def check_prompt_lengths(

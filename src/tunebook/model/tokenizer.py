@@ -17,7 +17,8 @@ from tunebook.config.choices import PackingMode, Source, Weights
 from tunebook.config.override_text import typed
 from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.errors import RequestError, did_you_mean
-from tunebook.model.tokenizer_files import read_chat_template, tokenizer_folder
+from tunebook.model.chat_templates import read_chat_template
+from tunebook.model.tokenizer_files import tokenizer_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +60,7 @@ def load_tokenizer(model: ModelConfig, *, is_padded: bool = True) -> PreTrainedT
     if model.pad_token is not None:
         tokenizer.pad_token = vocabulary.require("model.pad_token", model.pad_token)
     if model.chat_template is not None:
-        tokenizer.chat_template = read_chat_template(model.chat_template)
+        tokenizer.chat_template = read_chat_template(model.chat_template, _own_template(tokenizer))
     fix_template_date(tokenizer, model.template_date)
     _check_eos(tokenizer, vocabulary, folder)
     if is_padded:
@@ -86,6 +87,11 @@ def fix_template_date(tokenizer: PreTrainedTokenizerBase, template_date: str) ->
         if "strftime_now" in template:
             with suppress(TemplateSyntaxError):  # reported where the template is used
                 _compile_jinja_template(template).globals["strftime_now"] = day.strftime
+
+
+def _own_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    templates: str | dict[str, str] | None = tokenizer.chat_template
+    return templates.get("default") if isinstance(templates, dict) else templates
 
 
 def _templates(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from tunebook.config.book import is_in_book, resolve_path
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
+from tunebook.model.chat_templates import template_identity
 from tunebook.model.hub import hub_problem
 
 # One of these is required: from config.json alone transformers would silently make a tokenizer with one token.
@@ -80,23 +81,8 @@ def tokenizer_files_hash(model: ModelConfig) -> str:
     settings = [model.pad_token, model.eos_token, model.trust_remote_code, _tokenizer_class(folder)]
     digest.update(json.dumps(settings).encode())
     if model.chat_template is not None:
-        digest.update(read_chat_template(model.chat_template).encode())
+        digest.update(template_identity(model.chat_template).encode())
     return digest.hexdigest()
-
-
-def read_chat_template(text: str) -> str:
-    """The text of the Jinja file `model.chat_template`. Raises: RequestError if it cannot be read."""
-    path = resolve_path(text)
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        reason = f"{path} is not UTF-8 text: {error}"
-    except OSError as error:
-        reason = f"{path} cannot be read: {error.strerror or error}"
-    raise RequestError(
-        f"model.chat_template={text}: {reason}; name a Jinja file, or leave it out to use the tokenizer's own",
-        problem_id="chat-template-not-found",
-    )
 
 
 def _named_by(model: ModelConfig) -> str:

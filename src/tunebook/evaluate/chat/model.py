@@ -23,8 +23,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
+from tunebook.data.conversation import Conversation, Messages
 from tunebook.data.template import ConversationRenderer
-from tunebook.data.template_content import Messages
 from tunebook.errors import DoesNotFitError, RequestError
 from tunebook.evaluate.chat import Ending, Generated, Sampling
 from tunebook.evaluate.target import Target, bare_config, without_overrides
@@ -76,7 +76,7 @@ class ChatModel:
 
     def encode(self, messages: Messages) -> list[int]:
         """Encode the messages as tokens, ready for the answer. Raises: DataError if the template refuses them."""
-        return self._renderer.prompt_tokens(messages)
+        return self._renderer.prompt_tokens(Conversation.plain(messages))
 
     def seed(self, seed: int) -> None:
         """Reset the random seed of sampling."""

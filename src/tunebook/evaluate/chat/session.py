@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunebook.data.documents import Turn
+from tunebook.data.turns import Turn
 from tunebook.errors import RequestError
 from tunebook.evaluate.chat import Ending, Sampling
 from tunebook.files import atomic_write_text

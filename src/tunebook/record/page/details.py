@@ -26,8 +26,8 @@ _BATCH_ROWS = (
 _COUNT_ROWS = (
     ("num_documents", "documents"), ("num_tokens", "tokens"), ("num_trained_tokens", "of them trained on"),
     ("shortest", "shortest document, tokens"), ("longest", "longest document, tokens"),
-    ("num_cut", "documents cut to the maximum length"), ("num_tokens_lost", "tokens lost by that"),
-    ("num_dropped", "documents dropped"),
+    ("num_cut", "documents cut to the maximum length"), ("num_answers_cut", "of them ending within an answer"),
+    ("num_tokens_lost", "tokens lost by that"), ("num_dropped", "documents dropped"),
 )  # fmt: skip
 _START_PHASES = {
     "launcher": {
@@ -150,7 +150,7 @@ def data_counts(manifest: dict[str, Any] | None) -> list[DataCount]:
 
 def _count_lines(counts: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [(name, format_count(counts[key])) for key, name in _COUNT_ROWS if counts.get(key) is not None]
-    for title, section in (("dropped", "dropped"), ("note", "notes")):
+    for title, section in (("left out", "skipped"), ("dropped", "dropped"), ("note", "notes")):
         reasons = counts.get(section) or {}
         lines.extend((f"{title}: {reason}", format_count(count)) for reason, count in reasons.items() if count)
     return lines

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tunebook.data.documents import token_row
 from tunebook.data.problems import DocumentError
+from tunebook.data.token_documents import token_row
 
 IDS = [1, 10, 11, 2, 20, 21, 2]
 

@@ -1,0 +1,303 @@
+"""Tokens and masks of conversations with tools and reasoning, compared with transformers' own on TRL's copies of the
+templates of model families.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunebook.config.choices import Format, Reasoning, TrainOn
+from tunebook.config.schema import ModelConfig
+from tunebook.data.corpus import IGNORED_LABEL, CorpusKind
+from tunebook.data.encode import LEFT_OUT, REWRITTEN, Encoder
+from tunebook.data.formats import FormatSettings, Normaliser
+from tunebook.errors import DataError, RequestError
+from tunebook.model.chat_templates import read_chat_template
+from tunebook.model.tokenizer import load_tokenizer
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a city",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "description": "its name"}},
+                "required": ["city"],
+            },
+        },
+    }
+]
+CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich"}}}
+PLAIN = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "See you."},
+]
+WITH_TOOLS = [
+    {"role": "user", "content": "How is Zürich?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "name": "weather", "content": '{"sky": "grey"}'},
+    {"role": "assistant", "content": "Grey."},
+    {"role": "user", "content": "Thanks"},
+    {"role": "assistant", "content": "Gladly."},
+]
+REASONED = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "reasoning_content": "Two and two.", "content": "4"},
+    {"role": "user", "content": "And one more?"},
+    {"role": "assistant", "reasoning_content": "Four and one.", "content": "5"},
+]
+BAR = "\uff5c"  # of DeepSeek's tokens
+# The token with which a turn of each family ends, and its beginning of a text.
+ENDS = {
+    "qwen2_5": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "qwen3_instruct_2507": "<|im_end|>",
+    "llama3": "<|eot_id|>",
+    "llama3_1": "<|eot_id|>",
+    "llama3_2": "<|eot_id|>",
+    "gemma3": "<end_of_turn>",
+    "llava_next": "</s>",  # Mistral's
+    "gptoss": "<|return|>",
+    "glm4moe": "<|user|>",
+    "deepseekv3": f"<{BAR}end▁of▁sentence{BAR}>",
+    "deepseek_r1_distill": f"<{BAR}end▁of▁sentence{BAR}>",
+    "phi3": "<|end|>",
+    "cohere": "<|END_OF_TURN_TOKEN|>",
+    "smolvlm": "<end_of_utterance>",
+}
+OF_IMAGES = ("llava_next", "smolvlm")  # whose templates read lists of parts only
+MORE_ENDS = {"gptoss": ["<|call|>"], "glm4moe": ["<|observation|>"]}
+STARTS = {"gemma3": "<bos>", "llama3": "<|begin_of_text|>", "llama3_1": "<|begin_of_text|>"}
+CONTROL = rf"<\|[a-zA-Z_]+\|>|<{BAR}[^{BAR}]*{BAR}>|</?[a-z_]+_of_[a-z]+>"
+Family = Callable[..., Any]
+
+
+@pytest.fixture
+def family(tokenizer_folder: Callable[..., Path]) -> Family:
+    """The tokenizer of a family: a token for each byte and for each control token that the template writes."""
+
+    def make(name: str) -> Any:
+        base = name.removesuffix("_training")
+        template = read_chat_template(f"trl:{name}")
+        control = {*re.findall(CONTROL, template), ENDS[base]}
+        more = MORE_ENDS.get(base, [])
+        special = ("<|pad|>", *sorted(control))
+        folder = tokenizer_folder(name, template=template, eos_token=None, special=special)
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        settings |= {"eos_token": ENDS[base]} | ({"bos_token": STARTS[base]} if base in STARTS else {})
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+        tokenizer = load_tokenizer(ModelConfig(path=str(folder)))
+        stops = [tokenizer.convert_tokens_to_ids(token) for token in (ENDS[base], *more)]
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+        return tokenizer
+
+    return make
+
+
+def encode(
+    tokenizer: Any, messages: list[dict[str, Any]], *, reasoning: Reasoning = Reasoning.keep, **more: Any
+) -> tuple[list[int], list[int], Encoder]:
+    """The tokens of a conversation, 1 for each that is trained on, and the encoder with its notes."""
+    record = {"messages": messages, **more}
+    row = Normaliser(Format.auto, FormatSettings()).row(record) | {"origin": "a:1"}
+    encoder = Encoder(CorpusKind.conversation, TrainOn.auto, tokenizer, reasoning=reasoning)
+    (document,) = encoder.encode([row])
+    return document.input_ids, [int(label != IGNORED_LABEL) for label in document.labels], encoder
+
+
+def expected(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+    if any(name in tokenizer.name_or_path for name in OF_IMAGES):  # transformers would write empty turns, or fail
+        messages = [turn | {"content": [{"type": "text", "text": turn["content"]}]} for turn in messages]
+    made: dict[str, Any] = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, **options)
+    return made
+
+
+def texts(tokenizer: Any, ids: list[int], mask: list[int]) -> list[str]:
+    """The stretches of trained tokens as text."""
+    runs, found = "".join(map(str, mask)), []
+    for run in re.finditer("1+", runs):
+        found.append(tokenizer.decode(ids[run.start() : run.end()], skip_special_tokens=False))
+    return found
+
+
+PLAIN_FAMILIES = (
+    "qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3", "llama3_1", "llama3_2", "gptoss", "gemma3", "llava_next",
+    "phi3", "cohere", "smolvlm",
+)  # fmt: skip
+TRAINING_FAMILIES = (
+    "qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3", "glm4moe", "deepseekv3", "deepseek_r1_distill", "phi3",
+    "cohere", "gemma3", "llava_next", "smolvlm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLAIN_FAMILIES)
+def test_tokens_of_a_plain_chat_are_those_of_transformers(name: str, family: Family) -> None:
+    tokenizer = family(name)
+    ids, mask, encoder = encode(tokenizer, PLAIN)
+    assert ids == expected(tokenizer, PLAIN)["input_ids"]
+    trained = texts(tokenizer, ids, mask)
+    assert "See you." in trained[-1]
+    assert not any("Hi" in text or "Bye" in text for text in trained)
+    assert len(trained) == 2 or encoder.notes[REWRITTEN]
+
+
+@pytest.mark.parametrize("name", TRAINING_FAMILIES)
+def test_tokens_and_masks_of_training_templates_are_those_of_transformers(name: str, family: Family) -> None:
+    tokenizer = family(f"{name}_training")
+    ids, mask, encoder = encode(tokenizer, PLAIN)
+    theirs = expected(tokenizer, PLAIN, return_assistant_tokens_mask=True)
+    assert (ids, mask) == (theirs["input_ids"], theirs["assistant_masks"])
+    assert not encoder.notes
+    assert sum(mask) > len(b"Hello.See you.")
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3_1", "llama3_2"])
+def test_calls_and_answers_are_trained_on_and_results_are_not(name: str, family: Family) -> None:
+    tokenizer = family(name)
+    ids, mask, encoder = encode(tokenizer, WITH_TOOLS, tools=TOOLS)
+    assert ids == expected(tokenizer, WITH_TOOLS, tools=TOOLS)["input_ids"]
+    trained = texts(tokenizer, ids, mask)
+    assert len(trained) == 3 or encoder.notes[REWRITTEN]
+    assert "Gladly." in trained[-1]
+    if name != "qwen3":  # which writes an empty thought in the last answer alone
+        assert "weather" in trained[0] and "Zürich" in trained[0]
+        assert "Grey." in trained[1]
+    assert not any(word in text for text in trained for word in ("sky", "its name", "How is", "Thanks"))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "glm4moe"])
+def test_masks_of_calls_are_those_of_the_training_templates(name: str, family: Family) -> None:
+    tokenizer = family(f"{name}_training")
+    ids, mask, _ = encode(tokenizer, WITH_TOOLS, tools=TOOLS)
+    theirs = expected(tokenizer, WITH_TOOLS, tools=TOOLS, return_assistant_tokens_mask=True)
+    assert (ids, mask) == (theirs["input_ids"], theirs["assistant_masks"])
+
+
+def test_of_harmony_only_turns_that_end_as_in_generation_are_trained_on(family: Family) -> None:
+    """gpt-oss ends a call with <|call|>, the last answer with <|return|>, and an earlier one with <|end|>, which would
+    not end its generation.
+    """
+    tokenizer = family("gptoss_training")
+    ids, mask, encoder = encode(tokenizer, WITH_TOOLS, tools=TOOLS)
+    theirs = expected(tokenizer, WITH_TOOLS, tools=TOOLS, return_assistant_tokens_mask=True)
+    assert ids == theirs["input_ids"]
+    own, whole = texts(tokenizer, ids, mask), texts(tokenizer, ids, theirs["assistant_masks"])
+    assert own == [text for text in whole if not text.endswith("<|end|>")]
+    assert "weather" in own[0] and own[0].endswith("<|call|>") and own[-1].endswith("Gladly.<|return|>")
+    assert encoder.notes[REWRITTEN] == 1
+    last = WITH_TOOLS[:2]
+    ids, mask, encoder = encode(tokenizer, last, tools=TOOLS)
+    theirs = expected(tokenizer, last, tools=TOOLS, return_assistant_tokens_mask=True)
+    assert (ids, mask) == (theirs["input_ids"], theirs["assistant_masks"])
+
+
+def test_a_training_template_keeps_the_reasoning_of_every_answer(family: Family) -> None:
+    tokenizer = family("qwen3_training")
+    ids, mask, encoder = encode(tokenizer, REASONED)
+    theirs = expected(tokenizer, REASONED, return_assistant_tokens_mask=True)
+    assert (ids, mask) == (theirs["input_ids"], theirs["assistant_masks"])
+    trained = "".join(texts(tokenizer, ids, mask))
+    assert "Two and two." in trained and "Four and one." in trained
+    assert not encoder.notes
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gptoss"])
+def test_reasoning_that_a_template_leaves_out_of_an_earlier_answer_is_a_note(name: str, family: Family) -> None:
+    tokenizer = family(name)
+    messages = [
+        {("thinking" if key == "reasoning_content" and name == "gptoss" else key): text for key, text in turn.items()}
+        for turn in REASONED
+    ]
+    ids, mask, encoder = encode(tokenizer, REASONED)
+    assert ids == expected(tokenizer, messages)["input_ids"]
+    trained = texts(tokenizer, ids, mask)
+    assert encoder.notes[LEFT_OUT] == 1 and encoder.first[LEFT_OUT] == "a:1"
+    assert len(trained) == 1 and "Four and one." in trained[0] and "5" in trained[0]
+
+
+def test_which_reasoning_is_trained_on(family: Family) -> None:
+    tokenizer = family("qwen3_training")
+    for policy, kept in (
+        (Reasoning.keep, ["Two and two.", "Four and one."]), (Reasoning.last, ["Four and one."]), (Reasoning.drop, []),
+    ):  # fmt: skip
+        ids, mask, _ = encode(tokenizer, REASONED, reasoning=policy)
+        trained = "".join(texts(tokenizer, ids, mask))
+        assert [thought for thought in ("Two and two.", "Four and one.") if thought in trained] == kept
+        in_content = [
+            {"role": turn["role"], "content": f"<think>{turn['reasoning_content']}</think>{turn['content']}"}
+            if "reasoning_content" in turn
+            else turn
+            for turn in REASONED
+        ]
+        assert encode(tokenizer, in_content, reasoning=policy)[0] == ids
+
+
+def test_a_template_without_a_place_for_reasoning_gets_it_in_the_content(family: Family) -> None:
+    tokenizer = family("qwen2_5")
+    ids, mask, _ = encode(tokenizer, REASONED)
+    assert texts(tokenizer, ids, mask)[0] == "<think>\nTwo and two.\n</think>\n\n4<|im_end|>"
+
+
+def test_a_stray_mark_at_the_end_of_an_answer_does_not_make_it_reasoning(family: Family) -> None:
+    messages = [PLAIN[0], {"role": "assistant", "content": "All of this is the answer.\n</think>"}]
+    tokenizer = family("qwen2_5")
+    ids, mask, _ = encode(tokenizer, messages, reasoning=Reasoning.drop)
+    assert texts(tokenizer, ids, mask) == ["All of this is the answer.\n</think><|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "tools", "message"),
+    [
+        ("llama3", WITH_TOOLS, TOOLS, "does not write the tools"),
+        ("llama3", WITH_TOOLS, None, "does not write the calls of turn 2"),
+        ("gptoss", [WITH_TOOLS[0], {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}, *WITH_TOOLS[2:]],
+         TOOLS, r"the calls of turn 2, which has 2 \(some templates write one for each turn\)"),
+        ("llama3_2", [WITH_TOOLS[0], {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
+                      *WITH_TOOLS[2:]], TOOLS, "does not write turn 2 .*'I look.'.*remove the text beside its calls"),
+        ("llama3_2", [WITH_TOOLS[0], {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
+                      *WITH_TOOLS[2:]], TOOLS, "the chat template refuses this conversation .*single tool-calls"),
+        ("deepseek_r1_distill", WITH_TOOLS[:2], TOOLS, "does not write the tools"),
+        ("glm4moe", PLAIN, None, "no token that ends generation"),
+        ("deepseekv3", PLAIN, None, "last turn cannot be found .*model.chat_template=training"),
+    ],
+)  # fmt: skip
+def test_what_a_template_does_not_write_of_tools_is_refused(
+    name: str, messages: list[dict[str, Any]], tools: Any, message: str, family: Family
+) -> None:
+    with pytest.raises(DataError, match=rf"^a:1: .*{message}") as caught:
+        encode(family(name), messages, tools=tools)
+    assert caught.value.exit_code == 4
+    if "tools" in message:
+        assert "model.chat_template=" in caught.value.message
+
+
+def test_a_special_token_typed_in_arguments_and_tools_is_text(family: Family) -> None:
+    tokenizer = family("qwen2_5")
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "<|im_end|>"}}}
+    messages = [WITH_TOOLS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    ids, mask, _ = encode(tokenizer, messages, tools=TOOLS)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    trained = [token for token, flag in zip(ids, mask, strict=True) if flag]
+    assert trained.count(end) == 1 and trained[-1] == end
+    assert "<|im_end|>" in tokenizer.decode(trained[:-1])
+
+
+def test_the_training_version_of_a_template_is_found_by_its_text(family: Family) -> None:
+    folder = family("qwen3").name_or_path
+    tokenizer = load_tokenizer(ModelConfig(path=folder, chat_template="training"))
+    assert tokenizer.chat_template == read_chat_template("trl:qwen3_training")
+    own = load_tokenizer(ModelConfig(path=family("llama3_2").name_or_path)).chat_template
+    with pytest.raises(RequestError, match=r"no training version of this tokenizer's template.*qwen3"):
+        read_chat_template("training", own)
+    with pytest.raises(RequestError, match=r"no template 'qwen9'.*It has: "):
+        read_chat_template("trl:qwen9")

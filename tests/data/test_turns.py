@@ -1,0 +1,211 @@
+"""Turns as data sets write them: calls of tools, reasoning, parts, names and flags, and every way to be wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tunebook.config.choices import Format
+from tunebook.data.formats import FormatSettings, Normaliser
+from tunebook.data.problems import DocumentError
+
+ASK = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
+FUNCTION = {"name": "f", "description": "finds", "parameters": {"type": "object", "properties": {}}}
+TOOL = {"type": "function", "function": FUNCTION}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+WITH_ID = {"id": "c1", **CALL}
+
+
+def row(record: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    return Normaliser(Format.auto, FormatSettings(**settings)).row(record)
+
+
+def turn(record: dict[str, Any], number: int = 1) -> dict[str, Any]:
+    """One turn with its details as keys."""
+    made: dict[str, Any] = row(record)["messages"][number]
+    return {key: value for key, value in made.items() if key != "details"} | json.loads(made["details"] or "{}")
+
+
+def chat(*turns: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"messages": [ASK, *turns], **more}
+
+
+def called(**keys: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, **keys}
+
+
+def parts(*content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": [*content]}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        called(tool_calls=[CALL]),
+        called(tool_calls=CALL),
+        called(tool_calls=json.dumps([CALL])),
+        called(tool_calls=[{"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]),
+        called(tool_calls=[{"function": {"name": "f", "arguments": json.dumps('{"x": 1}')}}]),  # JSON text of JSON text
+        called(tool_calls=[{"name": "f", "arguments": {"x": 1}}]),
+        called(tool_calls=[{"name": "f", "parameters": {"x": 1}}]),
+        called(function_call={"name": "f", "arguments": '{"x": 1}'}),
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "tool_call", "content": '{"name": "f", "arguments": {"x": 1}}'},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+        {"from": "function_call", "value": '[{"name": "f", "arguments": {"x": 1}}]'},
+        parts({"type": "tool_call", "value": '{"name": "f", "arguments": {"x": 1}}'}),
+        parts({"type": "tool_use", "name": "f", "input": {"x": 1}}),
+        parts({"type": "text", "text": ""}, {"type": "tool_call", "tool_call": CALL}),
+    ],
+)
+def test_every_way_to_write_a_call_is_one_form(written: dict[str, Any]) -> None:
+    assert turn(chat(written)) == {"role": "assistant", "content": None, "train": True, "tool_calls": [CALL]}
+
+
+def test_a_call_may_have_a_text_before_it_and_several_are_kept_in_order() -> None:
+    second = {"type": "function", "function": {"name": "g", "arguments": {}}}
+    found = turn(chat({"role": "assistant", "content": "I look.", "tool_calls": [WITH_ID, second]}))
+    assert (found["content"], found["tool_calls"]) == ("I look.", [WITH_ID, second])
+    sharegpt = [
+        {"from": "human", "value": "q"},
+        {"from": "gpt", "value": "I look."},
+        {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+        {"from": "function_call", "value": '{"name": "g"}'},
+        {"from": "observation", "value": "1"},
+        {"from": "gpt", "value": "a"},
+    ]
+    roles = [one["role"] for one in row({"conversations": sharegpt})["messages"]]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    joined = turn({"conversations": sharegpt})
+    assert (joined["content"], joined["tool_calls"]) == ("I look.", [CALL, second])
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"tools": [TOOL]}, {"tools": [FUNCTION]}, {"tools": json.dumps([TOOL])}, {"tools": [json.dumps(FUNCTION)]},
+        {"tools": FUNCTION}, {"functions": [FUNCTION]},
+        {"tools": [{"name": "f", "description": "finds", "input_schema": FUNCTION["parameters"]}]},
+        {"tools": [{**TOOL, "function": {**FUNCTION, "strict": None}}]},
+    ],
+)  # fmt: skip
+def test_every_way_to_write_tools_is_one_form(written: dict[str, Any]) -> None:
+    assert json.loads(row(chat(ANSWER, **written))["tools"]) == [TOOL]
+
+
+def test_tools_may_stand_in_the_system_turn_and_an_empty_list_is_none() -> None:
+    system = {"role": "system", "content": "s", "tools": json.dumps([FUNCTION])}
+    assert json.loads(row({"messages": [system, ASK, ANSWER]})["tools"]) == [TOOL]
+    for nothing in ([], "[]", "", None):
+        assert row(chat(ANSWER, tools=nothing))["tools"] is None
+    with pytest.raises(DocumentError, match="the tools are in two places"):
+        row({"messages": [system, ASK, ANSWER], "tools": [TOOL]})
+
+
+@pytest.mark.parametrize("role", ["tool", "observation", "function", "tool_response", "ipython"])
+def test_a_result_may_be_empty_or_an_object_and_is_not_trained_on(role: str) -> None:
+    for content, expected in (("", ""), ({"sky": "grey"}, '{"sky": "grey"}'), ([{"type": "text", "text": "1"}], "1")):
+        found = turn(chat(called(tool_calls=[CALL]), {"role": role, "content": content}, ANSWER), 2)
+        assert found == {"role": "tool", "content": expected, "train": False}
+
+
+def test_a_result_is_named_by_its_call() -> None:
+    result = {"role": "tool", "content": "1", "tool_call_id": "c1"}
+    found = turn(chat(called(tool_calls=[WITH_ID]), result, ANSWER), 2)
+    assert (found["name"], found["tool_call_id"]) == ("f", "c1")
+    with pytest.raises(DocumentError, match=r"turn 3 \(tool\) answers tool_call_id 'c2', and no call before it .*c1"):
+        row(chat(called(tool_calls=[WITH_ID]), {**result, "tool_call_id": "c2"}, ANSWER))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {**ANSWER, "reasoning_content": "r"}, {**ANSWER, "reasoning": "r"}, {**ANSWER, "thinking": "r"},
+        {**ANSWER, "reasoning": "r", "thinking": "r"},
+        parts({"type": "reasoning", "value": "r"}, {"type": "text", "value": "a"}),
+        parts({"type": "thinking", "thinking": "r"}, "a"),
+        parts({"type": "reasoning", "text": "r"}, {"type": "output_text", "text": "a"}),
+    ],
+)  # fmt: skip
+def test_every_way_to_write_reasoning_is_one_form(written: dict[str, Any]) -> None:
+    assert turn(chat(written)) == {"role": "assistant", "content": "a", "train": True, "reasoning": "r"}
+
+
+def test_parts_of_text_are_one_text() -> None:
+    record = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}, ANSWER]}
+    assert turn(record, 0)["content"] == "ab"
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        ({"type": "image"}, "image"), ({"type": "image_url", "image_url": {"url": "x"}}, "image_url"),
+        ({"type": "input_audio", "input_audio": {}}, "input_audio"), ({"type": "video", "video": "v.mp4"}, "video"),
+        ({"type": "file", "file": {}}, "file"),
+    ],
+)  # fmt: skip
+def test_media_are_refused_with_their_kind(part: dict[str, Any], kind: str) -> None:
+    message = rf"part 2 of the content of turn 1 \(user\) is of type '{kind}': images, audio, video and files cannot"
+    with pytest.raises(DocumentError, match=message) as caught:
+        row({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}, ANSWER]})
+    assert caught.value.problem_id == "data-media"
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (chat(called(tool_calls=[{"function": {"arguments": "x"}}])), r"'tool_calls' of turn 2 .* has no 'name'"),
+        (chat(called(tool_calls=[{"name": "f", "arguments": "{x: 1}"}])),
+         r"the arguments of 'f' in 'tool_calls' of turn 2 \(assistant\) is text that is not JSON .*: '\{x: 1\}'"),
+        (chat(called(tool_calls=[{"name": "f", "arguments": [1]}])), "are a JSON array where an object of names"),
+        (chat(called(tool_calls=[CALL, {"name": "f", "arguments": {}, "input": {}}])),
+         r"call 2 of 'tool_calls' of turn 2 \(assistant\) has arguments and input; keep 'arguments'"),
+        (chat(called(tool_calls=[{**CALL, "type": "custom"}])), "is of type 'custom'; chat templates write calls of"),
+        (chat(called(tool_calls=[{**CALL, "result": 3}])), "has the key 'result', which is not of a call"),
+        (chat({"from": "function_call", "value": "f(1)"}), r"the value of turn 2 \(function_call\) is text that"),
+        (chat(called(tool_calls=[CALL], function_call={"name": "f"})), "has tool_calls and function_call"),
+        ({"messages": [{**ASK, "tool_calls": [CALL]}, ANSWER]}, r"turn 1 \(user\) has 'tool_calls', but only the"),
+        ({"messages": [{**ASK, "thinking": "r"}, ANSWER]}, r"turn 1 \(user\) has 'thinking', but only the assistant"),
+        (chat(called()), "is null where text belongs"),
+        (chat({**ANSWER, "reasoning": "r", "thinking": "s"}), "has different reasoning under several keys"),
+        (chat({**ANSWER, "reasoning_content": 7}), "'reasoning_content' of turn 2 .* is a JSON number"),
+        (chat({**parts({"type": "reasoning", "text": "r"}, "a"), "reasoning": "r"}), "has reasoning in two places"),
+        (chat(parts({"type": "text", "text": "a"}, {"type": "reasoning", "text": "r"})), "reasoning after the answer"),
+        (chat(parts({"type": "tool_call", "value": CALL}, "a")), "part 2 of .* is text after a call of a tool"),
+        (chat(parts({"type": "txt", "text": "a"})), r"is of type 'txt'\. Did you mean 'text'\? Known types: text, rea"),
+        (chat(parts({"type": "reasoning", "text": "r"})), r"the content of turn 2 \(assistant\) has no text"),
+        (chat(ANSWER, tools="[{"), "'tools' is text that is not JSON"),
+        (chat(ANSWER, tools=[{"description": "d"}]), "tool 1 of 'tools' has no 'name'; its keys are: description"),
+        (chat(ANSWER, tools=[TOOL, FUNCTION]), "'tools' holds several tools named f"),
+        (chat(ANSWER, tools=[{"type": "web_search", "name": "s"}]), "is of type 'web_search'"),
+        (chat(ANSWER, tools=[{**FUNCTION, "parameters": "none"}]), "its 'parameters' must be an object"),
+        (chat({**ANSWER, "tools": [TOOL]}), r"turn 2 \(assistant\) has 'tools', which belong to the document"),
+        (chat(ANSWER, chat_template_kwargs="{"), "'chat_template_kwargs' is text that is not JSON"),
+        (chat(ANSWER, chat_template_kwargs={"add_generation_prompt": True}), "sets add_generation_prompt, which the"),
+        ({"prompt": "q", "completion": "a", "tools": [TOOL]}, "'tools' goes with turns, and 'prompt' is a text"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_names_the_turn_and_the_key(record: dict[str, Any], message: str) -> None:
+    with pytest.raises(DocumentError, match=message):
+        row(record)
+
+
+def test_settings_of_the_template_are_those_of_the_data_set_and_of_the_document() -> None:
+    assert row(chat(ANSWER))["template_kwargs"] is None
+    kwargs = {"enable_thinking": True, "date_string": "1 May 2026"}
+    own = chat(ANSWER, chat_template_kwargs={"enable_thinking": False})
+    assert json.loads(row(own, template_kwargs=kwargs)["template_kwargs"]) == {**kwargs, "enable_thinking": False}
+    assert json.loads(row(chat(ANSWER), template_kwargs=kwargs)["template_kwargs"]) == kwargs
+
+
+def test_the_name_of_a_speaker_is_kept() -> None:
+    assert turn(chat({**ANSWER, "name": "Ada"}))["name"] == "Ada"
+
+
+def test_flags_hold_for_calls_too() -> None:
+    messages = row(chat(called(tool_calls=[CALL], loss=False), {"role": "tool", "content": "1"}, ANSWER))["messages"]
+    assert [one["train"] for one in messages] == [False, False, False, True]
