@@ -148,26 +148,14 @@ def doctor(
 def data(
     words: Words = None,
     samples: Annotated[int, typer.Option("--samples", min=0, help="How many documents to show.")] = 3,
+    page: Annotated[Path | None, typer.Option("--page", help="Write it as an HTML page to this file, too.")] = None,
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Prepare a recipe's data and show samples, what is trained on, lengths, and what was cut or dropped and why."""
-    from tunebook.commands.train import plan_job, prepare_data
+    from tunebook.commands.data import show_data
 
     recipe, overrides = split(words)
-    console = make_console()
-    job = plan_job(recipe, overrides, recipes_dir or [])
-    for warning in job.problems:
-        if warning.key.startswith("dataset."):
-            console.print(Text(f"warning: {warning.text()}", style="yellow"), soft_wrap=True)
-    prepared = prepare_data(job.config, console)
-
-    from tunebook.data.view import show_prepared
-    from tunebook.model.tokenizer import load_tokenizer, needs_padding
-
-    has_text = prepared.tokenizer_sha256 is not None  # documents that came as tokens need no tokenizer to be shown
-    is_needed = has_text and samples > 0
-    tokenizer = load_tokenizer(job.config.model, is_padded=needs_padding(job.config)) if is_needed else None
-    show_prepared(prepared, tokenizer, console, samples)
+    show_data(recipe, overrides, recipes_dir or [], samples, page, make_console())
 
 
 @app.command(name="eval")

@@ -13,7 +13,7 @@ from tunebook.config import schema
 from tunebook.config.choices import Overlong
 from tunebook.data.encode import SPECIAL_AS_TEXT
 from tunebook.data.prepare import prepare
-from tunebook.data.view import TRAINED_STYLE, render_document, show_prepared, spread, summary_lines
+from tunebook.data.view import TRAINED_STYLE, pieces_of, render_document, show_prepared, spread, summary_lines
 from tunebook.model.tokenizer import load_tokenizer
 
 Configs = Callable[..., schema.RunConfig]
@@ -83,7 +83,7 @@ def test_trained_tokens_are_in_brackets_where_there_is_no_colour(run_config: Con
 def test_trained_tokens_are_in_colour_on_a_terminal(run_config: Configs) -> None:
     config = run_config([[("user", "Hi"), ("assistant", "Yo")]])
     shown = show(config, 1, force_terminal=True, color_system="standard")
-    assert "\x1b[30;42mYo<|im_end|>\x1b[0m" in shown  # black on green
+    assert "\x1b[30;42mYo\x1b[0m\x1b[2;30;42m<|im_end|>\x1b[0m" in shown  # black on green, the token dim
     assert "[[" not in shown
 
 
@@ -131,3 +131,16 @@ def test_without_a_tokenizer_the_ids_are_shown() -> None:
 def test_long_documents_are_cut_for_the_eye() -> None:
     text = render_document([1] * 600, [-100] * 600, None, has_colour=False).plain
     assert text.endswith(" ... and 100 more tokens")
+
+
+def test_parts_of_a_sample_are_told_apart(tiny_tokenizer: Callable[..., Any]) -> None:
+    tokenizer = tiny_tokenizer()
+    text = "<tools>\n{}\n</tools>hi<think>so</think><tool_call>\n{}\n</tool_call><|im_end|>"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    first = len(tokenizer("<tools>\n{}\n</tools>hi", add_special_tokens=False)["input_ids"])
+    pieces = pieces_of(ids, [-100] * first + ids[first:], tokenizer)
+    assert "".join(piece.text for piece in pieces) == text
+    assert [(piece.text.strip(), piece.kind) for piece in pieces if piece.kind != "token"] == [
+        ("{}", "tools"), ("hi", ""), ("so", "reasoning"), ("{}", "call"),
+    ]  # fmt: skip
+    assert [piece.is_trained for piece in pieces if piece.text.strip() in ("hi", "so")] == [False, True]

@@ -13,6 +13,8 @@ from pathlib import Path
 from tunebook.errors import RequestError, did_you_mean
 
 BOOK_PREFIX = "book:"
+# model.chat_template may name one of TRL's templates in place of a file: see model/chat_templates.py.
+TRAINING_TEMPLATE, LIBRARY_PREFIX = "training", "trl:"
 INSTALLED_BOOK = "_book"  # next to the code in an installed package
 RECIPES_VARIABLE = "TUNEBOOK_RECIPES"
 # The limits of Linux in bytes. Longer paths raise errors even in existence checks.
@@ -44,6 +46,11 @@ def book_root() -> Path:
         f"no hydra_configs/ and recipes/ next to {package}; set TUNEBOOK_HOME to a checkout of Tunebook",
         problem_id="book-not-found",
     )
+
+
+def is_template_name(text: str) -> bool:
+    """Whether a chat template is named that is not a file."""
+    return text == TRAINING_TEMPLATE or text.startswith(LIBRARY_PREFIX)
 
 
 class PlacedPath(str):

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from tunebook.config.book import PlacedPath, is_relative, placed, resolve_path
+from tunebook.config.book import PlacedPath, is_relative, is_template_name, placed, resolve_path
 from tunebook.config.choices import LauncherName, Strategy
 from tunebook.config.interpolation import escaped, to_object
 from tunebook.config.model_facts import ARCHITECTURE_FILE, MeasuredLayers, layers_from_json, layers_to_json
@@ -185,7 +185,7 @@ def _relative_paths(config: RunConfig, folder: Path | None) -> Iterator[tuple[An
     paths = [(model, "path"), (model, "chat_template"), (dataset, "validation_path")]
     for section, key in [*paths, *((source, "path") for source in sources)]:
         text = getattr(section, key)
-        if text and is_relative(text):
+        if text and is_relative(text) and not (key == "chat_template" and is_template_name(text)):
             yield section, key
     for section, key in [(model, "tokenizer"), *((source, "name") for source in sources)]:
         text = getattr(section, key)

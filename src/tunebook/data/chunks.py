@@ -191,6 +191,7 @@ class ChunkEncoder:
             num_cut=sum(one.was_cut for one in fitted),
             num_answers_cut=sum(one.is_answer_cut for one in fitted) if self.settings.kind in _WITH_ANSWERS else 0,
             num_tokens_lost=sum(one.num_tokens_lost for one in fitted),
+            contents=+self._encoder.contents,
             skipped=skipped.reasons,
             notes=+self._encoder.notes,
             first=self._encoder.first | skipped.first,
@@ -218,8 +219,8 @@ class ChunkEncoder:
 
     def _forget(self) -> None:
         """Forget the notes on the documents before."""
-        self._encoder.notes.clear()
-        self._encoder.first.clear()
+        for counts in (self._encoder.notes, self._encoder.first, self._encoder.contents):
+            counts.clear()
 
     def _fit_one(self, row: Row, document: Document) -> Fitted:
         length, max_length = len(document.input_ids), self.settings.max_length

@@ -58,6 +58,17 @@ class Conversation:
         """A conversation of messages with texts only."""
         return Conversation(messages=messages, written=[message["content"] for message in messages])
 
+    def contents(self) -> list[str]:
+        """What it has besides plain turns."""
+        answers = [turn for turn in self.messages if turn["role"] == "assistant"]
+        has_reasoning = any("reasoning" in turn or split_reasoning(turn["content"] or "")[0] for turn in answers)
+        has = {
+            "with tools": bool(self.tools),
+            "with calls of tools": any("tool_calls" in turn for turn in answers),
+            "with reasoning": has_reasoning,
+        }
+        return [what for what, is_there in has.items() if is_there]
+
     def until(self, turn: int) -> Conversation:
         """The turns before `turn`."""
         return replace(self, messages=self.messages[:turn])

@@ -49,7 +49,8 @@ class Document:
 class Encoder:
     """Tokenizes and masks documents of one kind.
 
-    `notes` counts documents by remark, `first` has the first document of each. Raises: RequestError if
+    `notes` counts documents by remark, `first` has the first document of each; `contents` counts documents with tools,
+    calls and reasoning. Raises: RequestError if
     `train_on` asks for turns that this kind of document does not have, or conversations have no chat template.
     """
 
@@ -69,6 +70,7 @@ class Encoder:
             )
         self.notes: Counter[str] = Counter()
         self.first: dict[str, str] = {}
+        self.contents: Counter[str] = Counter()
         self._everything = train_on is TrainOn.everything
         self._reasoning = reasoning
         methods: dict[CorpusKind, Callable[[Sequence[Row]], list[Document]]] = {
@@ -127,6 +129,7 @@ class Encoder:
 
     def _render(self, row: Row) -> Rendered:
         conversation, origin = Conversation.of(row).with_reasoning(self._reasoning), row["origin"]
+        self.contents.update(conversation.contents())
         renderer = self._tool_renderer if conversation.tools else self._renderer
         # If everything is trained on, the assistant's turns need not be found.
         render = renderer.whole if self._everything else renderer.render

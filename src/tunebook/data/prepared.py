@@ -60,6 +60,7 @@ class PartCounts:
     shortest: int = 0
     longest: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # by reason: documents, or pieces of split ones
+    contents: Counter[str] = field(default_factory=Counter)  # documents with tools, calls of them, or reasoning
     skipped: Counter[str] = field(default_factory=Counter)  # by reason: unusable documents, not in num_read
     notes: Counter[str] = field(default_factory=Counter)  # documents by remark
     first: dict[str, str] = field(default_factory=dict)  # of each remark and reason of `skipped`: the first document
@@ -78,6 +79,7 @@ class PartCounts:
         """Add the counts of more documents; lengths are summed up once, at the end, by `measure`."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.contents.update(other.contents)
         self.skipped.update(other.skipped)
         self.dropped.update(other.dropped)
         self.notes.update(other.notes)
@@ -197,6 +199,7 @@ def _read_counts(part: dict[str, Any]) -> PartCounts:
     plain = {name: value for name, value in part.items() if name not in ("bytes", "num_dropped")}
     special = {
         "dropped": Counter(part["dropped"]),
+        "contents": Counter(part["contents"]),
         "skipped": Counter(part["skipped"]),
         "notes": Counter(part["notes"]),
         "lengths": Histogram(**part["lengths"]),

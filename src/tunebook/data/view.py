@@ -5,7 +5,9 @@ Trained-on tokens are in color, or in double brackets without colors (a pipe, a 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TRAINED_STYLE = "black on green"
+# Parts of a conversation by the marks of common templates; of what is in several, the last counts.
+KINDS = {
+    "tools": re.compile(r"<tools>.*?</tools>|(?<=<\|tool_list_start\|>).*?(?=<\|tool_list_end\|>)", re.DOTALL),
+    "call": re.compile(
+        r"<tool_call>.*?</tool_call>|<\|python_tag\|>.*?(?=<\|)|(?<=to=)functions\..*?<\|call\|>", re.DOTALL
+    ),
+    "result": re.compile(r"<tool_response>.*?</tool_response>", re.DOTALL),
+    "reasoning": re.compile(r"<think>.*?</think>|(?<=<\|channel\|>analysis<\|message\|>).*?(?=<\|)", re.DOTALL),
+    "token": re.compile(r"<\|[A-Za-z_]+\|>|</?s>|</?(?:think|tools|tool_call|tool_response)>|<(?:start|end)_of_turn>"),
+}
+_KIND_STYLES = {"tools": "italic", "call": "bold", "result": "italic", "reasoning": "italic", "token": "dim"}
 _MARKS = ("[[", "]]")
 _BAR_WIDTH = 40  # characters of the fullest bin
 _MANY_CUT_ANSWERS = 0.01  # of documents
@@ -101,6 +114,8 @@ def render_counts(prepared: Prepared) -> RenderableType:
     table.add_row("tokens", *(f"{count.num_tokens:,}" for count in counts))
     trained = (_with_share(count.num_trained_tokens, count.num_tokens) for count in counts)
     table.add_row("tokens trained on", *trained)
+    for what in sorted({what for count in counts for what in count.contents}):
+        table.add_row(f"  {what}", *(f"{count.contents[what]:,}" for count in counts))
     table.add_row("tokens a document", *(f"{count.num_tokens / count.num_documents:,.1f}" for count in counts))
     table.add_row("cut or split", *(_with_share(count.num_cut, count.num_read) for count in counts))
     cut_answers = (_with_share(count.num_answers_cut, count.num_documents) for count in counts)
@@ -174,6 +189,42 @@ def spread(num_documents: int, num_samples: int) -> list[int]:
     return list(found)
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a sample's text: whether the loss counts it, and what it is a part of."""
+
+    text: str
+    is_trained: bool
+    kind: str  # of KINDS, or empty
+
+
+def pieces_of(
+    input_ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedTokenizerBase | None
+) -> list[Piece]:
+    """The beginning of one document in stretches of one kind. Shapes: both (num_tokens,)."""
+    shown = list(input_ids[:_MOST_TOKENS])
+    end, before = 0, ""
+    trained: list[bool] = []  # by character
+    for is_trained, run in groupby(labels[:_MOST_TOKENS], key=lambda label: label != IGNORED_LABEL):
+        end += sum(1 for _ in run)
+        # Decoded from the start and cut: some tokenizers drop a space at the beginning of decoded text.
+        decoded = _decode(shown[:end], tokenizer)
+        trained += [is_trained] * (len(decoded) - len(before))
+        before = decoded
+    kinds = [""] * len(before)
+    for kind, pattern in KINDS.items():
+        for found in pattern.finditer(before):
+            kinds[found.start() : found.end()] = [kind] * (found.end() - found.start())
+    places = zip(trained, kinds, strict=False)
+    pieces, start = [], 0
+    for (is_trained, kind), characters in groupby(places):
+        length = sum(1 for _ in characters)
+        text = before[start : start + length].translate(_CONTROL_PICTURES)
+        pieces.append(Piece(text, is_trained, kind))
+        start += length
+    return pieces
+
+
 def render_document(
     input_ids: Sequence[int],
     labels: Sequence[int],
@@ -183,20 +234,13 @@ def render_document(
 ) -> Text:
     """One document as text, the tokens that the loss counts in color or brackets. Shapes: both (num_tokens,)."""
     text = Text()
-    shown = list(input_ids[:_MOST_TOKENS])
-    end, before = 0, ""
-    for is_trained, run in groupby(labels[:_MOST_TOKENS], key=lambda label: label != IGNORED_LABEL):
-        end += sum(1 for _ in run)
-        # Decoded from the start and cut: some tokenizers drop a space at the beginning of decoded text.
-        decoded = _decode(shown[:end], tokenizer)
-        piece = decoded[len(before) :].translate(_CONTROL_PICTURES)
-        before = decoded
-        if not is_trained:
-            text.append(piece)
-        elif has_colour:
-            text.append(piece, style=TRAINED_STYLE)
-        else:
-            text.append(_MARKS[0] + piece + _MARKS[1])
+    for is_trained, pieces in groupby(pieces_of(input_ids, labels, tokenizer), key=lambda piece: piece.is_trained):
+        marks = _MARKS if is_trained and not has_colour else ("", "")
+        text.append(marks[0])
+        for piece in pieces:
+            styles = (TRAINED_STYLE if is_trained else "", _KIND_STYLES.get(piece.kind, ""))
+            text.append(piece.text, style=" ".join(filter(None, styles)) if has_colour else "")
+        text.append(marks[1])
     if len(input_ids) > _MOST_TOKENS:
         text.append(f" ... and {len(input_ids) - _MOST_TOKENS:,} more tokens", style="dim")
     return text
@@ -211,7 +255,8 @@ def _decode(input_ids: list[int], tokenizer: PreTrainedTokenizerBase | None) -> 
 def _legend(has_colour: bool) -> Text:
     legend = Text("Samples as the model sees them; trained on: ")
     if has_colour:
-        return legend.append("in colour", style=TRAINED_STYLE)
+        legend.append("in color", style=TRAINED_STYLE)
+        return legend.append("; calls of tools bold, tools, their results and reasoning in italics")
     return legend.append(f"{_MARKS[0]}in double brackets{_MARKS[1]}")
 
 

@@ -12,11 +12,9 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from tunebook.config.book import resolve_path
+from tunebook.config.book import LIBRARY_PREFIX, TRAINING_TEMPLATE, resolve_path
 from tunebook.errors import RequestError, did_you_mean
 
-TRAINING = "training"
-LIBRARY_PREFIX = "trl:"
 _TRAINING_SUFFIX = "_training"
 # Templates with tools and calls, to suggest: those with markers first, of models that many others are made from.
 _WITH_TOOLS = ("qwen2_5_training", "qwen3_training", "llama3_2", "gptoss_training", "glm4moe_training")
@@ -29,7 +27,7 @@ def read_chat_template(text: str, own: str | None = None) -> str:
 
     Raises: RequestError if there is none of that name.
     """
-    if text == TRAINING:
+    if text == TRAINING_TEMPLATE:
         return _training_version(own)
     if text.startswith(LIBRARY_PREFIX):
         return _from_library(text)
@@ -41,20 +39,20 @@ def read_chat_template(text: str, own: str | None = None) -> str:
     except OSError as error:
         reason = f"{path} cannot be read: {error.strerror or error}"
     raise RequestError(
-        f"model.chat_template={text}: {reason}; name a Jinja file, {TRAINING}, or trl:NAME for one of TRL's, or leave "
-        "it out to use the tokenizer's own",
+        f"model.chat_template={text}: {reason}; name a Jinja file, {TRAINING_TEMPLATE}, or trl:NAME for one of TRL's, "
+        "or leave it out to use the tokenizer's own",
         problem_id="chat-template-not-found",
     )
 
 
 def template_identity(text: str) -> str:
     """What decides the text of a named template, besides the tokenizer's own: the text itself, or TRL's version."""
-    return f"{text}, trl {version('trl')}" if text == TRAINING else read_chat_template(text)
+    return f"{text}, trl {version('trl')}" if text == TRAINING_TEMPLATE else read_chat_template(text)
 
 
 def suggest_template(special_tokens: Collection[str]) -> str:
     """An override that names a template with tools, one whose control tokens the tokenizer has if there is any."""
-    files = _library()
+    files = library_templates()
     for name in _WITH_TOOLS:
         tokens = set(_CONTROL_TOKEN.findall(files[name].read_text(encoding="utf-8"))) if name in files else set()
         if tokens and tokens.issubset(special_tokens):
@@ -62,7 +60,7 @@ def suggest_template(special_tokens: Collection[str]) -> str:
     return f"model.chat_template=FILE, or one of TRL's such as {LIBRARY_PREFIX}{_WITH_TOOLS[0]} (for ChatML's tokens)"
 
 
-def _library() -> dict[str, Path]:
+def library_templates() -> dict[str, Path]:
     """TRL's templates by name."""
     found = find_spec("trl")
     folders = found.submodule_search_locations if found is not None else None
@@ -71,7 +69,7 @@ def _library() -> dict[str, Path]:
 
 
 def _from_library(text: str) -> str:
-    name, files = text.removeprefix(LIBRARY_PREFIX), _library()
+    name, files = text.removeprefix(LIBRARY_PREFIX), library_templates()
     if name not in files:
         raise RequestError(
             f"model.chat_template={text}: TRL {version('trl')} has no template '{name}'."
@@ -82,7 +80,7 @@ def _from_library(text: str) -> str:
 
 
 def _training_version(own: str | None) -> str:
-    files = _library()
+    files = library_templates()
     trained = {name.removesuffix(_TRAINING_SUFFIX): file for name, file in files.items() if _TRAINING_SUFFIX in name}
     for name, file in files.items():
         if own is not None and file.read_text(encoding="utf-8").strip() == own.strip():
@@ -91,9 +89,8 @@ def _training_version(own: str | None) -> str:
             if GENERATION_MARKER.search(own):  # it has them itself
                 return own
     raise RequestError(
-        f"model.chat_template={TRAINING}: TRL {version('trl')} has no training version of this tokenizer's template, "
-        f"which it compares letter by letter. It has versions for: {', '.join(trained)}; name one whose control tokens "
-        f"the tokenizer has, such as model.chat_template={LIBRARY_PREFIX}qwen3{_TRAINING_SUFFIX}, or a file of your "
-        "own",
+        f"model.chat_template={TRAINING_TEMPLATE}: TRL {version('trl')} has no training version of this tokenizer's "
+        f"template, which it compares letter by letter. It has versions for: {', '.join(trained)}; name one whose "
+        f"control tokens the tokenizer has, such as model.chat_template=trl:qwen3_training, or a file of your own",
         problem_id="chat-template-not-found",
     )

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import date
 
-from tunebook.config.book import is_in_book, resolve_path
-from tunebook.config.choices import Format, LauncherName, Source, SpecialText, TrainOn
+from tunebook.config.book import LIBRARY_PREFIX, TRAINING_TEMPLATE, is_in_book, is_template_name, resolve_path
+from tunebook.config.choices import Format, LauncherName, Reasoning, Source, SpecialText, TrainOn
 from tunebook.config.override_text import typed
 from tunebook.config.schema import DatasetSource, ModelConfig, RunConfig, sources_of
+from tunebook.errors import nearest
 from tunebook.model.base_config import model_folder_problem, why_not_causal
+from tunebook.model.chat_templates import library_templates
 from tunebook.plan.rules.frame import Finding, another_model, rule
 
 # Same check as huggingface_hub's, whose import would slow down a plan. Some old models have no owner.
@@ -167,18 +169,22 @@ def dataset_field_ignored(config: RunConfig) -> Iterator[Finding]:
             message = f"dataset.source={data.source.name} does not read dataset.{field}"
             fix = f"dataset.{field}=" + ("{}" if field == "parts" else "null")
             yield Finding(message, f"{fix} or dataset.source={reader.name}", key=f"dataset.{field}")
-    if data.ignore_keys and data.source is Source.synthetic:
-        message = "generated documents have no keys to ignore"
-        yield Finding(message, "dataset.ignore_keys=[]", key="dataset.ignore_keys")
-    if data.ignore_keys and data.source is Source.mixture and not data.validation_path:
-        message = "each part of a mixture has its own: dataset.parts.NAME.ignore_keys"
-        yield Finding(message, "dataset.ignore_keys=[]", key="dataset.ignore_keys")
+    for field, none in (("ignore_keys", "[]"), ("chat_template_kwargs", "{}")):
+        if getattr(data, field) and data.source is Source.synthetic:
+            message = f"generated documents have no {'keys to ignore' if field == 'ignore_keys' else 'chat template'}"
+            yield Finding(message, f"dataset.{field}={none}", key=f"dataset.{field}")
+        if getattr(data, field) and data.source is Source.mixture and not data.validation_path:
+            message = f"each part of a mixture has its own: dataset.parts.NAME.{field}"
+            yield Finding(message, f"dataset.{field}={none}", key=f"dataset.{field}")
     is_tokens = all(
         one.source is Source.synthetic or one.format is Format.pretokenized for one in sources_of(data).values()
     )
     if data.special_tokens_in_content is not SpecialText.auto and is_tokens:
         key = "dataset.special_tokens_in_content"
         yield Finding("the documents are tokens already", f"{key}=auto", key=key)
+    if data.reasoning is not Reasoning.keep and is_tokens:
+        key = "dataset.reasoning"
+        yield Finding("the documents are tokens already", f"{key}=keep", key=key)
 
 
 @rule("validation-twice")
@@ -247,9 +253,21 @@ def system_prompt_ignored(config: RunConfig) -> Finding | None:
 
 @rule("chat-template-not-found", "model.chat_template")
 def chat_template_not_found(config: RunConfig) -> Finding | None:
-    """Check that the template's file exists."""
+    """Check that the template's file, or the template of TRL, exists."""
     template = config.model.chat_template
-    if template is None or resolve_path(template).is_file():
+    if template is None or template == TRAINING_TEMPLATE:
+        return None
+    if is_template_name(template):
+        names = library_templates()
+        name = template.removeprefix(LIBRARY_PREFIX)
+        if name in names:
+            return None
+        near = nearest(name, names)
+        return Finding(
+            f"TRL has no template '{name}'; it has: {', '.join(names)}",
+            f"model.chat_template={LIBRARY_PREFIX}{near}" if near else "model.chat_template=null",
+        )
+    if resolve_path(template).is_file():
         return None
     return Finding(f"there is no file {resolve_path(template)}", "model.chat_template=null")
 

@@ -150,7 +150,12 @@ def data_counts(manifest: dict[str, Any] | None) -> list[DataCount]:
 
 def _count_lines(counts: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [(name, format_count(counts[key])) for key, name in _COUNT_ROWS if counts.get(key) is not None]
-    for title, section in (("left out", "skipped"), ("dropped", "dropped"), ("note", "notes")):
+    for title, section in (
+        ("documents", "contents"),
+        ("left out", "skipped"),
+        ("dropped", "dropped"),
+        ("note", "notes"),
+    ):
         reasons = counts.get(section) or {}
         lines.extend((f"{title}: {reason}", format_count(count)) for reason, count in reasons.items() if count)
     return lines

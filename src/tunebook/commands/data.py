@@ -1,0 +1,101 @@
+"""`tunebook data RECIPE`: prepare the data, and show counts, lengths and samples in the terminal or as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from tunebook.commands.train import plan_job, prepare_data
+from tunebook.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from tunebook.data.prepared import Prepared
+
+
+def show_data(
+    recipe: str | None,
+    overrides: Sequence[str],
+    recipes_dirs: Sequence[Path],
+    num_samples: int,
+    page: Path | None,
+    console: Console,
+) -> None:
+    """Print everything about a recipe's data, and write `page` if asked for.
+
+    Raises: RequestError if the page cannot be written, and what planning and preparing raise.
+    """
+    job = plan_job(recipe, [*overrides], [*recipes_dirs])
+    for warning in job.problems:
+        if warning.key.startswith("dataset."):
+            console.print(Text(f"warning: {warning.text()}", style="yellow"), soft_wrap=True)
+    if page is not None and not page.absolute().parent.is_dir():
+        raise RequestError(
+            f"--page {page}: there is no folder {page.absolute().parent}; make it first", problem_id="page-not-writable"
+        )
+    prepared = prepare_data(job.config, console)
+
+    from tunebook.data.view import show_prepared
+    from tunebook.model.tokenizer import load_tokenizer, needs_padding
+
+    has_text = prepared.tokenizer_sha256 is not None  # documents that came as tokens need no tokenizer to be shown
+    is_needed = has_text and num_samples > 0
+    tokenizer = load_tokenizer(job.config.model, is_padded=needs_padding(job.config)) if is_needed else None
+    show_prepared(prepared, tokenizer, console, num_samples)
+    if page is not None:
+        _write_page(page, recipe or "data", prepared, tokenizer, num_samples)
+        console.print(Text(f"page: {page}"), soft_wrap=True)
+
+
+def _write_page(
+    file: Path, title: str, prepared: Prepared, tokenizer: PreTrainedTokenizerBase | None, num_samples: int
+) -> None:
+    from tunebook.files import atomic_write_text
+    from tunebook.record.page.details import data_counts, data_sources
+    from tunebook.record.report import render_page
+
+    counts = {name: part.counts.to_json() for name, part in prepared.parts().items()}
+    records = [vars(record) for record in prepared.records]
+    manifest: dict[str, Any] = {"dataset": {"counts": counts, "records": records}}
+    page = render_page(
+        "data.html.jinja",
+        title=title,
+        sources=data_sources(manifest),
+        parts=data_counts(manifest),
+        warnings=_warnings(prepared),
+        notes=prepared.notes,
+        samples=_samples(prepared, tokenizer, num_samples),
+    )
+    try:
+        atomic_write_text(file, page)
+    except OSError as error:
+        raise RequestError(
+            f"--page {file} cannot be written: {error.strerror or error}", problem_id="page-not-writable"
+        ) from error
+
+
+def _warnings(prepared: Prepared) -> list[str]:
+    """What a person should look at: cut answers, documents left out, remarks."""
+    from tunebook.data.view import summary_lines
+
+    return [line.strip() for line in summary_lines(prepared)[1:] if line.startswith("    ")]
+
+
+def _samples(prepared: Prepared, tokenizer: PreTrainedTokenizerBase | None, num_samples: int) -> list[dict[str, Any]]:
+    """Samples of every part, in pieces of one kind."""
+    from tunebook.data.view import pieces_of, spread
+
+    samples = []
+    for name, part in prepared.parts().items():
+        documents = part.load()
+        for index in spread(len(documents), num_samples):
+            row = documents[index]
+            num_trained = sum(label >= 0 for label in row["labels"])
+            title = f"{name} {index + 1:,} of {len(documents):,}: {row['length']:,} tokens, {num_trained:,} trained on"
+            samples.append({"title": title, "pieces": pieces_of(row["input_ids"], row["labels"], tokenizer)})
+    return samples
