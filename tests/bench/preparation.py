@@ -7,6 +7,8 @@ measurement is a fresh process with an empty cache, in turn:
 
     tunebook   `tunebook.data.prepare`: JSON lines on disk -> tokens, labels and hash on disk; then the rows of every
                optimizer step of an epoch, of 32,768 tokens each (`data.batch`, `data.sampler`)
+    tunebook_tools  the same with tools, calls and results in every conversation, of the same words; TRL's template for
+               Qwen 2.5 writes them
     trl        `datasets.load_dataset("json")`, then `trl.SFTTrainer(...)` as `trl sft` builds it, over a model of
                almost no weights: packing=True (bfd), assistant_only_loss=True, dataset_num_proc = cores. Its
                constructor prepares; what it takes without any documents to speak of (8) is taken off
@@ -42,7 +44,7 @@ from typing import Any
 
 from preparation_data import write_conversations, write_model
 
-METHODS = ("tunebook", "trl", "trl_plain")
+METHODS = ("tunebook", "tunebook_tools", "trl", "trl_plain")
 ROW_LENGTH, STEP_TOKENS = 4096, 32_768
 CORES = len(os.sched_getaffinity(0))
 _COMPARED = 200  # conversations whose tokens are compared
@@ -57,11 +59,14 @@ Document = tuple[list[int], list[int]]  # input_ids and labels
 
 def run_method(method: str, folder: Path, documents: Path) -> None:
     """Prepare and write `found.json`: seconds of each stage and the hash of the first conversations' tokens."""
-    found = _tunebook(folder, documents) if method == "tunebook" else _trl(folder, documents, method == "trl")
+    if method.startswith("tunebook"):
+        found = _tunebook(folder, documents, has_tools=method == "tunebook_tools")
+    else:
+        found = _trl(folder, documents, method == "trl")
     (folder / "found.json").write_text(json.dumps(found))
 
 
-def _tunebook(folder: Path, documents: Path) -> dict[str, Any]:
+def _tunebook(folder: Path, documents: Path, *, has_tools: bool) -> dict[str, Any]:
     from tunebook.config.compose import compose
     from tunebook.data.batch import schedule_of, solve_batch
     from tunebook.data.prepare import prepare
@@ -71,6 +76,7 @@ def _tunebook(folder: Path, documents: Path) -> dict[str, Any]:
         *["dataset=jsonl", f"dataset.path={documents}", f"training.max_length={ROW_LENGTH}"],
         *[f"training.global_tokens={STEP_TOKENS}", "packing=isolated", "hardware.gpus_per_node=1"],
         *["optimizer.learning_rate=1e-4", "training.seed=42"],
+        *(["model.chat_template=trl:qwen2_5_training"] if has_tools else []),
     ]
     config = compose(None, words).config
     started = time.perf_counter()
@@ -165,7 +171,7 @@ def measure(method: str, number: int, scratch: Path, repeat: int) -> dict[str, A
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with (folder / "log.txt").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, __file__, "--method", method, str(folder), str(scratch / f"{number}.jsonl")],
+            [sys.executable, __file__, "--method", method, str(folder), str(scratch / file_of(method, number))],
             env=environment, stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
@@ -187,6 +193,11 @@ def measure(method: str, number: int, scratch: Path, repeat: int) -> dict[str, A
     seconds["cpu_s"] = round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 2)
     memory = {"peak_mib": round(peak.whole), "peak_anonymous_mib": round(peak.anonymous)}
     return {"method": method, "samples": number, **found, **seconds, **memory, "load_before": round(load, 1)}
+
+
+def file_of(method: str, number: int) -> str:
+    """The name of the file that a method prepares."""
+    return f"{number}.tools.jsonl" if method == "tunebook_tools" else f"{number}.jsonl"
 
 
 class Peak:
@@ -230,7 +241,7 @@ def summarise(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for number in sorted({line["samples"] for line in lines}):
         ours, *others = (
             [one for one in lines if (one["method"], one["samples"]) == (name, number)] for name in METHODS
-        )
+        )  # with tools the tokens are others
         for theirs in others:
             pairs = list(zip(ours, theirs, strict=False))
             if not pairs:
@@ -270,12 +281,15 @@ def main() -> int:
         scratch = Path(temporary)
         tokens_per_word = write_model(scratch / "model")
         for number in arguments.sizes:
-            write_conversations(scratch / f"{number}.jsonl", number, tokens_per_word)
+            for method in {file_of(method, number): method for method in arguments.only}.values():
+                has_tools = method == "tunebook_tools"
+                write_conversations(scratch / file_of(method, number), number, tokens_per_word, has_tools=has_tools)
             for repeat in range(arguments.repeats):
                 for method in arguments.only:
                     lines.append(measure(method, number, scratch, repeat))
                     _tell(lines[-1], arguments.output)
-            (scratch / f"{number}.jsonl").unlink()
+            for method in arguments.only:
+                (scratch / file_of(method, number)).unlink(missing_ok=True)
     for line in summarise(lines):
         _tell(line, arguments.output)
     return 0

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -102,11 +103,43 @@ class Writer:
         return forms
 
 
-def write_conversations(file: Path, number: int, tokens_per_word: float) -> None:
+def write_conversations(file: Path, number: int, tokens_per_word: float, *, has_tools: bool = False) -> None:
     """Write the first so many conversations as JSON lines."""
     with file.open("w", encoding="utf-8") as stream:
         for messages in Writer(tokens_per_word).conversations(number):
-            stream.write(json.dumps({"messages": messages}, ensure_ascii=False) + "\n")
+            record = with_tools(messages) if has_tools else {"messages": messages}
+            stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def with_tools(messages: list[dict[str, str]]) -> dict[str, Any]:
+    """The same words with calls: a third of each answer is an argument, a third the result, the rest the answer."""
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        words = message["content"].split(" ")
+        third = len(words) // 3
+        if message["role"] == "user" or not third:
+            turns.append({**message})
+            continue
+        call = {"name": "search", "arguments": json.dumps({"query": " ".join(words[:third]), "limit": third})}
+        turns += [
+            {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": call}]},
+            {"role": "tool", "content": " ".join(words[third : 2 * third])},
+            {"role": "assistant", "content": " ".join(words[2 * third :])},
+        ]
+    return {"messages": turns, "tools": TOOLS}
+
+
+def _tool(name: str, about: str, **parameters: str) -> dict[str, Any]:
+    properties = {key: {"type": kind, "description": f"the {key} to use"} for key, kind in parameters.items()}
+    schema = {"type": "object", "properties": properties, "required": list(properties)[:1]}
+    return {"type": "function", "function": {"name": name, "description": about, "parameters": schema}}
+
+
+TOOLS = [
+    _tool("search", "Search the documents of the library", query="string", limit="integer"),
+    _tool("weather", "The weather of a city on a day", city="string", day="string"),
+    _tool("convert", "Convert an amount between two units", amount="number", unit="string", to="string"),
+]
 
 
 def write_model(folder: Path, sample: int = 12_000) -> float:

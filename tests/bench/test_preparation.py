@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -50,6 +51,15 @@ def test_a_conversation_depends_on_its_number_alone(monkeypatch: pytest.MonkeyPa
     assert few == many[:5]
     assert [turn["role"] for turn in few[0][:2]] == ["user", "assistant"]
     assert len({str(one) for one in many}) == 25
+
+
+def test_a_conversation_with_tools_has_the_same_words() -> None:
+    messages = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d e f g h i"}]
+    record = preparation_data.with_tools(messages)
+    call, result, answer = record["messages"][1:]
+    arguments = json.loads(call["tool_calls"][0]["function"]["arguments"])
+    assert (arguments, result["content"], answer["content"]) == ({"query": "c d", "limit": 2}, "e f", "g h i")
+    assert len(record["tools"]) == 3
 
 
 def test_a_tree_of_processes_has_its_children() -> None:
