@@ -269,3 +269,16 @@ class TestFrozen:
         (tmp_path / "run.yaml").write_text(config_to_yaml(composed()).replace("max_length", "max_lenght"))
         with pytest.raises(RequestError, match="edited by hand or written by another version"):
             load_config(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["dataset.chat_template_kwargs={enable_thinking:false}", "dataset.chat_template_kwargs.enable_thinking=false"],
+)
+def test_variables_of_the_chat_template_have_any_name(word: str) -> None:
+    more = ["dataset.chat_template_kwargs.today=[1, 2]", "dataset.parts.a.chat_template_kwargs.effort=high"]
+    dataset = compose("quickstart", [word, *more]).config.dataset
+    assert dataset.chat_template_kwargs == {"enable_thinking": False, "today": [1, 2]}
+    assert dataset.parts["a"].chat_template_kwargs == {"effort": "high"}
+    with pytest.raises(RequestError, match="chat_template_kwargs=3 is not a mapping of names to any value"):
+        compose("quickstart", ["dataset.chat_template_kwargs=3"])

@@ -50,9 +50,8 @@ from tunebook.config.unsafe_text import is_secret_name, secret_in
 from tunebook.config.walk import texts_of, unknown_keys
 from tunebook.errors import RequestError
 
-# The only dictionary whose keys the user chooses. Hydra's overrides cannot add a typed entry to it, so they are merged
-# here.
-_OPEN_DICTIONARY = "dataset.parts"
+# The dictionaries whose keys the user chooses. Hydra's overrides cannot add entries to them, so they are merged here.
+_OPEN_DICTIONARIES = ("dataset.parts", "dataset.chat_template_kwargs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,11 +169,11 @@ def _check_override(override: Override, text: str) -> None:
 
 def _is_open(override: Override) -> bool:
     key = override.key_or_group
-    return key == _OPEN_DICTIONARY or key.startswith(f"{_OPEN_DICTIONARY}.")
+    return any(key == name or key.startswith(f"{name}.") for name in _OPEN_DICTIONARIES)
 
 
 def _merge_open(tree: DictConfig, overrides: list[Override]) -> DictConfig:
-    """The tree with the overrides below the open dictionary, in the order they were typed."""
+    """The tree with the overrides below the open dictionaries, in the order they were typed."""
     for override in filter(_is_open, overrides):
         value: Any = override.value()
         for part in reversed(override.key_or_group.split(".")):

@@ -40,6 +40,8 @@ def describe_type(annotation: Any) -> str:
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     if inner in words:
         return words[inner] + optional
+    if inner is Any:
+        return "any value" + optional
     origin, arguments = typing.get_origin(inner), typing.get_args(inner)
     if origin is list:
         return f"a list such as [a,b], each {describe_type(arguments[0])}" + optional
