@@ -83,6 +83,16 @@ def test_without_relative_paths_no_folder_is_named(work: Path, words: list[str])
     assert typed_in_of(frozen(composed(*words), work)) is None
 
 
+@pytest.mark.parametrize("template", ["training", "trl:qwen3_training"])
+def test_a_named_template_is_no_path_and_variables_come_back(work: Path, template: str) -> None:
+    words = [f"model.chat_template={template}", "dataset.chat_template_kwargs={thinking:false,days:[1,{a:null}]}"]
+    config = compose("quickstart", words).config
+    again = load_config(frozen(config, work))
+    assert again.model.chat_template == template and typed_in(again) is None
+    assert again.dataset.chat_template_kwargs == {"thinking": False, "days": [1, {"a": None}]}
+    assert config_hash(again) == config_hash(config) != config_hash(compose("quickstart", []).config)
+
+
 def test_missing_folder_is_replaced_by_the_working_directory(
     work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

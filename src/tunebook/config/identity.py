@@ -125,7 +125,12 @@ def _changed(node: Any, book_folder: str) -> dict[str, Any]:
             if nested or not dataclasses.is_dataclass(default):
                 found[field.name] = nested
         elif isinstance(value, dict):
-            found[field.name] = {name: _changed(part, book_folder) for name, part in value.items()}
+            found[field.name] = {
+                name: _changed(part, book_folder)
+                if dataclasses.is_dataclass(part)
+                else _plain(part, is_identity, book_folder)
+                for name, part in value.items()
+            }
         else:
             found[field.name] = _plain(value, is_identity, book_folder)
     return found

@@ -61,7 +61,8 @@ def schemas_of(key: str) -> list[type]:
             annotation = without_none(field_types(schema).get(part)) if schema is not dict else None
             if typing.get_origin(annotation) is dict:
                 annotation = typing.get_args(annotation)[1]
-                return [annotation] if len(key.split(".")) > len(path) else []
+                is_below = len(key.split(".")) > len(path) and dataclasses.is_dataclass(annotation)
+                return [annotation] if is_below else []  # else a dictionary of plain values
             if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
                 nested.append(annotation)
         if len(path) == 1:
@@ -92,6 +93,9 @@ def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, list[str], bool]]
         yield key, [value], False
     elif isinstance(value, list):
         yield key, [item for item in value if isinstance(item, str)], True
+        for item in value:
+            if not isinstance(item, str):  # of a dictionary of plain values
+                yield from texts_of(item, key)
     elif isinstance(value, dict):
         for name, entry in value.items():
             yield key, [str(name)], False

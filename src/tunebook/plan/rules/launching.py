@@ -36,7 +36,7 @@ _RESERVED = {
     "--parsable": "Tunebook reads sbatch's answer",
 }
 # Text for the model and names inside data files: no script uses it, so it may hold anything.
-_FREE = ("system_prompt", "pad_token", "eos_token", "text_field", "ignore_keys")
+_FREE = {"system_prompt", "pad_token", "eos_token", "text_field", "ignore_keys", "chat_template_kwargs"}
 _EARLIER_S = 60  # seconds that Slurm's warning may come early (`man sbatch`, --signal)
 _ADDRESS = re.compile(r"[^/:\s]+:\d{1,5}")
 
@@ -239,7 +239,7 @@ def control_characters(config: RunConfig) -> Iterator[Finding]:
     """Refuse control characters in all text except text that only a model or a data file uses."""
     for key, values, is_list in texts_of(config):
         found = next((control_character(value) for value in values if control_character(value)), None)
-        if found is None or key.rpartition(".")[2] in _FREE:
+        if found is None or not _FREE.isdisjoint(key.split(".")):
             continue
         clean = [without_control_characters(value) for value in values]
         message = f"{', '.join(map(shown, values))} holds {found}"
