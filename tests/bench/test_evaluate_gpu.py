@@ -1,0 +1,55 @@
+"""The evaluation's speed, measured on a CPU with a model of a few thousand weights."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from ..evaluate.conftest import known_model, known_tokenizer, task_file  # noqa: F401
+from . import evaluate_gpu
+
+
+@pytest.fixture
+def folder(tmp_path, known_model, known_tokenizer):  # noqa: F811
+    known_model.save_pretrained(tmp_path / "model")
+    known_tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_line_for_each_task(folder, task_file, tmp_path, capsys):  # noqa: F811
+    """One of multiple choice and one of generation."""
+    tasks, output = [str(task_file(name)) for name in ("choice", "continuation")], tmp_path / "lines.jsonl"
+    assert evaluate_gpu.main([str(folder), *tasks, "--batch-size", "2", "--limit", "2", "--output", str(output)]) == 0
+    printed = capsys.readouterr().out
+    assert printed == output.read_text()
+    lines = [json.loads(line) for line in printed.splitlines()]
+    assert [(line["task"], line["items"], line["chosen_batch_size"]) for line in lines] == [(t, 2, 2) for t in tasks]
+    assert "acc" in lines[0] and "exact_match" in lines[1]
+    for line in lines:
+        assert (line["device"], line["gpu"], line["peak_gib"]) == ("cpu", None, None)
+        assert line["items_per_s"] > 0 and line["total_s"] > line["seconds"]
+
+
+def test_every_batch_size_is_tried_although_one_fails(folder, task_file, monkeypatch, capsys):  # noqa: F811
+    def measure(folder, words, environment, timeout_s):
+        size = words[words.index("--batch-size") + 1]
+        return {"error": "no memory"} if size == "8" else {"items": 1}
+
+    monkeypatch.setattr(evaluate_gpu, "measure", measure)
+    assert evaluate_gpu.main([str(folder), str(task_file("choice")), "--batch-size", "8", "auto"]) == 1
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["batch_size"], line.get("error")) for line in lines] == [("8", "no memory"), ("auto", None)]
+
+
+def test_what_takes_too_long_is_ended_and_what_is_wrong_is_refused(folder, task_file, tmp_path, capsys):  # noqa: F811
+    task = str(task_file("choice"))
+    assert evaluate_gpu.main([str(folder), task, "--batch-size", "1", "--timeout-s", "0.2"]) == 1
+    assert json.loads(capsys.readouterr().out)["error"] == "not ended after 0.2 s"
+    assert evaluate_gpu.main([str(tmp_path), task]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+    for words, code in ((["--batch-size", "0"], 2), (["--help"], 0)):
+        with pytest.raises(SystemExit) as ended:
+            evaluate_gpu.main([str(folder), task, *words])
+        assert ended.value.code == code
+    assert "items per task" in capsys.readouterr().out
