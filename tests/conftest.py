@@ -6,6 +6,7 @@ The environment is set on import of this file: torch, transformers and datasets 
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.util
 import os
 import pickle
@@ -61,6 +62,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if os.environ.get("CI"):
             pytest.fail(message)
         pytest.skip(message)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what the imports made out of later garbage collections, as a rank does.
+
+    Each training in this process collects all garbage, and a million objects of torch and transformers take 0.4 s.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -219,6 +229,20 @@ def small_qwen2() -> Callable[..., PreTrainedModel]:
         return model
 
     return make
+
+
+@pytest.fixture
+def traces_no_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read facts of models that are not in the book in this process, without the traces, which take 10 to 40 s."""
+    from tunebook.plan import architecture
+    from tunebook.plan.architecture import measure
+
+    def describe(file: Path, trust_remote_code: bool, is_fp32_only: bool) -> dict[str, Any]:
+        return measure.describe(file, trust_remote_code=trust_remote_code, is_fp32_only=is_fp32_only)
+
+    monkeypatch.setattr(measure, "measure_saved", lambda *_: {"fp32/full/sdpa": [0, 1, 0, 0, 1, 0]})
+    monkeypatch.setattr(architecture, "_ask", describe)
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,7 @@ from ..plan.memory.layers import llama_layers
 
 RANKS = 4
 # Of stages 1 and 2 rank 0, which has a piece of nothing but the embeddings, holds most in the step, and rank 1, which
-# has the rest of them and of layers, between passes. By one process each: after stage 3 nothing else can be followed.
+# has the rest of them and of layers, between passes. One process each: nothing can be measured after stage 3.
 AT_ONCE = ((0, ("1-autocast", "1-cast", "2-autocast", "2-cast", "3-autocast")), (0, ("3-cast",)),
            (1, ("2-autocast", "2-cast")))  # fmt: skip
 CASES = [case for _, cases in AT_ONCE[:2] for case in cases]
@@ -35,12 +35,19 @@ def followed():
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"LOCAL_RANK": "0", "WORLD_SIZE": str(RANKS), "PATH": path}
     script = Path(__file__).with_name("zero_steps.py")
+    words = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(script),
+        str(RANKS),
+        *(f"{rank}:{','.join(of)}" for rank, of in AT_ONCE),
+    ]
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-3000:]
     found: dict[str, dict[str, Any]] = {}
-    for rank, cases in AT_ONCE:
-        words = [sys.executable, "-W", "ignore", str(script), str(RANKS), *cases]
-        ended = subprocess.run(words, env=environment | {"RANK": str(rank)}, capture_output=True, text=True)
-        assert ended.returncode == 0, ended.stderr[-3000:]
-        for case, one in json.loads(ended.stdout.splitlines()[-1]).items():
+    for line in [line for line in ended.stdout.splitlines() if line.startswith("{")]:
+        for case, one in json.loads(line).items():
             found[case] = {key: max(value, one[key]) for key, value in found.get(case, one).items()}
     return found
 

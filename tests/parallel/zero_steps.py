@@ -1,8 +1,9 @@
-"""What a rank of real DeepSpeed holds in a step: `python zero_steps.py RANKS STAGE-FORMAT...` prints it as JSON.
+"""What a rank of real DeepSpeed holds in a step: `python zero_steps.py RANKS RANK:STAGE-FORMAT,... ...`.
 
-A process of its own, since DeepSpeed changes torch for the rest of one, and after its stage 3 nothing else can be
-followed in it. The other ranks are pretended: torch's fake process group answers every collective at once with what it
-was given, which leaves the sizes and lifetimes of tensors as they are.
+Prints a line of JSON per argument. Each is measured in a forked process, which saves the imports: DeepSpeed changes
+torch for the rest of a process, and nothing can be measured after its stage 3. The other ranks are pretended: torch's
+fake process group answers every collective at once with what it was given, which leaves the sizes and lifetimes of
+tensors as they are.
 """
 
 from __future__ import annotations
@@ -48,12 +49,14 @@ class Living(TorchDispatchMode):
         return result
 
     def see(self, result: Any) -> None:
-        """Note the storages of tensors."""
+        """Note the storages of tensors; only a new one can raise the maximum."""
+        num_seen = len(self._storages)
         for tensor in tree_iter(result):
             if type(tensor) in (torch.Tensor, torch.nn.Parameter):
                 storage = tensor.untyped_storage()
                 self._storages.setdefault(storage._cdata, StorageWeakRef(storage))
-        self._most = max(self._most, self.now())
+        if len(self._storages) > num_seen:
+            self._most = max(self._most, self.now())
 
     def now(self) -> int:
         """Bytes."""
@@ -119,12 +122,21 @@ def beyond_bf16(optimizer: Any) -> float:
 
 
 def main() -> None:
-    """Follow every case, and print what was found."""
-    ranks, *cases = sys.argv[1:]
-    torch.distributed.init_process_group("fake", rank=int(os.environ["RANK"]), world_size=int(ranks), store=FakeStore())
+    """Follow the cases of every argument, and print what was found."""
+    ranks, *groups = sys.argv[1:]
     torch.set_num_threads(1)
-    words = [(case, *case.split("-")) for case in cases]
-    print(json.dumps({case: follow(int(stage), number_format) for case, stage, number_format in words}))
+    for group in groups:
+        child = os.fork()
+        if child:
+            if os.waitpid(child, 0)[1] != 0:
+                sys.exit(f"failed: {group}")
+            continue
+        rank, _, cases = group.partition(":")
+        os.environ["RANK"] = rank
+        torch.distributed.init_process_group("fake", rank=int(rank), world_size=int(ranks), store=FakeStore())
+        words = [(case, *case.split("-")) for case in cases.split(",")]
+        print(json.dumps({case: follow(int(stage), number_format) for case, stage, number_format in words}))
+        return
 
 
 if __name__ == "__main__":

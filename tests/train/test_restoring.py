@@ -408,7 +408,7 @@ def test_weights_that_are_absent_from_a_checkpoint_are_an_error(small_qwen2, tmp
 
 
 @pytest.fixture
-def experts(config, changed, tiny_model, tmp_path):
+def experts(config, changed, tiny_model, tmp_path, traces_no_activations):
     """A mixture of experts, which are one tensor in the model and are stored one by one."""
     folder = tmp_path / "moe"
     shutil.copytree(tiny_model, folder)
@@ -419,7 +419,7 @@ def experts(config, changed, tiny_model, tmp_path):
     made = Qwen3MoeConfig(**sizes, **more, **ids, num_experts_per_tok=2, tie_word_embeddings=True)
     made.architectures = ["Qwen3MoeForCausalLM"]
     made.save_pretrained(folder)
-    facts = read_facts(config.model)  # of its dense twin: to measure this kind takes a minute, and nothing goes by them
+    facts = read_facts(config.model)  # of its dense twin; nothing here depends on them
     return changed(config, model={"path": str(folder), "facts": facts}, packing={"mode": PackingMode.padded})
 
 

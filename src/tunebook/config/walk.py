@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,11 +16,12 @@ from omegaconf import DictConfig, OmegaConf
 from tunebook.config.schema import CHOICE_SCHEMAS, RunConfig
 
 
-def field_types(schema: type) -> dict[str, Any]:
+@cache  # type hints are evaluated from text, and a plan composes up to ten configurations
+def field_types(schema: type) -> Mapping[str, Any]:
     """The fields of a dataclass and their annotations."""
     hints = typing.get_type_hints(schema)
     settings = (field for field in dataclasses.fields(schema) if not field.metadata.get("omegaconf_ignore"))
-    return {field.name: hints[field.name] for field in settings}
+    return MappingProxyType({field.name: hints[field.name] for field in settings})
 
 
 def without_none(annotation: Any) -> Any:
@@ -82,9 +85,10 @@ def keys_under(prefix: str, node: type) -> Iterator[str]:
                 yield from keys_under(key, schema)
 
 
-def all_keys() -> set[str]:
+@cache
+def all_keys() -> frozenset[str]:
     """Every dotted key of a run's configuration, over all choices of all groups."""
-    return set(keys_under("", RunConfig))
+    return frozenset(keys_under("", RunConfig))
 
 
 def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, list[str], bool]]:

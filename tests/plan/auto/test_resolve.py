@@ -407,6 +407,7 @@ def write_config(folder, **changes):
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
 
 
+@pytest.mark.usefixtures("traces_no_activations")
 def test_facts_are_read_from_a_folder(undecided, machine, tmp_path):
     write_config(tmp_path)
     undecided.model = ModelConfig(path=str(tmp_path), weights=Weights.random)

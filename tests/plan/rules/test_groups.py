@@ -199,6 +199,7 @@ def test_all_that_refuse_fp8_name_the_same_format(words, fix, problems_of):
     assert not any(problem.is_error for problem in problems_of("zero1_lora", *words, fix).values())
 
 
+@pytest.mark.usefixtures("traces_no_activations")
 def test_a_quantised_base_is_not_sent_to_a_full_fine_tune(problems_of, tmp_path):
     sizes = {
         "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,

@@ -30,7 +30,9 @@ KINDS = {
 
 
 @pytest.fixture(params=KINDS)
-def model_and_facts(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, ModelFacts]:
+def model_and_facts(
+    request: pytest.FixtureRequest, tmp_path: Path, traces_no_activations: None
+) -> tuple[Any, ModelFacts]:
     (tmp_path / "config.json").write_text(json.dumps(SIZES | KINDS[request.param]))
     facts = read_facts(ModelConfig(path=str(tmp_path)), is_fp32_only=True)
     assert facts is not None and facts.measured is not None
