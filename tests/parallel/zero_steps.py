@@ -40,7 +40,7 @@ class Living(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._storages: dict[int, StorageWeakRef] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}  # with the bytes, which DeepSpeed does not change
         self._most = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,15 +54,15 @@ class Living(TorchDispatchMode):
         for tensor in tree_iter(result):
             if type(tensor) in (torch.Tensor, torch.nn.Parameter):
                 storage = tensor.untyped_storage()
-                self._storages.setdefault(storage._cdata, StorageWeakRef(storage))
+                if storage._cdata not in self._storages:
+                    self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         if len(self._storages) > num_seen:
             self._most = max(self._most, self.now())
 
     def now(self) -> int:
         """Bytes."""
-        self._storages = {key: reference for key, reference in self._storages.items() if not reference.expired()}
-        references = self._storages.values()
-        return sum(torch.UntypedStorage._new_with_weak_ptr(reference.cdata).nbytes() for reference in references)
+        self._storages = {key: found for key, found in self._storages.items() if not found[0].expired()}
+        return sum(num_bytes for _, num_bytes in self._storages.values())
 
     def most(self) -> int:
         """Bytes since the last call."""
@@ -125,6 +125,8 @@ def main() -> None:
     """Follow the cases of every argument, and print what was found."""
     ranks, *groups = sys.argv[1:]
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # neither collect nor search what the imports made
     for group in groups:
         child = os.fork()
         if child:
