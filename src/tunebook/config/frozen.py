@@ -6,9 +6,12 @@ folder does not exist, they start at the working directory.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +75,8 @@ def architecture_json(config: RunConfig) -> str | None:
     return None if facts is None or facts.measured is None else json.dumps(layers_to_json(facts.measured)) + "\n"
 
 
-def _recorded_layers(file: Path, parts: dict[str, Any]) -> MeasuredLayers | None:
-    """What a run recorded of its model's layers: in `architecture.json`, or in an earlier version's run.yaml."""
-    facts = parts["model"].get("facts") or {}
-    found = facts.pop("measured", None)
+def _recorded_layers(file: Path, found: dict[str, Any] | None) -> MeasuredLayers | None:
+    """A run's record of its model's layers: `architecture.json`, or what an earlier version's run.yaml held."""
     architecture = file.with_name(ARCHITECTURE_FILE)
     if architecture.is_file():
         found = json.loads(architecture.read_text(encoding="utf-8"))
@@ -124,15 +125,8 @@ def typed_in_of(file: Path) -> Path | None:
 def load_config(file: Path) -> RunConfig:
     """Read a frozen `run.yaml`. Raises: RequestError if it is missing, damaged or of another version's schema."""
     try:
-        plain: Any = OmegaConf.to_container(OmegaConf.load(file))
-        folder = plain.pop(TYPED_IN_KEY, None)
-        parts = {field.name: plain.pop(field.name) for field in fields(RunConfig) if field.name in plain}
-        bring_up_to_date(parts)
-        layers = _recorded_layers(file, parts)
-        config = OmegaConf.structured(RunConfig)
-        config.parallelism = PARALLELISM_SCHEMAS[Strategy[parts["parallelism"]["strategy"]]]
-        config.launcher = LAUNCHER_SCHEMAS[LauncherName[parts["launcher"]["name"]]]
-        merged: Any = to_object(OmegaConf.merge(config, parts | plain))
+        merged, found, folder = copy.deepcopy(_parse(file.read_text(encoding="utf-8")))
+        layers = _recorded_layers(file, found)
     except FileNotFoundError as error:
         raise RequestError(f"{file} is not there, so this is no run folder", problem_id="no-run-folder") from error
     except (OmegaConfBaseException, YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
@@ -147,6 +141,20 @@ def load_config(file: Path) -> RunConfig:
     if isinstance(folder, str) and Path(folder).is_dir():
         place_paths(merged, Path(folder))
     return merged
+
+
+@lru_cache(maxsize=16)  # a command reads the run.yaml of each of its runs several times, and parsing takes 50 ms
+def _parse(text: str) -> tuple[Any, Any, Any]:
+    """The configuration in the text of a run.yaml, the traced layers in it, and the folder where paths start."""
+    plain: Any = OmegaConf.to_container(OmegaConf.load(StringIO(text)))
+    folder = plain.pop(TYPED_IN_KEY, None)
+    parts = {field.name: plain.pop(field.name) for field in fields(RunConfig) if field.name in plain}
+    bring_up_to_date(parts)
+    layers = (parts["model"].get("facts") or {}).pop("measured", None)
+    config = OmegaConf.structured(RunConfig)
+    config.parallelism = PARALLELISM_SCHEMAS[Strategy[parts["parallelism"]["strategy"]]]
+    config.launcher = LAUNCHER_SCHEMAS[LauncherName[parts["launcher"]["name"]]]
+    return to_object(OmegaConf.merge(config, parts | plain)), layers, folder
 
 
 def typed_in(config: RunConfig) -> Path | None:

@@ -81,7 +81,7 @@ def _misfits(group: str, choice: str, config: RunConfig) -> Iterator[str]:
     known, settings = field_types(schema), getattr(config, group)
     stated = {field.name: field.default.name for field in fields(schema) if isinstance(field.default, Enum)}
     stated |= choice_values(group, choice)
-    for name in field_types(type(settings)):
+    for name in field_types(settings.__class__):
         value = getattr(settings, name)
         # Only enum values conflict: numbers and switches tune a choice, and may stay.
         if name not in known or (isinstance(value, Enum) and stated.get(name, value.name) != value.name):
