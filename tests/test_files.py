@@ -85,22 +85,21 @@ def settle(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert file.stat().st_mtime_ns < later
 
 
-def test_a_file_that_did_not_change_is_read_once(
-    tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text("one")
-    settle(file, monkeypatch)
+@pytest.fixture
+def file(tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with "one" in it, written a minute ago."""
+    written = tmp_path / "a.jsonl"
+    written.write_text("one")
+    settle(written, monkeypatch)
+    return written
+
+
+def test_a_file_that_did_not_change_is_read_once(file: Path, reads: list[Path]) -> None:
     assert remembered_hash(file) == remembered_hash(file) == hashlib.sha256(b"one").hexdigest()
     assert reads == [file]
 
 
-def test_changed_content_of_the_same_size_and_time_is_noticed(
-    tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text("one")
-    settle(file, monkeypatch)
+def test_changed_content_of_the_same_size_and_time_is_noticed(file: Path) -> None:
     remembered_hash(file)
     times = file.stat()
     file.write_text("two")
@@ -116,12 +115,7 @@ def test_a_file_written_just_now_is_read_again(tmp_path: Path, reads: list[Path]
     assert reads == [file, file]
 
 
-def test_damaged_or_unwritable_cache_is_ignored(
-    tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text("one")
-    settle(file, monkeypatch)
+def test_damaged_or_unwritable_cache_is_ignored(file: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     cache_root().mkdir()
     (cache_root() / "file_hashes.json").write_text("{broken")
     assert remembered_hash(file) == remembered_hash(file) == hashlib.sha256(b"one").hexdigest()
