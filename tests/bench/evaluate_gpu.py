@@ -86,17 +86,19 @@ def measure(folder: Path, words: list[str], environment: dict[str, str], timeout
         said = ended.stderr.strip().splitlines() or ["nothing on stderr"]
         return {"error": f"exit code {ended.returncode}: {said[-1][:300]}", "total_s": total_s}
     record = json.loads((folder / "evaluation" / "bench.json").read_text(encoding="utf-8"))
-    [part] = [json.loads(file.read_text(encoding="utf-8")) for file in (folder / "evaluation" / "parts").glob("*.json")]
-    num_items, seconds = part["score"]["num_items"], part["seconds"]
+    files = sorted((folder / "evaluation" / "parts").glob("*.json"))  # one per task; a group of tasks has several
+    parts = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    scores = {part["task"]: record["tasks"][part["task"]] for part in parts}
+    num_items, seconds = sum(score["num_items"] for score in scores.values()), sum(part["seconds"] for part in parts)
     return {
-        "chosen_batch_size": part["batch_size"],
+        "chosen_batch_size": min(part["batch_size"] for part in parts),
         "items": num_items,
-        "seconds": seconds,
+        "seconds": round(seconds, 1),
         "items_per_s": round(num_items / max(seconds, 0.1), 2),  # seconds are rounded to 0.1
         "total_s": total_s,
         **json.loads((folder / PEAK_FILE).read_text(encoding="utf-8")),
         "device": record["device"],
-        part["score"]["metric"]: part["score"]["value"],
+        "scores": {name: {score["metric"]: score["value"]} for name, score in scores.items()},
     }
 
 

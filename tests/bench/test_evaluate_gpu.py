@@ -17,18 +17,25 @@ def folder(tmp_path, known_model, known_tokenizer):  # noqa: F811
     return tmp_path / "model"
 
 
-def test_a_line_for_each_task(folder, task_file, tmp_path, capsys):  # noqa: F811
-    """One of multiple choice and one of generation."""
-    tasks, output = [str(task_file(name)) for name in ("choice", "continuation")], tmp_path / "lines.jsonl"
-    assert evaluate_gpu.main([str(folder), *tasks, "--batch-size", "2", "--limit", "2", "--output", str(output)]) == 0
+def test_a_choice_and_a_generation_are_evaluated(folder, task_file, tmp_path, capsys):  # noqa: F811
+    """By a file that names one task of each, which is one process."""
+    for name in ("choice", "continuation"):
+        task_file(name)
+    task, output = tmp_path / "tasks" / "some.yaml", tmp_path / "lines.jsonl"
+    metrics = "aggregate_metric_list: [{metric: acc, aggregation: mean}]"
+    task.write_text(f"group: some\ntask: [choice, continuation]\n{metrics}\nmetadata: {{version: 1.0}}\n")
+    words = [str(folder), str(task), "--batch-size", "2", "--limit", "2", "--output", str(output)]
+    assert evaluate_gpu.main(words) == 0
     printed = capsys.readouterr().out
     assert printed == output.read_text()
-    lines = [json.loads(line) for line in printed.splitlines()]
-    assert [(line["task"], line["items"], line["chosen_batch_size"]) for line in lines] == [(t, 2, 2) for t in tasks]
-    assert "acc" in lines[0] and "exact_match" in lines[1]
-    for line in lines:
-        assert (line["device"], line["gpu"], line["peak_gib"]) == ("cpu", None, None)
-        assert line["items_per_s"] > 0 and line["total_s"] > line["seconds"]
+    line = json.loads(printed)
+    assert (line["items"], line["chosen_batch_size"], line["device"], line["gpu"], line["peak_gib"]) == (
+        4, 2, "cpu", None, None
+    )  # fmt: skip
+    assert {name: list(score) for name, score in line["scores"].items()} == {
+        "choice": ["acc"], "continuation": ["exact_match"]
+    }  # fmt: skip
+    assert line["items_per_s"] > 0 and line["total_s"] > line["seconds"]
 
 
 def test_every_batch_size_is_tried_although_one_fails(folder, task_file, monkeypatch, capsys):  # noqa: F811
