@@ -25,8 +25,10 @@ from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, DoesNotFitError, StoppedError, TunebookError
 from tunebook.evaluate.code.checks import check_code
 from tunebook.evaluate.command import run_worker, score_table, worker_error
+from tunebook.evaluate.contamination.check import is_checked
+from tunebook.evaluate.contamination.refuse import refuse_contaminated
 from tunebook.evaluate.results import is_evaluated
-from tunebook.evaluate.resume import resume_command
+from tunebook.evaluate.resume import BEFORE, resume_command
 from tunebook.files import read_json
 from tunebook.hardware.disk import disk_full, is_disk_full
 from tunebook.launch.commands import evaluation_command, has_callers, ranks_command, show_command
@@ -37,6 +39,8 @@ from tunebook.launch.rendezvous import LauncherState
 from tunebook.launch.resume import is_trained
 from tunebook.launch.slurm.container import is_contained, record_container, remove_containers, required_code
 from tunebook.plan.show import show_end
+from tunebook.record.answer_faults import fault_warnings
+from tunebook.record.contamination import CHECK, needs_check, score_lines
 from tunebook.record.manifest import finish_manifest, state_of_exit_code
 from tunebook.record.metrics import is_training_line, read_metrics
 from tunebook.record.run_folder import (
@@ -87,6 +91,7 @@ class Attempt:
         evaluation = self.config.evaluation
         if (evaluation.before or evaluation.after) and not is_contained(self.config):
             check_code(evaluation, evaluation.tasks)  # now, and not after hours of training
+        self._check_contamination()
         if evaluation.tasks and evaluation.before and not is_evaluated(self.folder, "before"):
             self._evaluate("before")
             self.clock.passed("evaluation_before")
@@ -101,12 +106,27 @@ class Attempt:
             self.stopped_by = self.asked[0].name
             raise StoppedError(f"stopped by {self.stopped_by} between two steps", problem_id="stopped")
 
+    def _check_contamination(self) -> None:
+        """Look for evaluation items in the training documents before anything is trained. Raises: DataError."""
+        if is_trained(self.folder, self.config) or not needs_check(self.config):
+            return
+        if not is_checked(self.folder, self.config):
+            end = self._run_worker(CHECK)
+            if end.stopped_by is not None or end.exit_code == StoppedError.exit_code:
+                raise worker_error(end, CHECK, resume_command(self.folder, BEFORE))
+            self.clock.passed("contamination")
+        refuse_contaminated(self.folder, self.config)
+
     def _evaluate(self, when: str) -> None:
+        end = self._run_worker(when)
+        if end.exit_code != 0:
+            raise worker_error(end, when, resume_command(self.folder, when))
+
+    def _run_worker(self, when: str) -> ProcessEnd:
         self._refuse_if_asked()
         end = self._evaluate_in_container(when) if is_contained(self.config) else run_worker(self.folder, when)
         self.stopped_by = self.stopped_by or end.stopped_by
-        if end.exit_code != 0:
-            raise worker_error(end, when, resume_command(self.folder, when))
+        return end
 
     def _evaluate_in_container(self, when: str) -> ProcessEnd:
         """Evaluate in a container, followed through a rendezvous like the ranks: it may outlive what started it."""
@@ -352,3 +372,8 @@ def show_scores(folder: Path, console: Console) -> None:
     records = [read_json(file) for file in files if file.is_file()]
     if files[-1].is_file():
         console.print(score_table(records, folder))
+        before, after = [None, *records][-2:]
+        for line in score_lines(after):
+            console.print(Text(line), soft_wrap=True)
+        for line in fault_warnings(before, after):
+            console.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)

@@ -252,6 +252,14 @@ class TrackerName(Enum):
     wandb = "wandb"
 
 
+class Contamination(Enum):
+    """What happens before a training whose documents hold items of its evaluation: see `evaluate.contamination`."""
+
+    report = "report"  # count them and go on
+    refuse = "refuse"  # do not train
+    disabled = "disabled"  # do not look
+
+
 class ResumeAnyway(Enum):
     """What may differ between a checkpoint and the run that resumes from it, although it changes the result."""
 

@@ -29,6 +29,8 @@ from tunebook.evaluate.target import (
 )
 from tunebook.evaluate.task_files import check_tasks, suite_settings
 from tunebook.files import atomic_write_json, atomic_write_text, read_json
+from tunebook.record.answer_faults import fault_warnings
+from tunebook.record.contamination import result_lines, score_lines
 from tunebook.record.differences import Answers, answers_of, task_difference
 from tunebook.record.model_origin import allowed_mismatches
 from tunebook.record.page.numbers import Unit
@@ -184,6 +186,7 @@ def _report(file: Path, end: ProcessEnd, when: str, missing: list[Missing]) -> E
     record = read_json(file)
     if record["bound"]["mismatches"]:
         print(f"not as in training: {', '.join(record['bound']['mismatches'])}", file=sys.stderr)
+    _print_checks(file.with_name("before.json"), record)
     if missing:
         record["left_out"] = [asdict(entry) for entry in missing]
         atomic_write_json(file, record)
@@ -193,6 +196,18 @@ def _report(file: Path, end: ProcessEnd, when: str, missing: list[Missing]) -> E
             problem_id="task-data-missing",
         )
     return EvaluationReport(file=file, record=record, table=score_table([record]), error=error)
+
+
+def _print_checks(before: Path, record: dict[str, Any]) -> None:
+    """Print which items were trained on, the scores without them, and faults that the untrained model had less."""
+    found = record.get("contamination")
+    lines = result_lines(found["tasks"], found["not_checked"]) if found else []
+    for line, is_warning in lines:
+        print(f"{'warning: ' if is_warning else ''}contamination: {line}", file=sys.stderr)
+    for line in score_lines(record):
+        print(line, file=sys.stderr)
+    for line in fault_warnings(read_json(before) if before.is_file() else None, record):
+        print(f"warning: {line}", file=sys.stderr)
 
 
 class EvaluationFailedError(TunebookError):

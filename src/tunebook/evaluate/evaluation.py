@@ -20,14 +20,17 @@ from tunebook.config.book import resolve_path
 from tunebook.config.choices import Source
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
+from tunebook.evaluate.answer_faults import count_faults
 from tunebook.evaluate.batch_size import AUTO, LARGEST_ON_CPU, LARGEST_ON_GPU, BatchSize
 from tunebook.evaluate.code.checks import require_sandbox
 from tunebook.evaluate.code.judging import judge_programs
+from tunebook.evaluate.contamination.check import check_evaluated, check_run
+from tunebook.evaluate.contamination.scores import with_scores
 from tunebook.evaluate.harness import SEEDS, HarnessSettings, load_tasks, prepare_environment
 from tunebook.evaluate.helpers import Answer as AnswerRequests
 from tunebook.evaluate.helpers import Helpers
 from tunebook.evaluate.progress import AnswerProgress
-from tunebook.evaluate.results import Answer, choose_samples, task_answers, task_scores
+from tunebook.evaluate.results import Answer, choose_samples, task_answers, task_scores, with_finishes
 from tunebook.evaluate.resume import FOLDER as RESULTS_FOLDER
 from tunebook.evaluate.resume import ResultCache, model_identity, resume_command
 from tunebook.evaluate.spread import ALONE, Spread
@@ -100,6 +103,12 @@ def evaluate(evaluation: Evaluation, started: float) -> Path:
     if error := failure(runs, str(file), resume_command(evaluation.run, evaluation.when)):
         raise error
     return file
+
+
+def check_contamination(evaluation: Evaluation) -> None:
+    """Look for the tasks' items and the validation part in the training documents, and write what was found."""
+    prepare_environment(is_offline=_is_local(evaluation))
+    check_run(evaluation.run, evaluation.config, evaluation.tasks)
 
 
 def load_for_helper(evaluation: Evaluation, progress: AnswerProgress) -> AnswerRequests:
@@ -221,12 +230,21 @@ def _write_results(evaluation: Evaluation, runs: TaskRuns, bound: dict[str, Any]
     )
     if code is not None:
         scores |= task_scores(results)
-        answers |= {name: task_answers(name, results) for name in code["tasks"]}
+        answers |= {name: with_finishes(task_answers(name, results), answers[name]) for name in code["tasks"]}
     everything = [answer for found in answers.values() for answer in found]
     lines = [json.dumps(asdict(answer), ensure_ascii=False) for answer in everything]
     atomic_write_text(evaluation.folder / f"{evaluation.when}-answers.jsonl", "\n".join([*lines, ""]))
     record = _record(evaluation, runs, bound, scores, everything)
     record["code"] = code
+    record["answer_faults"] = count_faults(answers)
+    checked = check_evaluated(
+        evaluation.run,
+        evaluation.config,
+        {name: task for name, task in runs.loaded.tasks.items() if name in runs.done},
+        evaluation.tasks,
+        evaluation.config.evaluation.limit,
+    )
+    record["contamination"] = with_scores(checked, answers, scores)
     record["seconds"] = round(time.monotonic() - started, 1)
     atomic_write_json(file, record)
 

@@ -2,12 +2,12 @@
 
 Imports the harness and torch, so import it only when there is something to compute. The harness calls it with one kind
 of request of one task and sorts requests by length, longest first. So a batch that is too large fails at once, and the
-call is repeated with a smaller one. It also counts the requests.
+call is repeated with a smaller one. It also counts the requests, and notes how each generated answer ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from accelerate.utils.memory import clear_device_cache
 from lm_eval.models.huggingface import HFLM
 
 from tunebook.evaluate.batch_size import BatchSize
+from tunebook.evaluate.finish import FinishLog, finish_of
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.trained_model import stop_ids
 from tunebook.hardware.detect import detect_machine
@@ -54,7 +55,8 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         )
         assert model.generation_config is not None
         model.generation_config.eos_token_id = stop_ids(model, tokenizer)
-        self.set_cache_hook(_Counter(progress, helpers))
+        self._finishes = FinishLog()
+        self.set_cache_hook(_Counter(progress, helpers, self._finishes))
         self.sizes = batch_size
         self._progress = progress
         self._helpers = helpers
@@ -98,6 +100,7 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         while True:
             size = self.batch_size_per_gpu = self.sizes.size_for(kind, length, limit)
             num_done = self._progress.num_done
+            self._finishes.begin()
             answers = self._try(kind, requests)
             if answers is not None:
                 break
@@ -107,7 +110,22 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
             _set_random_state(random_state)  # otherwise sampled answers would depend on the number of attempts
         if note := self.sizes.fitted(kind, size):
             self._progress.say(note)
+        if kind == "generate_until":
+            return self._finishes.with_finish([request.args for request in requests], answers)
         return answers
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> torch.Tensor:
+        """Generate a batch, and note how each row ended."""
+        rows: torch.Tensor = super()._model_generate(context, max_length=max_length, stop=stop, **options)
+        assert self.model.generation_config is not None
+        found = self.model.generation_config.eos_token_id
+        ends = set(found if isinstance(found, list) else [found])
+        finishes = []
+        for tokens in rows[:, context.shape[1] :].tolist():
+            end = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+            finishes.append(finish_of(tokens, self.tok_decode(tokens[:end]), ends, stop))
+        self._finishes.note_batch(finishes)
+        return rows
 
     def _try(self, kind: str, requests: Sequence[Instance]) -> list[Any] | None:
         """Return the answers, or None if memory ran out; then nothing refers to the attempt, so it can be freed."""
@@ -135,12 +153,15 @@ class _Counter:
 
     dbdict = None  # attribute of the harness' own hook
 
-    def __init__(self, progress: AnswerProgress, helpers: Helpers | None) -> None:
+    def __init__(self, progress: AnswerProgress, helpers: Helpers | None, finishes: FinishLog) -> None:
         self._progress = progress
         self._helpers = helpers
+        self._finishes = finishes
 
-    def add_partial(self, attr: str, req: Iterable[Any], res: Any) -> None:
+    def add_partial(self, attr: str, req: Sequence[Any], res: Any) -> None:
         """Count one request, and those that helpers answered meanwhile."""
+        if attr == "generate_until":
+            self._finishes.note_answer(req)
         self._progress.advance()
         if self._helpers is not None:
             self._helpers.listen()

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Answer:
     correct: bool | None
     item: int = 0  # its index in the task's data
     responses: list[Any] = field(default_factory=list)  # all generated texts, or else the log-likelihoods
+    finishes: list[str | None] = field(default_factory=list)  # how each generated text ended: a `Finish`; None: unknown
 
 
 def task_scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -73,6 +74,12 @@ def task_answers(name: str, results: dict[str, Any]) -> list[Answer]:
     return [_answer(name, sample, metric) for sample in samples if sample["filter"] == filter_name]
 
 
+def with_finishes(judged: list[Answer], generated: list[Answer]) -> list[Answer]:
+    """Add how answers ended, which is not in the stored results that programs are judged from."""
+    finishes = {answer.item: answer.finishes for answer in generated}
+    return [replace(answer, finishes=finishes.get(answer.item, [])) for answer in judged]
+
+
 def choose_samples(answers: list[Answer], num_samples: int = NUM_SAMPLES) -> list[dict[str, Any]]:
     """Choose a few answers, the same before and after training: from each group in turn, ordered by prompt hash.
 
@@ -106,6 +113,7 @@ def _main_metric(name: str, results: dict[str, Any]) -> str | None:
 def _answer(task: str, sample: dict[str, Any], metric: str) -> Answer:
     number = _finite(sample.get(metric))
     group = sample["doc"].get("task")
+    responses = [one for repeated in sample.get("resps", []) for one in repeated]
     given, expected = _given_and_expected(sample)
     return Answer(
         task=task,
@@ -116,14 +124,15 @@ def _answer(task: str, sample: dict[str, Any], metric: str) -> Answer:
         value=number,
         correct=None if number is None else number >= 1.0,
         item=int(sample.get("doc_id", 0)),
-        responses=[_response(one) for repeated in sample.get("resps", []) for one in repeated],
+        responses=[_response(one) for one in responses],
+        finishes=[getattr(one, "finish", None) for one in responses if isinstance(one, str)],
     )
 
 
 def _response(response: Any) -> Any:
     """Return a generated text, or a log-likelihood without its greedy flag; None if it is not finite."""
     if isinstance(response, str):
-        return response
+        return str(response)
     return _finite(response[0] if isinstance(response, tuple | list) else response)
 
 

@@ -2,7 +2,8 @@
 
 Before: the exact weights that training starts from, made or loaded as in training. After: the run folder's `model/`.
 Both use the run's own tokenizer and chat template. Writes `evaluation/<when>.json` in the run folder, and every answer
-to `evaluation/<when>-answers.jsonl`.
+to `evaluation/<when>-answers.jsonl`. `--when contamination` does not evaluate: it looks for the tasks' items in the
+training documents, and writes `contamination.json`.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from tunebook.config.schema import EvaluationConfig
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError
 from tunebook.evaluate.batch_size import read_batch_size
 from tunebook.evaluate.code.checks import take_overrides, with_samples
-from tunebook.evaluate.evaluation import Evaluation, evaluate
+from tunebook.evaluate.evaluation import Evaluation, check_contamination, evaluate
 from tunebook.evaluate.resume import AFTER, resume_command
 from tunebook.evaluate.spread import choose_spread, is_for_gpus, loaded_gib
 from tunebook.evaluate.task_files import resolve_task, suite_settings
 from tunebook.hardware.detect import detect_machine
 from tunebook.hardware.disk import existing, is_disk_full, no_space
 from tunebook.model.adapters import holds_model
+from tunebook.record.contamination import CHECK
 from tunebook.record.model_origin import MISMATCHES, recorded_by_run, recorded_in_export
 from tunebook.record.run_folder import RUN_FILE
 
@@ -39,6 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
     request = _parse(arguments)
     try:
         evaluation = _evaluation_of(request)
+        if request.when == CHECK:
+            check_contamination(evaluation)
+            return 0
         evaluate(_with_spread(evaluation, request.processes), started)
     except TunebookError as error:
         print(f"evaluation: {error.message}", file=sys.stderr)

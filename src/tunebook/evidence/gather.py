@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from tunebook.config.identity import comparable_config
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import RequestError
 from tunebook.evidence.run_checks import require_unchanged
-from tunebook.evidence.schema import Hardware, Inputs, Ran, Results, Score
+from tunebook.evidence.schema import CleanScore, Hardware, Inputs, Ran, Results, Score
 from tunebook.model.weights_fingerprint import recorded_in
+from tunebook.record.contamination import KINDS, contamination_of
 from tunebook.record.manifest import MANIFEST_FILE, RunState
 from tunebook.record.manifest_schema import check_read_manifest
 from tunebook.record.page.overview import summarise
@@ -190,7 +192,21 @@ def _score(record: RunRecord, name: str, task: dict[str, Any]) -> Score:
             "again before you record it",
             problem_id="evidence-not-finite",
         )
-    return Score(metric=task["metric"], value=task["value"], stderr=task["stderr"], num_items=task["num_items"])
+    return Score(
+        metric=task["metric"],
+        value=task["value"],
+        stderr=task["stderr"],
+        num_items=task["num_items"],
+        contamination=_clean_score(contamination_of(record.after).get(name)),
+    )
+
+
+def _clean_score(found: Mapping[str, Any] | None) -> CleanScore | None:
+    if found is None:
+        return None
+    clean = found["scores"].get("clean") or {}
+    counts = {key: found[key] for key in ("num_items", "num_clean", *(f"num_{kind}" for kind in KINDS))}
+    return CleanScore(**counts, value=clean.get("value"), stderr=clean.get("stderr"))
 
 
 def _rounded(value: float | None) -> float | None:

@@ -119,6 +119,18 @@ class Software(Section):
         return {name: one.model_dump() for name, one in self.lock.differences.items()}
 
 
+class CleanScore(Section):
+    """A task's items by what of them is in the training documents, and the score on those that are not."""
+
+    num_items: int
+    num_exact: int = Field(description="items whose whole question is in a training document")
+    num_overlapping: int = Field(description="items that share 13 consecutive words with one")
+    num_shared_passage: int = Field(description="items that share only the passage that they are about")
+    num_clean: int
+    value: float | None = Field(description="the score on clean items; null where all are clean, or none is")
+    stderr: float | None
+
+
 class Score(Section):
     """One task of the evaluation after the training."""
 
@@ -126,6 +138,9 @@ class Score(Section):
     value: float
     stderr: float | None
     num_items: int
+    contamination: CleanScore | None = Field(
+        default=None, description="null where it was not looked for, as in older files"
+    )
 
 
 class Results(Section):

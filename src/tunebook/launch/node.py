@@ -248,7 +248,7 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--meet", required=True)
     parser.add_argument("--node", type=int, default=os.environ.get("SLURM_NODEID", "0"))
-    parser.add_argument("--evaluate", choices=("before", "after"))
+    parser.add_argument("--evaluate", choices=("contamination", "before", "after"))
     arguments = parser.parse_args()
     ask_to_stop_when_parent_dies()
     try:

@@ -20,8 +20,10 @@ from tunebook import __version__
 from tunebook.errors import RequestError
 from tunebook.files import atomic_write_text
 from tunebook.hardware.disk import is_disk_full, no_space
+from tunebook.record.answer_faults import fault_rows
 from tunebook.record.differences import answers_of
 from tunebook.record.page.comparison import compare, short_names
+from tunebook.record.page.contamination import contamination_view
 from tunebook.record.page.curves import dash_of_run, loss_chart, other_charts, overlaid_charts
 from tunebook.record.page.details import (
     batch_facts,
@@ -98,6 +100,8 @@ def render_run(record: RunRecord) -> str:
         baseline=baseline_text(record.before, record.after),
         programs=program_lines(record.before, record.after),
         samples=pair_samples(record.before, record.after),
+        contamination=contamination_view(record),
+        faults=fault_rows(record.before, record.after),
         loss=loss_chart(record),
         charts=charts,
         missing_charts=missing,

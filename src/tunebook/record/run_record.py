@@ -19,6 +19,7 @@ from yaml import YAMLError
 
 from tunebook.errors import DataError, RequestError
 from tunebook.files import read_json
+from tunebook.record.contamination import read_contamination
 from tunebook.record.manifest import MANIFEST_FILE, changed_files, read_manifest
 from tunebook.record.manifest_schema import check_read_manifest
 from tunebook.record.metrics import METRICS_FILE, NOT_FINITE, by_schedule, is_number, is_training_line, read_metrics
@@ -43,6 +44,7 @@ class RunRecord:
     before: dict[str, Any] | None = None  # evaluation
     after: dict[str, Any] | None = None
     evaluations: list[dict[str, Any]] = field(default_factory=list)  # later ones, by `tunebook eval`, oldest first
+    contamination: dict[str, Any] | None = None  # items that are in the training documents
     last_logged: datetime | None = None
 
     @property
@@ -121,6 +123,7 @@ def read_run(folder: Path) -> RunRecord:
         before=_read_optional(evaluations / "before.json", check_evaluation),
         after=_read_optional(evaluations / "after.json", check_evaluation),
         evaluations=[_read(file, check_evaluation) for file in sorted(evaluations.glob("eval-*.json"))],
+        contamination=read_contamination(folder),
         last_logged=datetime.fromtimestamp((folder / METRICS_FILE).stat().st_mtime, UTC) if lines else None,
     )
 

@@ -36,6 +36,7 @@ _START_PHASES = {
         "checks": "launcher, model and preflight checks",
         "data": "data prepared, or found prepared",
         "run_folder": "batch solved, records started",
+        "contamination": "evaluation items looked for in the training data",
         "evaluation_before": "evaluation before training",
     },
     "rank": {

@@ -1,0 +1,144 @@
+"""Look for a run's items in its training documents: before the training, and for an evaluation of other tasks."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+from tunebook.config.choices import Contamination, Source
+from tunebook.config.schema import RunConfig
+from tunebook.errors import TunebookError
+from tunebook.evaluate.contamination.documents import Documents, open_documents
+from tunebook.evaluate.contamination.index import build_index
+from tunebook.evaluate.contamination.items import ItemGroup, conversation_items, task_items
+from tunebook.evaluate.contamination.result import group_results, items_hash, read_result, write_result
+from tunebook.evaluate.contamination.search import Search
+from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks
+from tunebook.evaluate.task_files import TaskFile
+from tunebook.record.contamination import has_validation, result_lines
+from tunebook.record.manifest import MANIFEST_FILE, read_manifest
+from tunebook.record.run_folder import RUN_FILE
+
+_NO_CONTEXT = sys.maxsize  # no model reads the items here
+
+
+def request_of(run: Path, config: RunConfig) -> dict[str, Any]:
+    """What the check before a training depends on; an equal request needs no second check."""
+    return {
+        "fingerprint": _dataset(run).get("fingerprint"),
+        "tasks": list(config.evaluation.tasks) if config.evaluation.before or config.evaluation.after else [],
+        "limit": config.evaluation.limit,
+        "has_validation": has_validation(config),
+    }
+
+
+def is_checked(run: Path, config: RunConfig) -> bool:
+    """Whether an earlier attempt at this training has checked the same."""
+    result = read_result(run)
+    return result is not None and result["not_checked"] is None and result["request"] == request_of(run, config)
+
+
+def check_run(run: Path, config: RunConfig, tasks: Sequence[TaskFile | str]) -> None:
+    """Check a run before its training, write the result, and print it."""
+    started = time.monotonic()
+    request = request_of(run, config)
+    groups = _groups_of(tasks if request["tasks"] else [], config.evaluation.limit)
+    result = _search(run, config, groups, with_validation=True)
+    result |= {"request": request, "seconds": round(time.monotonic() - started, 1)}
+    write_result(run, result)
+    _print(result)
+
+
+def _groups_of(tasks: Sequence[TaskFile | str], limit: int | None) -> list[ItemGroup]:
+    """The items of tasks, without a model or a chat template. Tasks whose data is missing are left out."""
+    local = {task.name: task for task in tasks if isinstance(task, TaskFile) and task.conversations is not None}
+    others = [task for task in tasks if isinstance(task, str) or task.name not in local]
+    groups = [conversation_items(name, cast(Path, task.conversations), limit) for name, task in local.items()]
+    if others:
+        with TemporaryDirectory(prefix="tunebook-evaluation-") as folder:
+            settings = HarnessSettings(
+                tokenizer=cast(Any, None),  # only prompts of conversations are rendered
+                max_length=_NO_CONTEXT,
+                num_fewshot=None,
+                limit=limit,
+                system_prompt=None,
+                items_folder=Path(folder),
+                cache_folder=Path(folder),
+            )
+            groups += [
+                task_items(name, found.task, limit) for name, found in load_tasks(others, settings).tasks.items()
+            ]
+    return groups
+
+
+def _search(run: Path, config: RunConfig, groups: list[ItemGroup], *, with_validation: bool) -> dict[str, Any]:
+    """Return the content of the file, without the request. If documents cannot be read, it says why."""
+    empty: dict[str, Any] = {"not_checked": None, "num_documents": 0, "groups": {}}
+    try:
+        with open_documents(config, _dataset(run).get("records")) as documents:
+            validation = documents.validation_group() if with_validation else None
+            groups = [group for group in [*groups, *([validation] if validation else [])] if group.items]
+            return empty | _search_documents(documents, groups)
+    except TunebookError as error:
+        return empty | {"not_checked": error.message.splitlines()[0]}
+
+
+def _search_documents(documents: Documents, groups: Sequence[ItemGroup]) -> dict[str, Any]:
+    search = Search(build_index(groups))
+    for batch in documents.batches():
+        search.add(batch)
+    results = group_results(groups, search.finish(), documents.origin)
+    return {
+        "num_documents": search.num_documents,
+        "sources": [asdict(record) for record in documents.corpus.records],
+        "groups": {group.name: result for group, result in zip(groups, results, strict=True)},
+    }
+
+
+def _dataset(run: Path) -> Mapping[str, Any]:
+    """The manifest's section on the training documents; empty without a manifest."""
+    if not (run / MANIFEST_FILE).is_file():
+        return {}
+    return read_manifest(run).get("dataset") or {}
+
+
+def check_evaluated(
+    run: Path,
+    config: RunConfig,
+    loaded: Mapping[str, LoadedTask],
+    tasks: Sequence[TaskFile | str],
+    limit: int | None,
+) -> dict[str, Any] | None:
+    """Return the result for the tasks of an evaluation, of the same items as an earlier check or checked now.
+
+    None if it is switched off, and for a model that belongs to no run.
+    """
+    is_off = config.evaluation.contamination is Contamination.disabled or config.dataset.source is Source.synthetic
+    if is_off or not (run / RUN_FILE).is_file():
+        return None
+    files = {task.name: task.conversations for task in tasks if isinstance(task, TaskFile)}
+    groups = []
+    for name, task in loaded.items():
+        file = files.get(name)
+        groups.append(task_items(name, task.task, limit) if file is None else conversation_items(name, file, limit))
+    known = read_result(run) or {"not_checked": None, "num_documents": 0, "groups": {}, "request": None, "seconds": 0}
+    kept = {} if known["not_checked"] else known["groups"]
+    new = [group for group in groups if kept.get(group.name, {}).get("items_sha256") != items_hash(group)]
+    if new:
+        found = _search(run, config, new, with_validation=False)
+        if found["not_checked"]:
+            return {**known, "not_checked": found["not_checked"], "groups": {}}
+        known = {**known, **found, "groups": {**kept, **found["groups"]}}
+        if limit is None:  # the file keeps what is known of all items
+            write_result(run, {key: value for key, value in known.items() if key not in ("format", "method")})
+    return {**known, "groups": {group.name: known["groups"][group.name] for group in groups if group.items}}
+
+
+def _print(result: Mapping[str, Any]) -> None:
+    for line, is_warning in result_lines(result["groups"], result["not_checked"]):
+        print(f"{'warning: ' if is_warning else ''}contamination: {line}", file=sys.stderr, flush=True)

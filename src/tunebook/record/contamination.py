@@ -1,0 +1,138 @@
+"""What a run folder records about items that are in the training documents, in words for terminal and report.
+
+`contamination.json` is written by `evaluate.contamination`, which also puts the scores on clean and on other items into
+the record of each evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tunebook.config.choices import Contamination, Source
+from tunebook.config.schema import RunConfig
+from tunebook.errors import DataError
+from tunebook.files import read_json
+
+CONTAMINATION_FILE = "contamination.json"
+CHECK = "contamination"  # names the check among a run's evaluations
+KINDS = ("exact", "overlapping", "shared_passage")  # of items that are not clean, the worst first
+WARNING_SHARE = 0.01  # of a group's items that are exact or overlapping
+NAMES = {
+    "clean": "clean",
+    "exact": "whole question found",
+    "overlapping": "part found",
+    "shared_passage": "passage found",
+}
+_Groups = Mapping[str, Mapping[str, Any]]  # counts by task, and of the validation part
+_COUNTS = ("num_items", "num_clean", *(f"num_{kind}" for kind in KINDS))
+
+
+def needs_check(config: RunConfig) -> bool:
+    """Whether a training has documents, and items to look for in them. Generated documents are random tokens."""
+    evaluation = config.evaluation
+    is_evaluated = bool(evaluation.tasks) and (evaluation.before or evaluation.after)
+    is_text = config.dataset.source is not Source.synthetic
+    return (
+        is_text and evaluation.contamination is not Contamination.disabled and (is_evaluated or has_validation(config))
+    )
+
+
+def has_validation(config: RunConfig) -> bool:
+    """Whether the documents have a validation part."""
+    data = config.dataset
+    return bool(data.validation_share or data.validation_path or data.validation_split)
+
+
+def read_contamination(run: Path) -> dict[str, Any] | None:
+    """The file of a run; None without one. Raises: DataError if it is not as Tunebook writes it."""
+    file = run / CONTAMINATION_FILE
+    if not file.is_file():
+        return None
+    content: Any = read_json(file)
+    groups = content.get("groups") if isinstance(content, dict) else None
+    if not isinstance(groups, dict) or not all(_has_counts(group) for group in groups.values()):
+        raise DataError(
+            f"{file}: it is not as Tunebook writes it, so something else changed it; restore it from a copy, or remove "
+            "it to continue without it",
+            problem_id="broken-record",
+        )
+    return dict(content)
+
+
+def _has_counts(group: Any) -> bool:
+    return isinstance(group, dict) and all(isinstance(group.get(key), int) for key in _COUNTS)
+
+
+def num_found(group: Mapping[str, Any]) -> int:
+    """Items that are in the training documents, as a whole or in part; a passage alone does not count."""
+    return int(group["num_exact"] + group["num_overlapping"])
+
+
+def is_warning(group: Mapping[str, Any]) -> bool:
+    """Whether so many items were found that the score says little about other items."""
+    return num_found(group) >= max(1.0, WARNING_SHARE * int(group["num_items"]))
+
+
+def is_refused(group: Mapping[str, Any]) -> bool:
+    """Whether `evaluation.contamination=refuse` refuses a training: any whole item, or as many parts as for a warning.
+
+    A single run of 13 words may be a quotation.
+    """
+    return bool(group["num_exact"]) or is_warning(group)
+
+
+def describe_group(name: str, group: Mapping[str, Any]) -> str:
+    """One line on a task or the validation part."""
+    total, exact = group["num_items"], group["num_exact"]
+    share = f" ({exact / total:.1%})" if exact else ""
+    line = f"{name}: {exact:,} of {total:,} items{share} have their whole question in the training documents"
+    if group["num_overlapping"]:
+        line += f", {_count(group['num_overlapping'], total)} a part of it ({group['num_half']:,} at least half)"
+    if group["num_shared_passage"]:
+        line += f", {_count(group['num_shared_passage'], total)} only a passage"
+    return line
+
+
+def _count(number: int, total: int) -> str:
+    return f"{number:,} ({number / total:.1%})"
+
+
+def result_lines(groups: _Groups, not_checked: str | None) -> list[tuple[str, bool]]:
+    """What the check found, a line per group with any overlap, and whether each line is a warning."""
+    if not_checked:
+        return [(f"not checked: {not_checked}", True)]
+    found = {name: group for name, group in groups.items() if group["num_clean"] < group["num_items"]}
+    lines = [(describe_group(name, group), is_warning(group)) for name, group in found.items()]
+    num_items = sum(group["num_items"] for name, group in groups.items() if name not in found)
+    if clean := [name for name in groups if name not in found]:
+        what = f"{len(clean)} tasks or parts" if len(clean) > 1 else clean[0]
+        lines.append((f"{what}: none of {num_items:,} items is in the training documents", False))
+    return lines
+
+
+def contamination_of(evaluation: Mapping[str, Any] | None) -> _Groups:
+    """Counts and scores by task of an evaluation's record; empty if it has none, as older ones."""
+    tasks: _Groups = ((evaluation or {}).get("contamination") or {}).get("tasks") or {}
+    return tasks
+
+
+def score_lines(evaluation: Mapping[str, Any] | None) -> list[str]:
+    """The scores on clean and on other items, a line per task that has both."""
+    lines = []
+    for name, group in contamination_of(evaluation).items():
+        parts = [
+            f"{_score(score)} on {score['num_items']:,} items ({NAMES[kind]})"
+            for kind, score in group["scores"].items()
+        ]
+        if parts:
+            lines.append(f"{name}: {', '.join(parts)}")
+    return lines
+
+
+def _score(score: Mapping[str, Any]) -> str:
+    value, error = score["value"], score["stderr"]
+    if not 0 <= value <= 1:
+        return f"{value:.4g}" + ("" if error is None else f" ± {error:.2g}")
+    return f"{100 * value:.1f}%" + ("" if error is None else f" ± {100 * error:.1f}")
