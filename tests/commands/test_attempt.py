@@ -10,10 +10,10 @@ from rich.console import Console
 
 from tunebook.commands import attempt
 from tunebook.commands.attempt import Attempt
-from tunebook.config.choices import LauncherName
+from tunebook.config.choices import Contamination, LauncherName
 from tunebook.config.frozen import plain_config
-from tunebook.config.schema import RayConfig
-from tunebook.record.run_folder import RUN_FILE
+from tunebook.config.schema import DatasetConfig, EvaluationConfig, RayConfig
+from tunebook.record.run_folder import FINISHED, RUN_FILE
 from tunebook.supervise import ProcessEnd
 
 GOES = "node2 is to be taken away in 26 s, with rank 1"
@@ -113,3 +113,61 @@ def test_memory_is_only_thought_of_where_the_system_may_have_killed_a_rank(make,
         make(ProcessEnd(exit_code=-number, stopped_by=None)).carry_out()
     assert f"the training was killed by signal {number} and could not say why" in error.value.message
     assert ("ran out of memory" in error.value.message) == (number == 9)
+
+
+@pytest.fixture
+def checked(tmp_path, monkeypatch):
+    """An attempt whose documents are compared, by a worker that writes some counts and ends with some code."""
+    ran = []
+
+    def begin(contamination, exact=0, code=0, stopped_by=None, is_there=True):
+        def work(folder, when):
+            ran.append(when)
+            if when == "contamination" and is_there:
+                group = {"num_items": 10, "num_exact": exact, "num_overlapping": 0, "num_shared_passage": 0}
+                group |= {"num_clean": 10 - exact, "num_half": 0, "examples": []}
+                content = {"format": 1, "not_checked": None, "request": None, "groups": {"validation": group}}
+                (folder / "contamination.json").write_text(json.dumps(content))
+            return ProcessEnd(exit_code=code, stopped_by=stopped_by)
+
+        monkeypatch.setattr(attempt, "run_worker", work)
+        monkeypatch.setattr(attempt, "resume_command", lambda folder, when: "the same command")
+        outcome = attempt.Outcome(rank=0, exit_code=0, reason=FINISHED, step=1, last_checkpoint=None)
+        monkeypatch.setattr(Attempt, "_train", lambda self: ran.append("train") or outcome)
+        config = plain_config(
+            dataset=DatasetConfig(path="train.jsonl", validation_share=0.1),
+            evaluation=EvaluationConfig(tasks=[], contamination=contamination),
+        )
+        return Attempt(config=config, folder=tmp_path, lock=0, console=Console(quiet=True))
+
+    return begin, ran
+
+
+def test_documents_are_compared_before_the_training(checked):
+    begin, ran = checked
+    begin(Contamination.report, exact=9)._train_and_evaluate()
+    assert ran == ["contamination", "train"]
+    begin(Contamination.disabled, exact=9)._train_and_evaluate()
+    assert ran[2:] == ["train"]
+
+
+def test_nothing_is_trained_on_items_of_the_evaluation_if_that_is_refused(checked):
+    begin, ran = checked
+    with pytest.raises(
+        attempt.DataError, match=r"validation: 9 of 10 items \(90\.0%\) have their whole question"
+    ) as error:
+        begin(Contamination.refuse, exact=9)._train_and_evaluate()
+    assert (error.value.exit_code, ran) == (4, ["contamination"])
+    begin(Contamination.refuse)._train_and_evaluate()
+    assert ran == ["contamination", "contamination", "train"]
+
+
+def test_a_failed_comparison_ends_a_training_only_if_it_must_not_be_contaminated(checked):
+    begin, ran = checked
+    begin(Contamination.report, code=1, is_there=False)._train_and_evaluate()
+    assert ran == ["contamination", "train"]
+    with pytest.raises(attempt.DataError, match="the check failed"):
+        begin(Contamination.refuse, code=1, is_there=False)._train_and_evaluate()
+    with pytest.raises(attempt.StoppedError):
+        begin(Contamination.report, code=6, stopped_by="SIGTERM")._train_and_evaluate()
+    assert ran.count("train") == 1

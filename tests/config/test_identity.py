@@ -10,6 +10,7 @@ import pytest
 
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import (
+    Contamination,
     LauncherName,
     ResumeAnyway,
     Source,
@@ -54,6 +55,7 @@ DEFAULTS_FILE = Path(__file__).with_name("defaults_of_hash_version_2.json")
         lambda config: replace(config, training=replace(config.training, resume_anyway=[ResumeAnyway.data])),
         lambda config: replace(config, training=replace(config.training, save_in_background=False)),
         lambda config: replace(config, dataset=replace(config.dataset, num_workers=7)),
+        lambda config: replace(config, evaluation=replace(config.evaluation, contamination=Contamination.refuse)),
         lambda config: replace(config, model=replace(config.model, path=str(resolve_path(config.model.path)))),
         lambda config: replace(config, model=replace(config.model, one_pass_head=True)),
     ],
@@ -66,6 +68,7 @@ DEFAULTS_FILE = Path(__file__).with_name("defaults_of_hash_version_2.json")
         "resume_anyway",
         "save_in_background",
         "num_workers",
+        "contamination",
         "absolute book path",
         "one_pass_head",
     ],

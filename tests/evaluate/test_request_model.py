@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -69,6 +70,7 @@ def test_the_harness_still_has_the_methods_that_are_overridden() -> None:
         "loglikelihood": "requests",
         "loglikelihood_rolling": "requests",
         "generate_until": "requests",
+        "_model_generate": "context",
     }
 
 
@@ -82,3 +84,17 @@ def test_a_forward_pass_is_the_models_own(
         expected = model(tokens).logits
     found = wrap(model, tokenizer)._model_call(tokens)
     assert relative_difference(found, expected) < 32 * torch.finfo(torch.float32).eps  # sums in another order
+
+
+def test_each_answer_knows_how_it_ended(known_model: PreTrainedModel, known_tokenizer: PreTrainedTokenizerBase) -> None:
+    """The likeliest words are a b c d </s>: one batch holds all three ends, and one request twice."""
+    wrapped = wrap(known_model, known_tokenizer)
+    options = {"until": ["c d"], "do_sample": False, "max_gen_toks": 6}
+    asked = [("c", options), ("a", options), ("b", {**options, "max_gen_toks": 1}), ("c", options)]
+    requests = [
+        Instance(request_type="generate_until", doc={}, arguments=arguments, idx=0, metadata=("t", 0, 1))
+        for arguments in asked
+    ]
+    answers = wrapped.generate_until(requests)
+    assert [answer.strip() for answer in answers] == ["d", "b", "c", "d"]
+    assert [answer.finish for answer in answers] == ["eos", "stop", "length", "eos"]

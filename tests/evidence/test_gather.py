@@ -69,3 +69,19 @@ def test_a_plan_by_measured_steps_is_no_evidence_of_the_estimate(
     file.write_text(json.dumps({"memory_gib": {"allocated": 9.5}} | ({"memory_source": source} if source else {})))
     planned = gather_results(read_run(file.parent)).planned_memory_gib
     assert planned == (9.5 if is_recorded else None)
+
+
+def test_a_score_comes_with_that_of_clean_items(make_run: MakeRun) -> None:
+    file = make_run() / "evaluation" / "after.json"
+    record = json.loads(file.read_text())
+    [name] = record["tasks"]
+    counts = {"num_items": 9, "num_exact": 2, "num_overlapping": 1, "num_shared_passage": 0, "num_clean": 6}
+    scores = {"clean": {"value": 0.5, "stderr": 0.2, "num_items": 6}}
+    record["contamination"] = {"not_checked": None, "tasks": {name: {**counts, "scores": scores}}}
+    file.write_text(json.dumps(record))
+    found = gather_results(read_run(file.parents[1])).scores[name].contamination
+    assert found is not None
+    assert found.model_dump() == {**counts, "value": 0.5, "stderr": 0.2}
+    record["contamination"] = None
+    file.write_text(json.dumps(record))
+    assert gather_results(read_run(file.parents[1])).scores[name].contamination is None

@@ -40,7 +40,7 @@ from tunebook.launch.resume import is_trained
 from tunebook.launch.slurm.container import is_contained, record_container, remove_containers, required_code
 from tunebook.plan.show import show_end
 from tunebook.record.answer_faults import fault_warnings
-from tunebook.record.contamination import CHECK, needs_check, score_lines
+from tunebook.record.contamination import CHECK, CONTAMINATION_FILE, needs_check, score_lines
 from tunebook.record.manifest import finish_manifest, state_of_exit_code
 from tunebook.record.metrics import is_training_line, read_metrics
 from tunebook.record.run_folder import (
@@ -111,9 +111,13 @@ class Attempt:
         if is_trained(self.folder, self.config) or not needs_check(self.config):
             return
         if not is_checked(self.folder, self.config):
+            (self.folder / CONTAMINATION_FILE).unlink(missing_ok=True)  # of other data or tasks
             end = self._run_worker(CHECK)
             if end.stopped_by is not None or end.exit_code == StoppedError.exit_code:
                 raise worker_error(end, CHECK, resume_command(self.folder, BEFORE))
+            if end.exit_code != 0:
+                text = "warning: the training documents were not compared with the evaluation; the reason is above"
+                self.console.print(Text(text, style="yellow"), soft_wrap=True)
             self.clock.passed("contamination")
         refuse_contaminated(self.folder, self.config)
 

@@ -1,7 +1,7 @@
 """Answers that show a damaged model, whatever they say: empty, looping, endless or cut off.
 
     empty    no text, besides thoughts in <think> tags
-    looping  the last third repeats one run of words at least 4 times, or the end compresses more than tenfold
+    looping  one run of words, repeated at least 4 times, makes up the last third, or the end compresses tenfold
     endless  the limit of new tokens ended it
     abrupt   the limit ended it within a sentence; or the model itself ended it within a code block or a thought that it
              had opened, or after a comma, a hyphen, an opening bracket or a word such as `the`
@@ -55,25 +55,23 @@ def _is_looping(text: str, *, is_endless: bool) -> bool:
     encoded = text.encode("utf-8", "replace")[-_LONGEST_COMPRESSED:]
     if len(encoded) >= _SHORTEST_COMPRESSED and len(encoded) > _MAX_COMPRESSION * len(zlib.compress(encoded)):
         return True
-    words = text.split()
-    least = max(_SHORTEST_LOOP, -(-len(words) // 3))
-    tail = words[-least:]
-    if len(tail) < _SHORTEST_LOOP:
-        return _is_one_word_repeated(text)
-    for length in range(1, len(tail) // _REPEATS + 1):
-        if tail[length:] == tail[:-length]:
-            # Numbers alone may be a table or a list of zeros.
-            return is_endless or any(letter.isalpha() for word in tail[:length] for letter in word)
-    return False
+    words = text.split()[-_LONGEST_COMPRESSED:]
+    # A text without blanks, as in Chinese or of one word, is compared by character.
+    repeated = _repeated(words, _SHORTEST_LOOP) or _repeated("".join(words)[-_LONGEST_COMPRESSED:], 4 * _SHORTEST_LOOP)
+    # Numbers alone may be a table or a list of zeros.
+    return bool(repeated) and (is_endless or any(letter.isalpha() for part in repeated for letter in part))
 
 
-def _is_one_word_repeated(text: str) -> bool:
-    """Whether a text without blanks, as in Chinese, repeats something to its end."""
-    dense = "".join(text.split())
-    tail = dense[-max(4 * _SHORTEST_LOOP, len(dense) // 3) :]
-    if len(tail) < 4 * _SHORTEST_LOOP or not any(letter.isalpha() for letter in tail):
-        return False
-    return any(tail[length:] == tail[:-length] for length in range(1, len(tail) // _REPEATS + 1))
+def _repeated(parts: Sequence[str], least: int) -> Sequence[str]:
+    """Return what repeats at least 4 times up to the end, over `least` parts and a third of the text; or nothing."""
+    least = max(least, -(-len(parts) // 3))
+    for period in range(1, len(parts) // _REPEATS + 1):
+        length = period
+        while length < len(parts) and parts[-1 - length] == parts[-1 - length + period]:
+            length += 1
+        if length >= max(_REPEATS * period, least):
+            return parts[-period:]
+    return ""
 
 
 def _is_abrupt(text: str, finish: str | None, prompt: str) -> bool:

@@ -108,7 +108,7 @@ def _require_same(corpus: Corpus, recorded: Sequence[Mapping[str, Any]] | None) 
     """Raises: DataError if a source is not as it was when the run was trained."""
     if recorded is None:
         return
-    known = [(record["sha256"], record["revision"]) for record in recorded]
+    known = [(record.get("sha256"), record.get("revision")) for record in recorded]
     if known != [(record.sha256, record.revision) for record in corpus.records]:
         names = ", ".join(str(record["location"]) for record in recorded)
         raise DataError(
