@@ -31,6 +31,10 @@ def test_more_faults_than_before_are_a_warning() -> None:
         (record(task="other"), record(endless=200)),
         ({"tasks": {}}, record(endless=200)),  # of an older version
         (record(0), record(0)),
+        (
+            {"answer_faults": {"gsm8k": {**record()["answer_faults"]["gsm8k"], "num_unknown_finish": 200}}},
+            record(endless=200),
+        ),
     ],
 )
 def test_no_warning(before: Any, after: Any) -> None:

@@ -25,7 +25,6 @@ from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, DoesNotFitError, StoppedError, TunebookError
 from tunebook.evaluate.code.checks import check_code
 from tunebook.evaluate.command import run_worker, score_table, worker_error
-from tunebook.evaluate.contamination.check import is_checked
 from tunebook.evaluate.contamination.refuse import refuse_contaminated
 from tunebook.evaluate.results import is_evaluated
 from tunebook.evaluate.resume import BEFORE, resume_command
@@ -40,7 +39,7 @@ from tunebook.launch.resume import is_trained
 from tunebook.launch.slurm.container import is_contained, record_container, remove_containers, required_code
 from tunebook.plan.show import show_end
 from tunebook.record.answer_faults import fault_warnings
-from tunebook.record.contamination import CHECK, CONTAMINATION_FILE, needs_check, score_lines
+from tunebook.record.contamination import CHECK, CONTAMINATION_FILE, is_checked, needs_check, score_lines
 from tunebook.record.manifest import finish_manifest, state_of_exit_code
 from tunebook.record.metrics import is_training_line, read_metrics
 from tunebook.record.run_folder import (

@@ -17,6 +17,7 @@ _MEANING = {
     "endless": "reached the limit of new tokens",
     "abrupt": "end within a sentence, a code block or a thought",
 }
+_BY_FINISH = ("endless", "abrupt")
 WARNING_MARGIN = 0.05  # by which the share after training is above the share before ...
 _ERRORS = 2.0  # ... and by how many standard errors of that difference: 1 of 10 answers says nothing
 _Record = Mapping[str, Any]  # of an evaluation
@@ -70,6 +71,8 @@ def is_more(fault: str, before: _Record | None, after: _Record | None) -> bool:
     """Whether the share of a fault is above that before training by the margin, and by more than chance."""
     if not before or not after or not before["num_answers"] or not after["num_answers"]:
         return False
+    if fault in _BY_FINISH and any(found.get("num_unknown_finish") for found in (before, after)):
+        return False  # an older version answered, and did not save how answers ended
     shares = [found[fault] / found["num_answers"] for found in (before, after)]
     counts = [found["num_answers"] for found in (before, after)]
     error = math.sqrt(sum(share * (1 - share) / count for share, count in zip(shares, counts, strict=True)))

@@ -14,8 +14,10 @@ from tunebook.config.choices import Contamination, Source
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError
 from tunebook.files import read_json
+from tunebook.record.manifest import MANIFEST_FILE, read_manifest
 
 CONTAMINATION_FILE = "contamination.json"
+FORMAT = 1  # increment it when the method or a key changes, so that nothing older is reused
 CHECK = "contamination"  # names the check among a run's evaluations
 KINDS = ("exact", "overlapping", "shared_passage")  # of items that are not clean, the worst first
 WARNING_SHARE = 0.01  # of a group's items that are exact or overlapping
@@ -45,12 +47,41 @@ def has_validation(config: RunConfig) -> bool:
     return bool(data.validation_share or data.validation_path or data.validation_split)
 
 
+def request_of(run: Path, config: RunConfig) -> dict[str, Any]:
+    """What the check before a training depends on; an equal request needs no second check."""
+    evaluation = config.evaluation
+    return {
+        "fingerprint": dataset_of(run).get("fingerprint"),
+        "tasks": list(evaluation.tasks) if evaluation.before or evaluation.after else [],
+        "limit": evaluation.limit,
+        "has_validation": has_validation(config),
+    }
+
+
+def is_checked(run: Path, config: RunConfig) -> bool:
+    """Whether an earlier attempt at this training has checked the same."""
+    found = read_contamination(run)
+    return found is not None and not found["not_checked"] and found["request"] == request_of(run, config)
+
+
+def dataset_of(run: Path) -> Mapping[str, Any]:
+    """The manifest's section on the training documents; empty without a manifest."""
+    if not (run / MANIFEST_FILE).is_file():
+        return {}
+    return read_manifest(run).get("dataset") or {}
+
+
 def read_contamination(run: Path) -> dict[str, Any] | None:
-    """The file of a run; None without one. Raises: DataError if it is not as Tunebook writes it."""
+    """The file of a run; None without one, and for one of another format.
+
+    Raises: DataError if it is not as Tunebook writes it.
+    """
     file = run / CONTAMINATION_FILE
     if not file.is_file():
         return None
     content: Any = read_json(file)
+    if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
+        return None
     groups = content.get("groups") if isinstance(content, dict) else None
     if not isinstance(groups, dict) or not all(_has_counts(group) for group in groups.values()):
         raise DataError(
@@ -123,12 +154,16 @@ def score_lines(evaluation: Mapping[str, Any] | None) -> list[str]:
     lines = []
     for name, group in contamination_of(evaluation).items():
         parts = [
-            f"{_score(score)} on {score['num_items']:,} items ({NAMES[kind]})"
+            f"{_score(score)} on {_items(score['num_items'])} ({NAMES[kind]})"
             for kind, score in group["scores"].items()
         ]
         if parts:
             lines.append(f"{name}: {', '.join(parts)}")
     return lines
+
+
+def _items(number: int) -> str:
+    return f"{number:,} item{'' if number == 1 else 's'}"
 
 
 def _score(score: Mapping[str, Any]) -> str:

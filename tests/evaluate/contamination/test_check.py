@@ -13,9 +13,10 @@ from tunebook.config.choices import Contamination, Format
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError
 from tunebook.evaluate import worker
-from tunebook.evaluate.contamination.check import check_evaluated, is_checked
+from tunebook.evaluate.contamination.check import check_evaluated
 from tunebook.evaluate.contamination.refuse import refuse_contaminated
 from tunebook.evaluate.contamination.result import from_ranges
+from tunebook.record.contamination import is_checked
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 MakeRun = Callable[..., tuple[Path, RunConfig]]

@@ -11,10 +11,10 @@ from tunebook.evaluate.contamination.result import (
     from_ranges,
     group_results,
     items_hash,
-    read_result,
     write_result,
 )
 from tunebook.evaluate.contamination.search import NONE, Found
+from tunebook.record.contamination import read_contamination
 
 
 @pytest.mark.parametrize(
@@ -66,10 +66,10 @@ def test_the_hash_is_of_every_text() -> None:
 
 
 def test_a_result_of_another_format_is_not_reused(tmp_path: Path) -> None:
-    assert read_result(tmp_path) is None
+    assert read_contamination(tmp_path) is None
     write_result(tmp_path, {"groups": {}})
-    found = read_result(tmp_path)
+    found = read_contamination(tmp_path)
     assert found is not None
     assert found["method"]["words_in_run"] == 13
     (tmp_path / "contamination.json").write_text('{"format": 0}')
-    assert read_result(tmp_path) is None
+    assert read_contamination(tmp_path) is None

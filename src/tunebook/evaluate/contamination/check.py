@@ -16,31 +16,14 @@ from tunebook.errors import TunebookError
 from tunebook.evaluate.contamination.documents import Documents, open_documents
 from tunebook.evaluate.contamination.index import build_index
 from tunebook.evaluate.contamination.items import ItemGroup, conversation_items, task_items
-from tunebook.evaluate.contamination.result import group_results, items_hash, read_result, write_result
+from tunebook.evaluate.contamination.result import group_results, items_hash, write_result
 from tunebook.evaluate.contamination.search import Search
 from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks
 from tunebook.evaluate.task_files import TaskFile
-from tunebook.record.contamination import has_validation, result_lines
-from tunebook.record.manifest import MANIFEST_FILE, read_manifest
+from tunebook.record.contamination import dataset_of, read_contamination, request_of, result_lines
 from tunebook.record.run_folder import RUN_FILE
 
 _NO_CONTEXT = sys.maxsize  # no model reads the items here
-
-
-def request_of(run: Path, config: RunConfig) -> dict[str, Any]:
-    """What the check before a training depends on; an equal request needs no second check."""
-    return {
-        "fingerprint": _dataset(run).get("fingerprint"),
-        "tasks": list(config.evaluation.tasks) if config.evaluation.before or config.evaluation.after else [],
-        "limit": config.evaluation.limit,
-        "has_validation": has_validation(config),
-    }
-
-
-def is_checked(run: Path, config: RunConfig) -> bool:
-    """Whether an earlier attempt at this training has checked the same."""
-    result = read_result(run)
-    return result is not None and result["not_checked"] is None and result["request"] == request_of(run, config)
 
 
 def check_run(run: Path, config: RunConfig, tasks: Sequence[TaskFile | str]) -> None:
@@ -80,7 +63,7 @@ def _search(run: Path, config: RunConfig, groups: list[ItemGroup], *, with_valid
     """Return the content of the file, without the request. If documents cannot be read, it says why."""
     empty: dict[str, Any] = {"not_checked": None, "num_documents": 0, "groups": {}}
     try:
-        with open_documents(config, _dataset(run).get("records")) as documents:
+        with open_documents(config, dataset_of(run).get("records")) as documents:
             validation = documents.validation_group() if with_validation else None
             groups = [group for group in [*groups, *([validation] if validation else [])] if group.items]
             return empty | _search_documents(documents, groups)
@@ -98,13 +81,6 @@ def _search_documents(documents: Documents, groups: Sequence[ItemGroup]) -> dict
         "sources": [asdict(record) for record in documents.corpus.records],
         "groups": {group.name: result for group, result in zip(groups, results, strict=True)},
     }
-
-
-def _dataset(run: Path) -> Mapping[str, Any]:
-    """The manifest's section on the training documents; empty without a manifest."""
-    if not (run / MANIFEST_FILE).is_file():
-        return {}
-    return read_manifest(run).get("dataset") or {}
 
 
 def check_evaluated(
@@ -126,7 +102,13 @@ def check_evaluated(
     for name, task in loaded.items():
         file = files.get(name)
         groups.append(task_items(name, task.task, limit) if file is None else conversation_items(name, file, limit))
-    known = read_result(run) or {"not_checked": None, "num_documents": 0, "groups": {}, "request": None, "seconds": 0}
+    known = read_contamination(run) or {
+        "not_checked": None,
+        "num_documents": 0,
+        "groups": {},
+        "request": None,
+        "seconds": 0,
+    }
     kept = {} if known["not_checked"] else known["groups"]
     new = [group for group in groups if kept.get(group.name, {}).get("items_sha256") != items_hash(group)]
     if new:

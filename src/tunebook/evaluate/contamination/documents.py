@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
-MAX_VALIDATION_ITEMS = 20_000  # of a larger part, so many from all over it: the index keeps items in memory
+MAX_VALIDATION_ITEMS = 10_000  # of a larger part, so many from all over it: the index keeps items in memory
 VALIDATION = "validation"
-_BATCH = 1000  # documents in memory
+_BATCH = 500  # documents in memory ...
+_BATCH_CHARACTERS = 4_000_000  # ... and their text that is searched at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,16 @@ class Documents:
     def batches(self) -> Iterator[list[Texts]]:
         """The training documents in their order, each as its turns or fields."""
         for batch in self.corpus.train.iter(batch_size=_BATCH):
-            yield [self._texts(row) for row in _rows(batch)]
+            documents: list[Texts] = []
+            size = 0
+            for row in _rows(batch):
+                documents.append(self._texts(row))
+                size += sum(map(len, documents[-1]))
+                if size > _BATCH_CHARACTERS:
+                    yield documents
+                    documents, size = [], 0
+            if documents:
+                yield documents
 
     def origin(self, number: int) -> str:
         """Where a training document is from, such as `train.jsonl:17`."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 _SLOTS_PER_HASH = 16  # of the table that most of the documents' runs are told apart by, without a search
+MAX_WORDS = 2000  # of a text whose runs are looked for; the whole question is always compared
 _FEWEST_BITS, _MOST_BITS = 16, 28
 
 
@@ -84,7 +85,7 @@ class ItemIndex:
 
 
 def build_index(groups: Sequence[ItemGroup]) -> ItemIndex:
-    """Index the items of all groups. Memory grows with their words, by about 100 bytes a word."""
+    """Index the items of all groups. Memory grows by about 100 bytes for each of a text's first 2000 words."""
     import numpy as np
 
     items = [item for group in groups for item in group.items]
@@ -145,7 +146,7 @@ def _encode(
     for number, item in enumerate(items):
         passage = item.question.index(max(item.question, key=len)) if len(item.question) > 1 else -1
         for place, text in enumerate(item.texts):
-            words = words_of(text)
+            words = words_of(text)[:MAX_WORDS]
             ids += [vocabulary.setdefault(word, len(vocabulary) + 1) for word in words]
             ids.append(0)
             owners.append(number)

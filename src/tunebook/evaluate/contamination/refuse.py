@@ -7,15 +7,14 @@ from pathlib import Path
 from tunebook.config.choices import Contamination
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError
-from tunebook.evaluate.contamination.result import read_result
-from tunebook.record.contamination import CONTAMINATION_FILE, describe_group, is_refused
+from tunebook.record.contamination import CONTAMINATION_FILE, describe_group, is_refused, read_contamination
 
 
 def refuse_contaminated(run: Path, config: RunConfig) -> None:
     """Raises: DataError if this is asked for and items were found, or could not be looked for."""
     if config.evaluation.contamination is not Contamination.refuse:
         return
-    result = read_result(run)
+    result = read_contamination(run)
     if result is None or result["not_checked"]:
         why = result["not_checked"] if result else "the check failed, and its message is above"
         raise DataError(

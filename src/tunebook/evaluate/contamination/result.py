@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 from tunebook.evaluate.contamination.items import MAX_ITEMS_WITH_RUN, Item, ItemGroup
 from tunebook.evaluate.contamination.search import MAX_DOCUMENTS_WITH_RUN, MAX_SHARE_WITH_RUN, NONE, Found
 from tunebook.evaluate.contamination.words import ANCHOR, GRAM, words_of
-from tunebook.files import atomic_write_json, read_json
-from tunebook.record.contamination import CONTAMINATION_FILE, KINDS
+from tunebook.files import atomic_write_json
+from tunebook.record.contamination import CONTAMINATION_FILE, FORMAT, KINDS
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-FORMAT = 1  # increment it when the method or a key changes, so that nothing older is reused
 NUM_EXAMPLES = 3  # of each group
 _EXCERPT = 200  # characters of an item
 METHOD = {
@@ -31,13 +30,6 @@ METHOD = {
     "max_documents_with_run": MAX_DOCUMENTS_WITH_RUN,
     "max_share_of_documents_with_run": MAX_SHARE_WITH_RUN,
 }
-
-
-def read_result(run: Path) -> dict[str, Any] | None:
-    """The content of a run's file; None if it has none, or one of another format."""
-    file = run / CONTAMINATION_FILE
-    result: dict[str, Any] | None = read_json(file) if file.is_file() else None
-    return result if isinstance(result, dict) and result.get("format") == FORMAT else None
 
 
 def write_result(run: Path, result: Mapping[str, Any]) -> None:
