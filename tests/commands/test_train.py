@@ -74,14 +74,16 @@ def shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def test_a_dry_run_shows_what_a_job_starts_in_containers(capsys: pytest.CaptureFixture[str]) -> None:
     image = ["launcher.container_image=registry/x:1", "launcher.container_runtime=docker"]
-    (ranks, after) = shown([*image, "evaluation.before=false"], capsys)
-    for command in (ranks, after):
+    check, ranks, after = shown([*image, "evaluation.before=false"], capsys)
+    for command in (check, ranks, after):
         assert command.startswith("srun --nodes 1 --ntasks 1 ")
         assert " docker run --rm " in command
         assert " registry/x:1 -m tunebook.launch.node /runs/1 --meet '<address>:<port>'" in command
+    assert check.endswith("--evaluate contamination")
     assert not ranks.endswith("--evaluate after")
     assert after.endswith("--evaluate after")
-    before, ranks = shown([*image, "evaluation.before=true", "evaluation.after=false"], capsys)
+    unchecked = [*image, "evaluation.contamination=disabled"]
+    before, ranks = shown([*unchecked, "evaluation.before=true", "evaluation.after=false"], capsys)
     assert before.endswith("--evaluate before")
     assert "--evaluate" not in ranks
     assert len(shown([*image, "evaluation=none"], capsys)) == 1

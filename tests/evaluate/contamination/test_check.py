@@ -83,8 +83,8 @@ def test_a_validation_part_that_was_cut_off_by_share_has_near_copies_in_the_rest
         end.writelines(json.dumps(row) + "\n" for row in rows)
     run, _ = checked_run(file, validation_share=0.1)
     found = check(run)
-    assert list(found["groups"]) == ["validation"]
-    group = found["groups"]["validation"]
+    assert list(found["groups"]) == ["validation part"]
+    group = found["groups"]["validation part"]
     assert group["num_items"] > 20
     assert group["num_exact"] > 0.7 * group["num_items"], "the copy of a held-out document is mostly trained on"
     assert group["num_exact"] + group["num_clean"] == group["num_items"]
@@ -101,7 +101,7 @@ def test_documents_of_tokens_are_decoded(checked_run: MakeRun, tokenizer: Any, t
     held = tmp_path / "held.jsonl"
     held.write_text(file.read_text().splitlines()[0] + "\n")
     run, _ = checked_run(file, validation_path=str(held), format=Format.pretokenized)
-    assert counts(check(run)["groups"]["validation"]) == [1, 0, 0, 0]
+    assert counts(check(run)["groups"]["validation part"]) == [1, 0, 0, 0]
 
 
 def test_documents_that_are_gone_or_others_are_reported(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_VALIDATION_ITEMS = 10_000  # of a larger part, so many from all over it: the index keeps items in memory
-VALIDATION = "validation"
+VALIDATION = "validation part"  # with a blank, which no task has in its name
 _BATCH = 500  # documents in memory ...
 _BATCH_CHARACTERS = 4_000_000  # ... and their text that is searched at once
 
