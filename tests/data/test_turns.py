@@ -10,6 +10,7 @@ import pytest
 from tunebook.config.choices import Format
 from tunebook.data.formats import FormatSettings, Normaliser
 from tunebook.data.problems import DocumentError
+from tunebook.data.turns import texts_of_turn
 
 ASK = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
@@ -209,3 +210,9 @@ def test_the_name_of_a_speaker_is_kept() -> None:
 def test_flags_hold_for_calls_too() -> None:
     messages = row(chat(called(tool_calls=[CALL], loss=False), {"role": "tool", "content": "1"}, ANSWER))["messages"]
     assert [one["train"] for one in messages] == [False, False, False, True]
+
+
+def test_the_texts_of_a_turn_are_those_that_a_model_reads() -> None:
+    call = {"name": "f", "arguments": {"a": ["x", {"b": "y"}], "n": 3}}
+    found = row(chat(called(tool_calls=[call], reasoning="why"), {"role": "tool", "content": ""}, ANSWER))["messages"]
+    assert [texts_of_turn(one) for one in found] == [["q"], ["why", "x", "y"], [], ["a"]]

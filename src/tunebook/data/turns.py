@@ -80,6 +80,20 @@ def read_turns(
     return [_pack(turn) for turn in turns]
 
 
+def texts_of_turn(turn: Turn) -> list[str]:
+    """The texts of a corpus row's turn: its content, its reasoning, and the arguments of its calls."""
+    details = json.loads(turn["details"]) if turn.get("details") else {}
+    arguments = [call["function"]["arguments"] for call in details.get("tool_calls", ())]
+    return [text for text in (turn["content"], details.get("reasoning"), *_texts_in(arguments)) if text]
+
+
+def _texts_in(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for one in values for text in _texts_in(one)]
+
+
 def make_turn(role: str, content: object, name: str) -> Turn:
     """A turn with a known role, whose content is the document's field `name`."""
     return {"role": role, "content": check_text(content, f"'{name}'"), "train": role == "assistant", "details": None}

@@ -112,7 +112,7 @@ def test_conversations_are_numbered_as_the_harness_does(tmp_path: Path) -> None:
         ({"prompt": "p", "completion": "c"}, Item(number=5, question=("p",), answers=("c",))),
         (
             {"messages": [{"role": "assistant", "content": "Hello."}, {"role": "tool", "content": None}]},
-            Item(number=5, question=("",), answers=("Hello.",)),
+            Item(number=5, question=("Hello.",)),
         ),
     ],
 )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tunebook.config.schema import RunConfig
 from tunebook.data.corpus import Corpus, CorpusKind
 from tunebook.data.prepare import vocabulary
+from tunebook.data.turns import texts_of_turn
 from tunebook.errors import DataError
 from tunebook.evaluate.contamination.items import Item, ItemGroup, document_item
 from tunebook.evaluate.contamination.search import Texts
@@ -80,7 +81,7 @@ class Documents:
     def _texts(self, row: Mapping[str, Any]) -> Texts:
         kind = self.corpus.kind
         if kind is CorpusKind.conversation:
-            return [turn["content"] or "" for turn in row["messages"]]
+            return [text for turn in row["messages"] for text in texts_of_turn(turn)]
         if kind is CorpusKind.prompt_completion:
             return [row["prompt"], row["completion"]]
         return [self._decode(row) if kind is CorpusKind.tokens else row["text"]]

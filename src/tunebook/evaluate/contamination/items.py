@@ -14,6 +14,7 @@ from tunebook.config.choices import Format
 from tunebook.data.formats import FormatSettings, Normaliser
 from tunebook.data.problems import DocumentError, DocumentProblems
 from tunebook.data.readers import read_records
+from tunebook.data.turns import texts_of_turn
 from tunebook.evaluate.contamination.words import join, words_of
 
 MAX_ITEMS_WITH_RUN = 10  # a run of words in more items of one task is common text, such as an instruction
@@ -146,9 +147,9 @@ def conversation_items(name: str, file: Path, limit: int | None) -> ItemGroup:
     return ItemGroup(name=name, items=items, num_all=len(items))
 
 
-def _of_turns(number: int, turns: Iterable[Mapping[str, Any]]) -> Item:
+def _of_turns(number: int, turns: Iterable[dict[str, Any]]) -> Item:
     """An item whose question is the user's turns, and whose expected answers are the assistant's."""
-    spoken = [(turn["role"], turn["content"] or "") for turn in turns if turn["role"] != "system"]
+    spoken = [(turn["role"], text) for turn in turns if turn["role"] != "system" for text in texts_of_turn(turn)]
     answers = tuple(text for role, text in spoken if role == "assistant")
     asked = tuple(text for role, text in spoken if role != "assistant")
     return Item(number=number, question=asked or answers, answers=answers if asked else ())
