@@ -37,7 +37,6 @@ OF_ATTENTION = frozenset({"o_proj", "dense", "out_proj"})
 _OF_INNER = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"})  # GPT-2's attention also has a c_proj
 _READING = OF_ATTENTION.union(_OF_INNER, *READERS)
 _ROUTER = "gate"  # small
-_HIDDEN_LAYERS = 6.0  # most linear layers of a decoder layer that read hidden numbers
 
 
 def kept_by_layers(config: RunConfig, facts: ModelFacts) -> float:
@@ -272,7 +271,7 @@ def _inputs_under_zero3(config: RunConfig, facts: ModelFacts) -> float:
     if is_cast_by_deepspeed(config):
         return 4.0 * hidden + 2.0 * inner if has_drop else -8.0 * hidden
     inputs = of_layers(facts, _measured(facts).linear_inputs) / max(1, facts.num_layers) - inner
-    products = min(_HIDDEN_LAYERS, max(0.0, inputs / max(1, hidden))) * hidden
+    products = max(0.0, inputs)
     if stream_element(config) == 2:
         return 4.0 * hidden + 2.0 * products + 4.0 * inner
     return (8.0 * hidden + 2.0 * products if has_drop else 12.0 * hidden - 2.0 * products) + 4.0 * inner

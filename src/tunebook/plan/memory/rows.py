@@ -99,10 +99,6 @@ def _layer_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     yield Row("at work in a layer's backward pass", Kind.activations, at_work, Moment.last, Moment.middle)
     if is_recomputed(config) or reduces_layers(config, facts):
         yield Row("kept by the first layer", Kind.activations, one, Moment.first, Moment.first)
-    elif config.activation.offload:
-        # Two runs on H200s: 0.30 GiB of 5 layers of Llama 3 8B, 0.48 of Qwen2.5-7B (h200x2_held_out).
-        back = 16.0 * tokens_per_pass(config) * facts.hidden_size
-        yield Row("brought back for the first layer", Kind.activations, back, Moment.first, Moment.first)
 
 
 def _head_rows(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iterator[Row]:

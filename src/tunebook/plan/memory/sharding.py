@@ -27,10 +27,10 @@ from tunebook.plan.memory.states import (
 )
 from tunebook.plan.memory.work import is_recomputed
 
-# Number of buckets that DeepSpeed holds with overlap_comm (its documentation): 8.4 GiB for 5e8 elements in fp32 on
-# H200s. With a frozen model, DeepSpeed allocates 1.5 of them whatever is trained, and 2 in a backward pass
-# (setup_buckets).
-_OVERLAPPING_BUCKETS, _OF_ADAPTERS, _IN_BACKWARD = 4.5, 1.5, 2.0
+# Number of buckets that stages 1 and 2 hold with an offloaded optimizer and overlap_comm: 4.5 by DeepSpeed's
+# documentation of overlap_comm, and in eight recorded runs. With adapters, six recorded runs held 1.5, and 2 in a
+# backward pass, which allocates two (deepspeed 0.19.8, stage_1_and_2.py, setup_buckets).
+_OVERLAPPING, _OVERLAPPING_ADAPTERS, _OVERLAPPING_ADAPTERS_BACKWARD = 4.5, 1.5, 2.0
 _LIVE_PARAMETERS = 1_000_000_000  # most parameters that ZeRO-3 keeps gathered by default
 
 
@@ -175,7 +175,6 @@ def _fsdp_backward_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     """
     layers, element, parameters = facts.num_layers, product_element(config), count_parameters(config, facts)
     yield _row("gathered layers, and the gradient of one", _gathered(config, facts), Moment.last, Moment.last)
-    yield _row("a layer more", _layer_more(config, facts), Moment.last, Moment.last)
     if reduces_layers(config, facts):
         tied = float(element * parameters.embeddings * facts.tie_word_embeddings)
         layer = parameters.layers / layers
@@ -188,17 +187,6 @@ def _fsdp_backward_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
         # The gradient in fp32 in transit, and as it was computed (9 layers of Llama 3 8B on two H200).
         embeddings = float(parameters.trained_embeddings * (4 + element))
         yield _row("gradient of the embeddings, being sent", embeddings, Moment.end, Moment.end)
-
-
-def _layer_more(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes of one additional gathered layer: bf16 adapters on several ranks, recomputed and not compiled.
-
-    Measured: 0.9 and 1.0 layers of Llama 3.2 3B and Qwen3-8B with few tokens (two H200).
-    """
-    is_lora_in_bf16 = config.peft.method is PeftMethod.lora and weight_element(config) == 2
-    if num_ranks(config) == 1 or not is_lora_in_bf16 or config.model.compile_layers or not is_recomputed(config):
-        return 0.0
-    return product_element(config) * count_parameters(config, facts).layers / max(1, facts.num_layers)
 
 
 def _gathered_ahead(config: RunConfig, facts: ModelFacts) -> float:
@@ -216,8 +204,8 @@ def _gathered_ahead(config: RunConfig, facts: ModelFacts) -> float:
 def _gathered(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of layers gathered in a backward pass, with one layer's gradient: two layers, or all that were kept.
 
-    One rank with adapters prefetches nothing and has no gradients of frozen weights: it holds one layer and one
-    arriving weight (1.58 of the 1.64 GiB that 5 layers of Qwen2.5-7B had beyond activations, H200).
+    One rank with adapters holds one layer: it prefetches nothing (torch 2.13, _fsdp_param_group.py, wait_for_unshard),
+    and frozen weights have no gradients.
     """
     if divided_among(config).weights == 1 and not has_parameters_away(config):
         return 0.0
@@ -226,8 +214,7 @@ def _gathered(config: RunConfig, facts: ModelFacts) -> float:
     whole = in_four_bits * FOUR_BIT_BYTES + (parameters.layers - in_four_bits) * element
     layer = whole / max(1, facts.num_layers)
     if not _is_full(config) and num_ranks(config) == 1:
-        arriving: float = FOUR_BIT_BYTES if in_four_bits else _arriving_element(config)
-        return layer + arriving * max(weight_sizes(facts).values(), default=0.0)
+        return layer
     return (layer if _is_full(config) else 0.0) + (whole if strategy_facts(config).keeps_gathered else 2 * layer)
 
 
@@ -257,7 +244,9 @@ def _zero_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
         yield _row("buckets of gradients", buckets, Moment.reduce, Moment.last)
         yield _row("buckets of gradients", buckets, Moment.step, Moment.step)
         return
-    forward, backward = (_OVERLAPPING_BUCKETS,) * 2 if _is_full(config) else (_OF_ADAPTERS, _IN_BACKWARD)
+    forward, backward = _OVERLAPPING_ADAPTERS, _OVERLAPPING_ADAPTERS_BACKWARD
+    if _is_full(config):
+        forward = backward = _OVERLAPPING
     if not settings.overlap_comm:
         forward = backward = 1.0
     yield _row("buckets of gradients", forward * bucket, Moment.start, Moment.reduce)
@@ -268,7 +257,7 @@ def _zero_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
 def _zero3_rows(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> Iterator[Row]:
     """Rows of parameters that stage 3 keeps gathered, and of the gathered output head and its partitioned gradient."""
     ranks, is_cast = num_ranks(config), config.precision.compute is not Compute.fp32
-    yield _row("buckets of ZeRO-3", weight_element(config) * _typed_buckets(settings, facts), Moment.start, Moment.end)
+    yield _row("configured buffers of ZeRO-3", _configured_buffers(config, facts, settings), Moment.start, Moment.end)
     is_away = has_parameters_away(config)
     if ranks == 1:
         if is_away:
@@ -295,7 +284,11 @@ def _kept_gathered(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def _live_parameters(config: RunConfig, facts: ModelFacts) -> float:
-    """The most parameters that ZeRO-3 keeps gathered, from traces and runs on H200s.
+    """The most parameters that ZeRO-3 keeps gathered, from traces and nine runs on H200s.
+
+    It keeps a parameter that is used again within a billion numbers (deepspeed 0.19.8,
+    partitioned_param_coordinator.py, __params_to_release). The backward pass uses the layers in reverse, so the layers
+    of the last half billion qualify.
 
     Full training: a billion if the shards are on the GPU (9 layers of Qwen2.5-3B). With shards on the host, half of
     that (12 layers of Qwen2.5-3B), or a billion plus an untied head (4 layers of Qwen2.5-7B). With LoRA: a billion in
@@ -316,24 +309,23 @@ def _on_one_rank(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of a model that ZeRO-3 offloads from a single GPU, with the gradients of a layer and of the head.
 
     With no other rank to gather from, DeepSpeed copies parameters as they are and keeps those that are needed again
-    soon. Two slices of Dolly v2 3B on an H200 held 2.4 GiB more than without offloading, for 0.89B parameters
-    (h200x2_recipes), and 0.5 GiB more from a disk.
+    soon. The embeddings count again for the head that arrives. Two recorded slices of Dolly v2 3B: 3.6% too high with
+    offloading to the host, 0.7% too low with offloading to a disk (h200_memory).
     """
     parameters, element = count_parameters(config, facts), weight_element(config)
-    whole = min(facts.num_parameters, _LIVE_PARAMETERS)  # `_typed_buckets` counts a higher configured limit
+    whole = min(facts.num_parameters, _LIVE_PARAMETERS)  # `_configured_buffers` counts a higher configured limit
     gradients = element * parameters.layers / max(1, facts.num_layers) if _is_full(config) else 0.0
     head = 0.0 if facts.tie_word_embeddings else 4.0 * parameters.trained_head
-    settings, again = config.parallelism, 0
-    if isinstance(settings, ZeroConfig) and settings.offload_parameters is Offload.nvme:
-        again = parameters.embeddings
-    return element * (whole + again) + gradients + head
+    return element * (whole + parameters.embeddings) + gradients + head
 
 
-def _typed_buckets(zero: ZeroConfig, facts: ModelFacts) -> float:
-    """Numbers in ZeRO-3's configured reduce and prefetch buckets; the Trainer's defaults are small.
+def _configured_buffers(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> float:
+    """Bytes of ZeRO-3's configured reduce bucket, and of gathered parameters above the default limit.
 
-    Qwen2.5-3B on 4 H200 held 58.9 GiB with buckets of 2e8 and 2e9 live parameters: 49.8 without this, 57.6 with it.
+    The bucket is one buffer, allocated at the start; the Trainer's default is small. Prefetched parameters count toward
+    the limit (deepspeed 0.19.8, stage3.py, _setup_for_real_optimizer; partitioned_param_coordinator.py,
+    fetch_sub_module). One recorded run configures them: 3.3% too low with these bytes, 10.9% too low without
+    (h200_memory).
     """
-    reduced = (zero.reduce_bucket_size or 0) * (1.0 if zero.overlap_comm is False else _OVERLAPPING_BUCKETS)
-    live = max(0, min(zero.max_live_parameters or 0, facts.num_parameters) - _LIVE_PARAMETERS)
-    return reduced + (zero.prefetch_bucket_size or 0) + live
+    live = max(0, min(settings.max_live_parameters or 0, facts.num_parameters) - _LIVE_PARAMETERS)
+    return float(weight_element(config) * ((settings.reduce_bucket_size or 0) + live))

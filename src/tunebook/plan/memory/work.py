@@ -121,8 +121,7 @@ def _compiled_work(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
     """
     again, is_selective = is_recomputed(config), config.activation.checkpointing is Checkpointing.selective
     if _is_adapter_in_16_bits(config):
-        more = 2 if is_selective and not again else 0
-        return (4 if again and stream_element(config) == 2 else 0), _adapter_work(config, facts) + more
+        return (4 if again and stream_element(config) == 2 else 0), _adapter_work(config, facts)
     if not again and not (is_selective and config.peft.method is PeftMethod.full):
         return 0, 0
     has_norm_after = facts.architecture.startswith(NORM_AFTER_INNER)
