@@ -38,7 +38,7 @@ from tunebook.plan.memory import estimate_memory
 
 RESULTS = Path(__file__).parent / "results" / "h200_memory.jsonl"
 ARCHITECTURES = RESULTS.parent / "h200x2_architectures.jsonl"
-QUANTISED = RESULTS.parent / "h200_quantised.jsonl"
+QUANTIZED = RESULTS.parent / "h200_quantised.jsonl"
 TRACES = RESULTS.parent.parent / "architectures"
 _OF_CHANCE = ("h200x2_held_out.jsonl", "h100_held_out.jsonl", "h100x2_held_out.jsonl")
 HELD_OUT = [RESULTS.parent / name for name in _OF_CHANCE]
@@ -111,10 +111,10 @@ def read_architectures(folder: Path, kinds: Collection[str] = ()) -> list[Measur
     return found
 
 
-def read_quantised(folder: Path) -> list[Measured]:
+def read_quantized(folder: Path) -> list[Measured]:
     """The runs of QLoRA, whose models are read from a folder below `folder`."""
     found = []
-    for line in map(json.loads, QUANTISED.read_text(encoding="utf-8").splitlines()):
+    for line in map(json.loads, QUANTIZED.read_text(encoding="utf-8").splitlines()):
         words = [*line["overrides"], *line.get("resolved", ()), *write_case_model(line, folder)]
         predicted = _predicted("quickstart", words, accumulates=False)
         peaks = {"measured": max(line["memory_gib"]), "reserved": max(line["memory_reserved_gib"])}

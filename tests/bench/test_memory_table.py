@@ -18,7 +18,7 @@ from memory_table import (
     read_architectures,
     read_held_out,
     read_measured,
-    read_quantised,
+    read_quantized,
 )
 
 from tunebook.plan.memory import USABLE_SHARE
@@ -53,7 +53,7 @@ def test_the_plan_is_within_its_bounds_of_every_peak(measured: list[Measured]) -
 
 @pytest.mark.filterwarnings("ignore")
 def test_qlora_is_planned_within_the_same_bounds(tmp_path: Path) -> None:
-    runs = read_quantised(tmp_path)
+    runs = read_quantized(tmp_path)
     assert len(runs) >= 8
     assert not {run.name: f"{run.error:+.1%}" for run in runs if not -0.05 <= run.error <= 0.10}
 
@@ -73,7 +73,7 @@ def test_runs_of_the_books_models_that_chance_drew_are_planned_within_the_same_b
 @pytest.mark.filterwarnings("ignore")  # of architectures, about sizes and positions
 def test_every_recorded_peak_is_planned_within_the_gate(tmp_path: Path, measured: list[Measured]) -> None:
     """The median within 2%, 95% within 10%, the worst within 15%."""
-    runs = [*measured, *read_quantised(tmp_path), *read_held_out(tmp_path), *read_architectures(tmp_path)]
+    runs = [*measured, *read_quantized(tmp_path), *read_held_out(tmp_path), *read_architectures(tmp_path)]
     assert len(runs) >= 535
     errors = sorted(abs(run.error) for run in runs)
     assert statistics.median(errors) <= 0.02

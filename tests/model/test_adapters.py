@@ -1,4 +1,4 @@
-"""Adapters: how a quantised base is stored for each strategy, and that an adapter is only merged whole."""
+"""Adapters: how a quantized base is stored for each strategy, and that an adapter is only merged whole."""
 
 from __future__ import annotations
 

@@ -66,11 +66,11 @@ def test_it_goes_to_the_gpu_with_the_most_memory_free(monkeypatch: pytest.Monkey
     assert note == "its weights are rounded to bfloat16, since they do not fit otherwise"
 
 
-def test_quantised_weights_are_on_the_gpu_already() -> None:
-    quantised: Any = Moved(2, 2)
-    quantised.quantization_method = "bitsandbytes"
-    assert place_on_gpus(quantised, torch.bfloat16) == (quantised, None)
-    assert not hasattr(quantised, "sent")
+def test_quantized_weights_are_on_the_gpu_already() -> None:
+    quantized: Any = Moved(2, 2)
+    quantized.quantization_method = "bitsandbytes"
+    assert place_on_gpus(quantized, torch.bfloat16) == (quantized, None)
+    assert not hasattr(quantized, "sent")
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_who_reads(config_of, choice: str, sharing: str) -> None:
     assert sharing_of(config) is Sharing[sharing]
     config.peft.method = PeftMethod.lora
     assert sharing_of(config) is Sharing[sharing]
-    config.peft.method = PeftMethod.qlora  # quantised on the GPU of each rank while it is read
+    config.peft.method = PeftMethod.qlora  # quantized on the GPU of each rank while it is read
     assert sharing_of(config) is Sharing.each
 
 

@@ -180,7 +180,7 @@ def test_each_kind_of_difference_is_named(untied: PreTrainedModel, tmp_path: Pat
         assert part in raised.value.message
 
 
-def test_quantised_weights_are_not_checked(untied: PreTrainedModel, tmp_path: Path) -> None:
+def test_quantized_weights_are_not_checked(untied: PreTrainedModel, tmp_path: Path) -> None:
     save_file({"extra.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     untied.config.quantization_config = {"quant_method": "bitsandbytes"}
     check_stored_weights(untied, tmp_path)

@@ -14,7 +14,7 @@ import pytest
 
 from tunebook.plan.memory.ledger import Moment
 from tunebook.plan.memory.rows import step_ledger
-from tunebook.plan.memory.states import state_bytes, stepping_bytes
+from tunebook.plan.memory.states import state_bytes, step_gradient_bytes
 
 from ..plan.memory.layers import llama_layers
 
@@ -74,7 +74,7 @@ def test_a_step_takes_what_is_planned_for_it(planned, followed, case):
     before = found["rest"] + 8 * found["num_parameters"] / RANKS
     if case.startswith("3"):
         before -= state_bytes(config, facts).gradients
-    assert before + stepping_bytes(config, facts) == pytest.approx(found["step"], **NEAR)
+    assert before + step_gradient_bytes(config, facts) == pytest.approx(found["step"], **NEAR)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -200,7 +200,7 @@ class PackingMode(Enum):
 
 
 class PeftMethod(Enum):
-    """Which weights are trained: all of them, or low-rank adapters on a frozen (quantised) base."""
+    """Which weights are trained: all of them, or low-rank adapters on a frozen (quantized) base."""
 
     full = "full"
     lora = "lora"

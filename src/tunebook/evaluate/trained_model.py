@@ -31,7 +31,7 @@ SHARE_FOR_COPIES_OF_ONE = 0.9  # for a single conversation, as `model.placement`
 def load_trained(
     config: RunConfig, folder: Path | None, *, is_sharded: bool = False, device: torch.device | None = None
 ) -> PreTrainedModel:
-    """Load `folder` on the CPU (quantised weights: on the GPU); without a folder, load training's initial weights.
+    """Load `folder` on the CPU (quantized weights: on the GPU); without a folder, load training's initial weights.
 
     `is_sharded` loads onto all visible GPUs, some layers on each. `device` loads onto that device, except random
     weights.

@@ -132,13 +132,13 @@ def stated_dtype(config: dict[str, Any]) -> Any:
     return next((found for place in places if (found := first_stated(place, ("dtype", "torch_dtype")))), None)
 
 
-def read_quantiser(model: ModelConfig) -> str | None:
+def read_quantizer(model: ModelConfig) -> str | None:
     """The quantization method of the stored weights by transformers' name, such as gptq; None if not quantized."""
     config = _config_at_hand(model)
-    return quantiser_of(config) if config is not None else None
+    return quantizer_of(config) if config is not None else None
 
 
-def quantiser_of(config: dict[str, Any]) -> str | None:
+def quantizer_of(config: dict[str, Any]) -> str | None:
     """The quantization method of the stored weights by a config.json; None if it has none."""
     places = (config, config.get("text_config", {}))
     stated = next((found for place in places if (found := place.get("quantization_config")) is not None), None)

@@ -16,7 +16,7 @@ from tunebook.model.base_config import (
     ENCODERS,
     model_folder_problem,
     read_dtype,
-    read_quantiser,
+    read_quantizer,
     why_not_causal,
 )
 from tunebook.plan.architecture import base_model
@@ -230,13 +230,13 @@ def test_weights_of_an_unknown_format_are_refused(model, built, dtype):
 
 def test_the_format_may_be_stated_with_the_language_part(model, built):
     assert read_dtype(model(dtype=None, text_config={"dtype": "bfloat16"})) == "bfloat16"
-    quantised = model(dtype="float8_e4m3fn", quantization_config={"quant_method": "fp8"})
-    quantised.weights = Weights.pretrained
-    assert read_facts(quantised) is None and built == []  # a rule says more
+    quantized = model(dtype="float8_e4m3fn", quantization_config={"quant_method": "fp8"})
+    quantized.weights = Weights.pretrained
+    assert read_facts(quantized) is None and built == []  # a rule says more
 
 
 @pytest.mark.parametrize(
-    ("stated", "quantiser"),
+    ("stated", "quantizer"),
     [
         ({}, None),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
@@ -246,13 +246,13 @@ def test_the_format_may_be_stated_with_the_language_part(model, built):
     ],
     ids=str,
 )
-def test_what_quantised_the_weights(model, stated, quantiser):
-    assert read_quantiser(model(**stated)) == quantiser
+def test_what_quantized_the_weights(model, stated, quantizer):
+    assert read_quantizer(model(**stated)) == quantizer
 
 
-def test_a_config_that_cannot_be_read_says_nothing_of_quantisation(model):
-    assert read_quantiser(model(text="{")) is None
-    assert read_quantiser(ModelConfig(path="not/there")) is None
+def test_a_config_that_cannot_be_read_says_nothing_of_quantization(model):
+    assert read_quantizer(model(text="{")) is None
+    assert read_quantizer(ModelConfig(path="not/there")) is None
 
 
 def test_the_cache_is_not_asked_for_more_than_the_facts_of_a_group_file(monkeypatch):
@@ -260,7 +260,7 @@ def test_the_cache_is_not_asked_for_more_than_the_facts_of_a_group_file(monkeypa
         monkeypatch.setattr(module, "config_file", lambda _: pytest.fail("asked"))
     layers = traced(is_of_the_book=True)
     named = ModelConfig(name="organisation/model", facts=ModelFacts(architecture="XForCausalLM", measured=layers))
-    assert read_quantiser(named) is None and why_not_causal(named) is None
+    assert read_quantizer(named) is None and why_not_causal(named) is None
 
 
 def test_the_cache_is_asked_where_the_layers_were_measured(model, monkeypatch, tmp_path):
@@ -268,7 +268,7 @@ def test_the_cache_is_asked_where_the_layers_were_measured(model, monkeypatch, t
     for module in (base_config, base_model):
         monkeypatch.setattr(module, "config_file", lambda _: tmp_path / "config.json")
     facts = ModelFacts(architecture="LlamaForCausalLM", measured=traced())
-    assert read_quantiser(ModelConfig(name="organisation/model", facts=facts)) == "gptq"
+    assert read_quantizer(ModelConfig(name="organisation/model", facts=facts)) == "gptq"
 
 
 @pytest.mark.parametrize(

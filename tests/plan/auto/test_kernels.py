@@ -142,7 +142,7 @@ NOT_COMPILED = {
     "zero2_offload": ({"parallelism": parallel(Strategy.zero2, **ON_THE_HOST)}, "are in host memory"),
     "fsdp_offload": ({"parallelism": parallel(Strategy.fsdp, offload_parameters=Offload.cpu)}, "are in host memory"),
     "activation_offload": ({"activation.offload": True}, "are in host memory"),
-    "qlora": ({"peft.method": PeftMethod.qlora}, "a quantised base yet (peft=qlora)"),
+    "qlora": ({"peft.method": PeftMethod.qlora}, "a quantized base yet (peft=qlora)"),
 }
 
 

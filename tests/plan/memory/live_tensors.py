@@ -107,7 +107,7 @@ def saved_by_a_layer(
     return kept[MIDDLE] / TOKENS, left[MIDDLE] / TOKENS
 
 
-def adapted(model: Any, targets: tuple[str, ...], *, dropout: float = 0.0) -> Any:
+def inputs_with_adapter(model: Any, targets: tuple[str, ...], *, dropout: float = 0.0) -> Any:
     """With LoRA of rank 1 on these products. Modules are not moved, which fails without memory."""
     lora = LoraConfig(r=1, target_modules=list(targets) or "all-linear", lora_dropout=dropout, task_type="CAUSAL_LM")
     with mock.patch.object(nn.Module, "to", lambda module, *_, **__: module):
@@ -182,7 +182,7 @@ def _build(way: Way, hidden: int, inner: int, *, kind: str = "llama", attention:
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=way.weights, attn_implementation=attention)
     if way.is_adapter:
-        model = adapted(model, way.targets, dropout=way.dropout)
+        model = inputs_with_adapter(model, way.targets, dropout=way.dropout)
         for weight in model.parameters():
             if weight.requires_grad:
                 weight.data = weight.data.to(way.adapters)

@@ -144,7 +144,7 @@ def test_what_a_node_holds_while_loading(eight, settings, weights, gigabytes):
     assert loading_bytes(config, facts) == pytest.approx(gigabytes * BILLION)
 
 
-def test_quantised_weights_are_read_one_by_one_by_each_rank(eight):
+def test_quantized_weights_are_read_one_by_one_by_each_rank(eight):
     config, facts = eight
     config.parallelism, config.peft.method = FsdpConfig(strategy=Strategy.fsdp), PeftMethod.qlora
     assert loading_bytes(config, facts) == 4 * 4 * 100_000 * 1000

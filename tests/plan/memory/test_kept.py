@@ -319,9 +319,9 @@ def test_the_output_heads_tiles(sound, is_one_pass, master, expected):
     sound.model.one_pass_head, sound.precision.master_weights = is_one_pass, master
     sound.packing.row_length = 8192
     there = step_ledger(sound, sound.model.facts, accumulates=False).at(Moment.head)
-    found = {row.what: row.num_bytes for row in there}
-    assert found["a tile of logits"] + found.get("the head's weight, cast", 0) == expected
-    assert found["of the last norm"] == 16 * 8192 * 896
+    found = {row.label: row.num_bytes for row in there}
+    assert found["a tile of logits"] + found.get("cast weight of the head", 0) == expected
+    assert found["last norm"] == 16 * 8192 * 896
     assert found["gradient of the head in fp32"] == 4 * 151_936 * 896
 
 

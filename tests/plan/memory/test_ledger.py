@@ -29,7 +29,7 @@ def fullest(config, facts, *, accumulates):
 def row_bytes(config, facts, moment, *names):
     """Bytes of the named rows at a moment."""
     rows = step_ledger(config, facts, accumulates=False).at(moment)
-    return sum(row.num_bytes for row in rows if row.what in names)
+    return sum(row.num_bytes for row in rows if row.label in names)
 
 
 def test_a_row_is_there_from_its_first_moment_to_its_last():
@@ -156,8 +156,8 @@ def test_zero_3_gathers_and_scatters_the_head(sound, is_tied):
     facts = replace(sound.model.facts, tie_word_embeddings=is_tied)
     sound.hardware.gpus_per_node, sound.parallelism = 2, ZeroConfig(strategy=Strategy.zero3)
     arriving, sent = (
-        (Moment.gather, "the output head that arrives"),
-        (Moment.reduce, "gradient of the output head, being sent"),
+        (Moment.gather, "output head being gathered"),
+        (Moment.reduce, "gradient of the output head in transit"),
     )
     assert row_bytes(sound, facts, *arriving) == 1.5 * 4 * EMBEDDINGS
     assert row_bytes(sound, facts, *sent) == (0 if is_tied else (2 + 4 / 2) * EMBEDDINGS)
@@ -169,7 +169,7 @@ def test_fsdp_reduces_the_embeddings_last(sound):
     """Seen with 9 layers of Llama 3 8B on two H200: 2.94 GiB for embeddings of 525 million numbers."""
     facts = sound.model.facts
     sound.hardware.gpus_per_node, sound.parallelism = 8, FsdpConfig(strategy=Strategy.fsdp)
-    sent = "gradient of the embeddings, being sent"
+    sent = "gradient of the embeddings in transit"
     assert row_bytes(sound, facts, Moment.end, sent) == 6 * EMBEDDINGS
     there = step_ledger(sound, facts, accumulates=False).at(Moment.end)
     gradients = sum(row.num_bytes for row in there if row.kind is Kind.gradients)
@@ -183,7 +183,7 @@ def test_the_buckets_of_zero_2_are_made_when_the_backward_pass_begins(sound):
     sound.hardware.gpus_per_node = 2
     sound.parallelism = ZeroConfig(strategy=Strategy.zero2, overlap_comm=True, reduce_bucket_size=10_000_000)
     ledger = step_ledger(sound, sound.model.facts, accumulates=False)
-    there = [moment for moment in Moment if any(row.what == "buckets of gradients" for row in ledger.at(moment))]
+    there = [moment for moment in Moment if any(row.label == "gradient buckets" for row in ledger.at(moment))]
     assert there[0] is Moment.reduce and Moment.last in there and there[-1] is Moment.step
 
 

@@ -108,7 +108,7 @@ def test_dolly_has_the_layers_of_gpt_neox():
     assert estimate_memory(config, facts).weights_gib == pytest.approx(4 * 2_775_086_080 / GIB)
 
 
-def test_only_linear_layers_are_quantised(unusual):
+def test_only_linear_layers_are_quantized(unusual):
     """transformers 5 keeps the experts of a layer in one tensor, which bitsandbytes leaves as it is."""
     unusual.peft.method = PeftMethod.qlora
     facts = unusual.model.facts

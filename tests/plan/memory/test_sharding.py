@@ -255,7 +255,7 @@ def test_zero_3_on_one_gpu_keeps_offloaded_parameters_that_come_again_soon(sound
 def reducing(config):
     """Bytes of the buckets of stages 1 and 2 while gradients are reduced."""
     rows = step_ledger(config, config.model.facts, accumulates=False).at(Moment.last)
-    return sum(row.num_bytes for row in rows if row.what == "buckets of gradients")
+    return sum(row.num_bytes for row in rows if row.label == "gradient buckets")
 
 
 @pytest.mark.parametrize("strategy", [Strategy.zero1, Strategy.zero2])

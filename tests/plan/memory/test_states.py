@@ -12,7 +12,7 @@ from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.parallel.deepspeed import uses_autocast
 from tunebook.plan.memory import GIB, estimate_memory
-from tunebook.plan.memory.states import state_bytes, states_anywhere
+from tunebook.plan.memory.states import state_bytes, state_bytes_with_offloaded
 
 MIB = 2**20
 CAST = MixedPrecision.cast
@@ -49,7 +49,7 @@ def test_moments_of_bitsandbytes_in_32_bits_are_fp32_beside_bf16_weights(sound):
     found = {}
     for name in (OptimizerName.adamw, OptimizerName.paged_adamw_32bit):
         sound.optimizer.name = name
-        found[name] = states_anywhere(sound, sound.model.facts).optimizer / sound.model.facts.num_parameters
+        found[name] = state_bytes_with_offloaded(sound, sound.model.facts).optimizer / sound.model.facts.num_parameters
     assert found == {OptimizerName.adamw: 4, OptimizerName.paged_adamw_32bit: 8}
 
 
@@ -60,7 +60,7 @@ def test_moments_of_matrices_and_of_the_rest(sound, name, moments):
     embeddings = sound.model.facts.vocab_size * sound.model.facts.hidden_size
     in_layers = sound.model.facts.num_parameters - embeddings
     expected = moments[0] * in_layers + moments[1] * embeddings
-    assert states_anywhere(sound, sound.model.facts).optimizer == expected
+    assert state_bytes_with_offloaded(sound, sound.model.facts).optimizer == expected
 
 
 def test_fp16_is_what_deepspeed_casts_whatever_is_set(sound):

@@ -479,17 +479,17 @@ CASES = [
     ),
     case("warm-up-longer-than-run", "100 .*=20", {"schedule.warmup_steps": 100}, {"training.max_steps": 20}),
     case("warm-up-ignored", "no warm-up", {"schedule.warmup_share": 0.1}, {"schedule.name": ScheduleName.constant}),
-    # quantised
-    case("quantised-base-in-full", "gptq; name the model without", {"model.name": None, "model.path": "gptq"}),
-    case("quantised-base-in-full", "_4bit, and only an adapter", {"model.name": None, "model.path": "four_bit"}),
-    case("quantised-base-in-full", "mxfp4; name the model without", {"model.name": None, "model.path": "mxfp4"}),
-    case("quantised-base-in-full", "gptq", {"model.name": None, "model.path": "gptq"}, {**FP8, **COMPILED}),
-    case("quantised-base-in-full", "_4bit, and only", {"model.name": None, "model.path": "four_bit"}, FP8 | COMPILED),
-    case("quantised-base-not-trainable", "over mxfp4", {"model.name": None, "model.path": "mxfp4"}, LORA),
-    case("quantised-base-not-trainable", "over gptq", {"model.name": None, "model.path": "gptq"}, LORA),
-    case("quantised-base-not-trainable", "what peft=qlora", {"model.name": None, "model.path": "four_bit"}, LORA),
-    case("quantised-twice", "by bitsandbytes_4bit, .*by gptq", {"model.name": None, "model.path": "gptq"}, QLORA),
-    case("quantised-twice", "is quantised by mxfp4", {"model.name": None, "model.path": "mxfp4"}, QLORA),
+    # quantized
+    case("quantized-base-in-full", "gptq; name the model without", {"model.name": None, "model.path": "gptq"}),
+    case("quantized-base-in-full", "_4bit, and only an adapter", {"model.name": None, "model.path": "four_bit"}),
+    case("quantized-base-in-full", "mxfp4; name the model without", {"model.name": None, "model.path": "mxfp4"}),
+    case("quantized-base-in-full", "gptq", {"model.name": None, "model.path": "gptq"}, {**FP8, **COMPILED}),
+    case("quantized-base-in-full", "_4bit, and only", {"model.name": None, "model.path": "four_bit"}, FP8 | COMPILED),
+    case("quantized-base-not-trainable", "over mxfp4", {"model.name": None, "model.path": "mxfp4"}, LORA),
+    case("quantized-base-not-trainable", "over gptq", {"model.name": None, "model.path": "gptq"}, LORA),
+    case("quantized-base-not-trainable", "what peft=qlora", {"model.name": None, "model.path": "four_bit"}, LORA),
+    case("quantized-twice", "by bitsandbytes_4bit, .*by gptq", {"model.name": None, "model.path": "gptq"}, QLORA),
+    case("quantized-twice", "is quantized by mxfp4", {"model.name": None, "model.path": "mxfp4"}, QLORA),
     # running
     case("validation-missing", "none are held out", {"training.evaluate_every_steps": 10}),
     case(

@@ -41,10 +41,10 @@ FP32_ON_CPU = ON_CPU | {"precision.compute": Compute.fp32, "attention.implementa
 
 
 @pytest.fixture(autouse=True)
-def quantised_models(tmp_path, monkeypatch):
-    for name, quantised in BY.items():
+def quantized_models(tmp_path, monkeypatch):
+    for name, quantized in BY.items():
         (tmp_path / name).mkdir()
-        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "quantization_config": quantised}
+        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "quantization_config": quantized}
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "FOLDER").mkdir()
     (tmp_path / "FOLDER" / "config.json").write_text(json.dumps({"model_type": "llama"}))
@@ -52,7 +52,7 @@ def quantised_models(tmp_path, monkeypatch):
 
 
 def typed(fix: str) -> dict[str, Any]:
-    """What the first of a fix's alternatives sets. FOLDER is a model without quantisation here."""
+    """What the first of a fix's alternatives sets. FOLDER is a model without quantization here."""
     pairs = [word.split("=", 1) for word in shlex.split(fix.split(" or ")[0])]
     return {{"peft": "peft.method"}.get(key, key): yaml.safe_load(text) for key, text in pairs}
 
@@ -68,7 +68,7 @@ def base(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("place", [{}, FP32_ON_CPU], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("method", list(PeftMethod), ids=lambda method: method.name)
 @pytest.mark.parametrize("name", BY)
-def test_over_a_quantised_base_every_fix_ends_the_matter(name, method, place, sound, changed):
+def test_over_a_quantized_base_every_fix_ends_the_matter(name, method, place, sound, changed):
     config = changed(sound, base(name) | {"peft.method": method} | place)
     is_qlora = method is PeftMethod.qlora
     if name == "four_bit" and is_qlora and not place:
@@ -96,11 +96,11 @@ def test_over_a_quantised_base_every_fix_ends_the_matter(name, method, place, so
     ],
     ids=str,
 )
-def test_what_to_type_over_a_quantised_base(name, values, fix, sound, changed):
+def test_what_to_type_over_a_quantized_base(name, values, fix, sound, changed):
     assert list(errors(changed(sound, base(name) | values)).values()) == [fix]
 
 
-def test_random_weights_are_not_quantised(sound, changed):
+def test_random_weights_are_not_quantized(sound, changed):
     config = changed(sound, base("gptq") | LORA | {"model.weights": Weights.random})
     assert errors(config) == {}
 

@@ -200,14 +200,14 @@ def test_all_that_refuse_fp8_name_the_same_format(words, fix, problems_of):
 
 
 @pytest.mark.usefixtures("traces_no_activations")
-def test_a_quantised_base_is_not_sent_to_a_full_fine_tune(problems_of, tmp_path):
+def test_a_quantized_base_is_not_sent_to_a_full_fine_tune(problems_of, tmp_path):
     sizes = {
         "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 4096, "torch_dtype": "bfloat16",
     }  # fmt: skip
-    quantised = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    quantized = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     kind = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(kind | sizes | quantised))
+    (tmp_path / "config.json").write_text(json.dumps(kind | sizes | quantized))
     model = ("model=hub", f"model.path={tmp_path}", *ON_8)
     saved = "peft.modules_to_save=[self_attn,mlp]"
     assert problems_of("zero1_lora", *model, "peft=qlora", saved)["adapter-without-targets"].fix == (

@@ -294,7 +294,7 @@ OFFLOADED = ZeroConfig(strategy=Strategy.zero2, offload_optimizer=Offload.cpu)
         ("parallelism", FsdpConfig(strategy=Strategy.fsdp, offload_parameters=Offload.cpu), "another host's memory"),
         ("activation.offload", True, "another host's memory"),
         ("optimizer.name", OptimizerName.paged_adamw_32bit, "another host's memory"),
-        ("peft.method", PeftMethod.qlora, "a quantised base"),
+        ("peft.method", PeftMethod.qlora, "a quantized base"),
         ("precision.compute", Compute.fp8, "in fp8 only compiled blocks in packed rows were measured"),
         ("precision.compute", Compute.fp32, "precision.tf32=disabled has an estimate"),
         ("attention.implementation", Attention.eager, "attention=eager"),
@@ -333,7 +333,7 @@ def test_several_nodes_have_no_bound_where_one_has_no_estimate() -> None:
     two_nodes = {"hardware__num_nodes": 2, "peft__method": PeftMethod.qlora}
     time = timed(qwen_3b(strategy=Strategy.zero2, gpus=8, **two_nodes))
     assert (time.least_hours, time.most_tokens_per_second) == (None, None)
-    assert time.assumption == "not estimated: no speed was measured with a quantised base (peft=qlora)"
+    assert time.assumption == "not estimated: no speed was measured with a quantized base (peft=qlora)"
 
 
 def test_a_row_that_is_a_little_longer_is_no_step_in_speed() -> None:

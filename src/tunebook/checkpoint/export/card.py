@@ -38,7 +38,7 @@ class ExportOrigin(Origin):
     base_model: dict[str, Any]
     is_adapter: bool
     is_merged: bool
-    base_was_dequantised: bool
+    base_was_dequantized: bool
     dtype: str | None  # None: each tensor as it was stored
     stored_dtypes: list[str]
     num_parameters: int
@@ -106,13 +106,13 @@ def _summary(origin: ExportOrigin, config: RunConfig, name: str) -> list[str]:
     if origin.is_merged:
         what = "A LoRA adapter, merged into its base model:"
     sentences = [f"{what} {base}, {origin.num_parameters:,} numbers{f' in {origin.dtype}' if origin.dtype else ''}."]
-    if origin.base_was_dequantised:
+    if origin.base_was_dequantized:
         sentences.append(
-            "The adapter was trained over a base quantised to 4 bits (QLoRA). It was merged into that base dequantised "
+            "The adapter was trained over a base quantized to 4 bits (QLoRA). It was merged into that base dequantized "
             "to the full format, which differs from the published base by the rounding to 4 bits."
         )
     if origin.is_adapter and config.peft.method is PeftMethod.qlora:
-        sentences.append("It was trained over a base quantised to 4 bits (NF4, double quantisation).")
+        sentences.append("It was trained over a base quantized to 4 bits (NF4, double quantization).")
     if origin.is_adapter and config.model.weights is Weights.random:
         sentences.append("The base had random weights drawn from the run's seed, so the adapter fits that run only.")
     return sentences

@@ -25,7 +25,7 @@ from tunebook.checkpoint.export.model import (
     filled,
     in_format,
     load_base,
-    load_dequantised_base,
+    load_dequantized_base,
     load_folder,
     with_trained,
     without_weights,
@@ -76,7 +76,7 @@ class Written:
     hashes: dict[str, str]  # SHA-256 by file
     num_parameters: int
     check: Comparison
-    base_was_dequantised: bool = False
+    base_was_dequantized: bool = False
 
 
 def base_dtype(config: RunConfig) -> torch.dtype | None:
@@ -152,8 +152,8 @@ def write_merged(work: Work, folder: Path) -> Written:
     import torch
 
     dtype = work.dtype or torch.float32
-    is_quantised = work.config.peft.method is PeftMethod.qlora
-    base = load_dequantised_base(work.config, dtype) if is_quantised else load_base(work.config, dtype)
+    is_quantized = work.config.peft.method is PeftMethod.qlora
+    base = load_dequantized_base(work.config, dtype) if is_quantized else load_base(work.config, dtype)
     assert work.blueprint.adapter is not None
     adapted = with_trained(base, work.blueprint.adapter, work.weights)
     own = logits_of(adapted)
@@ -173,7 +173,7 @@ def write_merged(work: Work, folder: Path) -> Written:
     found = logits_of(load_written(folder, work.config))
     require_same(found, expected, dtype, folder, hashes)
     check = compare(found, own, dtype)
-    return Written(hashes=hashes, num_parameters=count, check=check, base_was_dequantised=is_quantised)
+    return Written(hashes=hashes, num_parameters=count, check=check, base_was_dequantized=is_quantized)
 
 
 def _reference(work: Work) -> Any:

@@ -114,19 +114,19 @@ def load_base(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
     return answering(in_format(base, dtype))
 
 
-def load_dequantised_base(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
+def load_dequantized_base(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The base of a QLoRA run as training computed with it: quantized to 4 bits and back. Raises: RequestError."""
     try:
         importlib.import_module("bitsandbytes")
     except ImportError as error:
         raise RequestError(
-            "--merge: this adapter was trained over a base quantised by bitsandbytes, which is not installed here, so "
+            "--merge: this adapter was trained over a base quantized by bitsandbytes, which is not installed here, so "
             "the base cannot be rounded as it was in training; install it (pip install 'bitsandbytes>=0.50.2,<0.51'; "
             "a CPU is enough), or leave --merge out",
             problem_id="export-merge",
         ) from error
-    quantised: Any = load_model(_on_cpu(config))
-    plain = quantised.dequantize()
+    quantized: Any = load_model(_on_cpu(config))
+    plain = quantized.dequantize()
     plain._weight_conversions = None  # reading and quantizing cannot be reversed; it is saved like a new model
     return answering(in_format(plain, dtype))
 

@@ -250,7 +250,7 @@ def _origin(work: Work, written: Written) -> ExportOrigin:
         base_model=describe_model(work.config.model) | (manifest.get("model") or {}),
         is_adapter=work.is_adapter,
         is_merged=work.is_merged,
-        base_was_dequantised=written.base_was_dequantised,
+        base_was_dequantized=written.base_was_dequantized,
         dtype=short_name(work.dtype) if work.dtype is not None else None,
         stored_dtypes=sorted({short_name(tensor.dtype) for tensor in work.weights.values()}),
         num_parameters=written.num_parameters,

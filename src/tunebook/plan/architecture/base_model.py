@@ -19,7 +19,7 @@ from tunebook.model.base_config import (
     config_file,
     dtype_of,
     first_stated,
-    quantiser_of,
+    quantizer_of,
     read_config,
     stated_dtype,
     stated_key,
@@ -48,7 +48,7 @@ CHOSEN_EXPERTS = (
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # peft=qlora quantizes a base to this format while reading it, and accepts it as it is. Tunebook trains over no other
 # quantization.
-OWN_QUANTISER = "bitsandbytes_4bit"
+OWN_QUANTIZER = "bitsandbytes_4bit"
 
 
 def read_facts(model: ModelConfig, *, is_fp32_only: bool = False) -> ModelFacts | None:
@@ -74,8 +74,8 @@ def read_facts(model: ModelConfig, *, is_fp32_only: bool = False) -> ModelFacts 
 
 def _is_refused_anyway(model: ModelConfig, config: dict[str, Any]) -> bool:
     """Whether a rule refuses the model whatever its facts are, so that minutes of tracing would be wasted."""
-    quantiser = None if model.weights is Weights.random else quantiser_of(config)
-    return quantiser not in (None, OWN_QUANTISER) or why_config_is_not_causal(model, config) is not None
+    quantizer = None if model.weights is Weights.random else quantizer_of(config)
+    return quantizer not in (None, OWN_QUANTIZER) or why_config_is_not_causal(model, config) is not None
 
 
 def _traced(model: ModelConfig, file: Path, sizes: dict[str, Any], is_fp32_only: bool) -> ModelFacts | None:
@@ -174,7 +174,7 @@ def _refuse_unknown_dtype(file: Path, config: dict[str, Any]) -> None:
     Another rule reports quantized weights in more detail.
     """
     dtype = stated_dtype(config)
-    if dtype_of(config) is None and not isinstance(dtype, dict) and quantiser_of(config) is None:
+    if dtype_of(config) is None and not isinstance(dtype, dict) and quantizer_of(config) is None:
         raise broken_config(
             f"{file} says dtype={json.dumps(dtype)}, and weights are trained from {', '.join(DTYPES)}; correct the "
             "file, or name a model that is published in one of these"

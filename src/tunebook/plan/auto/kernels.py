@@ -76,7 +76,7 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
     if is_offloaded(config):
         yield "blocks were not compiled yet where weights, optimizer or activations are in host memory or on a disk"
     if config.peft.method is PeftMethod.qlora:
-        yield "blocks were not compiled over a quantised base yet (peft=qlora)"
+        yield "blocks were not compiled over a quantized base yet (peft=qlora)"
 
 
 def decide_head(config: RunConfig) -> tuple[bool, str]:

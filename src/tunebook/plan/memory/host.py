@@ -23,12 +23,12 @@ from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters, largest_parameter
 from tunebook.parallel.deepspeed import nvme_bytes
 from tunebook.plan.memory.kept import inputs_of_layers, kept_by_layers, kept_by_one_layer
-from tunebook.plan.memory.overhead import PROCESS
+from tunebook.plan.memory.overhead import PROCESS_BYTES
 from tunebook.plan.memory.sharding import cast_copies_bytes
-from tunebook.plan.memory.states import divided_among, paged_bytes, states_anywhere, weight_element
+from tunebook.plan.memory.states import bytes_per_weight, paged_bytes, shard_counts, state_bytes_with_offloaded
 
 # Assumed: a GPU process, whose CUDA build has larger libraries and page-locked buffers.
-GPU_PROCESS = 2 * 2**30
+GPU_PROCESS_BYTES = 2 * 2**30
 # DeepSpeed 0.19.8, runtime/zero/offload_config.py: buffers between host and NVMe, and what else stays on the host.
 _PARAMETER_BUFFERS, _PARAMETER_BUFFER_ELEMENTS, _MAX_IN_CPU = 5, 100_000_000, 1_000_000_000
 _OPTIMIZER_BUFFERS, _SUB_GROUP_ELEMENTS = 4, 1_000_000_000
@@ -67,7 +67,7 @@ def host_bytes(config: RunConfig, facts: ModelFacts, *, tensors: float, is_recom
     offloaded = offloaded_bytes(config, facts)
     kept = offloaded_activation_bytes(config, facts, is_recomputed=is_recomputed)
     return HostBytes(
-        processes=float(ranks * (PROCESS if is_cpu else GPU_PROCESS)),
+        processes=float(ranks * (PROCESS_BYTES if is_cpu else GPU_PROCESS_BYTES)),
         training=ranks * tensors if is_cpu else 0.0,
         loading=loading_bytes(config, facts),
         offload=ranks * (offloaded.host + paged_bytes(config, facts) + kept),
@@ -93,7 +93,7 @@ def offloaded_activation_bytes(config: RunConfig, facts: ModelFacts, *, is_recom
 def offloaded_bytes(config: RunConfig, facts: ModelFacts) -> Offloaded:
     """Bytes of the model's states that one rank keeps off its device."""
     settings = config.parallelism
-    states = states_anywhere(config, facts)
+    states = state_bytes_with_offloaded(config, facts)
     if isinstance(settings, FsdpConfig) and settings.offload_parameters is not Offload.none:
         return Offloaded(host=states.weights + states.gradients + states.optimizer)
     if not isinstance(settings, ZeroConfig):
@@ -111,8 +111,8 @@ def _zero_optimizer(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) 
     """
     if settings.offload_optimizer is Offload.none:
         return 0.0
-    mine = count_parameters(config, facts).trained / divided_among(config).optimizer
-    beside = mine * weight_element(config)
+    mine = count_parameters(config, facts).trained / shard_counts(config).optimizer
+    beside = mine * bytes_per_weight(config)
     if settings.offload_optimizer is Offload.cpu:
         return 16 * mine + beside
     group = min(mine, settings.sub_group_size or _SUB_GROUP_ELEMENTS)
@@ -120,12 +120,12 @@ def _zero_optimizer(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) 
 
 
 def _zero_weights(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> float:
-    weights = states_anywhere(config, facts).weights
+    weights = state_bytes_with_offloaded(config, facts).weights
     if settings.offload_parameters is Offload.none:
         return 0.0
     if settings.offload_parameters is Offload.cpu:
         return weights
-    element, shares = weight_element(config), divided_among(config)
+    element, shares = bytes_per_weight(config), shard_counts(config)
     largest = largest_parameter(facts) / shares.weights
     buffers = _PARAMETER_BUFFERS * max(_PARAMETER_BUFFER_ELEMENTS, largest)
     stays = min(count_parameters(config, facts).trained / shares.weights, _MAX_IN_CPU)
@@ -134,7 +134,7 @@ def _zero_weights(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) ->
 
 def loading_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of weights that the node's ranks hold at once while loading (see `model.load`)."""
-    ranks, element = max(1, config.hardware.gpus_per_node or 1), _loaded_element(config)
+    ranks, element = max(1, config.hardware.gpus_per_node or 1), _loaded_bytes_per_weight(config)
     sharing, largest = sharing_of(config), largest_parameter(facts)
     is_cpu = config.hardware.generation is Generation.cpu
     reads_piecewise = stays_whole(config) or config.peft.method is PeftMethod.qlora
@@ -144,7 +144,7 @@ def loading_bytes(config: RunConfig, facts: ModelFacts) -> float:
     elif sharing is Sharing.send:
         whole = float(element * facts.num_parameters)  # measured: 4.0 bytes for each of 1.01 billion in fp32
     elif sharing is Sharing.scatter:  # measured: twice the largest parameter, on a CPU in every rank
-        whole = 2.0 * largest * weight_element(config) * (ranks if is_cpu else 1)
+        whole = 2.0 * largest * bytes_per_weight(config) * (ranks if is_cpu else 1)
     elif reads_piecewise:  # directly to the training device, one parameter at a time
         whole = float(ranks * largest * element)
     else:
@@ -157,7 +157,7 @@ def _filled_on_host(config: RunConfig, facts: ModelFacts) -> float:
     settings, is_cpu = config.parallelism, config.hardware.generation is Generation.cpu
     is_away = isinstance(settings, ZeroConfig | FsdpConfig) and settings.offload_parameters is Offload.cpu
     is_filled = is_cpu and (stays_whole(config) or sharing_of(config) is Sharing.scatter)
-    return states_anywhere(config, facts).weights if is_away or is_filled else 0.0
+    return state_bytes_with_offloaded(config, facts).weights if is_away or is_filled else 0.0
 
 
 def saving_bytes(config: RunConfig, facts: ModelFacts) -> float:
@@ -166,10 +166,10 @@ def saving_bytes(config: RunConfig, facts: ModelFacts) -> float:
     Saving needs no more GPU memory than a pass: sharded weights are gathered one layer or parameter at a time, when no
     activations exist.
     """
-    parameters, settings, element = count_parameters(config, facts), config.parallelism, weight_element(config)
+    parameters, settings, element = count_parameters(config, facts), config.parallelism, bytes_per_weight(config)
     is_adapter = config.peft.method is not PeftMethod.full
-    states = states_anywhere(config, facts)
-    model = states.weights * divided_among(config).weights  # full model, quantized or not, with the adapter
+    states = state_bytes_with_offloaded(config, facts)
+    model = states.weights * shard_counts(config).weights  # full model, quantized or not, with the adapter
     if isinstance(settings, ZeroConfig) and strategy_facts(config).is_zero3:
         if not settings.gather_weights_on_save:
             return 0.0
@@ -181,6 +181,6 @@ def saving_bytes(config: RunConfig, facts: ModelFacts) -> float:
     return min(float(parameters.trained * element), _LARGEST_FILE)  # copied from rank 0's GPU
 
 
-def _loaded_element(config: RunConfig) -> int:
+def _loaded_bytes_per_weight(config: RunConfig) -> int:
     """Bytes of one weight while it is loaded; DeepSpeed may cast it later."""
     return 2 if config.precision.master_weights is MasterWeights.bf16 else 4

@@ -25,17 +25,19 @@ from tunebook.model.parameters import (
     linear_layers,
     of_layers,
 )
-from tunebook.plan.memory.states import num_ranks, product_element, weight_element
+from tunebook.plan.memory.states import bytes_per_compute_value, bytes_per_weight, num_ranks
 
 # Linear layers, grouped by their input: the output of a layer's first or second norm, which several layers share, the
 # output of the attention, or the inner numbers.
-READERS = (
+SHARED_INPUT_LAYERS = (
     frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"}),
     frozenset({"gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "fc1", "fc_in", "c_fc"}),
 )
-OF_ATTENTION = frozenset({"o_proj", "dense", "out_proj"})
-_OF_INNER = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"})  # GPT-2's attention also has a c_proj
-_READING = OF_ATTENTION.union(_OF_INNER, *READERS)
+ATTENTION_OUTPUT_LAYERS = frozenset({"o_proj", "dense", "out_proj"})
+_MLP_OUTPUT_LAYERS = frozenset(
+    {"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"}
+)  # GPT-2's attention also has a c_proj
+_KNOWN_LAYERS = ATTENTION_OUTPUT_LAYERS.union(_MLP_OUTPUT_LAYERS, *SHARED_INPUT_LAYERS)
 _ROUTER = "gate"  # small
 
 
@@ -51,7 +53,7 @@ def kept_by_one_layer(config: RunConfig, facts: ModelFacts) -> float:
 
 def inputs_of_layers(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of the inputs of all layers, which activation checkpointing keeps."""
-    return float(tokens_per_pass(config) * facts.num_layers * stream_element(config) * facts.hidden_size)
+    return float(tokens_per_pass(config) * facts.num_layers * bytes_per_hidden_value(config) * facts.hidden_size)
 
 
 def left_by_offloading(config: RunConfig, facts: ModelFacts) -> float:
@@ -60,21 +62,23 @@ def left_by_offloading(config: RunConfig, facts: ModelFacts) -> float:
     mode = _mode(config, saved)
     if has_dropout(config):  # each adapter has its own input, as under autocast: none is saved twice
         kernel = mode.rpartition("/")[2]
-        mode = f"{'bf16' if stream_element(config) == 2 else 'autocast'}/adapter/{kernel}"
+        mode = f"{'bf16' if bytes_per_hidden_value(config) == 2 else 'autocast'}/adapter/{kernel}"
     nothing = (0,) * 6
     pair = saved.get(f"{_mode(config, saved)}/{OFFLOADED}", nothing)[2]  # fp32 softmax, with or without dropout
     fixed, each = saved.get(f"{mode}/{OFFLOADED}", nothing)[:2]
     tokens = tokens_per_pass(config)
-    return of_layers(facts, fixed + tokens * (each + pair * attended_length(config))) + _left_under_zero3(config, facts)
+    return of_layers(facts, fixed + tokens * (each + pair * attended_length(config))) + _zero3_left_by_offloading(
+        config, facts
+    )
 
 
-def _left_under_zero3(config: RunConfig, facts: ModelFacts) -> float:
+def _zero3_left_by_offloading(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of norm outputs, which ZeRO-3's linear function saves once for each layer that reads them."""
-    is_full, is_bf16 = config.peft.method is PeftMethod.full, stream_element(config) == 2
+    is_full, is_bf16 = config.peft.method is PeftMethod.full, bytes_per_hidden_value(config) == 2
     is_fp32 = config.precision.compute is Compute.fp32
     if not strategy_facts(config).is_zero3 or is_fp32 or (is_full and is_bf16):
         return 0.0
-    return 2.0 * stream_element(config) * tokens_per_pass(config) * facts.num_layers * facts.hidden_size
+    return 2.0 * bytes_per_hidden_value(config) * tokens_per_pass(config) * facts.num_layers * facts.hidden_size
 
 
 def _kept(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
@@ -100,7 +104,7 @@ def _measured(facts: ModelFacts) -> MeasuredLayers:
 
 def _saved(config: RunConfig, measured: MeasuredLayers) -> dict[str, list[int]]:
     """The traced numbers by mode, for the configured placement of adapters: on stacked experts or not."""
-    named, experts = _named(config), {*measured.expert_adapters}
+    named, experts = _adapted_names(config), {*measured.expert_adapters}
     is_beside = named & (experts | {*measured.adapters}) and not named & (experts - {_ROUTER})
     return measured.saved | measured.saved_without_autocast | (measured.saved_beside_experts if is_beside else {})
 
@@ -136,7 +140,7 @@ def _mode(config: RunConfig, saved: Collection[str]) -> str:
 def _number_format(config: RunConfig) -> str:
     if config.precision.compute is Compute.fp32:
         return "fp32"
-    return "bf16" if stream_element(config) == 2 else "autocast"
+    return "bf16" if bytes_per_hidden_value(config) == 2 else "autocast"
 
 
 def _method(config: RunConfig) -> str:
@@ -149,7 +153,7 @@ def _is_without_autocast(config: RunConfig) -> bool:
     One GPU and DDP run autocast over bf16 weights, under which some norms return fp32. ZeRO-3's linear function and
     bitsandbytes' layers have corrections of their own.
     """
-    is_16_bit = config.precision.compute is not Compute.fp32 and stream_element(config) == 2
+    is_16_bit = config.precision.compute is not Compute.fp32 and bytes_per_hidden_value(config) == 2
     facts, is_qlora = strategy_facts(config), config.peft.method is PeftMethod.qlora
     return is_16_bit and not is_qlora and not facts.is_copied and not facts.is_zero3
 
@@ -159,40 +163,40 @@ def _differences(config: RunConfig, facts: ModelFacts, *, is_compiled: bool, is_
 
     `is_cast`: the trace has no autocast, so that linear layers read their inputs uncast.
     """
-    missing = unadapted(config, facts)
+    missing = inputs_without_adapter(config, facts)
     if is_compiled:  # the trace includes dropout if the run has it
         yield -_dropout_masks(config, missing)
-        yield -_unadapted_inputs(config, facts, missing)
-        yield fp32_of_four_bits(config, facts) * facts.intermediate_size
-        yield from _differences_of_graphs(config, facts)
+        yield -_input_bytes_without_adapter(config, facts, missing)
+        yield fp32_bytes_of_four_bit_layers(config, facts) * facts.intermediate_size
+        yield from _compiled_differences(config, facts)
         return
     inputs = of_layers(facts, _measured(facts).linear_inputs) / max(1, facts.num_layers)
     yield max(0.0, has_dropout(config) * inputs - _dropout_masks(config, missing))
     yield _dropout_outputs(config, facts, is_shared=is_cast)
-    yield -_unadapted_inputs(config, facts, missing, is_shared=is_cast)
+    yield -_input_bytes_without_adapter(config, facts, missing, is_shared=is_cast)
     if not is_cast:
-        yield _inputs_under_zero3(config, facts)
-        yield fp32_of_four_bits(config, facts) * facts.intermediate_size
-        yield -_shared_inputs(config, facts)
+        yield _zero3_input_bytes(config, facts)
+        yield fp32_bytes_of_four_bit_layers(config, facts) * facts.intermediate_size
+        yield -_shared_input_bytes(config, facts)
         yield -_recomputed_by_liger(config, facts)
     if attention_facts(config).keeps_documents:  # each document's output, and their concatenation
-        yield float(product_element(config) * facts.hidden_size)
+        yield float(bytes_per_compute_value(config) * facts.hidden_size)
 
 
-def _differences_of_graphs(config: RunConfig, facts: ModelFacts) -> Iterator[float]:
+def _compiled_differences(config: RunConfig, facts: ModelFacts) -> Iterator[float]:
     """Corrections for compiled layers that are not one graph of bf16 products, from measured peaks.
 
     ZeRO-3's hooks and fp8's casts break the graph. The output of a norm is then kept in fp32 and as a cast copy. In
     fp8, gate, up and their product are kept in 8 bits (eight runs of Qwen2.5-3B and Llama 3 8B, h200_memory).
     """
-    is_fp8, element = config.precision.compute is Compute.fp8, product_element(config)
+    is_fp8, element = config.precision.compute is Compute.fp8, bytes_per_compute_value(config)
     # Over bf16 weights the trace of a layer like Llama's keeps one hidden state more than norms, attention and inner
     # numbers need, and more than GPUs do: without it the mean error of 17 runs is 0.7% instead of 3.2%.
     if _compiled_mode(config) == "bf16/adapter/compiled" and is_named_like_llama(facts):
         yield float(-element * facts.hidden_size)
     if config.activation.checkpointing is Checkpointing.selective or not (is_fp8 or strategy_facts(config).is_zero3):
         return
-    if config.peft.method is PeftMethod.full and stream_element(config) > element:
+    if config.peft.method is PeftMethod.full and bytes_per_hidden_value(config) > element:
         yield float(element * facts.hidden_size)
     if is_fp8:
         yield -1.5 * element * facts.intermediate_size
@@ -205,25 +209,25 @@ def _recomputed_by_liger(config: RunConfig, facts: ModelFacts) -> float:
     """
     if not config.model.liger_kernel:
         return 0.0
-    has_normalized = config.peft.method is PeftMethod.full and stream_element(config) == 4
+    has_normalized = config.peft.method is PeftMethod.full and bytes_per_hidden_value(config) == 4
     is_autocast = config.precision.compute is not Compute.fp32
     norms = 8.0 * facts.hidden_size if has_normalized and is_autocast else 0.0
-    return norms + product_element(config) * facts.intermediate_size
+    return norms + bytes_per_compute_value(config) * facts.intermediate_size
 
 
-def _shared_inputs(config: RunConfig, facts: ModelFacts) -> float:
+def _shared_input_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of input copies that the trace has and the run does not.
 
     The trace has one copy for each adapter. A run makes none if adapters read the inputs as they are.
     """
-    if not _reads_as_is(config):
+    if not _adapters_share_inputs(config):
         return 0.0
-    hidden = {name: size for name, size in linear_inputs(facts).items() if name not in _OF_INNER}
-    groups = [[hidden[name] for name in readers if name in hidden] for readers in READERS]
+    hidden = {name: size for name, size in linear_inputs(facts).items() if name not in _MLP_OUTPUT_LAYERS}
+    groups = [[hidden[name] for name in readers if name in hidden] for readers in SHARED_INPUT_LAYERS]
     return 2.0 * (sum(hidden.values()) - sum(max(sizes) for sizes in groups if sizes))
 
 
-def _reads_as_is(config: RunConfig) -> bool:
+def _adapters_share_inputs(config: RunConfig) -> bool:
     """Whether adapters keep their shared input, not a cast or dropped-out copy each.
 
     PEFT casts the input to the adapter's fp32 and autocast casts it back. This does not happen for 4-bit weights, nor
@@ -231,29 +235,33 @@ def _reads_as_is(config: RunConfig) -> bool:
     """
     method = config.peft.method
     is_narrow = method is PeftMethod.qlora or (method is PeftMethod.lora and _is_without_autocast(config))
-    is_bf16 = product_element(config) == stream_element(config) == 2
+    is_bf16 = bytes_per_compute_value(config) == bytes_per_hidden_value(config) == 2
     return is_narrow and is_bf16 and not has_dropout(config) and not config.model.compile_layers
 
 
-def gives_fp32(config: RunConfig) -> bool:
+def four_bit_layers_return_fp32(config: RunConfig) -> bool:
     """Whether 4-bit linear layers return the fp32 format of their input (bitsandbytes 0.50.2, Linear4bit)."""
     is_16_bit = config.precision.compute is not Compute.fp32
-    return config.peft.method is PeftMethod.qlora and is_16_bit and stream_element(config) == 4
+    return config.peft.method is PeftMethod.qlora and is_16_bit and bytes_per_hidden_value(config) == 4
 
 
-def fp32_of_four_bits(config: RunConfig, facts: ModelFacts) -> float:
+def fp32_bytes_of_four_bit_layers(config: RunConfig, facts: ModelFacts) -> float:
     """Additional bytes of gate, its activation and up in fp32, per inner number.
 
     Compiled layers keep only what adapters add to (four runs of 5 layers of Qwen2.5-7B and Llama 3 8B, h200_quantised).
     """
-    if not gives_fp32(config):
+    if not four_bit_layers_return_fp32(config):
         return 0.0
     if config.model.compile_layers:
-        return 3.0 if READERS[1] & ({*linear_inputs(facts)} - {*unadapted(config, facts)}) else -1.0
+        return (
+            3.0
+            if SHARED_INPUT_LAYERS[1] & ({*linear_inputs(facts)} - {*inputs_without_adapter(config, facts)})
+            else -1.0
+        )
     return 4.0 if config.model.liger_kernel else 6.0
 
 
-def _inputs_under_zero3(config: RunConfig, facts: ModelFacts) -> float:
+def _zero3_input_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Additional bytes of linear-layer inputs under ZeRO-3, whose linear function keeps its inputs uncast.
 
     It saves them before autocast casts them, even if the weight is frozen (deepspeed 0.19.8, runtime/zero/linear.py).
@@ -265,14 +273,14 @@ def _inputs_under_zero3(config: RunConfig, facts: ModelFacts) -> float:
     hidden, inner = facts.hidden_size, facts.intermediate_size
     is_fp32, has_drop = config.precision.compute is Compute.fp32, has_dropout(config)
     if method is PeftMethod.full:  # several layers share one norm output; autocast casts it for each
-        return 0.0 if is_fp32 or stream_element(config) == 2 else -2.0 * hidden
+        return 0.0 if is_fp32 or bytes_per_hidden_value(config) == 2 else -2.0 * hidden
     if is_fp32:
         return 8.0 * hidden + 4.0 * inner if has_drop else 0.0
     if is_cast_by_deepspeed(config):
         return 4.0 * hidden + 2.0 * inner if has_drop else -8.0 * hidden
     inputs = of_layers(facts, _measured(facts).linear_inputs) / max(1, facts.num_layers) - inner
     products = max(0.0, inputs)
-    if stream_element(config) == 2:
+    if bytes_per_hidden_value(config) == 2:
         return 4.0 * hidden + 2.0 * products + 4.0 * inner
     return (8.0 * hidden + 2.0 * products if has_drop else 12.0 * hidden - 2.0 * products) + 4.0 * inner
 
@@ -287,7 +295,7 @@ def _dropout_masks(config: RunConfig, inputs: dict[str, float]) -> float:
     kept = 1.0
     if config.model.compile_layers and config.activation.checkpointing is not Checkpointing.selective:
         kept = 2.0
-    return sum(size if name in _OF_INNER else kept * size for name, size in inputs.items())
+    return sum(size if name in _MLP_OUTPUT_LAYERS else kept * size for name, size in inputs.items())
 
 
 def _dropout_outputs(config: RunConfig, facts: ModelFacts, *, is_shared: bool) -> float:
@@ -298,13 +306,15 @@ def _dropout_outputs(config: RunConfig, facts: ModelFacts, *, is_shared: bool) -
     is_shared = is_shared or config.precision.compute is Compute.fp32
     if not is_shared or not has_dropout(config) or config.model.compile_layers:
         return 0.0
-    inputs = adapted(config, facts)
-    groups = [[inputs[name] for name in readers if name in inputs] for readers in READERS]
+    inputs = inputs_with_adapter(config, facts)
+    groups = [[inputs[name] for name in readers if name in inputs] for readers in SHARED_INPUT_LAYERS]
     shared = sum(max(sizes) for sizes in groups if sizes)
-    return product_element(config) * (sum(size for name, size in inputs.items() if name not in _OF_INNER) - shared)
+    return bytes_per_compute_value(config) * (
+        sum(size for name, size in inputs.items() if name not in _MLP_OUTPUT_LAYERS) - shared
+    )
 
 
-def _unadapted_inputs(
+def _input_bytes_without_adapter(
     config: RunConfig, facts: ModelFacts, missing: dict[str, float], *, is_shared: bool = False
 ) -> float:
     """Bytes of the inputs of linear layers without an adapter, which only a weight gradient would need.
@@ -316,14 +326,14 @@ def _unadapted_inputs(
     is_selective = config.activation.checkpointing is Checkpointing.selective
     if not missing or is_selective or strategy_facts(config).is_zero3:
         return 0.0
-    is_shared = is_shared or config.precision.compute is Compute.fp32 or _reads_as_is(config)
+    is_shared = is_shared or config.precision.compute is Compute.fp32 or _adapters_share_inputs(config)
     every = linear_inputs(facts)
     if not is_shared and not config.model.compile_layers:
         return 2.0 * sum(missing.values())
-    sharing = [readers & {*every} for readers in READERS]
+    sharing = [readers & {*every} for readers in SHARED_INPUT_LAYERS]
     shared = sum(max(every[name] for name in names) for names in sharing if names and names <= {*missing})
-    alone = _OF_INNER if is_shared else _OF_INNER | OF_ATTENTION
-    return product_element(config) * (shared + sum(size for name, size in missing.items() if name in alone))
+    alone = _MLP_OUTPUT_LAYERS if is_shared else _MLP_OUTPUT_LAYERS | ATTENTION_OUTPUT_LAYERS
+    return bytes_per_compute_value(config) * (shared + sum(size for name, size in missing.items() if name in alone))
 
 
 def linear_inputs(facts: ModelFacts) -> dict[str, float]:
@@ -331,32 +341,32 @@ def linear_inputs(facts: ModelFacts) -> dict[str, float]:
     return {name: inputs for name, (inputs, _) in linear_layers(facts).items()}
 
 
-def unadapted(config: RunConfig, facts: ModelFacts) -> dict[str, float]:
+def inputs_without_adapter(config: RunConfig, facts: ModelFacts) -> dict[str, float]:
     """`linear_inputs` of the layers without LoRA; empty if the configured names are unknown.
 
     PEFT ignores a name that the architecture lacks, if it has another of the names.
     """
-    every, named, measured = linear_inputs(facts), _named(config), _measured(facts)
+    every, named, measured = linear_inputs(facts), _adapted_names(config), _measured(facts)
     is_known = bool(every) and not named.isdisjoint({*every, *measured.expert_adapters, *EMBEDDINGS, *HEADS})
     if config.peft.method is PeftMethod.full or not is_known:
         return {}
     return {name: size for name, size in every.items() if name not in named}
 
 
-def adapted(config: RunConfig, facts: ModelFacts) -> dict[str, float]:
+def inputs_with_adapter(config: RunConfig, facts: ModelFacts) -> dict[str, float]:
     """`linear_inputs` of the layers with LoRA."""
-    missing = unadapted(config, facts)
+    missing = inputs_without_adapter(config, facts)
     return {name: size for name, size in linear_inputs(facts).items() if name not in missing}
 
 
-def _named(config: RunConfig) -> set[str]:
+def _adapted_names(config: RunConfig) -> set[str]:
     return {last_name(module) for module in config.peft.target_modules}
 
 
-def adapts_inner(config: RunConfig) -> bool:
+def adapts_mlp_output(config: RunConfig) -> bool:
     """Whether the layer that reads the inner numbers has, or may have, an adapter, or everything is trained."""
-    named = _named(config)
-    return config.peft.method is PeftMethod.full or not named or not named <= _READING - _OF_INNER
+    named = _adapted_names(config)
+    return config.peft.method is PeftMethod.full or not named or not named <= _KNOWN_LAYERS - _MLP_OUTPUT_LAYERS
 
 
 def has_dropout(config: RunConfig) -> bool:
@@ -364,17 +374,17 @@ def has_dropout(config: RunConfig) -> bool:
     return config.peft.method is not PeftMethod.full and config.peft.dropout > 0
 
 
-def stream_element(config: RunConfig) -> int:
+def bytes_per_hidden_value(config: RunConfig) -> int:
     """Bytes of one number between the layers: the format of the weights that a layer computes with."""
     settings = config.parallelism
     is_cast = isinstance(settings, FsdpConfig) and settings.mixed_precision is MixedPrecision.cast
-    return 2 if is_cast and config.precision.compute is not Compute.fp32 else weight_element(config)
+    return 2 if is_cast and config.precision.compute is not Compute.fp32 else bytes_per_weight(config)
 
 
 def mask_bytes(config: RunConfig) -> float:
     """Bytes of the attention mask, shared by all layers: one number per pair of tokens, if the kernel takes a mask."""
     stated = attention_facts(config).mask_bytes
-    element = product_element(config) if stated is None else stated
+    element = bytes_per_compute_value(config) if stated is None else stated
     return float(element * tokens_per_pass(config) * attended_length(config))
 
 

@@ -40,7 +40,7 @@ class Kind(Enum):
 class Row:
     """Bytes that are held from one moment to another, both included."""
 
-    what: str
+    label: str
     kind: Kind
     num_bytes: float
     since: Moment
@@ -71,7 +71,7 @@ class Ledger:
         """The rows and the sum of each moment in GiB, as readable text."""
         there = {moment: _total(self.at(moment)) for moment in Moment}
         lines = [
-            f"{row.num_bytes / 2**30:9.3f}  {row.since.name:>7} - {row.until.name:7}  {row.kind.value:11}  {row.what}"
+            f"{row.num_bytes / 2**30:9.3f}  {row.since.name:>7} - {row.until.name:7}  {row.kind.value:11}  {row.label}"
             for row in self.rows
         ]
         sums = [f"{total / 2**30:9.3f}  {moment.name}" for moment, total in there.items()]

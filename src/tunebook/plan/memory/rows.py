@@ -9,29 +9,29 @@ from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters
-from tunebook.plan.memory.kept import kept_by_one_layer, stream_element, tokens_per_pass
+from tunebook.plan.memory.kept import bytes_per_hidden_value, kept_by_one_layer, tokens_per_pass
 from tunebook.plan.memory.ledger import Kind, Ledger, Moment, Row
 from tunebook.plan.memory.sharding import buffer_rows, reduces_layers
 from tunebook.plan.memory.states import (
     States,
-    has_parameters_away,
-    product_element,
+    bytes_per_compute_value,
+    bytes_per_trained_weight,
+    offloads_parameters,
     reduced_gradient_bytes,
     state_bytes,
-    stepping_bytes,
-    trained_element,
+    step_gradient_bytes,
 )
 from tunebook.plan.memory.work import (
     backward_work,
-    computes_products_again,
     forward_work,
     is_recomputed,
     kept_on_device,
+    recomputes_compiled_mlp,
 )
 
 # The output head is computed in tiles of this many tokens and words (trl 1.16, kernels/chunked_logprob.py).
 # `model.one_pass_head`, which computes gradients in the forward pass, uses tiles of as many tokens and all words.
-_HEAD_TOKENS, _HEAD_WORDS = 4096, 32768
+_HEAD_TOKENS, _HEAD_VOCABULARY = 4096, 32768
 
 
 def step_ledger(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Ledger:
@@ -59,16 +59,22 @@ def _gradient_rows(config: RunConfig, facts: ModelFacts, states: States, *, accu
     yield Row("gradients of earlier passes", Kind.gradients, earlier, Moment.start, Moment.end)
     if strategy.zero_stage == 2 and whole:
         spare = whole - states.gradients
-        yield Row("room for gradients of the pass", Kind.gradients, states.gradients, Moment.reduce, Moment.end)
-        yield Row("its unused part", Kind.buffers, spare, Moment.reduce, Moment.last)
-        yield Row("the same of the first pass", Kind.buffers, spare * accumulates, Moment.start, Moment.last)
+        yield Row("gradient buffer of the pass", Kind.gradients, states.gradients, Moment.reduce, Moment.end)
+        yield Row("unused part of the gradient buffer", Kind.buffers, spare, Moment.reduce, Moment.last)
+        yield Row(
+            "unused part of the first pass's gradient buffer",
+            Kind.buffers,
+            spare * accumulates,
+            Moment.start,
+            Moment.last,
+        )
     else:
         yield from _new_gradient_rows(config, facts, states, earlier)
-        yield Row("room for all gradients of the rank", Kind.buffers, whole, Moment.end, Moment.end)
-    stepping = stepping_bytes(config, facts)
+        yield Row("gradient buffer of the rank", Kind.buffers, whole, Moment.end, Moment.end)
+    stepping = step_gradient_bytes(config, facts)
     gradients = min(states.gradients, stepping)
     yield Row("gradients", Kind.gradients, gradients, Moment.step, Moment.step)
-    yield Row("their copies in one piece and in fp32", Kind.buffers, stepping - gradients, Moment.step, Moment.step)
+    yield Row("flattened and fp32 copies of gradients", Kind.buffers, stepping - gradients, Moment.step, Moment.step)
 
 
 def _new_gradient_rows(config: RunConfig, facts: ModelFacts, states: States, earlier: float) -> Iterator[Row]:
@@ -76,7 +82,7 @@ def _new_gradient_rows(config: RunConfig, facts: ModelFacts, states: States, ear
     if earlier:
         return
     parameters, trained = count_parameters(config, facts), states.gradients
-    embeddings = 0.0 if facts.tie_word_embeddings else parameters.trained_embeddings * states.gradient_element
+    embeddings = 0.0 if facts.tie_word_embeddings else parameters.trained_embeddings * states.bytes_per_gradient
     if reduces_layers(config, facts):
         head = 0 if facts.tie_word_embeddings else parameters.trained_head
         done = trained * (head + parameters.layers / facts.num_layers) / max(1, parameters.trained)
@@ -94,9 +100,9 @@ def _layer_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     until = Moment.gather if config.activation.offload else Moment.forward
     yield Row("kept by the last layer", Kind.activations, kept / layers, Moment.forward, Moment.last)
     yield Row("kept by the other layers", Kind.activations, kept - kept / layers, Moment.forward, Moment.middle)
-    yield Row("at work in the last layer", Kind.activations, at_work, Moment.forward, until)
+    yield Row("working memory of the last layer's forward pass", Kind.activations, at_work, Moment.forward, until)
     at_work, one = backward_work(config, facts), kept_by_one_layer(config, facts)
-    yield Row("at work in a layer's backward pass", Kind.activations, at_work, Moment.last, Moment.middle)
+    yield Row("working memory of a layer's backward pass", Kind.activations, at_work, Moment.last, Moment.middle)
     if is_recomputed(config) or reduces_layers(config, facts):
         yield Row("kept by the first layer", Kind.activations, one, Moment.first, Moment.first)
 
@@ -107,34 +113,34 @@ def _head_rows(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> It
     The gradient is held until the backward pass of its weight. It is added to that of earlier passes before any
     layer's, unless the weight is tied to the embeddings or the gradient is sent to other ranks.
     """
-    tokens, element = tokens_per_pass(config), product_element(config)
-    words = facts.vocab_size if config.model.one_pass_head else min(facts.vocab_size, _HEAD_WORDS)
+    tokens, element = tokens_per_pass(config), bytes_per_compute_value(config)
+    words = facts.vocab_size if config.model.one_pass_head else min(facts.vocab_size, _HEAD_VOCABULARY)
     tile = min(tokens, _HEAD_TOKENS) * words * element
     weight = words * facts.hidden_size * element if _casts_head(config) else 0
     yield Row("a tile of logits", Kind.activations, tile, Moment.head, Moment.head)
-    yield Row("the head's weight, cast", Kind.activations, weight, Moment.head, Moment.head)
-    computes_again = is_recomputed(config) or computes_products_again(config)
+    yield Row("cast weight of the head", Kind.activations, weight, Moment.head, Moment.head)
+    computes_again = is_recomputed(config) or recomputes_compiled_mlp(config)
     norm, until = 16.0 * tokens * facts.hidden_size, Moment.reduce if computes_again else Moment.middle
-    yield Row("of the last norm", Kind.activations, norm, Moment.head, until)
-    gradient, handed_on = head_gradient_bytes(config, facts), _handed_on_gradient_bytes(config, facts)
+    yield Row("last norm", Kind.activations, norm, Moment.head, until)
+    gradient, handed_on = head_gradient_bytes(config, facts), _cast_head_gradient_bytes(config, facts)
     yield Row("gradient of the head in fp32", Kind.activations, gradient, Moment.head, Moment.reduce)
     if handed_on < gradient:
-        yield Row("the same in the weight's format", Kind.activations, handed_on, Moment.cast, Moment.cast)
+        yield Row("gradient of the head in the weight's format", Kind.activations, handed_on, Moment.cast, Moment.cast)
     is_added = accumulates and computes_again and strategy_facts(config).is_copied and not facts.tie_word_embeddings
     if not is_added:
         until = Moment.middle if facts.tie_word_embeddings else Moment.last
         yield Row("gradient of the head", Kind.activations, handed_on, Moment.last, until)
     if facts.tie_word_embeddings and not isinstance(config.parallelism, FsdpConfig):
-        added = count_parameters(config, facts).trained_embeddings * trained_element(config)
+        added = count_parameters(config, facts).trained_embeddings * bytes_per_trained_weight(config)
         yield Row("gradient of the embeddings", Kind.activations, added, Moment.end, Moment.end)
 
 
 def _casts_head(config: RunConfig) -> bool:
     """Whether the head's weight is cast for its product. TRL's head always copies a part of it."""
-    is_cast = stream_element(config) != product_element(config) or not config.model.one_pass_head
+    is_cast = bytes_per_hidden_value(config) != bytes_per_compute_value(config) or not config.model.one_pass_head
     if config.model.one_pass_head and isinstance(config.parallelism, FsdpConfig):
         is_adapter = config.peft.method is not PeftMethod.full
-        return is_cast and is_adapter and not has_parameters_away(config)  # else it is gathered in bf16
+        return is_cast and is_adapter and not offloads_parameters(config)  # else it is gathered in bf16
     return is_cast
 
 
@@ -143,9 +149,9 @@ def head_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
     return 4.0 * count_parameters(config, facts).trained_head
 
 
-def _handed_on_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
+def _cast_head_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of that gradient in the format of the weight, or with FSDP in the gathered format."""
-    element = trained_element(config)
+    element = bytes_per_trained_weight(config)
     if isinstance(config.parallelism, FsdpConfig):
-        element = min(element, product_element(config))
+        element = min(element, bytes_per_compute_value(config))
     return head_gradient_bytes(config, facts) * element / 4

@@ -14,16 +14,16 @@ from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters, weight_sizes
-from tunebook.plan.memory.kept import OF_ATTENTION, unadapted
+from tunebook.plan.memory.kept import ATTENTION_OUTPUT_LAYERS, inputs_without_adapter
 from tunebook.plan.memory.ledger import Kind, Moment, Row
 from tunebook.plan.memory.states import (
     FOUR_BIT_BYTES,
-    divided_among,
-    has_parameters_away,
+    bytes_per_compute_value,
+    bytes_per_trained_weight,
+    bytes_per_weight,
     num_ranks,
-    product_element,
-    trained_element,
-    weight_element,
+    offloads_parameters,
+    shard_counts,
 )
 from tunebook.plan.memory.work import is_recomputed
 
@@ -43,12 +43,12 @@ def buffer_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     elif strategy.is_zero:
         yield from _zero_rows(config, facts)
     elif strategy.averages_gradients and num_ranks(config) > 1:  # DDP's buckets together are as large as all gradients
-        buckets = float(count_parameters(config, facts).trained * trained_element(config))
+        buckets = float(count_parameters(config, facts).trained * bytes_per_trained_weight(config))
         yield _row("DDP's buckets", buckets, Moment.start, Moment.end)
 
 
-def _row(what: str, num_bytes: float, since: Moment, until: Moment) -> Row:
-    return Row(what, Kind.buffers, num_bytes, since, until)
+def _row(label: str, num_bytes: float, since: Moment, until: Moment) -> Row:
+    return Row(label, Kind.buffers, num_bytes, since, until)
 
 
 # Autocast's copies of weights
@@ -62,20 +62,20 @@ def _cast_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     """
     copies, layer = cast_copies_bytes(config, facts), cast_copies_bytes(config, facts) / max(1, facts.num_layers)
     is_full, is_compiled = config.peft.method is PeftMethod.full, bool(config.model.compile_layers)
-    what = "autocast's copies of weights"
+    label = "autocast's copies of weights"
     if not copies:
         return
     if config.activation.checkpointing is Checkpointing.selective:
-        yield _row(what, layer, Moment.forward, Moment.last)
+        yield _row(label, layer, Moment.forward, Moment.last)
     elif is_recomputed(config):
-        yield _row(what, copies if is_full and not is_compiled else 0.0, Moment.forward, Moment.cast)
+        yield _row(label, copies if is_full and not is_compiled else 0.0, Moment.forward, Moment.cast)
         yield _row("autocast's copies for one layer", layer, Moment.last, Moment.last)
     elif config.activation.offload:
-        left = copies if is_full else 0.0 if is_compiled else _copies_that_stay(config, facts)
-        yield _row(what, left, Moment.forward, Moment.cast)
-        yield _row(what, left, Moment.last, Moment.last)
+        left = copies if is_full else 0.0 if is_compiled else _copies_left_by_offloading(config, facts)
+        yield _row(label, left, Moment.forward, Moment.cast)
+        yield _row(label, left, Moment.last, Moment.last)
     else:
-        yield _row(what, copies, Moment.forward, Moment.last)
+        yield _row(label, copies, Moment.forward, Moment.last)
 
 
 def cast_copies_bytes(config: RunConfig, facts: ModelFacts) -> float:
@@ -90,7 +90,7 @@ def _casts(config: RunConfig) -> bool:
     copy. On one rank nothing is gathered, and ZeRO-3 keeps the copies (25.1 GiB of Dolly v2 3B, of which 4.7 are
     copies, on an H200).
     """
-    is_mixed = config.precision.compute is not Compute.fp32 and weight_element(config) == 4
+    is_mixed = config.precision.compute is not Compute.fp32 and bytes_per_weight(config) == 4
     if not is_mixed or config.precision.master_weights is MasterWeights.bf16:
         return False
     if config.peft.method is PeftMethod.qlora or isinstance(config.parallelism, FsdpConfig):
@@ -98,16 +98,16 @@ def _casts(config: RunConfig) -> bool:
     return not strategy_facts(config).is_zero3 or bool(config.model.compile_layers) or num_ranks(config) == 1
 
 
-def _copies_that_stay(config: RunConfig, facts: ModelFacts) -> float:
+def _copies_left_by_offloading(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of frozen-weight copies that TRL's offloading leaves on the GPU because it confuses their addresses.
 
     It identifies a tensor by its address while copying it (trl 1.16, activation_offloading.py, pack_tensor). The copy
     of a linear layer's weight reuses the address of the previous layer's copy if both have the same size.
     """
     sizes = weight_sizes(facts)
-    missing, stay = unadapted(config, facts), set[str]()
+    missing, stay = inputs_without_adapter(config, facts), set[str]()
     for before, name in pairwise(sizes):
-        is_next = before in missing and before not in stay and name not in OF_ATTENTION
+        is_next = before in missing and before not in stay and name not in ATTENTION_OUTPUT_LAYERS
         if is_next and sizes[before] == sizes[name]:
             stay.add(name)
     return 2.0 * facts.num_layers * sum(sizes[name] for name in stay)
@@ -124,16 +124,20 @@ def reduces_layers(config: RunConfig, facts: ModelFacts) -> bool:
 
 def _fsdp_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     yield from _fsdp_backward_rows(config, facts)
-    if divided_among(config).weights == 1 and not has_parameters_away(config):
+    if shard_counts(config).weights == 1 and not offloads_parameters(config):
         return
     if config.peft.method is PeftMethod.full and num_ranks(config) > 1 and not facts.tie_word_embeddings:
         yield from _head_unit_rows(config, facts)
         return
-    element, embeddings, ranks = product_element(config), count_parameters(config, facts).embeddings, num_ranks(config)
-    is_away, is_tied, is_full = has_parameters_away(config), facts.tie_word_embeddings, _is_full(config)
+    element, embeddings, ranks = (
+        bytes_per_compute_value(config),
+        count_parameters(config, facts).embeddings,
+        num_ranks(config),
+    )
+    is_away, is_tied, is_full = offloads_parameters(config), facts.tie_word_embeddings, _is_full(config)
     if ranks == 1 and is_away:
-        fetched = float((_arriving_element(config) + element) * embeddings)
-        yield _row("embeddings that are fetched from the host", fetched, Moment.start, Moment.start)
+        fetched = float((_fetched_bytes_per_weight(config) + element) * embeddings)
+        yield _row("embeddings fetched from the host", fetched, Moment.start, Moment.start)
     # accelerate makes units of the embeddings and of an untied head. One rank holds one unit at a time. On several
     # ranks the last unit stays until the next one has arrived.
     is_one_at_a_time = ranks == 1 and not is_tied and not strategy_facts(config).keeps_gathered
@@ -141,10 +145,10 @@ def _fsdp_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     until = Moment.reduce if is_one_at_a_time and is_full else Moment.last
     whole = float(element * embeddings * matrices)
     yield _row("gathered embeddings and output head", whole, Moment.forward, until)
-    yield _row("gathered layers", _gathered_ahead(config, facts), Moment.forward, Moment.reduce)
+    yield _row("gathered layers", _prefetched_layer_bytes(config, facts), Moment.forward, Moment.reduce)
     is_there = is_tied and (ranks == 1 or not is_away)
-    arriving = (_arriving_element(config) if ranks == 1 else element) * embeddings
-    yield _row("the output head that arrives", 0.0 if is_there else float(arriving), Moment.gather, Moment.gather)
+    arriving = (_fetched_bytes_per_weight(config) if ranks == 1 else element) * embeddings
+    yield _row("output head being gathered", 0.0 if is_there else float(arriving), Moment.gather, Moment.gather)
 
 
 def _head_unit_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
@@ -155,7 +159,7 @@ def _head_unit_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     (Qwen2.5-14B, Qwen3-8B and Llama 3 8B). In the first pass after one without gradients, torch 2.11 reduces the unit
     last (7.4 GiB instead of 5.3); torch 2.13 does not.
     """
-    element, parameters = product_element(config), count_parameters(config, facts)
+    element, parameters = bytes_per_compute_value(config), count_parameters(config, facts)
     keeps_all, layers = strategy_facts(config).keeps_gathered, max(1, facts.num_layers)
     layer, head = element * parameters.layers / layers, float(element * parameters.embeddings)
     forward = layer * (layers + 1) + head if keeps_all else 2 * layer
@@ -163,7 +167,7 @@ def _head_unit_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     kept = head + layer * layers if keeps_all else 0.0
     yield _row("gathered layers and embeddings", kept, Moment.head, Moment.reduce)
     yield _row("gathered output head", head, Moment.head, Moment.reduce)
-    yield _row("what arrived of it", head, Moment.head, Moment.head)
+    yield _row("gather buffer of the output head", head, Moment.head, Moment.head)
     yield _row("gathered output head and embeddings", 2 * head, Moment.last, Moment.last)
 
 
@@ -173,43 +177,47 @@ def _fsdp_backward_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     Those gradients are held until this layer's are sent, in the reduction format: 10.1 bytes for each parameter of a
     layer with bf16 products of fp32 weights (tests/parallel/test_fsdp_moments.py).
     """
-    layers, element, parameters = facts.num_layers, product_element(config), count_parameters(config, facts)
-    yield _row("gathered layers, and the gradient of one", _gathered(config, facts), Moment.last, Moment.last)
+    layers, element, parameters = facts.num_layers, bytes_per_compute_value(config), count_parameters(config, facts)
+    yield _row(
+        "gathered layers and one layer's gradient", _gathered_layer_bytes(config, facts), Moment.last, Moment.last
+    )
     if reduces_layers(config, facts):
         tied = float(element * parameters.embeddings * facts.tie_word_embeddings)
         layer = parameters.layers / layers
         whole = layers - 1 if strategy_facts(config).keeps_gathered else 1 if layers == 2 else 2
-        sent = weight_element(config) * layer + tied
-        yield _row("gradients of the layer before, being sent", sent, Moment.middle, Moment.first)
-        yield _row("gathered layers, and the gradient", element * (whole + 1) * layer, Moment.middle, Moment.middle)
-        yield _row("the gathered first layer, and its gradient", element * 2 * layer, Moment.first, Moment.first)
+        sent = bytes_per_weight(config) * layer + tied
+        yield _row("gradients of the previous layer in transit", sent, Moment.middle, Moment.first)
+        yield _row(
+            "gathered layers and one layer's gradient", element * (whole + 1) * layer, Moment.middle, Moment.middle
+        )
+        yield _row("gathered first layer and its gradient", element * 2 * layer, Moment.first, Moment.first)
     if _is_full(config):
         # The gradient in fp32 in transit, and as it was computed (9 layers of Llama 3 8B on two H200).
         embeddings = float(parameters.trained_embeddings * (4 + element))
-        yield _row("gradient of the embeddings, being sent", embeddings, Moment.end, Moment.end)
+        yield _row("gradient of the embeddings in transit", embeddings, Moment.end, Moment.end)
 
 
-def _gathered_ahead(config: RunConfig, facts: ModelFacts) -> float:
+def _prefetched_layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of layers gathered while the head is computed: all that stay gathered, or one prefetched layer.
 
     One rank prefetches nothing (_fsdp_param_group.py), and recomputed layers are not gathered at that moment.
     """
     if strategy_facts(config).keeps_gathered:
-        return _gathered(config, facts)
+        return _gathered_layer_bytes(config, facts)
     if num_ranks(config) == 1 or is_recomputed(config):
         return 0.0
-    return _gathered(config, facts) / (3 if _is_full(config) else 2)
+    return _gathered_layer_bytes(config, facts) / (3 if _is_full(config) else 2)
 
 
-def _gathered(config: RunConfig, facts: ModelFacts) -> float:
+def _gathered_layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of layers gathered in a backward pass, with one layer's gradient: two layers, or all that were kept.
 
     One rank with adapters holds one layer: it prefetches nothing (torch 2.13, _fsdp_param_group.py, wait_for_unshard),
     and frozen weights have no gradients.
     """
-    if divided_among(config).weights == 1 and not has_parameters_away(config):
+    if shard_counts(config).weights == 1 and not offloads_parameters(config):
         return 0.0
-    parameters, element = count_parameters(config, facts), product_element(config)
+    parameters, element = count_parameters(config, facts), bytes_per_compute_value(config)
     in_four_bits = parameters.linear if config.peft.method is PeftMethod.qlora else 0  # 4 bits also when gathered
     whole = in_four_bits * FOUR_BIT_BYTES + (parameters.layers - in_four_bits) * element
     layer = whole / max(1, facts.num_layers)
@@ -222,9 +230,9 @@ def _is_full(config: RunConfig) -> bool:
     return config.peft.method is PeftMethod.full
 
 
-def _arriving_element(config: RunConfig) -> int:
+def _fetched_bytes_per_weight(config: RunConfig) -> int:
     """Bytes of each number that one rank of FSDP fetches from its host: the stored format, and its cast if needed."""
-    kept, whole = weight_element(config), product_element(config)
+    kept, whole = bytes_per_weight(config), bytes_per_compute_value(config)
     return kept + (whole if kept != whole else 0)
 
 
@@ -238,49 +246,54 @@ def _zero_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     if strategy_facts(config).is_zero3:
         yield from _zero3_rows(config, facts, settings)
         return
-    bucket = float(weight_element(config) * (settings.reduce_bucket_size or facts.hidden_size**2))
+    bucket = float(bytes_per_weight(config) * (settings.reduce_bucket_size or facts.hidden_size**2))
     if settings.offload_optimizer is Offload.none:
         buckets = bucket * (2 if settings.overlap_comm else 1)
-        yield _row("buckets of gradients", buckets, Moment.reduce, Moment.last)
-        yield _row("buckets of gradients", buckets, Moment.step, Moment.step)
+        yield _row("gradient buckets", buckets, Moment.reduce, Moment.last)
+        yield _row("gradient buckets", buckets, Moment.step, Moment.step)
         return
     forward, backward = _OVERLAPPING_ADAPTERS, _OVERLAPPING_ADAPTERS_BACKWARD
     if _is_full(config):
         forward = backward = _OVERLAPPING
     if not settings.overlap_comm:
         forward = backward = 1.0
-    yield _row("buckets of gradients", forward * bucket, Moment.start, Moment.reduce)
-    yield _row("buckets of gradients", backward * bucket, Moment.last, Moment.last)
-    yield _row("buckets of gradients", forward * bucket, Moment.middle, Moment.end)
+    yield _row("gradient buckets", forward * bucket, Moment.start, Moment.reduce)
+    yield _row("gradient buckets", backward * bucket, Moment.last, Moment.last)
+    yield _row("gradient buckets", forward * bucket, Moment.middle, Moment.end)
 
 
 def _zero3_rows(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> Iterator[Row]:
     """Rows of parameters that stage 3 keeps gathered, and of the gathered output head and its partitioned gradient."""
     ranks, is_cast = num_ranks(config), config.precision.compute is not Compute.fp32
-    yield _row("configured buffers of ZeRO-3", _configured_buffers(config, facts, settings), Moment.start, Moment.end)
-    is_away = has_parameters_away(config)
+    yield _row("ZeRO-3's configured buffers", _configured_buffers(config, facts, settings), Moment.start, Moment.end)
+    is_away = offloads_parameters(config)
     if ranks == 1:
         if is_away:
-            yield _row("parameters on one rank", _on_one_rank(config, facts), Moment.forward, Moment.last)
+            yield _row(
+                "offloaded parameters on one rank",
+                _single_rank_offload_bytes(config, facts),
+                Moment.forward,
+                Moment.last,
+            )
         return
-    head = float(weight_element(config) * count_parameters(config, facts).embeddings)
-    kept = _kept_gathered(config, facts)
+    head = float(bytes_per_weight(config) * count_parameters(config, facts).embeddings)
+    kept = _gathered_parameter_bytes(config, facts)
     yield _row("gathered parameters", kept, Moment.forward, Moment.last)
     # The gather buffer, and a copy to the parameter: 5.8 GiB for Qwen3-8B's 2.3 of embeddings on two H200. With
     # adapters no layer is gathered at that moment.
     arriving = (1 + 1 / ranks) * head - (0.0 if _is_full(config) or is_away else kept - head)
-    yield _row("the output head that arrives", arriving, Moment.gather, Moment.gather)
+    yield _row("output head being gathered", arriving, Moment.gather, Moment.gather)
     if not facts.tie_word_embeddings:  # bf16, and each rank's share in fp32 (2.9 GiB for Qwen2.5-14B's of 2.9)
         gradient = 4.0 * count_parameters(config, facts).trained_head
         sent = ((0.5 if is_cast else 0.0) + 1 / ranks) * gradient
-        yield _row("gradient of the output head, being sent", sent, Moment.reduce, Moment.reduce)
+        yield _row("gradient of the output head in transit", sent, Moment.reduce, Moment.reduce)
 
 
-def _kept_gathered(config: RunConfig, facts: ModelFacts) -> float:
+def _gathered_parameter_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes that ZeRO-3 keeps gathered: the head, and layers up to the limit of live parameters."""
     parameters = count_parameters(config, facts)
     again = parameters.layers + parameters.embeddings
-    return float(weight_element(config) * max(min(again, _live_parameters(config, facts)), parameters.embeddings))
+    return float(bytes_per_weight(config) * max(min(again, _live_parameters(config, facts)), parameters.embeddings))
 
 
 def _live_parameters(config: RunConfig, facts: ModelFacts) -> float:
@@ -295,24 +308,24 @@ def _live_parameters(config: RunConfig, facts: ModelFacts) -> float:
     bf16 (Phi-4) and from the host (Qwen2.5-3B); otherwise the parameters that are used twice within a billion (12
     layers of Qwen2.5-3B), where an untied head is used once (9 layers of Llama 3 8B).
     """
-    parameters, is_away, half = count_parameters(config, facts), has_parameters_away(config), _LIVE_PARAMETERS / 2
+    parameters, is_away, half = count_parameters(config, facts), offloads_parameters(config), _LIVE_PARAMETERS / 2
     if _is_full(config):
         more = half + parameters.embeddings if is_away and not facts.tie_word_embeddings else 0.0
         return (half if is_away else _LIVE_PARAMETERS) + more
-    if is_away or weight_element(config) == 2:
+    if is_away or bytes_per_weight(config) == 2:
         return _LIVE_PARAMETERS
     layer = parameters.layers / max(1, facts.num_layers)
     return half + (0.0 if facts.tie_word_embeddings else parameters.embeddings / 2 + layer)
 
 
-def _on_one_rank(config: RunConfig, facts: ModelFacts) -> float:
+def _single_rank_offload_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of a model that ZeRO-3 offloads from a single GPU, with the gradients of a layer and of the head.
 
     With no other rank to gather from, DeepSpeed copies parameters as they are and keeps those that are needed again
     soon. The embeddings count again for the head that arrives. Two recorded slices of Dolly v2 3B: 3.6% too high with
     offloading to the host, 0.7% too low with offloading to a disk (h200_memory).
     """
-    parameters, element = count_parameters(config, facts), weight_element(config)
+    parameters, element = count_parameters(config, facts), bytes_per_weight(config)
     whole = min(facts.num_parameters, _LIVE_PARAMETERS)  # `_configured_buffers` counts a higher configured limit
     gradients = element * parameters.layers / max(1, facts.num_layers) if _is_full(config) else 0.0
     head = 0.0 if facts.tie_word_embeddings else 4.0 * parameters.trained_head
@@ -328,4 +341,4 @@ def _configured_buffers(config: RunConfig, facts: ModelFacts, settings: ZeroConf
     (h200_memory).
     """
     live = max(0, min(settings.max_live_parameters or 0, facts.num_parameters) - _LIVE_PARAMETERS)
-    return float(weight_element(config) * ((settings.reduce_bucket_size or 0) + live))
+    return float(bytes_per_weight(config) * ((settings.reduce_bucket_size or 0) + live))

@@ -18,7 +18,7 @@ from tunebook.model.parameters import count_parameters, trained_sizes
 
 # transformers 5.23 requests 32-bit moments from bitsandbytes for every embedding (trainer.py, create_optimizer). It
 # identifies the embedding by the parameter itself, which does not match DeepSpeed's flat copies.
-_MOMENTS_OF_EMBEDDINGS = 8
+_EMBEDDING_MOMENT_BYTES = 8
 # 4 bits, plus a scale per block of 64 that is itself kept in 8 bits (double quantization): 4.127 bits in all. Source:
 # Dettmers et al. 2023, QLoRA, section 3.
 FOUR_BIT_BYTES = 4.127 / 8
@@ -33,11 +33,11 @@ class States:
     weights: float
     gradients: float  # of one pass, after its backward pass
     optimizer: float
-    gradient_element: int  # bytes of one gradient
+    bytes_per_gradient: int  # bytes of one gradient
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shares:
+class ShardCounts:
     """Number of ranks that each part is divided among."""
 
     weights: int = 1
@@ -50,7 +50,7 @@ def state_bytes(config: RunConfig, facts: ModelFacts) -> States:
 
     DeepSpeed moves gradients to the device of the optimizer step through buckets, which `plan.memory.sharding` counts.
     """
-    states, settings = states_anywhere(config, facts), config.parallelism
+    states, settings = state_bytes_with_offloaded(config, facts), config.parallelism
     weights, gradients, optimizer = states.weights, states.gradients, states.optimizer
     if OPTIMIZERS[config.optimizer.name].is_paged:
         optimizer -= paged_bytes(config, facts)
@@ -74,11 +74,11 @@ def reduced_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
     ranks = num_ranks(config)
     if not strategy_facts(config).keeps_whole_weights or not state_bytes(config, facts).gradients:
         return 0.0
-    element, share = trained_element(config), count_parameters(config, facts).trained / ranks
-    return element * max(share, *(held.whole for held in _held_by_rank(config, facts)))
+    element, share = bytes_per_trained_weight(config), count_parameters(config, facts).trained / ranks
+    return element * max(share, *(held.whole for held in _owned_by_rank(config, facts)))
 
 
-def stepping_bytes(config: RunConfig, facts: ModelFacts) -> float:
+def step_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of gradients that DeepSpeed holds during the optimizer step; 0 if the step is on the host.
 
     Stages 1 and 2 flatten a rank's gradients and cast 16-bit ones to fp32, while all reduced gradients still exist.
@@ -89,26 +89,26 @@ def stepping_bytes(config: RunConfig, facts: ModelFacts) -> float:
     settings = config.parallelism
     if not isinstance(settings, ZeroConfig) or settings.offload_optimizer is not Offload.none:
         return 0.0
-    ranks, element = num_ranks(config), trained_element(config)
+    ranks, element = num_ranks(config), bytes_per_trained_weight(config)
     share, cast = count_parameters(config, facts).trained / ranks, 4 if element == 2 else 0
     if strategy_facts(config).is_zero3:
         at_once, largest = min(share, settings.sub_group_size or _SUB_GROUP), max(trained_sizes(config, facts)) / ranks
         return element * share + max(at_once * (element + cast), _FP64 * largest)
     return max(
         element * max(share, held.whole) + max(share * (element + cast), _FP64 * held.largest)
-        for held in _held_by_rank(config, facts)
+        for held in _owned_by_rank(config, facts)
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Held:
+class _OwnedParameters:
     """Sizes of the parameters that a rank of DeepSpeed's stages 1 and 2 owns a piece of."""
 
     whole: int  # all of those parameters, in full
     largest: float  # the largest piece
 
 
-def _held_by_rank(config: RunConfig, facts: ModelFacts) -> list[_Held]:
+def _owned_by_rank(config: RunConfig, facts: ModelFacts) -> list[_OwnedParameters]:
     """Sizes by rank: DeepSpeed concatenates all large trained parameters and cuts them into equal shares."""
     ranks, sizes = num_ranks(config), trained_sizes(config, facts)
     is_dealt = getattr(config.parallelism, "round_robin_gradients", None)
@@ -120,17 +120,22 @@ def _held_by_rank(config: RunConfig, facts: ModelFacts) -> list[_Held]:
             piece = min(start + size, (rank + 1) * share) - max(start, rank * share)
             largest[rank] = max(largest[rank], piece)
         start += size
-    return [_Held(whole=whole[rank], largest=largest[rank]) for rank in range(ranks)]
+    return [_OwnedParameters(whole=whole[rank], largest=largest[rank]) for rank in range(ranks)]
 
 
-def states_anywhere(config: RunConfig, facts: ModelFacts) -> States:
+def state_bytes_with_offloaded(config: RunConfig, facts: ModelFacts) -> States:
     """One rank's share of the model's states, on the device or offloaded."""
-    parameters, shares, element = count_parameters(config, facts), divided_among(config), trained_element(config)
+    parameters, shares, element = (
+        count_parameters(config, facts),
+        shard_counts(config),
+        bytes_per_trained_weight(config),
+    )
     return States(
         weights=(parameters.trained * element + _frozen_bytes(config, facts)) / shares.weights,
         gradients=parameters.trained * element / shares.gradients,
-        optimizer=(_moments_bytes(config, facts) + parameters.trained * _master_element(config)) / shares.optimizer,
-        gradient_element=element,
+        optimizer=(_moments_bytes(config, facts) + parameters.trained * _master_bytes_per_weight(config))
+        / shares.optimizer,
+        bytes_per_gradient=element,
     )
 
 
@@ -138,7 +143,7 @@ def paged_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """One rank's paged moments, which the driver moves between GPU and host. A master copy is not paged."""
     if not OPTIMIZERS[config.optimizer.name].is_paged:
         return 0.0
-    return _moments_bytes(config, facts) / divided_among(config).optimizer
+    return _moments_bytes(config, facts) / shard_counts(config).optimizer
 
 
 def _frozen_bytes(config: RunConfig, facts: ModelFacts) -> float:
@@ -146,29 +151,29 @@ def _frozen_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
     Only linear layers are quantized: not embeddings, head and stacked experts.
     """
-    parameters, element = count_parameters(config, facts), weight_element(config)
+    parameters, element = count_parameters(config, facts), bytes_per_weight(config)
     if config.peft.method is not PeftMethod.qlora:
         return float(parameters.frozen * element)
     return parameters.linear * FOUR_BIT_BYTES + (parameters.frozen - parameters.linear) * element
 
 
-def weight_element(config: RunConfig) -> int:
+def bytes_per_weight(config: RunConfig) -> int:
     """Bytes of one weight of the model; DeepSpeed's own mixed precision casts weights to 16 bits."""
     return 2 if is_cast_by_deepspeed(config) or config.precision.master_weights is MasterWeights.bf16 else 4
 
 
-def trained_element(config: RunConfig) -> int:
+def bytes_per_trained_weight(config: RunConfig) -> int:
     """Bytes of one trained weight. Adapters over bf16 weights are in fp32 unless DeepSpeed casts them."""
     is_adapter = config.peft.method is not PeftMethod.full
-    return 4 if is_adapter and not isinstance(config.parallelism, ZeroConfig) else weight_element(config)
+    return 4 if is_adapter and not isinstance(config.parallelism, ZeroConfig) else bytes_per_weight(config)
 
 
-def product_element(config: RunConfig) -> int:
+def bytes_per_compute_value(config: RunConfig) -> int:
     """Bytes of one number in a matrix product."""
     return 4 if config.precision.compute is Compute.fp32 else 2
 
 
-def has_parameters_away(config: RunConfig) -> bool:
+def offloads_parameters(config: RunConfig) -> bool:
     """Whether the model's parameters are offloaded to the host or its disks."""
     settings = config.parallelism
     return isinstance(settings, ZeroConfig | FsdpConfig) and settings.offload_parameters is not Offload.none
@@ -179,28 +184,28 @@ def _moments_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
     8-bit moments were measured with Phi-4's 4 layers on two H200 with DDP.
     """
-    parameters, element = count_parameters(config, facts), _moments_element(config)
+    parameters, element = count_parameters(config, facts), _moment_bytes_per_weight(config)
     optimizer = OPTIMIZERS[config.optimizer.name]
     if not optimizer.keeps_embeddings_in_fp32 or isinstance(config.parallelism, ZeroConfig):
         matrices = parameters.trained - parameters.trained_embeddings
         matrices -= 0 if facts.tie_word_embeddings else parameters.trained_head
         return parameters.trained * element - matrices * element * (1 - optimizer.matrix_moments / 2)
     embeddings = parameters.trained_embeddings
-    return float((parameters.trained - embeddings) * element + embeddings * _MOMENTS_OF_EMBEDDINGS)
+    return float((parameters.trained - embeddings) * element + embeddings * _EMBEDDING_MOMENT_BYTES)
 
 
-def _moments_element(config: RunConfig) -> float:
+def _moment_bytes_per_weight(config: RunConfig) -> float:
     """Bytes of two moments per trained parameter.
 
     torch's moments have the format of the weights; bitsandbytes' 32-bit moments are always fp32 (0.50,
     optim/optimizer.py).
     """
-    is_bf16 = trained_element(config) == 2 and not isinstance(config.parallelism, ZeroConfig)
+    is_bf16 = bytes_per_trained_weight(config) == 2 and not isinstance(config.parallelism, ZeroConfig)
     state_bytes = OPTIMIZERS[config.optimizer.name].state_bytes
     return state_bytes if state_bytes is not None else 4 if is_bf16 else 8
 
 
-def _master_element(config: RunConfig) -> int:
+def _master_bytes_per_weight(config: RunConfig) -> int:
     """Bytes of DeepSpeed's fp32 copy per trained parameter.
 
     ZeRO-3 means to update fp32 weights on the GPU in place. It decides by comparing a device with a device name, which
@@ -214,13 +219,13 @@ def num_ranks(config: RunConfig) -> int:
     return max(1, config.hardware.num_nodes) * max(1, config.hardware.gpus_per_node or 1)
 
 
-def divided_among(config: RunConfig) -> Shares:
+def shard_counts(config: RunConfig) -> ShardCounts:
     """How the strategy divides the states among ranks."""
     facts, ranks = strategy_facts(config), num_ranks(config)
     if facts.within_groups:
         named = config.parallelism.shard_group_size if isinstance(config.parallelism, FsdpConfig) else None
         ranks = max(1, named or config.hardware.gpus_per_node or 1)
-    return Shares(  # states are divided even if weights stay gathered for a pass
+    return ShardCounts(  # states are divided even if weights stay gathered for a pass
         weights=ranks if facts.divides_weights else 1,
         gradients=ranks if facts.divides_gradients else 1,
         optimizer=ranks if facts.divides_optimizer else 1,

@@ -13,21 +13,21 @@ from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.plan.memory.kept import (
-    adapted,
-    adapts_inner,
+    adapts_mlp_output,
     attended_length,
-    fp32_of_four_bits,
-    gives_fp32,
+    bytes_per_hidden_value,
+    four_bit_layers_return_fp32,
+    fp32_bytes_of_four_bit_layers,
     has_dropout,
     inputs_of_layers,
+    inputs_with_adapter,
     kept_by_layers,
     kept_by_one_layer,
     left_by_offloading,
     mask_bytes,
-    stream_element,
     tokens_per_pass,
 )
-from tunebook.plan.memory.states import product_element
+from tunebook.plan.memory.states import bytes_per_compute_value
 
 # TRL's activation offloading holds 5 tensors that are being copied, and the next one (trl 1.16,
 # models/activation_offloading.py). They are inputs of layers, or what the last norm and product save, in bytes per
@@ -36,7 +36,7 @@ _BEING_COPIED, _BEING_COPIED_BYTES = 6, 8
 # Architectures with a norm after the feed-forward network, by the prefixes of their class names.
 NORM_AFTER_INNER = ("Exaone4", "Gemma2", "Gemma3", "Glm4", "Olmo2", "Olmo3")
 # Bytes per inner number that an adapter on each of these layers needs in the backward pass of a compiled layer.
-_WORK_OF_ADAPTERS = {"gate_proj": 4, "up_proj": 2, "gate_up_proj": 6}
+_ADAPTER_WORK_BYTES = {"gate_proj": 4, "up_proj": 2, "gate_up_proj": 6}
 
 
 def is_recomputed(config: RunConfig) -> bool:
@@ -66,12 +66,12 @@ def forward_work(config: RunConfig, facts: ModelFacts) -> float:
     if is_recomputed(config):
         return 0.0
     if config.activation.offload:
-        inner = 20 if is_fp32 else (17 if has_dropout(config) else 12) if _reads_fp32(config) else 10
+        inner = 20 if is_fp32 else (17 if has_dropout(config) else 12) if _casts_mlp_to_fp32(config) else 10
         at_work = tokens * (8.0 * facts.hidden_size + inner * facts.intermediate_size)
         return min(at_work, 2 * kept_by_one_layer(config, facts))
-    if config.model.compile_layers or config.peft.method is PeftMethod.full or not adapts_inner(config):
+    if config.model.compile_layers or config.peft.method is PeftMethod.full or not adapts_mlp_output(config):
         return 0.0
-    inner = 4 if is_fp32 else (10 if has_dropout(config) else 6) if _reads_fp32(config) else 2
+    inner = 4 if is_fp32 else (10 if has_dropout(config) else 6) if _casts_mlp_to_fp32(config) else 2
     return float(tokens * inner * facts.intermediate_size)
 
 
@@ -80,13 +80,13 @@ def backward_work(config: RunConfig, facts: ModelFacts) -> float:
 
     A recomputed layer holds everything that it keeps except its input, which is kept anyway.
     """
-    at_inner, softmax = _inner_work(config, facts), _softmax_work(config, facts)
+    at_inner, softmax = _mlp_work(config, facts), _softmax_work(config, facts)
     if is_recomputed(config):
         return kept_by_one_layer(config, facts) + max(0.0, at_inner, softmax)
     return 0.0 if config.activation.offload else max(at_inner, softmax)
 
 
-def _inner_work(config: RunConfig, facts: ModelFacts) -> float:
+def _mlp_work(config: RunConfig, facts: ModelFacts) -> float:
     """Working memory in bytes while a layer's backward pass is at its inner numbers."""
     compute = _compiled_work if config.model.compile_layers else _plain_work
     hidden, inner = compute(config, facts)
@@ -98,17 +98,17 @@ def _plain_work(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
 
     The values for 4-bit weights that return fp32 are from eight runs of 5 layers of Qwen2.5-7B (h200_quantised).
     """
-    stream, element, again = stream_element(config), product_element(config), is_recomputed(config)
-    if gives_fp32(config):
-        return (16 if again else -8), (7 if adapts_inner(config) else 9)
+    stream, element, again = bytes_per_hidden_value(config), bytes_per_compute_value(config), is_recomputed(config)
+    if four_bit_layers_return_fp32(config):
+        return (16 if again else -8), (7 if adapts_mlp_output(config) else 9)
     if not again:
-        return (6, 4) if _reads_fp32(config) else (0, element)
+        return (6, 4) if _casts_mlp_to_fp32(config) else (0, element)
     hidden = 0 if stream == 4 else stream  # in fp32 it replaces the input
     if not _is_adapter_in_16_bits(config):
         return hidden, 2 * element
-    if _reads_fp32(config):
+    if _casts_mlp_to_fp32(config):
         return hidden + stream + 6, 2 * element + (6 if has_dropout(config) else 2)
-    if not adapts_inner(config):
+    if not adapts_mlp_output(config):
         return hidden, 2 * element + 2
     return (hidden + stream + 6, 2 * element - 2) if has_dropout(config) else (hidden, 2 * element)
 
@@ -121,12 +121,12 @@ def _compiled_work(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
     """
     again, is_selective = is_recomputed(config), config.activation.checkpointing is Checkpointing.selective
     if _is_adapter_in_16_bits(config):
-        return (4 if again and stream_element(config) == 2 else 0), _adapter_work(config, facts)
+        return (4 if again and bytes_per_hidden_value(config) == 2 else 0), _adapter_work(config, facts)
     if not again and not (is_selective and config.peft.method is PeftMethod.full):
         return 0, 0
     has_norm_after = facts.architecture.startswith(NORM_AFTER_INNER)
     products = (4 if is_selective else 3) - (2 if has_norm_after else 0)
-    return (0 if again else stream_element(config)), products * product_element(config)
+    return (0 if again else bytes_per_hidden_value(config)), products * bytes_per_compute_value(config)
 
 
 def _adapter_work(config: RunConfig, facts: ModelFacts) -> float:
@@ -134,11 +134,11 @@ def _adapter_work(config: RunConfig, facts: ModelFacts) -> float:
 
     From 25 runs of Qwen2.5-7B and Llama 3 8B that differ in which layers have an adapter (h200x2_held_out, "targets").
     """
-    named = adapted(config, facts)
-    of_adapters = sum(size for name, size in _WORK_OF_ADAPTERS.items() if name in named)
-    if gives_fp32(config):
-        of_adapters += (2 if adapts_inner(config) else 1) - round(fp32_of_four_bits(config, facts))
-    return 4 + of_adapters - (2 if has_dropout(config) and adapts_inner(config) else 0)
+    named = inputs_with_adapter(config, facts)
+    of_adapters = sum(size for name, size in _ADAPTER_WORK_BYTES.items() if name in named)
+    if four_bit_layers_return_fp32(config):
+        of_adapters += (2 if adapts_mlp_output(config) else 1) - round(fp32_bytes_of_four_bit_layers(config, facts))
+    return 4 + of_adapters - (2 if has_dropout(config) and adapts_mlp_output(config) else 0)
 
 
 def _softmax_work(config: RunConfig, facts: ModelFacts) -> float:
@@ -149,10 +149,10 @@ def _softmax_work(config: RunConfig, facts: ModelFacts) -> float:
     if not attention_facts(config).keeps_softmax:
         return 0.0
     pairs = float(tokens_per_pass(config) * attended_length(config)) * facts.num_attention_heads
-    return pairs * (12 if product_element(config) == 4 else 10)
+    return pairs * (12 if bytes_per_compute_value(config) == 4 else 10)
 
 
-def computes_products_again(config: RunConfig) -> bool:
+def recomputes_compiled_mlp(config: RunConfig) -> bool:
     """Whether compiled layers are fully trained with selective checkpointing."""
     is_full = config.peft.method is PeftMethod.full
     is_selective = config.activation.checkpointing is Checkpointing.selective
@@ -160,14 +160,14 @@ def computes_products_again(config: RunConfig) -> bool:
 
 
 def _is_adapter_in_16_bits(config: RunConfig) -> bool:
-    return config.peft.method is not PeftMethod.full and product_element(config) == 2
+    return config.peft.method is not PeftMethod.full and bytes_per_compute_value(config) == 2
 
 
-def _reads_fp32(config: RunConfig) -> bool:
+def _casts_mlp_to_fp32(config: RunConfig) -> bool:
     """Whether an adapter casts the inner numbers to its own fp32, as PEFT does.
 
     Not if FSDP or DeepSpeed casts the adapter to bf16, nor with 4-bit weights (peft 0.21, tuners/lora/bnb.py).
     """
     is_cast = isinstance(config.parallelism, FsdpConfig) or is_cast_by_deepspeed(config)
     is_four_bit = config.peft.method is PeftMethod.qlora
-    return _is_adapter_in_16_bits(config) and not is_cast and not is_four_bit and adapts_inner(config)
+    return _is_adapter_in_16_bits(config) and not is_cast and not is_four_bit and adapts_mlp_output(config)

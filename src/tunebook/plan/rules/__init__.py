@@ -23,7 +23,7 @@ from tunebook.plan.rules import (
     optimizing,
     parallelism,
     precision,
-    quantised,
+    quantized,
     running,
     sources,
 )
@@ -34,7 +34,7 @@ __all__ = ["RULES", "check"]
 PlaceOf = Callable[[str], str | None]
 _OR = " or "
 _MODULES = (
-    numbers, sources, batch, precision, attention, parallelism, optimizing, quantised, running, launching,
+    numbers, sources, batch, precision, attention, parallelism, optimizing, quantized, running, launching,
 )  # fmt: skip
 # By id, in the order in which modules define them.
 RULES: tuple[Rule, ...] = tuple(

@@ -30,7 +30,7 @@ from tunebook.model.parameters import (
     linear_layers,
 )
 from tunebook.plan.rules.frame import Finding, rule
-from tunebook.plan.rules.quantised import quantiser_of
+from tunebook.plan.rules.quantized import quantizer_of
 
 # Modules of a Llama-like model other than its linear layers.
 _MODULES = ("embed_tokens", "lm_head", "norm", "self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
@@ -85,7 +85,7 @@ def adapter_without_targets(config: RunConfig) -> Finding | None:
         return None
     rest = [saved for saved in peft.modules_to_save if not any(_is_within(target, saved) for target in targets)]
     message = f"{', '.join(peft.modules_to_save)} leave no module for an adapter: what they hold is trained whole"
-    fix = typed_list("peft.modules_to_save", rest) + ("" if quantiser_of(config) else " or peft=full")
+    fix = typed_list("peft.modules_to_save", rest) + ("" if quantizer_of(config) else " or peft=full")
     return Finding(message, fix)
 
 
@@ -185,7 +185,7 @@ def _lora_goes(config: RunConfig) -> bool:
     refusing = (adapter_on_output_head, adapter_without_targets, adapter_dropout_on_experts)
     if any(rule.find(with_adapter) for rule in refusing) or adapter_module_unknown.problems(with_adapter):
         return False
-    return config.precision.compute is not Compute.fp8 and quantiser_of(config) is None
+    return config.precision.compute is not Compute.fp8 and quantizer_of(config) is None
 
 
 @rule("qlora-random-weights", "peft.method")
@@ -193,7 +193,7 @@ def qlora_random_weights(config: RunConfig) -> Finding | None:
     """Refuse a quantized base with random weights."""
     if config.peft.method is not PeftMethod.qlora or config.model.weights is not Weights.random:
         return None
-    message = "qlora freezes and quantises a base model, and model.weights=random has none"
+    message = "qlora freezes and quantizes a base model, and model.weights=random has none"
     return Finding(message, "model.weights=pretrained or peft=full")
 
 

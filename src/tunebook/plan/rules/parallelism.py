@@ -22,7 +22,7 @@ from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.facts.strategies import UNDECIDED, strategy_facts
 from tunebook.model.parameters import is_named_like_llama, layer_parameters
 from tunebook.plan.rules.frame import Finding, another_model, rule, world_size
-from tunebook.plan.rules.quantised import quantiser_of
+from tunebook.plan.rules.quantized import quantizer_of
 
 _ZERO3_ONLY = (
     "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold",
@@ -168,7 +168,7 @@ def qlora_without_gpu(config: RunConfig) -> Finding | None:
     if config.peft.method is not PeftMethod.qlora or config.hardware.generation is not Generation.cpu:
         return None
     # A base stored in 4 bits can be trained with QLoRA only.
-    other = "" if quantiser_of(config) is None else f" {another_model(config)}"
+    other = "" if quantizer_of(config) is None else f" {another_model(config)}"
     return Finding("4-bit layers are trained on GPUs", f"peft.method=lora{other}")
 
 

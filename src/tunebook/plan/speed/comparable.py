@@ -40,7 +40,7 @@ def why_not_estimated(config: RunConfig) -> str | None:
     reasons = (
         (hardware.generation is Generation.cpu, "a CPU has no peak to take a share of: they differ too much"),
         (_needs_host(config), "no speed was measured that would carry over to another host's memory, cores and disks"),
-        (config.peft.method is PeftMethod.qlora, "no speed was measured with a quantised base (peft=qlora)"),
+        (config.peft.method is PeftMethod.qlora, "no speed was measured with a quantized base (peft=qlora)"),
         (
             compute is Compute.fp8 and (is_padded or not facts.is_flash or not config.model.compile_layers),
             "in fp8 only compiled blocks in packed rows were measured (model.compile_layers=true, "

@@ -10,23 +10,23 @@ from __future__ import annotations
 
 from tunebook.config.choices import Compute, Generation, PeftMethod, Weights
 from tunebook.config.schema import RunConfig
-from tunebook.model.base_config import read_quantiser
-from tunebook.plan.architecture.base_model import OWN_QUANTISER
+from tunebook.model.base_config import read_quantizer
+from tunebook.plan.architecture.base_model import OWN_QUANTIZER
 from tunebook.plan.rules.frame import Finding, another_model, rule
 
 
-def quantiser_of(config: RunConfig) -> str | None:
+def quantizer_of(config: RunConfig) -> str | None:
     """The quantizer of the base; None for random weights."""
-    return None if config.model.weights is Weights.random else read_quantiser(config.model)
+    return None if config.model.weights is Weights.random else read_quantizer(config.model)
 
 
 def _base(config: RunConfig) -> str:
     return str(config.model.path or config.model.name)
 
 
-def _is_for_qlora(config: RunConfig, quantiser: str) -> bool:
+def _is_for_qlora(config: RunConfig, quantizer: str) -> bool:
     """Whether peft=qlora trains over the base as it is; not on a CPU, see `qlora-without-gpu`."""
-    return quantiser == OWN_QUANTISER and config.hardware.generation is not Generation.cpu
+    return quantizer == OWN_QUANTIZER and config.hardware.generation is not Generation.cpu
 
 
 def _by_qlora(config: RunConfig) -> str:
@@ -35,41 +35,41 @@ def _by_qlora(config: RunConfig) -> str:
     return "peft=qlora" + (" precision.compute=bf16" if in_fp8 else "")
 
 
-@rule("quantised-base-in-full", "peft.method")
-def quantised_base_in_full(config: RunConfig) -> Finding | None:
+@rule("quantized-base-in-full", "peft.method")
+def quantized_base_in_full(config: RunConfig) -> Finding | None:
     """Refuse peft=full over a config.json with a `quantization_config`."""
-    quantiser = quantiser_of(config)
-    if config.peft.method is not PeftMethod.full or quantiser is None:
+    quantizer = quantizer_of(config)
+    if config.peft.method is not PeftMethod.full or quantizer is None:
         return None
-    is_for_qlora = _is_for_qlora(config, quantiser)
-    instead = ", and only an adapter can be trained" if is_for_qlora else "; name the model without quantisation"
-    message = f"the weights of {_base(config)} are quantised by {quantiser}{instead}"
+    is_for_qlora = _is_for_qlora(config, quantizer)
+    instead = ", and only an adapter can be trained" if is_for_qlora else "; name the model without quantization"
+    message = f"the weights of {_base(config)} are quantized by {quantizer}{instead}"
     return Finding(message, _by_qlora(config) if is_for_qlora else another_model(config))
 
 
-@rule("quantised-base-not-trainable", "peft.method")
-def quantised_base_not_trainable(config: RunConfig) -> Finding | None:
+@rule("quantized-base-not-trainable", "peft.method")
+def quantized_base_not_trainable(config: RunConfig) -> Finding | None:
     """Refuse peft=lora over any quantizer."""
-    quantiser = quantiser_of(config)
-    if config.peft.method is not PeftMethod.lora or quantiser is None:
+    quantizer = quantizer_of(config)
+    if config.peft.method is not PeftMethod.lora or quantizer is None:
         return None
-    if _is_for_qlora(config, quantiser):
-        message = f"{_base(config)} is quantised by {quantiser}, and adapters over it are what peft=qlora trains"
+    if _is_for_qlora(config, quantizer):
+        message = f"{_base(config)} is quantized by {quantizer}, and adapters over it are what peft=qlora trains"
         return Finding(message, _by_qlora(config))
     message = (
-        f"no adapter is trained here over {quantiser}, by which {_base(config)} is quantised; name the model without "
-        "quantisation"
+        f"no adapter is trained here over {quantizer}, by which {_base(config)} is quantized; name the model without "
+        "quantization"
     )
     on_cpu = config.hardware.generation is Generation.cpu
     fix = another_model(config) + ("" if on_cpu else f" {_by_qlora(config)}")
     return Finding(message, fix)
 
 
-@rule("quantised-twice", "peft.method")
-def quantised_twice(config: RunConfig) -> Finding | None:
+@rule("quantized-twice", "peft.method")
+def quantized_twice(config: RunConfig) -> Finding | None:
     """Refuse peft=qlora over any quantizer but its own."""
-    quantiser = quantiser_of(config)
-    if config.peft.method is not PeftMethod.qlora or quantiser in (None, OWN_QUANTISER):
+    quantizer = quantizer_of(config)
+    if config.peft.method is not PeftMethod.qlora or quantizer in (None, OWN_QUANTIZER):
         return None
-    message = f"qlora quantises by {OWN_QUANTISER}, and {_base(config)} is quantised by {quantiser}"
+    message = f"qlora quantizes by {OWN_QUANTIZER}, and {_base(config)} is quantized by {quantizer}"
     return Finding(message, another_model(config))
