@@ -239,7 +239,7 @@ def test_what_is_moved_to_hosts_of_unknown_memory_does_not_fit_for_certain(capsy
     assert plan_command("llama2_70b_fsdp", [], [], Console(width=200)) == 0
     out = capsys.readouterr().out
     assert "What would fit, by estimate" in out and "for certain" not in out
-    assert "(18.0 GiB, and 786.9 GiB of each host, which is not known to have them; weights" in out
+    assert "(18.0 GiB, and 786.9 GiB of each host, whose capacity is unknown; weights" in out
     assert plan_command("llama2_70b_fsdp", ["hardware.host_memory_gib=2000"], [], Console(width=200)) == 0
     out = capsys.readouterr().out
     assert "What would fit for certain, by estimate" in out

@@ -175,7 +175,7 @@ def test_a_folder_that_cannot_be_written_to(monkeypatch: pytest.MonkeyPatch, tmp
 def test_file_in_place_of_a_folder_is_an_error() -> None:
     (found,) = disks([Space(purpose="prepared data", folder=Path("/dev/null/prepared"), needed=0)])
     assert (found.id, found.level) == ("folder-not-writable", Level.error)
-    assert found.what == "/dev/null is no folder, and prepared data go to /dev/null/prepared"
+    assert found.what == "/dev/null is not a folder, and prepared data go to /dev/null/prepared"
 
 
 def test_a_folder_that_cannot_be_entered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

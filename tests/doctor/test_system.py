@@ -139,5 +139,5 @@ def test_a_folder_that_cannot_be_written_to_has_no_clock(tmp_path: Path) -> None
 
 def test_the_clocks_of_other_nodes_are_said_to_be_unchecked(tmp_path: Path) -> None:
     (found,) = clock(tmp_path, resolved("llama2_70b_fsdp"))
-    assert "the clocks of 1 other node were not looked at" in found.what
+    assert "the clocks of 1 other node were not checked" in found.what
     assert found.data["nodes_not_checked"] == 1

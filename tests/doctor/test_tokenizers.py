@@ -75,7 +75,7 @@ def test_one_without_fault(config: RunConfig) -> None:
     assert [(finding.id, finding.level) for finding in findings] == [
         ("tokenizer", Level.ok), ("tokenizer-template", Level.ok), ("tokenizer-adds-bos", Level.ok),
     ]  # fmt: skip
-    assert "marks the assistant's words with {% generation %}" in only(findings, "tokenizer-template").what
+    assert "marks the assistant's text with {% generation %}" in only(findings, "tokenizer-template").what
 
 
 def test_no_end_of_text(config: RunConfig) -> None:

@@ -165,7 +165,7 @@ def test_a_size_is_a_count_or_auto(text: str, size: int | None) -> None:
 
 @pytest.mark.parametrize("text", ["0", "-3", "2.5", "many"])
 def test_anything_else_is_refused(text: str) -> None:
-    with pytest.raises(RequestError, match=rf"--batch-size {text} is no number of requests.* or auto") as raised:
+    with pytest.raises(RequestError, match=rf"--batch-size {text} is not a number of requests.* or auto") as raised:
         read_batch_size(text)
     assert raised.value.problem_id == "batch-size"
 

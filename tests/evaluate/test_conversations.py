@@ -55,7 +55,7 @@ def test_every_bad_line_is_reported(tmp_path: Path, tokenizer: PreTrainedTokeniz
 
 
 def test_plain_text_is_no_conversation(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(DataError, match="line 1: it is no conversation"):
+    with pytest.raises(DataError, match="line 1: it is not a conversation"):
         render_conversations(write(tmp_path, {"text": "words"}), None, tokenizer)
 
 

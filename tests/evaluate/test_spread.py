@@ -41,7 +41,7 @@ def test_a_model_that_is_too_large_for_the_smallest_is_one_over_all() -> None:
 
 def test_a_model_that_is_too_large_for_all_is_refused() -> None:
     with pytest.raises(
-        DoesNotFitError, match=r"take 140\.0 GiB, with room to compute 162\.0 GiB, and the 2 GPUs .* 160"
+        DoesNotFitError, match=r"take 140\.0 GiB, with working memory 162\.0 GiB, and the 2 GPUs .* 160"
     ):
         choose_spread(140, gpus(80, 80))
 

@@ -115,7 +115,7 @@ def test_a_misspelt_recipe_gets_the_nearest(run: Path, outputs: Path) -> None:
 def test_a_sharded_checkpoint_is_refused(run: Path, outputs: Path) -> None:
     sharded = run / "checkpoints" / "checkpoint-20"
     sharded.mkdir(parents=True)
-    with pytest.raises(RequestError, match=r"checkpoint-20 holds no whole model .*tunebook export RUN"):
+    with pytest.raises(RequestError, match=r"checkpoint-20 holds no full model .*tunebook export RUN"):
         find_target(str(sharded), outputs)
     (sharded / "config.json").write_text("{}")
     with pytest.raises(RequestError, match="holds no whole model"):
@@ -254,7 +254,7 @@ def test_checkpoints_that_hold_no_whole_model_are_to_be_exported(
 ) -> None:
     run = make_run("a", 1, "failed")
     (run / "checkpoints" / "checkpoint-20").mkdir(parents=True)
-    assert checkpoints_of(run) == "there is none that is complete, so go on training"
+    assert checkpoints_of(run) == "none is complete, so resume training"
     make_checkpoint(run, 40)
     assert checkpoints_of(run).startswith("they are sharded")
     assert checkpoints_of(run).endswith(f"tunebook export {run}")

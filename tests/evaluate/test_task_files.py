@@ -167,7 +167,7 @@ def test_a_broken_group_is_named(config: RunConfig, tmp_path: Path, monkeypatch:
     file.parent.mkdir(parents=True)
     file.write_text(text)
     monkeypatch.setattr(task_files, "book_root", lambda: tmp_path)
-    with pytest.raises(RequestError, match=f"{file} is no evaluation group: ") as raised:
+    with pytest.raises(RequestError, match=f"{file} is not an evaluation group: ") as raised:
         suite_settings("mine", config)
     assert raised.value.problem_id == "suite-file"
 

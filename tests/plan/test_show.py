@@ -41,13 +41,13 @@ def test_a_quarter_of_the_memory_is_a_quarter_of_the_bar():
 
 def test_what_does_not_fit_fills_the_bar_and_says_by_how_much():
     bar, _ = bar_of(weights=60.0, gradients=20.0, total=80.0, capacity=32.0)
-    assert bar == "[" + "W" * 30 + "G" * 10 + "] 2.5 x what there is"
+    assert bar == "[" + "W" * 30 + "G" * 10 + "] 2.5 x the capacity"
 
 
 @pytest.mark.parametrize(("total", "said"), [(32.01, "1.01"), (33.5, "1.05"), (35.1, "1.10"), (352.0, "11.0")])
 def test_what_is_just_too_large_is_not_said_to_be_as_large(total, said):
     bar, _ = bar_of(weights=total, total=total, capacity=32.0)
-    assert bar.endswith(f"] {said} x what there is")
+    assert bar.endswith(f"] {said} x the capacity")
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -57,7 +57,7 @@ def test_the_bar_stays_on_its_line(width):
     with console.capture() as capture:
         show_memory(MemoryPlan(memory=Memory(**parts), fits=False, verdict="does not fit"), console)
     (bar,) = [line for line in capture.get().splitlines() if line.startswith("  [")]
-    assert bar.endswith("] 100.0 x what there is")
+    assert bar.endswith("] 100.0 x the capacity")
 
 
 def test_rounding_never_changes_the_length():
@@ -105,7 +105,7 @@ def test_a_speed_without_a_number_of_tokens_and_no_speed_at_all():
     )
     assert time_lines(plan)[1:3] == [
         "  10 tokens/s per GPU, at 10.0% of 8.1 TFLOP/s",
-        "  how many tokens is not known before the data is prepared: dataset.num_documents, .mean_tokens tell",
+        "  the number of tokens is unknown until the data is prepared; dataset.num_documents and .mean_tokens set it",
     ]
     assert time_lines(TimePlan(tokens=5.0, assumption="not estimated: why")) == [
         "Time (estimated)",

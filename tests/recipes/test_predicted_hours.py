@@ -69,7 +69,7 @@ def test_13_5_hours_on_2_nodes_of_8_a100() -> None:
     asked = planned("llama2_70b_fsdp")
     assert (asked.hours, asked.tokens_per_second, asked.tokens_per_second_per_gpu) == (None, None, None)
     assert asked.assumption.startswith(
-        "not estimated: no speed was measured on several nodes, and their links decide it; at least 0.861 hours, at "
+        "not estimated: no speed was measured on several nodes, where the network decides it; at least 0.861 hours, at "
         "most 5,285 tokens/s in all, as if the 16 GPUs were in one node: what the links between nodes cost is not "
         "counted; assumed: the share of its peak that one H200 with 12 layers of Llama 3 8B"
     )

@@ -43,7 +43,7 @@ def test_ranges_and_choices_mean_what_hydra_means_by_them(value: str, distributi
         ("a=int(interval(8,1))", r"type 'a=int\(interval\(1,8\)\)'$"),
         ("a=tag(log,interval(1e-3,1e-5))", r"type 'a=tag\(log,interval\(1e-05,0.001\)\)'$"),
         ("a=tag(log,int(interval(8,1)))", r"type 'a=tag\(log,int\(interval\(1,8\)\)\)'$"),
-        ("a=range(1,5,0)", r"in steps of 0 never comes to its end"),
+        ("a=range(1,5,0)", r"in steps of 0 never reaches its end"),
         ("a=tag(log,interval(0,1))", r"there is no magnitude of 0.0"),
         ("a=tag(lg,interval(1,2))", r"the tag 'lg' means nothing here; type tag\(log,interval"),
         ("a=tag(log,choice(1,2))", r"only an interval can be searched in magnitudes"),

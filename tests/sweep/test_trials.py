@@ -50,7 +50,7 @@ def test_ranges_choices_groups_and_lists_are_understood() -> None:
         (["training.seed=0,1", "hydra/launcher=joblib"], r"--launcher=joblib --jobs=2"),
         (["training.seed=0,1", "training.seed=5"], r"training.seed is given 2 times.*the last one win"),
         (["training.seed=0,1,0"], r"two trials would be the same \(training.seed=0\)"),
-        (["training.seed=range(0,5,0)"], r"in steps of 0 never comes to its end.*training.seed=range\(0,10,2\)"),
+        (["training.seed=range(0,5,0)"], r"in steps of 0 never reaches its end.*training.seed=range\(0,10,2\)"),
         (["a=range(0,1,0.0)"], r"in steps of 0"),
         (["a=range(0,inf)"], r"a range has two ends; write numbers"),
         (["a=range(0,1000000000000)"], r"1,000,000,000,000 trials \(1,000,000,000,000 of a\).*--search=optuna"),

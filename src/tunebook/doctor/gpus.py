@@ -155,7 +155,7 @@ def _memory_in_use(machine: Machine, health: Health) -> Iterator[Finding]:
     data = {"used_gib": {str(gpu["index"]): gpu["used_gib"] for gpu in health}}
     if not used:
         if health:
-            yield Kind.gpus.ok(id="gpu-in-use", what="nobody else computes on the GPUs", data=data)
+            yield Kind.gpus.ok(id="gpu-in-use", what="no other process uses the GPUs", data=data)
         return
     busy = "; ".join(
         f"GPU {gpu['index']}: {gpu['used_gib']:g} of {gpu['total_gib']:g} GiB in use{_by(gpu['processes'])}"

@@ -177,7 +177,7 @@ def look_at_bandwidth(bandwidth: Bandwidth, topology: Topology | None, machine: 
     assert reduce is not None and gather is not None, "ranks that end well have measured both"
     what = f"{_ranks(bandwidth)}: all-reduce {_speed(reduce)}, all-gather {_speed(gather)} (bus bandwidth)"
     if bandwidth.backend != "nccl":
-        what += "; of this machine's memory: it says nothing of GPUs"
+        what += "; of this machine's memory: it says nothing about GPUs"
     expected = _expected(topology, machine) if bandwidth.backend == "nccl" else 0.0
     if reduce.bus_gb_per_s >= expected:
         return [*findings, Kind.links.ok(id="bandwidth", what=what, data=data)]
@@ -212,7 +212,7 @@ def _speed(one: Measurement) -> str:
 def _wrong(wrong: list[str]) -> Finding:
     return Kind.links.error(
         id="wrong-sums",
-        what=f"numbers arrived changed: {'; '.join(wrong)}. A training over these links learns nonsense",
+        what=f"numbers were corrupted in transit: {'; '.join(wrong)}. A training over these links is invalid",
         fix="NCCL_P2P_DISABLE=1 tunebook doctor; if that is right, turn off PCIe access control (ACS) and the IOMMU in "
         "the firmware, or keep the variable",
         data={"ranks": wrong},

@@ -171,7 +171,7 @@ def disks(spaces: list[Space]) -> Iterator[Finding]:
         if not there.is_dir():
             yield Kind.storage.error(
                 id="folder-not-writable",
-                what=f"{there} is no folder, and {space.purpose} go to {space.folder}",
+                what=f"{there} is not a folder, and {space.purpose} go to {space.folder}",
                 fix="another folder: outputs=FOLDER, TUNEBOOK_CACHE, HF_HOME",
                 data={"folder": str(space.folder)},
             )

@@ -41,7 +41,7 @@ def _shared_memory(folder: Path, num_gpus: int) -> Finding:
     except OSError as error:
         return Kind.system.warning(
             id="shm-size",
-            what=f"{folder} cannot be looked at: {error.strerror}; NCCL and data loaders need it",
+            what=f"{folder} cannot be inspected: {error.strerror}; NCCL and data loaders need it",
             fix=f"sudo mount -t tmpfs -o size=16g tmpfs {folder}",
         )
     size, free = facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize
@@ -157,7 +157,7 @@ def swap(memory: dict[str, int]) -> Finding:
         return Kind.system.ok(id="swap", what=what, data=data)
     return Kind.system.warning(
         id="swap",
-        what=f"{what}, so memory was short; a rank whose pages are there holds up all others",
+        what=f"{what}, so memory was short; a rank whose pages are there delays all others",
         fix="end what took it, then: sudo swapoff -a && sudo swapon -a",
         data=data,
     )
@@ -168,7 +168,7 @@ def clock(folder: Path, config: RunConfig | None) -> list[Finding]:
     difference = clock_difference(folder)
     num_nodes = config.hardware.num_nodes if config is not None else 1
     others = num_nodes - 1
-    unchecked = f"; the clocks of {others} other node{'s' if others > 1 else ''} were not looked at" if others else ""
+    unchecked = f"; the clocks of {others} other node{'s' if others > 1 else ''} were not checked" if others else ""
     if difference is None:
         return []
     data = {"difference_s": round(difference, 3), "nodes_not_checked": others}

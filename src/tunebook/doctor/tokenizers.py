@@ -33,13 +33,13 @@ def look_at_tokenizer(config: RunConfig, probe: Probe) -> list[Finding]:
         return [
             Kind.tokenizer.error(
                 id="tokenizer",
-                what=f"the tokenizer cannot be looked at: {probe.problem}",
+                what=f"the tokenizer cannot be inspected: {probe.problem}",
                 fix="tunebook data with the same recipe shows all of the error",
             )
         ]
     if not facts["is_here"]:
         name = config.model.tokenizer or config.model.name
-        what = f"the tokenizer of {name} is not on this machine, so it was not looked at"
+        what = f"the tokenizer of {name} is not on this machine, so it was not checked"
         return [Kind.tokenizer.ok(id="tokenizer", what=what)]
     if facts["problem"] is not None:
         return [_broken(facts["problem"])]
@@ -80,10 +80,10 @@ def _markers(facts: dict[str, Any]) -> Finding:
     """Check that the template marks the assistant's answers. Unmarked answers are not trained on."""
     found, answers = facts["num_found"], facts["num_answers"]
     if facts["is_marked"]:
-        how = "the chat template marks the assistant's words with {% generation %}"
+        how = "the chat template marks the assistant's text with {% generation %}"
     else:
         how = (
-            "the chat template has no {% generation %} markers: the assistant's words are found by comparing the text "
+            "the chat template has no {% generation %} markers: the assistant's text are found by comparing the text "
             "with and without them"
         )
     data = {"is_marked": facts["is_marked"], "num_answers": answers, "num_found": found}
@@ -94,7 +94,7 @@ def _markers(facts: dict[str, Any]) -> Finding:
         id="tokenizer-template",
         what=f"{how}; of {answers} answers in one conversation {found} were found, because it writes earlier ones in "
         "another way once more follow: those are not trained on",
-        fix="model.chat_template=FILE with {% generation %} ... {% endgeneration %} around the assistant's words",
+        fix="model.chat_template=FILE with {% generation %} ... {% endgeneration %} around the assistant's text",
         data=data,
     )
 
@@ -114,8 +114,8 @@ def _bos(facts: dict[str, Any]) -> Iterator[Finding]:
         yield Kind.tokenizer.warning(
             id="tokenizer-adds-bos",
             what="the chat template writes the BOS token and the tokenizer adds another to any text. Here "
-            "conversations are tokenised without adding; a program that renders and then tokenises gets two",
-            fix="add_special_tokens=False wherever rendered conversations are tokenised, also to serve the model",
+            "conversations are tokenized without adding; a program that renders and then tokenizes gets two",
+            fix="add_special_tokens=False wherever rendered conversations are tokenized, also to serve the model",
             data=data,
         )
     else:

@@ -71,7 +71,7 @@ def read_batch_size(text: str) -> int | None:
         return None
     if not text.isdecimal() or int(text) == 0:
         raise RequestError(
-            f"--batch-size {text} is no number of requests; type a number from 1, or {AUTO} for the most that fit "
+            f"--batch-size {text} is not a number of requests; type a number from 1, or {AUTO} for the most that fit "
             "into memory",
             problem_id="batch-size",
         )

@@ -327,7 +327,7 @@ def _answered(row: dict[str, Any]) -> Conversation:
     from tunebook.data.conversation import Conversation
 
     if not row.get("messages"):
-        raise DocumentError("it is no conversation; write it as ShareGPT or messages")
+        raise DocumentError("it is not a conversation; write it as ShareGPT or messages")
     talk = Conversation.of(row)
     last = talk.messages[-1]
     if last["role"] != "assistant":

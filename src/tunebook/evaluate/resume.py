@@ -71,7 +71,7 @@ class ResultCache:
         try:
             stored = read_json(file)
             if not isinstance(stored, dict) or stored.pop("sha256", None) != _content_hash(stored):
-                raise DataError(f"{file} is not as it was written", problem_id="broken-record")
+                raise DataError(f"{file} was changed after it was written", problem_id="broken-record")
             if stored.pop("format") != FORMAT or stored["key"] != key:
                 return None
             answers = [Answer(**answer) for answer in stored.pop("answers")]

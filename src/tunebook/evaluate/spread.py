@@ -38,7 +38,7 @@ class Spread:
         return [{**inherited, VISIBLE_VARIABLE: gpu} for gpu in self.gpus[: self.num_processes]]
 
 
-ALONE = Spread(text="in this process, wherever torch finds a device")
+ALONE = Spread(text="in this process, on the device that torch finds")
 
 
 def choose_spread(weights_gib: float | None, gpus: Sequence[Gpu], asked: int | None = None) -> Spread:
@@ -65,7 +65,7 @@ def choose_spread(weights_gib: float | None, gpus: Sequence[Gpu], asked: int | N
         return Spread(text=f"on {how}", gpus=names, num_processes=count)
     if needed > everything:
         raise DoesNotFitError(
-            f"the model's weights take {weights_gib:.1f} GiB, with room to compute {needed:.1f} GiB, and the "
+            f"the model's weights take {weights_gib:.1f} GiB, with working memory {needed:.1f} GiB, and the "
             f"{_count(len(gpus), 'GPU', 'GPUs')} visible here have {everything:.1f} GiB; use more or larger GPUs, "
             "or evaluate on the CPU, slowly: put CUDA_VISIBLE_DEVICES= before the command",
             problem_id="model-does-not-fit",

@@ -100,7 +100,7 @@ def find_target(text: str, outputs: Path, *, is_model: bool = False) -> Target:
         if not is_model:
             raise
         raise RequestError(
-            f"model={text}: there is no such folder, and it is no name on the hub; type model=organisation/name, "
+            f"model={text}: there is no such folder, and it is not a name on the hub; type model=organisation/name, "
             "model=FOLDER with a Hugging Face model in it, or run=RUN",
             problem_id="model-folder",
         ) from error
@@ -112,7 +112,7 @@ def require_weights(folder: Path) -> None:
     if holds_model(folder) and has_weights(folder):
         return
     raise RequestError(
-        f"{folder} holds no whole model (config.json or adapter_config.json, and {' or '.join(WEIGHT_FILES)}): it is a "
+        f"{folder} holds no full model (config.json or adapter_config.json, and {' or '.join(WEIGHT_FILES)}): it is a "
         "sharded or unfinished checkpoint, or another kind of folder. Name the run itself, or make one with: "
         "tunebook export RUN",
         problem_id="model-without-weights",
@@ -188,8 +188,8 @@ def checkpoints_of(run: Path) -> str:
     if whole:
         return ", ".join(map(str, whole))
     if complete:
-        return f"they are sharded, so make a whole model of the newest with: tunebook export {run}"
-    return "there is none that is complete, so go on training"
+        return f"they are sharded, so make a full model of the newest with: tunebook export {run}"
+    return "none is complete, so resume training"
 
 
 def _shorten(lines: list[str]) -> list[str]:

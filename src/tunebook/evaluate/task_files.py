@@ -143,7 +143,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise RequestError(f"{place}: this is not YAML: {reason}", problem_id="task-file") from error
     if not isinstance(config, dict):
-        raise RequestError(f"{file} holds no keys, so it is no task", problem_id="task-file")
+        raise RequestError(f"{file} holds no keys, so it is not a task", problem_id="task-file")
     return config
 
 
@@ -204,7 +204,7 @@ def _read_group(file: Path) -> EvaluationConfig | None:
         settings = to_object(merged)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise RequestError(
-            f"{file} is no evaluation group: {str(error).splitlines()[0]}; its keys are those of `evaluation`",
+            f"{file} is not an evaluation group: {str(error).splitlines()[0]}; its keys are those of `evaluation`",
             problem_id="suite-file",
         ) from error
     assert isinstance(settings, EvaluationConfig)

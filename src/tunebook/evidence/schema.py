@@ -34,7 +34,7 @@ class Ran(Section):
     data: Literal["real", "generated"]
     layers: str = Field(description="`all 36`, or how many of how many the model has")
     steps: int = Field(ge=1, description="optimizer steps")
-    overrides: list[str] = Field(description="typed after the recipe, but for where results go")
+    overrides: list[str] = Field(description="typed after the recipe, but for the location of results")
 
 
 class Hardware(Section):

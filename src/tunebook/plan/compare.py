@@ -103,7 +103,7 @@ def split_compared(compared: str) -> tuple[str, list[str]]:
             problem_id="compare-form",
         )
     if len(set(values)) < len(values):
-        raise RequestError(f"--compare={compared}: a value is there twice; name each once", problem_id="compare-form")
+        raise RequestError(f"--compare={compared}: a value is repeated; name each once", problem_id="compare-form")
     return key.strip(), values
 
 

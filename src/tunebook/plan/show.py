@@ -150,7 +150,7 @@ def memory_bar(memory: Memory, width: int) -> Text | None:
         drawn += cells
     bar.append("." * (width - 2 - drawn) + "]")
     if memory.capacity is not None and total > memory.capacity:
-        bar.append(f" {_times(total / memory.capacity)} x what there is", style="red")
+        bar.append(f" {_times(total / memory.capacity)} x the capacity", style="red")
     return bar.append("\n  " + "  ".join(f"{letter} {name}" for name, (_, letter) in _BAR.items() if values[name]))
 
 
@@ -180,7 +180,7 @@ def time_lines(plan: TimePlan) -> list[str]:
             "saving and evaluation come on top"
         )
     elif speed is not None:
-        unknown = "how many tokens is not known before the data is prepared: dataset.num_documents, .mean_tokens tell"
+        unknown = "the number of tokens is unknown until the data is prepared; dataset.num_documents and .mean_tokens set it"
         lines.append(f"  {tokens or unknown}")
     return [*lines, *(f"  {line}" for line in plan.assumption.replace("; ", ";\n    ").splitlines())]
 

@@ -117,7 +117,7 @@ class RunInSlurm:
     def _leave(self, trial: Trial, job_id: str | None, error: TunebookError) -> None:
         """Leave a trial and its job, if any, to the next sweep, unless the trial has ended for good."""
         if is_final(self.folder.end_of(trial)):
-            self._say(trial, f"ended, as its job wrote down; {error.message}")
+            self._say(trial, f"ended, as its job recorded; {error.message}")
         elif job_id is None:
             passes = any(text in error.message.lower() for text in _PASSES)
             self._fail(trial, _NOT_NOW if passes else error.exit_code, error.message)
@@ -224,7 +224,7 @@ class RunInSlurm:
 
     def _lost(self, trial: Trial, job_id: str, how: str) -> TrialEnd:
         output = self.folder.path / f"{trial.name}.slurm-{job_id}.out"
-        reason = f"Slurm's job {job_id} ended without a word: {how}; look at {output}"
+        reason = f"Slurm's job {job_id} ended without a message: {how}; look at {output}"
         interrupted = self.stopping.num_requests > 0
         return TrialEnd(exit_code=1, seconds=0.0, was_interrupted=interrupted, reason=reason)
 

@@ -158,7 +158,7 @@ def _check_range(override: Override) -> None:
         return
     if sweep.step != 0 and all(map(math.isfinite, (sweep.start or 0, sweep.stop or 0, sweep.step))):
         return
-    why = "a range has two ends" if sweep.step else "a range in steps of 0 never comes to its end"
+    why = "a range has two ends" if sweep.step else "a range in steps of 0 never reaches its end"
     raise RequestError(
         f"override '{override.input_line}': {why}; write numbers, the third of them the step, as in "
         f"{override.key_or_group}=range(0,10,2)",

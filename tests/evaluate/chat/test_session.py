@@ -139,7 +139,7 @@ def test_an_answer_that_is_cut_off_says_so(session: Sessions) -> None:
 
 
 def test_an_empty_answer_says_so(session: Sessions) -> None:
-    assert ask(session(""), "rain") == Answer(text="", notes=["the model ended its answer without a word"])
+    assert ask(session(""), "rain") == Answer(text="", notes=["the model gave an empty answer"])
 
 
 def test_an_interrupted_answer_is_kept_as_far_as_it_came(session: Sessions) -> None:
@@ -154,7 +154,7 @@ def test_a_question_stopped_before_the_first_word_is_not_kept(session: Sessions)
     end_of_text = 0  # a special token, which is no text, and not one that this model's answers end with
     chat = session([end_of_text, 300, 301])
     answer = ask(chat, "rain", is_interrupted=lambda: True)
-    assert answer == Answer(text="", notes=["stopped", "nothing was said yet, so the question is not kept"])
+    assert answer == Answer(text="", notes=["stopped", "there was no answer yet, so the question is not kept"])
     assert chat.turns == []
 
 

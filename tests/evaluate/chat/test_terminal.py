@@ -87,7 +87,7 @@ def test_reset_and_system(session: Sessions) -> None:
     shown = talk(chat, ["rain", "/reset", "/system", "/system Be [bold] brief", "/system", '/system ""', "/system"])
     assert shown.splitlines()[2:] == [
         "> /reset", "(a new conversation)", "> /system", "(no system prompt)", "> /system Be [bold] brief",
-        "(a new conversation under this system prompt)", "> /system", "system prompt: Be [bold] brief",
+        "(a new conversation with this system prompt)", "> /system", "system prompt: Be [bold] brief",
         '> /system ""', "(a new conversation without a system prompt)", "> /system", "(no system prompt)", "> ",
     ]  # fmt: skip
     assert chat.turns == []

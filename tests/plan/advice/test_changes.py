@@ -335,7 +335,7 @@ def test_only_what_a_rule_refuses_has_another_answer_beside_it(typed, expected):
 @pytest.mark.parametrize(
     ("words", "host"),
     [
-        ((), ", and 786.9 GiB of each host, which is not known to have them"),
+        ((), ", and 786.9 GiB of each host, whose capacity is unknown"),
         (("hardware.host_memory_gib=1000",), ", and 786.9 GiB of each host"),
     ],
 )

@@ -41,4 +41,4 @@ def test_without_any_reference_one_gpu_is_planned_for_and_how_to_plan_for_more_i
     undecided.parallelism.strategy = Strategy.ddp
     undecided.hardware.generation = Generation.hopper
     whys = {choice.key: choice.why for choice in resolve_auto(undecided, machine()).choices}
-    assert whys["hardware.gpus_per_node"] == "nothing names more; hardware.gpus_per_node=8 plans for so many"
+    assert whys["hardware.gpus_per_node"] == "no setting asks for more; hardware.gpus_per_node=8 plans for 8"

@@ -130,7 +130,7 @@ NOT_COMPILED = {
     "unknown": ({"model.facts": None, "model.name": "organisation/never-downloaded"}, "architecture is not known"),
     "architecture": (
         {"model.facts.architecture": "FalconForCausalLM"},
-        "FalconForCausalLM was not seen compiled; Cohere, GPTNeoX, ",
+        "FalconForCausalLM was not tested compiled; Cohere, GPTNeoX, ",
     ),
     "padded": ({"packing.mode": PackingMode.padded}, "packed rows only, and packing.mode=padded"),
     "sdpa": ({"attention.implementation": Attention.sdpa}, "varlen_attention_4 only, and sdpa is asked for"),

@@ -235,7 +235,7 @@ class TestRulesDecideToo:
         config = run()
         strategy, why = chosen(resolve_auto(config, machine(H200, H200)))
         assert strategy == "fsdp"
-        assert why.endswith("; the model's size is not known before it is loaded, and this is the safe side")
+        assert why.endswith("; the model's size is not known before it is loaded, and this is the safe choice")
         config.optimizer.name = OptimizerName.paged_adamw_8bit
         strategy, why = chosen(resolve_auto(config, machine(H200, H200)))
         assert strategy == "ddp"
@@ -316,7 +316,7 @@ class TestReasons:
         monkeypatch.setattr("tunebook.plan.auto.hardware._memory_gib", lambda config, found: (None, "nobody knows"))
         strategy, why = chosen(resolve_auto(run(), machine(H200, H200)))
         assert strategy == "fsdp"
-        assert why.endswith("; the memory is not known, and this is the safe side")
+        assert why.endswith("; the memory is not known, and this is the safe choice")
 
 
 class TestWhatWasTyped:

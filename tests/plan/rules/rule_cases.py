@@ -500,7 +500,7 @@ CASES = [
     ),
     case(
         "best-needs-checkpoints",
-        "150 is no multiple of training.evaluate_every_steps=100",
+        "150 is not a multiple of training.evaluate_every_steps=100",
         {"training.save_every_steps": 150},
         {
             "dataset.validation_share": 0.1,

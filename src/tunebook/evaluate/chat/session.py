@@ -66,13 +66,13 @@ class Session:
         if generated.ending is Ending.interrupted:
             notes.append("stopped")
             if not generated.text:
-                return Answer(text="", notes=[*notes, "nothing was said yet, so the question is not kept"])
+                return Answer(text="", notes=[*notes, "there was no answer yet, so the question is not kept"])
         elif generated.ending is Ending.length and space <= self._sampling.max_new_tokens:
             notes.append(f"cut off: the context of {self.model.context_tokens} tokens is full; /reset empties it")
         elif generated.ending is Ending.length:
             notes.append(f"cut off after --max-new-tokens {self._sampling.max_new_tokens}")
         elif not generated.text:
-            notes.append("the model ended its answer without a word")
+            notes.append("the model gave an empty answer")
         self.turns = [*turns, {"role": "assistant", "content": generated.text}]
         return Answer(text=generated.text, notes=notes)
 
@@ -83,7 +83,7 @@ class Session:
         """
         file = Path(text).expanduser().absolute()
         if not self.turns:
-            raise RequestError("nothing has been said yet, so there is nothing to save", problem_id="chat-save")
+            raise RequestError("the conversation is empty, so there is nothing to save", problem_id="chat-save")
         if file.suffix != ".jsonl":
             raise RequestError(
                 f"conversations are saved as JSONL, and {file.name} does not end so; type /save "
@@ -91,7 +91,7 @@ class Session:
                 problem_id="chat-save",
             )
         if file.exists() and file not in self._saved_as:
-            raise RequestError(f"{file} is there already; name another file", problem_id="chat-save")
+            raise RequestError(f"{file} already exists; name another file", problem_id="chat-save")
         try:
             atomic_write_text(file, json.dumps({"messages": self._messages(self.turns)}, ensure_ascii=False) + "\n")
         except OSError as error:

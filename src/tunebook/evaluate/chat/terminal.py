@@ -27,7 +27,7 @@ from tunebook.second_interrupt import forget_interrupts
 PROMPT = "> "
 HELP = """\
 /reset          forget the conversation, keep the system prompt
-/system TEXT    begin again under another system prompt; /system shows it, /system "" takes it away
+/system TEXT    start again with another system prompt; /system shows it, /system "" removes it
 /save FILE      write the conversation to FILE.jsonl, in a format that can be trained on
 /help           this list
 /exit           end; so do Ctrl-D, and Ctrl-C here at the prompt
@@ -227,7 +227,7 @@ class Terminal:
             self._say("(no system prompt)" if prompt is None else f"system prompt: {prompt}")
             return
         self._session.set_system_prompt(None if argument in ('""', "''") else argument)
-        self._say("(a new conversation under this system prompt)" if self._session.system_prompt else "(a new "
+        self._say("(a new conversation with this system prompt)" if self._session.system_prompt else "(a new "
                   "conversation without a system prompt)")  # fmt: skip
 
     def _save(self, argument: str) -> None:

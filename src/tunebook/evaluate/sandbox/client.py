@@ -260,7 +260,7 @@ def check_programs(programs: Sequence[Program]) -> None:
         sample = f"sample {number} of {len(programs)} ({program.id})"
         if not isinstance(program.source, str):
             raise DataError(
-                f"{sample} is {type(program.source).__name__}, not text, so it is no program; generate it again, or "
+                f"{sample} is {type(program.source).__name__}, not text, so it is not a program; generate it again, or "
                 'count it as wrong by passing ""',
                 problem_id="sample-not-text",
             )

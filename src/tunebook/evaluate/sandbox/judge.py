@@ -180,7 +180,7 @@ class _Trial:
     def _check_memory(self) -> None:
         limit_bytes = self._wall.limits.memory_bytes
         if sum(descendants(os.getpid()).values()) > limit_bytes:
-            self._exceeded = Status.memory, f"it took more than {limit_bytes >> 20} MiB of memory"
+            self._exceeded = Status.memory, f"it used more than {limit_bytes >> 20} MiB of memory"
 
     def _check_output(self) -> None:
         limits = self._wall.limits
@@ -252,7 +252,7 @@ def printable(text: str) -> str:
 
 def _how(exit_code: int | None) -> str:
     if exit_code is None:
-        return "how is not known"
+        return "the reason is unknown"
     if exit_code >= 0:
         return f"exit code {exit_code}"
     name = signal.Signals(-exit_code).name if -exit_code in set(signal.Signals) else str(-exit_code)

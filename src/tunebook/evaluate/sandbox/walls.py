@@ -296,7 +296,7 @@ def find_slots(folder: Path, limits: Limits) -> list[Path]:
     for slot in slots:
         how = f"--tmpfs {slot}:size={limits.disk_bytes},nr_inodes=4096,mode=711"
         if not slot.is_mount():
-            raise WallError(f"{slot} is no disk of its own, so a program could fill the one it is on; mount it: {how}")
+            raise WallError(f"{slot} is not a separate disk, so a program could fill the one it is on; mount it: {how}")
         status = os.statvfs(slot)
         if not 0 < status.f_blocks * status.f_frsize <= MAX_SLOT_BYTES:
             raise WallError(f"{slot} has no size that would stop a program from filling it; mount it with one: {how}")

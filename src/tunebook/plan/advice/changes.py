@@ -89,7 +89,7 @@ class Fitting:
         """The host memory, if the change moves something there."""
         if self.host_gib is None or not self.is_in_host_memory:
             return ""
-        unknown = ", which is not known to have them" if self.host_fits is None else ""
+        unknown = ", whose capacity is unknown" if self.host_fits is None else ""
         return f", and {self.host_gib:,.1f} GiB of each host{unknown}"
 
 

@@ -116,7 +116,7 @@ def _refuse_impossible(file: Path, text: dict[str, Any], sizes: dict[str, Any]) 
         if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
             if isinstance(size, list):  # one per layer in some architectures; only the meta device can count it
                 continue
-            raise broken_config(f"{file} says {key}={json.dumps(size)}, which is no whole number; {_CORRECT}")
+            raise broken_config(f"{file} says {key}={json.dumps(size)}, which is not an integer; {_CORRECT}")
     _refuse_too_large(file, _least_parameters(sizes))
     _refuse_absent_experts(file, text)
     hidden, heads, keys = (sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))

@@ -92,7 +92,7 @@ def _gpus_per_node(config: RunConfig, machine: Machine) -> tuple[int, str]:
     if hardware.generation is Generation.cpu and (reference.generation is not Generation.cpu or is_cpu_by_default):
         return 1, "one process uses every CPU core"
     if config.recipe is None and reference.gpus_per_node == 1:
-        return 1, "nothing names more; hardware.gpus_per_node=8 plans for so many"
+        return 1, "no setting asks for more; hardware.gpus_per_node=8 plans for 8"
     unit = "ranks" if hardware.generation is Generation.cpu else "GPUs"
     # The range rule refuses a value below 1; the derived value must not be refused as well.
     return max(1, reference.gpus_per_node), f"{unit} of {_reference(config)}"

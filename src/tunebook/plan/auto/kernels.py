@@ -59,7 +59,7 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
         yield "the model's architecture is not known before it is loaded"
     elif facts.architecture not in COMPILED_ARCHITECTURES:
         seen = ", ".join(sorted(name.removesuffix("ForCausalLM") for name in COMPILED_ARCHITECTURES))
-        yield f"{facts.architecture} was not seen compiled; {seen} were"
+        yield f"{facts.architecture} was not tested compiled; {seen} were"
     elif not has_attention(config, _COMPILED_WITH):
         yield f"{facts.architecture} cannot attend by {_COMPILED_WITH.name}, which compiles with the blocks"
     if config.packing.mode is PackingMode.padded:
@@ -68,7 +68,7 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
         known = " and ".join(one.name for one in (_COMPILED_WITH, *_COMPILED_TOO))
         yield f"blocks were compiled with {known} only, and {kernel.name} is asked for"
     if config.training.deterministic:
-        yield "training.deterministic=true, and compiled kernels were not seen giving the same bits in every run"
+        yield "training.deterministic=true, and compiled kernels were not seen to be bitwise deterministic"
     if not strategy_facts(config).may_compile:
         yield f"blocks were not seen to gain by it under parallelism={settings.strategy.name}"
     if isinstance(settings, FsdpConfig) and (settings.wrap_policy is WrapPolicy.size or settings.wrap_classes):

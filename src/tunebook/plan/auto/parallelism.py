@@ -31,7 +31,7 @@ DecidePasses = Callable[[Decisions], None]
 
 _RECOMPUTED = {
     Checkpointing.enabled: " with activations recomputed",
-    Checkpointing.selective: " with norms and activation functions computed again",
+    Checkpointing.selective: " with norms and activation functions recomputed",
 }
 
 
@@ -126,9 +126,9 @@ def _why(config: RunConfig, chosen: _Tried, tried: list[_Tried]) -> str:
 def _reason_for(config: RunConfig, chosen: _Tried) -> str:
     what = STRATEGIES[chosen.strategy].auto_reason
     if config.hardware.memory_gib is None:
-        return f"{what}; the memory is not known, and this is the safe side"
+        return f"{what}; the memory is not known, and this is the safe choice"
     if chosen.total_gib is None:
-        return f"{what}; the model's size is not known before it is loaded, and this is the safe side"
+        return f"{what}; the model's size is not known before it is loaded, and this is the safe choice"
     recomputed = _RECOMPUTED.get(chosen.checkpointing, "")
     verdict = f"{'fit' if chosen.fits else 'do not fit'} into {USABLE_SHARE:.0%} of {config.hardware.memory_gib:g} GiB"
     return f"{what}: estimated {gib_text(chosen.total_gib)}{recomputed} {verdict}"

@@ -62,7 +62,7 @@ def _row_length(config: RunConfig) -> tuple[int, str]:
     if _may_recompute_parts(config):
         longer = _longest_row(config, target, Checkpointing.selective)
         if _is_worth_recomputing_parts(config, row, longer):
-            row, again = longer, " with norms and activation functions computed again"
+            row, again = longer, " with norms and activation functions recomputed"
     if row == length:
         return row, "training.max_length: a step fills no longer row, or none would divide the batch or fit into memory"
     times = f"{row // length} x training.max_length"
@@ -159,9 +159,9 @@ def _checkpointing(config: RunConfig) -> tuple[Checkpointing, str]:
     """The least recomputation that fits: whole layers cost up to a third of the speed, parts 1 to 3%."""
     facts, memory = known_facts(config), config.hardware.memory_gib
     if facts is None:
-        return Checkpointing.enabled, "the model's size is not known before it is loaded, and this is the safe side"
+        return Checkpointing.enabled, "the model's size is not known before it is loaded, and this is the safe choice"
     if memory is None:
-        return Checkpointing.enabled, "the memory is not known, and this is the safe side"
+        return Checkpointing.enabled, "the memory is not known, and this is the safe choice"
     estimate = estimate_memory(config, facts, checkpointing=Checkpointing.disabled)
     working = estimate.buffers_gib + estimate.activations_gib
     parts = f"{gib_text(estimate.states_gib)} of states and {gib_text(working)} of activations and buffers"
@@ -173,7 +173,7 @@ def _checkpointing(config: RunConfig) -> tuple[Checkpointing, str]:
     if _may_recompute_parts(config) and _fits_with(config, facts, memory, Checkpointing.selective):
         again = estimate_memory(config, facts, checkpointing=Checkpointing.selective)
         left = gib_text(again.buffers_gib + again.activations_gib)
-        does = f"with norms and activation functions computed again {left} of the latter do"
+        does = f"with norms and activation functions recomputed {left} of the latter do"
         is_full = config.peft.method is PeftMethod.full
         slower = "1.4% slower (Qwen2.5-3B, one H200)" if is_full else "3% slower (Llama 3 8B by LoRA, one H200)"
         return Checkpointing.selective, f"estimated {parts} do not fit into {there}; {does}, {slower}"

@@ -146,7 +146,7 @@ def _master_weights(config: RunConfig) -> tuple[MasterWeights, str]:
     """
     compute, dtype = config.precision.compute, read_dtype(config.model)
     if config.peft.method is PeftMethod.full:
-        return MasterWeights.fp32, "a weight in bf16 would lose updates that are small beside it"
+        return MasterWeights.fp32, "a weight in bf16 would lose updates that are small relative to it"
     if compute is not Compute.bf16:
         return MasterWeights.fp32, f"bf16 weights are for products in bf16, and these are in {compute.name}"
     if dtype != "bfloat16":

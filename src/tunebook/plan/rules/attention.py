@@ -191,7 +191,7 @@ def compiled_layers_with_flash_attn(config: RunConfig) -> Finding | None:
     kernel = config.attention.implementation
     if not config.model.compile_layers or not ATTENTIONS[kernel].is_flash or compiles(kernel):
         return None
-    message = f"with {kernel.name} every block would be compiled by itself, and most not at all"
+    message = f"with {kernel.name} every block would be compiled separately, and most not at all"
     better = without_flash_attn(config)
     return Finding(message, f"attention.implementation={better.name}")
 
@@ -201,7 +201,7 @@ def selective_without_compiled_blocks(config: RunConfig) -> Finding | None:
     """Refuse selective checkpointing without compiled blocks, which alone can be split."""
     if config.activation.checkpointing is not Checkpointing.selective or config.model.compile_layers:
         return None
-    message = "only compiled blocks can compute some of their activations again and keep the others"
+    message = "only compiled blocks can recompute some of their activations and keep the others"
     return Finding(message, "activation.checkpointing=enabled")
 
 

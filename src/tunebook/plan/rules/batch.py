@@ -19,10 +19,10 @@ def batch_one_way(config: RunConfig) -> Finding | None:
     """Require exactly one of `global_samples` and `global_tokens`."""
     samples, tokens = config.training.global_samples, config.training.global_tokens
     if samples is not None and tokens is not None:
-        message = f"global_samples={samples} and global_tokens={tokens} say the size of a step twice"
+        message = f"global_samples={samples} and global_tokens={tokens} both set the size of a step"
         return Finding(message, "training.global_tokens=null or training.global_samples=null")
     if samples is None and tokens is None:
-        return Finding("nothing says how large an optimizer step is", "training.global_samples=64")
+        return Finding("the size of an optimizer step is not set", "training.global_samples=64")
     return None
 
 

@@ -165,7 +165,7 @@ def container_settings(config: RunConfig) -> Iterator[Finding]:
     wrong = [place for place in settings.container_mounts if not place.startswith("/") or set(place) & set(":,")]
     if wrong:
         rest = [place for place in settings.container_mounts if place not in wrong]
-        yield Finding(f"{wrong[0]!r} is no absolute path of a folder", typed_list(key, rest), key=key)
+        yield Finding(f"{wrong[0]!r} is not the absolute path of a folder", typed_list(key, rest), key=key)
 
 
 @rule("container-on-shared-node", "launcher.container_runtime")

@@ -270,7 +270,7 @@ def two_warm_ups(config: RunConfig) -> Finding | None:
     steps, share = config.schedule.warmup_steps, config.schedule.warmup_share
     if steps is None or share is None:
         return None
-    message = f"warmup_steps={steps} and warmup_share={share:g} say the warm-up twice"
+    message = f"warmup_steps={steps} and warmup_share={share:g} both set the warm-up"
     return Finding(message, "schedule.warmup_share=null or schedule.warmup_steps=null")
 
 
@@ -280,7 +280,7 @@ def two_floors(config: RunConfig) -> Finding | None:
     floor, share = config.schedule.min_learning_rate, config.schedule.min_learning_rate_share
     if floor is None or share is None:
         return None
-    message = f"min_learning_rate={floor:g} and min_learning_rate_share={share:g} say the floor twice"
+    message = f"min_learning_rate={floor:g} and min_learning_rate_share={share:g} both set the floor"
     return Finding(message, "schedule.min_learning_rate=null")
 
 

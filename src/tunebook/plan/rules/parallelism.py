@@ -37,7 +37,7 @@ def strategy_settings_mismatch(config: RunConfig) -> Finding | None:
     needed = ZeroConfig if facts.is_zero else FsdpConfig if facts.is_fsdp else None
     has_settings = isinstance(settings, ZeroConfig | FsdpConfig)
     if strategy is UNDECIDED:  # auto over an earlier named strategy keeps its settings
-        return Finding("auto is set over the settings of a named strategy, which would be lost", "parallelism=auto")
+        return Finding("auto replaces a named strategy, whose settings would be lost", "parallelism=auto")
     if (needed is None and not has_settings) or (needed is not None and isinstance(settings, needed)):
         return None
     owner = {ZeroConfig: "ZeRO", FsdpConfig: "FSDP"}.get(type(settings), "no")

@@ -122,7 +122,7 @@ def fp8_not_compiled(config: RunConfig) -> Finding | None:
         return None
     if _facts(config) is not None and not fp8_runs(config):
         return None
-    message = "fp8's casts are passes over memory of their own where the blocks are not compiled"
+    message = "fp8's casts are separate passes over memory if the blocks are not compiled"
     fix = "model.compile_layers=true"
     if not compiles(config.attention.implementation):
         fix += f" attention.implementation={without_flash_attn(config).name}"
@@ -157,4 +157,4 @@ def bf16_weights_without_bf16(config: RunConfig) -> Finding | None:
     compute = config.precision.compute
     if config.precision.master_weights is not MasterWeights.bf16 or compute not in (Compute.fp32, Compute.fp16):
         return None
-    return Finding(f"bf16 weights do not go with precision.compute={compute.name}", "precision.master_weights=fp32")
+    return Finding(f"bf16 weights do not work with precision.compute={compute.name}", "precision.master_weights=fp32")

@@ -46,7 +46,7 @@ def best_needs_evaluations(config: RunConfig) -> Iterator[Finding]:
     for field in ("load_best_at_end", "early_stopping_patience"):
         value = getattr(training, field)
         if value not in (None, False):
-            message = f"{as_typed(value)} compares validation losses, and nothing says how often to validate"
+            message = f"{as_typed(value)} compares validation losses, and the validation interval is not set"
             every = training.save_every_steps or min(100, max(1, training.max_steps or 100))
             fix = f"training.evaluate_every_steps={every}"
             if training.load_best_at_end and training.save_every_steps is None:
@@ -67,7 +67,7 @@ def best_needs_checkpoints(config: RunConfig) -> Finding | None:
     if save % evaluate == 0:
         return None
     multiple = max(1, round(save / evaluate)) * evaluate
-    message = f"{save} is no multiple of training.evaluate_every_steps={evaluate}, so the best step is not saved"
+    message = f"{save} is not a multiple of training.evaluate_every_steps={evaluate}, so the best step is not saved"
     return Finding(message, f"training.save_every_steps={multiple}")
 
 
@@ -101,7 +101,7 @@ def hub_name_form(config: RunConfig) -> Finding | None:
     name = config.training.push_to_hub
     if name is None or _HUB_NAME.fullmatch(name):
         return None
-    return Finding(f"'{name}' has not the form organisation/name", "training.push_to_hub=null")
+    return Finding(f"'{name}' does not have the form organisation/name", "training.push_to_hub=null")
 
 
 @rule("task-file-not-found", "evaluation.tasks")
@@ -159,4 +159,4 @@ def sbatch_option_form(config: RunConfig) -> Finding | None:
     if not wrong:
         return None
     rest = [option for option in settings.extra_args if option not in wrong]
-    return Finding(f"{wrong[0]!r} is no sbatch option", typed_list("launcher.extra_args", rest))
+    return Finding(f"{wrong[0]!r} is not an sbatch option", typed_list("launcher.extra_args", rest))

@@ -30,7 +30,7 @@ from tunebook.plan.speed.measured_speed import (
     Spread,
 )
 
-SEVERAL_NODES = "no speed was measured on several nodes, and their links decide it"
+SEVERAL_NODES = "no speed was measured on several nodes, where the network decides it"
 
 
 def why_not_estimated(config: RunConfig) -> str | None:
@@ -38,8 +38,8 @@ def why_not_estimated(config: RunConfig) -> str | None:
     hardware, kernel, compute = config.hardware, config.attention.implementation, config.precision.compute
     facts, is_padded = attention_facts(config), config.packing.mode is PackingMode.padded
     reasons = (
-        (hardware.generation is Generation.cpu, "a CPU has no peak to take a share of: they differ too much"),
-        (_needs_host(config), "no speed was measured that would carry over to another host's memory, cores and disks"),
+        (hardware.generation is Generation.cpu, "CPUs differ too much to have a common peak"),
+        (_needs_host(config), "no measured speed applies to another host's memory, cores and disks"),
         (config.peft.method is PeftMethod.qlora, "no speed was measured with a quantized base (peft=qlora)"),
         (
             compute is Compute.fp8 and (is_padded or not facts.is_flash or not config.model.compile_layers),

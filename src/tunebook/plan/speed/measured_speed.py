@@ -91,7 +91,7 @@ class Alone:
         """Readable source of the number."""
         rows = ("packed" if self.is_packed else "padded") + (", compiled" if self.is_compiled else "")
         rows += ", head in one pass" if self.is_one_pass else ""
-        rows += ", norms and activation functions computed again" if self.is_selective else ""
+        rows += ", norms and activation functions recomputed" if self.is_selective else ""
         return (
             f"one {MEASURED_ON} with {_NAMES[self.model.num_parameters]}, {rows}, {self.attention.name}, "
             f"{self.compute.name} ({self.tokens_per_second:,.0f} tokens/s)"
@@ -215,7 +215,7 @@ class Spread:
     @property
     def text(self) -> str:
         """Readable source of the number."""
-        how = ", worked out from some of its layers" if self.is_alone_computed else ""
+        how = ", extrapolated from some of its layers" if self.is_alone_computed else ""
         return (
             f"{self.together:,.0f} for {self.alone:,.0f} tokens/s{how}, {_NAMES[self.model.num_parameters]} on "
             f"{self.num_gpus} {MEASURED_ON}"

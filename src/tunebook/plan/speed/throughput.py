@@ -235,7 +235,7 @@ def _assumption(
     parts = [f"the share of its peak that {row.text} reached"]
     if is_waiting:
         of = launch_bound_pass(config)
-        parts = [f"a pass of so little work takes each layer the {1000 * of.seconds_of_a_layer:.1f} ms of {of.text}"]
+        parts = [f"a pass with little work takes, per layer, the {1000 * of.seconds_of_a_layer:.1f} ms of {of.text}"]
     if generation is not Generation.hopper:
         parts.append(f"never measured on {generation.name}, whose peak is taken from the {peak.gpu}")
     elif not peak.is_of_this_model:
@@ -243,7 +243,7 @@ def _assumption(
     if compute not in (row.compute, Compute.fp32):
         parts.append(f"{compute.name} is as {row.compute.name}")
     if config.model.compile_layers and not row.is_compiled:
-        parts.append("compiled blocks are no faster than they were there")
+        parts.append("compiled blocks are no faster than in that measurement")
     if adapter is not None:
         parts.append(f"LoRA computes at {adapter.gain:.0%} of a full fine-tune's share ({adapter.text})")
     facts = config.model.facts
@@ -254,7 +254,7 @@ def _assumption(
     if batch.padding_share is None and not batch.is_packed and batch.micro_batch_size > 1:
         known = row.padding_share is not None
         parts.append(
-            f"{USUAL_PADDING_SHARE:.0%} of a pass is padding" if known else "there is as much padding as there"
+            f"{USUAL_PADDING_SHARE:.0%} of a pass is padding" if known else "the share of padding is that of the measurement"
         )
     if batch.tokens_per_step is None and batch.is_packed:
         parts.append("rows are full")
@@ -270,5 +270,5 @@ def _assumption(
         parts.append(f"training.deterministic leaves {DETERMINISTIC:.0%} of the speed")
     if spread is not None:
         taken = f", taken as {spread.strategy.name}," if measured_as(strategy) is not strategy else ""
-        parts.append(f"{strategy.name}{taken} loses a pass the time it lost on {MEASURED_ON}s ({spread.text})")
+        parts.append(f"{strategy.name}{taken} loses the same time per pass as on {MEASURED_ON}s ({spread.text})")
     return f"assumed: {'; '.join(parts)}"
