@@ -75,7 +75,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     monkeypatch.setattr(command, "gpus_on_bus", lambda: host.on_bus)
     monkeypatch.setattr(command, "ask_topology", lambda: host.topology)
     monkeypatch.setattr(command, "measure_bandwidth", host.measure)
-    monkeypatch.setattr(command, "ask_tokenizer", lambda config: Probe(facts=TOKENIZER, problem=None))
+    monkeypatch.setattr(command, "probe_tokenizer", lambda config: Probe(facts=TOKENIZER, problem=None))
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**40))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr("tunebook.train.requirements.installed_version", lambda name: "2.13.0")
@@ -215,7 +215,7 @@ def test_without_a_recipe_or_a_model_the_machine_alone_is_looked_at(host: Host, 
     assert f"{tmp_path}/disk2" in space["data"]["folders"]
     code, said = as_json(None, f"outptus={tmp_path}")
     assert (code, levels(said)["unknown-key"]) == (2, "error")
-    code, said = as_json(None, "model.name=some-organisation/some-model")
+    code, said = as_json(None, "model.name=some-organization/some-model")
     assert (code, levels(said)["batch-one-way"]) == (2, "error")
 
 

@@ -23,7 +23,7 @@ from tunebook.evidence.files import content_hash, read_evidence
 from tunebook.evidence.gather import config_of, gather_inputs, gather_results, read_finished
 from tunebook.evidence.page import PAGE_FILE
 from tunebook.evidence.schema import Inputs
-from tunebook.evidence.verifying import hold_against, recorded_run
+from tunebook.evidence.verifying import compare_run, recorded_run
 
 from ..evidence.conftest import NUM_STEPS, MakeRun, curve
 
@@ -183,14 +183,14 @@ def test_a_recipe_without_evidence_says_how_to_record_some(make_run: MakeRun, re
 def test_comparison_with_one_run_uses_minimum_tolerances(make_run: MakeRun) -> None:
     original, other = read_finished(make_run(gpus=1)), read_finished(make_run(gpus=1, speed=960.0))
     claim = recorded_run(original, [])
-    found = hold_against(claim, other)
+    found = compare_run(claim, other)
     assert found.exit_code == 0
     assert all("runs differ" not in row.why for row in found.rows)
     assert found.claim.tolerances["loss"].value == 1e-5
-    slower = hold_against(claim, read_finished(make_run(gpus=1, speed=940.0)))
+    slower = compare_run(claim, read_finished(make_run(gpus=1, speed=940.0)))
     assert {row.name for row in slower.rows if row.verdict.value == "DIFFERENT"} == {"tokens/s/GPU"}
     with pytest.raises(RequestError, match=r"is not a repetition of .*training.seed is 7, recorded with 0"):
-        hold_against(claim, read_finished(make_run("training.seed=7")))
+        compare_run(claim, read_finished(make_run("training.seed=7")))
 
 
 # --- what is refused as evidence
@@ -387,7 +387,7 @@ def test_a_file_that_was_edited_by_hand_is_refused(evidence: Path) -> None:
             "reads up to 1; read it with the version that wrote it, or a later one",
         ),
         ({"format": "new"}, "it is not evidence"),
-        ({"tolerances": {}}, "tolerances.loss is not there"),
+        ({"tolerances": {}}, "tolerances.loss is missing"),
         (
             {
                 "results": {

@@ -45,7 +45,7 @@ def open_config() -> RunConfig:
     """Qwen2.5-0.5B on one GPU, with all optional settings unset."""
     return plain_config(
         model=ModelConfig(name="Qwen/Qwen2.5-0.5B", facts=ModelFacts(**QWEN_FACTS)),
-        dataset=DatasetConfig(source=Source.hub, name="organisation/chats"),
+        dataset=DatasetConfig(source=Source.hub, name="organization/chats"),
         optimizer=OptimizerConfig(learning_rate=1e-5),
         training=TrainingConfig(global_samples=64, max_length=2048),
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.doctor.findings import Level
-from tunebook.doctor.gpus import PciGpu, gpus_on_bus, look_at_gpus
+from tunebook.doctor.gpus import PciGpu, check_gpus, gpus_on_bus
 from tunebook.hardware.detect import Machine
 from tunebook.hardware.nvidia_smi import SmiAnswer
 
@@ -24,7 +24,7 @@ ONE = [PciGpu(address="0000:3b:00.0", driver=None)]
 
 
 def look(*gpus: dict, machine: Machine = TWO):
-    return look_at_gpus(machine, list(gpus), None, None)
+    return check_gpus(machine, list(gpus), None, None)
 
 
 def test_healthy_gpus() -> None:
@@ -37,18 +37,18 @@ def test_healthy_gpus() -> None:
 
 
 def test_without_a_driver_there_is_nothing_wrong() -> None:
-    (found,) = look_at_gpus(CPU_ONLY, [], None, None)
+    (found,) = check_gpus(CPU_ONLY, [], None, None)
     assert (found.level, found.what) == (Level.ok, "no GPU here: no NVIDIA driver answers here")
 
 
 def test_a_driver_without_a_gpu_is_a_warning() -> None:
-    (found,) = look_at_gpus(machine_with(notes=("CUDA_VISIBLE_DEVICES='' leaves 0 of 2 GPUs visible",)), [], None, None)
+    (found,) = check_gpus(machine_with(notes=("CUDA_VISIBLE_DEVICES='' leaves 0 of 2 GPUs visible",)), [], None, None)
     assert found.level is Level.warning
     assert "leaves 0 of 2" in found.what
 
 
 def test_a_driver_that_does_not_answer_is_the_only_finding() -> None:
-    (found,) = look_at_gpus(CPU_ONLY, [], "no answer within 40 s", None)
+    (found,) = check_gpus(CPU_ONLY, [], "no answer within 40 s", None)
     assert (found.id, found.level) == ("driver-silent", Level.error)
     assert "no answer within 40 s" in found.what
     assert "sudo reboot" in found.fix
@@ -145,7 +145,7 @@ def test_persistence_compute_mode_and_lanes() -> None:
 
 def test_a_slice_cannot_train_with_others() -> None:
     machine = machine_with(h200(0, is_mig=True, memory_gib=16.0))
-    found = only(look_at_gpus(machine, [health(0)], None, None), "gpu-split")
+    found = only(check_gpus(machine, [health(0)], None, None), "gpu-split")
     assert "parallelism=single" in found.fix
     assert "16 GiB" in found.what
 
@@ -160,18 +160,18 @@ def test_gpus_that_are_hidden_are_left_out() -> None:
 def test_silent_gpu_is_reported_by_detection() -> None:
     lost = {"index": 0, "problem": "GPU is lost"}
     machine = machine_with(h200(1), notes=("GPU 0 does not answer (GPU is lost) and is left out",))
-    note = only(look_at_gpus(machine, [lost, health(1)], None, None), "gpu-note")
+    note = only(check_gpus(machine, [lost, health(1)], None, None), "gpu-note")
     assert (note.level, note.what) == (Level.warning, "GPU 0 does not answer (GPU is lost) and is left out")
 
 
 def test_deliberately_hidden_gpus_are_no_warning() -> None:
     machine = machine_with(h200(1), notes=("CUDA_VISIBLE_DEVICES='1' leaves 1 of 2 GPUs visible",))
-    assert only(look_at_gpus(machine, [health(0), health(1)], None, None), "gpu-note").level is Level.ok
+    assert only(check_gpus(machine, [health(0), health(1)], None, None), "gpu-note").level is Level.ok
 
 
 def test_one_that_torch_has_no_code_for() -> None:
     machine = machine_with(h200(0, name="Tesla P100", compute_capability=(6, 0)))
-    found = only(look_at_gpus(machine, [health(0)], None, None), "gpu-too-old")
+    found = only(check_gpus(machine, [health(0)], None, None), "gpu-too-old")
     assert (found.level, found.what) == (Level.error, "Tesla P100 has compute capability 6.0; torch starts at 7.0")
 
 
@@ -193,7 +193,7 @@ GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-77aa0000-0000-1111-2222-333344445555)
     ],
 )  # fmt: skip
 def test_an_nvidia_smi_where_python_finds_no_driver(answer: SmiAnswer, level: Level, said: str) -> None:
-    found = only(look_at_gpus(CPU_ONLY, [], None, answer), "nvidia-smi")
+    found = only(check_gpus(CPU_ONLY, [], None, answer), "nvidia-smi")
     assert found.level is level
     assert said in found.what
 
@@ -208,7 +208,7 @@ def test_an_nvidia_smi_where_python_finds_no_driver(answer: SmiAnswer, level: Le
     ],
 )  # fmt: skip
 def test_an_nvidia_smi_that_says_that_there_is_no_gpu(answer: SmiAnswer) -> None:
-    assert [finding.id for finding in look_at_gpus(CPU_ONLY, [], None, answer)] == ["gpus-found"]
+    assert [finding.id for finding in check_gpus(CPU_ONLY, [], None, answer)] == ["gpus-found"]
 
 
 def put(bus: Path, address: str, vendor: str, kind: str, driver: str | None = None) -> None:
@@ -256,7 +256,7 @@ def test_a_gpu_whose_driver_does_not_answer_is_told_from_no_gpu(
     driver: str | None, listing: SmiAnswer | None, level: Level, fix: str
 ) -> None:
     two = [PciGpu(address=f"0000:{bus}:00.0", driver=driver) for bus in ("3b", "5e")]
-    (found,) = look_at_gpus(CPU_ONLY, [], None, listing, two)
+    (found,) = check_gpus(CPU_ONLY, [], None, listing, two)
     assert (found.level, found.id) == (level, "driver-silent" if level is Level.error else "gpus-found")
     said = "2 NVIDIA GPUs are on the PCI bus (0000:3b:00.0, 0000:5e:00.0), but no NVIDIA driver answers here"
     assert found.what.startswith(said)
@@ -266,17 +266,17 @@ def test_a_gpu_whose_driver_does_not_answer_is_told_from_no_gpu(
 
 
 def test_no_gpu_on_the_bus_is_no_problem() -> None:
-    (found,) = look_at_gpus(CPU_ONLY, [], None, NOT_LOADED, [])
+    (found,) = check_gpus(CPU_ONLY, [], None, NOT_LOADED, [])
     assert (found.level, found.id) == (Level.ok, "gpus-found")
-    (one,) = look_at_gpus(CPU_ONLY, [], None, NOT_LOADED, ONE)
+    (one,) = check_gpus(CPU_ONLY, [], None, NOT_LOADED, ONE)
     assert one.what.startswith("an NVIDIA GPU is on the PCI bus (0000:3b:00.0), but no NVIDIA driver answers here; ")
 
 
 def test_more_specific_findings_replace_that_of_the_bus() -> None:
     """Other versions of the driver, working GPUs and hidden GPUs have their own findings."""
     mismatch = SmiAnswer(text=None, problem="it ended with exit code 18: Driver/library version mismatch")
-    assert [found.id for found in look_at_gpus(CPU_ONLY, [], None, mismatch, ONE)] == ["gpus-found", "nvidia-smi"]
-    works = look_at_gpus(machine_with(h200(0)), [health(0)], None, None, ONE)
+    assert [found.id for found in check_gpus(CPU_ONLY, [], None, mismatch, ONE)] == ["gpus-found", "nvidia-smi"]
+    works = check_gpus(machine_with(h200(0)), [health(0)], None, None, ONE)
     assert {found.level for found in works} == {Level.ok}
-    hidden = look_at_gpus(machine_with(notes=("CUDA_VISIBLE_DEVICES='' leaves 0 of 1",)), [], None, None, ONE)
+    hidden = check_gpus(machine_with(notes=("CUDA_VISIBLE_DEVICES='' leaves 0 of 1",)), [], None, None, ONE)
     assert [found.id for found in hidden] == ["gpus-found"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tunebook.doctor.findings import Level
-from tunebook.doctor.links import look_at_bandwidth, look_at_topology, not_measured
+from tunebook.doctor.links import check_bandwidth, check_topology, not_measured
 from tunebook.hardware.nvidia_smi import SmiAnswer, parse_topology
 
 from .conftest import CPU_ONLY, TOPOLOGIES, h200, machine_with, measured, only, topology_of
@@ -16,7 +16,7 @@ EIGHT = machine_with(*(h200(index) for index in range(8)))
 def look(name: str, num_gpus: int, num_nodes: int = 1, first: int = 0):
     text = (TOPOLOGIES / f"{name}.txt").read_text()
     machine = machine_with(*(h200(index) for index in range(first, first + num_gpus)))
-    return look_at_topology(machine, SmiAnswer(text=text, problem=None), num_nodes).findings
+    return check_topology(machine, SmiAnswer(text=text, problem=None), num_nodes).findings
 
 
 def test_nvlink_everywhere() -> None:
@@ -34,7 +34,7 @@ def test_nvlink_reaches_every_gpu_through_others() -> None:
 def test_two_gpus_of_the_mesh_without_nvlinks() -> None:
     text = (TOPOLOGIES / "v100x8.txt").read_text()
     machine = machine_with(h200(0), h200(7))
-    (found, _) = look_at_topology(machine, SmiAnswer(text=text, problem=None), 1).findings
+    (found, _) = check_topology(machine, SmiAnswer(text=text, problem=None), 1).findings
     assert found.level is Level.warning
     assert "GPU0 and GPU7 are on different CPU sockets" in found.what
 
@@ -67,8 +67,8 @@ def test_a_card_on_the_other_socket_matters_only_between_nodes() -> None:
         "\tGPU0\tGPU1\tNIC0\tCPU Affinity\nGPU0\t X \tNV4\tPIX\t0-3\nGPU1\tNV4\t X \tSYS\t4-7\nNIC0\tPIX\tSYS\t X \t\n"
     )
     machine, answer = machine_with(h200(0), h200(1)), SmiAnswer(text=text, problem=None)
-    assert only(look_at_topology(machine, answer, 1).findings, "network-cards").level is Level.ok
-    found = only(look_at_topology(machine, answer, 2).findings, "network-cards")
+    assert only(check_topology(machine, answer, 1).findings, "network-cards").level is Level.ok
+    found = only(check_topology(machine, answer, 2).findings, "network-cards")
     assert (found.level, "GPU1 reach one only over" in found.what) == (Level.warning, True)
 
 
@@ -82,30 +82,30 @@ def test_a_card_on_the_other_socket_matters_only_between_nodes() -> None:
     ],
 )
 def test_without_a_matrix_it_is_a_warning(answer: SmiAnswer, said: str) -> None:
-    look = look_at_topology(machine_with(h200(0), h200(1)), answer, 1)
+    look = check_topology(machine_with(h200(0), h200(1)), answer, 1)
     assert look.topology is None
     (found,) = look.findings
     assert (found.id, found.level) == ("topology", Level.warning)
     assert said in found.what
-    assert look_at_topology(CPU_ONLY, answer, 1).findings == []
+    assert check_topology(CPU_ONLY, answer, 1).findings == []
 
 
 def test_a_bandwidth_that_such_links_reach() -> None:
-    (found,) = look_at_bandwidth(measured(360.0), topology_of("h100x8"), EIGHT)
+    (found,) = check_bandwidth(measured(360.0), topology_of("h100x8"), EIGHT)
     assert found.level is Level.ok
     assert found.what == "4 GPUs: all-reduce 360 GB/s at 1 GiB, all-gather 360 GB/s at 1 GiB (bus bandwidth)"
 
 
 @pytest.mark.parametrize(("speed", "level"), [(224.0, Level.warning), (226.0, Level.ok)])  # half of 18 x 25 is 225
 def test_half_of_what_nvlinks_carry_is_too_slow(speed: float, level: Level) -> None:
-    (found,) = look_at_bandwidth(measured(speed), topology_of("h100x8"), EIGHT)
+    (found,) = check_bandwidth(measured(speed), topology_of("h100x8"), EIGHT)
     assert found.level is level
     assert ("reach at least 225 GB/s" in found.what) is (level is Level.warning)
 
 
 def test_pair_with_the_fewest_nvlinks_decides() -> None:
     text = "\tGPU0\tGPU1\tGPU2\nGPU0\t X \tNV4\tNV2\nGPU1\tNV4\t X \tNV4\nGPU2\tNV2\tNV4\t X \n"
-    (found,) = look_at_bandwidth(
+    (found,) = check_bandwidth(
         measured(26.0, num_ranks=3), parse_topology(text), EIGHT
     )  # above half of 2 x 25, below of 4
     assert found.level is Level.ok
@@ -113,17 +113,17 @@ def test_pair_with_the_fewest_nvlinks_decides() -> None:
 
 @pytest.mark.parametrize(("speed", "level"), [(4.9, Level.warning), (5.1, Level.ok)])
 def test_pcie_has_a_floor_too(speed: float, level: Level) -> None:
-    (found,) = look_at_bandwidth(measured(speed), topology_of("pcie_two_sockets"), EIGHT)
+    (found,) = check_bandwidth(measured(speed), topology_of("pcie_two_sockets"), EIGHT)
     assert found.level is level
 
 
 def test_without_a_matrix_there_is_no_floor() -> None:
-    (found,) = look_at_bandwidth(measured(0.1), None, EIGHT)
+    (found,) = check_bandwidth(measured(0.1), None, EIGHT)
     assert found.level is Level.ok
 
 
 def test_cpu_ranks_are_not_judged() -> None:
-    (found,) = look_at_bandwidth(measured(0.1, backend="gloo", num_ranks=2), topology_of("h100x8"), EIGHT)
+    (found,) = check_bandwidth(measured(0.1, backend="gloo", num_ranks=2), topology_of("h100x8"), EIGHT)
     assert found.level is Level.ok
     assert found.what.startswith("2 CPU ranks: ")
     assert "says nothing of GPUs" in found.what
@@ -131,7 +131,7 @@ def test_cpu_ranks_are_not_judged() -> None:
 
 def test_a_link_that_hangs_is_an_error_and_names_what_to_try() -> None:
     bandwidth = measured(300.0, problem="no answer within 120 s", is_late=True)
-    (found,) = look_at_bandwidth(bandwidth, None, EIGHT)
+    (found,) = check_bandwidth(bandwidth, None, EIGHT)
     assert found.level is Level.error
     assert "no answer within 120 s (after 2 measurements)" in found.what
     assert "NCCL_P2P_DISABLE=1" in found.fix
@@ -139,14 +139,14 @@ def test_a_link_that_hangs_is_an_error_and_names_what_to_try() -> None:
 
 def test_ranks_that_fail() -> None:
     bandwidth = measured(sizes=(), problem="it ended with exit code 1; rank 0: No space left on device")
-    (found,) = look_at_bandwidth(bandwidth, None, EIGHT)
+    (found,) = check_bandwidth(bandwidth, None, EIGHT)
     assert found.level is Level.error
     assert "rank 0: No space left on device (before the first measurement)" in found.what
     assert "/dev/shm" in found.fix
 
 
 def test_wrong_sums_are_an_error_whatever_the_speed() -> None:
-    findings = look_at_bandwidth(measured(360.0, wrong=["rank 1: all_reduce of 8 bytes"]), topology_of("h100x8"), EIGHT)
+    findings = check_bandwidth(measured(360.0, wrong=["rank 1: all_reduce of 8 bytes"]), topology_of("h100x8"), EIGHT)
     assert only(findings, "wrong-sums").level is Level.error
     assert "rank 1: all_reduce of 8 bytes" in only(findings, "wrong-sums").what
     assert only(findings, "bandwidth").level is Level.ok
@@ -163,7 +163,7 @@ def test_only_links_between_gpus_that_are_seen_are_expected(seen: tuple[int, ...
         "GPU2\tPHB\tPHB\t X \tNV4\nGPU3\tPHB\tPHB\tNV4\t X \n"
     )
     machine = machine_with(*map(h200, seen))
-    (found,) = look_at_bandwidth(measured(4.0, num_ranks=len(seen)), parse_topology(text), machine)
+    (found,) = check_bandwidth(measured(4.0, num_ranks=len(seen)), parse_topology(text), machine)
     assert (found.level, expected in found.what) == (Level.warning, True)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tunebook.doctor.findings import Finding, Level
 from tunebook.doctor.probes import Probe
-from tunebook.doctor.software import look_at_software
+from tunebook.doctor.software import check_software
 from tunebook.hardware.detect import Machine
 from tunebook.train import requirements as environment
 
@@ -55,7 +55,7 @@ def image(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 
 def look(machine: Machine = TWO, probe: Probe | None = None) -> list[Finding]:
-    return look_at_software(machine, None, probe or torch())
+    return check_software(machine, None, probe or torch())
 
 
 def wrong(findings: list[Finding]) -> dict[str, Level]:
@@ -158,7 +158,7 @@ def test_variables_of_nccl_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rules_of_a_recipe_are_checked() -> None:
     config = resolved("qwen3b_zero2")
-    findings = look_at_software(CPU_ONLY, config, CPU_BUILD)
+    findings = check_software(CPU_ONLY, config, CPU_BUILD)
     found = only(findings, "no-gpu-here")
     assert found.level is Level.error
     assert "8 x volta needed" in found.what
@@ -166,4 +166,4 @@ def test_rules_of_a_recipe_are_checked() -> None:
 
 def test_a_run_that_starts_elsewhere_is_not_judged_by_this_machine() -> None:
     config = resolved("llama2_70b_fsdp")
-    assert wrong(look_at_software(CPU_ONLY, config, CPU_BUILD)) == {}
+    assert wrong(check_software(CPU_ONLY, config, CPU_BUILD)) == {}

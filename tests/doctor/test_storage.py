@@ -27,7 +27,7 @@ from .conftest import only, resolved
 
 GIB = 2**30
 P = 3085938688  # of Qwen2.5-3B
-NAME, COMMIT = "some-organisation/some-model", "0123456789abcdef0123456789abcdef01234567"
+NAME, COMMIT = "some-organization/some-model", "0123456789abcdef0123456789abcdef01234567"
 INDEX = "model.safetensors.index.json"
 WHOLE, NONE = CachedWeights(is_complete=True), CachedWeights(is_complete=False)
 
@@ -92,7 +92,7 @@ def test_partial_download_is_subtracted(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_a_name_that_the_hub_cannot_have_is_not_cached() -> None:
     assert not storage.is_cached("no/such/form", None)
-    assert not storage.is_cached("some-organisation/some-model", None)
+    assert not storage.is_cached("some-organization/some-model", None)
 
 
 def space(needed: int) -> Space:
@@ -215,7 +215,7 @@ def token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 def look(*words: str):
     config = resolved("qwen3b_zero2", *words)
-    return storage.look_at_storage(config, Path("outputs"))
+    return storage.check_storage(config, Path("outputs"))
 
 
 def test_without_a_token(token) -> None:
@@ -285,7 +285,7 @@ def test_unreadable_token_file_is_ignored_if_a_variable_is_set(token, monkeypatc
 def snapshot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder in which the hub's library keeps this model's files."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    model = tmp_path / "models--some-organisation--some-model"
+    model = tmp_path / "models--some-organization--some-model"
     (model / "refs").mkdir(parents=True)
     (model / "refs" / "main").write_text(COMMIT)
     folder = model / "snapshots" / COMMIT

@@ -11,10 +11,10 @@ import pytest
 from tunebook.doctor import system
 from tunebook.doctor.findings import Level
 from tunebook.doctor.system import (
+    check_system,
     clock,
     clock_difference,
     limits,
-    look_at_system,
     read_meminfo,
     shared_memory,
     swap,
@@ -48,7 +48,7 @@ def test_only_free_shared_memory_counts() -> None:
 
 def test_without_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(system, "SHARED_MEMORY", tmp_path / "missing")
-    found = only(look_at_system(CPU_ONLY, None, tmp_path, has_cards=False, of_host=[]), "shm-size")
+    found = only(check_system(CPU_ONLY, None, tmp_path, has_cards=False, of_host=[]), "shm-size")
     assert (found.level, "No such file or directory" in found.what) == (Level.warning, True)
 
 

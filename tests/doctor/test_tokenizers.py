@@ -12,7 +12,7 @@ import pytest
 from tunebook.config.schema import RunConfig
 from tunebook.doctor.findings import Finding, Level
 from tunebook.doctor.probes import Probe, read_tokenizer
-from tunebook.doctor.tokenizers import look_at_tokenizer
+from tunebook.doctor.tokenizers import check_tokenizer
 
 from .conftest import only, resolved
 
@@ -67,7 +67,7 @@ def add_bos(config: RunConfig) -> None:
 
 
 def look(config: RunConfig) -> list[Finding]:
-    return look_at_tokenizer(config, Probe(facts=read_tokenizer(config), problem=None))
+    return check_tokenizer(config, Probe(facts=read_tokenizer(config), problem=None))
 
 
 def test_one_without_fault(config: RunConfig) -> None:
@@ -155,12 +155,12 @@ def test_a_folder_that_is_not_there_is_an_error(config: RunConfig) -> None:
 
 
 def test_a_hub_model_that_is_not_on_this_machine_is_not_looked_at(config: RunConfig) -> None:
-    config.model.path, config.model.name = None, "some-organisation/some-model"
+    config.model.path, config.model.name = None, "some-organization/some-model"
     (found,) = look(config)
     assert (found.id, found.level) == ("tokenizer", Level.ok)
-    assert "some-organisation/some-model is not on this machine" in found.what
+    assert "some-organization/some-model is not on this machine" in found.what
 
 
 def test_a_probe_that_hung(config: RunConfig) -> None:
-    (found,) = look_at_tokenizer(config, Probe(facts=None, problem="no answer within 120 s"))
+    (found,) = check_tokenizer(config, Probe(facts=None, problem="no answer within 120 s"))
     assert (found.level, "no answer within 120 s" in found.what) == (Level.error, True)

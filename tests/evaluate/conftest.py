@@ -198,14 +198,14 @@ def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def cache_data_set(datasets_cache: Path, tmp_path: Path) -> Callable[[str, str], Path]:
-    """`cache_data_set("organisation/Name", "subset")`: one row in the split test, as if it had been downloaded."""
+    """`cache_data_set("organization/Name", "subset")`: one row in the split test, as if it had been downloaded."""
 
     def cache(repository: str, subset: str) -> Path:
         from datasets.data_files import DataFilesDict
         from datasets.naming import camelcase_to_snakecase
         from datasets.packaged_modules.json.json import Json
 
-        organisation, name = repository.split("/")
+        organization, name = repository.split("/")
         made = tmp_path / "made" / f"{name}-{subset}"
         made.mkdir(parents=True)
         (made / "rows.jsonl").write_text(json.dumps({"question": "it barks", "right": 1}) + "\n")
@@ -217,9 +217,9 @@ def cache_data_set(datasets_cache: Path, tmp_path: Path) -> Callable[[str, str],
             data_files=DataFilesDict.from_patterns({"test": [str(made / "rows.jsonl")]}),
         )
         builder.download_and_prepare()
-        # Only what comes from the hub is cached under its organisation, and without the hash of the files.
+        # Only what comes from the hub is cached under its organization, and without the hash of the files.
         parts = Path(builder.cache_dir).parts[-2:]
-        place = datasets_cache.joinpath(f"{organisation}___{camelcase_to_snakecase(name)}", subset, *parts)
+        place = datasets_cache.joinpath(f"{organization}___{camelcase_to_snakecase(name)}", subset, *parts)
         place.parent.mkdir(parents=True)
         Path(builder.cache_dir).rename(place)
         return place

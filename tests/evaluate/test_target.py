@@ -89,7 +89,7 @@ def test_a_folder_beside_a_project_with_a_manifest_belongs_to_no_run(tmp_path: P
     assert find_target(str(model), outputs).run is None
 
 
-def test_a_name_with_an_organisation_may_be_on_the_hub(outputs: Path) -> None:
+def test_a_name_with_an_organization_may_be_on_the_hub(outputs: Path) -> None:
     assert find_target("someone/model", outputs) == Target(hub_name="someone/model")
     assert find_target("someone/model", outputs).name == "someone/model"
 
@@ -136,7 +136,7 @@ def test_a_named_model_may_be_one_word_on_the_hub_but_no_path(run: Path, outputs
     assert find_target("someone/model", outputs, is_model=True) == Target(hub_name="someone/model")
     assert find_target("tiny", outputs, is_model=True) == Target(run=run, folder=model)
     for text in ("./gpt2", str(tmp_path / "gone"), "a b", "one/two/three"):
-        with pytest.raises(RequestError, match=r"there is no such folder.*model=organisation/name") as raised:
+        with pytest.raises(RequestError, match=r"there is no such folder.*model=organization/name") as raised:
             find_target(text, outputs, is_model=True)
         assert raised.value.problem_id == "model-folder"
 

@@ -9,7 +9,13 @@ import pytest
 
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError
-from tunebook.evidence.gather import gather_ran, gather_results, read_finished, typed_overrides, typed_words
+from tunebook.evidence.gather import (
+    claim_overrides,
+    gather_description,
+    gather_results,
+    read_finished,
+    training_overrides,
+)
 from tunebook.record.run_record import RunRecord, read_run
 
 from .conftest import MakeRun
@@ -19,7 +25,9 @@ def test_a_slice_of_a_model_is_called_one() -> None:
     words = ["model.facts.num_layers=4", "model.facts.num_parameters=200000000", "outputs=/x", "training.max_steps=3"]
     config = compose("qwen05b_single", words).config
     command = ["tunebook", "train", "qwen05b_single", *words]
-    ran = gather_ran(RunRecord(folder=Path("/x"), manifest={"command": command}, training=[{"step": 3}]), config, [])
+    ran = gather_description(
+        RunRecord(folder=Path("/x"), manifest={"command": command}, training=[{"step": 3}]), config, []
+    )
     assert (ran.layers, ran.weights, ran.data) == ("4 of 24", "pretrained", "real")
     assert ran.overrides == [*words[:2], "training.max_steps=3"]
 
@@ -30,22 +38,24 @@ def test_slice_in_a_user_recipe_is_named(tmp_path: Path) -> None:
     )
     config = compose("thin", [], [tmp_path]).config
     manifest = {"command": ["tunebook", "train", "thin", "--recipes-dir", str(tmp_path)]}
-    ran = gather_ran(RunRecord(folder=Path("/x"), manifest=manifest, training=[{"step": 3}]), config, [tmp_path])
+    ran = gather_description(
+        RunRecord(folder=Path("/x"), manifest=manifest, training=[{"step": 3}]), config, [tmp_path]
+    )
     assert (ran.recipe, ran.layers, ran.overrides) == ("thin", "6 of 24", [])
 
 
 def test_folder_name_that_looks_like_an_override_is_no_slice() -> None:
     command = ["tunebook", "train", "quickstart", "--run-folder", "rf=1,x", "--recipes-dir=a=b", "training.seed=1"]
-    assert typed_overrides({"command": command}) == ["training.seed=1"]
+    assert claim_overrides({"command": command}) == ["training.seed=1"]
     with pytest.raises(RequestError, match="has the command `tunebook reproduce run` and not the overrides"):
-        typed_overrides({"command": ["tunebook", "reproduce", "run"]})
+        claim_overrides({"command": ["tunebook", "reproduce", "run"]})
 
 
 def test_claim_contains_the_launcher_but_not_the_cluster() -> None:
     words = ["launcher=slurm", "launcher.partition=of_mine", "training.seed=1"]
     manifest = {"command": ["tunebook", "train", "quickstart", *words, "outputs=/x", "tracking=none"]}
-    assert typed_overrides(manifest) == ["launcher=slurm", "training.seed=1"]
-    assert typed_words(manifest) == words, "to start the same again"
+    assert claim_overrides(manifest) == ["launcher=slurm", "training.seed=1"]
+    assert training_overrides(manifest) == words, "to start the same again"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tunebook.evidence.compare import Claim, Verdict, compare
 from tunebook.evidence.files import content_hash
 from tunebook.evidence.gather import read_finished
 from tunebook.evidence.schema import Hardware, Results
-from tunebook.evidence.tolerances import MEMORY, SPEED, work_out
+from tunebook.evidence.tolerances import MEMORY, SPEED, compute_tolerances
 
 from .conftest import MakeRun
 
@@ -31,7 +31,7 @@ def results(speed: float) -> Results:
 )
 def test_speeds_that_are_far_apart_support_no_tolerance(again: float, expected: float | None) -> None:
     """3 times the difference of the repetitions, up to a tenth of the slowest."""
-    found = work_out([results(1000.0), results(again)], plain_config())
+    found = compute_tolerances([results(1000.0), results(again)], plain_config())
     assert (found[SPEED].value if SPEED in found else None) == (pytest.approx(expected) if expected else None)
     assert found[MEMORY].value == 0.02
 
@@ -41,8 +41,8 @@ def test_a_speed_that_cannot_be_judged_is_shown() -> None:
     machine = Hardware(
         generation="hopper", gpu="NVIDIA H200", gpus=1, nodes=1, memory_gib=140.0, driver="580", nccl=None, cpus=8
     )
-    claim = Claim(results=runs[0], hardware=machine, tolerances=work_out(runs, plain_config()))
-    rows = {row.name: row for row in compare(claim, results(10.0), machine, is_split_alike=True)}
+    claim = Claim(results=runs[0], hardware=machine, tolerances=compute_tolerances(runs, plain_config()))
+    rows = {row.name: row for row in compare(claim, results(10.0), machine, is_split_equally=True)}
     assert rows["tokens/s/GPU"].verdict is Verdict.shown
     assert rows["tokens/s/GPU"].why == "the recorded runs differ too much to judge by"
     assert rows["memory GiB"].verdict is Verdict.same

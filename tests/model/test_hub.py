@@ -17,7 +17,7 @@ from tunebook.errors import DoesNotFitError, RequestError
 from tunebook.model.hub import check_hub_model, fetch_config, fetch_weights, token_problem, unreadable_token
 from tunebook.model.load import check_model
 
-MODEL = ModelConfig(name="organisation/name", revision="abc")
+MODEL = ModelConfig(name="organization/name", revision="abc")
 
 
 class OutOfReach:
@@ -32,7 +32,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in the cache that the hub's library returns."""
 
     def snapshot(name: str, **options: Any) -> str:
-        assert (name, options["revision"]) == ("organisation/name", "abc")
+        assert (name, options["revision"]) == ("organization/name", "abc")
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
@@ -50,12 +50,12 @@ def test_a_cache_without_the_weights_is_not_enough(cached: Path) -> None:
     assert fetch_config(MODEL) == cached
     with pytest.raises(RequestError, match=r"out of reach.*model\.name=null model\.path=DIR.*HF_HUB_OFFLINE=1"):
         check_model(MODEL)
-    check_model(ModelConfig(name="organisation/name", weights=Weights.random))
+    check_model(ModelConfig(name="organization/name", weights=Weights.random))
 
 
 def test_a_repository_without_config_is_no_model(cached: Path) -> None:
     (cached / "config.json").unlink()
-    with pytest.raises(RequestError, match=r"'organisation/name' cannot be loaded: it has no config\.json"):
+    with pytest.raises(RequestError, match=r"'organization/name' cannot be loaded: it has no config\.json"):
         fetch_config(MODEL)
 
 
@@ -66,7 +66,7 @@ def test_full_disk_during_a_download_is_reported(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fill)
     for fetch in (fetch_config, fetch_weights):
         with pytest.raises(
-            DoesNotFitError, match=r"no space is left for the model 'organisation/name'.*HF_HOME=FOLDER"
+            DoesNotFitError, match=r"no space is left for the model 'organization/name'.*HF_HOME=FOLDER"
         ):
             fetch(MODEL)
 

@@ -22,7 +22,7 @@ FP32_SHARE = 0.66354
 BF16_SHARE = 0.50560
 # 12 layers of Llama 3 8B, compiled, rows of 16,384: 27,452.15 tokens/s x (6 x 3,668,021,248 + 6 x 12 x 4096 x 1033)
 WIDE_SHARE = 0.61935
-RECOMPUTED = 17_810 / 22_233 * 4 / 3  # of the share: four thirds of the work in 1.25 times the time
+RECOMPUTED_SPEED = 17_810 / 22_233 * 4 / 3  # of the share: four thirds of the work in 1.25 times the time
 
 
 def planned(recipe: str, *words: str) -> TimePlan:
@@ -74,7 +74,7 @@ def test_13_5_hours_on_2_nodes_of_8_a100() -> None:
         "counted; assumed: the share of its peak that one H200 with 12 layers of Llama 3 8B"
     )
     flops = 8 * 68_976_648_192 + 8 * 80 * 8192 * 2048
-    computing = 2048 * flops / (312e12 * WIDE_SHARE * RECOMPUTED)
+    computing = 2048 * flops / (312e12 * WIDE_SHARE * RECOMPUTED_SPEED)
     lost = 16_384 * (1 / 11_348.05 - 1 / 12_502) * (68_976_648_192 / 8_030_261_248 * 80 / 32) ** 0.5
     assert [computing, lost] == pytest.approx([5.58, 0.62], abs=0.01)
     together = planned("llama2_70b_fsdp", "hardware.num_nodes=1", "hardware.gpus_per_node=16", "launcher=local")

@@ -12,7 +12,7 @@ from tunebook.config.compose import compose
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.sweep.folder import SweepFolder
-from tunebook.sweep.launching import RunHere, TrialList, work_off
+from tunebook.sweep.launching import RunLocally, TrialList, run_trials
 from tunebook.sweep.shares import Shares
 from tunebook.sweep.trial_process import Stopping, TrialEnd, Watch, write_trial_end
 from tunebook.sweep.trials import Trial
@@ -50,7 +50,7 @@ def test_every_trial_runs_once_and_so_many_at_a_time(folder: SweepFolder, num_at
             at_work -= 1
             ran.append(trial.number)
 
-    work_off(TrialList(TRIALS, folder), run_one, Stopping(), num_at_once)
+    run_trials(TrialList(TRIALS, folder), run_one, Stopping(), num_at_once)
     assert sorted(ran) == list(range(6))
     assert most == num_at_once
 
@@ -64,7 +64,7 @@ def test_no_trial_starts_after_a_request_to_stop(folder: SweepFolder, num_at_onc
         ran.append(trial.number)
         stopping.request()
 
-    work_off(TrialList(TRIALS, folder), run_one, stopping, num_at_once)
+    run_trials(TrialList(TRIALS, folder), run_one, stopping, num_at_once)
     assert 1 <= len(ran) <= num_at_once
 
 
@@ -76,7 +76,7 @@ def test_an_error_of_the_sweep_itself_lets_the_others_save_and_is_raised(folder:
         raise RequestError("the disk is gone")
 
     with pytest.raises(RequestError, match="the disk is gone"):
-        work_off(TrialList(TRIALS, folder), run_one, stopping, num_at_once)
+        run_trials(TrialList(TRIALS, folder), run_one, stopping, num_at_once)
     assert stopping.num_requests >= 1
 
 
@@ -120,7 +120,7 @@ while len(list(folder.parent.glob("*.sees"))) < 2: time.sleep(0.02)
 
 def test_trials_that_run_together_see_gpus_of_their_own(folder: SweepFolder) -> None:
     run = runner(folder, SEES, Shares(["GPU-a", "GPU-b", "GPU-c", "GPU-d"], [0, 1], 2), num_gpus=2)
-    work_off(TrialList(TRIALS[:2], folder), run, run.stopping, 2)
+    run_trials(TrialList(TRIALS[:2], folder), run, run.stopping, 2)
     seen = [file.read_text() for file in sorted(folder.path.glob("*.sees"))]
     assert sorted(",".join(seen).split(",")) == ["GPU-a", "GPU-b", "GPU-c", "GPU-d"]
     assert [text.count("GPU") for text in seen] == [2, 2]
@@ -133,12 +133,12 @@ def runner(
     *,
     config_of: Callable[[Trial], RunConfig] | None = None,
     num_gpus: int = 0,
-) -> RunHere:
+) -> RunLocally:
     """What runs a program in the place of each trial, on a CPU or so many GPUs."""
     config = compose("quickstart", ["hardware=cpu"]).config
     config.hardware.generation = Generation.hopper if num_gpus else Generation.cpu
     config.hardware.gpus_per_node = num_gpus or 1
-    return RunHere(
+    return RunLocally(
         folder=folder,
         command_of=lambda _trial, run_folder: [sys.executable, "-c", program, str(run_folder)],
         config_of=config_of or (lambda _trial: config),

@@ -57,7 +57,7 @@ def end(folder: SweepFolder, trial: Trial, *, exit_code: int = 0, loss: float | 
     write_trial_end(record, folder.end_file(trial))
 
 
-def work_off(search: Search, folder: SweepFolder, *, up_to: int = 10**6) -> list[Trial]:
+def run_trials(search: Search, folder: SweepFolder, *, up_to: int = 10**6) -> list[Trial]:
     done: list[Trial] = []
     while len(done) < up_to and (trial := search.next_trial()) is not None:
         end(folder, trial, loss=loss_of(trial))
@@ -79,7 +79,7 @@ def folder(tmp_path: Path) -> SweepFolder:
 
 
 def test_a_search_comes_close_to_the_best(folder: SweepFolder) -> None:
-    trials = work_off(Search(plan(30), folder), folder)
+    trials = run_trials(Search(plan(30), folder), folder)
     assert [trial.number for trial in trials] == list(range(30))
     assert trials[0].overrides[0] == "training.max_steps=3"
     early, late = (sum(map(loss_of, part)) / 10 for part in (trials[:10], trials[-10:]))
@@ -91,12 +91,12 @@ def test_an_interrupted_search_proposes_what_it_would_have_proposed(tmp_path: Pa
     one, other = (SweepFolder(path=tmp_path / name) for name in ("one", "other"))
     one.path.mkdir()
     other.path.mkdir()
-    through = work_off(Search(plan(16), one), one)
-    parts = [*work_off(Search(plan(16), other), other, up_to=12), *work_off(Search(plan(16), other), other)]
+    through = run_trials(Search(plan(16), one), one)
+    parts = [*run_trials(Search(plan(16), other), other, up_to=12), *run_trials(Search(plan(16), other), other)]
     assert parts == through
-    assert work_off(Search(plan(16), other), other) == []
+    assert run_trials(Search(plan(16), other), other) == []
     assert Search(plan(16), other).trials == through
-    assert [trial.number for trial in work_off(Search(plan(18), other), other)] == [16, 17]  # more were asked for
+    assert [trial.number for trial in run_trials(Search(plan(18), other), other)] == [16, 17]  # more were asked for
 
 
 def test_another_seed_proposes_other_values(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_another_seed_proposes_other_values(tmp_path: Path) -> None:
     for seed in (0, 50):
         folder = SweepFolder(path=tmp_path / str(seed))
         folder.path.mkdir()
-        found.append([trial.swept for trial in work_off(Search(plan(3, seed=seed), folder), folder)])
+        found.append([trial.swept for trial in run_trials(Search(plan(3, seed=seed), folder), folder)])
     assert not any(one == other for one, other in zip(*found, strict=True))
 
 
@@ -125,14 +125,14 @@ def test_failed_trials_are_told_as_failed_and_count(folder: SweepFolder) -> None
 @pytest.mark.parametrize("how", ["under way", "stopped", "unexpected"])
 def test_a_trial_that_did_not_come_to_its_end_is_taken_up_with_its_values(folder: SweepFolder, how: str) -> None:
     search = Search(plan(3), folder)
-    first, second = work_off(search, folder, up_to=1)[0], search.next_trial()
+    first, second = run_trials(search, folder, up_to=1)[0], search.next_trial()
     assert second is not None
     if how != "under way":
         end(folder, second, exit_code=6 if how == "stopped" else 1, interrupted=how == "stopped")
         search.tell(second)
     again = Search(plan(3), folder)
     assert again.trials == [first, second]
-    taken_up = work_off(again, folder)
+    taken_up = run_trials(again, folder)
     assert [trial.number for trial in taken_up] == [1, 2]
     assert taken_up[0] == second
     assert states(folder) == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
@@ -145,18 +145,18 @@ def test_a_trial_that_finished_unseen_is_told_and_not_run_again(folder: SweepFol
     end(folder, trial, loss=0.25)
     again = Search(plan(2), folder)
     assert states(folder) == ["COMPLETE"]
-    assert [trial.number for trial in work_off(again, folder)] == [1]
+    assert [trial.number for trial in run_trials(again, folder)] == [1]
 
 
 def test_a_lock_that_a_killed_sweep_left_behind_is_no_lock(folder: SweepFolder) -> None:
-    work_off(Search(plan(1), folder), folder)
+    run_trials(Search(plan(1), folder), folder)
     (folder.path / "study.jsonl.lock").symlink_to(folder.path / "study.jsonl")
-    assert len(work_off(Search(plan(2), folder), folder)) == 1
+    assert len(run_trials(Search(plan(2), folder), folder)) == 1
 
 
 def test_trials_side_by_side_get_different_values(folder: SweepFolder) -> None:
     search = Search(plan(20), folder)
-    work_off(search, folder, up_to=12)
+    run_trials(search, folder, up_to=12)
     together = [search.next_trial() for _ in range(3)]
     rates = {trial.swept["optimizer.learning_rate"] for trial in together if trial is not None}
     assert len(rates) == 3

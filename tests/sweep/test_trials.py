@@ -5,7 +5,7 @@ from hydra.core.override_parser.types import RangeSweep
 
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError
-from tunebook.sweep.trials import Trial, check_trials, expand_trials, num_values, parse_words
+from tunebook.sweep.trials import Trial, check_trials, expand_trials, num_values, parse_sweep_overrides
 
 
 def check_with_compose(overrides: list[str]) -> None:
@@ -70,7 +70,7 @@ def test_what_is_no_sweep_is_refused(words: list[str], message: str) -> None:
     ["0,10", "8,65,8", "1,10,2", "10,1,-3", "5,1", "0,1,0.1", "0,0.3,0.1", "0.1,1.0,0.2", "1,0,-0.25", "0,1e-3,1e-4"],
 )
 def test_a_range_is_counted_as_hydra_counts_it_up(text: str) -> None:
-    (override,) = parse_words([f"a=range({text})"])
+    (override,) = parse_sweep_overrides([f"a=range({text})"])
     sweep = override.value()
     assert isinstance(sweep, RangeSweep)
     assert num_values(sweep) == len(list(sweep.range()))

@@ -18,13 +18,13 @@ from tunebook.config.schema import RunConfig, starts_elsewhere
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.doctor.bandwidth import measure_bandwidth
 from tunebook.doctor.findings import Finding, Kind, Level, exit_code_of, finding_of, finding_of_error, show_findings
-from tunebook.doctor.gpus import gpus_on_bus, look_at_gpus
-from tunebook.doctor.links import look_at_bandwidth, look_at_topology, not_measured
+from tunebook.doctor.gpus import check_gpus, gpus_on_bus
+from tunebook.doctor.links import check_bandwidth, check_topology, not_measured
 from tunebook.doctor.probes import Probe, run_probe
-from tunebook.doctor.software import look_at_software
-from tunebook.doctor.storage import look_at_storage
-from tunebook.doctor.system import GIB, MEMINFO, look_at_system, read_meminfo, swap
-from tunebook.doctor.tokenizers import ask_tokenizer, look_at_tokenizer
+from tunebook.doctor.software import check_software
+from tunebook.doctor.storage import check_storage
+from tunebook.doctor.system import GIB, MEMINFO, check_system, read_meminfo, swap
+from tunebook.doctor.tokenizers import check_tokenizer, probe_tokenizer
 from tunebook.errors import RequestError
 from tunebook.hardware.bandwidth import Bandwidth, remember
 from tunebook.hardware.detect import Machine, detect_machine
@@ -118,19 +118,19 @@ def diagnose(
     # nvidia-smi uses NVML: if NVML did not respond, it would not either.
     listing = ask_nvidia_smi("-L") if health.problem is None and machine.driver is None else None
     gpus = (health.facts or {"gpus": []})["gpus"]
-    found.findings += look_at_gpus(machine, gpus, health.problem, listing, gpus_on_bus())
-    found.findings += look_at_software(machine, config, torch)
+    found.findings += check_gpus(machine, gpus, health.problem, listing, gpus_on_bus())
+    found.findings += check_software(machine, config, torch)
     _look_at_links(found, machine, request, torch, say, is_measured=is_measured, cpu_ranks=cpu_ranks)
     is_one_node = config is not None and config.hardware.num_nodes == 1  # communicates without network cards
     has_cards = found.topology is not None and bool(found.topology.cards) and not is_one_node
     memory = read_meminfo(MEMINFO)
     of_host = [host_memory(machine, config, memory), swap(memory)] if memory else []
-    found.findings += look_at_system(machine, config, existing(outputs), has_cards=has_cards, of_host=of_host)
-    found.findings += look_at_storage(config, outputs)
+    found.findings += check_system(machine, config, existing(outputs), has_cards=has_cards, of_host=of_host)
+    found.findings += check_storage(config, outputs)
     found.findings += request.findings
     if config is not None:
         say("loading the tokenizer")
-        found.findings += look_at_tokenizer(config, ask_tokenizer(config))
+        found.findings += check_tokenizer(config, probe_tokenizer(config))
     return found
 
 
@@ -204,7 +204,7 @@ def _look_at_links(
 ) -> None:
     num_nodes = request.config.hardware.num_nodes if request.config is not None else request.num_nodes
     if machine.gpus:
-        look = look_at_topology(machine, ask_topology(), num_nodes)
+        look = check_topology(machine, ask_topology(), num_nodes)
         found.topology = look.topology
         found.findings += look.findings
     if cpu_ranks is not None:
@@ -222,7 +222,7 @@ def _look_at_links(
         remember(found.bandwidth, machine)
     if found.bandwidth is None:
         return
-    found.findings += look_at_bandwidth(found.bandwidth, found.topology, machine)
+    found.findings += check_bandwidth(found.bandwidth, found.topology, machine)
     if found.bandwidth.backend == "nccl" and request.config is not None and request.batch is not None:
         advice = advise(request.config, request.batch, found.bandwidth, machine.gpus[0].name)
         if advice is not None:

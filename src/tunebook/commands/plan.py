@@ -13,7 +13,7 @@ from tunebook.commands.train import require_machine, show_job
 from tunebook.errors import RequestError
 from tunebook.launch.measure import measure, require_measurable
 from tunebook.model.load import check_model
-from tunebook.plan.advice.changes import Fitting, changes_that_fit
+from tunebook.plan.advice.changes import FittingChange, changes_that_fit
 from tunebook.plan.draft import Draft, draft_json, draft_run
 from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.memory.two_steps import judge_measurement
@@ -82,7 +82,7 @@ def _measure(draft: Draft, console: Console) -> None:
     draft.memory = judge_measurement(config, plan_memory(config, draft.batch), measurement)
 
 
-def _show_changes(fitting: list[Fitting], console: Console, draft: Draft) -> None:
+def _show_changes(fitting: list[FittingChange], console: Console, draft: Draft) -> None:
     lines = [f"  {change.line()}" for change in fitting]
     is_too_large = draft.fits is False
     if lines:
@@ -95,15 +95,15 @@ def _show_changes(fitting: list[Fitting], console: Console, draft: Draft) -> Non
     console.print(Text("\n".join(lines)), highlight=False, soft_wrap=True)
 
 
-def _advice(fitting: list[Fitting], draft: Draft) -> str:
+def _advice(fitting: list[FittingChange], draft: Draft) -> str:
     """Return the result of the search as text, for programs that may show a problem without the rest of the plan."""
     if not fitting:
         return _nothing_fits(draft)
-    words = [f"{' '.join(change.change.words)}{_without(change)}" for change in fitting]
+    words = [f"{' '.join(change.change.overrides)}{_without(change)}" for change in fitting]
     return f"what would fit, by estimate: {' or '.join(words)}"
 
 
-def _without(change: Fitting) -> str:
+def _without(change: FittingChange) -> str:
     return f" without {' '.join(change.left_out)}" if change.left_out else ""
 
 

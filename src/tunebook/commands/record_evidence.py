@@ -15,17 +15,17 @@ from tunebook.errors import RequestError
 from tunebook.evidence.compare import input_differences, split_differences
 from tunebook.evidence.files import check_label, evidence_folder, write_evidence
 from tunebook.evidence.gather import (
+    claim_overrides,
     config_of,
+    gather_description,
     gather_hardware,
     gather_inputs,
-    gather_ran,
     gather_results,
-    typed_overrides,
 )
 from tunebook.evidence.run_checks import require_every_loss, require_first_step
 from tunebook.evidence.schema import FORMAT, Repeat, Results
 from tunebook.evidence.software import gather_software
-from tunebook.evidence.tolerances import work_out
+from tunebook.evidence.tolerances import compute_tolerances
 from tunebook.files import sha256_file
 from tunebook.record.metrics import METRICS_FILE
 from tunebook.record.provenance import why_not_committed
@@ -57,7 +57,7 @@ def record_evidence(records: Sequence[RunRecord], label: str, recipes_dirs: list
         require_every_loss(record, found)
     manifest, inputs = first.manifest or {}, gather_inputs(first, config)
     machine = machine_of_manifest(manifest["hardware"])
-    require_same_run(first.folder, config.recipe, typed_overrides(manifest), inputs, machine, recipes_dirs)
+    require_same_run(first.folder, config.recipe, claim_overrides(manifest), inputs, machine, recipes_dirs)
     if config.recipe is None:
         raise RequestError(
             f"{first.folder} has no recipe, and evidence belongs to one: put its settings into recipes/NAME.yaml",
@@ -65,13 +65,15 @@ def record_evidence(records: Sequence[RunRecord], label: str, recipes_dirs: list
         )
     content: dict[str, Any] = {
         "format": FORMAT,
-        "ran": gather_ran(first, config, recipes_dirs).model_dump(mode="json"),
+        "ran": gather_description(first, config, recipes_dirs).model_dump(mode="json"),
         "hardware": gather_hardware(first, config).model_dump(mode="json"),
         "label": label,
         "recorded": f"{datetime.now(UTC):%Y-%m-%d}",
         "repeats": _repeats(records, results),
         "results": results[0].model_dump(mode="json"),
-        "tolerances": {key: found.model_dump(mode="json") for key, found in work_out(results, config).items()},
+        "tolerances": {
+            key: found.model_dump(mode="json") for key, found in compute_tolerances(results, config).items()
+        },
         "inputs": inputs.model_dump(mode="json"),
         "software": gather_software(manifest).model_dump(mode="json"),
     }

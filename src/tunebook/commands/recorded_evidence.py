@@ -18,8 +18,8 @@ from tunebook.evidence.compare import (
 from tunebook.evidence.files import evidence_files, read_evidence
 from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs
 from tunebook.evidence.schema import Evidence, Hardware, Inputs
-from tunebook.evidence.tolerances import judged_by
-from tunebook.evidence.verifying import Recorded, Verification, describe, hold_against
+from tunebook.evidence.tolerances import judged_tolerances
+from tunebook.evidence.verifying import Recorded, Verification, compare_run, describe
 from tunebook.record.run_folder import WITHOUT_RECIPE
 from tunebook.record.run_record import RunRecord
 
@@ -31,7 +31,7 @@ def verify(record: RunRecord, recipes_dirs: list[Path], against: Path | None = N
     """
     config = config_of(record.folder)
     inputs, hardware = gather_inputs(record, config), gather_hardware(record, config)
-    return hold_against(recorded_evidence(config, inputs, hardware, recipes_dirs, against), record)
+    return compare_run(recorded_evidence(config, inputs, hardware, recipes_dirs, against), record)
 
 
 def recorded_evidence(
@@ -42,7 +42,7 @@ def recorded_evidence(
     return Recorded(
         name=file.name,
         what=f"recorded on {found.recorded}: {describe(found.ran)}",
-        claim=Claim(results=found.results, hardware=found.hardware, tolerances=judged_by(found)),
+        claim=Claim(results=found.results, hardware=found.hardware, tolerances=judged_tolerances(found)),
         inputs=found.inputs,
         software=found.software,
     )

@@ -36,10 +36,10 @@ from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.data.files import SUFFIXES, find_files
 from tunebook.errors import RequestError, StoppedError
 from tunebook.evidence.compare import config_differences, named_differences
-from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, read_finished, typed_words
+from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, read_finished, training_overrides
 from tunebook.evidence.page import show_verification
 from tunebook.evidence.run_checks import require_first_step, require_first_step_by_manifest, require_unchanged
-from tunebook.evidence.verifying import Recorded, hold_against, recorded_run
+from tunebook.evidence.verifying import Recorded, compare_run, recorded_run
 from tunebook.files import remembered_hash
 from tunebook.model.load import model_location
 from tunebook.model.weights_fingerprint import fingerprint_text, weights_fingerprint
@@ -75,7 +75,7 @@ class Original:
     @property
     def words(self) -> list[str]:
         """The overrides typed after the recipe, except the output folder."""
-        return typed_words(self.manifest)
+        return training_overrides(self.manifest)
 
     @property
     def has_curve(self) -> bool:
@@ -163,7 +163,7 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
         console.print(Text(f"to compare it when the job has ended: {compare}"), soft_wrap=True)
         return 0
     record = read_finished(folder)
-    return show_verification(hold_against(recorded, record), record, console)
+    return show_verification(compare_run(recorded, record), record, console)
 
 
 def _tell_plan(original: Original, job: Draft, recipes_dirs: list[Path], console: Console) -> None:

@@ -20,14 +20,14 @@ from tunebook.errors import RequestError
 from tunebook.plan.show import preparing
 from tunebook.record.run_folder import WITHOUT_RECIPE
 from tunebook.sweep.folder import Request, SweepFolder, create, newest_with, working_on
-from tunebook.sweep.launching import CommandOf, RunHere, RunTrial, TrialList, TrialSource, work_off
+from tunebook.sweep.launching import CommandOf, RunLocally, RunTrial, TrialList, TrialSource, run_trials
 from tunebook.sweep.options import SweepLauncher, SweepOptions, check_options
 from tunebook.sweep.results import Ranking, TrialResult, rank, read_result, sweep_exit_code
 from tunebook.sweep.shares import machine_shares
 from tunebook.sweep.slurm_trials import RunInSlurm
 from tunebook.sweep.table import best_line, sweep_table, trial_table, write_csv
 from tunebook.sweep.trial_process import EXIT_STOPPED, Stopping, TrialEnd, wait_until_free
-from tunebook.sweep.trials import Trial, without_resume_word
+from tunebook.sweep.trials import Trial, without_resume_override
 
 CSV_FILE = "sweep.csv"
 _MANY = 50  # trials: from this number on, checking takes seconds
@@ -64,10 +64,10 @@ def sweep_command(
         return 0
     stopping = Stopping()
     with _at_work(plan, console) as (folder, source), stopping.listening():
-        if plan.options.way is not SweepLauncher.slurm:
+        if plan.options.launcher_kind is not SweepLauncher.slurm:
             _wait_for_leftovers(folder, source.trials, console)
         run_one = _run_one(plan, folder, stopping, command_of or plan.command)
-        work_off(source, run_one, stopping, plan.num_at_once, folder.has_filled_disk)
+        run_trials(source, run_one, stopping, plan.num_at_once, folder.has_filled_disk)
         return _conclude(plan, folder, source.trials, console, was_stopped=stopping.num_requests > 0)
 
 
@@ -77,7 +77,7 @@ def _at_work(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFolder, T
     config = plan.configs[0]
     request = Request(
         recipe=plan.recipe,
-        overrides=without_resume_word(plan.words),
+        overrides=without_resume_override(plan.words),
         config_sha256=hash_anywhere(config, plan.asked),
         search=plan.search_record(),
         gpus_per_trial=plan.division.gpus_per_trial if plan.division else None,
@@ -125,7 +125,7 @@ def _wait_for_leftovers(folder: SweepFolder, trials: list[Trial], console: Conso
 
 
 def _run_one(plan: SweepPlan, folder: SweepFolder, stopping: Stopping, command_of: CommandOf) -> RunTrial:
-    if plan.options.way is SweepLauncher.slurm:
+    if plan.options.launcher_kind is SweepLauncher.slurm:
         return RunInSlurm(
             folder=folder,
             command_of=command_of,
@@ -133,7 +133,7 @@ def _run_one(plan: SweepPlan, folder: SweepFolder, stopping: Stopping, command_o
             stopping=stopping,
             num_trials=plan.num_trials,
         )
-    return RunHere(
+    return RunLocally(
         folder=folder,
         command_of=command_of,
         config_of=plan.config_of,

@@ -81,7 +81,7 @@ def divide(
     fit into memory by estimate. `most_at_once` is the number of trials, if known.
     """
     num_gpus = len(drafts.machine.gpus)
-    if options.way is not SweepLauncher.joblib or num_gpus < 2:
+    if options.launcher_kind is not SweepLauncher.joblib or num_gpus < 2:
         return None
     is_open = {trial.overrides: _takes_all(drafts.whole(trial.overrides), num_gpus) for trial in trials}
     if not any(is_open.values()):

@@ -22,7 +22,7 @@ from tunebook.sweep.shares import num_at_once, uses_this_machine
 from tunebook.sweep.slurm_trials import check_jobs, split_overrides
 from tunebook.sweep.space import Space, corners, describe, read_space
 from tunebook.sweep.trial_process import train_command
-from tunebook.sweep.trials import Trial, check_trials, expand_trials, without_resume_word
+from tunebook.sweep.trials import Trial, check_trials, expand_trials, without_resume_override
 
 if TYPE_CHECKING:
     from tunebook.sweep.study import SearchPlan
@@ -82,8 +82,8 @@ class SweepPlan:
         overrides = list(trial.overrides)
         if self.config_of(trial).training.resume == "never":
             # `never` is about the sweep: in a trial's folder, Slurm's next turn or the same command resumes.
-            overrides = [*without_resume_word(overrides), "training.resume=auto"]
-        if self.options.way is SweepLauncher.slurm:
+            overrides = [*without_resume_override(overrides), "training.resume=auto"]
+        if self.options.launcher_kind is SweepLauncher.slurm:
             overrides = split_overrides(overrides)[1]
         return train_command(self.recipe, overrides, run_folder, self.recipes_dirs)
 
@@ -122,7 +122,7 @@ class SweepPlan:
             SweepLauncher.basic: at_once,
             SweepLauncher.joblib: f"{at_once}, {self._shares}",
             SweepLauncher.slurm: f"as Slurm jobs, {at_once}",
-        }[self.options.way]
+        }[self.options.launcher_kind]
         if self.goal is None or self.space is None:
             return how
         return (
@@ -156,7 +156,7 @@ def plan_sweep(
     `progress` gets the number of trials composed so far, and their total.
     """
     _require_packages(options)
-    if options.way is SweepLauncher.slurm:
+    if options.launcher_kind is SweepLauncher.slurm:
         words = split_overrides(words)[0]
     fixed: list[str] = []
     space: Space | None = None
@@ -180,7 +180,7 @@ def plan_sweep(
         )
     except RequestError as error:
         raise (_with_whole_numbers(error, space) if space else error) from error
-    if options.way is SweepLauncher.slurm and is_started:
+    if options.launcher_kind is SweepLauncher.slurm and is_started:
         check_job(configs[0])
     return SweepPlan(
         recipe=recipe,
@@ -201,7 +201,7 @@ def plan_sweep(
 def _require_packages(options: SweepOptions) -> None:
     """Refuse options that need a missing package. Raises: RequestError with the install command."""
     needed = {
-        "--launcher=joblib": ("joblib", "joblib>=1.4,<2", options.way is SweepLauncher.joblib),
+        "--launcher=joblib": ("joblib", "joblib>=1.4,<2", options.launcher_kind is SweepLauncher.joblib),
         "--search=optuna": ("optuna", "optuna>=5,<6", options.search is not None),
     }
     for option, (package, requirement, is_needed) in needed.items():
@@ -240,7 +240,7 @@ def _checked(draft: Draft, options: SweepOptions, is_started: bool) -> RunConfig
 
 def check_launch(config: RunConfig, options: SweepOptions) -> None:
     """Refuse trials whose end the sweep would not see. Raises: RequestError."""
-    if options.way is SweepLauncher.slurm:
+    if options.launcher_kind is SweepLauncher.slurm:
         check_jobs(config)
     elif isinstance(config.launcher, SlurmConfig) and not config.launcher.wait:
         raise RequestError(

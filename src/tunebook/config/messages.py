@@ -19,7 +19,7 @@ from tunebook.errors import RequestError, did_you_mean, nearest
 
 # Examples for values that only the user can give.
 _MISSING_HINTS = {
-    "model.name": "model.name=organisation/name, or model.path=DIR",
+    "model.name": "model.name=organization/name, or model.path=DIR",
     "dataset.path": "dataset.path=FILE_OR_GLOB",
     "parallelism.strategy": "parallelism=auto",
     "evaluation.tasks": "'evaluation.tasks=[TASK]', by name in lm-evaluation-harness or as a YAML file",

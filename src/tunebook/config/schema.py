@@ -64,7 +64,7 @@ def describes_claim(setting: Field[Any]) -> bool:
 class ModelConfig:
     """Which model, tokenizer and chat template. Exactly one of `name` and `path`."""
 
-    name: str | None = None  # on the hub: organisation/name
+    name: str | None = None  # on the hub: organization/name
     path: str | None = None  # a folder; `book:recipes/...` means inside this book
     revision: str | None = None  # commit or tag on the hub; null takes the newest and records which it was
     weights: Weights = Weights.pretrained
@@ -105,7 +105,7 @@ class DatasetSource:
 
     source: Source = Source.files
     path: str | None = None  # files: a file or a glob, see data/files.py; `book:recipes/...` is in this book
-    name: str | None = None  # hub: organisation/name, or a folder in the hub's layout
+    name: str | None = None  # hub: organization/name, or a folder in the hub's layout
     subset: str | None = None  # hub: the configuration of a data set that has several
     revision: str | None = None  # hub: commit or tag; null takes the newest and records which it was
     train_split: str = "train"
@@ -398,7 +398,7 @@ class TrainingConfig:
     resume: str = field(default="auto", metadata=_SAME_RESULT)  # auto, never, or a checkpoint folder
     # What may differ from the checkpoint that is resumed
     resume_anyway: list[ResumeAnyway] = field(default_factory=list, metadata=_SAME_RESULT)
-    # organisation/name that every save is uploaded to; null: nothing leaves the machine
+    # organization/name that every save is uploaded to; null: nothing leaves the machine
     push_to_hub: str | None = field(default=None, metadata=_SAME_RESULT)
 
 

@@ -27,7 +27,7 @@ _DISPLAY = "0x03"  # class of display controllers, which includes GPUs without a
 _TO_A_GUEST = "vfio-pci"  # the driver of a card that is passed to a virtual machine
 
 
-def look_at_gpus(
+def check_gpus(
     machine: Machine,
     health: Health,
     problem: str | None,
@@ -158,18 +158,18 @@ def _memory_in_use(machine: Machine, health: Health) -> Iterator[Finding]:
             yield Kind.gpus.ok(id="gpu-in-use", what="no other process uses the GPUs", data=data)
         return
     busy = "; ".join(
-        f"GPU {gpu['index']}: {gpu['used_gib']:g} of {gpu['total_gib']:g} GiB in use{_by(gpu['processes'])}"
+        f"GPU {gpu['index']}: {gpu['used_gib']:g} of {gpu['total_gib']:g} GiB in use{_process_text(gpu['processes'])}"
         for gpu in used
     )
     yield Kind.gpus.warning(
         id="gpu-in-use",
         what=busy,
-        fix=f"end what runs there (nvidia-smi shows it), or take others: {_the_others(machine, health, used)}",
+        fix=f"end what runs there (nvidia-smi shows it), or take others: {_usable_gpus(machine, health, used)}",
         data=data | {"processes": {str(gpu["index"]): gpu["processes"] for gpu in used}},
     )
 
 
-def _by(processes: list[dict[str, Any]] | None) -> str:
+def _process_text(processes: list[dict[str, Any]] | None) -> str:
     if not processes:
         return ", by a process that is not seen from here"
     return ", by process " + ", ".join(
@@ -178,19 +178,19 @@ def _by(processes: list[dict[str, Any]] | None) -> str:
     )
 
 
-def _the_others(machine: Machine, health: Health, left_out: Health) -> str:
+def _usable_gpus(machine: Machine, health: Health, left_out: Health) -> str:
     """Name the usable GPUs of one kind that are not left out."""
-    free = {gpu["index"] for gpu in health if gpu not in left_out and not _is_shut(gpu) and not _is_damaged(gpu)}
+    free = {gpu["index"] for gpu in health if gpu not in left_out and not _is_prohibited(gpu) and not _is_damaged(gpu)}
     supported = [gpu for gpu in machine.gpus if gpu.index in free and gpu.compute_capability >= OLDEST_SUPPORTED]
     return f"{visible_only(equal_gpus(supported))} in front of the command" if supported else "none is free"
 
 
-def _is_shut(gpu: dict[str, Any]) -> bool:
+def _is_prohibited(gpu: dict[str, Any]) -> bool:
     return bool(gpu["compute_mode"] == "prohibited")
 
 
 def _compute_mode(health: Health) -> Iterator[Finding]:
-    shut = [gpu["index"] for gpu in health if _is_shut(gpu)]
+    shut = [gpu["index"] for gpu in health if _is_prohibited(gpu)]
     if shut:
         yield Kind.gpus.error(
             id="gpu-compute-mode",
@@ -228,7 +228,7 @@ def _memory_errors(machine: Machine, health: Health) -> Iterator[Finding]:
             id="gpu-memory-errors",
             what="; ".join(f"GPU {gpu['index']}: {_damage(gpu)}" for gpu in bad),
             fix="nvidia-smi -q -d ECC,ROW_REMAPPER; reset the GPU or restart the machine, and replace a GPU on which "
-            f"it comes back; meanwhile {_the_others(machine, health, bad)}",
+            f"it comes back; meanwhile {_usable_gpus(machine, health, bad)}",
             data=data,
         )
     if waiting:

@@ -18,14 +18,14 @@ _PCIE_GB_PER_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopologyLook:
+class TopologyFindings:
     """The topology matrix, if there is one, and the findings about it."""
 
     topology: Topology | None
     findings: list[Finding]
 
 
-def look_at_topology(machine: Machine, answer: SmiAnswer, num_nodes: int) -> TopologyLook:
+def check_topology(machine: Machine, answer: SmiAnswer, num_nodes: int) -> TopologyFindings:
     """Parse the output of nvidia-smi, and judge the links between the GPUs that this process sees."""
     problem = answer.problem
     topology = None
@@ -35,9 +35,9 @@ def look_at_topology(machine: Machine, answer: SmiAnswer, num_nodes: int) -> Top
         except ValueError as error:
             problem = f"it printed something else than a matrix: {error}"
     if topology is None:
-        return TopologyLook(topology=None, findings=[_unknown(str(problem))] if machine.gpus else [])
+        return TopologyFindings(topology=None, findings=[_unknown(str(problem))] if machine.gpus else [])
     findings = [_cards(machine, topology, num_nodes)] if topology.cards else []
-    return TopologyLook(topology=topology, findings=[_between(machine, topology), *findings])
+    return TopologyFindings(topology=topology, findings=[_between(machine, topology), *findings])
 
 
 def _unknown(problem: str) -> Finding:
@@ -164,7 +164,7 @@ def _not_measured(reason: str, fix: str) -> Finding:
     )
 
 
-def look_at_bandwidth(bandwidth: Bandwidth, topology: Topology | None, machine: Machine) -> list[Finding]:
+def check_bandwidth(bandwidth: Bandwidth, topology: Topology | None, machine: Machine) -> list[Finding]:
     """Compare the measured bandwidth with what the links between these GPUs should reach."""
     data = {"backend": bandwidth.backend, "num_ranks": bandwidth.num_ranks, "problem": bandwidth.problem}
     findings = []

@@ -27,7 +27,7 @@ _CONTAINER_VARIABLES = {
 }
 
 
-def look_at_software(machine: Machine, config: RunConfig | None, torch: Probe) -> list[Finding]:
+def check_software(machine: Machine, config: RunConfig | None, torch: Probe) -> list[Finding]:
     """The findings. `torch` is the answer of `probes.torch_build`."""
     try:
         image = read_image()

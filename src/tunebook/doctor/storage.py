@@ -87,7 +87,7 @@ class Space:
     with_less: tuple[tuple[str, int], ...] = ()  # overrides that need less, with the bytes; the smallest change first
 
 
-def look_at_storage(config: RunConfig | None, outputs: Path) -> list[Finding]:
+def check_storage(config: RunConfig | None, outputs: Path) -> list[Finding]:
     """Return the findings. Needs on the same disk are added up."""
     from huggingface_hub import constants
 

@@ -27,7 +27,7 @@ _SWAPPED_SHARE = 0.25
 _CLOCK_S = 2.0  # file systems round to a second
 
 
-def look_at_system(
+def check_system(
     machine: Machine, config: RunConfig | None, outputs: Path, *, has_cards: bool, of_host: list[Finding]
 ) -> list[Finding]:
     """Return the findings, including host memory. `has_cards`: RDMA network cards, which need locked memory."""

@@ -17,7 +17,7 @@ _TIMEOUT_S = 120.0  # importing transformers takes 10 s on a cold disk, a tokeni
 _WITHOUT_TEMPLATE = (Format.text, Format.pretokenized, Format.prompt_completion)
 
 
-def ask_tokenizer(config: RunConfig) -> Probe:
+def probe_tokenizer(config: RunConfig) -> Probe:
     """Load a recipe's tokenizer in its own process, from this machine alone."""
     with tempfile.TemporaryDirectory(prefix="tunebook-doctor-") as name:
         file = Path(name) / "run.yaml"
@@ -26,7 +26,7 @@ def ask_tokenizer(config: RunConfig) -> Probe:
         return run_probe("tokenizer", str(file), timeout_s=_TIMEOUT_S, variables=offline)
 
 
-def look_at_tokenizer(config: RunConfig, probe: Probe) -> list[Finding]:
+def check_tokenizer(config: RunConfig, probe: Probe) -> list[Finding]:
     """Return the findings from the probe's answer."""
     facts = probe.facts
     if facts is None:

@@ -18,7 +18,7 @@ from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.batch_size import read_batch_size
-from tunebook.evaluate.code.checks import check_code, take_options
+from tunebook.evaluate.code.checks import apply_options, check_code
 from tunebook.evaluate.preflight import Missing, describe_missing, find_missing, harness_environment, missing_error
 from tunebook.evaluate.target import (
     MODEL_FILE,
@@ -96,7 +96,7 @@ def evaluate_command(request: EvaluationRequest, outputs: Path) -> EvaluationRep
     check_tasks(asked)
     missing = find_missing(asked)
     tasks = _without(asked, missing)
-    check_code(take_options(subject.config.evaluation, request.options), tasks)
+    check_code(apply_options(subject.config.evaluation, request.options), tasks)
     when = f"eval-{datetime.now(UTC):%Y-%m-%dT%H-%M-%SZ}-{os.getpid()}"
     options = [*subject.options, *options, *(part for task in tasks for part in ("--task", as_word(task)))]
     end = _run(worker_command(subject.folder, when, options), subject.config, tasks)

@@ -29,11 +29,11 @@ from tunebook.evaluate.contamination.scores import with_scores
 from tunebook.evaluate.harness import SEEDS, HarnessSettings, load_tasks, prepare_environment
 from tunebook.evaluate.helpers import Answer as AnswerRequests
 from tunebook.evaluate.helpers import Helpers
+from tunebook.evaluate.placement import ONE_PROCESS, Placement
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.results import Answer, choose_samples, task_answers, task_scores, with_finishes
 from tunebook.evaluate.resume import FOLDER as RESULTS_FOLDER
 from tunebook.evaluate.resume import ResultCache, model_identity, resume_command
-from tunebook.evaluate.spread import ALONE, Spread
 from tunebook.evaluate.task_files import TaskFile
 from tunebook.evaluate.task_runs import TaskRuns, describe_error, failure
 from tunebook.evaluate.trained_model import (
@@ -66,7 +66,7 @@ class Evaluation:
     trained: Trained | None = None  # the training's tokenizer, template and system prompt; None: unknown
     allowed: tuple[str, ...] = ()  # those of `trained` that may differ
     is_fresh: bool = False  # evaluate finished tasks again
-    spread: Spread = ALONE
+    placement: Placement = ONE_PROCESS
 
     @property
     def folder(self) -> Path:
@@ -140,8 +140,8 @@ def _task_runs(
     )
 
     def load_model() -> RequestModel:
-        progress.say(f"{_describe_model(evaluation)} is loaded {evaluation.spread.text}")
-        others = evaluation.spread.environments(os.environ)[1:]
+        progress.say(f"{_describe_model(evaluation)} is loaded {evaluation.placement.text}")
+        others = evaluation.placement.environments(os.environ)[1:]
         helpers.start(partial(load_for_helper, evaluation), others)
         return _load(evaluation, tokenizer, progress, helpers if others else None)
 
@@ -194,7 +194,7 @@ def _load(
     from tunebook.evaluate.request_model import RequestModel
     from tunebook.evaluate.trained_model import choose_copies, load_on_gpu, refuse_offloading
 
-    config, is_sharded = evaluation.config, evaluation.spread.is_sharded
+    config, is_sharded = evaluation.config, evaluation.placement.is_sharded
     dtype, is_on_gpu = compute_dtype(config), uses_gpu(config)
     if is_on_gpu and not is_sharded:
         # Not through the host, whose memory may not hold one model per GPU.
@@ -269,9 +269,9 @@ def _record(
         "batch_sizes": {name: result.batch_size for name, result in runs.done.items()},
         "device": prompted["device"],
         "spread": {
-            "text": evaluation.spread.text,
-            "processes": evaluation.spread.num_processes,
-            "is_sharded": evaluation.spread.is_sharded,
+            "text": evaluation.placement.text,
+            "processes": evaluation.placement.num_processes,
+            "is_sharded": evaluation.placement.is_sharded,
         },
         "taken": runs.reused,
     }

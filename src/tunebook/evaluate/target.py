@@ -100,7 +100,7 @@ def find_target(text: str, outputs: Path, *, is_model: bool = False) -> Target:
         if not is_model:
             raise
         raise RequestError(
-            f"model={text}: there is no such folder, and it is not a name on the hub; type model=organisation/name, "
+            f"model={text}: there is no such folder, and it is not a name on the hub; type model=organization/name, "
             "model=FOLDER with a Hugging Face model in it, or run=RUN",
             problem_id="model-folder",
         ) from error

@@ -28,7 +28,7 @@ from tunebook.config.book import book_root, is_task_file, recipe_folders, resolv
 from tunebook.config.interpolation import to_object
 from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, TunebookError, did_you_mean, nearest
-from tunebook.evaluate.code.code_task import CodeTask, own_tasks, read_code_task
+from tunebook.evaluate.code.code_task import CodeTask, book_task_files, read_code_task
 from tunebook.files import cache_root, remember, sha256_text
 
 QUICK = "quick"  # the tasks that a run's recipe ships
@@ -69,8 +69,8 @@ def resolve_task(task: str) -> TaskFile | str:
     """Return the task file, or the name if the harness knows it. Raises: RequestError."""
     if is_task_file(task):
         return read_task_file(resolve_path(task))
-    if task in own_tasks():
-        return read_task_file(own_tasks()[task])
+    if task in book_task_files():
+        return read_task_file(book_task_files()[task])
     check_harness_name(task)
     return task
 
@@ -90,8 +90,8 @@ def read_task_file(file: Path) -> TaskFile:
     return TaskFile(
         name=name,
         file=file,
-        conversations=_beside(file, metadata, "conversations"),
-        baseline=_beside(file, metadata, "baseline"),
+        conversations=_named_file(file, metadata, "conversations"),
+        baseline=_named_file(file, metadata, "baseline"),
         is_group=is_group,
         code=read_code_task(file, config),
     )
@@ -147,7 +147,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     return config
 
 
-def _beside(file: Path, metadata: dict[str, Any], key: str) -> Path | None:
+def _named_file(file: Path, metadata: dict[str, Any], key: str) -> Path | None:
     """Return the file that a metadata key names, relative to the task's own file."""
     if key not in metadata:
         return None
@@ -237,7 +237,7 @@ def check_harness_name(name: str) -> None:
     """Refuse an unknown name and tasks that execute programs. Raises: RequestError with the nearest spelling."""
     tasks = harness_tasks()
     if name not in tasks.entries:
-        known = [*tasks.entries, *own_tasks()]
+        known = [*tasks.entries, *book_task_files()]
         raise RequestError(
             f"evaluation.tasks: there is no task '{name}' in lm-evaluation-harness.{did_you_mean(name, known)} "
             "A task of your own is named by its file, such as tasks/mine.yaml",
@@ -259,7 +259,7 @@ def refuse_code(name: str) -> RequestError:
     return RequestError(
         f"evaluation.tasks: '{name}' executes programs that a model wrote in the harness' own process, some even when "
         "they are imported; only the sandbox does that here. Tasks with programs that it judges: "
-        f"{', '.join(own_tasks())}, all of suite=code among them, and files of yours with metadata.code",
+        f"{', '.join(book_task_files())}, all of suite=code among them, and files of yours with metadata.code",
         problem_id="task-runs-code",
     )
 

@@ -56,7 +56,7 @@ class LeafTask:
 class DataSet:
     """The arguments of `datasets.load_dataset` for one task."""
 
-    path: str  # organisation/name on the hub, a folder, or a file format
+    path: str  # organization/name on the hub, a folder, or a file format
     subset: str | None
     options_json: str  # other arguments, as JSON so that equal data sets compare equal
 

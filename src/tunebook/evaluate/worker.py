@@ -22,10 +22,10 @@ from tunebook.config.frozen import load_config
 from tunebook.config.schema import EvaluationConfig
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError
 from tunebook.evaluate.batch_size import read_batch_size
-from tunebook.evaluate.code.checks import take_overrides, with_samples
+from tunebook.evaluate.code.checks import apply_overrides, with_samples
 from tunebook.evaluate.evaluation import Evaluation, check_contamination, evaluate
+from tunebook.evaluate.placement import choose_placement, is_for_gpus, loaded_gib
 from tunebook.evaluate.resume import AFTER, resume_command
-from tunebook.evaluate.spread import choose_spread, is_for_gpus, loaded_gib
 from tunebook.evaluate.task_files import resolve_task, suite_settings
 from tunebook.hardware.detect import detect_machine
 from tunebook.hardware.disk import existing, is_disk_full, no_space
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         if request.when == CHECK:
             check_contamination(evaluation)
             return 0
-        evaluate(_with_spread(evaluation, request.processes), started)
+        evaluate(_with_placement(evaluation, request.processes), started)
     except TunebookError as error:
         print(f"evaluation: {error.message}", file=sys.stderr)
         return error.exit_code
@@ -106,13 +106,13 @@ def _evaluation_of(request: argparse.Namespace) -> Evaluation:
     )
 
 
-def _with_spread(evaluation: Evaluation, num_processes: int | None) -> Evaluation:
+def _with_placement(evaluation: Evaluation, num_processes: int | None) -> Evaluation:
     """Choose the evaluation's GPUs; from here on this process sees only its own."""
     config = evaluation.config
     gpus = detect_machine().gpus if is_for_gpus(config) else []
-    spread = choose_spread(loaded_gib(config, evaluation.model) if gpus else None, gpus, num_processes)
-    os.environ.update(spread.environments(os.environ)[0])
-    return replace(evaluation, spread=spread)
+    placement = choose_placement(loaded_gib(config, evaluation.model) if gpus else None, gpus, num_processes)
+    os.environ.update(placement.environments(os.environ)[0])
+    return replace(evaluation, placement=placement)
 
 
 def _with_options(settings: EvaluationConfig, request: argparse.Namespace) -> EvaluationConfig:
@@ -120,7 +120,7 @@ def _with_options(settings: EvaluationConfig, request: argparse.Namespace) -> Ev
     given = {key: getattr(request, key) for key in ("limit", "num_fewshot")}
     settings = replace(settings, **{key: value for key, value in given.items() if value is not None})
     is_unsafe = settings.confirm_run_unsafe_code or request.confirm_run_unsafe_code
-    settings = replace(take_overrides(settings, request.code), confirm_run_unsafe_code=is_unsafe)
+    settings = replace(apply_overrides(settings, request.code), confirm_run_unsafe_code=is_unsafe)
     if request.batch_size is None:
         return settings
     return replace(settings, batch_size=read_batch_size(request.batch_size))

@@ -9,7 +9,7 @@ from pathlib import Path
 from tunebook.errors import RequestError
 from tunebook.evidence.files import read_evidence
 from tunebook.evidence.schema import Evidence
-from tunebook.evidence.tolerances import LOSS, speeds_apart
+from tunebook.evidence.tolerances import LOSS, differing_speeds
 from tunebook.files import atomic_write_text
 from tunebook.record.page.charts import Chart, Line, Point, Stroke
 from tunebook.record.page.curves import outlier_ceiling, smooth
@@ -109,7 +109,7 @@ def _row(file: Path, found: Evidence) -> str:
 
 def _speed(found: Evidence) -> str:
     """Return the first run's speed, or the range of the repetitions if they differ too much."""
-    if (apart := speeds_apart(found)) is not None:
+    if (apart := differing_speeds(found)) is not None:
         return f"{apart[0]:,.0f} to {apart[1]:,.0f}, not judged"
     speed = found.results.tokens_per_second_per_gpu
     return "-" if speed is None else f"{speed:,.0f}"

@@ -152,11 +152,11 @@ def same_machine(one: Hardware, other: Hardware) -> str | None:
 
 
 def compare(
-    claim: Claim, results: Results, hardware: Hardware, *, is_split_alike: bool, num_resumed: int = 0
+    claim: Claim, results: Results, hardware: Hardware, *, is_split_equally: bool, num_resumed: int = 0
 ) -> list[Row]:
     """Compare every number of the claim with those of a run that resumed `num_resumed` times."""
     why_shown = same_machine(claim.hardware, hardware)
-    if why_shown is None and not is_split_alike:
+    if why_shown is None and not is_split_equally:
         why_shown = "the step is split differently"
     expected, limits = claim.results, claim.tolerances
     speeds = (expected.tokens_per_second_per_gpu, results.tokens_per_second_per_gpu)

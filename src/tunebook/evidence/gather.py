@@ -19,7 +19,7 @@ from tunebook.config.identity import comparable_config
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import RequestError
 from tunebook.evidence.run_checks import require_unchanged
-from tunebook.evidence.schema import CleanScore, Hardware, Inputs, Ran, Results, Score
+from tunebook.evidence.schema import CleanScore, Hardware, Inputs, Results, RunDescription, Score
 from tunebook.model.weights_fingerprint import recorded_in
 from tunebook.record.contamination import KINDS, contamination_of
 from tunebook.record.manifest import MANIFEST_FILE, RunState
@@ -31,8 +31,14 @@ from tunebook.record.run_record import RunRecord, read_run
 # Options of `tunebook train` whose value is the next word, which may contain a `=`.
 _WITH_VALUE = ("--run-folder", "--recipes-dir")
 # Overrides that do not change what is trained: the location of results, and whether an earlier run resumes.
-_RESULTS_WORDS = ("outputs=", "training.resume=", "tracking", "training.push_to_hub=", "dataset.num_workers=")
-_CLUSTER_WORDS = "launcher."  # a partition or an account is private; the launcher's name is not
+_RESULT_LOCATION_PREFIXES = (
+    "outputs=",
+    "training.resume=",
+    "tracking",
+    "training.push_to_hub=",
+    "dataset.num_workers=",
+)
+_CLUSTER_PREFIX = "launcher."  # a partition or an account is private; the launcher's name is not
 
 
 def read_finished(folder: Path) -> RunRecord:
@@ -60,11 +66,11 @@ def read_finished(folder: Path) -> RunRecord:
     return record
 
 
-def gather_ran(record: RunRecord, config: RunConfig, recipes_dirs: list[Path]) -> Ran:
+def gather_description(record: RunRecord, config: RunConfig, recipes_dirs: list[Path]) -> RunDescription:
     """Return the first section of the file: what was run."""
     assert record.manifest is not None
-    overrides = typed_overrides(record.manifest)
-    return Ran(
+    overrides = claim_overrides(record.manifest)
+    return RunDescription(
         recipe=config.recipe or WITHOUT_RECIPE,
         title=config.title,
         weights="random" if config.model.weights is Weights.random else "pretrained",
@@ -75,15 +81,15 @@ def gather_ran(record: RunRecord, config: RunConfig, recipes_dirs: list[Path]) -
     )
 
 
-def typed_overrides(manifest: dict[str, Any]) -> list[str]:
+def claim_overrides(manifest: dict[str, Any]) -> list[str]:
     """Return the overrides that belong to the claim, with the launcher's name but without its settings.
 
-    Raises: as `typed_words`.
+    Raises: as `training_overrides`.
     """
-    return [word for word in typed_words(manifest) if not word.startswith(_CLUSTER_WORDS)]
+    return [word for word in training_overrides(manifest) if not word.startswith(_CLUSTER_PREFIX)]
 
 
-def typed_words(manifest: dict[str, Any]) -> list[str]:
+def training_overrides(manifest: dict[str, Any]) -> list[str]:
     """Return the overrides that repeat the training, without those for the location of the results.
 
     Raises: RequestError for a run by an old `tunebook reproduce`, which did not record its overrides.
@@ -97,7 +103,7 @@ def typed_words(manifest: dict[str, Any]) -> list[str]:
         )
     pairs = pairwise(command[1:])  # each word with the one before it
     words = [word for before, word in pairs if before not in _WITH_VALUE and not word.startswith("-")]
-    return [word for word in words if "=" in word and not word.startswith(_RESULTS_WORDS)]
+    return [word for word in words if "=" in word and not word.startswith(_RESULT_LOCATION_PREFIXES)]
 
 
 def _layers(config: RunConfig, overrides: list[str], recipes_dirs: list[Path]) -> str:

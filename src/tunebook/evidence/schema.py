@@ -20,25 +20,25 @@ FORMAT = 1  # increment it when a key changes its meaning or is removed
 
 
 class Section(BaseModel):
-    """Closed and finite."""
+    """A section without unknown keys and without infinite numbers."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
 
 
-class Ran(Section):
-    """What was run: said first, so that nobody takes a slice for the whole."""
+class RunDescription(Section):
+    """What was run. It comes first, so that a run of some layers is not mistaken for the full model."""
 
     recipe: str
     title: str
     weights: Literal["pretrained", "random"]
     data: Literal["real", "generated"]
-    layers: str = Field(description="`all 36`, or how many of how many the model has")
+    layers: str = Field(description="`all 36`, or `12 of 36`")
     steps: int = Field(ge=1, description="optimizer steps")
-    overrides: list[str] = Field(description="typed after the recipe, but for the location of results")
+    overrides: list[str] = Field(description="overrides of the recipe, without those for the location of results")
 
 
 class Hardware(Section):
-    """Where it was run."""
+    """The machine that ran it."""
 
     generation: str
     gpu: str | None = Field(description="the GPUs' name; null on a CPU")
@@ -51,46 +51,46 @@ class Hardware(Section):
 
 
 class Inputs(Section):
-    """Everything that decides the result beside the code: equal in every run that is compared."""
+    """Everything except the code that determines the result; equal in all compared runs."""
 
     config: dict[str, Any] = Field(
-        description="run.yaml without what cannot change a result; the book's paths as book:"
+        description="run.yaml without keys that cannot change a result; the book's paths start with book:"
     )
     seed: int
     model_sha256: str | None = Field(description="of the model's config.json")
     model_revision: str | None
     weights_fingerprint: str | None = Field(
-        default=None, description="of pretrained weights that lay in a folder; older files lack it"
+        default=None, description="of pretrained weights in a local folder; missing in older files"
     )
     tokenizer_sha256: str | None
     chat_template_sha256: str | None
     data_sha256: str | None = Field(description="of the prepared tokens and labels")
     data_fingerprint: str | None = Field(
         default=None,
-        description="of all that they were prepared from and by: sources, code, libraries; shown where it is another, "
-        "and not judged; older files lack it",
+        description="of everything the data was prepared from: sources, code, libraries; a difference is reported, not "
+        "judged; missing in older files",
     )
 
 
 class Lock(Section):
-    """The lock of the hardware generation, and where the run was not made with it."""
+    """The lock of the hardware generation, and the differences of the installed packages from it."""
 
-    name: str = Field(description="its folder below docker/")
+    name: str = Field(description="its folder in docker/")
     sha256: str | None = Field(description="of requirements.lock")
     differences: dict[str, PackageDifference] = Field(
-        description="by package, `python` for the interpreter: those that can change a loss, a speed or the memory"
+        description="by package, `python` for the interpreter: those that can change loss, speed or memory"
     )
-    num_other_differences: int | None = Field(ge=0, description="of all other packages; null where that is unknown")
-    num_unknown: int = Field(ge=0, description="packages of the lock of which nobody recorded what was installed")
+    num_other_differences: int | None = Field(ge=0, description="differences of all other packages; null if unknown")
+    num_unknown: int = Field(ge=0, description="packages of the lock without a recorded version")
 
 
 class Software(Section):
     """The code and packages that ran."""
 
     git_commit: str
-    lock_sha256: str | None = Field(description="of the lock, where nothing differs from it; see `lock`")
+    lock_sha256: str | None = Field(description="of the lock, if no package differs from it; see `lock`")
     lock: Lock | None = Field(
-        default=None, description="null where packages and lock were not compared, as in older files"
+        default=None, description="null if packages and lock were not compared, as in older files"
     )
     image_digest: str | None
     python: str
@@ -144,18 +144,18 @@ class Score(Section):
 
 
 class Results(Section):
-    """What came out."""
+    """The measured results."""
 
     steps: list[int] = Field(min_length=1, description="optimizer steps whose loss was logged")
     losses: list[float] = Field(min_length=1, description="loss per trained token at these steps")
     tokens_per_second_per_gpu: float | None = Field(description="real tokens, median after warming up")
-    memory_gib: float | None = Field(description="peak of the rank with the highest")
-    planned_memory_gib: float | None = Field(description="what the plan had estimated")
+    memory_gib: float | None = Field(description="peak of the rank with the highest peak")
+    planned_memory_gib: float | None = Field(description="the plan's estimate")
     scores: dict[str, Score] = Field(description="by task")
 
 
 class Tolerance(Section):
-    """How far another run's number may lie from this one's, and how that was worked out."""
+    """The allowed difference of another run's number, and how it was computed."""
 
     value: float = Field(ge=0)
     kind: Literal["relative", "absolute"]
@@ -163,7 +163,7 @@ class Tolerance(Section):
 
 
 class Repeat(Section):
-    """One of the runs that the evidence rests on; the first is the one whose results it gives."""
+    """One of the runs behind the evidence; the results are those of the first."""
 
     run: str = Field(description="<recipe>/<time>")
     started: str
@@ -175,25 +175,25 @@ class Evidence(Section):
     """A recorded claim."""
 
     format: int = Field(ge=FORMAT, le=FORMAT)
-    ran: Ran
+    ran: RunDescription
     hardware: Hardware
     label: str
     recorded: str = Field(description="date, UTC")
     repeats: list[Repeat] = Field(min_length=2)
     results: Results
-    tolerances: dict[str, Tolerance] = Field(description="by what they are for: loss, speed, memory, score:<task>")
+    tolerances: dict[str, Tolerance] = Field(description="by number: loss, speed, memory, score:<task>")
     inputs: Inputs
     software: Software
-    content_sha256: str = Field(description="of everything else, as canonical JSON")
+    content_sha256: str = Field(description="of all other keys, as canonical JSON")
 
     @model_validator(mode="after")
-    def _is_whole(self) -> Self:
+    def _check_consistency(self) -> Self:
         """Check what JSON schema cannot express: one loss per step, and a tolerance for the loss."""
         num_steps, num_losses = len(self.results.steps), len(self.results.losses)
         if num_steps != num_losses:
             raise ValueError(f"results.steps has {num_steps} entries and results.losses {num_losses}")
         if "loss" not in self.tolerances:
-            raise ValueError("tolerances.loss is not there")
+            raise ValueError("tolerances.loss is missing")
         return self
 
 

@@ -72,20 +72,20 @@ def largest_spread(values: Sequence[float]) -> float:
     return relative(max(values), min(values)) if values else 0.0
 
 
-def speeds_apart(found: Evidence) -> tuple[float, float] | None:
+def differing_speeds(found: Evidence) -> tuple[float, float] | None:
     """Return the slowest and fastest repetition if they differ too much for either to be the recipe's speed."""
     speeds = [repeat.tokens_per_second_per_gpu for repeat in found.repeats]
     known = [speed for speed in speeds if speed is not None]
     return (min(known), max(known)) if largest_spread(known) > _SPEED_MAY_SPREAD else None
 
 
-def judged_by(found: Evidence) -> dict[str, Tolerance]:
+def judged_tolerances(found: Evidence) -> dict[str, Tolerance]:
     """Return the tolerances of recorded evidence, without that of the speed if the repetitions differ too much."""
-    is_judged = speeds_apart(found) is None
+    is_judged = differing_speeds(found) is None
     return {key: tolerance for key, tolerance in found.tolerances.items() if key != SPEED or is_judged}
 
 
-def work_out(runs: Sequence[Results], config: RunConfig) -> dict[str, Tolerance]:
+def compute_tolerances(runs: Sequence[Results], config: RunConfig) -> dict[str, Tolerance]:
     """Compute the tolerances from repeated runs; from a single run, the floors."""
     pairs = list(combinations(runs, 2))
     tolerances = {

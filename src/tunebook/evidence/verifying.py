@@ -20,11 +20,11 @@ from tunebook.evidence.compare import (
     preparation_row,
     split_differences,
 )
-from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, gather_ran, gather_results
+from tunebook.evidence.gather import config_of, gather_description, gather_hardware, gather_inputs, gather_results
 from tunebook.evidence.run_checks import num_resumed
-from tunebook.evidence.schema import Hardware, Inputs, Ran, Results, Software
+from tunebook.evidence.schema import Hardware, Inputs, Results, RunDescription, Software
 from tunebook.evidence.software import gather_software, packages_row
-from tunebook.evidence.tolerances import work_out
+from tunebook.evidence.tolerances import compute_tolerances
 from tunebook.record.run_record import RunRecord
 
 
@@ -77,17 +77,17 @@ class Recorded:
 def recorded_run(original: RunRecord, recipes_dirs: list[Path]) -> Recorded:
     """Return a finished run as a reference for others; the tolerances are the floors."""
     config, results = config_of(original.folder), gather_results(original)
-    hardware, tolerances = gather_hardware(original, config), work_out([results], config)
+    hardware, tolerances = gather_hardware(original, config), compute_tolerances([results], config)
     return Recorded(
         name=original.name,
-        what=describe(gather_ran(original, config, recipes_dirs)),
+        what=describe(gather_description(original, config, recipes_dirs)),
         claim=Claim(results=results, hardware=hardware, tolerances=tolerances, num_resumed=num_resumed(original)),
         inputs=gather_inputs(original, config),
         software=gather_software(original.manifest or {}),
     )
 
 
-def hold_against(recorded: Recorded, record: RunRecord) -> Verification:
+def compare_run(recorded: Recorded, record: RunRecord) -> Verification:
     """Compare a finished run with evidence or another run. Raises: RequestError if their inputs differ."""
     config = config_of(record.folder)
     inputs, hardware, results = gather_inputs(record, config), gather_hardware(record, config), gather_results(record)
@@ -96,8 +96,10 @@ def hold_against(recorded: Recorded, record: RunRecord) -> Verification:
             f"{record.folder} is not a repetition of {recorded.name}: {named_differences(differing)}",
             problem_id="evidence-of-other-config",
         )
-    is_split_alike = not split_differences(recorded.inputs, inputs)
-    rows = compare(recorded.claim, results, hardware, is_split_alike=is_split_alike, num_resumed=num_resumed(record))
+    is_split_equally = not split_differences(recorded.inputs, inputs)
+    rows = compare(
+        recorded.claim, results, hardware, is_split_equally=is_split_equally, num_resumed=num_resumed(record)
+    )
     software = gather_software(record.manifest or {})
     remarks = (preparation_row(recorded.inputs, inputs), packages_row(recorded.software, software))
     return Verification(
@@ -110,7 +112,7 @@ def hold_against(recorded: Recorded, record: RunRecord) -> Verification:
     )
 
 
-def describe(ran: Ran) -> str:
+def describe(ran: RunDescription) -> str:
     """Describe the run in one line."""
     words = f"; {' '.join(ran.overrides)}" if ran.overrides else ""
     return f"{ran.recipe}, {ran.weights} weights, {ran.data} data, layers: {ran.layers}, {ran.steps} steps{words}"

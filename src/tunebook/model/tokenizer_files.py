@@ -49,7 +49,7 @@ def tokenizer_folder(model: ModelConfig) -> Path:
         if not is_hub_name:
             raise RequestError(
                 f"{key}={text}: there is no folder {folder}; name a folder with a tokenizer.json"
-                + (", or a name on the hub as organisation/name" if model.tokenizer else ""),
+                + (", or a name on the hub as organization/name" if model.tokenizer else ""),
                 problem_id="tokenizer-not-found",
             )
         try:
@@ -60,7 +60,7 @@ def tokenizer_folder(model: ModelConfig) -> Path:
         return _with_vocabulary(fetched, key)
     if model.name is None:
         raise RequestError(
-            "neither model.name nor model.path is set, so there is no tokenizer; set model.name=organisation/name "
+            "neither model.name nor model.path is set, so there is no tokenizer; set model.name=organization/name "
             "(on the hub) or model.path=DIR",
             problem_id="model-not-named",
         )
@@ -93,7 +93,7 @@ def _named_by(model: ModelConfig) -> str:
 
 
 def _looks_like_hub_name(text: str) -> bool:
-    """True if a text can be `organisation/name`: without a leading dot or tilde, and with at most one slash."""
+    """True if a text can be `organization/name`: without a leading dot or tilde, and with at most one slash."""
     return not text.startswith((".", "~", "/")) and text.count("/") <= 1
 
 

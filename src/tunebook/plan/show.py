@@ -143,10 +143,10 @@ def memory_bar(memory: Memory, width: int) -> Text | None:
         return None
     scale = (width - 2) / max(total, memory.capacity or 0.0)
     bar, drawn, reached = Text("["), 0, 0.0
-    for name, (colour, letter) in _BAR.items():
+    for name, (color, letter) in _BAR.items():
         reached += values[name] or 0.0
         cells = round(reached * scale) - drawn
-        bar.append(letter * cells, style=f"{colour} reverse")
+        bar.append(letter * cells, style=f"{color} reverse")
         drawn += cells
     bar.append("." * (width - 2 - drawn) + "]")
     if memory.capacity is not None and total > memory.capacity:
@@ -180,7 +180,9 @@ def time_lines(plan: TimePlan) -> list[str]:
             "saving and evaluation come on top"
         )
     elif speed is not None:
-        unknown = "the number of tokens is unknown until the data is prepared; dataset.num_documents and .mean_tokens set it"
+        unknown = (
+            "the number of tokens is unknown until the data is prepared; dataset.num_documents and .mean_tokens set it"
+        )
         lines.append(f"  {tokens or unknown}")
     return [*lines, *(f"  {line}" for line in plan.assumption.replace("; ", ";\n    ").splitlines())]
 

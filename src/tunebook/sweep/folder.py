@@ -34,7 +34,7 @@ from tunebook.hardware.disk import tells_of_full_disk
 from tunebook.record.manifest import MANIFEST_FILE, RunState, read_manifest
 from tunebook.record.run_folder import working_in
 from tunebook.sweep.trial_process import TrialEnd, read_trial_end, write_trial_end
-from tunebook.sweep.trials import Trial, parse_words
+from tunebook.sweep.trials import Trial, parse_sweep_overrides
 
 SWEEP_FILE = "sweep.json"
 FORMAT = 1
@@ -140,7 +140,7 @@ def _in_order(words: list[str]) -> list[str]:
     Keys with several values keep their order, which numbers the trials. If a key is repeated, its last override wins.
     """
     try:
-        parsed = parse_words(words)
+        parsed = parse_sweep_overrides(words)
     except TunebookError:  # from a hand-written record: compared as it is
         return words
     pairs = list(zip(words, parsed, strict=True))

@@ -58,7 +58,7 @@ class TrialList:
         return None
 
 
-def work_off(
+def run_trials(
     source: TrialSource,
     run_one: RunTrial,
     stopping: Stopping,
@@ -90,7 +90,7 @@ def work_off(
 
 
 @dataclass(kw_only=True)
-class RunHere:
+class RunLocally:
     """Runs trials on this machine, each on its share of it."""
 
     folder: SweepFolder

@@ -53,7 +53,7 @@ class SweepOptions:
     prune: int | None = None  # first step at which a trial may be ended early
 
     @property
-    def way(self) -> SweepLauncher:
+    def launcher_kind(self) -> SweepLauncher:
         """The launcher, after its name was checked."""
         return SweepLauncher[self.launcher]
 
@@ -63,7 +63,7 @@ def check_options(options: SweepOptions) -> None:
     _check_name("--launcher", options.launcher, [launcher.name for launcher in SweepLauncher])
     if options.jobs is not None and options.jobs < 1:
         raise _wrong(f"--jobs={options.jobs}: at least one trial must run at a time; type --jobs=2")
-    if options.way is SweepLauncher.basic and (options.jobs or 1) > 1:
+    if options.launcher_kind is SweepLauncher.basic and (options.jobs or 1) > 1:
         raise _wrong(
             f"--jobs={options.jobs}: the basic launcher runs one trial at a time; type --launcher=joblib "
             f"--jobs={options.jobs}, or --launcher=slurm --jobs={options.jobs}"

@@ -20,7 +20,7 @@ from tunebook.hardware.detect import VISIBLE_VARIABLE, detect_machine
 from tunebook.sweep.options import SweepLauncher, SweepOptions
 
 _T = TypeVar("_T")
-_ELSEWHERE_AT_ONCE = 8  # trials that run on a cluster only wait here
+_MAX_CLUSTER_TRIALS = 8  # trials that run on a cluster only wait here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,11 +105,11 @@ def num_at_once(
 
     Raises: RequestError if that many do not fit on this machine.
     """
-    if options.way is SweepLauncher.basic:
+    if options.launcher_kind is SweepLauncher.basic:
         return 1
     here = [config for config in configs if uses_this_machine(config)]
-    if options.way is SweepLauncher.slurm or not here:
-        return min(options.jobs or _ELSEWHERE_AT_ONCE, num_trials)
+    if options.launcher_kind is SweepLauncher.slurm or not here:
+        return min(options.jobs or _MAX_CLUSTER_TRIALS, num_trials)
     most_needed = max(config.hardware.gpus_per_node or 1 for config in here)
     is_on_cpu = all(config.hardware.generation is Generation.cpu for config in here)
     available = len(_cores()) if is_on_cpu else len(detect_machine().gpus)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 
 from tunebook.errors import RequestError
-from tunebook.sweep.trials import Trial, num_values, parse_words
+from tunebook.sweep.trials import Trial, num_values, parse_sweep_overrides
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution
@@ -29,7 +29,7 @@ def read_space(words: list[str]) -> tuple[list[str], Space]:
     """
     fixed: list[str] = []
     space: Space = {}
-    for word, override in zip(words, parse_words(words), strict=True):
+    for word, override in zip(words, parse_sweep_overrides(words), strict=True):
         if override.is_sweep_override():
             space[override.key_or_group] = _distribution(override, word)
         else:
@@ -94,19 +94,21 @@ def _distribution(override: Override, word: str) -> BaseDistribution:
     sweep: Any = override.value()
     tags: set[str] = getattr(sweep, "tags", set())  # a glob has none
     if unknown := tags - {"log"}:
-        raise _bad(word, f"the tag '{sorted(unknown)[0]}' means nothing here", "tag(log,interval(low,high))")
+        raise _bad_range(word, f"the tag '{sorted(unknown)[0]}' means nothing here", "tag(log,interval(low,high))")
     if isinstance(sweep, IntervalSweep):
         return _interval(sweep, word)
     if tags:
-        raise _bad(word, "only an interval can be searched in magnitudes", "tag(log,interval(low,high))")
+        raise _bad_range(word, "only an interval can be searched in magnitudes", "tag(log,interval(low,high))")
     if isinstance(sweep, RangeSweep):
         return _steps(sweep, word)
     if isinstance(sweep, ChoiceSweep) and not any(isinstance(part, IntervalSweep | RangeSweep) for part in sweep.list):
         values = list(override.sweep_string_iterator())
         if len(set(values)) == len(values):
             return CategoricalDistribution(values)
-        raise _bad(word, "a value is named twice", "each value once")
-    raise _bad(word, "a search cannot choose from this", "one interval(low,high), one range(start,stop,step), or a,b,c")
+        raise _bad_range(word, "a value is named twice", "each value once")
+    raise _bad_range(
+        word, "a search cannot choose from this", "one interval(low,high), one range(start,stop,step), or a,b,c"
+    )
 
 
 def _interval(sweep: IntervalSweep, word: str) -> BaseDistribution:
@@ -116,15 +118,15 @@ def _interval(sweep: IntervalSweep, word: str) -> BaseDistribution:
     assert low is not None and high is not None
     if low >= high:
         why = f"the low end {low} is not below the high end {high}"
-        raise _bad(word, why, _turned_round(sweep, word))
+        raise _bad_range(word, why, _corrected_interval(sweep, word))
     if is_log and low <= 0:
-        raise _bad(word, f"there is no magnitude of {low}", "a low end above 0, or leave tag(log,...) out")
+        raise _bad_range(word, f"there is no magnitude of {low}", "a low end above 0, or leave tag(log,...) out")
     if isinstance(low, int) and isinstance(high, int):
         return IntDistribution(low, high, log=is_log)
     return FloatDistribution(float(low), float(high), log=is_log)
 
 
-def _turned_round(sweep: IntervalSweep, word: str) -> str:
+def _corrected_interval(sweep: IntervalSweep, word: str) -> str:
     """Return the override that was probably meant: with the lower end first, or with the only value."""
     key = word.partition("=")[0]
     low, high = (repr(end).removesuffix(".0") for end in (sweep.end, sweep.start))
@@ -143,7 +145,7 @@ def _steps(sweep: RangeSweep, word: str) -> BaseDistribution:
 
     num = num_values(sweep)
     if num < 2 or sweep.step <= 0:
-        raise _bad(word, f"this range has {num} values going up", "range(start,stop,step)")
+        raise _bad_range(word, f"this range has {num} values going up", "range(start,stop,step)")
     low, step = Decimal(str(sweep.start)), Decimal(str(sweep.step))  # Decimal: sums of floats would miss the end
     last = low + (num - 1) * step
     if all(isinstance(number, int) for number in (sweep.start, sweep.stop, sweep.step)):
@@ -151,5 +153,5 @@ def _steps(sweep: RangeSweep, word: str) -> BaseDistribution:
     return FloatDistribution(float(low), float(last), step=float(step))
 
 
-def _bad(word: str, why: str, instead: str) -> RequestError:
+def _bad_range(word: str, why: str, instead: str) -> RequestError:
     return RequestError(f"override '{word}': {why}; type {instead}", problem_id="sweep-range")

@@ -30,7 +30,7 @@ from tunebook.sweep.trial_process import Watch
 from tunebook.sweep.trials import Trial
 
 STUDY_FILE = "study.jsonl"
-_OUR_NUMBER = "trial"  # attribute of a study's trial with our trial number: to Optuna a repeated trial is a new one
+_TRIAL_NUMBER = "trial"  # attribute of a study's trial with our trial number: to Optuna a repeated trial is a new one
 _DIRECTIONS = {Direction.minimize: StudyDirection.MINIMIZE, Direction.maximize: StudyDirection.MAXIMIZE}
 # Optuna's default: the first trials are never pruned, since there is no median of one or two.
 NUM_NEVER_PRUNED = 5
@@ -74,7 +74,7 @@ class Search:
         )
         self._asked: dict[int, OptunaTrial] = {}
         self._again: list[Trial] = []
-        self._trials = self._take_up()
+        self._trials = self._resume_open_trials()
 
     @property
     def trials(self) -> list[Trial]:
@@ -130,7 +130,7 @@ class Search:
     def _ask(self, number: int) -> OptunaTrial:
         self._study.sampler = TPESampler(seed=(self._plan.seed + number) % 2**32, constant_liar=True)
         asked = self._study.ask(self._plan.space)
-        asked.set_user_attr(_OUR_NUMBER, number)
+        asked.set_user_attr(_TRIAL_NUMBER, number)
         self._asked[number] = asked
         return asked
 
@@ -157,12 +157,12 @@ class Search:
                 problem_id="sweep-metric",
             )
 
-    def _take_up(self) -> dict[int, Trial]:
+    def _resume_open_trials(self) -> dict[int, Trial]:
         """Return an earlier sweep's trials by number; report the open ones that are done, and queue the rest again."""
         newest: dict[int, FrozenTrial] = {}
         for entry in self._study.get_trials(deepcopy=False):
-            if _OUR_NUMBER in entry.user_attrs:
-                newest[entry.user_attrs[_OUR_NUMBER]] = entry
+            if _TRIAL_NUMBER in entry.user_attrs:
+                newest[entry.user_attrs[_TRIAL_NUMBER]] = entry
         trials = {number: trial_of(number, self._plan.fixed, entry.params) for number, entry in newest.items()}
         for number, trial in sorted(trials.items()):
             end = self._folder.end_of(trial)

@@ -18,7 +18,7 @@ from tunebook.config.compose import parse_overrides
 from tunebook.errors import RequestError, TunebookError
 
 _LOOKS_LIKE_A_RANGE = re.compile(r"=.*\b(interval|range|choice|tag|log|int)\(")
-MOST_TRIALS = 2000  # of a list: each is checked before any runs, in 0.2 s of one core
+MAX_TRIALS = 2000  # of a list: each is checked before any runs, in 0.2 s of one core
 _MAX_EXAMPLES = 3  # combinations named per problem; the others are counted
 
 
@@ -43,7 +43,7 @@ class Trial:
 
 def expand_trials(overrides: list[str]) -> list[Trial]:
     """Return every combination. Raises: RequestError for an invalid override, or if none lists several values."""
-    parsed = parse_words(overrides)
+    parsed = parse_sweep_overrides(overrides)
     swept_keys = [override.key_or_group for override in parsed if override.is_sweep_override()]
     if not swept_keys:
         raise RequestError(
@@ -79,11 +79,11 @@ def _refuse_too_many(parsed: list[Override]) -> None:
     """Refuse more trials than can be listed, before listing them. Raises: RequestError with what to type."""
     counts = {override.key_or_group: _num_listed(override) for override in parsed if override.is_sweep_override()}
     total = math.prod(counts.values())
-    if total <= MOST_TRIALS:
+    if total <= MAX_TRIALS:
         return
     parts = " x ".join(f"{count:,} of {key}" for key, count in counts.items() if count > 1)
     raise _bad_form(
-        f"this sweep would have {total:,} trials ({parts}), and at most {MOST_TRIALS:,} are listed; name fewer values, "
+        f"this sweep would have {total:,} trials ({parts}), and at most {MAX_TRIALS:,} are listed; name fewer values, "
         "with larger steps, or let a search choose among them: add --search=optuna --num-trials=20"
     )
 
@@ -122,7 +122,7 @@ def _without_values(message: str, trial: Trial) -> str:
     return message
 
 
-def without_resume_word(words: list[str]) -> list[str]:
+def without_resume_override(words: list[str]) -> list[str]:
     """Drop `training.resume=auto` and `never`, which say whether to resume an earlier sweep.
 
     A folder stays: the trials start from it.
@@ -131,7 +131,7 @@ def without_resume_word(words: list[str]) -> list[str]:
     return [word for word, key, value in parts if key != "training.resume" or value.strip("'\"") not in RESUME_WORDS]
 
 
-def parse_words(words: list[str]) -> list[Override]:
+def parse_sweep_overrides(words: list[str]) -> list[Override]:
     """Parse a sweep's overrides. Raises: RequestError for those that Hydra would misread or silently ignore."""
     parsed = [_parse(word) for word in words]
     keys = [override.key_or_group for override in parsed]

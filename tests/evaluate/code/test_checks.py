@@ -17,7 +17,7 @@ from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate import evaluation, worker
-from tunebook.evaluate.code.checks import check_code, take_options, take_overrides
+from tunebook.evaluate.code.checks import apply_options, apply_overrides, check_code
 from tunebook.evaluate.task_files import resolve_task, suite_settings
 
 
@@ -92,12 +92,12 @@ def test_a_program_that_does_not_fit_into_the_context_is_refused(run: Path, caps
 
 def test_words_of_the_command_line() -> None:
     before = settings("humaneval", code=CodeConfig(temperature=0.2))
-    after = take_overrides(
+    after = apply_overrides(
         before, ["evaluation.code.num_samples=20", "evaluation.code.pass_at_k=[1,10]", "evaluation.code.top_p=0.95"]
     )
     assert after.code == CodeConfig(num_samples=20, temperature=0.2, top_p=0.95, pass_at_k=[1, 10])
     assert replace(after, code=before.code) == before
-    assert take_overrides(after, ["evaluation.code.temperature=null"]).code.temperature is None
+    assert apply_overrides(after, ["evaluation.code.temperature=null"]).code.temperature is None
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_words_of_the_command_line() -> None:
 )
 def test_words_that_cannot_be_meant(word: str, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        take_overrides(settings("humaneval"), [word])
+        apply_overrides(settings("humaneval"), [word])
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_a_training_is_refused_before_it_starts(launcher: list[str], monkeypatch
 @pytest.mark.usefixtures("no_sandbox")
 def test_what_a_training_confirmed_is_not_confirmed_for_later() -> None:
     confirmed = settings("humaneval", confirm_run_unsafe_code=True)
-    assert take_options(confirmed, ["--fresh"]).confirm_run_unsafe_code is False
-    later = take_options(confirmed, ["--code", "evaluation.code.max_new_tokens=9", "--confirm_run_unsafe_code"])
+    assert apply_options(confirmed, ["--fresh"]).confirm_run_unsafe_code is False
+    later = apply_options(confirmed, ["--code", "evaluation.code.max_new_tokens=9", "--confirm_run_unsafe_code"])
     assert later.confirm_run_unsafe_code is True
     assert later.code.max_new_tokens == 9
 

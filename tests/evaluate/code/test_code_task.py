@@ -10,7 +10,7 @@ import pytest
 
 from tunebook.config.schema import CodeConfig
 from tunebook.errors import RequestError
-from tunebook.evaluate.code.code_task import BUILDERS, CodeTask, own_tasks, with_choice
+from tunebook.evaluate.code.code_task import BUILDERS, CodeTask, book_task_files, with_choice
 from tunebook.evaluate.task_files import TaskFile, read_task_file, resolve_task
 
 
@@ -21,11 +21,11 @@ def code_of(name: str) -> CodeTask:
 
 
 def test_every_task_of_this_book() -> None:
-    assert sorted(own_tasks()) == [
+    assert sorted(book_task_files()) == [
         "humaneval", "humaneval_64", "humaneval_64_instruct", "humaneval_instruct", "mbpp", "mbpp_fenced",
         "mbpp_instruct", "small_python", "small_python_instruct",
     ]  # fmt: skip
-    for name in own_tasks():
+    for name in book_task_files():
         code = code_of(name)
         assert max(code.pass_at_k) == code.num_samples == (64 if "_64" in name else 1)
         assert code.time_limit_s == 3.0
@@ -52,7 +52,7 @@ def test_samples_are_chosen() -> None:
 
 
 def test_nothing_chosen_changes_nothing() -> None:
-    for name in own_tasks():
+    for name in book_task_files():
         assert with_choice(name, code_of(name), CodeConfig()) == code_of(name)
 
 

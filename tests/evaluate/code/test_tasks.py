@@ -12,7 +12,7 @@ import pytest
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedTokenizerBase
 
-from tunebook.evaluate.code.code_task import FOLDER, own_tasks
+from tunebook.evaluate.code.code_task import FOLDER, book_task_files
 from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks
 from tunebook.evaluate.task_files import TaskFile, read_task_config, read_task_file, task_folder
 from tunebook.evaluate.task_runs import requests_of
@@ -54,7 +54,7 @@ def harness_task(name: str, data: dict[str, Any], harness_function: HarnessFunct
 def own_task(name: str, data: dict[str, Any], settings: HarnessSettings, folder: Path) -> LoadedTask:
     """The shipped task, as a user's file that includes it and names other data."""
     file = folder / f"{name}.yaml"
-    file.write_text(json.dumps({"include": str(own_tasks()[name]), **data}))
+    file.write_text(json.dumps({"include": str(book_task_files()[name]), **data}))
     [task] = load_tasks([read_task_file(file)], settings).tasks.values()
     return task
 
@@ -95,7 +95,7 @@ def test_mbpp_fenced_asks_what_mbpp_instruct_asks(
 
 
 def test_no_shipped_task_executes_or_imports_anything() -> None:
-    for file in own_tasks().values():
+    for file in book_task_files().values():
         config = read_task_config(file)
         assert "!function" not in file.read_text()
         assert config["metric_list"] == NOTHING_SCORED
@@ -109,7 +109,7 @@ def test_the_shipped_problems_are_in_humanevals_format(small_problems: dict[str,
     keys = Counter(key for problem in small_problems.values() for key in problem)
     assert keys == dict.fromkeys(("task_id", "prompt", "entry_point", "canonical_solution", "test"), 24)
     assert [problem["task_id"] for problem in small_problems.values()] == [f"small_python/{n}" for n in range(24)]
-    stops = read_task_config(own_tasks()["small_python"])["generation_kwargs"]["until"]
+    stops = read_task_config(book_task_files()["small_python"])["generation_kwargs"]["until"]
     for name, problem in small_problems.items():
         assert f"def {name}(" in problem["prompt"] and problem["prompt"].endswith('"""\n')
         assert not any(stop in problem["canonical_solution"] for stop in stops)

@@ -7,7 +7,7 @@ import pytest
 from tunebook.hardware.detect import Machine
 from tunebook.plan import draft
 from tunebook.plan.advice import changes
-from tunebook.plan.advice.changes import Change, Fitting, changes_that_fit
+from tunebook.plan.advice.changes import Change, FittingChange, changes_that_fit
 from tunebook.plan.draft import draft_run
 from tunebook.plan.memory import estimate_memory
 
@@ -25,7 +25,7 @@ def offered(recipe, *words):
 
 
 def words_of(fitting):
-    return [" ".join(one.change.words) for one in fitting]
+    return [" ".join(one.change.overrides) for one in fitting]
 
 
 def test_three_changes_are_offered_and_each_is_a_plan_that_fits():
@@ -35,10 +35,10 @@ def test_three_changes_are_offered_and_each_is_a_plan_that_fits():
     # zero3 before zero2: only zero3 fits without checkpointing, which costs more on a V100 than zero3 loses
     assert words_of(fitting) == ["parallelism=fsdp", "parallelism=zero3", "parallelism=zero2"]
     for one in fitting:
-        tried = draft_run("qwen3b_zero2", [*words, *one.change.words], [])
+        tried = draft_run("qwen3b_zero2", [*words, *one.change.overrides], [])
         assert (tried.exit_code, tried.memory.fits) == (0, True)
         assert tried.memory.memory.total == pytest.approx(one.total_gib)
-        assert one.line().startswith(" ".join(one.change.words))
+        assert one.line().startswith(" ".join(one.change.overrides))
 
 
 def test_where_auto_finds_nothing_that_fits_changes_do_and_none_is_what_it_took():
@@ -48,7 +48,7 @@ def test_where_auto_finds_nothing_that_fits_changes_do_and_none_is_what_it_took(
     fitting = offered("llama2_70b_fsdp", *words)
     assert words_of(fitting) == ["parallelism=fsdp_offload", "parallelism=zero3_offload", "peft=lora"]
     for one in fitting:
-        assert draft_run("llama2_70b_fsdp", [*words, *one.change.words], []).memory.fits is True
+        assert draft_run("llama2_70b_fsdp", [*words, *one.change.overrides], []).memory.fits is True
 
 
 def test_the_fastest_comes_first_and_what_changes_learning_last():
@@ -57,12 +57,12 @@ def test_the_fastest_comes_first_and_what_changes_learning_last():
     assert candidates[: len(keeps)] == keeps
     speeds = [change.speed or 0 for change in keeps]
     assert speeds == sorted(speeds, reverse=True)
-    assert "parallelism=fsdp activation=checkpointing" in [" ".join(change.words) for change in keeps]
+    assert "parallelism=fsdp activation=checkpointing" in [" ".join(change.overrides) for change in keeps]
 
 
 def test_parts_of_layers_are_recomputed_only_where_blocks_are_compiled():
     def words_offered(*words):
-        return [" ".join(change.words) for change in changes._candidates(draft_run("llama3_8b_ddp", [*words], []))]
+        return [" ".join(change.overrides) for change in changes._candidates(draft_run("llama3_8b_ddp", [*words], []))]
 
     compiled = words_offered("activation=stored", "hardware=hopper")
     assert compiled.index("activation=selective") < compiled.index("activation=checkpointing")
@@ -78,8 +78,8 @@ def test_what_fits_with_less_is_not_offered_with_more():
         "qwen3b_zero2", "parallelism=ddp", "hardware=volta", "activation=stored", "training.max_length=512"
     )
     for one in fitting:
-        others = [set(other.change.words) for other in fitting if other is not one]
-        assert not any(other < set(one.change.words) for other in others)
+        others = [set(other.change.overrides) for other in fitting if other is not one]
+        assert not any(other < set(one.change.overrides) for other in others)
 
 
 def test_nothing_is_offered_where_nothing_fits():
@@ -101,10 +101,10 @@ def test_adapters_are_offered_also_in_4_bits_and_with_what_divides_the_model(wor
 
 
 def test_speeds_of_a_pair_multiply_and_an_unknown_one_stays_unknown():
-    fast, slow = Change(words=("a=1",), speed=0.8, note="x"), Change(words=("b=2",), speed=0.5, note="y")
-    both = changes._both(fast, slow)
-    assert (both.words, both.speed, both.note) == (("a=1", "b=2"), 0.4, "x; y")
-    unknown = changes._both(fast, Change(words=("c=3",), speed=None, changes_learning=True))
+    fast, slow = Change(overrides=("a=1",), speed=0.8, note="x"), Change(words=("b=2",), speed=0.5, note="y")
+    both = changes._combined(fast, slow)
+    assert (both.overrides, both.speed, both.note) == (("a=1", "b=2"), 0.4, "x; y")
+    unknown = changes._combined(fast, Change(overrides=("c=3",), speed=None, changes_learning=True))
     assert (unknown.speed, unknown.note, unknown.changes_learning) == (None, "x", True)
 
 
@@ -114,7 +114,7 @@ def test_the_cost_of_each_is_its_own_estimate_beside_that_of_the_run_as_asked():
     fitting = offered("llama3_8b_ddp", *words)
     assert len(fitting) == 3
     for one in fitting:
-        tried = draft_run("llama3_8b_ddp", [*words, *one.change.words], []).time.tokens_per_second_per_gpu
+        tried = draft_run("llama3_8b_ddp", [*words, *one.change.overrides], []).time.tokens_per_second_per_gpu
         assert one.tokens_per_second_per_gpu == pytest.approx(tried)
         assert one.speed == pytest.approx(tried / asked)
         assert one.cost == f"estimated {tried:,.0f} tokens/s per GPU, {tried / asked:.0%} of the run as asked"
@@ -123,7 +123,7 @@ def test_the_cost_of_each_is_its_own_estimate_beside_that_of_the_run_as_asked():
 
 
 def test_the_order_follows_from_what_was_measured():
-    by_words = {change.words: change.speed for change in (*changes._SHARDED, changes._CHECKPOINTING)}
+    by_words = {change.overrides: change.speed for change in (*changes._SHARDED, changes._CHECKPOINTING)}
     assert by_words == {
         ("parallelism=fsdp",): 1.0,
         ("parallelism=zero2",): pytest.approx(17_289 / 17_578),
@@ -133,8 +133,8 @@ def test_the_order_follows_from_what_was_measured():
 
 
 def test_as_json():
-    change = Change(words=("parallelism=zero3",), speed=0.45)
-    fitting = Fitting(change=change, total_gib=12.34567, tokens_per_second_per_gpu=1234.56, speed=0.45678)
+    change = Change(overrides=("parallelism=zero3",), speed=0.45)
+    fitting = FittingChange(change=change, total_gib=12.34567, tokens_per_second_per_gpu=1234.56, speed=0.45678)
     assert fitting.to_json() == {
         "overrides": ["parallelism=zero3"], "total_gib": 12.346, "tokens_per_second_per_gpu": 1234.6, "speed": 0.457,
         "leave_out": [], "cost": "estimated 1,235 tokens/s per GPU, 46% of the run as asked", "host_gib": None,
@@ -147,15 +147,15 @@ def test_as_json():
     [(None, "on the host; speed not estimated"), (50.0, "on the host; estimated 50 tokens/s per GPU")],
 )
 def test_what_has_no_estimate_says_so(speed, cost):
-    change = Change(words=("parallelism=zero3_offload",), speed=None, note="on the host")
-    assert Fitting(change=change, total_gib=1.0, tokens_per_second_per_gpu=speed).cost == cost
+    change = Change(overrides=("parallelism=zero3_offload",), speed=None, note="on the host")
+    assert FittingChange(change=change, total_gib=1.0, tokens_per_second_per_gpu=speed).cost == cost
 
 
 def test_activations_that_fill_the_host_are_left_on_the_gpu(monkeypatch):
     candidates = changes._candidates
 
     def only(draft_to_mend):
-        return [one for one in candidates(draft_to_mend) if "activation.offload=false" in one.words]
+        return [one for one in candidates(draft_to_mend) if "activation.offload=false" in one.overrides]
 
     monkeypatch.setattr(changes, "_candidates", only)
     long_rows = ("packing.row_length=32768", "activation=stored", "activation.offload=true")
@@ -176,7 +176,7 @@ def test_what_spares_the_host_is_tried_only_where_the_host_is_too_small(host_gib
     words = ["hardware=hopper", "hardware.gpus_per_node=8", "parallelism=ddp", "activation.offload=true",
              "optimizer=paged_adamw_32bit", f"hardware.host_memory_gib={host_gib}"]  # fmt: skip
     candidates = changes._candidates(draft_run("qwen3b_zero2", words, []))
-    tried = {" ".join(change.words) for change in candidates}
+    tried = {" ".join(change.overrides) for change in candidates}
     sparing = {"activation.offload=false", "activation.offload=false activation=checkpointing", "optimizer=adamw"}
     assert sparing & tried == (sparing if is_tried else set())
 
@@ -206,7 +206,7 @@ def test_a_typed_key_that_would_bring_a_warning_is_left_out_too():
     words = (*HOPPER, "parallelism=zero3_nvme", "parallelism.nvme_path=/tmp")
     with_it = draft_run("qwen3b_zero2", [*words, "parallelism=zero3"], [])
     assert [problem.id for problem in with_it.problems] == ["parallelism-setting-ignored"]
-    asked, zero3 = draft_run("qwen3b_zero2", [*words], []), Change(words=("parallelism=zero3",), speed=1.0)
+    asked, zero3 = draft_run("qwen3b_zero2", [*words], []), Change(overrides=("parallelism=zero3",), speed=1.0)
     tried, left_out = changes._try(zero3, "qwen3b_zero2", [*words], [], asked)
     assert (tried.problems, left_out) == ([], ("parallelism.nvme_path=/tmp",))
 
@@ -227,17 +227,17 @@ def test_a_typed_key_that_would_bring_a_warning_is_left_out_too():
     ],
 )
 def test_rows_that_are_too_long_are_made_shorter(recipe, words, expected, monkeypatch):
-    monkeypatch.setattr(changes, "HOW_MANY", 1)
+    monkeypatch.setattr(changes, "MAX_CHANGES", 1)
     fitting = offered(recipe, *words)
     assert words_of(fitting)[0] == expected
     assert "shorter rows, as many documents in each step" in fitting[0].change.note
-    tried = draft_run(recipe, [*words, *fitting[0].change.words], [])
+    tried = draft_run(recipe, [*words, *fitting[0].change.overrides], [])
     assert (tried.exit_code, tried.memory.fits) == (0, True)
 
 
 def test_rows_that_nobody_asked_for_are_not_made_shorter():
     asked = draft_run("llama3_8b_ddp", ["activation=stored", "hardware=hopper"], [])
-    assert not any("row_length" in word for change in changes._candidates(asked) for word in change.words)
+    assert not any("row_length" in word for change in changes._candidates(asked) for word in change.overrides)
 
 
 def test_one_gpu_is_offered_what_it_has_alone_and_nothing_that_a_rule_calls_useless():
@@ -246,26 +246,26 @@ def test_one_gpu_is_offered_what_it_has_alone_and_nothing_that_a_rule_calls_usel
     fitting = offered("qwen05b_single", *words)
     assert words_of(fitting)[0] == "parallelism=single"
     for one in fitting:
-        assert draft_run("qwen05b_single", [*words, *one.change.words], []).problems == []
+        assert draft_run("qwen05b_single", [*words, *one.change.overrides], []).problems == []
     several = changes._candidates(draft_run("qwen3b_zero2", list(HOPPER), []))
-    assert several[0].words == ("parallelism=ddp",)
-    assert not any("parallelism=single" in change.words for change in several)
+    assert several[0].overrides == ("parallelism=ddp",)
+    assert not any("parallelism=single" in change.overrides for change in several)
 
 
 def test_a_change_that_brings_a_warning_is_a_second_choice_that_says_so(monkeypatch):
     words = ("hardware=hopper", "hardware.gpus_per_node=1", "hardware.host_memory_gib=4", "parallelism=fsdp_offload")
-    useless = Change(words=("parallelism=zero2",), speed=1.0)
-    with_less = Change(words=(*useless.words, "activation=checkpointing"), speed=0.8)
-    tried = draft_run("qwen05b_single", [*words, *useless.words], [])
+    useless = Change(overrides=("parallelism=zero2",), speed=1.0)
+    with_less = Change(overrides=(*useless.overrides, "activation=checkpointing"), speed=0.8)
+    tried = draft_run("qwen05b_single", [*words, *useless.overrides], [])
     assert (tried.fits, [problem.id for problem in tried.problems]) == (True, ["sharding-on-one-rank"])
-    good = Change(words=("parallelism=single",), speed=1.0)
+    good = Change(overrides=("parallelism=single",), speed=1.0)
     monkeypatch.setattr(changes, "_candidates", lambda _: [useless, with_less, good])
     fitting = offered("qwen05b_single", *words)
     assert words_of(fitting) == ["parallelism=single", "parallelism=zero2"]
     assert [one.warnings for one in fitting] == [(), ("sharding-on-one-rank",)]
     assert "warning sharding-on-one-rank; estimated " in fitting[1].line()
     assert fitting[1].to_json()["warnings"] == ["sharding-on-one-rank"]
-    monkeypatch.setattr(changes, "HOW_MANY", 1)
+    monkeypatch.setattr(changes, "MAX_CHANGES", 1)
     assert words_of(offered("qwen05b_single", *words)) == ["parallelism=single"]
 
 
@@ -277,7 +277,7 @@ def test_in_fp8_what_refuses_it_is_offered_in_bf16():
     assert [one.change.changes_learning for one in fitting] == [False, False, True]
     assert all("computes in bf16 instead of fp8: more exactly" in one.cost for one in fitting)
     for one in fitting:
-        tried = draft_run("llama3_8b_fp8", [*words, *one.change.words], [])
+        tried = draft_run("llama3_8b_fp8", [*words, *one.change.overrides], [])
         assert (tried.exit_code, tried.fits, tried.problems) == (0, True, [])
     fitting = offered("llama3_8b_fp8", *words, "hardware.memory_gib=24")  # too little for ZeRO's gradients
     adapters = ["peft=lora precision=bf16", "peft=qlora precision=bf16"]
@@ -288,7 +288,7 @@ def test_in_fp8_what_refuses_it_is_offered_in_bf16():
 def test_another_optimizer_is_offered_by_the_key_that_one_was_set_by():
     """The group's answer would leave the key as it is, and the change would change nothing."""
     words = (*HOPPER, "parallelism=single", "hardware.gpus_per_node=1", "optimizer.name=adamw")
-    candidates = [" ".join(one.words) for one in changes._candidates(draft_run("qwen3b_zero2", [*words], []))]
+    candidates = [" ".join(one.overrides) for one in changes._candidates(draft_run("qwen3b_zero2", [*words], []))]
     assert "optimizer.name=adamw_8bit" in candidates
     assert not any(word.startswith("optimizer=") for change in candidates for word in change.split())
     words = (*HOPPER, "parallelism=ddp", "optimizer.name=paged_adamw_32bit")
@@ -301,7 +301,7 @@ def test_an_optimizer_that_a_strategy_refuses_is_offered_as_adamw_beside_it():
     full = ["parallelism=fsdp_offload optimizer=adamw", "parallelism=zero3_offload optimizer=adamw"]
     assert words_of(fitting) == [*full, "peft=lora"]
     for one in fitting:
-        tried = draft_run("qwen3b_zero2", [*words, "optimizer=paged_adamw_8bit", *one.change.words], [])
+        tried = draft_run("qwen3b_zero2", [*words, "optimizer=paged_adamw_8bit", *one.change.overrides], [])
         assert (tried.exit_code, tried.fits, tried.problems) == (0, True, [])
     notes = [one.change.note for one in fitting]
     moved = "weights and optimizer state in host memory"
@@ -325,7 +325,7 @@ def test_an_optimizer_that_a_strategy_refuses_is_offered_as_adamw_beside_it():
 def test_only_what_a_rule_refuses_has_another_answer_beside_it(typed, expected):
     words = [*HOPPER, "parallelism=ddp", *typed]
     asked = draft_run("llama3_8b_ddp", words, [])
-    candidates = [" ".join(change.words) for change in changes._candidates(asked)]
+    candidates = [" ".join(change.overrides) for change in changes._candidates(asked)]
     assert expected in candidates
     assert expected.rpartition(" ")[0] not in candidates
     assert ("optimizer=adamw_8bit" in candidates) is not any("optimizer" in word for word in typed)
@@ -352,7 +352,7 @@ def test_a_cpu_is_not_offered_what_moves_states_to_its_own_memory():
     words = ["model=qwen25_7b", "dataset=synthetic", "training.global_samples=64", "launcher=ray"]
     asked = draft_run(None, words, [])
     assert (asked.fits, asked.resolution.config.hardware.generation.name) == (False, "cpu")
-    assert not any("offload" in word for change in changes._candidates(asked) for word in change.words)
+    assert not any("offload" in word for change in changes._candidates(asked) for word in change.overrides)
 
 
 def test_passes_that_are_too_large_are_made_smaller_beside_what_makes_room_for_the_states():
@@ -401,7 +401,7 @@ def test_nothing_that_has_room_is_told_without_composing_to_have_none(words):
     estimate = estimate_memory(config, config.model.facts)
     for room, is_hopeless in ((estimate.states_gib * 0.9, True), (estimate.total_gib * 1.001, False)):
         asked.composition.config.hardware.memory_gib = room
-        assert changes._exceeds_by_states(Change(words=tuple(words), speed=None), asked, []) is is_hopeless
+        assert changes._exceeds_by_states(Change(overrides=tuple(words), speed=None), asked, []) is is_hopeless
 
 
 def test_what_is_refused_is_composed_once_and_not_again_with_what_is_no_cure(monkeypatch):
@@ -413,5 +413,5 @@ def test_what_is_refused_is_composed_once_and_not_again_with_what_is_no_cure(mon
 
 def test_the_strategy_without_the_offload_that_was_asked_for_is_another():
     candidates = changes._candidates(draft_run("qwen3b_zero2", [*HOPPER, "parallelism=fsdp_offload"], []))
-    words = [change.words for change in candidates]
+    words = [change.overrides for change in candidates]
     assert ("parallelism=fsdp",) in words and ("parallelism=fsdp_offload",) not in words

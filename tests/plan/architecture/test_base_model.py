@@ -83,7 +83,7 @@ def test_the_quickstarts_own_model_needs_no_trace():
 def test_facts_of_a_group_file_are_believed(built, monkeypatch):
     monkeypatch.setattr(base_model, "trace_stated", lambda facts, **_: None)
     facts = ModelFacts(architecture="XForCausalLM")
-    assert read_facts(ModelConfig(name="organisation/model", facts=facts)) is facts
+    assert read_facts(ModelConfig(name="organization/model", facts=facts)) is facts
     assert built == []
 
 
@@ -259,7 +259,7 @@ def test_the_cache_is_not_asked_for_more_than_the_facts_of_a_group_file(monkeypa
     for module in (base_config, base_model):
         monkeypatch.setattr(module, "config_file", lambda _: pytest.fail("asked"))
     layers = traced(is_of_the_book=True)
-    named = ModelConfig(name="organisation/model", facts=ModelFacts(architecture="XForCausalLM", measured=layers))
+    named = ModelConfig(name="organization/model", facts=ModelFacts(architecture="XForCausalLM", measured=layers))
     assert read_quantizer(named) is None and why_not_causal(named) is None
 
 
@@ -268,7 +268,7 @@ def test_the_cache_is_asked_where_the_layers_were_measured(model, monkeypatch, t
     for module in (base_config, base_model):
         monkeypatch.setattr(module, "config_file", lambda _: tmp_path / "config.json")
     facts = ModelFacts(architecture="LlamaForCausalLM", measured=traced())
-    assert read_quantizer(ModelConfig(name="organisation/model", facts=facts)) == "gptq"
+    assert read_quantizer(ModelConfig(name="organization/model", facts=facts)) == "gptq"
 
 
 @pytest.mark.parametrize(

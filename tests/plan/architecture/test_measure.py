@@ -212,7 +212,7 @@ def test_a_fault_of_the_machine_is_not_taken_for_one_of_the_model(config_of, mon
     monkeypatch.setattr(saved, "_build", fail)
     layers = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
     with pytest.raises(MemoryError):
-        saved.attends_by_lengths(config_of("llama"), layers, {})
+        saved.uses_varlen_kernel(config_of("llama"), layers, {})
     with pytest.raises(MemoryError):
         saved._measure(config_of("llama"), saved._kinds(config_of("llama"), layers), ("fp32", "full", "sdpa"), {})
 

@@ -184,13 +184,13 @@ def test_the_process_ends_without_an_answer(file, monkeypatch):
 
 
 def test_a_process_that_takes_too_long_is_ended(file, monkeypatch):
-    monkeypatch.setattr(meta_device, "_MOST_SILENT_S", 0.001)
+    monkeypatch.setattr(meta_device, "_MAX_SILENCE_S", 0.001)
     assert meta_device._ask(file, False, False) == {"error": "cut-off", "reason": "nothing new was found for 0 s"}
 
 
 def test_a_process_that_takes_long_and_finds_something_now_and_then_is_waited_for(tmp_path, monkeypatch):
     """On a machine that computes for others too; each look at what was found is one look later than the last."""
-    monkeypatch.setattr(meta_device, "_MOST_SILENT_S", 0.05)
+    monkeypatch.setattr(meta_device, "_MAX_SILENCE_S", 0.05)
     looked = []
 
     def num_found(_):
@@ -214,7 +214,7 @@ def test_what_was_found_is_counted(tmp_path):
 
 
 def test_what_takes_too_long_ends_with_its_workers(tmp_path, monkeypatch):
-    monkeypatch.setattr(meta_device, "_MOST_SILENT_S", 2.0)
+    monkeypatch.setattr(meta_device, "_MAX_SILENCE_S", 2.0)
     code = f"import os, time; os.fork(); open({str(tmp_path)!r} + '/' + str(os.getpid()), 'w'); time.sleep(60)"
     assert meta_device._run([sys.executable, "-c", code], dict(os.environ), tmp_path / "answer.found") is None
     started = [int(file.name) for file in tmp_path.iterdir() if file.name.isdecimal()]

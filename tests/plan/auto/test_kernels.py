@@ -127,7 +127,7 @@ NOT_COMPILED = {
     "fp32": ({"precision.compute": Compute.fp32}, "in bf16 and fp8 only, and precision.compute=fp32"),
     "fp16": ({"precision.compute": Compute.fp16}, "in bf16 and fp8 only, and precision.compute=fp16"),
     "liger": ({"model.liger_kernel": True}, "call Liger's kernels cannot be compiled (model.liger_kernel=true)"),
-    "unknown": ({"model.facts": None, "model.name": "organisation/never-downloaded"}, "architecture is not known"),
+    "unknown": ({"model.facts": None, "model.name": "organization/never-downloaded"}, "architecture is not known"),
     "architecture": (
         {"model.facts.architecture": "FalconForCausalLM"},
         "FalconForCausalLM was not tested compiled; Cohere, GPTNeoX, ",

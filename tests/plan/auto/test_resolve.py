@@ -428,7 +428,7 @@ def test_unknown_sizes_are_no_error(undecided, machine, tmp_path):
 
 
 def test_a_hub_model_that_was_never_downloaded(undecided, machine):
-    undecided.model = ModelConfig(name="organisation/never-downloaded")
+    undecided.model = ModelConfig(name="organization/never-downloaded")
     resolution = resolve_auto(undecided, machine(H200))
     assert resolution.config.model.facts is None
     assert "dtype is not known before it is loaded" in whys(resolution)["precision.compute"]

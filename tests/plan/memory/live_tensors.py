@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.plan.architecture import kernels, saved
-from tunebook.plan.architecture.kernels import BY_LENGTHS, UNMASKED, CudaAutocast
+from tunebook.plan.architecture.kernels import UNMASKED, VARLEN, CudaAutocast
 
 NUM_LAYERS, NUM_HEADS, TOKENS = 3, 16, 1280  # tokens like no size of a weight
 MIDDLE, LAST = 1, NUM_LAYERS - 1
@@ -97,7 +97,7 @@ def saved_by_a_layer(
     """
     kernel = compiled or ("eager" if is_eager else "flash")
     mode = ("autocast" if way.is_mixed else "fp32", "", kernel)  # of which the weights' format is no part
-    attention = BY_LENGTHS if compiled else saved.ATTENTION[kernel]
+    attention = VARLEN if compiled else saved.ATTENTION[kernel]
     with _without_memory():
         model = _build(way, *sizes, kind=kind, attention=attention)
         if compiled:

@@ -73,7 +73,7 @@ DDP = {"parallelism": ParallelismConfig(strategy=Strategy.ddp), **ON_8}
 MEASURED = traced(
     num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, attention=["eager", "flash_attention_2"]
 )
-EXPERTS = traced(
+EXPERTS_SHARE = traced(
     num_layers=2, parameters=900, active_parameters=300, linear_inputs=10, adapter_parameters=90,
     attention=["eager", "sdpa", "flash_attention_2"],
 )  # fmt: skip
@@ -397,7 +397,7 @@ CASES = [
         "adapter-dropout-on-experts",
         "adapters on the experts of .* have no dropout, and peft.dropout is 0.05",
         {"peft.dropout": 0.05},
-        LORA | {"model.facts.measured": EXPERTS, "peft.dropout": 0.0},
+        LORA | {"model.facts.measured": EXPERTS_SHARE, "peft.dropout": 0.0},
     ),
     case(
         "activation-offload-with-flex",

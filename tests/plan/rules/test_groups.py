@@ -9,7 +9,7 @@ import pytest
 from tunebook.config.compose import compose
 from tunebook.errors import Problem
 from tunebook.plan.auto.resolve import resolve_auto
-from tunebook.plan.rules import _misfits, check
+from tunebook.plan.rules import _conflicting_keys, check
 
 ON_8 = ("hardware=hopper", "hardware.gpus_per_node=8")
 TO_NVME = "parallelism.offload_parameters=nvme"
@@ -37,8 +37,8 @@ def pasted(words: tuple[str, ...], way_out: str) -> list[str]:
 
 def test_an_answer_that_the_other_group_leaves_to_its_default_undoes_it_too():
     config = compose("llama3_8b_fsdp_offload", ["parallelism.offload_parameters=cpu"], []).config
-    assert list(_misfits("parallelism", "fsdp", config)) == ["parallelism.offload_parameters"]
-    assert list(_misfits("parallelism", "fsdp_offload", config)) == []
+    assert list(_conflicting_keys("parallelism", "fsdp", config)) == ["parallelism.offload_parameters"]
+    assert list(_conflicting_keys("parallelism", "fsdp_offload", config)) == []
 
 
 ON_CPU = ("hardware=cpu", "hardware.gpus_per_node=8", "precision.compute=fp32")

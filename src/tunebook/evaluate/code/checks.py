@@ -56,16 +56,16 @@ def check_context(name: str, code: CodeTask, *, max_gen_toks: int, max_length: i
         )
 
 
-def take_options(evaluation: EvaluationConfig, options: Sequence[str]) -> EvaluationConfig:
+def apply_options(evaluation: EvaluationConfig, options: Sequence[str]) -> EvaluationConfig:
     """Apply the worker's options about programs to the settings.
 
     Permission to run programs without a sandbox during a training does not carry over to later evaluations.
     """
-    settings = take_overrides(evaluation, [option for option in options if option.startswith(PREFIX)])
+    settings = apply_overrides(evaluation, [option for option in options if option.startswith(PREFIX)])
     return replace(settings, confirm_run_unsafe_code=UNSAFE in options)
 
 
-def take_overrides(evaluation: EvaluationConfig, overrides: Sequence[str]) -> EvaluationConfig:
+def apply_overrides(evaluation: EvaluationConfig, overrides: Sequence[str]) -> EvaluationConfig:
     """Apply overrides like `evaluation.code.num_samples=20`. Raises: RequestError for an invalid one."""
     code = evaluation.code
     for override in overrides:

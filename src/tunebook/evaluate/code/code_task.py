@@ -93,7 +93,7 @@ class CodeTask:
         return keys | {"dataset_path": "json", "dataset_name": None, "test_split": "test", "dataset_kwargs": data}
 
 
-def own_tasks() -> dict[str, Path]:
+def book_task_files() -> dict[str, Path]:
     """Return this book's task files by name; some replace tasks of the harness."""
     return {file.stem: file for file in sorted(FOLDER.glob("*.yaml"))}
 

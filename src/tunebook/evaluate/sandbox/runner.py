@@ -41,7 +41,7 @@ from tunebook.evaluate.sandbox.walls import USERS, WALLS, StuckError, Wall, Wall
 
 EXIT_WRONG_REQUEST = 2
 SEND_TIMEOUT_S = 10.0  # timeout for a client that sends or reads one message
-MOST_EXPENDABLE = "1000"  # oom_score_adj: the kernel kills programs first, not the runner
+MAX_OOM_SCORE = "1000"  # oom_score_adj: the kernel kills programs first, not the runner
 
 
 class HandoverError(Exception):
@@ -139,7 +139,7 @@ def _start_worker(listener: socket.socket, info: RunnerInfo, slot: Path, number:
             adopt_orphans()
             die_with_parent()
             with suppress(OSError):
-                Path("/proc/self/oom_score_adj").write_text(MOST_EXPENDABLE)
+                Path("/proc/self/oom_score_adj").write_text(MAX_OOM_SCORE)
             wall = Wall(info.wall, Limits(), slot, number)
             while True:
                 with listener.accept()[0] as connection:

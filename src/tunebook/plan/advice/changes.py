@@ -24,23 +24,23 @@ from tunebook.model.parameters import known_facts
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.draft import Draft, draft_run
 from tunebook.plan.memory import estimate_memory
-from tunebook.plan.speed.measured_speed import RECOMPUTED, SELECTIVE, STORED, rate_on_8, relative_speed
+from tunebook.plan.speed.measured_speed import RECOMPUTED_SPEED, SELECTIVE, STORED_SPEED, rate_on_8, relative_speed
 
-HOW_MANY = 3
+MAX_CHANGES = 3
 
 
 @dataclass(frozen=True)
 class Change:
-    """Overrides to type."""
+    """A suggested change of the run."""
 
-    words: tuple[str, ...]
+    overrides: tuple[str, ...]
     speed: float | None = None  # for ordering: relative to FSDP, as measured; None: not measured
     note: str = ""
     changes_learning: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitting:
+class FittingChange:
     """A change with which the run is estimated to fit."""
 
     change: Change
@@ -57,21 +57,21 @@ class Fitting:
     def cost(self) -> str:
         """The cost of the change as text."""
         if self.tokens_per_second_per_gpu is None:
-            words = "speed not estimated"
+            cost = "speed not estimated"
         elif self.speed is None:
-            words = f"estimated {self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
+            cost = f"estimated {self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
         else:
             speed = f"{self.tokens_per_second_per_gpu:,.0f} tokens/s per GPU"
-            words = f"estimated {speed}, {self.speed:.0%} of the run as asked"
+            cost = f"estimated {speed}, {self.speed:.0%} of the run as asked"
         without = f"leave out {' '.join(self.left_out)}" if self.left_out else ""
         warnings = [f"warning {problem_id}" for problem_id in self.warnings]
-        return "; ".join(part for part in (without, self.change.note, *warnings, words) if part)
+        return "; ".join(part for part in (without, self.change.note, *warnings, cost) if part)
 
     def to_json(self) -> dict[str, Any]:
         """The change as listed by `plan --json`."""
         speed = self.tokens_per_second_per_gpu
         return {
-            "overrides": list(self.change.words),
+            "overrides": list(self.change.overrides),
             "leave_out": list(self.left_out),
             "total_gib": round(self.total_gib, 3),
             "host_gib": None if self.host_gib is None else round(self.host_gib, 3),
@@ -83,7 +83,7 @@ class Fitting:
 
     def line(self) -> str:
         """The change as a line for a terminal."""
-        return f"{' '.join(self.change.words)}   ({self.total_gib:.1f} GiB{self._of_the_host()}; {self.cost})"
+        return f"{' '.join(self.change.overrides)}   ({self.total_gib:.1f} GiB{self._of_the_host()}; {self.cost})"
 
     def _of_the_host(self) -> str:
         """The host memory, if the change moves something there."""
@@ -105,7 +105,7 @@ def _sharded() -> tuple[Change, ...]:
 
 
 _SELECTIVE = Change(("activation=selective",), SELECTIVE.gain)
-_CHECKPOINTING = Change(("activation=checkpointing",), RECOMPUTED / STORED)
+_CHECKPOINTING = Change(("activation=checkpointing",), RECOMPUTED_SPEED / STORED_SPEED)
 _SHARDED = _sharded()
 _ALONE = Change(("parallelism=single",), 1.0)  # no communication
 _COPIES = Change((f"parallelism={COPIED.name}",), relative_speed(COPIED, DIVIDED[0]))
@@ -125,10 +125,10 @@ _OTHER_LEARNING = (
 )
 _ADAPTERS = _OTHER_LEARNING[1:]
 # See the rules optimizer-with-fsdp, -with-zero and -offloaded, fp8-with-deepspeed and fp8-with-adapters.
-_OFFLOADED_WORDS = {word for change in _OFFLOADED for word in change.words}
-_NEED_PLAIN_ADAMW = {"parallelism=fsdp"} | _OFFLOADED_WORDS
-_ZERO_WORDS = {f"parallelism={name}" for name in ("zero2", "zero3", "zero2_offload", "zero3_offload")}
-_REFUSE_FP8 = _ZERO_WORDS | {word for change in _ADAPTERS for word in change.words}
+_OFFLOADED_OVERRIDES = {word for change in _OFFLOADED for word in change.overrides}
+_NEED_PLAIN_ADAMW = {"parallelism=fsdp"} | _OFFLOADED_OVERRIDES
+_ZERO_OVERRIDES = {f"parallelism={name}" for name in ("zero2", "zero3", "zero2_offload", "zero3_offload")}
+_REFUSE_FP8 = _ZERO_OVERRIDES | {word for change in _ADAPTERS for word in change.overrides}
 # Strategies that divide the frozen weights: the fastest one, and one with host memory. Each try takes a third of a
 # second.
 _WITH_ADAPTERS = (("parallelism=fsdp",), ("parallelism=fsdp_offload",))
@@ -136,13 +136,15 @@ _WITHOUT_STATES = {"activation", "activation.offload", "packing.row_length", "tr
 _WITH_OWN_KEYS = {place.partition("/")[0] for place in CHOICE_SCHEMAS}  # groups with a choice that has its own keys
 
 
-def changes_that_fit(recipe: str | None, overrides: list[str], recipes_dirs: list[Path], draft: Draft) -> list[Fitting]:
+def changes_that_fit(
+    recipe: str | None, overrides: list[str], recipes_dirs: list[Path], draft: Draft
+) -> list[FittingChange]:
     """Try each change on top of the typed overrides; return up to three. `draft` is the run that does not fit."""
-    found: list[Fitting] = []
-    warned: list[Fitting] = []  # offered if too few others fit
+    found: list[FittingChange] = []
+    warned: list[FittingChange] = []  # offered if too few others fit
     refused: list[Change] = []
     for change in _candidates(draft):
-        if any(set(fitting.change.words) <= _words_or_less(change) for fitting in found):
+        if any(set(fitting.change.overrides) <= _overrides_or_fewer(change) for fitting in found):
             continue  # a smaller change fits already
         if _exceeds_by_states(change, draft, overrides) or any(_only_adds_savings(change, other) for other in refused):
             continue
@@ -154,12 +156,12 @@ def changes_that_fit(recipe: str | None, overrides: list[str], recipes_dirs: lis
             refused.append(change)  # variants that only save more memory are refused too, or have the same warnings
         if fitting is not None:
             (warned if problems else found).append(fitting)
-        if len(found) == HOW_MANY:
+        if len(found) == MAX_CHANGES:
             break
-    return sorted([*found, *warned][:HOW_MANY], key=_offered)
+    return sorted([*found, *warned][:MAX_CHANGES], key=_offer_order)
 
 
-def _offered(fitting: Fitting) -> tuple[bool, bool, float]:
+def _offer_order(fitting: FittingChange) -> tuple[bool, bool, float]:
     """Sort key: unchanged learning first, then no warnings, then speed."""
     return fitting.change.changes_learning, bool(fitting.warnings), -(fitting.tokens_per_second_per_gpu or 0)
 
@@ -174,7 +176,7 @@ def _exceeds_by_states(change: Change, asked: Draft, overrides: list[str]) -> bo
     config = asked.composition.config
     is_tuned = any(word.startswith("parallelism.") for word in overrides)
     is_tuned = is_tuned or any("parallelism" in recipe.body for recipe in asked.composition.origins.recipes)
-    for key, _, value in (word.partition("=") for word in change.words):
+    for key, _, value in (word.partition("=") for word in change.overrides):
         if key == "parallelism" and not is_tuned and (settings := _settings(value)) is not None:
             config = replace(config, parallelism=settings)
         elif key in ("optimizer", "optimizer.name"):
@@ -199,21 +201,23 @@ def _settings(name: str) -> ParallelismConfig | None:
 
 def _only_adds_savings(change: Change, refused: Change) -> bool:
     """Whether a change is a refused one plus settings that only save memory."""
-    more = set(change.words) - set(refused.words)
-    return set(refused.words) < set(change.words) and {word.partition("=")[0] for word in more} <= _WITHOUT_STATES
+    more = set(change.overrides) - set(refused.overrides)
+    return (
+        set(refused.overrides) < set(change.overrides) and {word.partition("=")[0] for word in more} <= _WITHOUT_STATES
+    )
 
 
 def _try(
     change: Change, recipe: str | None, overrides: list[str], recipes_dirs: list[Path], asked: Draft
 ) -> tuple[Draft, tuple[str, ...]]:
     """Draft the run with a change; also return the typed overrides that were left out because they conflict."""
-    groups = {word.partition("=")[0] for word in change.words} & _WITH_OWN_KEYS
+    groups = {word.partition("=")[0] for word in change.overrides} & _WITH_OWN_KEYS
     below = [word for word in overrides if word.partition(".")[0] in groups]
-    tried = draft_run(recipe, [*overrides, *change.words], recipes_dirs)
+    tried = draft_run(recipe, [*overrides, *change.overrides], recipes_dirs)
     is_wrong = bool(tried.error or _new_problems(tried, asked))
     if not below or (not is_wrong and (tried.fits or not any(_choice_at(word, tried) for word in below))):
         return tried, ()
-    bare = draft_run(recipe, [*(word for word in overrides if word not in below), *change.words], recipes_dirs)
+    bare = draft_run(recipe, [*(word for word in overrides if word not in below), *change.overrides], recipes_dirs)
     named = {problem.key for problem in _new_problems(tried, asked)}
     unwanted = tuple(
         word
@@ -225,7 +229,7 @@ def _try(
     if not unwanted:
         return tried, ()
     kept = [word for word in overrides if word not in unwanted]
-    return draft_run(recipe, [*kept, *change.words], recipes_dirs), unwanted
+    return draft_run(recipe, [*kept, *change.overrides], recipes_dirs), unwanted
 
 
 def _is_known(word: str, bare: Draft) -> bool:
@@ -251,18 +255,18 @@ def _new_problems(tried: Draft, asked: Draft) -> list[Problem]:
     return [problem for problem in tried.problems if problem.id not in before]
 
 
-def _words_or_less(change: Change) -> set[str]:
+def _overrides_or_fewer(change: Change) -> set[str]:
     """The overrides of a change, and those of the variant that recomputes less."""
-    words = set(change.words)
-    return words | set(_SELECTIVE.words) if words & set(_CHECKPOINTING.words) else words
+    overrides = set(change.overrides)
+    return overrides | set(_SELECTIVE.overrides) if overrides & set(_CHECKPOINTING.overrides) else overrides
 
 
-def _fitting(change: Change, tried: Draft, asked: Draft, left_out: tuple[str, ...]) -> Fitting:
+def _fitting(change: Change, tried: Draft, asked: Draft, left_out: tuple[str, ...]) -> FittingChange:
     """Describe a change. `tried` is the run with it, which fits."""
     assert tried.memory is not None and tried.memory.memory.total is not None and tried.host is not None
     speed = tried.time.tokens_per_second_per_gpu if tried.time else None
     before = asked.time.tokens_per_second_per_gpu if asked.time else None
-    return Fitting(
+    return FittingChange(
         change=change,
         total_gib=tried.memory.memory.total,
         tokens_per_second_per_gpu=speed,
@@ -282,18 +286,18 @@ def _candidates(draft: Draft) -> list[Change]:
     single = _strategies(draft, config)
     smaller = [_SMALLER_PASSES] * ((config.training.micro_batch_size or 1) > 1)
     single += smaller
-    strategies_of_adapters = [change for change in single if change.words in _WITH_ADAPTERS]
+    strategies_of_adapters = [change for change in single if change.overrides in _WITH_ADAPTERS]
     single += _OTHER_LEARNING if OPTIMIZERS[config.optimizer.name].in_8bit else _ADAPTERS
-    single += [_both(strategy, adapter) for adapter in _ADAPTERS for strategy in strategies_of_adapters]
+    single += [_combined(strategy, adapter) for adapter in _ADAPTERS for strategy in strategies_of_adapters]
     single = [_as_rules_allow(_with_effective_optimizer(change, draft), draft, config) for change in single]
-    sparing = _sparing_the_host(config) if draft.host is not None and draft.host.fits is False else []
+    sparing = _without_host_memory(config) if draft.host is not None and draft.host.fits is False else []
     sparing = [_with_effective_optimizer(change, draft) for change in sparing]
     shorter, less = _shorter_rows(draft), _keeping_less(config)
-    pairs = [_both(change, other) for change in (*sparing, *single) for other in (*shorter, *less)]
-    pairs += [_both(change, other) for change in single if change not in smaller for other in smaller]
-    pairs += [_both(change, other) for change in shorter for other in less]
+    pairs = [_combined(change, other) for change in (*sparing, *single) for other in (*shorter, *less)]
+    pairs += [_combined(change, other) for change in single if change not in smaller for other in smaller]
+    pairs += [_combined(change, other) for change in shorter for other in less]
     # Alone they come first: if they are enough, no other strategy is offered with them.
-    return [*sparing, *shorter, *sorted([*single, *less, *pairs], key=_rank)]
+    return [*sparing, *shorter, *sorted([*single, *less, *pairs], key=_sort_key)]
 
 
 def _strategies(draft: Draft, config: RunConfig) -> list[Change]:
@@ -302,7 +306,7 @@ def _strategies(draft: Draft, config: RunConfig) -> list[Change]:
     taken = config.parallelism.strategy.name if asked == UNDECIDED.name else asked
     offloaded = () if config.hardware.generation is Generation.cpu else _OFFLOADED  # a CPU trains in host memory
     strategies = chain((_COPIES,), _SHARDED, offloaded) if world_size(config) > 1 else (_ALONE, *offloaded)
-    return [change for change in strategies if change.words != (f"parallelism={taken}",)]
+    return [change for change in strategies if change.overrides != (f"parallelism={taken}",)]
 
 
 def _with_effective_optimizer(change: Change, draft: Draft) -> Change:
@@ -310,33 +314,33 @@ def _with_effective_optimizer(change: Change, draft: Draft) -> Change:
 
     The group's choice would have no effect then.
     """
-    words = tuple(
+    overrides = tuple(
         _to_type("optimizer", "name", OptimizerName[word.partition("=")[2]], draft)
         if word.startswith("optimizer=")
         else word
-        for word in change.words
+        for word in change.overrides
     )
-    return replace(change, words=words)
+    return replace(change, overrides=overrides)
 
 
 def _as_rules_allow(change: Change, draft: Draft, config: RunConfig) -> Change:
     """Add AdamW if the optimizer conflicts with the change, and bf16 if fp8 conflicts with it."""
-    words = set(change.words)
-    if _refuses_optimizer(words, OPTIMIZERS[config.optimizer.name]):
+    overrides = set(change.overrides)
+    if _refuses_optimizer(overrides, OPTIMIZERS[config.optimizer.name]):
         adamw = (_to_type("optimizer", "name", RUNS_EVERYWHERE, draft),)
-        change = _both(change, Change(adamw, 1.0, **_effect_of_adamw(config.optimizer.name)))
-    if config.precision.compute is Compute.fp8 and words & _REFUSE_FP8:
+        change = _combined(change, Change(adamw, 1.0, **_effect_of_adamw(config.optimizer.name)))
+    if config.precision.compute is Compute.fp8 and overrides & _REFUSE_FP8:
         bf16 = (_to_type("precision", "compute", Compute.bf16, draft),)
-        change = _both(change, Change(bf16, note="computes in bf16 instead of fp8: more exactly"))
+        change = _combined(change, Change(bf16, note="computes in bf16 instead of fp8: more exactly"))
     return change
 
 
-def _refuses_optimizer(words: set[str], facts: OptimizerFacts) -> bool:
+def _refuses_optimizer(overrides: set[str], facts: OptimizerFacts) -> bool:
     """Whether the rules optimizer-with-fsdp, -with-zero or -offloaded refuse the change."""
     refused = set() if facts.takes_dtensors else _NEED_PLAIN_ADAMW
-    refused = refused if facts.can_be_offloaded else refused | _OFFLOADED_WORDS
-    refused = refused if facts.takes_flat_pieces else refused | _ZERO_WORDS
-    return bool(words & refused)
+    refused = refused if facts.can_be_offloaded else refused | _OFFLOADED_OVERRIDES
+    refused = refused if facts.takes_flat_pieces else refused | _ZERO_OVERRIDES
+    return bool(overrides & refused)
 
 
 def _effect_of_adamw(name: OptimizerName) -> dict[str, Any]:
@@ -359,7 +363,7 @@ def _to_type(group: str, field: str, value: Enum, draft: Draft) -> str:
     return f"{group}.{field}={value.name}" if is_set else f"{group}={value.name}"
 
 
-def _sparing_the_host(config: RunConfig) -> list[Change]:
+def _without_host_memory(config: RunConfig) -> list[Change]:
     """Changes that remove requested uses of host memory without changing what is learned."""
     changes = [_KEPT_ON_GPU] if config.activation.offload else []
     if (name := OPTIMIZERS[config.optimizer.name].same_steps_unpaged) is not None:
@@ -385,16 +389,16 @@ def _keeping_less(config: RunConfig) -> list[Change]:
     return [_SELECTIVE] * can_be_selective + [_CHECKPOINTING] * (now is not Checkpointing.enabled)
 
 
-def _both(first: Change, second: Change) -> Change:
+def _combined(first: Change, second: Change) -> Change:
     speeds = (first.speed, second.speed)
     return Change(
-        words=first.words + second.words,
+        overrides=first.overrides + second.overrides,
         speed=None if None in speeds else (first.speed or 0) * (second.speed or 0),
         note="; ".join(note for note in (first.note, second.note) if note),
         changes_learning=first.changes_learning or second.changes_learning,
     )
 
 
-def _rank(change: Change) -> tuple[bool, float]:
+def _sort_key(change: Change) -> tuple[bool, float]:
     """Sort key: unchanged learning first, then speed."""
     return change.changes_learning, -(change.speed or 0)

@@ -20,10 +20,10 @@ from tunebook.plan.memory.host import HostBytes, host_bytes, offloaded_activatio
 from tunebook.plan.memory.states import paged_bytes
 from tunebook.plan.rules import check
 
-HOW_MANY = 3
+MAX_CHANGES = 3
 _Remedy = tuple[str, RunConfig]  # what to type, and the resolved configuration with it
-_TYPE_MORE = "say what the nodes really have: hardware.host_memory_gib=GIB"
-_DOUBLINGS = 3  # most doublings of nodes and halvings of GPUs per node; more is another plan
+_SET_ACTUAL_MEMORY = "say what the nodes really have: hardware.host_memory_gib=GIB"
+_MAX_DOUBLINGS = 3  # most doublings of nodes and halvings of GPUs per node; more is another plan
 
 
 def estimate_host(config: RunConfig, facts: ModelFacts) -> HostBytes:
@@ -32,7 +32,7 @@ def estimate_host(config: RunConfig, facts: ModelFacts) -> HostBytes:
     return host_bytes(config, facts, tensors=tensors, is_recomputed=_is_recomputed(config))
 
 
-def host_advice(config: RunConfig, facts: ModelFacts, capacity: float, otherwise: str = _TYPE_MORE) -> str:
+def host_advice(config: RunConfig, facts: ModelFacts, capacity: float, otherwise: str = _SET_ACTUAL_MEMORY) -> str:
     """Return the largest part, the changes that need less by estimate, and what to do if none of them helps.
 
     `otherwise` is the last of these: by default, how to state that the host has more memory than assumed.
@@ -44,7 +44,7 @@ def host_advice(config: RunConfig, facts: ModelFacts, capacity: float, otherwise
         if found.peak < asked.peak and _can_run(changed):
             less.append((words, found))
     enough = [one for one in less if one[1].peak <= capacity * GIB]
-    named = " or ".join(f"{words} ({found.peak / GIB:,.1f} GiB)" for words, found in enough[:HOW_MANY])
+    named = " or ".join(f"{words} ({found.peak / GIB:,.1f} GiB)" for words, found in enough[:MAX_CHANGES])
     advice = f"try {named}, or " if enough else ""
     if less and not enough:
         words, found = min(less, key=lambda one: one[1].peak)
@@ -61,7 +61,7 @@ def _largest_part(config: RunConfig, facts: ModelFacts, asked: HostBytes) -> str
         "the processes, one for each GPU": asked.processes,
         "activations (activation.offload=true)": ranks * kept,
         f"pages of the optimizer (optimizer={config.optimizer.name.name})": ranks * paged_bytes(config, facts),
-        f"offloaded states ({_offload_words(_offloaded(config))})": ranks * offloaded_bytes(config, facts).host,
+        f"offloaded states ({_offload_text(_offloaded(config))})": ranks * offloaded_bytes(config, facts).host,
         "the model while it is saved": asked.saving,
     }
     if asked.loading > asked.training + asked.offload + asked.saving:
@@ -77,7 +77,7 @@ def _offloaded(config: RunConfig) -> dict[str, Offload]:
     return {key: place for key, place in places.items() if place is not Offload.none}
 
 
-def _offload_words(places: dict[str, Offload]) -> str:
+def _offload_text(places: dict[str, Offload]) -> str:
     return " ".join(f"parallelism.{key}={place.name}" for key, place in places.items())
 
 
@@ -131,7 +131,7 @@ def _strategies(config: RunConfig) -> Iterator[_Remedy]:
 def _machines(config: RunConfig, facts: ModelFacts, capacity: float) -> Iterator[_Remedy]:
     """More nodes, and fewer GPUs per node: the smallest sufficient change, else the largest one tried."""
     nodes, gpus = config.hardware.num_nodes, config.hardware.gpus_per_node or 1
-    powers = [2**power for power in range(1, _DOUBLINGS + 1)]
+    powers = [2**power for power in range(1, _MAX_DOUBLINGS + 1)]
     more = [nodes * power for power in powers]
     fewer = [gpus // power for power in powers if gpus % power == 0]
     for key, counts in (("num_nodes", more), ("gpus_per_node", fewer)):

@@ -35,7 +35,7 @@ from tunebook.processes import stopping_with_parent
 # Increase when the answer to the same config.json changes, so that cached answers are not reused.
 _FORM = 7
 # Timeout in seconds without progress. Total time is unlimited: tracing is slow on a busy machine.
-_MOST_SILENT_S = 300.0
+_MAX_SILENCE_S = 300.0
 STATED_FACTS = "stated_facts"  # key for stated sizes instead of a config.json
 _PACKAGES = ("torch", "transformers", "peft")
 
@@ -127,7 +127,7 @@ def _ask(config_file: Path, trust_remote_code: bool, is_fp32_only: bool) -> dict
         command += ["--trust-remote-code"] * trust_remote_code + ["--fp32-only"] * is_fp32_only
         said = _run(command, environment, progress_file(answer))
         if said is None:
-            return {"error": "cut-off", "reason": f"nothing new was found for {_MOST_SILENT_S:.0f} s"}
+            return {"error": "cut-off", "reason": f"nothing new was found for {_MAX_SILENCE_S:.0f} s"}
         try:
             found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -162,19 +162,19 @@ def _run(command: list[str], environment: dict[str, str], progress: Path) -> str
         start_new_session=True,
     ) as process:
         try:
-            said = _said_at_the_end(process, progress)
+            said = _exit_text(process, progress)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     return None if said is None else said.strip() or f"the process ended with {process.returncode}"
 
 
-def _said_at_the_end(process: subprocess.Popen[str], progress: Path) -> str | None:
+def _exit_text(process: subprocess.Popen[str], progress: Path) -> str | None:
     found = -1
     while (now := _num_found(progress)) != found:
         found = now
         with contextlib.suppress(subprocess.TimeoutExpired):
-            said: str = process.communicate(timeout=_MOST_SILENT_S)[1]
+            said: str = process.communicate(timeout=_MAX_SILENCE_S)[1]
             return said
     return None
 

@@ -37,10 +37,10 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "vocab_size": ("vocab_size",),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len"),
 }
-_LEAST = {"vocab_size": 2, "max_position_embeddings": 2}  # prediction needs two words; other sizes need 1
-_MOST = 10**8  # limit of any size; Llama 4 has 10 million positions
-_MOST_PARAMETERS = 10**15  # the largest number that the rules allow
-_CORRECT = "correct the file or download or copy the model again"
+_MIN_SIZES = {"vocab_size": 2, "max_position_embeddings": 2}  # prediction needs two words; other sizes need 1
+_MAX_SIZE = 10**8  # limit of any size; Llama 4 has 10 million positions
+_MAX_PARAMETERS = 10**15  # the largest number that the rules allow
+_HOW_TO_CORRECT = "correct the file or download or copy the model again"
 # Keys of different architectures for the experts per token, and for the number of experts.
 CHOSEN_EXPERTS = (
     "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "moe_k"
@@ -106,17 +106,17 @@ def _refuse_impossible(file: Path, text: dict[str, Any], sizes: dict[str, Any]) 
     for name, size in sizes.items():
         key = called[name]
         is_number = isinstance(size, int | float) and not isinstance(size, bool)
-        least = _LEAST.get(name, 1)
+        least = _MIN_SIZES.get(name, 1)
         if is_number and size < least:
-            raise broken_config(f"{file} says {key}={size}, and a model has at least {least}; {_CORRECT}")
-        if is_number and size > _MOST:
+            raise broken_config(f"{file} says {key}={size}, and a model has at least {least}; {_HOW_TO_CORRECT}")
+        if is_number and size > _MAX_SIZE:
             raise broken_config(
-                f"{file} says {key}={json.dumps(size)[:20]}, and no model has more than {_MOST}; {_CORRECT}"
+                f"{file} says {key}={json.dumps(size)[:20]}, and no model has more than {_MAX_SIZE}; {_HOW_TO_CORRECT}"
             )
         if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
             if isinstance(size, list):  # one per layer in some architectures; only the meta device can count it
                 continue
-            raise broken_config(f"{file} says {key}={json.dumps(size)}, which is not an integer; {_CORRECT}")
+            raise broken_config(f"{file} says {key}={json.dumps(size)}, which is not an integer; {_HOW_TO_CORRECT}")
     _refuse_too_large(file, _least_parameters(sizes))
     _refuse_absent_experts(file, text)
     hidden, heads, keys = (sizes[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
@@ -125,12 +125,12 @@ def _refuse_impossible(file: Path, text: dict[str, Any], sizes: dict[str, Any]) 
     if hidden % heads and not text.get("head_dim"):
         raise broken_config(
             f"{file} says {called['hidden_size']}={hidden} and {called['num_attention_heads']}={heads}, which does not "
-            f"divide it, and no head_dim; {_CORRECT}"
+            f"divide it, and no head_dim; {_HOW_TO_CORRECT}"
         )
     if heads % keys:
         raise broken_config(
             f"{file} says {called['num_attention_heads']}={heads} and {called['num_key_value_heads']}={keys}, which "
-            f"does not divide them: each key serves the same number of queries; {_CORRECT}"
+            f"does not divide them: each key serves the same number of queries; {_HOW_TO_CORRECT}"
         )
 
 
@@ -147,7 +147,7 @@ def _refuse_absent_experts(file: Path, text: dict[str, Any]) -> None:
         return
     raise broken_config(
         f"{file} says {chosen}={text[chosen]} and {experts}={text[experts]}: a token cannot be sent to more experts "
-        f"than there are; {_CORRECT}"
+        f"than there are; {_HOW_TO_CORRECT}"
     )
 
 
@@ -160,11 +160,11 @@ def _least_parameters(sizes: dict[str, Any]) -> int:
 
 def _refuse_too_large(file: Path, num_parameters: int) -> None:
     """Raise RequestError for sizes that are possible separately but too large together."""
-    if num_parameters > _MOST_PARAMETERS:
-        made, most = (f"{number:.2g}".replace("e+", "e") for number in (num_parameters, _MOST_PARAMETERS))
+    if num_parameters > _MAX_PARAMETERS:
+        made, most = (f"{number:.2g}".replace("e+", "e") for number in (num_parameters, _MAX_PARAMETERS))
         raise broken_config(
             f"{file} says sizes that together make at least {made} parameters, and no model has more than "
-            f"{most}; {_CORRECT}"
+            f"{most}; {_HOW_TO_CORRECT}"
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 # The name that transformers gets for each kind of kernel.
-MASKED, UNMASKED, BY_LENGTHS = "tunebook_masked", "tunebook_unmasked", "tunebook_by_lengths"
+MASKED, UNMASKED, VARLEN = "tunebook_masked", "tunebook_unmasked", "tunebook_by_lengths"
 
 
 def register_kernels(on_call: Callable[[], None]) -> None:
@@ -22,7 +22,7 @@ def register_kernels(on_call: Callable[[], None]) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    for name, attend in ((MASKED, _attend), (UNMASKED, _attend), (BY_LENGTHS, _by_lengths(on_call))):
+    for name, attend in ((MASKED, _attend), (UNMASKED, _attend), (VARLEN, _varlen_kernel(on_call))):
         AttentionInterface.register(name, attend)
         AttentionMaskInterface.register(name, sdpa_mask if name == MASKED else lambda *_, **__: None)
 
@@ -43,7 +43,7 @@ class _Kernel(torch.autograd.Function):
 
 def _attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> tuple[Any, None]:
     """Attend as AttentionInterface expects: (batch, heads, tokens, size) to (batch, tokens, heads, size)."""
-    query, key, value = _in_autocasts_format(query, key, value)
+    query, key, value = _in_autocast_dtype(query, key, value)
     if attention_mask is not None:  # a mask repeats keys and values and is added to the scores
         groups = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(groups, dim=1) if groups > 1 else tensor for tensor in (key, value))
@@ -52,7 +52,7 @@ def _attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, 
     return kernel.apply(query, key, value, attention_mask), None
 
 
-def _in_autocasts_format(*tensors: Any) -> tuple[Any, ...]:
+def _in_autocast_dtype(*tensors: Any) -> tuple[Any, ...]:
     return tuple(tensor.to(torch.bfloat16) for tensor in tensors) if torch.is_autocast_enabled("cpu") else tensors
 
 
@@ -72,15 +72,15 @@ def grouped_product(tokens: Any, weight: Any, offs: Any) -> Any:
     return kernel.apply(tokens.to(weight.dtype), weight)
 
 
-def _by_lengths(on_call: Callable[[], None]) -> Any:
+def _varlen_kernel(on_call: Callable[[], None]) -> Any:
     """torch's own kernel for packed rows, which is one operation in a compiled block's graph, as on a GPU."""
     from torch.nn.attention.varlen import varlen_attn
 
     groups = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    return partial(_attend_by_lengths, on_call=on_call, kernel=varlen_attn, groups=groups)
+    return partial(_attend_varlen, on_call=on_call, kernel=varlen_attn, groups=groups)
 
 
-def _attend_by_lengths(
+def _attend_varlen(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *,
     cu_seq_lens_q: Any, max_length_q: int, on_call: Any, kernel: Any, groups: dict[str, bool], dropout: float = 0.0,
     softcap: float | None = None, s_aux: Any = None, **_: Any,
@@ -93,7 +93,7 @@ def _attend_by_lengths(
     if dropout or softcap is not None or s_aux is not None:
         raise NotImplementedError("dropout of the attention, a cap on its logits, or sinks")
     on_call()
-    parts = [tensor.transpose(1, 2).squeeze(0) for tensor in _in_autocasts_format(query, key, value)]
+    parts = [tensor.transpose(1, 2).squeeze(0) for tensor in _in_autocast_dtype(query, key, value)]
     options = groups if parts[0].shape[1] != parts[1].shape[1] else {}
     ends, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
     return kernel(*parts, *ends, *longest, **options).unsqueeze(0), None

@@ -49,10 +49,10 @@ from tunebook.plan.architecture.base_model import CHOSEN_EXPERTS
 from tunebook.plan.architecture.saved import (
     LENGTHS,
     adapted,
-    attends_by_lengths,
     decoder_layers,
     measure_saved,
     text_decoder,
+    uses_varlen_kernel,
 )
 from tunebook.plan.architecture.targets import (
     has_stacked_experts,
@@ -66,11 +66,17 @@ from tunebook.plan.architecture.targets import (
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _LONGEST = 2**20  # tokens, if an architecture has no highest position
 _FLASH_ATTN = [kernel for kernel, facts in ATTENTIONS.items() if facts.is_flash and not facts.needs_lengths]
-_OURS = [kernel for kernel, facts in ATTENTIONS.items() if facts.needs_lengths]
-_ALIKE = 0.75  # with so many short names, a lower similarity is hardly a typo: bart for foobar
-_UNKNOWN = ("unrecognized", "does not recognize", "should have a `model_type`", "trust_remote_code", "no file named")
+_VARLEN_KERNELS = [kernel for kernel, facts in ATTENTIONS.items() if facts.needs_lengths]
+_MIN_SIMILARITY = 0.75  # with so many short names, a lower similarity is hardly a typo: bart for foobar
+_UNKNOWN_MODEL_ERRORS = (
+    "unrecognized",
+    "does not recognize",
+    "should have a `model_type`",
+    "trust_remote_code",
+    "no file named",
+)
 # Operations that only tensors with memory support.
-_OF_FAKE_TENSORS = (
+_FAKE_TENSOR_ERRORS = (
     DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )  # fmt: skip
@@ -99,9 +105,9 @@ def describe(
     except Exception as error:  # of any type: architectures check their sizes in various ways, or not at all
         if trust_remote_code and (absent := _absent_code(config_file)):
             return absent
-        if any(word in str(error).lower() for word in _UNKNOWN):
+        if any(word in str(error).lower() for word in _UNKNOWN_MODEL_ERRORS):
             return _unknown(config_file)
-        return {"error": "cannot-build", "reason": _said(error)}
+        return {"error": "cannot-build", "reason": _error_text(error)}
     if model.get_output_embeddings() is None or model.get_input_embeddings() is None:
         return {"error": "unknown-architecture", "reason": f"{type(model).__name__} has no output head over its words"}
     return _facts(config, model, options, on_found, is_fp32_only)
@@ -123,7 +129,9 @@ def _unknown(config_file: Path) -> dict[str, str]:
     named = f"model_type={kind}" + (f", architectures={json.dumps(architectures)}" if architectures else "")
     if other := next((words for kinds, words in _OTHER_KINDS if kind in kinds), None):
         return {"error": "not-causal", "reason": named, "kind": other}
-    meant = nearest(kind, set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {kind}, least_alike=_ALIKE) if kind else None
+    meant = (
+        nearest(kind, set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {kind}, least_alike=_MIN_SIMILARITY) if kind else None
+    )
     return {"error": "unknown-architecture", "reason": named} | ({"meant": meant} if meant else {})
 
 
@@ -146,7 +154,7 @@ def _absent_code(config_file: Path) -> dict[str, Any] | None:
     return {"error": "code-absent", "reason": ", ".join(absent), "is_known": is_known}
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
@@ -191,13 +199,13 @@ def _facts(
             "linear_inputs": inputs,
             **_adapters(model, layers, patterns),
             "linear_parameters": in_linear,
-            "active_parameters": in_layers - _not_chosen(layers, text),
+            "active_parameters": in_layers - _unused_expert_parameters(layers, text),
             "largest_parameter": max(parameter.numel() for parameter in model.parameters()),
             "unreached": patterns,
             "unreached_parameters": sum(p.numel() for name, p in model.named_parameters() if name in unreached),
             "attention": [
                 *(kernel.name for kernel in attention_of(model)),
-                *(kernel.name for kernel in (_OURS if attends_by_lengths(config, layers, options) else ())),
+                *(kernel.name for kernel in (_VARLEN_KERNELS if uses_varlen_kernel(config, layers, options) else ())),
             ],
             "saved": {mode: numbers for mode, numbers in saved.items() if not mode.startswith(CAST)},
             "saved_without_autocast": {mode: numbers for mode, numbers in saved.items() if mode.startswith(CAST)},
@@ -224,10 +232,10 @@ def _unreached(config: Any, options: dict[str, Any]) -> set[str]:
                 return set()
             reached = _leaves(last)
             return {name for name, parameter in model.named_parameters() if id(parameter) not in reached}
-    except _OF_FAKE_TENSORS:
+    except _FAKE_TENSOR_ERRORS:
         return set()
     except Exception as error:  # of any type, as in `describe`
-        raise RuntimeError(f"no pass through its layers can be computed: {_said(error)}") from error
+        raise RuntimeError(f"no pass through its layers can be computed: {_error_text(error)}") from error
 
 
 def _leaves(last: Any) -> set[int]:
@@ -244,7 +252,7 @@ def _leaves(last: Any) -> set[int]:
     return found
 
 
-def _not_chosen(layers: nn.ModuleList, text: Any) -> int:
+def _unused_expert_parameters(layers: nn.ModuleList, text: Any) -> int:
     """Number of parameters of the experts that a token is not sent to.
 
     transformers 5 keeps all experts of a layer in one tensor. 0 if the config does not say how many are chosen.

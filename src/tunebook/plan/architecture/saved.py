@@ -31,9 +31,9 @@ from tunebook.config.model_facts import OFFLOADED
 from tunebook.config.unreached import expression
 from tunebook.facts.compiling import set_up_compiler
 from tunebook.plan.architecture.kernels import (
-    BY_LENGTHS,
     MASKED,
     UNMASKED,
+    VARLEN,
     CudaAutocast,
     grouped_product,
     register_kernels,
@@ -60,7 +60,7 @@ _MODES = (
     *itertools.product(FORMATS, _METHODS, ATTENTION),
     *itertools.product(("autocast", "bf16"), (*_METHODS, "dropout"), COMPILED),
 )
-_MOST_LAYERS = 12  # most layers that a prefix has
+_MAX_LAYERS = 12  # most layers that a prefix has
 _MOST_BEING_COPIED, _SMALLEST_BYTES = 5, 1024  # TRL's max_fwd_stash_size and min_offload_size
 _WORKERS = 4  # processes; compiling takes some seconds a mode
 _MACHINES = (MemoryError, ImportError, OSError)  # machine faults; must not be cached as facts of a model
@@ -95,8 +95,8 @@ def measure_saved(
         modes = [mode for mode in modes if mode[1] == "adapter" and mode[2] not in COMPILED]
     seen = [(number_format, _BESIDE if beside_experts else method, kernels) for number_format, method, kernels in modes]
     workers = min(_WORKERS, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, get_context("fork"), initializer=_know, initargs=known) as pool:
-        asked = [pool.submit(_measure_known, mode) for mode in seen]
+    with ProcessPoolExecutor(workers, get_context("fork"), initializer=_set_worker_state, initargs=known) as pool:
+        asked = [pool.submit(_measure_in_worker, mode) for mode in seen]
         for _ in as_completed(asked):
             on_found()
         found = [one.result() for one in asked]
@@ -107,7 +107,7 @@ def measure_saved(
         }
 
 
-def _know(*known: Any) -> None:
+def _set_worker_state(*known: Any) -> None:
     """Store in a worker what all modes share: inherited through fork, since not every config can be pickled.
 
     A worker that waits for a mode would not notice that its parent was killed, hence `die_with_parent`.
@@ -116,17 +116,17 @@ def _know(*known: Any) -> None:
     _known.extend(known)
 
 
-def _measure_known(mode: tuple[str, str, str]) -> dict[tuple[str, ...], list[int]]:
+def _measure_in_worker(mode: tuple[str, str, str]) -> dict[tuple[str, ...], list[int]]:
     config, kinds, options = _known
     return _measure(config, kinds, mode, options)
 
 
-def attends_by_lengths(config: Any, layers: nn.ModuleList, options: dict[str, Any]) -> bool:
+def uses_varlen_kernel(config: Any, layers: nn.ModuleList, options: dict[str, Any]) -> bool:
     """Whether a training pass calls the kernel that takes document boundaries, and asks nothing more of it.
 
     A model that does not get its kernel from AttentionInterface silently uses its own.
     """
-    mode = ("bf16", "full", BY_LENGTHS)
+    mode = ("bf16", "full", VARLEN)
     asked: list[None] = []
     try:
         with _quiet(on_call=lambda: asked.append(None)), FakeTensorMode(allow_non_fake_inputs=True), _autocast(mode):
@@ -154,12 +154,12 @@ def _kinds(config: Any, layers: nn.ModuleList) -> list[tuple[Any, ...]]:
 
 
 def _prefix(kinds: list[tuple[Any, ...]]) -> int:
-    """Number of layers that hold each kind twice, so that one of them is not the first; at most `_MOST_LAYERS`."""
+    """Number of layers that hold each kind twice, so that one of them is not the first; at most `_MAX_LAYERS`."""
     needed = 2
     for kind in set(kinds):
         places = [place for place, other in enumerate(kinds) if other == kind]
         needed = max(needed, places[min(1, len(places) - 1)] + 1)
-    return min(needed, len(kinds), _MOST_LAYERS)
+    return min(needed, len(kinds), _MAX_LAYERS)
 
 
 def _measure(
@@ -228,7 +228,7 @@ def _build(config: Any, prefix: int, mode: tuple[str, str, str], options: dict[s
     if len(getattr(text, "layer_types", None) or ()) > prefix:  # Mamba derives them from the number of layers
         text.layer_types = list(text.layer_types)[:prefix]
     loader: Any = AutoModelForCausalLM
-    attention = ATTENTION.get(kernels, BY_LENGTHS)
+    attention = ATTENTION.get(kernels, VARLEN)
     with no_init_weights():  # some initializers fail on a tensor without memory
         model = loader.from_config(shorter, dtype=FORMATS[number_format][0], attn_implementation=attention, **options)
     if method != "full":
@@ -268,14 +268,14 @@ def _compile(layers: nn.ModuleList, *, recomputes: bool) -> None:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    def run_as_it_is(graph: Any, _: Any) -> Any:
+    def run_unchanged(graph: Any, _: Any) -> Any:
         return graph.forward
 
     reset()
     set_up_compiler(recomputes=recomputes)
     backend = aot_autograd(
-        fw_compiler=run_as_it_is,
-        bw_compiler=run_as_it_is,
+        fw_compiler=run_unchanged,
+        bw_compiler=run_unchanged,
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )

@@ -51,30 +51,30 @@ def check(config: RunConfig, place_of: PlaceOf | None = None) -> list[Problem]:
     problems = [problem for rule in RULES for problem in rule.problems(config)]
     if place_of is not None:
         problems = [
-            replace(problem, place=place_of(problem.key), fix=with_what_to_leave_out(problem.fix, config, place_of))
+            replace(problem, place=place_of(problem.key), fix=with_conflicting_keys(problem.fix, config, place_of))
             for problem in problems
         ]
     return sorted(problems, key=lambda problem: not problem.is_error)
 
 
-def with_what_to_leave_out(fix: str, config: RunConfig, place_of: PlaceOf) -> str:
+def with_conflicting_keys(fix: str, config: RunConfig, place_of: PlaceOf) -> str:
     """Append `without KEY` to each alternative of a fix, for typed keys that conflict with its groups."""
-    return _OR.join(_way_out(way, config, place_of) for way in fix.split(_OR))
+    return _OR.join(_alternative_with_conflicts(way, config, place_of) for way in fix.split(_OR))
 
 
-def _way_out(way: str, config: RunConfig, place_of: PlaceOf) -> str:
+def _alternative_with_conflicts(way: str, config: RunConfig, place_of: PlaceOf) -> str:
     pairs = dict(word.split("=", 1) for word in way.split() if "=" in word)
     misfits = [
         key
         for group, choice in pairs.items()
         if group in GROUPS and choice in group_choices(group)
-        for key in _misfits(group, choice, config)
+        for key in _conflicting_keys(group, choice, config)
         if key not in pairs and (place_of(key) or "").startswith(f"override '{key}=")
     ]
     return way + (f" without {', '.join(misfits)}" if misfits else "")
 
 
-def _misfits(group: str, choice: str, config: RunConfig) -> Iterator[str]:
+def _conflicting_keys(group: str, choice: str, config: RunConfig) -> Iterator[str]:
     """Keys of the current group that another choice lacks or sets to another value."""
     kind = choice_schema(group, choice)
     schema = schemas_of(group)[0] if kind is None else CHOICE_SCHEMAS[f"{group}/{kind}"]

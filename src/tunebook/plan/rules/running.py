@@ -101,7 +101,7 @@ def hub_name_form(config: RunConfig) -> Finding | None:
     name = config.training.push_to_hub
     if name is None or _HUB_NAME.fullmatch(name):
         return None
-    return Finding(f"'{name}' does not have the form organisation/name", "training.push_to_hub=null")
+    return Finding(f"'{name}' does not have the form organization/name", "training.push_to_hub=null")
 
 
 @rule("task-file-not-found", "evaluation.tasks")

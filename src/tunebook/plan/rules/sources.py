@@ -56,7 +56,7 @@ def model_name_form(config: RunConfig) -> Finding | None:
         return None
     is_folder = model_folder_problem(ModelConfig(path=name)) is None
     fix = f"model.name=null {typed('model.path', name)}" if is_folder else "model.name=ORG/NAME"
-    return Finding(f"'{name}' does not have the form organisation/name of a model on the hub", fix)
+    return Finding(f"'{name}' does not have the form organization/name of a model on the hub", fix)
 
 
 def _is_hub_name(name: str) -> bool:
@@ -137,7 +137,7 @@ def dataset_name_form(config: RunConfig) -> Iterator[Finding]:
     """Check the names of the data set and of a mixture's parts."""
     for prefix, source in sources_of(config.dataset).items():
         if source.source is Source.hub and source.name and not _is_found_by(source.name, config):
-            message = f"'{source.name}' does not have the form organisation/name of a data set on the hub, and is not a folder"
+            message = f"'{source.name}' is neither a folder nor organization/name of a data set on the hub"
             fix = f"{prefix}.name=ORG/NAME or {prefix}.source=files {prefix}.path=FILE_OR_GLOB"
             yield Finding(message, fix, key=f"{prefix}.name")
 
@@ -154,7 +154,7 @@ def tokenizer_name_form(config: RunConfig) -> Finding | None:
     name = config.model.tokenizer
     if not name or _is_found_by(name, config):
         return None
-    message = f"'{name}' does not have the form organisation/name of a model on the hub, and is not a folder"
+    message = f"'{name}' is neither a folder nor organization/name of a model on the hub"
     return Finding(message, "model.tokenizer=null or model.tokenizer=FOLDER")
 
 

@@ -20,14 +20,14 @@ from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.facts.sharing import is_offloaded
 from tunebook.facts.strategies import STRATEGIES, strategy_facts
 from tunebook.plan.speed.measured_speed import (
-    ADAPTERS,
-    ALONE,
-    FLASH_WAITING,
-    SDPA_WAITING,
-    SPREAD,
-    Adapter,
-    Alone,
-    Spread,
+    ADAPTER_SPEEDS,
+    FLASH_LAUNCH_BOUND,
+    ONE_GPU_SPEEDS,
+    SDPA_LAUNCH_BOUND,
+    STRATEGY_SPEEDS,
+    AdapterSpeed,
+    OneGpuSpeed,
+    StrategySpeed,
 )
 
 SEVERAL_NODES = "no speed was measured on several nodes, where the network decides it"
@@ -57,7 +57,7 @@ def why_not_estimated(config: RunConfig) -> str | None:
         (facts.has_mask and kernel is not MASKED, f"no speed was measured with attention={kernel.name}"),
         (is_padded and facts.is_flash, f"padded rows were measured with sdpa, not with {kernel.name}"),
         (
-            world_size(config) > 1 and not _spreads(config),
+            world_size(config) > 1 and not _strategy_speeds(config),
             f"no speed was measured with parallelism={config.parallelism.strategy.name}",
         ),
         (hardware.num_nodes > 1, SEVERAL_NODES),
@@ -81,7 +81,7 @@ def _needs_host(config: RunConfig) -> bool:
     return is_offloaded(config) or OPTIMIZERS[config.optimizer.name].is_paged
 
 
-def nearest_alone(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> Alone:
+def nearest_one_gpu_speed(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> OneGpuSpeed:
     """The one-GPU measurement nearest in work and width, with the same attention, rows and number format.
 
     A pass with little work leaves a GPU waiting for kernel launches, and narrow layers make small products. Width
@@ -89,14 +89,14 @@ def nearest_alone(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -
     """
     compute = Compute.bf16 if config.precision.compute is Compute.fp16 else config.precision.compute
     kernel, is_packed = config.attention.implementation, config.packing.mode is PackingMode.isolated
-    rows = [row for row in ALONE if row.compute is compute and row.is_packed == is_packed]
+    rows = [row for row in ONE_GPU_SPEEDS if row.compute is compute and row.is_packed == is_packed]
     if compute is not Compute.fp32:  # fp32 has no such kernels
         rows = [row for row in rows if ATTENTIONS[row.attention].is_flash == ATTENTIONS[kernel].is_flash]
         # Compiled blocks were measured with two models only. Other models count as not compiled.
         is_compiled = bool(config.model.compile_layers)
         rows = [row for row in rows if is_compiled or not row.is_compiled]
 
-    def distance(row: Alone) -> tuple[float | bool, ...]:
+    def distance(row: OneGpuSpeed) -> tuple[float | bool, ...]:
         work = _distance(row.flops_per_pass, flops_per_pass)
         width = _distance(row.model.hidden_size, facts.hidden_size)
         is_like_it = (
@@ -109,25 +109,25 @@ def nearest_alone(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -
     return min(rows, key=distance)
 
 
-def launch_bound_pass(config: RunConfig) -> Alone:
+def launch_bound_pass(config: RunConfig) -> OneGpuSpeed:
     """The measured pass that only waited for kernel launches: a lower bound on the time of any pass."""
-    return SDPA_WAITING if attention_facts(config).has_mask else FLASH_WAITING
+    return SDPA_LAUNCH_BOUND if attention_facts(config).has_mask else FLASH_LAUNCH_BOUND
 
 
-def nearest_spread(config: RunConfig, facts: ModelFacts) -> Spread | None:
+def nearest_strategy_speed(config: RunConfig, facts: ModelFacts) -> StrategySpeed | None:
     """The measured loss of the strategy, for the nearest model size and number of GPUs; None on one GPU."""
     if world_size(config) == 1:
         return None
     is_packed, num_gpus = config.packing.mode is PackingMode.isolated, world_size(config)
 
-    def distance(row: Spread) -> tuple[bool, float, float]:
+    def distance(row: StrategySpeed) -> tuple[bool, float, float]:
         of_size = _distance(row.model.num_parameters, facts.num_parameters)
         return row.is_packed != is_packed, of_size, _distance(row.num_gpus, num_gpus)
 
-    return min(_spreads(config), key=distance)
+    return min(_strategy_speeds(config), key=distance)
 
 
-def nearest_adapter(config: RunConfig, facts: ModelFacts) -> Adapter | None:
+def nearest_adapter_speed(config: RunConfig, facts: ModelFacts) -> AdapterSpeed | None:
     """The adapter measurement with the nearest layer width, preferably compiled as in this run.
 
     None in a full fine-tune.
@@ -135,21 +135,21 @@ def nearest_adapter(config: RunConfig, facts: ModelFacts) -> Adapter | None:
     if config.peft.method is PeftMethod.full:
         return None
 
-    def distance(row: Adapter) -> tuple[bool, float, bool]:
+    def distance(row: AdapterSpeed) -> tuple[bool, float, bool]:
         width = _distance(row.model.hidden_size, facts.hidden_size)
         is_other = row.strategy is not config.parallelism.strategy
         return row.is_compiled is not bool(config.model.compile_layers), width, is_other
 
-    return min(ADAPTERS, key=distance)
+    return min(ADAPTER_SPEEDS, key=distance)
 
 
-def measured_as(strategy: Strategy) -> Strategy:
+def measured_strategy(strategy: Strategy) -> Strategy:
     """The strategy whose measurements apply: ZeRO-1 was not measured and sends what ZeRO-2 sends."""
     return STRATEGIES[strategy].moves_as or strategy
 
 
-def _spreads(config: RunConfig) -> list[Spread]:
-    return [row for row in SPREAD if row.strategy is measured_as(config.parallelism.strategy)]
+def _strategy_speeds(config: RunConfig) -> list[StrategySpeed]:
+    return [row for row in STRATEGY_SPEEDS if row.strategy is measured_strategy(config.parallelism.strategy)]
 
 
 def _distance(one: float, other: float) -> float:

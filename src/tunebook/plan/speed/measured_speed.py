@@ -18,7 +18,7 @@ from tunebook.model.flops import flops_per_token, model_flops_utilisation, recom
 RESULTS = "tests/bench/results/"
 _SPEED, _SMALL = f"{RESULTS}h200_speed.jsonl", f"{RESULTS}h200_qwen05b_single.jsonl"
 _ONE_GPU, _FOUR = f"{RESULTS}h200_speed_one_gpu.jsonl", f"{RESULTS}h200x4_speed.jsonl"
-_BESIDE_PEERS = f"{RESULTS}h200x4_beside_peers.jsonl"
+_WITH_PEERS = f"{RESULTS}h200x4_beside_peers.jsonl"
 _ONE_PASS, _FLASH_4 = f"{RESULTS}h200_one_pass_head.jsonl", f"{RESULTS}h200_flash_attention_4.jsonl"
 _SELECTIVE, _SELECTIVE_FOUR = f"{RESULTS}h200_selective.jsonl", f"{RESULTS}h200x4_selective.jsonl"
 BF16_PEAK, FP32_PEAK, FP8_PEAK = 989.0, 67.0, 1979.0  # TFLOP/s of the measured GPU
@@ -38,7 +38,7 @@ _NAMES = {
 }
 
 # Token-weighted mean length of the generated documents (sum of squares / sum), uncut and cut at 1,024 tokens.
-_WHOLE, _CUT = 1033.0, 640.0
+_UNCUT_LENGTH, _CUT_LENGTH = 1033.0, 640.0
 # Real tokens in a padded pass of 11 documents. The cut length was not recorded: the mean is 424 tokens if cut at 1,024
 # and 492 if uncut, so this is at most 7% off.
 _PADDED_PASS = 11 * 458
@@ -47,7 +47,7 @@ _SMALL_PASS = 132 * 424 // (2 * 8)
 
 
 @dataclass(frozen=True)
-class Alone:
+class OneGpuSpeed:
     """A measured speed of one GPU."""
 
     source: str  # file and name of the result
@@ -55,7 +55,7 @@ class Alone:
     tokens_per_second: float  # real tokens
     tokens_per_pass: int  # forward and backward, including padding
     attention: Attention = Attention.varlen_attention
-    attended_length: float = _WHOLE
+    attended_length: float = _UNCUT_LENGTH
     is_packed: bool = True
     padding_share: float | None = 0.0  # None: not recorded
     compute: Compute = Compute.bf16
@@ -98,15 +98,15 @@ class Alone:
         )
 
 
-_compiled = partial(Alone, is_compiled=True, is_one_pass=True)
+_compiled = partial(OneGpuSpeed, is_compiled=True, is_one_pass=True)
 
 
 # The 3B model's packed passes on flash attention had two rows. Their 4,096 tokens are inferred: that is the longest
 # document, and the recorded MFU is that of uncut documents.
-ALONE = (
-    Alone(f"{_SPEED} packed_flash_attention_2", QWEN_3B, 21_841, 8192, Attention.flash_attention_2),
-    Alone(f"{_SPEED} packed_flash_attention_4", QWEN_3B, 22_233, 8192, Attention.flash_attention_4),
-    Alone(f"{_ONE_GPU} varlen_8192", QWEN_3B, 22_936.35, 8192),
+ONE_GPU_SPEEDS = (
+    OneGpuSpeed(f"{_SPEED} packed_flash_attention_2", QWEN_3B, 21_841, 8192, Attention.flash_attention_2),
+    OneGpuSpeed(f"{_SPEED} packed_flash_attention_4", QWEN_3B, 22_233, 8192, Attention.flash_attention_4),
+    OneGpuSpeed(f"{_ONE_GPU} varlen_8192", QWEN_3B, 22_936.35, 8192),
     _compiled(f"{_ONE_GPU} compiled_8192", QWEN_3B, 24_679.4, 8192, is_one_pass=False),
     _compiled(f"{_ONE_GPU} compiled_16384", QWEN_3B, 26_355.5, 16384, is_one_pass=False),
     _compiled(f"{_ONE_PASS} compiled_8192", QWEN_3B, 25_557.35, 8192),
@@ -114,61 +114,65 @@ ALONE = (
     _compiled(f"{_SELECTIVE} compiled_32768_selective", QWEN_3B, 27_808.45, 32768, is_selective=True),
     _compiled(f"{_FLASH_4} compiled_8192_flash_4", QWEN_3B, 26_439.05, 8192, Attention.varlen_attention_4),
     _compiled(f"{_FLASH_4} compiled_16384_flash_4", QWEN_3B, 27_851.3, 16384, Attention.varlen_attention_4),
-    Alone(
+    OneGpuSpeed(
         f"{_SMALL} flash_attention_4_rows_8192", QWEN_05B, 75_767.6, 8192, Attention.flash_attention_4,
-        attended_length=_CUT,
+        attended_length=_CUT_LENGTH,
     ),
-    _compiled(f"{_SMALL} compiled_32768", QWEN_05B, 145_701.0, 25_786, attended_length=_CUT),
-    Alone(f"{_SPEED} packed_sdpa", QWEN_3B, 7_080, 4096, Attention.sdpa),
-    Alone(f"{_SMALL} single", QWEN_05B, 38_093.2, 4096, Attention.sdpa, attended_length=_CUT),
+    _compiled(f"{_SMALL} compiled_32768", QWEN_05B, 145_701.0, 25_786, attended_length=_CUT_LENGTH),
+    OneGpuSpeed(f"{_SPEED} packed_sdpa", QWEN_3B, 7_080, 4096, Attention.sdpa),
+    OneGpuSpeed(f"{_SMALL} single", QWEN_05B, 38_093.2, 4096, Attention.sdpa, attended_length=_CUT_LENGTH),
     # With TRL's head. Computing the logits twice is 5% of the time of these layers and 2% of that of all layers. With
     # the head in one pass, they would predict more than the full model reaches.
-    _compiled(f"{_BESIDE_PEERS} llama8b_12_layers", LLAMA_8B_SLICE, 27_452.15, 16384, is_one_pass=False),
+    _compiled(f"{_WITH_PEERS} llama8b_12_layers", LLAMA_8B_SLICE, 27_452.15, 16384, is_one_pass=False),
     _compiled(
-        f"{_BESIDE_PEERS} llama8b_12_layers_fp8", LLAMA_8B_SLICE, 33_304.5, 16384, compute=Compute.fp8,
+        f"{_WITH_PEERS} llama8b_12_layers_fp8", LLAMA_8B_SLICE, 33_304.5, 16384, compute=Compute.fp8,
         is_one_pass=False,
     ),
     _compiled(f"{_ONE_PASS} compiled_16384_fp8", QWEN_3B, 30_754.4, 16384, compute=Compute.fp8),
     _compiled(f"{_FOUR} compiled_16384_fp8", QWEN_3B, 30_153.3, 16384, compute=Compute.fp8, is_one_pass=False),
     # Sharded over 4 GPUs, so a single GPU would be faster: the only measurement of wide layers with sdpa.
-    Alone(
+    OneGpuSpeed(
         f"{RESULTS}h200x4_recipes.jsonl llama2_70b_fsdp", LLAMA_70B_SLICE, 11_784.2, 4080, Attention.sdpa,
-        attended_length=_CUT,
+        attended_length=_CUT_LENGTH,
     ),
-    Alone(
+    OneGpuSpeed(
         f"{_SPEED} padded_as_published", QWEN_3B, 3_886, 11 * 1024, Attention.sdpa, is_packed=False,
         padding_share=None, is_recomputed=True,
     ),
-    Alone(
-        f"{_SMALL} padded", QWEN_05B, 24_423.0, 6 * 845, Attention.sdpa, attended_length=_CUT, is_packed=False,
+    OneGpuSpeed(
+        f"{_SMALL} padded", QWEN_05B, 24_423.0, 6 * 845, Attention.sdpa, attended_length=_CUT_LENGTH, is_packed=False,
         padding_share=0.4983,
     ),
-    Alone(
-        f"{_SMALL} fp32_as_volta", QWEN_05B, 8_946.25, 1024, Attention.sdpa, attended_length=_CUT,
+    OneGpuSpeed(
+        f"{_SMALL} fp32_as_volta", QWEN_05B, 8_946.25, 1024, Attention.sdpa, attended_length=_CUT_LENGTH,
         compute=Compute.fp32,
     ),
-    Alone(f"{_FOUR} volta_by_document", QWEN_3B, 2_336.3, 4096, Attention.sdpa_by_document, compute=Compute.fp32),
-    Alone(f"{_FOUR} volta_sdpa", QWEN_3B, 1_575.2, 4096, Attention.sdpa, compute=Compute.fp32, is_recomputed=True),
-    Alone(
+    OneGpuSpeed(f"{_FOUR} volta_by_document", QWEN_3B, 2_336.3, 4096, Attention.sdpa_by_document, compute=Compute.fp32),
+    OneGpuSpeed(
+        f"{_FOUR} volta_sdpa", QWEN_3B, 1_575.2, 4096, Attention.sdpa, compute=Compute.fp32, is_recomputed=True,
+    ),
+    OneGpuSpeed(
         f"{_FOUR} volta_padded", QWEN_3B, 1_200.5, 1411, Attention.sdpa, compute=Compute.fp32, is_packed=False,
         padding_share=0.3169, is_recomputed=True,
     ),
 )  # fmt: skip
 # Passes with so little work that the GPU waited for kernel launches: the minimum time of a pass with as many layers. In
 # rows of 8,192 and 4,096 tokens the same layers took 1.4 and 1.2 times as long.
-FLASH_WAITING = Alone(
-    f"{_SMALL} flash_attention_4", QWEN_05B, 13_509.9, 1024, Attention.flash_attention_4, attended_length=_CUT
+FLASH_LAUNCH_BOUND = OneGpuSpeed(
+    f"{_SMALL} flash_attention_4", QWEN_05B, 13_509.9, 1024, Attention.flash_attention_4, attended_length=_CUT_LENGTH
 )
-SDPA_WAITING = Alone(f"{_SMALL} sdpa", QWEN_05B, 11_359.6, 1024, Attention.sdpa, attended_length=_CUT)
+SDPA_LAUNCH_BOUND = OneGpuSpeed(f"{_SMALL} sdpa", QWEN_05B, 11_359.6, 1024, Attention.sdpa, attended_length=_CUT_LENGTH)
 # Padding if the documents' lengths are unknown: measured with generated documents of up to 1,024 tokens, 6 per pass.
 USUAL_PADDING_SHARE = 0.4983
 
 # Tokens per second with and without recomputing every layer's forward pass.
-RECOMPUTED, STORED = 17_810.0, 22_233.0
+RECOMPUTED_SPEED, STORED_SPEED = 17_810.0, 22_233.0
 RECOMPUTED_SOURCE = f"{_SPEED} packed_flash_attention_4_checkpointing"
 # Recomputation increases the share of the peak: a third more is computed, but the time grows by less than a third.
 RECOMPUTED_GAIN = (
-    RECOMPUTED / STORED * (1 + recomputed_flops_per_token(QWEN_3B, _WHOLE) / flops_per_token(QWEN_3B, _WHOLE))
+    RECOMPUTED_SPEED
+    / STORED_SPEED
+    * (1 + recomputed_flops_per_token(QWEN_3B, _UNCUT_LENGTH) / flops_per_token(QWEN_3B, _UNCUT_LENGTH))
 )
 
 
@@ -194,7 +198,7 @@ SELECTIVE_LORA = Selective(source=f"{_SELECTIVE} lora_8b_compiled_selective", ag
 
 
 @dataclass(frozen=True)
-class Spread:
+class StrategySpeed:
     """Speed per GPU of several GPUs with a strategy, and of a single GPU with the same passes."""
 
     source: str
@@ -202,59 +206,59 @@ class Spread:
     num_gpus: int
     model: ModelFacts
     tokens_per_pass: int  # real tokens of one GPU
-    together: float  # tokens per second of each GPU
-    alone: float
+    speed_per_gpu: float  # tokens per second of each GPU
+    one_gpu_speed: float
     is_packed: bool = True
-    is_alone_computed: bool = False  # extrapolated from the share of peak of some layers, if all do not fit
+    is_one_gpu_extrapolated: bool = False  # extrapolated from the share of peak of some layers, if all do not fit
 
     @property
     def lost_seconds(self) -> float:
         """Additional seconds per pass compared with a single GPU."""
-        return self.tokens_per_pass * (1 / self.together - 1 / self.alone)
+        return self.tokens_per_pass * (1 / self.speed_per_gpu - 1 / self.one_gpu_speed)
 
     @property
     def text(self) -> str:
         """Readable source of the number."""
-        how = ", extrapolated from some of its layers" if self.is_alone_computed else ""
+        how = ", extrapolated from some of its layers" if self.is_one_gpu_extrapolated else ""
         return (
-            f"{self.together:,.0f} for {self.alone:,.0f} tokens/s{how}, {_NAMES[self.model.num_parameters]} on "
-            f"{self.num_gpus} {MEASURED_ON}"
+            f"{self.speed_per_gpu:,.0f} for {self.one_gpu_speed:,.0f} tokens/s{how}, "
+            f"{_NAMES[self.model.num_parameters]} on {self.num_gpus} {MEASURED_ON}"
         )
 
 
-SPREAD = (
-    Spread(f"{_SPEED} zero2", Strategy.zero2, 8, QWEN_3B, 8192, 17_289, 22_233),
-    Spread(f"{_SELECTIVE_FOUR} fsdp_16384", Strategy.fsdp, 4, QWEN_3B, 16384, 25_393.55, 27_391.05),
-    Spread(f"{_SPEED} fsdp", Strategy.fsdp, 8, QWEN_3B, 8192, 17_578, 22_233),
+STRATEGY_SPEEDS = (
+    StrategySpeed(f"{_SPEED} zero2", Strategy.zero2, 8, QWEN_3B, 8192, 17_289, 22_233),
+    StrategySpeed(f"{_SELECTIVE_FOUR} fsdp_16384", Strategy.fsdp, 4, QWEN_3B, 16384, 25_393.55, 27_391.05),
+    StrategySpeed(f"{_SPEED} fsdp", Strategy.fsdp, 8, QWEN_3B, 8192, 17_578, 22_233),
     # No single GPU holds this model's states. The speed alone is computed from the share of peak that 12 of the 32
     # layers reached in rows of 16,384. The second was measured in shorter rows, and before blocks knew their own sizes
     # under FSDP, which explains part of its loss.
-    Spread(
-        f"{_BESIDE_PEERS} llama8b_fsdp_16384", Strategy.fsdp, 4, LLAMA_8B, 16384, 11_348.05, 12_502,
-        is_alone_computed=True,
+    StrategySpeed(
+        f"{_WITH_PEERS} llama8b_fsdp_16384", Strategy.fsdp, 4, LLAMA_8B, 16384, 11_348.05, 12_502,
+        is_one_gpu_extrapolated=True,
     ),
-    Spread(
+    StrategySpeed(
         f"{_FOUR} llama8b_grad_op_sizes_open", Strategy.fsdp_grad_op, 4, LLAMA_8B, 8192, 10_594.05, 12_502,
-        is_alone_computed=True,
+        is_one_gpu_extrapolated=True,
     ),
-    Spread(f"{_SELECTIVE_FOUR} ddp_16384", Strategy.ddp, 4, QWEN_3B, 16384, 26_205.55, 27_391.05),
-    Spread(f"{_SPEED} zero3", Strategy.zero3, 8, QWEN_3B, 8192, 7_969, 22_233),
-    Spread(f"{_SPEED} fsdp_grad_op_compiled", Strategy.fsdp_grad_op, 8, QWEN_3B, 8192, 22_356, 23_171),
-    Spread(
+    StrategySpeed(f"{_SELECTIVE_FOUR} ddp_16384", Strategy.ddp, 4, QWEN_3B, 16384, 26_205.55, 27_391.05),
+    StrategySpeed(f"{_SPEED} zero3", Strategy.zero3, 8, QWEN_3B, 8192, 7_969, 22_233),
+    StrategySpeed(f"{_SPEED} fsdp_grad_op_compiled", Strategy.fsdp_grad_op, 8, QWEN_3B, 8192, 22_356, 23_171),
+    StrategySpeed(
         f"{_SPEED} padded_as_published_zero2", Strategy.zero2, 8, QWEN_3B, _PADDED_PASS, 1_863, 3_886,
         is_packed=False,
     ),
-    # Alone: the same 132 documents a step, sdpa_rows_4096 of the same file. Both ZeRO rows used
+    # OneGpuSpeed: the same 132 documents a step, sdpa_rows_4096 of the same file. Both ZeRO rows used
     # parallelism.mixed_precision=cast, the only option then.
-    Spread(f"{_SMALL} ddp", Strategy.ddp, 2, QWEN_05B, _SMALL_PASS, 23_025.4, 28_746.9),
-    Spread(f"{_SMALL} fsdp", Strategy.fsdp, 2, QWEN_05B, _SMALL_PASS, 19_803.4, 28_746.9),
-    Spread(f"{_SMALL} zero2", Strategy.zero2, 2, QWEN_05B, _SMALL_PASS, 17_422.1, 28_746.9),
-    Spread(f"{_SMALL} zero3", Strategy.zero3, 2, QWEN_05B, _SMALL_PASS, 8_750.7, 28_746.9),
+    StrategySpeed(f"{_SMALL} ddp", Strategy.ddp, 2, QWEN_05B, _SMALL_PASS, 23_025.4, 28_746.9),
+    StrategySpeed(f"{_SMALL} fsdp", Strategy.fsdp, 2, QWEN_05B, _SMALL_PASS, 19_803.4, 28_746.9),
+    StrategySpeed(f"{_SMALL} zero2", Strategy.zero2, 2, QWEN_05B, _SMALL_PASS, 17_422.1, 28_746.9),
+    StrategySpeed(f"{_SMALL} zero3", Strategy.zero3, 2, QWEN_05B, _SMALL_PASS, 8_750.7, 28_746.9),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Adapter:
+class AdapterSpeed:
     """Speed with an adapter (LoRA of rank 16 on every linear layer), and of the same full fine-tune."""
 
     source: str
@@ -264,7 +268,7 @@ class Adapter:
     model: ModelFacts
     num_gpus: int = 2
     trained: int = 8_798_208
-    attended_length: float = _CUT
+    attended_length: float = _CUT_LENGTH
     is_compiled: bool = False
 
     @property
@@ -284,39 +288,39 @@ class Adapter:
 
 # An adapter adds many small kernels; compiling removes most of them. 8 layers of Qwen3-4B were 4% faster with an
 # adapter than without if not compiled, and 23% if compiled (h200x2_architectures.jsonl). No GPU holds all states of the
-# 8B model: its full fine-tune is computed from some of its layers, as for `SPREAD`.
-ADAPTERS = (
-    Adapter(f"{_SMALL} zero2_lora", Strategy.zero2, 18_102.1, 17_422.1, QWEN_05B),
-    Adapter(f"{_SMALL} fsdp_lora", Strategy.fsdp, 14_602.7, 19_803.4, QWEN_05B),
-    Adapter(
+# 8B model: its full fine-tune is computed from some of its layers, as for `STRATEGY_SPEEDS`.
+ADAPTER_SPEEDS = (
+    AdapterSpeed(f"{_SMALL} zero2_lora", Strategy.zero2, 18_102.1, 17_422.1, QWEN_05B),
+    AdapterSpeed(f"{_SMALL} fsdp_lora", Strategy.fsdp, 14_602.7, 19_803.4, QWEN_05B),
+    AdapterSpeed(
         f"{_SELECTIVE} lora_8b_compiled", Strategy.single, 15_135.05, 12_502, LLAMA_8B, num_gpus=1,
-        trained=41_943_040, attended_length=_WHOLE, is_compiled=True,
+        trained=41_943_040, attended_length=_UNCUT_LENGTH, is_compiled=True,
     ),
 )  # fmt: skip
 
 
 # Remaining share of the speed with deterministic kernels and the same attention: Qwen2.5-0.5B on an H200.
 DETERMINISTIC_SOURCE = f"{RESULTS}h200_deterministic.jsonl qwen05b_single_deterministic_1-2"
-DETERMINISTIC = 7_189.5 / 20_927.75
+DETERMINISTIC_SHARE = 7_189.5 / 20_927.75
 
 # Share of peak of layers with experts, relative to other layers: they have a router and many small products. From two
 # layers of Qwen3-30B-A3B, whose head takes most of their 13.5 us a token (74,275 tokens/s, one H200).
 EXPERTS_SOURCE = f"{RESULTS}h200x2_architectures.jsonl qwen3_moe_plain"
-EXPERTS = 0.33
+EXPERTS_SHARE = 0.33
 
 
 def rate_on_8(strategy: Strategy) -> float | None:
     """Tokens per second of each of 8 H200 with the 3B model in packed rows; None if not measured."""
-    found = [row for row in SPREAD if row.strategy is strategy and row.num_gpus == 8 and row.is_packed]
-    return found[0].together if found else None
+    found = [row for row in STRATEGY_SPEEDS if row.strategy is strategy and row.num_gpus == 8 and row.is_packed]
+    return found[0].speed_per_gpu if found else None
 
 
 def relative_speed(strategy: Strategy, other: Strategy) -> float | None:
     """Speed ratio of two strategies with comparable measurements; None if there are none."""
-    mine = {_passes(row): row.together for row in SPREAD if row.strategy is strategy}
-    theirs = {_passes(row): row.together for row in SPREAD if row.strategy is other}
+    mine = {_passes(row): row.speed_per_gpu for row in STRATEGY_SPEEDS if row.strategy is strategy}
+    theirs = {_passes(row): row.speed_per_gpu for row in STRATEGY_SPEEDS if row.strategy is other}
     return next((rate / theirs[passes] for passes, rate in mine.items() if passes in theirs), None)
 
 
-def _passes(row: Spread) -> tuple[int, int, int]:
+def _passes(row: StrategySpeed) -> tuple[int, int, int]:
     return row.num_gpus, row.model.num_parameters, row.tokens_per_pass

@@ -25,26 +25,26 @@ from tunebook.plan.speed.comparable import (
     SEVERAL_NODES,
     as_on_one_node,
     launch_bound_pass,
-    measured_as,
-    nearest_adapter,
-    nearest_alone,
-    nearest_spread,
+    measured_strategy,
+    nearest_adapter_speed,
+    nearest_one_gpu_speed,
+    nearest_strategy_speed,
     why_not_estimated,
 )
 from tunebook.plan.speed.measured_speed import (
-    DETERMINISTIC,
-    EXPERTS,
+    DETERMINISTIC_SHARE,
+    EXPERTS_SHARE,
     MEASURED_ON,
-    RECOMPUTED,
     RECOMPUTED_GAIN,
+    RECOMPUTED_SPEED,
     SELECTIVE,
     SELECTIVE_LORA,
-    STORED,
+    STORED_SPEED,
     USUAL_PADDING_SHARE,
-    Adapter,
-    Alone,
+    AdapterSpeed,
+    OneGpuSpeed,
     Selective,
-    Spread,
+    StrategySpeed,
 )
 
 _DIGITS = {
@@ -135,23 +135,23 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
     flops = flops_per_token(facts, attended, trained)
     padding = _padding_share(config, batch)
     real = _real_tokens_per_pass(batch, padding)
-    row = nearest_alone(config, facts, flops * real / (1 - padding))
-    waited = _as_if_computed_by_experts(facts, trained)
+    row = nearest_one_gpu_speed(config, facts, flops * real / (1 - padding))
+    waited = _expert_overhead_flops(facts, trained)
     if row.padding_share is None:
         padding = 0.0  # the share of peak includes the padding of that measurement
     is_recomputed = config.activation.checkpointing is Checkpointing.enabled
     if is_recomputed:
         flops += recomputed_flops_per_token(facts, attended)
     # In fp32 all measured variants reached two thirds of the peak: products take so long that nothing else shows.
-    adapter = None if row.compute is Compute.fp32 else nearest_adapter(config, facts)
+    adapter = None if row.compute is Compute.fp32 else nearest_adapter_speed(config, facts)
     gain = 1.0 if row.compute is Compute.fp32 else RECOMPUTED_GAIN ** (is_recomputed - row.is_recomputed)
     gain *= (_selective(config).gain if _is_selective(config) else 1) / (SELECTIVE.gain if row.is_selective else 1)
-    gain *= DETERMINISTIC if config.training.deterministic else 1
+    gain *= DETERMINISTIC_SHARE if config.training.deterministic else 1
     share = row.efficiency * gain * (adapter.gain if adapter else 1)
     work = real / (1 - padding) * flops / (peak.tflops * 1e12)  # seconds at the peak
-    spread = nearest_spread(config, facts)
-    computing, waiting = work * (1 + waited / flops) / share, _waiting_seconds(config, facts)
-    speed = real / (max(computing, waiting) + _lost_seconds(spread, facts))
+    strategy_speed = nearest_strategy_speed(config, facts)
+    computing, waiting = work * (1 + waited / flops) / share, _launch_bound_seconds(config, facts)
+    speed = real / (max(computing, waiting) + _lost_seconds(strategy_speed, facts))
     ranks = world_size(config)
     hours = None if tokens is None else tokens / (speed * ranks) / 3600
     return TimePlan(
@@ -162,25 +162,25 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
         gpu_hours=None if hours is None else hours * ranks,
         efficiency=work * speed / real,
         peak_tflops=peak.tflops,
-        assumption=_assumption(config, batch, peak, row, spread, adapter, is_waiting=waiting > computing),
+        assumption=_assumption(config, batch, peak, row, strategy_speed, adapter, is_launch_bound=waiting > computing),
     )
 
 
-def _waiting_seconds(config: RunConfig, facts: ModelFacts) -> float:
+def _launch_bound_seconds(config: RunConfig, facts: ModelFacts) -> float:
     """Minimum time of a pass, whatever it computes. A recomputed forward pass adds a third."""
     is_recomputed = config.activation.checkpointing is Checkpointing.enabled
     passes = 1 + 1 / 3 if is_recomputed else 1.0
     return launch_bound_pass(config).seconds_of_a_layer * facts.num_layers * passes
 
 
-def _as_if_computed_by_experts(facts: ModelFacts, trained: int | None) -> float:
+def _expert_overhead_flops(facts: ModelFacts, trained: int | None) -> float:
     """Additional operations per token that represent the lower speed of layers with experts."""
     if not has_experts(facts):
         return 0.0
     assert facts.measured is not None
     per_parameter = 6 if trained is None else 4
     in_layers = of_layers(facts, facts.measured.active_parameters or 0)
-    return per_parameter * in_layers * (1 / EXPERTS - 1)
+    return per_parameter * in_layers * (1 / EXPERTS_SHARE - 1)
 
 
 def _is_selective(config: RunConfig) -> bool:
@@ -207,33 +207,33 @@ def _real_tokens_per_pass(batch: BatchPlan, padding: float) -> float:
     return batch.tokens_per_step / batch.rows_per_step * batch.micro_batch_size
 
 
-def _lost_seconds(spread: Spread | None, facts: ModelFacts) -> float:
+def _lost_seconds(strategy_speed: StrategySpeed | None, facts: ModelFacts) -> float:
     """Additional seconds per pass compared with one GPU: the measured time, scaled to the model's size.
 
     Bytes grow with the parameters and calls with the layers. Between the two measured models the loss grew by less than
     the parameters and by about the layers. The geometric mean of both is neutral.
     """
-    if spread is None:
+    if strategy_speed is None:
         return 0.0
-    measured = spread.model
+    measured = strategy_speed.model
     growth = facts.num_parameters / measured.num_parameters * facts.num_layers / measured.num_layers
-    return spread.lost_seconds * math.sqrt(growth)
+    return strategy_speed.lost_seconds * math.sqrt(growth)
 
 
 def _assumption(
     config: RunConfig,
     batch: BatchPlan,
     peak: Peak,
-    row: Alone,
-    spread: Spread | None,
-    adapter: Adapter | None,
+    row: OneGpuSpeed,
+    strategy_speed: StrategySpeed | None,
+    adapter: AdapterSpeed | None,
     *,
-    is_waiting: bool,
+    is_launch_bound: bool,
 ) -> str:
     """All assumptions of the estimate, the most doubtful first."""
     generation, compute, strategy = config.hardware.generation, config.precision.compute, config.parallelism.strategy
     parts = [f"the share of its peak that {row.text} reached"]
-    if is_waiting:
+    if is_launch_bound:
         of = launch_bound_pass(config)
         parts = [f"a pass with little work takes, per layer, the {1000 * of.seconds_of_a_layer:.1f} ms of {of.text}"]
     if generation is not Generation.hopper:
@@ -248,13 +248,17 @@ def _assumption(
         parts.append(f"LoRA computes at {adapter.gain:.0%} of a full fine-tune's share ({adapter.text})")
     facts = config.model.facts
     if facts is not None and has_experts(facts):
-        parts.append(f"layers with experts reach {EXPERTS:.0%} of that share (2 of Qwen3-30B-A3B on one {MEASURED_ON})")
+        parts.append(
+            f"layers with experts reach {EXPERTS_SHARE:.0%} of that share (2 of Qwen3-30B-A3B on one {MEASURED_ON})"
+        )
     if row.is_packed != batch.is_packed:
         parts.append("padded rows reach the same share as packed ones")
     if batch.padding_share is None and not batch.is_packed and batch.micro_batch_size > 1:
         known = row.padding_share is not None
         parts.append(
-            f"{USUAL_PADDING_SHARE:.0%} of a pass is padding" if known else "the share of padding is that of the measurement"
+            f"{USUAL_PADDING_SHARE:.0%} of a pass is padding"
+            if known
+            else "the share of padding is that of the measurement"
         )
     if batch.tokens_per_step is None and batch.is_packed:
         parts.append("rows are full")
@@ -263,12 +267,14 @@ def _assumption(
         and not row.is_recomputed
         and row.compute is not Compute.fp32
     ):
-        parts.append(f"activation checkpointing leaves {RECOMPUTED / STORED:.0%} of the speed")
+        parts.append(f"activation checkpointing leaves {RECOMPUTED_SPEED / STORED_SPEED:.0%} of the speed")
     if _is_selective(config) and not row.is_selective:
         parts.append(f"activation=selective leaves {_selective(config).gain:.1%} of the speed")
     if config.training.deterministic:
-        parts.append(f"training.deterministic leaves {DETERMINISTIC:.0%} of the speed")
-    if spread is not None:
-        taken = f", taken as {spread.strategy.name}," if measured_as(strategy) is not strategy else ""
-        parts.append(f"{strategy.name}{taken} loses the same time per pass as on {MEASURED_ON}s ({spread.text})")
+        parts.append(f"training.deterministic leaves {DETERMINISTIC_SHARE:.0%} of the speed")
+    if strategy_speed is not None:
+        taken = f", taken as {strategy_speed.strategy.name}," if measured_strategy(strategy) is not strategy else ""
+        parts.append(
+            f"{strategy.name}{taken} loses the same time per pass as on {MEASURED_ON}s ({strategy_speed.text})"
+        )
     return f"assumed: {'; '.join(parts)}"

@@ -23,7 +23,7 @@ _HEADROOM_GIB = 1.0  # libraries and kernel workspaces
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
+class Placement:
     """Placement of the model."""
 
     text: str  # for the user and the record
@@ -38,10 +38,10 @@ class Spread:
         return [{**inherited, VISIBLE_VARIABLE: gpu} for gpu in self.gpus[: self.num_processes]]
 
 
-ALONE = Spread(text="in this process, on the device that torch finds")
+ONE_PROCESS = Placement(text="in this process, on the device that torch finds")
 
 
-def choose_spread(weights_gib: float | None, gpus: Sequence[Gpu], asked: int | None = None) -> Spread:
+def choose_placement(weights_gib: float | None, gpus: Sequence[Gpu], asked: int | None = None) -> Placement:
     """Choose a copy on each GPU if it fits into the smallest, else one model over all; on a CPU one process.
 
     `asked` overrides the number of processes. Raises: DoesNotFitError for a model larger than all GPUs together,
@@ -49,7 +49,7 @@ def choose_spread(weights_gib: float | None, gpus: Sequence[Gpu], asked: int | N
     """
     if not gpus:
         count = asked or 1
-        return Spread(text=f"on the CPU, {_count(count, 'process', 'processes')}", num_processes=count)
+        return Placement(text=f"on the CPU, {_count(count, 'process', 'processes')}", num_processes=count)
     if asked is not None and asked > len(gpus):
         raise RequestError(
             f"--processes {asked}: there are {len(gpus)} GPUs visible here, and each process needs its own; "
@@ -62,7 +62,7 @@ def choose_spread(weights_gib: float | None, gpus: Sequence[Gpu], asked: int | N
     if needed <= smallest:
         count = asked or len(gpus)
         how = "one GPU" if count == 1 else f"{count} GPUs, a copy of the model on each"
-        return Spread(text=f"on {how}", gpus=names, num_processes=count)
+        return Placement(text=f"on {how}", gpus=names, num_processes=count)
     if needed > everything:
         raise DoesNotFitError(
             f"the model's weights take {weights_gib:.1f} GiB, with working memory {needed:.1f} GiB, and the "
@@ -70,7 +70,7 @@ def choose_spread(weights_gib: float | None, gpus: Sequence[Gpu], asked: int | N
             "or evaluate on the CPU, slowly: put CUDA_VISIBLE_DEVICES= before the command",
             problem_id="model-does-not-fit",
         )
-    return Spread(
+    return Placement(
         text=f"one model over {len(gpus)} GPUs: its weights take {weights_gib:.1f} GiB, which does not fit into one of "
         f"{smallest:.1f} GiB",
         gpus=names,
