@@ -126,7 +126,7 @@ def test_cpu_ranks_are_not_judged() -> None:
     (found,) = check_bandwidth(measured(0.1, backend="gloo", num_ranks=2), topology_of("h100x8"), EIGHT)
     assert found.level is Level.ok
     assert found.what.startswith("2 CPU ranks: ")
-    assert "says nothing of GPUs" in found.what
+    assert "says nothing about GPUs" in found.what
 
 
 def test_a_link_that_hangs_is_an_error_and_names_what_to_try() -> None:

@@ -124,6 +124,6 @@ def test_a_list_is_shown_as_it_is_typed():
 
 
 def test_a_value_that_is_there_twice():
-    with pytest.raises(RequestError, match="a value is there twice"):
+    with pytest.raises(RequestError, match="a value is repeated"):
         split_compared("training.seed=1,1")
     assert split_compared("training.seed= 1, 2") == ("training.seed", ["1", "2"])

@@ -204,7 +204,7 @@ def test_a_controller_that_is_silent_for_a_while_ends_nothing(
     run(TRIAL, None)
     left = folder.end_of(TRIAL)
     assert left is not None
-    assert (left.exit_code, left.reason) == (1, "no answer; job 17 goes on, and the same command finds it")
+    assert (left.exit_code, left.reason) == (1, "no answer; job 17 continues, and the same command finds it")
     never = run.config_of(TRIAL)
     never.training.resume = "never"
     run, _ = following("RUNNING", *[silent] * 1000)

@@ -129,7 +129,7 @@ class RunLocally:
             wait_until_free(run_folder)
             write_trial_end(end.after(earlier_s), self.folder.end_file(trial))
         if self.prints_to_files:
-            self._say(trial, f"ended with exit code {end.exit_code} after {end.seconds:.0f} s")
+            self._say(trial, end.text)
 
     def _say(self, trial: Trial, text: str) -> None:
         with self._printing:

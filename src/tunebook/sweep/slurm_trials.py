@@ -105,8 +105,7 @@ class RunInSlurm:
             return
         if end is not None:
             write_trial_end(end, self.folder.end_file(trial))
-        how = "not started" if end is None else f"ended with exit code {end.exit_code} after {end.seconds:.0f} s"
-        self._say(trial, how)
+        self._say(trial, "not started" if end is None else end.text)
 
     def _fail(self, trial: Trial, exit_code: int, reason: str, how: str = "not started") -> None:
         """Record why a trial did not become a job, or otherwise ended without one."""
@@ -123,7 +122,7 @@ class RunInSlurm:
             self._fail(trial, _NOT_NOW if passes else error.exit_code, error.message)
         else:
             again = same_command(self.config_of(trial))
-            reason = f"{error.message}; job {job_id} goes on, and {again} finds it"
+            reason = f"{error.message}; job {job_id} continues, and {again} finds it"
             self._fail(trial, _NOT_NOW, reason, "left alone")
 
     def _find(self, trial: Trial) -> str | None:

@@ -41,6 +41,11 @@ class TrialEnd:
     was_pruned: bool = False  # the search ended it early
     reason: str | None = None  # if the sweep knows it: the run's own records may lack it
 
+    @property
+    def text(self) -> str:
+        """Exit code and duration."""
+        return f"ended with exit code {self.exit_code} after {self.seconds:.0f} s"
+
     def after(self, earlier_s: float) -> TrialEnd:
         """Return this end with the seconds of earlier turns added."""
         return replace(self, seconds=round(earlier_s + self.seconds, 1))

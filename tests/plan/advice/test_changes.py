@@ -101,7 +101,7 @@ def test_adapters_are_offered_also_in_4_bits_and_with_what_divides_the_model(wor
 
 
 def test_speeds_of_a_pair_multiply_and_an_unknown_one_stays_unknown():
-    fast, slow = Change(overrides=("a=1",), speed=0.8, note="x"), Change(words=("b=2",), speed=0.5, note="y")
+    fast, slow = Change(overrides=("a=1",), speed=0.8, note="x"), Change(overrides=("b=2",), speed=0.5, note="y")
     both = changes._combined(fast, slow)
     assert (both.overrides, both.speed, both.note) == (("a=1", "b=2"), 0.4, "x; y")
     unknown = changes._combined(fast, Change(overrides=("c=3",), speed=None, changes_learning=True))

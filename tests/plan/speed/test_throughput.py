@@ -288,7 +288,7 @@ OFFLOADED = ZeroConfig(strategy=Strategy.zero2, offload_optimizer=Offload.cpu)
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("hardware.generation", Generation.cpu, "a CPU has no peak to take a share of"),
+        ("hardware.generation", Generation.cpu, "CPUs differ too much to have a common peak"),
         ("hardware.num_nodes", 2, "no speed was measured on several nodes"),
         ("parallelism", OFFLOADED, "another host's memory"),
         ("parallelism", FsdpConfig(strategy=Strategy.fsdp, offload_parameters=Offload.cpu), "another host's memory"),

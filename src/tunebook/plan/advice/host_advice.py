@@ -18,6 +18,7 @@ from tunebook.plan.memory import GIB, estimate_memory
 from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.memory.host import HostBytes, host_bytes, offloaded_activation_bytes, offloaded_bytes
 from tunebook.plan.memory.states import paged_bytes
+from tunebook.plan.memory.work import is_recomputed
 from tunebook.plan.rules import check
 
 MAX_CHANGES = 3
@@ -29,7 +30,7 @@ _MAX_DOUBLINGS = 3  # most doublings of nodes and halvings of GPUs per node; mor
 def estimate_host(config: RunConfig, facts: ModelFacts) -> HostBytes:
     """Estimate a resolved configuration's host memory."""
     tensors = estimate_memory(config, facts).total_gib * GIB
-    return host_bytes(config, facts, tensors=tensors, is_recomputed=_is_recomputed(config))
+    return host_bytes(config, facts, tensors=tensors, is_recomputed=is_recomputed(config))
 
 
 def host_advice(config: RunConfig, facts: ModelFacts, capacity: float, otherwise: str = _SET_ACTUAL_MEMORY) -> str:
@@ -56,7 +57,7 @@ def host_advice(config: RunConfig, facts: ModelFacts, capacity: float, otherwise
 def _largest_part(config: RunConfig, facts: ModelFacts, asked: HostBytes) -> str:
     """The largest part at the peak, with the keys that cause it."""
     ranks = config.hardware.gpus_per_node or 1
-    kept = offloaded_activation_bytes(config, facts, is_recomputed=_is_recomputed(config))
+    kept = offloaded_activation_bytes(config, facts, is_recomputed=is_recomputed(config))
     by_part = {
         "the processes, one for each GPU": asked.processes,
         "activations (activation.offload=true)": ranks * kept,
@@ -79,10 +80,6 @@ def _offloaded(config: RunConfig) -> dict[str, Offload]:
 
 def _offload_text(places: dict[str, Offload]) -> str:
     return " ".join(f"parallelism.{key}={place.name}" for key, place in places.items())
-
-
-def _is_recomputed(config: RunConfig) -> bool:
-    return config.activation.checkpointing is Checkpointing.enabled
 
 
 def _can_run(config: RunConfig) -> bool:

@@ -22,7 +22,7 @@ from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import known_facts
 from tunebook.plan.auto.decisions import Decisions
 from tunebook.plan.memory import USABLE_SHARE, estimate_memory, fits_into, gib_text
-from tunebook.plan.rules.frame import world_size
+from tunebook.plan.memory.states import num_ranks
 
 # Compiled blocks spend less time between matrix products, and a longer row makes the products larger. Qwen2.5-3B on one
 # H200 had 25,079 tokens/s in rows of 8,192 and 27,062 in rows of 16,384 (h200x4_speed.jsonl). With norms and activation
@@ -74,7 +74,7 @@ def _tokens_of_a_step(config: RunConfig) -> int:
 
     Steps with few documents vary, so documents count as twice the stated mean length.
     """
-    training, ranks = config.training, world_size(config)
+    training, ranks = config.training, num_ranks(config)
     if training.global_samples is None:
         return training.global_tokens or training.max_length
     documents = training.global_samples / ranks
@@ -109,7 +109,7 @@ def _passes(config: RunConfig, row: int) -> int:
     if training.global_samples is not None:
         mean = min(config.dataset.mean_tokens or training.max_length, training.max_length)
         tokens = training.global_samples * mean
-    return math.ceil(tokens / (row * world_size(config) * (training.micro_batch_size or 1)))
+    return math.ceil(tokens / (row * num_ranks(config) * (training.micro_batch_size or 1)))
 
 
 def _kept(config: RunConfig) -> Checkpointing:
@@ -126,7 +126,7 @@ def _may_recompute_parts(config: RunConfig) -> bool:
 def _divides_token_budget(config: RunConfig, row: int) -> bool:
     """Whether rows of this length divide the token budget evenly among all ranks."""
     budget = config.training.global_tokens
-    return budget is None or budget % (row * world_size(config) * (config.training.micro_batch_size or 1)) == 0
+    return budget is None or budget % (row * num_ranks(config) * (config.training.micro_batch_size or 1)) == 0
 
 
 def _fits(config: RunConfig, row: int, checkpointing: Checkpointing) -> bool:

@@ -58,8 +58,3 @@ def rule(id: str, key: str | None = None, *, is_error: bool = True) -> Callable[
 def another_model(config: RunConfig) -> str:
     """The override for another model, with a placeholder that the user must fill in."""
     return "model.path=FOLDER" if config.model.path else "model.name=ORG/NAME"
-
-
-def world_size(config: RunConfig) -> int:
-    """The number of ranks of a run, at least 1: another rule reports an invalid number."""
-    return max(1, config.hardware.num_nodes) * max(1, config.hardware.gpus_per_node or 1)

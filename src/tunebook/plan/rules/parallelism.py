@@ -21,7 +21,8 @@ from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.facts.strategies import UNDECIDED, strategy_facts
 from tunebook.model.parameters import is_named_like_llama, layer_parameters
-from tunebook.plan.rules.frame import Finding, another_model, rule, world_size
+from tunebook.plan.memory.states import num_ranks
+from tunebook.plan.rules.frame import Finding, another_model, rule
 from tunebook.plan.rules.quantized import quantizer_of
 
 _ZERO3_ONLY = (
@@ -47,7 +48,7 @@ def strategy_settings_mismatch(config: RunConfig) -> Finding | None:
 @rule("single-needs-one-gpu", "parallelism.strategy")
 def single_needs_one_gpu(config: RunConfig) -> Finding | None:
     """Refuse `single` with more than one rank."""
-    world = world_size(config)
+    world = num_ranks(config)
     if not strategy_facts(config).runs_on_one or world == 1:
         return None
     message = f"single runs on one GPU, and {world} are asked for"
@@ -59,7 +60,7 @@ def single_needs_one_gpu(config: RunConfig) -> Finding | None:
 def sharding_on_one_rank(config: RunConfig) -> Finding | None:
     """Warn about a distributed strategy without offload on one rank."""
     settings = config.parallelism
-    if strategy_facts(config).runs_on_one or world_size(config) > 1 or _offloads(config):
+    if strategy_facts(config).runs_on_one or num_ranks(config) > 1 or _offloads(config):
         return None
     return Finding(f"{settings.strategy.name} on one GPU saves nothing", "parallelism=single")
 
@@ -78,14 +79,14 @@ def fsdp_on_cpu(config: RunConfig) -> Finding | None:
     if not strategy_facts(config).is_fsdp or config.hardware.generation is not Generation.cpu:
         return None
     message = f"{strategy.name} would silently become ddp on a CPU"
-    other = "ddp" if world_size(config) > 1 else "single"
+    other = "ddp" if num_ranks(config) > 1 else "single"
     return Finding(message, f"parallelism={other}")
 
 
 @rule("hsdp-group", "parallelism.shard_group_size")
 def hsdp_group(config: RunConfig) -> Finding | None:
     """Require a group size that is a proper divisor of the world size, above one."""
-    settings, world = config.parallelism, world_size(config)
+    settings, world = config.parallelism, num_ranks(config)
     if not strategy_facts(config).within_groups or not isinstance(settings, FsdpConfig):
         return None
     group = settings.shard_group_size or max(1, config.hardware.gpus_per_node or 1)
