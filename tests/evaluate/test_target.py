@@ -118,7 +118,7 @@ def test_a_sharded_checkpoint_is_refused(run: Path, outputs: Path) -> None:
     with pytest.raises(RequestError, match=r"checkpoint-20 holds no full model .*tunebook export RUN"):
         find_target(str(sharded), outputs)
     (sharded / "config.json").write_text("{}")
-    with pytest.raises(RequestError, match="holds no whole model"):
+    with pytest.raises(RequestError, match="holds no full model"):
         find_target(str(sharded), outputs)
 
 
@@ -160,7 +160,7 @@ def test_an_exported_folder_may_say_where_it_comes_from(run: Path, tmp_path: Pat
 
 def test_a_run_whose_model_has_no_weights_is_refused(run: Path, outputs: Path) -> None:
     (model_folder(run / "model") / "model.safetensors").unlink()
-    with pytest.raises(RequestError, match=r"holds no whole model .*tunebook export RUN"):
+    with pytest.raises(RequestError, match=r"holds no full model .*tunebook export RUN"):
         find_target("latest", outputs)
 
 

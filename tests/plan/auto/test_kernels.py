@@ -135,7 +135,7 @@ NOT_COMPILED = {
     "padded": ({"packing.mode": PackingMode.padded}, "packed rows only, and packing.mode=padded"),
     "sdpa": ({"attention.implementation": Attention.sdpa}, "varlen_attention_4 only, and sdpa is asked for"),
     "flash": ({"attention.implementation": Attention.flash_attention_2}, "only, and flash_attention_2 is asked for"),
-    "deterministic": ({"training.deterministic": True}, "the same bits in every run"),
+    "deterministic": ({"training.deterministic": True}, "bitwise deterministic"),
     "zero3": ({"parallelism": parallel(Strategy.zero3)}, "under parallelism=zero3"),
     "by_size": ({"parallelism": parallel(Strategy.fsdp, wrap_policy=WrapPolicy.size)}, "other ones than the blocks"),
     "by_class": ({"parallelism": parallel(Strategy.hsdp, wrap_classes=["Qwen2MLP"])}, "other ones than the blocks"),

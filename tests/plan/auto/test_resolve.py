@@ -308,7 +308,7 @@ def test_a_model_that_does_not_fit_recomputes_its_activations(undecided, machine
             19.0,
             None,
             "selective",
-            "functions computed again 7.4 GiB of the latter do, 1.4% slower (Qwen2.5-3B, one H200)",
+            "functions recomputed 7.4 GiB of the latter do, 1.4% slower (Qwen2.5-3B, one H200)",
         ),
         (
             16.0,
