@@ -62,7 +62,7 @@ def test_the_choices_the_batch_the_launch_and_the_memory_are_shown() -> None:
         "-m tunebook.launch.rank /a/run",
         "Memory of each GPU or rank (estimated, GiB, of 32)\n  weights 11.5 + gradients 2.9 + optimizer 4.3 + ",
         "Host memory of each node (estimated, GiB)\n  processes 16.0, ",
-        " of 15.7 TFLOP/s\n  how many tokens is not known before the data is prepared",
+        " of 15.7 TFLOP/s\n  the number of tokens is unknown until the data is prepared",
         "\n      never measured on volta, whose peak is taken from the V100-SXM2-32GB;\n",
     ):
         assert part in text

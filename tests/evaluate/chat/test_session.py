@@ -192,7 +192,7 @@ def test_saving_never_replaces_what_is_there_and_says_what_to_type(session: Sess
     ask(chat, "rain")
     there = tmp_path / "there.jsonl"
     there.write_text("mine")
-    with pytest.raises(RequestError, match=r"there\.jsonl is there already"):
+    with pytest.raises(RequestError, match=r"there\.jsonl already exists"):
         chat.save(str(there))
     assert there.read_text() == "mine"
     with pytest.raises(RequestError, match=rf"type /save {tmp_path}/talk\.jsonl"):

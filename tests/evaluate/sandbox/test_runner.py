@@ -47,7 +47,7 @@ def test_a_hand_over_folder_that_is_not_there_is_refused(tmp_path, capsys, monke
     assert "cannot be used by uid" in capsys.readouterr().err
     assert main(["--handover", str(tmp_path), "--slots", str(tmp_path / "none")]) == 2
     printed = capsys.readouterr().err
-    assert "is no disk of its own" in printed or "only root can" in printed
+    assert "is not a separate disk" in printed or "only root can" in printed
 
 
 def test_a_second_runner_of_a_folder_is_refused_and_one_after_a_crash_is_not(tmp_path):

@@ -105,7 +105,7 @@ def test_what_a_killed_worker_left_is_removed_by_the_next(slot):
 
 
 def test_slots_must_be_disks_of_a_size(tmp_path):
-    with pytest.raises(WallError, match=r"is no disk of its own.*--tmpfs .*:size=67108864,nr_inodes=4096,mode=711"):
+    with pytest.raises(WallError, match=r"is not a separate disk.*--tmpfs .*:size=67108864,nr_inodes=4096,mode=711"):
         find_slots(tmp_path, Limits())
     with pytest.raises(WallError, match="has no size that would stop a program"):
         find_slots(Path("/"), Limits())
