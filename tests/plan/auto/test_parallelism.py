@@ -288,8 +288,8 @@ class TestReasons:
         assert whole.config.activation.checkpointing is Checkpointing.selective
         assert chosen(whole) == (
             "ddp",
-            "a whole copy on each GPU is the fastest: estimated 67.3 GiB with norms and activation functions recomputed "
-            "fit into 83% of 96 GiB",
+            "a whole copy on each GPU is the fastest: estimated 67.3 GiB with norms and activation functions "
+            "recomputed fit into 83% of 96 GiB",
         )
         eight = ("model=llama3_8b", "training.max_length=2048", "training.global_tokens=131072")
         divided = decided("hardware.memory_gib=80", *eight)
