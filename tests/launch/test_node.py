@@ -12,41 +12,41 @@ import pytest
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.launch import node, rendezvous
 from tunebook.launch.node import Agent, take_part
-from tunebook.launch.rendezvous import LauncherState, Link, NodeState, host_store, publish, read_node
+from tunebook.launch.rendezvous import LauncherState, NodeState, host_store, publish, read_node
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(rendezvous, "PUBLISH_EVERY_S", 0.02)
+    monkeypatch.setattr(node, "PUBLISH_EVERY_S", 0.02)
     monkeypatch.setattr(node, "POLL_S", 0.02)
     monkeypatch.delenv(rendezvous.TOKEN_VARIABLE, raising=False)
 
 
 @pytest.fixture
-def link_to():
-    """A node's link to what listens on a port."""
+def agent_at():
+    """A node's agent, connected to what listens on a port."""
     made = []
 
     def begin(port):
-        state = NodeState(node=0, ranks=[0], host="a", address="127.0.0.1", reached_at="127.0.0.1", port=1,
-                          versions="", code="")  # fmt: skip
-        made.append(Link(f"127.0.0.1:{port}", state))
+        state = NodeState(node=0, host="a", address="127.0.0.1", port=1, versions="", code="")
+        made.append(Agent(state, ("127.0.0.1", port), 20))
+        made[-1].endpoint = "head:29400"
         made[-1].start()
         return made[-1]
 
     yield begin
-    for link in made:
-        link._is_closed = True
+    for agent in made:
+        agent._is_closed = True
 
 
 @pytest.fixture
-def linked(link_to):
-    """A launcher's end, what it publishes, and a node's link to it."""
-    (hub, port), launcher = host_store(0, ""), LauncherState(num_nodes=1)
-    publish(hub, launcher)
-    link = link_to(port)
-    wait_for(lambda: read_node(hub, 0))
-    return hub, launcher, link
+def connected(agent_at):
+    """A launcher's store, what it publishes, and a node's agent connected to it."""
+    (store, port), launcher = host_store(0, ""), LauncherState()
+    publish(store, launcher)
+    agent = agent_at(port)
+    wait_for(lambda: agent._has_answered)
+    return store, launcher, agent
 
 
 def wait_for(condition):
@@ -56,12 +56,12 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def tell(hub, launcher, link, **values):
+def tell(store, launcher, agent, **values):
     """Let the launcher publish, until the node has read it."""
     for name, value in values.items():
         setattr(launcher, name, value)
-    publish(hub, launcher)
-    wait_for(lambda: all(getattr(link.launcher, name) == value for name, value in values.items()))
+    publish(store, launcher)
+    wait_for(lambda: all(getattr(agent.launcher, name) == value for name, value in values.items()))
 
 
 def ranks(polls, *, ignores=()):
@@ -75,10 +75,11 @@ def ranks(polls, *, ignores=()):
     )
 
 
-def gone(link):
+def gone(agent):
     """What a node reports that has no launcher."""
+    agent.answer_within_s = 0.5
     with pytest.raises(TunebookError) as error:
-        Agent(link=link, stop_timeout_s=20, meet="head:29400", answer_within_s=0.5).wait_for_start()
+        agent.wait_for_start()
     return error.value
 
 
@@ -100,88 +101,103 @@ def stranger(answer):
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b'{"not": "ours"}\n', None])
-def test_another_program_on_the_port_is_not_called_a_launcher(link_to, answer):
-    error = gone(link_to(stranger(answer)))
+def test_another_program_on_the_port_is_not_called_a_launcher(agent_at, answer):
+    error = gone(agent_at(stranger(answer)))
     assert error.problem_id == "launcher-out-of-reach"
     assert "what listens at head:29400 " in error.message
     assert "so it is no launcher, or one that was killed" in error.message
     assert "is launcher.master_port the one that node 0 printed" in error.message
 
 
-def test_a_launcher_that_ended_before_the_start_reports_why_itself(linked):
-    _, _, link = linked
-    link._is_dead = True
-    error = gone(link)
+def test_a_launcher_that_ended_before_the_start_reports_why_itself(connected):
+    _, _, agent = connected
+    agent._is_dead = True
+    error = gone(agent)
     assert (error.problem_id, error.message) == (
         "launcher-lost",
         "the launcher on node 0 ended before the start; it reports why",
     )
 
 
-def test_a_launcher_that_has_answered_may_prepare_for_longer(linked):
-    hub, launcher, link = linked
+def test_a_launcher_that_has_answered_may_prepare_for_longer(connected):
+    store, launcher, agent = connected
     said = []
 
     def say(text):
         said.append(text)
-        tell(hub, launcher, link, members=[link.state.id], folder="/runs/1")
+        tell(store, launcher, agent, members=[agent.state.id], folder="/runs/1")
 
-    agent = Agent(link=link, stop_timeout_s=20, meet="head:29400", answer_within_s=0.0, say=say)
-    wait_for(lambda: link.has_answered)
+    agent.answer_within_s, agent.say = 0.0, say
     assert agent.wait_for_start().folder == "/runs/1"
     assert said == ["head:29400 has answered; waiting for node 0 to prepare, and for the other nodes"]
 
 
-def test_a_node_that_is_sent_home_or_asked_to_stop_starts_nothing(linked):
-    hub, launcher, link = linked
+def test_a_node_that_is_refused_or_asked_to_stop_starts_nothing(connected):
+    store, launcher, agent = connected
+    agent.stop_requests = [signal.SIGTERM]
     with pytest.raises(StoppedError, match="stopped by SIGTERM before the start"):
-        Agent(link=link, stop_timeout_s=20, asked=[signal.SIGTERM]).wait_for_start()
-    tell(hub, launcher, link, closed="node 1 cannot take part")
+        agent.wait_for_start()
+    tell(store, launcher, agent, closed="node 1 cannot take part")
     with pytest.raises(RequestError, match="node 1 cannot take part"):
-        Agent(link=link, stop_timeout_s=20).wait_for_start()
+        agent.wait_for_start()
+    tell(store, launcher, agent, refused={agent.state.id: "it has no GPU"})
+    with pytest.raises(RequestError, match="it has no GPU"):
+        agent.wait_for_start()
 
 
-def test_ranks_get_each_stop_once_and_are_killed_in_time(linked):
-    hub, launcher, link = linked
-    tell(hub, launcher, link, members=[link.state.id], stops=[["SIGUSR1", None], ["SIGTERM", 0.1]])
+@pytest.mark.parametrize(
+    ("published", "used"), [("10.0.0.7", "10.0.0.7"), ("127.0.0.1", "10.0.0.1")], ids=["address", "loopback"]
+)
+def test_ranks_meet_at_node_0_which_is_the_launchers_machine_if_it_came_over_loopback(connected, published, used):
+    store, launcher, agent = connected
+    tell(store, launcher, agent, master_address=published, master_port=4000)
+    agent._launcher_at = ("10.0.0.1", 29400)
+    environment = {}
+    assert agent.add_addresses(environment) == (used, 4000)
+    assert environment == {}
+
+
+def test_ranks_get_each_stop_once_and_are_killed_in_time(connected):
+    store, launcher, agent = connected
+    tell(store, launcher, agent, members=[agent.state.id], stops=[["SIGUSR1", None], ["SIGTERM", 0.1]])
     started = ranks([])
-    assert Agent(link=link, stop_timeout_s=20).follow(started) == -9
+    assert agent.follow(started) == -9
     assert started.sent == ["SIGUSR1", "SIGTERM", "killed"]
 
 
 @pytest.mark.parametrize("loss", ["dead", "next-attempt"])
-def test_ranks_without_a_launcher_save_and_end(linked, loss):
-    hub, launcher, link = linked
-    tell(hub, launcher, link, members=[link.state.id])
-    link._is_dead = loss == "dead"
+def test_ranks_without_a_launcher_save_and_end(connected, loss):
+    store, launcher, agent = connected
+    tell(store, launcher, agent, members=[agent.state.id])
+    agent._is_dead = loss == "dead"
     if loss != "dead":
-        tell(hub, launcher, link, members=[])
+        tell(store, launcher, agent, members=[])
     started = ranks([])
-    agent = Agent(link=link, stop_timeout_s=0.1)
+    agent.stop_timeout_s = 0.1
     assert agent.follow(started) == -9
     assert started.sent == ["SIGTERM", "killed"]
     assert agent.wait_for_end(-9) == (None if loss == "dead" else 1)
 
 
 @pytest.mark.parametrize("is_suspended", [True, False])
-def test_a_silent_launcher_is_lost_unless_its_machine_still_accepts_connections(linked, is_suspended):
-    _, _, link = linked
-    link._is_closed = True
-    link.join(20)
-    link._seen -= rendezvous.LOST_AFTER_S + 1
+def test_a_silent_launcher_is_lost_unless_its_machine_still_accepts_connections(connected, is_suspended):
+    _, _, agent = connected
+    agent._is_closed = True
+    agent.join(20)
+    agent._seen -= rendezvous.LOST_AFTER_S + 1
     if not is_suspended:
         with socket.create_server(("127.0.0.1", 0)) as closed:
-            link._address = closed.getsockname()
-    assert link.is_lost is not is_suspended
+            agent._launcher_at = closed.getsockname()
+    assert agent.is_lost is not is_suspended
 
 
-def test_the_end_is_published_and_the_runs_exit_code_awaited(linked):
-    hub, launcher, link = linked
-    tell(hub, launcher, link, members=[link.state.id])
-    threading.Timer(0.2, lambda: tell(hub, launcher, link, exit_code=7)).start()
-    assert Agent(link=link, stop_timeout_s=20).wait_for_end(2, "the folder is not there") == 7
-    state = read_node(hub, 0)
-    assert (state.exit_code, state.folder_problem) == (2, "the folder is not there")
+def test_the_end_is_published_and_the_runs_exit_code_awaited(connected):
+    store, launcher, agent = connected
+    tell(store, launcher, agent, members=[agent.state.id])
+    threading.Timer(0.2, lambda: tell(store, launcher, agent, exit_code=7)).start()
+    assert agent.wait_for_end(2, "the folder is not there") == 7
+    state = read_node(store, agent.state.id)
+    assert (state.exit_code, state.problems) == (2, ["the folder is not there"])
 
 
 def test_a_node_looks_at_its_machine_before_it_joins(monkeypatch):
@@ -191,7 +207,7 @@ def test_a_node_looks_at_its_machine_before_it_joins(monkeypatch):
         order.append("find")
         raise TunebookError("no answer", problem_id="launcher-out-of-reach")
 
-    monkeypatch.setattr(node, "node_facts", lambda config: order.append("look"))
+    monkeypatch.setattr(node, "node_facts", lambda config: order.append("look") or {})
     monkeypatch.setattr(node, "find_launcher", find)
     launcher = SimpleNamespace(start_timeout_s=1, stop_timeout_s=1)
     with pytest.raises(TunebookError, match="no answer"):
@@ -199,11 +215,11 @@ def test_a_node_looks_at_its_machine_before_it_joins(monkeypatch):
     assert order == ["look", "find"]
 
 
-def test_a_second_request_ends_the_ranks_here_and_waits_for_no_launcher(linked):
-    """As where node 0 hangs: it has been told, and says nothing."""
-    hub, launcher, link = linked
-    tell(hub, launcher, link, members=[link.state.id])
-    agent = Agent(link=link, stop_timeout_s=600, asked=[signal.SIGINT, signal.SIGINT], is_overdue=lambda: True)
+def test_a_second_request_ends_the_ranks_here_and_waits_for_no_launcher(connected):
+    """As where node 0 hangs: it has the requests and does not react."""
+    store, launcher, agent = connected
+    tell(store, launcher, agent, members=[agent.state.id])
+    agent.stop_requests, agent.is_overdue = [signal.SIGINT, signal.SIGINT], lambda: True
     assert agent.follow(ranks([])) == -9
     assert agent.wait_for_end(-9) is None
-    wait_for(lambda: read_node(hub, 0).asked == ["SIGINT", "SIGINT"])
+    wait_for(lambda: read_node(store, agent.state.id).stop_requests == ["SIGINT", "SIGINT"])

@@ -1,7 +1,6 @@
 """Nodes of a run over a real store: which may join, which are missing, what the others get."""
 
 import json
-import os
 import signal
 import socket
 import sys
@@ -16,12 +15,12 @@ from rich.console import Console
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError, TunebookError
 from tunebook.hardware.detect import Machine
-from tunebook.launch import nodes, rendezvous
+from tunebook.launch import node, nodes, rendezvous
+from tunebook.launch.node import Agent
 from tunebook.launch.node_facts import free_port
-from tunebook.launch.nodes import NodeGroup, address_warning, open_to_nodes, run_on_nodes
-from tunebook.launch.rendezvous import LauncherState, Link, NodeState
+from tunebook.launch.nodes import NodeGroup, open_to_nodes
+from tunebook.launch.rendezvous import NodeState
 from tunebook.plan.auto.resolve import resolve_auto
-from tunebook.train.requirements import check_environment
 
 FOLDER = Path("/runs/1")
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
@@ -29,19 +28,31 @@ NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(rendezvous, "PUBLISH_EVERY_S", 0.02)
-    monkeypatch.setattr(nodes, "LOST_AFTER_S", 1.5)
-    monkeypatch.setenv(rendezvous.TOKEN_VARIABLE, "word")
+    monkeypatch.setattr(node, "PUBLISH_EVERY_S", 0.02)
+    monkeypatch.setattr(nodes, "POLL_S", 0.02)
+    monkeypatch.setattr(nodes, "_REPLACED_AFTER_S", 0.2)
+    monkeypatch.setattr(rendezvous, "LOST_AFTER_S", 1.5)
+
+
+def config_of(*words):
+    return resolve_auto(compose("quickstart", list(words)).config, NO_GPU).config
 
 
 @pytest.fixture
-def opened():
-    def make(num_nodes=2, *, start_timeout_s=60, stop_timeout_s=60, begins=True, **settings):
-        published = {name: settings.pop(name) for name in [*settings] if hasattr(LauncherState, name)}
-        group = NodeGroup(launcher=LauncherState(num_nodes=num_nodes, **published), token="word", **settings)
+def opened(monkeypatch):
+    def make(num_nodes=2, *, launcher="local", ranks=1, names=(), begins=True, **settings):
+        config = config_of(
+            *["hardware=cpu", "parallelism=ddp", f"launcher={launcher}", f"hardware.num_nodes={num_nodes}"],
+            *[f"hardware.gpus_per_node={ranks}", f"launcher.master_port={free_port()}"],
+        )
+        for name, value in ({"start_timeout_s": 60, "stop_timeout_s": 60} | settings).items():
+            setattr(config.launcher, name, value)
+        monkeypatch.setattr(nodes, "node_names", lambda: list(names))
+        group = NodeGroup(config)
+        monkeypatch.setenv(rendezvous.TOKEN_VARIABLE, group.token)
         group.has_begun = begins
         if begins:
-            group.begin(FOLDER, start_timeout_s=start_timeout_s, stop_timeout_s=stop_timeout_s)
+            group.begin(FOLDER)
         return group
 
     return make
@@ -54,15 +65,18 @@ def join():
 
     def begin(group, node, **facts):
         usual = {
-            "node": node, "ranks": [node], "host": f"host{node}", "address": "127.0.0.1", "reached_at": "127.0.0.1",
-            "port": 4000 + node, "versions": "torch 1", "code": "c0de",
+            "node": node, "host": f"host{node}", "address": "127.0.0.1", "port": 4000 + node, "versions": "torch 1",
+            "code": "c0de", "machine": str(node),
         }  # fmt: skip
-        made.append(Link(f"127.0.0.1:{group.port}", NodeState(**(usual | facts))))
-        made[-1]._address = ("127.0.0.1", group.port)
-        made[-1].start()
-        wait_for(lambda: made[-1].state.refused or made[-1].state.beat > 1)
+        agent = Agent(NodeState(**(usual | facts)), ("127.0.0.1", group.port), 20)
+        made.append(agent)
+        agent.start()
+        wait_for(lambda: agent.state.id and agent.state.beat > 1)
+        end = time.monotonic() + 1
+        while not (refused(agent) or agent.state.id in ids(group)) and time.monotonic() < end:
+            poll(group)
         poll(group)
-        return made[-1]
+        return agent
 
     yield begin
     for link in made:
@@ -76,6 +90,11 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
+def ids(group):
+    """The processes that take part."""
+    return [state.id for state in group.members.values()]
+
+
 def poll(group, times=3):
     """Let the launcher read, unless it still prepares, and the nodes what it publishes."""
     if group.has_begun:
@@ -86,11 +105,17 @@ def poll(group, times=3):
 
 def kill(link):
     """As when a node's process is killed: it publishes nothing any more."""
-    link._write = lambda number: None
+
+    def end(timeout):
+        raise OSError("killed")
+
+    link._changed.wait = end
+    link.publish()
+    link.join(20)
 
 
 def starts(link):
-    return link.state.id in link.launcher.members
+    return link.is_member
 
 
 def ended(link, exit_code):
@@ -99,21 +124,20 @@ def ended(link, exit_code):
 
 
 def refused(link):
-    return link.state.refused or link.launcher.closed
+    return link.refused
 
 
 def test_all_are_told_to_start_together_and_where_to_meet(opened, join):
-    went = []
-    group = opened(on_start=went.append)
+    group, went = opened(), []
+    group.on_start = lambda: went.append(True)
     first = join(group, 0)
     assert not starts(first)
     assert group.missing() == "node 1 of 2 nodes has not joined"
-    second = join(group, 1, address="10.0.0.2", reached_at="10.0.0.1")
+    second = join(group, 1, address="10.0.0.2")
     assert starts(first) and starts(second)
-    go = first.launcher
-    # node 0 came over loopback: the others reached its machine at .1
-    assert (go.folder, go.master_address, go.master_port) == ("/runs/1", "10.0.0.1", 4000)
-    assert went == [0]
+    go = second.launcher
+    assert (go.folder, go.master_address, go.master_port) == ("/runs/1", "127.0.0.1", 4000)
+    assert went == [True]
     assert group.hosts == {0: "host0", 1: "host1"}
 
 
@@ -135,15 +159,16 @@ def test_all_are_told_to_start_together_and_where_to_meet(opened, join):
             r"bbbbbbbbbbbb, and there aaaaaaaaaaaa; copy the folder again",
         ),
         ({"problems": ["hardware.generation: hopper"]}, r"node 1 \(host1\) cannot take part: hardware.generation"),
-        ({"config_sha256": "b"}, r"node 1 \(host1\) was asked for another run: type the same command on every node"),
+        ({"config_sha256": "b"}, r"node 1 \(host1\) was started for another run: type the same command on every node"),
         (
             {"config_sha256": "b", "node": 7, "problems": ["other hardware"]},
-            r"node 7 \(host1\) was asked for another run: type the same command on every node",
+            r"node 7 \(host1\) was started for another run: type the same command on every node",
         ),
     ],
 )
 def test_a_node_that_does_not_fit_sends_all_home(opened, facts, message, join):
-    group = opened(config_sha256="a")
+    group = opened()
+    group._config_sha256 = "a"
     first = join(group, 0, weights="a" * 64)
     second = join(group, **({"node": 1, "host": "host1"} | facts))
     with pytest.raises(RequestError, match=message):
@@ -160,10 +185,10 @@ def test_a_node_that_does_not_fit_sends_all_home(opened, facts, message, join):
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({"config_sha256": "b"}, "node 1 (host9) was asked for another run: type the same command on every node"),
-        ({"config_sha256": "a"}, "node 1 (host9) joined, and the run is at work already, with all its nodes"),
+        ({"config_sha256": "b"}, "node 1 (host9) was started for another run: type the same command on every node"),
+        ({"config_sha256": "a"}, "node 1 (host9) joined, and the run has already started with all its nodes"),
         ({"node": 5}, "node 5 (host9) joined, and the run has 3"),
-        ({"versions": "torch 2"}, "node 1 (host9) joined, and the run is at work already"),
+        ({"versions": "torch 2"}, "node 1 (host9) joined, and the run has already started"),
     ],
     ids=["other-request", "same-request", "other-number", "other-software"],
 )
@@ -171,7 +196,8 @@ def test_a_node_that_does_not_fit_sends_all_home(opened, facts, message, join):
 def test_a_node_that_comes_while_the_run_is_at_work_is_refused_and_ends_nothing(
     opened, join, facts, message, is_second_lost
 ):
-    group = opened(3, config_sha256="a")
+    group = opened(3)
+    group._config_sha256 = "a"
     first, second, third = (join(group, node) for node in range(3))
     assert starts(first) and starts(third)
     if is_second_lost:  # while the others save, its place is not taken by another
@@ -185,11 +211,12 @@ def test_a_node_that_comes_while_the_run_is_at_work_is_refused_and_ends_nothing(
 
 
 def test_a_node_of_another_run_ends_no_run_that_waits_for_others(opened, join):
-    group = opened(3, config_sha256="a")
+    group = opened(3)
+    group._config_sha256 = "a"
     first = join(group, 0)
     second = join(group, 1, config_sha256="a")
     stray = join(group, 1, host="host9", config_sha256="b")
-    assert stray.state.refused.startswith("node 1 (host9) was asked for another run")
+    assert refused(stray).startswith("node 1 (host9) was started for another run")
     assert (group.failure, group.is_over) == (None, False)
     third = join(group, 2)
     assert all(starts(link) for link in (first, second, third))
@@ -203,15 +230,16 @@ def test_a_node_that_comes_after_the_run_was_given_up_gets_the_reason(opened, jo
 
 
 def test_a_node_is_answered_while_the_launcher_prepares_and_may_be_corrected(opened, join):
-    group = opened(config_sha256="a", begins=False)
+    group = opened(begins=False)
+    group._config_sha256 = "a"
     wrong = join(group, 1, config_sha256="b")
-    assert wrong.state.refused.startswith(
-        "node 1 (host1) was asked for another run: type the same command on every node"
-    )
-    assert join(group, 1, problems=["no GPU"]).state.refused == "node 1 (host1) cannot take part: no GPU"
+    assert refused(wrong).startswith("node 1 (host1) was started for another run: type the same command on every node")
+    wrong.close()
+    wrong = join(group, 1, problems=["no GPU"])
+    assert refused(wrong) == "node 1 (host1) cannot take part: no GPU"
     second = join(group, 1, config_sha256="a")
-    assert second.has_answered and second.state.refused is None
-    group.begin(FOLDER, start_timeout_s=60, stop_timeout_s=60)
+    assert refused(second) is None
+    group.begin(FOLDER)
     group.has_begun = True
     first = join(group, 0)
     assert starts(first) and starts(second)
@@ -222,7 +250,7 @@ def test_a_node_that_was_refused_early_and_did_not_come_again_ends_the_run_as_it
     join(group, 1, problems=["no GPU"])
     join(group, 2, problems=["no disk"])
     join(group, 2)
-    group.begin(FOLDER, start_timeout_s=600, stop_timeout_s=60)
+    group.begin(FOLDER)
     group.poll(0)
     assert (group.failure.message, group.failure.problem_id) == (
         "node 1 (host1) cannot take part: no GPU",
@@ -237,49 +265,51 @@ def test_a_node_with_the_same_weights_or_that_has_not_looked_takes_part(opened, 
     assert starts(first) and starts(second)
 
 
-@pytest.mark.parametrize("token", ["guess", "word"], ids=["another-run", "no-node"])
+@pytest.mark.parametrize("token", ["guess", "own"], ids=["another-run", "no-node"])
 def test_a_stranger_changes_nothing(opened, join, monkeypatch, token):
-    group = opened(1)
-    monkeypatch.setenv(rendezvous.TOKEN_VARIABLE, token)
+    group = opened(launcher="slurm", num_nodes=1)
+    if token == "guess":
+        monkeypatch.setenv(rendezvous.TOKEN_VARIABLE, token)
     with socket.create_connection(("127.0.0.1", group.port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        store = rendezvous._store("127.0.0.1", group.port, token)
-        usual = NodeState(node=0, ranks=[0], host="a", address="b", reached_at="c", port=1, versions="", code="")
-        for junk in ("{", "[]", '{"node": 0}', json.dumps(asdict(usual) | {"ranks": None})):
-            store.set("node/0", junk)
+        store, node_id = rendezvous.join_store("127.0.0.1", group.port)
+        usual = NodeState(node=0, host="a", address="b", port=1, versions="", code="", id=node_id)
+        for junk in ("{", "[]", '{"node": 0}', json.dumps(asdict(usual) | {"stop_requests": None})):
+            store.set(node_id, junk)
             poll(group)
         assert (group.failure, group.is_over, group.is_running) == (None, False, False)
-    monkeypatch.setenv(rendezvous.TOKEN_VARIABLE, "word")
+    monkeypatch.setenv(rendezvous.TOKEN_VARIABLE, group.token)
     assert starts(join(group, 0))
 
 
 def test_a_missing_node_is_named_when_the_time_is_up(opened, join):
-    group = opened(3, start_timeout_s=0.1, names={2: "gpu07"})
+    group = opened(3, launcher="slurm", start_timeout_s=0.1, names=["gpu05", "gpu06", "gpu07"])
     join(group, 0)
     poll(group, times=10)
     assert group.failure.message == (
-        "node 1, node 2 (gpu07) of 3 nodes have not joined within 0.1 s (launcher.start_timeout_s)"
+        "node 1 (gpu06), node 2 (gpu07) of 3 nodes have not joined within 0.1 s (launcher.start_timeout_s)"
     )
     assert (group.failure.exit_code, group.is_over) == (1, True)
 
 
-@pytest.mark.parametrize("leave", [Link.close, kill], ids=["left", "killed"])
+@pytest.mark.parametrize("leave", [Agent.close, kill], ids=["left", "killed"])
 def test_a_node_that_came_too_early_and_left_may_come_again(opened, join, leave):
     group = opened()
     leave(join(group, 0))
+    poll(group)
     first, second = join(group, 0), join(group, 1)
     assert starts(first) and starts(second)
 
 
-@pytest.mark.parametrize("lose", [Link.close, kill], ids=["left", "silent"])
+@pytest.mark.parametrize("lose", [Agent.close, kill], ids=["left", "silent"])
 def test_when_one_is_lost_the_others_get_time_to_save(opened, join, lose):
-    group = opened(stop_timeout_s=40)
-    first, second = join(group, 0), join(group, 1, ranks=[1, 2, 3])
+    group = opened(stop_timeout_s=40, ranks=3)
+    first, second = join(group, 0), join(group, 1)
     lose(second)
-    poll(group, times=80)
+    poll(group, times=100)
     assert first.launcher.stops == [["SIGTERM", 40]]
-    assert group.failure.message == "node 1 (host1) was lost with ranks 1 to 3: its launcher was killed, or the machine"
-    assert group.lost_ranks == [1, 2, 3]
+    assert group.failure.message == "node 1 (host1) was lost with ranks 3 to 5: its launcher was killed, or the machine"
+    assert group.lost_ranks == [3, 4, 5]
     assert not group.is_over
     ended(first, 0)
     poll(group)
@@ -290,7 +320,7 @@ def test_a_job_that_is_suspended_as_a_whole_loses_no_node(opened, join):
     group = opened()
     join(group, 0)
     join(group, 1)
-    group._polled -= 3600
+    group._read_at -= 3600
     poll(group)
     assert group.failure is None
 
@@ -317,7 +347,7 @@ def test_when_ranks_of_one_fail_the_others_are_ended_soon(opened, join):
 def test_a_request_of_one_node_reaches_all(opened, join):
     group = opened()
     first, second = join(group, 0), join(group, 1)
-    second.state.asked.append("SIGINT")
+    second.state.stop_requests.append("SIGINT")
     second.publish()
     poll(group)
     assert first.launcher.stops == second.launcher.stops == [["SIGINT", None]]
@@ -332,7 +362,7 @@ def test_a_request_of_one_node_reaches_all(opened, join):
 def test_before_a_machine_is_taken_away_all_get_time_to_save(
     opened, join, gone_in_s, stop_timeout_s, kill_after_s, when
 ):
-    group = opened(3, restarts=True, unit="rank", stop_timeout_s=stop_timeout_s)
+    group = opened(3, launcher="ray", stop_timeout_s=stop_timeout_s)
     links = [join(group, 0), join(group, 1, host="b"), join(group, 2, host="b")]
     links[0].state.notice = {"ranks": [1, 2], "gone_in_s": gone_in_s}
     links[0].publish()
@@ -360,7 +390,7 @@ def test_a_node_that_comes_after_a_stop_before_the_start_is_sent_home_and_change
 
 
 def test_a_node_that_comes_after_the_end_of_a_run_is_sent_home(opened, join):
-    group = opened(1, restarts=True)
+    group = opened(1, launcher="ray")
     first = join(group, 0)
     ended(first, 0)
     poll(group)
@@ -373,45 +403,47 @@ def test_a_node_that_comes_after_the_end_of_a_run_is_sent_home(opened, join):
 
 def test_containers_with_other_code_than_the_launchers_are_refused(opened, join):
     """All of them alike, so that comparing them with each other shows nothing."""
-    group = opened(code="1auncher" * 8)
-    assert join(group, 0, code="0ther" * 4).state.refused == group.failure.message
+    group = opened()
+    group._code = "1auncher" * 8
+    assert refused(join(group, 0, code="0ther" * 4)) == group.failure.message
     assert group.failure.message == (
         "node 0 (host0) has other code of Tunebook in its container than the launcher: its files have the hash "
         "0ther0ther0t, the launcher's 1auncher1aun; update the image of every node (make image, or make pull), or run "
         "the code in it: TUNEBOOK_USE_IMAGE_SOURCES=1"
     )
     assert group.failure.exit_code == 2
-    assert starts(join(opened(1, code="c0de"), 0))
+    group = opened(1)
+    group._code = "c0de"
+    assert starts(join(group, 0))
 
 
 def attempt_that_fails(group, join, ends):
     """Rank 1 ends in some way, and rank 0 after it."""
     first, second = join(group, 0), join(group, 1)
     ends(second)
-    poll(group, times=80)
+    poll(group, times=100)
     ended(first, 1)
     poll(group)
-    assert (group.is_over, group.failure) == (False, None)  # others may come in their place
+    assert not group.is_over  # others may come in their place
     wait_for(lambda: not starts(first))
     first.close()  # as a worker does that is told so
 
 
 def test_lost_workers_may_be_replaced(opened, join):
-    went = []
-    group = opened(restarts=True, unit="rank", on_start=went.append)
+    group, went = opened(launcher="ray"), []
+    group.on_start = lambda: went.append(True)
     attempt_that_fails(group, join, kill)
     again = [join(group, 0), join(group, 1)]
-    assert went == [0, 1]
+    assert went == [True, True]
     for link in again:
         ended(link, 0)
     poll(group)
     assert group.is_over
-    group.conclude()
     assert (group.failure, group.lost_ranks) == (None, [])
 
 
 def test_a_worker_in_the_place_of_another_says_that_it_was_lost(opened, join):
-    group = opened(restarts=True, unit="rank")
+    group = opened(launcher="ray")
     first, second = join(group, 0), join(group, 1)
     kill(second)
     again = [join(group, 1)]
@@ -432,7 +464,7 @@ def test_a_worker_in_the_place_of_another_says_that_it_was_lost(opened, join):
     ids=["lost", "killed"],
 )
 def test_lost_workers_that_are_not_replaced_are_named_when_the_time_is_up(opened, join, ends, reported):
-    group = opened(restarts=True, unit="rank", start_timeout_s=3)
+    group = opened(launcher="ray", start_timeout_s=3)
     attempt_that_fails(group, join, ends)
     join(group, 0)  # comes again, alone
     poll(group, times=150)
@@ -441,18 +473,18 @@ def test_lost_workers_that_are_not_replaced_are_named_when_the_time_is_up(opened
 
 
 def test_what_ended_the_last_attempt_is_reported_where_no_other_follows(opened, join):
-    group = opened(restarts=True, unit="rank")
+    group = opened(launcher="ray")
     attempt_that_fails(group, join, kill)
-    group.conclude()
+    group.end(1)
     assert group.is_over
     assert group.failure.message == "rank 1 (host1) was lost: its launcher was killed, or the machine"
     assert group.lost_ranks == [1]
 
 
 def test_workers_on_other_machines_than_planned_are_refused(opened, join):
-    group = opened(num_places=2, unit="rank")
-    join(group, 0, place="a")
-    join(group, 1, place="a")
+    group = opened(launcher="ray")
+    join(group, 0, machine="a")
+    join(group, 1, machine="a")
     with pytest.raises(RequestError, match=r"the ranks were placed on 1 machine, and hardware.num_nodes=2 was planned"):
         raise group.failure
 
@@ -460,7 +492,7 @@ def test_workers_on_other_machines_than_planned_are_refused(opened, join):
 def test_a_port_in_use_names_another(opened):
     group = opened()
     with pytest.raises(RequestError, match=f"launcher.master_port={group.port}: .* Try launcher.master_port="):
-        opened(port=group.port)
+        opened(master_port=group.port)
 
 
 @pytest.mark.parametrize(("known", "is_warned"), [("", True), ("head", False)])
@@ -476,27 +508,27 @@ def test_a_name_that_only_the_other_nodes_know_is_warned_of_and_printed(monkeypa
     open_to_nodes(config, Console(file=out, width=200))
     lines = out.getvalue().splitlines()
     assert lines[0] == "on node 1, type the same with: launcher.node_rank=1 launcher.master_address=head"
-    assert ("warning: launcher.master_address: node 0 does not find head itself" in "".join(lines[1:])) is is_warned
+    assert ("warning: launcher.master_address: node 0 cannot resolve head itself" in "".join(lines[1:])) is is_warned
 
 
 NODE = """
 import os, signal, sys, time
-from tunebook.launch.rendezvous import LauncherState, Link, NodeState
+from tunebook.launch.node import Agent
+from tunebook.launch.rendezvous import NodeState
 
 def join(node):
-    state = NodeState(node=node, ranks=[node], host="a", address="127.0.0.1", reached_at="127.0.0.1", port=4000,
-                      versions="", code="")
-    link = Link("127.0.0.1:" + sys.argv[1], state)
-    link.start()
-    return link
+    state = NodeState(node=node, host="a", address="127.0.0.1", port=4000, versions="", code="")
+    agent = Agent(state, ("127.0.0.1", int(sys.argv[1])), 20)
+    agent.start()
+    return agent
 """
 # Asks for a stop, as Ctrl-C does, and joins once it is itself asked to end, as a container does that was slow to start.
 JOINS_LATE = f"""{NODE}
 def late(*_):
     link = join(0)
-    while not link.state.refused:
+    while not link.refused:
         time.sleep(0.05)
-    open(sys.argv[2], "w").write(link.state.refused)
+    open(sys.argv[2], "w").write(link.refused)
     sys.exit(3)
 signal.signal(signal.SIGTERM, late)
 os.kill(os.getppid(), signal.SIGINT)
@@ -507,7 +539,7 @@ while True:
 HANGS = f"""{NODE}
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 links = [join(0), join(1)]
-while links[0].state.id not in links[0].launcher.members:
+while not links[0].is_member:
     time.sleep(0.05)
 for _ in range(2):
     os.kill(os.getppid(), signal.SIGINT)
@@ -521,13 +553,14 @@ def follow(tmp_path, monkeypatch):
     """Follow a command that starts two nodes to its end."""
     (tmp_path / "logs").mkdir()
     monkeypatch.setattr(nodes, "_LINGER_S", 3)
-    group = NodeGroup(launcher=LauncherState(num_nodes=2), token="word", names={1: "node2"})
+    monkeypatch.setattr(nodes, "node_names", lambda: ["node1", "node2"])
+    monkeypatch.setattr(nodes, "required_code", lambda config: None)
     words = ["launcher=slurm", "launcher.container_image=tunebook:cpu", "launcher.container_runtime=docker"]
-    config = resolve_auto(compose("quickstart", words).config, NO_GPU).config
+    group = NodeGroup(config_of(*words, "hardware.num_nodes=2"))
 
     def begin(*command):
         words = [str(group.port) if word == "PORT" else word for word in command]
-        return run_on_nodes(words, dict(os.environ), group, config, tmp_path, exit_code_of=lambda: 6)
+        return group.run(words, tmp_path, exit_code_of=lambda: 6)
 
     return begin
 
@@ -541,7 +574,9 @@ def test_a_node_that_joins_after_a_stop_before_the_start_is_told_so(follow, tmp_
 
 def test_a_command_that_ends_early_is_called_by_its_own_name(follow):
     end = follow("sh", "-c", "exit 5")
-    assert end.failure.message == "sh ended (exit code 5), and node 0, node 1 (node2) of 2 nodes have not joined"
+    assert (
+        end.failure.message == "sh ended (exit code 5), and node 0 (node1), node 1 (node2) of 2 nodes have not joined"
+    )
 
 
 def test_one_node_without_the_image_ends_the_wait_for_it(follow, tmp_path, monkeypatch):
@@ -561,29 +596,3 @@ def test_a_second_request_waits_for_no_node_that_hangs(follow, monkeypatch):
     monkeypatch.setattr(nodes, "KILL_AFTER_S", 600)
     end = follow(sys.executable, "-c", HANGS, "PORT")
     assert (end.stopped_by, end.exit_code) == (signal.SIGINT.name, -signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    ("words", "is_warned"),
-    [
-        (["launcher.master_address=no-such-host.invalid"], True),
-        (["launcher.master_address=127.0.0.1"], False),
-        ([], False),
-        (["launcher.master_address=no-such-host.invalid", "launcher.node_rank=1"], False),
-        (["launcher.master_address=no-such-host.invalid", "hardware.num_nodes=1"], False),
-    ],
-)
-def test_node_0_warns_of_a_name_that_it_does_not_know_itself(monkeypatch, words, is_warned):
-    def find(name, port):
-        if not name.startswith("127."):
-            raise socket.gaierror("Name or service not known")
-
-    monkeypatch.setattr(nodes.socket, "getaddrinfo", find)
-    words = ["hardware.num_nodes=2", "hardware.gpus_per_node=1", *words]
-    config = resolve_auto(compose("quickstart", words).config, NO_GPU).config
-    assert check_environment(config, NO_GPU) == [], "the other nodes alone may know the name"
-    warning = address_warning(config)
-    assert (warning is not None) is is_warned
-    if warning is not None:
-        assert "node 0 does not find no-such-host.invalid itself (Name or service not known)" in warning.message
-        assert (warning.fix, warning.is_error) == ("launcher.master_address=null", False)

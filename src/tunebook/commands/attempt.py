@@ -32,11 +32,10 @@ from tunebook.files import read_json
 from tunebook.hardware.disk import disk_full, is_disk_full
 from tunebook.launch.commands import evaluation_command, has_callers, ranks_command, show_command
 from tunebook.launch.logs import first_failure, launcher_log, make_logs, quote_log, rank_log, torchrun_log, where
-from tunebook.launch.nodes import NodeGroup, address_of, new_token, run_on_nodes
+from tunebook.launch.nodes import NodeGroup
 from tunebook.launch.pulse import PulseWatch
-from tunebook.launch.rendezvous import LauncherState
 from tunebook.launch.resume import is_trained
-from tunebook.launch.slurm.container import is_contained, record_container, remove_containers, required_code
+from tunebook.launch.slurm.container import is_contained, record_container, remove_containers
 from tunebook.plan.show import show_end
 from tunebook.record.answer_faults import fault_warnings
 from tunebook.record.contamination import CHECK, CONTAMINATION_FILE, is_checked, needs_check, score_lines
@@ -52,7 +51,6 @@ from tunebook.record.run_folder import (
     read_outcomes,
 )
 from tunebook.record.start_up import StartClock, note_launch
-from tunebook.slurm import node_names
 from tunebook.supervise import ProcessEnd, run_and_wait
 from tunebook.train.environment import rank_environment
 
@@ -133,9 +131,9 @@ class Attempt:
 
     def _evaluate_in_container(self, when: str) -> ProcessEnd:
         """Evaluate in a container, followed through a rendezvous like the ranks: it may outlive what started it."""
-        nodes = new_group(self.config, num_nodes=1)
+        nodes = NodeGroup(self.config, is_evaluation=True)
         launcher_log(self.folder).parent.mkdir(exist_ok=True)
-        command = evaluation_command(self.config, self.folder, address_of(nodes), when)
+        command = evaluation_command(self.config, self.folder, nodes.endpoint, when)
         show_command(command, self.console)
 
         def exit_code() -> int:
@@ -198,10 +196,10 @@ class Attempt:
     def _start_nodes(self, watch: PulseWatch) -> ProcessEnd:
         """Start ranks on several nodes, in containers or through Ray."""
         config, folder = self.config, self.folder
-        nodes = self.nodes or new_group(config)
+        nodes = self.nodes or NodeGroup(config)
         if config.launcher.name is LauncherName.ray:
-            nodes.on_start = lambda attempt: clear_outcomes(folder) if attempt else None
-        command = ranks_command(config, folder, address_of(nodes))
+            nodes.on_start = lambda: clear_outcomes(folder)
+        command = ranks_command(config, folder, nodes.endpoint)
         show_command(command, self.console)
         end = self._run_on_nodes(command, nodes, lambda: self._read_outcomes().exit_code, watch.look)
         self.hosts = nodes.hosts
@@ -216,19 +214,9 @@ class Attempt:
     ) -> ProcessEnd:
         config, folder = self.config, self.folder
         if is_contained(config):
-            nodes.on_start = lambda attempt: record_container(config, folder, nodes.members[0].state)
-        environment, keep_open = dict(os.environ), [self.lock]
+            nodes.on_start = lambda: record_container(config, folder, nodes.members[0])
         try:
-            return run_on_nodes(
-                command,
-                environment,
-                nodes,
-                config,
-                folder,
-                exit_code_of=exit_code_of,
-                keep_open=keep_open,
-                find_stall=find_stall,
-            )
+            return nodes.run(command, folder, exit_code_of=exit_code_of, keep_open=[self.lock], find_stall=find_stall)
         finally:
             remove_containers(config, folder)
 
@@ -358,15 +346,6 @@ class Attempt:
             self.console.print(Text(warning, style="yellow"))
             return False
         return True
-
-
-def new_group(config: RunConfig, num_nodes: int | None = None) -> NodeGroup:
-    """Create the group for the nodes of a Slurm job or the ranks of a Ray run, which join on any free port."""
-    if config.launcher.name is LauncherName.ray:
-        state = LauncherState(num_nodes=world_size(config), unit="rank", restarts=True)
-        return NodeGroup(launcher=state, token=new_token(), num_places=config.hardware.num_nodes)
-    state = LauncherState(num_nodes=num_nodes or config.hardware.num_nodes, code=required_code(config))
-    return NodeGroup(launcher=state, token=new_token(), names=dict(enumerate(node_names())))
 
 
 def show_scores(folder: Path, console: Console) -> None:

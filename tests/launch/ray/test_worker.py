@@ -5,34 +5,41 @@ from types import SimpleNamespace
 import pytest
 
 from tunebook.errors import TunebookError
+from tunebook.launch import node
 from tunebook.launch.ray import worker
 from tunebook.launch.ray.worker import NoticeWatch, notice_of
 
 
 @pytest.mark.parametrize("local_rank", [0, 1])
 def test_a_worker_looks_at_its_machine_before_it_joins(monkeypatch, tmp_path, local_rank):
-    """Drivers that wake up take longer than a launcher waits for the words of who has called."""
+    """Drivers that wake up take longer than a launcher waits for the facts of a node that has connected."""
     order = []
 
     def look(_config, *, is_judged):
         order.append(f"look, judged: {is_judged}")
+        return {}
 
-    def call(*_words):
-        order.append("call")
+    def connect(*_words, **_options):
+        order.append("connect")
         raise TunebookError("no answer", problem_id="launcher-out-of-reach")
 
     context = SimpleNamespace(get_world_rank=lambda: 1, get_local_rank=lambda: local_rank)
     (tmp_path / "run.yaml").touch()
     monkeypatch.setenv(worker.TOKEN_VARIABLE, "")
-    monkeypatch.setattr(worker, "import_module", lambda name: SimpleNamespace(get_context=lambda: context))
+    ray_context = SimpleNamespace(get_node_id=lambda: "a")
+    modules = {
+        "ray.train": SimpleNamespace(get_context=lambda: context),
+        "ray": SimpleNamespace(get_runtime_context=lambda: ray_context),
+    }
+    monkeypatch.setattr(worker, "import_module", modules.__getitem__)
     monkeypatch.setattr(
         worker, "load_config", lambda file: SimpleNamespace(launcher=SimpleNamespace(start_timeout_s=1))
     )
     monkeypatch.setattr(worker, "node_facts", look)
-    monkeypatch.setattr(worker, "find_launcher", call)
+    monkeypatch.setattr(node, "find_launcher", connect)
     with pytest.raises(TunebookError, match="no answer"):
-        worker.work({"folder": str(tmp_path), "token": "word", "meet": "head:1", "working_folder": "/"})
-    assert order == [f"look, judged: {local_rank == 0}", "call"]
+        worker.work({"folder": str(tmp_path), "token": "word", "endpoint": "head:1", "working_folder": "/"})
+    assert order == [f"look, judged: {local_rank == 0}", "connect"]
 
 
 def info(deadline_ms=None, ranks=(1,)):

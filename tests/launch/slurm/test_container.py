@@ -265,8 +265,7 @@ OF_THE_IMAGE = {"git_commit": "1" * 40, "git_diff_sha256": None, "is_clean": Tru
 
 def node_with(code, inside):
     """What a node publishes."""
-    return NodeState(node=0, ranks=[0], host="a", address="a", reached_at="b", port=1, versions="", code=code,
-                     inside=inside)  # fmt: skip
+    return NodeState(node=0, host="a", address="a", port=1, versions="", code=code, inside=inside)
 
 
 @pytest.fixture

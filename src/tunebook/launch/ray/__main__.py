@@ -35,7 +35,7 @@ def runtime_env(settings: RayConfig) -> dict[str, Any]:
     return environment
 
 
-def make_trainer(config: RunConfig, folder: Path, meet: str) -> Any:
+def make_trainer(config: RunConfig, folder: Path, endpoint: str) -> Any:
     """Return Ray Train's trainer, which starts one worker per rank."""
     train, torch_train = import_module("ray.train"), import_module("ray.train.torch")
     settings = config.launcher
@@ -44,7 +44,7 @@ def make_trainer(config: RunConfig, folder: Path, meet: str) -> Any:
         work,
         train_loop_config={
             "folder": str(folder),
-            "meet": meet,
+            "endpoint": endpoint,
             "token": os.environ[TOKEN_VARIABLE],
             "working_folder": str(Path.cwd()),
         },

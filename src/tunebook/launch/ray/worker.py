@@ -19,9 +19,9 @@ from tunebook.config.frozen import load_config
 from tunebook.errors import RequestError
 from tunebook.launch.commands import rank_command
 from tunebook.launch.logs import rank_log
-from tunebook.launch.node import Agent
-from tunebook.launch.node_facts import folder_problem, node_facts, socket_interface
-from tunebook.launch.rendezvous import TOKEN_VARIABLE, LauncherState, Link, NodeState, find_launcher, open_store
+from tunebook.launch.node import Agent, join_launcher
+from tunebook.launch.node_facts import folder_problem, node_facts
+from tunebook.launch.rendezvous import TOKEN_VARIABLE, open_store
 from tunebook.record.run_folder import RUN_FILE
 from tunebook.supervise import start_command
 from tunebook.train.environment import rank_environment
@@ -44,27 +44,16 @@ def work(settings: dict[str, str]) -> None:
     # The store for the rendezvous of the ranks; it lives as long as this worker.
     store = open_store("0.0.0.0", 0, is_master=True) if rank == 0 else None
     facts = node_facts(config, is_judged=context.get_local_rank() == 0)
-    address, reached_at = find_launcher(settings["meet"], config.launcher.start_timeout_s, print)
-    state = NodeState(
-        node=rank,
-        ranks=[rank],
-        address=address,
-        reached_at=reached_at,
-        port=store.port if store is not None else 0,
-        place=import_module("ray").get_runtime_context().get_node_id(),
-        **facts,
-    )
-    link = Link(settings["meet"], state)
-    link.start()
+    facts["port"] = store.port if store is not None else 0
+    facts["machine"] = import_module("ray").get_runtime_context().get_node_id()
+    agent = join_launcher(config, settings["endpoint"], rank, print, [], facts)
     try:
-        agent = Agent(link=link, stop_timeout_s=config.launcher.stop_timeout_s)
         # Every worker asks, since Ray makes them agree; one of them reports it.
-        watch = NoticeWatch(train.get_preemption_info, lambda notice: _report(link, notice) if rank == 0 else None)
+        watch = NoticeWatch(train.get_preemption_info, lambda notice: _report(agent, notice) if rank == 0 else None)
         watch.start()
-        go = agent.wait_for_start()
-        environment = rank_environment(config, os.environ) | _rank_variables(context, go)
-        if interface := socket_interface(address):
-            environment.setdefault("GLOO_SOCKET_IFNAME", interface)
+        agent.wait_for_start()
+        environment = rank_environment(config, os.environ)
+        environment |= _rank_variables(context, *agent.add_addresses(environment))
         working_folder = Path(settings["working_folder"])
         started = start_command(
             rank_command(folder, sys.executable),
@@ -74,17 +63,17 @@ def work(settings: dict[str, str]) -> None:
         exit_code = agent.follow(started)
         agent.wait_for_end(exit_code)
     finally:
-        link.close()
+        agent.close()
     if exit_code not in _DECIDED and not watch.has_come:  # after a notice, nothing must restart here
         raise RuntimeError(f"rank {rank} ended with exit code {exit_code}; it says why in {rank_log(folder, rank)}")
 
 
-def _report(link: Link, notice: dict[str, Any]) -> None:
-    link.state.notice = notice
-    link.publish()
+def _report(agent: Agent, notice: dict[str, Any]) -> None:
+    agent.state.notice = notice
+    agent.publish()
 
 
-def _rank_variables(context: Any, go: LauncherState) -> dict[str, str]:
+def _rank_variables(context: Any, master_address: str, master_port: int) -> dict[str, str]:
     """Return the variables that torchrun would set."""
     return {
         "RANK": str(context.get_world_rank()),
@@ -92,8 +81,8 @@ def _rank_variables(context: Any, go: LauncherState) -> dict[str, str]:
         "WORLD_SIZE": str(context.get_world_size()),
         "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
         "GROUP_RANK": str(context.get_node_rank()),
-        "MASTER_ADDR": str(go.master_address),
-        "MASTER_PORT": str(go.master_port),
+        "MASTER_ADDR": master_address,
+        "MASTER_PORT": str(master_port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is not rank 0's
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
