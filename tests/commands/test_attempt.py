@@ -16,7 +16,7 @@ from tunebook.config.schema import DatasetConfig, EvaluationConfig, RayConfig
 from tunebook.record.run_folder import FINISHED, RUN_FILE
 from tunebook.supervise import ProcessEnd
 
-GOES = "node2 is to be taken away in 26 s, with rank 1"
+GOES = "node2 will be preempted in 26 s, with rank 1"
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def make(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("newest", "said"),
-    [(Path("/r/checkpoint-4"), "goes on from /r/checkpoint-4"), (None, "begins again, since there is no checkpoint")],
+    [(Path("/r/checkpoint-4"), "resumes from /r/checkpoint-4"), (None, "starts over, since there is no checkpoint")],
     ids=["some", "none"],
 )
 def test_ranks_that_did_not_save_before_their_machine_went_are_told_apart_from_those_that_did(make, newest, said):
@@ -56,13 +56,13 @@ def test_ranks_that_did_not_save_before_their_machine_went_are_told_apart_from_t
         (
             [3, 4],
             Path("/r/checkpoint-4"),
-            "after step 4, which is saved; the same command goes on from /r/checkpoint-4",
+            "after step 4, which is saved; the same command resumes from /r/checkpoint-4",
         ),
-        ([3], None, "after step 3 and before a save; the same command begins again, since there is no checkpoint"),
+        ([3], None, "after step 3 and before a save; the same command starts over, since there is no checkpoint"),
         (
             [4, 9],
             Path("/r/checkpoint-4"),
-            "after step 9 and before a save; the same command goes on from /r/checkpoint-4",
+            "after step 9 and before a save; the same command resumes from /r/checkpoint-4",
         ),
     ],
     ids=["at once", "after a checkpoint", "no checkpoint", "steps after a checkpoint"],
@@ -103,7 +103,7 @@ def test_ranks_that_no_disk_had_room_for_a_word_of(make, monkeypatch, code, is_f
 
 
 def test_ranks_without_a_word_on_a_disk_with_room(make):
-    with pytest.raises(attempt.TunebookError, match="ended with exit code 1 and could not say why"):
+    with pytest.raises(attempt.TunebookError, match="ended with exit code 1 and recorded no reason"):
         make(ProcessEnd(exit_code=1, stopped_by=None)).carry_out()
 
 
@@ -111,7 +111,7 @@ def test_ranks_without_a_word_on_a_disk_with_room(make):
 def test_memory_is_only_thought_of_where_the_system_may_have_killed_a_rank(make, number):
     with pytest.raises(attempt.TunebookError) as error:
         make(ProcessEnd(exit_code=-number, stopped_by=None)).carry_out()
-    assert f"the training was killed by signal {number} and could not say why" in error.value.message
+    assert f"the training was killed by signal {number} and recorded no reason" in error.value.message
     assert ("ran out of memory" in error.value.message) == (number == 9)
 
 

@@ -16,12 +16,12 @@ import tunebook.commands.reproduce as reproducing
 from tunebook.commands.record_evidence import record_evidence
 from tunebook.commands.reproduce import (
     Original,
+    describe_differences,
     find_original,
     reproduce_command,
     require_same_config,
     require_same_files,
     require_same_weights,
-    told_differences,
 )
 from tunebook.commands.typed_command import machine_of_manifest
 from tunebook.config.compose import compose, parse_overrides
@@ -86,7 +86,7 @@ def test_a_book_that_was_changed_since_is_named_by_its_keys(make_run: MakeRun) -
 def test_changes_are_printed_with_the_recorded_value(make_run: MakeRun) -> None:
     run = make_run(gpus=2, manifest={"environment": {"python": "3.9.0"}})
     original = find_original(str(run), Path("outputs"))
-    told = list(told_differences(original.manifest, config_of(run)))
+    told = list(describe_differences(original.manifest, config_of(run)))
     assert any("environment.python: 3." in line and line.endswith("then 3.9.0") for line in told)
     assert "  hardware.driver: none, then 580.1" in told
     assert not any("host" in line or "topology" in line for line in told)
@@ -97,7 +97,7 @@ def test_changed_package_is_printed_once(make_run: MakeRun) -> None:
     lock = {"name": "cpu", "sha256": "2" * 64, "differences": {"torch": {"installed": "2.11.0", "locked": "2.13.0"}},
             "reason": None}  # fmt: skip
     run = make_run(manifest={"environment": {"packages": packages, "lock": lock, "lock_sha256": None}})
-    told = list(told_differences(find_original(str(run), Path("outputs")).manifest, config_of(run)))
+    told = list(describe_differences(find_original(str(run), Path("outputs")).manifest, config_of(run)))
     assert [line for line in told if "torch" in line] == [
         f"  environment.packages.torch: {version('torch')}, then 2.11.0"
     ]
@@ -108,7 +108,7 @@ def test_no_changes_are_printed_too(make_run: MakeRun) -> None:
     run = make_run()
     original = find_original(str(run), Path("outputs"))
     manifest = original.manifest
-    lines = list(told_differences(manifest, config_of(run)))
+    lines = list(describe_differences(manifest, config_of(run)))
     same = {key: manifest[key] for key in ("code", "environment", "hardware")}
     assert lines[0].startswith("different here")  # the made-up commit and machine
     assert {line.split(":")[0].strip() for line in lines[1:]} <= {
@@ -121,15 +121,15 @@ def test_changed_variable_of_a_library_is_printed(make_run: MakeRun, monkeypatch
     original = find_original(str(run), Path("outputs"))
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
     monkeypatch.setenv("NCCL_ALGO", "Ring")
-    told = list(told_differences(original.manifest, config_of(run)))
+    told = list(describe_differences(original.manifest, config_of(run)))
     assert "  environment.variables.NCCL_P2P_DISABLE: none, then 1" in told
     assert "  environment.variables.NCCL_ALGO: Ring, then none" in told
     original.manifest["environment"]["variables"] = {}
-    told = [line for line in told_differences(original.manifest, config_of(run)) if "variables" in line]
+    told = [line for line in describe_differences(original.manifest, config_of(run)) if "variables" in line]
     assert "  environment.variables.NCCL_ALGO: Ring, then none" in told
     assert all(line.startswith("  environment.variables.") for line in told), "no line that says {}"
     del original.manifest["environment"]["variables"]  # as in a manifest from before they were recorded
-    assert not any("variables" in line for line in told_differences(original.manifest, config_of(run)))
+    assert not any("variables" in line for line in describe_differences(original.manifest, config_of(run)))
 
 
 # --- a manifest alone
@@ -381,6 +381,6 @@ def test_missing_working_folder_is_reported(relative_run: Path, untrained: list[
     out = StringIO()
     with pytest.raises(RulesError, match=r"there is no file .*my\.jinja"):
         reproduce_command(str(relative_run), tmp_path / "new", [], Console(file=out, width=200))
-    assert f"{tmp_path / 'work'}, where the run was started, is not here: relative paths start at {tmp_path}" in (
+    assert f"{tmp_path / 'work'}, where the run was started, is missing: relative paths start at {tmp_path}" in (
         out.getvalue().replace("\n", "")
     )

@@ -115,7 +115,7 @@ def test_a_controller_that_is_silent_at_the_end_of_a_turn_is_waited_for(folder, 
     assert asked == [("scontrol", "requeue", "7")] * 4
     printed = capsys.readouterr().out
     assert printed.count("job 7: Slurm's controller does not answer; waiting for it for up to 600 s") == 2
-    assert "job 7 requeued: it goes on in this folder" in printed
+    assert "job 7 requeued: it resumes in this folder" in printed
 
 
 def out_of_reach():

@@ -228,7 +228,7 @@ def test_after_a_full_disk_no_further_trial_is_started(tmp_path: Path, console: 
     words = ("optimizer.learning_rate=0.2", "training.seed=0,31,1,2")
     assert sweep(tmp_path, console, *words) == 3
     assert started(tmp_path) == ["trial-000", "trial-001"]
-    assert "no further trials were started, since the disk is full; free some space, and the same command goes on" in (
+    assert "no further trials were started, since the disk is full; free some space; the same command resumes it" in (
         console.export_text().replace("\n", " ")
     )
     assert sweep(tmp_path, console, *words) == 0  # there is room again
@@ -253,7 +253,7 @@ def test_training_resume_never_starts_anew(tmp_path: Path, console: Console) -> 
         words = ("optimizer.learning_rate=0.2", "training.seed=77,0", "training.resume=never")
         assert sweep(tmp_path, console, *words) == 6
         assert len(list((tmp_path / "quickstart").iterdir())) == num_sweeps
-    told = "stopped; the same command without training.resume=never goes on with it"
+    told = "stopped; the same command without training.resume=never resumes it"
     assert told in console.export_text().replace("\n", " ")
     assert sweep(tmp_path, console, *words[:-1]) == 0  # and does
     assert len(list((tmp_path / "quickstart").iterdir())) == 2

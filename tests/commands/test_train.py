@@ -78,7 +78,7 @@ def test_a_dry_run_shows_what_a_job_starts_in_containers(capsys: pytest.CaptureF
     for command in (check, ranks, after):
         assert command.startswith("srun --nodes 1 --ntasks 1 ")
         assert " docker run --rm " in command
-        assert " registry/x:1 -m tunebook.launch.node /runs/1 --meet '<address>:<port>'" in command
+        assert " registry/x:1 -m tunebook.launch.node /runs/1 --endpoint '<address>:<port>'" in command
     assert check.endswith("--evaluate contamination")
     assert not ranks.endswith("--evaluate after")
     assert after.endswith("--evaluate after")
@@ -109,7 +109,7 @@ def test_a_dry_run_shows_what_a_job_starts_on_several_nodes(capsys: pytest.Captu
     words = ["hardware=cpu", "hardware.num_nodes=2", "hardware.gpus_per_node=1", "parallelism=ddp"]
     (ranks,) = shown(words, capsys)
     assert ranks.startswith("srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --kill-on-bad-exit=0 ")
-    assert ranks.endswith("-m tunebook.launch.node /runs/1 --meet '<address>:<port>'")
+    assert ranks.endswith("-m tunebook.launch.node /runs/1 --endpoint '<address>:<port>'")
     assert shown([], capsys) == []  # one node: the script says it all
 
 

@@ -8,7 +8,7 @@ from tunebook.config.compose import compose
 from tunebook.hardware.detect import Machine
 from tunebook.launch.commands import (
     evaluation_command,
-    has_callers,
+    has_rendezvous,
     launch_command,
     rank_command,
     ranks_command,
@@ -45,7 +45,7 @@ def test_eight_gpus_of_one_machine():
 
 def test_a_node_of_several_calls_the_launcher_and_then_starts_torchrun():
     words = ["qwen3b_zero2", "hardware.num_nodes=2", "launcher.start_timeout_s=60"]
-    assert ranks_of(*words) == ["python", "-m", "tunebook.launch.node", "/runs/1", "--meet", "a,b:1", "--node", "0"]
+    assert ranks_of(*words) == ["python", "-m", "tunebook.launch.node", "/runs/1", "--endpoint", "a,b:1", "--node", "0"]
     assert torchrun_command(config_of(*words), FOLDER, 1, "10.0.0.1", 4711, "python") == [
         *["python", "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "8"],
         *["--master_addr", "10.0.0.1", "--master_port", "4711", "--rdzv_conf", "timeout=60"],
@@ -57,7 +57,7 @@ def test_slurm_is_handed_a_script_and_starts_a_task_per_node_inside():
     assert command_of("llama2_70b_fsdp") == ["sbatch", "--parsable", "/runs/1/job.sh"]
     assert ranks_of("llama2_70b_fsdp") == [
         *["srun", "--nodes", "2", "--ntasks", "2", "--ntasks-per-node", "1", "--kill-on-bad-exit=0"],
-        *["python", "-m", "tunebook.launch.node", "/runs/1", "--meet", "a,b:1"],
+        *["python", "-m", "tunebook.launch.node", "/runs/1", "--endpoint", "a,b:1"],
     ]
 
 
@@ -66,7 +66,7 @@ def test_a_slurm_job_of_one_node_needs_no_srun():
 
 
 def test_rays_trainer_is_a_program_that_its_workers_call_back():
-    words = ["python", "-m", "tunebook.launch.ray", "/runs/1", "--meet"]
+    words = ["python", "-m", "tunebook.launch.ray", "/runs/1", "--endpoint"]
     assert command_of("dolly3b_ray_zero3_offload") == [*words, "<address>:<port>"]
     assert ranks_of("dolly3b_ray_zero3_offload") == [*words, "a,b:1"]
     assert rank_command(FOLDER, "python")[-1] == "--dies-with-parent"
@@ -83,7 +83,7 @@ def test_rays_trainer_is_a_program_that_its_workers_call_back():
     ],
 )
 def test_who_calls_the_launcher(words, expected):
-    assert has_callers(config_of(*words)) is expected
+    assert has_rendezvous(config_of(*words)) is expected
 
 
 def test_an_evaluation_in_a_container_takes_the_first_node_of_the_job(monkeypatch):
@@ -94,5 +94,5 @@ def test_an_evaluation_in_a_container_takes_the_first_node_of_the_job(monkeypatc
     assert evaluation_command(config, FOLDER, "a:1", "after") == [
         *["srun", "--nodes", "1", "--ntasks", "1", "--ntasks-per-node", "1", "--kill-on-bad-exit=0"],
         *["--container-image=x", "--container-mounts=/:/,/runs/1:/runs/1", "--container-workdir=/"],
-        *["python", "-m", "tunebook.launch.node", "/runs/1", "--meet", "a:1", "--evaluate", "after"],
+        *["python", "-m", "tunebook.launch.node", "/runs/1", "--endpoint", "a:1", "--evaluate", "after"],
     ]

@@ -105,7 +105,7 @@ def test_another_program_on_the_port_is_not_called_a_launcher(agent_at, answer):
     error = gone(agent_at(stranger(answer)))
     assert error.problem_id == "launcher-out-of-reach"
     assert "what listens at head:29400 " in error.message
-    assert "so it is no launcher, or one that was killed" in error.message
+    assert "so it is not a launcher, or one that was killed" in error.message
     assert "is launcher.master_port the one that node 0 printed" in error.message
 
 

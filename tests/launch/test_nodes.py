@@ -147,16 +147,19 @@ def test_all_are_told_to_start_together_and_where_to_meet(opened, join):
         ({"node": 2}, r"node 2 \(host1\) joined, and the run has 2: numbers go from 0 to 1; set launcher.node_rank"),
         ({"node": -1}, r"node -1 \(host1\) joined, and the run has 2: numbers go from 0 to 1"),
         ({"node": 0}, r"node 0 \(host1\) joined, and so did host0 with that number"),
-        ({"versions": "torch 2"}, r"node 1 \(host1\) has other software than node 0 \(host0\): torch 2, and there"),
+        (
+            {"versions": "torch 2"},
+            r"node 1 \(host1\) has different software than node 0 \(host0\): torch 2 instead of torch 1",
+        ),
         (
             {"code": "0ther" * 4},
-            r"node 1 \(host1\) has other code of Tunebook than node 0 \(host0\), .* hash 0ther0ther0t, and there c0de; "
-            r"bring every node to the same commit",
+            r"node 1 \(host1\) has different Tunebook code than node 0 \(host0\), .* hash 0ther0ther0t instead of "
+            r"c0de; bring every node to the same commit",
         ),
         (
             {"weights": "b" * 64},
-            r"node 1 \(host1\) has other weights of the base model in model\.path than node 0 \(host0\): .* is "
-            r"bbbbbbbbbbbb, and there aaaaaaaaaaaa; copy the folder again",
+            r"node 1 \(host1\) has different weights of the base model in model\.path than node 0 \(host0\): .* is "
+            r"bbbbbbbbbbbb instead of aaaaaaaaaaaa; copy the folder again",
         ),
         ({"problems": ["hardware.generation: hopper"]}, r"node 1 \(host1\) cannot take part: hardware.generation"),
         ({"config_sha256": "b"}, r"node 1 \(host1\) was started for another run: type the same command on every node"),
@@ -308,7 +311,10 @@ def test_when_one_is_lost_the_others_get_time_to_save(opened, join, lose):
     lose(second)
     poll(group, times=100)
     assert first.launcher.stops == [["SIGTERM", 40]]
-    assert group.failure.message == "node 1 (host1) was lost with ranks 3 to 5: its launcher was killed, or the machine"
+    assert (
+        group.failure.message
+        == "node 1 (host1) was lost with ranks 3 to 5: its launcher was killed, or the machine failed"
+    )
     assert group.lost_ranks == [3, 4, 5]
     assert not group.is_over
     ended(first, 0)
@@ -368,7 +374,7 @@ def test_before_a_machine_is_taken_away_all_get_time_to_save(
     links[0].publish()
     poll(group)
     assert links[1].launcher.stops == [["SIGTERM", kill_after_s]]
-    assert (group.stopped_by, group.notice) == ("SIGTERM", f"b is to be taken away{when}, with ranks 1, 2")
+    assert (group.stopped_by, group.notice) == ("SIGTERM", f"b will be preempted{when}, with ranks 1, 2")
     for link in links:
         ended(link, 6)
     poll(group)
@@ -407,8 +413,8 @@ def test_containers_with_other_code_than_the_launchers_are_refused(opened, join)
     group._code = "1auncher" * 8
     assert refused(join(group, 0, code="0ther" * 4)) == group.failure.message
     assert group.failure.message == (
-        "node 0 (host0) has other code of Tunebook in its container than the launcher: its files have the hash "
-        "0ther0ther0t, the launcher's 1auncher1aun; update the image of every node (make image, or make pull), or run "
+        "node 0 (host0) has different Tunebook code in its container than the launcher: its files have the hash "
+        "0ther0ther0t instead of 1auncher1aun; update the image of every node (make image, or make pull), or run "
         "the code in it: TUNEBOOK_USE_IMAGE_SOURCES=1"
     )
     assert group.failure.exit_code == 2
@@ -477,7 +483,7 @@ def test_what_ended_the_last_attempt_is_reported_where_no_other_follows(opened, 
     attempt_that_fails(group, join, kill)
     group.end(1)
     assert group.is_over
-    assert group.failure.message == "rank 1 (host1) was lost: its launcher was killed, or the machine"
+    assert group.failure.message == "rank 1 (host1) was lost: its launcher was killed, or the machine failed"
     assert group.lost_ranks == [1]
 
 

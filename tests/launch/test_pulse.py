@@ -76,8 +76,8 @@ def test_a_rank_that_stands_still_is_named_once_others_have_given_up(watch, beat
     error = watch.look(90.0)
     assert (error.exit_code, error.problem_id) == (1, "rank-stalled")
     assert error.message == (
-        "rank 1 on node1 (process 101) has not run for 90 s: it was stopped (SIGSTOP), or its machine hangs; the last "
-        "that it reported was step 3, then in backward (a/b.py:7); the other ranks wait for launcher.timeout_s=80 s"
+        "rank 1 on node1 (process 101) has not run for 90 s: it was stopped (SIGSTOP), or its machine hangs; its last "
+        "report was step 3, then in backward (a/b.py:7); the other ranks wait for launcher.timeout_s=80 s"
     )
 
 
@@ -119,7 +119,7 @@ def test_a_rank_in_an_uninterruptible_wait_is_named_though_it_has_a_pulse(watch,
     ended(0)
     error = watch.look(60.0)
     assert "rank 1 on node1 (process 101) has been in an uninterruptible wait (state D): a disk" in error.message
-    assert "for 50 s; the last that it reported was step 3, then in read (data/files.py:3)" in error.message
+    assert "for 50 s; its last report was step 3, then in read (data/files.py:3)" in error.message
 
 
 def test_ranks_that_have_ended_stand_still_for_no_fault_of_theirs(watch, beat, ended):
@@ -160,8 +160,8 @@ def test_a_rank_that_runs_and_does_not_come_is_the_one_that_did_not_give_up(fold
     (folder / "logs" / "torchrun-0.log").write_text(TORCHRUN)
     (folder / "logs" / "rank-0.log").write_text(said)
     assert watch.cause(100.0).message.startswith(
-        "rank 1 on node1 (process 101) runs, and did not come to where the others waited; the last that it reported "
-        "was step 3, then in acquire (a/lock.py:1);"
+        "rank 1 on node1 (process 101) runs, but did not reach the operation in which the others waited; its last "
+        "report was step 3, then in acquire (a/lock.py:1);"
     )
 
 

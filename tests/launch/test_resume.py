@@ -72,11 +72,11 @@ def test_a_run_that_differs_only_in_what_auto_decided_is_named_with_what_to_type
     said = []
     assert unfinished_run(config, said.append) is None
     assert said == [
-        f"not gone on with {folder}, which ended early: what was left open is decided otherwise now; to go on with "
+        f"not resuming {folder}, which ended early: settings left to auto are decided differently now; to resume "
         "it, add activation.checkpointing=enabled packing.row_length=2048"
     ]
     words = "activation.checkpointing=enabled packing.row_length=2048"
-    with pytest.raises(RequestError, match=rf"run.yaml; add {re.escape(words)} to go on with it"):
+    with pytest.raises(RequestError, match=rf"run.yaml; add {re.escape(words)} to resume it"):
         check_run_folder(config, folder)
     assert unfinished_run(earlier, said.append) == folder
     earlier.training.seed += 1  # which nobody left open
@@ -220,7 +220,7 @@ def test_what_a_host_with_other_memory_decides_otherwise_is_said(config, tmp_pat
     freeze(folder, earlier)
     said = []
     assert unfinished_run(config, said.append) is None
-    assert said[0].endswith("is decided otherwise now; to go on with it, add activation.checkpointing=enabled")
+    assert said[0].endswith("are decided differently now; to resume it, add activation.checkpointing=enabled")
 
 
 def test_a_run_with_checkpoints_of_an_older_version_only_is_not_gone_on_with_and_that_is_said(
@@ -231,7 +231,7 @@ def test_a_run_with_checkpoints_of_an_older_version_only_is_not_gone_on_with_and
     said = []
     assert unfinished_run(config, said.append) is None
     (told,) = said
-    assert told.startswith(f"not gone on from {folder / 'checkpoints' / 'checkpoint-5'}: it has no complete.json")
+    assert told.startswith(f"not resuming from {folder / 'checkpoints' / 'checkpoint-5'}: it has no complete.json")
 
 
 def test_a_run_that_was_trained_and_not_evaluated_is_gone_on_with(config, tmp_path, make_run):
@@ -262,7 +262,7 @@ def test_a_named_run_folder_may_be_new_empty_or_an_unfinished_run_of_the_same(co
     [
         ("finished", None, "its run has finished"),
         ("invalid", None, "a loss that is not finite, and would again"),
-        ("running", None, "a run is at work in it"),
+        ("running", None, "a run is active in it"),
         ("stopped", "0" * 64, r"holds a run \(stopped\) of another configuration"),
     ],
 )
@@ -280,7 +280,7 @@ def test_a_named_folder_with_other_files_or_with_resume_never_is_refused(config,
         check_run_folder(config, tmp_path / "thesis.tex")
     folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
     config.training.resume = "never"
-    with pytest.raises(RequestError, match=r"training\.resume=never says not to"):
+    with pytest.raises(RequestError, match=r"training\.resume=never forbids"):
         check_run_folder(config, folder)
 
 
@@ -327,7 +327,7 @@ def test_fewer_ranks_are_named_with_what_goes_on(tmp_path: Path, stop: Stop) -> 
     said: list[str] = []
     assert unfinished_run(resolved(tmp_path, "hardware.gpus_per_node=1"), said.append) is None
     assert said == [
-        f"not gone on with {folder}, which ended early: hardware.gpus_per_node was 2 and is 1; to go on: "
+        f"not resuming {folder}, which ended early: hardware.gpus_per_node was 2 and is 1; to resume: "
         f"training.resume={folder} 'training.resume_anyway=[world_size]'"
     ]
 
@@ -337,8 +337,8 @@ def test_another_strategy_on_another_machine_is_named_too(tmp_path: Path, stop: 
     said: list[str] = []
     assert unfinished_run(resolved(tmp_path, "parallelism=single"), said.append) is None
     assert said == [
-        f"not gone on with {folder}, which ended early: hardware.gpus_per_node was 2 and is 1, parallelism.strategy "
-        f"was ddp and is single; to go on: training.resume={folder} 'training.resume_anyway=[world_size]'"
+        f"not resuming {folder}, which ended early: hardware.gpus_per_node was 2 and is 1, parallelism.strategy "
+        f"was ddp and is single; to resume: training.resume={folder} 'training.resume_anyway=[world_size]'"
     ]
 
 
@@ -354,7 +354,7 @@ def test_only_the_newest_is_named(tmp_path: Path, stop: Stop) -> None:
     newer = stop(resolved(tmp_path, "hardware.gpus_per_node=2"), "2026-01-02T00-00-00Z")
     said: list[str] = []
     unfinished_run(resolved(tmp_path, "hardware.gpus_per_node=1"), said.append)
-    assert [line.partition(",")[0] for line in said] == [f"not gone on with {newer}"]
+    assert [line.partition(",")[0] for line in said] == [f"not resuming {newer}"]
 
 
 def test_what_was_allowed_already_stays_allowed(tmp_path: Path, stop: Stop) -> None:
@@ -375,10 +375,10 @@ def test_shards_that_another_strategy_cannot_load_are_named(tmp_path: Path, stop
     assert unfinished_run(now, said.append) is None
     (told,) = said
     assert told.startswith(
-        f"not gone on with {folder}, which ended early: hardware.gpus_per_node was 2 and is 1, parallelism.strategy "
+        f"not resuming {folder}, which ended early: hardware.gpus_per_node was 2 and is 1, parallelism.strategy "
         "was fsdp and is single; it was saved by parallelism=fsdp, and this run has parallelism=single. Resume with "
     )
-    assert "to go on:" not in told
+    assert "to resume:" not in told
 
 
 def test_a_run_of_another_seed_is_not_named(tmp_path: Path, stop: Stop) -> None:
@@ -394,6 +394,6 @@ def test_memory_that_was_typed_is_named(tmp_path: Path, stop: Stop) -> None:
     said: list[str] = []
     assert unfinished_run(now, said.append, {"hardware.memory_gib"}) is None
     assert said == [
-        f"not gone on with {folder}, which ended early: hardware.memory_gib was 20.0 and is 10.0; to go on: "
+        f"not resuming {folder}, which ended early: hardware.memory_gib was 20.0 and is 10.0; to resume: "
         f"training.resume={folder}"
     ]

@@ -187,7 +187,7 @@ def test_a_rank_that_left_no_outcome_counts_as_unexpected(tmp_path: Path) -> Non
     write_outcome(tmp_path, 0, 0, reason="done", step=5)
     outcome = read_outcomes(tmp_path, world_size=2)
     assert (outcome.exit_code, outcome.rank) == (1, 1)
-    assert "rank 1 ended without a word" in outcome.reason
+    assert "rank 1 ended without recording a reason" in outcome.reason
 
 
 def test_an_unknown_code_keeps_its_number_in_the_reason(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_first_of_two_crashes_counts(tmp_path: Path) -> None:
 def test_killed_rank_is_named_with_the_other_outcomes(tmp_path: Path) -> None:
     write_outcome(tmp_path, rank=0, exit_code=1, reason="RuntimeError: connection closed by peer", step=4)
     outcome = read_outcomes(tmp_path, world_size=2)
-    assert outcome.reason.startswith("rank 1 ended without a word: it was killed")
+    assert outcome.reason.startswith("rank 1 ended without recording a reason: it was killed")
     assert outcome.reason.endswith("Rank 0 says: RuntimeError: connection closed by peer")
     assert outcome.step == 4
 

@@ -236,7 +236,7 @@ def test_a_job_that_is_lost_is_a_failed_trial(
     assert end is not None
     assert (end.exit_code, end.was_interrupted) == (1, False)
     assert end.reason is not None
-    assert "Slurm's job 17 ended without a message: NODE_FAIL on node1" in end.reason
+    assert "Slurm's job 17 ended without recording a reason: NODE_FAIL on node1" in end.reason
 
 
 @pytest.mark.parametrize(

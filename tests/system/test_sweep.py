@@ -92,7 +92,7 @@ def test_a_search_learns_what_is_best_and_goes_on_after_ctrl_c(start, run, tmp_p
     sweep.interrupt()
     stopped = sweep.wait(300)
     assert stopped.exit_code == 6, stopped.output
-    assert "the same command goes on with it" in stopped.output
+    assert "the same command resumes it" in stopped.output
     (folder,) = (tmp_path / "quickstart").glob("sweep-*")
     # Two where the second took its last step before it heard of the request.
     num_done = [json.loads(file.read_text())["exit_code"] for file in folder.glob("trial-00?.json")].count(0)

@@ -132,8 +132,8 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(start, run, read_run, t
     assert ended.exit_code == 1, ended.output
     failed = read_run(latest(tmp_path))
     assert failed.status["state"] == "failed"
-    assert "rank 1 ended without a word: it was killed" in failed.status["reason"]
-    assert "rank 1 ended without a word" in ended.output
+    assert "rank 1 ended without recording a reason: it was killed" in failed.status["reason"]
+    assert "rank 1 ended without recording a reason" in ended.output
     assert failed.checkpoints
 
     assert run(words).exit_code == 0  # goes on after the last checkpoint
@@ -185,7 +185,10 @@ def test_a_loss_that_is_not_finite_names_the_step_and_the_last_good_checkpoint(r
 
 STALLS = {
     "stopped": ("os.kill(os.getpid(), 19)", "has not run for"),
-    "waiting for something else": ("time.sleep(10_000)", "runs, and did not come to where the others waited"),
+    "waiting for something else": (
+        "time.sleep(10_000)",
+        "runs, but did not reach the operation in which the others waited",
+    ),
     # vfork, whose parent waits in the kernel as for a disk
     "in an uninterruptible wait": (
         "__import__('ctypes').CDLL(None).syscall(56, 0x4000 | 17, 0, 0, 0, 0) == 0 and time.sleep(10_000)",
@@ -205,6 +208,6 @@ def test_a_rank_that_stalls_is_named_with_the_last_it_reported(start, read_run, 
     assert reason in ended.output
     assert f"rank 1 on {socket.gethostname()} (process " in reason
     assert said in reason
-    assert "the last that it reported was step 3, then in broken (" in reason
+    assert "its last report was step 3, then in broken (" in reason
     assert "launcher.timeout_s=8 s. Rank 0 says: RuntimeError" in reason
     assert ranks_of(latest(tmp_path).resolve()) == []

@@ -30,7 +30,7 @@ from tunebook.evaluate.results import is_evaluated
 from tunebook.evaluate.resume import BEFORE, resume_command
 from tunebook.files import read_json
 from tunebook.hardware.disk import disk_full, is_disk_full
-from tunebook.launch.commands import evaluation_command, has_callers, ranks_command, show_command
+from tunebook.launch.commands import evaluation_command, has_rendezvous, ranks_command, show_command
 from tunebook.launch.logs import first_failure, launcher_log, make_logs, quote_log, rank_log, torchrun_log, where
 from tunebook.launch.nodes import NodeGroup
 from tunebook.launch.pulse import PulseWatch
@@ -68,7 +68,7 @@ class Attempt:
     console: Console
     nodes: NodeGroup | None = None  # if the nodes know the port beforehand
     stopped_by: str | None = None
-    asked: Sequence[signal.Signals] = ()  # stop requests that arrived while no process ran to receive them
+    stop_requests: Sequence[signal.Signals] = ()  # stop requests that arrived while no process ran to receive them
     hosts: Mapping[int, str] = field(default_factory=dict)  # by rank
     clock: StartClock = field(default_factory=StartClock)  # of this process, until the ranks start
 
@@ -97,10 +97,10 @@ class Attempt:
             self._evaluate("after")
         return outcome
 
-    def _refuse_if_asked(self) -> None:
+    def _refuse_if_stopped(self) -> None:
         """Start nothing new after a stop request. Raises: StoppedError."""
-        if self.asked:
-            self.stopped_by = self.asked[0].name
+        if self.stop_requests:
+            self.stopped_by = self.stop_requests[0].name
             raise StoppedError(f"stopped by {self.stopped_by} between two steps", problem_id="stopped")
 
     def _check_contamination(self) -> None:
@@ -124,7 +124,7 @@ class Attempt:
             raise worker_error(end, when, resume_command(self.folder, when))
 
     def _run_worker(self, when: str) -> ProcessEnd:
-        self._refuse_if_asked()
+        self._refuse_if_stopped()
         end = self._evaluate_in_container(when) if is_contained(self.config) else run_worker(self.folder, when)
         self.stopped_by = self.stopped_by or end.stopped_by
         return end
@@ -150,19 +150,19 @@ class Attempt:
         """Launch the ranks and wait for them, unless an earlier attempt has finished training."""
         if is_trained(self.folder, self.config):
             return self._read_outcomes()
-        self._refuse_if_asked()
+        self._refuse_if_stopped()
         end = self._start_ranks()
         self.stopped_by = end.stopped_by
         for rank in end.lost_ranks[:1]:
             self._quote(rank_log(self.folder, rank))
         if not (self.folder / RUN_FILE).is_file():
-            message = f"the run folder {self.folder} was removed while its run was at work"
+            message = f"the run folder {self.folder} was removed while its run was active"
             raise TunebookError(message, problem_id="run-lost")
         if not has_outcome(self.folder):
             raise self._error_without_outcome(end)
         if end.stopped_by is not None and is_trained(self.folder, self.config) and self.config.evaluation.tasks:
             message = f"stopped by {end.stopped_by} after the last step, before the evaluation"
-            raise StoppedError(f"{message}; {same_command(self.config)} goes on with it", problem_id="stopped")
+            raise StoppedError(f"{message}; {same_command(self.config)} resumes it", problem_id="stopped")
         outcome = self._with_cause(self._read_outcomes(), end)
         if end.notice is None or outcome.exit_code == 0:
             return outcome
@@ -173,7 +173,7 @@ class Attempt:
         note_launch(folder, self.clock)
         ranks = world_size(config)
         watch = PulseWatch(folder, ranks, config.launcher, is_shared=config.hardware.num_nodes > 1)
-        if has_callers(config):
+        if has_rendezvous(config):
             make_logs(folder)
             end = self._start_nodes(watch)
         else:
@@ -227,24 +227,24 @@ class Attempt:
         """Add to an outcome what only the launcher knows: which rank failed, its host and its last output."""
         reason = outcome.reason
         if end.failure is not None:
-            said = reason if outcome.time is not None else "no rank could save"
+            message = reason if outcome.time is not None else "no rank could save"
             if end.failure.problem_id == "rank-stalled" and outcome.time is not None:
                 # Leave out the guess that the stalled rank was killed: the launcher or torchrun killed it because
                 # it stalled.
-                said = f"Rank {outcome.rank} says: {read_json(outcome_file(self.folder, outcome.rank))['reason']}"
-                said += f". After that, {self._resume_command(newest_checkpoint(self.folder))}"
-            return replace(outcome, reason=f"{end.failure.message}. {said}")
+                message = f"Rank {outcome.rank} says: {read_json(outcome_file(self.folder, outcome.rank))['reason']}"
+                message += f". After that, {self._resume_command(newest_checkpoint(self.folder))}"
+            return replace(outcome, reason=f"{end.failure.message}. {message}")
         if outcome.exit_code != 1:
             return outcome
         rank, failed = outcome.rank, first_failure(self.folder) or end.failed
         if failed is not None and (failed.is_by_signal or outcome.time is None):
             rank = failed.rank
-            reason = f"rank {rank} ended without a word: {failed.how}"
+            reason = f"rank {rank} ended without recording a reason: {failed.how}"
         elif outcome.time is not None:  # silent ranks were ended because of this one
             reason = str(read_json(outcome_file(self.folder, rank))["reason"])
         self._quote(rank_log(self.folder, rank))
-        is_told = len(set(self.hosts.values())) < 2 or where(rank, self.hosts) in reason
-        return replace(outcome, reason=reason if is_told else f"{reason} [{where(rank, self.hosts)}]")
+        is_named = len(set(self.hosts.values())) < 2 or where(rank, self.hosts) in reason
+        return replace(outcome, reason=reason if is_named else f"{reason} [{where(rank, self.hosts)}]")
 
     def _quote(self, log: Path) -> None:
         """Print the end of a log, which says more than the one sentence of a record."""
@@ -269,10 +269,10 @@ class Attempt:
         who = where(failed.rank, self.hosts) if failed is not None else "the training"
         log = rank_log(self.folder, failed.rank) if failed is not None else torchrun_log(self.folder, 0)
         self._quote(log)
-        said = f"{who} {how} and could not say why; what it printed is above, and in {self.folder / 'log.txt'}"
+        message = f"{who} {how} and recorded no reason; its output is above, and in {self.folder / 'log.txt'}"
         if -code == signal.SIGKILL:
-            said += ". A kill by signal 9 is most often the system's, which ran out of memory"
-        return TunebookError(said, problem_id="run-lost")
+            message += ". A kill by signal 9 is most often the system's, which ran out of memory"
+        return TunebookError(message, problem_id="run-lost")
 
     def _is_disk_full(self) -> bool:
         """Whether the run's disk has no free space even for a small file."""
@@ -292,8 +292,8 @@ class Attempt:
 
     def _resume_command(self, newest: Path | None) -> str:
         if newest is None:
-            return "the same command begins again, since there is no checkpoint"
-        return f"{same_command(self.config)} goes on from {newest}"
+            return "the same command starts over, since there is no checkpoint"
+        return f"{same_command(self.config)} resumes from {newest}"
 
     def _progress(self) -> str:
         """Say how far ranks came that were killed before they could record it, and what happens to unsaved steps."""

@@ -86,7 +86,7 @@ def doctor_command(
     `is_measured` requests the bandwidth between the GPUs, `cpu_ranks` the bandwidth between that many processes over
     gloo.
     """
-    with _saying(console, is_quiet=as_json) as say:
+    with _show_progress(console, is_quiet=as_json) as say:
         diagnosis = diagnose(recipe, overrides, recipes_dirs, say, is_measured=is_measured, cpu_ranks=cpu_ranks)
     if as_json:
         json.dump(diagnosis.to_json(), sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
@@ -120,7 +120,7 @@ def diagnose(
     gpus = (health.facts or {"gpus": []})["gpus"]
     found.findings += check_gpus(machine, gpus, health.problem, listing, gpus_on_bus())
     found.findings += check_software(machine, config, torch)
-    _look_at_links(found, machine, request, torch, say, is_measured=is_measured, cpu_ranks=cpu_ranks)
+    _check_links(found, machine, request, torch, say, is_measured=is_measured, cpu_ranks=cpu_ranks)
     is_one_node = config is not None and config.hardware.num_nodes == 1  # communicates without network cards
     has_cards = found.topology is not None and bool(found.topology.cards) and not is_one_node
     memory = read_meminfo(MEMINFO)
@@ -154,11 +154,11 @@ def _resolve(recipe: str | None, overrides: list[str], recipes_dirs: list[Path],
         config = resolve_auto(composition.config, machine).config
         problems = check(config, composition.origins.set_by)
         findings = [finding_of(problem, Kind.recipe) for problem in problems]
-        findings += _elsewhere(config)
+        findings += _other_machines_findings(config)
         if any(problem.is_error for problem in problems):
             return Request(config=config, findings=findings)
         batch = solve_batch(config, None)
-        return Request(config=config, batch=batch, findings=[_sound(config), *findings])
+        return Request(config=config, batch=batch, findings=[_plan_finding(config), *findings])
     except RequestError as error:
         findings.append(finding_of_error(error, Kind.recipe, otherwise="recipe"))
         return Request(config=config, findings=findings)
@@ -169,7 +169,7 @@ def _names_model(override: str) -> bool:
     return key.split(".")[0].split("@")[0] == "model"
 
 
-def _sound(config: RunConfig) -> Finding:
+def _plan_finding(config: RunConfig) -> Finding:
     hardware = config.hardware
     machine = f"{hardware.num_nodes} x {hardware.gpus_per_node} {hardware.generation.name}"
     strategy = config.parallelism.strategy.name
@@ -177,7 +177,7 @@ def _sound(config: RunConfig) -> Finding:
     return Kind.recipe.ok(id="recipe", what=what)
 
 
-def _elsewhere(config: RunConfig) -> list[Finding]:
+def _other_machines_findings(config: RunConfig) -> list[Finding]:
     """Return findings for a run whose ranks start on other machines."""
     if starts_elsewhere(config):
         name = config.launcher.name.name
@@ -192,7 +192,7 @@ def _elsewhere(config: RunConfig) -> list[Finding]:
     return [Kind.recipe.ok(id="other-machines", what=what)]
 
 
-def _look_at_links(
+def _check_links(
     found: Diagnosis,
     machine: Machine,
     request: Request,
@@ -256,7 +256,7 @@ def host_memory(machine: Machine, config: RunConfig | None, memory: dict[str, in
             kind=Kind.system,
             level=Level.error,
             what=f"{what}; {needed:.1f} GiB of states are offloaded to it",
-            fix=_less_offloaded(config, machine.host_memory_gib),
+            fix=_offload_advice(config, machine.host_memory_gib),
             data=data,
         )
     if free < max(_MIN_FREE_GIB, needed):
@@ -296,7 +296,7 @@ def _nodes_memory(config: RunConfig) -> Finding:
     return Finding(id="host-memory", kind=Kind.system, level=level, what=what, fix=fix, data=data)
 
 
-def _less_offloaded(config: RunConfig, capacity: float) -> str:
+def _offload_advice(config: RunConfig, capacity: float) -> str:
     """Return the advice of `tunebook plan`, except for the memory size, which was measured here."""
     assert config.model.facts is not None, "what is offloaded is estimated from them"
     return host_advice(config, config.model.facts, capacity, otherwise="take machines with more memory")
@@ -308,7 +308,7 @@ def offloaded_gib(config: RunConfig) -> float:
 
 
 @contextmanager
-def _saying(console: Console, *, is_quiet: bool) -> Iterator[Say]:
+def _show_progress(console: Console, *, is_quiet: bool) -> Iterator[Say]:
     """Yield a function that shows the current check on a terminal, and does nothing elsewhere."""
     if is_quiet or not console.is_terminal:
         yield lambda what: None

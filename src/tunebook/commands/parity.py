@@ -33,10 +33,10 @@ def check_attended(config: RunConfig) -> None:
     try:
         check_launch(config, SweepOptions())
     except RequestError as error:  # its message names options of a sweep
-        raise RequestError(_instead(config), problem_id="parity-request") from error
+        raise RequestError(_refusal_message(config), problem_id="parity-request") from error
 
 
-def _instead(config: RunConfig) -> str:
+def _refusal_message(config: RunConfig) -> str:
     """Return parity's message for what a sweep's trials would be refused for."""
     if isinstance(config.launcher, SlurmConfig):
         return (

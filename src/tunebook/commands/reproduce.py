@@ -110,12 +110,12 @@ def reproduce_command(
         _require_whole(original)
     outputs = outputs.expanduser().absolute()
     recipes_dirs = [folder.expanduser().absolute() for folder in recipes_dirs]
-    with _where_it_was_typed(original, console):
+    with _in_original_folder(original, console):
         return _reproduce(original, outputs, recipes_dirs, console, dry_run=dry_run)
 
 
 @contextlib.contextmanager
-def _where_it_was_typed(original: Original, console: Console) -> Iterator[None]:
+def _in_original_folder(original: Original, console: Console) -> Iterator[None]:
     """Change to the folder in which the overrides were typed, so that relative paths in them still resolve."""
     there = typed_in_of(original.run / RUN_FILE) if original.run is not None else None
     if there is None or there == Path.cwd():
@@ -125,8 +125,10 @@ def _where_it_was_typed(original: Original, console: Console) -> Iterator[None]:
         with contextlib.chdir(there):
             yield
     else:
-        told = f"WARNING: {there}, where the run was started, is not here: relative paths start at {Path.cwd()}"
-        console.print(Text(f"{told}; change into the folder that holds what they name", style="yellow"), soft_wrap=True)
+        warning = f"WARNING: {there}, where the run was started, is missing: relative paths start at {Path.cwd()}"
+        console.print(
+            Text(f"{warning}; change into the folder that holds what they name", style="yellow"), soft_wrap=True
+        )
         yield
 
 
@@ -147,10 +149,10 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
             console.print(Text(line, style="yellow"), soft_wrap=True)
         require_same_files(original.manifest, job.config)
         require_same_weights(original.manifest, job.config)
-        for line in told_differences(original.manifest, job.config):
+        for line in describe_differences(original.manifest, job.config):
             console.print(Text(line), soft_wrap=True)
         if dry_run:
-            _tell_plan(original, job, recipes_dirs, console)
+            _print_plan(original, job, recipes_dirs, console)
             return 0
         recorded = choose_recorded(original, job.config, recipes_dirs)
     console.print(Text(f"to be compared with {recorded.name}"), soft_wrap=True)
@@ -159,23 +161,23 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
     if (code := _train(original, job, folder, recipes_dirs, console)) != 0:
         return code
     if isinstance(job.config.launcher, SlurmConfig) and not job.config.launcher.wait:
-        compare = shlex.join(["tunebook", *_comparing(original, folder, recipes_dirs)])
+        compare = shlex.join(["tunebook", *_compare_command(original, folder, recipes_dirs)])
         console.print(Text(f"to compare it when the job has ended: {compare}"), soft_wrap=True)
         return 0
     record = read_finished(folder)
     return show_verification(compare_run(recorded, record), record, console)
 
 
-def _tell_plan(original: Original, job: Draft, recipes_dirs: list[Path], console: Console) -> None:
+def _print_plan(original: Original, job: Draft, recipes_dirs: list[Path], console: Console) -> None:
     """Print what would run and what it would be compared with; a dry run continues if there is nothing to compare."""
     console.print(Text(f"to be run: {_train_command(job, job.overrides, recipes_dirs)}"), soft_wrap=True)
     try:
-        told, style = f"to be compared with {choose_recorded(original, job.config, recipes_dirs).name}", ""
+        note, style = f"to be compared with {choose_recorded(original, job.config, recipes_dirs).name}", ""
     except RequestError as error:
         if error.problem_id not in _NOTHING_RECORDED:
             raise
-        told, style = f"WARNING: there is nothing to verify it against, so it is not run: {error.message}", "yellow"
-    console.print(Text(told, style=style), soft_wrap=True)
+        note, style = f"WARNING: there is nothing to verify it against, so it is not run: {error.message}", "yellow"
+    console.print(Text(note, style=style), soft_wrap=True)
 
 
 def _train(original: Original, job: Draft, folder: Path, recipes_dirs: list[Path], console: Console) -> int:
@@ -183,23 +185,23 @@ def _train(original: Original, job: Draft, folder: Path, recipes_dirs: list[Path
     try:
         code = run_job(job, console, folder=folder)
     except (StoppedError, KeyboardInterrupt):
-        console.print(Text(how_to_go_on(original, job, folder, recipes_dirs)), soft_wrap=True)
+        console.print(Text(resume_instructions(original, job, folder, recipes_dirs)), soft_wrap=True)
         raise
     except Exception:
         remove_if_empty(folder)
         raise
     if code == StoppedError.exit_code:
-        console.print(Text(how_to_go_on(original, job, folder, recipes_dirs)), soft_wrap=True)
+        console.print(Text(resume_instructions(original, job, folder, recipes_dirs)), soft_wrap=True)
     return code
 
 
-def how_to_go_on(original: Original, job: Draft, folder: Path, recipes_dirs: list[Path]) -> str:
+def resume_instructions(original: Original, job: Draft, folder: Path, recipes_dirs: list[Path]) -> str:
     """Return the commands that resume a stopped reproduction; `tunebook reproduce` itself would start another run."""
     words = [word for word in job.overrides if not word.startswith("training.resume=")]
     lines = (
-        "the same `tunebook reproduce` would begin again; to go on with this run, and to compare it:",
+        "the same `tunebook reproduce` would start over; to resume this run and compare it:",
         _train_command(job, words, recipes_dirs, "--run-folder", str(folder)),
-        shlex.join(["tunebook", *_comparing(original, folder, recipes_dirs)]),
+        shlex.join(["tunebook", *_compare_command(original, folder, recipes_dirs)]),
     )
     return "\n  ".join(lines)
 
@@ -211,7 +213,7 @@ def _train_command(job: Draft, words: Sequence[str], recipes_dirs: list[Path], *
     return train if typed_in(job.config) is None else f"cd {shlex.quote(str(Path.cwd()))} && {train}"
 
 
-def _comparing(original: Original, folder: Path, recipes_dirs: list[Path]) -> list[str]:
+def _compare_command(original: Original, folder: Path, recipes_dirs: list[Path]) -> list[str]:
     """Return the command that compares a finished reproduction with the original."""
     if original.has_curve:
         return ["diff", str(original.run), str(folder)]
@@ -230,10 +232,10 @@ def require_same_config(original: Original, config: RunConfig, recipes_dirs: lis
     """
     manifest = original.manifest
     if original.run is not None:
-        _require_equal(manifest, _frozen(original.run, manifest), config)
+        _require_equal(manifest, _recorded_config(original.run, manifest), config)
         return []
     if manifest["seed"] != config.training.seed:
-        raise _otherwise(manifest, f"training.seed is {config.training.seed}, recorded with {manifest['seed']}")
+        raise _config_differs(manifest, f"training.seed is {config.training.seed}, recorded with {manifest['seed']}")
     version = manifest.get("hash_version", 1)
     if version != HASH_VERSION:
         return [
@@ -245,7 +247,7 @@ def require_same_config(original: Original, config: RunConfig, recipes_dirs: lis
     machine = machine_of_manifest(manifest["hardware"])
     there = draft_run(manifest["recipe"], original.words, recipes_dirs, machine).resolution
     if there is None or not has_hash(there.config, manifest["config_sha256"]):
-        raise _otherwise(
+        raise _config_differs(
             manifest,
             f"the configuration's hash is {config_hash(config)[:12]}, recorded with {manifest['config_sha256'][:12]}, "
             "and is another for the recorded machine too (the run's whole folder would tell which key)",
@@ -255,7 +257,7 @@ def require_same_config(original: Original, config: RunConfig, recipes_dirs: lis
     return [f"WARNING: this machine is another than the run's, and decides what was left open otherwise: {decided}"]
 
 
-def _frozen(run: Path, manifest: dict[str, Any]) -> RunConfig:
+def _recorded_config(run: Path, manifest: dict[str, Any]) -> RunConfig:
     """Return a run's configuration. Raises: RequestError if it is missing, or differs from the manifest."""
     record = read_run(run)
     if record.config is None:
@@ -271,14 +273,14 @@ def _frozen(run: Path, manifest: dict[str, Any]) -> RunConfig:
 def _require_equal(manifest: dict[str, Any], then: RunConfig, now: RunConfig) -> None:
     """Raises: RequestError unless only the machine and the split of a step differ."""
     if differing := config_differences(comparable_config(then), comparable_config(now)):
-        raise _otherwise(manifest, named_differences(differing))
+        raise _config_differs(manifest, named_differences(differing))
 
 
-def _otherwise(manifest: dict[str, Any], differing: str) -> RequestError:
+def _config_differs(manifest: dict[str, Any], differing: str) -> RequestError:
     return RequestError(
-        f"the same words come to something else here: {differing}. The book was changed since (the run is of commit "
-        f"{_commit(manifest)}), or this machine makes another choice: check that commit out, or type the recorded "
-        "values",
+        f"the same overrides give another configuration here: {differing}. The book was changed since (the run is of "
+        f"commit {_commit(manifest)}), or this machine makes another choice: check that commit out, or type the "
+        "recorded values",
         problem_id="reproduces-otherwise",
     )
 
@@ -348,7 +350,7 @@ def require_same_data(original: Original, job: Draft, console: Console) -> None:
         )
 
 
-def told_differences(manifest: dict[str, Any], config: RunConfig) -> Iterator[str]:
+def describe_differences(manifest: dict[str, Any], config: RunConfig) -> Iterator[str]:
     """Yield one line per difference in code, packages, image, variables and machine, or one line if there is none."""
     here = {
         "code": describe_code(book_root()),

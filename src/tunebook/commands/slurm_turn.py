@@ -29,8 +29,8 @@ _WARNED_EARLIER_S = 60 + 30  # Slurm may signal up to a minute early (`man sbatc
 _BY_SLURM = "SIGUSR1"  # the signal that the job script requests from Slurm before it takes the job away
 
 
-def carry_out_turn(folder: Path, asked: Sequence[signal.Signals] = ()) -> int:
-    """Run one turn of the job; return the run's exit code. `asked` holds stop requests that no step has handled."""
+def carry_out_turn(folder: Path, stop_requests: Sequence[signal.Signals] = ()) -> int:
+    """Run one turn of the job; return the run's exit code. No step has handled `stop_requests` yet."""
     console = Console(width=160)
     if removed := remove_other_launchers(os.environ):  # of the shell in which sbatch was typed, or of the site's own
         console.print(removal_notice(removed), markup=False, highlight=False, soft_wrap=True)
@@ -42,7 +42,7 @@ def carry_out_turn(folder: Path, asked: Sequence[signal.Signals] = ()) -> int:
         with working_in(folder, _LOCK_WITHIN_S) as lock:
             _begin(folder, is_done=is_trained(folder, config))
             before = newest_checkpoint(folder)
-            attempt = Attempt(config=config, folder=folder, lock=lock, console=console, asked=asked)
+            attempt = Attempt(config=config, folder=folder, lock=lock, console=console, stop_requests=stop_requests)
             try:
                 code = attempt.carry_out()
             except TunebookError as error:
@@ -97,8 +97,8 @@ def _requeue(settings: SlurmConfig, console: Console, *, has_progress: bool) -> 
         refused = patient_requeue(job_id, say)
     except TunebookError as error:
         refused = error.message
-    said = "requeued: it goes on in this folder" if refused is None else f"not requeued: {refused}"
-    console.print(f"job {job_id} {said}", markup=False, highlight=False, soft_wrap=True)
+    result = "requeued: it resumes in this folder" if refused is None else f"not requeued: {refused}"
+    console.print(f"job {job_id} {result}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _is_used_up(settings: SlurmConfig, state: JobState | None) -> bool:

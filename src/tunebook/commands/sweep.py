@@ -63,7 +63,7 @@ def sweep_command(
             console.print(Text(f"warning: {', '.join(names)}: {why}", style="yellow"), soft_wrap=True)
         return 0
     stopping = Stopping()
-    with _at_work(plan, console) as (folder, source), stopping.listening():
+    with _locked_sweep(plan, console) as (folder, source), stopping.listening():
         if plan.options.launcher_kind is not SweepLauncher.slurm:
             _wait_for_leftovers(folder, source.trials, console)
         run_one = _run_one(plan, folder, stopping, command_of or plan.command)
@@ -72,7 +72,7 @@ def sweep_command(
 
 
 @contextmanager
-def _at_work(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFolder, TrialSource]]:
+def _locked_sweep(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFolder, TrialSource]]:
     """Lock the folder of an interrupted sweep with an equal request, or a new one; yield it and the trials to run."""
     config = plan.configs[0]
     request = Request(
@@ -89,9 +89,9 @@ def _at_work(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFolder, T
             source = _source(plan, earlier)
             num_done = sum(earlier.is_done(trial) for trial in source.trials)
             if num_done < plan.num_trials:
-                told = f"going on with the sweep in {earlier.path}: {num_done} of {plan.num_trials} trials are done"
-                told += f"; to start anew: training.resume=never\n{plan.describe()}"
-                console.print(Text(told), soft_wrap=True)
+                notice = f"resuming the sweep in {earlier.path}: {num_done} of {plan.num_trials} trials are done"
+                notice += f"; to start anew: training.resume=never\n{plan.describe()}"
+                console.print(Text(notice), soft_wrap=True)
                 yield earlier, source
                 return
     folder = create(request, outputs, recipe)
@@ -118,7 +118,7 @@ def _wait_for_leftovers(folder: SweepFolder, trials: list[Trial], console: Conso
 
         if not wait_until_free(run_folder, say):
             raise RequestError(
-                f"{run_folder} is still at work, on what this sweep would use; end it, or start a sweep beside it: "
+                f"{run_folder} is still running on resources that this sweep needs; end it, or start another: "
                 "training.resume=never",
                 problem_id="sweep-is-running",
             )
@@ -157,10 +157,10 @@ def _conclude(plan: SweepPlan, folder: SweepFolder, trials: list[Trial], console
         console.print(Text(f"written: {folder.path / CSV_FILE}"), soft_wrap=True)
     again = same_command(plan.configs[0])
     if was_stopped and (len(trials) < plan.num_trials or any(map(_was_cut_short, ends))):
-        console.print(f"stopped; {again} goes on with it")
+        console.print(f"stopped; {again} resumes it")
         return EXIT_STOPPED
     if any(folder.has_filled_disk(trial) for trial in trials):
-        console.print(f"no further trials were started, since the disk is full; free some space, and {again} goes on")
+        console.print(f"no further trials were started, since the disk is full; free some space; {again} resumes it")
     elif num_left := sum(not folder.is_done(trial) for trial in trials):
         console.print(f"{again} tries {num_left} of {plan.num_trials} trials again")
     _require_metric(plan, ranking, results)

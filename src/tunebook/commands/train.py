@@ -226,7 +226,7 @@ def _make_folder(config: RunConfig, found: Path | None) -> Path:
 
 def _resume_note(config: RunConfig, folder: Path, checkpoint: Path | None) -> str:
     if is_trained(folder, config):
-        return ", trained already: going on with its evaluation"
+        return ", already trained: resuming with its evaluation"
     return f", resuming from {checkpoint}" if checkpoint is not None else ""
 
 

@@ -27,7 +27,7 @@ _RAY = "tunebook.launch.ray"
 _SLURM_JOB = "tunebook.commands.slurm_job"
 JOB_SCRIPT = "job.sh"
 DIES_WITH_PARENT = "--dies-with-parent"
-CALLED_LATER = "<address>:<port>"  # of the launcher, known once it listens
+ENDPOINT_LATER = "<address>:<port>"  # of the launcher, known once it listens
 
 
 def launch_command(config: RunConfig, folder: Path, python: str = sys.executable) -> list[str]:
@@ -37,18 +37,20 @@ def launch_command(config: RunConfig, folder: Path, python: str = sys.executable
     return ranks_command(config, folder, python=python)
 
 
-def ranks_command(config: RunConfig, folder: Path, meet: str = CALLED_LATER, python: str = sys.executable) -> list[str]:
-    """Return the command that starts every rank, in a Slurm job or not; `meet` is the launcher's address for nodes."""
+def ranks_command(
+    config: RunConfig, folder: Path, endpoint: str = ENDPOINT_LATER, python: str = sys.executable
+) -> list[str]:
+    """Return the command that starts every rank, in a Slurm job or not; `endpoint` is the launcher's."""
     if config.launcher.name is LauncherName.ray:
-        return [python, "-m", _RAY, str(folder), "--meet", meet]
-    if not has_callers(config):
+        return [python, "-m", _RAY, str(folder), "--endpoint", endpoint]
+    if not has_rendezvous(config):
         return one_node_command(config, folder, python)
     if isinstance(config.launcher, SlurmConfig):
-        return [*step_command(config), *in_container(config, folder, node_command(folder, meet, None, python))]
-    return node_command(folder, meet, config.launcher.node_rank, python)
+        return [*step_command(config), *in_container(config, folder, node_command(folder, endpoint, None, python))]
+    return node_command(folder, endpoint, config.launcher.node_rank, python)
 
 
-def has_callers(config: RunConfig) -> bool:
+def has_rendezvous(config: RunConfig) -> bool:
     """Whether processes on each node join the launcher: on several nodes, in containers, and under Ray."""
     return config.hardware.num_nodes > 1 or is_contained(config) or config.launcher.name is LauncherName.ray
 
@@ -82,17 +84,17 @@ def rank_command(folder: Path, python: str = sys.executable) -> list[str]:
     return [python, "-m", _RANK, str(folder), DIES_WITH_PARENT]
 
 
-def node_command(folder: Path, meet: str, node: int | None, python: str) -> list[str]:
+def node_command(folder: Path, endpoint: str, node: int | None, python: str) -> list[str]:
     """Return the command for one node; without a number, the node takes its number from Slurm."""
     number = [] if node is None else ["--node", str(node)]
-    return [python, "-m", _NODE, str(folder), "--meet", meet, *number]
+    return [python, "-m", _NODE, str(folder), "--endpoint", endpoint, *number]
 
 
 def evaluation_command(
-    config: RunConfig, folder: Path, meet: str, when: str, python: str = sys.executable
+    config: RunConfig, folder: Path, endpoint: str, when: str, python: str = sys.executable
 ) -> list[str]:
     """Return the command for an evaluation in a container on the first node of a Slurm job; the host may lack torch."""
-    inside = [*node_command(folder, meet, None, python), "--evaluate", when]
+    inside = [*node_command(folder, endpoint, None, python), "--evaluate", when]
     return [*step_command(config, 1), *in_container(config, folder, inside)]
 
 
@@ -103,17 +105,17 @@ def evaluation_worker(folder: Path, when: str, python: str = sys.executable) -> 
 
 def job_commands(config: RunConfig, folder: Path, python: str = sys.executable) -> list[list[str]]:
     """Return the commands that a Slurm job runs on its nodes in order; empty if the job's own process trains alone."""
-    if not has_callers(config):
+    if not has_rendezvous(config):
         return []
     evaluation = config.evaluation
     is_evaluated_inside = bool(evaluation.tasks) and is_contained(config)
     commands = [ranks_command(config, folder, python=python)]
     if is_evaluated_inside and evaluation.before:
-        commands.insert(0, evaluation_command(config, folder, CALLED_LATER, "before", python))
+        commands.insert(0, evaluation_command(config, folder, ENDPOINT_LATER, "before", python))
     if is_contained(config) and needs_check(config):
-        commands.insert(0, evaluation_command(config, folder, CALLED_LATER, CHECK, python))
+        commands.insert(0, evaluation_command(config, folder, ENDPOINT_LATER, CHECK, python))
     if is_evaluated_inside and evaluation.after:
-        commands.append(evaluation_command(config, folder, CALLED_LATER, "after", python))
+        commands.append(evaluation_command(config, folder, ENDPOINT_LATER, "after", python))
     return commands
 
 

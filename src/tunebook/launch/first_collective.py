@@ -40,7 +40,7 @@ class StartWatch(threading.Thread):
 
     def __init__(self, folder: Path, *, rank: int, num_ranks: int, start_timeout_s: float, alone_timeout_s: float):
         super().__init__(daemon=True, name="start-watch")
-        self.has_met = False  # if set, only the parent is watched
+        self.is_connected = False  # if set, only the parent is watched
         self.connect: Callable[[], TCPStore] | None = None  # to the store in which ranks report their presence
         self._folder, self._rank, self._num_ranks = folder, rank, num_ranks
         self._start_timeout_s, self._alone_timeout_s = start_timeout_s, alone_timeout_s
@@ -53,18 +53,18 @@ class StartWatch(threading.Thread):
         while True:
             time.sleep(_POLL_S)
             now = time.monotonic()
-            if now > meet_by and not self.has_met:
+            if now > meet_by and not self.is_connected:
                 limit = f"{self._start_timeout_s:g} s (launcher.start_timeout_s)"
-                self._leave(f"{self._whom()} waited {limit} for the first collective: {self._why()}")
+                self._leave(f"{self._rank_name()} waited {limit} for the first collective: {self._why()}")
             if os.getppid() != self._parent:
                 # The kernel has asked this process to stop. With its peers gone it may hang, and no other process would
                 # end it.
                 alone_since = alone_since or now
                 if now - alone_since > self._alone_timeout_s:
-                    self._leave(f"{self._whom()} lost the process that started it")
+                    self._leave(f"{self._rank_name()} lost the process that started it")
 
     def _leave(self, reason: str) -> None:
-        print(f"{reason}. Where it stands:", file=sys.stderr)
+        print(f"{reason}. Its stack:", file=sys.stderr)
         traceback.print_stack(sys._current_frames()[threading.main_thread().ident or 0])
         sys.stderr.flush()
         try:
@@ -72,7 +72,7 @@ class StartWatch(threading.Thread):
         finally:
             os._exit(1)
 
-    def _whom(self) -> str:
+    def _rank_name(self) -> str:
         return f"rank {self._rank} on {socket.gethostname()}"
 
     def _why(self) -> str:
@@ -85,14 +85,14 @@ class StartWatch(threading.Thread):
             return f"rank 0 cannot be reached ({str(error).splitlines()[0]})"
         if absent:
             names = ", ".join(map(str, absent))
-            return f"rank{'s' if len(absent) > 1 else ''} {names} did not come"
+            return f"rank{'s' if len(absent) > 1 else ''} {names} did not connect"
         return (
-            "every rank is there, but no data comes through; name the network interface between the nodes with "
+            "every rank is connected, but no data arrives; name the network interface between the nodes with "
             "NCCL_SOCKET_IFNAME (on a CPU: GLOO_SOCKET_IFNAME), and look with NCCL_DEBUG=INFO"
         )
 
 
-def meet(config: RunConfig, watch: StartWatch, is_asked_to_stop: Callable[[], bool]) -> bool:
+def meet(config: RunConfig, watch: StartWatch, is_stop_requested: Callable[[], bool]) -> bool:
     """Connect to every other rank; return whether any of them has already been asked to stop."""
     import torch
     from torch import distributed
@@ -120,9 +120,9 @@ def meet(config: RunConfig, watch: StartWatch, is_asked_to_stop: Callable[[], bo
         timeout=timeout + _LATER,
         device_id=device if is_on_gpu else None,
     )
-    asked = torch.tensor([float(is_asked_to_stop())], device=device)
-    distributed.all_reduce(asked)
-    is_stopping = asked.item() > 0  # waits for the GPU
+    stop_flag = torch.tensor([float(is_stop_requested())], device=device)
+    distributed.all_reduce(stop_flag)
+    is_stopping = stop_flag.item() > 0  # waits for the GPU
     distributed.destroy_process_group()
-    watch.has_met = True
+    watch.is_connected = True
     return is_stopping

@@ -1,4 +1,4 @@
-"""`python -m tunebook.launch.node RUN_FOLDER --meet ADDRESS:PORT`: one node's part of a run, started on that node.
+"""`python -m tunebook.launch.node RUN_FOLDER --endpoint ADDRESS:PORT`: one node's part of a run, started on that node.
 
 It joins the launcher's rendezvous, starts torchrun once all nodes have joined, and forwards stop requests to its ranks.
 It ends the ranks if the launcher is gone. It exits with the run's exit code once the launcher has published it. With
@@ -138,10 +138,10 @@ class Agent(threading.Thread):
                 raise TunebookError(message, problem_id="launcher-lost")
             if self.is_lost or (not self._has_answered and time.monotonic() > answer_by):
                 silent = f"accepted the connection and sent nothing for {self.answer_within_s:g} s"
+                what = "closed the connection" if self.is_lost else silent
                 raise TunebookError(
-                    f"what listens at {self.endpoint} {'hung up' if self.is_lost else silent}, so it is no launcher, "
-                    "or one that was killed; is launcher.master_port the one that node 0 printed or was given, and "
-                    "does node 0 still run?",
+                    f"what listens at {self.endpoint} {what}, so it is not a launcher, or one that was killed; is "
+                    "launcher.master_port the one that node 0 printed or was given, and does node 0 still run?",
                     problem_id="launcher-out-of-reach",
                 )
             time.sleep(POLL_S)
@@ -291,7 +291,7 @@ def main() -> int:
     """Run one node's part for the given run folder."""
     parser = argparse.ArgumentParser(prog="python -m tunebook.launch.node")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--meet", required=True)
+    parser.add_argument("--endpoint", required=True)
     parser.add_argument("--node", type=int, default=os.environ.get("SLURM_NODEID", "0"))
     parser.add_argument("--evaluate", choices=("contamination", "before", "after"))
     arguments = parser.parse_args()
@@ -304,7 +304,7 @@ def main() -> int:
     try:
         if not (folder / RUN_FILE).is_file():
             raise RequestError(str(folder_problem(folder)), problem_id="folder-not-shared")
-        return take_part(load_config(folder / RUN_FILE), arguments.meet, node, say, evaluation=arguments.evaluate)
+        return take_part(load_config(folder / RUN_FILE), arguments.endpoint, node, say, evaluation=arguments.evaluate)
     except TunebookError as error:
         print(f"node {node}: {error.message}", file=sys.stderr)
         return error.exit_code

@@ -115,7 +115,7 @@ class NodeGroup:
     @property
     def is_over(self) -> bool:
         """Whether no node is active any more, after all were active or the run was given up."""
-        return not self._is_any_at_work() if self.is_running else self.launcher.closed is not None
+        return not self._is_any_active() if self.is_running else self.launcher.closed is not None
 
     def stop(self, number: signal.Signals, kill_after_s: float | None = None) -> None:
         """Send a stop request to the ranks of every node; safe to call from a signal handler."""
@@ -153,14 +153,14 @@ class NodeGroup:
             number, kill_after_s = self._stops.pop(0)
             self._stop_ranks(number, kill_after_s, f"stopped by {number.name} before the start")
         self._read()
-        if self.is_running and self._is_ray and not self._is_any_at_work():
+        if self.is_running and self._is_ray and not self._is_any_active():
             self._await_restart()
         elif not self.is_running and self.launcher.closed is None:
             self._start_or_give_up()
         publish(self._store, self.launcher)
 
-    def _is_any_at_work(self) -> bool:
-        return any(state.is_at_work for state in self.members.values())
+    def _is_any_active(self) -> bool:
+        return any(state.is_active for state in self.members.values())
 
     def _stop_ranks(self, number: signal.Signals, kill_after_s: float | None, why: str) -> None:
         """Stop running ranks; before the start, send away every node, including those that join later."""
@@ -190,7 +190,7 @@ class NodeGroup:
         """Let a process take part as its node, or refuse it; if another is that node, find out whether it still is."""
         other, why = self.members.get(new.node), self._why_refused(new)
         if other is not None and self._is_ray:  # Ray never runs a rank twice, so the earlier process is gone
-            if self.is_running and other.is_at_work:
+            if self.is_running and other.is_active:
                 other.silent_s = float("inf")
                 self._handle_end(other)
             if self.is_running:
@@ -236,8 +236,8 @@ class NodeGroup:
             return f"{who} joined, and the run has already started with all its nodes; wait for it to end"
         if self._code is not None and state.code != self._code:
             return (
-                f"{who} has other code of Tunebook in its container than the launcher: its files have the hash "
-                f"{state.code[:12]}, the launcher's {self._code[:12]}; update the image of every node (make image, or "
+                f"{who} has different Tunebook code in its container than the launcher: its files have the hash "
+                f"{state.code[:12]} instead of {self._code[:12]}; update the image of every node (make image, or "
                 "make pull), or run the code in it: TUNEBOOK_USE_IMAGE_SOURCES=1"
             )
         return f"{who} cannot take part: {'; '.join(state.problems)}" if state.problems else None
@@ -246,17 +246,17 @@ class NodeGroup:
         """Say how a node differs from another in what all nodes must share; None if it does not."""
         who, them = self._name(state), self._name(other)
         if state.versions != other.versions:
-            return f"{who} has other software than {them}: {state.versions}, and there {other.versions}"
+            return f"{who} has different software than {them}: {state.versions} instead of {other.versions}"
         if state.code != other.code:
             return (
-                f"{who} has other code of Tunebook than {them}, of the same version: its files have the hash "
-                f"{state.code[:12]}, and there {other.code[:12]}; bring every node to the same commit without local "
+                f"{who} has different Tunebook code than {them}, of the same version: its files have the hash "
+                f"{state.code[:12]} instead of {other.code[:12]}; bring every node to the same commit without local "
                 "changes (git rev-parse HEAD; git status --short), or use one checkout that all nodes share"
             )
         if None not in (state.weights, other.weights) and state.weights != other.weights:
             return (  # some strategies read every copy, others only the first node's
-                f"{who} has other weights of the base model in model.path than {them}: their fingerprint is "
-                f"{str(state.weights)[:12]}, and there {str(other.weights)[:12]}; copy the folder again to the nodes "
+                f"{who} has different weights of the base model in model.path than {them}: the fingerprint is "
+                f"{str(state.weights)[:12]} instead of {str(other.weights)[:12]}; copy the folder again to the nodes "
                 "that differ, or name one that all nodes share: model.path=/a/shared/folder"
             )
         return None
@@ -271,7 +271,7 @@ class NodeGroup:
             self.stop(signal.Signals[name])
         if state.notice is not None and before.notice is None:
             self._take_notice(state.notice["ranks"], state.notice["gone_in_s"])
-        if before.is_at_work and not state.is_at_work:
+        if before.is_active and not state.is_active:
             self._handle_end(state)
 
     def _handle_end(self, state: NodeState) -> None:
@@ -280,7 +280,7 @@ class NodeGroup:
         if state.exit_code is None:
             last = f" to {ranks[-1]}" if len(ranks) > 1 else ""
             with_ranks = "" if self._is_ray else f" with rank{'s' if last else ''} {ranks[0]}{last}"
-            lost = _node_missing(f"{who} was lost{with_ranks}: its launcher was killed, or the machine")
+            lost = _node_missing(f"{who} was lost{with_ranks}: its launcher was killed, or the machine failed")
             self.lost_ranks = ranks
             self.give_up(lost, timeout_s=self._config.launcher.stop_timeout_s)
         elif state.problems:
@@ -316,9 +316,9 @@ class NodeGroup:
             self.launcher.stops, self.launcher.members = [], [state.id for state in states]
         elif time.monotonic() > self._start_by:
             limit = f"{self._config.launcher.start_timeout_s:g} s (launcher.start_timeout_s)"
-            self.give_up(_node_missing(f"{self.missing()} within {limit}{self._after_what()}"))
+            self.give_up(_node_missing(f"{self.missing()} within {limit}{self._previous_end()}"))
 
-    def _after_what(self) -> str:
+    def _previous_end(self) -> str:
         """Describe how the previous attempt ended; empty if there was none."""
         if self.failure is not None:
             return f" after {self.failure.message}"
@@ -331,7 +331,7 @@ class NodeGroup:
         when = "" if gone_in_s is None else f" in {gone_in_s:.0f} s"
         hosts = ", ".join(sorted({self.hosts[rank] for rank in ranks}))
         named = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-        self.notice = f"{hosts} is to be taken away{when}, with {named}"
+        self.notice = f"{hosts} will be preempted{when}, with {named}"
         timeout_s = self._config.launcher.stop_timeout_s
         self.stop(signal.SIGTERM, timeout_s if gone_in_s is None else min(timeout_s, gone_in_s))
 

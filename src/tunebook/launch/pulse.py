@@ -92,9 +92,9 @@ class PulseWriter(threading.Thread):
         while True:
             pulse = self.pulse()
             with suppress(OSError):
-                beside = self._file.with_suffix(".new")  # not flushed: only the newest one counts
-                beside.write_text(json.dumps(asdict(pulse)), encoding="utf-8")
-                beside.replace(self._file)
+                new_file = self._file.with_suffix(".new")  # not flushed: only the newest one counts
+                new_file.write_text(json.dumps(asdict(pulse)), encoding="utf-8")
+                new_file.replace(self._file)
             next_at = time.monotonic() + self._interval_s
             time.sleep(self._gap_s)
             while self._clock.step == pulse.step and (left_s := next_at - time.monotonic()) > 0:
@@ -209,7 +209,7 @@ class PulseWatch:
         failed = self._ended() | failed_by_themselves(self._folder)
         if not any(_TIMED_OUT.search(last_text(rank_log(self._folder, rank))) for rank in failed):
             return []
-        how = "runs, and did not come to where the others waited"
+        how = "runs, but did not reach the operation in which the others waited"
         return [(pulse, how) for rank, pulse in sorted(self._pulses.items()) if rank not in failed]
 
     def _ended(self) -> set[int]:
@@ -219,10 +219,10 @@ class PulseWatch:
     def _named(self, found: list[tuple[Pulse, str]]) -> TunebookError | None:
         if not found:
             return None
-        told = "; ".join(
-            f"{where(pulse.rank, {pulse.rank: pulse.host})} (process {pulse.process}) {how}; the last that it reported "
+        stalled = "; ".join(
+            f"{where(pulse.rank, {pulse.rank: pulse.host})} (process {pulse.process}) {how}; its last report "
             f"was {pulse.reported}, then in {pulse.doing}"
             for pulse, how in found
         )
         others = f"the other ranks wait for launcher.timeout_s={self._timeout_s} s"
-        return TunebookError(f"{told}; {others}", problem_id="rank-stalled")
+        return TunebookError(f"{stalled}; {others}", problem_id="rank-stalled")

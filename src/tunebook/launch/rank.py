@@ -66,7 +66,7 @@ def _meet_and_train(folder: Path, rank: int, request: StopRequest, watch: StartW
         is_stopping = meet(load_config(folder / "run.yaml"), watch, lambda: request.name is not None)
     except Exception as error:  # from torch, NCCL or gloo
         traceback.print_exc()
-        reason = f"{where(rank, {rank: socket.gethostname()})} could not meet the other ranks: {error}"
+        reason = f"{where(rank, {rank: socket.gethostname()})} could not connect to the other ranks: {error}"
         write_outcome(folder, rank=rank, exit_code=1, reason=reason)
         return 1
     if is_stopping:

@@ -62,7 +62,7 @@ class NodeState:
         return self.has_left or self.silent_s > LOST_AFTER_S
 
     @property
-    def is_at_work(self) -> bool:
+    def is_active(self) -> bool:
         """Whether its ranks may still run."""
         return self.exit_code is None and not self.has_gone
 

@@ -71,7 +71,7 @@ def unfinished_run(
             continue
         if not is_wanted(folder, sha256):
             if why := _why_not_resumed(config, folder, sha256, asked, is_newest=is_newest):
-                say(f"not gone on with {folder}, which ended early: {why}")
+                say(f"not resuming {folder}, which ended early: {why}")
             is_newest = False
             continue
         # The newest run of this configuration decides: if it has finished, there is nothing to resume.
@@ -80,7 +80,7 @@ def unfinished_run(
         if _has_progress(folder, config):
             return folder
         for checkpoint, why in passed_over(folder).items():
-            say(f"not gone on from {checkpoint}: {why}")
+            say(f"not resuming from {checkpoint}: {why}")
         return None
     return None
 
@@ -92,7 +92,7 @@ def _why_not_resumed(
     if config.training.resume != "auto":
         return None  # the user named where to resume
     if words := overrides_to_match(config, folder, sha256, asked):
-        return f"what was left open is decided otherwise now; to go on with it, add {' '.join(words)}"
+        return f"settings left to auto are decided differently now; to resume it, add {' '.join(words)}"
     return machine_difference(config, folder, sha256, asked) if is_newest else None
 
 
@@ -129,17 +129,17 @@ def _why_taken(config: RunConfig, folder: Path, asked: Collection[str]) -> str |
     manifest = _read_manifest(folder)
     state = manifest["status"]["state"]
     if config.training.resume == "never":
-        return f"it holds a run ({state}), and training.resume=never says not to go on with one"
+        return f"it holds a run ({state}), and training.resume=never forbids resuming it"
     sha256 = hash_of_run(folder, manifest)
     if not is_same_run(config, folder, sha256, asked):
         words = overrides_to_match(config, folder, sha256, asked)
-        add = f"; add {' '.join(words)} to go on with it, which is decided otherwise now" if words else ""
+        add = f"; add {' '.join(words)} to resume it, which auto decides differently now" if words else ""
         return f"it holds a run ({state}) of another configuration, which is in {folder / 'run.yaml'}{add}"
     if state == RunState.finished.name:
         return "its run has finished (evaluate it again with: tunebook eval)"
     if state == RunState.invalid.name:
         return "its run ended with a loss that is not finite, and would again"
-    return None if _is_unfinished(folder, manifest) else "a run is at work in it"
+    return None if _is_unfinished(folder, manifest) else "a run is active in it"
 
 
 def _is_unfinished(folder: Path, manifest: dict[str, Any]) -> bool:
@@ -216,11 +216,11 @@ def machine_difference(config: RunConfig, folder: Path, sha256: str, asked: Coll
     if not changed or config_hash(own) != sha256:
         return None
     changed += _changed_keys(theirs, config, ("parallelism.strategy",))
-    told = [f"{key} was {as_typed(_plain(theirs, key))} and is {as_typed(_plain(config, key))}" for key in changed]
-    return f"{', '.join(told)}; {_going_on(config, folder, read_record(checkpoint).identity)}"
+    changes = [f"{key} was {as_typed(_plain(theirs, key))} and is {as_typed(_plain(config, key))}" for key in changed]
+    return f"{', '.join(changes)}; {_resume_text(config, folder, read_record(checkpoint).identity)}"
 
 
-def _going_on(config: RunConfig, folder: Path, theirs: Identity) -> str:
+def _resume_text(config: RunConfig, folder: Path, theirs: Identity) -> str:
     """Say what to type to resume a checkpoint of a run on another machine, or why that is impossible."""
     # Of data and model, only the configurations are compared here; both name the same.
     strategy = config.parallelism.strategy.name
@@ -232,7 +232,7 @@ def _going_on(config: RunConfig, folder: Path, theirs: Identity) -> str:
     needed = {*(difference.allowed_by for difference in found), *config.training.resume_anyway}
     names = ",".join(name.name for name in ResumeAnyway if name in needed)
     anyway = f" 'training.resume_anyway=[{names}]'" if names else ""
-    return f"to go on: {typed('training.resume', str(folder))}{anyway}"
+    return f"to resume: {typed('training.resume', str(folder))}{anyway}"
 
 
 def _recorded_config(folder: Path) -> RunConfig | None:

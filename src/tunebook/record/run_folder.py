@@ -296,7 +296,7 @@ def outcome_file(folder: Path, rank: int) -> Path:
 def _read_outcome(folder: Path, rank: int) -> Outcome:
     file = outcome_file(folder, rank)
     if not file.is_file():
-        reason = f"rank {rank} ended without a word: it was killed (out of memory?), or crashed"
+        reason = f"rank {rank} ended without recording a reason: it was killed (out of memory?), or crashed"
         return Outcome(rank=rank, exit_code=1, reason=reason, step=None, last_checkpoint=None)
     outcome = Outcome(**read_json(file))
     if outcome.exit_code not in _MOST_SPECIFIC:  # a signal's number, or a library's own code

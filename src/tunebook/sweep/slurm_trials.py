@@ -223,7 +223,7 @@ class RunInSlurm:
 
     def _lost(self, trial: Trial, job_id: str, how: str) -> TrialEnd:
         output = self.folder.path / f"{trial.name}.slurm-{job_id}.out"
-        reason = f"Slurm's job {job_id} ended without a message: {how}; look at {output}"
+        reason = f"Slurm's job {job_id} ended without recording a reason: {how}; look at {output}"
         interrupted = self.stopping.num_requests > 0
         return TrialEnd(exit_code=1, seconds=0.0, was_interrupted=interrupted, reason=reason)
 

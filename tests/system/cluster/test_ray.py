@@ -153,7 +153,7 @@ def test_one_that_may_not_be_started_again_ends_with_the_rank_that_died(cluster,
     os.kill(process, signal.SIGKILL)
     ended = running.wait(120)
     assert ended.exit_code == 1, ended.output
-    assert "rank 1 ended without a word: it was killed by SIGKILL" in read_run(folder).status["reason"]
+    assert "rank 1 ended without recording a reason: it was killed by SIGKILL" in read_run(folder).status["reason"]
     assert f"[rank 1 on {host}]" in read_run(folder).status["reason"]
     leaves_nothing()
 
@@ -215,7 +215,7 @@ def test_before_a_machine_is_taken_away_the_run_saves_and_the_same_command_goes_
     stopped = read_run(folder)
     losses = stopped.losses
     steps = len(losses)
-    said = rf"node2 is to be taken away in \d+ s, with rank {lost}\. stopped by SIGTERM after step {steps}, saved in"
+    said = rf"node2 will be preempted in \d+ s, with rank {lost}\. stopped by SIGTERM after step {steps}, saved in"
     assert re.match(said, stopped.status["reason"]), stopped.status["reason"]
     assert stopped.checkpoints == [f"checkpoint-{steps}"]
     leaves_nothing()

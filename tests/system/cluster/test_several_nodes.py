@@ -71,7 +71,7 @@ def test_a_rank_that_is_killed_ends_the_run_on_both_and_is_named(start_pair, rea
     first, second = pair.wait()
     assert (first.exit_code, second.exit_code) == (1, 1), first.output + second.output
     reason = read_run(pair.folder).status["reason"]
-    assert "rank 1 ended without a word: it was killed by SIGKILL" in reason
+    assert "rank 1 ended without recording a reason: it was killed by SIGKILL" in reason
     assert "[rank 1 on node4]" in reason
     assert "rank 1 on node4" in first.output
     assert "the last lines of logs/rank-1.log:\n    the last thing it said" in first.output
@@ -175,17 +175,17 @@ def test_nodes_that_were_asked_for_different_runs_do_not_start(start_pair, leave
     first, second = start_pair(second=("training.seed=1",)).wait()
     assert (first.exit_code, second.exit_code) == (2, 2), first.output + second.output
     for ended in (first, second):
-        assert "node 1 (node4) was asked for another run" in ended.output
+        assert "node 1 (node4) was started for another run" in ended.output
     leaves_nothing(2)
 
 
 @pytest.mark.parametrize(
     ("program", "says"),
     [
-        ("import time; time.sleep(600)", "rank 1 did not come"),
+        ("import time; time.sleep(600)", "rank 1 did not connect"),
         (
             "import time\nimport torch.distributed as d\nd.all_reduce = lambda *a: time.sleep(600)",
-            "no data comes through",
+            "no data arrives",
         ),
     ],
     ids=["never-arrives", "first-collective-hangs"],

@@ -96,7 +96,7 @@ def test_a_preempted_job_saves_is_requeued_and_finishes_in_its_folder(
         *["sbatch", "--parsable", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null"],
         *["--wrap", "sleep 300"],
     )
-    running.wait_for(lambda: "requeued: it goes on in this folder" in running.output, 120)
+    running.wait_for(lambda: "requeued: it resumes in this folder" in running.output, 120)
     running.wait_for(lambda: in_slurm("squeue", "--noheader", "--format=%T", f"--job={urgent}") == "RUNNING", 120)
     stopped = read_run(place)
     assert stopped.status["state"] == "stopped"
@@ -136,7 +136,7 @@ def test_a_rank_that_is_killed_is_named_with_its_node(start_job, read_run, leave
     ended = running.wait(150)
     assert ended.exit_code == 1, ended.output
     reason = read_run(folder).status["reason"]
-    assert "rank 1 ended without a word: it was killed by SIGKILL" in reason
+    assert "rank 1 ended without recording a reason: it was killed by SIGKILL" in reason
     assert "[rank 1 on node2]" in reason
     assert reason in ended.output
     leaves_nothing()
@@ -161,7 +161,7 @@ def test_a_hang_in_the_first_collective_ends_the_job_in_time(start_job, read_run
     assert ended.exit_code == 1, ended.output
     reason = read_run(folder).status["reason"]
     assert re.search(r"rank [01] on node[12] waited 40 s \(launcher.start_timeout_s\) for the first collective", reason)
-    assert "no data comes through" in reason
+    assert "no data arrives" in reason
     assert re.search(r"the last lines of logs/rank-[01].log:\n", ended.output)
     leaves_nothing()
 
@@ -174,7 +174,7 @@ def test_a_killed_head_ends_the_job_and_is_not_taken_for_success(start_job, read
     os.kill(head, signal.SIGKILL)
     ended = running.wait(150)
     assert ended.exit_code == 1, ended.output
-    assert "ended without a word: FAILED" in ended.output
+    assert "ended without recording a reason: FAILED" in ended.output
     assert read_run(place).status["state"] == "failed"
     leaves_nothing(45)  # Slurm itself gives the job's steps half a minute
 

@@ -164,5 +164,5 @@ def test_a_job_that_is_killed_is_a_row_and_the_search_goes_on(
     assert ended.exit_code == 1, ended.output
     rows = rows_of(tmp_path)
     assert [row["exit_code"] for row in rows] == ["0", "0", "1"]
-    assert f"Slurm's job {record['job_id']} ended without a word: FAILED" in rows[2]["how_it_ended"]
+    assert f"Slurm's job {record['job_id']} ended without recording a reason: FAILED" in rows[2]["how_it_ended"]
     leaves_nothing(30)

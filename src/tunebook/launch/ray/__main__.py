@@ -1,4 +1,4 @@
-"""`python -m tunebook.launch.ray RUN_FOLDER --meet ADDRESS:PORT`: run Ray Train's TorchTrainer for a run folder.
+"""`python -m tunebook.launch.ray RUN_FOLDER --endpoint ADDRESS:PORT`: run Ray Train's TorchTrainer for a run folder.
 
 Ray places the workers, gives each its GPU, and restarts all of them when one is lost. The ranks then resume from the
 newest checkpoint of the run folder. The launcher that started this process follows the ranks.
@@ -73,7 +73,7 @@ def main() -> int:
     """Start the workers and wait for them; the run's outcome is in its folder."""
     parser = argparse.ArgumentParser(prog="python -m tunebook.launch.ray")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--meet", required=True)
+    parser.add_argument("--endpoint", required=True)
     words = parser.parse_args()
     config = load_config(words.folder / RUN_FILE)
     settings = config.launcher
@@ -81,7 +81,7 @@ def main() -> int:
     os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(settings.start_timeout_s))
     ray = connect(settings.address, runtime_env(settings))
     try:
-        make_trainer(config, words.folder, words.meet).fit()
+        make_trainer(config, words.folder, words.endpoint).fit()
     finally:
         ray.shutdown()
     return 0

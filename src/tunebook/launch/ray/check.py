@@ -63,10 +63,10 @@ def cluster_resources(address: str, timeout_s: float = CLUSTER_TIMEOUT_S) -> dic
             socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
         except OSError as error:
             raise _out_of_reach(address, error.strerror or str(error)) from error
-    return _asked(address, timeout_s)
+    return _query(address, timeout_s)
 
 
-def _asked(address: str, timeout_s: float) -> dict[str, float]:
+def _query(address: str, timeout_s: float) -> dict[str, float]:
     try:
         answer = subprocess.run(
             _command(address), capture_output=True, text=True, timeout=timeout_s, start_new_session=True
@@ -74,13 +74,13 @@ def _asked(address: str, timeout_s: float) -> dict[str, float]:
     except subprocess.TimeoutExpired as error:
         raise _out_of_reach(address, f"no answer within {timeout_s:g} s") from error
     try:
-        said: dict[str, Any] = json.loads(answer.stdout.strip().rpartition("\n")[2])
+        answered: dict[str, Any] = json.loads(answer.stdout.strip().rpartition("\n")[2])
     except ValueError:
         last = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
         raise _out_of_reach(address, last) from None
-    if "error" in said:
-        raise _out_of_reach(address, said["error"])
-    return {name: float(value) for name, value in said["resources"].items()}
+    if "error" in answered:
+        raise _out_of_reach(address, answered["error"])
+    return {name: float(value) for name, value in answered["resources"].items()}
 
 
 def local_resources() -> dict[str, float] | None:
@@ -90,7 +90,7 @@ def local_resources() -> dict[str, float] | None:
     under taskset, and fewer if a container's CPU share is limited.
     """
     try:
-        return _asked("local", CLUSTER_TIMEOUT_S)
+        return _query("local", CLUSTER_TIMEOUT_S)
     except RequestError:
         return None  # the run's own start reports the cause, with its own timeout
 
@@ -147,12 +147,12 @@ def main() -> None:
     """Print `{"resources": ...}` or `{"error": ...}`."""
     try:
         ray = connect(sys.argv[1])
-        said = {"resources": ray.cluster_resources()}
+        answered = {"resources": ray.cluster_resources()}
         if sys.argv[1] == "local":
             ray.shutdown()  # it was started only for this query
     except Exception as error:  # from Ray, which documents no base class
-        said = {"error": str(error).strip().splitlines()[0]}
-    print(json.dumps(said), flush=True)
+        answered = {"error": str(error).strip().splitlines()[0]}
+    print(json.dumps(answered), flush=True)
     os._exit(0)  # skips Ray's own shutdown, which waits for the head
 
 

@@ -97,10 +97,10 @@ class NoticeWatch(threading.Thread):
     workers from reading what the launcher publishes.
     """
 
-    def __init__(self, ask: Callable[[], Any], hand_on: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, ask: Callable[[], Any], forward: Callable[[dict[str, Any]], None]) -> None:
         super().__init__(name="notices", daemon=True)  # it may wait for a worker that is gone
         self.has_come = False
-        self._ask, self._hand_on = ask, hand_on
+        self._ask, self._forward = ask, forward
 
     def run(self) -> None:
         """Poll until there is a notice."""
@@ -110,7 +110,7 @@ class NoticeWatch(threading.Thread):
         except Exception:  # from Ray: it ends this worker, or has lost another, which the launcher sees
             return
         self.has_come = True
-        self._hand_on(notice_of(info, time.time()))
+        self._forward(notice_of(info, time.time()))
 
 
 def notice_of(info: Any, now: float) -> dict[str, Any]:

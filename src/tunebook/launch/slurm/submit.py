@@ -55,7 +55,7 @@ def job_script(config: RunConfig, folder: Path, python: str = sys.executable) ->
         f"{config.title or 'A run'}: the job of {folder}",
         f"Submitted by tunebook train; again by hand: sbatch {shlex.quote(str(folder / JOB_SCRIPT))}",
         f"Slurm sends USR1 {settings.stop_timeout_s} s before the time limit, and on preemption where set to; the run",
-        f"saves, and {'asks to be requeued: it then goes on in this folder' if settings.requeue else 'ends'}.",
+        f"saves, and {'asks to be requeued: it then resumes in this folder' if settings.requeue else 'ends'}.",
     ]
     return script_text(comments, option_words(config, folder), job_body(folder, python))
 
@@ -72,7 +72,7 @@ def submit(config: RunConfig, folder: Path, console: Console) -> str:
         raise
     update_manifest(folder, {"slurm": {"job_id": job_id}})
     output = output_file(folder, job_id)
-    state = _state_if_told(job_id)
+    state = _state_if_known(job_id)
     lines = [
         f"submitted as job {job_id}" + (f", {state.text()}" if state is not None else ""),
         f"  what it prints:  tail -F {shlex.quote(str(output))}",
@@ -84,7 +84,7 @@ def submit(config: RunConfig, folder: Path, console: Console) -> str:
     return job_id
 
 
-def _state_if_told(job_id: str) -> JobState | None:
+def _state_if_known(job_id: str) -> JobState | None:
     """Return the state of a job just submitted; None if the controller does not respond: the job exists anyway."""
     try:
         return job_state(job_id)
@@ -211,12 +211,12 @@ def _exit_code(job_id: str, folder: Path, state: JobState | None) -> int:
         time.sleep(_POLL_S)
     how = state.text() if state is not None else "gone from Slurm's list"
     if state is not None and state.name == "CANCELLED":
-        reason = f"Slurm's job {job_id} was cancelled before it could save"
+        reason = f"Slurm's job {job_id} was canceled before it could save"
         finish_manifest(folder, RunState.stopped, StoppedError.exit_code, reason)
         raise StoppedError(reason, problem_id="stopped")
     reason = (
-        f"Slurm's job {job_id} ended without a word: {how}; look at {output_file(folder, job_id)}. Where that is "
-        "missing, the nodes do not see this folder or this Python: both must lie on a file system that all nodes share"
+        f"Slurm's job {job_id} ended without recording a reason: {how}; look at {output_file(folder, job_id)}. If that "
+        "is missing, the nodes cannot see this folder or this Python; put both on a file system that all nodes share"
     )
     finish_manifest(folder, RunState.failed, 1, reason)
     raise TunebookError(reason, problem_id="slurm-job-lost")
