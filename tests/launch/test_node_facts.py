@@ -150,7 +150,7 @@ def test_the_code_is_told_apart_by_its_content_and_by_nothing_else(tmp_path, mon
 
 def test_a_node_reports_its_software_and_code():
     """Else two checkouts of one version could train together on different data."""
-    facts = node_facts(resolve_auto(compose("quickstart", []).config, H100S).config, is_judged=False)
+    facts = node_facts(resolve_auto(compose("quickstart", []).config, H100S).config, checks_machine=False)
     assert facts["code"] == code_hash()
     assert len(facts["code"]) == 64
     assert facts["versions"].startswith("tunebook ")
@@ -169,7 +169,7 @@ def test_one_of_several_nodes_says_which_weights_it_has(tmp_path, monkeypatch):
     weights = node_facts(config)["weights"]
     assert weights is not None
     assert weights == weights_fingerprint(config.model)
-    assert "weights" not in node_facts(config, is_judged=False)
+    assert "weights" not in node_facts(config, checks_machine=False)
     (tmp_path / "base" / "model.safetensors").write_bytes(b"cut off")
     assert node_facts(config)["weights"] is None, "the rank that reads it says why it cannot"
 

@@ -90,7 +90,7 @@ def _locked_sweep(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFold
             num_done = sum(earlier.is_done(trial) for trial in source.trials)
             if num_done < plan.num_trials:
                 notice = f"resuming the sweep in {earlier.path}: {num_done} of {plan.num_trials} trials are done"
-                notice += f"; to start anew: training.resume=never\n{plan.describe()}"
+                notice += f"; to start over: training.resume=never\n{plan.describe()}"
                 console.print(Text(notice), soft_wrap=True)
                 yield earlier, source
                 return

@@ -30,10 +30,10 @@ _SAME_EVERYWHERE = ("tunebook", "torch", "transformers", "accelerate", "deepspee
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
-def node_facts(config: RunConfig, *, is_judged: bool = True) -> dict[str, Any]:
-    """Return this node's facts, keyed as in `NodeState`; `is_judged` adds those that one rank may check for all."""
+def node_facts(config: RunConfig, *, checks_machine: bool = True) -> dict[str, Any]:
+    """Return this node's facts, keyed as in `NodeState`; `checks_machine` adds those that one rank checks for all."""
     facts: dict[str, Any] = {"host": socket.gethostname(), "versions": software(), "code": code_hash()}
-    if not is_judged:
+    if not checks_machine:
         return facts
     weights = None
     if config.hardware.num_nodes > 1:
@@ -70,7 +70,7 @@ def code_hash() -> str:
 
 
 def node_problems(config: RunConfig) -> list[str]:
-    """Say what this machine lacks for its ranks."""
+    """Return what this machine is missing for its ranks."""
     launcher = LauncherConfig(name=LauncherName.local)  # a node is checked as the machine it is
     machine = detect_machine()
     found = check_environment(replace(config, launcher=launcher), machine)

@@ -127,7 +127,7 @@ class PulseWriter(threading.Thread):
 
 def _place(frame: FrameType | None) -> str:
     if frame is None:
-        return "nothing that Python knows"
+        return "no Python code"
     file = "/".join(Path(frame.f_code.co_filename).parts[-_NUM_PLACE_PARTS:])
     return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})"
 

@@ -15,8 +15,8 @@ def test_a_worker_looks_at_its_machine_before_it_joins(monkeypatch, tmp_path, lo
     """Drivers that wake up take longer than a launcher waits for the facts of a node that has connected."""
     order = []
 
-    def look(_config, *, is_judged):
-        order.append(f"look, judged: {is_judged}")
+    def look(_config, *, checks_machine):
+        order.append(f"look, checks machine: {checks_machine}")
         return {}
 
     def connect(*_words, **_options):
@@ -39,7 +39,7 @@ def test_a_worker_looks_at_its_machine_before_it_joins(monkeypatch, tmp_path, lo
     monkeypatch.setattr(node, "find_launcher", connect)
     with pytest.raises(TunebookError, match="no answer"):
         worker.work({"folder": str(tmp_path), "token": "word", "endpoint": "head:1", "working_folder": "/"})
-    assert order == [f"look, judged: {local_rank == 0}", "connect"]
+    assert order == [f"look, checks machine: {local_rank == 0}", "connect"]
 
 
 def info(deadline_ms=None, ranks=(1,)):

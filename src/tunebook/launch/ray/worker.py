@@ -43,7 +43,7 @@ def work(settings: dict[str, str]) -> None:
     config = load_config(folder / RUN_FILE)
     # The store for the rendezvous of the ranks; it lives as long as this worker.
     store = open_store("0.0.0.0", 0, is_master=True) if rank == 0 else None
-    facts = node_facts(config, is_judged=context.get_local_rank() == 0)
+    facts = node_facts(config, checks_machine=context.get_local_rank() == 0)
     facts["port"] = store.port if store is not None else 0
     facts["machine"] = import_module("ray").get_runtime_context().get_node_id()
     agent = join_launcher(config, settings["endpoint"], rank, print, [], facts)
