@@ -79,8 +79,8 @@ def join():
         return agent
 
     yield begin
-    for link in made:
-        link.close()
+    for agent in made:
+        agent.close()
 
 
 def wait_for(condition):
@@ -103,28 +103,28 @@ def poll(group, times=3):
     time.sleep(0.05)
 
 
-def kill(link):
+def kill(agent):
     """As when a node's process is killed: it publishes nothing any more."""
 
     def end(timeout):
         raise OSError("killed")
 
-    link._changed.wait = end
-    link.publish()
-    link.join(20)
+    agent._changed.wait = end
+    agent.publish()
+    agent.join(20)
 
 
-def starts(link):
-    return link.is_member
+def starts(agent):
+    return agent.is_member
 
 
-def ended(link, exit_code):
-    link.state.exit_code = exit_code
-    link.publish()
+def ended(agent, exit_code):
+    agent.state.exit_code = exit_code
+    agent.publish()
 
 
-def refused(link):
-    return link.refused
+def refused(agent):
+    return agent.refused
 
 
 def test_all_are_told_to_start_together_and_where_to_meet(opened, join):
@@ -222,7 +222,7 @@ def test_a_node_of_another_run_ends_no_run_that_waits_for_others(opened, join):
     assert refused(stray).startswith("node 1 (host9) was started for another run")
     assert (group.failure, group.is_over) == (None, False)
     third = join(group, 2)
-    assert all(starts(link) for link in (first, second, third))
+    assert all(starts(agent) for agent in (first, second, third))
 
 
 def test_a_node_that_comes_after_the_run_was_given_up_gets_the_reason(opened, join):
@@ -369,14 +369,14 @@ def test_before_a_machine_is_taken_away_all_get_time_to_save(
     opened, join, gone_in_s, stop_timeout_s, kill_after_s, when
 ):
     group = opened(3, launcher="ray", stop_timeout_s=stop_timeout_s)
-    links = [join(group, 0), join(group, 1, host="b"), join(group, 2, host="b")]
-    links[0].state.notice = {"ranks": [1, 2], "gone_in_s": gone_in_s}
-    links[0].publish()
+    agents = [join(group, 0), join(group, 1, host="b"), join(group, 2, host="b")]
+    agents[0].state.notice = {"ranks": [1, 2], "gone_in_s": gone_in_s}
+    agents[0].publish()
     poll(group)
-    assert links[1].launcher.stops == [["SIGTERM", kill_after_s]]
+    assert agents[1].launcher.stops == [["SIGTERM", kill_after_s]]
     assert (group.stopped_by, group.notice) == ("SIGTERM", f"b will be preempted{when}, with ranks 1, 2")
-    for link in links:
-        ended(link, 6)
+    for agent in agents:
+        ended(agent, 6)
     poll(group)
     assert group.is_over  # and does not wait for others in their place
 
@@ -441,8 +441,8 @@ def test_lost_workers_may_be_replaced(opened, join):
     attempt_that_fails(group, join, kill)
     again = [join(group, 0), join(group, 1)]
     assert went == [True, True]
-    for link in again:
-        ended(link, 0)
+    for agent in again:
+        ended(agent, 0)
     poll(group)
     assert group.is_over
     assert (group.failure, group.lost_ranks) == (None, [])
@@ -458,14 +458,14 @@ def test_a_worker_in_the_place_of_another_says_that_it_was_lost(opened, join):
     poll(group)
     first.close()
     again.append(join(group, 0))
-    assert all(starts(link) for link in again)
+    assert all(starts(agent) for agent in again)
 
 
 @pytest.mark.parametrize(
     ("ends", "reported"),
     [
         (kill, r"after rank 1 \(host1\) was lost"),
-        (lambda link: ended(link, -9), r"after rank 1 on host1 had failed: it was killed by SIGKILL"),
+        (lambda agent: ended(agent, -9), r"after rank 1 on host1 had failed: it was killed by SIGKILL"),
     ],
     ids=["lost", "killed"],
 )
@@ -485,6 +485,15 @@ def test_what_ended_the_last_attempt_is_reported_where_no_other_follows(opened, 
     assert group.is_over
     assert group.failure.message == "rank 1 (host1) was lost: its launcher was killed, or the machine failed"
     assert group.lost_ranks == [1]
+
+
+def test_a_stop_while_lost_workers_are_awaited_is_a_stop_and_no_failure(opened, join):
+    group = opened(launcher="ray")
+    attempt_that_fails(group, join, kill)
+    assert group.failure is not None
+    group.stop(signal.SIGINT)
+    poll(group)
+    assert (group.is_over, group.stopped_by, group.failure) == (True, "SIGINT", None)
 
 
 def test_workers_on_other_machines_than_planned_are_refused(opened, join):
@@ -531,10 +540,11 @@ def join(node):
 # Asks for a stop, as Ctrl-C does, and joins once it is itself asked to end, as a container does that was slow to start.
 JOINS_LATE = f"""{NODE}
 def late(*_):
-    link = join(0)
-    while not link.refused:
+    agent = join(0)
+    while not agent.refused:
         time.sleep(0.05)
-    open(sys.argv[2], "w").write(link.refused)
+    open(sys.argv[2], "w").write(agent.refused)
+    agent.close()
     sys.exit(3)
 signal.signal(signal.SIGTERM, late)
 os.kill(os.getppid(), signal.SIGINT)
@@ -544,8 +554,8 @@ while True:
 # Two nodes that join, are told to start, and then hang; they press Ctrl-C twice.
 HANGS = f"""{NODE}
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-links = [join(0), join(1)]
-while not links[0].is_member:
+agents = [join(0), join(1)]
+while not agents[0].is_member:
     time.sleep(0.05)
 for _ in range(2):
     os.kill(os.getppid(), signal.SIGINT)

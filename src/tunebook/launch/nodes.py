@@ -151,6 +151,8 @@ class NodeGroup:
         time.sleep(timeout_s)
         while self._stops:
             number, kill_after_s = self._stops.pop(0)
+            if not self.is_running and self.launcher.closed is None:
+                self.failure = None  # of the last attempt: the run ends by this request, and not for want of another
             self._stop_ranks(number, kill_after_s, f"stopped by {number.name} before the start")
         self._read()
         if self.is_running and self._is_ray and not self._is_any_active():
