@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import sys
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -307,3 +308,8 @@ def test_an_index_without_it_is_no_success(serve: Callable[[str], None]) -> None
     serve("other")
     with pytest.raises(RequestError, match="cannot be downloaded"):
         download_nltk_package(PUNKT_TAB)
+
+
+def test_without_tasks_the_harness_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tunebook.evaluate.task_requirements", None)
+    assert harness_environment([]) == {}

@@ -149,6 +149,9 @@ def describe_missing(missing: list[Missing]) -> list[str]:
 
 def harness_environment(tasks: Iterable[str]) -> dict[str, str]:
     """Return the harness' environment: offline if all data is local. Else it asks the hub, for minutes if offline."""
+    tasks = [*tasks]
+    if not tasks:  # without importing the harness
+        return {}
     from tunebook.evaluate.task_requirements import data_set_of
 
     found = dict.fromkeys(data_set_of(leaf) for task in tasks for leaf in leaves_of(task))
