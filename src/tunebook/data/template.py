@@ -144,11 +144,11 @@ class ConversationRenderer:
 
     def _with_spans(self, conversation: Conversation, origin: str) -> Rendered:
         messages = conversation.messages
-        text = self._text(conversation, origin)
+        text, marks = self._render_or_explain(conversation, origin, marked=self.is_marked)
         missing = self._content.missing(conversation, text)
         self._check(missing, conversation, origin, _assistant_turns(messages)[-1:])
         wanted = [i for i in _assistant_turns(messages) if messages[i]["train"]]
-        marked = self._marked(conversation, wanted, text, origin) if self.is_marked else None
+        marked = self._marked(conversation, wanted, text, _joined(marks), origin) if self.is_marked else None
         found = marked if marked is not None else [self._locate(conversation, turn, text, origin) for turn in wanted]
         spans = [span for span in found if span is not None]
         if wanted and not spans and wanted[-1] == max(_assistant_turns(messages)):
@@ -211,16 +211,14 @@ class ConversationRenderer:
         )
 
     def _marked(
-        self, conversation: Conversation, wanted: list[int], whole: str, origin: str
+        self, conversation: Conversation, wanted: list[int], text: str, spans: list[Span], origin: str
     ) -> list[Span | None] | None:
         """The spans of the template's own markers; None if these do not match the assistant's words one to one.
 
         The span of an earlier turn that ends otherwise than the last is None, as in `_locate`.
         """
-        text, spans = self._render_or_explain(conversation, origin, marked=True)
-        spans = _joined(spans)
         turns = _assistant_turns(conversation.messages)
-        if len(spans) != len(turns) or text != whole:
+        if len(spans) != len(turns):
             return None
         kept: list[Span | None] = []
         for turn, (start, end) in zip(turns, spans, strict=True):
