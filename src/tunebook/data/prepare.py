@@ -111,7 +111,7 @@ def fingerprint(content: dict[str, Any]) -> str:
 def _code_hash() -> str:
     here = Path(__file__).parent
     files = [file for file in sorted(here.glob("*.py")) if file.name not in _READERS]
-    files.append(here.parent / "model" / "tokenizer.py")
+    files += [here.parent / "model" / name for name in ("tokenizer.py", "chat_templates.py")]
     return hashlib.sha256("".join(sha256_file(file) for file in files).encode()).hexdigest()
 
 
