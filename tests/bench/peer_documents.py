@@ -17,7 +17,7 @@ from gpu_models import facts_of
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import SyntheticConfig
 from tunebook.data.synthetic import generate
-from tunebook.model.flops import attended_length_tokens, flops_per_token, model_flops_utilisation
+from tunebook.model.flops import attended_length_tokens, flops_per_token, model_flops_utilization
 
 PEAK_TFLOPS = 989  # an H200's in bf16, dense
 DOCUMENTS_PER_GPU = 4000
@@ -65,7 +65,7 @@ class Corpus:
         """The share of an H200's arithmetic in bf16 that real tokens use: attention within documents only."""
         attended = attended_length_tokens(len(ids) for ids in self.documents)
         flops = flops_per_token(self.facts, attended)
-        return round(model_flops_utilisation(tokens_per_second_per_gpu, flops, PEAK_TFLOPS), 4)
+        return round(model_flops_utilization(tokens_per_second_per_gpu, flops, PEAK_TFLOPS), 4)
 
     def write_texts(self, folder: Path) -> Path:
         """One line a document, `{"text": ...}`, alone in its folder; the reader appends EOS."""

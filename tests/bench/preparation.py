@@ -81,7 +81,7 @@ def _tunebook(folder: Path, documents: Path, *, has_tools: bool) -> dict[str, An
     config = compose(None, words).config
     started = time.perf_counter()
     prepared = prepare(config)
-    tokenised = time.perf_counter()
+    tokenized = time.perf_counter()
     lengths = prepared.train.load_lengths().astype("int64")
     schedule = schedule_of(config, solve_batch(config, lengths), lengths)
     rows = [row for step in schedule.steps_of_epoch(0) for row in schedule.rows_of_step(step)]
@@ -89,8 +89,8 @@ def _tunebook(folder: Path, documents: Path, *, has_tools: bool) -> dict[str, An
     first = prepared.train.load()[:_COMPARED]
     return {
         "prepare_s": packed - started,
-        "tokenise_s": tokenised - started,
-        "pack_s": packed - tokenised,
+        "tokenise_s": tokenized - started,
+        "pack_s": packed - tokenized,
         "documents": prepared.train.counts.num_documents,
         "tokens": prepared.train.counts.num_tokens,
         "rows": len(rows),
@@ -235,7 +235,7 @@ def _read(file: Path) -> str:
         return ""
 
 
-def summarise(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def summarize(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For every size that several methods ran at: how many times Tunebook's time theirs is, pair by pair."""
     found = []
     for number in sorted({line["samples"] for line in lines}):
@@ -290,7 +290,7 @@ def main() -> int:
                     _tell(lines[-1], arguments.output)
             for method in arguments.only:
                 (scratch / file_of(method, number)).unlink(missing_ok=True)
-    for line in summarise(lines):
+    for line in summarize(lines):
         _tell(line, arguments.output)
     return 0
 

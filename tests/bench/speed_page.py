@@ -253,7 +253,7 @@ def preparation(results: Path = RESULTS) -> Section:
     return Section(
         key="preparation",
         title="Preparing data",
-        note="Conversations tokenised, masked and packed per second; the same tokens come out of both.",
+        note="Conversations tokenized, masked and packed per second; the same tokens come out of both.",
         bars=sorted(bars, key=lambda bar: bar.value),
     )
 

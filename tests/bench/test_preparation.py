@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import preparation_data
-from preparation import field_mib, hash_documents, summarise, tree
+from preparation import field_mib, hash_documents, summarize, tree
 from preparation_data import Writer, cut_into_turns, draw_lengths, make_words
 
 
@@ -88,8 +88,8 @@ def test_ratios_are_of_pairs_that_ran_one_after_the_other() -> None:
         return {"method": method, "samples": 10, "prepare_s": seconds, "cpu_s": 2 * seconds, "ids": ids, "tokens": 7}
 
     lines = [line("tunebook", 1.0), line("trl", 4.0), line("tunebook", 2.0), line("trl", 4.0)]
-    (found,) = summarise([*lines, line("tunebook", 9.0)])
+    (found,) = summarize([*lines, line("tunebook", 9.0)])
     assert (found["compared_with"], found["prepare_s_ratios"], found["prepare_s_ratio"]) == ("trl", [4.0, 2.0], 3.0)
     assert found["same_ids"] is True
-    assert summarise([line("tunebook", 1.0), line("trl", 4.0, ids="b")])[0]["same_ids"] is False
-    assert summarise(lines[:1]) == []
+    assert summarize([line("tunebook", 1.0), line("trl", 4.0, ids="b")])[0]["same_ids"] is False
+    assert summarize(lines[:1]) == []

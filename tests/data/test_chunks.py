@@ -107,7 +107,7 @@ def test_a_document_that_a_worker_cannot_encode_is_named(
 def test_a_killed_worker_is_said(tokenizer_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "_DOCUMENTS_PER_WORKER", 1)
     monkeypatch.setattr(chunks, "ProcessPoolExecutor", _pool_whose_workers_die)
-    with pytest.raises(TunebookError, match=r"2 processes that tokenise was killed.*dataset\.num_workers=1"):
+    with pytest.raises(TunebookError, match=r"2 processes that tokenize was killed.*dataset\.num_workers=1"):
         list(encode_chunks(make_documents(6), make_settings(tokenizer_folder()), 2))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tunebook.config.book import book_root
 from tunebook.config.choices import Format, TrainOn
 from tunebook.data.encode import Encoder
-from tunebook.data.formats import FormatSettings, Normaliser
+from tunebook.data.formats import FormatSettings, Normalizer
 from tunebook.model.chat_templates import read_chat_template
 
 PAGE = Path(book_root()) / "docs" / "data.md"
@@ -27,10 +27,10 @@ def test_every_document_of_the_page_can_be_trained_on(tiny_tokenizer: Callable[.
     tokenizer = tiny_tokenizer(template=read_chat_template("trl:qwen3_training"), special=special)
     texts = []
     for record in examples():
-        normaliser = Normaliser(Format.auto, FormatSettings(vocab_size=300))
-        row = normaliser.row(record) | {"origin": "a:1"}
-        assert normaliser.kind is not None
-        encoder = Encoder(normaliser.kind, TrainOn.auto, tokenizer)
+        normalizer = Normalizer(Format.auto, FormatSettings(vocab_size=300))
+        row = normalizer.row(record) | {"origin": "a:1"}
+        assert normalizer.kind is not None
+        encoder = Encoder(normalizer.kind, TrainOn.auto, tokenizer)
         (document,) = encoder.encode([row])
         assert not encoder.notes
         texts.append(tokenizer.decode([label for label in document.labels if label >= 0]))

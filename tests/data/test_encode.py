@@ -15,7 +15,7 @@ from tunebook.config.choices import SpecialText, TrainOn
 from tunebook.config.schema import ModelConfig
 from tunebook.data.corpus import CorpusKind
 from tunebook.data.encode import LEFT_OUT, REWRITTEN, STRADDLING, Document, Encoder, num_shared
-from tunebook.data.tokenise import tokens_of_span
+from tunebook.data.span_tokenizer import tokens_of_span
 from tunebook.errors import DataError, RequestError
 from tunebook.model.tokenizer import load_tokenizer
 

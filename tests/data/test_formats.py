@@ -8,12 +8,12 @@ import pytest
 
 from tunebook.config.choices import Format
 from tunebook.data.corpus import CorpusKind
-from tunebook.data.formats import FormatSettings, Normaliser, detect_format
+from tunebook.data.formats import FormatSettings, Normalizer, detect_format
 from tunebook.data.problems import DocumentError
 
 
 def normalise(record: dict[str, Any], format: Format = Format.auto, **settings: Any) -> dict[str, Any]:
-    return Normaliser(format, FormatSettings(**settings)).row(record)
+    return Normalizer(format, FormatSettings(**settings)).row(record)
 
 
 def turns(record: dict[str, Any], **settings: Any) -> list[tuple[str, str, bool]]:
@@ -92,11 +92,11 @@ def test_alpaca_puts_history_first_and_input_after_the_instruction() -> None:
 
 
 def test_prompt_and_completion_as_texts_stay_two_texts() -> None:
-    normaliser = Normaliser(Format.auto, FormatSettings())
-    assert normaliser.row({"prompt": "a", "completion": "b"}) == {"prompt": "a", "completion": "b"}
-    assert normaliser.kind is CorpusKind.prompt_completion
+    normalizer = Normalizer(Format.auto, FormatSettings())
+    assert normalizer.row({"prompt": "a", "completion": "b"}) == {"prompt": "a", "completion": "b"}
+    assert normalizer.kind is CorpusKind.prompt_completion
     with pytest.raises(DocumentError, match="of kind conversation, but those before it are of kind prompt_completion"):
-        normaliser.row({"prompt": HELLO[:1], "completion": HELLO[1:]})
+        normalizer.row({"prompt": HELLO[:1], "completion": HELLO[1:]})
 
 
 def test_prompt_and_completion_as_turns_train_on_the_completion_alone() -> None:
@@ -172,15 +172,15 @@ def test_a_document_that_cannot_be_used_says_why(record: dict[str, Any], message
 
 
 def test_a_later_document_of_another_format_names_both() -> None:
-    normaliser = Normaliser(Format.auto, FormatSettings())
-    normaliser.row(sharegpt(ASK, ANSWER))
+    normalizer = Normalizer(Format.auto, FormatSettings())
+    normalizer.row(sharegpt(ASK, ANSWER))
     with pytest.raises(
         DocumentError, match=r"missing field 'conversations' .*looks like alpaca, but the first document"
     ):
-        normaliser.row({"instruction": "a", "output": "b"})
+        normalizer.row({"instruction": "a", "output": "b"})
 
 
-def test_a_misspelt_field_is_recognised() -> None:
+def test_a_misspelt_field_is_recognized() -> None:
     with pytest.raises(DocumentError, match=r"missing field 'messages' .*: message; rename 'message' to 'messages'$"):
         normalise({"message": HELLO}, format=Format.messages)
 

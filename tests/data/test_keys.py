@@ -13,7 +13,7 @@ import pytest
 from tunebook.config.choices import Format, Source
 from tunebook.config.schema import DatasetConfig
 from tunebook.data.corpus import Corpus
-from tunebook.data.formats import FormatSettings, Normaliser, known_columns
+from tunebook.data.formats import FormatSettings, Normalizer, known_columns
 from tunebook.data.keys import KeyAccount, is_empty
 from tunebook.data.problems import DocumentError
 from tunebook.data.sources import load_corpus
@@ -34,7 +34,7 @@ def load(tmp_path: Path, records: list[dict[str, Any]], **options: Any) -> Corpu
 
 def normalise(record: dict[str, Any], ignored: tuple[str, ...] = ()) -> dict[str, Any]:
     account = KeyAccount(known_columns("text"), ignored)
-    return Normaliser(Format.auto, FormatSettings(), account).row(record)
+    return Normalizer(Format.auto, FormatSettings(), account).row(record)
 
 
 def without(record: dict[str, Any], key: str) -> dict[str, Any]:

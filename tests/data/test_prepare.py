@@ -162,7 +162,7 @@ def assert_nothing_half_made(tmp_path: Path) -> None:
 
 def test_an_interrupted_preparation_leaves_nothing(run_config: Configs, tmp_path: Path) -> None:
     def interrupt(done: int, total: int | None, what: str) -> None:
-        if what.startswith("tokenising") and done:
+        if what.startswith("tokenizing") and done:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -204,7 +204,7 @@ def test_progress_reaches_the_end(run_config: Configs) -> None:
     seen: list[tuple[int, int | None, str]] = []
     prepare(run_config([SHORT, LONGER]), lambda done, total, what: seen.append((done, total, what)))
     assert seen[0] == (0, None, "reading documents")
-    assert seen[-1] == (2, 2, "tokenising train documents")
+    assert seen[-1] == (2, 2, "tokenizing train documents")
 
 
 def test_a_validation_part_is_counted_apart(run_config: Configs) -> None:

@@ -404,7 +404,7 @@ def _refuse_names(load_builder: Any) -> Any:
 def test_an_unknown_name_is_not_taken_for_a_lost_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RequestError, match=r"dataset.name: there is no folder .*/nowhere"):
         load(tmp_path, DatasetConfig(source=Source.hub, name="./nowhere"))
-    with pytest.raises(RequestError, match=r"needs dataset.name=organisation/name"):
+    with pytest.raises(RequestError, match=r"needs dataset.name=organization/name"):
         load(tmp_path, DatasetConfig(source=Source.hub))
     with pytest.raises(RequestError, match=r"dataset.name=a b is no name on the hub"):
         load(tmp_path, DatasetConfig(source=Source.hub, name="a b"))

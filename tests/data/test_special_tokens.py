@@ -1,4 +1,4 @@
-"""Special tokens that somebody typed: hidden from the template, and tokenised as text, as the token, or refused."""
+"""Special tokens that somebody typed: hidden from the template, and tokenized as text, as the token, or refused."""
 
 from __future__ import annotations
 

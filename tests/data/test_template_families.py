@@ -16,7 +16,7 @@ from tunebook.config.choices import Format, Reasoning, TrainOn
 from tunebook.config.schema import ModelConfig
 from tunebook.data.corpus import IGNORED_LABEL, CorpusKind
 from tunebook.data.encode import LEFT_OUT, REWRITTEN, Encoder
-from tunebook.data.formats import FormatSettings, Normaliser
+from tunebook.data.formats import FormatSettings, Normalizer
 from tunebook.errors import DataError, RequestError
 from tunebook.model.chat_templates import read_chat_template
 from tunebook.model.tokenizer import load_tokenizer
@@ -109,7 +109,7 @@ def encode(
 ) -> tuple[list[int], list[int], Encoder]:
     """The tokens of a conversation, 1 for each that is trained on, and the encoder with its notes."""
     record = {"messages": messages, **more}
-    row = Normaliser(Format.auto, FormatSettings()).row(record) | {"origin": "a:1"}
+    row = Normalizer(Format.auto, FormatSettings()).row(record) | {"origin": "a:1"}
     encoder = Encoder(CorpusKind.conversation, TrainOn.auto, tokenizer, reasoning=reasoning)
     (document,) = encoder.encode([row])
     return document.input_ids, [int(label != IGNORED_LABEL) for label in document.labels], encoder

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tunebook.config.choices import Format
-from tunebook.data.formats import FormatSettings, Normaliser
+from tunebook.data.formats import FormatSettings, Normalizer
 from tunebook.data.problems import DocumentError
 from tunebook.data.turns import texts_of_turn
 
@@ -21,7 +21,7 @@ WITH_ID = {"id": "c1", **CALL}
 
 
 def row(record: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    return Normaliser(Format.auto, FormatSettings(**settings)).row(record)
+    return Normalizer(Format.auto, FormatSettings(**settings)).row(record)
 
 
 def turn(record: dict[str, Any], number: int = 1) -> dict[str, Any]:

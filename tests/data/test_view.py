@@ -1,4 +1,4 @@
-"""What a person sees of prepared data, with colour and without."""
+"""What a person sees of prepared data, with color and without."""
 
 from __future__ import annotations
 
@@ -101,35 +101,35 @@ def test_samples_are_distinct_and_no_more_than_there_are(run_config: Configs) ->
     assert all(f"[[answer {n}<|im_end|>]]" in shown for n in range(3))
 
 
-@pytest.mark.parametrize("has_colour", [True, False])
-def test_runs_of_trained_tokens_are_marked_exactly(tiny_tokenizer: Callable[..., Any], has_colour: bool) -> None:
+@pytest.mark.parametrize("has_color", [True, False])
+def test_runs_of_trained_tokens_are_marked_exactly(tiny_tokenizer: Callable[..., Any], has_color: bool) -> None:
     tokenizer = tiny_tokenizer()
     ids = tokenizer("ab cd", add_special_tokens=False)["input_ids"]
-    text = render_document(ids, [-100, ids[1], ids[2], -100, ids[4]], tokenizer, has_colour=has_colour)
-    assert text.plain == ("ab cd" if has_colour else "a[[b ]]c[[d]]")
+    text = render_document(ids, [-100, ids[1], ids[2], -100, ids[4]], tokenizer, has_color=has_color)
+    assert text.plain == ("ab cd" if has_color else "a[[b ]]c[[d]]")
     marked = [text.plain[span.start : span.end] for span in text.spans if span.style == TRAINED_STYLE]
-    assert marked == (["b ", "d"] if has_colour else [])
+    assert marked == (["b ", "d"] if has_color else [])
 
 
 def test_control_characters_cannot_reach_the_terminal(tiny_tokenizer: Callable[..., Any]) -> None:
     tokenizer = tiny_tokenizer()
     ids = tokenizer("a\x1b[2Jb\r\n", add_special_tokens=False)["input_ids"]
-    text = render_document(ids, [-100] * len(ids), tokenizer, has_colour=False)
+    text = render_document(ids, [-100] * len(ids), tokenizer, has_color=False)
     assert text.plain == "a\u241b[2Jb\u240d\n"
 
 
 def test_brackets_in_the_data_are_no_markup(tiny_tokenizer: Callable[..., Any]) -> None:
     tokenizer = tiny_tokenizer()
     ids = tokenizer("[red]a[/red]", add_special_tokens=False)["input_ids"]
-    assert render_document(ids, [-100] * len(ids), tokenizer, has_colour=True).plain == "[red]a[/red]"
+    assert render_document(ids, [-100] * len(ids), tokenizer, has_color=True).plain == "[red]a[/red]"
 
 
 def test_without_a_tokenizer_the_ids_are_shown() -> None:
-    assert render_document([7, 8, 9], [-100, 8, 9], None, has_colour=False).plain == "7 [[8 9 ]]"
+    assert render_document([7, 8, 9], [-100, 8, 9], None, has_color=False).plain == "7 [[8 9 ]]"
 
 
 def test_long_documents_are_cut_for_the_eye() -> None:
-    text = render_document([1] * 600, [-100] * 600, None, has_colour=False).plain
+    text = render_document([1] * 600, [-100] * 600, None, has_color=False).plain
     assert text.endswith(" ... and 100 more tokens")
 
 

@@ -1,4 +1,4 @@
-"""What a utilisation is divided by."""
+"""What a utilization is divided by."""
 
 import pytest
 

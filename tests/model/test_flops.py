@@ -8,7 +8,7 @@ from tunebook.config.model_facts import ModelFacts
 from tunebook.model.flops import (
     attended_length_tokens,
     flops_per_token,
-    model_flops_utilisation,
+    model_flops_utilization,
     recomputed_flops_per_token,
 )
 
@@ -51,7 +51,7 @@ def test_attention_flops_equal_the_sum_over_every_pair_of_tokens() -> None:
 
 def test_utilisation_is_the_share_of_the_peak() -> None:
     # 26,000 tokens/s x 19 GFLOP = 494 TFLOP/s of 988.
-    assert model_flops_utilisation(26_000, 19e9, peak_tflops=988) == pytest.approx(0.5)
+    assert model_flops_utilization(26_000, 19e9, peak_tflops=988) == pytest.approx(0.5)
 
 
 def test_checkpointing_computes_the_forward_pass_again() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.record.page.overview import summarise
+from tunebook.record.page.overview import summarize
 from tunebook.record.run_record import read_run
 from tunebook.sweep.options import Direction
 from tunebook.sweep.results import Goal, Measure, TrialResult, _evaluation_score, rank, sweep_exit_code
@@ -45,7 +45,7 @@ def test_the_speed_is_the_one_that_a_report_tells(make_result: MakeResult) -> No
     speeds = (10.0, 400.0, 300.0, 200.0)
     found = make_result(0, losses=(4.0, 3.0, 2.0, 1.0), speeds=speeds)
     assert found.tokens_per_second_per_gpu == 300.0  # of the last three; 250 with the first, which is warming up
-    assert found.tokens_per_second_per_gpu == summarise(read_run(found.run_folder)).tokens_per_second_per_gpu
+    assert found.tokens_per_second_per_gpu == summarize(read_run(found.run_folder)).tokens_per_second_per_gpu
 
 
 def test_a_failed_trial_says_why(make_result: MakeResult) -> None:

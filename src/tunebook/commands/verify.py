@@ -20,7 +20,7 @@ from tunebook.evidence.gather import config_of, read_finished
 from tunebook.evidence.page import draw_page, show_verification
 from tunebook.evidence.tolerances import relative
 from tunebook.record.page.comparison import config_differences
-from tunebook.record.page.overview import Summary, summarise
+from tunebook.record.page.overview import Summary, summarize
 from tunebook.record.run_folder import resolve_run, resolve_runs
 from tunebook.record.run_record import RunRecord, broken_records_named, read_run
 
@@ -130,7 +130,7 @@ def differences(one: RunRecord, other: RunRecord) -> dict[str, list[tuple[str, A
     return {
         "config": [(key, values[0], values[1]) for key, values in config_differences([one, other])],
         "manifest": [found for found in of_manifest if not f"{found[0]}.".startswith(_UNIQUE_KEYS)],
-        "results": [*_loss_differences(one, other), *_result_differences(summarise(one), summarise(other))],
+        "results": [*_loss_differences(one, other), *_result_differences(summarize(one), summarize(other))],
     }
 
 

@@ -146,7 +146,7 @@ class DatasetConfig(DatasetSource):
     validation_share: float = 0.0  # 0 to 0.5 of the documents held out, by a hash of their content
     mean_tokens: float | None = None  # per document; for planning before the data is there
     num_documents: int | None = None  # for planning before the data is there
-    # Processes that tokenise; null uses every core
+    # Processes that tokenize; null uses every core
     num_workers: int | None = field(default=None, metadata=_SAME_RESULT)
 
 

@@ -155,7 +155,7 @@ def encode_chunks(documents: datasets.Dataset, settings: ChunkSettings, num_work
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
         raise TunebookError(
-            f"one of {workers} processes that tokenise was killed, most often because memory ran out; try fewer: "
+            f"one of {workers} processes that tokenize was killed, most often because memory ran out; try fewer: "
             f"dataset.num_workers={max(1, workers // 2)}",
             problem_id="worker-killed",
         ) from error

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from tunebook.config.choices import Reasoning, SpecialText, TrainOn
 from tunebook.data.conversation import Conversation
 from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row
+from tunebook.data.span_tokenizer import SpanTokenizer, Tokenized
 from tunebook.data.special_tokens import Span, SpecialTokens
 from tunebook.data.template import ConversationRenderer, Rendered
-from tunebook.data.tokenise import SpanTokenizer, Tokenised
 from tunebook.errors import DataError, RequestError
 from tunebook.model.tokenizer import stop_token_ids
 
@@ -28,7 +28,7 @@ LEFT_OUT = "the chat template leaves out reasoning or other parts of earlier ans
 LEFT_OUT_OF_ALL = "the chat template leaves out reasoning or other parts of earlier answers"
 NAMES_LEFT_OUT = "the chat template does not write the name of a speaker"
 VARIABLE_NOT_READ = "chat_template_kwargs that the chat template does not read"
-SPECIAL_AS_TEXT = "a special token's text in a turn, tokenised as text (dataset.special_tokens_in_content=as_text)"
+SPECIAL_AS_TEXT = "a special token's text in a turn, tokenized as text (dataset.special_tokens_in_content=as_text)"
 SPECIAL_KEPT = "a special token's text, taken for the token (dataset.special_tokens_in_content=keep)"
 STRADDLING = "a token crosses the boundary between prompt and answer, and counts as the answer's"
 
@@ -113,7 +113,7 @@ class Encoder:
     def _conversations(self, rows: Sequence[Row]) -> list[Document]:
         rendered = [self._render(row) for row in rows]
         documents = []
-        for row, one, tokens in zip(rows, rendered, self._tokenise(rendered), strict=True):
+        for row, one, tokens in zip(rows, rendered, self._tokenize(rendered), strict=True):
             ids, origin = tokens.ids, row["origin"]
             self._refuse_two_bos(ids, origin, "the chat template writes it twice; correct the template")
             if self._everything:
@@ -142,13 +142,13 @@ class Encoder:
             return replace(rendered, text=text, spans=spans, special=None)
         return rendered
 
-    def _tokenise(self, rendered: Sequence[Rendered]) -> list[Tokenised]:
+    def _tokenize(self, rendered: Sequence[Rendered]) -> list[Tokenized]:
         plain = [one for one in rendered if one.special is None]
-        tokenised = iter(self._tokenizer.tokenise([one.text for one in plain], [one.spans for one in plain]))
+        tokenized = iter(self._tokenizer.tokenize([one.text for one in plain], [one.spans for one in plain]))
         return [
-            next(tokenised)
+            next(tokenized)
             if one.special is None
-            else self._tokenizer.tokenise_apart(self._special, one.text, one.spans)
+            else self._tokenizer.tokenize_apart(self._special, one.text, one.spans)
             for one in rendered
         ]
 

@@ -35,7 +35,7 @@ class FormatSpec:
 
     needs: tuple[str, ...]
     may_have: tuple[str, ...] = ()
-    convert: Convert | None = None  # None: needs settings, see Normaliser
+    convert: Convert | None = None  # None: needs settings, see Normalizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class FormatSettings:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of every document; its own come first
 
 
-class Normaliser:
+class Normalizer:
     """Turns the records of one source into rows of one kind. The first document decides both, if they are not named."""
 
     def __init__(self, format: Format, settings: FormatSettings, account: KeyAccount | None = None) -> None:

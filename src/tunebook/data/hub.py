@@ -148,7 +148,7 @@ def find_repository(source: DatasetSource, key: str) -> Repository:
     """
     if source.name is None:
         raise RequestError(
-            f"{key}.source=hub needs {key}.name=organisation/name, or a folder in the hub's layout",
+            f"{key}.source=hub needs {key}.name=organization/name, or a folder in the hub's layout",
             problem_id="dataset-name-missing",
         )
     folder = resolve_path(source.name)
@@ -320,7 +320,7 @@ def _ask_revision(source: DatasetSource, key: str) -> str:
             return str(HfApi().dataset_info(source.name or "", revision=source.revision).sha)
     except HFValidationError as error:
         raise RequestError(
-            f"{key}.name={source.name} is no name on the hub (organisation/name), and there is no folder "
+            f"{key}.name={source.name} is no name on the hub (organization/name), and there is no folder "
             f"{resolve_path(source.name or '')}",
             problem_id="hub-not-found",
         ) from error

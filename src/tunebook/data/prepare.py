@@ -301,7 +301,7 @@ def _write_part(
 
     from tunebook.data.chunks import encode_chunks, prepared_schema
 
-    what = f"tokenising {folder.name} documents"
+    what = f"tokenizing {folder.name} documents"
     folder.mkdir()
     features = datasets.Features.from_arrow_schema(prepared_schema())
     counts, lengths = PartCounts(), []

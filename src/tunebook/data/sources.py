@@ -18,7 +18,7 @@ from tunebook.config.schema import DatasetConfig, DatasetSource
 from tunebook.data import hub
 from tunebook.data.corpus import CONTENT_HASH, Corpus, CorpusKind, Loaded, Progress, Row, SourceRecord, write_rows
 from tunebook.data.files import DataFile, find_files
-from tunebook.data.formats import FormatSettings, Normaliser, known_columns
+from tunebook.data.formats import FormatSettings, Normalizer, known_columns
 from tunebook.data.json_file import Record
 from tunebook.data.keys import KeyAccount
 from tunebook.data.mixture import check_validation, count_repeated, count_shared, hold_out, mix
@@ -47,7 +47,7 @@ class Loader:
         """The Arrow file of one source: `dataset.parts.chat`, `train` -> dataset.parts.chat.train.arrow."""
         return self.cache_dir / f"{key.replace('/', '_')}.{part}.arrow"
 
-    def normaliser(self, source: DatasetSource, key: str) -> Normaliser:
+    def normalizer(self, source: DatasetSource, key: str) -> Normalizer:
         """A new one for the source configured under `key`."""
         settings = FormatSettings(
             text_field=source.text_field,
@@ -56,7 +56,7 @@ class Loader:
             template_kwargs=source.chat_template_kwargs,
         )
         account = KeyAccount(known_columns(source.text_field), source.ignore_keys, key)
-        return Normaliser(source.format, settings, account)
+        return Normalizer(source.format, settings, account)
 
     def check(self, parts: Sequence[DocumentProblems], location: str) -> Skipped:
         """The documents that were left out of some files. Raises: DataError if there are too many, or one is bad."""
@@ -109,16 +109,16 @@ def required_path(source: DatasetSource, key: str) -> str:
 
 def load_files(source: DatasetSource, key: str, files: list[DataFile], arrow_file: Path, loader: Loader) -> Loaded:
     """The documents of some files, up to `source.max_documents`; `key` is where they are configured."""
-    normaliser = loader.normaliser(source, key)
+    normalizer = loader.normalizer(source, key)
     all_problems = [DocumentProblems(str(file.path)) for file in files]
     parts = (
-        Part(problems=problems, records=read_records(file.path, problems, normaliser.account), label=file.label)
+        Part(problems=problems, records=read_records(file.path, problems, normalizer.account), label=file.label)
         for file, problems in zip(files, all_problems, strict=True)
     )
     location = files[0].location if len(files) == 1 else f"{key}: {len(files)} files"
     check = partial(loader.check, all_problems, location)
-    rows = _read_parts(parts, normaliser, loader)
-    dataset, kind = _write(rows, normaliser, source.max_documents, arrow_file, loader.progress, check)
+    rows = _read_parts(parts, normalizer, loader)
+    dataset, kind = _write(rows, normalizer, source.max_documents, arrow_file, loader.progress, check)
     skipped = check()
     # Files after the last document that `max_documents` allows were not read.
     read = [(file, problems) for file, problems in zip(files, all_problems, strict=True) if problems.num_documents]
@@ -127,12 +127,12 @@ def load_files(source: DatasetSource, key: str, files: list[DataFile], arrow_fil
             location=file.location,
             revision=None,
             sha256=sha256_file(file.path),
-            format=normaliser.format.value,
+            format=normalizer.format.value,
             num_documents=problems.num_documents,
         )
         for file, problems in read
     ]
-    notes = _source_notes(normaliser, read[0][0].location, len(dataset))
+    notes = _source_notes(normalizer, read[0][0].location, len(dataset))
     for file, problems in read:
         blank = problems.num_blank_lines
         notes += [f"{file.location}: skipped {blank:,} blank line{'s' if blank > 1 else ''}"] if blank else []
@@ -144,30 +144,30 @@ def load_hub_split(source: DatasetSource, split: str, key: str, loader: Loader) 
     """The documents of one split, up to `source.max_documents`."""
     repository = hub.find_repository(source, key)
     location = hub.split_location(source, split)
-    normaliser = loader.normaliser(source, key)
-    parts = list(hub.split_parts(source, repository, split, key, loader.cache_dir / "hub", normaliser.account))
+    normalizer = loader.normalizer(source, key)
+    parts = list(hub.split_parts(source, repository, split, key, loader.cache_dir / "hub", normalizer.account))
     file = loader.file(key, "train" if split == source.train_split else "validation")
-    rows = _read_parts(parts, normaliser, loader)
+    rows = _read_parts(parts, normalizer, loader)
     check = partial(loader.check, [part.problems for part in parts], location)
-    dataset, kind = _write(rows, normaliser, source.max_documents, file, loader.progress, check)
+    dataset, kind = _write(rows, normalizer, source.max_documents, file, loader.progress, check)
     skipped = check()
     record = SourceRecord(
         location=location,
         revision=repository.revision,
         sha256=repository.sha256,
-        format=normaliser.format.value,
+        format=normalizer.format.value,
         num_documents=len(dataset),
     )
-    notes = _source_notes(normaliser, location, len(dataset))
+    notes = _source_notes(normalizer, location, len(dataset))
     notes += [f"{part.label}: {note}" for part in parts for note in part.problems.notes]
     return Loaded(kind=kind, dataset=dataset, records=[record], notes=notes, skipped=skipped)
 
 
-def _read_parts(parts: Iterable[Part], normaliser: Normaliser, loader: Loader) -> Iterator[Row]:
+def _read_parts(parts: Iterable[Part], normalizer: Normalizer, loader: Loader) -> Iterator[Row]:
     """The rows of files or of a split, one after the other. Raises: DataError if one has no document."""
     for part in parts:
         part.problems.skipped = None if loader.max_bad_share is None else Skipped()
-        yield from _read_rows(part.records, normaliser, part.problems, part.label)
+        yield from _read_rows(part.records, normalizer, part.problems, part.label)
         if part.problems.num_documents == 0 and not part.problems.num_problems:
             raise DataError(
                 f"{part.problems.location} is empty: {part.problems.num_blank_lines:,} blank lines and no document",
@@ -176,12 +176,12 @@ def _read_parts(parts: Iterable[Part], normaliser: Normaliser, loader: Loader) -
 
 
 def _read_rows(
-    records: Iterator[Record], normaliser: Normaliser, problems: DocumentProblems, label: str
+    records: Iterator[Record], normalizer: Normalizer, problems: DocumentProblems, label: str
 ) -> Iterator[Row]:
     """Rows with their origins. Raises: DataError at the end, with all problems of this file or split together."""
     for number, record in records:
         try:
-            row = normaliser.row(record)
+            row = normalizer.row(record)
         except DocumentError as error:
             if (
                 error.problem_id == "data-unknown-format" and problems.skipped is None
@@ -198,7 +198,7 @@ def _read_rows(
 
 def _write(
     rows: Iterator[Row],
-    normaliser: Normaliser,
+    normalizer: Normalizer,
     limit: int | None,
     file: Path,
     progress: Progress | None,
@@ -209,18 +209,18 @@ def _write(
     `check` raises if none is left because all are bad. Raises: DataError without any document.
     """
     first = next(rows, None)
-    if first is None or normaliser.kind is None:
+    if first is None or normalizer.kind is None:
         check()
         raise DataError("dataset.path: it holds no document", problem_id="data-file-empty")
-    dataset = write_rows(islice(chain([first], rows), limit), normaliser.kind, file, progress)
-    return dataset, normaliser.kind
+    dataset = write_rows(islice(chain([first], rows), limit), normalizer.kind, file, progress)
+    return dataset, normalizer.kind
 
 
-def _source_notes(normaliser: Normaliser, location: str, num_documents: int) -> list[str]:
+def _source_notes(normalizer: Normalizer, location: str, num_documents: int) -> list[str]:
     """The detected format, and the keys that were not read."""
-    notes = [f"{location}: {note}" for note in normaliser.account.notes(num_documents)]
-    if normaliser.was_detected:
-        notes.insert(0, f"{location}: format {normaliser.format.value}, by the keys of its first document")
+    notes = [f"{location}: {note}" for note in normalizer.account.notes(num_documents)]
+    if normalizer.was_detected:
+        notes.insert(0, f"{location}: format {normalizer.format.value}, by the keys of its first document")
     return notes
 
 

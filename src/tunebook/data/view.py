@@ -50,15 +50,15 @@ def show_prepared(
     prepared: Prepared, tokenizer: PreTrainedTokenizerBase | None, console: Console, num_samples: int
 ) -> None:
     """Print all facts about prepared data; without a tokenizer, samples are token ids."""
-    has_colour = console.is_terminal and console.color_system is not None and not console.no_color
+    has_color = console.is_terminal and console.color_system is not None and not console.no_color
     console.print(render_sources(prepared))
     console.print(render_counts(prepared))
     for name, part in prepared.parts().items():
         console.print(render_histogram(name, part))
     if num_samples > 0:
-        console.print(_legend(has_colour))
+        console.print(_legend(has_color))
     for name, part in prepared.parts().items():
-        for sample in render_samples(name, part, tokenizer, num_samples, has_colour=has_colour):
+        for sample in render_samples(name, part, tokenizer, num_samples, has_color=has_color):
             console.print(sample)
     console.print(Text(f"prepared data: {prepared.folder}", style="dim"), soft_wrap=True)
 
@@ -167,7 +167,7 @@ def render_histogram(name: str, part: PreparedPart) -> RenderableType:
 
 
 def render_samples(
-    name: str, part: PreparedPart, tokenizer: PreTrainedTokenizerBase | None, num_samples: int, *, has_colour: bool
+    name: str, part: PreparedPart, tokenizer: PreTrainedTokenizerBase | None, num_samples: int, *, has_color: bool
 ) -> Iterator[RenderableType]:
     """Documents from all over the part, as the model sees them."""
     documents = part.load()
@@ -175,7 +175,7 @@ def render_samples(
         row = documents[index]
         num_trained = sum(label != IGNORED_LABEL for label in row["labels"])
         title = f"{name} {index + 1:,} of {len(documents):,}: {row['length']:,} tokens, {num_trained:,} trained on"
-        text = render_document(row["input_ids"], row["labels"], tokenizer, has_colour=has_colour)
+        text = render_document(row["input_ids"], row["labels"], tokenizer, has_color=has_color)
         yield Group("", Rule(Text(title), align="left"), Padding(text, (0, 0, 0, 2)))
 
 
@@ -230,16 +230,16 @@ def render_document(
     labels: Sequence[int],
     tokenizer: PreTrainedTokenizerBase | None,
     *,
-    has_colour: bool,
+    has_color: bool,
 ) -> Text:
     """One document as text, the tokens that the loss counts in color or brackets. Shapes: both (num_tokens,)."""
     text = Text()
     for is_trained, pieces in groupby(pieces_of(input_ids, labels, tokenizer), key=lambda piece: piece.is_trained):
-        marks = _MARKS if is_trained and not has_colour else ("", "")
+        marks = _MARKS if is_trained and not has_color else ("", "")
         text.append(marks[0])
         for piece in pieces:
             styles = (TRAINED_STYLE if is_trained else "", _KIND_STYLES.get(piece.kind, ""))
-            text.append(piece.text, style=" ".join(filter(None, styles)) if has_colour else "")
+            text.append(piece.text, style=" ".join(filter(None, styles)) if has_color else "")
         text.append(marks[1])
     if len(input_ids) > _MOST_TOKENS:
         text.append(f" ... and {len(input_ids) - _MOST_TOKENS:,} more tokens", style="dim")
@@ -252,9 +252,9 @@ def _decode(input_ids: list[int], tokenizer: PreTrainedTokenizerBase | None) -> 
     return str(tokenizer.decode(input_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def _legend(has_colour: bool) -> Text:
+def _legend(has_color: bool) -> Text:
     legend = Text("Samples as the model sees them; trained on: ")
-    if has_colour:
+    if has_color:
         legend.append("in color", style=TRAINED_STYLE)
         return legend.append("; calls of tools bold, tools, their results and reasoning in italics")
     return legend.append(f"{_MARKS[0]}in double brackets{_MARKS[1]}")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import Format
-from tunebook.data.formats import FormatSettings, Normaliser
+from tunebook.data.formats import FormatSettings, Normalizer
 from tunebook.data.problems import DocumentError, DocumentProblems
 from tunebook.data.readers import read_records
 from tunebook.errors import DataError, RequestError, TunebookError
@@ -298,11 +298,11 @@ def render_conversations(
     from tunebook.data.template import ConversationRenderer
 
     problems = DocumentProblems(str(file))
-    normaliser = Normaliser(Format.auto, FormatSettings(system_prompt=system_prompt))
+    normalizer = Normalizer(Format.auto, FormatSettings(system_prompt=system_prompt))
     conversations = []
-    for number, record in read_records(file, problems, normaliser.account):
+    for number, record in read_records(file, problems, normalizer.account):
         try:
-            conversations.append((_answered(normaliser.row(record)), str(record.get(GROUP_KEY, UNGROUPED))))
+            conversations.append((_answered(normalizer.row(record)), str(record.get(GROUP_KEY, UNGROUPED))))
         except DocumentError as error:
             problems.add(number, error)
     problems.num_documents = len(conversations)

@@ -24,7 +24,7 @@ from tunebook.model.weights_fingerprint import recorded_in
 from tunebook.record.contamination import KINDS, contamination_of
 from tunebook.record.manifest import MANIFEST_FILE, RunState
 from tunebook.record.manifest_schema import check_read_manifest
-from tunebook.record.page.overview import summarise
+from tunebook.record.page.overview import summarize
 from tunebook.record.run_folder import RUN_FILE, WITHOUT_RECIPE
 from tunebook.record.run_record import RunRecord, read_run
 
@@ -176,7 +176,7 @@ def gather_results(record: RunRecord) -> Results:
             "training.log_every_steps=1",
             problem_id="run-not-finished",
         )
-    summary = summarise(record)
+    summary = summarize(record)
     tasks: dict[str, Any] = (record.after or {}).get("tasks", {})
     plan = record.plan or {}
     is_estimate = plan.get("memory_source") != "measured"  # a measurement says nothing about the error of estimates

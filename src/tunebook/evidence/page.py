@@ -62,7 +62,7 @@ def write_page(found: Verification, run: str, file: Path) -> None:
 def _charts(found: Verification, run: str) -> list[Chart]:
     expected, results = found.claim.results, found.results
     lines = [
-        Line(name=name, points=list(zip(map(float, one.steps), one.losses, strict=True)), colour=index,
+        Line(name=name, points=list(zip(map(float, one.steps), one.losses, strict=True)), color=index,
              dash=dash_of_run(index))
         for index, (name, one) in enumerate(((f"recorded, {found.name}", expected), (run, results)))
     ]  # fmt: skip
@@ -96,6 +96,6 @@ def _differences(found: Verification) -> Chart:
     return Chart(
         title="Difference of the loss",
         y_label="relative, as a power of ten",
-        lines=[Line(name="mean over a window of steps", points=points, colour=1)],
+        lines=[Line(name="mean over a window of steps", points=points, color=1)],
         note=note,
     )

@@ -43,6 +43,6 @@ def recomputed_flops_per_token(facts: ModelFacts, attended_length: float) -> flo
     return 2 * active_parameters(facts) + 12 * facts.num_layers * facts.hidden_size * attended_length / 6
 
 
-def model_flops_utilisation(tokens_per_second_per_gpu: float, flops: float, peak_tflops: float) -> float:
+def model_flops_utilization(tokens_per_second_per_gpu: float, flops: float, peak_tflops: float) -> float:
     """The share of one GPU's peak arithmetic, 0 to 1; MFU where `flops` counts useful work on real tokens only."""
     return tokens_per_second_per_gpu * flops / (peak_tflops * 1e12)

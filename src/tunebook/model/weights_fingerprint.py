@@ -9,7 +9,7 @@ model of 16 GB these are 128 MiB, which several threads read within seconds. Has
 take minutes, during which the GPUs wait.
 
 Training changes numbers everywhere in a tensor, so trained weights have another fingerprint, and so has a model with
-an exchanged tensor. A change of a few neighbouring numbers in a large tensor, such as a damaged disk block or some
+an exchanged tensor. A change of a few neighboring numbers in a large tensor, such as a damaged disk block or some
 edited rows of an embedding, may not be detected. The fingerprint does not depend on how the tensors are divided into
 safetensors files.
 """

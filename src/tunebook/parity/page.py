@@ -30,7 +30,7 @@ def write_page(results: list[CaseResult], tolerance: float, recipe: str, file: P
 
 def _losses(ran: list[CaseResult]) -> Chart:
     lines = [
-        Line(name=result.case.name, points=_points(result.losses), colour=index, dash=dash_of_run(index))
+        Line(name=result.case.name, points=_points(result.losses), color=index, dash=dash_of_run(index))
         for index, result in enumerate(ran)
     ]
     return Chart(title="Loss", y_label="loss per trained token", lines=lines)
@@ -42,7 +42,7 @@ def _differences(ran: list[CaseResult], tolerance: float) -> Chart:
         Line(
             name=result.case.name,
             points=_points([_power(value) for value in result.difference.per_step]),
-            colour=index + 1,
+            color=index + 1,
             dash=dash_of_run(index + 1),
         )
         for index, result in enumerate(ran)

@@ -35,7 +35,7 @@ from tunebook.record.page.details import (
     problems,
     start_bars,
 )
-from tunebook.record.page.overview import NO_RECIPE, build_overview, format_time, recipe_of, summarise
+from tunebook.record.page.overview import NO_RECIPE, build_overview, format_time, recipe_of, summarize
 from tunebook.record.page.predicted import build_prediction, draw_stack
 from tunebook.record.page.scores import (
     baseline_text,
@@ -79,7 +79,7 @@ def write_report(folders: Sequence[Path], output: Path, *, makes_folder: bool = 
 
 def render_run(record: RunRecord) -> str:
     """The page of one run."""
-    summary = summarise(record)
+    summary = summarize(record)
     charts, missing = other_charts(record)
     bars, memory_note = memory_bars(record, summary)
     prediction = build_prediction(record, summary)

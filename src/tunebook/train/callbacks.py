@@ -17,7 +17,7 @@ from transformers.trainer_utils import SaveStrategy
 from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.data.sampler import RankBatches
 from tunebook.errors import InvalidTrainingError
-from tunebook.model.flops import model_flops_utilisation
+from tunebook.model.flops import model_flops_utilization
 from tunebook.record.metrics import MetricsWriter
 from tunebook.record.start_up import StartClock, note_first_step
 from tunebook.train.rank_process import StopRequest
@@ -252,7 +252,7 @@ class Records(TrainerCallback):
                 "documents_seen": seen["documents"],
                 "tokens_per_second_per_gpu": round(speed, 1),
                 "padding_share": round(1 - totals.tokens / max(1, totals.computed_tokens), 4),
-                "mfu": round(model_flops_utilisation(speed, self.flops_per_token, self.peak_tflops), 4)
+                "mfu": round(model_flops_utilization(speed, self.flops_per_token, self.peak_tflops), 4)
                 if has_peak and self.flops_per_token and self.peak_tflops
                 else None,
                 "peak_tflops": self.peak_tflops,

@@ -56,7 +56,7 @@ def test_a_whole_folder_is_one_commit_in_a_private_repository(
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("tiny", "names no owner"), ("a/b/c", "write it as ORGANISATION/NAME"), ("me/ti ny", "write it as")],
+    [("tiny", "names no owner"), ("a/b/c", "write it as ORGANIZATION/NAME"), ("me/ti ny", "write it as")],
 )
 def test_a_name_that_is_none_is_refused_before(
     layouts: Any, run: Path, export: Any, hub: type[FakeHub], name: str, says: str

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tunebook.config.choices import Format
-from tunebook.data.formats import FormatSettings, Normaliser
+from tunebook.data.formats import FormatSettings, Normalizer
 from tunebook.data.problems import DocumentProblems
 from tunebook.data.readers import read_records
 from tunebook.errors import DataError, RequestError
@@ -174,7 +174,7 @@ def test_a_saved_conversation_can_be_trained_on(session: Sessions, tmp_path: Pat
     file = chat.save(str(tmp_path / "chat.jsonl"))
     problems = DocumentProblems(str(file))
     ((_, record),) = read_records(file, problems)
-    row = Normaliser(Format.auto, FormatSettings()).row(record)
+    row = Normalizer(Format.auto, FormatSettings()).row(record)
     assert [(turn["role"], turn["content"], turn["train"]) for turn in row["messages"]] == [
         ("system", "lemon", False),
         ("user", "réverse [this]\nplease", False),

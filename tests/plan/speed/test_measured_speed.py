@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tunebook.config.choices import Compute, Strategy
-from tunebook.model.flops import flops_per_token, model_flops_utilisation
+from tunebook.model.flops import flops_per_token, model_flops_utilization
 from tunebook.plan.speed.measured_speed import (
     ADAPTER_SPEEDS,
     BF16_PEAK,
@@ -64,7 +64,7 @@ def test_what_one_gpu_reached_is_what_was_recorded(row: OneGpuSpeed) -> None:
     if "mfu" not in line:
         return
     peak = {Compute.fp32: FP32_PEAK, Compute.fp8: FP8_PEAK}.get(row.compute, BF16_PEAK)
-    useful = model_flops_utilisation(row.tokens_per_second, flops_per_token(row.model, row.attended_length), peak)
+    useful = model_flops_utilization(row.tokens_per_second, flops_per_token(row.model, row.attended_length), peak)
     assert useful == pytest.approx(line["mfu"], rel=0.015)  # recorded with one to three digits
 
 

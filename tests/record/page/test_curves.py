@@ -87,12 +87,12 @@ def test_only_real_outliers_cut_an_axis() -> None:
 
 def test_what_was_not_recorded_is_named(make_run) -> None:
     charts, missing = other_charts(read_run(make_run()))
-    assert missing == ["Model FLOPs utilisation"]
+    assert missing == ["Model FLOPs utilization"]
     assert [chart.title for chart in charts] == [
         "Loss, second half", "Learning rate", "Gradient norm", "Throughput", "Padding", "Memory",
     ]  # fmt: skip
     _, missing = other_charts(record_of(1.0, 2.0))
-    assert missing == ["Learning rate", "Gradient norm", "Throughput", "Model FLOPs utilisation", "Padding", "Memory"]
+    assert missing == ["Learning rate", "Gradient norm", "Throughput", "Model FLOPs utilization", "Padding", "Memory"]
 
 
 def test_memory_of_several_ranks_is_a_band_under_the_highest(make_run) -> None:

@@ -16,7 +16,7 @@ from tunebook.record.page.details import (
     memory_bars,
     start_bars,
 )
-from tunebook.record.page.overview import summarise
+from tunebook.record.page.overview import summarize
 from tunebook.record.report import write_report
 from tunebook.record.run_record import RunRecord, read_run
 
@@ -69,21 +69,21 @@ def test_memory_is_drawn_against_the_gpus_size_and_the_plan() -> None:
         plan={"hardware": {"memory_gib": 80.0}, "memory_gib": {"total": 60.0}},
         training=[{"step": 1, "memory_gib": [20.0, 40.0]}],
     )
-    bars, note = memory_bars(record, summarise(record))
+    bars, note = memory_bars(record, summarize(record))
     assert [(bar.name, bar.share) for bar in bars] == [("rank 0", 0.25), ("rank 1", 0.5), ("planned", 0.75)]
     assert note == "The full width is one GPU's 80 GiB."
 
 
 def test_many_ranks_are_summed_up(make_run) -> None:
     record = read_run(make_run(ranks=64))
-    bars, _ = memory_bars(record, summarise(record))
+    bars, _ = memory_bars(record, summarize(record))
     assert [bar.name for bar in bars] == ["lowest rank", "middle", "highest rank"]
 
 
 def test_host_memory_is_not_labelled_as_gpu_memory() -> None:
     plan = {"hardware": {"generation": "cpu", "memory_gib": 24.0}}
     record = RunRecord(folder=Path("a/b"), plan=plan, training=[{"step": 1, "memory_gib": [6.0]}])
-    bars, note = memory_bars(record, summarise(record))
+    bars, note = memory_bars(record, summarize(record))
     assert [bar.share for bar in bars] == [0.25]
     assert note == "The full width is one rank's share of this machine's 24 GiB."
 

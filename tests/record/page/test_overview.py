@@ -15,19 +15,19 @@ from tunebook.record.page.overview import (
     main_score,
     speed_unit,
     state_of,
-    summarise,
+    summarize,
 )
 from tunebook.record.report import render_comparison
 from tunebook.record.run_record import RunRecord, read_run
 
 
 def banner(record: RunRecord) -> str:
-    return " ".join(build_overview(record, summarise(record)).banner)
+    return " ".join(build_overview(record, summarize(record)).banner)
 
 
 def test_a_finished_run_has_no_banner_and_its_numbers(make_run) -> None:
     record = read_run(make_run())
-    overview = build_overview(record, summarise(record))
+    overview = build_overview(record, summarize(record))
     assert (overview.title, overview.state_word, overview.banner) == (
         "Three small tasks, learnt on a CPU",
         "finished",
@@ -66,7 +66,7 @@ def test_packages_that_are_not_the_locks_are_in_the_head(make_run, differences: 
     manifest["environment"]["lock"] = lock
     (folder / "manifest.json").write_text(json.dumps(manifest))
     record = read_run(folder)
-    assert dict(build_overview(record, summarise(record)).facts)["Packages"] == expected
+    assert dict(build_overview(record, summarize(record)).facts)["Packages"] == expected
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_duration_is_the_sum_of_all_attempts(make_run, earlier: list[float | Non
     record.manifest["earlier_attempts"] = [
         {"state": "stopped", "seconds": seconds, "started": "2026-11-20T07:00:00+00:00"} for seconds in earlier
     ]
-    facts = dict(build_overview(record, summarise(record)).facts)
+    facts = dict(build_overview(record, summarize(record)).facts)
     assert facts["Took"] == took
     assert facts["Started"] == ("20 November 2026, 07:00 UTC" if earlier else "21 November 2026, 07:18 UTC")
 
@@ -124,10 +124,10 @@ def test_an_early_stop_and_the_best_model_are_among_the_facts(make_run) -> None:
     assert record.manifest is not None
     told = "stopped early after step 6: no better validation loss in 1 evaluation; model/ is checkpoint-3 (10.1723)"
     record.manifest["status"] |= {"reason": told, "step": 6, "best_step": 3}
-    facts = dict(build_overview(record, summarise(record)).facts)
+    facts = dict(build_overview(record, summarize(record)).facts)
     assert facts["Optimizer steps"] == f"6 of 240; {told}"
     record.manifest["status"]["reason"] = None
-    facts = dict(build_overview(record, summarise(record)).facts)
+    facts = dict(build_overview(record, summarize(record)).facts)
     assert facts["Optimizer steps"] == "6 of 240; model/ is checkpoint-3, the best by validation loss"
 
 
@@ -135,12 +135,12 @@ def test_the_validation_loss_of_a_best_model_is_its_own(make_run) -> None:
     record = read_run(make_run())
     assert record.manifest is not None
     losses = {line["step"]: line["validation_loss"] for line in record.validation}
-    figures = build_overview(record, summarise(record)).figures
+    figures = build_overview(record, summarize(record)).figures
     (before,) = (figure for figure in figures if figure.label == "validation loss")
     assert before.note == f"best of {len(losses)}"
     worst = max(losses, key=lambda step: losses[step])
     record.manifest["status"]["best_step"] = worst
-    figures = build_overview(record, summarise(record)).figures
+    figures = build_overview(record, summarize(record)).figures
     (figure,) = (figure for figure in figures if figure.label == "validation loss")
     assert figure.value == format_value(losses[worst])
     assert figure.note == f"of model/, which is checkpoint-{worst}"
@@ -150,11 +150,11 @@ def test_run_without_recipe_is_not_named_by_its_folder(make_run) -> None:
     record = read_run(make_run())
     assert record.manifest is not None and record.config is not None
     record.manifest["recipe"], record.config["title"] = None, ""
-    overview = build_overview(record, summarise(record))
+    overview = build_overview(record, summarize(record))
     assert dict(overview.facts)["Recipe"] == NO_RECIPE == "none (own model and data)"
     assert overview.title == "book:recipes/example/model on train.jsonl"
     record.manifest["model"]["name"] = "~/models/mine"
-    assert build_overview(record, summarise(record)).title == "mine on train.jsonl"
+    assert build_overview(record, summarize(record)).title == "mine on train.jsonl"
     page = render_comparison([record, read_run(make_run("2026-11-21T07-18-06Z"))])
     assert "<h1>2 runs of example, none (own model and data)</h1>" in page
 
@@ -220,7 +220,7 @@ def test_a_run_in_numbers_by_hand() -> None:
         {"step": 40, "validation_loss": None},
     ]
     plan = {"batch": {"total_steps": 80}}
-    summary = summarise(RunRecord(folder=Path("a/b"), plan=plan, training=training, validation=validation))
+    summary = summarize(RunRecord(folder=Path("a/b"), plan=plan, training=training, validation=validation))
     assert (summary.num_steps, summary.num_planned_steps, summary.num_tokens) == (40, 80, 2000)
     assert summary.first_loss == pytest.approx(9.9)
     assert (summary.num_final_steps, summary.final_loss) == (2, pytest.approx(6.05))  # of 6.1 and 6.0
@@ -238,20 +238,20 @@ def test_the_padding_share_is_of_all_computed_tokens() -> None:
         seen += tokens
         share = padding / (tokens + padding)
         training.append({"step": step, "loss": 1.0, "tokens_seen": seen, "padding_share": share})
-    summary = summarise(RunRecord(folder=Path("a/b"), training=training))
+    summary = summarize(RunRecord(folder=Path("a/b"), training=training))
     assert summary.padding_share == pytest.approx(1000 / 1400)  # not (0.9 + 0.25 + 1) / 3
 
 
 def test_time_of_a_killed_attempt_is_unknown() -> None:
     manifest = {"status": {"seconds": 27.9}, "earlier_attempts": [{"seconds": 48.6}, {"seconds": None}]}
-    summary = summarise(RunRecord(folder=Path("a/b"), manifest=manifest))
+    summary = summarize(RunRecord(folder=Path("a/b"), manifest=manifest))
     assert (summary.seconds, summary.num_attempts, summary.num_attempts_without_end) == (76.5, 3, 1)
     manifest["status"] = {"seconds": None}
-    assert summarise(RunRecord(folder=Path("a/b"), manifest=manifest)).seconds is None
+    assert summarize(RunRecord(folder=Path("a/b"), manifest=manifest)).seconds is None
 
 
 def test_an_empty_run_has_no_numbers() -> None:
-    summary = summarise(RunRecord(folder=Path("a/b")))
+    summary = summarize(RunRecord(folder=Path("a/b")))
     assert (summary.num_steps, summary.final_loss, summary.peak_memory_gib) == (None, None, [])
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tunebook.record.page.overview import summarise
+from tunebook.record.page.overview import summarize
 from tunebook.record.page.predicted import Compared, build_prediction, draw_stack, memory_stack
 from tunebook.record.report import write_report
 from tunebook.record.run_record import RunRecord
@@ -31,7 +31,7 @@ def run(generation: str = "hopper", *, steps: int = 2, measured: bool = True, **
 
 
 def rows_of(record: RunRecord) -> dict[str, Compared]:
-    found = build_prediction(record, summarise(record))
+    found = build_prediction(record, summarize(record))
     assert found is not None
     return {row.name: row for row in found.rows}
 
@@ -105,14 +105,14 @@ def test_a_process_on_a_cpu_is_compared_with_everything_planned() -> None:
 )
 def test_prediction_names_its_basis(plan: dict[str, Any], notes: list[str]) -> None:
     record = run(**plan)
-    found = build_prediction(record, summarise(record))
+    found = build_prediction(record, summarize(record))
     assert found is not None
     assert found.notes == notes
 
 
 def test_a_run_without_a_plan_has_no_such_section(make_run: Any, tmp_path: Path) -> None:
     record = RunRecord(folder=Path("a/b"))
-    assert build_prediction(record, summarise(record)) is None
+    assert build_prediction(record, summarize(record)) is None
     write_report([make_run(without=("plan.json",))], tmp_path / "report.html")
     assert "Predicted and measured" not in (tmp_path / "report.html").read_text()
 
@@ -137,6 +137,6 @@ def test_a_plan_by_measured_steps_says_so() -> None:
     record = run(memory_gib=MEMORY)
     assert record.plan is not None
     record.plan["measured"] = {"date": "2026-01-02"}
-    found = build_prediction(record, summarise(record))
+    found = build_prediction(record, summarize(record))
     assert found is not None
     assert "Memory: the peak is that of two steps measured on 2026-01-02; its parts are estimates." in found.notes

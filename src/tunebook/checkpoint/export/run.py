@@ -269,12 +269,12 @@ def _check_push_name(name: str) -> None:
         validate_repo_id(name)
     except HFValidationError as error:
         raise RequestError(
-            f"--push {name}: {str(error).splitlines()[0]}; write it as ORGANISATION/NAME",
+            f"--push {name}: {str(error).splitlines()[0]}; write it as ORGANIZATION/NAME",
             problem_id="upload-not-possible",
         ) from error
     if name.count("/") != 1:
         raise RequestError(
-            f"--push {name}: it names no owner; write it as ORGANISATION/NAME",
+            f"--push {name}: it names no owner; write it as ORGANIZATION/NAME",
             problem_id="upload-not-possible",
         )
     if why := why_no_upload():

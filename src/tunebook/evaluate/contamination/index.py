@@ -55,9 +55,9 @@ class Runs:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """How a whole question is recognised in a document."""
+    """How a whole question is recognized in a document."""
 
-    texts: tuple[str, ...]  # normalised, see `words.join`; all must be there
+    texts: tuple[str, ...]  # normalized, see `words.join`; all must be there
     answers: tuple[str, ...]  # the same; only for a short question
     is_short: bool  # each text must be a whole turn or field
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.choices import Format
-from tunebook.data.formats import FormatSettings, Normaliser
+from tunebook.data.formats import FormatSettings, Normalizer
 from tunebook.data.problems import DocumentError, DocumentProblems
 from tunebook.data.readers import read_records
 from tunebook.data.turns import texts_of_turn
@@ -71,7 +71,7 @@ def _with_rest(item: Item, rest: tuple[str, ...]) -> Item:
 
 
 def _split(task: Any, number: int, doc: Mapping[str, Any]) -> tuple[Item, tuple[str, ...]]:
-    """Return an item with its fields, and the normalised texts between them in the prompt.
+    """Return an item with its fields, and the normalized texts between them in the prompt.
 
     The prompt itself would not do: a training document may hold the same fields in another order or template.
     """
@@ -137,13 +137,13 @@ def _answers(task: Any, doc: Mapping[str, Any]) -> tuple[str, ...]:
 def conversation_items(name: str, file: Path, limit: int | None) -> ItemGroup:
     """The items of a file of held-out conversations, in the order in which the harness numbers them."""
     problems = DocumentProblems(str(file))
-    normaliser = Normaliser(Format.auto, FormatSettings())
+    normalizer = Normalizer(Format.auto, FormatSettings())
     items: list[Item] = []
-    for _, record in read_records(file, problems, normaliser.account):
+    for _, record in read_records(file, problems, normalizer.account):
         if limit is not None and len(items) == limit:
             break
         with suppress(DocumentError):  # the evaluation itself refuses such a file
-            items.append(_of_turns(len(items), normaliser.row(record).get("messages", [])))
+            items.append(_of_turns(len(items), normalizer.row(record).get("messages", [])))
     return ItemGroup(name=name, items=items, num_all=len(items))
 
 

@@ -22,7 +22,7 @@ _ASCII = "".join(chr(code).lower() if chr(code).isalnum() else " " for code in r
 
 
 def words_of(text: str) -> list[str]:
-    """The normalised words of a text."""
+    """The normalized words of a text."""
     if text.isascii():
         return text.translate(_ASCII).split()
     return _WORD.findall(unicodedata.normalize("NFKC", text).lower())

@@ -13,7 +13,7 @@ from functools import partial
 
 from tunebook.config.choices import Attention, Compute, Strategy
 from tunebook.config.model_facts import ModelFacts
-from tunebook.model.flops import flops_per_token, model_flops_utilisation, recomputed_flops_per_token
+from tunebook.model.flops import flops_per_token, model_flops_utilization, recomputed_flops_per_token
 
 RESULTS = "tests/bench/results/"
 _SPEED, _SMALL = f"{RESULTS}h200_speed.jsonl", f"{RESULTS}h200_qwen05b_single.jsonl"
@@ -74,7 +74,7 @@ class OneGpuSpeed:
         if self.is_recomputed:
             flops += recomputed_flops_per_token(self.model, self.attended_length)
         peak = {Compute.fp32: FP32_PEAK, Compute.fp8: FP8_PEAK}.get(self.compute, BF16_PEAK)
-        return model_flops_utilisation(self.tokens_per_second / (1 - (self.padding_share or 0.0)), flops, peak)
+        return model_flops_utilization(self.tokens_per_second / (1 - (self.padding_share or 0.0)), flops, peak)
 
     @property
     def seconds_of_a_layer(self) -> float:

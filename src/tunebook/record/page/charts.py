@@ -78,7 +78,7 @@ def _axis(low: float, high: float, ticks: list[float], unit: Unit) -> Axis:
 
 Point = tuple[float, float | None]  # x, y; None breaks the line
 
-NUM_COLOURS = 6
+NUM_COLORS = 6
 NUM_DASHES = 3
 MAX_POINTS = 600  # drawn per line: more than that is finer than a pixel
 _TOP, _BOTTOM, _RIGHT = 26, 42, 14  # margins, in SVG units (about pixels)
@@ -105,14 +105,14 @@ class Line:
 
     name: str
     points: list[Point]
-    colour: int = 0
+    color: int = 0
     dash: int = 0  # pattern, for lines that may cover each other
     stroke: Stroke = Stroke.strong
 
     @property
     def style(self) -> str:
-        """The CSS classes: stroke, colour and dash pattern."""
-        return f"{self.stroke.value} c{self.colour % NUM_COLOURS} dash{self.dash % NUM_DASHES}"
+        """The CSS classes: stroke, color and dash pattern."""
+        return f"{self.stroke.value} c{self.color % NUM_COLORS} dash{self.dash % NUM_DASHES}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +121,7 @@ class Band:
 
     name: str
     points: list[tuple[float, float, float]]
-    colour: int = 0
+    color: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +240,7 @@ def _draw_axes(chart: Chart, plot: _Plot) -> list[Markup]:
 def _draw_band(band: Band, plot: _Plot) -> Markup:
     upper = [f"{plot.x(x)},{plot.y(high)}" for x, _, high in band.points]
     lower = [f"{plot.x(x)},{plot.y(low)}" for x, low, _ in reversed(band.points)]
-    return Markup('<polygon class="band c{}" points="{}"/>').format(band.colour % NUM_COLOURS, " ".join(upper + lower))
+    return Markup('<polygon class="band c{}" points="{}"/>').format(band.color % NUM_COLORS, " ".join(upper + lower))
 
 
 def _draw_line(line: Line, plot: _Plot, ceiling: float | None) -> list[Markup]:

@@ -14,7 +14,7 @@ from tunebook.record.page.overview import (
     speed_unit,
     state_of,
     state_word,
-    summarise,
+    summarize,
 )
 from tunebook.record.run_record import RunRecord
 
@@ -48,7 +48,7 @@ def short_names(records: Sequence[RunRecord]) -> list[str]:
 
 def compare(records: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
     """The comparison of the runs."""
-    summaries = [summarise(record) for record in records]
+    summaries = [summarize(record) for record in records]
     runs = [
         ComparedRun(
             name=name, state=state_of(record), state_word=state_word(record),

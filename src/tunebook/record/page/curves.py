@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tunebook.record.page.charts import NUM_COLOURS, NUM_DASHES, Band, Chart, Line, Mark, Point, Stroke
+from tunebook.record.page.charts import NUM_COLORS, NUM_DASHES, Band, Chart, Line, Mark, Point, Stroke
 from tunebook.record.page.numbers import Unit, format_value
 from tunebook.record.page.overview import speed_unit
 from tunebook.record.run_record import RunRecord
@@ -19,7 +19,7 @@ _SIMPLE = (
     ("learning_rate", "Learning rate", "step size", Unit.plain),
     ("grad_norm", "Gradient norm", "norm before clipping", Unit.plain),
     ("tokens_per_second_per_gpu", "Throughput", "real tokens per second and {unit}", Unit.plain),
-    ("mfu", "Model FLOPs utilisation", "share of peak arithmetic", Unit.share),
+    ("mfu", "Model FLOPs utilization", "share of peak arithmetic", Unit.share),
     ("padding_share", "Padding", "share of tokens that are padding", Unit.share),
 )
 
@@ -38,7 +38,7 @@ def loss_chart(record: RunRecord) -> Chart | None:
         ]
     validation = [(line["step"], line["validation_loss"]) for line in record.validation]
     if validation:
-        lines.append(Line(name="validation", points=validation, colour=1, stroke=Stroke.dots))
+        lines.append(Line(name="validation", points=validation, color=1, stroke=Stroke.dots))
     invalid = record.first_invalid_step
     marks = [] if invalid is None else [Mark(x=invalid, text=f"not finite, step {invalid}")]
     ceiling = outlier_ceiling(record.values("loss"))
@@ -96,7 +96,7 @@ def overlaid_charts(records: Sequence[RunRecord], names: Sequence[str]) -> list[
         lines = _overlay(records, names, "loss", over, smoothed=True)
         charts.append(Chart(title=title, y_label="loss per trained token", lines=lines, x_label=label))
     validation = [
-        Line(name=name, points=[(line["step"], line["validation_loss"]) for line in record.validation], colour=index,
+        Line(name=name, points=[(line["step"], line["validation_loss"]) for line in record.validation], color=index,
              dash=dash_of_run(index), stroke=Stroke.dots)
         for index, (record, name) in enumerate(zip(records, names, strict=True)) if record.validation
     ]  # fmt: skip
@@ -113,7 +113,7 @@ def overlaid_charts(records: Sequence[RunRecord], names: Sequence[str]) -> list[
 
 def dash_of_run(index: int) -> int:
     """The dash pattern of one of several runs. Neighbors differ, so that equal curves do not hide each other."""
-    return (index + index // NUM_COLOURS) % NUM_DASHES
+    return (index + index // NUM_COLORS) % NUM_DASHES
 
 
 def smooth(points: Sequence[Point]) -> tuple[list[Point], int]:
@@ -189,5 +189,5 @@ def _overlay(records: Sequence[RunRecord], names: Sequence[str], key: str, over:
         if smoothed and len(points) >= _SMOOTH_FROM:
             points, _ = smooth(points)
         if points:
-            lines.append(Line(name=name, points=points, colour=index, dash=dash_of_run(index)))
+            lines.append(Line(name=name, points=points, color=index, dash=dash_of_run(index)))
     return lines

@@ -72,7 +72,7 @@ class Overview:
     figures: list[Figure]
 
 
-def summarise(record: RunRecord) -> Summary:
+def summarize(record: RunRecord) -> Summary:
     """Compute the numbers from the metrics."""
     training, losses = record.training, record.values("loss")
     num_final = max(1, round(_FINAL_SHARE * len(losses)))

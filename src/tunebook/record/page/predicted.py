@@ -68,10 +68,10 @@ def memory_stack(record: RunRecord) -> MemoryStack | None:
     longest = max([sum(values.values()), *measured.values()])
     full = max(longest, capacity if capacity and longest >= _SHORTEST * capacity else longest * 1.05)
     parts, begins = [], 0.0
-    for colour, (name, value) in enumerate(values.items()):
-        if value:  # an empty part is omitted but keeps its colour: a part has the same colour in every report
+    for color, (name, value) in enumerate(values.items()):
+        if value:  # an empty part is omitted but keeps its color: a part has the same color in every report
             text, share = format_value(value, Unit.gib), value / full
-            parts.append(Bar(name=name, text=text, begins=begins, share=share, kind=str(colour % 6)))
+            parts.append(Bar(name=name, text=text, begins=begins, share=share, kind=str(color % 6)))
             begins += share
     marks = [
         Bar(name=name, text=format_value(value, Unit.gib), begins=value / full, kind=kind)

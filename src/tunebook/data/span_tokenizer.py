@@ -32,7 +32,7 @@ _COMPARE_EVERY = 100  # of the texts cut by pieces: 1% of the tokenizer's time
 
 
 @dataclass(frozen=True)
-class Tokenised:
+class Tokenized:
     """One text. Shapes: `ids` (num_tokens,), `ranges` (num_spans,)."""
 
     ids: list[int]
@@ -47,7 +47,7 @@ class SpanTokenizer:
         self._backend = backend
         self._pieces = None if os.environ.get(BY_LIBRARY) else piece_tokenizer(backend)
 
-    def tokenise(self, texts: Sequence[str], spans: Sequence[list[Span]]) -> list[Tokenised]:
+    def tokenize(self, texts: Sequence[str], spans: Sequence[list[Span]]) -> list[Tokenized]:
         """The tokens of every text and of its spans. Raises: TunebookError if the two ways differ."""
         done = [self._by_pieces(text, wanted) for text, wanted in zip(texts, spans, strict=True)]
         left = [number for number, one in enumerate(done) if one is None]
@@ -61,16 +61,16 @@ class SpanTokenizer:
             done[number] = theirs
         return [one for one in done if one is not None]
 
-    def tokenise_apart(self, special: SpecialTokens, text: str, spans: list[Span]) -> Tokenised:
+    def tokenize_apart(self, special: SpecialTokens, text: str, spans: list[Span]) -> Tokenized:
         """A text with hidden special tokens, which are tokenized as plain text."""
         return _by_offsets(*special.encode_apart(text, spans))
 
-    def _by_pieces(self, text: str, spans: list[Span]) -> Tokenised | None:
+    def _by_pieces(self, text: str, spans: list[Span]) -> Tokenized | None:
         if self._pieces is None:
             return None
         cut: CutText | None = self._pieces.cut(text)
         ranges = cut.tokens_of_spans(spans) if cut is not None else None
-        return Tokenised(cut.ids, ranges) if cut is not None and ranges is not None else None
+        return Tokenized(cut.ids, ranges) if cut is not None and ranges is not None else None
 
 
 def tokens_of_span(starts: list[int], ends: list[int], span: Span) -> Span:
@@ -84,19 +84,19 @@ def tokens_of_span(starts: list[int], ends: list[int], span: Span) -> Span:
 def _differs(text: str) -> TunebookError:
     return TunebookError(
         f"a text becomes other tokens by pieces than by the tokenizer itself: {text[:200]!r}. Nothing was written; "
-        f"type {BY_LIBRARY}=1 before the command to tokenise without pieces, and report the text",
+        f"type {BY_LIBRARY}=1 before the command to tokenize without pieces, and report the text",
         problem_id="tokens-differ",
     )
 
 
-def _by_offsets(encoding: Any, spans: Sequence[Span]) -> Tokenised:
+def _by_offsets(encoding: Any, spans: Sequence[Span]) -> Tokenized:
     if not spans:
-        return Tokenised(encoding.ids, [])
+        return Tokenized(encoding.ids, [])
     offsets = encoding.offsets
     starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
     ranges = [tokens_of_span(starts, ends, span) for span in spans]
     num_straddling = sum(starts[first : first + 1] < [span[0]] for (first, _), span in zip(ranges, spans, strict=True))
-    return Tokenised(encoding.ids, ranges, num_straddling)
+    return Tokenized(encoding.ids, ranges, num_straddling)
 
 
 # Expressions of tokenizer.json, and the same for Python, which has no \p{L} and \p{N}: its \w is letters, digits and

@@ -1,4 +1,4 @@
-"""Tokenising by pieces against the tokenizers library: the same tokens and spans, or an honest `None`."""
+"""Tokenizing by pieces against the tokenizers library: the same tokens and spans, or an honest `None`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tunebook.data import tokenise as pieces
-from tunebook.data.tokenise import SpanTokenizer, piece_tokenizer, tokens_of_span
+from tunebook.data import span_tokenizer as pieces
+from tunebook.data.span_tokenizer import SpanTokenizer, piece_tokenizer, tokens_of_span
 from tunebook.errors import TunebookError
 
 QWEN, LLAMA = pieces._CUTS
@@ -137,13 +137,13 @@ def test_texts_of_both_kinds_keep_their_order() -> None:
     texts = ["a word", "½ a word", "the end", "e\u0301", "it's"]
     spans = [[(1, 6)], [(1, 8)], [], [(0, 2)], [(1, 4)]]  # the last begins inside a piece
     expected = [by_library(backend, text, wanted) for text, wanted in zip(texts, spans, strict=True)]
-    found = SpanTokenizer(backend).tokenise(texts, spans)
+    found = SpanTokenizer(backend).tokenize(texts, spans)
     assert [(one.ids, one.ranges) for one in found] == expected
 
 
 def test_a_token_over_the_boundary_is_counted() -> None:
     backend = make_backend()
-    one = SpanTokenizer(backend).tokenise(["the word"], [[(5, 8)]])[0]
+    one = SpanTokenizer(backend).tokenize(["the word"], [[(5, 8)]])[0]
     straddles = backend.encode("the word").offsets[one.ranges[0][0]][0] < 5
     assert straddles
     assert one.num_straddling == 1
@@ -157,7 +157,7 @@ class TestTheTokenizerIsAsked:
         backend = make_backend()
         tokeniser = SpanTokenizer(Asked(backend, asked))
         expected = [backend.encode(text).ids for text in self.TEXTS]
-        assert [one.ids for one in tokeniser.tokenise(self.TEXTS, [[]] * 3)] == expected
+        assert [one.ids for one in tokeniser.tokenize(self.TEXTS, [[]] * 3)] == expected
         assert asked == [1], "one of a hundred texts that were cut by pieces"
 
     def test_and_other_tokens_are_an_error_that_says_how_to_go_on(self) -> None:
@@ -165,12 +165,12 @@ class TestTheTokenizerIsAsked:
         assert tokeniser._pieces is not None
         tokeniser._pieces._known["the"] = b"\x07\0\0\0"
         with pytest.raises(TunebookError, match=r"'the word'.*TUNEBOOK_TOKENIZE_BY_LIBRARY=1 before the command"):
-            tokeniser.tokenise(self.TEXTS, [[]] * 3)
+            tokeniser.tokenize(self.TEXTS, [[]] * 3)
 
     def test_alone_where_that_is_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TUNEBOOK_TOKENIZE_BY_LIBRARY", "1")
         asked: list[int] = []
-        SpanTokenizer(Asked(make_backend(), asked)).tokenise(self.TEXTS, [[]] * 3)
+        SpanTokenizer(Asked(make_backend(), asked)).tokenize(self.TEXTS, [[]] * 3)
         assert asked == [3]
 
 
