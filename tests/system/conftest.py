@@ -5,6 +5,7 @@ Files run side by side (`make test-system`), but for those whose tests share wha
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -35,10 +37,19 @@ NOT_INHERITED = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "ARGS", "R
 
 
 COMPILED_WITHIN_S = 1200  # by a machine that does much else, in 120 to 220
+TRAINED_WITHIN_S = 900  # DeepSpeed compiles a small operator when it is first used, in minutes on a busy machine
+# Runs that the tests of several files look at, compare with or resume: the fixtures below.
+NUM_STEPS = 20
+FIRST_STEPS = f"training.max_steps={NUM_STEPS}"
+ON_TWO_RANKS = ("hardware=cpu", "hardware.gpus_per_node=2")
+TWO_RANKS = ("parallelism=ddp", *ON_TWO_RANKS)
+BIT_FOR_BIT = (FIRST_STEPS, "training.deterministic=true", "training.resume=never")
+SAVED = (*BIT_FOR_BIT, "packing=isolated", "training.save_every_steps=5")
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # whose sums have one order, so that equal ranks compute the same bits
 # The tests of these files evaluate, report and verify one run of the quickstart.
 ON_THE_QUICKSTARTS_RUN = ("test_chat.py", "test_evidence.py", "test_quickstart.py", "test_readme.py")
 # Those of these files share nothing, so each goes to whichever process is free.
-SHARE_NOTHING = ("test_sweep.py", "test_evaluation.py", "test_sharded_probe.py")
+SHARE_NOTHING = ("test_sweep.py", "test_evaluation.py")
 # What takes minutes begins first, and what takes seconds fills the gaps at the end.
 LONGEST_FIRST = ("docker", "quickstart", "test_two_ranks.py", "test_sweep.py", "test_same_loss.py",
                  "test_other_architectures.py", "test_locks_online.py", "test_checkpoints.py", "test_export.py",
@@ -152,13 +163,18 @@ class Running:
         return self._log.read_text(errors="replace")
 
 
+def of_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The temporary folder that xdist's processes have in common."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @pytest.fixture(scope="session")
 def start(project_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Running]]:
     """Start a command: `start(words, cwd=..., KEY=value...)`; data is prepared once for all of xdist's processes."""
     folder = tmp_path_factory.mktemp("system")
-    base = tmp_path_factory.getbasetemp()
     inherited = {key: value for key, value in os.environ.items() if key not in NOT_INHERITED}
-    inherited["TUNEBOOK_CACHE"] = str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "prepared")
+    inherited["TUNEBOOK_CACHE"] = str(of_all_workers(tmp_path_factory) / "prepared")
     inherited["PATH"] = f"{project_root / '.venv' / 'bin'}:{inherited['PATH']}"
     started: list[Running] = []
 
@@ -187,6 +203,7 @@ class Run:
     """A run folder read back."""
 
     folder: Path
+    printed: str = ""  # by the command, if `train_once` trained it
 
     @property
     def status(self) -> dict[str, object]:
@@ -210,6 +227,51 @@ class Run:
 def read_run() -> Callable[[Path], Run]:
     """Read a run folder."""
     return lambda folder: Run(folder=folder.resolve())
+
+
+@pytest.fixture(scope="session")
+def train_once(run: Callable[..., Ended], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """Train the quickstart's first steps: `train_once("parallelism=ddp", ..., OMP_NUM_THREADS="1")`.
+
+    Equal requests, from any of xdist's processes, share one run. No test may change it: copy the folder first.
+    """
+    shared = of_all_workers(tmp_path_factory) / "trained"
+    shared.mkdir(exist_ok=True)
+
+    def train(*overrides: str, **environment: str) -> Run:
+        outputs = shared / sha256(repr((overrides, environment)).encode()).hexdigest()[:16]
+        with outputs.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            printed = outputs.with_suffix(".log")
+            if not printed.exists():
+                words = ["tunebook", "train", "quickstart", "evaluation=none", *overrides, f"outputs={outputs}"]
+                ended = run(words, timeout_s=TRAINED_WITHIN_S, **environment)
+                assert ended.exit_code == 0, ended.output
+                assert "Traceback" not in ended.output
+                printed.write_text(ended.output)
+        return Run(folder=(outputs / "quickstart" / "latest").resolve(), printed=printed.read_text())
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def one_rank(train_once: Callable[..., Run]) -> Run:
+    """`NUM_STEPS` steps of one rank: packed rows, one pass per step."""
+    found = train_once(FIRST_STEPS, "parallelism=single", "hardware=cpu")
+    assert len(found.losses) == NUM_STEPS
+    return found
+
+
+@pytest.fixture(scope="session")
+def saved_by(train_once: Callable[..., Run]) -> Callable[[str], Run]:
+    """The same steps of two ranks with the last two of four checkpoints: `saved_by("zero2")`."""
+
+    def train(strategy: str) -> Run:
+        found = train_once(*SAVED, *ON_TWO_RANKS, f"parallelism={strategy}", **ONE_THREAD)
+        assert found.checkpoints == ["checkpoint-15", "checkpoint-20"]
+        return found
+
+    return train
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.system.conftest import ONE_THREAD, SAVED, TWO_RANKS
 from tunebook.checkpoint.verify import verified_record
 from tunebook.files import sha256_file
 from tunebook.record.metrics import read_metrics
@@ -45,47 +45,34 @@ def test_with_another_number_of_ranks_the_losses_are_the_same_but_for_roundings(
     assert max(line["largest_difference"] for line in lines) <= 1e-6
 
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # whose sums have one order, so that equal ranks compute the same bits
-
-
 def command(outputs: Path, *overrides: str) -> list[str]:
-    words = ["tunebook", "train", "quickstart", "evaluation=none", "training.max_steps=8", f"outputs={outputs}"]
-    words.append("training.deterministic=true")
-    return [*words, "parallelism=ddp", "hardware=cpu", "hardware.gpus_per_node=2", *overrides]
+    """As the fixture `saved_by` trains."""
+    words = ["tunebook", "train", "quickstart", "evaluation=none", f"outputs={outputs}", *SAVED, *TWO_RANKS]
+    return [*words, *overrides]
 
 
-@pytest.fixture(scope="module")
-def whole(run, read_run, tmp_path_factory):
-    """A run of two ranks that nobody stopped, with its last two checkpoints."""
-    outputs = tmp_path_factory.mktemp("whole")
-    ended = run(command(outputs, "training.save_every_steps=2"), **ONE_THREAD)
-    assert ended.exit_code == 0, ended.output
-    found = read_run(outputs / "quickstart" / "latest")
-    assert found.checkpoints == ["checkpoint-6", "checkpoint-8"]
-    return found
-
-
-def test_two_ranks_record_what_they_saved(whole):
-    record = verified_record(whole.folder / "checkpoints" / "checkpoint-6")
+def test_two_ranks_record_what_they_saved(saved_by):
+    record = verified_record(saved_by("ddp").folder / "checkpoints" / "checkpoint-15")
     assert {"rng_state_0.pth", "rng_state_1.pth", "model.safetensors", "optimizer.pt"} <= set(record.files)
-    assert (record.identity.strategy, record.identity.world_size, record.step) == ("ddp", 2, 6)
+    assert (record.identity.strategy, record.identity.world_size, record.step) == ("ddp", 2, 15)
 
 
-def test_a_named_run_is_gone_back_in_to_the_same_bits(run, read_run, whole, tmp_path):
+def test_a_named_run_is_gone_back_in_to_the_same_bits(run, read_run, saved_by, tmp_path):
+    whole = saved_by("ddp")
     earlier = tmp_path / "earlier"
     shutil.copytree(whole.folder, earlier)
-    file = earlier / "checkpoints" / "checkpoint-8" / "rng_state_1.pth"
+    file = earlier / "checkpoints" / "checkpoint-20" / "rng_state_1.pth"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    words = command(tmp_path / "outputs", f"training.resume={earlier}", "training.save_every_steps=2")
+    words = command(tmp_path / "outputs", f"training.resume={earlier}")
     ended = run(words, **ONE_THREAD)
     assert ended.exit_code == 0, ended.output
     words = " ".join(ended.output.split())
-    assert "checkpoint-8 is passed over: rng_state_1.pth is not what was written" in words
-    assert f"resuming from {earlier / 'checkpoints' / 'checkpoint-6'}: every file in it was read" in words
+    assert "checkpoint-20 is passed over: rng_state_1.pth is not what was written" in words
+    assert f"resuming from {earlier / 'checkpoints' / 'checkpoint-15'}: every file in it was read" in words
     later = read_run(tmp_path / "outputs" / "quickstart" / "latest")
-    assert later.losses == whole.losses[6:]
+    assert later.losses == whole.losses[15:]
     model = (later.folder / "model" / "model.safetensors").read_bytes()
     assert model == (whole.folder / "model" / "model.safetensors").read_bytes()
 
@@ -99,31 +86,27 @@ def test_a_named_run_is_gone_back_in_to_the_same_bits(run, read_run, whole, tmp_
     ],
     ids=["config", "strategy", "ranks"],
 )
-def test_another_run_is_refused_before_anything_starts(run, whole, tmp_path, overrides, message):
-    ended = run(command(tmp_path, f"training.resume={whole.folder}", "training.save_every_steps=2", *overrides))
+def test_another_run_is_refused_before_anything_starts(run, saved_by, tmp_path, overrides, message):
+    ended = run(command(tmp_path, f"training.resume={saved_by('ddp').folder}", *overrides))
     assert ended.exit_code == 2, ended.output
     assert message in " ".join(ended.output.split())
     assert "Traceback" not in ended.output
     assert not (tmp_path / "quickstart").exists()
 
 
-def test_zero_resumes_with_the_written_hyperparameters_as_ddp_does(run, read_run, tmp_path):
+def test_zero_resumes_with_the_written_hyperparameters_as_ddp_does(run, read_run, saved_by, tmp_path):
     """DeepSpeed restores those of the checkpoint, and the clipping with them."""
     other = ["optimizer.learning_rate=4e-4", "optimizer.weight_decay=0.5", "optimizer.beta2=0.9"]
     other += ["training.max_grad_norm=0.05", "training.resume_anyway=[config]", "schedule.warmup_steps=5"]
     found = {}
     for strategy in ("ddp", "zero2"):
-        first, later = (tmp_path / strategy / name for name in ("first", "later"))
-        own = [f"parallelism={strategy}", "packing=padded", "training.save_every_steps=4"]
-        ended = run(command(first, *own, "training.max_steps=4"), timeout_s=600)
-        assert ended.exit_code == 0, ended.output
-        resumed = f"training.resume={first / 'quickstart' / 'latest'}"
-        ended = run(command(later, *own, resumed, *other), timeout_s=600)
+        resumed = f"training.resume={saved_by(strategy).folder / 'checkpoints' / 'checkpoint-15'}"
+        ended = run(command(tmp_path / strategy, f"parallelism={strategy}", resumed, *other), timeout_s=600)
         assert ended.exit_code == 0, ended.output
         assert "optimizer.learning_rate was 0.0012 and is 0.0004" in " ".join(ended.output.split())
-        found[strategy] = read_run(later / "quickstart" / "latest")
+        found[strategy] = read_run(tmp_path / strategy / "quickstart" / "latest")
     zero2, ddp = ([line["learning_rate"] for line in read_metrics(found[name].folder)] for name in ("zero2", "ddp"))
-    assert len(zero2) == 4
+    assert len(zero2) == 5
     assert zero2 == ddp
     assert found["zero2"].losses == pytest.approx(found["ddp"].losses, rel=1e-5)
 
@@ -136,41 +119,33 @@ class RunsCode:
 PROOF = "code_of_a_checkpoint_ran"
 
 
-@pytest.fixture(scope="module")
-def of_zero(run, read_run, tmp_path_factory):
-    """A run of ZeRO-2 on two ranks, with a checkpoint in its middle."""
-    outputs = tmp_path_factory.mktemp("zero")
-    ended = run(command(outputs, "parallelism=zero2", "training.save_every_steps=4"), timeout_s=600)
-    assert ended.exit_code == 0, ended.output
-    return read_run(outputs / "quickstart" / "latest")
-
-
-def test_a_checkpoint_of_zero_is_resumed_to_the_same_losses(run, read_run, of_zero, tmp_path):
-    named = f"training.resume={of_zero.folder / 'checkpoints' / 'checkpoint-4'}"
-    ended = run(command(tmp_path, "parallelism=zero2", "training.save_every_steps=4", named), timeout_s=600)
+def test_a_checkpoint_of_zero_is_resumed_to_the_same_losses(run, read_run, saved_by, tmp_path):
+    of_zero = saved_by("zero2")
+    named = f"training.resume={of_zero.folder / 'checkpoints' / 'checkpoint-15'}"
+    ended = run(command(tmp_path, "parallelism=zero2", named), timeout_s=600)
     assert ended.exit_code == 0, ended.output
     assert "complete.json proves that, but not who wrote it; files that would run code are refused" in ended.output
-    assert read_run(tmp_path / "quickstart" / "latest").losses == of_zero.losses[4:]
+    assert read_run(tmp_path / "quickstart" / "latest").losses == of_zero.losses[15:]
 
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        ("global_step4/mp_rank_00_model_states.pt", 2),
-        ("global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt", 2),
-        ("global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt", 1),  # through DeepSpeed's universal checkpoint
+        ("global_step15/mp_rank_00_model_states.pt", 2),
+        ("global_step15/zero_pp_rank_1_mp_rank_00_optim_states.pt", 2),
+        ("global_step15/zero_pp_rank_1_mp_rank_00_optim_states.pt", 1),  # through DeepSpeed's universal checkpoint
         ("rng_state_1.pth", 2),
     ],
 )
-def test_code_in_a_checkpoint_of_zero_is_not_run_though_its_record_fits(run, of_zero, tmp_path, name, ranks):
-    checkpoint = tmp_path / "checkpoint-4"
-    shutil.copytree(of_zero.folder / "checkpoints" / "checkpoint-4", checkpoint)
+def test_code_in_a_checkpoint_of_zero_is_not_run_though_its_record_fits(run, saved_by, tmp_path, name, ranks):
+    checkpoint = tmp_path / "checkpoint-15"
+    shutil.copytree(saved_by("zero2").folder / "checkpoints" / "checkpoint-15", checkpoint)
     content = torch.load(checkpoint / name, weights_only=False)
     torch.save(content | {"evil": RunsCode()}, checkpoint / name)
     record = json.loads((checkpoint / "complete.json").read_text())
     record["files"][name] = {"size": (checkpoint / name).stat().st_size, "sha256": sha256_file(checkpoint / name)}
     (checkpoint / "complete.json").write_text(json.dumps(record))
-    words = ["parallelism=zero2", f"hardware.gpus_per_node={ranks}", "training.save_every_steps=4"]
+    words = ["parallelism=zero2", f"hardware.gpus_per_node={ranks}"]
     words += ["training.resume_anyway=[world_size]"] if ranks == 1 else []
     ended = run(command(tmp_path / "outputs", *words, f"training.resume={checkpoint}"), timeout_s=600)
     assert ended.exit_code == 4, ended.output
@@ -181,7 +156,8 @@ def test_code_in_a_checkpoint_of_zero_is_not_run_though_its_record_fits(run, of_
 
 # What a rank of FSDP does with its shards, without the Trainer, which runs FSDP on GPUs alone.
 FSDP = """
-import sys
+import os, pickle, sys
+from pathlib import Path
 from types import SimpleNamespace
 from tunebook.train.rank_process import RankEnd
 
@@ -196,7 +172,12 @@ from transformers import AutoModelForCausalLM
 from tunebook.checkpoint.unpickling import restricted_unpickling
 from tunebook.errors import DataError
 
-source, folder, what = sys.argv[1:]
+source, folder, proof = sys.argv[1:]
+
+class RunsCode:
+    def __reduce__(self):
+        return os.system, (f"touch {proof}",)
+
 state = PartialState(cpu=True)
 plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
 rank = SimpleNamespace(process_index=state.process_index, num_processes=2, wait_for_everyone=state.wait_for_everyone)
@@ -219,20 +200,29 @@ def flat(model, optimizer):
 
 model, optimizer = make(1)
 saved = flat(model, optimizer)
-if what == "save":
-    fsdp_utils.save_fsdp_model(plugin, rank, model, folder)
-    fsdp_utils.save_fsdp_optimizer(plugin, rank, optimizer, model, folder)
-other, its_optimizer = make(2)
-try:
-    with restricted_unpickling():
-        fsdp_utils.load_fsdp_model(plugin, rank, other, folder)
-        fsdp_utils.load_fsdp_optimizer(plugin, rank, its_optimizer, other, folder)
-except DataError as error:
-    print(f"rank {state.process_index}: refused: {error.message}", flush=True)
-else:
-    same = all(torch.equal(one, two) for one, two in zip(saved, flat(other, its_optimizer), strict=True))
-    rate = its_optimizer.param_groups[0]["lr"]
-    print(f"rank {state.process_index}: same {same}, rate {rate}, of {len(saved)} tensors", flush=True)
+fsdp_utils.save_fsdp_model(plugin, rank, model, folder)
+fsdp_utils.save_fsdp_optimizer(plugin, rank, optimizer, model, folder)
+(optimizers,), (models,) = Path(folder).glob("optimizer*"), Path(folder).glob("pytorch_model_fsdp_0")
+for damaged in (None, models / ".metadata", optimizers / ".metadata"):
+    state.wait_for_everyone()
+    if damaged and rank.process_index == 0:
+        whole = damaged.read_bytes()
+        damaged.write_bytes(pickle.dumps(RunsCode()))
+    state.wait_for_everyone()
+    other, its_optimizer = make(2)
+    try:
+        with restricted_unpickling():
+            fsdp_utils.load_fsdp_model(plugin, rank, other, folder)
+            fsdp_utils.load_fsdp_optimizer(plugin, rank, its_optimizer, other, folder)
+    except DataError as error:
+        print(f"rank {state.process_index}: refused: {error.message}", flush=True)
+    else:
+        same = all(torch.equal(one, two) for one, two in zip(saved, flat(other, its_optimizer), strict=True))
+        rate = its_optimizer.param_groups[0]["lr"]
+        print(f"rank {state.process_index}: same {same}, rate {rate}, of {len(saved)} tensors", flush=True)
+    state.wait_for_everyone()
+    if damaged and rank.process_index == 0:
+        damaged.write_bytes(whole)
 state.destroy_process_group()
 end.leave(0)
 """
@@ -242,18 +232,11 @@ def test_fsdps_shards_are_resumed_and_run_no_code(run, layouts, tmp_path):
     (tmp_path / "resume.py").write_text(FSDP)
     base, folder = layouts.write_base(tmp_path / "base", layouts.TINY, "float32"), tmp_path / "shards"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    words = [*torchrun, str(tmp_path / "resume.py"), str(base), str(folder)]
-    ended = run([*words, "save"])
+    ended = run([*torchrun, str(tmp_path / "resume.py"), str(base), str(folder), str(tmp_path / PROOF)])
     assert ended.exit_code == 0, ended.output
+    (models,), (optimizers,) = folder.glob("pytorch_model_fsdp_0"), folder.glob("optimizer*")
     for rank in (0, 1):
-        assert f"rank {rank}: same True, rate 0.1, of " in ended.output
-    (optimizers,) = folder.glob("optimizer*")
-    (models,) = folder.glob("pytorch_model_fsdp_0")
-    for place in (models, optimizers):
-        whole = (place / ".metadata").read_bytes()
-        (place / ".metadata").write_bytes(pickle.dumps(RunsCode()))
-        ended = run([*words, "load"], cwd=tmp_path)
-        assert ended.exit_code == 0, ended.output
-        assert f"refused: {place / '.metadata'} names posix.system" in ended.output
-        (place / ".metadata").write_bytes(whole)
+        assert ended.output.count(f"rank {rank}: same True, rate 0.1, of ") == 1
+        for place in (models, optimizers):
+            assert f"rank {rank}: refused: {place / '.metadata'} names posix.system" in ended.output
     assert not list(tmp_path.rglob(PROOF))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import shutil
 import sys
@@ -16,8 +15,7 @@ from safetensors.torch import load_file
 from tunebook.checkpoint.export.stored_weights import sharded_weights
 from tunebook.checkpoint.export.zero_weights import partitioned_weights
 
-TIMEOUT_S = 400  # DeepSpeed compiles a small operator when it is first used
-STEPS = 2
+STEP = 20  # of the newest checkpoint
 SHARD = """
 import sys
 from types import SimpleNamespace
@@ -33,46 +31,32 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-source, folder, kind = sys.argv[1:]
+source, folder = sys.argv[1:]
 state = PartialState(cpu=True)
-model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-layers = model.model.layers
-if kind == "lora":
-    torch.manual_seed(1)
-    modules = ["q_proj", "down_proj"]
-    settings = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=modules, init_lora_weights=False)
-    model = get_peft_model(model, settings)
-for layer in layers:
-    fully_shard(layer)
-fully_shard(model)
-assert state.num_processes == 2 and type(model).__name__.startswith("FSDP")
 plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
 rank = SimpleNamespace(process_index=state.process_index, num_processes=2)
-save_fsdp_model(plugin, rank, model, folder, adapter_only=kind == "lora")
+assert state.num_processes == 2
+for kind in ("full", "lora"):
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    layers = model.model.layers
+    if kind == "lora":
+        torch.manual_seed(1)
+        modules = ["q_proj", "down_proj"]
+        settings = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=modules, init_lora_weights=False)
+        model = get_peft_model(model, settings)
+    for layer in layers:
+        fully_shard(layer)
+    fully_shard(model)
+    assert type(model).__name__.startswith("FSDP")
+    save_fsdp_model(plugin, rank, model, f"{folder}/{kind}", adapter_only=kind == "lora")
 state.destroy_process_group()
 end.leave(0)
 """
 
 
-@pytest.fixture(scope="module")
-def train(run: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Train two steps on two ranks, once for each strategy; the run folder, which is not to be changed."""
-
-    @functools.cache
-    def begin(*overrides: str) -> Path:
-        outputs = tmp_path_factory.mktemp("outputs")
-        words = ["tunebook", "train", "quickstart", "evaluation=none", "hardware=cpu", "hardware.gpus_per_node=2"]
-        words += [f"training.max_steps={STEPS}", f"training.save_every_steps={STEPS}", "training.global_samples=16"]
-        ended = run([*words, f"outputs={outputs}", *overrides], timeout_s=TIMEOUT_S)
-        assert ended.exit_code == 0, ended.output
-        return (outputs / "quickstart" / "latest").resolve()
-
-    return begin
-
-
 def without_gathered(layouts: Any, folder: Path) -> None:
     """Leave a run with a checkpoint that holds partitions alone, as without gathering."""
-    checkpoint = folder / "checkpoints" / f"checkpoint-{STEPS}"
+    checkpoint = folder / "checkpoints" / f"checkpoint-{STEP}"
     for name in ("model", "adapter_model"):
         (checkpoint / f"{name}.safetensors").unlink(missing_ok=True)
     shutil.rmtree(folder / "model")
@@ -81,13 +65,13 @@ def without_gathered(layouts: Any, folder: Path) -> None:
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_partitions_of_deepspeed_are_what_it_gathers(
-    run: Any, train: Any, layouts: Any, tmp_path: Path, stage: int
+    run: Any, saved_by: Any, layouts: Any, tmp_path: Path, stage: int
 ) -> None:
     folder = tmp_path / "quickstart" / "run"
-    shutil.copytree(train(f"parallelism=zero{stage}"), folder)
-    checkpoint = folder / "checkpoints" / f"checkpoint-{STEPS}"
+    shutil.copytree(saved_by(f"zero{stage}").folder, folder)
+    checkpoint = folder / "checkpoints" / f"checkpoint-{STEP}"
     gathered = load_file(checkpoint / "model.safetensors")
-    partitions = partitioned_weights(checkpoint / f"global_step{STEPS}")
+    partitions = partitioned_weights(checkpoint / f"global_step{STEP}")
     for name, tensor in gathered.items():
         assert torch.equal(partitions[name].load(), tensor), name
     without_gathered(layouts, folder)
@@ -103,10 +87,10 @@ def test_partitions_of_deepspeed_are_what_it_gathers(
 
 
 def test_an_exported_folder_is_evaluated_with_what_its_run_was_trained_with(
-    run: Any, train: Any, tmp_path: Path
+    run: Any, saved_by: Any, tmp_path: Path
 ) -> None:
-    folder, out = train("parallelism=zero2"), tmp_path / "out"
-    ended = run(["tunebook", "export", str(folder), "--checkpoint", str(STEPS), "--to", str(out)])
+    folder, out = saved_by("zero2").folder, tmp_path / "out"
+    ended = run(["tunebook", "export", str(folder), "--checkpoint", str(STEP), "--to", str(out)])
     assert ended.exit_code == 0, ended.output
     (tmp_path / "outputs").mkdir()
     words = ["tunebook", "eval", f"model={out}", "suite=quick", "--limit", "2", "--outputs", str(tmp_path / "outputs")]
@@ -129,9 +113,9 @@ def test_two_ranks_shards_of_fsdp_are_exported_and_merged(run: Any, layouts: Any
     (tmp_path / "shard.py").write_text(SHARD)
     base = layouts.write_base(tmp_path / "base", {}, "float32")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    ended = run([*torchrun, str(tmp_path / "shard.py"), str(base), str(tmp_path)])
+    assert ended.exit_code == 0, ended.output
     for kind in ("full", "lora"):
-        ended = run([*torchrun, str(tmp_path / "shard.py"), str(base), str(tmp_path / kind), kind])
-        assert ended.exit_code == 0, ended.output
         assert len(list((tmp_path / kind / "pytorch_model_fsdp_0").glob("*.distcp"))) == 2
     whole, sharded = load_file(base / "model.safetensors"), sharded_weights(tmp_path / "full" / "pytorch_model_fsdp_0")
     for name, tensor in whole.items():

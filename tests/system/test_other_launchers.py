@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-COMMAND = ["tunebook", "train", "quickstart", "evaluation=none", "training.max_steps=3", "hardware=cpu",
-           "parallelism=single"]  # fmt: skip
+from tests.system.conftest import FIRST_STEPS
+
+COMMAND = ["tunebook", "train", "quickstart", "evaluation=none", FIRST_STEPS, "hardware=cpu", "parallelism=single"]
 LEFT_OVER = {
     "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533",
     "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_USE_FSDP": "true",
@@ -17,29 +17,17 @@ LEFT_OVER = {
 }  # fmt: skip
 
 
-def losses_of(outputs: Path) -> list[float]:
-    lines = (outputs / "quickstart" / "latest" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
-
-
-@pytest.fixture(scope="module")
-def usual_losses(run, tmp_path_factory):
-    outputs = tmp_path_factory.mktemp("usual")
-    ended = run([*COMMAND, f"outputs={outputs}"])
-    assert ended.exit_code == 0, ended.output
-    assert "removed from the environment" not in ended.output
-    return losses_of(outputs)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_left_over_changes_nothing_and_is_named_once(run, tmp_path, usual_losses, ranks):
+def test_what_is_left_over_changes_nothing_and_is_named_once(run, read_run, tmp_path, one_rank, ranks):
+    assert "removed from the environment" not in one_rank.printed
     split = [] if ranks == 1 else ["parallelism=ddp", "hardware.gpus_per_node=2"]
     ended = run([*COMMAND, *split, f"outputs={tmp_path}"], **LEFT_OVER)
     assert ended.exit_code == 0, ended.output
     assert ended.output.count(f"removed from the environment: {', '.join(sorted(LEFT_OVER))}.") == 1
     assert ended.output.count("removed from the environment") == 1
-    assert losses_of(tmp_path) == pytest.approx(usual_losses, rel=1e-5)
-    manifest = json.loads((tmp_path / "quickstart" / "latest" / "manifest.json").read_text())
+    trained = read_run(tmp_path / "quickstart" / "latest")
+    assert trained.losses == pytest.approx(one_rank.losses, rel=1e-5)
+    manifest = json.loads((trained.folder / "manifest.json").read_text())
     assert not set(manifest["environment"]["variables"]) & set(LEFT_OVER)
 
 

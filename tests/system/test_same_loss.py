@@ -6,16 +6,16 @@ Every run also records what its model was wrapped in, and refuses a wrapping tha
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.system.conftest import NUM_STEPS, TRAINED_WITHIN_S
 from tunebook.files import read_json
 
-NUM_STEPS = 20
 SAMPLES = 16  # documents of a step
-TIMEOUT_S = 900  # DeepSpeed compiles a small operator when it is first used, in minutes on a busy machine
 
 
 def command(outputs: Path, strategy: str, ranks: int, *overrides: str) -> list[str]:
@@ -35,19 +35,11 @@ def losses_of(run, read_run, tmp_path_factory):
 
     def train(strategy: str, ranks: int, *overrides: str):
         outputs = tmp_path_factory.mktemp("outputs")
-        ended = run(command(outputs, strategy, ranks, *overrides), timeout_s=TIMEOUT_S)
+        ended = run(command(outputs, strategy, ranks, *overrides), timeout_s=TRAINED_WITHIN_S)
         assert ended.exit_code == 0, ended.output
         return read_run(outputs / "quickstart" / "latest")
 
     return train
-
-
-@pytest.fixture(scope="module")
-def reference(losses_of):
-    """One rank, packed rows, one pass per step."""
-    losses = losses_of("single", 1).losses
-    assert len(losses) == NUM_STEPS
-    return losses
 
 
 # Of four ranks, on a machine of two cores, and of ZeRO's stages CI runs what is least like the rest.
@@ -57,36 +49,33 @@ NIGHTLY = pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "accumulation"), [(1, 2), (1, 4), (2, 1), (2, 2), pytest.param(4, 1, marks=NIGHTLY), (4, 4)]
 )
-def test_ranks_and_accumulation(losses_of, reference, ranks, accumulation):
+def test_ranks_and_accumulation(losses_of, one_rank, ranks, accumulation):
     trained = losses_of("ddp" if ranks > 1 else "single", ranks, *padded(ranks, accumulation))
     assert read_json(trained.folder / "plan.json")["batch"]["accumulation"] == accumulation
-    assert trained.losses == pytest.approx(reference, rel=1e-5)
-
-
-PACKED, ACCUMULATED = (2, ["packing=isolated"]), (4, padded(4, 2))
+    assert trained.losses == pytest.approx(one_rank.losses, rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rows", "stage"),
+    ("ranks", "stage"),
     [
-        pytest.param(*PACKED, 1, id="2-packed-1", marks=NIGHTLY),
-        *(pytest.param(*PACKED, stage, id=f"2-packed-{stage}") for stage in (2, 3)),
-        *(pytest.param(*ACCUMULATED, stage, id=f"4-padded-accumulated-{stage}", marks=NIGHTLY) for stage in (1, 2)),
-        pytest.param(*ACCUMULATED, 3, id="4-padded-accumulated-3"),
+        pytest.param(2, 1, id="2-packed-1", marks=NIGHTLY),
+        *(pytest.param(2, stage, id=f"2-packed-{stage}") for stage in (2, 3)),
+        *(pytest.param(4, stage, id=f"4-padded-accumulated-{stage}", marks=NIGHTLY) for stage in (1, 2)),
+        pytest.param(4, 3, id="4-padded-accumulated-3"),
     ],
 )
-def test_zero(losses_of, reference, ranks, rows, stage):
-    trained = losses_of(f"zero{stage}", ranks, *rows)
-    assert trained.losses == pytest.approx(reference, rel=1e-5)
+def test_zero(losses_of, saved_by, one_rank, ranks, stage):
+    trained = saved_by(f"zero{stage}") if ranks == 2 else losses_of(f"zero{stage}", ranks, *padded(ranks, 2))
+    assert trained.losses == pytest.approx(one_rank.losses, rel=1e-5)
     found = read_json(trained.folder / "manifest.json")["parallelism_found"]
     assert (found["strategy"], found["wrapper"], found["ranks"]) == (f"zero{stage}", "DeepSpeedEngine", ranks)
     assert read_json(trained.folder / "deepspeed.json")["zero_optimization"]["stage"] == stage
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("zero2_offload", 2), ("zero3_offload", 2), ("zero3_offload", 1)])
-def test_offload_is_found_where_it_was_asked_for(losses_of, reference, strategy, ranks):
+def test_offload_is_found_where_it_was_asked_for(losses_of, one_rank, strategy, ranks):
     trained = losses_of(strategy, ranks)
-    assert trained.losses == pytest.approx(reference, rel=1e-5)
+    assert trained.losses == pytest.approx(one_rank.losses, rel=1e-5)
     found = read_json(trained.folder / "manifest.json")["parallelism_found"]
     assert found["offload_optimizer"] == "cpu"
     assert found["offload_parameters"] == ("cpu" if strategy == "zero3_offload" else "none")
@@ -101,9 +90,10 @@ def test_zero_in_bf16_computes_as_ddp_does(losses_of):
         assert trained.losses == pytest.approx(ddp, rel=2e-3)
 
 
-def test_a_strategy_that_a_library_replaces_ends_with_7_on_every_rank(losses_of, start, tmp_path):
+def test_a_strategy_that_a_library_replaces_ends_with_7_on_every_rank(saved_by, start, tmp_path):
     """fsdp on a CPU is refused by a rule. Past the rule, in the ranks, accelerate wraps DDP without a word."""
-    folder = losses_of("ddp", 2).folder
+    folder = tmp_path / "run"
+    shutil.copytree(saved_by("ddp").folder, folder)
     frozen = (folder / "run.yaml").read_text()
     asked = frozen.replace("strategy: ddp", "strategy: fsdp\n  wrap_policy: transformer")
     assert asked != frozen
@@ -111,7 +101,7 @@ def test_a_strategy_that_a_library_replaces_ends_with_7_on_every_rank(losses_of,
         file.unlink()
     (folder / "run.yaml").write_text(asked)
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    ended = start([*words, "-m", "tunebook.train", str(folder)]).wait(TIMEOUT_S)
+    ended = start([*words, "-m", "tunebook.train", str(folder)]).wait(TRAINED_WITHIN_S)
     outcomes = [json.loads((folder / f"outcome-{rank}.json").read_text()) for rank in (0, 1)]
     assert [outcome["exit_code"] for outcome in outcomes] == [7, 7], ended.output
     assert "on rank 0 strategy fsdp was asked for and ddp found" in outcomes[1]["reason"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-NUM_STEPS = 20
-TWO_RANKS = ("parallelism=ddp", "hardware=cpu", "hardware.gpus_per_node=2")
+from tests.system.conftest import NUM_STEPS, TWO_RANKS
 
 
 def command(outputs: Path, *overrides: str, steps: int = NUM_STEPS) -> list[str]:
@@ -22,22 +22,11 @@ def latest(outputs: Path) -> Path:
     return outputs / "quickstart" / "latest"
 
 
-@pytest.fixture(scope="module")
-def one_rank(run, read_run, tmp_path_factory):
-    outputs = tmp_path_factory.mktemp("one_rank")
-    ended = run(command(outputs))
-    assert ended.exit_code == 0, ended.output
-    return read_run(latest(outputs)).losses
-
-
-def test_two_ranks_take_the_steps_of_one(run, read_run, tmp_path, one_rank):
+def test_two_ranks_take_the_steps_of_one(saved_by, one_rank):
     """Packed; padded and accumulated ones are in test_same_loss.py."""
-    ended = run(command(tmp_path, *TWO_RANKS))
-    assert ended.exit_code == 0, ended.output
-    assert "Traceback" not in ended.output
-    assert "torch.distributed.run" in ended.output  # the launch command
-    assert len(one_rank) == NUM_STEPS
-    assert read_run(latest(tmp_path)).losses == pytest.approx(one_rank, rel=1e-5)
+    trained = saved_by("ddp")
+    assert "torch.distributed.run" in trained.printed  # the launch command
+    assert trained.losses == pytest.approx(one_rank.losses, rel=1e-5)
 
 
 FAULT = """
@@ -62,15 +51,15 @@ if os.environ.get("RANK") == "1":
 WAIT_TO_BE_ASKED = "while not is_asked_to_stop(self): time.sleep(0.05)"
 
 
+def environment_with(fault: str, folder: Path) -> dict[str, str]:
+    """Let something happen in the fourth step of rank 1 alone: what to add to the environment."""
+    (folder / "sitecustomize.py").write_text(FAULT.format(fault=fault))  # Python imports it by itself
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))}
+
+
 @pytest.fixture
 def rank_1_with(tmp_path):
-    """Let something happen in the fourth step of rank 1 alone; returns what to add to the environment."""
-
-    def break_it(fault: str) -> dict[str, str]:
-        (tmp_path / "sitecustomize.py").write_text(FAULT.format(fault=fault))  # Python imports it by itself
-        return {"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))}
-
-    return break_it
+    return partial(environment_with, folder=tmp_path)
 
 
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
@@ -103,7 +92,7 @@ def test_a_request_to_stop_saves_on_both_and_the_same_command_goes_on(
     finished = read_run(latest(tmp_path))
     assert finished.folder == stopped.folder
     assert finished.status["state"] == "finished"
-    assert finished.losses == pytest.approx(one_rank, rel=1e-5)
+    assert finished.losses == pytest.approx(one_rank.losses, rel=1e-5)
     assert (finished.folder / "model" / "model.safetensors").exists()
 
 
@@ -139,7 +128,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(start, run, read_run, t
     assert run(words).exit_code == 0  # goes on after the last checkpoint
     finished = read_run(latest(tmp_path))
     assert finished.folder == failed.folder
-    assert finished.losses == pytest.approx(one_rank, rel=1e-5)
+    assert finished.losses == pytest.approx(one_rank.losses, rel=1e-5)
 
 
 def test_a_rank_that_crashes_ends_the_run_with_its_reason(run, read_run, tmp_path, rank_1_with):
@@ -183,12 +172,12 @@ def test_a_loss_that_is_not_finite_names_the_step_and_the_last_good_checkpoint(r
     assert not (invalid.folder / "model").exists()
 
 
-STALLS = {
-    "stopped": ("os.kill(os.getpid(), 19)", "has not run for"),
+STALLS = {  # the first is ended last: torchrun waits half a minute for it
     "waiting for something else": (
         "time.sleep(10_000)",
         "runs, but did not reach the operation in which the others waited",
     ),
+    "stopped": ("os.kill(os.getpid(), 19)", "has not run for"),
     # vfork, whose parent waits in the kernel as for a disk
     "in an uninterruptible wait": (
         "__import__('ctypes').CDLL(None).syscall(56, 0x4000 | 17, 0, 0, 0, 0) == 0 and time.sleep(10_000)",
@@ -197,17 +186,29 @@ STALLS = {
 }
 
 
+@pytest.fixture(scope="module")
+def stalled(start, tmp_path_factory):
+    """All of STALLS side by side, each begun when the one before is about to stall: most of their time is waiting."""
+    running = {}
+    for how, (fault, _) in STALLS.items():
+        folder = tmp_path_factory.mktemp("stalled")
+        # the pulse of its third step is written first
+        broken = environment_with(f"time.sleep(2); {fault}", folder)
+        running[how] = folder, start(command(folder, *TWO_RANKS, "launcher.timeout_s=8"), **broken)
+        metrics = latest(folder) / "metrics.jsonl"
+        running[how][1].wait_for(lambda metrics=metrics: metrics.exists() and metrics.read_text().count("\n") >= 3)
+    return running
+
+
 @pytest.mark.parametrize("how", STALLS)
-def test_a_rank_that_stalls_is_named_with_the_last_it_reported(start, read_run, tmp_path, rank_1_with, how):
-    fault, said = STALLS[how]
-    words = command(tmp_path, *TWO_RANKS, "launcher.timeout_s=8")
-    running = start(words, **rank_1_with(f"time.sleep(2); {fault}"))  # the pulse of its third step is written first
+def test_a_rank_that_stalls_is_named_with_the_last_it_reported(read_run, stalled, how):
+    folder, running = stalled[how]
     ended = running.wait(120)
     assert ended.exit_code == 1, ended.output
-    reason = str(read_run(latest(tmp_path)).status["reason"])
+    reason = str(read_run(latest(folder)).status["reason"])
     assert reason in ended.output
     assert f"rank 1 on {socket.gethostname()} (process " in reason
-    assert said in reason
+    assert STALLS[how][1] in reason
     assert "its last report was step 3, then in broken (" in reason
     assert "launcher.timeout_s=8 s. Rank 0 says: RuntimeError" in reason
-    assert ranks_of(latest(tmp_path).resolve()) == []
+    assert ranks_of(latest(folder).resolve()) == []
