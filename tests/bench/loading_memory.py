@@ -130,6 +130,7 @@ def _load(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     memory, started = Memory(), time.monotonic()
     if not request["upstream"]:
         begun = begin_loading(config, rank)
+    others = [_begun(words, rank) for words in request["others"]]
     join_ranks(config)
     arguments = _announce(config, folder, on_gpu, device)
     model = _upstream(config) if request["upstream"] else finish_loading(config, begun, rank, device)
@@ -147,10 +148,26 @@ def _load(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         model = _send(config, model, device)
         found["sent"] = memory.so_far(0 if on_gpu else _shard_bytes(model))
     found |= {"wall_s": round(time.monotonic() - started, 1), "sums": _sums(model) if request["sums"] else None}
+    found["sums_of_others"] = []
+    for other, its_begun in others:
+        model = finish_loading(other, its_begun, rank, device)
+        model = _send(other, model, device) if is_fsdp(other.parallelism.strategy) else model
+        found["sums_of_others"].append(_sums(model))
     torch.distributed.barrier()
     del arguments  # transformers looks up ZeRO-3 there as long as it lives
     torch.distributed.destroy_process_group()
     return found
+
+
+def _begun(words: list[str], rank: int) -> tuple[Any, Any]:
+    """The configuration and the begun loading of another run of the same strategy."""
+    from tunebook.config.choices import Generation
+    from tunebook.config.compose import compose
+    from tunebook.model.load import begin_loading
+
+    config = compose(None, words).config
+    config.hardware.generation = Generation.cpu
+    return config, begin_loading(config, rank)
 
 
 def _refusal(config: Any, path: str, rank: int) -> list[Any] | None:
@@ -305,7 +322,8 @@ def write_model(folder: Path, num_layers: int) -> int:
 def launch(folder: Path, words: list[str], ranks: int, **request: Any) -> tuple[int, list[dict[str, Any]], str]:
     """Load on so many ranks: torchrun's exit code, what each rank wrote, and what was printed."""
     folder.mkdir(parents=True)
-    whole = {"words": words, "device": "cpu", "wrap": True, "sums": False, "upstream": False, "refused": []} | request
+    usual = {"device": "cpu", "wrap": True, "sums": False, "upstream": False, "refused": [], "others": []}
+    whole = {"words": words} | usual | request
     (folder / "request.json").write_text(json.dumps(whole))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

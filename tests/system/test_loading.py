@@ -6,16 +6,19 @@ preparation there, because its Accelerator takes FSDP for a GPU's only.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from tunebook.model.random_weights import draw_weights
@@ -76,22 +79,61 @@ def words(bench: ModuleType, model: Path, strategy: str, ranks: int, *more: str)
     return [*bench.overrides(model, ranks), f"parallelism={strategy}", "precision=fp32", *more]
 
 
+@pytest.fixture(scope="module")
+def tied(whole: Path) -> Path:
+    """A copy whose tied weight is stored under the head's name; some converters leave out the embeddings."""
+    folder = whole.with_name("tied")
+    shutil.copytree(whole, folder)
+    index = json.loads((folder / INDEX).read_text())
+    place = index["weight_map"].pop("model.embed_tokens.weight")
+    weights = load_file(folder / place)
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, folder / place, metadata={"format": "pt"})
+    index["weight_map"]["lm_head.weight"] = place
+    (folder / INDEX).write_text(json.dumps(index))
+    return folder
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What the ranks of one start loaded, one model after the other."""
+
+    ranks: list[dict[str, Any]]  # the sums of the stored weights, and how each damaged model was refused
+    tied: list[dict[str, float]]  # sums of each rank
+    drawn: list[dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def loaded(
+    bench: ModuleType, whole: Path, damaged: list[Path], tied: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, int], Loaded]:
+    """Load on so many ranks, once for each strategy: most of a start's time is importing."""
+
+    @functools.cache
+    def load(strategy: str, ranks: int) -> Loaded:
+        random = words(bench, whole, strategy, ranks, "model.weights=random", "training.seed=7")
+        code, lines, output = bench.launch(
+            tmp_path_factory.mktemp("loaded") / "run",
+            words(bench, whole, strategy, ranks),
+            ranks,
+            sums=True,
+            refused=[str(path) for path in damaged],
+            others=[words(bench, tied, strategy, ranks), random],
+        )
+        assert (code, len(lines)) == (0, ranks), output
+        tied_sums, drawn_sums = ([line["sums_of_others"][other] for line in lines] for other in (0, 1))
+        return Loaded(lines, tied_sums, drawn_sums)
+
+    return load
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_stored_weights_arrive_and_damaged_ones_are_refused_on_every_rank(
-    bench: ModuleType, whole: Path, damaged: list[Path], tmp_path: Path, strategy: str, ranks: int
+    loaded: Callable[[str, int], Loaded], whole: Path, strategy: str, ranks: int
 ) -> None:
-    code, lines, output = bench.launch(
-        tmp_path / "run",
-        words(bench, whole, strategy, ranks),
-        ranks,
-        sums=True,
-        refused=[str(path) for path in damaged],
-    )
-    assert (code, len(lines)) == (0, ranks), output
-    stored = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
-    expected = {name: weight.double().sum().item() for name, weight in stored.named_parameters()}
-    for line in lines:
+    expected = sums_of(AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32))
+    for line in loaded(strategy, ranks).ranks:
         assert line["sums"] == pytest.approx(expected, rel=1e-6, abs=1e-5)
         by_fault = dict(zip(FAULTS, line["refused"], strict=True))
         assert {fault: (code, problem) for fault, (code, problem, _) in by_fault.items()} == {
@@ -107,39 +149,34 @@ def test_stored_weights_arrive_and_damaged_ones_are_refused_on_every_rank(
         assert f"1 mismatched keys such as {shapes}" in by_fault["misshapen"][2]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp"])
+def sums_of(model: PreTrainedModel) -> dict[str, float]:
+    """The sum of each weight."""
+    return {name: weight.double().sum().item() for name, weight in model.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_rank_0_draws_and_the_others_get_the_same(
-    bench: ModuleType, whole: Path, tmp_path: Path, strategy: str
+    loaded: Callable[[str, int], Loaded], whole: Path, strategy: str
 ) -> None:
-    random = words(bench, whole, strategy, 2, "model.weights=random", "training.seed=7")
-    code, lines, output = bench.launch(tmp_path / "run", random, 2, sums=True)
-    assert (code, len(lines)) == (0, 2), output
     with no_init_weights():
         drawn = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(whole), dtype=torch.float32)
     drawn.tie_weights()
     draw_weights(drawn, seed=7)
-    expected = {name: weight.double().sum().item() for name, weight in drawn.named_parameters()}
-    for line in lines:
-        assert line["sums"] == pytest.approx(expected, rel=1e-6, abs=1e-5)
+    found = loaded(strategy, 2).drawn
+    assert len(found) == 2
+    for sums in found:
+        assert sums == pytest.approx(sums_of(drawn), rel=1e-6, abs=1e-5)
 
 
-def test_a_tied_weight_that_is_stored_under_the_heads_name(bench: ModuleType, whole: Path, tmp_path: Path) -> None:
-    """Some converters write the head and leave out the embeddings that it is tied to."""
-    folder = tmp_path / "model"
-    shutil.copytree(whole, folder)
-    index = json.loads((folder / INDEX).read_text())
-    place = index["weight_map"].pop("model.embed_tokens.weight")
-    weights = load_file(folder / place)
-    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
-    save_file(weights, folder / place, metadata={"format": "pt"})
-    index["weight_map"]["lm_head.weight"] = place
-    (folder / INDEX).write_text(json.dumps(index))
-    stored = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)
-    expected = stored.get_input_embeddings().weight.double().sum().item()
-    for strategy in ("zero3", "fsdp"):
-        code, lines, output = bench.launch(tmp_path / strategy, words(bench, folder, strategy, 2), 2, sums=True)
-        assert code == 0, output
-        assert [line["sums"]["model.embed_tokens.weight"] for line in lines] == pytest.approx([expected] * 2, rel=1e-6)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_tied_weight_that_is_stored_under_the_heads_name(
+    loaded: Callable[[str, int], Loaded], whole: Path, strategy: str
+) -> None:
+    expected = sums_of(AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32))
+    found = loaded(strategy, 2).tied
+    assert len(found) == 2
+    for sums in found:
+        assert sums == pytest.approx(expected, rel=1e-6, abs=1e-5)
 
 
 def test_a_run_with_a_file_cut_off_ends_before_any_rank_starts(run, damaged: list[Path], tmp_path: Path) -> None:
