@@ -126,19 +126,22 @@ class _Living(TorchDispatchMode):
         shapes = {tuple(weight.shape) for weight in model.parameters()}
         self._shapes = shapes | {tuple(reversed(shape)) for shape in shapes}
         self._found: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._at_most = 0  # bytes of all of these, some of which may be gone
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         for tensor in tree_iter(made):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor)
-        self.most[self.part] = max(self.most.get(self.part, 0), self.num_bytes())
+        if self._at_most > self.most.setdefault(self.part, 0):
+            self.most[self.part] = max(self.most[self.part], self.num_bytes())
         return made
 
     def num_bytes(self) -> int:
         """Of all that live now."""
         self._found = {place: found for place, found in self._found.items() if not found[0].expired()}
-        return sum(size for _, size in self._found.values())
+        self._at_most = sum(size for _, size in self._found.values())
+        return self._at_most
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -147,6 +150,7 @@ class _Living(TorchDispatchMode):
         reference = StorageWeakRef(storage)
         if reference.cdata not in self._found or self._found[reference.cdata][0].expired():
             self._found[reference.cdata] = (reference, storage.nbytes())
+            self._at_most += storage.nbytes()
 
 
 def _live_bytes(
