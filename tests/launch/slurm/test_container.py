@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.record.manifest import read_manifest, start_manifest
 
 FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "TUNEBOOK_HOME", "TUNEBOOK_CACHE")
+CACHE = os.environ["TUNEBOOK_CACHE"]  # of the tests
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 COMMAND = ["/venv/bin/python", "-m", "tunebook.launch.node", "/runs/1"]
 
@@ -233,7 +235,8 @@ def test_no_docker_is_no_reason_to_fail_at_the_end(monkeypatch, tmp_path):
     remove_containers(in_docker(), tmp_path)
 
 
-def test_programs_that_no_container_would_execute_are_refused_before_the_training():
+def test_programs_that_no_container_would_execute_are_refused_before_the_training(monkeypatch):
+    monkeypatch.setenv("TUNEBOOK_CACHE", CACHE)  # which keeps the index of the harness' tasks
     tasks = "evaluation.tasks=[small_python]"
     with pytest.raises(
         RequestError, match=r"small_python has programs .*evaluation=none, .* tunebook eval run="
