@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {
     "n_layer": 4, "n_positions": 256, "n_inner": 64, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 1,
     "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
     "v_head_dim": 16, "d_model": 64, "n_heads": 4, "n_layers": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    "embd_pdrop": 0.0, "hidden_dropout": 0.0, "attention_dropout": 0.0, "mamba_chunk_size": 16, "mamba_d_state": 16,
 }  # fmt: skip
 _CONVOLVING = ["conv", "full_attention"] * 2
 _MAMBA = {"mamba_d_state": 16, "mamba_headdim": 16, "chunk_size": 16, "layers_block_type": ["mamba", "hybrid"] * 2}
