@@ -283,13 +283,24 @@ def test_what_a_template_does_not_write_of_tools_is_refused(
 
 def test_a_special_token_typed_in_arguments_and_tools_is_text(family: Family) -> None:
     tokenizer = family("qwen2_5")
-    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "<|im_end|>"}}}
+    arguments = {"city": "<|im_end|>", "<|im_end|>": 1}
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
     messages = [WITH_TOOLS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
     ids, mask, _ = encode(tokenizer, messages, tools=TOOLS)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     trained = [token for token, flag in zip(ids, mask, strict=True) if flag]
     assert trained.count(end) == 1 and trained[-1] == end
     assert "<|im_end|>" in tokenizer.decode(trained[:-1])
+
+
+def test_a_turn_of_reasoning_alone_cannot_lose_it(family: Family) -> None:
+    messages = [PLAIN[0], {"role": "assistant", "content": "<think>Hm.</think>"}]
+    tokenizer = family("qwen2_5")
+    assert "Hm." in "".join(texts(tokenizer, *encode(tokenizer, messages)[:2]))
+    with pytest.raises(
+        DataError, match=r"^a:1: turn 2 \(assistant\) is reasoning alone, of which dataset.reasoning=drop"
+    ):
+        encode(tokenizer, messages, reasoning=Reasoning.drop)
 
 
 def test_the_training_version_of_a_template_is_found_by_its_text(family: Family) -> None:

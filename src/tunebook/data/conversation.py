@@ -77,13 +77,13 @@ class Conversation:
         """Without the reasoning that is not wanted, under a key or in a content."""
         if policy is Reasoning.keep:
             return self
-        last_question = max((i for i, turn in enumerate(self.messages) if turn["role"] == "user"), default=-1)
+        last_question = max((i for i, turn in enumerate(self.messages) if turn["role"] == "user"), default=0)
         first_kept = len(self.messages) if policy is Reasoning.drop else last_question
         dropped = [_without_reasoning(turn) for turn in self.messages[:first_kept]]
         return replace(self, messages=[*dropped, *self.messages[first_kept:]])
 
     def mapped(self, change: Map) -> Conversation:
-        """With every text of turns and tools changed; the names of keys and roles stay."""
+        """With every text of turns and tools changed, also the names of arguments and parameters; roles stay."""
         messages = []
         for turn in self.messages:
             texts = {key: _mapped(value, change) for key, value in turn.items() if key not in ("role", "train")}
@@ -222,5 +222,5 @@ def _mapped(value: Any, change: Map) -> Any:
     if isinstance(value, list):
         return [_mapped(one, change) for one in value]
     if isinstance(value, dict):
-        return {key: _mapped(one, change) for key, one in value.items()}
+        return {change(key): _mapped(one, change) for key, one in value.items()}
     return value

@@ -129,6 +129,7 @@ class Encoder:
 
     def _render(self, row: Row) -> Rendered:
         conversation, origin = Conversation.of(row).with_reasoning(self._reasoning), row["origin"]
+        self._require_answers(conversation, origin)
         self.contents.update(conversation.contents())
         renderer = self._tool_renderer if conversation.tools else self._renderer
         # If everything is trained on, the assistant's turns need not be found.
@@ -141,6 +142,16 @@ class Encoder:
             text, spans = self._special.show(rendered.text, rendered.spans)
             return replace(rendered, text=text, spans=spans, special=None)
         return rendered
+
+    def _require_answers(self, conversation: Conversation, origin: str) -> None:
+        """Raises: DataError for a turn of which nothing is left without its reasoning."""
+        for number, turn in enumerate(conversation.messages, 1):
+            if turn["role"] == "assistant" and not turn["content"] and "tool_calls" not in turn:
+                raise DataError(
+                    f"{origin}: turn {number} (assistant) is reasoning alone, of which dataset.reasoning="
+                    f"{self._reasoning.name} leaves nothing; remove the document, or type dataset.reasoning=keep",
+                    problem_id="data-bad-document",
+                )
 
     def _tokenize(self, rendered: Sequence[Rendered]) -> list[Tokenized]:
         plain = [one for one in rendered if one.special is None]
