@@ -13,6 +13,7 @@ from tunebook.config.choices import Contamination, Format
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError
 from tunebook.evaluate import worker
+from tunebook.evaluate.contamination import check as check_module
 from tunebook.evaluate.contamination.check import check_evaluated
 from tunebook.evaluate.contamination.refuse import refuse_contaminated
 from tunebook.evaluate.contamination.result import from_ranges
@@ -47,7 +48,24 @@ def test_a_file_that_also_holds_the_dev_questions(
     assert "warning: contamination: passages: 60 of 60 items (100.0%)" in capsys.readouterr().err
     assert is_checked(run, config)
     assert list(run.glob(".*")) == []
-    assert list((passages.folder / "cache" / "contamination").iterdir()) == [], "temporary files are removed"
+    (kept,) = (passages.folder / "cache" / "contamination").iterdir()
+    assert kept.suffix == ".json", "temporary files are removed"
+
+
+def test_the_same_search_is_not_repeated(passages: Any, checked_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = passages.write("combined.jsonl", [*passages.train, *passages.dev])
+    run, _ = checked_run(file, [passages.task])
+    first = check(run)
+    read = []
+    whole = check_module._search_documents
+    monkeypatch.setattr(check_module, "_search_documents", lambda *each: read.append(1) or whole(*each))
+    (run / "contamination.json").unlink()
+    again = check(run)
+    assert not read
+    assert again["groups"] == first["groups"] and again["num_documents"] == first["num_documents"] > 0
+    passages.write("combined.jsonl", [*passages.train, *passages.dev[:30]])
+    run, _ = checked_run(file, [passages.task])
+    assert counts(check(run)["groups"]["passages"])[0] == 30 and read
 
 
 def test_a_file_of_train_questions_shares_only_passages(

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
+from tunebook import __version__
 from tunebook.config.choices import Contamination, Source
 from tunebook.config.schema import RunConfig
+from tunebook.data.prepare import needs_tokenizer, vocabulary
+from tunebook.data.sources import corpus_identity
 from tunebook.errors import TunebookError
-from tunebook.evaluate.contamination.documents import Documents, open_documents
+from tunebook.evaluate.contamination.documents import Documents, is_same_data, open_documents, results_folder
 from tunebook.evaluate.contamination.index import build_index
 from tunebook.evaluate.contamination.items import ItemGroup, conversation_items, task_items
 from tunebook.evaluate.contamination.result import group_results, items_hash, write_result
 from tunebook.evaluate.contamination.search import Search
 from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks
 from tunebook.evaluate.task_files import TaskFile
-from tunebook.record.contamination import dataset_of, read_contamination, request_of, result_lines
+from tunebook.files import atomic_write_json
+from tunebook.model.tokenizer_files import tokenizer_files_hash
+from tunebook.record.contamination import FORMAT, dataset_of, read_contamination, request_of, result_lines
 from tunebook.record.run_folder import RUN_FILE
 
 _NO_CONTEXT = sys.maxsize  # no model reads the items here
@@ -60,15 +68,54 @@ def _groups_of(tasks: Sequence[TaskFile | str], limit: int | None) -> list[ItemG
 
 
 def _search(run: Path, config: RunConfig, groups: list[ItemGroup], *, with_validation: bool) -> dict[str, Any]:
-    """Return the content of the file, without the request. If documents cannot be read, it says why."""
+    """Return the content of the file, without the request. If documents cannot be read, it says why.
+
+    A search of the same documents for the same items is not repeated, in a sweep for example.
+    """
     empty: dict[str, Any] = {"not_checked": None, "num_documents": 0, "groups": {}}
+    recorded = dataset_of(run).get("records")
     try:
-        with open_documents(config, dataset_of(run).get("records")) as documents:
+        file = _result_file(config, groups, with_validation=with_validation)
+        known = _known_result(file)
+        if known is not None and (recorded is None or is_same_data(known["sources"], recorded)):
+            return empty | known
+        with open_documents(config, recorded) as documents:
             validation = documents.validation_group() if with_validation else None
             groups = [group for group in [*groups, *([validation] if validation else [])] if group.items]
-            return empty | _search_documents(documents, groups)
+            found = _search_documents(documents, groups)
     except TunebookError as error:
         return empty | {"not_checked": error.message.splitlines()[0]}
+    with suppress(OSError):  # a full disk costs only another search
+        atomic_write_json(file, found)
+    return empty | found
+
+
+def _result_file(config: RunConfig, groups: Sequence[ItemGroup], *, with_validation: bool) -> Path:
+    """Where the result of a search is kept: its name covers the documents, the items and the method.
+
+    Raises: RequestError if the documents are not there any more.
+    """
+    vocab_size, eos_token_id = vocabulary(config)
+    asked = {
+        "corpus": corpus_identity(config.dataset, vocab_size=vocab_size, eos_token_id=eos_token_id),
+        "tokenizer": tokenizer_files_hash(config.model) if needs_tokenizer(config.dataset) else None,
+        "items": {group.name: items_hash(group) for group in groups},
+        "with_validation": with_validation,
+        "format": FORMAT,
+        "version": __version__,
+    }
+    name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    return results_folder() / f"{name}.json"
+
+
+def _known_result(file: Path) -> dict[str, Any] | None:
+    """A kept result; None if there is none, or it is damaged."""
+    try:
+        found: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    keys = {"num_documents", "sources", "groups"}
+    return found if isinstance(found, dict) and keys <= found.keys() else None
 
 
 def _search_documents(documents: Documents, groups: Sequence[ItemGroup]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,8 +104,7 @@ def open_documents(config: RunConfig, recorded: Sequence[Mapping[str, Any]] | No
     from tunebook.data.sources import load_corpus
     from tunebook.model.tokenizer import load_tokenizer
 
-    folder = cache_root() / "contamination"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = results_folder()
     vocab_size, eos_token_id = vocabulary(config)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         corpus = load_corpus(config.dataset, cache_dir=Path(name), vocab_size=vocab_size, eos_token_id=eos_token_id)
@@ -115,12 +114,22 @@ def open_documents(config: RunConfig, recorded: Sequence[Mapping[str, Any]] | No
         yield Documents(corpus=corpus, tokenizer=tokenizer)
 
 
+def results_folder() -> Path:
+    """The folder of kept results and temporary files, made if it is not there."""
+    folder = cache_root() / "contamination"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def is_same_data(sources: Sequence[Mapping[str, Any]], recorded: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether two lists of source records are of the same contents."""
+    one, other = ([(record.get("sha256"), record.get("revision")) for record in each] for each in (sources, recorded))
+    return one == other
+
+
 def _require_same(corpus: Corpus, recorded: Sequence[Mapping[str, Any]] | None) -> None:
     """Raises: DataError if a source is not as it was when the run was trained."""
-    if recorded is None:
-        return
-    known = [(record.get("sha256"), record.get("revision")) for record in recorded]
-    if known != [(record.sha256, record.revision) for record in corpus.records]:
+    if recorded is not None and not is_same_data([asdict(record) for record in corpus.records], recorded):
         names = ", ".join(str(record["location"]) for record in recorded)
         raise DataError(
             f"{names}: not as it was when the run was trained; put that version back to have it compared",
