@@ -80,7 +80,8 @@ def test_the_frozen_configuration_reads_back_as_it_was_run(quickstart):
 def test_nothing_half_made_is_left(quickstart):
     names = {name for name in quickstart.left if not name.startswith(".")}
     assert names == {"run.yaml", "architecture.json", "plan.json", "prepared.json", "manifest.json", "metrics.jsonl",
-                     "evaluation", "model", "checkpoints", "log.txt", "outcome-0.json", "report.html"}  # fmt: skip
+                     "contamination.json", "evaluation", "model", "checkpoints", "log.txt", "outcome-0.json",
+                     "report.html"}  # fmt: skip
     assert (quickstart.folder.parent / "latest").resolve() == quickstart.folder
 
 
