@@ -447,6 +447,14 @@ def test_documents_that_cannot_be_encoded_are_left_out_too(tmp_path: Path, run_c
         prepare(config)
 
 
+def test_the_share_counts_unreadable_and_not_encodable_documents_together(tmp_path: Path, run_config: Configs) -> None:
+    talks = [[("user", "x" * (90 if n == 3 else 1)), ("assistant", "Yo")] for n in range(9)]
+    config = run_config(talks, overlong=Overlong.refuse, bad_documents=BadDocuments.skip, max_bad_share=0.15)
+    add_lines(tmp_path, ["{broken"])
+    with pytest.raises(DataError, match=r"^the train part: 2 of 10 documents cannot be used"):  # each alone is 10%
+        prepare(config)
+
+
 def test_when_every_document_is_bad_their_reasons_are_told(tmp_path: Path, run_config: Configs) -> None:
     config = run_config([[("user", "Hi"), ("asistant", "Yo")]] * 3, bad_documents=BadDocuments.skip, max_bad_share=0.5)
     with pytest.raises(DataError, match=r"3 of 3 documents cannot be used, .*\n  3: .*line 1: unknown role"):

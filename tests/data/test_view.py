@@ -144,3 +144,23 @@ def test_parts_of_a_sample_are_told_apart(tiny_tokenizer: Callable[..., Any]) ->
         ("{}", "tools"), ("hi", ""), ("so", "reasoning"), ("{}", "call"),
     ]  # fmt: skip
     assert [piece.is_trained for piece in pieces if piece.text.strip() in ("hi", "so")] == [False, True]
+
+
+class BytesAlone:
+    """Decodes each byte of an unfinished character to one replacement character, as byte fallback does."""
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        whole = bytes(ids)
+        for end in range(len(whole), -1, -1):
+            try:
+                return whole[:end].decode() + "\ufffd" * (len(whole) - end)
+            except UnicodeDecodeError:
+                continue
+        raise AssertionError("nothing is always text")
+
+
+def test_a_character_cut_by_the_loss_shifts_nothing_after_it() -> None:
+    ids = list("a\U0001f600bc".encode())
+    pieces = pieces_of(ids, [-100] * 4 + ids[4:6] + [-100], BytesAlone())  # type: ignore[arg-type]
+    assert "".join(piece.text for piece in pieces) == "a\U0001f600bc"
+    assert [(piece.text, piece.is_trained) for piece in pieces] == [("a", False), ("\U0001f600b", True), ("c", False)]

@@ -22,8 +22,8 @@ Messages = Sequence[dict[str, Any]]
 Map = Callable[[str], str]
 
 # The marks at the end and the beginning of reasoning in a content.
-_REASONING_ENDS = re.compile(r"</think(?:ing)?>|</reasoning>|\[/THINK\]|<\|end_of_thought\|>")
-_REASONING_BEGINS = re.compile(r"<think(?:ing)?>|<reasoning>|\[THINK\]|<\|begin_of_thought\|>")
+REASONING_ENDS = re.compile(r"</think(?:ing)?>|</reasoning>|\[/THINK\]|<\|end_of_thought\|>")
+REASONING_BEGINS = re.compile(r"<think(?:ing)?>|<reasoning>|\[THINK\]|<\|begin_of_thought\|>")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,16 +176,16 @@ def split_reasoning(content: str) -> tuple[str, str]:
 
     The beginning's mark may be missing: templates write it as part of the prompt.
     """
-    ends = list(_REASONING_ENDS.finditer(content))
+    ends = list(REASONING_ENDS.finditer(content))
     if not ends:
         return "", content
     written, answer = content[: ends[-1].start()], content[ends[-1].end() :].strip()
-    begins = _REASONING_BEGINS.search(written)
+    begins = REASONING_BEGINS.search(written)
     is_of_answer = begins is not None and written[: begins.start()].strip()  # marks that the answer itself holds
     is_stray = begins is None and not answer  # a mark at the end of an answer, which is not all reasoning
     if is_of_answer or is_stray:
         return "", content
-    return _REASONING_BEGINS.sub("", written, count=1).strip(), answer
+    return REASONING_BEGINS.sub("", written, count=1).strip(), answer
 
 
 def _reads(template: str, key: str) -> bool:

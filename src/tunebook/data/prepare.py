@@ -222,6 +222,7 @@ def _fill(config: RunConfig, content: dict[str, Any], name: str, folder: Path, r
     for part, skipped in corpus.skipped.items():
         counts[part].skipped.update(skipped.reasons)
         counts[part].first |= skipped.first
+        _check_skipped(part, counts[part], settings)  # unreadable and not encodable ones together
     shutil.rmtree(corpus_folder)
     about = {
         "fingerprint": name,
@@ -349,7 +350,7 @@ def _check_skipped(part: str, counts: PartCounts, settings: ChunkSettings) -> No
 
 
 def _nothing_left(part: str, counts: PartCounts, settings: ChunkSettings) -> DataError:
-    reasons = "; ".join(f"{number:,} {reason}" for reason, number in counts.dropped.most_common())
+    reasons = "; ".join(f"{number:,} {reason}" for reason, number in (counts.dropped + counts.skipped).most_common())
     return DataError(
         f"every document of the {part} part was dropped ({counts.num_read:,} were read), because: {reasons}. "
         f"training.max_length is {settings.max_length:,} tokens: try a larger one, or dataset.overlong=split",

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tunebook.data.corpus import IGNORED_LABEL
+from tunebook.data.encode import num_shared
 from tunebook.data.prepared import PartCounts, Prepared, PreparedPart
 from tunebook.data.problems import skipped_lines
 
@@ -209,7 +210,9 @@ def pieces_of(
         end += sum(1 for _ in run)
         # Decoded from the start and cut: some tokenizers drop a space at the beginning of decoded text.
         decoded = _decode(shown[:end], tokenizer)
-        trained += [is_trained] * (len(decoded) - len(before))
+        # A character whose bytes end in this run was replacement characters before, and counts as this run's.
+        same = num_shared(before, decoded)
+        trained = trained[:same] + [is_trained] * (len(decoded) - same)
         before = decoded
     kinds = [""] * len(before)
     for kind, pattern in KINDS.items():

@@ -1,6 +1,6 @@
 """Answers that show a damaged model, whatever they say: empty, looping, endless or cut off.
 
-    empty    no text, besides thoughts in <think> tags
+    empty    no text, besides thoughts in <think> or like tags
     looping  one run of words, repeated at least 4 times, makes up the last third, or the end compresses tenfold
     endless  the limit of new tokens ended it
     abrupt   the limit ended it within a sentence; or the model itself ended it within a code block or a thought that it
@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from tunebook.data.conversation import REASONING_BEGINS, REASONING_ENDS
 from tunebook.evaluate.finish import Finish
 from tunebook.evaluate.results import Answer
 from tunebook.record.answer_faults import FAULTS
@@ -29,9 +30,8 @@ _SHORTEST_LOOP = 16  # words that the repeats have together: `no no no no` may b
 _MAX_COMPRESSION = 10.0
 _SHORTEST_COMPRESSED, _LONGEST_COMPRESSED = 1000, 4000  # bytes
 _EXCERPT = 200  # last characters of an example
-_THOUGHT = re.compile(r"<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL)
-_OPENED_THOUGHT = re.compile(r"<think(?:ing)?>")
-_CLOSED_THOUGHT = re.compile(r"</think(?:ing)?>")
+_THOUGHT = re.compile(f"(?:{REASONING_BEGINS.pattern}).*?(?:{REASONING_ENDS.pattern})", re.DOTALL)
+_OPENED_AT_END = re.compile(rf"(?:{REASONING_BEGINS.pattern})\s*\Z")
 _FENCE = re.compile(r"^[ \t]*(?:```|~~~)(?!.*(?:```|~~~))", re.MULTILINE)  # not a block within one line
 _SENTENCE_END = re.compile(r"[.!?:;\u2026\u3002\uff01\uff1f\"'\u201d\u2019\u00bb`)\]}>|*$]\s*\Z")
 _OPEN_END = re.compile(r"(?:[,(\[{\u201c\u00ab]|\w-|\w\s(?:the|an|and|or|of|with|because|than|whose))\s*\Z")
@@ -40,7 +40,7 @@ _OPEN_END = re.compile(r"(?:[,(\[{\u201c\u00ab]|\w-|\w\s(?:the|an|and|or|of|with
 def find_faults(text: str, finish: str | None, prompt: str = "") -> set[str]:
     """Return the faults of one answer. `finish` is None if it is not known how the answer ended."""
     found = set()
-    if not _CLOSED_THOUGHT.sub("", _THOUGHT.sub("", text)).strip():
+    if not REASONING_ENDS.sub("", _THOUGHT.sub("", text)).strip():
         found.add("empty")
     if _is_looping(text, is_endless=finish == Finish.length):
         found.add("looping")
@@ -93,8 +93,8 @@ def _ends_within_block(text: str, prompt: str) -> bool:
 
 def _ends_within_thought(text: str, prompt: str) -> bool:
     """Whether a thought was not closed, which the prompt may have opened."""
-    num_opened = len(_OPENED_THOUGHT.findall(text)) + bool(re.search(r"<think(?:ing)?>\s*\Z", prompt))
-    return num_opened > len(_CLOSED_THOUGHT.findall(text))
+    num_opened = len(REASONING_BEGINS.findall(text)) + bool(_OPENED_AT_END.search(prompt))
+    return num_opened > len(REASONING_ENDS.findall(text))
 
 
 def count_faults(answers: Mapping[str, Sequence[Answer]]) -> dict[str, dict[str, Any]]:
