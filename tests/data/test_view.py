@@ -129,7 +129,7 @@ def test_without_a_tokenizer_the_ids_are_shown() -> None:
 
 
 def test_long_documents_are_cut_for_the_eye() -> None:
-    text = render_document([1] * 600, [-100] * 600, None, has_color=False).plain
+    text = render_document([1] * 1600, [-100] * 1600, None, has_color=False).plain
     assert text.endswith(" ... and 100 more tokens")
 
 

@@ -40,7 +40,7 @@ _KIND_STYLES = {"tools": "italic", "call": "bold", "result": "italic", "reasonin
 _MARKS = ("[[", "]]")
 _BAR_WIDTH = 40  # characters of the fullest bin
 _MANY_CUT_ANSWERS = 0.01  # of documents
-_MOST_TOKENS = 500  # shown of one sample
+_MOST_TOKENS = 1500  # shown of one sample: tools alone may take 500
 # Samples are this share of a part apart, modulo 1: spread out, and in phase with no pattern in the data.
 _GOLDEN_SHARE = (5**0.5 - 1) / 2
 # Data must not move the cursor or change colors: control characters are shown as symbols.
@@ -111,12 +111,12 @@ def render_counts(prepared: Prepared) -> RenderableType:
         column.justify = "right"
     counts = [part.counts for part in parts.values()]
     table.add_row("documents read", *(f"{count.num_read:,}" for count in counts))
+    for what in sorted({what for count in counts for what in count.contents}):
+        table.add_row(f"  {what}", *(f"{count.contents[what]:,}" for count in counts))
     table.add_row("documents kept", *(f"{count.num_documents:,}" for count in counts))
     table.add_row("tokens", *(f"{count.num_tokens:,}" for count in counts))
     trained = (_with_share(count.num_trained_tokens, count.num_tokens) for count in counts)
     table.add_row("tokens trained on", *trained)
-    for what in sorted({what for count in counts for what in count.contents}):
-        table.add_row(f"  {what}", *(f"{count.contents[what]:,}" for count in counts))
     table.add_row("tokens a document", *(f"{count.num_tokens / count.num_documents:,.1f}" for count in counts))
     table.add_row("cut or split", *(_with_share(count.num_cut, count.num_read) for count in counts))
     cut_answers = (_with_share(count.num_answers_cut, count.num_documents) for count in counts)
