@@ -108,6 +108,47 @@ def test_forgotten_pieces_are_learnt_again(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(cutter._known) < 10
 
 
+def test_long_texts_that_come_again_are_one_piece_unless_a_span_begins_or_ends_inside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pieces, "_SHORTEST_REPEATED", 10)
+    monkeypatch.setattr(pieces, "_MOST_SEEN", 8)
+    backend = make_backend()
+    cutter = piece_tokenizer(backend)
+    assert cutter is not None
+    tools = "system\nThe tools: word, é and 2024"
+    for number in range(30):
+        text = f"<|im_start|>{tools}<|im_end|>\n<|im_start|>user\nquestion {number} of them<|im_end|>"
+        end = len(text) - len("<|im_end|>")
+        for spans in ([], [(len("<|im_start|>"), end)], [(text.index(" word"), text.index(","))], [(0, 4), (9, end)]):
+            cut = cutter.cut(text, spans)
+            assert cut is not None
+            ids, ranges = by_library(backend, text, spans)
+            assert cut.ids == ids
+            # The last spans end inside a special token and begin inside a word.
+            assert cut.tokens_of_spans(spans) == (ranges if spans != [(0, 4), (9, end)] else None)
+            is_whole = all(not 12 < position < 12 + len(tools) for span in spans for position in span)
+            assert (tools in cut.pieces) <= is_whole
+        again = cutter.cut(text)
+        assert again is not None
+        assert tools in again.pieces
+        assert len(cutter._seen) <= 12
+
+
+def test_repeated_texts_are_forgotten_when_they_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "_SHORTEST_REPEATED", 5)
+    monkeypatch.setattr(pieces, "_MOST_REPEATED_CHARACTERS", 100)
+    backend = make_backend()
+    cutter = piece_tokenizer(backend)
+    assert cutter is not None
+    for number in range(40):
+        for _ in range(3):
+            cut = cutter.cut(f"the text number {number}")
+            assert cut is not None
+            assert cut.ids == backend.encode(f"the text number {number}").ids
+    assert sum(piece.startswith("the text") for piece in cutter._known) < 8
+
+
 @pytest.mark.parametrize(
     "changes",
     [{"lstrip": True}, {"single_word": True}, {"normalized": True}, {"model": {"dropout": 0.1}}],

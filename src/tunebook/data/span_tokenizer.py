@@ -68,7 +68,7 @@ class SpanTokenizer:
     def _by_pieces(self, text: str, spans: list[Span]) -> Tokenized | None:
         if self._pieces is None:
             return None
-        cut: CutText | None = self._pieces.cut(text)
+        cut: CutText | None = self._pieces.cut(text, spans)
         ranges = cut.tokens_of_spans(spans) if cut is not None else None
         return Tokenized(cut.ids, ranges) if cut is not None and ranges is not None else None
 
@@ -122,6 +122,11 @@ _CLASSES = (
 )
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized")  # of added tokens that match more than their text
 _MOST_PIECES = 400_000  # remembered, about 100 MB; then all are forgotten
+# Tools and system prompts are the same in many documents: from this length on a text between two special tokens is
+# remembered whole when it comes again.
+_SHORTEST_REPEATED = 400  # characters
+_MOST_REPEATED_CHARACTERS = 4_000_000  # of such texts, with their tokens about 8 MB
+_MOST_SEEN = 100_000  # hashes of such texts, about 8 MB
 
 
 _TOKEN_BYTES = array("i").itemsize
@@ -132,7 +137,7 @@ class CutText:
     """A text as tokens and pieces. Shapes: `ids` (num_tokens,), the others (num_pieces,)."""
 
     ids: list[int]
-    pieces: list[str]
+    pieces: list[str]  # words, special tokens, and texts between special tokens that came before
     tokens: list[bytes]  # of each piece, as 32-bit integers
 
     def tokens_of_spans(self, spans: list[Span]) -> list[Span] | None:
@@ -163,33 +168,53 @@ class PieceTokenizer:
         self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # matches nothing
         self._cut = re.compile(_CUTS[expression]).findall
         self._known = _KnownPieces(backend.model, special)
+        self._seen: set[int] = set()  # hashes of long texts between special tokens that came once
+        self._num_repeated_characters = 0
 
-    def cut(self, text: str) -> CutText | None:
-        """The text as tokens; None if only the tokenizer itself can be trusted with it."""
+    def cut(self, text: str, spans: Sequence[Span] = ()) -> CutText | None:
+        """The text as tokens; None if only the tokenizer itself can be trusted with it.
+
+        `spans`: no piece is longer than what the tokenizer's expression cuts where one of these begins or ends.
+        """
+        known = self._known
+        if len(known) > _MOST_PIECES or self._num_repeated_characters > _MOST_REPEATED_CHARACTERS:
+            known.forget()
+            self._num_repeated_characters = 0
+        if len(self._seen) > _MOST_SEEN:
+            self._seen.clear()
+        boundaries = sorted(position for span in spans for position in span)
         pieces: list[str] = []
         position = 0
-        for found in self._special.finditer(text):
-            if not self._cut_plain(text[position : found.start()], pieces):
-                return None
-            pieces.append(found.group())
-            position = found.end()
-        if not self._cut_plain(text[position:], pieces):
-            return None
-        known = self._known
-        if len(known) > _MOST_PIECES:
-            known.forget()
         try:
+            for found in self._special.finditer(text):
+                self._add_pieces(text[position : found.start()], position, boundaries, pieces)
+                pieces.append(found.group())
+                position = found.end()
+            self._add_pieces(text[position:], position, boundaries, pieces)
             tokens = [known[piece] for piece in pieces]
         except _UnsureError:
             return None
         return CutText(array("i", b"".join(tokens)).tolist(), pieces, tokens)
 
-    def _cut_plain(self, text: str, pieces: list[str]) -> bool:
-        """Add the pieces of a text without special tokens; false if it would be normalized first."""
+    def _add_pieces(self, text: str, start: int, boundaries: list[int], pieces: list[str]) -> None:
+        """Add the pieces of a text without special tokens, which begins at `start` of the whole.
+
+        Raises: _UnsureError if it would be normalized first.
+        """
+        inside = bisect_right(boundaries, start), bisect_left(boundaries, start + len(text))
+        is_whole = len(text) >= _SHORTEST_REPEATED and inside[0] >= inside[1]  # no span begins or ends inside
+        if is_whole and text in self._known:
+            pieces.append(text)
+            return
         if self._form is not None and not text.isascii() and not unicodedata.is_normalized(self._form, text):
-            return False
-        pieces += self._cut(text)
-        return True
+            raise _UnsureError
+        found = self._cut(text)
+        if is_whole and hash(text) in self._seen:
+            self._known[text] = b"".join([self._known[piece] for piece in found])
+            self._num_repeated_characters += len(text)
+        elif is_whole:
+            self._seen.add(hash(text))
+        pieces += found
 
 
 class _KnownPieces(dict[str, bytes]):
