@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from tunebook.config.choices import Format
+from tunebook.config.schema import DatasetSource
 from tunebook.data.corpus import CorpusKind
-from tunebook.data.formats import FormatSettings, Normalizer, detect_format
+from tunebook.data.formats import FormatSettings, Normalizer, detect_format, field_templates
 from tunebook.data.problems import DocumentError
+from tunebook.errors import RequestError
 
 
 def normalise(record: dict[str, Any], format: Format = Format.auto, **settings: Any) -> dict[str, Any]:
@@ -190,3 +192,66 @@ def test_a_named_format_is_not_guessed_away() -> None:
         DocumentError, match=r"missing field 'instruction' and 'output' .* but dataset.format is alpaca"
     ):
         normalise({"messages": HELLO}, format=Format.alpaca)
+
+
+BOOLQ = DatasetSource(
+    question_template="{{passage}}\n\nQuestion: {{question}}?", answer_template='{{ "yes" if answer else "no" }}'
+)
+
+
+def test_any_fields_become_a_question_and_an_answer() -> None:
+    fields = field_templates(BOOLQ, "dataset")
+    assert fields is not None
+    assert fields.names == {"passage", "question", "answer"}
+    for answer, text in ((True, "yes"), (False, "no")):
+        record = {"passage": "It rains.", "question": "is it wet", "answer": answer, "title": None, "messages": []}
+        wanted = [("user", "It rains.\n\nQuestion: is it wet?", False), ("assistant", text, True)]
+        assert turns(record, fields=fields) == wanted
+        with_system = turns(record, fields=fields, system_prompt="Answer.")
+        assert with_system == [("system", "Answer.", False), *wanted]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"passage": "a", "question": "b"}, "dataset.answer_template .*'answer' is undefined.*passage, question"),
+        ({"passage": None, "question": "b", "answer": True}, "dataset.question_template .*'passage' is undefined"),
+        ({"passage": " ", "question": "b", "answer": True, "image": "x.png"}, "'image' is not supported"),
+    ],
+)
+def test_a_document_without_a_field_is_refused(record: dict[str, Any], message: str) -> None:
+    with pytest.raises(DocumentError, match=message):
+        normalise(record, fields=field_templates(BOOLQ, "dataset"))
+
+
+def test_a_field_that_some_documents_lack_can_be_asked_for() -> None:
+    source = DatasetSource(question_template="{% if a is defined %}{{a}}{% endif %}{{b}}", answer_template="{{b}}")
+    for record, question in (({"a": "x", "b": "y"}, "xy"), ({"a": None, "b": "y"}, "y")):
+        assert turns(record, fields=field_templates(source, "dataset"))[0][1] == question
+
+
+def test_an_empty_answer_and_an_unsafe_template_are_refused() -> None:
+    empty = DatasetSource(question_template="{{a}}", answer_template="{{ '' if a else a }}")
+    with pytest.raises(DocumentError, match=r"'dataset\.answer_template' is empty"):
+        normalise({"a": "x"}, fields=field_templates(empty, "dataset"))
+    unsafe = DatasetSource(question_template="{{a.__class__.__mro__}}", answer_template="{{a}}")
+    with pytest.raises(DocumentError, match="question_template cannot be rendered: access to attribute '__class__'"):
+        normalise({"a": "x"}, fields=field_templates(unsafe, "dataset"))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (DatasetSource(answer_template="{{a}}"), r"dataset.question_template: .*type dataset.question_template='\{\{q"),
+        (DatasetSource(format=Format.fields), "type dataset.question_template=.* dataset.answer_template="),
+        (DatasetSource(question_template="{{a", answer_template="{{a}}"), "question_template: it is not valid Jinja"),
+        (DatasetSource(question_template="a", answer_template="{{a}}"), "question_template: it holds no field"),
+        (
+            DatasetSource(format=Format.alpaca, question_template="{{a}}", answer_template="{{a}}"),
+            "dataset.format=alpaca does not read it; type dataset.format=fields or dataset.question_template=null",
+        ),
+    ],
+)
+def test_templates_that_are_missing_invalid_or_not_read_are_refused(source: DatasetSource, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        field_templates(source, "dataset")

@@ -333,6 +333,7 @@ def test_what_changes_no_token_changes_no_fingerprint(run_config: Configs) -> No
         {"validation_share": 0.1},
         {"max_documents": 1},
         {"ignore_keys": ["name"]},
+        {"question_template": "{{conversations[0].value}}", "answer_template": "{{conversations[1].value}}"},
         {"special_tokens_in_content": SpecialText.keep},
     ],
 )

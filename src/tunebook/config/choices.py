@@ -46,6 +46,7 @@ class Format(Enum):
     alpaca = "alpaca"
     prompt_completion = "prompt_completion"
     text = "text"
+    fields = "fields"
     pretokenized = "pretokenized"
 
 

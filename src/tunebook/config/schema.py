@@ -111,6 +111,9 @@ class DatasetSource:
     train_split: str = "train"
     format: Format = Format.auto  # auto: detected from the first document's keys, and printed
     text_field: str = "text"  # format=text: the field that holds the document
+    # format=fields: Jinja over the document's fields, such as "{{passage}} {{question}}?" and "{{answer}}"
+    question_template: str | None = None
+    answer_template: str | None = None
     # Keys of documents and of their turns that are left out, such as [tools]; others that mean something are refused
     ignore_keys: list[str] = field(default_factory=list)
     # Variables of the chat template, such as {enable_thinking: false}; those of a document come first

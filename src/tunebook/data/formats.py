@@ -1,7 +1,8 @@
 """The formats of documents, how one is detected, and how each becomes a row of a corpus kind.
 
 To add a format: a member of `config.choices.Format`, a function that turns a record into a row, and a line in SPECS.
-Null counts as absent, because Parquet has every column in every row. `keys.py` decides about other keys.
+Documents of other fields become a question and an answer by two templates (`FieldTemplates`). Null counts as absent,
+because Parquet has every column in every row. `keys.py` decides about other keys.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tunebook.config.choices import Format
+from tunebook.config.schema import DatasetSource
 from tunebook.data.corpus import CorpusKind, Row
 from tunebook.data.keys import KeyAccount, is_empty
 from tunebook.data.problems import DocumentError
 from tunebook.data.token_documents import TOKEN_KEYS, token_row
 from tunebook.data.tools import Tool, read_template_kwargs, read_tools
 from tunebook.data.turns import Turn, check_conversation, check_text, make_turn, read_turns
-from tunebook.errors import nearest
+from tunebook.errors import RequestError, nearest
 
 Record = Mapping[str, Any]
 Convert = Callable[[Record, KeyAccount], tuple[CorpusKind, Row]]
@@ -38,6 +40,77 @@ class FormatSpec:
     convert: Convert | None = None  # None: needs settings, see Normalizer
 
 
+class FieldTemplates:
+    """A question and an answer as Jinja over a document's fields. Raises: jinja2.TemplateSyntaxError."""
+
+    def __init__(self, templates: Mapping[str, str]) -> None:
+        from jinja2 import StrictUndefined
+        from jinja2.meta import find_undeclared_variables
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+        self._templates = {key: environment.from_string(text) for key, text in templates.items()}
+        used = [find_undeclared_variables(environment.parse(text)) for text in templates.values()]
+        self.names = frozenset().union(*used) - environment.globals.keys()  # of the fields
+
+    def turns(self, record: Record) -> list[Turn]:
+        """The user's and the assistant's turn. Raises: DocumentError."""
+        from jinja2 import TemplateError
+
+        fields = {name: value for name, value in record.items() if value is not None}
+        turns = []
+        for role, (key, template) in zip(("user", "assistant"), self._templates.items(), strict=True):
+            try:
+                text = template.render(fields)
+            except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+                raise DocumentError(
+                    f"{key} cannot be rendered: {error}; its keys are: {_keys(record)}. Test a field that some "
+                    "documents lack by {% if FIELD is defined %}",
+                    problem_id="data-missing-field",
+                ) from error
+            turns.append(make_turn(role, text, key))
+        return turns
+
+
+def field_templates(source: DatasetSource, key: str) -> FieldTemplates | None:
+    """The templates of a source configured under `key`; None for other formats. Raises: RequestError."""
+    problem = templates_problem(source, key)
+    if problem is not None:
+        place, message, fix = problem
+        raise RequestError(f"{place}: {message}; type {fix}", problem_id="field-templates")
+    given = _given_templates(source, key)
+    return FieldTemplates(given) if given else None
+
+
+def templates_problem(source: DatasetSource, key: str) -> tuple[str, str, str] | None:
+    """What is wrong with a source's templates: the key, a message, and what to type instead."""
+    from jinja2 import TemplateSyntaxError
+
+    given = _given_templates(source, key)
+    example = {"question_template": "'{{question}}'", "answer_template": "'{{answer}}'"}
+    if given and source.format not in (Format.auto, Format.fields):
+        place = next(iter(given))
+        return place, f"{key}.format={source.format.name} does not read it", f"{key}.format=fields or {place}=null"
+    missing = [name for name in example if f"{key}.{name}" not in given]
+    if missing and (given or source.format is Format.fields):
+        message = "documents of fields need a question and an answer"
+        return f"{key}.{missing[0]}", message, " ".join(f"{key}.{name}={example[name]}" for name in missing)
+    for place, text in given.items():
+        fix = f"{place}={example[place.rpartition('.')[2]]}, with fields in double braces"
+        try:
+            names = FieldTemplates({place: text}).names
+        except TemplateSyntaxError as error:
+            return place, f"it is not valid Jinja: {error.message}", fix
+        if not names:
+            return place, "it holds no field, so every document would have the same text", fix
+    return None
+
+
+def _given_templates(source: DatasetSource, key: str) -> dict[str, str]:
+    templates = {"question_template": source.question_template, "answer_template": source.answer_template}
+    return {f"{key}.{name}": text for name, text in templates.items() if text is not None}
+
+
 @dataclass(frozen=True, kw_only=True)
 class FormatSettings:
     """The settings by which a record becomes a row."""
@@ -46,6 +119,7 @@ class FormatSettings:
     system_prompt: str | None = None
     vocab_size: int | None = None  # None: token ids are only checked for being 32-bit integers
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of every document; its own come first
+    fields: FieldTemplates | None = None  # of format=fields
 
 
 class Normalizer:
@@ -54,13 +128,17 @@ class Normalizer:
     def __init__(self, format: Format, settings: FormatSettings, account: KeyAccount | None = None) -> None:
         self.format = format
         self.settings = settings
-        self.account = account or KeyAccount(known_columns(settings.text_field))
+        self.account = account or KeyAccount(known_columns(settings))
         self.kind: CorpusKind | None = None
-        self.was_detected = format is Format.auto
+        if settings.fields is not None:
+            self.format = Format.fields
+        self.was_detected = self.format is Format.auto
         self._read_keys = {
             format: frozenset(_needed_keys(format, settings.text_field)).union(spec.may_have)
             for format, spec in SPECS.items()
         }
+        if settings.fields is not None:
+            self._read_keys[Format.fields] = settings.fields.names
 
     def row(self, record: Record) -> Row:
         """One record as a row, without its origin. Raises: DocumentError."""
@@ -87,9 +165,12 @@ class Normalizer:
             return CorpusKind.text, {"text": check_text(record[field], f"'{field}'")}
         if self.format is Format.pretokenized:
             return CorpusKind.tokens, token_row(record, self.settings.vocab_size)
-        convert = SPECS[self.format].convert
-        assert convert is not None, f"{self.format} has no conversion"
-        kind, row = convert(record, self.account)
+        if self.settings.fields is not None:
+            kind, row = _conversation(self.settings.fields.turns(record), {}, [])
+        else:
+            convert = SPECS[self.format].convert
+            assert convert is not None, f"{self.format} has no conversion"
+            kind, row = convert(record, self.account)
         if kind is CorpusKind.conversation and self.settings.system_prompt is not None:
             turns = row["messages"]
             if turns[0]["role"] != "system":
@@ -100,6 +181,8 @@ class Normalizer:
         return kind, row
 
     def _check_keys(self, record: Record) -> None:
+        if self.format is Format.fields:  # the templates tell what is missing
+            return
         missing = [key for key in _needed_keys(self.format, self.settings.text_field) if record.get(key) is None]
         if not missing:
             return
@@ -136,15 +219,18 @@ def detect_format(record: Record, text_field: str) -> Format:
         )
     raise DocumentError(
         f"its format is not known: its keys are: {_keys(record)}. The formats, and the keys each needs:\n{formats}\n"
-        "  Rename its keys, or for plain text type dataset.format=text dataset.text_field=KEY",
+        "  Rename its keys, for plain text type dataset.format=text dataset.text_field=KEY, or write a question and an "
+        "answer from its keys: dataset.question_template='{{KEY}}' dataset.answer_template='{{KEY}}'",
         problem_id="data-unknown-format",
     )
 
 
-def known_columns(text_field: str) -> frozenset[str]:
-    """Every key that some format reads."""
+def known_columns(settings: FormatSettings) -> frozenset[str]:
+    """Every key that is read: the templates' fields, or those of some format."""
+    if settings.fields is not None:
+        return settings.fields.names
     known = {key for spec in SPECS.values() for key in (*spec.needs, *spec.may_have)}
-    return frozenset(known - {TEXT_FIELD} | {text_field})
+    return frozenset(known - {TEXT_FIELD} | {settings.text_field})
 
 
 def _needed_keys(format: Format, text_field: str) -> list[str]:

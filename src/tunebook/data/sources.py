@@ -18,7 +18,7 @@ from tunebook.config.schema import DatasetConfig, DatasetSource
 from tunebook.data import hub
 from tunebook.data.corpus import CONTENT_HASH, Corpus, CorpusKind, Loaded, Progress, Row, SourceRecord, write_rows
 from tunebook.data.files import DataFile, find_files
-from tunebook.data.formats import FormatSettings, Normalizer, known_columns
+from tunebook.data.formats import FormatSettings, Normalizer, field_templates, known_columns
 from tunebook.data.json_file import Record
 from tunebook.data.keys import KeyAccount
 from tunebook.data.mixture import check_validation, count_repeated, count_shared, hold_out, mix
@@ -54,8 +54,9 @@ class Loader:
             system_prompt=self.system_prompt,
             vocab_size=self.vocab_size,
             template_kwargs=source.chat_template_kwargs,
+            fields=field_templates(source, key),
         )
-        account = KeyAccount(known_columns(source.text_field), source.ignore_keys, key)
+        account = KeyAccount(known_columns(settings), source.ignore_keys, key)
         return Normalizer(source.format, settings, account)
 
     def check(self, parts: Sequence[DocumentProblems], location: str) -> Skipped:
@@ -233,6 +234,8 @@ _SOURCE_FIELDS = (
     "train_split",
     "format",
     "text_field",
+    "question_template",
+    "answer_template",
     "max_documents",
     "synthetic",
     "weight",

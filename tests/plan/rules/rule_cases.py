@@ -164,6 +164,13 @@ CASES = [
         {"dataset.special_tokens_in_content": SpecialText.keep},
         {"dataset.format": Format.pretokenized},
     ),
+    case(
+        "dataset-field-ignored",
+        "each part of a mixture has its own: dataset.parts.NAME.answer_template",
+        {"dataset.answer_template": "{{a}}"},
+        {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": {"all": MixturePart(path="a.jsonl")}},
+    ),
+    case("field-templates", "need a question and an answer", {"dataset.question_template": "{{a}}"}),
     case("validation-twice", "both hold", {"dataset.validation_split": "test", "dataset.validation_share": 0.1}),
     case("validation-source", "that is trained on", {"dataset.validation_split": "train"}),
     case(

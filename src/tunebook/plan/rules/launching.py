@@ -36,7 +36,10 @@ _RESERVED = {
     "--parsable": "Tunebook reads sbatch's answer",
 }
 # Text for the model and names inside data files: no script uses it, so it may hold anything.
-_FREE = {"system_prompt", "pad_token", "eos_token", "text_field", "ignore_keys", "chat_template_kwargs"}
+_FREE = {
+    *("system_prompt", "pad_token", "eos_token", "text_field", "ignore_keys", "chat_template_kwargs"),
+    *("question_template", "answer_template"),
+}
 _EARLIER_S = 60  # seconds that Slurm's warning may come early (`man sbatch`, --signal)
 _ADDRESS = re.compile(r"[^/:\s]+:\d{1,5}")
 

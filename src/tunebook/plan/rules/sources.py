@@ -11,6 +11,7 @@ from tunebook.config.book import LIBRARY_PREFIX, TRAINING_TEMPLATE, is_in_book, 
 from tunebook.config.choices import Format, LauncherName, Reasoning, Source, SpecialText, TrainOn
 from tunebook.config.override_text import typed
 from tunebook.config.schema import DatasetSource, ModelConfig, RunConfig, sources_of
+from tunebook.data.formats import templates_problem
 from tunebook.errors import nearest
 from tunebook.model.base_config import model_folder_problem, why_not_causal
 from tunebook.model.chat_templates import library_templates
@@ -169,9 +170,14 @@ def dataset_field_ignored(config: RunConfig) -> Iterator[Finding]:
             message = f"dataset.source={data.source.name} does not read dataset.{field}"
             fix = f"dataset.{field}=" + ("{}" if field == "parts" else "null")
             yield Finding(message, f"{fix} or dataset.source={reader.name}", key=f"dataset.{field}")
-    for field, none in (("ignore_keys", "[]"), ("chat_template_kwargs", "{}")):
+    for field, none, what in (
+        ("ignore_keys", "[]", "keys to ignore"),
+        ("chat_template_kwargs", "{}", "chat template"),
+        ("question_template", "null", "fields"),
+        ("answer_template", "null", "fields"),
+    ):
         if getattr(data, field) and data.source is Source.synthetic:
-            message = f"generated documents have no {'keys to ignore' if field == 'ignore_keys' else 'chat template'}"
+            message = f"generated documents have no {what}"
             yield Finding(message, f"dataset.{field}={none}", key=f"dataset.{field}")
         if getattr(data, field) and data.source is Source.mixture and not data.validation_path:
             message = f"each part of a mixture has its own: dataset.parts.NAME.{field}"
@@ -185,6 +191,16 @@ def dataset_field_ignored(config: RunConfig) -> Iterator[Finding]:
     if data.reasoning is not Reasoning.keep and is_tokens:
         key = "dataset.reasoning"
         yield Finding("the documents are tokens already", f"{key}=keep", key=key)
+
+
+@rule("field-templates")
+def check_field_templates(config: RunConfig) -> Iterator[Finding]:
+    """Check that documents of fields have a question's and an answer's template, and others none."""
+    for prefix, source in sources_of(config.dataset).items():
+        problem = templates_problem(source, prefix)
+        if problem is not None:
+            key, message, fix = problem
+            yield Finding(message, fix, key=key)
 
 
 @rule("validation-twice")
