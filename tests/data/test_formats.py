@@ -242,8 +242,8 @@ def test_an_empty_answer_and_an_unsafe_template_are_refused() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (DatasetSource(answer_template="{{a}}"), r"dataset.question_template: .*type dataset.question_template='\{\{q"),
-        (DatasetSource(format=Format.fields), "type dataset.question_template=.* dataset.answer_template="),
+        (DatasetSource(answer_template="{{a}}"), "question and an answer; type 'dataset.question_template="),
+        (DatasetSource(format=Format.fields), "type 'dataset.question_template=.* 'dataset.answer_template="),
         (DatasetSource(question_template="{{a", answer_template="{{a}}"), "question_template: it is not valid Jinja"),
         (DatasetSource(question_template="a", answer_template="{{a}}"), "question_template: it holds no field"),
         (

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tunebook.config.choices import Format
+from tunebook.config.override_text import typed
 from tunebook.config.schema import DatasetSource
 from tunebook.data.corpus import CorpusKind, Row
 from tunebook.data.keys import KeyAccount, is_empty
@@ -87,22 +88,23 @@ def templates_problem(source: DatasetSource, key: str) -> tuple[str, str, str] |
     from jinja2 import TemplateSyntaxError
 
     given = _given_templates(source, key)
-    example = {"question_template": "'{{question}}'", "answer_template": "'{{answer}}'"}
+    example = {
+        f"{key}.{name}_template": typed(f"{key}.{name}_template", f"{{{{{name}}}}}") for name in ("question", "answer")
+    }
     if given and source.format not in (Format.auto, Format.fields):
         place = next(iter(given))
         return place, f"{key}.format={source.format.name} does not read it", f"{key}.format=fields or {place}=null"
-    missing = [name for name in example if f"{key}.{name}" not in given]
+    missing = [place for place in example if place not in given]
     if missing and (given or source.format is Format.fields):
         message = "documents of fields need a question and an answer"
-        return f"{key}.{missing[0]}", message, " ".join(f"{key}.{name}={example[name]}" for name in missing)
+        return missing[0], message, " ".join(example[place] for place in missing)
     for place, text in given.items():
-        fix = f"{place}={example[place.rpartition('.')[2]]}, with fields in double braces"
         try:
             names = FieldTemplates({place: text}).names
         except TemplateSyntaxError as error:
-            return place, f"it is not valid Jinja: {error.message}", fix
+            return place, f"it is not valid Jinja: {error.message}", example[place]
         if not names:
-            return place, "it holds no field, so every document would have the same text", fix
+            return place, "it holds no field, so every document would have the same text", example[place]
     return None
 
 
@@ -220,7 +222,7 @@ def detect_format(record: Record, text_field: str) -> Format:
     raise DocumentError(
         f"its format is not known: its keys are: {_keys(record)}. The formats, and the keys each needs:\n{formats}\n"
         "  Rename its keys, for plain text type dataset.format=text dataset.text_field=KEY, or write a question and an "
-        "answer from its keys: dataset.question_template='{{KEY}}' dataset.answer_template='{{KEY}}'",
+        "answer from its keys: 'dataset.question_template=\"{{KEY}}\"' 'dataset.answer_template=\"{{KEY}}\"'",
         problem_id="data-unknown-format",
     )
 
