@@ -292,8 +292,8 @@ def render_conversations(
 ) -> list[dict[str, str]]:
     """Render documents with the keys `prompt`, `answer` (a conversation's last turn) and `task` (its group).
 
-    The conversations may have any trainable format. As in training, `system_prompt` is added to those without one.
-    Raises: DataError with every problem.
+    The answer of a turn that calls tools is JSON text: a list of {name, arguments}. The conversations may have any
+    trainable format. As in training, `system_prompt` is added to those without one. Raises: DataError with every problem.
     """
     from tunebook.data.template import ConversationRenderer
 
@@ -315,7 +315,7 @@ def render_conversations(
     return [
         {
             "prompt": renderer.prompt(talk.until(len(talk.messages) - 1)),
-            "answer": talk.messages[-1]["content"],
+            "answer": _answer(talk.messages[-1]),
             "task": group,
         }
         for talk, group in conversations
@@ -332,9 +332,13 @@ def _answered(row: dict[str, Any]) -> Conversation:
     last = talk.messages[-1]
     if last["role"] != "assistant":
         raise DocumentError("it must end with the assistant's turn, which is the expected answer")
-    if last.get("tool_calls"):
-        raise DocumentError("it ends with a call of a tool, and the expected answer must be a text; end it before")
     return talk
+
+
+def _answer(turn: dict[str, Any]) -> str:
+    calls = [call["function"] for call in turn.get("tool_calls", ())]
+    text: str = json.dumps(calls, ensure_ascii=False) if calls else turn["content"]
+    return text
 
 
 def check_prompt_lengths(

