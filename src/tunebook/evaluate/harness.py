@@ -293,7 +293,8 @@ def render_conversations(
     """Render documents with the keys `prompt`, `answer` (a conversation's last turn) and `task` (its group).
 
     The answer of a turn that calls tools is JSON text: a list of {name, arguments}. The conversations may have any
-    trainable format. As in training, `system_prompt` is added to those without one. Raises: DataError with every problem.
+    trainable format. As in training, `system_prompt` is added to those without one. Raises: DataError with every
+    problem.
     """
     from tunebook.data.template import ConversationRenderer
 
