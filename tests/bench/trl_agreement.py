@@ -2,14 +2,13 @@
 
     python tests/bench/trl_agreement.py OUTPUT [--seeds 42 1 2] [--max-steps N] [--only first_step scores]
 
-Weights and data are those in `inputs/` of the checkout (make_inputs.py). TRL is as it comes but for the recipe's learning
-rate, schedule, warm-up, clipping, epochs and length: messages as prompt and completion, padded, 64 questions a step as
-2 x 32, nothing checkpointed.
+Weights and data are those in `inputs/` of the checkout (make_inputs.py). TRL is as it comes but for the recipe's
+learning rate, schedule, warm-up, clipping, epochs and length: messages as prompt and completion, padded, 64 questions a
+step as 2 x 32, nothing checkpointed.
 
     first_step  the loss of Tunebook's first step in fp32, packed, and that of TRL on the tokens of the same documents
-    scores      TRL's training in bf16, an order of its own for each seed, its model scored by `tunebook eval`. The other
-                side are the lines of real_runs.py. Tokens a second are real ones of the whole training
-
+    scores      TRL's training in bf16, an order of its own for each seed, its model scored by `tunebook eval`. The
+                other side are the lines of real_runs.py. Tokens a second are real ones of the whole training
 """
 
 from __future__ import annotations
@@ -30,7 +29,15 @@ from real_runs import CHECKOUT, LOCAL
 RECIPE = "smollm2_135m_boolq"
 MODEL, DATA = CHECKOUT / "inputs" / "smollm2_135m", CHECKOUT / "inputs" / "boolq"
 _FP32 = ["precision=fp32", "precision.tf32=disabled", "model.compile_layers=false", "attention=sdpa"]
-_ONE_STEP = ["training.max_steps=1", "evaluation=none", "training.evaluate_every_steps=null"]
+_ONE_STEP = [
+    *(
+        "training.max_steps=1",
+        "training.evaluate_every_steps=null",
+        "evaluation.before=false",
+        "evaluation.after=false",
+    ),
+    "evaluation.contamination=disabled",
+]
 
 
 def tunebook(words: list[str], log: Path) -> None:
