@@ -68,7 +68,7 @@ def train_by_trl(documents: list[dict[str, Any]], output: Path, **settings: Any)
     constructed = time.monotonic()
     trainer.train()
     training_s = time.monotonic() - constructed
-    trainer.save_model(str(output / "model"))
+    trainer.save_model(str(output / output.name))
     logged = [line for line in trainer.state.log_history if "loss" in line]
     return {
         "losses": [line["loss"] for line in logged][:: max(1, len(logged) // 30)],
@@ -110,10 +110,13 @@ def scores(seed: int, output: Path, max_steps: int) -> dict[str, Any]:
     """Train by TRL with one seed and score the model."""
     records = [json.loads(line) for line in (DATA / "train.jsonl").read_text().splitlines()]
     found = train_by_trl([as_messages(one) for one in records], output / f"trl-{seed}", seed=seed, max_steps=max_steps)
-    outputs = output / f"evaluation-{seed}"
-    words = [f"model={output / f'trl-{seed}' / 'model'}", f"tasks={DATA / 'boolq.yaml'}", f"outputs={outputs}"]
-    tunebook(["eval", *words, "--batch-size", "128"], output / f"evaluation-{seed}.log")
-    (file,) = [file for file in outputs.rglob("evaluation/*.json") if "tasks" in json.loads(file.read_text())]
+    name = f"trl-{seed}"
+    words = [f"model={output / name / name}", f"tasks={DATA / 'boolq.yaml'}", "--batch-size", "128"]
+    tunebook(["eval", *words], output / f"evaluation-{seed}.log")
+    files = (CHECKOUT / "outputs" / "evaluations").glob(f"*{name}*/evaluation/*.json")
+    file = max(
+        (file for file in files if "tasks" in json.loads(file.read_text())), key=lambda file: file.stat().st_mtime
+    )
     (task,) = json.loads(file.read_text())["tasks"].values()
     return found | {key: task[key] for key in ("metric", "value", "stderr", "num_items")}
 
