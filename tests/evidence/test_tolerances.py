@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import pytest
 
 from tunebook.commands.record_evidence import record_evidence
 from tunebook.commands.recorded_evidence import verify
 from tunebook.config.frozen import plain_config
-from tunebook.evidence.compare import Claim, Verdict, compare
-from tunebook.evidence.files import content_hash
+from tunebook.errors import RequestError
+from tunebook.evidence.compare import Claim, Row, Verdict, compare
+from tunebook.evidence.files import content_hash, read_evidence
 from tunebook.evidence.gather import read_finished
 from tunebook.evidence.schema import Hardware, Results
 from tunebook.evidence.tolerances import MEMORY, SPEED, compute_tolerances
+from tunebook.evidence.verifying import compare_run, recorded_run
+from tunebook.record.run_record import RunRecord
 
-from .conftest import MakeRun
+from .conftest import EPYC, MakeRun, curve
 
 
 def results(speed: float) -> Results:
@@ -59,3 +64,103 @@ def test_tolerance_of_scattered_speeds_is_ignored(make_run: MakeRun, recipes_dir
     assert rows["tokens/s/GPU"].verdict.value == "not judged"
     assert rows["tokens/s/GPU"].why == "the recorded runs differ too much to judge by"
     assert rows["memory GiB"].verdict.value == "within tolerance"
+
+
+# --- on a CPU with a known processor
+
+
+def on(make_run: MakeRun, *words: str, scale: float = 1.0, **numbers: Any) -> RunRecord:
+    """A run on a CPU; `numbers` may replace keys of its processor."""
+    processor = EPYC | {key: numbers.pop(key) for key in list(numbers) if key in EPYC}
+    manifest = {"processor": processor} | numbers.pop("manifest", {})
+    return read_finished(make_run(*words, losses=curve(scale), manifest=manifest, **numbers))
+
+
+@pytest.fixture
+def on_epyc(make_run: MakeRun, recipes_dir: Path) -> Path:
+    """Two equal runs, and one that another processor could have made, with its last steps 10% higher."""
+    same = [on(make_run, speed=speed) for speed in (1000.0, 1010.0)]
+    return record_evidence([*same, on(make_run, threads=1, scale=1.1, score=0.88, speed=500.0)], "try", [])
+
+
+def rows_of(record: RunRecord) -> dict[str, Row]:
+    return {row.name: row for row in verify(record, []).rows}
+
+
+def test_the_same_processor_is_held_to_the_same_losses_and_others_to_the_measured_spread(on_epyc: Path) -> None:
+    found = read_evidence(on_epyc)
+    # The last 10 of 60 steps are 10% higher, and small: their windows of 3 steps count against the curve's mean.
+    apart = 0.1 * fmean(curve()[51:54]) / fmean(curve())
+    assert (found.tolerances["loss"].value, found.tolerances["score:words"].value) == (1e-6, 0.03)
+    assert found.tolerances["speed"].value == 0.05
+    assert found.tolerances_elsewhere is not None
+    assert set(found.tolerances_elsewhere) == {"loss", "score:words"}
+    assert found.tolerances_elsewhere["loss"].value == pytest.approx(3 * apart, rel=1e-2)
+    assert found.tolerances_elsewhere["score:words"].value == pytest.approx(0.06)
+    processors = [repeat.processor and repeat.processor.threads for repeat in found.repeats]
+    assert (found.hardware.processor and found.hardware.processor.threads, processors) == (2, [None, None, 1])
+
+
+def test_on_the_same_processor_loss_and_speed_are_judged(on_epyc: Path, make_run: MakeRun) -> None:
+    rows = rows_of(on(make_run, speed=960.0, memory=9.0))
+    assert [row.verdict.value for row in rows.values()] == [
+        "within tolerance", "within tolerance", "not judged", "within tolerance",
+    ]  # fmt: skip
+    assert rows["memory GiB"].why == "a CPU's memory is that of the whole process, with its libraries"
+    assert rows_of(on(make_run, speed=940.0))["tokens/s/GPU"].verdict is Verdict.different
+    rows = rows_of(on(make_run, scale=1 + 1e-4))
+    assert (rows["loss"].verdict, rows["loss"].tolerance) == (Verdict.different, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "why"),
+    [
+        ({"name": "Xeon"}, "another processor: Xeon, recorded on AMD EPYC, family 25, model 1"),
+        ({"instructions": "AVX512"}, "another instruction set: AVX512, recorded on AVX2"),
+        ({"threads": 8}, "another number of threads: 8, recorded on 2"),
+        ({"manifest": {"hardware": {"cpus": 8}}}, "another number of cores: 8, recorded on 2"),
+        ({"replaced": {"row_length: 1024": "row_length: 512"}}, "the step is split differently"),
+    ],
+)
+def test_elsewhere_the_measured_tolerance_applies_and_speed_is_shown(
+    on_epyc: Path, make_run: MakeRun, numbers: dict[str, Any], why: str
+) -> None:
+    rows = rows_of(on(make_run, scale=1.1, speed=1.0, score=0.85, **numbers))
+    assert rows["loss"].verdict is Verdict.same
+    assert rows["loss"].why.startswith(f"{why}; on another processor: the loss averaged over 20 windows")
+    assert (rows["tokens/s/GPU"].verdict, rows["tokens/s/GPU"].why) == (Verdict.shown, why)
+    assert rows["words"].verdict is Verdict.same
+    assert rows_of(on(make_run, scale=1.5, **numbers))["loss"].verdict is Verdict.different
+
+
+def test_other_packages_compute_in_another_order(on_epyc: Path, make_run: MakeRun) -> None:
+    versions = json.loads(on_epyc.read_text())["software"]["packages"] | {"torch": "2.12.0"}
+    rows = rows_of(on(make_run, scale=1.1, manifest={"environment": {"packages": versions}}))
+    assert rows["loss"].why.startswith("other packages: torch; on another processor")
+    assert rows["loss"].verdict is Verdict.same
+
+
+def test_a_run_without_a_recorded_processor_may_differ_as_another(on_epyc: Path, make_run: MakeRun) -> None:
+    rows = rows_of(read_finished(make_run(losses=curve(1.1))))
+    assert rows["loss"].why.startswith("a CPU: the run does not record its processor; ")
+    assert rows["loss"].verdict is Verdict.same
+
+
+def test_equal_runs_on_one_processor_leave_the_floor_for_others(make_run: MakeRun, recipes_dir: Path) -> None:
+    found = read_evidence(record_evidence([on(make_run), on(make_run)], "try", []))
+    assert found.tolerances_elsewhere is not None
+    assert found.tolerances_elsewhere["loss"].value == 1e-5
+    assert found.tolerances_elsewhere["loss"].how.startswith("on another processor, which no run was on: the loss")
+
+
+def test_the_first_processor_needs_two_runs(make_run: MakeRun, recipes_dir: Path) -> None:
+    with pytest.raises(RequestError, match="ran with its processor, instructions and threads: name another") as error:
+        record_evidence([on(make_run, threads=1), on(make_run), on(make_run)], "try", [])
+    assert error.value.problem_id == "evidence-not-repeated"
+
+
+def test_a_single_run_does_not_show_the_speed_of_a_cpu(make_run: MakeRun) -> None:
+    found = compare_run(recorded_run(on(make_run), []), on(make_run, speed=1.0))
+    (row,) = [row for row in found.rows if row.name == "tokens/s/GPU"]
+    assert (row.verdict, row.why) == (Verdict.shown, "only repeated runs show the speed of a CPU")
+    assert found.rows[0].tolerance == 1e-5

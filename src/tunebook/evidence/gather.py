@@ -135,6 +135,7 @@ def gather_hardware(record: RunRecord, config: RunConfig) -> Hardware:
         driver=found["driver"],
         nccl=found["nccl"],
         cpus=found["cpus"],
+        processor=record.manifest.get("processor"),
     )
 
 

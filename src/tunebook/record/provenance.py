@@ -180,6 +180,29 @@ def describe_hardware(nccl: str | None) -> dict[str, Any]:
     }
 
 
+def describe_processor() -> dict[str, Any]:
+    """The CPU, the instruction set that torch uses on it, and the threads of this process."""
+    import torch
+
+    return {
+        "name": _processor_name(Path("/proc/cpuinfo")),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _processor_name(cpuinfo: Path) -> str:
+    """Such as `AMD EPYC, family 25, model 1`. A virtual machine often hides the product but not these numbers."""
+    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    found = {key.strip(): value.strip() for key, _, value in pairs}
+    if "model name" in found and "cpu family" in found:
+        return f"{found['model name']}, family {found['cpu family']}, model {found.get('model', 'unknown')}"
+    if "CPU part" in found:  # ARM
+        return f"{platform.machine()}, implementer {found.get('CPU implementer', 'unknown')}, part {found['CPU part']}"
+    return platform.processor() or platform.machine() or "unknown"
+
+
 def host_fingerprint() -> str:
     """Identifies a machine without naming it: a hash of the host name and, if there is one, the machine id."""
     machine_id = Path("/etc/machine-id")
