@@ -17,6 +17,7 @@ from tunebook.evidence.compare import Claim, Row, Verdict, compare
 from tunebook.evidence.files import content_hash, read_evidence
 from tunebook.evidence.gather import read_finished
 from tunebook.evidence.schema import Hardware, Results
+from tunebook.evidence.target import parse_target
 from tunebook.evidence.tolerances import MEMORY, SPEED, compute_tolerances
 from tunebook.evidence.verifying import compare_run, recorded_run
 from tunebook.record.run_record import RunRecord
@@ -108,6 +109,8 @@ def test_on_the_same_processor_loss_and_speed_are_judged(on_epyc: Path, make_run
     ]  # fmt: skip
     assert rows["memory GiB"].why == "a CPU's memory is that of the whole process, with its libraries"
     assert rows_of(on(make_run, speed=940.0))["tokens/s/GPU"].verdict is Verdict.different
+    with_target = verify(on(make_run, speed=940.0), [], target=parse_target("loss<=3")).rows
+    assert (with_target[1].verdict, with_target[-1].verdict) == (Verdict.different, Verdict.reached)
     rows = rows_of(on(make_run, scale=1 + 1e-4))
     assert (rows["loss"].verdict, rows["loss"].tolerance) == (Verdict.different, 1e-6)
 
@@ -131,6 +134,11 @@ def test_elsewhere_the_measured_tolerance_applies_and_speed_is_shown(
     assert (rows["tokens/s/GPU"].verdict, rows["tokens/s/GPU"].why) == (Verdict.shown, why)
     assert rows["words"].verdict is Verdict.same
     assert rows_of(on(make_run, scale=1.5, **numbers))["loss"].verdict is Verdict.different
+
+
+def test_a_run_on_the_cpu_of_a_machine_with_gpus_is_one_on_a_cpu(on_epyc: Path, make_run: MakeRun) -> None:
+    rows = rows_of(on(make_run, "hardware=cpu", gpus=1, speed=960.0))
+    assert [rows[name].verdict for name in ("loss", "tokens/s/GPU")] == [Verdict.same, Verdict.same]
 
 
 def test_other_packages_compute_in_another_order(on_epyc: Path, make_run: MakeRun) -> None:

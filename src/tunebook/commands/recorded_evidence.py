@@ -39,7 +39,9 @@ def verify(
     recorded = recorded_evidence(config, inputs, hardware, recipes_dirs, against)
     if target is not None:
         require_measured(target, record)
-        recorded = replace(recorded, claim=replace(recorded.claim, target=target, repeats=()))
+        claim = recorded.claim
+        repeats = [one.model_copy(update={"steps_to_target": None}) for one in claim.repeats]  # of another target
+        recorded = replace(recorded, claim=replace(claim, target=target, repeats=repeats))
     return compare_run(recorded, record)
 
 

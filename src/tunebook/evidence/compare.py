@@ -83,7 +83,7 @@ class Claim:
     elsewhere: dict[str, Tolerance] | None = None  # on another processor; None if the same tolerances hold there
     packages: dict[str, str] = field(default_factory=dict)
     target: Target | None = None
-    repeats: Sequence[Repeat] = ()  # empty for a run, and for a target that was not recorded
+    repeats: Sequence[Repeat] = ()  # empty for another run
 
 
 def named_differences(differing: list[tuple[str, Any, Any]]) -> str:

@@ -125,17 +125,19 @@ def gather_hardware(record: RunRecord, config: RunConfig) -> Hardware:
     """The machine, as it was detected at the start of the run."""
     assert record.manifest is not None
     found: dict[str, Any] = record.manifest["hardware"]
-    names = sorted({gpu["name"] for gpu in found["gpus"]})
+    processor = record.manifest.get("processor")
+    gpus = [] if processor is not None else found["gpus"]  # a run on a CPU leaves the machine's GPUs idle
+    names = sorted({gpu["name"] for gpu in gpus})
     return Hardware(
         generation=config.hardware.generation.name,
         gpu=", ".join(names) or None,
         gpus=world_size(config),
         nodes=config.hardware.num_nodes,
-        memory_gib=found["gpus"][0]["memory_gib"] if found["gpus"] else found["memory_gib"],
+        memory_gib=gpus[0]["memory_gib"] if gpus else found["memory_gib"],
         driver=found["driver"],
         nccl=found["nccl"],
         cpus=found["cpus"],
-        processor=record.manifest.get("processor"),
+        processor=processor,
     )
 
 

@@ -171,7 +171,7 @@ def training_seconds(record: RunRecord, step: int) -> float | None:
 
 
 def target_row(target: Target, record: RunRecord, repeats: Sequence[Repeat]) -> Row:
-    """Judge a run by a target; `repeats` are the recorded runs, empty if the user stated another target."""
+    """Judge a run by a target; `repeats` are the recorded runs, without steps if their target was another."""
     found = progress_of(target, record)
     if found.steps is not None:
         verdict, why = Verdict.reached, reached_text([found.steps], [found.seconds])
@@ -180,8 +180,7 @@ def target_row(target: Target, record: RunRecord, repeats: Sequence[Repeat]) -> 
         has_none = "the run does not measure it" if target.task or target.metric != LOSS else "the run logged none"
         why = has_none if found.best is None else f"the best value{within} is shown"
         verdict = Verdict.missed
-    if repeats:
-        steps = [repeat.steps_to_target for repeat in repeats if repeat.steps_to_target is not None]
+    if steps := [repeat.steps_to_target for repeat in repeats if repeat.steps_to_target is not None]:
         why += f"; recorded: {reached_text(steps, [repeat.time_to_target_s for repeat in repeats])}"
     return Row(
         name=f"target: {describe_target(target)}", expected=target.value, found=found.best, verdict=verdict, why=why
