@@ -62,6 +62,7 @@ def make_run(whole_run: Path, tmp_path: Path) -> MakeRun:
         gpus: int = 0,
         replaced: dict[str, str] | None = None,
         validation: dict[int, float] | None = None,
+        waited: float | None = 0.0,
     ) -> Path:
         number = next(count)
         folder = tmp_path / "outputs" / "quickstart" / f"2026-11-21T10-00-{number:02d}Z"
@@ -85,6 +86,7 @@ def make_run(whole_run: Path, tmp_path: Path) -> MakeRun:
                 "seconds": 0.1 + number / 1000,
             }  # no two runs take the same time
             | ({} if loss is not None else {"not_finite": ["loss"]})
+            | ({} if waited is None else {"core_wait_seconds": waited})
             for step, loss in enumerate(losses or curve(), 1)
         ]
         for step, loss in (validation or {}).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -172,3 +173,26 @@ def test_a_single_run_does_not_show_the_speed_of_a_cpu(make_run: MakeRun) -> Non
     (row,) = [row for row in found.rows if row.name == "tokens/s/GPU"]
     assert (row.verdict, row.why) == (Verdict.shown, "only repeated runs show the speed of a CPU")
     assert found.rows[0].tolerance == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("waited", "said"),
+    [
+        (0.004, None),
+        (0.05, r"waited for a core in 4\d% of its time, which other work had"),
+        (None, "does not record how long it waited for a core"),
+    ],
+)
+def test_the_speed_of_a_cpu_that_did_other_work_is_not_judged(
+    on_epyc: Path, make_run: MakeRun, waited: float | None, said: str | None
+) -> None:
+    """Each step of the made-up runs takes 0.1 s."""
+    row = rows_of(on(make_run, speed=500.0, waited=waited))["tokens/s/GPU"]
+    assert row.verdict is (Verdict.different if said is None else Verdict.shown)
+    assert said is None or re.fullmatch(f"this run {said}", row.why)
+    on_epyc.unlink()
+    found = read_evidence(record_evidence([on(make_run, waited=waited) for _ in range(2)], "try", []))
+    assert (SPEED in found.tolerances) == (said is None)
+    row = rows_of(on(make_run))["tokens/s/GPU"]
+    assert row.verdict is (Verdict.same if said is None else Verdict.shown)
+    assert said is None or re.fullmatch(f"the recorded run {said}", row.why)

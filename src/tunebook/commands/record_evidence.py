@@ -27,7 +27,13 @@ from tunebook.evidence.run_checks import require_every_loss, require_first_step
 from tunebook.evidence.schema import FORMAT, Repeat, Results, Target, Tolerance
 from tunebook.evidence.software import gather_software
 from tunebook.evidence.target import Progress, describe_target, progress_of, require_measured
-from tunebook.evidence.tolerances import SAME_PROCESSOR_FLOOR, compute_tolerances, elsewhere_tolerances
+from tunebook.evidence.tolerances import (
+    SAME_PROCESSOR_FLOOR,
+    SPEED,
+    compute_tolerances,
+    elsewhere_tolerances,
+    why_slowed,
+)
 from tunebook.files import sha256_file
 from tunebook.record.manifest_schema import Processor
 from tunebook.record.metrics import METRICS_FILE
@@ -132,9 +138,12 @@ def _tolerances(records: Sequence[RunRecord], results: Sequence[Results], config
             "runs with others may follow",
             problem_id="evidence-not-repeated",
         )
+    tolerances = compute_tolerances(same, config, SAME_PROCESSOR_FLOOR)
+    if any(why_slowed(result) is not None for result in same):
+        tolerances.pop(SPEED, None)
     elsewhere = elsewhere_tolerances(results, config, num_others=len(results) - len(same))
     return {
-        "tolerances": _dumped(compute_tolerances(same, config, SAME_PROCESSOR_FLOOR)),
+        "tolerances": _dumped(tolerances),
         "tolerances_elsewhere": _dumped(elsewhere),
     }
 

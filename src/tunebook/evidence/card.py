@@ -10,7 +10,7 @@ from tunebook.errors import DataError, RequestError
 from tunebook.evidence.files import read_evidence
 from tunebook.evidence.schema import Evidence, Kind
 from tunebook.evidence.target import describe_target, reached_text
-from tunebook.evidence.tolerances import LOSS, differing_speeds
+from tunebook.evidence.tolerances import LOSS, SPEED, differing_speeds
 from tunebook.files import atomic_write_text
 from tunebook.record.page.charts import Chart, Line, Point, Stroke
 from tunebook.record.page.curves import outlier_ceiling, smooth
@@ -140,7 +140,9 @@ def _speed(found: Evidence) -> str:
     if (apart := differing_speeds(found)) is not None:
         return f"{apart[0]:,.0f} to {apart[1]:,.0f}, not judged"
     speed = found.results.tokens_per_second_per_gpu
-    return "-" if speed is None else f"{speed:,.0f}"
+    if speed is None:
+        return "-"
+    return f"{speed:,.0f}" if SPEED in found.tolerances else f"{speed:,.0f}, not judged"
 
 
 def plot_file(file: Path) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 from tunebook.config.choices import Weights
 from tunebook.config.identity import changed_settings, flat_differences
 from tunebook.evidence.schema import Hardware, Inputs, Repeat, Results, Target, Tolerance
-from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, at_steps, loss_difference, relative, score_key
+from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, at_steps, loss_difference, relative, score_key, why_slowed
 
 # How a step is split over GPUs and memory, and which kernels compute it. The loss does not depend on them, as tests and
 # `tunebook parity` prove.
@@ -207,7 +207,7 @@ def compare(
     expected, limits = claim.results, claim.tolerances
     elsewhere = _elsewhere(claim, hardware, packages or {}, is_split_equally=is_split_equally)
     of_results = limits if elsewhere is None or claim.elsewhere is None else _with_reason(claim.elsewhere, elsewhere)
-    why_speed = None if hardware.gpu is not None or claim.repeats else "only repeated runs show the speed of a CPU"
+    why_speed = _why_no_speed(claim, results) if hardware.gpu is None else None
     why_memory = "a CPU's memory is that of the whole process, with its libraries" if hardware.gpu is None else None
     speeds = (expected.tokens_per_second_per_gpu, results.tokens_per_second_per_gpu)
     rows = [
@@ -224,6 +224,15 @@ def compare(
         found = results.scores.get(task)
         rows.append(_row(task, score.value, found.value if found else None, of_results.get(score_key(task)), None))
     return [row for row in rows if row.expected is not None or row.found is not None]
+
+
+def _why_no_speed(claim: Claim, results: Results) -> str | None:
+    """Return why the speed of a run on the same CPU cannot be judged; None if it can."""
+    if not claim.repeats:
+        return "only repeated runs show the speed of a CPU"
+    if (recorded := why_slowed(claim.results)) is not None:
+        return f"the recorded run {recorded}"
+    return None if (found := why_slowed(results)) is None else f"this run {found}"
 
 
 def _with_reason(tolerances: dict[str, Tolerance], why: str) -> dict[str, Tolerance]:

@@ -159,6 +159,11 @@ class Results(Section):
     steps: list[int] = Field(min_length=1, description="optimizer steps whose loss was logged")
     losses: list[float] = Field(min_length=1, description="loss per trained token at these steps")
     tokens_per_second_per_gpu: float | None = Field(description="real tokens, median after warming up")
+    core_wait_share: float | None = Field(
+        default=None,
+        ge=0,
+        description="of the training time, in which other work kept the run from a core; null on GPUs and if unknown",
+    )
     memory_gib: float | None = Field(description="peak of the rank with the highest peak")
     planned_memory_gib: float | None = Field(description="the plan's estimate")
     scores: dict[str, Score] = Field(description="by task")

@@ -25,6 +25,7 @@ NUM_WINDOWS = 20  # of a loss curve: after hundreds of steps, single losses of e
 SAME_PROCESSOR_FLOOR = 1e-6  # of the loss on a CPU: equal runs were equal in every bit
 _SPEED_FLOOR = 0.05  # another job on the machine, a warmer GPU
 _MEMORY_FLOOR = 0.02  # rounding of the allocator, another choice of kernels
+_MAY_WAIT = 0.05  # share of the time that a CPU run may wait for a core: as much as its speed may differ
 _SPEED_MAY_SPREAD = 0.1  # a larger spread shows the machine's other load, not the recipe's speed
 _MEMORY_MAY_SPREAD = 1 / FACTOR  # a larger spread would allow everything down to zero
 _STDERRS = 3.0
@@ -95,6 +96,14 @@ def judged_tolerances(found: Evidence) -> dict[str, Tolerance]:
     """Return the tolerances of recorded evidence, without that of the speed if the repetitions differ too much."""
     is_judged = differing_speeds(found) is None
     return {key: tolerance for key, tolerance in found.tolerances.items() if key != SPEED or is_judged}
+
+
+def why_slowed(results: Results) -> str | None:
+    """Return why the speed of a run on a CPU is not that of the processor; None if it had its cores to itself."""
+    share = results.core_wait_share
+    if share is None:
+        return "does not record how long it waited for a core"
+    return f"waited for a core in {share:.0%} of its time, which other work had" if share > _MAY_WAIT else None
 
 
 def compute_tolerances(
