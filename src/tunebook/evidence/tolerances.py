@@ -11,6 +11,7 @@ hundreds of steps later, where the loss falls fast, by several percent. That is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from itertools import combinations, pairwise
 from statistics import fmean
@@ -132,12 +133,18 @@ def elsewhere_tolerances(runs: Sequence[Results], config: RunConfig, *, num_othe
     how = "on another processor" if num_others else "on another processor, which no run was on"
     return {
         key: tolerance.model_copy(update={"how": f"{how}: {tolerance.how}"})
-        for key, tolerance in _result_tolerances(runs, tolerance_of(config)).items()
+        for key, tolerance in _result_tolerances(runs, tolerance_of(config), is_another_model=True).items()
     }
 
 
-def _result_tolerances(runs: Sequence[Results], loss_floor: float) -> dict[str, Tolerance]:
-    """Compute the tolerances of the loss and the scores."""
+def _result_tolerances(
+    runs: Sequence[Results], loss_floor: float, *, is_another_model: bool = False
+) -> dict[str, Tolerance]:
+    """Compute the tolerances of the loss and the scores.
+
+    `is_another_model`: the compared run trains a model that answers other items right. Then the error of both scores
+    counts, each as large as the largest of these runs.
+    """
     tolerances = {
         LOSS: _tolerance(
             max((loss_difference(*pair) for pair in combinations(runs, 2)), default=0.0), loss_floor, len(runs),
@@ -147,7 +154,10 @@ def _result_tolerances(runs: Sequence[Results], loss_floor: float) -> dict[str, 
     for task, score in runs[0].scores.items():
         if all(task in results.scores for results in runs):
             reached = [results.scores[task].value for results in runs]
-            tolerances[score_key(task)] = _score_tolerance(max(reached) - min(reached), score.stderr, len(runs))
+            stderr = score.stderr or 0.0
+            if is_another_model:
+                stderr = math.sqrt(2) * max(results.scores[task].stderr or 0.0 for results in runs)
+            tolerances[score_key(task)] = _score_tolerance(max(reached) - min(reached), stderr, len(runs))
     return tolerances
 
 
@@ -156,9 +166,9 @@ def _tolerance(spread: float, floor: float, num_runs: int, what: str) -> Toleran
     return Tolerance(value=float(f"{max(FACTOR * spread, floor):.3g}"), kind="relative", how=how)
 
 
-def _score_tolerance(spread: float, stderr: float | None, num_runs: int) -> Tolerance:
-    floor = _STDERRS * (stderr or 0.0)
-    how = f"{_spread(spread, num_runs)} at least {_STDERRS:g} standard errors"
+def _score_tolerance(spread: float, stderr: float, num_runs: int) -> Tolerance:
+    floor = _STDERRS * stderr
+    how = f"{_spread(spread, num_runs)} at least {_STDERRS:g} standard errors ({stderr:.2g})"
     return Tolerance(value=float(f"{max(FACTOR * spread, floor):.3g}"), kind="absolute", how=how)
 
 
