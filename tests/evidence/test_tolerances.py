@@ -18,7 +18,7 @@ from tunebook.evidence.compare import Claim, Row, Verdict, compare
 from tunebook.evidence.files import content_hash, read_evidence
 from tunebook.evidence.gather import read_finished
 from tunebook.evidence.schema import Hardware, Results
-from tunebook.evidence.target import parse_target
+from tunebook.evidence.target import parse_target, recorded_text
 from tunebook.evidence.tolerances import MEMORY, SPEED, compute_tolerances
 from tunebook.evidence.verifying import compare_run, recorded_run
 from tunebook.record.run_record import RunRecord
@@ -161,6 +161,14 @@ def test_equal_runs_on_one_processor_leave_the_floor_for_others(make_run: MakeRu
     assert found.tolerances_elsewhere["loss"].value == 1e-5
     assert found.tolerances_elsewhere["score:words"].value == 0.0424  # 3 errors of a difference: 3 x sqrt(2) x 0.01
     assert found.tolerances_elsewhere["loss"].how.startswith("on another processor, which no run was on: the loss")
+
+
+def test_the_time_to_a_target_is_that_of_the_first_processor(make_run: MakeRun, recipes_dir: Path) -> None:
+    runs = [on(make_run), on(make_run), on(make_run, threads=1, scale=5.0)]
+    found = read_evidence(record_evidence(runs, "try", [], parse_target("loss<=3")))
+    steps = [repeat.steps_to_target for repeat in found.repeats]
+    assert steps == [9, 9, 9]  # the windows of 3 steps have means of 5.52, 4.05 and 2.98
+    assert recorded_text(found.repeats) == "reached at step 9, after 0.9 to 0.91 s of training"
 
 
 def test_the_first_processor_needs_two_runs(make_run: MakeRun, recipes_dir: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from tunebook.errors import DataError, RequestError
 from tunebook.evidence.files import read_evidence
 from tunebook.evidence.schema import Evidence, Kind
-from tunebook.evidence.target import describe_target, reached_text
+from tunebook.evidence.target import describe_target, recorded_text
 from tunebook.evidence.tolerances import LOSS, SPEED, differing_speeds
 from tunebook.files import atomic_write_text
 from tunebook.record.page.charts import Chart, Line, Point, Stroke
@@ -131,8 +131,7 @@ def _target(found: Evidence) -> str:
     """Return the target and when the runs reached it."""
     if found.target is None:
         return "-"
-    steps = [repeat.steps_to_target for repeat in found.repeats if repeat.steps_to_target is not None]
-    return f"{describe_target(found.target)}: {reached_text(steps, [one.time_to_target_s for one in found.repeats])}"
+    return f"{describe_target(found.target)}: {recorded_text(found.repeats)}"
 
 
 def _speed(found: Evidence) -> str:

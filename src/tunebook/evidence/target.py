@@ -180,11 +180,18 @@ def target_row(target: Target, record: RunRecord, repeats: Sequence[Repeat]) -> 
         has_none = "the run does not measure it" if target.task or target.metric != LOSS else "the run logged none"
         why = has_none if found.best is None else f"the best value{within} is shown"
         verdict = Verdict.missed
-    if steps := [repeat.steps_to_target for repeat in repeats if repeat.steps_to_target is not None]:
-        why += f"; recorded: {reached_text(steps, [repeat.time_to_target_s for repeat in repeats])}"
+    if any(repeat.steps_to_target is not None for repeat in repeats):
+        why += f"; recorded: {recorded_text(repeats)}"
     return Row(
         name=f"target: {describe_target(target)}", expected=target.value, found=found.best, verdict=verdict, why=why
     )
+
+
+def recorded_text(repeats: Sequence[Repeat]) -> str:
+    """When the recorded runs reached their target; on a CPU those with the first one's processor and threads."""
+    alike = [repeat for repeat in repeats if repeat.processor is None]
+    steps = [repeat.steps_to_target for repeat in alike if repeat.steps_to_target is not None]
+    return reached_text(steps, [repeat.time_to_target_s for repeat in alike])
 
 
 def reached_text(steps: Sequence[int], seconds: Sequence[float | None]) -> str:
