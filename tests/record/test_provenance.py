@@ -293,9 +293,11 @@ def test_a_processor_is_named_with_what_a_virtual_machine_does_not_hide(
     assert provenance._processor_name(file) == name
 
 
-def test_the_instructions_and_threads_are_those_of_torch() -> None:
+def test_the_instructions_and_threads_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     found = provenance.describe_processor()
-    assert found["instructions"] == torch.backends.cpu.get_cpu_capability()
+    assert found["instructions"] == f"{torch.backends.cpu.get_cpu_capability()}, MKL_CBWR=COMPATIBLE"
     assert found["threads"] == torch.get_num_threads() >= 1

@@ -127,7 +127,9 @@ class Processor(Section):
     """What decides the order of sums on a CPU: runs with the same processor and packages have the same bits."""
 
     name: str = Field(description="with its family and model, where the system tells")
-    instructions: str = Field(description="the set that torch uses, such as AVX2")
+    instructions: str = Field(
+        description="the set that torch uses, such as AVX2, and variables that change its libraries'"
+    )
     threads: int = Field(ge=1, description="of each rank")
 
 

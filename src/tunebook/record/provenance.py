@@ -43,6 +43,8 @@ _VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_", "MKL_", "KMP_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE",
     "TORCH_ALLOW_TF32_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "TRITON_", "FLASH_ATTENTION_", "DS_",
 )  # fmt: skip
+# They make MKL and oneDNN, which compute torch's products, choose other instructions than torch itself.
+_KERNEL_VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 _CODE_FOLDERS = ("src", "hydra_configs", "recipes", "docker")  # untracked files elsewhere do not affect a run
 _COMMAND_TIMEOUT_S = 20
 
@@ -184,9 +186,10 @@ def describe_processor() -> dict[str, Any]:
     """The CPU, the instruction set that torch uses on it, and the threads of this process."""
     import torch
 
+    limits = [f"{name}={os.environ[name]}" for name in _KERNEL_VARIABLES if os.environ.get(name)]
     return {
         "name": _processor_name(Path("/proc/cpuinfo")),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "instructions": ", ".join([torch.backends.cpu.get_cpu_capability(), *limits]),
         "threads": torch.get_num_threads(),
     }
 
