@@ -349,10 +349,11 @@ app.add_typer(records_app)  # report, verify, reproduce, diff, export: what is d
 
 @app.command(name="list")
 def list_recipes(recipes_dir: RecipesDir = None) -> None:
-    """List the recipes: title, model, strategy, reference hardware."""
+    """List the recipes: title, strategy, reference hardware, evidence."""
+    from tunebook.evidence.card import listed
     from tunebook.plan.show import recipes_table
 
-    make_console().print(recipes_table(recipes_dir or []))
+    make_console().print(recipes_table(recipes_dir or [], listed))
 
 
 @app.command()

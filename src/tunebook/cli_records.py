@@ -42,6 +42,15 @@ def verify(
     record: Annotated[bool, typer.Option("--record", help="Write evidence from repeated runs of the same.")] = False,
     label: Annotated[str | None, typer.Option("--label", help="With --record: the end of the file's name.")] = None,
     against: Annotated[Path | None, typer.Option("--against", help="One evidence file to compare with.")] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            "--target",
+            metavar="METRIC<=VALUE[@STEPS]",
+            help="A value to reach, quoted: 'loss<=2.1', 'validation_loss<=2.1@200' or 'TASK:METRIC>=0.7'. With "
+            "--record every run must reach it and it is recorded; without, it replaces the recorded one.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
     outputs: Outputs = Path("outputs"),
     recipes_dir: RecipesDir = None,
@@ -57,6 +66,7 @@ def verify(
         record=record,
         label=label,
         against=against,
+        target=target,
         as_json=as_json,
     )
     raise typer.Exit(code)

@@ -20,6 +20,7 @@ from tunebook.record.run_folder import RUN_FILE
 
 NUM_STEPS = 60
 CPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+EPYC = {"name": "AMD EPYC, family 25, model 1", "instructions": "AVX2", "threads": 2}
 H200 = {"name": "NVIDIA H200", "memory_gib": 139.8, "generation": "hopper"}
 MakeRun = Callable[..., Path]
 
@@ -60,6 +61,8 @@ def make_run(whole_run: Path, tmp_path: Path) -> MakeRun:
         manifest: dict[str, dict[str, Any]] | None = None,
         gpus: int = 0,
         replaced: dict[str, str] | None = None,
+        validation: dict[int, float] | None = None,
+        waited: float | None = 0.0,
     ) -> Path:
         number = next(count)
         folder = tmp_path / "outputs" / "quickstart" / f"2026-11-21T10-00-{number:02d}Z"
@@ -83,8 +86,12 @@ def make_run(whole_run: Path, tmp_path: Path) -> MakeRun:
                 "seconds": 0.1 + number / 1000,
             }  # no two runs take the same time
             | ({} if loss is not None else {"not_finite": ["loss"]})
+            | ({} if waited is None else {"core_wait_seconds": waited})
             for step, loss in enumerate(losses or curve(), 1)
         ]
+        for step, loss in (validation or {}).items():
+            lines.append({"step": step, "validation_loss": loss, "validation_tokens": 100})
+        lines.sort(key=lambda line: line["step"])  # stable: a step's training line comes first
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         task = {"metric": "exact_match", "value": score, "stderr": 0.01, "num_items": 256, "groups": {}}
         (folder / "evaluation").mkdir()
@@ -108,7 +115,7 @@ def _change_manifest(folder: Path, changes: dict[str, dict[str, Any]], gpus: int
     manifest |= {"config_sha256": config_hash(config), "seed": config.training.seed}
     manifest["hardware"] |= {"gpus": [H200] * gpus, "driver": "580.1" if gpus else None, "cpus": 2, "memory_gib": 8.0}
     for section, values in changes.items():
-        manifest[section] = manifest[section] | values
+        manifest[section] = manifest.get(section, {}) | values
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest))
 
 

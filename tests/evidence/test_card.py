@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from io import StringIO
 from pathlib import Path
@@ -12,9 +13,20 @@ from rich.console import Console
 from tunebook.commands.record_evidence import record_evidence
 from tunebook.commands.verify import verify_command
 from tunebook.errors import DataError, RequestError
-from tunebook.evidence.card import BEGIN, END, cell, plot_file, update_card, update_overview, with_section
+from tunebook.evidence.card import (
+    BEGIN,
+    END,
+    cell,
+    listed,
+    plot_file,
+    section,
+    update_card,
+    update_overview,
+    with_section,
+)
 from tunebook.evidence.files import read_evidence
 from tunebook.evidence.gather import read_finished
+from tunebook.evidence.target import parse_target
 
 from .conftest import MakeRun, curve
 
@@ -118,7 +130,7 @@ def test_the_row_links_every_file_and_the_others_stay(tmp_path: Path, evidence: 
     lines = readme.read_text().splitlines()
     assert lines[2] == (
         f"| [quickstart](recipes/quickstart/README.md) | word tasks | "
-        f"[1 x CPU](recipes/quickstart/evidence/{evidence.name}) (random weights) |"
+        f"[1 x CPU](recipes/quickstart/evidence/{evidence.name}) (from-scratch evidence) |"
     )
     assert [lines[number] for number in (0, 1, 3)] == [TABLE.splitlines()[number] for number in (0, 1, 3)]
     again = readme.read_text()
@@ -164,3 +176,48 @@ def test_claims_that_differ_in_nothing_else_are_told_apart_by_their_labels_or_st
     assert names(label="any") == ["1 x CPU"]
     assert names(label="shorter") == ["1 x CPU, 60 steps", "1 x CPU, 6 steps"]
     assert names("training.seed=1", label="t1") == ["1 x CPU, any", "1 x CPU, shorter", "1 x CPU, t1"]
+
+
+def test_real_evidence_comes_first_in_a_cell_and_in_a_card(make_run: MakeRun, recipes_dir: Path) -> None:
+    files = [record_evidence([read_finished(make_run()) for _ in range(2)], label, []) for label in ("a", "b", "c")]
+    found = [read_evidence(file) for file in files]
+    generated = found[0].ran.model_copy(update={"data": "generated"})
+    pretrained = found[2].ran.model_copy(update={"weights": "pretrained"})
+    found = [
+        found[0].model_copy(update={"ran": generated}), found[1], found[2].model_copy(update={"ran": pretrained})
+    ]  # fmt: skip
+    links = cell("quickstart", files, found)
+    kinds = ["real evidence", "from-scratch evidence", "machinery evidence"]
+    assert re.findall(r"evidence/cpu-1-(.)\.json\) \(([^)]*)\)", links) == list(zip("cba", kinds, strict=True))
+    rows = [line for line in section(files, found).splitlines() if line.startswith("| [")]
+    assert [row.split(" | ")[1].partition(":")[0] for row in rows] == kinds
+
+
+def test_recipes_with_real_evidence_come_first_in_the_table(tmp_path: Path, evidence: Path) -> None:
+    def row(recipe: str, what: str) -> str:
+        return f"| [{recipe}](recipes/{recipe}/README.md) | x | {what} |"
+
+    others = [row("a", "none yet"), row("b", "[1](c) (machinery evidence)"), row("c", "[1](c) (real evidence)")]
+    readme = tmp_path / "README.md"
+    readme.write_text(
+        "\n".join(["| recipe | what | evidence |", "|---|---|---|", *others, TABLE.splitlines()[2], "", "z"])
+    )
+    assert update_overview(readme, "quickstart", [evidence])
+    lines = readme.read_text().splitlines()
+    assert [line[3] for line in lines[2:6]] == ["c", "q", "a", "b"]
+    assert lines[:2] + lines[6:] == ["| recipe | what | evidence |", "|---|---|---|", "", "z"]
+
+
+def test_a_card_shows_a_target_and_when_it_was_reached(make_run: MakeRun, recipes_dir: Path) -> None:
+    runs = [read_finished(make_run()) for _ in range(2)]
+    file = record_evidence(runs, "try", [], parse_target("words:exact_match>=0.9"))
+    header, _, row = section([file], [read_evidence(file)]).splitlines()[2:5]
+    assert header.endswith("| loss may differ by | target |")
+    assert row.endswith("| words:exact_match >= 0.9: reached at step 60, after 6 to 6.1 s of training |")
+
+
+def test_a_list_names_the_kind_once(evidence: Path) -> None:
+    assert listed([]) == "none yet"
+    damaged = evidence.with_name("damaged.json")
+    damaged.write_text("{}")
+    assert listed([damaged, evidence, evidence]) == "from-scratch evidence: cpu-1-try, cpu-1-try; damaged: damaged"

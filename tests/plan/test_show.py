@@ -6,6 +6,7 @@ import pytest
 from rich.console import Console
 
 from tunebook.config.book import find_recipes
+from tunebook.evidence.card import listed
 from tunebook.plan.auto.decisions import Choice
 from tunebook.plan.memory.gpu import Memory, MemoryPlan
 from tunebook.plan.show import memory_bar, preparing, recipes_table, show_choices, show_memory, time_lines
@@ -114,8 +115,8 @@ def test_a_speed_without_a_number_of_tokens_and_no_speed_at_all():
 
 
 @pytest.fixture
-def listed(tmp_path, monkeypatch):
-    """`listed("name", "title")`: what is printed of a book with one more recipe."""
+def show_recipe(tmp_path, monkeypatch):
+    """`show_recipe("name", "title")`: what is printed of a book with one more recipe."""
     monkeypatch.setattr("tunebook.config.book.recipe_folders", lambda named: named)
 
     def show(name, title):
@@ -125,20 +126,20 @@ def listed(tmp_path, monkeypatch):
         )
         console = Console(width=240)
         with console.capture() as capture:
-            console.print(recipes_table([tmp_path]))
+            console.print(recipes_table([tmp_path], listed))
         return capture.get()
 
     return show
 
 
 @pytest.mark.parametrize("title", ["LoRA [r=8] of data[/x] test", "[bold]fat", "ends in \\", ":smile:"])
-def test_a_title_is_shown_as_it_is(title, listed):
-    assert title in listed("mine", title)
+def test_a_title_is_shown_as_it_is(title, show_recipe):
+    assert title in show_recipe("mine", title)
 
 
 @pytest.mark.parametrize("name", ["größe_1", "a=b", "1"])
-def test_a_name_that_cannot_be_trained_says_so_beside_it(name, listed):
-    shown = listed(name, "mine")
+def test_a_name_that_cannot_be_trained_says_so_beside_it(name, show_recipe):
+    shown = show_recipe(name, "mine")
     assert shown.splitlines()[1].split()[0] == name
     assert f"does not read '{name}' as a name; rename it" in shown
 
@@ -147,7 +148,7 @@ def test_a_name_that_cannot_be_trained_says_so_beside_it(name, listed):
 def test_a_narrow_terminal_cuts_no_name_and_no_label(width):
     console = Console(width=width)
     with console.capture() as capture:
-        console.print(recipes_table([]))
+        console.print(recipes_table([], listed))
     shown = capture.get()
     names = [line.split()[0] for line in shown.splitlines()[1:] if not line.startswith(" ")]
     assert [name for name in names if name != "recipe"] == list(find_recipes([]))  # its heading may take two lines

@@ -273,3 +273,31 @@ def test_no_secret_is_recorded_of_a_command_line_or_the_environment(monkeypatch:
     variables = describe_environment("cpu")["variables"]
     assert variables["NCCL_DEBUG_FILE"] == "/tmp/***"
     assert "NCCL_SECRET" not in variables
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        ("processor\t: 0\ncpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\nmodel\t: 9\n",
+         "AMD EPYC, family 25, model 1"),
+        ("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n\n",
+         f"{platform.machine()}, implementer 0x41, part 0xd0c"),
+        ("", platform.processor() or platform.machine()),
+    ],
+)  # fmt: skip
+def test_a_processor_is_named_with_what_a_virtual_machine_does_not_hide(
+    tmp_path: Path, cpuinfo: str, name: str
+) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(cpuinfo)
+    assert provenance._processor_name(file) == name
+
+
+def test_the_instructions_and_threads_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    found = provenance.describe_processor()
+    assert found["instructions"] == f"{torch.backends.cpu.get_cpu_capability()}, MKL_CBWR=COMPATIBLE"
+    assert found["threads"] == torch.get_num_threads() >= 1

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.system.conftest import BIT_FOR_BIT, ONE_THREAD
+from tunebook.record.manifest import read_manifest
 
 
 def test_the_quickstart_agrees_with_its_evidence(quickstart, run):
@@ -14,6 +15,9 @@ def test_the_quickstart_agrees_with_its_evidence(quickstart, run):
     assert ended.exit_code == 0, ended.output
     assert "agrees with cpu-1-" in ended.output
     assert "DIFFERENT" not in ended.output
+    processor = read_manifest(quickstart.folder)["processor"]
+    assert processor["threads"] >= 1
+    assert processor["name"] and processor["instructions"]
     assert (quickstart.folder / "verify.html").stat().st_size > 20_000
 
 

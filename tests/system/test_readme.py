@@ -25,6 +25,7 @@ INSTEAD = {
     "tunebook reproduce outputs/quickstart/latest": "a short run is made again by test_evidence.py",
     "tunebook diff RUN RUN": "run by test_evidence.py",
     "tunebook verify RUN RUN --record --label cpu": "run by tests/evidence on made-up runs; the book's own was made so",
+    "tunebook verify RUN --target 'validation_loss<=2.1@200'": "run by tests/evidence/test_target.py on made-up runs",
     "docker compose run eval": "run in a container by docker/test_quickstart_in_a_container.py",
     'make eval ARGS="run=qwen05b_single suite=code"': "needs the hub; test_code.py runs the shipped problems",
     "make chat ARGS=\"--prompt 'Reverse the order: rain key'\"": "asked of the run itself by test_chat.py",

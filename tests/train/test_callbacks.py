@@ -1,8 +1,14 @@
-"""The phases of a rank's start are in the manifest once its first step has ended, each once."""
+"""What rank 0 records of a training: the phases of its start, its processor, and its waits for a core."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from tunebook.record.manifest import read_manifest, start_manifest
+from tunebook.record.metrics import read_metrics
+from tunebook.record.provenance import describe_processor
 from tunebook.record.start_up import StartClock, note_launch
 
 PHASES = ["launch", "data", "model", "join_ranks", "weights", "trainer", "wrap", "checks", "first_step"]
@@ -19,3 +25,13 @@ def test_a_run_tells_the_phases_of_its_start(config, run, changed, tmp_path):
     assert list(found["rank"]) == PHASES
     assert found["rank"]["first_step"] > 0
     assert abs(found["first_step_s"] - sum(found["rank"].values())) < 0.001 * len(PHASES)
+    assert read_manifest(folder)["processor"] == describe_processor()
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").is_file(), reason="the system does not count waits for a core")
+def test_each_line_has_the_time_that_other_work_had_the_cores(config, run, changed, tmp_path):
+    _, code, _ = run(changed(config, training={"max_steps": 4}))
+    assert code == 0
+    waits = [line["core_wait_seconds"] for line in read_metrics(tmp_path / "run")]
+    assert len(waits) == 4
+    assert all(wait >= 0 for wait in waits)

@@ -11,6 +11,7 @@ from tunebook.commands.typed_command import machine_of_manifest, require_same_ru
 from tunebook.config.book import book_root
 from tunebook.config.identity import flat_differences
 from tunebook.config.recipe_files import load_recipes
+from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.evidence.compare import input_differences, split_differences
 from tunebook.evidence.files import check_label, evidence_folder, write_evidence
@@ -23,10 +24,18 @@ from tunebook.evidence.gather import (
     gather_results,
 )
 from tunebook.evidence.run_checks import require_every_loss, require_first_step
-from tunebook.evidence.schema import FORMAT, Repeat, Results
+from tunebook.evidence.schema import FORMAT, Repeat, Results, Target, Tolerance
 from tunebook.evidence.software import gather_software
-from tunebook.evidence.tolerances import compute_tolerances
+from tunebook.evidence.target import Progress, describe_target, progress_of, require_measured
+from tunebook.evidence.tolerances import (
+    SAME_PROCESSOR_FLOOR,
+    SPEED,
+    compute_tolerances,
+    elsewhere_tolerances,
+    why_slowed,
+)
 from tunebook.files import sha256_file
+from tunebook.record.manifest_schema import Processor
 from tunebook.record.metrics import METRICS_FILE
 from tunebook.record.provenance import why_not_committed
 from tunebook.record.run_record import RunRecord
@@ -35,12 +44,14 @@ from tunebook.record.start_up import START_UP_KEY
 MIN_RUNS = 2
 
 
-def record_evidence(records: Sequence[RunRecord], label: str, recipes_dirs: list[Path]) -> Path:
+def record_evidence(
+    records: Sequence[RunRecord], label: str, recipes_dirs: list[Path], target: Target | None = None
+) -> Path:
     """Write the evidence of repeated runs; the claim is the first one's numbers.
 
     Raises: RequestError for fewer than two runs, for runs with different inputs or software, for a copy of a run, for
     one that resumed from another or lacks a loss, for code or a recipe that is not committed or was changed since, for
-    a loss or score that is not finite, and if the file exists.
+    a loss or score that is not finite, for a target that a run missed or does not measure, and if the file exists.
     """
     check_label(label)
     refuse_too_few(records)
@@ -69,28 +80,76 @@ def record_evidence(records: Sequence[RunRecord], label: str, recipes_dirs: list
         "hardware": gather_hardware(first, config).model_dump(mode="json"),
         "label": label,
         "recorded": f"{datetime.now(UTC):%Y-%m-%d}",
-        "repeats": _repeats(records, results),
+        "repeats": _repeats(records, results, target),
         "results": results[0].model_dump(mode="json"),
-        "tolerances": {
-            key: found.model_dump(mode="json") for key, found in compute_tolerances(results, config).items()
-        },
+        "target": None if target is None else target.model_dump(mode="json"),
+        **_tolerances(records, results, config),
         "inputs": inputs.model_dump(mode="json"),
         "software": gather_software(manifest).model_dump(mode="json"),
     }
     return write_evidence(content, evidence_folder(config.recipe, recipes_dirs))
 
 
-def _repeats(records: Sequence[RunRecord], results: Sequence[Results]) -> list[dict[str, Any]]:
-    """A summary of each run."""
+def _repeats(records: Sequence[RunRecord], results: Sequence[Results], target: Target | None) -> list[dict[str, Any]]:
+    """A summary of each run. Raises: RequestError if one missed the target."""
+    progress = [Progress(best=None) if target is None else _reached(target, record) for record in records]
+    processors = [_processor(record) for record in records]
     return [
         Repeat(
             run=record.name,
             started=record.status["started"],
             final_loss=result.losses[-1],
             tokens_per_second_per_gpu=result.tokens_per_second_per_gpu,
+            processor=None if processor == processors[0] else processor,
+            steps_to_target=found.steps,
+            time_to_target_s=found.seconds,
         ).model_dump(mode="json")
-        for record, result in zip(records, results, strict=True)
+        for record, result, processor, found in zip(records, results, processors, progress, strict=True)
     ]
+
+
+def _processor(record: RunRecord) -> Processor | None:
+    return gather_hardware(record, config_of(record.folder)).processor
+
+
+def _reached(target: Target, record: RunRecord) -> Progress:
+    """When a run reached the target. Raises: RequestError if it missed it or does not measure it."""
+    require_measured(target, record)
+    found = progress_of(target, record)
+    if found.steps is None:
+        best = "it has no value" if found.best is None else f"its best value is {found.best:.5g}"
+        raise RequestError(
+            f"{record.folder} missed the target {describe_target(target)}: {best}. Evidence is a claim that its runs "
+            "meet: state a target that they reach, leave --target out, or train longer",
+            problem_id="evidence-target",
+        )
+    return found
+
+
+def _tolerances(records: Sequence[RunRecord], results: Sequence[Results], config: RunConfig) -> dict[str, Any]:
+    """The tolerances, and on a CPU those for other processors. Raises: RequestError if the first one was used once."""
+    processors = [_processor(record) for record in records]
+    same = [result for result, processor in zip(results, processors, strict=True) if processor == processors[0]]
+    if processors[0] is None and len(same) == len(results):  # GPUs, or runs from before processors were recorded
+        return {"tolerances": _dumped(compute_tolerances(results, config))}
+    if len(same) < MIN_RUNS:
+        raise RequestError(
+            f"only {records[0].folder} ran with its processor, instructions and threads: name another run like it; "
+            "runs with others may follow",
+            problem_id="evidence-not-repeated",
+        )
+    tolerances = compute_tolerances(same, config, SAME_PROCESSOR_FLOOR)
+    if any(why_slowed(result) is not None for result in same):
+        tolerances.pop(SPEED, None)
+    elsewhere = elsewhere_tolerances(results, config, num_others=len(results) - len(same))
+    return {
+        "tolerances": _dumped(tolerances),
+        "tolerances_elsewhere": _dumped(elsewhere),
+    }
+
+
+def _dumped(tolerances: dict[str, Tolerance]) -> dict[str, Any]:
+    return {key: tolerance.model_dump(mode="json") for key, tolerance in tolerances.items()}
 
 
 def refuse_too_few(records: Sequence[RunRecord]) -> None:

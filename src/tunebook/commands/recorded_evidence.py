@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from tunebook.commands.typed_command import command_of
@@ -17,21 +18,31 @@ from tunebook.evidence.compare import (
 )
 from tunebook.evidence.files import evidence_files, read_evidence
 from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs
-from tunebook.evidence.schema import Evidence, Hardware, Inputs
+from tunebook.evidence.schema import Evidence, Hardware, Inputs, Target
+from tunebook.evidence.target import require_measured
 from tunebook.evidence.tolerances import judged_tolerances
 from tunebook.evidence.verifying import Recorded, Verification, compare_run, describe
 from tunebook.record.run_folder import WITHOUT_RECIPE
 from tunebook.record.run_record import RunRecord
 
 
-def verify(record: RunRecord, recipes_dirs: list[Path], against: Path | None = None) -> Verification:
-    """Compare a finished run with the recipe's evidence, or with one file.
+def verify(
+    record: RunRecord, recipes_dirs: list[Path], against: Path | None = None, target: Target | None = None
+) -> Verification:
+    """Compare a finished run with the recipe's evidence, or with one file; `target` replaces the recorded target.
 
-    Raises: RequestError if there is no evidence of the same run, DataError for a damaged file.
+    Raises: RequestError if there is no evidence of the same run or the run does not measure the target, DataError for a
+    damaged file.
     """
     config = config_of(record.folder)
     inputs, hardware = gather_inputs(record, config), gather_hardware(record, config)
-    return compare_run(recorded_evidence(config, inputs, hardware, recipes_dirs, against), record)
+    recorded = recorded_evidence(config, inputs, hardware, recipes_dirs, against)
+    if target is not None:
+        require_measured(target, record)
+        claim = recorded.claim
+        repeats = [one.model_copy(update={"steps_to_target": None}) for one in claim.repeats]  # of another target
+        recorded = replace(recorded, claim=replace(claim, target=target, repeats=repeats))
+    return compare_run(recorded, record)
 
 
 def recorded_evidence(
@@ -41,8 +52,16 @@ def recorded_evidence(
     file, found = _choose(config, inputs, hardware, recipes_dirs, against)
     return Recorded(
         name=file.name,
-        what=f"recorded on {found.recorded}: {describe(found.ran)}",
-        claim=Claim(results=found.results, hardware=found.hardware, tolerances=judged_tolerances(found)),
+        what=f"{found.kind}, recorded on {found.recorded}: {describe(found.ran)}",
+        claim=Claim(
+            results=found.results,
+            hardware=found.hardware,
+            tolerances=judged_tolerances(found),
+            elsewhere=found.tolerances_elsewhere,
+            packages=found.software.packages,
+            target=found.target,
+            repeats=found.repeats,
+        ),
         inputs=found.inputs,
         software=found.software,
     )

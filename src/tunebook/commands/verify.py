@@ -18,6 +18,8 @@ from tunebook.evidence.card import check_card, update_card, update_overview
 from tunebook.evidence.files import evidence_files, evidence_folder
 from tunebook.evidence.gather import config_of, read_finished
 from tunebook.evidence.page import draw_page, show_verification
+from tunebook.evidence.schema import Target
+from tunebook.evidence.target import parse_target
 from tunebook.evidence.tolerances import relative
 from tunebook.record.page.comparison import config_differences
 from tunebook.record.page.overview import Summary, summarize
@@ -45,12 +47,14 @@ def verify_command(
     record: bool = False,
     label: str | None = None,
     against: Path | None = None,
+    target: str | None = None,
     as_json: bool = False,
 ) -> int:
     """Compare a run (returns 0, or 5 if it differs), or write the evidence of repeated runs.
 
     Raises: RequestError for a run that has not finished or has no evidence; DataError for a broken file.
     """
+    wanted = None if target is None else parse_target(target)
     folders = [resolve_run(run, outputs) for run in runs]
     with broken_records_named(*folders):
         records = [read_finished(folder) for folder in folders]
@@ -61,7 +65,7 @@ def verify_command(
                 problem_id="evidence-label",
             )
         with broken_records_named(*folders):
-            return _record(records, label, recipes_dirs, console)
+            return _record(records, label, recipes_dirs, console, wanted)
     if len(records) != 1 or label is not None:
         raise RequestError(
             "only one run can be compared; several runs and --label are for --record: "
@@ -69,7 +73,7 @@ def verify_command(
             problem_id="evidence-label",
         )
     with broken_records_named(*folders):
-        found = verify(records[0], recipes_dirs, against)
+        found = verify(records[0], recipes_dirs, against, wanted)
     if not as_json:
         return show_verification(found, records[0], console)
     page = draw_page(found, records[0], Console(stderr=True))
@@ -81,12 +85,14 @@ def _print_json(content: dict[str, Any]) -> None:
     print(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def _record(records: list[RunRecord], label: str, recipes_dirs: list[Path], console: Console) -> int:
+def _record(
+    records: list[RunRecord], label: str, recipes_dirs: list[Path], console: Console, target: Target | None
+) -> int:
     """Write the evidence and update the card. A card that cannot be updated is refused before anything is written."""
     if (recipe := config_of(records[0].folder).recipe) is not None:
         folder = evidence_folder(recipe, recipes_dirs)
         check_card(folder.parent / "README.md", evidence_files(recipe, recipes_dirs))
-    file = record_evidence(records, label, recipes_dirs)
+    file = record_evidence(records, label, recipes_dirs, target)
     console.print(Text(f"written: {file}"), soft_wrap=True)
     card = file.parent.parent / "README.md"
     files = sorted(file.parent.glob("*.json"))

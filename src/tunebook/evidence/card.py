@@ -6,16 +6,18 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from tunebook.errors import RequestError
+from tunebook.errors import DataError, RequestError
 from tunebook.evidence.files import read_evidence
-from tunebook.evidence.schema import Evidence
-from tunebook.evidence.tolerances import LOSS, differing_speeds
+from tunebook.evidence.schema import Evidence, Kind
+from tunebook.evidence.target import describe_target, recorded_text
+from tunebook.evidence.tolerances import LOSS, SPEED, differing_speeds
 from tunebook.files import atomic_write_text
 from tunebook.record.page.charts import Chart, Line, Point, Stroke
 from tunebook.record.page.curves import outlier_ceiling, smooth
 
 BEGIN, END = "<!-- made from evidence/*.json when some is recorded -->", "<!-- end of evidence -->"
 _HEADING = re.compile(r"^## Evidence\n+", re.MULTILINE)
+_ROW_START = "| ["  # of a recipe in the book's table
 _SMOOTH_FROM = 30
 # A picture in a card cannot use a page's style sheet. Both colors are readable on white and on black.
 _STYLE = """<style>
@@ -66,12 +68,14 @@ def with_section(text: str, made: str, card: Path) -> str:
 
 
 def section(files: Sequence[Path], evidence: Sequence[Evidence]) -> str:
-    """A table with one row per file, and the plots."""
+    """A table with one row per file, the strongest kind of evidence first, and the plots."""
+    files, evidence = _by_kind(files, evidence)
+    columns = ["evidence", "what was run", "final loss", "tokens/s/GPU", "GiB", "score", "loss may differ by"]
+    if has_target := any(found.target is not None for found in evidence):
+        columns.append("target")
     lines = [
-        BEGIN, "",
-        "| evidence | what was run | final loss | tokens/s/GPU | GiB | score | loss may differ by |",
-        "|---|---|---|---|---|---|---|",
-        *(_row(file, found) for file, found in zip(files, evidence, strict=True)), "",
+        BEGIN, "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}",
+        *(_row(file, found, has_target=has_target) for file, found in zip(files, evidence, strict=True)), "",
         *_packages(files, evidence),
         *(f"![loss of {file.stem}](evidence/{plot_file(file).name})" for file in files), "",
         END,
@@ -91,9 +95,16 @@ def _packages(files: Sequence[Path], evidence: Sequence[Evidence]) -> list[str]:
     return ["Packages that differ from the lock, or are not known to agree with it:", "", *lines, ""]
 
 
-def _row(file: Path, found: Evidence) -> str:
+def _by_kind(files: Sequence[Path], evidence: Sequence[Evidence]) -> tuple[list[Path], list[Evidence]]:
+    """Sort by kind, the strongest first, and keep the order of the files within one."""
+    kinds = list(Kind)
+    pairs = sorted(zip(files, evidence, strict=True), key=lambda pair: kinds.index(pair[1].kind))
+    return [file for file, _ in pairs], [found for _, found in pairs]
+
+
+def _row(file: Path, found: Evidence, *, has_target: bool) -> str:
     ran, results, hardware = found.ran, found.results, found.hardware
-    what = f"{ran.weights} weights, {ran.data} data, layers: {ran.layers}, {ran.steps} steps"
+    what = f"{found.kind}: {ran.weights} weights, {ran.data} data, layers: {ran.layers}, {ran.steps} steps"
     if ran.overrides:
         what += f", `{' '.join(ran.overrides)}`"
     what += f"; {hardware.gpus} x {hardware.gpu or 'CPU'}, {len(found.repeats)} runs, {found.recorded}"
@@ -102,9 +113,25 @@ def _row(file: Path, found: Evidence) -> str:
     cells = [
         f"[{file.stem}](evidence/{file.name})", what, f"{results.losses[-1]:.4f}",
         _speed(found), "-" if memory is None else f"{memory:.2f}", scores or "-",
-        f"{found.tolerances[LOSS].value:.2g}",
+        _loss_tolerance(found),
     ]  # fmt: skip
+    if has_target:
+        cells.append(_target(found))
     return f"| {' | '.join(cells)} |"
+
+
+def _loss_tolerance(found: Evidence) -> str:
+    here = f"{found.tolerances[LOSS].value:.2g}"
+    if found.tolerances_elsewhere is None:
+        return here
+    return f"{here}; on another processor {found.tolerances_elsewhere[LOSS].value:.2g}"
+
+
+def _target(found: Evidence) -> str:
+    """Return the target and when the runs reached it."""
+    if found.target is None:
+        return "-"
+    return f"{describe_target(found.target)}: {recorded_text(found.repeats)}"
 
 
 def _speed(found: Evidence) -> str:
@@ -112,7 +139,9 @@ def _speed(found: Evidence) -> str:
     if (apart := differing_speeds(found)) is not None:
         return f"{apart[0]:,.0f} to {apart[1]:,.0f}, not judged"
     speed = found.results.tokens_per_second_per_gpu
-    return "-" if speed is None else f"{speed:,.0f}"
+    if speed is None:
+        return "-"
+    return f"{speed:,.0f}" if SPEED in found.tolerances else f"{speed:,.0f}, not judged"
 
 
 def plot_file(file: Path) -> Path:
@@ -136,7 +165,10 @@ def draw(found: Evidence) -> str:
 
 
 def update_overview(readme: Path, recipe: str, files: Sequence[Path]) -> bool:
-    """Rewrite the recipe's last cell in the book's table; False if there is no table, or no row of the recipe."""
+    """Rewrite the recipe's last cell in the book's table and sort its rows by the strongest evidence in them.
+
+    Returns False if there is no table, or no row of the recipe.
+    """
     if not files or not readme.is_file():
         return False
     text = readme.read_text(encoding="utf-8")
@@ -147,27 +179,55 @@ def update_overview(readme: Path, recipe: str, files: Sequence[Path]) -> bool:
     cells = lines[rows[0]].removesuffix("|").split("|")[:-1]
     made = cell(recipe, files, [read_evidence(file) for file in files])
     lines[rows[0]] = f"{'|'.join(cells)}| {made} |"
+    first, last = rows[0], rows[0] + 1
+    while first > 0 and lines[first - 1].startswith(_ROW_START):
+        first -= 1
+    while last < len(lines) and lines[last].startswith(_ROW_START):
+        last += 1
+    lines[first:last] = sorted(lines[first:last], key=_rank)
     atomic_write_text(readme, "\n".join(lines) + "\n")
     return True
 
 
+def _rank(row: str) -> int:
+    """Return 0 for a row with real evidence, 1 for from-scratch evidence, 2 for any other."""
+    above = [Kind.real, Kind.from_scratch]  # machinery evidence moves no recipe: it says nothing about the model
+    return next((rank for rank, kind in enumerate(above) if f"({kind}" in row), len(above))
+
+
 def row_start(recipe: str) -> str:
     """The start of a recipe's row."""
-    return f"| [{recipe}](recipes/{recipe}/README.md) |"
+    return f"{_ROW_START}{recipe}](recipes/{recipe}/README.md) |"
 
 
 def cell(recipe: str, files: Sequence[Path], evidence: Sequence[Evidence]) -> str:
-    """Return a link per file, named by hardware and precision, with its weights, layers and differing packages."""
+    """Return a link per file, the strongest kind of evidence first.
+
+    Links are named by hardware and precision, with the kind, a slice of the layers and differing packages.
+    """
     links = []
+    files, evidence = _by_kind(files, evidence)
     deviations = [found.software.main_deviation() for found in evidence]
     is_shared = len(evidence) > 1 and len(set(deviations)) == 1
     for file, found, name, deviation in zip(files, evidence, _names(evidence), deviations, strict=True):
         ran = found.ran
         layers = "" if ran.layers.startswith("all") else f", {ran.layers} layers"
         packages = "" if deviation is None or is_shared else f"; {deviation}"
-        links.append(f"[{name}](recipes/{recipe}/evidence/{file.name}) ({ran.weights} weights{layers}{packages})")
+        links.append(f"[{name}](recipes/{recipe}/evidence/{file.name}) ({found.kind}{layers}{packages})")
     shared = f"; all with {deviations[0]}" if is_shared and deviations[0] is not None else ""
     return ", ".join(links) + shared
+
+
+def listed(files: Sequence[Path]) -> str:
+    """Return the names of a recipe's evidence by kind, for a terminal; `none yet` without any."""
+    by_kind: dict[str, list[str]] = {kind.value: [] for kind in Kind}
+    for file in files:
+        try:
+            kind = read_evidence(file).kind.value
+        except DataError:
+            kind = "damaged"
+        by_kind.setdefault(kind, []).append(file.stem)
+    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in by_kind.items() if names) or "none yet"
 
 
 def _names(evidence: Sequence[Evidence]) -> list[str]:

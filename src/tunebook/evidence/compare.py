@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from itertools import pairwise
 from typing import Any
 
 from tunebook.config.choices import Weights
 from tunebook.config.identity import changed_settings, flat_differences
-from tunebook.evidence.schema import Hardware, Inputs, Results, Tolerance
-from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, at_steps, loss_difference, relative, score_key
+from tunebook.evidence.schema import Hardware, Inputs, Repeat, Results, Target, Tolerance
+from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, at_steps, loss_difference, relative, score_key, why_slowed
 
 # How a step is split over GPUs and memory, and which kernels compute it. The loss does not depend on them, as tests and
 # `tunebook parity` prove.
@@ -39,6 +39,13 @@ class Verdict(Enum):
     same = "within tolerance"
     different = "DIFFERENT"
     shown = "not judged"
+    reached = "reached"  # a target
+    missed = "MISSED"
+
+    @property
+    def is_difference(self) -> bool:
+        """Whether the run does not agree with the evidence."""
+        return self in (Verdict.different, Verdict.missed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +80,10 @@ class Claim:
     hardware: Hardware
     tolerances: dict[str, Tolerance]
     num_resumed: int = 0  # number of times the other run resumed
+    elsewhere: dict[str, Tolerance] | None = None  # on another processor; None if the same tolerances hold there
+    packages: dict[str, str] = field(default_factory=dict)
+    target: Target | None = None
+    repeats: Sequence[Repeat] = ()  # empty for another run
 
 
 def named_differences(differing: list[tuple[str, Any, Any]]) -> str:
@@ -141,8 +152,10 @@ def is_split(key: str) -> bool:
 
 def same_machine(one: Hardware, other: Hardware) -> str | None:
     """Return why speed and memory cannot be judged against each other; None if they can."""
+    if one.gpu is None and other.gpu is None:
+        return other_processor(one, other)
     if one.gpu is None or other.gpu is None:
-        return "a CPU: its speed and memory cannot be compared"
+        return "a CPU and a GPU: speed and memory cannot be compared"
     pairs: tuple[tuple[str, str | int, str | int], ...] = (
         ("GPU", one.gpu, other.gpu),
         ("number of GPUs", one.gpus, other.gpus),
@@ -151,19 +164,56 @@ def same_machine(one: Hardware, other: Hardware) -> str | None:
     return next((f"another {name}: {two}, recorded on {first}" for name, first, two in pairs if first != two), None)
 
 
+def other_processor(one: Hardware, other: Hardware) -> str | None:
+    """Return what differs from the recorded CPU and changes speed and the order of sums; None if nothing does."""
+    if one.processor is None or other.processor is None:
+        whose = "the evidence" if one.processor is None else "the run"
+        return f"a CPU: {whose} does not record its processor"
+    pairs: tuple[tuple[str, str | int, str | int], ...] = (
+        ("processor", one.processor.name, other.processor.name),
+        ("instruction set", one.processor.instructions, other.processor.instructions),
+        ("number of threads", one.processor.threads, other.processor.threads),
+        ("number of cores", one.cpus, other.cpus),
+        ("number of ranks", one.gpus, other.gpus),
+    )
+    return next((f"another {name}: {two}, recorded on {first}" for name, first, two in pairs if first != two), None)
+
+
+def _elsewhere(claim: Claim, hardware: Hardware, packages: dict[str, str], *, is_split_equally: bool) -> str | None:
+    """Return why a run cannot have the bits of the recorded one, if the claim has tolerances for that; else None."""
+    if claim.elsewhere is None:
+        return None
+    if (why := same_machine(claim.hardware, hardware)) is not None:
+        return why
+    if not is_split_equally:
+        return "the step is split differently"
+    differing = sorted(name for name in claim.packages | packages if claim.packages.get(name) != packages.get(name))
+    return f"other packages: {', '.join(differing)}" if differing else None
+
+
 def compare(
-    claim: Claim, results: Results, hardware: Hardware, *, is_split_equally: bool, num_resumed: int = 0
+    claim: Claim,
+    results: Results,
+    hardware: Hardware,
+    *,
+    is_split_equally: bool,
+    num_resumed: int = 0,
+    packages: dict[str, str] | None = None,
 ) -> list[Row]:
     """Compare every number of the claim with those of a run that resumed `num_resumed` times."""
     why_shown = same_machine(claim.hardware, hardware)
     if why_shown is None and not is_split_equally:
         why_shown = "the step is split differently"
     expected, limits = claim.results, claim.tolerances
+    elsewhere = _elsewhere(claim, hardware, packages or {}, is_split_equally=is_split_equally)
+    of_results = limits if elsewhere is None or claim.elsewhere is None else _with_reason(claim.elsewhere, elsewhere)
+    why_speed = _why_no_speed(claim, results) if hardware.gpu is None else None
+    why_memory = "a CPU's memory is that of the whole process, with its libraries" if hardware.gpu is None else None
     speeds = (expected.tokens_per_second_per_gpu, results.tokens_per_second_per_gpu)
     rows = [
-        _loss_row(claim, results, num_resumed),
-        _row("tokens/s/GPU", *speeds, limits.get(SPEED), why_shown),
-        _row("memory GiB", expected.memory_gib, results.memory_gib, limits.get(MEMORY), why_shown),
+        _loss_row(claim, of_results[LOSS], results, num_resumed),
+        _row("tokens/s/GPU", *speeds, limits.get(SPEED), why_shown or why_speed),
+        _row("memory GiB", expected.memory_gib, results.memory_gib, limits.get(MEMORY), why_shown or why_memory),
         # A property of the plan, which has its own bounds.
         Row(
             name="plan error", expected=_plan_error(expected), found=_plan_error(results), verdict=Verdict.shown,
@@ -172,29 +222,43 @@ def compare(
     ]  # fmt: skip
     for task, score in expected.scores.items():
         found = results.scores.get(task)
-        rows.append(_row(task, score.value, found.value if found else None, limits.get(score_key(task)), None))
+        rows.append(_row(task, score.value, found.value if found else None, of_results.get(score_key(task)), None))
     return [row for row in rows if row.expected is not None or row.found is not None]
 
 
-def _loss_row(claim: Claim, results: Results, num_resumed: int) -> Row:
+def _why_no_speed(claim: Claim, results: Results) -> str | None:
+    """Return why the speed of a run on the same CPU cannot be judged; None if it can."""
+    if not claim.repeats:
+        return "only repeated runs show the speed of a CPU"
+    if (recorded := why_slowed(claim.results)) is not None:
+        return f"the recorded run {recorded}"
+    return None if (found := why_slowed(results)) is None else f"this run {found}"
+
+
+def _with_reason(tolerances: dict[str, Tolerance], why: str) -> dict[str, Tolerance]:
+    """Add to each tolerance why it is the one that applies."""
+    return {key: one.model_copy(update={"how": f"{why}; {one.how}"}) for key, one in tolerances.items()}
+
+
+def _loss_row(claim: Claim, allowed: Tolerance, results: Results, num_resumed: int) -> Row:
     """Compare the loss at the steps that both logged.
 
     A kill loses at most one logged step: the one that was trained partly before and partly after the checkpoint. Any
     other missing step is a difference.
     """
-    expected, loss = claim.results, claim.tolerances[LOSS]
-    last = {"expected": expected.losses[-1], "found": results.losses[-1], "tolerance": loss.value}
+    expected = claim.results
+    last = {"expected": expected.losses[-1], "found": results.losses[-1], "tolerance": allowed.value}
     recorded, logged = set(expected.steps), set(results.steps)
     both, lost = recorded & logged, sorted(recorded ^ logged)
     if not both or len(recorded - logged) > num_resumed or len(logged - recorded) > claim.num_resumed:
         why = f"recorded at steps {steps_text(expected.steps)}, this run logged {steps_text(results.steps)}"
         return Row(name="loss", **last, verdict=Verdict.different, why=why)
-    why = loss.how
+    why = allowed.how
     if lost:
         expected, results = at_steps(expected, both), at_steps(results, both)
         why += f"; {len(lost)} of {len(recorded | logged)} left out ({steps_text(lost)}): killed and resumed around it"
     difference = loss_difference(results, expected)
-    verdict = Verdict.same if difference <= loss.value else Verdict.different
+    verdict = Verdict.same if difference <= allowed.value else Verdict.different
     return Row(name="loss", **last, difference=difference, verdict=verdict, why=why)
 
 
@@ -221,7 +285,7 @@ def _row(
         if found is None:
             verdict = Verdict.different if why_shown is None else Verdict.shown
             return Row(name=name, expected=expected, verdict=verdict, why="the run has none")
-        why = "none was recorded" if expected is None else "the recorded runs differ too much to judge by"
+        why = "none was recorded" if expected is None else why_shown or "the recorded runs differ too much to judge by"
         return Row(name=name, expected=expected, found=found, verdict=Verdict.shown, why=why)
     difference = relative(found, expected) if tolerance.kind == "relative" else abs(found - expected)
     verdict = Verdict.same if difference <= tolerance.value else Verdict.different

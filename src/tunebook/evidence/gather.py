@@ -125,16 +125,19 @@ def gather_hardware(record: RunRecord, config: RunConfig) -> Hardware:
     """The machine, as it was detected at the start of the run."""
     assert record.manifest is not None
     found: dict[str, Any] = record.manifest["hardware"]
-    names = sorted({gpu["name"] for gpu in found["gpus"]})
+    processor = record.manifest.get("processor")
+    gpus = [] if processor is not None else found["gpus"]  # a run on a CPU leaves the machine's GPUs idle
+    names = sorted({gpu["name"] for gpu in gpus})
     return Hardware(
         generation=config.hardware.generation.name,
         gpu=", ".join(names) or None,
         gpus=world_size(config),
         nodes=config.hardware.num_nodes,
-        memory_gib=found["gpus"][0]["memory_gib"] if found["gpus"] else found["memory_gib"],
+        memory_gib=gpus[0]["memory_gib"] if gpus else found["memory_gib"],
         driver=found["driver"],
         nccl=found["nccl"],
         cpus=found["cpus"],
+        processor=processor,
     )
 
 
@@ -185,10 +188,16 @@ def gather_results(record: RunRecord) -> Results:
         steps=[step for step, _ in losses],
         losses=[loss for _, loss in losses if loss is not None],
         tokens_per_second_per_gpu=_rounded(summary.tokens_per_second_per_gpu),
+        core_wait_share=_rounded(_core_wait_share(record)),
         memory_gib=_rounded(max(summary.peak_memory_gib, default=None)),
         planned_memory_gib=planned if record.manifest and record.manifest["hardware"]["gpus"] else None,
         scores={name: _score(record, name, task) for name, task in tasks.items()},
     )
+
+
+def _core_wait_share(record: RunRecord) -> float | None:
+    waits, seconds = record.values("core_wait_seconds"), record.values("seconds")
+    return sum(waits) / sum(seconds) if sum(seconds) and len(waits) == len(seconds) == len(record.training) else None
 
 
 def _score(record: RunRecord, name: str, task: dict[str, Any]) -> Score:

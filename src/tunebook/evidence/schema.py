@@ -8,12 +8,13 @@ this file, written by `python -m tunebook.evidence.schema > src/tunebook/evidenc
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tunebook.record.locks import describe_differences
-from tunebook.record.manifest_schema import PackageDifference
+from tunebook.record.manifest_schema import PackageDifference, Processor
 
 _NOT_COMPARED = "packages not compared with a lock"
 FORMAT = 1  # increment it when a key changes its meaning or is removed
@@ -23,6 +24,14 @@ class Section(BaseModel):
     """A section without unknown keys and without infinite numbers."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True)
+
+
+class Kind(StrEnum):
+    """What evidence supports, the strongest first. Every table and report shows this name."""
+
+    real = "real evidence"
+    from_scratch = "from-scratch evidence"
+    machinery = "machinery evidence"
 
 
 class RunDescription(Section):
@@ -48,6 +57,7 @@ class Hardware(Section):
     driver: str | None
     nccl: str | None
     cpus: int = Field(ge=1, description="of the machine that started it")
+    processor: Processor | None = Field(default=None, description="of a run on a CPU; null on GPUs and in older files")
 
 
 class Inputs(Section):
@@ -149,6 +159,11 @@ class Results(Section):
     steps: list[int] = Field(min_length=1, description="optimizer steps whose loss was logged")
     losses: list[float] = Field(min_length=1, description="loss per trained token at these steps")
     tokens_per_second_per_gpu: float | None = Field(description="real tokens, median after warming up")
+    core_wait_share: float | None = Field(
+        default=None,
+        ge=0,
+        description="of the training time, in which other work kept the run from a core; null on GPUs and if unknown",
+    )
     memory_gib: float | None = Field(description="peak of the rank with the highest peak")
     planned_memory_gib: float | None = Field(description="the plan's estimate")
     scores: dict[str, Score] = Field(description="by task")
@@ -162,6 +177,16 @@ class Tolerance(Section):
     how: str
 
 
+class Target(Section):
+    """A value that every run must reach."""
+
+    metric: str = Field(description="loss, validation_loss, or the metric of a task")
+    task: str | None = Field(description="of the evaluation after the training; null for a loss")
+    value: float
+    direction: Literal["at_most", "at_least"]
+    max_steps: int | None = Field(ge=1, description="optimizer steps to reach it in; null: by the end of the training")
+
+
 class Repeat(Section):
     """One of the runs behind the evidence; the results are those of the first."""
 
@@ -169,6 +194,16 @@ class Repeat(Section):
     started: str
     final_loss: float
     tokens_per_second_per_gpu: float | None
+    processor: Processor | None = Field(
+        default=None, description="of a run on a CPU, if it differs from hardware.processor; speed is not judged by it"
+    )
+    steps_to_target: int | None = Field(default=None, ge=0, description="optimizer steps; null without a target")
+    time_to_target_s: float | None = Field(
+        default=None,
+        ge=0,
+        description="seconds of training to the target: optimizer steps with their data loading, from the first step "
+        "on; without start-up, validations, saves, and steps that were repeated after an interruption",
+    )
 
 
 class Evidence(Section):
@@ -181,20 +216,48 @@ class Evidence(Section):
     recorded: str = Field(description="date, UTC")
     repeats: list[Repeat] = Field(min_length=2)
     results: Results
-    tolerances: dict[str, Tolerance] = Field(description="by number: loss, speed, memory, score:<task>")
+    target: Target | None = Field(default=None, description="null if none was stated")
+    tolerances: dict[str, Tolerance] = Field(
+        description="by number: loss, speed, memory, score:<task>; of a CPU with a known processor: for the same one"
+    )
+    tolerances_elsewhere: dict[str, Tolerance] | None = Field(
+        default=None,
+        description="of a CPU: loss and score:<task> with another processor, other threads or other packages; null on "
+        "GPUs and in older files",
+    )
     inputs: Inputs
     software: Software
     content_sha256: str = Field(description="of all other keys, as canonical JSON")
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
-        """Check what JSON schema cannot express: one loss per step, and a tolerance for the loss."""
+        """Check what JSON schema cannot express: one loss per step, tolerances for the loss, a target reached."""
         num_steps, num_losses = len(self.results.steps), len(self.results.losses)
         if num_steps != num_losses:
             raise ValueError(f"results.steps has {num_steps} entries and results.losses {num_losses}")
         if "loss" not in self.tolerances:
             raise ValueError("tolerances.loss is missing")
+        if self.tolerances_elsewhere is not None and "loss" not in self.tolerances_elsewhere:
+            raise ValueError("tolerances_elsewhere.loss is missing")
+        if self.target is not None and any(repeat.steps_to_target is None for repeat in self.repeats):
+            raise ValueError("target is set, and a repeat has no steps_to_target")
         return self
+
+    @property
+    def kind(self) -> Kind:
+        """What this evidence supports.
+
+        Real evidence trains all layers of pretrained weights on real data, as a user would. Random weights, generated
+        data or a slice of the layers prove that the machinery works (speed, memory, equal losses), but not that a
+        model learns. The exception is a whole model trained from random weights on real data with a score on held-out
+        items, as the quickstart: it shows learning from scratch, though not fine-tuning of a pretrained model.
+        """
+        ran = self.ran
+        if ran.data != "real" or not ran.layers.startswith("all"):
+            return Kind.machinery
+        if ran.weights == "pretrained":
+            return Kind.real
+        return Kind.from_scratch if self.results.scores else Kind.machinery
 
 
 if __name__ == "__main__":

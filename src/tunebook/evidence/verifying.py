@@ -13,7 +13,6 @@ from tunebook.errors import DifferenceError, RequestError
 from tunebook.evidence.compare import (
     Claim,
     Row,
-    Verdict,
     compare,
     input_differences,
     named_differences,
@@ -24,7 +23,8 @@ from tunebook.evidence.gather import config_of, gather_description, gather_hardw
 from tunebook.evidence.run_checks import num_resumed
 from tunebook.evidence.schema import Hardware, Inputs, Results, RunDescription, Software
 from tunebook.evidence.software import gather_software, packages_row
-from tunebook.evidence.tolerances import compute_tolerances
+from tunebook.evidence.target import target_row
+from tunebook.evidence.tolerances import SPEED, compute_tolerances
 from tunebook.record.run_record import RunRecord
 
 
@@ -42,12 +42,17 @@ class Verification:
     @property
     def exit_code(self) -> int:
         """0, or 5 if a judged number exceeds its tolerance."""
-        is_different = any(row.verdict is Verdict.different for row in self.rows)
+        is_different = any(row.verdict.is_difference for row in self.rows)
         return DifferenceError.exit_code if is_different else 0
 
     def to_json(self) -> dict[str, Any]:
         """The output of `verify --json`."""
-        return {"claim": self.name, "agrees": self.exit_code == 0, "rows": [row.to_json() for row in self.rows]}
+        return {
+            "claim": self.name,
+            "what": self.what,
+            "agrees": self.exit_code == 0,
+            "rows": [row.to_json() for row in self.rows],
+        }
 
     def table(self) -> Table:
         """Format the verification for a terminal."""
@@ -57,7 +62,7 @@ class Verification:
             is_number = heading in ("recorded", "this run", "difference", "tolerance")
             table.add_column(heading, justify="right" if is_number else "left")
         for row in self.rows:
-            style = "red" if row.verdict is Verdict.different else None
+            style = "red" if row.verdict.is_difference else None
             numbers = (_number(row.expected), _number(row.found), _small(row.difference), _small(row.tolerance))
             table.add_row(Text(row.name), *numbers, row.verdict.value, Text(row.why), style=style)
         return table
@@ -78,6 +83,8 @@ def recorded_run(original: RunRecord, recipes_dirs: list[Path]) -> Recorded:
     """Return a finished run as a reference for others; the tolerances are the floors."""
     config, results = config_of(original.folder), gather_results(original)
     hardware, tolerances = gather_hardware(original, config), compute_tolerances([results], config)
+    if hardware.gpu is None:  # one run does not show how much other work slows a CPU
+        tolerances.pop(SPEED, None)
     return Recorded(
         name=original.name,
         what=describe(gather_description(original, config, recipes_dirs)),
@@ -97,15 +104,22 @@ def compare_run(recorded: Recorded, record: RunRecord) -> Verification:
             problem_id="evidence-of-other-config",
         )
     is_split_equally = not split_differences(recorded.inputs, inputs)
+    claim, software = recorded.claim, gather_software(record.manifest or {})
     rows = compare(
-        recorded.claim, results, hardware, is_split_equally=is_split_equally, num_resumed=num_resumed(record)
+        claim,
+        results,
+        hardware,
+        is_split_equally=is_split_equally,
+        num_resumed=num_resumed(record),
+        packages=software.packages,
     )
-    software = gather_software(record.manifest or {})
+    if claim.target is not None:
+        rows.append(target_row(claim.target, record, claim.repeats))
     remarks = (preparation_row(recorded.inputs, inputs), packages_row(recorded.software, software))
     return Verification(
         name=recorded.name,
         what=recorded.what,
-        claim=recorded.claim,
+        claim=claim,
         results=results,
         hardware=hardware,
         rows=[*rows, *(row for row in remarks if row is not None)],

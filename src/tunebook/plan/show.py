@@ -232,8 +232,8 @@ def preparing(console: Console) -> Iterator[Callable[[int, int | None, str], Non
         yield update
 
 
-def recipes_table(recipes_dirs: list[Path]) -> Table:
-    """A row per recipe; one that does not compose shows its error."""
+def recipes_table(recipes_dirs: list[Path], evidence_text: Callable[[list[Path]], str]) -> Table:
+    """A row per recipe; one that does not compose shows its error. `evidence_text` names a recipe's evidence files."""
     table = Table(box=None, pad_edge=False)
     table.add_column("recipe", no_wrap=True)  # a wrapped or cut name cannot be typed
     for column in ("title", "strategy", "reference hardware", "evidence"):
@@ -245,7 +245,7 @@ def recipes_table(recipes_dirs: list[Path]) -> Table:
             table.add_row(*map(Text, (name, f"does not compose: {error.message.splitlines()[0]}", "", "", "")))
             continue
         strategy = config.parallelism.strategy.name
-        cells = (name, config.title, strategy, _reference_hardware(config), _evidence(file))
+        cells = (name, config.title, strategy, _reference_hardware(config), evidence_text(_evidence_files(file)))
         table.add_row(*map(Text, cells))  # a title may hold brackets
     return table
 
@@ -257,7 +257,5 @@ def _reference_hardware(config: RunConfig) -> str:
     return f"{nodes}{reference.gpus_per_node} x {reference.generation.name}"
 
 
-def _evidence(recipe_file: Path) -> str:
-    """The labels of the recorded evidence, or `none yet`."""
-    files = sorted((recipe_file.parent / recipe_file.stem / "evidence").glob("*.json"))
-    return ", ".join(file.stem for file in files) or "none yet"
+def _evidence_files(recipe_file: Path) -> list[Path]:
+    return sorted((recipe_file.parent / recipe_file.stem / "evidence").glob("*.json"))

@@ -123,6 +123,16 @@ class Hardware(Section):
     host: str = Field(description="tells machines apart without naming them")
 
 
+class Processor(Section):
+    """What decides the order of sums on a CPU: runs with the same processor and packages have the same bits."""
+
+    name: str = Field(description="with its family and model, where the system tells")
+    instructions: str = Field(
+        description="the set that torch uses, such as AVX2, and variables that change its libraries'"
+    )
+    threads: int = Field(ge=1, description="of each rank")
+
+
 class StartUp(Section):
     """How long it took to the first optimizer step, by phases in their order; each ends where the next begins."""
 
@@ -169,6 +179,7 @@ class Manifest(BaseModel):
     seed: int
     command: list[str] = Field(description="that trains the same again; in older manifests what was typed")
     typed: list[str] | None = Field(default=None, description="the command line that led to it")
+    processor: Processor | None = Field(default=None, description="of a run on a CPU; older runs lack it")
     start_up: StartUp | None = None
     model_files: dict[str, File] | None = Field(
         default=None, description="of model/, by their paths in it; not there before it is written, nor in older runs"

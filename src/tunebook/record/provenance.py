@@ -43,6 +43,8 @@ _VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_", "MKL_", "KMP_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE",
     "TORCH_ALLOW_TF32_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "TRITON_", "FLASH_ATTENTION_", "DS_",
 )  # fmt: skip
+# They make MKL and oneDNN, which compute torch's products, choose other instructions than torch itself.
+_KERNEL_VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 _CODE_FOLDERS = ("src", "hydra_configs", "recipes", "docker")  # untracked files elsewhere do not affect a run
 _COMMAND_TIMEOUT_S = 20
 
@@ -178,6 +180,30 @@ def describe_hardware(nccl: str | None) -> dict[str, Any]:
         "memory_gib": machine.host_memory_gib,
         "host": host_fingerprint(),
     }
+
+
+def describe_processor() -> dict[str, Any]:
+    """The CPU, the instruction set that torch uses on it, and the threads of this process."""
+    import torch
+
+    limits = [f"{name}={os.environ[name]}" for name in _KERNEL_VARIABLES if os.environ.get(name)]
+    return {
+        "name": _processor_name(Path("/proc/cpuinfo")),
+        "instructions": ", ".join([torch.backends.cpu.get_cpu_capability(), *limits]),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _processor_name(cpuinfo: Path) -> str:
+    """Such as `AMD EPYC, family 25, model 1`. A virtual machine often hides the product but not these numbers."""
+    text = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
+    found = {key.strip(): value.strip() for key, _, value in pairs}
+    if "model name" in found and "cpu family" in found:
+        return f"{found['model name']}, family {found['cpu family']}, model {found.get('model', 'unknown')}"
+    if "CPU part" in found:  # ARM
+        return f"{platform.machine()}, implementer {found.get('CPU implementer', 'unknown')}, part {found['CPU part']}"
+    return platform.processor() or platform.machine() or "unknown"
 
 
 def host_fingerprint() -> str:

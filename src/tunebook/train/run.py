@@ -53,6 +53,7 @@ from tunebook.parallel.fsdp import autocast_dtype, is_fsdp, mixed_precision_poli
 from tunebook.parallel.units import unit_classes
 from tunebook.record.manifest import MANIFEST_FILE, MODEL_FILES, update_manifest
 from tunebook.record.metrics import MetricsWriter, read_metrics
+from tunebook.record.provenance import describe_processor
 from tunebook.record.run_folder import FINISHED, UNSAVED_FILE, write_outcome
 from tunebook.record.start_up import StartClock
 from tunebook.train.arguments import optimizer_factory, row_multiple, trainer_arguments
@@ -141,7 +142,10 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
         if patience is not None:
             trainer.add_callback(EarlyStopping(patience))  # uses the restored state
         if writer is not None and (folder / MANIFEST_FILE).exists():
-            update_manifest(folder, {"hardware": {"nccl": nccl_version()}, "model": _loaded_model(trainer)})
+            facts: dict[str, Any] = {"hardware": {"nccl": nccl_version()}, "model": _loaded_model(trainer)}
+            if trainer.args.device.type == "cpu":
+                facts["processor"] = describe_processor()
+            update_manifest(folder, facts)
         _run_to_its_end(config, trainer, resumed, folder)
     trainer.accelerator.wait_for_everyone()  # rank 0 may still be saving and must not be killed
     if stopping.is_stopping:
