@@ -242,8 +242,8 @@ def traces_no_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     from tunebook.plan import architecture
     from tunebook.plan.architecture import measure
 
-    def describe(file: Path, trust_remote_code: bool, is_fp32_only: bool) -> dict[str, Any]:
-        return measure.describe(file, trust_remote_code=trust_remote_code, is_fp32_only=is_fp32_only)
+    def describe(file: Path, trust_remote_code: bool, scope: architecture.TraceScope) -> dict[str, Any]:
+        return measure.describe(file, trust_remote_code=trust_remote_code, scope=scope)
 
     monkeypatch.setattr(measure, "measure_saved", lambda *_: {"fp32/full/sdpa": [0, 1, 0, 0, 1, 0]})
     monkeypatch.setattr(architecture, "_ask", describe)

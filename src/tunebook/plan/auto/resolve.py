@@ -25,6 +25,7 @@ from tunebook.facts.generations import GENERATIONS
 from tunebook.facts.strategies import strategy_facts
 from tunebook.hardware.detect import Machine
 from tunebook.model.base_config import brings_code, read_dtype
+from tunebook.plan.architecture import TraceScope
 from tunebook.plan.architecture.base_model import read_facts
 from tunebook.plan.auto.decisions import Choice, Decisions
 from tunebook.plan.auto.hardware import decide_hardware
@@ -66,7 +67,7 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     decisions = Decisions(config)
     resolved = decisions.config
     decide_hardware(decisions, machine)
-    resolved.model.facts = read_facts(resolved.model, is_fp32_only=_is_in_fp32_on_a_cpu(resolved))
+    resolved.model.facts = read_facts(resolved.model, scope=_trace_scope(resolved))
     _note_unreached(decisions)
     problem = hardware_problem(resolved, machine)
     decisions.decide("precision.compute", lambda: _compute(resolved))
@@ -88,12 +89,14 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     )
 
 
-def _is_in_fp32_on_a_cpu(config: RunConfig) -> bool:
-    """Whether the run is certainly fp32 on a CPU, whatever `auto` decides."""
+def _trace_scope(config: RunConfig) -> TraceScope:
+    """The modes that the run can have, whatever `auto` decides."""
     precision = config.precision
     is_fp32 = precision.compute in (Compute.auto, Compute.fp32)
     is_fp32 = is_fp32 and precision.master_weights in (MasterWeights.auto, MasterWeights.fp32)
-    return is_fp32 and config.hardware.generation is Generation.cpu
+    if is_fp32 and config.hardware.generation is Generation.cpu:
+        return TraceScope.fp32
+    return TraceScope.full if config.peft.method is PeftMethod.full else TraceScope.whole
 
 
 def _note_unreached(decisions: Decisions) -> None:
