@@ -7,7 +7,7 @@ With these, each strategy is tried. The strategy decides the row length and how 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tunebook.config.choices import (
     Compute,
@@ -27,9 +27,9 @@ from tunebook.hardware.detect import Machine
 from tunebook.model.base_config import brings_code, read_dtype
 from tunebook.plan.architecture import TraceScope
 from tunebook.plan.architecture.base_model import read_facts
-from tunebook.plan.auto.decisions import Choice, Decisions
+from tunebook.plan.auto.decisions import AS_ASKED, Choice, Decisions
 from tunebook.plan.auto.hardware import decide_hardware
-from tunebook.plan.auto.kernels import decide_attention, decide_compiling, decide_head
+from tunebook.plan.auto.kernels import decide_attention, decide_compiling, decide_head, why_not_worth_compiling
 from tunebook.plan.auto.parallelism import decide_strategy
 from tunebook.plan.auto.passes import decide_passes
 from tunebook.plan.rules.attention import leaks
@@ -38,6 +38,8 @@ from tunebook.train.requirements import hardware_problem
 
 __all__ = ["Choice", "Resolution", "resolve_auto"]
 
+COMPILING = "model.compile_layers"
+_NOT_COMPARED = "not compiled, to compare the two ways"  # replaced by a reason before anyone sees it
 _MOST_PARTS = 3  # most parts to list
 
 
@@ -64,6 +66,25 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     config.json cannot be read, or for a number that cannot be computed with.
     """
     refuse_absurd(config)
+    resolution = _resolve(config, machine)
+    if not _compiles_by_auto(resolution):
+        return resolution
+    # The time to save depends on the rows, which depend on whether blocks are compiled: both ways are resolved.
+    not_compiled = _resolve(config, machine, why_not_compiled=_NOT_COMPARED)
+    why = why_not_worth_compiling(not_compiled.config)
+    if why is None:
+        return resolution
+    choices = [replace(one, why=why) if one.why == _NOT_COMPARED else one for one in not_compiled.choices]
+    return replace(not_compiled, choices=choices)
+
+
+def _compiles_by_auto(resolution: Resolution) -> bool:
+    (choice,) = [one for one in resolution.choices if one.key == COMPILING]
+    return choice.value is True and choice.why != AS_ASKED
+
+
+def _resolve(config: RunConfig, machine: Machine, *, why_not_compiled: str | None = None) -> Resolution:
+    """Resolve everything, with `why_not_compiled` as the reason not to compile if that is left open."""
     decisions = Decisions(config)
     resolved = decisions.config
     decide_hardware(decisions, machine)
@@ -75,7 +96,10 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     decisions.decide("precision.tf32", lambda: _tf32(resolved))
     is_planned = problem is not None or starts_elsewhere(resolved)
     missing = None if is_planned else machine.missing_for_triton
-    decisions.decide("model.compile_layers", lambda: decide_compiling(resolved, missing))
+    decisions.decide(
+        COMPILING,
+        lambda: (False, why_not_compiled) if why_not_compiled is not None else decide_compiling(resolved, missing),
+    )
     decisions.decide("model.one_pass_head", lambda: decide_head(resolved))
     decisions.decide("attention.implementation", lambda: decide_attention(resolved, is_planned))
     decisions.decide("packing.mode", lambda: _packing(resolved))
