@@ -1,9 +1,12 @@
-"""The phases of a rank's start are in the manifest once its first step has ended, each once."""
+"""The phases of a rank's start are in the manifest once its first step has ended, and later what was compiled."""
 
 from __future__ import annotations
 
+import pytest
+
 from tunebook.record.manifest import read_manifest, start_manifest
 from tunebook.record.start_up import StartClock, note_launch
+from tunebook.train import callbacks
 
 PHASES = ["launch", "data", "model", "join_ranks", "weights", "trainer", "wrap", "checks", "first_step"]
 
@@ -19,3 +22,30 @@ def test_a_run_tells_the_phases_of_its_start(config, run, changed, tmp_path):
     assert list(found["rank"]) == PHASES
     assert found["rank"]["first_step"] > 0
     assert abs(found["first_step_s"] - sum(found["rank"].values())) < 0.001 * len(PHASES)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "expected"),
+    [([2, 3], {"graphs": 3, "after_first_step": 1, "seconds": 3.0}), ([0, 0], None)],
+)
+def test_graphs_that_are_compiled_in_mid_run_are_told_apart(
+    config, run, changed, tmp_path, monkeypatch, graphs, expected
+):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    start_manifest(folder, config, world_size=1, command=["tunebook"])
+    counts = iter(graphs)  # after the first step and at the end
+    monkeypatch.setattr(callbacks, "compiled_graphs", lambda: ((count := next(counts)), float(count)))
+    _, code, _ = run(changed(config, training={"max_steps": 2}))
+    assert code == 0
+    assert read_manifest(folder).get("compiled") == expected
+
+
+def test_a_compiled_graph_is_counted(own_compiler):
+    import torch
+
+    before, seconds = callbacks.compiled_graphs()
+    torch.compile(lambda tensor: tensor + 1, backend="eager")(torch.zeros(2))
+    after, later = callbacks.compiled_graphs()
+    assert after == before + 1
+    assert later > seconds
