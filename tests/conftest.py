@@ -173,6 +173,7 @@ def own_compiler() -> Iterator[None]:
     """
     from torch import _dynamo, compiler
     from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
 
     defaults = {
         "ban_recompute_materialized_backward": True,
@@ -183,6 +184,7 @@ def own_compiler() -> Iterator[None]:
         _dynamo.config.patch(optimize_ddp=True),
         compiler.config.patch(dynamic_sources=""),
         functorch.patch(defaults),
+        inductor.patch({"triton.mix_order_reduction_non_strict_mode": False}),
     ):
         yield
     _dynamo.reset()
@@ -242,8 +244,8 @@ def traces_no_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     from tunebook.plan import architecture
     from tunebook.plan.architecture import measure
 
-    def describe(file: Path, trust_remote_code: bool, is_fp32_only: bool) -> dict[str, Any]:
-        return measure.describe(file, trust_remote_code=trust_remote_code, is_fp32_only=is_fp32_only)
+    def describe(file: Path, trust_remote_code: bool, scope: architecture.TraceScope) -> dict[str, Any]:
+        return measure.describe(file, trust_remote_code=trust_remote_code, scope=scope)
 
     monkeypatch.setattr(measure, "measure_saved", lambda *_: {"fp32/full/sdpa": [0, 1, 0, 0, 1, 0]})
     monkeypatch.setattr(architecture, "_ask", describe)

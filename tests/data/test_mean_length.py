@@ -11,7 +11,7 @@ from tunebook.config.choices import Overlong, Source
 from tunebook.config.frozen import plain_config
 from tunebook.config.schema import DatasetConfig, RunConfig, SyntheticConfig, TrainingConfig
 from tunebook.data import synthetic
-from tunebook.data.mean_length import count_documents, mean_tokens
+from tunebook.data.mean_length import count_documents, mean_tokens, with_file_estimate
 
 
 def config_of(dataset: DatasetConfig, max_length: int = 1024) -> RunConfig:
@@ -71,3 +71,39 @@ def test_documents_of_an_epoch_are_those_read_without_those_held_out(
     dataset: DatasetConfig, expected: int | None
 ) -> None:
     assert count_documents(config_of(dataset)) == expected
+
+
+@pytest.mark.parametrize("name", ["some.jsonl", "some.json"])
+def test_documents_of_a_file_are_counted_and_their_tokens_bounded_by_its_size(tmp_path, name):
+    lines = ['{"text": "one"}', '{"text": "two"}', '{"text": "three"}']
+    text = "\n".join(lines) if name.endswith("l") else f"[{', '.join(lines)}]"
+    (tmp_path / name).write_text(text)
+    found = with_file_estimate(DatasetConfig(source=Source.files, path=str(tmp_path / "*")))
+    assert found.num_documents == 3
+    assert found.mean_tokens == pytest.approx(len(text) / 1.89 / 3)
+
+
+def test_documents_of_a_large_file_are_those_that_its_start_promises(tmp_path):
+    """4 MiB of lines of 64 bytes are 65,536 documents, of which a quarter is counted."""
+    (tmp_path / "large.jsonl").write_bytes((b"x" * 63 + b"\n") * 65_536)
+    found = with_file_estimate(DatasetConfig(source=Source.files, path=str(tmp_path / "large.jsonl")))
+    assert (found.num_documents, found.mean_tokens) == (65_536, pytest.approx(64 / 1.89))
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        DatasetConfig(source=Source.files, path="absent.jsonl"),
+        DatasetConfig(source=Source.files, path="some.jsonl.gz"),
+        DatasetConfig(source=Source.files, path="empty.jsonl"),
+        DatasetConfig(source=Source.files, path="some.jsonl", mean_tokens=7.0),  # stated
+        DatasetConfig(source=Source.hub, path=None),
+    ],
+    ids=["absent", "compressed", "empty", "stated", "hub"],
+)
+def test_other_files_and_stated_lengths_are_left_as_they_are(tmp_path, monkeypatch, dataset):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "some.jsonl.gz").write_bytes(b"\x1f\x8b")
+    (tmp_path / "empty.jsonl").write_bytes(b"")
+    (tmp_path / "some.jsonl").write_text("{}\n")
+    assert with_file_estimate(dataset) == dataset

@@ -1,9 +1,12 @@
 """What the terminal says of compilations that take long in silence."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from tunebook.config.compose import compose
-from tunebook.facts.compiling import compilation_notice
+from tunebook.facts.compiling import COMPILE_SECONDS, LARGEST_GAIN, compilation_notice, set_up_compiler
 from tunebook.hardware.detect import Machine
 from tunebook.plan.auto.resolve import resolve_auto
 
@@ -39,3 +42,31 @@ def test_without_a_setting_it_is_torchs_own_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert f"Kept in {tmp_path}/torchinductor_" in compilation_notice(config_of("model.compile_layers=true"))
+
+
+RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+
+
+def recorded(file):
+    return {line["name"]: line for line in map(json.loads, (RESULTS / file).read_text().splitlines())}
+
+
+def test_what_compiling_costs_and_gains_is_what_was_recorded():
+    slow = recorded("h200x4_speed.jsonl")["llama8b_fsdp_bf16_sizes_open"]
+    assert slow["first_steps_s"][0] - slow["seconds_per_step"] == pytest.approx(COMPILE_SECONDS, abs=0.05)
+    by_name = recorded("h200x2_architectures.jsonl")
+    pairs = [(line, by_name.get(name.replace("_compiled_lora", "_lora").replace("_compiled", "_plain")))
+             for name, line in by_name.items() if "_compiled" in name]  # fmt: skip
+    ratios = [other["seconds_per_step"] / line["seconds_per_step"] for line, other in pairs if other is not None
+              and line.get("seconds_per_step") and other.get("seconds_per_step")]  # fmt: skip
+    assert len(ratios) > 10
+    assert max(ratios) == pytest.approx(LARGEST_GAIN, abs=0.005)
+
+
+def test_a_norms_backward_pass_puts_no_condition_on_the_row_length(own_compiler):
+    """torch's option must exist by this name: else the first row beyond a limit would compile the blocks again."""
+    from torch._inductor import config as inductor
+
+    assert inductor.triton.mix_order_reduction_non_strict_mode is False
+    set_up_compiler(recomputes=False)
+    assert inductor.triton.mix_order_reduction_non_strict_mode is True

@@ -18,6 +18,15 @@ from tunebook.facts.attention import attention_facts
 # and h200x4_beside_peers.jsonl). This replaces a user's own setting, such as TORCH_COMPILE_DYNAMIC_SOURCES.
 _OPEN = r"L\['(?!self'\]).*"  # matches torch's names of local variables and of their contents
 
+# What compiling costs and gains at most; `auto` compares them for the run. Both favor compiling, since a long run loses
+# more by a wrong choice than a short one.
+# Seconds of a run's first step above its later ones, with empty caches: the compilation of the training graph alone.
+# Source: llama8b_fsdp_bf16_sizes_open of h200x4_speed.jsonl.
+COMPILE_SECONDS = 15.0
+# Most steps that compiled blocks took per time relative to the same blocks not compiled, over all measured
+# architectures. Source: qwen3_compiled_lora and qwen3_lora of h200x2_architectures.jsonl.
+LARGEST_GAIN = 1.63
+
 # torch's reasons for keeping a result that could be recomputed, by their configuration names (2.11 and 2.13): the
 # backward pass has to write it to memory for a product, it is needed long after it was computed, or it depends on a
 # long chain. Without these reasons, torch keeps only operations that are more than elementwise arithmetic.
@@ -26,6 +35,13 @@ _REASONS_TO_KEEP = (
     "ban_recompute_used_far_apart",
     "ban_recompute_long_fusible_chains",
 )
+
+# torch fuses the two sums of a norm's backward pass, over features and over tokens, only in rows of at least 4,096
+# tokens, of twice as many tokens as features, and of 5 x 2**20 numbers (2.11 and 2.13, `MixOrderReduction.can_fuse`).
+# Each limit becomes a condition on the row length, so the first row on its other side compiled the block again: the
+# third step of Llama 3 8B in rows of 8,192 tokens took 7 to 12 s instead of 3.2 (h200x4_speed.jsonl). With this option
+# torch fuses in rows of any length.
+_FUSES_ANYWAY = "mix_order_reduction_non_strict_mode"
 
 
 def set_up_compiler(*, recomputes: bool) -> None:
@@ -36,12 +52,15 @@ def set_up_compiler(*, recomputes: bool) -> None:
     import torch
     from torch._dynamo import config as dynamo
     from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
 
     # torch would cut graphs at the ends of DDP's buckets, to send gradients while the rest of a graph runs. Separate
     # blocks allow that already. Cut blocks kept 8 GiB more of Qwen2.5-3B's activations and were slower (2 H200, rows of
     # 8,192 tokens: h200_speed_spread.jsonl).
     dynamo.optimize_ddp = False
     torch.compiler.config.dynamic_sources = _OPEN
+    if hasattr(inductor.triton, _FUSES_ANYWAY):  # torch 2.10 has only the rule below
+        setattr(inductor.triton, _FUSES_ANYWAY, True)
     for reason in _REASONS_TO_KEEP:
         setattr(functorch, reason, not recomputes)
 

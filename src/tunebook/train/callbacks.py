@@ -18,12 +18,14 @@ from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.data.sampler import RankBatches
 from tunebook.errors import InvalidTrainingError
 from tunebook.model.flops import model_flops_utilization
+from tunebook.record.manifest import MANIFEST_FILE, update_manifest
 from tunebook.record.metrics import MetricsWriter
 from tunebook.record.start_up import StartClock, note_first_step
 from tunebook.train.rank_process import StopRequest
 from tunebook.train.reporting import TrainingProgress
 
 _GIB = 1024**3
+COMPILED_KEY = "compiled"  # in the manifest
 VALIDATION_LOSS = "eval_validation_loss"  # the key in the trainer's log
 _SEEN = "tunebook_seen"  # in a checkpoint's trainer_state.json, under stateful_callbacks
 
@@ -304,8 +306,17 @@ def _memory_of_every_rank() -> dict[str, list[float]]:
     return {key: [round(value, 3) for value in values] for key, values in zip(found, by_rank, strict=True)}
 
 
+def compiled_graphs() -> tuple[int, float]:
+    """The graphs that torch has compiled in this process, and the seconds that it took, cached code included."""
+    from torch._dynamo.utils import calculate_time_spent, counters
+
+    return counters["stats"]["unique_graphs"], calculate_time_spent().get("entire_frame_compile", 0.0)
+
+
 class StartRecord(TrainerCallback):
     """Times the last phases of a rank's start (wrapping, checks, first step), then counts steps.
+
+    At the end it records what was compiled: graphs after the first step interrupt the training.
 
     It runs before the callbacks that check the wrapped model.
     """
@@ -314,6 +325,7 @@ class StartRecord(TrainerCallback):
         self.clock = clock
         self.folder = folder
         self._is_over = False
+        self._graphs_at_start = 0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -337,5 +349,16 @@ class StartRecord(TrainerCallback):
         if args.device.type == "cuda":
             torch.cuda.synchronize()
         self.clock.passed("first_step")
+        self._graphs_at_start = compiled_graphs()[0]
         if state.is_world_process_zero:
             note_first_step(self.folder, self.clock)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Record the compiled graphs of rank 0, if any."""
+        graphs, seconds = compiled_graphs()
+        if graphs and state.is_world_process_zero and (self.folder / MANIFEST_FILE).exists():
+            later = graphs - self._graphs_at_start
+            found = {"graphs": graphs, "after_first_step": later, "seconds": round(seconds, 3)}
+            update_manifest(self.folder, {COMPILED_KEY: found})

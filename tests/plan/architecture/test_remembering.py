@@ -13,6 +13,7 @@ import pytest
 
 from tunebook.errors import RequestError
 from tunebook.plan import architecture as meta_device
+from tunebook.plan.architecture import TraceScope
 
 ANSWER = {
     "architecture": "XForCausalLM", "num_parameters": 1000, "num_layers": 2, "hidden_size": 8, "intermediate_size": 16,
@@ -180,12 +181,18 @@ def test_a_refusal_says_what_to_do_and_is_not_remembered(file, asked, cache, ans
 def test_the_process_ends_without_an_answer(file, monkeypatch):
     """As it would where torch is broken: its last words are the reason."""
     monkeypatch.setattr(meta_device.sys, "executable", "/bin/false")
-    assert meta_device._ask(file, False, False) == {"error": "cannot-build", "reason": "the process ended with 1"}
+    assert meta_device._ask(file, False, TraceScope.whole) == {
+        "error": "cannot-build",
+        "reason": "the process ended with 1",
+    }
 
 
 def test_a_process_that_takes_too_long_is_ended(file, monkeypatch):
     monkeypatch.setattr(meta_device, "_MAX_SILENCE_S", 0.001)
-    assert meta_device._ask(file, False, False) == {"error": "cut-off", "reason": "nothing new was found for 0 s"}
+    assert meta_device._ask(file, False, TraceScope.whole) == {
+        "error": "cut-off",
+        "reason": "nothing new was found for 0 s",
+    }
 
 
 def test_a_process_that_takes_long_and_finds_something_now_and_then_is_waited_for(tmp_path, monkeypatch):
@@ -257,8 +264,9 @@ def test_being_cut_off_says_nothing_against_the_file(file, asked):
 
 def test_a_run_on_a_cpu_traces_less_and_takes_a_whole_trace_if_there_is_one(file, asked, cache, monkeypatch):
     ways = []
-    monkeypatch.setattr(meta_device, "_ask", lambda _, __, is_fp32_only: ways.append(is_fp32_only) or asked.answer)
-    for is_fp32_only in (True, True, False, True):
-        meta_device.trace_file(file, is_fp32_only=is_fp32_only)
-    assert ways == [True, False]
-    assert len([*cache.glob("*.json")]) == 2
+    monkeypatch.setattr(meta_device, "_ask", lambda _, __, scope: ways.append(scope.name) or asked.answer)
+    whole, full, fp32 = TraceScope.whole, TraceScope.full, TraceScope.fp32
+    for scope in (fp32, fp32, full, full, whole, fp32, full):
+        meta_device.trace_file(file, scope=scope)
+    assert ways == ["fp32", "full", "whole"]
+    assert len([*cache.glob("*.json")]) == 3

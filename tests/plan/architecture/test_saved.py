@@ -8,7 +8,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.book import book_root
-from tunebook.plan.architecture import saved, trace_file
+from tunebook.plan.architecture import TraceScope, saved, trace_file
 from tunebook.plan.architecture.kernels import CudaAutocast
 
 pytestmark = pytest.mark.usefixtures("own_compiler")
@@ -172,15 +172,18 @@ def test_three_lengths_give_a_parabola():
     assert saved._curve([7 + 5 * length + 3 * length**2 for length in lengths]) == pytest.approx((7, 5, 3))
 
 
-def test_a_mode_that_cannot_be_run_is_left_out(config_of, monkeypatch):
+@pytest.mark.parametrize(
+    ("scope", "modes"), [(TraceScope.whole, 36), (TraceScope.full, 4 * 3 + 2 * 2), (TraceScope.fp32, 2 * 3)]
+)
+def test_a_mode_that_cannot_be_run_is_left_out(config_of, monkeypatch, own_compiler, scope, modes):
     def fail(*_):
         raise RuntimeError("no fake kernel")
 
     config = config_of("llama")
     monkeypatch.setattr(saved, "_saved_by_layer", fail)
     layers, looked_at = torch.nn.ModuleList([torch.nn.Linear(1, 1)]), []
-    assert saved.measure_saved(config, layers, {}, lambda: looked_at.append(None)) == {}
-    assert len(looked_at) == len(saved._MODES), "and is said to be done, like every other"
+    assert saved.measure_saved(config, layers, {}, lambda: looked_at.append(None), scope=scope) == {}
+    assert len(looked_at) == modes, "and is said to be done, like every other of the scope"
 
 
 @pytest.mark.parametrize("mode", [("autocast", "full", "sdpa"), ("bf16", "adapter", "flash")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,10 +16,11 @@ from tunebook.config.choices import (
     Offload,
     PackingMode,
     PeftMethod,
+    Source,
     Strategy,
     WrapPolicy,
 )
-from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
+from tunebook.config.schema import DatasetConfig, FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.facts.architectures import COMPILED_ARCHITECTURES, VARLEN_ARCHITECTURES
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.rules import check
@@ -268,3 +270,28 @@ def test_an_attention_that_the_architecture_lacks_is_not_taken(
     assert (choices["attention.implementation"].value, resolution.config.packing.mode) == (expected, packing)
     if expected == "eager":
         assert choices["attention.implementation"].why == f"{architecture} cannot attend by sdpa, but by eager"
+
+
+@pytest.mark.parametrize(("steps", "is_compiled"), [(30, False), (30_000, True)])
+def test_blocks_are_compiled_where_a_run_on_files_can_gain_what_that_costs(
+    undecided, machine, tmp_path, steps, is_compiled
+):
+    (tmp_path / "few.jsonl").write_text('{"text": "one two three"}\n' * 100)
+    undecided.dataset = DatasetConfig(source=Source.files, path=str(tmp_path / "few.jsonl"))
+    undecided.training.max_steps = steps
+    config, why = decided(undecided, machine(H200))
+    assert config.model.compile_layers is is_compiled
+    if not is_compiled:
+        assert config.attention.implementation is Attention.flash_attention_2
+        found = re.search(r"cost at least 15 s, and save at most (\d+) s of steps estimated to take (\d+) s", why)
+        saved, seconds = map(int, found.groups())
+        assert saved == pytest.approx(seconds * (1 - 1 / 1.63), abs=1)
+    undecided.model.compile_layers = True
+    config, why = decided(undecided, machine(H200))
+    assert (config.model.compile_layers, why) == (True, "as asked")
+
+
+def test_a_few_steps_on_generated_documents_are_compiled_as_the_run_that_they_measure(undecided, machine):
+    undecided.dataset = DatasetConfig(source=Source.synthetic)
+    undecided.training.max_steps = 3
+    assert decided(undecided, machine(H200))[0].model.compile_layers is True

@@ -7,7 +7,8 @@
     kernels    stand-ins for GPU kernels, and CUDA's autocast
     (here)     starts that process and caches its answer under the config.json's hash
 
-The first trace takes 5 to 180 seconds, depending on architecture and cores. It needs no weights, no GPU and no network.
+The first trace takes 5 to 180 seconds, depending on architecture, cores and scope. It needs no weights, no GPU and no
+network.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
+from enum import Enum
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -40,11 +42,21 @@ STATED_FACTS = "stated_facts"  # key for stated sizes instead of a config.json
 _PACKAGES = ("torch", "transformers", "peft")
 
 
-def trace_file(config_file: Path, *, trust_remote_code: bool = False, is_fp32_only: bool = False) -> ModelFacts | None:
+class TraceScope(Enum):
+    """The modes of training that are traced: all, or those that a run can have, which takes a fraction of the time."""
+
+    whole = "whole"
+    full = "full"  # a full fine-tune: nothing with adapters, which are two thirds of the work
+    fp32 = "fp32"  # on a CPU: nothing in 16 bits
+
+
+def trace_file(
+    config_file: Path, *, trust_remote_code: bool = False, scope: TraceScope = TraceScope.whole
+) -> ModelFacts | None:
     """The facts of the model that a config.json describes; None if torch or transformers is not installed.
 
-    `is_fp32_only`: skip what only a GPU run needs, which takes a fraction of the time. Raises: RequestError if
-    transformers has no such causal language model, or cannot build it.
+    A cached answer of the whole scope serves every other one. Raises: RequestError if transformers has no such causal
+    language model, or cannot build it.
     """
     if (shipped := _shipped(config_file)) is not None:
         return shipped
@@ -53,11 +65,12 @@ def trace_file(config_file: Path, *, trust_remote_code: bool = False, is_fp32_on
         return None
     key = hashlib.sha256(config_file.read_bytes() + json.dumps([_FORM, versions], sort_keys=True).encode()).hexdigest()
     folder = cache_root() / "architectures"
-    whole, cached = folder / f"{key}.json", folder / f"{key}{'.fp32' if is_fp32_only else ''}.json"
-    facts = _read(whole) or (_read(cached) if is_fp32_only else None)
+    whole = folder / f"{key}.json"
+    cached = whole if scope is TraceScope.whole else folder / f"{key}.{scope.name}.json"
+    facts = _read(whole) or _read(cached)
     if facts is None:
         _say_once(f"tracing the layers of {config_file}, once: this takes 5 to 180 s, longer on a busy machine")
-        answer = _ask(config_file, trust_remote_code, is_fp32_only)
+        answer = _ask(config_file, trust_remote_code, scope)
         if "error" in answer:
             raise _refusal(config_file, answer, trust_remote_code)
         facts = facts_from_json(answer)
@@ -65,7 +78,7 @@ def trace_file(config_file: Path, *, trust_remote_code: bool = False, is_fp32_on
     return facts
 
 
-def trace_stated(facts: ModelFacts, *, is_fp32_only: bool = False) -> MeasuredLayers | None:
+def trace_stated(facts: ModelFacts, *, scope: TraceScope = TraceScope.whole) -> MeasuredLayers | None:
     """Trace the layers of an architecture with stated sizes that are not in the book; None if tracing fails."""
     sizes = asdict(facts)
     del sizes["measured"]
@@ -73,7 +86,7 @@ def trace_stated(facts: ModelFacts, *, is_fp32_only: bool = False) -> MeasuredLa
         file = Path(folder) / "config.json"
         file.write_text(json.dumps({STATED_FACTS: sizes}), encoding="utf-8")
         try:
-            traced = trace_file(file, is_fp32_only=is_fp32_only)
+            traced = trace_file(file, scope=scope)
         except RequestError:  # a rule or the loader reports it in the user's terms
             return None
     return None if traced is None else traced.measured
@@ -111,7 +124,7 @@ def _read(file: Path) -> ModelFacts | None:
         return None
 
 
-def _ask(config_file: Path, trust_remote_code: bool, is_fp32_only: bool) -> dict[str, Any]:
+def _ask(config_file: Path, trust_remote_code: bool, scope: TraceScope) -> dict[str, Any]:
     """Run the measuring process and return its answer; a crash or timeout becomes an error entry."""
     paths = [str(Path(tunebook.__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
@@ -124,7 +137,7 @@ def _ask(config_file: Path, trust_remote_code: bool, is_fp32_only: bool) -> dict
     with tempfile.TemporaryDirectory(prefix="tunebook-") as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-P", "-m", "tunebook.plan.architecture.measure", str(config_file), str(answer)]
-        command += ["--trust-remote-code"] * trust_remote_code + ["--fp32-only"] * is_fp32_only
+        command += ["--scope", scope.name, *["--trust-remote-code"] * trust_remote_code]
         said = _run(command, environment, progress_file(answer))
         if said is None:
             return {"error": "cut-off", "reason": f"nothing new was found for {_MAX_SILENCE_S:.0f} s"}

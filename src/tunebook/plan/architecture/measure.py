@@ -1,6 +1,6 @@
 """Build a model from its config.json without memory for its weights, and write the facts that planning needs.
 
-    python -m tunebook.plan.architecture.measure CONFIG_FILE ANSWER_FILE [--trust-remote-code]
+    python -m tunebook.plan.architecture.measure CONFIG_FILE ANSWER_FILE [--trust-remote-code] [--scope NAME]
     python -m tunebook.plan.architecture.measure --book [NAME ...]    (the files beside hydra_configs/model/NAME.yaml)
 
 It runs in its own process because it imports torch and transformers, which `tunebook plan` must not import.
@@ -44,7 +44,7 @@ from tunebook.errors import nearest
 from tunebook.facts.attention import ATTENTIONS, FLEX, MASKED, WITHOUT_KERNEL
 from tunebook.files import sha256_file
 from tunebook.model.load import architecture_from_facts
-from tunebook.plan.architecture import STATED_FACTS, progress_file
+from tunebook.plan.architecture import STATED_FACTS, TraceScope, progress_file
 from tunebook.plan.architecture.base_model import CHOSEN_EXPERTS
 from tunebook.plan.architecture.saved import (
     LENGTHS,
@@ -92,7 +92,7 @@ def describe(
     config_file: Path,
     *,
     trust_remote_code: bool,
-    is_fp32_only: bool = False,
+    scope: TraceScope = TraceScope.whole,
     on_found: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Return `model.facts` as plain values, or `error` and `reason`. `on_found` is called after each slow part."""
@@ -110,7 +110,7 @@ def describe(
         return {"error": "cannot-build", "reason": _error_text(error)}
     if model.get_output_embeddings() is None or model.get_input_embeddings() is None:
         return {"error": "unknown-architecture", "reason": f"{type(model).__name__} has no output head over its words"}
-    return _facts(config, model, options, on_found, is_fp32_only)
+    return _facts(config, model, options, on_found, scope)
 
 
 def _config(config_file: Path, options: dict[str, Any]) -> Any:
@@ -160,14 +160,14 @@ def _error_text(error: Exception) -> str:
 
 
 def _facts(
-    config: Any, model: Any, options: dict[str, Any], on_found: Callable[[], None], is_fp32_only: bool
+    config: Any, model: Any, options: dict[str, Any], on_found: Callable[[], None], scope: TraceScope
 ) -> dict[str, Any]:
     text = config.get_text_config(decoder=True)
     layers = decoder_layers(text_decoder(model), text.num_hidden_layers)
     words = model.get_input_embeddings().weight
     linear: list[Any] = [module for module in layers.modules() if is_linear(module)]
-    saved = measure_saved(config, layers, options, on_found, False, is_fp32_only)
-    beside = measure_saved(config, layers, options, on_found, True, is_fp32_only) if has_stacked_experts(model) else {}
+    saved = measure_saved(config, layers, options, on_found, False, scope)
+    beside = measure_saved(config, layers, options, on_found, True, scope) if has_stacked_experts(model) else {}
     try:
         unreached = _unreached(config, options)
     except RuntimeError as error:
@@ -335,7 +335,7 @@ def main() -> None:
     parser.add_argument("config_file", type=Path, nargs="?")
     parser.add_argument("answer_file", type=Path, nargs="?")
     parser.add_argument("--trust-remote-code", action="store_true")
-    parser.add_argument("--fp32-only", action="store_true", help="what a run on a CPU needs")
+    parser.add_argument("--scope", choices=TraceScope.__members__, default=TraceScope.whole.name)
     parser.add_argument("--book", nargs="*", metavar="NAME")
     arguments = parser.parse_args()
     if arguments.book is not None:
@@ -352,7 +352,7 @@ def main() -> None:
     answer = describe(
         arguments.config_file,
         trust_remote_code=arguments.trust_remote_code,
-        is_fp32_only=arguments.fp32_only,
+        scope=TraceScope[arguments.scope],
         on_found=note,
     )
     arguments.answer_file.write_text(json.dumps(answer), encoding="utf-8")

@@ -30,6 +30,7 @@ from transformers.initialization import no_init_weights
 from tunebook.config.model_facts import OFFLOADED
 from tunebook.config.unreached import expression
 from tunebook.facts.compiling import set_up_compiler
+from tunebook.plan.architecture import TraceScope
 from tunebook.plan.architecture.kernels import (
     MASKED,
     UNMASKED,
@@ -62,7 +63,7 @@ _MODES = (
 )
 _MAX_LAYERS = 12  # most layers that a prefix has
 _MOST_BEING_COPIED, _SMALLEST_BYTES = 5, 1024  # TRL's max_fwd_stash_size and min_offload_size
-_WORKERS = 4  # processes; compiling takes some seconds a mode
+_WORKERS = 8  # processes; compiling takes some seconds a mode, and there are up to 12 such modes
 _MACHINES = (MemoryError, ImportError, OSError)  # machine faults; must not be cached as facts of a model
 _known: list[Any] = []  # in a worker: config, kinds of layers, options
 
@@ -73,7 +74,7 @@ def measure_saved(
     options: dict[str, Any],
     on_found: Callable[[], None] = lambda: None,
     beside_experts: bool = False,
-    is_fp32_only: bool = False,
+    scope: TraceScope = TraceScope.whole,
 ) -> dict[str, list[int]]:
     """Return six numbers by "format/method/kernels", as in `MeasuredLayers`; modes that fail to run are left out.
 
@@ -84,17 +85,23 @@ def measure_saved(
     that are not compiled.
 
     Compiled layers are traced only if they have attention: recurrent layers such as RWKV's take minutes to compile.
-    `is_fp32_only`: the modes of a run on a CPU, a sixth of all.
+    Only the modes of the scope are traced.
     """
     known = (config, _kinds(config, layers), options)
     has_attention = bool(getattr(config.get_text_config(decoder=True), "num_attention_heads", None))
     modes = [mode for mode in _MODES if has_attention or mode[2] not in COMPILED]
-    if is_fp32_only:
+    if scope is TraceScope.fp32:
         modes = [mode for mode in modes if mode[0] == "fp32"]
+    if scope is TraceScope.full:
+        modes = [mode for mode in modes if mode[1] == "full"]
     if beside_experts:  # not compiled: compiled traces with adapters on experts are missing too, and take a minute
         modes = [mode for mode in modes if mode[1] == "adapter" and mode[2] not in COMPILED]
     seen = [(number_format, _BESIDE if beside_experts else method, kernels) for number_format, method, kernels in modes]
-    workers = min(_WORKERS, os.cpu_count() or 1)
+    if not modes:
+        return {}
+    workers = min(_WORKERS, os.cpu_count() or 1, len(modes))
+    if any(mode[2] in COMPILED for mode in modes):
+        _load_compiler()
     with ProcessPoolExecutor(workers, get_context("fork"), initializer=_set_worker_state, initargs=known) as pool:
         asked = [pool.submit(_measure_in_worker, mode) for mode in seen]
         for _ in as_completed(asked):
@@ -105,6 +112,14 @@ def measure_saved(
             for mode, by_way in zip(modes, found, strict=True)
             for way, numbers in by_way.items()
         }
+
+
+def _load_compiler() -> None:
+    """Compile something small before the workers are forked, or each of them would import the compiler: 3 s of CPU."""
+    layers = nn.ModuleList([nn.Linear(4, 4)])
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _compile(layers, recomputes=False)
+        layers[0](torch.zeros(2, 4))
 
 
 def _set_worker_state(*known: Any) -> None:

@@ -8,9 +8,13 @@ stay disabled, with the reason; model.compile_layers=true requests them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, WrapPolicy
+from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, Source, WrapPolicy
 from tunebook.config.schema import FsdpConfig, RunConfig
+from tunebook.data.batch import solve_batch
+from tunebook.data.mean_length import with_file_estimate
+from tunebook.errors import RequestError
 from tunebook.facts.architectures import (
     COMPILED_ARCHITECTURES,
     VARLEN_ARCHITECTURES,
@@ -19,9 +23,12 @@ from tunebook.facts.architectures import (
     without_flash_attn,
 )
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, COMPILED_BETA, INSTALLED, MASKED, UNDECIDED
+from tunebook.facts.compiling import COMPILE_SECONDS, LARGEST_GAIN
 from tunebook.facts.generations import GENERATIONS, can_run
 from tunebook.facts.sharing import is_offloaded
 from tunebook.facts.strategies import strategy_facts
+from tunebook.plan.rules import check
+from tunebook.plan.speed.throughput import plan_time
 from tunebook.train.packages import installed_version
 
 # Kernels tested in compiled blocks with packed rows; `auto` takes the first.
@@ -77,6 +84,33 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
         yield "blocks were not compiled yet where weights, optimizer or activations are in host memory or on a disk"
     if config.peft.method is PeftMethod.qlora:
         yield "blocks were not compiled over a quantized base yet (peft=qlora)"
+
+
+def why_not_worth_compiling(config: RunConfig) -> str | None:
+    """Why compiling costs more time than the whole run can gain by it; None if it may gain, or nothing is known.
+
+    `config` is the resolved run without compiled blocks. Its time is estimated from the data set's facts, and for local
+    files without facts from their sizes.
+    """
+    # A few steps on generated documents measure the run that they stand for, which is longer.
+    is_measurement = config.dataset.source is Source.synthetic
+    if is_measurement or any(problem.is_error for problem in check(config)):
+        return None
+    config = replace(config, dataset=with_file_estimate(config.dataset))
+    try:
+        hours = plan_time(config, solve_batch(config, None)).hours
+    except RequestError:  # a batch that cannot be divided is reported by the plan
+        return None
+    if hours is None:
+        return None
+    seconds = hours * 3600
+    saved = seconds * (1 - 1 / LARGEST_GAIN)
+    if saved >= COMPILE_SECONDS:
+        return None
+    return (
+        f"compiling would cost at least {COMPILE_SECONDS:.0f} s, and save at most {saved:.0f} s of steps estimated to "
+        f"take {seconds:.0f} s; model.compile_layers=true compiles anyway"
+    )
 
 
 def decide_head(config: RunConfig) -> tuple[bool, str]:

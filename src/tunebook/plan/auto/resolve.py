@@ -7,7 +7,7 @@ With these, each strategy is tried. The strategy decides the row length and how 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tunebook.config.choices import (
     Compute,
@@ -25,10 +25,11 @@ from tunebook.facts.generations import GENERATIONS
 from tunebook.facts.strategies import strategy_facts
 from tunebook.hardware.detect import Machine
 from tunebook.model.base_config import brings_code, read_dtype
+from tunebook.plan.architecture import TraceScope
 from tunebook.plan.architecture.base_model import read_facts
-from tunebook.plan.auto.decisions import Choice, Decisions
+from tunebook.plan.auto.decisions import AS_ASKED, Choice, Decisions
 from tunebook.plan.auto.hardware import decide_hardware
-from tunebook.plan.auto.kernels import decide_attention, decide_compiling, decide_head
+from tunebook.plan.auto.kernels import decide_attention, decide_compiling, decide_head, why_not_worth_compiling
 from tunebook.plan.auto.parallelism import decide_strategy
 from tunebook.plan.auto.passes import decide_passes
 from tunebook.plan.rules.attention import leaks
@@ -37,6 +38,8 @@ from tunebook.train.requirements import hardware_problem
 
 __all__ = ["Choice", "Resolution", "resolve_auto"]
 
+COMPILING = "model.compile_layers"
+_NOT_COMPARED = "not compiled, to compare the two ways"  # replaced by a reason before anyone sees it
 _MOST_PARTS = 3  # most parts to list
 
 
@@ -63,10 +66,29 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     config.json cannot be read, or for a number that cannot be computed with.
     """
     refuse_absurd(config)
+    resolution = _resolve(config, machine)
+    if not _compiles_by_auto(resolution):
+        return resolution
+    # The time to save depends on the rows, which depend on whether blocks are compiled: both ways are resolved.
+    not_compiled = _resolve(config, machine, why_not_compiled=_NOT_COMPARED)
+    why = why_not_worth_compiling(not_compiled.config)
+    if why is None:
+        return resolution
+    choices = [replace(one, why=why) if one.why == _NOT_COMPARED else one for one in not_compiled.choices]
+    return replace(not_compiled, choices=choices)
+
+
+def _compiles_by_auto(resolution: Resolution) -> bool:
+    (choice,) = [one for one in resolution.choices if one.key == COMPILING]
+    return choice.value is True and choice.why != AS_ASKED
+
+
+def _resolve(config: RunConfig, machine: Machine, *, why_not_compiled: str | None = None) -> Resolution:
+    """Resolve everything, with `why_not_compiled` as the reason not to compile if that is left open."""
     decisions = Decisions(config)
     resolved = decisions.config
     decide_hardware(decisions, machine)
-    resolved.model.facts = read_facts(resolved.model, is_fp32_only=_is_in_fp32_on_a_cpu(resolved))
+    resolved.model.facts = read_facts(resolved.model, scope=_trace_scope(resolved))
     _note_unreached(decisions)
     problem = hardware_problem(resolved, machine)
     decisions.decide("precision.compute", lambda: _compute(resolved))
@@ -74,7 +96,10 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     decisions.decide("precision.tf32", lambda: _tf32(resolved))
     is_planned = problem is not None or starts_elsewhere(resolved)
     missing = None if is_planned else machine.missing_for_triton
-    decisions.decide("model.compile_layers", lambda: decide_compiling(resolved, missing))
+    decisions.decide(
+        COMPILING,
+        lambda: (False, why_not_compiled) if why_not_compiled is not None else decide_compiling(resolved, missing),
+    )
     decisions.decide("model.one_pass_head", lambda: decide_head(resolved))
     decisions.decide("attention.implementation", lambda: decide_attention(resolved, is_planned))
     decisions.decide("packing.mode", lambda: _packing(resolved))
@@ -88,12 +113,14 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     )
 
 
-def _is_in_fp32_on_a_cpu(config: RunConfig) -> bool:
-    """Whether the run is certainly fp32 on a CPU, whatever `auto` decides."""
+def _trace_scope(config: RunConfig) -> TraceScope:
+    """The modes that the run can have, whatever `auto` decides."""
     precision = config.precision
     is_fp32 = precision.compute in (Compute.auto, Compute.fp32)
     is_fp32 = is_fp32 and precision.master_weights in (MasterWeights.auto, MasterWeights.fp32)
-    return is_fp32 and config.hardware.generation is Generation.cpu
+    if is_fp32 and config.hardware.generation is Generation.cpu:
+        return TraceScope.fp32
+    return TraceScope.full if config.peft.method is PeftMethod.full else TraceScope.whole
 
 
 def _note_unreached(decisions: Decisions) -> None:
