@@ -1,4 +1,4 @@
-"""What rank 0 records of a training: the phases of its start, its processor, its waits for a core, and what it compiled."""
+"""What rank 0 records of a training: start-up phases, processor, waits for a core, and compiled graphs."""
 
 from __future__ import annotations
 
