@@ -19,6 +19,7 @@ import sys
 import tarfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ def run(recipe: str, seed: int, number: int, asked: argparse.Namespace) -> dict[
     """Train once; returns the line of results, with an `error` if it failed."""
     outputs = asked.output / "runs" / f"{recipe}-{number}-seed-{seed}"
     outputs.mkdir(parents=True)
-    words = [recipe, *LOCAL[recipe], f"training.seed={seed}", f"outputs={outputs}", *asked.overrides]
-    line: dict[str, Any] = {"recipe": recipe, "seed": seed, "at_once": asked.at_once, "overrides": asked.overrides}
+    overrides = [*LOCAL[recipe], f"training.seed={seed}", *asked.overrides]
+    words = [recipe, *overrides, f"outputs={outputs}"]
+    line: dict[str, Any] = {"name": outputs.name, "recipe": recipe, "overrides": overrides, "gpus": 1}
+    line |= {"seed": seed, "at_once": asked.at_once, "date": date.today().isoformat()}
     started = time.monotonic()
     with (outputs / "log.txt").open("w") as log:
         command = [sys.executable, "-m", "tunebook", "train", *words]
