@@ -173,7 +173,6 @@ def own_compiler() -> Iterator[None]:
     """
     from torch import _dynamo, compiler
     from torch._functorch import config as functorch
-    from torch._inductor import config as inductor
 
     defaults = {
         "ban_recompute_materialized_backward": True,
@@ -184,7 +183,6 @@ def own_compiler() -> Iterator[None]:
         _dynamo.config.patch(optimize_ddp=True),
         compiler.config.patch(dynamic_sources=""),
         functorch.patch(defaults),
-        inductor.patch({"triton.mix_order_reduction_non_strict_mode": False}),
     ):
         yield
     _dynamo.reset()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.config.compose import compose
-from tunebook.facts.compiling import COMPILE_SECONDS, LARGEST_GAIN, compilation_notice, set_up_compiler
+from tunebook.facts.compiling import COMPILE_SECONDS, LARGEST_GAIN, compilation_notice
 from tunebook.hardware.detect import Machine
 from tunebook.plan.auto.resolve import resolve_auto
 
@@ -61,12 +61,3 @@ def test_what_compiling_costs_and_gains_is_what_was_recorded():
               and line.get("seconds_per_step") and other.get("seconds_per_step")]  # fmt: skip
     assert len(ratios) > 10
     assert max(ratios) == pytest.approx(LARGEST_GAIN, abs=0.005)
-
-
-def test_a_norms_backward_pass_puts_no_condition_on_the_row_length(own_compiler):
-    """torch's option must exist by this name: else the first row beyond a limit would compile the blocks again."""
-    from torch._inductor import config as inductor
-
-    assert inductor.triton.mix_order_reduction_non_strict_mode is False
-    set_up_compiler(recomputes=False)
-    assert inductor.triton.mix_order_reduction_non_strict_mode is True

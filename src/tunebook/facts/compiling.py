@@ -36,13 +36,6 @@ _REASONS_TO_KEEP = (
     "ban_recompute_long_fusible_chains",
 )
 
-# torch fuses the two sums of a norm's backward pass, over features and over tokens, only in rows of at least 4,096
-# tokens, of twice as many tokens as features, and of 5 x 2**20 numbers (2.11 and 2.13, `MixOrderReduction.can_fuse`).
-# Each limit becomes a condition on the row length, so the first row on its other side compiled the block again: the
-# third step of Llama 3 8B in rows of 8,192 tokens took 7 to 12 s instead of 3.2 (h200x4_speed.jsonl). With this option
-# torch fuses in rows of any length.
-_FUSES_ANYWAY = "mix_order_reduction_non_strict_mode"
-
 
 def set_up_compiler(*, recomputes: bool) -> None:
     """Set up torch before a block is compiled: pass lengths are dynamic, and each block is one graph.
@@ -52,15 +45,12 @@ def set_up_compiler(*, recomputes: bool) -> None:
     import torch
     from torch._dynamo import config as dynamo
     from torch._functorch import config as functorch
-    from torch._inductor import config as inductor
 
     # torch would cut graphs at the ends of DDP's buckets, to send gradients while the rest of a graph runs. Separate
     # blocks allow that already. Cut blocks kept 8 GiB more of Qwen2.5-3B's activations and were slower (2 H200, rows of
     # 8,192 tokens: h200_speed_spread.jsonl).
     dynamo.optimize_ddp = False
     torch.compiler.config.dynamic_sources = _OPEN
-    if hasattr(inductor.triton, _FUSES_ANYWAY):  # torch 2.10 has only the rule below
-        setattr(inductor.triton, _FUSES_ANYWAY, True)
     for reason in _REASONS_TO_KEEP:
         setattr(functorch, reason, not recomputes)
 
