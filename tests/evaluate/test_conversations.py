@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tunebook.evaluate.harness import (
     check_prompt_lengths,
     render_conversations,
 )
+from tunebook.model.chat_templates import read_chat_template
 
 
 def write(folder: Path, *records: object) -> Path:
@@ -67,3 +69,15 @@ def test_a_prompt_too_long_for_the_answer_is_refused(tmp_path: Path, tokenizer: 
     message = rf"1 of 1 held-out prompts are longer than the {num_tokens - 1} tokens.*the longest has {num_tokens}\)"
     with pytest.raises(DataError, match=message):
         check_prompt_lengths(items, tokenizer, num_tokens - 1)
+
+
+def test_a_call_of_a_tool_is_expected_as_json(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    tokenizer = deepcopy(tokenizer)
+    tokenizer.chat_template = read_chat_template("trl:qwen2_5_training")
+    call = '{"name": "weather", "arguments": {"city": "Rome"}}'
+    tools = '[{"name": "weather", "description": "of a city", "parameters": {}}]'
+    record = sharegpt(("human", "Rain in Rome?"), ("function_call", call), tools=tools)
+    (item,) = render_conversations(write(tmp_path, record), None, tokenizer)
+    assert json.loads(item["answer"]) == [json.loads(call)]
+    assert item["prompt"].endswith("Rain in Rome?<|im_end|>\n<|im_start|>assistant\n")
+    assert "of a city" in item["prompt"]
