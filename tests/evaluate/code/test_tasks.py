@@ -13,6 +13,7 @@ import pytest
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedTokenizerBase
 
+from tunebook.errors import RequestError
 from tunebook.evaluate.code.code_task import FOLDER, book_task_files
 from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks
 from tunebook.evaluate.task_files import TaskFile, read_task_config, read_task_file, resolve_task, task_folder
@@ -105,6 +106,15 @@ def test_problems_of_a_file_are_asked_as_those_of_the_hub(
     expected = own_task("humaneval", local_data("humaneval", tmp_path, mbpp), settings, tmp_path)
     [task] = load_tasks([resolve_task(f"humaneval@{file}")], settings).tasks.values()
     assert task.is_code and requests_of(task, settings) == requests_of(expected, settings)
+
+
+def test_a_file_without_the_fields_of_the_task_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = tmp_path / "problems.jsonl"
+    file.write_text('{"question": "1 + 1"}\n')
+    with pytest.raises(
+        RequestError, match=r"humaneval.yaml with the problems in /.*/problems.jsonl: 'prompt' is undef"
+    ):
+        load_tasks([resolve_task(f"humaneval@{file}")], settings_of(tokenizer, tmp_path))
 
 
 def test_no_shipped_task_executes_or_imports_anything() -> None:
