@@ -12,7 +12,7 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import UnsupportedValueType
 
-from tunebook.config.book import as_word, placed, resolve_path
+from tunebook.config.book import as_word, placed, problems_of, resolve_path
 from tunebook.config.choices import Strategy
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config, place_paths, plain_config, typed_in, typed_in_of
@@ -20,7 +20,8 @@ from tunebook.config.identity import config_hash
 from tunebook.config.schema import GROUPS, HardwareConfig, ModelConfig, RunConfig
 
 RELATIVE = ["model.path=m/base", "dataset.path='chats/*.jsonl'", "dataset.validation_path=held_out.jsonl",
-            "model.chat_template=my.jinja", "model.tokenizer=m/words", "evaluation.tasks=[gsm8k,my.yaml]"]  # fmt: skip
+            "model.chat_template=my.jinja", "model.tokenizer=m/words",
+            "evaluation.tasks=[gsm8k,my.yaml,humaneval@my.jsonl.gz]"]  # fmt: skip
 
 
 @pytest.fixture
@@ -51,6 +52,7 @@ def test_a_run_finds_its_files_from_another_folder(work: Path, tmp_path: Path, m
     texts.append(read.evaluation.tasks[1])
     names = ["m/base", "my.jinja", "m/words", "chats/*.jsonl", "held_out.jsonl", "my.yaml"]
     assert [resolve_path(text) for text in texts if text is not None] == [work / name for name in names]
+    assert resolve_path(problems_of(read.evaluation.tasks[2]) or "") == work / "my.jsonl.gz"
     assert resolve_path(read.evaluation.tasks[0]) == tmp_path / "gsm8k", "a name, and no file of that folder"
     assert typed_in_of(file) == work
 
@@ -131,6 +133,7 @@ def test_libraries_that_refuse_a_placed_path_or_lose_its_folder(tmp_path: Path) 
 
 def test_placed_path_is_absolute_for_another_process(tmp_path: Path) -> None:
     assert as_word(placed("my.yaml", tmp_path)) == str(tmp_path / "my.yaml")
+    assert as_word(placed("humaneval@my.jsonl", tmp_path)) == f"humaneval@{tmp_path}/my.jsonl"
     assert as_word("my.yaml") == "my.yaml"
 
 

@@ -239,6 +239,14 @@ def test_a_task_is_told_in_one_line_and_each_thing_to_do_once() -> None:
     ]
 
 
+def test_problems_of_a_code_task_may_be_a_local_file() -> None:
+    missing = [Missing(task=task, lacks="x is not here") for task in ("gsm8k", "humaneval", "mbpp")]
+    assert describe_missing(missing)[-2:] == [
+        "with a network, type: tunebook fetch tasks=gsm8k,humaneval,mbpp",
+        "or with the problems in a local file, type: tasks=humaneval@FILE,mbpp@FILE",
+    ]
+
+
 PUNKT_TAB = "punkt_tab"
 INDEX = """<nltk_data><packages><package id="{id}" name="{id}" subdir="tokenizers" url="{url}" unzip="1"
   size="{size}" unzipped_size="4" checksum="{md5}" sha256_checksum="{sha256}"/></packages><collections/></nltk_data>"""

@@ -19,7 +19,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from tunebook.config.book import PlacedPath, is_relative, is_template_name, placed, resolve_path
+from tunebook.config.book import (
+    PlacedPath,
+    is_relative,
+    is_task_file,
+    is_template_name,
+    placed,
+    problems_of,
+    resolve_path,
+)
 from tunebook.config.choices import LauncherName, Strategy
 from tunebook.config.interpolation import escaped, to_object
 from tunebook.config.model_facts import ARCHITECTURE_FILE, MeasuredLayers, layers_from_json, layers_to_json
@@ -57,7 +65,6 @@ _SINCE_DECIDED = (("model", "compile_layers", False), ("model", "one_pass_head",
 
 # Not a key of the configuration, and in no hash: the same settings are the same run wherever they are typed.
 TYPED_IN_KEY = "typed_in"
-_TASK_FILES = (".yaml", ".yml")  # other words among the tasks are names
 
 
 def bring_up_to_date(parts: dict[str, Any]) -> None:
@@ -173,17 +180,18 @@ def place_paths(config: RunConfig, folder: Path) -> None:
     for section, key in list(_relative_paths(config, folder)):
         value = getattr(section, key)
         if isinstance(value, list):
-            setattr(section, key, [placed(task, folder) if _is_task_file(task) else task for task in value])
+            setattr(section, key, [placed(task, folder) if _is_relative_task(task) else task for task in value])
         else:
             setattr(section, key, placed(value, folder))
 
 
-def _is_task_file(task: str) -> bool:
-    return task.endswith(_TASK_FILES) and is_relative(task)
+def _is_relative_task(task: str) -> bool:
+    problems = problems_of(task)
+    return is_relative(task if problems is None else problems) and (problems is not None or is_task_file(task))
 
 
 def _path_texts(value: str | list[str]) -> list[str]:
-    return [value] if isinstance(value, str) else [task for task in value if _is_task_file(task)]
+    return [value] if isinstance(value, str) else [task for task in value if _is_relative_task(task)]
 
 
 def _relative_paths(config: RunConfig, folder: Path | None) -> Iterator[tuple[Any, str]]:
@@ -199,7 +207,7 @@ def _relative_paths(config: RunConfig, folder: Path | None) -> Iterator[tuple[An
         text = getattr(section, key)
         if text and is_relative(text) and (resolve_path(text) if folder is None else folder / text).exists():
             yield section, key  # else it is a name on the hub
-    if any(map(_is_task_file, config.evaluation.tasks)):
+    if any(map(_is_relative_task, config.evaluation.tasks)):
         yield config.evaluation, "tasks"
 
 

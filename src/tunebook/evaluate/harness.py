@@ -149,6 +149,8 @@ def _load(task: TaskFile | str, settings: HarnessSettings) -> dict[str, Any]:
     from tunebook.evaluate.task_requirements import harness_index
 
     name = task if isinstance(task, str) else str(task.file)
+    if isinstance(task, TaskFile) and task.code is not None and task.code.problems is not None:
+        name += f" with the problems in {task.code.problems}"
     group = task if isinstance(task, TaskFile) and task.is_group else None
     seed_libraries()  # tasks such as gpqa shuffle their choices while they are loaded
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tunebook.errors import RequestError
+from tunebook.evaluate.code.code_task import book_task_files
 from tunebook.evaluate.task_files import TaskFile, resolve_task
 from tunebook.files import cache_root
 from tunebook.model.hub import is_out_of_reach, token_problem
@@ -143,8 +144,10 @@ def describe_missing(missing: list[Missing]) -> list[str]:
         by_task.setdefault(entry.task, []).append(entry.lacks)
     to_fetch = dict.fromkeys(entry.task for entry in missing if entry.fix is None)
     fetching = [f"with a network, type: tunebook fetch tasks={','.join(to_fetch)}"] if to_fetch else []
+    code = [f"{task}@FILE" for task in to_fetch if task in book_task_files()]
+    problems = [f"or with the problems in a local file, type: tasks={','.join(code)}"] if code else []
     fixes = dict.fromkeys(entry.fix for entry in missing if entry.fix is not None)
-    return [*(f"{task}: {'; '.join(what)}" for task, what in by_task.items()), *fetching, *fixes]
+    return [*(f"{task}: {'; '.join(what)}" for task, what in by_task.items()), *fetching, *problems, *fixes]
 
 
 def harness_environment(tasks: Iterable[str]) -> dict[str, str]:

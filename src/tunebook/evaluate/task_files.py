@@ -24,7 +24,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tunebook.config.book import book_root, is_task_file, recipe_folders, resolve_path
+from tunebook.config.book import book_root, is_task_file, problems_of, recipe_folders, resolve_path
 from tunebook.config.interpolation import to_object
 from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, TunebookError, did_you_mean, nearest
@@ -69,10 +69,28 @@ def resolve_task(task: str) -> TaskFile | str:
     """Return the task file, or the name if the harness knows it. Raises: RequestError."""
     if is_task_file(task):
         return read_task_file(resolve_path(task))
+    if (problems := problems_of(task)) is not None:
+        return _with_problems(task.partition("@")[0], resolve_path(problems))
     if task in book_task_files():
         return read_task_file(book_task_files()[task])
     check_harness_name(task)
     return task
+
+
+def _with_problems(name: str, problems: Path) -> TaskFile:
+    """Return one of the book's code tasks that reads its problems from a file. Raises: RequestError."""
+    if name not in book_task_files():
+        raise RequestError(
+            f"evaluation.tasks: '{name}@{problems}' gives a file of problems to '{name}', and only the book's code "
+            f"tasks take one.{did_you_mean(name, book_task_files())} They are {', '.join(book_task_files())}. Another "
+            "task on data of yours is a YAML file with dataset_path: json",
+            problem_id="problems-file",
+        )
+    if not problems.is_file():
+        raise RequestError(f"evaluation.tasks: there is no file {problems}", problem_id="problems-file")
+    task = read_task_file(book_task_files()[name])
+    assert task.code is not None
+    return replace(task, code=replace(task.code, problems=problems))
 
 
 def read_task_file(file: Path) -> TaskFile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,27 @@ def test_by_hand() -> None:
     assert BUILDERS["answer"](PROBLEM, answer) == answer
     assert BUILDERS["first_block"](PROBLEM, "python\nx = 1\n```") == "x = 1"
     assert BUILDERS["first_block"](PROBLEM, "x = 1\n") == ""
+
+
+def test_problems_are_read_from_a_named_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "mine.jsonl"
+    file.write_text("{}\n")
+    task, shipped = resolve_task("humaneval@mine.jsonl"), resolve_task("humaneval")
+    assert isinstance(task, TaskFile) and isinstance(shipped, TaskFile) and shipped.code is not None
+    assert (task.has_own_data, shipped.has_own_data) == (True, False)
+    assert task == replace(shipped, code=replace(shipped.code, problems=file))
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        ("humaneval@gone.jsonl", r"there is no file /.*/gone.jsonl$"),
+        ("humanevl@gone.jsonl", r"to 'humanevl', and only the book's code tasks .* Did you mean 'humaneval'\?"),
+        ("gsm8k@gone.jsonl", r"'gsm8k@/.*/gone.jsonl' .* a YAML file with dataset_path: json"),
+    ],
+)
+def test_a_file_of_problems_is_there_and_goes_to_a_code_task(task: str, says: str) -> None:
+    with pytest.raises(RequestError, match=says) as raised:
+        resolve_task(task)
+    assert raised.value.problem_id == "problems-file"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -12,9 +13,10 @@ import pytest
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedTokenizerBase
 
+from tunebook.errors import RequestError
 from tunebook.evaluate.code.code_task import FOLDER, book_task_files
 from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks
-from tunebook.evaluate.task_files import TaskFile, read_task_config, read_task_file, task_folder
+from tunebook.evaluate.task_files import TaskFile, read_task_config, read_task_file, resolve_task, task_folder
 from tunebook.evaluate.task_runs import requests_of
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
@@ -92,6 +94,27 @@ def test_mbpp_fenced_asks_what_mbpp_instruct_asks(
         for name in ("mbpp_instruct", "mbpp_fenced")
     ]
     assert asked[0] == asked[1]
+
+
+def test_problems_of_a_file_are_asked_as_those_of_the_hub(
+    tmp_path: Path, mbpp: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """The data set is replaced and nothing else; HumanEval's own file is compressed."""
+    settings = settings_of(tokenizer, tmp_path)
+    file = tmp_path / "problems.jsonl.gz"
+    file.write_bytes(gzip.compress((FOLDER / "small_python.jsonl").read_bytes()))
+    expected = own_task("humaneval", local_data("humaneval", tmp_path, mbpp), settings, tmp_path)
+    [task] = load_tasks([resolve_task(f"humaneval@{file}")], settings).tasks.values()
+    assert task.is_code and requests_of(task, settings) == requests_of(expected, settings)
+
+
+def test_a_file_without_the_fields_of_the_task_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    file = tmp_path / "problems.jsonl"
+    file.write_text('{"question": "1 + 1"}\n')
+    with pytest.raises(
+        RequestError, match=r"humaneval.yaml with the problems in /.*/problems.jsonl: 'prompt' is undef"
+    ):
+        load_tasks([resolve_task(f"humaneval@{file}")], settings_of(tokenizer, tmp_path))
 
 
 def test_no_shipped_task_executes_or_imports_anything() -> None:

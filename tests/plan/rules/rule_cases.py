@@ -527,6 +527,7 @@ CASES = [
     case("resume-not-found", "there is no folder", {"training.resume": "outputs/gone"}),
     case("hub-name-form", "'mymodel' does not have the form", {"training.push_to_hub": "mymodel"}),
     case("task-file-not-found", "there is no file", {"evaluation.tasks": ["gsm8k", "mine.yaml"]}),
+    case("task-file-not-found", "there is no file", {"evaluation.tasks": ["gsm8k", "humaneval@gone.jsonl"]}),
     case("task-named-twice", "gsm8k is named more", {"evaluation.tasks": ["gsm8k", "arc_easy", "gsm8k"]}),
     case("evaluation-never-runs", "both off", {"evaluation.after": False}, {"evaluation.tasks": ["gsm8k"]}),
     case("evaluation-never-runs", "no tasks", {"evaluation.before": True}),

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 _EXPORTS_FOLDER = "exports"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # our names, and torch's
+_LARGEST_ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # relative to a weight; half of the format's eps
 
 
 def export_command(
@@ -87,8 +88,22 @@ def export_command(
         say("  compute logits with")
     else:
         say(f"  loaded again: the logits of {check['logits']} {same}")
+    if note := rounding_note(exported):
+        say(f"  {note}")
     if exported.address is not None:
         say(f"uploaded: {exported.address}")
+
+
+def rounding_note(exported: Exported) -> str | None:
+    """Return what a narrower number format may lose of the training; None if nothing was rounded.
+
+    A short training with a low learning rate changes most weights by less than the format can hold.
+    """
+    origin = exported.origin
+    if origin.check["is_exact"] or "fp32" not in origin.stored_dtypes or origin.dtype not in _LARGEST_ROUNDING:
+        return None
+    share = _LARGEST_ROUNDING[origin.dtype]
+    return f"rounding to {origin.dtype} can lose updates of up to {share:.2%} of a weight; --dtype fp32 keeps them"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
     program       how an answer becomes a program: a name in `BUILDERS`
     pass_at_k     the ks to report; the first is the task's score
     time_limit_s  for one program with its test
-    problems      a JSONL next to the task's file; without it the harness loads the data set
+    problems      a JSONL next to the task's file; without it the harness loads the data set. A task that is named as
+                  NAME@FILE reads FILE instead
 
 The test of a program is the task's `doc_to_target`. `repeats` and `generation_kwargs` set the number of samples and the
 sampling, as in the harness. The settings of `evaluation.code` replace them.

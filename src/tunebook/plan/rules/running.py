@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from tunebook.config.book import is_in_book, resolve_path
+from tunebook.config.book import is_task_file, problems_of, resolve_path
 from tunebook.config.choices import RESUME_WORDS, Source
 from tunebook.config.override_text import as_typed, typed_list
 from tunebook.config.schema import RunConfig, SlurmConfig
@@ -106,13 +106,13 @@ def hub_name_form(config: RunConfig) -> Finding | None:
 
 @rule("task-file-not-found", "evaluation.tasks")
 def task_file_not_found(config: RunConfig) -> Iterator[Finding]:
-    """Check that every task file exists."""
+    """Check that every task file exists, and every file of problems."""
     tasks = config.evaluation.tasks
     for task in tasks:
-        is_file = task.endswith((".yaml", ".yml")) or is_in_book(task)
-        if is_file and not resolve_path(task).is_file():
+        file = task if is_task_file(task) else problems_of(task)
+        if file is not None and not resolve_path(file).is_file():
             rest = [other for other in tasks if other != task]
-            yield Finding(f"there is no file {resolve_path(task)}", typed_list("evaluation.tasks", rest))
+            yield Finding(f"there is no file {resolve_path(file)}", typed_list("evaluation.tasks", rest))
 
 
 @rule("task-named-twice", "evaluation.tasks")
