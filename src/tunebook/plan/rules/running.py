@@ -117,12 +117,14 @@ def task_file_not_found(config: RunConfig) -> Iterator[Finding]:
 
 @rule("task-named-twice", "evaluation.tasks")
 def task_named_twice(config: RunConfig) -> Finding | None:
-    """Refuse duplicate tasks in the list."""
-    tasks = config.evaluation.tasks
-    once = list(dict.fromkeys(tasks))
-    doubles = [task for task in once if tasks.count(task) > 1]
+    """Refuse duplicate tasks in the list, also with other problems: they would be one task in the results."""
+    by_name: dict[str, list[str]] = {}
+    for task in config.evaluation.tasks:
+        by_name.setdefault(task if problems_of(task) is None else task.partition("@")[0], []).append(task)
+    doubles = [name for name, tasks in by_name.items() if len(tasks) > 1]
     if not doubles:
         return None
+    once = [tasks[0] for tasks in by_name.values()]
     return Finding(f"{', '.join(doubles)} is named more than once", typed_list("evaluation.tasks", once))
 
 
