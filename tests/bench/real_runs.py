@@ -64,12 +64,14 @@ def describe(folder: Path) -> dict[str, Any]:
     """The numbers of a run folder."""
     lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
+    start_up = json.loads((folder / "manifest.json").read_text())["start_up"]
     speeds = sorted(line["tokens_per_second_per_gpu"] for line in steps[len(steps) // 5 :])
     found: dict[str, Any] = {
         "run": folder.name,
         "steps": steps[-1]["step"],
         "training_s": round(sum(line["seconds"] for line in steps), 1),
-        "first_step_s": json.loads((folder / "manifest.json").read_text())["start_up"]["first_step_s"],
+        "first_step_s": start_up["first_step_s"],
+        "start_up": {process: start_up[process] for process in ("launcher", "rank")},
         "tokens_per_second": speeds[len(speeds) // 2],
         "memory_gib": max(steps[-1]["memory_gib"]),
         "losses": [round(line["loss"], 4) for line in steps[:: max(1, len(steps) // 30)]],

@@ -529,7 +529,9 @@ CASES = [
     case("task-file-not-found", "there is no file", {"evaluation.tasks": ["gsm8k", "mine.yaml"]}),
     case("task-file-not-found", "there is no file", {"evaluation.tasks": ["gsm8k", "humaneval@gone.jsonl"]}),
     case("task-named-twice", "gsm8k is named more", {"evaluation.tasks": ["gsm8k", "arc_easy", "gsm8k"]}),
-    case("task-named-twice", "humaneval is named more", {"evaluation.tasks": ["humaneval", "humaneval@book:README.md"]}),
+    case(
+        "task-named-twice", "humaneval is named more", {"evaluation.tasks": ["humaneval", "humaneval@book:README.md"]}
+    ),
     case("evaluation-never-runs", "both off", {"evaluation.after": False}, {"evaluation.tasks": ["gsm8k"]}),
     case("evaluation-never-runs", "no tasks", {"evaluation.before": True}),
     case("time-limit-form", "'tomorrow' is not", {"launcher.time_limit": "tomorrow"}, SLURM),
