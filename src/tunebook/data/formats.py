@@ -85,8 +85,6 @@ def field_templates(source: DatasetSource, key: str) -> FieldTemplates | None:
 
 def templates_problem(source: DatasetSource, key: str) -> tuple[str, str, str] | None:
     """What is wrong with a source's templates: the key, a message, and what to type instead."""
-    from jinja2 import TemplateSyntaxError
-
     given = _given_templates(source, key)
     example = {
         f"{key}.{name}_template": typed(f"{key}.{name}_template", f"{{{{{name}}}}}") for name in ("question", "answer")
@@ -99,6 +97,8 @@ def templates_problem(source: DatasetSource, key: str) -> tuple[str, str, str] |
         message = "documents of fields need a question and an answer"
         return missing[0], message, " ".join(example[place] for place in missing)
     for place, text in given.items():
+        from jinja2 import TemplateSyntaxError
+
         try:
             names = FieldTemplates({place: text}).names
         except TemplateSyntaxError as error:
