@@ -33,7 +33,7 @@ def load(tmp_path: Path, records: list[dict[str, Any]], **options: Any) -> Corpu
 
 
 def normalise(record: dict[str, Any], ignored: tuple[str, ...] = ()) -> dict[str, Any]:
-    account = KeyAccount(known_columns("text"), ignored)
+    account = KeyAccount(known_columns(FormatSettings()), ignored)
     return Normalizer(Format.auto, FormatSettings(), account).row(record)
 
 

@@ -145,7 +145,7 @@ def test_without_shipped_tasks_quick_is_the_runs_own_files(config: RunConfig) ->
     without = replace(config, recipe=None, evaluation=replace(config.evaluation, tasks=["gsm8k", "tasks/mine.yaml"]))
     assert suite_settings("quick", without).tasks == ["tasks/mine.yaml"]
     nothing = replace(without, evaluation=replace(config.evaluation, tasks=["gsm8k"]))
-    with pytest.raises(RequestError, match=r"has no recipe; name another suite \(code, .*, quickstart\)"):
+    with pytest.raises(RequestError, match=r"has no recipe; name another suite \(boolq, code, .*, quickstart\)"):
         suite_settings("quick", nothing)
     with pytest.raises(RequestError, match="zero1_lora ships none"):
         suite_settings("quick", replace(nothing, recipe="zero1_lora"))
@@ -154,7 +154,7 @@ def test_without_shipped_tasks_quick_is_the_runs_own_files(config: RunConfig) ->
 @pytest.mark.parametrize("name", ["leaderbord", "none", "tasks"])
 def test_an_unknown_suite_lists_those_with_tasks(config: RunConfig, name: str) -> None:
     with pytest.raises(
-        RequestError, match=r"Suites: code, code_completion, leaderboard, quick, quickstart\. Single"
+        RequestError, match=r"Suites: boolq, code, code_completion, leaderboard, quick, quickstart\. Single"
     ) as raised:
         suite_settings(name, config)
     assert ("Did you mean 'leaderboard'?" in raised.value.message) is (name == "leaderbord")
