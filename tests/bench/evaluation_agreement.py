@@ -25,7 +25,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import distributions, version
@@ -63,14 +63,19 @@ def main(words: list[str] | None = None) -> int:
     commands.choices["programs"].add_argument("samples", type=Path, nargs="*")
     commands.choices["programs"].add_argument("--every", type=int, default=1)
     asked = parser.parse_args(words)
-    packages = {name: version(name) for name in _PACKAGES}
-    for found in asked.compare(asked):
-        line = json.dumps({"date": f"{datetime.now(UTC):%Y-%m-%d}", "packages": packages, **found})
-        print(line, flush=True)
-        if asked.output is not None:
-            with asked.output.open("a") as file:
-                file.write(line + "\n")
+    report(asked.compare(asked), _PACKAGES, asked.output)
     return 0
+
+
+def report(found: Iterable[dict[str, Any]], packages: Iterable[str], output: Path | None) -> None:
+    """Print each result with the date and the packages' versions, as soon as it is there, and append it to a file."""
+    versions = {name: version(name) for name in packages}
+    for one in found:
+        line = json.dumps({"date": f"{datetime.now(UTC):%Y-%m-%d}", "packages": versions, **one})
+        print(line, flush=True)
+        if output is not None:
+            with output.open("a") as file:
+                file.write(line + "\n")
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:

@@ -18,15 +18,14 @@ which transformers then loads (with the `gguf` package).
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from evaluation_agreement import report
 
 from tunebook.checkpoint.export.model import in_format
 from tunebook.config.frozen import load_config
@@ -56,13 +55,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--converter", type=Path)
     parser.add_argument("--output", type=Path, help="file that the lines are appended to")
     asked = parser.parse_args(words)
-    packages = {name: version(name) for name in _PACKAGES}
-    for found in compare_exports(asked):
-        line = json.dumps({"date": f"{datetime.now(UTC):%Y-%m-%d}", "packages": packages, **found})
-        print(line, flush=True)
-        if asked.output is not None:
-            with asked.output.open("a") as file:
-                file.write(line + "\n")
+    report(compare_exports(asked), _PACKAGES, asked.output)
     return 0
 
 

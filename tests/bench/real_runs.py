@@ -21,7 +21,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from gpu_queue import machine_versions
 
@@ -86,6 +86,14 @@ def describe(folder: Path) -> dict[str, Any]:
     return found
 
 
+def write_line(line: dict[str, Any], file: TextIO) -> None:
+    """Print a line with the packages' versions, and append it to a file."""
+    text = json.dumps(line | machine_versions())
+    print(text, flush=True)
+    file.write(text + "\n")
+    file.flush()
+
+
 def keep(output: Path) -> None:
     """Pack the run folders without weights."""
     with tarfile.open(output / "runs.tar.gz", "w:gz") as archive:
@@ -116,10 +124,7 @@ def main(words: list[str] | None = None) -> int:
     has_failed = False
     with ThreadPoolExecutor(asked.at_once) as pool, (asked.output / "real_runs.jsonl").open("a") as file:
         for line in pool.map(lambda job: run(*job, asked), jobs):
-            text = json.dumps(line | machine_versions())
-            print(text, flush=True)
-            file.write(text + "\n")
-            file.flush()
+            write_line(line, file)
             has_failed |= "error" in line
     keep(asked.output)
     return int(has_failed)

@@ -23,8 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gpu_queue import machine_versions
-from real_runs import CHECKOUT, LOCAL
+from real_runs import CHECKOUT, LOCAL, write_line
 
 RECIPE = "smollm2_135m_boolq"
 MODEL, DATA = CHECKOUT / "inputs" / "smollm2_135m", CHECKOUT / "inputs" / "boolq"
@@ -162,8 +161,7 @@ def main(words: list[str] | None = None) -> int:
     with (asked.output / "trl_agreement.jsonl").open("a") as file:
         for line in measure(asked):
             lines.append(line)
-            print(json.dumps(line | machine_versions()), flush=True)
-            file.write(json.dumps(line | machine_versions()) + "\n")
+            write_line(line, file)
     return int(any("error" in line for line in lines))
 
 

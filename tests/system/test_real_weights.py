@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-LEARNS_WITHIN_S = 3600  # 25 minutes of CPU time: about 13 on two cores that do nothing else
+LEARNS_WITHIN_S = 3600  # 25 minutes of CPU time, of which two cores share most
 
 
 @pytest.mark.slow
