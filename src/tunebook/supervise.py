@@ -62,6 +62,7 @@ class ProcessEnd:
     failure: TunebookError | None = None  # why the launcher ended it: a node never joined, or was lost
     lost_ranks: tuple[int, ...] = ()  # of a lost node
     notice: str | None = None  # which machines were to be taken away, and when
+    companion_exit_code: int | None = None  # of the command that ran at the same time, if there was one
 
 
 def run_and_wait(
@@ -72,31 +73,39 @@ def run_and_wait(
     log: Path | None = None,
     stop_timeout_s: float = 60,
     find_stall: Callable[[], TunebookError | None] = lambda: None,
+    companion: tuple[list[str], Mapping[str, str]] | None = None,
 ) -> ProcessEnd:
     """Run a command until it ends. The file descriptors `keep_open` stay open in it; `log` receives its standard error.
 
     Processes that it leaves behind get `stop_timeout_s` to save and end, and are then killed. `find_stall` is polled
-    for a reason why the command will never end; if it returns one, the command is killed.
+    for a reason why the command will never end; if it returns one, the command is killed. `companion` is a second
+    command, with its environment, that runs at the same time. It is waited for after a success, and else ended.
     """
-    started: list[Started] = []
-    pending: list[signal.Signals] = []
+    ranks, other = _Recipient(), _Recipient()
 
     def hand_on(number: signal.Signals) -> None:
-        if started:
-            started[0].send(number)
-        else:
-            pending.append(number)
+        ranks.send(number)
+        other.send(number)
 
     requests = StopRequests(hand_on)
     with requests.listening(), adopting_orphans():
         before = set(children_of(os.getpid()))
-        started.append(start_command(command, environment, keep_open, log=log))
-        for number in pending:
-            started[0].send(number)
-        exit_code, stall = _wait_for(started[0], requests, find_stall)
+        second = other.started(start_command(*companion)) if companion is not None else None
+        spared = {*before, *([second.process.pid] if second is not None else [])}
+        first = ranks.started(start_command(command, environment, keep_open, log=log))
+        exit_code, stall = _wait_for(first, requests, find_stall)
         is_urgent = stall is not None
-        end_children(exclude=before, timeout_s=stop_timeout_s, is_urgent=lambda: is_urgent or requests.is_urgent)
-    return ProcessEnd(exit_code=exit_code, stopped_by=requests.first, failure=stall)
+        end_children(exclude=spared, timeout_s=stop_timeout_s, is_urgent=lambda: is_urgent or requests.is_urgent)
+        if second is not None:
+            if exit_code != 0 and requests.first is None:
+                second.send(signal.SIGTERM)
+            _wait_for(second, requests, lambda: None)
+    return ProcessEnd(
+        exit_code=exit_code,
+        stopped_by=requests.first,
+        failure=stall,
+        companion_exit_code=second.poll() if second is not None else None,
+    )
 
 
 def _wait_for(
@@ -162,6 +171,26 @@ def start_command(
         if stream is not None:
             stream.close()
     return Started(process=process, is_torchrun=TORCHRUN in command)
+
+
+class _Recipient:
+    """Sends signals to a command, and keeps those that come before it is started."""
+
+    def __init__(self) -> None:
+        self._started: Started | None = None
+        self._pending: list[signal.Signals] = []
+
+    def send(self, number: signal.Signals) -> None:
+        if self._started is None:
+            self._pending.append(number)
+        else:
+            self._started.send(number)
+
+    def started(self, started: Started) -> Started:
+        self._started = started
+        for number in self._pending:
+            started.send(number)
+        return started
 
 
 class StopRequests:

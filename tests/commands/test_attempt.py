@@ -10,9 +10,9 @@ from rich.console import Console
 
 from tunebook.commands import attempt
 from tunebook.commands.attempt import Attempt
-from tunebook.config.choices import Contamination, LauncherName
+from tunebook.config.choices import Contamination, Generation, LauncherName
 from tunebook.config.frozen import plain_config
-from tunebook.config.schema import DatasetConfig, EvaluationConfig, RayConfig
+from tunebook.config.schema import DatasetConfig, EvaluationConfig, HardwareConfig, RayConfig
 from tunebook.record.run_folder import FINISHED, RUN_FILE
 from tunebook.supervise import ProcessEnd
 
@@ -120,7 +120,7 @@ def checked(tmp_path, monkeypatch):
     """An attempt whose documents are compared, by a worker that writes some counts and ends with some code."""
     ran = []
 
-    def begin(contamination, exact=0, code=0, stopped_by=None, is_there=True):
+    def begin(contamination, exact=0, code=0, stopped_by=None, is_there=True, generation=Generation.cpu, **options):
         def work(folder, when):
             ran.append(when)
             if when == "contamination" and is_there:
@@ -136,7 +136,8 @@ def checked(tmp_path, monkeypatch):
         monkeypatch.setattr(Attempt, "_train", lambda self: ran.append("train") or outcome)
         config = plain_config(
             dataset=DatasetConfig(path="train.jsonl", validation_share=0.1),
-            evaluation=EvaluationConfig(tasks=[], contamination=contamination),
+            evaluation=EvaluationConfig(**({"tasks": [], "contamination": contamination} | options)),
+            hardware=HardwareConfig(generation=generation, gpus_per_node=1),
         )
         return Attempt(config=config, folder=tmp_path, lock=0, console=Console(quiet=True))
 
@@ -149,6 +150,27 @@ def test_documents_are_compared_before_the_training(checked):
     assert ran == ["contamination", "train"]
     begin(Contamination.disabled, exact=9)._train_and_evaluate()
     assert ran[2:] == ["train"]
+
+
+def test_documents_are_compared_while_gpus_train_unless_something_waits_for_the_result(checked, monkeypatch):
+    begin, ran = checked
+    made = begin(Contamination.report, generation=Generation.hopper)
+    made._train_and_evaluate()
+    assert ran == ["train"]
+    command, environment = made.companion
+    command, environment = made.companion
+    assert command[-4:] == ["--run", str(made.folder), "--when", "contamination"]
+    assert environment["TOKENIZERS_PARALLELISM"] == "false"
+
+    monkeypatch.setattr(attempt, "check_code", lambda *_: None)
+    for kept in (
+        begin(Contamination.refuse, generation=Generation.hopper),
+        begin(Contamination.report, generation=Generation.hopper, tasks=["mine"], before=True, after=False),
+    ):
+        ran.clear()
+        kept._train_and_evaluate()
+        assert ran[0] == "contamination"
+        assert kept.companion is None
 
 
 def test_nothing_is_trained_on_items_of_the_evaluation_if_that_is_refused(checked):

@@ -20,11 +20,11 @@ from rich.text import Text
 from tunebook.checkpoint.choose import same_command
 from tunebook.checkpoint.record import step_of
 from tunebook.checkpoint.verify import newest_checkpoint
-from tunebook.config.choices import LauncherName
+from tunebook.config.choices import Contamination, Generation, LauncherName
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, DoesNotFitError, StoppedError, TunebookError
 from tunebook.evaluate.code.checks import check_code
-from tunebook.evaluate.command import run_worker, score_table, worker_error
+from tunebook.evaluate.command import run_worker, score_table, worker_command, worker_environment, worker_error
 from tunebook.evaluate.contamination.refuse import refuse_contaminated
 from tunebook.evaluate.results import is_evaluated
 from tunebook.evaluate.resume import BEFORE, resume_command
@@ -71,6 +71,7 @@ class Attempt:
     stop_requests: Sequence[signal.Signals] = ()  # stop requests that arrived while no process ran to receive them
     hosts: Mapping[int, str] = field(default_factory=dict)  # by rank
     clock: StartClock = field(default_factory=StartClock)  # of this process, until the ranks start
+    companion: tuple[list[str], dict[str, str]] | None = None  # a command to run while the ranks train
 
     def carry_out(self) -> int:
         """Run the whole attempt; return the exit code of the run's outcome. Errors are recorded, then raised."""
@@ -104,19 +105,36 @@ class Attempt:
             raise StoppedError(f"stopped by {self.stopped_by} between two steps", problem_id="stopped")
 
     def _check_contamination(self) -> None:
-        """Look for evaluation items in the training documents before anything is trained. Raises: DataError."""
+        """Look for evaluation items in the training documents. Raises: DataError.
+
+        It happens before the training, or while the ranks start: the search takes seconds, most of them to import the
+        harness, in which a GPU would wait.
+        """
         if is_trained(self.folder, self.config) or not needs_check(self.config):
             return
         if not is_checked(self.folder, self.config):
             (self.folder / CONTAMINATION_FILE).unlink(missing_ok=True)  # of other data or tasks
+            if self._can_check_while_training():
+                self.companion = worker_command(self.folder, CHECK), worker_environment(self.config)
+                return
             end = self._run_worker(CHECK)
             if end.stopped_by is not None or end.exit_code == StoppedError.exit_code:
                 raise worker_error(end, CHECK, resume_command(self.folder, BEFORE))
-            if end.exit_code != 0:
-                text = "warning: the training documents were not compared with the evaluation; the reason is above"
-                self.console.print(Text(text, style="yellow"), soft_wrap=True)
+            self._warn_if_not_compared(end.exit_code)
             self.clock.passed("contamination")
         refuse_contaminated(self.folder, self.config)
+
+    def _can_check_while_training(self) -> bool:
+        """Whether nothing waits for the result, and the processors have time: on a CPU, they are what trains."""
+        evaluation = self.config.evaluation
+        is_awaited = evaluation.contamination is Contamination.refuse or bool(evaluation.tasks and evaluation.before)
+        is_on_cpu = self.config.hardware.generation is Generation.cpu
+        return not is_awaited and not is_on_cpu and not has_rendezvous(self.config)
+
+    def _warn_if_not_compared(self, exit_code: int) -> None:
+        if exit_code != 0:
+            text = "warning: the training documents were not compared with the evaluation; the reason is above"
+            self.console.print(Text(text, style="yellow"), soft_wrap=True)
 
     def _evaluate(self, when: str) -> None:
         end = self._run_worker(when)
@@ -187,8 +205,16 @@ class Attempt:
             environment = rank_environment(config, os.environ)
             timeout_s = config.launcher.stop_timeout_s
             end = run_and_wait(
-                command, environment, [self.lock], log=log, stop_timeout_s=timeout_s, find_stall=watch.look
+                command,
+                environment,
+                [self.lock],
+                log=log,
+                stop_timeout_s=timeout_s,
+                find_stall=watch.look,
+                companion=self.companion,
             )
+            if end.exit_code == 0 and end.stopped_by is None:
+                self._warn_if_not_compared(end.companion_exit_code or 0)
         if end.failure is None and end.stopped_by is None and self._read_outcomes().exit_code == 1:
             return replace(end, failure=watch.cause())
         return end

@@ -242,8 +242,14 @@ def worker_command(run: Path, when: str, options: Sequence[str] = ()) -> list[st
     return [sys.executable, "-m", "tunebook.evaluate", "--run", str(run), "--when", when, *options]
 
 
+def worker_environment(config: RunConfig, tasks: Sequence[str] | None = None) -> dict[str, str]:
+    """Return the worker's environment for `tasks`, by default the configuration's."""
+    tasks = config.evaluation.tasks if tasks is None else tasks
+    return evaluation_environment(config, os.environ) | harness_environment(tasks)
+
+
 def _run(command: list[str], config: RunConfig, tasks: list[str]) -> ProcessEnd:
-    return run_and_wait(command, evaluation_environment(config, os.environ) | harness_environment(tasks))
+    return run_and_wait(command, worker_environment(config, tasks))
 
 
 def score_table(records: list[dict[str, Any]], run: Path | None = None) -> Table:

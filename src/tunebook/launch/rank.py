@@ -58,11 +58,16 @@ def main() -> int:
 
 
 def _meet_and_train(folder: Path, rank: int, request: StopRequest, watch: StartWatch, clock: StartClock) -> int:
-    try:
-        with importing_libraries():  # takes seconds, in which no rank waits for another
-            import torch  # noqa: F401
+    """Import everything, connect, train.
 
-        clock.passed("import_torch")
+    In this order, ranks that import at different speeds wait for each other within `launcher.start_timeout_s`. The
+    process group of the training has the time-out of its collectives, which may be shorter than a cold disk's delay.
+    """
+    with importing_libraries():
+        from tunebook.train.run import run_rank
+
+    clock.passed("import_libraries")
+    try:
         is_stopping = meet(load_config(folder / "run.yaml"), watch, lambda: request.name is not None)
     except Exception as error:  # from torch, NCCL or gloo
         traceback.print_exc()
@@ -74,10 +79,6 @@ def _meet_and_train(folder: Path, rank: int, request: StopRequest, watch: StartW
         write_outcome(folder, rank=rank, exit_code=StoppedError.exit_code, reason=reason)
         return StoppedError.exit_code
     clock.passed("meet")
-    with importing_libraries():
-        from tunebook.train.run import run_rank
-
-    clock.passed("import_libraries")
     return run_rank(folder, request, clock)
 
 

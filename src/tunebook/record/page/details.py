@@ -42,9 +42,9 @@ _START_PHASES = {
     "rank": {
         "launch": "from the launcher to the rank",
         "start_python": "Python",
-        "import_torch": "torch imported",
-        "meet": "rendezvous of all ranks",
+        "import_torch": "torch imported",  # of runs before the libraries were imported in one phase
         "import_libraries": "libraries imported",
+        "meet": "rendezvous of all ranks",
         "data": "data opened, batches assigned",
         "model": "model built",
         "join_ranks": "GPU and process group",
