@@ -152,7 +152,7 @@ def test_documents_are_compared_before_the_training(checked):
     assert ran[2:] == ["train"]
 
 
-def test_documents_are_compared_while_gpus_train_unless_something_waits_for_the_result(checked, monkeypatch):
+def test_documents_are_compared_while_gpus_train_unless_something_waits_for_the_result(checked):
     begin, ran = checked
     made = begin(Contamination.report, generation=Generation.hopper)
     made._train_and_evaluate()
@@ -162,15 +162,28 @@ def test_documents_are_compared_while_gpus_train_unless_something_waits_for_the_
     assert command[-4:] == ["--run", str(made.folder), "--when", "contamination"]
     assert environment["TOKENIZERS_PARALLELISM"] == "false"
 
+    ran.clear()
+    made = begin(Contamination.refuse, generation=Generation.hopper)
+    made._train_and_evaluate()
+    assert (ran, made.companion) == (["contamination", "train"], None)
+
+
+def test_an_evaluation_before_the_training_compares_the_documents_itself(checked, monkeypatch):
+    """Whether on a CPU or a GPU; without it, an evaluation that is done already cannot."""
+    begin, ran = checked
     monkeypatch.setattr(attempt, "check_code", lambda *_: None)
-    for kept in (
-        begin(Contamination.refuse, generation=Generation.hopper),
-        begin(Contamination.report, generation=Generation.hopper, tasks=["mine"], before=True, after=False),
-    ):
+    evaluated = {"tasks": ["mine"], "before": True, "after": False}
+    for generation in (Generation.cpu, Generation.hopper):
+        made = begin(Contamination.report, generation=generation, **evaluated)
+        made._train_and_evaluate()
+        assert (ran, made.companion) == (["before", "train"], None)
         ran.clear()
-        kept._train_and_evaluate()
-        assert ran[0] == "contamination"
-        assert kept.companion is None
+    begin(Contamination.refuse, **evaluated)._train_and_evaluate()
+    assert ran == ["contamination", "before", "train"]
+    ran.clear()
+    monkeypatch.setattr(attempt, "is_evaluated", lambda *_: True)
+    begin(Contamination.report, **evaluated)._train_and_evaluate()
+    assert ran == ["contamination", "train"]
 
 
 def test_nothing_is_trained_on_items_of_the_evaluation_if_that_is_refused(checked):

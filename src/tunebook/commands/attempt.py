@@ -38,7 +38,15 @@ from tunebook.launch.resume import is_trained
 from tunebook.launch.slurm.container import is_contained, record_container, remove_containers
 from tunebook.plan.show import show_end
 from tunebook.record.answer_faults import fault_warnings
-from tunebook.record.contamination import CHECK, CONTAMINATION_FILE, is_checked, needs_check, score_lines
+from tunebook.record.contamination import (
+    CHECK,
+    CONTAMINATION_FILE,
+    NOT_COMPARED,
+    is_checked,
+    is_checked_by_evaluation,
+    needs_check,
+    score_lines,
+)
 from tunebook.record.manifest import finish_manifest, state_of_exit_code
 from tunebook.record.metrics import is_training_line, read_metrics
 from tunebook.record.run_folder import (
@@ -90,8 +98,8 @@ class Attempt:
         if (evaluation.before or evaluation.after) and not is_contained(self.config):
             check_code(evaluation, evaluation.tasks)  # now, and not after hours of training
         self._check_contamination()
-        if evaluation.tasks and evaluation.before and not is_evaluated(self.folder, "before"):
-            self._evaluate("before")
+        if evaluation.tasks and evaluation.before and not is_evaluated(self.folder, BEFORE):
+            self._evaluate(BEFORE)
             self.clock.passed("evaluation_before")
         outcome = self._train()
         if outcome.exit_code == 0 and evaluation.tasks and evaluation.after:
@@ -107,13 +115,15 @@ class Attempt:
     def _check_contamination(self) -> None:
         """Look for evaluation items in the training documents. Raises: DataError.
 
-        It happens before the training, or while the ranks start: the search takes seconds, most of them to import the
-        harness, in which a GPU would wait.
+        The search takes seconds, most of them to import the harness, in which a GPU would wait. So it is part of the
+        evaluation before the training, or else happens while the ranks start, if nothing waits for it.
         """
         if is_trained(self.folder, self.config) or not needs_check(self.config):
             return
         if not is_checked(self.folder, self.config):
             (self.folder / CONTAMINATION_FILE).unlink(missing_ok=True)  # of other data or tasks
+            if is_checked_by_evaluation(self.config) and not is_evaluated(self.folder, BEFORE):
+                return
             if self._can_check_while_training():
                 self.companion = worker_command(self.folder, CHECK), worker_environment(self.config)
                 return
@@ -126,15 +136,13 @@ class Attempt:
 
     def _can_check_while_training(self) -> bool:
         """Whether nothing waits for the result, and the processors have time: on a CPU, they are what trains."""
-        evaluation = self.config.evaluation
-        is_awaited = evaluation.contamination is Contamination.refuse or bool(evaluation.tasks and evaluation.before)
+        is_awaited = self.config.evaluation.contamination is Contamination.refuse
         is_on_cpu = self.config.hardware.generation is Generation.cpu
         return not is_awaited and not is_on_cpu and not has_rendezvous(self.config)
 
     def _warn_if_not_compared(self, exit_code: int) -> None:
         if exit_code != 0:
-            text = "warning: the training documents were not compared with the evaluation; the reason is above"
-            self.console.print(Text(text, style="yellow"), soft_wrap=True)
+            self.console.print(Text(f"warning: {NOT_COMPARED}", style="yellow"), soft_wrap=True)
 
     def _evaluate(self, when: str) -> None:
         end = self._run_worker(when)

@@ -16,7 +16,7 @@ from rich.text import Text
 from tunebook.config.choices import LauncherName
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.launch.slurm.container import in_container, is_contained
-from tunebook.record.contamination import CHECK, needs_check
+from tunebook.record.contamination import CHECK, is_checked_by_evaluation, needs_check
 from tunebook.slurm import submit_command
 
 _TRAIN = "tunebook.train"
@@ -112,7 +112,7 @@ def job_commands(config: RunConfig, folder: Path, python: str = sys.executable) 
     commands = [ranks_command(config, folder, python=python)]
     if is_evaluated_inside and evaluation.before:
         commands.insert(0, evaluation_command(config, folder, ENDPOINT_LATER, "before", python))
-    if is_contained(config) and needs_check(config):
+    if is_contained(config) and needs_check(config) and not is_checked_by_evaluation(config):
         commands.insert(0, evaluation_command(config, folder, ENDPOINT_LATER, CHECK, python))
     if is_evaluated_inside and evaluation.after:
         commands.append(evaluation_command(config, folder, ENDPOINT_LATER, "after", python))

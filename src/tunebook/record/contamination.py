@@ -19,6 +19,7 @@ from tunebook.record.manifest import MANIFEST_FILE, read_manifest
 CONTAMINATION_FILE = "contamination.json"
 FORMAT = 1  # increment it when the method or a key changes, so that nothing older is reused
 CHECK = "contamination"  # names the check among a run's evaluations
+NOT_COMPARED = "the training documents were not compared with the evaluation; the reason is above"
 KINDS = ("exact", "overlapping", "shared_passage")  # of items that are not clean, the worst first
 WARNING_SHARE = 0.01  # of a group's items that are exact or overlapping
 NAMES = {
@@ -39,6 +40,13 @@ def needs_check(config: RunConfig) -> bool:
     return (
         is_text and evaluation.contamination is not Contamination.disabled and (is_evaluated or has_validation(config))
     )
+
+
+def is_checked_by_evaluation(config: RunConfig) -> bool:
+    """Whether the evaluation before the training checks: it has imported the harness, which takes 2 to 8 seconds."""
+    evaluation = config.evaluation
+    is_asked = needs_check(config) and evaluation.contamination is Contamination.report
+    return is_asked and bool(evaluation.tasks) and evaluation.before
 
 
 def has_validation(config: RunConfig) -> bool:

@@ -94,12 +94,15 @@ def checked_run(
         tasks: Iterable[Path] = (),
         contamination: Contamination = Contamination.report,
         limit: int | None = None,
+        before: bool = False,
         **dataset: Any,
     ) -> tuple[Path, RunConfig]:
         config = replace(
             cpu_config,
             dataset=DatasetConfig(path=str(file), **dataset),
-            evaluation=EvaluationConfig(tasks=[str(task) for task in tasks], contamination=contamination, limit=limit),
+            evaluation=EvaluationConfig(
+                tasks=[str(task) for task in tasks], contamination=contamination, limit=limit, before=before
+            ),
         )
         run = tmp_path / "run"
         run.mkdir(exist_ok=True)

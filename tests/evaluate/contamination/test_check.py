@@ -52,6 +52,33 @@ def test_a_file_that_also_holds_the_dev_questions(
     assert kept.suffix == ".json", "temporary files are removed"
 
 
+@pytest.mark.parametrize("is_possible", [True, False], ids=["checked", "failed"])
+def test_the_evaluation_before_a_training_checks_once_and_goes_on(
+    passages: Any,
+    checked_run: MakeRun,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    is_possible: bool,
+) -> None:
+    file = passages.write("combined.jsonl", [*passages.train, *passages.dev])
+    run, config = checked_run(file, [passages.task], before=True)
+    evaluated: list[str] = []
+    monkeypatch.setattr(worker, "_with_placement", lambda evaluation, _: evaluation)
+    monkeypatch.setattr(worker, "evaluate", lambda evaluation, _: evaluated.append(evaluation.when))
+    if not is_possible:
+        monkeypatch.setattr(check_module, "_search_documents", lambda *_: {}["a fault of ours"])
+    assert worker.main(["--run", str(run), "--when", "before"]) == 0
+    assert worker.main(["--run", str(run), "--when", "after-all"]) == 0
+    printed = capsys.readouterr().err
+    assert is_checked(run, config) is is_possible
+    assert printed.count("60 of 60 items") == is_possible
+    assert ("KeyError: 'a fault of ours'" in printed) is not is_possible
+    assert printed.count("warning: the training documents were not compared with the evaluation") == (not is_possible)
+    assert worker.main(["--run", str(run), "--when", "before"]) == 0
+    assert capsys.readouterr().err.count("60 of 60 items") == 0, "an earlier attempt has checked"
+    assert evaluated == ["before", "after-all", "before"]
+
+
 def test_the_same_search_is_not_repeated(passages: Any, checked_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     file = passages.write("combined.jsonl", [*passages.train, *passages.dev])
     run, _ = checked_run(file, [passages.task])
