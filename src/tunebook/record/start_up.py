@@ -15,6 +15,7 @@ from typing import Any
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest, update_manifest
 
 START_UP_KEY = "start_up"  # in the manifest
+COMPILED_KEY = "compiled"  # in the manifest: graphs of rank 0, those after its first step, and seconds of all
 _LONGEST_S = 24 * 3600.0  # an age above this is not plausible for a process that asks for it at its start
 
 

@@ -20,12 +20,11 @@ from tunebook.errors import InvalidTrainingError
 from tunebook.model.flops import model_flops_utilization
 from tunebook.record.manifest import MANIFEST_FILE, update_manifest
 from tunebook.record.metrics import MetricsWriter
-from tunebook.record.start_up import StartClock, note_first_step
+from tunebook.record.start_up import COMPILED_KEY, StartClock, note_first_step
 from tunebook.train.rank_process import StopRequest
 from tunebook.train.reporting import TrainingProgress
 
 _GIB = 1024**3
-COMPILED_KEY = "compiled"  # in the manifest
 VALIDATION_LOSS = "eval_validation_loss"  # the key in the trainer's log
 _SEEN = "tunebook_seen"  # in a checkpoint's trainer_state.json, under stateful_callbacks
 

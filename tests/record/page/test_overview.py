@@ -70,6 +70,19 @@ def test_packages_that_are_not_the_locks_are_in_the_head(make_run, differences: 
 
 
 @pytest.mark.parametrize(
+    ("graphs", "later", "expected"),
+    [(9, 2, "9 graphs, 2 after the first step, in 12.3 s"), (1, 0, "1 graph, 0 after the first step, in 12.3 s")],
+)
+def test_compiled_graphs_are_in_the_head(make_run, graphs: int, later: int, expected: str) -> None:
+    folder = make_run()
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["compiled"] = {"graphs": graphs, "after_first_step": later, "seconds": 12.345}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    record = read_run(folder)
+    assert dict(build_overview(record, summarize(record)).facts)["Compiled"] == expected
+
+
+@pytest.mark.parametrize(
     ("state", "exit_code", "expected"),
     [
         ("failed", 1, "This run failed after step 40 with exit code 1. Rank 3 was killed."),

@@ -15,6 +15,7 @@ from tunebook.record.locks import describe_differences
 from tunebook.record.metrics import median_after_warm_up
 from tunebook.record.page.numbers import TIMES, Unit, format_count, format_duration, format_value
 from tunebook.record.run_record import RunRecord
+from tunebook.record.start_up import COMPILED_KEY
 
 _STATE_WORDS = {
     "finished": "finished",
@@ -262,6 +263,7 @@ def _facts(record: RunRecord, summary: Summary) -> list[tuple[str, str]]:
             _joined((config.get("parallelism") or {}).get("strategy"), "full fine-tune" if peft == "full" else peft),
         ),
         ("Precision, attention, packing", _joined(*(plan.get(key) for key in ("precision", "attention", "packing")))),
+        *_compiled(manifest),
         ("Optimizer steps", _steps(record, summary)),
         ("Tokens seen", format_count(summary.num_tokens) if summary.num_tokens else ""),
         ("Started", format_time(first_attempt.get("started"))),
@@ -284,6 +286,15 @@ def _packages(manifest: dict[str, Any]) -> list[tuple[str, str]]:
         return [("Packages", f"not compared with the lock: {lock['reason']}")]
     different = ", ".join(describe_differences(lock["differences"], _NUM_DIFFERENCES))
     return [("Packages", different or f"as in the {lock['name']} lock")]
+
+
+def _compiled(manifest: dict[str, Any]) -> list[tuple[str, str]]:
+    """What torch compiled during the training, which is part of its time; empty if nothing."""
+    found = manifest.get(COMPILED_KEY)
+    if found is None:
+        return []
+    graphs = f"{found['graphs']} graph{'s' if found['graphs'] > 1 else ''}"
+    return [("Compiled", f"{graphs}, {found['after_first_step']} after the first step, in {found['seconds']:.1f} s")]
 
 
 def _untitled(manifest: dict[str, Any]) -> str:
