@@ -61,12 +61,12 @@ def read_settings(file: Path) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words)
 
 
-def expected_versions(generation: Path, installed: Mapping[str, str]) -> dict[str, str]:
+def expected_versions(generation: Path, installed: Mapping[str, str], attention: str) -> dict[str, str]:
     """The locked versions of what a run needs, of the build tools, and of the attention package if there is one."""
     expected = locked_versions((generation.parent / "requirements-build.lock").read_text(encoding="utf-8"))
     expected |= generation_versions(generation, installed)
-    if (attention := generation / "requirements-attention.lock").is_file():
-        expected |= locked_versions(attention.read_text(encoding="utf-8"))
+    if attention != NO_ATTENTION:
+        expected |= locked_versions((generation / "requirements-attention.lock").read_text(encoding="utf-8"))
     return expected
 
 
@@ -191,8 +191,10 @@ def argument_problems(arguments: Mapping[str, str], found: Mapping[str, str]) ->
 def check_packages(generation: Path) -> tuple[dict[str, object], list[str]]:
     """The facts about the installed packages, and every problem with them."""
     settings = read_settings(generation / "generation.env")
+    if os.environ.get("ATTENTION") == NO_ATTENTION:  # chosen for this build
+        settings["ATTENTION"] = NO_ATTENTION
     installed = installed_versions()
-    expected = expected_versions(generation, installed)
+    expected = expected_versions(generation, installed, settings["ATTENTION"])
     problems = version_problems(expected, installed) + python_problems()
     torch = torch_facts()
     problems += torch_problems(settings, torch) + attention_problems(settings) + pip_problems()
@@ -255,6 +257,7 @@ def check_image(folder: Path, arguments: Mapping[str, str]) -> tuple[dict[str, o
         "GENERATION": facts["generation"],
         "TORCH": facts["torch"],
         "MIN_DRIVER": str(facts["min_driver"] or ""),
+        "ATTENTION": facts["attention"],
         "LOCK_SHA256": facts["lock_sha256"],
         "SOURCES_SHA256": sources,
     }

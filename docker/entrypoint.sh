@@ -68,6 +68,13 @@ writes_outputs() { # writes_outputs COMMAND ARGUMENT...; false if the arguments 
   done
 }
 
+leave_gpus() { # leaves the first TUNEBOOK_GPUS visible, which docker/cdi/compose.yaml passes: CDI gives a container all
+  if [[ ${TUNEBOOK_GPUS:-all} =~ ^[1-9][0-9]*$ && -z ${CUDA_VISIBLE_DEVICES+set} ]]; then
+    CUDA_VISIBLE_DEVICES=$(seq -s , 0 $((TUNEBOOK_GPUS - 1)))
+    export CUDA_VISIBLE_DEVICES
+  fi
+}
+
 check_outputs() {
   local outputs=${TUNEBOOK_OUTPUTS:-$PWD/outputs}
   # The same device twice: the folder is on the container's own disk.
@@ -104,6 +111,7 @@ main() { # main [COMMAND [ARGUMENT...]]
   if [ -s "$site_ca" ]; then # downloads at run time trust what the build trusted
     export SSL_CERT_FILE=$site_ca REQUESTS_CA_BUNDLE=$site_ca CURL_CA_BUNDLE=$site_ca
   fi
+  leave_gpus
   if [ -n "${1:-}" ] && type -P -- "$1" > /dev/null; then exec "$@"; fi
   if ! asks_for_help "$@"; then
     check_sources

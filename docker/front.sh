@@ -8,7 +8,8 @@
 #   front.sh pull                        take the image from a registry instead of building it
 # Choices are variables, typed after make or set before it: WHERE, GPU and GPUS say where a command runs (`make help`);
 # DATA is a folder that containers may read; BASE_IMAGE, CA, PIP_CONF, APT_CONF, WHEELS and NETWORK are for a build
-# behind a site's own mirrors. DATA and those of the build are kept in .env until they are given again; empty forgets.
+# behind a site's own mirrors; ATTENTION=none builds an image without flash-attn 2. DATA and those of the build are kept
+# in .env until they are given again; empty forgets.
 # Exit codes: 2 the request cannot be served here, 3 not enough disk space, else that of the command, unchanged.
 # Messages go to standard error, so that a command's output can be piped.
 set -euo pipefail
@@ -85,8 +86,12 @@ take_existing() { # these commands need no GPU, so they run in whatever is set u
 write_env() {
   choose_generation
   choose_image
+  look_at_engine
   write_settings
   say "image $image: $generation_why; .env says so"
+  if [ -z "$engine_problem" ] && [ "$generation" != cpu ]; then
+    say "GPUs in containers: $(describe_gpu_access)"
+  fi
 }
 
 make_image() {

@@ -64,7 +64,7 @@ container="" was_removed=false
 
 run_in_container() { # run_in_container COMMAND [ARGUMENT...]
   require_engine
-  if uses_gpus "$1"; then require_gpu_runtime; fi
+  if uses_gpus "$1"; then require_gpu_access; fi
   require_writable_outputs
   require_image
   write_settings

@@ -3,7 +3,7 @@
 # An image is current if its labels name the lock and the sources of this checkout. docker/<generation>/image.digest, if
 # it exists, names one in a registry to use instead of building.
 
-image="" lock_sha256="" sources_sha256=""
+image="" lock_sha256="" sources_sha256="" attention=""
 
 built_image() { printf 'tunebook:%s' "$generation"; } # the name of what a build here makes
 
@@ -23,16 +23,34 @@ hash_checkout() { # what an image has to be built from to be current
   lock_sha256=$(sha256sum < "docker/$generation/requirements.lock" | cut -d ' ' -f 1)
 }
 
-labels_of() { # labels_of IMAGE; prints the lock and the sources it was built from; fails if it is not here
+choose_attention() { # the attention package of the image: the generation's, or none, which saves hours of compiling
+  local own
+  own=$(fact "$generation" ATTENTION)
+  case $(kept ATTENTION TUNEBOOK_ATTENTION_CHOICE) in
+    "" | "$own") attention=$own ;;
+    none) attention=none ;;
+    *)
+      if [ -z "${ATTENTION:-}" ]; then # kept from another generation's image
+        attention=$own
+        return
+      fi
+      refuse "ATTENTION=$ATTENTION is not known for the $generation image." \
+        "Choose one of: $(printf '%s\n' none "$own" | uniq | paste -sd ' '); or leave it out" ;;
+  esac
+}
+
+labels_of() { # labels_of IMAGE; prints the lock, the attention package and the sources of an image; fails if not here
   local label='index .Config.Labels "tunebook'
-  docker image inspect --format "{{$label.lock-sha256\"}} {{$label.sources-sha256\"}}" "$1" 2> /dev/null
+  docker image inspect \
+    --format "{{$label.lock-sha256\"}} {{$label.attention\"}} {{$label.sources-sha256\"}}" "$1" 2> /dev/null
 }
 
 is_usable() { # is_usable IMAGE; current, or here at all if the image's own code and recipes are asked for
   local labels
   labels=$(labels_of "$1") || return
   hash_checkout
-  [ "$labels" = "$lock_sha256 $sources_sha256" ] || [ "${TUNEBOOK_USE_IMAGE_SOURCES:-}" = 1 ]
+  choose_attention
+  [ "$labels" = "$lock_sha256 $attention $sources_sha256" ] || [ "${TUNEBOOK_USE_IMAGE_SOURCES:-}" = 1 ]
 }
 
 choose_image() { # sets image: the published one if it is usable, else the one to build here
@@ -190,11 +208,13 @@ write_digest() { # write_digest NAME_WITH_DIGEST
 pull_if_current() { # pull_if_current NAME; sets the caller's not_pulled if the image is not of this checkout
   local text
   hash_checkout
+  choose_attention
   # The labels first: nobody wants to download gigabytes of an image that does not match. In the foreground, or Ctrl-C
   # would not reach it.
   if ! text=$(timeout --foreground 30 docker buildx imagetools inspect --format '{{json .Image}}' "$1" 2>&1); then
     not_pulled="the registry does not show $1 (${text##*$'\n'})"
   elif ! [[ $text == *'"tunebook.lock-sha256":'*"$lock_sha256"* \
+    && $text == *'"tunebook.attention":'*"\"$attention\""* \
     && $text == *'"tunebook.sources-sha256":'*"$sources_sha256"* ]]; then
     not_pulled="$1 is of other sources or another lock than this checkout"
   else

@@ -266,16 +266,23 @@ look_at_engine() {
   engine_problem=$reason engine_advice=("${reason_advice[@]}")
 }
 
+compose_version=""
+update_compose=("Update it:" "    sudo apt update && sudo apt install --only-upgrade docker-compose-plugin")
+
+is_compose() { # is_compose VERSION; whether Compose has at least this version
+  [ "$(printf '%s\n' "$1" "$compose_version" | sort -V | head -n 1)" = "$1" ]
+}
+
 look_at_compose() {
-  local version
   engine_problem="" engine_advice=(
     "Install it with one of these, depending on where Docker came from:"
     "    sudo apt install docker-compose-plugin" "    sudo apt install docker-compose-v2"
   )
-  if version=$(docker compose version --short 2> /dev/null); then
-    if [ "$(printf '%s\n' "$oldest_compose" "${version#v}" | sort -V | head -n 1)" = "$oldest_compose" ]; then return; fi
-    engine_problem="Compose ${version#v} is too old: $oldest_compose or newer is needed."
-    engine_advice=("Update it:" "    sudo apt update && sudo apt install --only-upgrade docker-compose-plugin")
+  if compose_version=$(docker compose version --short 2> /dev/null); then
+    compose_version=${compose_version#v}
+    if is_compose "$oldest_compose"; then return; fi
+    engine_problem="Compose $compose_version is too old: $oldest_compose or newer is needed."
+    engine_advice=("${update_compose[@]}")
   elif command -v docker-compose > /dev/null; then
     engine_problem="Only Compose v1 is here, the command docker-compose; v2 is a plugin of Docker: docker compose."
   else
@@ -297,9 +304,50 @@ require_buildx() { # only a build needs it
     "    sudo apt install docker-buildx-plugin" "    sudo apt install docker-buildx"
 }
 
-require_gpu_runtime() { # a runtime or CDI device of the daemon's, or the hook that it finds in PATH and does not show
-  if [[ $generation == cpu || $engine_info == *'"nvidia":{'* || $engine_info == *nvidia.com/gpu* ]] \
-    || command -v nvidia-container-runtime-hook nvidia-container-toolkit > /dev/null; then return; fi
-  refuse "nvidia-smi finds $(describe_gpus), but Docker cannot give GPUs to containers: it has no NVIDIA runtime." \
-    "${toolkit_advice[@]}"
+# --- GPUs in containers: find_gpu_access sets gpu_access to runtime, cdi or nothing, after look_at_engine
+
+gpu_access=""
+oldest_cdi_compose=2.24.4 # `!override` in docker/cdi/compose.yaml
+
+find_gpu_access() { # the runtime first: it needs no file that is out of date after a driver update
+  if [[ $engine_info == *'"nvidia":{'* ]] \
+    || command -v nvidia-container-runtime-hook nvidia-container-toolkit > /dev/null; then # a hook is not shown
+    gpu_access=runtime
+  elif has_cdi_gpus; then
+    gpu_access=cdi
+  else
+    gpu_access=""
+  fi
+}
+
+has_cdi_gpus() { # Docker 28 lists CDI devices; Docker 25 to 27 names the folders of their files if its feature is on
+  if [[ $engine_info == *'"nvidia.com/gpu='* ]]; then return; fi
+  local folders folder
+  if ! [[ $engine_info =~ \"CDISpecDirs\":\[([^]]*)\] ]]; then return 1; fi
+  IFS=, read -r -a folders <<< "${BASH_REMATCH[1]//\"/}"
+  for folder in "${folders[@]}"; do
+    if grep -qsE "kind\"?: *[\"']?nvidia\.com/gpu" "$folder"/*.yaml "$folder"/*.json; then return; fi
+  done
+  return 1
+}
+
+describe_gpu_access() {
+  case $gpu_access in
+    runtime) echo "by NVIDIA's runtime" ;;
+    cdi) echo "by CDI, docker/cdi/compose.yaml" ;;
+    *) echo "not yet: Docker has neither NVIDIA's runtime nor a CDI file of GPUs (make doctor says what to type)" ;;
+  esac
+}
+
+require_gpu_access() {
+  if [ "$generation" = cpu ]; then return; fi
+  find_gpu_access
+  if [ -z "$gpu_access" ]; then
+    refuse "nvidia-smi finds $(describe_gpus), but Docker cannot give GPUs to containers: it has no NVIDIA runtime, and" \
+      "no CDI file of GPUs." "${toolkit_advice[@]}"
+  fi
+  if [ "$gpu_access" = cdi ] && ! is_compose "$oldest_cdi_compose"; then
+    refuse "Docker gives GPUs by CDI here, which needs Compose $oldest_cdi_compose or newer; this is $compose_version." \
+      "${update_compose[@]}" "Or use NVIDIA's runtime." "${toolkit_advice[@]}"
+  fi
 }

@@ -60,6 +60,9 @@ toolkit_advice=(
   "    sudo apt install nvidia-container-toolkit"
   "    sudo nvidia-ctk runtime configure --runtime=docker"
   "    sudo systemctl restart docker"
+  "Or, with Docker 25 or newer, let it make a CDI file, and again after each driver update:"
+  "    sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml"
+  "    sudo nvidia-ctk runtime configure --runtime=docker --cdi.enabled    # before Docker 28"
   "Without Docker, in .venv: WHERE=local"
 )
 start_daemon=("Start it:" "    sudo systemctl start docker")

@@ -48,7 +48,12 @@ collect_settings() {
     difference=$(hash_difference)
   fi
   # Naming the files keeps compose from adding compose.override.yaml, which is for those who have no .env yet.
-  if [ "$generation" = cpu ]; then files+=:docker/cpu/compose.yaml; fi
+  if [ "$generation" = cpu ]; then
+    files+=:docker/cpu/compose.yaml
+  else
+    find_gpu_access
+    if [ "$gpu_access" = cdi ]; then files+=:docker/cdi/compose.yaml; fi
+  fi
   setting COMPOSE_FILE "$files"
   setting TUNEBOOK_IMAGE "$image"
   setting TUNEBOOK_IMAGE_DIGEST "$(if [[ $image == *@* ]]; then echo "${image##*@}"; fi)"
@@ -58,7 +63,10 @@ collect_settings() {
   setting TUNEBOOK_GID "$group"
   setting TUNEBOOK_CHECKOUT "$root"
   setting TUNEBOOK_HF_HOME "${HF_HOME:+$(realpath -- "$HF_HOME")}"
-  for name in GENERATION TORCH MIN_DRIVER ATTENTION; do setting "TUNEBOOK_$name" "$(fact "$generation" "$name")"; done
+  choose_attention
+  setting TUNEBOOK_ATTENTION "$attention"
+  setting TUNEBOOK_ATTENTION_CHOICE "$(kept ATTENTION TUNEBOOK_ATTENTION_CHOICE)"
+  for name in GENERATION TORCH MIN_DRIVER; do setting "TUNEBOOK_$name" "$(fact "$generation" "$name")"; done
   setting TUNEBOOK_LOCK_SHA256 "$lock_sha256"
   setting TUNEBOOK_SOURCES_SHA256 "$sources_sha256"
   setting TUNEBOOK_GIT_COMMIT "$commit"

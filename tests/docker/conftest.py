@@ -52,7 +52,8 @@ case "$1 $2" in
   "compose build")
     echo "#5 [train venv 1/1] RUN --mount=type=cache,id=tunebook-pip     --mount=type=secret,id=ca     install"
     . ./.env
-    echo "$TUNEBOOK_LOCK_SHA256 $TUNEBOOK_SOURCES_SHA256" > "$FAKE/images/${TUNEBOOK_IMAGE//\//_}" ;;
+    printf '%s ' "$TUNEBOOK_LOCK_SHA256" "$TUNEBOOK_ATTENTION" > "$FAKE/images/${TUNEBOOK_IMAGE//\//_}"
+    echo "$TUNEBOOK_SOURCES_SHA256" >> "$FAKE/images/${TUNEBOOK_IMAGE//\//_}" ;;
   "compose run" | "compose -f") printf '<%s>\n' "${@:3}" ;;
   "container inspect") exit 1 ;;
 esac
@@ -111,11 +112,13 @@ class Machine:
         self.tell("nvidia-smi", lines, code=code)
         self.tell("docker-info", INFO % (self.folder, NVIDIA_RUNTIME if has_runtime else ""))
 
-    def image(self, name: str, generation: str | None = None) -> None:
+    def image(self, name: str, generation: str | None = None, attention: str | None = None) -> None:
         """Have an image whose labels match the checkout."""
-        lock = self.checkout / "docker" / (generation or name.partition(":")[2]) / "requirements.lock"
+        folder = self.checkout / "docker" / (generation or name.partition(":")[2])
+        own = re.search(r"^ATTENTION=(.*)$", (folder / "generation.env").read_text(), flags=re.MULTILINE)
         sources = self.command("docker/sources_hash.sh", ".").stdout
-        labels = f"{hashlib.sha256(lock.read_bytes()).hexdigest()} {sources}"
+        lock = hashlib.sha256((folder / "requirements.lock").read_bytes()).hexdigest()
+        labels = f"{lock} {attention or (own[1] if own else '')} {sources}"
         (self.fake / "images" / name.replace("/", "_")).write_text(labels)
 
     def digest(self, name: str) -> None:
@@ -173,7 +176,7 @@ class Machine:
 
 def copy_checkout(target: Path) -> None:
     """Copy what docker/front.sh needs of a checkout; the locks and sources are short stand-ins."""
-    files = [ROOT / "Makefile", ROOT / "compose.yaml", ROOT / "docker/cpu/compose.yaml"]
+    files = [ROOT / "Makefile", ROOT / "compose.yaml", *ROOT.glob("docker/*/compose.yaml")]
     for pattern in ("*.sh", "front/*.sh", "*/generation.env"):
         files += (ROOT / "docker").glob(pattern)
     for file in files:

@@ -36,16 +36,17 @@ def test_generation_env_is_read_without_quotes_and_comments(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("generation", ["cpu", "volta", "ampere", "hopper", "blackwell"])
 def test_every_lock_of_the_project_is_read(generation: str) -> None:
-    expected = check_image.expected_versions(DOCKER / generation, {"torch": "2.13.0+cpu"})
     settings = check_image.read_settings(DOCKER / generation / "generation.env")
+    expected = check_image.expected_versions(DOCKER / generation, {"torch": "2.13.0+cpu"}, settings["ATTENTION"])
     assert expected["torch"].split("+")[0] == settings["TORCH"]
     assert {"pip", "transformers", "deepspeed"} <= expected.keys()
     assert ("flash-attn" in expected) == (settings["ATTENTION"] == "flash-attn-2")
+    assert "flash-attn" not in check_image.expected_versions(DOCKER / generation, {"torch": "2.13.0+cpu"}, "none")
 
 
 @pytest.mark.parametrize(("torch", "has_cuda"), [("2.13.0+cpu", False), ("2.13.0", True)])
 def test_on_a_cpu_the_build_of_torch_decides_which_lock_counts(torch: str, has_cuda: bool) -> None:
-    expected = check_image.expected_versions(DOCKER / "cpu", {"torch": torch})
+    expected = check_image.expected_versions(DOCKER / "cpu", {"torch": torch}, "none")
     assert (expected["torch"], "nvidia-cublas" in expected) == (torch, has_cuda)
 
 
@@ -202,6 +203,7 @@ def test_files_overwritten_by_another_package_are_named(tmp_path: Path, monkeypa
 @pytest.fixture
 def image_folder(tmp_path: Path) -> Path:
     facts = {"generation": "hopper", "torch": "2.13.0", "min_driver": 580, "lock_sha256": "aa", "num_packages": 150}
+    facts["attention"] = "none"
     (tmp_path / "packages.json").write_text(json.dumps(facts))
     (tmp_path / "sources.sha256").write_text("cc\n")
     return tmp_path
@@ -209,12 +211,14 @@ def image_folder(tmp_path: Path) -> Path:
 
 def test_labels_that_differ_from_the_image_are_refused(image_folder: Path) -> None:
     arguments = {"GENERATION": "volta", "LOCK_SHA256": "bb", "SOURCES_SHA256": "cc", "TORCH": "", "MIN_DRIVER": "580"}
+    arguments["ATTENTION"] = "flash-attn-2"
     _, problems = check_image.check_image(image_folder, arguments)
-    assert [text.partition(":")[0] for text in problems[:2]] == [
+    assert [text.partition(":")[0] for text in problems[:3]] == [
         "the build argument GENERATION is volta, but the image has hopper",
+        "the build argument ATTENTION is flash-attn-2, but the image has none",
         "the build argument LOCK_SHA256 is bb, but the image has aa",
     ]
-    assert all(text.endswith("Type: make env") for text in problems[:2])
+    assert all(text.endswith("Type: make env") for text in problems[:3])
 
 
 def test_image_json_names_the_origin_of_the_image(image_folder: Path) -> None:

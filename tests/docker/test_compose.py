@@ -24,10 +24,11 @@ class Reset:
 
 
 class ComposeLoader(yaml.SafeLoader):
-    """YAML with Compose's own tag."""
+    """YAML with Compose's own tags."""
 
 
 ComposeLoader.add_constructor("!reset", lambda loader, node: Reset())
+ComposeLoader.add_constructor("!override", lambda loader, node: loader.construct_mapping(node, deep=True))
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -60,6 +61,16 @@ def test_a_service_is_one_command_with_gpus_and_without_rights(name: str) -> Non
     assert not {"privileged", "cap_add"} & service.keys()
     assert "shm_size" in service
     assert service["ulimits"] == {"memlock": -1, "stack": 64 << 20}
+
+
+def test_by_cdi_each_service_gets_all_gpus_and_nothing_else_changes() -> None:
+    services = read(DOCKER / "cdi" / "compose.yaml")["services"]
+    device = {"driver": "cdi", "device_ids": ["nvidia.com/gpu=all"], "capabilities": ["gpu"]}
+    service = {
+        "deploy": {"resources": {"reservations": {"devices": [device]}}},
+        "environment": {"TUNEBOOK_GPUS": "${TUNEBOOK_GPUS:-all}"},
+    }
+    assert services == dict.fromkeys(RUNNING, service)
 
 
 @pytest.mark.parametrize("name", RUNNING)

@@ -99,6 +99,21 @@ def test_it_runs_tunebook_with_the_arguments_as_they_are(run: Run, checkout: Pat
     assert run("train").returncode == 6
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "unset"),
+        ({"TUNEBOOK_GPUS": "all"}, "unset"),
+        ({"TUNEBOOK_GPUS": "1"}, "0"),
+        ({"TUNEBOOK_GPUS": "3"}, "0,1,2"),
+        ({"TUNEBOOK_GPUS": "3", "CUDA_VISIBLE_DEVICES": "4,5"}, "4,5"),
+        ({"TUNEBOOK_GPUS": "3", "CUDA_VISIBLE_DEVICES": ""}, ""),
+    ],
+)
+def test_by_cdi_the_first_gpus_stay_visible(run: Run, settings: dict[str, str], expected: str) -> None:
+    assert run("bash", "-c", "echo ${CUDA_VISIBLE_DEVICES-unset}", **settings).stdout == f"{expected}\n"
+
+
 def test_a_program_is_run_unchecked(run: Run) -> None:
     assert run("bash", "-c", "echo hello").stdout == "hello\n"
     assert run("/bin/echo", "hello", HF_HOME="/proc/none").stdout == "hello\n"

@@ -201,14 +201,38 @@ def test_an_image_of_this_checkout_is_pulled(machine):
     machine.digest(DIGEST)
     machine.image(DIGEST, "cpu")
     image = machine.fake / "images" / DIGEST.replace("/", "_")
-    lock, sources = image.read_text().split()
+    lock, attention, sources = image.read_text().split()
     image.rename(machine.fake / "published")
-    labels = f'{{"tunebook.lock-sha256": "{lock}", "tunebook.sources-sha256": "{sources}"}}'
+    labels = f'{{"tunebook.lock-sha256": "{lock}", "tunebook.sources-sha256": "{sources}"'
+    labels += f', "tunebook.attention": "{attention}"}}'
     machine.tell("docker-buildx-imagetools", f'{{"config":{{"Labels":{labels}}}}}')
     machine.act("docker-pull", f'mv "$FAKE/published" "{image}"')
     done = machine.front(*TRAIN, GPU="cpu")
     assert f"tunebook: pulling {DIGEST}\ntunebook: in a container, image {DIGEST}" in done.stderr
     assert machine.calls("compose build") == []
+
+
+def test_attention_none_is_an_image_of_its_own_and_kept_until_it_is_forgotten(machine, refused):
+    machine.gpus()
+    machine.image("tunebook:hopper")
+    assert machine.front(*TRAIN).returncode == 0
+    assert machine.calls("compose build") == []
+    assert machine.front("image", ATTENTION="none").returncode == 0
+    assert (machine.setting("TUNEBOOK_ATTENTION"), len(machine.calls("compose build"))) == ("none", 1)
+    assert machine.front(*TRAIN).returncode == 0
+    assert len(machine.calls("compose build")) == 1, "the choice is kept, and the image has none"
+    assert machine.front("env", GPU="cpu").returncode == 0
+    assert machine.setting("TUNEBOOK_ATTENTION") == "none"
+    assert machine.front(*TRAIN, ATTENTION="").returncode == 0
+    assert (machine.setting("TUNEBOOK_ATTENTION"), len(machine.calls("compose build"))) == ("flash-attn-2", 2)
+    refused(
+        machine.front("image", ATTENTION="flash-attn-3"), "ATTENTION=flash-attn-3 is not known for the hopper image",
+        "Choose one of: none flash-attn-2",
+    )  # fmt: skip
+    machine.front("image", ATTENTION="flash-attn-2")
+    assert machine.front("env", GPU="volta").returncode == 0, "what was typed for another image does not count"
+    assert machine.setting("TUNEBOOK_ATTENTION") == "none"
+    refused(machine.front("image", GPU="volta", ATTENTION="flash-attn-2"), "for the volta image", "one of: none;")
 
 
 # --- the command itself

@@ -105,15 +105,65 @@ def test_no_nvidia_runtime(machine, refused):
     assert machine.calls("compose build") == []
 
 
-def test_a_cdi_device_or_the_hook_serves_like_a_runtime(machine):
+def test_the_hook_serves_like_a_runtime(machine):
     machine.image("tunebook:ampere")
     machine.gpus(A100, has_runtime=False)
     machine.install("nvidia-container-runtime-hook", "#!/bin/sh\n")
     assert machine.front(*TRAIN).returncode == 0
-    machine.remove("nvidia-container-runtime-hook")
-    cdi = '{"Source":"cdi","ID":"nvidia.com/gpu=all"}'
-    machine.tell("docker-info", f'{{"DockerRootDir":"/x","Runtimes":{{"runc":{{}}}},"DiscoveredDevices":[{cdi}]}}')
+    assert machine.setting("COMPOSE_FILE") == "compose.yaml"
+
+
+WITHOUT_RUNTIME = '{"DockerRootDir":"/x","Runtimes":{"runc":{}},%s}'
+WITH_CDI = "compose.yaml:docker/cdi/compose.yaml"
+
+
+def test_a_cdi_device_is_used_where_there_is_no_runtime(machine):
+    machine.image("tunebook:ampere")
+    machine.gpus(A100, has_runtime=False)
+    device = '"DiscoveredDevices":[{"Source":"cdi","ID":"nvidia.com/gpu=all"}]'
+    machine.tell("docker-info", WITHOUT_RUNTIME % device)
+    written = machine.front("env")
+    assert "tunebook: GPUs in containers: by CDI, docker/cdi/compose.yaml" in written.stderr
+    assert machine.setting("COMPOSE_FILE") == WITH_CDI
     assert machine.front(*TRAIN).returncode == 0
+    machine.gpus(A100)
+    assert "tunebook: GPUs in containers: by NVIDIA's runtime" in machine.front("env").stderr
+    assert machine.setting("COMPOSE_FILE") == "compose.yaml"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "is_found"),
+    [
+        ("nvidia.yaml", "cdiVersion: 0.5.0\nkind: nvidia.com/gpu\n", True),
+        ("nvidia.yaml", '---\nkind: "nvidia.com/gpu"\n', True),
+        ("nvidia.json", '{"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": []}', True),
+        ("amd.yaml", "kind: amd.com/gpu\n", False),
+        ("nvidia.yaml.old", "kind: nvidia.com/gpu\n", False),
+    ],
+)
+def test_docker_before_28_names_the_folders_of_cdi_files(machine, refused, name, content, is_found):
+    machine.image("tunebook:ampere")
+    machine.gpus(A100, has_runtime=False)
+    folder = machine.folder / "cdi"
+    folder.mkdir()
+    (folder / name).write_text(content)
+    machine.tell("docker-info", WITHOUT_RUNTIME % f'"CDISpecDirs":["/nonexistent","{folder}"]')
+    done = machine.front(*TRAIN)
+    if is_found:
+        assert done.returncode == 0, done.stderr
+        assert machine.setting("COMPOSE_FILE") == WITH_CDI
+    else:
+        refused(done, "no NVIDIA runtime, and no CDI file of GPUs", "sudo nvidia-ctk cdi generate")
+        assert "GPUs in containers: not yet" in machine.front("env").stderr
+
+
+def test_a_compose_that_cannot_replace_the_runtime_is_refused_for_cdi_only(machine, refused):
+    machine.image("tunebook:ampere")
+    machine.gpus(A100)
+    machine.tell("docker-compose-version", "2.24.3\n")
+    assert machine.front(*TRAIN).returncode == 0
+    machine.tell("docker-info", WITHOUT_RUNTIME % '"DiscoveredDevices":[{"ID":"nvidia.com/gpu=0"}]')
+    refused(machine.front(*TRAIN), "needs Compose 2.24.4 or newer; this is 2.24.3", "--only-upgrade")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ def test_env_has_every_setting_of_compose(machine):
     used = set(re.findall(r"\$\{(TUNEBOOK_\w+)", (machine.checkout / "compose.yaml").read_text()))
     written = set(re.findall(r"^(\w+)=", (machine.checkout / ".env").read_text(), flags=re.MULTILINE))
     assert used - written == {"TUNEBOOK_SHM_SIZE", "TUNEBOOK_SANDBOX_IMAGE"}  # the user's own
-    assert written - used == {"COMPOSE_FILE"}
+    assert written - used == {"COMPOSE_FILE", "TUNEBOOK_ATTENTION_CHOICE"}
     assert machine.setting("COMPOSE_FILE") == "compose.yaml:docker/cpu/compose.yaml"
     assert (machine.setting("TUNEBOOK_UID"), machine.setting("TUNEBOOK_GID")) == (str(os.getuid()), str(os.getgid()))
     assert machine.setting("TUNEBOOK_CHECKOUT") == str(machine.checkout)

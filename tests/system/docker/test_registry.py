@@ -64,10 +64,14 @@ def small_image(in_checkout, checkout):
     had_one = in_checkout("docker", "tag", IMAGE, aside).returncode == 0
     written = in_checkout("make", "env", f"GPU={GENERATION}")
     assert written.returncode == 0, written.stdout
-    labels = dict(re.findall(r"^TUNEBOOK_(LOCK|SOURCES)_SHA256=(\w+)$", (checkout / ".env").read_text(), re.MULTILINE))
+    found = re.findall(
+        r"^TUNEBOOK_(LOCK_SHA256|SOURCES_SHA256|ATTENTION)=(\S+)$", (checkout / ".env").read_text(), re.MULTILINE
+    )
     (checkout / ".cache" / "small").mkdir()
     (checkout / ".cache" / "small" / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
-    words = [word for name in labels for word in ("--label", f"tunebook.{name.lower()}-sha256={labels[name]}")]
+    words = [
+        word for name, value in found for word in ("--label", f"tunebook.{name.lower().replace('_', '-')}={value}")
+    ]
     built = in_checkout("docker", "build", *words, "--tag", IMAGE, ".cache/small")
     assert built.returncode == 0, built.stdout
     yield
