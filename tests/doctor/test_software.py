@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from tunebook.doctor import software
 from tunebook.doctor.findings import Finding, Level
 from tunebook.doctor.probes import Probe
 from tunebook.doctor.software import check_software
@@ -38,8 +40,9 @@ CPU_BUILD = torch(version="2.13.0+cpu", cuda=None, architectures=[], nccl=None, 
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The version of torch that the rules see."""
+    """The version of torch that the rules see, on a machine without Docker."""
     versions = {"torch": "2.13.0"}
+    monkeypatch.setattr(software.shutil, "which", lambda name: None)
     monkeypatch.setattr(environment, "installed_version", lambda name: versions.get(name, "1.0"))
     return versions
 
@@ -167,3 +170,87 @@ def test_rules_of_a_recipe_are_checked() -> None:
 def test_a_run_that_starts_elsewhere_is_not_judged_by_this_machine() -> None:
     config = resolved("llama2_70b_fsdp")
     assert wrong(check_software(CPU_ONLY, config, CPU_BUILD)) == {}
+
+
+# --- how Docker gives GPUs to containers
+
+
+@pytest.fixture
+def docker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A docker whose daemon answers with these facts, first in PATH; without facts, one whose daemon is not there."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setattr(software.shutil, "which", lambda name: next(map(str, folder.glob(name)), None))
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setattr(software, "_CONTAINER_FILES", {})
+    for name in software._CONTAINER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def install(facts: dict[str, Any] | None, *others: str) -> None:
+        text = "Cannot connect to the Docker daemon" if facts is None else json.dumps({"DockerRootDir": "/d"} | facts)
+        (tmp_path / "answer").write_text(text)
+        for name in ("docker", *others):
+            (folder / name).write_text(f"#!/bin/sh\ncat {tmp_path / 'answer'}\nexit {int(facts is None)}\n")
+            (folder / name).chmod(0o755)
+
+    return install
+
+
+def cdi_file(folder: Path, *paths: Path) -> Path:
+    folder.mkdir()
+    device, *libraries = map(str, paths)
+    edits = {
+        "mounts": [{"hostPath": each, "containerPath": each} for each in libraries],
+        "hooks": [{"hookName": "createContainer", "path": "/bin/sh"}],
+    }
+    node = {"path": "/dev/nvidia0", "hostPath": device}
+    spec = {"kind": "nvidia.com/gpu", "devices": [{"name": "0", "containerEdits": {"deviceNodes": [node]}}]}
+    file = folder / "nvidia.yaml"
+    file.write_text(yaml.safe_dump(spec | {"containerEdits": edits}))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("facts", "others"), [({"Runtimes": {"runc": {}, "nvidia": {}}}, ()), ({}, ("nvidia-container-runtime-hook",))]
+)
+def test_nvidias_runtime_gives_gpus_to_containers(docker, facts: dict[str, Any], others: tuple[str, ...]) -> None:
+    docker(facts, *others)
+    assert only(look(), "container-gpus").data == {"access": "runtime"}
+
+
+def test_a_cdi_file_does_too_until_the_driver_is_another(docker, tmp_path: Path) -> None:
+    device, library = tmp_path / "nvidia0", tmp_path / "libcuda.so.580"
+    device.touch()
+    file = cdi_file(tmp_path / "cdi", device, library)
+    docker({"Runtimes": {}, "CDISpecDirs": ["/nonexistent", str(file.parent)]})
+    (file.parent / "broken.yaml").write_text("kind: [")
+    stale = only(look(), "container-gpus")
+    assert stale.level is Level.error
+    assert f"names 1 files that are not here, such as {library}: it was made for another driver" in stale.what
+    assert stale.fix == f"sudo nvidia-ctk cdi generate --output={file}"
+    library.touch()
+    fine = only(look(), "container-gpus")
+    assert (fine.level, fine.data) == (Level.ok, {"access": "cdi", "files": [str(file)]})
+
+
+def test_devices_that_docker_has_found_count_as_cdi(docker) -> None:
+    docker({"DiscoveredDevices": [{"Source": "cdi", "ID": "nvidia.com/gpu=all"}]})
+    assert only(look(), "container-gpus").data["access"] == "cdi"
+
+
+def test_a_docker_without_a_way_to_the_gpus_or_without_a_daemon_is_a_warning(docker) -> None:
+    docker({"Runtimes": {"runc": {}}, "CDISpecDirs": None})
+    found = only(look(), "container-gpus")
+    assert (found.level, found.data) == (Level.warning, {"access": None})
+    assert "nvidia-ctk runtime configure" in found.fix and "nvidia-ctk cdi generate" in found.fix
+    docker(None)
+    found = only(look(), "container-gpus")
+    assert found.level is Level.warning
+    assert "its daemon does not answer" in found.what and "Cannot connect to the Docker daemon" in found.what
+
+
+def test_docker_matters_only_to_gpus_and_outside_of_containers(docker, monkeypatch: pytest.MonkeyPatch) -> None:
+    docker({})
+    assert "container-gpus" not in {finding.id for finding in look(CPU_ONLY, CPU_BUILD)}
+    monkeypatch.setattr(software, "_CONTAINER_FILES", {Path("/"): "Docker"})
+    assert "container-gpus" not in {finding.id for finding in look()}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from tunebook.config.schema import HardwareConfig, RunConfig, starts_elsewhere
 from tunebook.doctor.findings import Finding, Kind, finding_of, finding_of_error, listed
@@ -14,6 +19,7 @@ from tunebook.errors import Problem, RequestError
 from tunebook.facts.generations import capability_text
 from tunebook.hardware.detect import Gpu, Machine
 from tunebook.hardware.image import IMAGE_FILE_VARIABLE, Image, read_image, runs_on_any
+from tunebook.processes import ask
 from tunebook.train.image import gpu_problem, no_gpu_problem
 from tunebook.train.requirements import check_environment, torch_problems
 
@@ -25,6 +31,11 @@ _CONTAINER_VARIABLES = {
     "SINGULARITY_NAME": "Apptainer",
     "container": "a container",
 }
+_DOCKER = "container-gpus"
+_DOCKER_TIMEOUT_S = 30.0
+_HOOKS = ("nvidia-container-runtime-hook", "nvidia-container-toolkit")  # which `docker info` does not show
+_CDI_KIND = "nvidia.com/gpu"
+_SHORT = 200  # characters of a message
 
 
 def check_software(machine: Machine, config: RunConfig | None, torch: Probe) -> list[Finding]:
@@ -36,6 +47,7 @@ def check_software(machine: Machine, config: RunConfig | None, torch: Probe) -> 
     problems = _problems(machine, config, image)
     return [
         *_container(image, os.environ),
+        *_docker(machine, os.environ),
         *(finding_of(problem, Kind.software) for problem in problems),
         *_driver(machine, problems),
         *_torch(machine, torch),
@@ -56,9 +68,7 @@ def _problems(machine: Machine, config: RunConfig | None, image: Image | None) -
 
 
 def _container(image: Image | None, environment: Mapping[str, str]) -> Iterator[Finding]:
-    runtime = next((name for file, name in _CONTAINER_FILES.items() if file.exists()), None) or next(
-        (name for variable, name in _CONTAINER_VARIABLES.items() if environment.get(variable)), None
-    )
+    runtime = _container_runtime(environment)
     data: dict[str, Any] = {
         "runtime": runtime,
         "digest": environment.get(_IMAGE_DIGEST_VARIABLE) or None,
@@ -80,6 +90,79 @@ def _container(image: Image | None, environment: Mapping[str, str]) -> Iterator[
     cuda = f"CUDA {image.cuda}, driver {image.min_driver} or newer" if image.cuda else "no CUDA"
     what = f"the {image.generation} image (torch {image.torch}, {cuda}, attention: {image.attention or 'sdpa'})"
     yield Kind.software.ok(id="container", what=what + (f" in {runtime}" if runtime else ""), data=data)
+
+
+def _container_runtime(environment: Mapping[str, str]) -> str | None:
+    """What runs the container that this process is in; None outside of one."""
+    return next((name for file, name in _CONTAINER_FILES.items() if file.exists()), None) or next(
+        (name for variable, name in _CONTAINER_VARIABLES.items() if environment.get(variable)), None
+    )
+
+
+def _docker(machine: Machine, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """How Docker gives this machine's GPUs to containers: by NVIDIA's runtime or by CDI, as docker/front chooses."""
+    if not machine.gpus or shutil.which("docker") is None or _container_runtime(environment) is not None:
+        return
+    answer = ask(["docker", "info", "--format", "{{json .}}"], timeout_s=_DOCKER_TIMEOUT_S)
+    info: Any = None
+    with suppress(ValueError):
+        info = json.loads(answer.text)
+    if answer.problem is not None or not isinstance(info, dict) or not info.get("DockerRootDir"):
+        what = f"Docker is here, but its daemon does not answer: {answer.failure or answer.last_words[:_SHORT]}"
+        yield Kind.software.warning(
+            id=_DOCKER, what=what, fix="docker info shows all of it; without Docker: WHERE=local"
+        )
+        return
+    if "nvidia" in (info.get("Runtimes") or {}) or any(map(shutil.which, _HOOKS)):
+        what = "Docker gives GPUs to containers by NVIDIA's runtime"
+        yield Kind.software.ok(id=_DOCKER, what=what, data={"access": "runtime"})
+        return
+    files = _cdi_files(info.get("CDISpecDirs") or [])
+    listed_devices = [str(each.get("ID")) for each in info.get("DiscoveredDevices") or []]
+    if not files and not any(device.startswith(f"{_CDI_KIND}=") for device in listed_devices):
+        yield Kind.software.warning(
+            id=_DOCKER,
+            what="Docker cannot give GPUs to containers: it has no NVIDIA runtime, and no CDI file of GPUs",
+            fix="install the NVIDIA Container Toolkit, then sudo nvidia-ctk runtime configure --runtime=docker, or "
+            "sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml; without Docker: WHERE=local",
+            data={"access": None},
+        )
+        return
+    data = {"access": "cdi", "files": [str(file) for file in files]}
+    missing = [path for file, spec in files.items() for path in _host_paths(spec) if not Path(path).exists()]
+    if missing:
+        yield Kind.software.error(
+            id=_DOCKER,
+            what=f"a CDI file names {len(missing)} files that are not here, such as {missing[0]}: it was made for "
+            "another driver, so no container with GPUs will start",
+            fix=f"sudo nvidia-ctk cdi generate --output={next(iter(files))}",
+            data=data | {"missing": missing},
+        )
+        return
+    yield Kind.software.ok(id=_DOCKER, what="Docker gives GPUs to containers by CDI", data=data)
+
+
+def _cdi_files(folders: Iterable[str]) -> dict[Path, dict[str, Any]]:
+    """The CDI files of NVIDIA's GPUs in these folders, with their content."""
+    found: dict[Path, dict[str, Any]] = {}
+    for path in sorted(path for folder in folders for path in Path(folder).glob("*.*")):
+        if path.suffix in (".yaml", ".json"):
+            with suppress(OSError, ValueError, yaml.YAMLError):
+                spec = yaml.safe_load(path.read_text(encoding="utf-8"))  # which reads JSON, too
+                if isinstance(spec, dict) and spec.get("kind") == _CDI_KIND:
+                    found[path] = spec
+    return found
+
+
+def _host_paths(spec: Mapping[str, Any]) -> list[str]:
+    """What a CDI file takes from the host: devices, libraries, hooks."""
+    paths = []
+    for edits in (spec, *(spec.get("devices") or [])):
+        edits = edits.get("containerEdits") or {}
+        paths += [node.get("hostPath") or node["path"] for node in edits.get("deviceNodes") or []]
+        paths += [mount["hostPath"] for mount in edits.get("mounts") or []]
+        paths += [hook["path"] for hook in edits.get("hooks") or []]
+    return paths
 
 
 def _driver(machine: Machine, problems: list[Problem]) -> Iterator[Finding]:
