@@ -72,6 +72,26 @@ def test_one_that_does_not_end_is_killed_in_time():
     assert not os.path.exists(f"/proc/{process}")  # noqa: PTH110
 
 
+# Its main thread ends at once, and the process counts as a zombie, while another thread runs on. As with a killed rank
+# of many threads, but for longer.
+WITHOUT_MAIN_THREAD = """
+import ctypes, threading, time, os
+threading.Thread(target=time.sleep, args=(1.0,)).start()
+os.close(1)
+ctypes.PyDLL(None).pthread_exit(None)
+"""
+
+
+def test_one_whose_other_threads_run_on_is_waited_for():
+    with adopting_orphans():
+        before = set(children_of(os.getpid()))
+        process = orphan(WITHOUT_MAIN_THREAD)
+        while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+        end_children(exclude=before, timeout_s=30)
+    assert not os.path.exists(f"/proc/{process}")  # noqa: PTH110
+
+
 def test_children_for_other_reasons_are_left_alone():
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     end_children(exclude={*children_of(os.getpid())}, timeout_s=0)

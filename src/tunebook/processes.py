@@ -139,12 +139,20 @@ def _reap(exclude: Collection[int]) -> list[int]:
     for child, state in _children(os.getpid()):
         if child in exclude:
             continue
-        if state == "Z":
-            with suppress(OSError):
-                os.waitpid(child, os.WNOHANG)
-        else:
+        if state != "Z" or not _has_ended(child):
             running.append(child)
     return running
+
+
+def _has_ended(child: int) -> bool:
+    """Collect a child whose main thread has ended; return False while other threads of it still run.
+
+    A killed rank with hundreds of threads and gigabytes of memory takes a while.
+    """
+    try:
+        return os.waitpid(child, os.WNOHANG) != (0, 0)
+    except ChildProcessError:
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import xml.etree.ElementTree as ElementTree
 from io import StringIO
 from pathlib import Path
@@ -16,7 +15,7 @@ from tunebook.errors import DataError, RequestError
 from tunebook.evidence.card import (
     BEGIN,
     END,
-    cell,
+    cells,
     listed,
     plot_file,
     section,
@@ -31,10 +30,10 @@ from tunebook.evidence.target import parse_target
 from .conftest import MakeRun, curve
 
 CARD = "# quickstart\n\n## Claim\n\nIt learns.\n\n## Evidence\n\nNone recorded yet.\n\n### Measured\n\nBy hand.\n"
-TABLE = """| recipe | what | evidence |
-|---|---|---|
-| [quickstart](recipes/quickstart/README.md) | word tasks | on its card |
-| [other](recipes/other/README.md) | the same | none yet |
+TABLE = """| recipe | what | evidence | best score |
+|---|---|---|---|
+| [quickstart](recipes/quickstart/README.md) | word tasks | on its card | - |
+| [other](recipes/other/README.md) | the same | none yet | - |
 """
 
 
@@ -123,14 +122,15 @@ def evidence(make_run: MakeRun, recipes_dir: Path) -> Path:
     return record_evidence([read_finished(make_run()), read_finished(make_run())], "try", [])
 
 
-def test_the_row_links_every_file_and_the_others_stay(tmp_path: Path, evidence: Path) -> None:
+def test_the_row_counts_the_files_and_the_others_stay(tmp_path: Path, evidence: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text(TABLE)
     assert update_overview(readme, "quickstart", [evidence])
     lines = readme.read_text().splitlines()
+    score = read_evidence(evidence).results.scores["words"].value
     assert lines[2] == (
-        f"| [quickstart](recipes/quickstart/README.md) | word tasks | "
-        f"[1 x CPU](recipes/quickstart/evidence/{evidence.name}) (from-scratch evidence) |"
+        "| [quickstart](recipes/quickstart/README.md) | word tasks | "
+        f"[1 from-scratch](recipes/quickstart/README.md#evidence) | words {score:.3f} |"
     )
     assert [lines[number] for number in (0, 1, 3)] == [TABLE.splitlines()[number] for number in (0, 1, 3)]
     again = readme.read_text()
@@ -147,38 +147,13 @@ def test_a_book_without_the_row_is_left_alone(tmp_path: Path, evidence: Path) ->
     assert readme.read_text() == TABLE
 
 
-def test_two_claims_on_the_same_gpus_are_told_apart(project_root: Path) -> None:
+def test_machinery_evidence_has_no_score(project_root: Path) -> None:
     files = sorted((project_root / "recipes/qwen3b_zero2/evidence").glob("*.json"))
-    links = cell("qwen3b_zero2", files, [read_evidence(file) for file in files]).split("), [")
-    names = [link.partition("]")[0].removeprefix("[") for link in links]
-    assert names == ["1 x H200, bf16", "2 x H200, bf16", "4 x H200, bf16", "4 x H200, fp32"]
+    made = cells("qwen3b_zero2", [read_evidence(file) for file in files])
+    assert made == f"[{len(files)} machinery](recipes/qwen3b_zero2/README.md#evidence) | -"
 
 
-def test_claims_in_one_number_format_are_told_apart_by_what_else_they_ran_with(project_root: Path) -> None:
-    files = sorted((project_root / "recipes/qwen05b_single/evidence").glob("*.json"))
-    links = cell("qwen05b_single", files, [read_evidence(file) for file in files]).split("), [")
-    names = [link.partition("]")[0].removeprefix("[") for link in links]
-    assert names == ["1 x H200, bf16, varlen_attention", "1 x H200, bf16, deterministic", "1 x H200, bf16, sdpa"]
-
-
-def test_claims_that_differ_in_nothing_else_are_told_apart_by_their_labels_or_steps(
-    make_run: MakeRun, recipes_dir: Path
-) -> None:
-    def names(*words: str, label: str) -> list[str]:
-        record_evidence([read_finished(make_run(*words)), read_finished(make_run(*words))], label, [])
-        files = sorted((recipes_dir / "quickstart" / "evidence").glob("*.json"))
-        found = [read_evidence(file) for file in files]
-        if label == "shorter":  # which the made-up runs of one length are not
-            found[1] = found[1].model_copy(update={"ran": found[1].ran.model_copy(update={"steps": 6})})
-        links = cell("quickstart", files, found).split("), [")
-        return [link.partition("]")[0].removeprefix("[") for link in links]
-
-    assert names(label="any") == ["1 x CPU"]
-    assert names(label="shorter") == ["1 x CPU, 60 steps", "1 x CPU, 6 steps"]
-    assert names("training.seed=1", label="t1") == ["1 x CPU, any", "1 x CPU, shorter", "1 x CPU, t1"]
-
-
-def test_real_evidence_comes_first_in_a_cell_and_in_a_card(make_run: MakeRun, recipes_dir: Path) -> None:
+def test_real_evidence_comes_first_in_a_card_and_its_score_counts(make_run: MakeRun, recipes_dir: Path) -> None:
     files = [record_evidence([read_finished(make_run()) for _ in range(2)], label, []) for label in ("a", "b", "c")]
     found = [read_evidence(file) for file in files]
     generated = found[0].ran.model_copy(update={"data": "generated"})
@@ -186,26 +161,27 @@ def test_real_evidence_comes_first_in_a_cell_and_in_a_card(make_run: MakeRun, re
     found = [
         found[0].model_copy(update={"ran": generated}), found[1], found[2].model_copy(update={"ran": pretrained})
     ]  # fmt: skip
-    links = cell("quickstart", files, found)
+    lower = found[2].results.scores["words"].model_copy(update={"value": 0.125})
+    found[2] = found[2].model_copy(update={"results": found[2].results.model_copy(update={"scores": {"words": lower}})})
     kinds = ["real evidence", "from-scratch evidence", "machinery evidence"]
-    assert re.findall(r"evidence/cpu-1-(.)\.json\) \(([^)]*)\)", links) == list(zip("cba", kinds, strict=True))
     rows = [line for line in section(files, found).splitlines() if line.startswith("| [")]
     assert [row.split(" | ")[1].partition(":")[0] for row in rows] == kinds
+    assert cells("quickstart", found) == (
+        "[1 real, 1 from-scratch, 1 machinery](recipes/quickstart/README.md#evidence) | words 0.125"
+    )
 
 
 def test_recipes_with_real_evidence_come_first_in_the_table(tmp_path: Path, evidence: Path) -> None:
     def row(recipe: str, what: str) -> str:
-        return f"| [{recipe}](recipes/{recipe}/README.md) | x | {what} |"
+        return f"| [{recipe}](recipes/{recipe}/README.md) | x | {what} | - |"
 
-    others = [row("a", "none yet"), row("b", "[1](c) (machinery evidence)"), row("c", "[1](c) (real evidence)")]
+    others = [row("a", "none yet"), row("b", "[2 machinery](b)"), row("c", "[1 real, 12 machinery](c)")]
     readme = tmp_path / "README.md"
-    readme.write_text(
-        "\n".join(["| recipe | what | evidence |", "|---|---|---|", *others, TABLE.splitlines()[2], "", "z"])
-    )
+    readme.write_text("\n".join([*TABLE.splitlines()[:2], *others, TABLE.splitlines()[2], "", "z"]))
     assert update_overview(readme, "quickstart", [evidence])
     lines = readme.read_text().splitlines()
     assert [line[3] for line in lines[2:6]] == ["c", "q", "a", "b"]
-    assert lines[:2] + lines[6:] == ["| recipe | what | evidence |", "|---|---|---|", "", "z"]
+    assert lines[:2] + lines[6:] == [*TABLE.splitlines()[:2], "", "z"]
 
 
 def test_a_card_shows_a_target_and_when_it_was_reached(make_run: MakeRun, recipes_dir: Path) -> None:

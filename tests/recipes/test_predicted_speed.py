@@ -1,4 +1,4 @@
-"""The bounds of the planned speed that the README names hold for everything that is recorded in the book."""
+"""The bounds of the planned speed that docs/limits.md names hold for everything that is recorded in the book."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tunebook.plan.speed.throughput import TimePlan, plan_time
 ROOT = Path(__file__).resolve().parents[2]
 H200 = ("hardware=hopper", "hardware.memory_gib=140.4")
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=16.0)
-FULL, BOUND, BOUND_OF_EMPTY_ROWS = 0.5, 1 / 3, 2.2  # as the README says them
+FULL, BOUND, BOUND_OF_EMPTY_ROWS = 0.5, 1 / 3, 2.2  # as docs/limits.md says them
 SMALL, BOUND_OF_SMALL = "smollm2_135m", 1 / 2  # compiled, its layers wait less for the host than those measured
 RECORDED = [file for file in sorted(ROOT.glob("recipes/*/evidence/*.json")) if read_evidence(file).hardware.gpu]
 
@@ -46,11 +46,11 @@ def test_a_planned_speed_is_as_near_to_the_recorded_one_as_the_readme_says(file:
     waits_for_host = "attention=sdpa" in read_evidence(file).ran.overrides  # by many small kernels
     highest = BOUND_OF_EMPTY_ROWS if not is_full or waits_for_host else 1 + BOUND
     lowest = 1 - (BOUND_OF_SMALL if file.parent.parent.name.startswith(SMALL) else BOUND)
-    assert lowest < ratio < highest, "the README's bounds of the planned speed (Limits) are not true any more"
+    assert lowest < ratio < highest, "the bounds of the planned speed in docs/limits.md are not true any more"
 
 
-def test_the_readme_names_these_bounds() -> None:
-    text = " ".join((ROOT / "README.md").read_text().split())
+def test_the_page_names_these_bounds() -> None:
+    text = " ".join((ROOT / "docs/limits.md").read_text().split())
     assert "for full rows, more than half of them tokens, at most a third too low or too high" in text
     assert "of SmolLM2-135M on an H100 up to half too low" in text
     empty = "where a step's documents leave most of each row empty"

@@ -1,4 +1,4 @@
-"""Every command that the README quotes is run: a new one fails here until somebody says how."""
+"""Every command that the README and the pages of docs/ quote is run: a new one fails here until somebody says how."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+PAGES = {file: file.read_text() for file in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
 
 # Commands too long to run again as they stand, and what is run for them.
 INSTEAD = {
@@ -55,15 +56,15 @@ CONVERSATION = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "as
 
 
 def commands() -> list[str]:
-    """Every line of the README's shell blocks, without its comment."""
-    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    """Every line of the pages' shell blocks, without its comment."""
+    blocks = [block for text in PAGES.values() for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)]
     lines = [re.sub(r"\s+#.*", "", line).strip() for block in blocks for line in block.splitlines()]
     return [line for line in lines if line]
 
 
 @pytest.fixture
 def own_folder(tmp_path):
-    """A folder with the data and the model that the README's commands name."""
+    """A folder with the data and the model that the commands name."""
     import pyarrow
     import pyarrow.parquet
 
@@ -83,9 +84,9 @@ def test_every_command_is_handled():
     quoted = commands()
     assert len(quoted) == len(set(quoted))
     unknown = [line for line in quoted if line not in (*INSTEAD, *ON_A_RUN) and expected_of(line) is None]
-    assert unknown == [], "say in this file how the README's new command is tested"
+    assert unknown == [], "say in this file how the new command is tested"
     stale = [start for start in (*INSTEAD, *ON_A_RUN, *EXPECTED) if not any(line.startswith(start) for line in quoted)]
-    assert stale == [], "the README no longer has these"
+    assert stale == [], "no page has these any more"
 
 
 def expected_of(line: str) -> str | None:
@@ -144,6 +145,17 @@ def test_every_folder_of_the_layout_is_there():
 
 
 def test_links_lead_somewhere():
-    links = re.findall(r"\]\(([^)]+)\)", README)
-    assert links
-    assert [link for link in links if not link.startswith("http") and not (ROOT / link).exists()] == []
+    found = 0
+    for page, text in PAGES.items():
+        links = re.findall(r"(?:\]\(|src=\")([^)\"]+)", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+        links = [link for link in links if not link.startswith(("http", "#"))]
+        assert [link for link in links if not (page.parent / link.partition("#")[0]).exists()] == []
+        found += len(links)
+    assert found > 30
+
+
+def test_the_figure_is_what_its_script_draws(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import flow
+
+    assert (ROOT / "docs" / "flow.svg").read_text() == flow.draw(), "type: python docs/flow.py"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -165,7 +166,7 @@ def draw(found: Evidence) -> str:
 
 
 def update_overview(readme: Path, recipe: str, files: Sequence[Path]) -> bool:
-    """Rewrite the recipe's last cell in the book's table and sort its rows by the strongest evidence in them.
+    """Rewrite the recipe's last two cells in the book's table and sort its rows by the strongest evidence in them.
 
     Returns False if there is no table, or no row of the recipe.
     """
@@ -176,9 +177,8 @@ def update_overview(readme: Path, recipe: str, files: Sequence[Path]) -> bool:
     rows = [number for number, line in enumerate(lines) if line.startswith(row_start(recipe))]
     if not rows:
         return False
-    cells = lines[rows[0]].removesuffix("|").split("|")[:-1]
-    made = cell(recipe, files, [read_evidence(file) for file in files])
-    lines[rows[0]] = f"{'|'.join(cells)}| {made} |"
+    kept = lines[rows[0]].removesuffix("|").split("|")[:-2]
+    lines[rows[0]] = f"{'|'.join(kept)}| {cells(recipe, [read_evidence(file) for file in files])} |"
     first, last = rows[0], rows[0] + 1
     while first > 0 and lines[first - 1].startswith(_ROW_START):
         first -= 1
@@ -192,7 +192,7 @@ def update_overview(readme: Path, recipe: str, files: Sequence[Path]) -> bool:
 def _rank(row: str) -> int:
     """Return 0 for a row with real evidence, 1 for from-scratch evidence, 2 for any other."""
     above = [Kind.real, Kind.from_scratch]  # machinery evidence moves no recipe: it says nothing about the model
-    return next((rank for rank, kind in enumerate(above) if f"({kind}" in row), len(above))
+    return next((rank for rank, kind in enumerate(above) if re.search(rf"\d {_short(kind)}\b", row)), len(above))
 
 
 def row_start(recipe: str) -> str:
@@ -200,22 +200,25 @@ def row_start(recipe: str) -> str:
     return f"{_ROW_START}{recipe}](recipes/{recipe}/README.md) |"
 
 
-def cell(recipe: str, files: Sequence[Path], evidence: Sequence[Evidence]) -> str:
-    """Return a link per file, the strongest kind of evidence first.
+def cells(recipe: str, evidence: Sequence[Evidence]) -> str:
+    """Return two cells: the number of files of each kind, the strongest first, and the best score.
 
-    Links are named by hardware and precision, with the kind, a slice of the layers and differing packages.
+    A score counts if its model was trained on real data. The best is the highest of the strongest kind.
     """
-    links = []
-    files, evidence = _by_kind(files, evidence)
-    deviations = [found.software.main_deviation() for found in evidence]
-    is_shared = len(evidence) > 1 and len(set(deviations)) == 1
-    for file, found, name, deviation in zip(files, evidence, _names(evidence), deviations, strict=True):
-        ran = found.ran
-        layers = "" if ran.layers.startswith("all") else f", {ran.layers} layers"
-        packages = "" if deviation is None or is_shared else f"; {deviation}"
-        links.append(f"[{name}](recipes/{recipe}/evidence/{file.name}) ({found.kind}{layers}{packages})")
-    shared = f"; all with {deviations[0]}" if is_shared and deviations[0] is not None else ""
-    return ", ".join(links) + shared
+    counts = Counter(found.kind for found in evidence)
+    numbers = ", ".join(f"{counts[kind]} {_short(kind)}" for kind in Kind if counts[kind])
+    scores = [
+        (-list(Kind).index(found.kind), score.value, task)
+        for found in evidence
+        if found.kind is not Kind.machinery
+        for task, score in list(found.results.scores.items())[:1]  # the first is the recipe's main task
+    ]
+    best = max(scores, default=None)
+    return f"[{numbers}](recipes/{recipe}/README.md#evidence) | {f'{best[2]} {best[1]:.3f}' if best else '-'}"
+
+
+def _short(kind: Kind) -> str:
+    return kind.value.removesuffix(" evidence")
 
 
 def listed(files: Sequence[Path]) -> str:
@@ -228,27 +231,3 @@ def listed(files: Sequence[Path]) -> str:
             kind = "damaged"
         by_kind.setdefault(kind, []).append(file.stem)
     return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in by_kind.items() if names) or "none yet"
-
-
-def _names(evidence: Sequence[Evidence]) -> list[str]:
-    """Return a unique name per file: equal names get the attention kernel, then the steps, then the label."""
-    names = [_name(found) for found in evidence]
-    for more in (
-        [found.inputs.config["attention"]["implementation"] for found in evidence],
-        [f"{found.ran.steps} steps" for found in evidence],
-        [found.label for found in evidence],
-    ):
-        words: dict[str, set[str]] = {}
-        for name, word in zip(names, more, strict=True):
-            words.setdefault(name, set()).add(word)
-        names = [f"{name}, {word}" if len(words[name]) > 1 else name for name, word in zip(names, more, strict=True)]
-    return names
-
-
-def _name(found: Evidence) -> str:
-    """The GPUs, their precision, and whether the run was deterministic."""
-    hardware, config = found.hardware, found.inputs.config
-    name = f"{hardware.gpus} x {(hardware.gpu or 'CPU').removeprefix('NVIDIA ')}"
-    if hardware.gpu is not None:
-        name += f", {config['precision']['compute']}"
-    return f"{name}, deterministic" if config["training"].get("deterministic") else name

@@ -117,13 +117,6 @@ class Software(Section):
             parts.append(f"packages of the lock with no recorded version: {self.lock.num_unknown}")
         return ", ".join(parts) or None
 
-    def main_deviation(self) -> str | None:
-        """Return the most important difference from the lock, for a table; None if none is known."""
-        if self.lock is None:
-            return _NOT_COMPARED
-        parts = describe_differences(self._differences())
-        return f"{parts[0]}, and more" if len(parts) > 1 else next(iter(parts), None)
-
     def _differences(self) -> dict[str, dict[str, str | None]]:
         assert self.lock is not None
         return {name: one.model_dump() for name, one in self.lock.differences.items()}
