@@ -36,7 +36,7 @@ _REQUIRED = ("libtorch_cuda.so", "libcublas.so.*", "libcublasLt.so.*", "libcudnn
 # Libraries that may lack code for the GPUs of an image, with the reason.
 KNOWN_GAPS = {
     "libcufftw.so.*": "has no kernels; it passes FFTW calls on to libcufft",
-    "_C_cutlass_90a.*": "torchao calls these kernels only on 9.0",
+    "_C_cutlass_90a.*": "torchao's fp8 kernels for 2:4 sparse weights, which exist only for 9.0; no run uses them",
     "_C_mxfp8.*": "torchao calls these kernels only on 10.0 and newer",
 }
 
