@@ -4,8 +4,9 @@
     check_image.py image FOLDER                              after Tunebook is installed; writes FOLDER/image.json
 
 `packages` compares torch, its architectures, the attention package and every installed version with the locks and
-generation.env. It is a separate step because it takes seconds and does not depend on Tunebook's sources, except for
-record/locks.py, which the build mounts. It needs no GPU and no driver.
+generation.env, and looks for code for its GPUs in every library and in what Triton compiles (gpu_code.py). It is a
+separate step because it takes seconds and does not depend on Tunebook's sources, except for record/locks.py, which the
+build mounts. It needs no GPU and no driver.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import mmap
 import os
 import platform
 import shlex
-import struct
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from gpu_code import check_libraries, gpu_code, ptx_only, triton_problems
 from packaging.requirements import Requirement
 
 from tunebook.record.locks import (
@@ -42,8 +44,6 @@ from tunebook.record.locks import (
 NO_ATTENTION = "none"
 # Attention package -> the modules that must import, and the one that holds the GPU code.
 ATTENTION_MODULES = {"flash-attn-2": (("flash_attn", "flash_attn_2_cuda"), "flash_attn_2_cuda")}
-_FATBIN_MAGIC = struct.pack("<I", 0xBA55ED50)
-_FATBIN_CUBIN = 2  # the kind of an entry that holds machine code; 1 is PTX
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,28 +107,6 @@ def torch_problems(settings: Mapping[str, str], torch: TorchFacts) -> list[str]:
     ]
 
 
-def gpu_architectures(library: Path) -> set[str]:
-    """The architectures that a compiled library has machine code for, such as `90`, read from its CUDA containers.
-
-    A container: magic, version (2 bytes), header length (2), length of the rest (8). Then entries: kind (2), version
-    (2), header length (4), code length (8), and four numbers, of which the last, at byte 28, is the architecture.
-    Source: compared with the options of nvcc 13.0.
-    """
-    found = set()
-    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        start = data.find(_FATBIN_MAGIC)
-        while start >= 0:
-            _, _, header, size = struct.unpack_from("<IHHQ", data, start)
-            entry, end = start + header, min(start + header + size, len(data))
-            while entry + 32 <= end:
-                kind, _, entry_header, code, architecture = struct.unpack_from("<HHIQ12xI", data, entry)
-                if kind == _FATBIN_CUBIN:
-                    found.add(str(architecture))
-                entry += max(entry_header + code, 1)
-            start = data.find(_FATBIN_MAGIC, start + len(_FATBIN_MAGIC))
-    return found
-
-
 def kernel_problems(settings: Mapping[str, str], architectures: set[str]) -> list[str]:
     """Whether the attention package was compiled for the GPUs of generation.env."""
     if architectures == set(settings["FLASH_ATTN_CUDA_ARCHS"].split(";")):
@@ -155,7 +133,8 @@ def attention_problems(settings: Mapping[str, str]) -> list[str]:
             problems.append(f"{attention}: `import {module}` fails: {type(error).__name__}: {error}")
     spec = importlib.util.find_spec(compiled)
     if spec is not None and spec.origin is not None:
-        problems += kernel_problems(settings, gpu_architectures(Path(spec.origin)))
+        names = gpu_code(Path(spec.origin))
+        problems += kernel_problems(settings, {name[3:] for name in names if name.startswith("sm_")})
     # Both packages have files in the folder flash_attn, so one could overwrite the other's.
     return problems + [text for name in ("flash-attn", "flash-attn-4") for text in overwritten_files(name)]
 
@@ -188,7 +167,7 @@ def argument_problems(arguments: Mapping[str, str], found: Mapping[str, str]) ->
     ]
 
 
-def check_packages(generation: Path) -> tuple[dict[str, object], list[str]]:
+def check_packages(generation: Path) -> tuple[dict[str, Any], list[str]]:
     """The facts about the installed packages, and every problem with them."""
     settings = read_settings(generation / "generation.env")
     if os.environ.get("ATTENTION") == NO_ATTENTION:  # chosen for this build
@@ -198,6 +177,8 @@ def check_packages(generation: Path) -> tuple[dict[str, object], list[str]]:
     problems = version_problems(expected, installed) + python_problems()
     torch = torch_facts()
     problems += torch_problems(settings, torch) + attention_problems(settings) + pip_problems()
+    gpu_libraries, library_problems = check_libraries(Path(sysconfig.get_path("platlib")), settings)
+    problems += library_problems + triton_problems(settings)
     facts = {
         "generation": settings["GENERATION"],
         "torch": settings["TORCH"],
@@ -205,6 +186,7 @@ def check_packages(generation: Path) -> tuple[dict[str, object], list[str]]:
         "min_driver": int(settings["MIN_DRIVER"]) if settings["MIN_DRIVER"] else None,
         "compute_capabilities": settings["COMPUTE_CAPABILITIES"].split(),
         "arch_list": torch.arch_list,
+        "gpu_libraries": gpu_libraries,
         "attention": settings["ATTENTION"],
         "lock_sha256": sha256_file(generation / "requirements.lock"),
         "num_packages": len(installed),
@@ -282,6 +264,8 @@ def main(arguments: list[str]) -> int:
         case ["packages", generation, file]:
             facts, problems = check_packages(Path(generation))
             written = Path(file)
+            if names := ptx_only(facts["gpu_libraries"]):
+                print(f"only PTX, which the driver compiles, for some GPU: {', '.join(names)}")
         case ["image", folder]:
             facts, problems = check_image(Path(folder), os.environ)
             written = Path(folder) / "image.json"

@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import shutil
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +21,11 @@ HOPPER = {
 }  # fmt: skip
 
 
-SPEC = importlib.util.spec_from_file_location("check_image", DOCKER / "check_image.py")
-check_image = importlib.util.module_from_spec(SPEC)
-sys.modules["check_image"] = check_image  # dataclasses look their module up
-SPEC.loader.exec_module(check_image)
+for name in ("gpu_code", "check_image"):  # check_image imports the other one, and dataclasses look their module up
+    spec = importlib.util.spec_from_file_location(name, DOCKER / f"{name}.py")
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+check_image = sys.modules["check_image"]
 
 
 def test_generation_env_is_read_without_quotes_and_comments(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_on_a_cpu_the_build_of_torch_decides_which_lock_counts(torch: str, has_c
 def test_the_build_finds_what_the_check_imports(tmp_path: Path) -> None:
     """Tunebook is not installed in that stage; without .pth files this checkout is not found here either."""
     mounts = re.findall(r"source=(\S+\.py),target=/build/(\S+\.py)", (DOCKER / "Dockerfile").read_text())
-    assert len(mounts) == 2
+    assert len(mounts) == 3
     for source, target in mounts:
         (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(DOCKER.parent / source, tmp_path / target)
@@ -98,6 +98,24 @@ def test_the_facts_list_the_locked_packages(monkeypatch: pytest.MonkeyPatch) -> 
     assert (facts["packages"]["torch"], facts["packages"]["trl"]) == ("2.13.0+cpu", "1.16.0")
 
 
+def test_libraries_and_triton_are_part_of_the_check(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    libraries = {"libcusparseLt.so.0": {"7.0": "compute_52"}, "libtorch_cuda.so": {"7.0": "sm_70"}}
+    for name in ("version_problems", "torch_problems", "attention_problems", "python_problems", "pip_problems"):
+        monkeypatch.setattr(check_image, name, lambda *_: [])
+    monkeypatch.setattr(check_image, "check_libraries", lambda *_: (libraries, ["libnew.so has no code for 7.0"]))
+    monkeypatch.setattr(check_image, "triton_problems", lambda _: ["Triton compiles nothing for 7.0"])
+    assert check_image.main(["packages", str(DOCKER / "volta"), str(tmp_path / "facts.json")]) == 1
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: libnew.so has no code for 7.0\nerror: Triton compiles nothing for 7.0\n")
+    assert printed.out == "only PTX, which the driver compiles, for some GPU: libcusparseLt.so.0\n"
+    monkeypatch.setattr(check_image, "check_libraries", lambda *_: (libraries, []))
+    monkeypatch.setattr(check_image, "triton_problems", lambda _: [])
+    assert check_image.main(["packages", str(DOCKER / "volta"), str(tmp_path / "facts.json")]) == 0
+    assert json.loads((tmp_path / "facts.json").read_text())["gpu_libraries"] == libraries
+
+
 # --- architectures
 
 OLD_TORCH = {"version": "2.10.0+cu128", "cuda": "12.8", "arch_list": ["sm_70", "sm_80"]}
@@ -136,29 +154,6 @@ def test_the_installed_torch_can_be_read_without_a_gpu() -> None:
 
 
 # --- the attention package
-
-
-def container(*entries: tuple[int, int]) -> bytes:
-    """A CUDA container as nvcc writes it, with entries of a kind and an architecture; the code is left blank."""
-    body = b""
-    for kind, architecture in entries:
-        body += struct.pack("<HHIQIIIIQ24x", kind, 0x101, 64, 16, 0, 0, 0, architecture, 0) + bytes(16)
-    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
-
-
-def test_the_gpus_of_a_library_are_read_from_it(tmp_path: Path) -> None:
-    library = tmp_path / "kernels.so"
-    code, ptx = 2, 1
-    library.write_bytes(b"\x7fELF" + bytes(100) + container((code, 80), (ptx, 120)) + bytes(33) + container((code, 90)))
-    assert check_image.gpu_architectures(library) == {"80", "90"}  # PTX is not code for one
-
-
-def test_a_library_without_gpu_code_has_none_and_a_broken_one_ends(tmp_path: Path) -> None:
-    library = tmp_path / "kernels.so"
-    library.write_bytes(bytes(64))
-    assert check_image.gpu_architectures(library) == set()
-    library.write_bytes(container((2, 90))[:60] + b"\xff" * 200)
-    assert check_image.gpu_architectures(library) <= {"90"}
 
 
 def test_kernels_for_other_gpus_are_refused() -> None:
