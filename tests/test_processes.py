@@ -78,7 +78,7 @@ WITHOUT_MAIN_THREAD = """
 import ctypes, threading, time, os
 threading.Thread(target=time.sleep, args=(1.0,)).start()
 os.close(1)
-ctypes.PyDLL(None).pthread_exit(None)
+ctypes.CDLL(None).pthread_exit(None)
 """
 
 

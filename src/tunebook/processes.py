@@ -91,13 +91,17 @@ def children_of(process: int) -> list[int]:
 
 
 def _children(process: int) -> Iterator[tuple[int, str]]:
-    """Pid and state of every child of a process; `Z` is a child that has ended and was not waited for."""
+    """Pid and state of every child of a process; `Z` is a child that has ended and was not waited for.
+
+    A process whose main thread has ended has that state, too, while others of its threads run: it is reported as `R`.
+    """
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError, IndexError):  # it ended in the meantime
             # The program's name is in parentheses and may contain parentheses and blanks. State and parent follow it.
             state, parent = status.read_text().rpartition(")")[2].split()[:2]
             if int(parent) == process:
-                yield int(status.parent.name), state
+                has_threads = state == "Z" and len([*(status.parent / "task").iterdir()]) > 1
+                yield int(status.parent.name), "R" if has_threads else state
 
 
 def descendants_of(process: int) -> list[int]:
@@ -139,20 +143,12 @@ def _reap(exclude: Collection[int]) -> list[int]:
     for child, state in _children(os.getpid()):
         if child in exclude:
             continue
-        if state != "Z" or not _has_ended(child):
+        if state != "Z":
             running.append(child)
+            continue
+        with suppress(OSError):
+            os.waitpid(child, os.WNOHANG)
     return running
-
-
-def _has_ended(child: int) -> bool:
-    """Collect a child whose main thread has ended; return False while other threads of it still run.
-
-    A killed rank with hundreds of threads and gigabytes of memory takes a while.
-    """
-    try:
-        return os.waitpid(child, os.WNOHANG) != (0, 0)
-    except ChildProcessError:
-        return True
 
 
 @dataclass(frozen=True, kw_only=True)

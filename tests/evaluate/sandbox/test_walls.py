@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import traceback
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.evaluate.sandbox.limits import Limits
-from tunebook.evaluate.sandbox.walls import FIRST_UIDS, NONE, Wall, WallError, find_slots, fresh_uids
+from tunebook.evaluate.sandbox.walls import FIRST_UIDS, NONE, Wall, WallError, descendants, find_slots, fresh_uids
 
 
 @pytest.fixture
@@ -118,3 +120,32 @@ def test_uids_are_used_again_only_after_all_others():
     assert next(fresh) == taken[0]
     assert min(taken) >= FIRST_UIDS[-1]
     assert not set(taken) & {next(fresh_uids(2)), next(fresh_uids(4))}
+
+
+# Ends its main thread, after which it looks like a zombie, and goes on in another.
+WITHOUT_MAIN_THREAD = """
+import ctypes, os, threading, time
+
+def go_on():
+    kept = bytearray(200 << 20)
+    kept[::4096] = b"x" * len(kept[::4096])
+    os.write(1, b".")
+    time.sleep(600)
+
+threading.Thread(target=go_on).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+def test_a_program_whose_main_thread_has_ended_is_still_there_with_its_memory():
+    program = subprocess.Popen([sys.executable, "-c", WITHOUT_MAIN_THREAD], stdout=subprocess.PIPE)
+    try:
+        assert program.stdout.read(1) == b"."
+        status = Path(f"/proc/{program.pid}/stat")
+        while status.read_text().rpartition(")")[2].split()[0] != "Z":
+            pass
+        assert descendants(os.getpid())[program.pid] > 200 << 20
+    finally:
+        program.kill()
+        program.communicate()
+    assert program.pid not in descendants(os.getpid())

@@ -198,12 +198,10 @@ def descendants(ancestor: int, spare: Collection[int] = ()) -> dict[int, int]:
     """Return a process's living descendants with their resident bytes, without `spare` ones and their descendants."""
     children: dict[int, list[tuple[int, int]]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208  # pathlib takes ten times as long
-        try:
-            with open(f"/proc/{name}/stat", "rb", buffering=0) as file:  # noqa: PTH123
-                fields = file.read().rpartition(b")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        if fields[0] not in (b"Z", b"X"):
+        fields = _stat(f"/proc/{name}")
+        if fields and fields[0] == b"Z":
+            fields = _thread_left(name)
+        if fields and fields[0] not in (b"Z", b"X"):
             resident_bytes = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
             children.setdefault(int(fields[1]), []).append((int(name), resident_bytes))
     found: dict[int, int] = {}
@@ -305,3 +303,23 @@ def find_slots(folder: Path, limits: Limits) -> list[Path]:
         except OSError as error:
             raise WallError(f"{slot} belongs to another user ({error.strerror}); mount one of root's: {how}") from error
     return slots
+
+
+def _stat(folder: str) -> list[bytes]:
+    """The fields of a process or thread from its state on; empty if it has just ended."""
+    try:
+        with open(f"{folder}/stat", "rb", buffering=0) as file:  # noqa: PTH123
+            return file.read().rpartition(b")")[2].split()
+    except OSError:
+        return []
+
+
+def _thread_left(process: str) -> list[bytes]:
+    """The fields of a running thread of a process whose main thread has ended, and which looks like a zombie without
+    memory. Empty if there is none."""
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{process}/task"):  # noqa: PTH208
+            fields = _stat(f"/proc/{process}/task/{thread}")
+            if fields and fields[0] not in (b"Z", b"X"):
+                return fields
+    return []
