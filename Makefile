@@ -9,7 +9,8 @@ FRONT := @exec docker/front.sh
 
 # Make silently accepts any NAME=VALUE: `recipe=mine` would train the default, and `training.seed=1` change nothing. No
 # variable of this file has a small letter in its name, and none of a library except such as http_proxy.
-NAMES := RECIPE ARGS WHERE GPU GPUS DATA REGISTRY BASE_IMAGE CA PIP_CONF APT_CONF WHEELS NETWORK PYTHON WORKERS
+NAMES := RECIPE ARGS WHERE GPU GPUS DATA REGISTRY SBOM_GENERATOR ATTENTION BASE_IMAGE CA PIP_CONF APT_CONF WHEELS \
+	NETWORK PYTHON WORKERS
 TYPED := $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),'$(name)'))
 IGNORED := $(if $(TYPED),$(shell printf '%s\n' $(TYPED) | grep '[a-z]' | grep -vm 1 '_proxy$$'))
 ifneq ($(IGNORED),)
@@ -23,8 +24,8 @@ export PYTHON
 unexport ARGS
 
 .DEFAULT_GOAL := help
-.PHONY: help train plan data eval fetch chat sweep export report verify list explain doctor env image push pull \
-	check lint format type test test-torchao test-system test-slow setup lock clean-venv
+.PHONY: help train plan data eval fetch chat sweep export report verify list explain doctor env image push publish pull \
+	check lint format type test test-torchao test-system test-slow setup lock lock-check clean-venv
 
 help:  ## This list
 	@printf 'make TARGET [RECIPE=%s] [ARGS="..."] [WHERE=...] [GPU=...] [GPUS=...]\n\n' '$(RECIPE)'
@@ -62,19 +63,21 @@ explain:  ## What a rule or an error means and what to do: ARGS=<its id>, or all
 
 env:  ## Find the GPUs, pick the image and write .env; every target that uses a container does this
 image:  ## Build the image for the GPUs here, or for others: GPU=hopper
-push:  ## Publish the images that are built: REGISTRY=host/path
+push:  ## Push the images that are built here: REGISTRY=host/path
+publish:  ## Build an image and push it with SBOM and provenance: GPU=hopper REGISTRY=host/path
 pull:  ## Take the image from where it was published, instead of building it
-env image push pull:
+env image push publish pull:
 	$(FRONT) $@
 
 check: lint type test  ## Everything CI runs but the system tests, in CI's order (no GPU needed)
 
-lint: setup  ## Style of Python, YAML and shell; changes nothing
+lint: setup  ## Style of Python, YAML, shell and workflows; changes nothing
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/yamllint --strict .
 	.venv/bin/lint-imports --no-cache --no-logo
 	.venv/bin/shellcheck -xa .ci/* docker/*.sh
+	.venv/bin/zizmor --quiet --offline --no-progress --pedantic .github/workflows
 
 format: setup  ## Fix what can be fixed automatically
 	.venv/bin/ruff check --fix .
@@ -113,6 +116,9 @@ setup:  ## Set up .venv for development, or bring it up to date with the locks
 
 lock:  ## Write the locks again after a change of an .in file in docker/; ARGS=--upgrade or --check
 	$(PYTHON) docker/make_locks.py $(value ARGS)
+
+lock-check:  ## Show which pins of the .in files in docker/ have newer versions; changes nothing
+	@$(PYTHON) docker/outdated_pins.py $(value ARGS)
 
 clean-venv:  ## Remove .venv; the next target sets it up again
 	@docker/venv.sh remove

@@ -5,6 +5,7 @@
 #   front.sh image                       build that image
 #   front.sh run COMMAND [ARGUMENT...]   run a command of tunebook in a container or in .venv
 #   front.sh push                        publish the images that are built and current: REGISTRY=host/path
+#   front.sh publish                     build an image and push it with SBOM and provenance: REGISTRY=host/path
 #   front.sh pull                        take the image from a registry instead of building it
 # Choices are variables, typed after make or set before it: WHERE, GPU and GPUS say where a command runs (`make help`);
 # DATA is a folder that containers may read; BASE_IMAGE, CA, PIP_CONF, APT_CONF, WHEELS and NETWORK are for a build
@@ -30,6 +31,8 @@ cd "$root"
 . docker/front/settings.sh
 # shellcheck source=docker/front/image.sh
 . docker/front/image.sh
+# shellcheck source=docker/front/publish.sh
+. docker/front/publish.sh
 # shellcheck source=docker/front/container.sh
 . docker/front/container.sh
 
@@ -125,6 +128,7 @@ case ${1:-} in
   image) make_image ;;
   run) run_command "${@:2}" ;;
   push) push_images ;;
+  publish) publish_image ;;
   pull) pull_image ;;
-  *) refuse "usage: front.sh env | image | run COMMAND [ARGUMENT...] | push | pull" "People type make: make help" ;;
+  *) refuse "usage: front.sh env | image | run COMMAND [ARGUMENT...] | push | publish | pull" "People type make: make help" ;;
 esac

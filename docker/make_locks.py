@@ -219,16 +219,23 @@ def write(lock: Lock) -> None:
     print(f"{lock.path.relative_to(ROOT)}: {len(lock.blocks)} packages")
 
 
+def prepare_tools() -> None:
+    """Make the resolver's environment if it is missing. Raises: SystemExit if pip cannot install the resolver."""
+    if not (TOOLS / "bin" / "uv").exists():
+        venv.create(TOOLS.resolve(), with_pip=True, clear=True)  # it refuses a link
+    install = [str(TOOLS / "bin" / "python"), "-m", "pip", "install", "--quiet", RESOLVER]
+    if subprocess.run(install, check=False).returncode != 0:
+        raise SystemExit(f"{RESOLVER} cannot be installed (above). See which package index pip asks: pip config list")
+
+
 def main() -> int:
-    """Make the resolver's environment where it is missing, then write or check the locks."""
+    """Write or check the locks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--upgrade", action="store_true", help="take the newest of everything the .in files leave open")
     mode.add_argument("--check", action="store_true", help="change nothing; fail where a lock is not what its .in says")
     arguments = parser.parse_args()
-    if not (TOOLS / "bin" / "uv").exists():
-        venv.create(TOOLS.resolve(), with_pip=True, clear=True)  # it refuses a link
-    subprocess.run([str(TOOLS / "bin" / "python"), "-m", "pip", "install", "--quiet", RESOLVER], check=True)
+    prepare_tools()
     found: list[str] = []
     for path, text in generation_settings():
         if not arguments.check:

@@ -94,30 +94,42 @@ require_disk_space() { # before a build from nothing
 
 build_image() {
   require_disk_space
-  local log=.cache/build-$generation.log code=0 start=$SECONDS before choices pipe follower
+  local start=$SECONDS before
   before=$(docker image inspect --format '{{.Id}}' "$image" 2> /dev/null) || true
-  : > "$log"
-  own "$log"
-  choices=$(grep -E '^TUNEBOOK_(BASE_IMAGE|BUILD_NETWORK|CA_FILE|PIP_CONF|APT_CONF|WHEELS)=.' .env \
-    | grep -v "=$root/.cache/wheels$" | sed 's/^TUNEBOOK_/, /; s/^, BUILD_/, /; s/^, CA_FILE/, CA/' | tr -d '\n') || true
-  say "building $image${choices:+ (${choices#, })}; all of the output is in $log"
-  exec {pipe}> >(follow_build "$log") # written to a pipe, BuildKit's output is plain lines
-  follower=$!
-  run_stoppable end_command docker compose build train >&"$pipe" 2>&1 || code=$?
-  exec {pipe}>&-
-  wait "$follower" || true
-  exit_if_stopped "the build was stopped; what is finished is kept, and the same command continues from there"
-  if [ "$code" != 0 ]; then
-    look_up start_errors "$(tail -n 200 "$log")"
-    (grep -v '^ *$' "$log" || true) | tail -n 20 | cut -c 1-300 >&2
-    end_with "$reason_code" "building $image failed: ${reason:-see above}. All of the output is in $log" \
-      "${reason_advice[@]}"
-  fi
+  say_build "building $image"
+  run_build start_errors "building $image" docker compose build train
   # The image before would stay without a name and fill the disk edit by edit; a container may still use it.
   if [ "$(docker image inspect --format '{{len .RepoTags}}{{len .RepoDigests}}' "$before" 2> /dev/null)" = 00 ]; then
     docker image rm "$before" > /dev/null 2>&1 || true
   fi
   say "$image is ready after $((SECONDS - start)) s"
+}
+
+build_log() { printf '.cache/build-%s.log' "$generation"; }
+
+say_build() { # say_build WHAT; what was chosen for the build, and where its output is
+  local choices
+  choices=$(grep -E '^TUNEBOOK_(BASE_IMAGE|BUILD_NETWORK|CA_FILE|PIP_CONF|APT_CONF|WHEELS)=.' .env \
+    | grep -v "=$root/.cache/wheels$" | sed 's/^TUNEBOOK_/, /; s/^, BUILD_/, /; s/^, CA_FILE/, CA/' | tr -d '\n') || true
+  say "$1${choices:+ (${choices#, })}; all of the output is in $(build_log)"
+}
+
+run_build() { # run_build TABLE WHAT COMMAND...; shows the steps; TABLE explains a failure
+  local log code=0 pipe follower
+  log=$(build_log)
+  : > "$log"
+  own "$log"
+  exec {pipe}> >(follow_build "$log") # written to a pipe, BuildKit's output is plain lines
+  follower=$!
+  run_stoppable end_command "${@:3}" >&"$pipe" 2>&1 || code=$?
+  exec {pipe}>&-
+  wait "$follower" || true
+  exit_if_stopped "the build was stopped; what is finished is kept, and the same command continues from there"
+  if [ "$code" = 0 ]; then return; fi
+  look_up "$1" "$(tail -n 200 "$log")"
+  reason=${reason%.}
+  (grep -v '^ *$' "$log" || true) | tail -n 20 | cut -c 1-300 >&2
+  end_with "$reason_code" "$2 failed: ${reason:-see above}. All of the output is in $log" "${reason_advice[@]}"
 }
 
 follow_build() { # follow_build LOG; keeps the output, shows each step as it begins, and a sign of life every minute

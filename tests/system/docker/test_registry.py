@@ -1,4 +1,4 @@
-"""`make push` and `make pull` with a real registry, Debian's docker-registry, on a port of its own."""
+"""`make push`, `make publish` and `make pull` with a real registry, Debian's docker-registry, on a port of its own."""
 
 from __future__ import annotations
 
@@ -139,3 +139,15 @@ def test_a_registry_without_it_and_one_that_is_not_there(registry, small_image, 
     away = in_checkout(*make, "push", f"REGISTRY=127.0.0.1:{port}/x")
     assert f"the registry 127.0.0.1:{port} cannot be reached" in away.stdout
     in_checkout("docker", "rmi", f"127.0.0.1:{port}/x/{IMAGE}")
+
+
+def test_an_engine_that_holds_no_attestations_is_refused_before_the_build(registry, checkout, in_checkout):
+    builder = in_checkout("docker", "buildx", "inspect").stdout
+    stores = in_checkout("docker", "info", "--format", "{{.DriverStatus}}").stdout
+    if not re.search(r"^Driver: +docker$", builder, re.MULTILINE) or "io.containerd.snapshotter" in stores:
+        pytest.skip("this builder makes attestations")
+    done = in_checkout("make", "publish", f"GPU={GENERATION}", f"REGISTRY={registry}")
+    assert done.returncode == 2, done.stdout
+    assert "this builder cannot make an SBOM and provenance" in done.stdout
+    assert "docker buildx create --use" in done.stdout
+    assert not (checkout / "docker" / GENERATION / "image.digest").exists()

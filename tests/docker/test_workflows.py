@@ -1,0 +1,161 @@
+"""The GitHub workflows: what they may do, that their scripts are sound and can run, and that they repeat facts rightly.
+
+`make lint` runs zizmor on them, and the workflow itself actionlint, which no package registry offers as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = sorted(path.parent.name for path in (ROOT / "docker").glob("*/generation.env"))
+TEXTS = {path.stem: path.read_text() for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))}
+# YAML 1.1 reads the key `on` as true.
+WORKFLOWS: dict[str, dict[Any, Any]] = {name: yaml.safe_load(text) for name, text in TEXTS.items()}
+JOBS = {f"{name}.{job}": facts for name, flow in WORKFLOWS.items() for job, facts in flow["jobs"].items()}
+SCRIPTS = {
+    f"{job}.{step.get('name', '')}": step["run"]
+    for job, facts in JOBS.items()
+    for step in facts["steps"]
+    if "run" in step
+}
+
+
+def script_with(text: str) -> str:
+    """The only script that contains a text."""
+    (found,) = [script for script in SCRIPTS.values() if text in script]
+    return found
+
+
+def tool(name: str) -> str:
+    """A tool of requirements-dev.in."""
+    found = shutil.which(name, path=str(ROOT / ".venv" / "bin")) or shutil.which(name)
+    assert found, f"{name} is in docker/requirements-dev.in: make setup"
+    return found
+
+
+def test_there_is_one_for_the_checks_and_one_for_the_images() -> None:
+    assert set(WORKFLOWS) == {"ci", "images"}
+    assert set(WORKFLOWS["ci"][True]) == {"push", "pull_request", "workflow_dispatch"}
+    assert set(WORKFLOWS["images"][True]) == {"push", "workflow_dispatch"}
+    assert WORKFLOWS["images"][True]["push"] == {"tags": ["v*"]}
+
+
+# --- rights
+
+
+def test_only_the_job_that_pushes_may_write_and_only_packages() -> None:
+    assert {name: flow["permissions"] for name, flow in WORKFLOWS.items()} == {"ci": {"contents": "read"}, "images": {}}
+    assert {name: job["permissions"] for name, job in JOBS.items() if "permissions" in job} == {
+        "images.image": {"contents": "read", "packages": "write"},
+        "images.digests": {},
+    }
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_action_is_pinned_by_a_commit_and_names_its_version(name: str) -> None:
+    used = re.findall(r"uses: *(.*)", TEXTS[name])
+    assert used
+    pinned = r"actions/(checkout|upload-artifact)(/merge)?@[0-9a-f]{40}  # v\d+\.\d+\.\d+"
+    assert [line for line in used if not re.fullmatch(pinned, line)] == []
+
+
+def test_an_action_has_one_version() -> None:
+    versions: dict[str, set[str]] = {}
+    for action, commit in re.findall(r"uses: *(actions/[\w-]+)\S*@(.*)", "\n".join(TEXTS.values())):
+        versions.setdefault(action, set()).add(commit)
+    assert {action: len(some) for action, some in versions.items()} == {
+        "actions/checkout": 1,
+        "actions/upload-artifact": 1,
+    }
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_job_ends_and_a_checkout_keeps_no_token(job: str) -> None:
+    assert JOBS[job]["timeout-minutes"] > 0
+    for step in JOBS[job]["steps"]:
+        if step.get("uses", "").startswith("actions/checkout"):
+            assert step["with"]["persist-credentials"] is False
+
+
+# --- scripts
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_valid_and_shellcheck_finds_nothing(name: str) -> None:
+    script = f"#!/usr/bin/env bash\n{SCRIPTS[name]}"
+    assert "${{" not in script  # GitHub would put text of the event into the script: pass it by env
+    for words in (["bash", "-n"], [tool("shellcheck"), "-"]):
+        done = subprocess.run(words, input=script, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_what_a_script_names_exists() -> None:
+    text = "\n".join(SCRIPTS.values())
+    (phony,) = re.findall(r"^\.PHONY: ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert re.findall(r"\bmake ([a-z-]+)", text) == ["publish"]
+    assert "publish" in phony.split()
+    for name in re.findall(r"(?:/tunebook/|\s)(\.ci/\w+|docker/[\w./-]+\.lock)", text):
+        assert (ROOT / name).is_file(), name
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_facts_that_are_repeated_match_their_sources() -> None:
+    inputs = WORKFLOWS["images"][True]["workflow_dispatch"]["inputs"]
+    assert sorted(inputs["generation"]["options"]) == sorted(["all", *FOLDERS])
+    (listed,) = re.findall(r"'\[(.*?)\]' \|\|", JOBS["images.image"]["strategy"]["matrix"]["generation"])
+    assert sorted(re.findall(r'"(\w+)"', listed)) == FOLDERS
+    (base,) = re.findall(r"^ARG DEFAULT_BASE_IMAGE=(.*)$", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE)
+    script = script_with(".ci/run")
+    assert f" {base} " in " ".join(script.split())
+    volume = re.findall(r"TUNEBOOK_CI_ENGINE_DATA:-(.*)}", (ROOT / ".ci" / "engine").read_text())
+    assert re.findall(r"--volume (/\S+)", script) == volume
+    assert re.findall(r"https?://[^/\s]+", "\n".join(TEXTS.values())) == [], "registries are the repository's variables"
+
+
+# --- the steps of the images, as GitHub runs them: bash -e in the checkout
+
+
+def run_step(machine: Any, script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    done: subprocess.CompletedProcess[str] = machine.command("bash", "-e", "-c", script, **variables)
+    return done
+
+
+def test_the_image_goes_to_the_registry_that_the_repository_names(machine: Any) -> None:
+    digest = "sha256:" + "b" * 64
+    machine.act(
+        "docker-buildx-bake",
+        'while [ "$1" != --metadata-file ]; do shift; done\n'
+        f"""echo '{{"train": {{\n"containerimage.digest": "{digest}"\n}}}}' > "$2"\n""",
+    )
+    machine.tell("docker-buildx-bake")
+    machine.tell("docker-buildx-imagetools", "both")
+    variables = {"GENERATION": "hopper", "REGISTRY": "registry.example/some-owner"}
+    done = run_step(machine, script_with("make publish"), **variables)
+    assert done.returncode == 0, done.stderr
+    name = f"registry.example/some-owner/tunebook@{digest}"
+    assert name in done.stdout.splitlines()
+    assert " --set train.tags=registry.example/some-owner/tunebook:hopper " in machine.calls("buildx bake")[0]
+    machine.install("cp", f'#!/bin/sh\nexec {shutil.which("cp")} "$@"\n')
+    summary = machine.folder / "summary"
+    done = run_step(machine, script_with("GITHUB_STEP_SUMMARY"), GITHUB_STEP_SUMMARY=str(summary), **variables)
+    assert done.returncode == 0, done.stderr
+    assert summary.read_text() == f"{name}\n"
+    # The artifact has the folders of docker/, so it can be unpacked there.
+    assert (machine.checkout / "digests" / "hopper" / "image.digest").read_text() == f"{name}\n"
+
+
+def test_the_token_reaches_docker_by_its_input(machine: Any) -> None:
+    machine.act("docker-login", 'cat > "$FAKE/token"')
+    done = run_step(machine, script_with("docker login"), TOKEN="some-token", GITHUB_ACTOR="someone", REGISTRY="host:5000/path")
+    assert done.returncode == 0, done.stderr
+    assert machine.calls("login") == ["login host:5000 --username someone --password-stdin"]
+    assert (machine.fake / "token").read_text() == "some-token\n"
