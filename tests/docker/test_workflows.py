@@ -155,7 +155,9 @@ def test_the_image_goes_to_the_registry_that_the_repository_names(machine: Any) 
 
 def test_the_token_reaches_docker_by_its_input(machine: Any) -> None:
     machine.act("docker-login", 'cat > "$FAKE/token"')
-    done = run_step(machine, script_with("docker login"), TOKEN="some-token", GITHUB_ACTOR="someone", REGISTRY="host:5000/path")
+    done = run_step(
+        machine, script_with("docker login"), TOKEN="some-token", GITHUB_ACTOR="someone", REGISTRY="host:5000/path"
+    )
     assert done.returncode == 0, done.stderr
     assert machine.calls("login") == ["login host:5000 --username someone --password-stdin"]
     assert (machine.fake / "token").read_text() == "some-token\n"

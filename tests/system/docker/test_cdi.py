@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-COMPOSE = ("docker", "compose", "-f", "compose.yaml", "-f", "docker/cdi/compose.yaml")
+# The last one is for an engine that may not raise limits, as docker/cpu/compose.yaml is.
+COMPOSE = ("docker", "compose", "-f", "compose.yaml", "-f", "docker/cdi/compose.yaml", "-f", ".cache/limits.yaml")
 OWN_ENGINE = "/run/tunebook-ci-engine/"
 DEVICE = "/dev/stand-in-for-a-gpu"
 FAKE_NVIDIA_SMI = """#!/bin/sh
@@ -42,12 +43,13 @@ def cdi_file(environment: dict[str, str]) -> Iterator[Path]:
     file.unlink()
 
 
-def test_a_container_gets_what_the_cdi_file_says_and_sees_the_first_gpus(cpu_image, cdi_file, in_checkout):
+def test_a_container_gets_what_the_cdi_file_says_and_sees_the_first_gpus(cpu_image, cdi_file, in_checkout, checkout):
     """The image is the cpu one, which starts everywhere; what is tested is how it gets devices."""
+    (checkout / ".cache" / "limits.yaml").write_text("services:\n  train:\n    ulimits: !reset null\n")
     assert in_checkout("make", "env", "GPU=cpu").returncode == 0
     shown = f"head -c 3 {DEVICE} | od -An -tx1; head -c 5 /usr/lib/libstandin.so.1; echo; "
     shown += "echo $STAND_IN ${CUDA_VISIBLE_DEVICES-all}"
-    words = (*COMPOSE, "run", "--rm", "train", "bash", "-c", shown)
+    words = (*COMPOSE, "run", "--rm", "--entrypoint", "/opt/tunebook/entrypoint.sh bash", "train", "-c", shown)
     done = in_checkout(*words, TUNEBOOK_GPUS="2")
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines()[-3:] == [" 00 00 00", "Linux", "by-cdi 0,1"]
@@ -67,5 +69,5 @@ def test_make_env_picks_it_where_there_is_no_runtime(cdi_file, in_checkout, chec
     finally:
         cdi_file.with_suffix(".json.old").rename(cdi_file)
     assert refused.returncode == 2
-    assert "it has no NVIDIA runtime, and no CDI file of GPUs" in refused.stdout
+    assert "it has no NVIDIA runtime, and no CDI file of GPUs" in " ".join(refused.stdout.split())
     assert in_checkout("make", "env", "GPU=cpu").returncode == 0
