@@ -31,7 +31,6 @@ _CONTAINER_VARIABLES = {
     "SINGULARITY_NAME": "Apptainer",
     "container": "a container",
 }
-_DOCKER = "container-gpus"
 _DOCKER_TIMEOUT_S = 30.0
 _HOOKS = ("nvidia-container-runtime-hook", "nvidia-container-toolkit")  # which `docker info` does not show
 _CDI_KIND = "nvidia.com/gpu"
@@ -110,18 +109,18 @@ def _docker(machine: Machine, environment: Mapping[str, str]) -> Iterator[Findin
     if answer.problem is not None or not isinstance(info, dict) or not info.get("DockerRootDir"):
         what = f"Docker is here, but its daemon does not answer: {answer.failure or answer.last_words[:_SHORT]}"
         yield Kind.software.warning(
-            id=_DOCKER, what=what, fix="docker info shows all of it; without Docker: WHERE=local"
+            id="container-gpus", what=what, fix="docker info shows all of it; without Docker: WHERE=local"
         )
         return
     if "nvidia" in (info.get("Runtimes") or {}) or any(map(shutil.which, _HOOKS)):
         what = "Docker gives GPUs to containers by NVIDIA's runtime"
-        yield Kind.software.ok(id=_DOCKER, what=what, data={"access": "runtime"})
+        yield Kind.software.ok(id="container-gpus", what=what, data={"access": "runtime"})
         return
     files = _cdi_files(info.get("CDISpecDirs") or [])
     listed_devices = [str(each.get("ID")) for each in info.get("DiscoveredDevices") or []]
     if not files and not any(device.startswith(f"{_CDI_KIND}=") for device in listed_devices):
         yield Kind.software.warning(
-            id=_DOCKER,
+            id="container-gpus",
             what="Docker cannot give GPUs to containers: it has no NVIDIA runtime, and no CDI file of GPUs",
             fix="install the NVIDIA Container Toolkit, then sudo nvidia-ctk runtime configure --runtime=docker, or "
             "sudo nvidia-ctk cdi generate --output=/etc/cdi/nvidia.yaml; without Docker: WHERE=local",
@@ -132,14 +131,14 @@ def _docker(machine: Machine, environment: Mapping[str, str]) -> Iterator[Findin
     missing = [path for file, spec in files.items() for path in _host_paths(spec) if not Path(path).exists()]
     if missing:
         yield Kind.software.error(
-            id=_DOCKER,
+            id="container-gpus",
             what=f"a CDI file names {len(missing)} files that are not here, such as {missing[0]}: it was made for "
             "another driver, so no container with GPUs will start",
             fix=f"sudo nvidia-ctk cdi generate --output={next(iter(files))}",
             data=data | {"missing": missing},
         )
         return
-    yield Kind.software.ok(id=_DOCKER, what="Docker gives GPUs to containers by CDI", data=data)
+    yield Kind.software.ok(id="container-gpus", what="Docker gives GPUs to containers by CDI", data=data)
 
 
 def _cdi_files(folders: Iterable[str]) -> dict[Path, dict[str, Any]]:
