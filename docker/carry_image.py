@@ -111,10 +111,11 @@ def pack(archive: Path, folder: Path, patterns: Sequence[str], piece_bytes: int)
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     parts: list[Part] = []
+    chunk_bytes = min(_CHUNK_BYTES, piece_bytes * 15 // 16)  # what does not compress grows a little
     at = 0
     for hole in [*left_out, {"start": archive.stat().st_size, "bytes": 0}]:
         while at < hole["start"]:
-            size = min(_CHUNK_BYTES, hole["start"] - at)
+            size = min(chunk_bytes, hole["start"] - at)
             parts.append({"start": at, "bytes": size})
             at += size
         if hole["bytes"]:
@@ -259,6 +260,8 @@ def main(words: Sequence[str] | None = None) -> int:
     unpacking.add_argument("--libraries", type=Path, nargs="*", default=[], metavar="FOLDER")
     arguments = parser.parse_args(words)
     try:
+        if arguments.command == "pack" and arguments.piece_mib < 1:
+            raise CarryError(f"--piece-mib {arguments.piece_mib}: a piece has 1 MiB or more")
         if arguments.command == "pack":
             for line in pack_image(arguments.image, arguments.folder, arguments.there, arguments.piece_mib * _MIB):
                 print(line)
@@ -267,6 +270,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except CarryError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # what reads the image has ended, and says why
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own end would fail, too
+        return 1
     return 0
 
 

@@ -203,6 +203,28 @@ def test_a_failed_command_ends_its_companion():
     assert (end.exit_code, end.companion_exit_code) == (7, -signal.SIGTERM)
 
 
+# Ignores SIGTERM, as a child of it does, and says both processes in a file.
+STUBBORN = """
+import os, pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()} {child.pid}")
+time.sleep(600)
+"""
+
+
+def test_a_companion_that_does_not_end_is_killed_with_what_it_has_started(tmp_path, monkeypatch):
+    monkeypatch.setattr("tunebook.supervise._COMPANION_ENDS_WITHIN_S", 0.3)
+    there = tmp_path / "processes"
+    fails = (
+        f"import pathlib, time\nwhile not pathlib.Path({str(there)!r}).exists(): time.sleep(0.02)\nraise SystemExit(7)"
+    )
+    companion = [sys.executable, "-c", STUBBORN, str(there)]
+    end = run_and_wait([sys.executable, "-c", fails], {}, companion=(companion, {}))
+    assert (end.exit_code, end.companion_exit_code) == (7, -signal.SIGKILL)
+    assert [process for process in there.read_text().split() if Path(f"/proc/{process}").exists()] == []
+
+
 def test_a_stop_request_reaches_the_companion_too(request_stops, tmp_path):
     there = tmp_path / "companion"
     waits = f"import pathlib, time\nwhile not pathlib.Path({str(there)!r}).exists(): time.sleep(0.02)\n"

@@ -7,6 +7,7 @@ save a large model. If a launcher dies, the kernel asks its processes to stop.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ TORCHRUN = "torch.distributed.run"
 # saving, or are killed if they cannot. Further requests send SIGKILL. After the first request only Ctrl-C counts.
 _FIRST = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
 POLL_S = 0.2
+_COMPANION_ENDS_WITHIN_S = 10.0  # after a failure, in which nobody needs it any more
 _SECOND_WITHIN_S = 2.0  # to end after a second request: a rank inside library code never sees it
 
 
@@ -79,7 +81,8 @@ def run_and_wait(
 
     Processes that it leaves behind get `stop_timeout_s` to save and end, and are then killed. `find_stall` is polled
     for a reason why the command will never end; if it returns one, the command is killed. `companion` is a second
-    command, with its environment, that runs at the same time. It is waited for after a success, and else ended.
+    command, with its environment, that runs at the same time. It is waited for after a success. After a failure it is
+    asked to end, and killed if it does not.
     """
     ranks, other = _Recipient(), _Recipient()
 
@@ -97,9 +100,8 @@ def run_and_wait(
         is_urgent = stall is not None
         end_children(exclude=spared, timeout_s=stop_timeout_s, is_urgent=lambda: is_urgent or requests.is_urgent)
         if second is not None:
-            if exit_code != 0 and requests.first is None:
-                second.send(signal.SIGTERM)
-            _wait_for(second, requests, lambda: None)
+            _wait_for_companion(second, requests, has_failed=exit_code != 0)
+            end_children(exclude=before)  # what it has left behind
     return ProcessEnd(
         exit_code=exit_code,
         stopped_by=requests.first,
@@ -122,6 +124,15 @@ def _wait_for(
         stall = stall or find_stall()
         if requests.overdue_s > 0 or stall is not None:
             started.kill()
+
+
+def _wait_for_companion(companion: Started, requests: StopRequests, *, has_failed: bool) -> None:
+    """Wait for the second command, after the first has ended."""
+    end_by = time.monotonic() + _COMPANION_ENDS_WITHIN_S if has_failed else math.inf
+    if has_failed and requests.first is None:  # a stop request has reached it already
+        companion.send(signal.SIGTERM)
+    late = TunebookError("the second command did not end in time", problem_id="run-lost")
+    _wait_for(companion, requests, lambda: late if time.monotonic() > end_by else None)
 
 
 @dataclass(frozen=True, kw_only=True)

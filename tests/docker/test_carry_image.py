@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import random
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -83,6 +84,23 @@ def test_pieces_have_the_size_that_was_asked_for(saved: Path, tmp_path: Path, mo
     assert unpacked(tmp_path / "pieces") == saved.read_bytes()
 
 
+def test_a_piece_may_be_smaller_than_a_chunk(saved: Path, tmp_path: Path) -> None:
+    carry_image.pack(saved, tmp_path / "pieces", [], MIB)
+    sizes = [path.stat().st_size for path in (tmp_path / "pieces").glob("piece-*")]
+    assert len(sizes) > 1
+    assert max(sizes) <= MIB
+    assert unpacked(tmp_path / "pieces") == saved.read_bytes()
+
+
+def test_a_reader_that_ends_early_is_no_traceback(saved: Path, tmp_path: Path) -> None:
+    carry_image.pack(saved, tmp_path / "pieces", [], 60 * MIB)
+    words = f"{sys.executable} {DOCKER / 'carry_image.py'} unpack {tmp_path / 'pieces'} | true; "
+    done = subprocess.run(
+        ["bash", "-c", f"{words} exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_files_that_are_there_already_do_not_travel(saved: Path, tmp_path: Path, libraries: Path) -> None:
     index = carry_image.pack(saved, tmp_path / "pieces", ["libcufft*"], 60 * MIB)
     left_out = [part for part in index["parts"] if "name" in part]
@@ -125,6 +143,8 @@ def test_a_damaged_piece_is_an_error(saved: Path, tmp_path: Path) -> None:
 def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert carry_image.main(["unpack", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: there is no index.json in ")
+    assert carry_image.main(["pack", "tunebook:cpu", str(tmp_path / "new"), "--piece-mib", "0"]) == 2
+    assert "a piece has 1 MiB or more" in capsys.readouterr().err
     (tmp_path / "other").touch()
     saved = tmp_path / "saved.tar"
     saved.write_bytes(archive_of({}))
