@@ -76,6 +76,11 @@ run_in_container() { # run_in_container COMMAND [ARGUMENT...]
     compose+=(-f compose.yaml -f docker/cpu/compose.yaml)
   fi
   words=("${compose[@]}" run --rm --name "$container")
+  # An image that was built here has no digest in a registry. Its id says as exactly what ran, and `docker load` keeps it.
+  # It is asked for now, because .env would name the one before after a build by hand.
+  if [[ $image != *@* ]]; then
+    words+=(--env "TUNEBOOK_IMAGE_DIGEST=$(docker image inspect --format '{{.Id}}' "$image")")
+  fi
   if [ ! -t 1 ]; then words+=(-T); fi
   # Without standard input the terminal stays as it is, so that Ctrl-C in it makes a signal.
   if [ "$1" != chat ]; then words+=(--interactive=false); fi

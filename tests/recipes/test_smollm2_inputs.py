@@ -47,17 +47,33 @@ def test_no_question_of_the_validation_part_is_trained_on(inputs: ModuleType, tm
     assert validation == [{"question": "is it cold", "passage": "Snow.", "answer": False}]
 
 
-def test_held_out_conversations_end_at_each_of_their_calls(inputs: ModuleType, tmp_path: Path) -> None:
-    turns = [("human", "a"), ("function_call", "b"), ("observation", "c"), ("function_call", "d"), ("gpt", "e")]
-    conversation = {"conversations": [{"from": who, "value": text} for who, text in turns], "tools": "[]"}
-    with tarfile.open(tmp_path / "sdist.tar.gz", "w:gz") as archive:
+def _conversation(*turns: tuple[str, str]) -> dict[str, Any]:
+    return {"conversations": [{"from": who, "value": text} for who, text in turns], "tools": "[]"}
+
+
+def _write_demo(file: Path, conversations: list[dict[str, Any]]) -> None:
+    """LLaMA-Factory's sdist with these conversations in each of the two languages."""
+    with tarfile.open(file, "w:gz") as archive:
         for language in ("en", "zh"):
-            content = json.dumps([conversation] * 10).encode()
+            content = json.dumps(conversations).encode()
             member = tarfile.TarInfo(f"llamafactory-0/data/glaive_toolcall_{language}_demo.json")
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
-    train, heldout = inputs.tool_calls(tmp_path / "sdist.tar.gz")
-    assert train == [conversation] * 18
+
+
+def test_no_request_of_a_held_out_call_is_trained_on(inputs: ModuleType, tmp_path: Path) -> None:
+    heldout = _conversation(("human", "Add 1 and 2."), ("function_call", "{}"), ("human", "Thanks"), ("gpt", "."))
+    repeated = _conversation(("human", "Hello"), ("gpt", "Yes?"), ("human", "add 1 and  2"), ("function_call", "{}"))
+    other = _conversation(("human", "Add 1 and 3."), ("function_call", "{}"), ("human", "Thanks"), ("gpt", "."))
+    _write_demo(tmp_path / "sdist.tar.gz", [heldout, repeated, other])
+    train, _ = inputs.tool_calls(tmp_path / "sdist.tar.gz")
+    assert train == [other, other]  # thanks after the call are no request of it
+
+
+def test_held_out_conversations_end_at_each_of_their_calls(inputs: ModuleType, tmp_path: Path) -> None:
+    turns = [("human", "a"), ("function_call", "b"), ("observation", "c"), ("function_call", "d"), ("gpt", "e")]
+    _write_demo(tmp_path / "sdist.tar.gz", [_conversation(*turns)] * 10)
+    _, heldout = inputs.tool_calls(tmp_path / "sdist.tar.gz")
     assert [len(one["conversations"]) for one in heldout] == [2, 4, 2, 4]
     assert {one["conversations"][-1]["from"] for one in heldout} == {"function_call"}
 

@@ -68,7 +68,9 @@ class Lock(Section):
 class Environment(Section):
     """What was installed, and what was set for it."""
 
-    image_digest: str | None
+    image_digest: str | None = Field(
+        description="of the published image; of one that was built here its id, if make ran it; null outside containers"
+    )
     image: dict[str, Any] | None
     lock_sha256: str | None = Field(
         description="of the lock where nothing differs from it, else null; older runs, without `lock`, did not compare"
