@@ -98,7 +98,7 @@ CASES = {
     "humaneval-base": Case([*_COMPOSE, "eval", "model=inputs/smollm2_135m", *_HUMANEVAL]),
     "humaneval-after": Case([*_COMPOSE, "eval", "run=smollm2_135m_tools", *_HUMANEVAL]),
     "more-gpus-than-there-are": Case(make("train", "quickstart", GPUS="9"), code=2),
-    "more-ranks-than-gpus": Case(make("train", "quickstart", ["hardware.gpus_per_node=9"]), code=2),
+    "more-ranks-than-gpus": Case(make("train", "quickstart", ["parallelism=ddp", "hardware.gpus_per_node=9"]), code=2),
     "image-of-another-generation": Case(make("train", "quickstart", GPU="blackwell"), code=2),
     "no-gpu-passed": Case(
         [*_COMPOSE[:2], *_WITHOUT_GPUS, *_COMPOSE[2:], "train", "qwen05b_single", "model.weights=random"], code=2
