@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import subprocess
 import sys
 
@@ -86,6 +87,13 @@ def test_collecting_stops_and_goes_on(is_collecting: bool) -> None:
         made = [[] for _ in range(1000)]
     assert gc.isenabled() is is_collecting
     assert gc.get_freeze_count() > len(made)
+
+
+def test_warnings_for_the_developers_of_a_library_are_hidden_and_errors_are_not() -> None:
+    with importing_libraries():
+        logger = logging.getLogger("torch.utils._pytree")
+    assert not logger.isEnabledFor(logging.WARNING)
+    assert logger.isEnabledFor(logging.ERROR)
 
 
 def test_failed_import_keeps_the_setting() -> None:

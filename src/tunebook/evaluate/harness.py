@@ -27,6 +27,7 @@ from tunebook.evaluate.preflight import search_path
 from tunebook.evaluate.task_files import TaskFile
 from tunebook.files import atomic_write_text, sha256_file, sha256_text
 from tunebook.hardware.disk import is_disk_full
+from tunebook.train.rank_process import hide_import_warnings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,6 +76,7 @@ class LoadedTasks:
 
 def prepare_environment(is_offline: bool) -> None:
     """Set environment variables that the harness' libraries read on import; call it before importing them."""
+    hide_import_warnings()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     os.environ["TQDM_DISABLE"] = "1"
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
