@@ -88,6 +88,10 @@ def test_without_a_matrix_it_is_a_warning(answer: SmiAnswer, said: str) -> None:
     assert (found.id, found.level) == ("topology", Level.warning)
     assert said in found.what
     assert check_topology(CPU_ONLY, answer, 1).findings == []
+    (alone,) = check_topology(machine_with(h200(0)), answer, 1).findings
+    assert (alone.level, alone.what) == (Level.ok, "one GPU: it needs no link to another")
+    (of_several_nodes,) = check_topology(machine_with(h200(0)), answer, 2).findings
+    assert of_several_nodes.level is Level.warning, "its link to a network card is not known"
 
 
 def test_a_bandwidth_that_such_links_reach() -> None:

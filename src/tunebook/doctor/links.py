@@ -35,9 +35,15 @@ def check_topology(machine: Machine, answer: SmiAnswer, num_nodes: int) -> Topol
         except ValueError as error:
             problem = f"it printed something else than a matrix: {error}"
     if topology is None:
-        return TopologyFindings(topology=None, findings=[_unknown(str(problem))] if machine.gpus else [])
+        needs_no_link = len(machine.gpus) == 1 and num_nodes == 1  # whatever the matrix would say
+        unknown = _single() if needs_no_link else _unknown(str(problem))
+        return TopologyFindings(topology=None, findings=[unknown] if machine.gpus else [])
     findings = [_cards(machine, topology, num_nodes)] if topology.cards else []
     return TopologyFindings(topology=topology, findings=[_between(machine, topology), *findings])
+
+
+def _single() -> Finding:
+    return Kind.links.ok(id="topology", what="one GPU: it needs no link to another")
 
 
 def _unknown(problem: str) -> Finding:
@@ -52,7 +58,7 @@ def _unknown(problem: str) -> Finding:
 def _between(machine: Machine, topology: Topology) -> Finding:
     pairs = _pairs(machine, topology)
     if not pairs:
-        return Kind.links.ok(id="topology", what="one GPU: it needs no link to another")
+        return _single()
     worst_one, worst_two, worst = pairs[0]
     kinds = sorted({connection for *_, connection in pairs}, key=lambda connection: connection.rank)
     data = {"pairs": {f"{one}-{two}": connection.text for one, two, connection in pairs}}
