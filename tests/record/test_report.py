@@ -5,6 +5,7 @@ import errno
 import hashlib
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -25,12 +26,18 @@ class Links(HTMLParser):
         self.links: list[str] = []
         self.scripts = 0
         self.open: list[str] = []
+        self.levels: list[int] = []  # of the headings
+        self.out_of_reach: list[str] = []  # what scrolls, but not by the keyboard
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.links += [
             value or "" for name, value in attrs if name in ("src", "href", "srcset", "action", "data", "style")
         ]
         self.scripts += tag == "script"
+        if re.fullmatch("h[1-6]", tag):
+            self.levels.append(int(tag[1]))
+        if (tag == "pre" or "scroll" in (dict(attrs).get("class") or "").split()) and ("tabindex", "0") not in attrs:
+            self.out_of_reach.append(self.get_starttag_text() or tag)
         if tag not in ("meta", "br", "img", "link", "input", "hr"):
             self.open.append(tag)
 
@@ -58,6 +65,18 @@ def test_the_page_is_well_formed_and_can_fetch_nothing(make_run, tmp_path: Path,
     assert "url(" not in style
     assert "@import" not in style
     assert "default-src 'none'" in page
+
+
+def test_a_keyboard_and_a_screen_reader_get_everywhere(make_run, tmp_path: Path) -> None:
+    runs = [make_run(after=evil_evaluation()), make_run("2026-11-21T07-18-06Z", rate=3e-5)]
+    write_report(runs[:1], tmp_path / "run.html")
+    write_report(runs, tmp_path / "runs.html")
+    for name in ("run.html", "runs.html"):
+        links = Links()
+        links.feed((tmp_path / name).read_text())
+        assert links.out_of_reach == []
+        assert links.levels[0] == 1
+        assert all(later - earlier <= 1 for earlier, later in pairwise(links.levels)), "a level is left out"
 
 
 def test_the_policy_allows_exactly_the_pages_own_script(make_run, tmp_path: Path) -> None:
