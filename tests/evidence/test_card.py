@@ -80,6 +80,16 @@ def test_each_file_is_one_line_and_updating_is_idempotent(card: Path, make_run: 
     assert card.read_text() == text
 
 
+def test_the_table_is_short_and_the_commands_are_folded(card: Path, make_run: MakeRun) -> None:
+    record(make_run("training.seed=1"), make_run("training.seed=1"), label="one")
+    record(make_run(), make_run(), label="two")
+    table, folded = card.read_text().split("<details>")
+    assert table.count("![loss of ") == 1, "one picture; the table links the others"
+    assert table.count(" ([loss](evidence/cpu-1-") == 2
+    assert "training.seed=1" not in table
+    assert "```bash\ntunebook train quickstart training.seed=1\n```" in folded
+
+
 def test_the_picture_stands_alone_and_holds_the_curve(card: Path, make_run: MakeRun) -> None:
     record(make_run(), make_run(), label="one")
     picture = plot_file(card.parent / "evidence" / "cpu-1-one.json")

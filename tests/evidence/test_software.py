@@ -187,7 +187,7 @@ def test_a_file_its_card_and_the_table_are_corrected_once(recorded: Path, docker
     assert {key for key in content if content[key] != before[key]} == {"software", "content_sha256"}
     expected = "torch 2.11.0 where the lock has 2.13.0"
     card = (recorded.parents[1] / "README.md").read_text()
-    assert f"- cpu-1-try: {expected}, packages of the lock with no recorded version: 2\n" in card
+    assert f"\ncpu-1-try: {expected}, packages of the lock with no recorded version: 2\n" in card
     assert "| [1 from-scratch](recipes/quickstart/README.md#evidence) | " in (tmp_path / "README.md").read_text()
     text = recorded.read_text()
     assert correct_files([recorded], docker) == []

@@ -1,8 +1,9 @@
-"""Show evidence in the recipe's card (a table and plots) and in the book's table of recipes, made from the files."""
+"""Show evidence in the recipe's card (a table and a plot) and in the book's table of recipes, made from the files."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ def with_section(text: str, made: str, card: Path) -> str:
 
 
 def section(files: Sequence[Path], evidence: Sequence[Evidence]) -> str:
-    """A table with one row per file, the strongest kind of evidence first, and the plots."""
+    """A table with one row per file, the strongest kind of evidence first, its plot, and what to type, folded."""
     files, evidence = _by_kind(files, evidence)
     columns = ["evidence", "what was run", "final loss", "tokens/s/GPU", "GiB", "score", "loss may differ by"]
     if has_target := any(found.target is not None for found in evidence):
@@ -77,23 +78,25 @@ def section(files: Sequence[Path], evidence: Sequence[Evidence]) -> str:
     lines = [
         BEGIN, "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}",
         *(_row(file, found, has_target=has_target) for file, found in zip(files, evidence, strict=True)), "",
-        *_packages(files, evidence),
-        *(f"![loss of {file.stem}](evidence/{plot_file(file).name})" for file in files), "",
+        *(f"![loss of {file.stem}](evidence/{plot_file(file).name})" for file in files[:1]), "",
+        "<details>", "<summary>The commands, and the packages that they ran with</summary>", "",
+        *(line for file, found in zip(files, evidence, strict=True) for line in _repetition(file, found)),
+        "</details>", "",
         END,
     ]  # fmt: skip
     return "\n".join(lines)
 
 
-def _packages(files: Sequence[Path], evidence: Sequence[Evidence]) -> list[str]:
-    """Return a paragraph about files recorded with packages other than their lock's; empty if there are none."""
-    by_deviation: dict[str, list[str]] = {}
-    for file, found in zip(files, evidence, strict=True):
-        if (deviation := found.software.deviation()) is not None:
-            by_deviation.setdefault(deviation, []).append(file.stem)
-    if not by_deviation:
-        return []
-    lines = [f"- {', '.join(stems)}: {deviation}" for deviation, stems in by_deviation.items()]
-    return ["Packages that differ from the lock, or are not known to agree with it:", "", *lines, ""]
+def _repetition(file: Path, found: Evidence) -> list[str]:
+    """What a file was recorded with: its packages, and the command."""
+    software = found.software
+    packages = software.deviation()
+    if packages is None:
+        packages = "every package was the lock's"
+        if software.image_digest is not None:
+            packages += f", in the image `{software.image_digest}`"
+    command = shlex.join(["tunebook", "train", found.ran.recipe, *found.ran.overrides])
+    return [f"{file.stem}: {packages}", "", "```bash", command, "```", ""]
 
 
 def _by_kind(files: Sequence[Path], evidence: Sequence[Evidence]) -> tuple[list[Path], list[Evidence]]:
@@ -106,13 +109,11 @@ def _by_kind(files: Sequence[Path], evidence: Sequence[Evidence]) -> tuple[list[
 def _row(file: Path, found: Evidence, *, has_target: bool) -> str:
     ran, results, hardware = found.ran, found.results, found.hardware
     what = f"{found.kind}: {ran.weights} weights, {ran.data} data, layers: {ran.layers}, {ran.steps} steps"
-    if ran.overrides:
-        what += f", `{' '.join(ran.overrides)}`"
     what += f"; {hardware.gpus} x {hardware.gpu or 'CPU'}, {len(found.repeats)} runs, {found.recorded}"
     scores = ", ".join(f"{task} {score.value:.3f}" for task, score in results.scores.items())
     memory = results.memory_gib
     cells = [
-        f"[{file.stem}](evidence/{file.name})", what, f"{results.losses[-1]:.4f}",
+        f"[{file.stem}](evidence/{file.name}) ([loss](evidence/{plot_file(file).name}))", what, f"{results.losses[-1]:.4f}",
         _speed(found), "-" if memory is None else f"{memory:.2f}", scores or "-",
         _loss_tolerance(found),
     ]  # fmt: skip
