@@ -113,7 +113,8 @@ def _row(file: Path, found: Evidence, *, has_target: bool) -> str:
     scores = ", ".join(f"{task} {score.value:.3f}" for task, score in results.scores.items())
     memory = results.memory_gib
     cells = [
-        f"[{file.stem}](evidence/{file.name}) ([loss](evidence/{plot_file(file).name}))", what, f"{results.losses[-1]:.4f}",
+        f"[{file.stem}](evidence/{file.name}) ([loss](evidence/{plot_file(file).name}))",
+        what, f"{results.losses[-1]:.4f}",
         _speed(found), "-" if memory is None else f"{memory:.2f}", scores or "-",
         _loss_tolerance(found),
     ]  # fmt: skip
