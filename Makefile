@@ -25,7 +25,7 @@ unexport ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help train plan data eval fetch chat sweep export report verify list explain doctor env image push publish pull \
-	check lint format type test test-torchao test-system test-slow setup lock lock-check clean-venv
+	check lint format type test test-torchao test-system test-slow docs setup lock lock-check clean-venv
 
 help:  ## This list
 	@printf 'make TARGET [RECIPE=%s] [ARGS="..."] [WHERE=...] [GPU=...] [GPUS=...]\n\n' '$(RECIPE)'
@@ -110,6 +110,11 @@ test-system: setup  ## The tests that use the project as a whole, as its users d
 test-slow: setup  ## Those that take long and that few changes concern, for a nightly run
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m nightly -n $(WORKERS) --dist loadfile $(value ARGS) || test $$? = 5
 	$(SYSTEM_TESTS) -m "system and slow" $(value ARGS) || test $$? = 5
+
+docs:  ## Build the documentation site into .cache/site; its packages are in .cache/docs-venv
+	test -x .cache/docs-venv/bin/pip || $(PYTHON) -m venv --clear .cache/docs-venv
+	.cache/docs-venv/bin/pip install -q --disable-pip-version-check --no-deps --require-hashes -r docker/requirements-docs.lock
+	NO_MKDOCS_2_WARNING=1 .cache/docs-venv/bin/mkdocs build --strict
 
 setup:  ## Set up .venv for development, or bring it up to date with the locks
 	@docker/venv.sh setup dev

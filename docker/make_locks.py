@@ -148,9 +148,10 @@ def gpu_locks(generation: str, upgrade: bool) -> Iterator[Lock]:
 
 
 def tool_locks(upgrade: bool) -> Iterator[Lock]:
-    """What builds packages, what checks the project, what Ray needs, what compiles for GPUs."""
+    """What builds packages, checks the project, runs Ray, compiles for GPUs, builds the documentation site."""
     run = DOCKER / "cpu" / "requirements.lock"
-    build, dev, ray, nvcc = (DOCKER / f"requirements-{name}.lock" for name in ("build", "dev", "ray", "nvcc"))
+    tools = ("build", "dev", "ray", "nvcc", "docs")
+    build, dev, ray, nvcc, docs = (DOCKER / f"requirements-{name}.lock" for name in tools)
     # Installed first and alone, so it repeats setuptools and packaging, at the versions of requirements.lock.
     source = build.with_suffix(".in")
     blocks = resolve(source, [build], [run], upgrade)
@@ -164,6 +165,10 @@ def tool_locks(upgrade: bool) -> Iterator[Lock]:
     source = nvcc.with_suffix(".in")
     blocks = resolve(source, [nvcc], [DOCKER / "ampere" / "requirements.lock"], upgrade)
     yield Lock(path=nvcc, source=source, purpose="What compiles for GPUs.", blocks=blocks)
+    # Installed into an environment of its own, so it repeats packages of requirements.lock, at the same versions.
+    source = docs.with_suffix(".in")
+    blocks = resolve(source, [docs], [run], upgrade)
+    yield Lock(path=docs, source=source, purpose="What `make docs` needs.", blocks=blocks)
 
 
 def every_lock(upgrade: bool) -> Iterator[Lock]:

@@ -123,6 +123,8 @@ def test_every_setting_of_the_libraries_beneath_is_known() -> None:
         ("bf16=False", "precision=fp32"),
         ("fp16=true", "precision=fp16"),
         ("gradient_checkpointing=true", "activation=checkpointing"),
+        ("disable_gradient_checkpointing=true", "activation=stored"),
+        ("disable_gradient_checkpointing=false", "activation=checkpointing"),
         ("lora_r=16", "peft=lora peft.rank=16"),
         ("peft.r=8", "peft.rank=8"),
         ("peft.lora_alpha=16", "peft.alpha=16"),

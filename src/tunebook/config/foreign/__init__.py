@@ -53,6 +53,12 @@ class Form:
         named = self.means or {_PATH: "a file or folder", _HUB: "ORG/NAME"}.get(self.when)
         return named or self.when.replace(".*", "...").replace("|", ", ")
 
+    @property
+    def shown(self) -> str:
+        """What to type for any value, or why there is nothing."""
+        template = self.type or self.say or ""
+        return template.replace("{value}", _NO_VALUE).replace("{list}", "A,B").replace("{1}", "A").replace("{2}", "B")
+
     def words(self, value: str) -> list[str]:
         """What to type for a value, word by word, quoted where Hydra or a shell needs it."""
         return [self._word(word, value) for word in (self.type or "").split(" ")]
@@ -164,9 +170,9 @@ def describe(name: str) -> str | None:
     head = f"{name.lstrip('-')}{f', as it is called in {tools}' if tools else ''}"
     if not entry.is_offered:
         return f"{head}\n\nTunebook does not offer it.\n\n{entry.say}"
-    lines = [f"  {form.values}: {_shown(form)}" for form in entry.forms]
+    lines = [f"  {form.values}: {form.shown}" for form in entry.forms]
     if len(lines) == 1:
-        lines = [f"Here: {_shown(entry.forms[0])}"]
+        lines = [f"Here: {entry.forms[0].shown}"]
     return "\n\n".join(filter(None, [head, "\n".join(lines), entry.say]))
 
 
@@ -175,16 +181,15 @@ def all_names() -> list[str]:
     return sorted(_keys())
 
 
+def commands() -> list[Foreign]:
+    """Every entry for commands, in the order of the table."""
+    return list(dict.fromkeys(_command_line("commands").values()))
+
+
 def entries() -> list[Foreign]:
     """Every entry for keys and for values of a group, as the tables have them."""
     found = [*_keys().values(), *_groups().values()]
     return list(dict.fromkeys(found))
-
-
-def _shown(form: Form) -> str:
-    """What to type for any value, or why there is nothing."""
-    template = form.type or form.say or ""
-    return template.replace("{value}", _NO_VALUE).replace("{list}", "A,B").replace("{1}", "A").replace("{2}", "B")
 
 
 def _exists(value: str) -> bool:
