@@ -38,6 +38,9 @@ from tunebook.cli_options import (
     SearchSeed,
     UnsafeCode,
     Words,
+    complete_model,
+    complete_parallelism,
+    complete_recipe,
     settings,
     split,
     task_names,
@@ -54,7 +57,6 @@ app = typer.Typer(
     name="tunebook",
     help="A reproducible book of recipes for distributed supervised fine-tuning of language models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -218,6 +220,7 @@ def fetch(
         typer.Argument(
             metavar="[RECIPE] [KEY=VALUE]... [suite=NAME | tasks=a,b]",
             help="A recipe: its model, data and tasks. A suite or tasks: what they need.",
+            autocompletion=complete_recipe,
         ),
     ] = None,
     recipes_dir: RecipesDir = None,
@@ -357,6 +360,48 @@ def list_recipes(recipes_dir: RecipesDir = None) -> None:
 
 
 @app.command()
+def init(
+    name: Annotated[str, typer.Argument(help="The new recipe's name.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            help="ORGANIZATION/NAME of the hub, a folder, or a file of hydra_configs/model.",
+            autocompletion=complete_model,
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", help="A file, a quoted glob, ORGANIZATION/NAME, or a file of hydra_configs/dataset."),
+    ] = None,
+    parallelism: Annotated[
+        str | None,
+        typer.Option("--parallelism", help="If unset, the base's, or auto.", autocompletion=complete_parallelism),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option("--base", metavar="RECIPE", help="Build on this recipe.", autocompletion=complete_recipe),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recipe of that name.")] = False,
+    recipes_dir: RecipesDir = None,
+) -> None:
+    """Write a recipe of your own; without --model and --data it asks. It goes to --recipes-dir, or to my_recipes."""
+    from tunebook.commands.init import init_command
+
+    init_command(
+        name,
+        recipes_dir or [],
+        make_console(),
+        model=model,
+        data=data,
+        parallelism=parallelism,
+        base=base,
+        overwrite=overwrite,
+        is_terminal=sys.stdin.isatty() and sys.stdout.isatty(),
+    )
+
+
+@app.command()
 def explain(
     id: Annotated[
         str,
@@ -433,7 +478,8 @@ def main() -> None:
     try:
         _leave_other_launchers(sys.argv[1:], errors)
         with watching_interrupts():
-            code = app(standalone_mode=False)
+            # The name decides which variable a shell asks for completions by; `python -m tunebook` has another.
+            code = app(standalone_mode=False, prog_name="tunebook")
     except TunebookError as error:
         _end_with(error, errors)
     except typer.Abort:

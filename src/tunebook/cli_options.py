@@ -8,10 +8,46 @@ from typing import Annotated
 
 import typer
 
-from tunebook.errors import RequestError, did_you_mean
+from tunebook.config.book import book_root, find_recipes
+from tunebook.errors import RequestError, TunebookError, did_you_mean
+
+
+def complete_recipe(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The recipes that a shell completes a word to: none after the first word, and none where they cannot be read.
+
+    It runs at every press of the key, so it reads names of files only: no YAML, no Hydra.
+    """
+    if ctx.params.get("words"):  # what follows the recipe is KEY=VALUE
+        return []
+    try:
+        return [name for name in find_recipes(ctx.params.get("recipes_dir") or []) if name.startswith(incomplete)]
+    except TunebookError:  # a shell has no place for a message; the command itself prints it
+        return []
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """The models of the book that a shell completes a word to."""
+    return _complete_choice("model", incomplete)
+
+
+def complete_parallelism(incomplete: str) -> list[str]:
+    """The strategies that a shell completes a word to."""
+    return _complete_choice("parallelism", incomplete)
+
+
+def _complete_choice(group: str, incomplete: str) -> list[str]:
+    try:
+        names = sorted(file.stem for file in (book_root() / "hydra_configs" / group).glob("*.yaml"))
+    except TunebookError:
+        return []
+    return [name for name in names if name.startswith(incomplete)]
+
 
 Words = Annotated[
-    list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe, then Hydra overrides.")
+    list[str] | None,
+    typer.Argument(
+        metavar="[RECIPE] [KEY=VALUE]...", help="A recipe, then Hydra overrides.", autocompletion=complete_recipe
+    ),
 ]
 RecipesDir = Annotated[
     list[Path] | None,
