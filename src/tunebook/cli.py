@@ -27,9 +27,14 @@ from tunebook.cli_options import (
     Jobs,
     Launcher,
     Metric,
+    NewBase,
+    NewData,
+    NewModel,
+    NewParallelism,
     NumFewshot,
     NumTrials,
     Outputs,
+    Overwrite,
     Processes,
     Prune,
     RecipesDir,
@@ -38,8 +43,6 @@ from tunebook.cli_options import (
     SearchSeed,
     UnsafeCode,
     Words,
-    complete_model,
-    complete_parallelism,
     complete_recipe,
     settings,
     split,
@@ -362,27 +365,11 @@ def list_recipes(recipes_dir: RecipesDir = None) -> None:
 @app.command()
 def init(
     name: Annotated[str, typer.Argument(help="The new recipe's name.")],
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            help="ORGANIZATION/NAME of the hub, a folder, or a file of hydra_configs/model.",
-            autocompletion=complete_model,
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option("--data", help="A file, a quoted glob, ORGANIZATION/NAME, or a file of hydra_configs/dataset."),
-    ] = None,
-    parallelism: Annotated[
-        str | None,
-        typer.Option("--parallelism", help="If unset, the base's, or auto.", autocompletion=complete_parallelism),
-    ] = None,
-    base: Annotated[
-        str | None,
-        typer.Option("--base", metavar="RECIPE", help="Build on this recipe.", autocompletion=complete_recipe),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recipe of that name.")] = False,
+    model: NewModel = None,
+    data: NewData = None,
+    parallelism: NewParallelism = None,
+    base: NewBase = None,
+    overwrite: Overwrite = False,
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Write a recipe of your own; without --model and --data it asks. It goes to --recipes-dir, or to my_recipes."""

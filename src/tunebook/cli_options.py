@@ -58,6 +58,29 @@ RunFolder = Annotated[
 ]
 Outputs = Annotated[Path, typer.Option("--outputs", help="The folder that holds the run folders.")]
 
+# Of a new recipe.
+NewModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="ORGANIZATION/NAME of the hub, a folder, or a file of hydra_configs/model.",
+        autocompletion=complete_model,
+    ),
+]
+NewData = Annotated[
+    str | None,
+    typer.Option("--data", help="A file, a quoted glob, ORGANIZATION/NAME, or a file of hydra_configs/dataset."),
+]
+NewParallelism = Annotated[
+    str | None,
+    typer.Option("--parallelism", help="If unset, the base's, or auto.", autocompletion=complete_parallelism),
+]
+NewBase = Annotated[
+    str | None,
+    typer.Option("--base", metavar="RECIPE", help="Build on this recipe.", autocompletion=complete_recipe),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a recipe of that name.")]
+
 # Of an evaluation.
 NumFewshot = Annotated[
     int | None, typer.Option("--num-fewshot", help="Examples before each item; if unset, the task's own.")
