@@ -117,6 +117,17 @@ def test_option_in_place_of_an_override_gets_a_hint(run):
     assert "Settings are typed as key=value, without dashes" in said
 
 
+def test_init_writes_a_recipe_that_a_dry_run_trains(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, said = run("init", "mine", "--recipes-dir", "own")  # no terminal, so nothing is asked
+    assert (code, said.endswith("more: tunebook explain init-incomplete\n")) == (2, True)
+    code, shown, _ = run("init", "mine", "--base", "quickstart", "--parallelism", "ddp", "--recipes-dir", "own")
+    assert (code, shown.splitlines()[0]) == (0, "written: own/mine.yaml")
+    code, shown, said = run("train", "mine", "--recipes-dir", "own", "--dry-run")
+    assert code == 0, said
+    assert "launch: " in shown
+
+
 def test_data_warns_of_what_it_does_not_read(run, tmp_path, monkeypatch):
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
     turns = [{"role": "user", "content": "leaf"}, {"role": "assistant", "content": "horse"}]

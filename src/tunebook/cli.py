@@ -27,9 +27,14 @@ from tunebook.cli_options import (
     Jobs,
     Launcher,
     Metric,
+    NewBase,
+    NewData,
+    NewModel,
+    NewParallelism,
     NumFewshot,
     NumTrials,
     Outputs,
+    Overwrite,
     Processes,
     Prune,
     RecipesDir,
@@ -38,6 +43,7 @@ from tunebook.cli_options import (
     SearchSeed,
     UnsafeCode,
     Words,
+    complete_recipe,
     settings,
     split,
     task_names,
@@ -54,7 +60,6 @@ app = typer.Typer(
     name="tunebook",
     help="A reproducible book of recipes for distributed supervised fine-tuning of language models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -218,6 +223,7 @@ def fetch(
         typer.Argument(
             metavar="[RECIPE] [KEY=VALUE]... [suite=NAME | tasks=a,b]",
             help="A recipe: its model, data and tasks. A suite or tasks: what they need.",
+            autocompletion=complete_recipe,
         ),
     ] = None,
     recipes_dir: RecipesDir = None,
@@ -357,6 +363,32 @@ def list_recipes(recipes_dir: RecipesDir = None) -> None:
 
 
 @app.command()
+def init(
+    name: Annotated[str, typer.Argument(help="The new recipe's name.")],
+    model: NewModel = None,
+    data: NewData = None,
+    parallelism: NewParallelism = None,
+    base: NewBase = None,
+    overwrite: Overwrite = False,
+    recipes_dir: RecipesDir = None,
+) -> None:
+    """Write a recipe of your own; without --model and --data it asks. It goes to --recipes-dir, or to my_recipes."""
+    from tunebook.commands.init import init_command
+
+    init_command(
+        name,
+        recipes_dir or [],
+        make_console(),
+        model=model,
+        data=data,
+        parallelism=parallelism,
+        base=base,
+        overwrite=overwrite,
+        is_terminal=sys.stdin.isatty() and sys.stdout.isatty(),
+    )
+
+
+@app.command()
 def explain(
     id: Annotated[
         str,
@@ -433,7 +465,8 @@ def main() -> None:
     try:
         _leave_other_launchers(sys.argv[1:], errors)
         with watching_interrupts():
-            code = app(standalone_mode=False)
+            # The name decides which variable a shell asks for completions by; `python -m tunebook` has another.
+            code = app(standalone_mode=False, prog_name="tunebook")
     except TunebookError as error:
         _end_with(error, errors)
     except typer.Abort:

@@ -8,10 +8,46 @@ from typing import Annotated
 
 import typer
 
-from tunebook.errors import RequestError, did_you_mean
+from tunebook.config.book import book_root, find_recipes
+from tunebook.errors import RequestError, TunebookError, did_you_mean
+
+
+def complete_recipe(ctx: typer.Context, incomplete: str) -> list[str]:
+    """The recipes that a shell completes a word to: none after the first word, and none where they cannot be read.
+
+    It runs at every press of the key, so it reads names of files only: no YAML, no Hydra.
+    """
+    if ctx.params.get("words"):  # what follows the recipe is KEY=VALUE
+        return []
+    try:
+        return [name for name in find_recipes(ctx.params.get("recipes_dir") or []) if name.startswith(incomplete)]
+    except TunebookError:  # a shell has no place for a message; the command itself prints it
+        return []
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """The models of the book that a shell completes a word to."""
+    return _complete_choice("model", incomplete)
+
+
+def complete_parallelism(incomplete: str) -> list[str]:
+    """The strategies that a shell completes a word to."""
+    return _complete_choice("parallelism", incomplete)
+
+
+def _complete_choice(group: str, incomplete: str) -> list[str]:
+    try:
+        names = sorted(file.stem for file in (book_root() / "hydra_configs" / group).glob("*.yaml"))
+    except TunebookError:
+        return []
+    return [name for name in names if name.startswith(incomplete)]
+
 
 Words = Annotated[
-    list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe, then Hydra overrides.")
+    list[str] | None,
+    typer.Argument(
+        metavar="[RECIPE] [KEY=VALUE]...", help="A recipe, then Hydra overrides.", autocompletion=complete_recipe
+    ),
 ]
 RecipesDir = Annotated[
     list[Path] | None,
@@ -21,6 +57,29 @@ RunFolder = Annotated[
     Path | None, typer.Option("--run-folder", help="Make the run here instead of in outputs/<recipe>/<time>.")
 ]
 Outputs = Annotated[Path, typer.Option("--outputs", help="The folder that holds the run folders.")]
+
+# Of a new recipe.
+NewModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        help="ORGANIZATION/NAME of the hub, a folder, or a file of hydra_configs/model.",
+        autocompletion=complete_model,
+    ),
+]
+NewData = Annotated[
+    str | None,
+    typer.Option("--data", help="A file, a quoted glob, ORGANIZATION/NAME, or a file of hydra_configs/dataset."),
+]
+NewParallelism = Annotated[
+    str | None,
+    typer.Option("--parallelism", help="If unset, the base's, or auto.", autocompletion=complete_parallelism),
+]
+NewBase = Annotated[
+    str | None,
+    typer.Option("--base", metavar="RECIPE", help="Build on this recipe.", autocompletion=complete_recipe),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a recipe of that name.")]
 
 # Of an evaluation.
 NumFewshot = Annotated[

@@ -51,6 +51,7 @@ EXPECTED = {
     "make explain ARGS=bf16-on-volta": "bf16 on a GPU without bf16",
     "tunebook train model=hub model.name=": "launch: ",
     "tunebook train model=hub model.path=": "launch: ",
+    "tunebook init mine --model": "  tunebook plan mine --recipes-dir my_recipes",
 }
 CONVERSATION = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]}
 
@@ -108,12 +109,14 @@ def test_make_commands_run_as_written(run, line):
     assert expected_of(line) in ended.output
 
 
-@pytest.mark.parametrize("line", [line for line in commands() if line.startswith("tunebook train ")])
+@pytest.mark.parametrize(
+    "line", [line for line in commands() if line.startswith(("tunebook train ", "tunebook init "))]
+)
 def test_commands_for_own_data_and_model_run_as_written(run, own_folder, line):
     ended = run(["bash", "-c", line], cwd=own_folder)
     assert ended.exit_code == 0, ended.output
     assert expected_of(line) in ended.output
-    assert not (own_folder / "outputs").exists()  # a dry run leaves nothing
+    assert not (own_folder / "outputs").exists()  # no run is started
 
 
 def test_own_data_and_own_model_train(run, own_folder):

@@ -68,7 +68,7 @@ def load_recipes(name: str, recipes_dirs: list[Path]) -> list[RecipeFile]:
     """
     known = find_recipes(recipes_dirs)
     if name in known:
-        _refuse_unreadable_name(name, known[name])
+        refuse_unreadable_name(name, known[name])
     chain: list[RecipeFile] = []
     waiting = [(name, recipe_file(name, recipes_dirs))]
     while waiting:
@@ -90,10 +90,10 @@ def refuse_recipes_as_overrides(words: list[str], recipes_dirs: list[Path]) -> N
     known = find_recipes(recipes_dirs)
     for word in words:
         if word in known:
-            _refuse_unreadable_name(word, known[word])
+            refuse_unreadable_name(word, known[word])
 
 
-def _refuse_unreadable_name(name: str, file: Path) -> None:
+def refuse_unreadable_name(name: str, file: Path) -> None:
     """Raises: RequestError for a name that Hydra's grammar does not read as the same text."""
     try:
         read: Any = OverridesParser.create().parse_override(f"recipes={name}").value()
