@@ -34,6 +34,11 @@ def show_choices(choices: list[Choice], warnings: list[Problem], console: Consol
     for choice in choices:
         table.add_row(*map(Text, (choice.key, as_typed(choice.value), choice.why)))  # a path may hold brackets
     console.print(table)
+    show_warnings(warnings, console)
+
+
+def show_warnings(warnings: list[Problem], console: Console) -> None:
+    """Print the warnings, a line each."""
     for warning in warnings:
         console.print(Text(f"warning: {warning.text()}", style="yellow"))
 
