@@ -94,6 +94,9 @@ def plan(
     as_yaml: Annotated[
         bool, typer.Option("--yaml", help="Print the resolved configuration, each value with its origin.")
     ] = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Print every choice, also those as asked or as in the last run.")
+    ] = False,
     compare: Annotated[
         list[str] | None, typer.Option(metavar="KEY=A,B", help="Memory and speed by the values of a key, as a table.")
     ] = None,
@@ -107,7 +110,7 @@ def plan(
     from tunebook.commands.plan import plan_command
 
     recipe, overrides = split(words)
-    given = {"--json": as_json, "--yaml": as_yaml, "--measure": measure}
+    given = {"--json": as_json, "--yaml": as_yaml, "--measure": measure, "--all": show_all}
     options = [option for option, is_given in given.items() if is_given]
     if compare:
         from tunebook.plan.compare import compare_plans, only_comparison
@@ -126,7 +129,14 @@ def plan(
             problem_id="yaml-form",
         )
     code = plan_command(
-        recipe, overrides, recipes_dir or [], make_console(), as_json=as_json, as_yaml=as_yaml, is_measured=measure
+        recipe,
+        overrides,
+        recipes_dir or [],
+        make_console(),
+        as_json=as_json,
+        as_yaml=as_yaml,
+        is_complete=show_all,
+        is_measured=measure,
     )
     raise typer.Exit(code)
 

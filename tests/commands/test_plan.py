@@ -21,7 +21,7 @@ from tunebook.config.frozen import load_config
 from tunebook.errors import DataError, DoesNotFitError, RequestError, RulesError
 from tunebook.hardware.detect import Machine
 from tunebook.plan import draft
-from tunebook.record.run_folder import RUN_FILE
+from tunebook.record.run_folder import PLAN_FILE, RUN_FILE, create_run_folder
 
 from .test_train import PREPARED
 
@@ -152,6 +152,26 @@ def test_only_the_configuration_is_on_standard_output(capsys: pytest.CaptureFixt
     printed = capsys.readouterr()
     assert yaml.safe_load(printed.out)["schedule"]["name"] == "constant"
     assert printed.err.startswith("warning: schedule.warmup_steps")
+
+
+def test_choices_as_in_the_newest_run_with_a_plan_are_left_out(tmp_path: Path) -> None:
+    words = [f"outputs={tmp_path}", "training.seed=3"]
+    command = f"tunebook plan quickstart outputs={tmp_path} training.seed=3 --all"
+    assert f"\n2 more as asked: {command}\n" in shown("quickstart", *words)
+    job, folder = plan_job("quickstart", words, []), create_run_folder(tmp_path, "quickstart")
+    set_up_folder(job, job.batch, PREPARED, folder)
+    damaged = create_run_folder(tmp_path, "quickstart")
+    (damaged / RUN_FILE).touch()
+    (damaged / PLAN_FILE).write_text("{")
+    assert shown("quickstart", *words).startswith(f"Choices: all 14 as in the run of {folder.name}: {command}\nBatch")
+    differing = shown("quickstart", *words, "packing.row_length=2048").splitlines()
+    assert differing[0] == f"Choices that differ from the run of {folder.name}"
+    assert any(line.split() == ["packing.row_length", "2048", "as", "asked"] for line in differing)
+    console = Console(file=io.StringIO(), width=160)
+    assert plan_command("quickstart", words, [], console, is_complete=True) == 0
+    assert isinstance(console.file, io.StringIO)
+    assert all(choice.key in console.file.getvalue() for choice in job.resolved.choices)
+    assert "--all" not in console.file.getvalue()
 
 
 def test_the_run_folder_is_made_up_where_none_is_named() -> None:

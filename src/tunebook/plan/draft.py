@@ -50,6 +50,7 @@ class Draft:
     error: RequestError | None = None  # why it does not compose, or its batch cannot be solved
     missing_data: DataError | None = None  # why its files are unusable here; the plan ignores them
     overrides: list[str] = field(default_factory=list)  # as typed, for the record
+    recipes_dirs: list[Path] = field(default_factory=list)  # as typed
 
     @property
     def resolved(self) -> Resolution:
@@ -126,7 +127,9 @@ def draft_run(
         composition = compose(recipe, overrides, recipes_dirs)
     except RequestError as error:
         return Draft(recipe=recipe, error=error)
-    return draft_composition(composition, machine or detect_machine())
+    draft = draft_composition(composition, machine or detect_machine())
+    draft.overrides, draft.recipes_dirs = overrides, recipes_dirs
+    return draft
 
 
 def draft_composition(composition: Composition, machine: Machine) -> Draft:
