@@ -81,6 +81,16 @@ def test_exactly_one_comparison_is_printed(monkeypatch, capsys, words):
     assert printed.err.endswith("more: tunebook explain compare-form\n")
 
 
+@pytest.mark.parametrize("other", ["--json", "--measure"])
+def test_yaml_is_printed_alone(run, other):
+    code, out, said = run("plan", "quickstart", "training.seed=3", "--yaml", other)
+    assert (code, out) == (2, "")
+    assert said == (
+        f"error: --yaml prints the resolved configuration alone, and {other} is for the plan; type one of them, such "
+        "as tunebook plan quickstart training.seed=3 --yaml\nmore: tunebook explain yaml-form\n"
+    )
+
+
 def test_a_full_disk_does_not_fit(ended_with):
     code, said = ended_with(OSError(errno.ENOSPC, "No space left on device"))
     assert code == 3

@@ -63,7 +63,7 @@ def test_a_command_of_another_tool_is_answered_with_ours(answer: Answer, words: 
          "there is no option '-m'; type: tunebook sweep quickstart training.seed=0,1 --dry-run\n"),
         ("train quickstart --multirun training.seed=0,1", "type: tunebook sweep quickstart training.seed=0,1\n"),
         ("-m train quickstart training.seed=0,1", "type: tunebook sweep quickstart training.seed=0,1\n"),
-        ("train quickstart --cfg job", "there is no option '--cfg'; type: tunebook plan quickstart\n"),
+        ("train quickstart --cfg job", "there is no option '--cfg'; type: tunebook plan quickstart --yaml\n"),
         ("train quickstart --config-dir /recipes --dry-run",
          "type: tunebook train quickstart --dry-run --recipes-dir /recipes\n"),
         ("train quickstart --config-name other training.seed=1", "type: tunebook train other training.seed=1\n"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -95,6 +96,12 @@ def train(
 def plan(
     words: Words = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, whatever is wrong.")] = False,
+    as_yaml: Annotated[
+        bool, typer.Option("--yaml", help="Print the resolved configuration, each value with its origin.")
+    ] = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Print every choice, also those as asked or as in the last run.")
+    ] = False,
     compare: Annotated[
         list[str] | None, typer.Option(metavar="KEY=A,B", help="Memory and speed by the values of a key, as a table.")
     ] = None,
@@ -108,17 +115,35 @@ def plan(
     from tunebook.commands.plan import plan_command
 
     recipe, overrides = split(words)
+    given = {"--json": as_json, "--yaml": as_yaml, "--measure": measure, "--all": show_all}
+    options = [option for option, is_given in given.items() if is_given]
     if compare:
         from tunebook.plan.compare import compare_plans, only_comparison
 
-        if as_json or measure:
-            other = "--json" if as_json else "--measure"
+        if options:
             raise RequestError(
-                f"--compare prints a table, and {other} is for one plan; type one of them", problem_id="compare-form"
+                f"--compare prints a table, and {options[0]} is for one plan; type one of them",
+                problem_id="compare-form",
             )
         raise typer.Exit(compare_plans(recipe, overrides, recipes_dir or [], only_comparison(compare), make_console()))
-    dirs = recipes_dir or []
-    raise typer.Exit(plan_command(recipe, overrides, dirs, make_console(), as_json=as_json, is_measured=measure))
+    if as_yaml and len(options) > 1:
+        other = next(option for option in options if option != "--yaml")
+        raise RequestError(
+            f"--yaml prints the resolved configuration alone, and {other} is for the plan; type one of them, such as "
+            f"{shlex.join(['tunebook', 'plan', *(words or []), '--yaml'])}",
+            problem_id="yaml-form",
+        )
+    code = plan_command(
+        recipe,
+        overrides,
+        recipes_dir or [],
+        make_console(),
+        as_json=as_json,
+        as_yaml=as_yaml,
+        is_complete=show_all,
+        is_measured=measure,
+    )
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -10,14 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 
 from tunebook.commands import plan as plan_command_module
 from tunebook.commands.plan import plan_command
+from tunebook.commands.train import plan_job, set_up_folder
 from tunebook.config.book import find_recipes
+from tunebook.config.frozen import load_config
 from tunebook.errors import DataError, DoesNotFitError, RequestError, RulesError
 from tunebook.hardware.detect import Machine
 from tunebook.plan import draft
+from tunebook.record.run_folder import PLAN_FILE, RUN_FILE, create_run_folder
+
+from .test_train import PREPARED
 
 TOO_LARGE = ("hardware=cpu", "parallelism=single", "model.liger_kernel=false")  # 46 GiB of states on 8 GiB
 KEYS = {
@@ -66,6 +72,106 @@ def test_the_choices_the_batch_the_launch_and_the_memory_are_shown() -> None:
         "\n      never measured on volta, whose peak is taken from the V100-SXM2-32GB;\n",
     ):
         assert part in text
+
+
+YAML_WORDS = {
+    "recipe": ("qwen3b_zero2", ["training.seed=3", "hardware.reference={gpus_per_node: 4}"]),
+    "auto": ("quickstart", ["parallelism=auto", "packing={row_length: 512}"]),
+    "no_recipe": (
+        None, ["model=quickstart", "dataset=quickstart", "training.global_samples=4", "training.max_length=128"]
+    ),
+    "inherited": ("llama3_8b_fsdp_offload", []),
+}  # fmt: skip
+
+
+@pytest.fixture
+def as_yaml(capsys: pytest.CaptureFixture[str]) -> Any:
+    """`as_yaml("quickstart", "training.seed=1")`: what was printed."""
+
+    def plan(recipe: str | None, *words: str) -> str:
+        assert plan_command(recipe, [*words], [], Console(), as_yaml=True) == 0
+        return capsys.readouterr().out
+
+    return plan
+
+
+@pytest.mark.parametrize(("recipe", "words"), YAML_WORDS.values(), ids=YAML_WORDS)
+def test_the_yaml_is_the_configuration_of_the_run(
+    as_yaml: Any, tmp_path: Path, recipe: str | None, words: list[str]
+) -> None:
+    job = plan_job(recipe, words, [])
+    set_up_folder(job, job.batch, PREPARED, tmp_path)
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(as_yaml(recipe, *words))
+    assert yaml.safe_load(printed.read_text()) == yaml.safe_load((tmp_path / RUN_FILE).read_text())
+    assert load_config(printed) == load_config(tmp_path / RUN_FILE)
+
+
+def test_each_value_of_the_yaml_has_its_origin(as_yaml: Any) -> None:
+    def origins(name: str) -> dict[str, str]:
+        """By the line of a value or a section; of equal lines the last."""
+        recipe, words = YAML_WORDS[name]
+        lines = [line.strip() for line in as_yaml(recipe, *words).splitlines()]
+        values = [line for line in lines if not line.endswith(":") and not line.startswith(("title: ", "- "))]
+        assert all("  # " in line for line in values)
+        pairs = [line.split("  # ", 1) for line in values]
+        return {value.strip(): origin for value, origin in pairs}
+
+    found = origins("recipe")
+    expected = {
+        "recipe: qwen3b_zero2": "named on the command line",
+        "parallelism:": "parallelism=zero2: recipes/qwen3b_zero2.yaml",
+        "seed: 3": "override 'training.seed=3'",
+        "gpus_per_node: 4": "override 'hardware.reference={gpus_per_node: 4}'",
+        "memory_gib: 32.0": "recipes/qwen3b_zero2.yaml",  # hardware.reference, which the override leaves as it was
+        "num_documents: 659808": "hydra_configs/dataset/infinity_instruct.yaml",
+        "compute: fp32": "auto: the base model is bfloat16, and volta has no bf16",
+        "num_epochs: 3.0": "recipes/qwen3b_zero2.yaml",
+        "resume: auto": "default of the schema",
+    }
+    assert {key: found.get(key) for key in expected} == expected
+    found = origins("auto")
+    assert found["row_length: 512"] == "override 'packing={row_length: 512}'"
+    assert found["strategy: single"].startswith("auto: ")
+    found = origins("no_recipe")
+    assert (found["recipe: null"], found["global_samples: 4"]) == ("not named", "override 'training.global_samples=4'")
+    found = origins("inherited")
+    assert found["strategy: fsdp"] == "hydra_configs/parallelism/fsdp.yaml", "which fsdp_offload.yaml builds on"
+    assert found["offload_parameters: cpu"] == "hydra_configs/parallelism/fsdp_offload.yaml"
+
+
+def test_only_the_configuration_is_on_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DoesNotFitError, match="more than 8 GiB"):
+        plan_command(
+            "qwen3b_zero2",
+            [*TOO_LARGE, "schedule.name=constant", "schedule.min_learning_rate=null"],
+            [],
+            Console(),
+            as_yaml=True,
+        )
+    printed = capsys.readouterr()
+    assert yaml.safe_load(printed.out)["schedule"]["name"] == "constant"
+    assert printed.err.startswith("warning: schedule.warmup_steps")
+
+
+def test_choices_as_in_the_newest_run_with_a_plan_are_left_out(tmp_path: Path) -> None:
+    words = [f"outputs={tmp_path}", "training.seed=3"]
+    command = f"tunebook plan quickstart outputs={tmp_path} training.seed=3 --all"
+    assert f"\n2 more as asked: {command}\n" in shown("quickstart", *words)
+    job, folder = plan_job("quickstart", words, []), create_run_folder(tmp_path, "quickstart")
+    set_up_folder(job, job.batch, PREPARED, folder)
+    damaged = create_run_folder(tmp_path, "quickstart")
+    (damaged / RUN_FILE).touch()
+    (damaged / PLAN_FILE).write_text("{")
+    assert shown("quickstart", *words).startswith(f"Choices: all 14 as in the run of {folder.name}: {command}\nBatch")
+    differing = shown("quickstart", *words, "packing.row_length=2048").splitlines()
+    assert differing[0] == f"Choices that differ from the run of {folder.name}"
+    assert any(line.split() == ["packing.row_length", "2048", "as", "asked"] for line in differing)
+    console = Console(file=io.StringIO(), width=160)
+    assert plan_command("quickstart", words, [], console, is_complete=True) == 0
+    assert isinstance(console.file, io.StringIO)
+    assert all(choice.key in console.file.getvalue() for choice in job.resolved.choices)
+    assert "--all" not in console.file.getvalue()
 
 
 def test_the_run_folder_is_made_up_where_none_is_named() -> None:

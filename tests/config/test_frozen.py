@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -160,3 +161,17 @@ def test_two_do_not_share_a_section() -> None:
     one, other = plain_config(), plain_config()
     one.training.seed += 1
     assert other.training.seed == plain_config().training.seed
+
+
+@pytest.mark.parametrize("title", ["short", "ends: in # a mark", "long words " * 20, "two\nlines", "a\u2028b", "'\"\\"])
+def test_comments_do_not_change_what_is_read(title: str, tmp_path: Path) -> None:
+    config = composed("dataset.chat_template_kwargs.names=[a,'b # c']", "dataset.chat_template_kwargs.level=2")
+    config.title = title
+    commented = config_to_yaml(config, lambda key: f"of {key}\u2028\nand: more")
+    assert yaml.safe_load(commented) == yaml.safe_load(config_to_yaml(config))
+    (tmp_path / "run.yaml").write_text(commented)
+    assert load_config(tmp_path / "run.yaml") == config
+    lines = commented.split("\n")
+    (named,) = [line for line in lines if line.startswith("    names:")]
+    assert named.endswith(r"# of dataset.chat_template_kwargs.names\u2028\nand: more")
+    assert sum("# of " in line for line in lines) == len({*re.findall(r"# of ([\w.]+)", commented)})

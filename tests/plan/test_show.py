@@ -9,7 +9,7 @@ from tunebook.config.book import find_recipes
 from tunebook.evidence.card import listed
 from tunebook.plan.auto.decisions import Choice
 from tunebook.plan.memory.gpu import Memory, MemoryPlan
-from tunebook.plan.show import memory_bar, preparing, recipes_table, show_choices, show_memory, time_lines
+from tunebook.plan.show import LastRun, memory_bar, preparing, recipes_table, show_choices, show_memory, time_lines
 from tunebook.plan.speed.throughput import TimePlan
 
 
@@ -18,12 +18,73 @@ def test_what_looks_like_markup_is_shown_as_it_is(is_terminal):
     console = Console(width=160, force_terminal=is_terminal, color_system=None)
     choice = Choice(key="model.facts", value="[a]", why="read from /tmp/a[/b]/config.json")
     with console.capture() as capture:
-        show_choices([choice], [], console)
+        show_choices([choice], console, last=None, command=None)
         with preparing(console) as say:
             say(1, 2, "reading c[/d].jsonl")
     shown = capture.get()
     assert "[a]" in shown and choice.why in shown
     assert "preparing: reading c[/d].jsonl" in shown
+
+
+CHOICES = [
+    Choice(key="precision.compute", value="bf16", why="the base model is bfloat16, and hopper computes bf16"),
+    Choice(key="attention.implementation", value="varlen_attention_4", why="one two three four five six " * 7),
+    Choice(key="model.facts.unreached", value="vision_tower.encoder.layers, projector" * 3, why="text reaches none"),
+    Choice(key="parallelism.strategy", value="fsdp", why="as asked"),
+    Choice(key="training.micro_batch_size", value=None, why="/a/" + "long" * 40 + "/folder"),
+]
+
+
+def screen(width, *, is_terminal=True, choices=CHOICES, last=None, command=None):
+    console = Console(width=width, force_terminal=is_terminal, color_system=None)
+    with console.capture() as capture:
+        show_choices(choices, console, last=last, command=command)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("width", "is_terminal", "most"),
+    [(40, True, 40), (60, True, 60), (80, True, 80), (120, True, 120), (160, False, 100)],
+)
+def test_no_terminal_cuts_a_choice(width, is_terminal, most):
+    lines = screen(width, is_terminal=is_terminal)
+    assert most - 20 < max(map(len, lines)) <= most
+    letters = "".join("".join(lines).split())
+    for choice in CHOICES:
+        assert choice.key in letters
+    for word in ("hoppercomputesbf16", "varlen_attention_4", "null"):
+        assert word in letters
+    assert letters.count("o") >= sum(f"{one.key}{one.value}{one.why}".count("o") for one in CHOICES)
+    assert "…" not in letters
+
+
+def test_a_reason_wraps_below_its_column_and_in_a_narrow_terminal_below_its_choice():
+    header, *lines = screen(80, choices=CHOICES[:2])[1:]
+    column = header.index("why")
+    assert lines[2].startswith("attention.implementation  varlen_attention_4  one two three")
+    assert all(line.startswith(" " * column) and line[column] != " " for line in lines[3:])
+    assert screen(60, choices=CHOICES[:2])[:4] == [
+        "Choices",
+        "precision.compute=bf16",
+        "    the base model is bfloat16, and hopper computes bf16",
+        "attention.implementation=varlen_attention_4",
+    ]
+
+
+def test_choices_that_are_not_shown_are_counted_with_the_command_that_shows_them():
+    plan = "tunebook plan mine --all"
+    first = screen(80, command=plan)
+    assert (first[0], first[-1]) == ("Choices made by auto", f"1 more as asked: {plan}")
+    assert not any("parallelism.strategy" in line for line in first)
+    values = {choice.key: choice.value for choice in CHOICES} | {"parallelism.strategy": "ddp"}
+    del values["precision.compute"]
+    later = screen(80, command=plan, last=LastRun(name="2026-01-02T03-04-05Z", values=values))
+    keys = [line.split()[0] for line in later[2:-1] if not line.startswith(" ")]
+    assert keys == ["precision.compute", "parallelism.strategy"]
+    assert later[0] == "Choices that differ from the run of 2026-01-02T03-04-05Z"
+    assert later[-1] == f"3 more as in the run of 2026-01-02T03-04-05Z: {plan}"
+    same = LastRun(name="2026-01-02T03-04-05Z", values={choice.key: choice.value for choice in CHOICES})
+    assert screen(80, command=plan, last=same) == [f"Choices: all 5 as in the run of 2026-01-02T03-04-05Z: {plan}"]
 
 
 def bar_of(width=42, **parts):

@@ -9,15 +9,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from tunebook.commands.train import require_machine, show_job
+from tunebook.commands.train import require_machine, show_decisions, show_job
 from tunebook.errors import RequestError
 from tunebook.launch.measure import measure, require_measurable
 from tunebook.model.load import check_model
 from tunebook.plan.advice.changes import FittingChange, changes_that_fit
-from tunebook.plan.draft import Draft, draft_json, draft_run
+from tunebook.plan.draft import Draft, draft_json, draft_run, draft_yaml
 from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.memory.two_steps import judge_measurement
-from tunebook.plan.show import show_host_memory, show_memory, show_time
+from tunebook.plan.show import show_host_memory, show_memory, show_time, show_warnings
 from tunebook.record.run_folder import WITHOUT_RECIPE
 
 
@@ -29,13 +29,16 @@ def plan_command(
     *,
     folder: Path | None = None,
     as_json: bool = False,
+    as_yaml: bool = False,
+    is_complete: bool = False,
     is_measured: bool = False,
 ) -> int:
     """Print the choices, the batch, the launch command for `folder`, the memory and the time, or all as JSON.
 
-    With `is_measured`, two steps are trained first unless they are cached. JSON is always printed; it includes the
-    problems. Otherwise raises: RequestError or RulesError for a wrong request, and after printing DoesNotFitError for a
-    plan that cannot fit, DataError for missing files.
+    `is_complete`: print every choice. With `is_measured`, two steps are trained first unless they are cached. JSON is
+    always printed; it includes the problems. With `as_yaml` only the resolved configuration is printed, and warnings go
+    to standard error. Otherwise raises: RequestError or RulesError for a wrong request, and after printing
+    DoesNotFitError for a plan that cannot fit, DataError for missing files.
     """
     draft = draft_run(recipe, overrides, recipes_dirs)
     if is_measured:
@@ -48,7 +51,14 @@ def plan_command(
         print()
         return draft.exit_code
     draft.raise_errors()
+    if as_yaml:
+        print(draft_yaml(draft), end="")
+        show_warnings(draft.problems, Console(stderr=True, soft_wrap=True))
+        draft.raise_if_too_large()
+        draft.raise_if_data_is_missing()
+        return 0
     assert draft.memory is not None and draft.host is not None and draft.time is not None
+    show_decisions(draft, console, is_complete=is_complete)
     show_job(draft, console, folder or Path(draft.config.outputs) / (recipe or WITHOUT_RECIPE) / "<time>")
     if draft.missing_data is not None:
         console.print("note: planned without the data, which is missing")

@@ -6,8 +6,9 @@ The steps are: compose, check, plan, prepare, launch, evaluate, record.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +26,12 @@ from tunebook.config.unsafe_text import require_printable
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.prepared import PREPARED_FILE
 from tunebook.data.view import show_summary
-from tunebook.errors import RequestError, RulesError
+from tunebook.errors import DataError, RequestError, RulesError
 from tunebook.evaluate.code.checks import check_code, has_code
 from tunebook.evaluate.preflight import require_task_data
 from tunebook.evaluate.sandbox.client import HANDOVER_VARIABLE, SERVICE_HANDOVER
 from tunebook.evaluate.task_files import check_tasks, resolve_task
-from tunebook.files import atomic_write_json, atomic_write_text
+from tunebook.files import atomic_write_json, atomic_write_text, read_json
 from tunebook.launch.commands import JOB_SCRIPT, job_commands, launch_command, show_command
 from tunebook.launch.node import join_run
 from tunebook.launch.nodes import has_later_nodes, is_later_node, open_to_nodes
@@ -46,7 +47,7 @@ from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time, ref
 from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.memory.host_memory import plan_host_memory
 from tunebook.plan.memory.two_steps import measured_memory
-from tunebook.plan.show import show_batch, show_choices
+from tunebook.plan.show import LastRun, show_batch, show_choices, show_warnings
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, start_manifest
 from tunebook.record.run_folder import (
     PLAN_FILE,
@@ -55,6 +56,7 @@ from tunebook.record.run_folder import (
     check_outputs,
     clear_outcomes,
     create_run_folder,
+    find_runs,
     make_run_folder,
     working_in,
 )
@@ -74,13 +76,30 @@ def plan_job(recipe: str | None, overrides: list[str], recipes_dirs: list[Path])
     """
     draft = draft_run(recipe, overrides, recipes_dirs)
     draft.raise_errors()
-    draft.overrides = overrides
     return draft
 
 
+def show_decisions(job: Draft, console: Console, *, is_complete: bool = False) -> None:
+    """Print the warnings and the choices: all, or those that differ from the last run or that `auto` made."""
+    words = [*([job.recipe] if job.recipe is not None else []), *job.overrides]
+    folders = [part for folder in job.recipes_dirs for part in ("--recipes-dir", str(folder))]
+    command = None if is_complete else shlex.join(["tunebook", "plan", *words, *folders, "--all"])
+    show_choices(job.resolved.choices, console, last=_last_run(job.config), command=command)
+    show_warnings(job.problems, console)
+
+
+def _last_run(config: RunConfig) -> LastRun | None:
+    """The newest run of the same recipe that has a plan; None if there is none, or its folder cannot be read."""
+    with suppress(OSError, ValueError):  # outputs that cannot be a folder are refused by `check_outputs`
+        for folder in reversed(find_runs(Path(config.outputs), config.recipe or WITHOUT_RECIPE)):
+            with suppress(OSError, DataError, KeyError, TypeError):  # a damaged record is not this run's problem
+                choices = read_json(folder / PLAN_FILE)["choices"]
+                return LastRun(name=folder.name, values={choice["key"]: choice["value"] for choice in choices})
+    return None
+
+
 def show_job(job: Draft, console: Console, folder: Path) -> None:
-    """Print the resolved choices, the batch arithmetic and the launch command; for a Slurm job also its commands."""
-    show_choices(job.resolved.choices, job.problems, console)
+    """Print the batch arithmetic and the launch command; for a Slurm job also its commands."""
     assert job.batch is not None
     show_batch(job.batch, console)
     show_command(launch_command(job.config, folder), console)
@@ -98,7 +117,7 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
     `clock` holds earlier phases, if the caller timed them.
     """
     config, asked, clock = job.config, asked_keys(job.resolved.choices), clock or StartClock()
-    show_choices(job.resolved.choices, job.problems, console)
+    show_decisions(job, console)
     require_runnable(job)
     if is_later_node(config):
         return join_run(config, console)

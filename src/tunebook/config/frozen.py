@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
@@ -40,10 +41,12 @@ from tunebook.config.schema import (
     SlurmConfig,
     ZeroConfig,
 )
+from tunebook.config.unsafe_text import shown
 from tunebook.config.walk import field_types, texts_of
 from tunebook.errors import RequestError
 
 _INTERPOLATION = "${"  # how one begins
+_COMMENT_COLUMN = 40  # where comments start, behind all but the longest values
 PARALLELISM_SCHEMAS: dict[Strategy, type[ParallelismConfig]] = {
     Strategy.single: ParallelismConfig,
     Strategy.ddp: ParallelismConfig,
@@ -95,16 +98,40 @@ def _recorded_layers(file: Path, found: dict[str, Any] | None) -> MeasuredLayers
         return None
 
 
-def config_to_yaml(config: RunConfig) -> str:
+def config_to_yaml(config: RunConfig, comment: Callable[[str], str] | None = None) -> str:
     """A configuration as YAML text that `load_config` reads, with the folder where its relative paths start.
 
-    Its values are final, so a `${` in one is escaped.
+    Its values are final, so a `${` in one is escaped. `comment` returns the comment of a dotted key, a section's or a
+    value's; an empty one is left out.
     """
     if any(_INTERPOLATION in text for _, texts, _ in texts_of(config) for text in texts):
         config = _escaped(config)
     text: str = OmegaConf.to_yaml(OmegaConf.structured(config))
     folder = typed_in(config)
-    return text if folder is None else text + OmegaConf.to_yaml(OmegaConf.create({TYPED_IN_KEY: str(folder)}))
+    if folder is not None:
+        text += OmegaConf.to_yaml(OmegaConf.create({TYPED_IN_KEY: str(folder)}))
+    return text if comment is None else _with_comments(text, comment)
+
+
+def _with_comments(text: str, comment: Callable[[str], str]) -> str:
+    """The YAML text with a comment on the last line of each value, and on the line of a section's or a list's name."""
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    for key, place in reversed(list(_ends(root, ""))):
+        if words := shown(comment(key)):  # a line break would end the comment
+            place = text.find("\n", place)  # behind the key's colon
+            column = place - text.rfind("\n", 0, place) - 1
+            text = f"{text[:place]}{' ' * max(2, _COMMENT_COLUMN - column)}# {words}{text[place:]}"
+    return text
+
+
+def _ends(mapping: Any, prefix: str) -> Iterator[tuple[str, int]]:
+    """Every dotted key below a YAML mapping, with the offset where its one-line value ends, or else where it ends."""
+    for name, value in mapping.value:
+        key = f"{prefix}{name.value}"
+        is_block = isinstance(value, yaml.CollectionNode) and bool(value.value)
+        yield key, (name if is_block else value).end_mark.index
+        if is_block and isinstance(value, yaml.MappingNode):
+            yield from _ends(value, f"{key}.")
 
 
 def _escaped(value: Any) -> Any:

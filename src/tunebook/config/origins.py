@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override
@@ -23,6 +24,13 @@ def _contains(body: Any, parts: list[str]) -> bool:
     return True
 
 
+def _states(override: Override, key: str) -> bool:
+    """Whether the override of a section sets a key below it. Hydra merges a dictionary and keeps its other keys."""
+    value: Any = override.value()
+    below = key.removeprefix(f"{override.key_or_group}.").split(".")
+    return not isinstance(value, dict) or _contains({str(name): one for name, one in value.items()}, below)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Origins:
     """The inputs of a composition: recipe files (strongest first), overrides, and group choices."""
@@ -35,7 +43,9 @@ class Origins:
         """The override that set a dotted key, a section that contains it, or a key below it."""
         for override in reversed(self.overrides):
             name = override.key_or_group
-            if name not in GROUPS and (key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.")):
+            if name in GROUPS and not isinstance(override.value(), dict):
+                continue
+            if key == name or name.startswith(f"{key}.") or (key.startswith(f"{name}.") and _states(override, key)):
                 return override
         return None
 
@@ -58,13 +68,21 @@ class Origins:
         override = self.override(key)
         if override is not None:
             return f"override '{shown(override.input_line or '')}'"
+        if (file := self.file(key)) is not None:
+            return str(file)
+        group = key.partition(".")[0]
+        return f"the default of {group}={self.groups[group]}" if group in self.groups else "the schema's default"
+
+    def file(self, key: str) -> Path | None:
+        """The file that sets a dotted key unless an override does: a recipe's, config.yaml, a group's; or None."""
         for recipe in self.recipes:
             if _contains(recipe.body, key.split(".")):
-                return str(recipe.file)
+                return recipe.file
         config_file = book_root() / "hydra_configs" / "config.yaml"
         if _contains(_content(str(config_file)), key.split(".")):
-            return str(config_file)
-        return self._of_group(key)
+            return config_file
+        group, *rest = key.split(".")
+        return _group_file(group, self.groups[group], rest) if group in self.groups else None
 
     def set_by(self, key: str) -> str | None:
         """The override or recipe that set a dotted key, directly or by choosing a group's file; None for a default."""
@@ -101,13 +119,16 @@ class Origins:
         defaults = _content(str(book_root() / "hydra_configs" / "config.yaml"))["defaults"]
         return str(next(entry[group] for entry in defaults if isinstance(entry, dict) and group in entry))
 
-    def _of_group(self, key: str) -> str:
-        group, *rest = key.split(".")
-        choice = self.groups.get(group)
-        if choice is None:
-            return "the schema's default"
-        file = book_root() / "hydra_configs" / group / f"{choice}.yaml"
-        return str(file) if _contains(_content(str(file)), rest) else f"the default of {group}={choice}"
+
+def _group_file(group: str, choice: str, parts: list[str]) -> Path | None:
+    """The file that sets a key of a group: the choice's own, or one that it builds on."""
+    file = book_root() / "hydra_configs" / group / f"{choice}.yaml"
+    content = _content(str(file))
+    if _contains(content, parts):
+        return file
+    parents = [entry for entry in content.get("defaults", []) if entry != "_self_" and not str(entry).startswith("/")]
+    found = (_group_file(group, str(parent), parts) for parent in reversed(parents))
+    return next((file for file in found if file is not None), None)
 
 
 def _content(file: str) -> Any:

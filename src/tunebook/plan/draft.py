@@ -10,14 +10,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tunebook.config.book import book_root
 from tunebook.config.compose import Composition, compose
+from tunebook.config.frozen import TYPED_IN_KEY, config_to_yaml
 from tunebook.config.schema import RunConfig
+from tunebook.config.walk import all_keys
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.files import missing_files
 from tunebook.errors import DataError, DoesNotFitError, Problem, RequestError, RulesError
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.plan.advice.links import slow_links
-from tunebook.plan.auto.decisions import ChoiceValue
+from tunebook.plan.auto.decisions import AS_ASKED, ChoiceValue
 from tunebook.plan.auto.resolve import Resolution, resolve_auto
 from tunebook.plan.memory.gpu import MemoryPlan, plan_memory
 from tunebook.plan.memory.host_memory import HostPlan, plan_host_memory
@@ -47,6 +50,7 @@ class Draft:
     error: RequestError | None = None  # why it does not compose, or its batch cannot be solved
     missing_data: DataError | None = None  # why its files are unusable here; the plan ignores them
     overrides: list[str] = field(default_factory=list)  # as typed, for the record
+    recipes_dirs: list[Path] = field(default_factory=list)  # as typed
 
     @property
     def resolved(self) -> Resolution:
@@ -123,7 +127,9 @@ def draft_run(
         composition = compose(recipe, overrides, recipes_dirs)
     except RequestError as error:
         return Draft(recipe=recipe, error=error)
-    return draft_composition(composition, machine or detect_machine())
+    draft = draft_composition(composition, machine or detect_machine())
+    draft.overrides, draft.recipes_dirs = overrides, recipes_dirs
+    return draft
 
 
 def draft_composition(composition: Composition, machine: Machine) -> Draft:
@@ -182,6 +188,40 @@ def draft_json(draft: Draft, advice: str | None = None) -> dict[str, Any]:
         "choices": [{"key": choice.key, "value": _plain(choice.value), "why": choice.why} for choice in choices],
         "problems": _problems_json(draft, advice),
     }
+
+
+def draft_yaml(draft: Draft) -> str:
+    """The resolved configuration as in run.yaml, with the origin of each value as a comment.
+
+    The draft has no errors, see `Draft.raise_errors`.
+    """
+    assert draft.composition is not None
+    config, origins, groups = draft.composition.config, draft.composition.origins, draft.composition.groups
+    reasons = {choice.key: choice.why for choice in draft.resolved.choices if choice.why != AS_ASKED}
+    sections = {key.rpartition(".")[0] for key in all_keys()}
+
+    def origin(key: str) -> str:
+        if key in groups:
+            return f"{key}={groups[key]}: {_in_book(origins.of_choice(key))}"
+        if key in reasons:
+            return f"auto: {reasons[key].partition('; ')[0]}"
+        if key == TYPED_IN_KEY:
+            return "where relative paths start"
+        if key == "recipe":
+            return "not named" if config.recipe is None else "named on the command line"
+        if key.startswith("model.facts") and config.model.facts is None:
+            return "read from the model's config.json"
+        if key in sections:
+            return ""  # each of its values has its own
+        is_stated = origins.override(key) is not None or origins.file(key) is not None
+        return _in_book(origins.of(key)) if is_stated else "default of the schema"
+
+    return config_to_yaml(draft.config, origin)
+
+
+def _in_book(place: str) -> str:
+    """A file of the book without the book's own folder, which every machine has elsewhere."""
+    return place.removeprefix(f"{book_root()}/")
 
 
 def _hardware_json(config: RunConfig) -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -17,23 +18,74 @@ from tunebook.config.book import find_recipes
 from tunebook.config.compose import compose
 from tunebook.config.override_text import as_typed
 from tunebook.config.schema import ReferenceHardware, RunConfig
+from tunebook.config.unsafe_text import shown
 from tunebook.data.batch import BatchPlan
 from tunebook.errors import Problem, RequestError
-from tunebook.plan.auto.decisions import Choice
+from tunebook.plan.auto.decisions import AS_ASKED, Choice, ChoiceValue
 from tunebook.plan.memory.gpu import Memory, MemoryPlan
 from tunebook.plan.memory.host_memory import HostPlan
 from tunebook.plan.speed.throughput import TimePlan
 from tunebook.record.run_folder import Outcome
 
+_WIDTH_WITHOUT_TERMINAL = 100  # columns, as in a log
+_WIDEST_VALUE = 24  # columns; a longer one wraps
+_NARROWEST_REASON = 26  # columns; in fewer it is printed below its choice
 
-def show_choices(choices: list[Choice], warnings: list[Problem], console: Console) -> None:
-    """Print the resolved choices with their reasons, then the warnings."""
-    table = Table(title="Choices", title_justify="left", box=None, pad_edge=False)
-    for column in ("key", "value", "why"):
-        table.add_column(column, overflow="fold")
-    for choice in choices:
-        table.add_row(*map(Text, (choice.key, as_typed(choice.value), choice.why)))  # a path may hold brackets
-    console.print(table)
+
+@dataclass(frozen=True, kw_only=True)
+class LastRun:
+    """The last run of a recipe: its folder's name and its choices, values by key."""
+
+    name: str
+    values: dict[str, ChoiceValue]
+
+
+def show_choices(choices: list[Choice], console: Console, *, last: LastRun | None, command: str | None) -> None:
+    """Print the choices that differ from the last run's or, without one, those of `auto`, with their reasons.
+
+    `command` shows the other choices and is printed with their number. None: all are printed.
+    """
+    listed = choices
+    if command is not None:
+        listed = [choice for choice in choices if _is_shown_by_default(choice, last)]
+    alike = "as asked" if last is None else f"as in the run of {last.name}"
+    rest = f"{len(choices) - len(listed)} more" if listed else f"Choices: all {len(choices)}"
+    if listed:
+        title = "Choices made by auto" if last is None else f"Choices that differ from the run of {last.name}"
+        console.print(Text("Choices" if command is None else title, style="italic"))
+        _print_choices(listed, console)
+    if len(listed) < len(choices):  # on one line, so that the command can be copied
+        console.print(Text(shown(f"{rest} {alike}: {command}")), soft_wrap=True)
+
+
+def _is_shown_by_default(choice: Choice, last: LastRun | None) -> bool:
+    """Whether a choice differs from the last run's, or is by `auto`. Reasons do not count: they contain estimates."""
+    if last is None:
+        return choice.why != AS_ASKED
+    return choice.key not in last.values or choice.value != last.values[choice.key]
+
+
+def _print_choices(choices: list[Choice], console: Console) -> None:
+    """Print a table, or in a narrow terminal the reason below each choice; nothing is cut."""
+    width = console.width if console.is_terminal else _WIDTH_WITHOUT_TERMINAL
+    header, rows = ("key", "value", "why"), [(choice.key, as_typed(choice.value), choice.why) for choice in choices]
+    keys, values = (max(len(row[column]) for row in (header, *rows)) for column in (0, 1))
+    is_narrow = width - keys - min(values, _WIDEST_VALUE) - 4 < _NARROWEST_REASON  # 2 spaces between columns
+    table = Table(box=None, pad_edge=False, show_header=not is_narrow, padding=(0, 2, 0, 0))
+    if is_narrow:
+        for key, value, why in rows:
+            table.add_row(Text(f"{key}={value}", overflow="fold"))
+            table.add_row(Padding(Text(why, overflow="fold"), (0, 0, 0, 4)))
+    else:
+        for name, most in zip(header, (keys, _WIDEST_VALUE, None), strict=True):
+            table.add_column(name, overflow="fold", max_width=most)
+        for row in rows:
+            table.add_row(*map(Text, row))  # a path may hold brackets
+    console.print(table, width=width)
+
+
+def show_warnings(warnings: list[Problem], console: Console) -> None:
+    """Print the warnings, a line each."""
     for warning in warnings:
         console.print(Text(f"warning: {warning.text()}", style="yellow"))
 
