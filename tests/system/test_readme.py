@@ -51,6 +51,7 @@ EXPECTED = {
     "make explain ARGS=bf16-on-volta": "bf16 on a GPU without bf16",
     "tunebook train model=hub model.name=": "launch: ",
     "tunebook train model=hub model.path=": "launch: ",
+    "tunebook gallery": "outputs/gallery/index.html",
     "tunebook init mine --model": "  tunebook plan mine --recipes-dir my_recipes",
 }
 CONVERSATION = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]}

@@ -115,7 +115,7 @@ def _row(file: Path, found: Evidence, *, has_target: bool) -> str:
     cells = [
         f"[{file.stem}](evidence/{file.name}) ([loss](evidence/{plot_file(file).name}))",
         what, f"{results.losses[-1]:.4f}",
-        _speed(found), "-" if memory is None else f"{memory:.2f}", scores or "-",
+        speed_text(found), "-" if memory is None else f"{memory:.2f}", scores or "-",
         _loss_tolerance(found),
     ]  # fmt: skip
     if has_target:
@@ -137,7 +137,7 @@ def _target(found: Evidence) -> str:
     return f"{describe_target(found.target)}: {recorded_text(found.repeats)}"
 
 
-def _speed(found: Evidence) -> str:
+def speed_text(found: Evidence) -> str:
     """Return the first run's speed, or the range of the repetitions if they differ too much."""
     if (apart := differing_speeds(found)) is not None:
         return f"{apart[0]:,.0f} to {apart[1]:,.0f}, not judged"
@@ -154,17 +154,21 @@ def plot_file(file: Path) -> Path:
 
 def draw(found: Evidence) -> str:
     """The loss per step as a self-contained SVG."""
+    text = str(loss_chart(found).draw(720, 280))
+    text = re.sub(r' data-chart="[^"]*"', "", text, count=1)  # values under the pointer: a picture runs no script
+    opening, rest = text.split(">", 1)
+    return f'{opening} xmlns="http://www.w3.org/2000/svg" width="720" height="280">{_STYLE}{rest}\n'
+
+
+def loss_chart(found: Evidence, title: str = "Loss") -> Chart:
+    """The loss per step, and its mean if there are many steps."""
     points: list[Point] = list(zip(map(float, found.results.steps), found.results.losses, strict=True))
     lines = [Line(name="loss", points=points)]
     if len(points) >= _SMOOTH_FROM:
         smoothed, _ = smooth(points)
         lines = [Line(name="each step", points=points, stroke=Stroke.faint), Line(name="mean", points=smoothed)]
     ceiling = outlier_ceiling(found.results.losses)
-    chart = Chart(title="Loss", y_label="loss per trained token", lines=lines, ceiling=ceiling)
-    text = str(chart.draw(720, 280))
-    text = re.sub(r' data-chart="[^"]*"', "", text, count=1)  # values under the pointer: a picture runs no script
-    opening, rest = text.split(">", 1)
-    return f'{opening} xmlns="http://www.w3.org/2000/svg" width="720" height="280">{_STYLE}{rest}\n'
+    return Chart(title=title, y_label="loss per trained token", lines=lines, ceiling=ceiling)
 
 
 def update_overview(readme: Path, recipe: str, files: Sequence[Path]) -> bool:

@@ -62,6 +62,14 @@ def write_report(folders: Sequence[Path], output: Path, *, makes_folder: bool = 
     records = [read_run(folder) for folder in folders]
     with broken_records_named(*folders):
         page = render_run(records[0]) if len(records) == 1 else render_comparison(records)
+    save_page(page, output, makes_folder=makes_folder)
+
+
+def save_page(page: str, output: Path, *, makes_folder: bool = False) -> None:
+    """Write a page to `output`; `makes_folder` creates its folder.
+
+    Raises: RequestError for an output that cannot be written; DoesNotFitError if the disk is full.
+    """
     try:
         if makes_folder:
             output.parent.mkdir(parents=True, exist_ok=True)
