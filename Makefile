@@ -71,13 +71,14 @@ env image push publish pull:
 
 check: lint type test  ## Everything CI runs but the system tests, in CI's order (no GPU needed)
 
-lint: setup  ## Style of Python, YAML, shell and workflows; changes nothing
+lint: setup  ## Style of Python, YAML, shell, workflows and prose; changes nothing
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/yamllint --strict .
 	.venv/bin/lint-imports --no-cache --no-logo
 	.venv/bin/shellcheck -xa .ci/* docker/*.sh
 	.venv/bin/zizmor --quiet --offline --no-progress --pedantic .github/workflows
+	.venv/bin/python docs/plain_english.py
 
 format: setup  ## Fix what can be fixed automatically
 	.venv/bin/ruff check --fix .

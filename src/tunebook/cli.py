@@ -322,8 +322,8 @@ def sweep(
 ) -> None:
     """Train a recipe once per combination of values (key=1,2 key=a,b), or search for the best, and rank the results.
 
-    After an interruption the same command goes on: finished trials are kept, the others go on from their checkpoints.
-    training.resume=never starts anew.
+    After an interruption the same command continues: finished trials are kept, the others resume from their
+    checkpoints. training.resume=never starts from the beginning.
     """
     from tunebook.commands.sweep import sweep_command
     from tunebook.sweep.options import SweepOptions
@@ -433,7 +433,7 @@ def explain(
 def _interrupt_on_request() -> None:
     """Let SIGTERM and the end of the terminal end this process as Ctrl-C does.
 
-    But not the workers it forks: those are ended by them in silence.
+    But not the workers it forks: those are ended by them silently.
     """
     process = os.getpid()
 

@@ -63,7 +63,7 @@ class ProcessEnd:
     failed: Failure | None = None  # the rank that failed first, if the launcher of the ranks reports it
     failure: TunebookError | None = None  # why the launcher ended it: a node never joined, or was lost
     lost_ranks: tuple[int, ...] = ()  # of a lost node
-    notice: str | None = None  # which machines were to be taken away, and when
+    notice: str | None = None  # which machines were about to be removed, and when
     companion_exit_code: int | None = None  # of the command that ran at the same time, if there was one
 
 

@@ -34,7 +34,7 @@ def test_a_run_that_compiles_nothing_says_nothing():
 def test_what_is_compiled_is_named_with_where_it_is_kept(monkeypatch, override, said):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/scratch/kernels")
     notice = compilation_notice(config_of(override))
-    assert notice.startswith(f"the first steps compile, in silence: {said}")
+    assert notice.startswith(f"the first steps compile, without output: {said}")
     assert notice.endswith(". Kept in /scratch/kernels for the next run")
 
 

@@ -1,6 +1,6 @@
 """`tunebook reproduce`: rebuild a run from its manifest, report what differs here, run it, and compare.
 
-The recorded overrides are composed anew, and the result must equal the recorded configuration. If a config group has
+The recorded overrides are composed again, and the result must equal the recorded configuration. If a config group has
 changed since, this machine makes another choice, or the data differs, the command says so before anything starts.
 """
 

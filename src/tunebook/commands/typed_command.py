@@ -1,6 +1,6 @@
 """Check that the typed command of evidence or of a run still composes to the same run; return the command to repeat it.
 
-A command is composed anew each time. So it trains another run after its recipe or a config group has changed.
+A command is composed again each time. So it trains another run after its recipe or a config group has changed.
 """
 
 from __future__ import annotations

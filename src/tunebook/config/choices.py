@@ -256,7 +256,7 @@ class TrackerName(Enum):
 class Contamination(Enum):
     """What happens before a training whose documents hold items of its evaluation: see `evaluate.contamination`."""
 
-    report = "report"  # count them and go on
+    report = "report"  # count them and continue
     refuse = "refuse"  # do not train
     disabled = "disabled"  # do not look
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-# Beyond it nothing that is counted or planned is told from infinity; products of a few such numbers are still numbers.
+# Beyond it nothing that is counted or planned differs from infinity; products of a few such numbers are still numbers.
 MOST = 10**15
 _SHOWN_DIGITS = 20
 

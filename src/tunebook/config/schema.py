@@ -321,7 +321,7 @@ class SlurmConfig(LauncherConfig):
     time_limit: str | None = None  # as sbatch takes it: minutes, or days-hours:minutes:seconds; null: the partition's
     cpus_per_task: int | None = None  # null: whole nodes, with all cores and memory (--exclusive --mem=0)
     wait: bool = False  # stay until the job has ended, show what it prints, end with its exit code; Ctrl-C stops it
-    requeue: bool = True  # a job that was preempted, or reached its time limit, saves and goes on in another turn
+    requeue: bool = True  # a job that was preempted, or reached its time limit, saves and resumes in another turn
     container_image: str | None = None  # null: no container; the ranks run in the environment of the command
     container_runtime: ContainerRuntime = ContainerRuntime.pyxis
     container_mounts: list[str] = field(default_factory=list)  # further folders, at the same path inside

@@ -125,7 +125,7 @@ def _parameters(name: str) -> dict[str, Any]:
 
 
 def _missing_words(turn: int, message: dict[str, Any], text: str) -> list[Missing]:
-    """What of a marked message is not in the text. `tool_call_id` is not asked for: it only links turns."""
+    """Which parts of a marked message are not in the text. `tool_call_id` is not asked for: it only links turns."""
     missing = []
     calls = [call["function"] for call in message.get("tool_calls", ())]
     if any(call["name"] not in text or call["arguments"]["argument"] not in text for call in calls):

@@ -228,7 +228,7 @@ def _read_system_tools(turn: Mapping[str, Any], role: str, place: str, tools: li
 
 
 def _read_content(value: object, role: str, what: str, *, has_calls: bool) -> _Content:
-    """A content as text or parts. It may be absent beside calls, and a tool may return an empty text."""
+    """A content as text or parts. It may be absent if there are calls, and a tool may return an empty text."""
     if value is None and has_calls:
         return _Content()
     if role == "tool" and isinstance(value, dict):  # a result that was not written as text

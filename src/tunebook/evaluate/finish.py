@@ -36,7 +36,7 @@ class GeneratedText(str):
 def finish_of(tokens: Sequence[int], text: str, stop_ids: Collection[int], stops: Iterable[str]) -> Finish:
     """Return how one generation ended. `tokens` are all new ones, `text` those before the first end token.
 
-    In a batch, a row goes on after its stop sequence until all rows have ended, and the harness cuts its text.
+    In a batch, a row continues after its stop sequence until all rows have ended, and the harness cuts its text.
     """
     if any(stop and stop in text for stop in stops):
         return Finish.stop

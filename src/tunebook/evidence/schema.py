@@ -123,7 +123,7 @@ class Software(Section):
 
 
 class CleanScore(Section):
-    """A task's items by what of them is in the training documents, and the score on those that are not."""
+    """A task's items by how much of them is in the training documents, and the score on those that are not."""
 
     num_items: int
     num_exact: int = Field(description="items whose whole question is in a training document")

@@ -69,7 +69,7 @@ def compilation_notice(config: RunConfig) -> str | None:
         parts.append("Triton the kernels of Liger (some seconds)")
     if not parts:
         return None
-    return f"the first steps compile, in silence: {'; '.join(parts)}. Kept in {_kernel_cache()} for the next run"
+    return f"the first steps compile, without output: {'; '.join(parts)}. Kept in {_kernel_cache()} for the next run"
 
 
 def _kernel_cache() -> str:

@@ -4,7 +4,7 @@ Reading headers takes milliseconds and no memory, so every rank does it before a
 file's length when it opens it, which detects an incomplete download.
 
 The libraries cannot be asked whether weights fill a model: under ZeRO-3 transformers 5.23 reports "for now we assume
-only best-case scenario with deepspeed, i.e. perfectly matching checkpoints" (`modeling_utils._load_pretrained_model`),
+only best-case scenario with deepspeed" (`modeling_utils._load_pretrained_model`),
 and PEFT only warns about an adapter without a layer. How stored names become the model's (older names, a missing
 prefix, experts stored one by one) is transformers' own knowledge and is asked there.
 """

@@ -196,7 +196,7 @@ def check_manifest(manifest: dict[str, Any]) -> None:
     """Raises: DataError naming the first key that violates the schema. Only a bug in Tunebook can cause that."""
     for where, what, _ in _faults(manifest):
         raise DataError(
-            f"the manifest would not be valid: {where}: {what}; this is a fault of Tunebook, please report it "
+            f"the manifest would not be valid: {where}: {what}; this is a fault of Tunebook: report it "
             "with `tunebook doctor --json`",
             problem_id="broken-record",
         )

@@ -132,6 +132,6 @@ def compare_numbers(
 def _differs(what: str) -> DifferenceError:
     return DifferenceError(
         f"the exported model, loaded again, is not the checkpoint's: {what}. Nothing was kept. Try another checkpoint, "
-        "and please report this with the run's manifest.json",
+        "and report this with the run's manifest.json",
         problem_id="export-differs",
     )

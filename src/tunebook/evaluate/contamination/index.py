@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-_SLOTS_PER_HASH = 16  # of the table that most of the documents' runs are told apart by, without a search
+_SLOTS_PER_HASH = 16  # of the table that distinguishes most of the documents' runs without a search
 MAX_WORDS = 2000  # of a text whose runs are looked for; the whole question is always compared
 _FEWEST_BITS, _MOST_BITS = 16, 28
 

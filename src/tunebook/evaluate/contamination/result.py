@@ -1,4 +1,4 @@
-"""`contamination.json` in a run folder: what of the evaluation and validation items is in the training documents.
+"""`contamination.json` in a run folder: which evaluation and validation items are in the training documents.
 
 It is written before the training, and extended by later evaluations of other tasks.
 """

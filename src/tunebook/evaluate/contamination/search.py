@@ -55,7 +55,7 @@ class Search:
             before = len(ids)
             for text in texts:
                 ids += [get(word, 0) for word in text]
-                ids.append(0)  # no run goes on in the next text
+                ids.append(0)  # no run continues in the next text
             lengths.append(len(ids) - before)
         owners = np.repeat(np.arange(len(documents)), lengths)
         self._add_runs(np.array(ids, dtype=np.int32), owners, words)

@@ -62,7 +62,7 @@ def make_trainer(config: RunConfig, folder: Path, endpoint: str) -> Any:
             failure_config=train.FailureConfig(
                 max_failures=settings.max_failures,
                 controller_failure_limit=0,
-                # If a machine is to be taken away, the launcher ends the ranks within this time.
+                # If a machine will be removed, the launcher ends the ranks within this time.
                 preemption_grace_s=settings.stop_timeout_s,
             ),
         ),

@@ -163,7 +163,7 @@ def _run(command: list[str], environment: dict[str, str], progress: Path) -> str
     """Run the command and return its stderr or exit status; None if it makes no more progress.
 
     The process group is killed in any case, including its workers. The process also ends if this one is killed:
-    otherwise it would go on for minutes at an answer that nobody reads.
+    otherwise it would continue for minutes with an answer that nobody reads.
     """
     nowhere, pipe = subprocess.DEVNULL, subprocess.PIPE
     with subprocess.Popen(

@@ -1,7 +1,7 @@
 """Build a model from its config.json without memory for its weights, and write the facts that planning needs.
 
     python -m tunebook.plan.architecture.measure CONFIG_FILE ANSWER_FILE [--trust-remote-code] [--scope NAME]
-    python -m tunebook.plan.architecture.measure --book [NAME ...]    (the files beside hydra_configs/model/NAME.yaml)
+    python -m tunebook.plan.architecture.measure --book [NAME ...]    (the files next to hydra_configs/model/NAME.yaml)
 
 It runs in its own process because it imports torch and transformers, which `tunebook plan` must not import.
 """

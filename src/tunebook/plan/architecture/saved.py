@@ -125,7 +125,7 @@ def _load_compiler() -> None:
 def _set_worker_state(*known: Any) -> None:
     """Store in a worker what all modes share: inherited through fork, since not every config can be pickled.
 
-    A worker that waits for a mode would not notice that its parent was killed, hence `die_with_parent`.
+    A worker that waits for a mode would not notice that its parent was killed, so it calls `die_with_parent`.
     """
     die_with_parent()
     _known.extend(known)

@@ -151,7 +151,7 @@ def state_word(record: RunRecord) -> str:
 
 
 def explain_state(record: RunRecord, summary: Summary) -> list[str]:
-    """What a reader must know before using the numbers of a run that did not simply finish."""
+    """What a reader must know before using the numbers of a run that did not finish normally."""
     changed = [
         f"{name} was changed after the run: its hash differs from the manifest's, so its numbers may not be those that "
         "were measured."
