@@ -40,6 +40,8 @@ EXPECTED = {
     "make train RECIPE=qwen3b_zero2 ARGS=--dry-run": "launch: ",
     "make plan RECIPE=qwen3b_zero2 ARGS=hardware": "Memory of each GPU",
     'make plan RECIPE=qwen3b_zero2 ARGS="--compare': "tokens/s",
+    "make plan RECIPE=quickstart ARGS=--yaml": "# default of the schema",
+    "make plan RECIPE=quickstart ARGS=--all": "parallelism.strategy",
     "make plan RECIPE=quickstart ARGS=--measure": "Memory of each GPU or rank (measured on ",
     "make sweep RECIPE=qwen3b_zero2": "2 trials",
     'make sweep ARGS="training.seed=0,1 --launcher=joblib': "each on GPUs or cores of its own",
