@@ -69,7 +69,7 @@ pull:  ## Take the image from where it was published, instead of building it
 env image push publish pull:
 	$(FRONT) $@
 
-check: lint type test  ## Everything CI runs but the system tests, in CI's order (no GPU needed)
+check: lint type test  ## Style, types and the tests that need no GPU, engine or cluster; all of CI: .ci/run
 
 lint: setup  ## Style of Python, YAML, shell, workflows and prose; changes nothing
 	.venv/bin/ruff check .

@@ -76,7 +76,7 @@ run_in_container() { # run_in_container COMMAND [ARGUMENT...]
     compose+=(-f compose.yaml -f docker/cpu/compose.yaml)
   fi
   words=("${compose[@]}" run --rm --name "$container")
-  # An image that was built here has no digest in a registry. Its id says as exactly what ran, and `docker load` keeps it.
+  # An image that was built here has no digest in a registry. Its id identifies it as exactly, and `docker load` keeps it.
   # It is asked for now, because .env would name the one before after a build by hand.
   if [[ $image != *@* ]]; then
     words+=(--env "TUNEBOOK_IMAGE_DIGEST=$(docker image inspect --format '{{.Id}}' "$image")")

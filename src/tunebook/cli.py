@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.models import CommandInfo
 
+from tunebook.cli_book import book_app
 from tunebook.cli_options import (
     AllowMismatch,
     BatchSize,
@@ -28,14 +29,9 @@ from tunebook.cli_options import (
     Jobs,
     Launcher,
     Metric,
-    NewBase,
-    NewData,
-    NewModel,
-    NewParallelism,
     NumFewshot,
     NumTrials,
     Outputs,
-    Overwrite,
     Processes,
     Prune,
     RecipesDir,
@@ -378,56 +374,7 @@ def parity(
 app.add_typer(records_app)  # report, verify, reproduce, diff, export: what is done with runs that were made
 
 
-@app.command(name="list")
-def list_recipes(recipes_dir: RecipesDir = None) -> None:
-    """List the recipes: title, strategy, reference hardware, evidence."""
-    from tunebook.evidence.card import listed
-    from tunebook.plan.show import recipes_table
-
-    make_console().print(recipes_table(recipes_dir or [], listed))
-
-
-@app.command()
-def init(
-    name: Annotated[str, typer.Argument(help="The new recipe's name.")],
-    model: NewModel = None,
-    data: NewData = None,
-    parallelism: NewParallelism = None,
-    base: NewBase = None,
-    overwrite: Overwrite = False,
-    recipes_dir: RecipesDir = None,
-) -> None:
-    """Write a recipe of your own; without --model and --data it asks. It goes to --recipes-dir, or to my_recipes."""
-    from tunebook.commands.init import init_command
-
-    init_command(
-        name,
-        recipes_dir or [],
-        make_console(),
-        model=model,
-        data=data,
-        parallelism=parallelism,
-        base=base,
-        overwrite=overwrite,
-        is_terminal=sys.stdin.isatty() and sys.stdout.isatty(),
-    )
-
-
-@app.command()
-def explain(
-    id: Annotated[
-        str,
-        typer.Argument(
-            metavar="ID|NAME",
-            help="The id that a message ends with (`all` lists them), or another tool's name: lora_r.",
-        ),
-    ],
-) -> None:
-    """Say what a rule or an error means, why it exists, and what to do, or what a key of another tool is here."""
-    from tunebook.explain import all_ids
-    from tunebook.explain import explain as text_of
-
-    make_console().print(Text("\n".join(all_ids()) if id == "all" else text_of(id)), soft_wrap=True)
+app.add_typer(book_app)  # list, init, explain, gallery: what the book holds
 
 
 def _interrupt_on_request() -> None:
@@ -471,7 +418,7 @@ def _refuse(error: Exception, show: Callable[[], None], errors: Console) -> NoRe
     """End for a command line that cannot be read, with what to type instead where that is known."""
     from tunebook.cli_foreign import advice
 
-    commands = [name for group in (app, records_app) for name in map(_name_of, group.registered_commands)]
+    commands = [name for group in (app, records_app, book_app) for name in map(_name_of, group.registered_commands)]
     if (instead := advice(error, sys.argv[1:], commands)) is None:
         show()
     else:

@@ -1,4 +1,4 @@
-"""The commands that work on runs that were made and on evidence: report, verify, reproduce, diff, gallery, export."""
+"""The commands that work on runs that were made: report, verify, reproduce, diff, export."""
 
 from __future__ import annotations
 
@@ -96,22 +96,6 @@ def diff(
     from tunebook.commands.verify import diff_command
 
     raise typer.Exit(diff_command((named_run(one), named_run(other)), outputs, make_console(), as_json=as_json))
-
-
-@records_app.command()
-def gallery(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder to write the page into.")] = Path(
-        "outputs/gallery"  # where git ignores it
-    ),
-    recipes_dir: RecipesDir = None,
-) -> None:
-    """Write one page of all recorded evidence: losses, scores, speed, memory, and the commands."""
-    from tunebook.config.book import find_recipes
-    from tunebook.evidence.files import evidence_files
-    from tunebook.evidence.gallery import write_gallery
-
-    files = {name: evidence_files(name, recipes_dir or []) for name in find_recipes(recipes_dir or [])}
-    make_console().print(Text(f"written: {write_gallery(files, folder)}"), soft_wrap=True)
 
 
 @records_app.command()

@@ -1,4 +1,4 @@
-"""The front's commands on a GPU machine, in the image of its generation: one JSON line for each command.
+"""The front's commands on a GPU machine, in the hopper image: one JSON line for each command.
 
     python tests/bench/container_runs.py OUTPUT [--only NAME ...] [--timeout-s 500] [--list]
 

@@ -110,6 +110,7 @@ def scores(seed: int, output: Path, max_steps: int) -> dict[str, Any]:
     records = [json.loads(line) for line in (DATA / "train.jsonl").read_text().splitlines()]
     found = train_by_trl([as_messages(one) for one in records], output / f"trl-{seed}", seed=seed, max_steps=max_steps)
     name = f"trl-{seed}"
+    # Few at once: the trainer holds its memory until this process ends.
     words = [f"model={output / name / name}", f"tasks={DATA / 'boolq.yaml'}", "--batch-size", "16"]
     tunebook(["eval", *words], output / f"evaluation-{seed}.log")
     files = (CHECKOUT / "outputs" / "evaluations").glob(f"*{name}*/evaluation/*.json")

@@ -284,11 +284,12 @@ def test_explain_says_what_a_name_is_here() -> None:
 
 def test_commands_and_options_of_the_tables_lead_to_ones_that_are() -> None:
     from tunebook.cli import app
+    from tunebook.cli_book import book_app
     from tunebook.cli_records import records_app
 
     registered = {
         command.name or command.callback.__name__
-        for group in (app, records_app)
+        for group in (app, records_app, book_app)
         for command in group.registered_commands
         if command.name or command.callback
     }

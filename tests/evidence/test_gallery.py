@@ -50,5 +50,5 @@ def test_without_evidence_or_with_a_damaged_file_nothing_is_written(evidence: Pa
 
 def test_a_folder_that_cannot_be_made_is_refused(evidence: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RequestError, match="cannot be written"):
+    with pytest.raises(RequestError, match="the gallery cannot be written"):
         write_gallery({"quickstart": [evidence]}, tmp_path / "file" / "gallery")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Callable
@@ -13,7 +12,14 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
-from tunebook.config.book import RECIPES_VARIABLE, find_recipes, is_in_book, recipe_file, require_possible, resolve_path
+from tunebook.config.book import (
+    find_recipes,
+    is_in_book,
+    recipe_file,
+    require_possible,
+    resolve_path,
+    users_folders,
+)
 from tunebook.config.compose import compose
 from tunebook.config.override_text import quoted
 from tunebook.config.recipe_files import group_choices, refuse_unreadable_name
@@ -82,8 +88,7 @@ def folders(named: list[Path]) -> tuple[Path, list[Path]]:
 
     The first is the first of `named` (--recipes-dir), else the first of TUNEBOOK_RECIPES, else `my_recipes`.
     """
-    from_variable = [Path(part) for part in os.environ.get(RECIPES_VARIABLE, "").split(os.pathsep) if part]
-    folder = next(iter([*named, *from_variable]), DEFAULT_FOLDER)
+    folder = next(iter(users_folders(named)), DEFAULT_FOLDER)
     return folder, [*([folder] if folder.expanduser().is_dir() else []), *named[1:]]
 
 

@@ -132,14 +132,18 @@ def as_word(task: str) -> str:
     return str(resolve_path(task)) if problems is None else f"{task.partition('@')[0]}@{resolve_path(problems)}"
 
 
+def users_folders(named: list[Path]) -> list[Path]:
+    """The folders of recipes that the user named, as typed: `--recipes-dir`, then $TUNEBOOK_RECIPES."""
+    return [*named, *(Path(part) for part in os.environ.get(RECIPES_VARIABLE, "").split(os.pathsep) if part)]
+
+
 def recipe_folders(named: list[Path]) -> list[Path]:
     """The folders recipes are looked up in: the user's (`--recipes-dir`, then $TUNEBOOK_RECIPES), then the book's.
 
     Raises: RequestError for one that does not exist.
     """
-    from_variable = [Path(part) for part in os.environ.get(RECIPES_VARIABLE, "").split(os.pathsep) if part]
     folders = []
-    for folder in [*named, *from_variable]:
+    for folder in users_folders(named):
         absolute = require_possible(folder.expanduser().absolute())
         if not absolute.is_dir():
             where = f"--recipes-dir {folder}" if folder in named else f"{RECIPES_VARIABLE}={folder}"

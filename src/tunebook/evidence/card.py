@@ -95,8 +95,12 @@ def _repetition(file: Path, found: Evidence) -> list[str]:
         packages = "every package was the lock's"
         if software.image_digest is not None:
             packages += f", in the image `{software.image_digest}`"
-    command = shlex.join(["tunebook", "train", found.ran.recipe, *found.ran.overrides])
-    return [f"{file.stem}: {packages}", "", "```bash", command, "```", ""]
+    return [f"{file.stem}: {packages}", "", "```bash", command_of(found), "```", ""]
+
+
+def command_of(found: Evidence) -> str:
+    """What to type to run the same again."""
+    return shlex.join(["tunebook", "train", found.ran.recipe, *found.ran.overrides])
 
 
 def _by_kind(files: Sequence[Path], evidence: Sequence[Evidence]) -> tuple[list[Path], list[Evidence]]:

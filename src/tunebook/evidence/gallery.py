@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tunebook.errors import RequestError
-from tunebook.evidence.card import loss_chart, speed_text
+from tunebook.evidence.card import command_of, loss_chart, speed_text
 from tunebook.evidence.files import read_evidence
 from tunebook.evidence.schema import Evidence, Kind
 from tunebook.record.page.charts import Chart
@@ -55,7 +54,8 @@ def write_gallery(recipes: Mapping[str, Sequence[Path]], folder: Path) -> Path:
         num_files=len(exhibits),
         num_recipes=len({one.recipe for one in exhibits}),
     )
-    save_page(page, folder / PAGE_FILE, makes_folder=True)
+    elsewhere = "a folder on another disk: tunebook gallery DIR"
+    save_page(page, folder / PAGE_FILE, what="the gallery", elsewhere=elsewhere, makes_folder=True)
     return folder / PAGE_FILE
 
 
@@ -84,5 +84,5 @@ def exhibit(recipe: str, found: Evidence) -> Exhibit:
         title=ran.title,
         chart=loss_chart(found, title=f"{recipe}: {found.label}"),
         facts=facts,
-        command=shlex.join(["tunebook", "train", ran.recipe, *ran.overrides]),
+        command=command_of(found),
     )

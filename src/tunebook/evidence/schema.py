@@ -102,7 +102,7 @@ class Software(Section):
     lock: Lock | None = Field(
         default=None, description="null if packages and lock were not compared, as in older files"
     )
-    image_digest: str | None
+    image_digest: str | None = Field(description="of the published image, or the id of one that was built here")
     python: str
     packages: dict[str, str]
 

@@ -1,0 +1,83 @@
+"""The commands about the book itself: list, init, explain, gallery."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from tunebook.cli_options import NewBase, NewData, NewModel, NewParallelism, Overwrite, RecipesDir
+from tunebook.cli_records import make_console
+
+book_app = typer.Typer()
+
+
+@book_app.command(name="list")
+def list_recipes(recipes_dir: RecipesDir = None) -> None:
+    """List the recipes: title, strategy, reference hardware, evidence."""
+    from tunebook.evidence.card import listed
+    from tunebook.plan.show import recipes_table
+
+    make_console().print(recipes_table(recipes_dir or [], listed))
+
+
+@book_app.command()
+def init(
+    name: Annotated[str, typer.Argument(help="The new recipe's name.")],
+    model: NewModel = None,
+    data: NewData = None,
+    parallelism: NewParallelism = None,
+    base: NewBase = None,
+    overwrite: Overwrite = False,
+    recipes_dir: RecipesDir = None,
+) -> None:
+    """Write a recipe of your own; without --model and --data it asks. It goes to --recipes-dir, or to my_recipes."""
+    from tunebook.commands.init import init_command
+
+    init_command(
+        name,
+        recipes_dir or [],
+        make_console(),
+        model=model,
+        data=data,
+        parallelism=parallelism,
+        base=base,
+        overwrite=overwrite,
+        is_terminal=sys.stdin.isatty() and sys.stdout.isatty(),
+    )
+
+
+@book_app.command()
+def explain(
+    id: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID|NAME",
+            help="The id that a message ends with (`all` lists them), or another tool's name: lora_r.",
+        ),
+    ],
+) -> None:
+    """Say what a rule or an error means, why it exists, and what to do, or what a key of another tool is here."""
+    from tunebook.explain import all_ids
+    from tunebook.explain import explain as text_of
+
+    make_console().print(Text("\n".join(all_ids()) if id == "all" else text_of(id)), soft_wrap=True)
+
+
+@book_app.command()
+def gallery(
+    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder to write the page into.")] = Path(
+        "outputs/gallery"  # where git ignores it
+    ),
+    recipes_dir: RecipesDir = None,
+) -> None:
+    """Write one page of all recorded evidence: losses, scores, speed, memory, and the commands."""
+    from tunebook.config.book import find_recipes
+    from tunebook.evidence.files import evidence_files
+    from tunebook.evidence.gallery import write_gallery
+
+    files = {name: evidence_files(name, recipes_dir or []) for name in find_recipes(recipes_dir or [])}
+    make_console().print(Text(f"written: {write_gallery(files, folder)}"), soft_wrap=True)
