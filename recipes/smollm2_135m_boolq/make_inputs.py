@@ -40,6 +40,8 @@ PACKAGES = {  # requirement: options of pip, SHA-256
 }
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 CALLS = CHECKOUT / "recipes" / "smollm2_135m_tools" / "calls.yaml"
+# What transformers notes of its version and its network in a model's folder; evidence names the folder's SHA-256.
+OF_THE_MACHINE = ("transformers_version", "is_local", "local_files_only")
 Record = dict[str, Any]
 
 
@@ -83,6 +85,10 @@ def write_model(packages: dict[str, Path], folder: Path) -> None:
     model.load_state_dict(read.state_dict(), strict=True)
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        settings = json.loads((folder / name).read_text())
+        kept = {key: value for key, value in settings.items() if key not in OF_THE_MACHINE}
+        (folder / name).write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n")
     (source / GGUF).unlink()
 
 
