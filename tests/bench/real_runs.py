@@ -23,8 +23,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any, TextIO
 
-from gpu_queue import machine_versions
-
 CHECKOUT = Path(__file__).resolve().parents[2]
 MODEL = ["model.name=null", "model.path=book:inputs/smollm2_135m"]
 _BOOLQ = [*MODEL, "dataset.name=book:inputs/boolq", "evaluation.tasks=[book:inputs/boolq/boolq.yaml]"]
@@ -88,6 +86,8 @@ def describe(folder: Path) -> dict[str, Any]:
 
 def write_line(line: dict[str, Any], file: TextIO) -> None:
     """Print a line with the packages' versions, and append it to a file."""
+    from gpu_queue import machine_versions  # imports tunebook, which a host that only runs containers lacks
+
     text = json.dumps(line | machine_versions())
     print(text, flush=True)
     file.write(text + "\n")
