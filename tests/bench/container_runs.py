@@ -106,8 +106,12 @@ def layers(number: int, parameters: int) -> list[str]:
 
 
 def in_turns(recipe: str, *overrides: str) -> dict[str, Case]:
-    """A recipe three times in a container and three times without one."""
-    ways = {"container": [*_COMPOSE, "train"], "no-container": ["bash", "-c", _ENTER, "bash", "train"]}
+    """A recipe three times in a container, without one in the same versions, and in those that the host has."""
+    ways = {
+        "container": [*_COMPOSE, "train"],
+        "no-container": ["bash", "-c", _ENTER, "bash", "train"],
+        "host": ["python3", "-m", "tunebook", "train"],
+    }
     return {
         f"{way}-{number}": Case([*words, recipe, *overrides], environment={"TUNEBOOK_GPUS": "1"})
         for number in (1, 2, 3)
