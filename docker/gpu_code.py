@@ -1,4 +1,4 @@
-"""Find the GPU code in an image's libraries, without a GPU: what of it runs on the GPUs of a generation.
+"""Find the GPU code in an image's libraries, without a GPU: which of it runs on a generation's GPUs.
 
     gpu_code.py LIBRARY_OR_FOLDER...     prints the number of entries for each architecture
 

@@ -5,7 +5,7 @@
 #   venv.sh setup run|dev [GENERATION]                 install what a run needs; dev: and what `make check` needs
 #   venv.sh remove
 # PYTHON names the Python to use (python3). A set-up may be interrupted and started again at any time: a partly made
-# .venv is made anew, because pip takes a partly copied package for an installed one; pip's cache keeps the downloads.
+# .venv is made again, because pip takes a partly copied package for an installed one; pip's cache keeps the downloads.
 #
 # Nothing is changed under a command that runs from .venv. A command holds .venv.lock together with other commands; a
 # set-up or removal holds it alone. A process holds it by having it open, and so do the processes that inherit that:
@@ -78,7 +78,7 @@ needs_no_gpu() { # needs_no_gpu COMMAND; works with what exists, whatever the GP
   case $1 in list | explain | report | verify | diff | export | data) ;; *) return 1 ;; esac
 }
 
-takes_any_packages() { # takes_any_packages COMMAND [ARGUMENT...]; so that no .venv is made anew for it
+takes_any_packages() { # takes_any_packages COMMAND [ARGUMENT...]; so that no .venv is made again for it
   needs_no_gpu "$1" || [[ $1 == plan || $1 == fetch || $1 == doctor || " $* " == *" --dry-run "* ]]
 }
 
@@ -88,13 +88,13 @@ choose_packages() { # choose_packages COMMAND [ARGUMENT...]; sets run's generati
     if [ "$generation" = cpu ] || needs_no_gpu "$1"; then
       why="that is set up already" generation=$there
     elif in_use; then
-      why="a command is running from it, so it is not made anew for $generation" generation=$there
+      why="a command is running from it, so it is not made again for $generation" generation=$there
     fi
   elif [ "$generation" = cpu ] && [ "${GPU:-auto}" = auto ]; then
     # On a disk that machines share, the lock of another machine may not be seen here.
-    refuse ".venv has the packages of docker/$there, for GPUs, and here: ${why#WHERE=* and }. It is not made anew" \
+    refuse ".venv has the packages of docker/$there, for GPUs, and here: ${why#WHERE=* and }. It is not made again" \
       "for cpu automatically, because a command on another machine may be running from it." \
-      "To make it anew for a CPU: WHERE=local GPU=cpu make $1 ..." \
+      "To make it again for a CPU: WHERE=local GPU=cpu make $1 ..." \
       "To use it as it is, for example to submit a job: .venv/bin/tunebook$(printf ' %q' "$@")"
   fi
 }
@@ -119,7 +119,7 @@ set_up() { # set_up run|dev GENERATION
   require_generation "$generation"
   there=$(packages_there)
   if [ "$there" != "$generation" ]; then
-    require_unused "it would be made anew for $generation" \
+    require_unused "it would be made again for $generation" \
       "Wait for it, or use it as it is: WHERE=local GPU=$there make ..."
   else
     require_unused "its packages would be updated to the locks" \

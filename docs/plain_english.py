@@ -1,16 +1,19 @@
 """Check prose for words that this project does not use, and print what to say instead. `make lint` runs it.
 
-It checks pages, the texts of errors and foreign settings, and the comments and docstrings of src/. It skips code spans,
-code blocks and generated text: recorded evidence, and pages made from a checked source. A word is listed in `INSTEAD`
-only if a replacement is right everywhere, because there are no exceptions. Exit code 1 if a word is found.
+It checks pages, the texts of errors and foreign settings, the comments, docstrings and messages of Python modules, and
+shell scripts and settings as a whole. It skips code spans, code blocks and generated text: recorded evidence, and pages
+made from a checked source. A word is listed in `INSTEAD` only if a replacement is right everywhere: there are no
+exceptions. Exit code 1 if a word is found.
 """
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import sys
 import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,7 +66,9 @@ INSTEAD = {
 }
 
 PAGES = ("*.md", "docs/*.md", "docker/README.md", "recipes/*/README.md")
-SOURCES = ("src/tunebook/errors.yaml", "src/tunebook/config/foreign/*.yaml", "src/**/*.py")
+SOURCES = ("src/tunebook/errors.yaml", "src/tunebook/config/foreign/*.yaml", "src/**/*.py", "docker/*.py")
+SCRIPTS = ("docker/**/*.sh", "docker/Dockerfile", ".ci/*", "Makefile", "pyproject.toml")
+SETTINGS = ("hydra_configs/**/*.yaml", "recipes/*.yaml", "compose*.yaml", "docker/**/*.yaml", "*.yml")
 GENERATED = {"docs/errors.md", "docs/coming_from.md"}
 
 # Stands for a character that is no prose, so that words on its two sides are not read as one phrase.
@@ -112,6 +117,22 @@ def python_prose(source: str) -> str:
     return prose + _no_prose(source[end:])
 
 
+def messages(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each string of a module with a blank in it, which a key or a name has not; no docstrings."""
+    tree = ast.parse(source)
+    nodes = list(ast.walk(tree))
+    statements = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
+        text = ""
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else _NO_PROSE for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        if " " in text and id(node) not in statements | parts:
+            yield node.lineno, text
+
+
 def found_words(prose: str) -> list[tuple[int, str, str]]:
     """Line, word and what to say instead, of every listed word in prose, in the order of lines."""
     prose = _CODE_SPAN.sub(lambda span: _no_prose(span[0]), prose)
@@ -121,21 +142,28 @@ def found_words(prose: str) -> list[tuple[int, str, str]]:
     ]
 
 
-PROSE = {".py": python_prose, ".md": page_prose, ".yaml": str}
+def found_in(file: Path) -> list[tuple[int, str, str]]:
+    """Line, word and what to say instead, of every listed word in a file; for a message the line in which it begins."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".md":
+        return found_words(page_prose(text))
+    if file.suffix != ".py":
+        return found_words(text)
+    of_messages = [(line, word, instead) for line, said in messages(text) for _, word, instead in found_words(said)]
+    return sorted([*found_words(python_prose(text)), *of_messages])
 
 
 def checked_files() -> list[Path]:
     """Every file whose prose is checked."""
-    files = {file for pattern in (*PAGES, *SOURCES) for file in ROOT.glob(pattern)}
-    return sorted(file for file in files if str(file.relative_to(ROOT)) not in GENERATED)
+    found = {file for pattern in (*PAGES, *SOURCES, *SCRIPTS, *SETTINGS) for file in ROOT.glob(pattern)}
+    return sorted(file for file in found if file.is_file() and str(file.relative_to(ROOT)) not in GENERATED)
 
 
 def main() -> int:
     """Print the listed words of all files; return the exit code."""
     num_found = 0
     for file in checked_files():
-        prose = PROSE[file.suffix](file.read_text(encoding="utf-8"))
-        for line, word, instead in found_words(prose):
+        for line, word, instead in found_in(file):
             print(f"{file.relative_to(ROOT)}:{line}: {word}: {f'say {instead}' if instead else 'leave it out'}")
             num_found += 1
     return 1 if num_found else 0

@@ -13,7 +13,7 @@ published_image() { # prints what image.digest names, if it exists
   name=$(grep -v '^#' "$file" | tr -d '[:space:]')
   if ! [[ $name =~ ^[^@]+@sha256:[0-9a-f]{64}$ ]]; then
     refuse "$file holds no image with its digest, as in REGISTRY/tunebook@sha256:..., but: ${name:-nothing}" \
-      "Take it anew: make pull GPU=$generation REGISTRY=host/path. Or build here: rm $file"
+      "Pull it again: make pull GPU=$generation REGISTRY=host/path. Or build here: rm $file"
   fi
   printf '%s' "$name"
 }

@@ -263,7 +263,7 @@ def test_a_stray_mark_at_the_end_of_an_answer_does_not_make_it_reasoning(family:
         ("gptoss", [WITH_TOOLS[0], {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}, *WITH_TOOLS[2:]],
          TOOLS, r"the calls of turn 2, which has 2 \(some templates write one for each turn\)"),
         ("llama3_2", [WITH_TOOLS[0], {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
-                      *WITH_TOOLS[2:]], TOOLS, "does not write turn 2 .*'I look.'.*remove the text beside its calls"),
+                      *WITH_TOOLS[2:]], TOOLS, "does not write turn 2 .*'I look.'.*remove the text next to its calls"),
         ("llama3_2", [WITH_TOOLS[0], {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
                       *WITH_TOOLS[2:]], TOOLS, "the chat template refuses this conversation .*single tool-calls"),
         ("deepseek_r1_distill", WITH_TOOLS[:2], TOOLS, "does not write the tools"),

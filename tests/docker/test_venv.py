@@ -155,7 +155,7 @@ def test_another_generation_waits(venv, refused):
     with training(venv) as process:
         done = venv.front(*TRAIN, WHERE="local", GPU="cpu")
         refused(
-            done, "a command of tunebook is running from .venv (packages of docker/hopper), and it would be made anew"
+            done, "a command of tunebook is running from .venv (packages of docker/hopper), and it would be made again"
             " for cpu.", "Wait for it, or use it as it is: WHERE=local GPU=hopper make ...",
             f"Its processes on this machine: {process.pid}",
         )  # fmt: skip
@@ -266,7 +266,7 @@ def test_a_plan_for_the_gpus_here_gets_their_packages_once_nothing_runs(venv):
         venv.gpus(H200)
         done = venv.front("run", "plan", "quickstart", WHERE="local")
         assert (done.returncode, changes(venv)) == (0, []), done.stderr
-        assert "packages of docker/cpu: a command is running from it, so it is not made anew for hopper" in done.stderr
+        assert "packages of docker/cpu: a command is running from it, so it is not made again for hopper" in done.stderr
         assert venv.front("run", "report", WHERE="local").stderr.endswith("docker/cpu: that is set up already\n")
     assert venv.front("run", "plan", "quickstart", WHERE="local").returncode == 0
     assert changes(venv) == ["cleared", "installed"]
@@ -278,7 +278,7 @@ def test_without_a_gpu_in_sight_it_is_not_made_anew_for_a_cpu(venv, refused):
         refused(
             venv.front("run", "train", "mine", "a.b=[1, 2]", **variables),
             ".venv has the packages of docker/hopper, for GPUs, and here: no GPU here (there is no nvidia-smi). It",
-            "To make it anew for a CPU: WHERE=local GPU=cpu make train ...",
+            "To make it again for a CPU: WHERE=local GPU=cpu make train ...",
             "To use it as it is, for example to submit a job: .venv/bin/tunebook train mine a.b=\\[1\\,\\ 2\\]",
         )  # fmt: skip
     assert changes(venv) == []

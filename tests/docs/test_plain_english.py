@@ -55,9 +55,23 @@ def test_a_page_is_searched_without_code_links_and_evidence() -> None:
     ]
 
 
-def test_only_comments_and_docstrings_of_a_module_are_searched() -> None:
+def test_comments_and_docstrings_of_a_module_are_searched() -> None:
     found = [(line, word) for line, word, _ in plain_english.found_words(plain_english.python_prose(MODULE))]
     assert found == [(1, "beside"), (2, "beside"), (3, "in order to"), (4, "beside"), (10, "beside")]
+
+
+def test_messages_of_a_module_are_searched_and_keys_are_not(tmp_path) -> None:
+    source = MODULE + 'say("it went "\n    f"on {beside} `beside`")\nNAMES = {"beside": "in_order_to"}\n'
+    (tmp_path / "module.py").write_text(source)
+    found = [(line, word) for line, word, _ in plain_english.found_in(tmp_path / "module.py")]
+    assert found[:5] == [(1, "beside"), (2, "beside"), (3, "in order to"), (4, "beside"), (10, "beside")]
+    assert found[5:] == [(12, "beside"), (13, "went on")]
+
+
+@pytest.mark.parametrize("name", ["front.sh", "settings.yaml", "Makefile"])
+def test_scripts_and_settings_are_searched_as_a_whole(tmp_path, name) -> None:
+    (tmp_path / name).write_text("key: 1  # beside\n\necho 'anew'\n")
+    assert [word for _, word, _ in plain_english.found_in(tmp_path / name)] == ["beside", "anew"]
 
 
 @pytest.mark.parametrize("text", ["besides", "utilization", "log-likeness", "what offsets", "simply_named"])
@@ -74,6 +88,8 @@ def test_it_checks_what_people_read() -> None:
     files = {str(file.relative_to(ROOT)) for file in plain_english.checked_files()}
     assert {"README.md", "AGENTS.md", "docs/data.md", "docker/README.md", "recipes/quickstart/README.md"} <= files
     assert {"src/tunebook/errors.yaml", "src/tunebook/cli.py", "src/tunebook/plan/rules/__init__.py"} <= files
+    assert {"docker/front.sh", "docker/front/image.sh", ".ci/run", "hydra_configs/config.yaml"} <= files
+    assert {"recipes/quickstart.yaml", "compose.yaml", "docker/cpu/compose.yaml", "mkdocs.yml"} <= files
     assert not files & {"docs/errors.md", "docs/coming_from.md"}
 
 

@@ -6,10 +6,21 @@ import pytest
 from rich.console import Console
 
 from tunebook.config.book import find_recipes
+from tunebook.errors import Problem
 from tunebook.evidence.card import listed
 from tunebook.plan.auto.decisions import Choice
 from tunebook.plan.memory.gpu import Memory, MemoryPlan
-from tunebook.plan.show import LastRun, memory_bar, preparing, recipes_table, show_choices, show_memory, time_lines
+from tunebook.plan.show import (
+    LastRun,
+    memory_bar,
+    preparing,
+    recipes_table,
+    show_choices,
+    show_memory,
+    show_time,
+    show_warnings,
+    time_lines,
+)
 from tunebook.plan.speed.throughput import TimePlan
 
 
@@ -120,6 +131,26 @@ def test_the_bar_stays_on_its_line(width):
         show_memory(MemoryPlan(memory=Memory(**parts), fits=False, verdict="does not fit"), console)
     (bar,) = [line for line in capture.get().splitlines() if line.startswith("  [")]
     assert bar.endswith("] 100.0 x the capacity")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_plan_wraps_at_words_in_a_terminal_and_nowhere_else(width):
+    parts = {"weights": 11.5, "gradients": 2.9, "optimizer": 4.3, "activations": 1.8, "buffers": 0.22, "overhead": 6.0}
+    memory = Memory(**parts, total=26.7, capacity=32.0)
+    plan = MemoryPlan(memory=memory, fits=True, verdict="fits: " + "20.7 GiB without the overhead, no more than " * 2)
+    warning = Problem(id="an-id", key="a.key", message="one two three four " * 6, fix="a.key=1", is_error=False)
+    shown = {}
+    for is_terminal in (True, False):
+        console = Console(width=width if is_terminal else 240, force_terminal=is_terminal, color_system=None)
+        with console.capture() as capture:
+            show_warnings([warning], console)
+            show_memory(plan, console)
+            show_time(TimePlan(assumption="assumed: " + "one thing and another " * 6 + "; rows are full"), console)
+        shown[is_terminal] = [line.rstrip() for line in capture.get().splitlines()]
+    assert max(map(len, shown[True])) <= width < max(map(len, shown[False]))
+    texts = {name: " ".join(line for line in lines if "[WW" not in line) for name, lines in shown.items()}
+    assert texts[True].split() == texts[False].split()
+    assert "  " + plan.verdict.rstrip() in shown[False]
 
 
 def test_rounding_never_changes_the_length():

@@ -19,6 +19,7 @@ from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.memory.two_steps import judge_measurement
 from tunebook.plan.show import show_host_memory, show_memory, show_time, show_warnings
 from tunebook.record.run_folder import WITHOUT_RECIPE
+from tunebook.terminal import print_lines
 
 
 def plan_command(
@@ -93,16 +94,26 @@ def _measure(draft: Draft, console: Console) -> None:
 
 
 def _show_changes(fitting: list[FittingChange], console: Console, draft: Draft) -> None:
-    lines = [f"  {change.line()}" for change in fitting]
     is_too_large = draft.fits is False
-    if lines:
+    if fitting:
         is_certain = not is_too_large and all(change.host_fits or not change.is_in_host_memory for change in fitting)
         would = "What would fit for certain" if is_certain else "What would fit"
-        lines.insert(0, f"{would}, by estimate, to be typed after the recipe:")
+        print_lines([f"{would}, by estimate, to be typed after the recipe:"], console)
+        for change in fitting:
+            _show_change(change, console)
     elif is_too_large:
         nothing = _nothing_fits(draft)
-        lines = [nothing[0].upper() + nothing[1:]]
-    console.print(Text("\n".join(lines)), highlight=False, soft_wrap=True)
+        print_lines([nothing[0].upper() + nothing[1:]], console)
+
+
+def _show_change(change: FittingChange, console: Console) -> None:
+    """Print a change on one line; if a terminal is too narrow for it, its effect goes below what is typed."""
+    line = f"  {change.line()}"
+    if console.is_terminal and len(line) > console.width:
+        console.print(Text(f"  {change.typed}"), soft_wrap=True)
+        print_lines([f"      {change.effect}"], console)
+    else:
+        console.print(Text(line), soft_wrap=True)
 
 
 def _advice(fitting: list[FittingChange], draft: Draft) -> str:

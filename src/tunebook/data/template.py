@@ -191,7 +191,7 @@ class ConversationRenderer:
         if is_reasoning:
             advice = "or train without it: dataset.reasoning=drop"
         elif turn.get("tool_calls"):
-            advice = "or remove the text beside its calls"
+            advice = "or remove the text next to its calls"
         return DataError(
             f"{origin}: the chat template does not write {what} ({turn['role']}): {shown!r}, so the model would be "
             f"trained on another conversation. Name a template that writes it with model.chat_template=FILE, {advice}",

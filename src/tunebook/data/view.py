@@ -21,6 +21,7 @@ from tunebook.data.corpus import IGNORED_LABEL
 from tunebook.data.encode import num_shared
 from tunebook.data.prepared import PartCounts, Prepared, PreparedPart
 from tunebook.data.problems import skipped_lines
+from tunebook.terminal import print_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +67,7 @@ def show_prepared(
 
 def show_summary(prepared: Prepared, console: Console) -> None:
     """Print `summary_lines`."""
-    console.print(Text("\n".join(summary_lines(prepared))), soft_wrap=True)
+    print_lines(summary_lines(prepared), console)
 
 
 def summary_lines(prepared: Prepared) -> list[str]:

@@ -12,6 +12,7 @@ from rich.text import Text
 from tunebook.config.override_text import split_values
 from tunebook.errors import DataError, RequestError
 from tunebook.plan.draft import Draft, draft_run
+from tunebook.terminal import print_lines
 
 _PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "overhead", "total")
 _UNBOUNDED = 1000  # columns, wider than any table
@@ -35,7 +36,7 @@ def compare_plans(
         console.print(Text(f"(its parts are shown in a terminal of {width} columns)"))
     console.print(table)
     for said, alike in _notes(drafts).items():
-        console.print(Text(f"{', '.join(alike)}: {said}"), soft_wrap=True)
+        print_lines(f"{', '.join(alike)}: {said}".splitlines(), console)
     code = min(draft.exit_code for draft in drafts.values())
     for draft in drafts.values():
         if code == DataError.exit_code:

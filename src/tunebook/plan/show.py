@@ -26,6 +26,7 @@ from tunebook.plan.memory.gpu import Memory, MemoryPlan
 from tunebook.plan.memory.host_memory import HostPlan
 from tunebook.plan.speed.throughput import TimePlan
 from tunebook.record.run_folder import Outcome
+from tunebook.terminal import print_lines
 
 _WIDTH_WITHOUT_TERMINAL = 100  # columns, as in a log
 _WIDEST_VALUE = 24  # columns; a longer one wraps
@@ -85,14 +86,18 @@ def _print_choices(choices: list[Choice], console: Console) -> None:
 
 
 def show_warnings(warnings: list[Problem], console: Console) -> None:
-    """Print the warnings, a line each."""
+    """Print the warnings, each with its fix."""
     for warning in warnings:
-        console.print(Text(f"warning: {warning.text()}", style="yellow"))
+        text = f"warning: {warning.text()}"
+        if console.is_terminal:
+            print_lines(text.splitlines(), console, style="yellow")
+        else:
+            console.print(Text(text))
 
 
 def show_batch(plan: BatchPlan, console: Console) -> None:
     """Print the batch arithmetic, marked as an estimate until the data is prepared."""
-    console.print(Text("\n".join(batch_lines(plan))), highlight=False, soft_wrap=True)
+    print_lines(batch_lines(plan), console)
 
 
 def batch_lines(plan: BatchPlan) -> list[str]:
@@ -125,10 +130,12 @@ def batch_lines(plan: BatchPlan) -> list[str]:
 
 def show_memory(plan: MemoryPlan, console: Console) -> None:
     """Print the estimated memory part by part, as numbers and as a bar, and the parts without an estimate."""
-    console.print(Text("\n".join(memory_lines(plan))), highlight=False, soft_wrap=True)
+    print_lines(memory_lines(plan), console)
     is_estimate = plan.measured is None or plan.measured.ran_out is not None  # measured memory has no parts to draw
     if is_estimate and (bar := memory_bar(plan.memory, width=min(console.width - _WHAT_THERE_IS, 96))):
-        console.print(Text("  ").append_text(bar))
+        drawn, legend = Text("  ").append_text(bar).split("\n")
+        console.print(drawn)
+        print_lines([legend.plain], console, separator="  ")
 
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
@@ -156,7 +163,7 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
 
 def show_host_memory(plan: HostPlan, console: Console) -> None:
     """Print the estimated memory of a node's host, and what is written to its NVMe disk."""
-    console.print(Text("\n".join(host_memory_lines(plan))), highlight=False, soft_wrap=True)
+    print_lines(host_memory_lines(plan), console)
 
 
 def host_memory_lines(plan: HostPlan) -> list[str]:
@@ -213,7 +220,7 @@ def _times(ratio: float) -> str:
 
 def show_time(plan: TimePlan, console: Console) -> None:
     """Print the estimated speed and duration with their assumptions, or why there is no estimate."""
-    console.print(Text("\n".join(time_lines(plan))), highlight=False, soft_wrap=True)
+    print_lines(time_lines(plan), console)
 
 
 def time_lines(plan: TimePlan) -> list[str]:

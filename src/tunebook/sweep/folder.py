@@ -174,8 +174,8 @@ def working_on(folder: SweepFolder) -> Iterator[None]:
         context.__enter__()
     except RequestError as error:
         raise RequestError(
-            f"this sweep is at work in {folder.path}, started by another process; wait for it, or start another beside "
-            "it: training.resume=never",
+            f"this sweep is at work in {folder.path}, started by another process; wait for it, or start another in "
+            "addition: training.resume=never",
             problem_id="sweep-is-running",
         ) from error
     try:

@@ -145,7 +145,7 @@ def parse_sweep_overrides(words: list[str]) -> list[Override]:
         if override.is_sweep_override() and getattr(override.value(), "shuffle", False):
             raise _bad_form(
                 f"override '{override.input_line}': shuffle(...) would order the trials differently each time, and an "
-                "interrupted sweep could not go on; write the values in the order they are to be tried in"
+                "interrupted sweep could not be resumed; write the values in the order in which to try them"
             )
         _check_range(override)
     return parsed

@@ -184,5 +184,5 @@ def test_an_index_that_leads_out_is_refused(folder: Path) -> None:
 def test_a_tag_that_names_no_folder_beside_it_is_refused(folder: Path, tag: str) -> None:
     (folder.parent / "other").mkdir()
     (folder / "latest").write_text(tag)
-    with pytest.raises(RequestError, match="there is no such folder beside it"):
+    with pytest.raises(RequestError, match="there is no such folder next to it"):
         find_stored(folder)

@@ -389,7 +389,7 @@ def test_every_stop_token_of_the_models_generation_config_counts(
 
 def test_a_model_without_a_template_is_refused_with_what_to_do(exported: Path) -> None:
     (exported / "chat_template.jinja").unlink()
-    with pytest.raises(RequestError, match=r"has no chat template.*save it as chat_template\.jinja beside") as raised:
+    with pytest.raises(RequestError, match=r"has no chat template.*save it as chat_template\.jinja next to") as raised:
         load(Target(folder=exported))
     assert raised.value.problem_id == "tokenizer-no-template"
 

@@ -162,8 +162,8 @@ def _zero_folder(folder: Path) -> Path:
     partitions = folder / tag
     if tag in ("", ".", "..") or "/" in tag or not partitions.is_dir():
         raise RequestError(
-            f"{folder / _ZERO_TAG} names {tag!r}, and there is no such folder beside it, so ZeRO's partitions are not "
-            "where they should be; copy the whole checkpoint again, or name another one with --checkpoint",
+            f"{folder / _ZERO_TAG} names {tag!r}, and there is no such folder next to it, so ZeRO's partitions are "
+            "not where they should be; copy the whole checkpoint again, or name another one with --checkpoint",
             problem_id="export-no-weights",
         )
     return partitions

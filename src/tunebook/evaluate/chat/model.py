@@ -205,7 +205,7 @@ def _load(target: Target) -> Loaded:
         raise RequestError(
             f"the tokenizer of {target.name} has no chat template, so a conversation cannot be written as this model "
             "reads it: it is a base model or was trained on plain text. Name the instruction-tuned version, or a run "
-            "that was trained on conversations; if you know its template, save it as chat_template.jinja beside the "
+            "that was trained on conversations; if you know its template, save it as chat_template.jinja next to the "
             "tokenizer",
             problem_id="tokenizer-no-template",
         )

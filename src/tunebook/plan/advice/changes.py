@@ -81,9 +81,19 @@ class FittingChange:
             "cost": self.cost,
         }
 
+    @property
+    def typed(self) -> str:
+        """What to type after the recipe."""
+        return " ".join(self.change.overrides)
+
+    @property
+    def effect(self) -> str:
+        """The memory that the run then takes, and the cost, as text."""
+        return f"({self.total_gib:.1f} GiB{self._of_the_host()}; {self.cost})"
+
     def line(self) -> str:
-        """The change as a line for a terminal."""
-        return f"{' '.join(self.change.overrides)}   ({self.total_gib:.1f} GiB{self._of_the_host()}; {self.cost})"
+        """The change as a line of a log."""
+        return f"{self.typed}   {self.effect}"
 
     def _of_the_host(self) -> str:
         """The host memory, if the change moves something there."""

@@ -1,0 +1,47 @@
+"""Lines wrap at words in a terminal, with an indent; elsewhere they stay whole."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from tunebook.terminal import print_lines, wrapped
+
+LINES = ["Batch", "  packed rows of up to 1024 tokens on 8 GPUs or ranks, 1 per pass; how many are worked out later"]
+
+
+def printed(lines, width, *, is_terminal=True, separator=" "):
+    console = Console(width=width, force_terminal=is_terminal, color_system=None)
+    with console.capture() as capture:
+        print_lines(lines, console, separator=separator)
+    return capture.get().splitlines()
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 120])
+def test_a_terminal_gets_whole_words_and_all_of_them(width):
+    first, *rest = printed(LINES, width)
+    assert first == "Batch" and max(map(len, rest)) <= width
+    assert " ".join(" ".join(rest).split()) == LINES[1].strip()
+    assert rest[0].startswith("  packed") and all(line.startswith(" " * 6) and line[6] != " " for line in rest[1:])
+    assert (len(rest) > 1) == (width < len(LINES[1]))
+
+
+def test_a_log_gets_each_line_whole():
+    assert printed(LINES, 40, is_terminal=False) == LINES
+
+
+def test_a_path_stays_whole_so_that_it_can_be_copied():
+    path = "/a/" + "long" * 20
+    assert wrapped(f"  read from {path} today", 40) == ["  read from", f"      {path}", "      today"]
+
+
+def test_wide_characters_take_two_columns():
+    assert wrapped("模型 模型 模型", 9) == ["模型 模型", "    模型"]
+
+
+def test_a_legend_is_wrapped_between_its_entries():
+    assert printed(["  W weights  G gradients"], 20, separator="  ") == ["  W weights", "      G gradients"]
+
+
+def test_what_looks_like_markup_is_printed():
+    assert printed(["[bold]a[/b] \\"], 40) == ["[bold]a[/b] \\"]
