@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 H200 = ("hardware=hopper", "hardware.memory_gib=140.4")
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=16.0)
 FULL, BOUND, BOUND_OF_EMPTY_ROWS = 0.5, 1 / 3, 2.2  # as docs/limits.md says them
-SMALL, BOUND_OF_SMALL = "smollm2_135m", 1 / 2  # compiled, its layers wait less for the host than those measured
 RECORDED = [file for file in sorted(ROOT.glob("recipes/*/evidence/*.json")) if read_evidence(file).hardware.gpu]
 
 
@@ -45,14 +44,12 @@ def test_a_planned_speed_is_as_near_to_the_recorded_one_as_the_readme_says(file:
     is_full = batch.tokens_per_step > FULL * batch.rows_per_step * batch.row_length
     waits_for_host = "attention=sdpa" in read_evidence(file).ran.overrides  # by many small kernels
     highest = BOUND_OF_EMPTY_ROWS if not is_full or waits_for_host else 1 + BOUND
-    lowest = 1 - (BOUND_OF_SMALL if file.parent.parent.name.startswith(SMALL) else BOUND)
-    assert lowest < ratio < highest, "the bounds of the planned speed in docs/limits.md are not true any more"
+    assert 1 - BOUND < ratio < highest, "the bounds of the planned speed in docs/limits.md are not true any more"
 
 
 def test_the_page_names_these_bounds() -> None:
     text = " ".join((ROOT / "docs/limits.md").read_text().split())
     assert "for full rows, more than half of them tokens, at most a third too low or too high" in text
-    assert "of SmolLM2-135M on an H100 up to half too low" in text
     empty = "where a step's documents leave most of each row empty"
     assert f"up to {BOUND_OF_EMPTY_ROWS:g} times too high {empty}, or with attention=sdpa" in text
 

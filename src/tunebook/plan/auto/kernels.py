@@ -23,7 +23,7 @@ from tunebook.facts.architectures import (
     without_flash_attn,
 )
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, COMPILED_BETA, INSTALLED, MASKED, UNDECIDED
-from tunebook.facts.compiling import COMPILE_SECONDS, LARGEST_GAIN
+from tunebook.facts.compiling import COMPILE_SECONDS, largest_gain
 from tunebook.facts.generations import GENERATIONS, can_run
 from tunebook.facts.sharing import is_offloaded
 from tunebook.facts.strategies import strategy_facts
@@ -94,7 +94,8 @@ def why_not_worth_compiling(config: RunConfig) -> str | None:
     """
     # A few steps on generated documents measure the run that they stand for, which is longer.
     is_measurement = config.dataset.source is Source.synthetic
-    if is_measurement or any(problem.is_error for problem in check(config)):
+    facts = config.model.facts
+    if facts is None or is_measurement or any(problem.is_error for problem in check(config)):
         return None
     config = replace(config, dataset=with_file_estimate(config.dataset))
     try:
@@ -104,7 +105,7 @@ def why_not_worth_compiling(config: RunConfig) -> str | None:
     if hours is None:
         return None
     seconds = hours * 3600
-    saved = seconds * (1 - 1 / LARGEST_GAIN)
+    saved = seconds * (1 - 1 / largest_gain(facts.num_parameters))
     if saved >= COMPILE_SECONDS:
         return None
     return (
