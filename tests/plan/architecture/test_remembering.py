@@ -80,7 +80,7 @@ def test_it_is_asked_once_for_the_same_file_in_the_same_environment(file, asked,
 def test_people_are_told_once_that_it_takes_a_while(file, asked, cache, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     meta_device.trace_file(file)
-    told = f"tracing the layers of {file}, once: this takes 5 to 180 s, longer on a busy machine\n"
+    told = f"tracing the layers of {file}, once: this takes 5 to 30 s, longer on a busy machine\n"
     assert capsys.readouterr().err == told
     meta_device.trace_file(file)
     for remembered in cache.iterdir():

@@ -4,10 +4,11 @@
                the book's models
     targets    the layers that PEFT adapts, by name
     saved      activations that autograd saves in a pass, on tensors with a shape and no memory
+    compiled   what compiled layers save, by torch's way of splitting their operations between the passes
     kernels    stand-ins for GPU kernels, and CUDA's autocast
     (here)     starts that process and caches its answer under the config.json's hash
 
-The first trace takes 5 to 180 seconds, depending on architecture, cores and scope. It needs no weights, no GPU and no
+The first trace takes 5 to 30 seconds, depending on architecture, cores and scope. It needs no weights, no GPU and no
 network.
 """
 
@@ -35,7 +36,7 @@ from tunebook.files import cache_root, remember, sha256_file
 from tunebook.processes import stopping_with_parent
 
 # Increase when the answer to the same config.json changes, so that cached answers are not reused.
-_FORM = 7
+_FORM = 8
 # Timeout in seconds without progress. Total time is unlimited: tracing is slow on a busy machine.
 _MAX_SILENCE_S = 300.0
 STATED_FACTS = "stated_facts"  # key for stated sizes instead of a config.json
@@ -46,7 +47,9 @@ class TraceScope(Enum):
     """The modes of training that are traced: all, or those that a run can have, which takes a fraction of the time."""
 
     whole = "whole"
-    full = "full"  # a full fine-tune: nothing with adapters, which are two thirds of the work
+    full = "full"  # a full fine-tune: nothing with adapters
+    adapter = "adapter"  # adapters without dropout
+    dropout = "dropout"  # adapters with dropout
     fp32 = "fp32"  # on a CPU: nothing in 16 bits
 
 
@@ -69,7 +72,7 @@ def trace_file(
     cached = whole if scope is TraceScope.whole else folder / f"{key}.{scope.name}.json"
     facts = _read(whole) or _read(cached)
     if facts is None:
-        _say_once(f"tracing the layers of {config_file}, once: this takes 5 to 180 s, longer on a busy machine")
+        _say_once(f"tracing the layers of {config_file}, once: this takes 5 to 30 s, longer on a busy machine")
         answer = _ask(config_file, trust_remote_code, scope)
         if "error" in answer:
             raise _refusal(config_file, answer, trust_remote_code)

@@ -73,7 +73,7 @@ def read_facts(model: ModelConfig, *, scope: TraceScope = TraceScope.whole) -> M
 
 
 def _is_refused_anyway(model: ModelConfig, config: dict[str, Any]) -> bool:
-    """Whether a rule refuses the model whatever its facts are, so that minutes of tracing would be wasted."""
+    """Whether a rule refuses the model whatever its facts are, so that tracing would be wasted."""
     quantizer = None if model.weights is Weights.random else quantizer_of(config)
     return quantizer not in (None, OWN_QUANTIZER) or why_config_is_not_causal(model, config) is not None
 
