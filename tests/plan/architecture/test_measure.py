@@ -11,8 +11,11 @@ from peft import LoraConfig, get_peft_model
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tunebook.config.book import book_root
 from tunebook.config.choices import Attention
 from tunebook.plan.architecture import measure, saved
+
+from .conftest import SIZES
 
 KINDS = ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma2", "mixtral", "phi3")
 
@@ -274,3 +277,69 @@ def test_models_without_attention_have_facts_too(tmp_path, kind, sizes, monkeypa
     assert found["measured"]["adapter_parameters"] == sum(sum(each.weight.shape) for each in linear)
     assert sum(map(sum, found["measured"]["adapters"].values())) == found["measured"]["adapter_parameters"]
     assert not [name for name in found["measured"]["adapters"] if "lora" in name or name == "base_layer"]
+
+
+# One of each way of stating sizes: a head size, a window, an image tower, stacked experts without and with biases.
+OF_THE_BOOK = ("qwen3_06b", "gemma3_1b", "gemma3_4b", "olmoe_1b_7b", "gpt_oss_20b", "smollm3_3b")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OF_THE_BOOK)
+def test_the_files_of_a_model_of_the_book_are_made_again(monkeypatch, tmp_path, name):
+    """From sizes alone; a few of the traced activations are looked at in test_saved.py."""
+    shipped = book_root() / "hydra_configs" / "model"
+    folder = tmp_path / "hydra_configs" / "model"
+    folder.mkdir(parents=True)
+    stated = (shipped / f"{name}.yaml").read_text()
+    (folder / f"{name}.yaml").write_text(re.sub(r"  num_parameters: .*\n", "", stated))
+    answer = json.loads((shipped / f"{name}.architecture.json").read_text())
+    measured = answer["measured"]
+    every = measured["saved"] | measured["saved_without_autocast"]
+    monkeypatch.setattr(measure, "measure_saved", lambda *rest: measured["saved_beside_experts"] if rest[4] else every)
+    monkeypatch.setattr(measure, "book_root", lambda: tmp_path)
+    measure.trace_book([name])
+    for file in (f"{name}.yaml", f"{name}.architecture.json"):
+        assert (folder / file).read_text() == (shipped / file).read_text()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_size_that_transformers_has_not_is_not_written(monkeypatch, tmp_path):
+    folder = tmp_path / "hydra_configs" / "model"
+    folder.mkdir(parents=True)
+    stated = (book_root() / "hydra_configs" / "model" / "qwen3_06b.yaml").read_text()
+    (folder / "qwen3_06b.yaml").write_text(stated.replace("num_parameters: 5", "num_parameters: 6"))
+    monkeypatch.setattr(measure, "book_root", lambda: tmp_path)
+    with pytest.raises(AssertionError, match="states another num_parameters than transformers has"):
+        measure.trace_book(["qwen3_06b"])
+
+
+def widths(config):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    text = config.get_text_config(decoder=True)
+    return tuple(
+        measure._attention_widths(
+            saved.decoder_layers(saved.text_decoder(model), text.num_hidden_layers), text
+        ).values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [  # layers x heads x head size: of the whole document, of a window; the window
+        ("llama", (3 * 64, 0, 0)),
+        ("qwen3", (3 * 4 * 32, 0, 0)),
+        ("gemma2", (2 * 4 * 32, 2 * 4 * 32, 4096)),
+        ("gemma3", (0, 4 * 4 * 32, 4096)),
+        ("mixtral", (3 * 64, 0, 0)),
+    ],
+)
+def test_layers_attend_to_a_document_or_to_a_window(config_of, kind, expected):
+    assert widths(config_of(kind)) == expected
+
+
+def test_layers_that_compare_no_tokens_have_no_width(config_of):
+    config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=50, state_size=4)
+    assert widths(config)[0] == 0
+    window = AutoConfig.for_model("mistral", **SIZES, num_key_value_heads=2, num_hidden_layers=2, sliding_window=16)
+    assert widths(window) == (0, 2 * 64, 16)

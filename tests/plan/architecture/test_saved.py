@@ -6,10 +6,13 @@ from unittest import mock
 
 import pytest
 import torch
+import yaml
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.book import book_root
+from tunebook.config.model_facts import ModelFacts
+from tunebook.model.load import architecture_from_facts
 from tunebook.plan.architecture import TraceScope, saved, trace_file
 from tunebook.plan.architecture.compiled import compile_layers
 from tunebook.plan.architecture.kernels import CudaAutocast
@@ -130,6 +133,25 @@ def test_the_numbers_in_the_book_are_those_of_a_fresh_trace(mode):
     assert facts is not None and facts.measured is not None
     shipped = facts.measured.saved | facts.measured.saved_without_autocast
     numbers = numbers_of(AutoConfig.from_pretrained(folder), mode)
+    assert len(numbers) == 2 and numbers.items() <= shipped.items()
+
+
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    [
+        ("qwen3_4b", ("bf16", "full", "flash")),
+        ("gemma3_1b", ("cast", "adapter", "sdpa")),
+        ("gpt_oss_20b", ("autocast", "full", "eager")),
+        ("olmoe_1b_7b", ("fp32", "adapter", "flash")),
+        pytest.param("olmo3_7b", ("bf16", "full", "compiled"), marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_the_numbers_of_a_named_model_are_those_of_a_fresh_trace(model, mode):
+    facts = ModelFacts(**yaml.safe_load((book_root() / f"hydra_configs/model/{model}.yaml").read_text())["facts"])
+    assert facts.measured is not None and facts.measured.is_of_the_book
+    shipped = facts.measured.saved | facts.measured.saved_without_autocast
+    numbers = numbers_of(architecture_from_facts(facts), mode)
     assert len(numbers) == 2 and numbers.items() <= shipped.items()
 
 

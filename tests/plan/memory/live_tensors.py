@@ -224,5 +224,5 @@ def _attention_backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None,
 def _without_memory() -> Iterator[None]:
     """The stand-in for attention has no backward pass but for the time of this."""
     backward = mock.patch.object(kernels._Kernel, "backward", staticmethod(_attention_backward))
-    with saved._quiet(), backward, FakeTensorMode(allow_non_fake_inputs=True):
+    with saved.quiet(), backward, FakeTensorMode(allow_non_fake_inputs=True):
         yield

@@ -143,7 +143,7 @@ def uses_varlen_kernel(config: Any, layers: nn.ModuleList, options: dict[str, An
     mode = ("bf16", "full", VARLEN)
     asked: list[None] = []
     try:
-        with _quiet(on_call=lambda: asked.append(None)), FakeTensorMode(allow_non_fake_inputs=True), _autocast(mode):
+        with quiet(on_call=lambda: asked.append(None)), FakeTensorMode(allow_non_fake_inputs=True), _autocast(mode):
             model = _build(config, _places(_kinds(config, layers)), mode, options, [])
             model.base_model(**_row(LENGTHS[0], has_lengths=True), use_cache=False)
     except _MACHINES:
@@ -199,7 +199,7 @@ def _measure(
     """
     places, receivers = _places(kinds), list[Receiver]()
     try:
-        with _quiet(has_frozen_experts=mode[1] == _BESIDE), FakeTensorMode(allow_non_fake_inputs=True):
+        with quiet(has_frozen_experts=mode[1] == _BESIDE), FakeTensorMode(allow_non_fake_inputs=True):
             model = _build(config, places, mode, options, receivers)
             found = [_saved_by_layer(model, len(places), length, mode, receivers) for length in LENGTHS]
     except _MACHINES:
@@ -234,7 +234,7 @@ def _curve(found: list[float]) -> tuple[float, float, float]:
 
 
 @contextlib.contextmanager
-def _quiet(on_call: Callable[[], None] = lambda: None, *, has_frozen_experts: bool = False) -> Iterator[None]:
+def quiet(on_call: Callable[[], None] = lambda: None, *, has_frozen_experts: bool = False) -> Iterator[None]:
     """Suppress warnings, and use an expert product that has a fake kernel in every number format."""
     from transformers.integrations import moe
 
