@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 
@@ -23,10 +24,15 @@ KINDS = ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma2", "mixtral", "ph
 SAVED = {"fp32/full/sdpa": [0, 1, 0, 0, 1, 0]}
 
 
+def finding(saved, beside=None):
+    """`measure.measuring` with what it would find."""
+    return lambda *_, **__: contextlib.nullcontext(lambda: (saved, beside or {}))
+
+
 @pytest.fixture(autouse=True)
 def without_activations(monkeypatch):
     """Those are looked at in test_saved.py."""
-    monkeypatch.setattr(measure, "measure_saved", lambda *_: SAVED)
+    monkeypatch.setattr(measure, "measuring", finding(SAVED))
 
 
 def described(folder):
@@ -151,14 +157,24 @@ def test_code_that_is_somewhere_else_or_nowhere_is_not_looked_for_in_the_folder(
     assert measure.describe(file, trust_remote_code=True).get("error") != "code-absent"
 
 
+@pytest.mark.parametrize(("kind", "expected"), [("llama", True), ("mixtral", False)])
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers_are_traced_where_auto_compiles_them(folder_of, monkeypatch, kind, expected):
+    asked = []
+    monkeypatch.setattr(measure, "measuring", lambda *_, **how: asked.append(how["compiles"]) or finding(SAVED)())
+    for compiles in (None, True, False):
+        measure.describe(folder_of(kind) / "config.json", trust_remote_code=False, compiles=compiles)
+    assert asked == [expected, True, False]
+
+
 def test_no_weight_takes_memory(folder_of, monkeypatch):
     seen = []
 
-    def look(config, layers, *_):
+    def look(config, layers, *_, **__):
         seen.extend(parameter.device for parameter in layers.parameters())
-        return SAVED
+        return finding(SAVED)()
 
-    monkeypatch.setattr(measure, "measure_saved", look)
+    monkeypatch.setattr(measure, "measuring", look)
     described(folder_of("llama"))
     assert set(seen) == {torch.device("meta")}
 
@@ -232,7 +248,7 @@ def test_a_model_of_another_kind_is_called_what_it_is(tmp_path, kind, words):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_no_pass_goes_through_is_refused_with_its_error(folder_of, monkeypatch):
-    monkeypatch.setattr(measure, "measure_saved", lambda *_: {})
+    monkeypatch.setattr(measure, "measuring", finding({}))
     file = folder_of("mixtral") / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_experts_per_tok": 20}))
     found = measure.describe(file, trust_remote_code=False)
@@ -247,7 +263,7 @@ def test_a_model_whose_pass_is_only_not_seen_is_not_refused(folder_of, monkeypat
         if error is not None:
             raise error
 
-    monkeypatch.setattr(measure, "measure_saved", lambda *_: {})
+    monkeypatch.setattr(measure, "measuring", finding({}))
     monkeypatch.setattr("transformers.LlamaForCausalLM.forward", pass_through)
     found = described(folder_of("llama"))
     assert found["architecture"] == "LlamaForCausalLM"
@@ -266,7 +282,7 @@ STATES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
     ],
 )
 def test_models_without_attention_have_facts_too(tmp_path, kind, sizes, monkeypatch):
-    monkeypatch.setattr(measure, "measure_saved", lambda *_: {})  # they need not have been seen passing
+    monkeypatch.setattr(measure, "measuring", finding({}))  # they need not have been seen passing
     config = AutoConfig.for_model(kind, **STATES, **sizes)
     config.save_pretrained(tmp_path)
     found = measure.describe(tmp_path / "config.json", trust_remote_code=False)
@@ -295,7 +311,7 @@ def test_the_files_of_a_model_of_the_book_are_made_again(monkeypatch, tmp_path, 
     answer = json.loads((shipped / f"{name}.architecture.json").read_text())
     measured = answer["measured"]
     every = measured["saved"] | measured["saved_without_autocast"]
-    monkeypatch.setattr(measure, "measure_saved", lambda *rest: measured["saved_beside_experts"] if rest[4] else every)
+    monkeypatch.setattr(measure, "measuring", finding(every, measured["saved_beside_experts"]))
     monkeypatch.setattr(measure, "book_root", lambda: tmp_path)
     measure.trace_book([name])
     for file in (f"{name}.yaml", f"{name}.architecture.json"):

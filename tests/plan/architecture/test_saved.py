@@ -252,8 +252,18 @@ def test_a_mode_that_cannot_be_run_is_left_out(config_of, monkeypatch, own_compi
     config = config_of("llama")
     monkeypatch.setattr(saved, "_saved_by_layer", fail)
     layers, looked_at = torch.nn.ModuleList([torch.nn.Linear(1, 1)]), []
-    assert saved.measure_saved(config, layers, {}, lambda: looked_at.append(None), scope=scope) == {}
+    with saved.measuring(config, layers, {}, on_found=lambda: looked_at.append(None), scope=scope) as found:
+        assert found() == ({}, {})
     assert len(looked_at) == modes, "and is said to be done, like every other of the scope"
+
+
+def test_nothing_is_compiled_where_nothing_will_be(config_of, monkeypatch, own_compiler):
+    monkeypatch.setattr(saved, "_measure", lambda _, __, mode, ___: {"/".join(mode): [0] * 6})
+    layers = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+    with saved.measuring(config_of("mixtral"), layers, {}, compiles=False, has_experts=True) as found:
+        both, beside = found()
+    assert not [mode for mode in both if "compiled" in mode] and len(both) == 4 * 2 * 3
+    assert [*beside] == [mode for mode in both if "/adapter/" in mode]
 
 
 @pytest.mark.parametrize("mode", [("autocast", "full", "sdpa"), ("bf16", "adapter", "flash")])

@@ -42,6 +42,7 @@ from tunebook.config.choices import Attention
 from tunebook.config.model_facts import CAST, SHIPPED_SUFFIX, ModelFacts
 from tunebook.config.unreached import as_patterns
 from tunebook.errors import nearest
+from tunebook.facts.architectures import COMPILED_ARCHITECTURES
 from tunebook.facts.attention import ATTENTIONS, FLEX, MASKED, WITHOUT_KERNEL
 from tunebook.files import sha256_file
 from tunebook.model.load import architecture_from_facts
@@ -51,7 +52,7 @@ from tunebook.plan.architecture.saved import (
     LENGTHS,
     adapted,
     decoder_layers,
-    measure_saved,
+    measuring,
     quiet,
     text_decoder,
     uses_varlen_kernel,
@@ -92,14 +93,22 @@ _OTHER_KINDS: tuple[tuple[Any, str], ...] = (
 )
 
 
+class _NoPassError(Exception):
+    """No pass through a model can be computed, even without memory."""
+
+
 def describe(
     config_file: Path,
     *,
     trust_remote_code: bool,
     scope: TraceScope = TraceScope.whole,
+    compiles: bool | None = True,
     on_found: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Return `model.facts` as plain values, or `error` and `reason`. `on_found` is called after each slow part."""
+    """Return `model.facts` as plain values, or `error` and `reason`. `on_found` is called after each slow part.
+
+    `compiles`: whether compiled layers are traced; None: if `auto` compiles those of the architecture.
+    """
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     loader: Any = AutoModelForCausalLM
     try:
@@ -114,7 +123,12 @@ def describe(
         return {"error": "cannot-build", "reason": _error_text(error)}
     if model.get_output_embeddings() is None or model.get_input_embeddings() is None:
         return {"error": "unknown-architecture", "reason": f"{type(model).__name__} has no output head over its words"}
-    return _facts(config, model, options, on_found, scope)
+    if compiles is None:
+        compiles = type(model).__name__ in COMPILED_ARCHITECTURES
+    try:
+        return _facts(config, model, options, on_found=on_found, scope=scope, compiles=compiles)
+    except _NoPassError as error:
+        return {"error": "cannot-build", "reason": str(error)}
 
 
 def _config(config_file: Path, options: dict[str, Any]) -> Any:
@@ -163,21 +177,37 @@ def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
-def _facts(
-    config: Any, model: Any, options: dict[str, Any], on_found: Callable[[], None], scope: TraceScope
-) -> dict[str, Any]:
+def _facts(config: Any, model: Any, options: dict[str, Any], **tracing: Any) -> dict[str, Any]:
+    """The facts of a model that could be built. Raises: _NoPassError if no pass through it can be computed."""
     text = config.get_text_config(decoder=True)
     layers = decoder_layers(text_decoder(model), text.num_hidden_layers)
+    with measuring(config, layers, options, has_experts=has_stacked_experts(model), **tracing) as found:
+        problem = None
+        try:
+            unreached = _unreached(config, options)
+        except _NoPassError as error:
+            problem, unreached = error, set[str]()
+        facts = _counted(config, model, layers, unreached)  # meanwhile
+        saved, beside = found()
+    if problem is not None and not saved:
+        raise problem
+    facts["measured"] |= {
+        "attention": [
+            *(kernel.name for kernel in attention_of(model)),
+            *(kernel.name for kernel in (_VARLEN_KERNELS if uses_varlen_kernel(config, layers, options) else ())),
+        ],
+        "saved": {mode: numbers for mode, numbers in saved.items() if not mode.startswith(CAST)},
+        "saved_without_autocast": {mode: numbers for mode, numbers in saved.items() if mode.startswith(CAST)},
+        "saved_beside_experts": beside,
+    }
+    return facts
+
+
+def _counted(config: Any, model: Any, layers: nn.ModuleList, unreached: set[str]) -> dict[str, Any]:
+    """The facts that need no pass. Puts adapters on the model."""
+    text = config.get_text_config(decoder=True)
     words = model.get_input_embeddings().weight
     linear: list[Any] = [module for module in layers.modules() if is_linear(module)]
-    saved = measure_saved(config, layers, options, on_found, False, scope)
-    beside = measure_saved(config, layers, options, on_found, True, scope) if has_stacked_experts(model) else {}
-    try:
-        unreached = _unreached(config, options)
-    except RuntimeError as error:
-        if not saved:
-            return {"error": "cannot-build", "reason": str(error)}
-        unreached = set()
     patterns = as_patterns(unreached, [name for name, _ in model.named_parameters()])
     num_parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones count once
     in_layers = sum(parameter.numel() for parameter in layers.parameters())
@@ -208,13 +238,6 @@ def _facts(
             "unreached": patterns,
             "unreached_parameters": sum(p.numel() for name, p in model.named_parameters() if name in unreached),
             **_attention_widths(layers, text),
-            "attention": [
-                *(kernel.name for kernel in attention_of(model)),
-                *(kernel.name for kernel in (_VARLEN_KERNELS if uses_varlen_kernel(config, layers, options) else ())),
-            ],
-            "saved": {mode: numbers for mode, numbers in saved.items() if not mode.startswith(CAST)},
-            "saved_without_autocast": {mode: numbers for mode, numbers in saved.items() if mode.startswith(CAST)},
-            "saved_beside_experts": beside,
         },
     }
 
@@ -222,7 +245,7 @@ def _facts(
 def _unreached(config: Any, options: dict[str, Any]) -> set[str]:
     """The names of the parameters that get no gradient from a row of words.
 
-    Empty if a pass needs a value from a tensor without memory, so that the answer is unknown. Raises: RuntimeError if
+    Empty if a pass needs a value from a tensor without memory, so that the answer is unknown. Raises: _NoPassError if
     no pass through the model can be computed.
     """
     loader: Any = AutoModelForCausalLM
@@ -240,7 +263,7 @@ def _unreached(config: Any, options: dict[str, Any]) -> set[str]:
     except _FAKE_TENSOR_ERRORS:
         return set()
     except Exception as error:  # of any type, as in `describe`
-        raise RuntimeError(f"no pass through its layers can be computed: {_error_text(error)}") from error
+        raise _NoPassError(f"no pass through its layers can be computed: {_error_text(error)}") from error
 
 
 def _leaves(last: Any) -> set[int]:
@@ -396,6 +419,9 @@ def main() -> None:
     parser.add_argument("answer_file", type=Path, nargs="?")
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--scope", choices=TraceScope.__members__, default=TraceScope.whole.name)
+    parser.add_argument(
+        "--compiled", action=argparse.BooleanOptionalAction, help="compiled layers; default: if auto does"
+    )
     parser.add_argument("--book", nargs="*", metavar="NAME")
     arguments = parser.parse_args()
     if arguments.book is not None:
@@ -413,6 +439,7 @@ def main() -> None:
         arguments.config_file,
         trust_remote_code=arguments.trust_remote_code,
         scope=TraceScope[arguments.scope],
+        compiles=arguments.compiled,
         on_found=note,
     )
     arguments.answer_file.write_text(json.dumps(answer), encoding="utf-8")

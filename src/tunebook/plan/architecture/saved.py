@@ -61,6 +61,7 @@ _MODES = (
     *itertools.product(FORMATS, _METHODS, ATTENTION),
     *itertools.product(("autocast", "bf16"), (*_METHODS, "dropout"), (COMPILED,)),
 )
+_OF_ADAPTERS = {("adapter", kernels) for kernels in ATTENTION}
 _METHODS_OF = {  # without dropout, layers that are not compiled keep the same except what `plan.memory.kept` adds
     TraceScope.full: ("full",), TraceScope.adapter: ("adapter",), TraceScope.dropout: ("adapter", "dropout"),
 }  # fmt: skip
@@ -68,46 +69,54 @@ _MAX_LAYERS = 12  # most layers that are traced
 _MOST_BEING_COPIED, _SMALLEST_BYTES = 5, 1024  # TRL's max_fwd_stash_size and min_offload_size
 _WORKERS = 8  # processes; compiling takes some seconds a mode, and there are up to 6 such modes
 _MACHINES = (MemoryError, ImportError, OSError)  # machine faults; must not be cached as facts of a model
+Saved = dict[str, list[int]]
 _known: list[Any] = []  # in a worker: config, kinds of layers, options
 
 
-def measure_saved(
+@contextlib.contextmanager
+def measuring(
     config: Any,
     layers: nn.ModuleList,
     options: dict[str, Any],
+    *,
     on_found: Callable[[], None] = lambda: None,
-    beside_experts: bool = False,
     scope: TraceScope = TraceScope.whole,
-) -> dict[str, list[int]]:
-    """Return six numbers by "format/method/kernels", as in `MeasuredLayers`; modes that fail to run are left out.
+    compiles: bool = True,
+    has_experts: bool = False,
+) -> Iterator[Callable[[], tuple[Saved, Saved]]]:
+    """Trace the modes of a scope in other processes; calling the result waits for them.
 
-    For layers that are not compiled there are also six numbers of what offloading leaves on the GPU, under the same key
-    plus "offloaded".
+    It returns six numbers by "format/method/kernels", as in `MeasuredLayers`; modes that fail to run are left out. For
+    layers that are not compiled there are also six numbers of what offloading leaves on the GPU, under the same key
+    plus "offloaded". The second mapping is the same with adapters on all layers except stacked experts, if
+    `has_experts`, for layers that are not compiled.
 
-    `on_found` is called after each mode. `beside_experts`: adapters on all layers except stacked experts, for layers
-    that are not compiled.
-
-    Compiled layers are traced only if they have attention: recurrent layers such as RWKV's take minutes to compile.
-    Only the modes of the scope are traced.
+    `on_found` is called after each mode. Compiled layers are traced only if the run may compile them (`compiles`), and
+    if they have attention: recurrent layers such as RWKV's take minutes to compile.
     """
     known = (config, _kinds(config, layers), options)
     has_attention = bool(getattr(config.get_text_config(decoder=True), "num_attention_heads", None))
-    modes = [mode for mode in _modes(scope) if has_attention or mode[2] != COMPILED]
-    if beside_experts:  # not compiled: compiled traces with adapters on experts are missing too, and take a minute
-        modes = [
-            (each, _BESIDE, kernels) for each, method, kernels in modes if method == "adapter" and kernels != COMPILED
-        ]
+    modes = [mode for mode in _modes(scope) if (has_attention and compiles) or mode[2] != COMPILED]
+    if has_experts:  # not compiled: compiled traces with adapters on experts are missing too, and take a minute
+        modes += [(each, _BESIDE, kernels) for each, method, kernels in modes if (method, kernels) in _OF_ADAPTERS]
     if not modes:
-        return {}
+        yield lambda: ({}, {})
+        return
     if any(mode[2] == COMPILED for mode in modes):
         load_compiler()
     workers = min(_WORKERS, os.cpu_count() or 1, len(modes))
     with ProcessPoolExecutor(workers, get_context("fork"), initializer=_set_worker_state, initargs=known) as pool:
-        asked = [pool.submit(_measure_in_worker, mode) for mode in reversed(modes)]  # the slowest first
-        for _ in as_completed(asked):
-            on_found()
-        found = [one.result() for one in reversed(asked)]
-        return {key.replace(_BESIDE, "adapter"): numbers for each in found for key, numbers in each.items()}
+        slowest_first = sorted(modes, key=lambda mode: mode[2] != COMPILED)
+        asked = {mode: pool.submit(_measure_in_worker, mode) for mode in slowest_first}
+
+        def found() -> tuple[Saved, Saved]:
+            for _ in as_completed(asked.values()):
+                on_found()
+            every = [(mode, *item) for mode in modes for item in asked[mode].result().items()]
+            beside = {key.replace(_BESIDE, "adapter"): six for mode, key, six in every if mode[1] == _BESIDE}
+            return {key: six for mode, key, six in every if mode[1] != _BESIDE}, beside
+
+        yield found
 
 
 def _modes(scope: TraceScope) -> list[tuple[str, str, str]]:
