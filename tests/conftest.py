@@ -5,6 +5,7 @@ The environment is set on import of this file: torch, transformers and datasets 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import importlib.util
@@ -242,10 +243,11 @@ def traces_no_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     from tunebook.plan import architecture
     from tunebook.plan.architecture import measure
 
-    def describe(file: Path, trust_remote_code: bool, scope: architecture.TraceScope) -> dict[str, Any]:
-        return measure.describe(file, trust_remote_code=trust_remote_code, scope=scope)
+    def describe(file: Path, trust_remote_code: bool, *_: Any) -> dict[str, Any]:
+        return measure.describe(file, trust_remote_code=trust_remote_code)
 
-    monkeypatch.setattr(measure, "measure_saved", lambda *_: {"fp32/full/sdpa": [0, 1, 0, 0, 1, 0]})
+    found = ({"fp32/full/sdpa": [0, 1, 0, 0, 1, 0]}, {})
+    monkeypatch.setattr(measure, "measuring", lambda *_, **__: contextlib.nullcontext(lambda: found))
     monkeypatch.setattr(architecture, "_ask", describe)
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
 

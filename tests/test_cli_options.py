@@ -94,7 +94,7 @@ def test_a_word_is_completed_to_what_may_be_typed_there(tmp_path: Path) -> None:
     assert completed("bash", "tunebook train quickstart q") == []  # KEY=VALUE follows a recipe
     assert completed("bash", "tunebook train q", TUNEBOOK_RECIPES="/nowhere") == []  # and no error on the prompt
     assert completed("bash", "tunebook init mine --parallelism zero1") == ["zero1"]
-    assert completed("bash", "tunebook init mine --model llama3") == ["llama3_8b"]
+    assert completed("bash", "tunebook init mine --model llama3_") == ["llama3_8b"]
     assert completed("bash", "tunebook init mine --base zero1") == ["zero1_lora"]
 
 

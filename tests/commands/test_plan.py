@@ -16,11 +16,11 @@ from rich.console import Console
 from tunebook.commands import plan as plan_command_module
 from tunebook.commands.plan import plan_command
 from tunebook.commands.train import plan_job, set_up_folder
-from tunebook.config.book import find_recipes
+from tunebook.config.book import book_root, find_recipes
 from tunebook.config.frozen import load_config
 from tunebook.errors import DataError, DoesNotFitError, RequestError, RulesError
 from tunebook.hardware.detect import Machine
-from tunebook.plan import draft
+from tunebook.plan import architecture, draft
 from tunebook.record.run_folder import PLAN_FILE, RUN_FILE, create_run_folder
 
 from .test_train import PREPARED
@@ -327,6 +327,32 @@ def test_planning_imports_neither_torch_nor_transformers() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stderr == "set()\n"
     assert json.loads(done.stdout)["recipe"] == "qwen3b_zero2"
+
+
+NAMED = [file.name.partition(".")[0] for file in sorted((book_root() / "hydra_configs/model").glob("*.json"))]
+NAMED.remove("quickstart")  # a folder
+ON_GPUS = ["dataset=synthetic", "training.global_samples=64", "training.max_length=2048", "hardware=hopper",
+           "hardware.gpus_per_node=8", "parallelism=fsdp", "peft=lora", "peft.dropout=0"]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", NAMED)
+def test_a_named_model_is_planned_without_a_trace(as_json: Any, monkeypatch: Any, model: str) -> None:
+    monkeypatch.setattr(architecture, "_ask", lambda *_: pytest.fail("a trace takes 5 to 30 s"))
+    code, plan = as_json(None, f"model={model}", *ON_GPUS)
+    assert (code, plan["fits"], plan["problems"]) == (0, True, [])
+    assert plan["memory_gib"]["activations"] > 0
+    assert (plan["time"]["tokens_per_second_per_gpu"] is None) is (plan["attention"] == "eager")
+
+
+@pytest.mark.slow
+def test_planning_named_models_imports_neither_torch_nor_transformers() -> None:
+    program = (
+        "import sys; from rich.console import Console; from tunebook.commands.plan import plan_command\n"
+        f"for model in {NAMED}: plan_command(None, ['model=' + model, *{ON_GPUS}], [], Console())\n"
+        "print({'torch', 'transformers', 'datasets'} & set(sys.modules), file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180, check=True)
+    assert done.stderr == "set()\n"
 
 
 def test_what_would_fit_for_certain_is_named_where_that_is_in_doubt(as_json: Any, capsys: Any) -> None:

@@ -1,6 +1,7 @@
 """Every file of hydra_configs composes, sets its group's main key, and repeats no defaults."""
 
 import dataclasses
+from collections.abc import Iterator
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,8 @@ from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import GROUPS, RunConfig
 from tunebook.config.walk import field_types
 from tunebook.errors import RequestError
+from tunebook.model.load import architecture_from_facts
+from tunebook.model.parameters import active_parameters
 
 CONFIGS = book_root() / "hydra_configs"
 FILES = sorted(CONFIGS.glob("*/*.yaml"))
@@ -160,7 +163,19 @@ def _strings(value: Any) -> list[str]:
 # ---- the facts of the models
 
 MODELS = [file.stem for file in sorted(CONFIGS.glob("model/*.yaml")) if "facts" in body(file)]
-MODEL_TYPES = {"Qwen2ForCausalLM": "qwen2", "LlamaForCausalLM": "llama", "GPTNeoXForCausalLM": "gpt_neox"}
+# The parameters of the weights on the hub. A tied output head counts once, though some files store it again.
+PUBLISHED = {
+    "dolly_v2_3b": 2_775_086_080, "gemma3_12b": 12_187_325_040, "gemma3_1b": 999_885_952, "gemma3_27b": 27_432_406_640,
+    "gemma3_4b": 4_300_079_472, "glm4_9b": 9_400_279_040, "gpt_oss_20b": 20_914_757_184,
+    "llama2_70b_chat": 68_976_648_192, "llama31_70b": 70_553_706_496, "llama31_8b": 8_030_261_248,
+    "llama32_1b": 1_235_814_400, "llama32_3b": 3_212_749_824, "llama33_70b": 70_553_706_496,
+    "llama3_8b": 8_030_261_248, "mistral_7b": 7_248_023_552, "mistral_small_24b": 23_572_403_200,
+    "olmo3_7b": 7_298_011_136, "olmoe_1b_7b": 6_919_161_856, "phi4": 14_659_507_200, "qwen25_05b": 494_032_768,
+    "qwen25_3b": 3_085_938_688, "qwen25_7b": 7_615_616_512, "qwen3_06b": 596_049_920, "qwen3_14b": 14_768_307_200,
+    "qwen3_1_7b": 1_720_574_976, "qwen3_30b_a3b": 30_532_122_624, "qwen3_32b": 32_762_123_264,
+    "qwen3_4b": 4_022_468_096, "qwen3_8b": 8_190_735_360, "smollm2_135m": 134_515_008, "smollm2_1_7b": 1_711_376_384,
+    "smollm2_360m": 361_821_120, "smollm3_3b": 3_075_098_624,
+}  # fmt: skip
 
 
 def facts_of(model: str) -> ModelFacts:
@@ -169,23 +184,44 @@ def facts_of(model: str) -> ModelFacts:
     return facts
 
 
-def counted(facts: ModelFacts) -> int:
-    """The parameters of a decoder by hand: embeddings, then attention, feed-forward part and norms of each layer."""
-    hidden, inner = facts.hidden_size, facts.intermediate_size
-    keys = hidden // facts.num_attention_heads * facts.num_key_value_heads
-    embeddings = facts.vocab_size * hidden * (1 if facts.tie_word_embeddings else 2)
-    if facts.architecture == "GPTNeoXForCausalLM":  # biases everywhere, two matrices forward, LayerNorm
-        attention = hidden * 3 * hidden + 3 * hidden + hidden * hidden + hidden
-        forward = hidden * inner + inner + inner * hidden + hidden
-        return embeddings + facts.num_layers * (attention + forward + 2 * 2 * hidden) + 2 * hidden
-    bias = hidden + 2 * keys if facts.architecture == "Qwen2ForCausalLM" else 0
-    attention = hidden * (hidden + 2 * keys) + bias + hidden * hidden
-    return embeddings + facts.num_layers * (attention + 3 * hidden * inner + 2 * hidden) + hidden
+@pytest.mark.parametrize("model", MODELS)
+def test_parameters_are_those_of_the_published_weights(model: str) -> None:
+    assert facts_of(model).num_parameters == PUBLISHED[model]
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_parameters_add_up_from_the_sizes(model: str) -> None:
-    assert facts_of(model).num_parameters == counted(facts_of(model))
+def test_models_are_listed_for_users(model: str) -> None:
+    assert f"`{model}`" in (book_root() / "docs" / "data.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("model", "active"),
+    [  # all but the experts that a token does not meet: layers x experts not chosen x three matrices
+        ("qwen3_30b_a3b", PUBLISHED["qwen3_30b_a3b"] - 48 * (128 - 8) * 3 * 2048 * 768),
+        ("olmoe_1b_7b", PUBLISHED["olmoe_1b_7b"] - 16 * (64 - 8) * 3 * 2048 * 1024),
+        ("gpt_oss_20b", PUBLISHED["gpt_oss_20b"] - 24 * (32 - 4) * (3 * 2880 * 2880 + 3 * 2880)),  # and biases
+        ("qwen3_4b", PUBLISHED["qwen3_4b"]),
+    ],
+)
+def test_a_token_meets_some_of_the_experts(model: str, active: int) -> None:
+    assert active_parameters(facts_of(model)) == active
+
+
+@pytest.mark.parametrize(
+    ("model", "full", "sliding", "window"),
+    [  # layers x heads x head size
+        ("qwen3_4b", 36 * 32 * 128, 0, 0),
+        ("gemma3_1b", 4 * 4 * 256, 22 * 4 * 256, 512),  # each sixth layer attends to the whole document
+        ("gemma3_27b", 10 * 32 * 128, 52 * 32 * 128, 1024),
+        ("olmo3_7b", 8 * 4096, 24 * 4096, 4096),
+        ("gpt_oss_20b", 12 * 64 * 64, 12 * 64 * 64, 128),
+        ("mistral_7b", 32 * 4096, 0, 0),  # without the window of version 0.1
+    ],
+)
+def test_layers_attend_to_the_document_or_to_a_window(model: str, full: int, sliding: int, window: int) -> None:
+    layers = facts_of(model).measured
+    assert layers is not None
+    assert (layers.attention_width, layers.sliding_width, layers.sliding_window) == (full, sliding, window)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -194,7 +230,7 @@ def test_facts_are_complete(model: str) -> None:
     assert all(getattr(facts, name) is not None for name in field_types(ModelFacts))
     assert facts.measured is not None and facts.measured.num_layers == facts.num_layers, "the book ships its trace"
     assert facts.dtype in {"float32", "float16", "bfloat16"}
-    assert facts.hidden_size % facts.num_attention_heads == 0
+    assert "head_dim" in str(facts.config) or facts.hidden_size % facts.num_attention_heads == 0
     assert facts.num_attention_heads % facts.num_key_value_heads == 0
 
 
@@ -202,15 +238,26 @@ def test_facts_are_complete(model: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_parameters_are_those_of_the_architecture_itself(model: str) -> None:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     facts = facts_of(model)
-    names = {"num_layers": "num_hidden_layers"}
-    sizes = {names.get(name, name): getattr(facts, name) for name in field_types(ModelFacts)}
-    for name in ("architecture", "num_parameters", "dtype"):
-        del sizes[name]
-    config = AutoConfig.for_model(MODEL_TYPES[facts.architecture], **sizes)
+    config = architecture_from_facts(facts)
     with torch.device("meta"):
         architecture = AutoModelForCausalLM.from_config(config)
     assert type(architecture).__name__ == facts.architecture
     assert sum(parameter.numel() for parameter in architecture.parameters()) == facts.num_parameters
+    unknown = [key for key in flat_keys(facts.config) if not key_exists(config, key)]
+    assert not unknown, "transformers takes any key, and ignores those that it does not have"
+
+
+def flat_keys(stated: dict[str, Any], place: str = "") -> Iterator[str]:
+    for key, value in stated.items():
+        yield from flat_keys(value, f"{place}{key}.") if isinstance(value, dict) else [place + key]
+
+
+def key_exists(config: Any, key: str) -> bool:
+    """Whether the class of the config has the key, not only this object, to which it was given."""
+    *parts, name = key.split(".")
+    for part in parts:
+        config = getattr(config, part)
+    return hasattr(type(config)(), name) or name == "head_dim"  # which models of any architecture read

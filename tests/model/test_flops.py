@@ -79,3 +79,21 @@ def test_unreached_parts_do_not_count() -> None:
         unreached_parameters=400_000_000,
     )  # fmt: skip
     assert flops_per_token(facts, attended_length=0) == 6 * (3_085_938_688 - 400_000_000)
+
+
+def test_a_window_bounds_what_a_token_is_compared_with() -> None:
+    """Of 2,000 tokens the i-th sees the last 128 at most; heads are twice as wide as the hidden numbers."""
+    facts, length, window = qwen_3b(), 2000, 128
+    facts.measured = traced(
+        num_layers=36, parameters=1, active_parameters=1, attention_width=6 * 4096, sliding_width=30 * 4096,
+        sliding_window=window,
+    )  # fmt: skip
+    whole = sum(range(1, length + 1))
+    within = sum(min(each, window) for each in range(1, length + 1))
+    exact = 3 * 2 * 2 * 4096 * (6 * whole + 30 * within) / length
+    formula = flops_per_token(facts, attended_length=length) - 6 * facts.num_parameters
+    assert formula == pytest.approx(exact, rel=3e-3)
+    shorter = flops_per_token(facts, attended_length=100) - 6 * facts.num_parameters
+    assert shorter == 12 * 36 * 4096 * 100 / 2
+    again = recomputed_flops_per_token(facts, attended_length=length) - 2 * facts.num_parameters
+    assert again == pytest.approx(formula / 3)

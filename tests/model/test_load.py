@@ -16,6 +16,7 @@ from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine
+from tunebook.model import load
 from tunebook.model.load import architecture_from_facts, check_model, load_architecture, load_model
 from tunebook.plan.auto.resolve import resolve_auto
 
@@ -131,3 +132,25 @@ def test_an_unknown_architecture_is_named() -> None:
     )
     with pytest.raises(RequestError, match="NixForCausalLM is not known"):
         architecture_from_facts(facts)
+
+
+def test_what_a_model_states_beside_its_sizes_is_compared_too() -> None:
+    facts = compose(None, ["model=gemma3_4b"]).config.model.facts
+    assert facts is not None
+    architecture = architecture_from_facts(facts)
+    load._compare(architecture, facts)
+    architecture.text_config.sliding_window = 512
+    architecture.vision_config.patch_size = 16
+    said = r"config.text_config.sliding_window=1024 \(config.json: 512\), config.vision_config.patch_size=14 \(config"
+    with pytest.raises(RequestError, match=said):
+        load._compare(architecture, facts)
+
+
+def test_a_window_that_a_model_has_not_is_not_taken_for_one_that_it_does_not_state() -> None:
+    facts = compose(None, ["model=mistral_7b"]).config.model.facts
+    assert facts is not None
+    architecture = architecture_from_facts(facts)
+    assert architecture.sliding_window is None
+    architecture.sliding_window = 4096
+    with pytest.raises(RequestError, match=r"config.sliding_window=None \(config.json: 4096\)"):
+        load._compare(architecture, facts)

@@ -23,6 +23,7 @@ CAST = "cast/"  # prefix of the keys of modes without autocast
 OFFLOADED = "offloaded"  # suffix of the keys for bytes that stay on the GPU with activation offloading
 # The sizes that decide what a layer keeps. The number of layers is not one of them: a run may use fewer layers.
 _LAYER_SIZES = ("architecture", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+_NOT_STATED = ("measured", "unreached", "config")  # fields that an answer has no key of the same form for
 
 
 @dataclass(kw_only=True)
@@ -37,6 +38,11 @@ class MeasuredLayers:
     active_parameters: int  # parameters used for one token: fewer than all if a router chooses among experts
     largest_parameter: int  # elements of the whole model's largest parameter, such as stacked experts
     unreached_parameters: int = 0  # elements of `ModelFacts.unreached`
+    # Heads x head size, summed over the layers that attend to the whole document, and over those that attend to a
+    # sliding window of so many tokens. All 0 if an earlier version traced the layers.
+    attention_width: int = 0
+    sliding_width: int = 0
+    sliding_window: int = 0  # tokens
     attention: list[str] = field(default_factory=list)  # attention kernels that transformers accepts
     # Inputs and outputs of linear layers, and of stacked experts, by the names that `peft.target_modules` matches
     adapters: dict[str, list[int]] = field(default_factory=dict)
@@ -69,6 +75,10 @@ class ModelFacts:
     dtype: str = MISSING  # of the published weights: float32, float16 or bfloat16
     # Parts that text never reaches and that are not trained, such as an image tower, named as in `config.unreached`
     unreached: list[str] = field(default_factory=list)
+    # Further keys of the model's config.json on which its layers depend, as they are written there: head_dim,
+    # sliding_window, num_experts, num_experts_per_tok and the like. Other keys are at transformers' defaults. If a
+    # model's text part is under `text_config` there, it is here too.
+    config: dict[str, Any] = field(default_factory=dict)
     # Not a setting: hidden from OmegaConf and not written to run.yaml. None: unknown.
     measured: MeasuredLayers | None = field(default=None, metadata={"omegaconf_ignore": True, "identity": False})
 
@@ -84,12 +94,15 @@ def facts_from_json(answer: dict[str, Any]) -> ModelFacts:
     Raises: ValueError, TypeError, KeyError or AttributeError if the JSON has another form.
     """
     kinds = {"architecture": str, "dtype": str, "tie_word_embeddings": bool}
-    names = [each.name for each in fields(ModelFacts) if each.name not in ("measured", "unreached")]
+    names = [each.name for each in fields(ModelFacts) if each.name not in _NOT_STATED]
     measured = dict(answer["measured"])
     unreached = [str(name) for name in measured.pop("unreached", [])]
     layers = layers_from_json(measured)
     return ModelFacts(
-        **{name: kinds.get(name, int)(answer[name]) for name in names}, unreached=unreached, measured=layers
+        **{name: kinds.get(name, int)(answer[name]) for name in names},
+        unreached=unreached,
+        config=dict(answer.get("config", {})),
+        measured=layers,
     )
 
 
@@ -134,7 +147,14 @@ def _read_shipped(folder: Path) -> list[dict[str, Any]]:
 
 
 def _shipped_layers(facts: ModelFacts) -> MeasuredLayers | None:
-    for answer in shipped_answers():
-        if all(answer[name] == getattr(facts, name) for name in _LAYER_SIZES):
-            return layers_from_json(answer["measured"] | {"is_of_the_book": True})
-    return None
+    """The shipped trace of such layers, of the model with this vocabulary if there are several."""
+    found = [answer for answer in shipped_answers() if _has_layers(answer, facts)]
+    if not found:
+        return None
+    answer = max(found, key=lambda answer: bool(answer["vocab_size"] == facts.vocab_size))
+    return layers_from_json(answer["measured"] | {"is_of_the_book": True})
+
+
+def _has_layers(answer: dict[str, Any], facts: ModelFacts) -> bool:
+    sizes = all(answer[name] == getattr(facts, name) for name in _LAYER_SIZES)
+    return sizes and answer.get("config", {}) == facts.config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tunebook.config.model_facts import ModelFacts
-from tunebook.model.parameters import active_parameters
+from tunebook.model.parameters import active_parameters, of_layers
 
 
 def attended_length_tokens(document_lengths: Iterable[int]) -> float:
@@ -30,17 +30,29 @@ def flops_per_token(facts: ModelFacts, attended_length: float, num_trained_param
     (2 x i x hidden_size). Over a document of T tokens i sums to T^2 / 2: 2 x T^2 x hidden_size per layer forward, three
     times that with the backward pass, so 6 x num_layers x hidden_size x T^2 per document, or per token
     12 x num_layers x hidden_size x T / 2 with T = `attended_length` = sum of T^2 / sum of T (`attended_length_tokens`).
+    If heads have a size of their own, heads x head size stands for hidden_size. A layer with a sliding window of W
+    tokens compares at most W keys: W - W^2 / (2 x T) on average instead of T / 2.
 
     Not counted: norms, softmax, and activations computed twice under checkpointing, so that MFU measures useful work.
     """
     active = active_parameters(facts)
     weights = 4 * active + 2 * (active if num_trained_parameters is None else num_trained_parameters)
-    return weights + 12 * facts.num_layers * facts.hidden_size * attended_length / 2
+    return weights + 12 * _compared(facts, attended_length)
 
 
 def recomputed_flops_per_token(facts: ModelFacts, attended_length: float) -> float:
     """What activation checkpointing adds: the forward pass once more, 2 x parameters + a third of the attention."""
-    return 2 * active_parameters(facts) + 12 * facts.num_layers * facts.hidden_size * attended_length / 6
+    return 2 * active_parameters(facts) + 4 * _compared(facts, attended_length)
+
+
+def _compared(facts: ModelFacts, length: float) -> float:
+    """Products of a query's number with a key's that a token needs on average, over all layers."""
+    measured = facts.measured
+    if measured is None or measured.attention_width + measured.sliding_width == 0:
+        return facts.num_layers * facts.hidden_size * length / 2
+    window = measured.sliding_window
+    within = length / 2 if length <= window else window - window * window / (2 * length)
+    return of_layers(facts, measured.attention_width * length / 2 + measured.sliding_width * within)
 
 
 def model_flops_utilization(tokens_per_second_per_gpu: float, flops: float, peak_tflops: float) -> float:

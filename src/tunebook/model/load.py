@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
+_ABSENT = "absent"  # of a key that an architecture's config does not have
+_TEXT = "text_config"  # of a model with other parts, such as an image tower
 # Our names of planned sizes -> their names in transformers' config of an architecture.
 _CONFIG_KEYS = {
     "num_layers": "num_hidden_layers",
@@ -119,33 +121,49 @@ def architecture_from_facts(facts: ModelFacts) -> PretrainedConfig:
             f"model.facts.architecture={facts.architecture} is not known to the installed transformers",
             problem_id="unknown-architecture",
         )
+    sizes = {
+        "num_hidden_layers": facts.num_layers,
+        "hidden_size": facts.hidden_size,
+        "intermediate_size": facts.intermediate_size,
+        "num_attention_heads": facts.num_attention_heads,
+        "num_key_value_heads": facts.num_key_value_heads,
+        "vocab_size": facts.vocab_size,
+        "max_position_embeddings": facts.max_position_embeddings,
+        "tie_word_embeddings": facts.tie_word_embeddings,
+    }
+    further = copy.deepcopy(facts.config)
+    if _TEXT in further:
+        further[_TEXT] = sizes | further[_TEXT]
+        sizes = {"tie_word_embeddings": facts.tie_word_embeddings}
     architecture: PretrainedConfig = AutoConfig.for_model(
-        types[facts.architecture],
-        architectures=[facts.architecture],
-        num_hidden_layers=facts.num_layers,
-        hidden_size=facts.hidden_size,
-        intermediate_size=facts.intermediate_size,
-        num_attention_heads=facts.num_attention_heads,
-        num_key_value_heads=facts.num_key_value_heads,
-        vocab_size=facts.vocab_size,
-        max_position_embeddings=facts.max_position_embeddings,
-        tie_word_embeddings=facts.tie_word_embeddings,
+        types[facts.architecture], architectures=[facts.architecture], **sizes | further
     )
     return architecture
 
 
 def _compare(architecture: PretrainedConfig, facts: ModelFacts) -> None:
-    differing = [
-        f"{ours}={getattr(facts, ours)} (config.json: {getattr(architecture, theirs)})"
+    text = architecture.get_text_config(decoder=True)
+    stated = [
+        (ours, getattr(facts, ours), getattr(architecture, theirs, getattr(text, theirs, _ABSENT)))
         for ours, theirs in _CONFIG_KEYS.items()
-        if hasattr(architecture, theirs) and getattr(architecture, theirs) != getattr(facts, ours)
     ]
+    stated += _further(architecture, facts.config, "config")
+    differing = [f"{key}={mine} (config.json: {own})" for key, mine, own in stated if own not in (_ABSENT, mine)]
     if differing:
         raise RequestError(
             f"the model is not the one that was planned with: model.facts {', '.join(differing)}; correct the model's "
             "file in hydra_configs/model, or set model.facts=null to read them from the model",
             problem_id="model-facts",
         )
+
+
+def _further(architecture: Any, stated: dict[str, Any], place: str) -> list[tuple[str, Any, Any]]:
+    """Each key of `model.facts.config`, with its value there and in the model's config.json."""
+    found: list[tuple[str, Any, Any]] = []
+    for key, value in stated.items():
+        own = getattr(architecture, key, _ABSENT)
+        found += _further(own, value, f"{place}.{key}") if isinstance(value, dict) else [(f"{place}.{key}", value, own)]
+    return found
 
 
 def load_model(config: RunConfig, *, is_sharded: bool = False, device: torch.device | None = None) -> PreTrainedModel:

@@ -105,6 +105,13 @@ def of_layers(facts: ModelFacts, measured: float) -> float:
     return measured * facts.num_layers / max(1, facts.measured.num_layers if facts.measured else facts.num_layers)
 
 
+def attention_width(facts: ModelFacts) -> float:
+    """Heads x head size of a decoder layer, on average; the hidden size if no trace says so."""
+    measured = facts.measured
+    width = 0 if measured is None else measured.attention_width + measured.sliding_width
+    return of_layers(facts, width) / max(1, facts.num_layers) or facts.hidden_size
+
+
 def _in_layers(facts: ModelFacts) -> int:
     """Parameters of all decoder layers, without the embeddings and the output head."""
     if facts.measured is not None:

@@ -31,6 +31,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
     "phi3": {**SIZES, **GROUPED, "num_hidden_layers": 3},
+    "smollm3": {**SIZES, **GROUPED, "num_hidden_layers": 3},
+    "gpt_oss": {**SIZES, **GROUPED, "num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gemma3_text": {**SIZES, **GROUPED, "num_hidden_layers": 4, "head_dim": 32},
 }
 # As many layers as the text has: a tower must not be taken for it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 
@@ -11,8 +12,11 @@ from peft import LoraConfig, get_peft_model
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tunebook.config.book import book_root
 from tunebook.config.choices import Attention
 from tunebook.plan.architecture import measure, saved
+
+from .conftest import SIZES
 
 KINDS = ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma2", "mixtral", "phi3")
 
@@ -20,10 +24,15 @@ KINDS = ("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "gemma2", "mixtral", "ph
 SAVED = {"fp32/full/sdpa": [0, 1, 0, 0, 1, 0]}
 
 
+def finding(saved, beside=None):
+    """`measure.measuring` with what it would find."""
+    return lambda *_, **__: contextlib.nullcontext(lambda: (saved, beside or {}))
+
+
 @pytest.fixture(autouse=True)
 def without_activations(monkeypatch):
     """Those are looked at in test_saved.py."""
-    monkeypatch.setattr(measure, "measure_saved", lambda *_: SAVED)
+    monkeypatch.setattr(measure, "measuring", finding(SAVED))
 
 
 def described(folder):
@@ -148,14 +157,24 @@ def test_code_that_is_somewhere_else_or_nowhere_is_not_looked_for_in_the_folder(
     assert measure.describe(file, trust_remote_code=True).get("error") != "code-absent"
 
 
+@pytest.mark.parametrize(("kind", "expected"), [("llama", True), ("mixtral", False)])
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers_are_traced_where_auto_compiles_them(folder_of, monkeypatch, kind, expected):
+    asked = []
+    monkeypatch.setattr(measure, "measuring", lambda *_, **how: asked.append(how["compiles"]) or finding(SAVED)())
+    for compiles in (None, True, False):
+        measure.describe(folder_of(kind) / "config.json", trust_remote_code=False, compiles=compiles)
+    assert asked == [expected, True, False]
+
+
 def test_no_weight_takes_memory(folder_of, monkeypatch):
     seen = []
 
-    def look(config, layers, *_):
+    def look(config, layers, *_, **__):
         seen.extend(parameter.device for parameter in layers.parameters())
-        return SAVED
+        return finding(SAVED)()
 
-    monkeypatch.setattr(measure, "measure_saved", look)
+    monkeypatch.setattr(measure, "measuring", look)
     described(folder_of("llama"))
     assert set(seen) == {torch.device("meta")}
 
@@ -229,7 +248,7 @@ def test_a_model_of_another_kind_is_called_what_it_is(tmp_path, kind, words):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_no_pass_goes_through_is_refused_with_its_error(folder_of, monkeypatch):
-    monkeypatch.setattr(measure, "measure_saved", lambda *_: {})
+    monkeypatch.setattr(measure, "measuring", finding({}))
     file = folder_of("mixtral") / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_experts_per_tok": 20}))
     found = measure.describe(file, trust_remote_code=False)
@@ -244,7 +263,7 @@ def test_a_model_whose_pass_is_only_not_seen_is_not_refused(folder_of, monkeypat
         if error is not None:
             raise error
 
-    monkeypatch.setattr(measure, "measure_saved", lambda *_: {})
+    monkeypatch.setattr(measure, "measuring", finding({}))
     monkeypatch.setattr("transformers.LlamaForCausalLM.forward", pass_through)
     found = described(folder_of("llama"))
     assert found["architecture"] == "LlamaForCausalLM"
@@ -263,7 +282,7 @@ STATES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50}
     ],
 )
 def test_models_without_attention_have_facts_too(tmp_path, kind, sizes, monkeypatch):
-    monkeypatch.setattr(measure, "measure_saved", lambda *_: {})  # they need not have been seen passing
+    monkeypatch.setattr(measure, "measuring", finding({}))  # they need not have been seen passing
     config = AutoConfig.for_model(kind, **STATES, **sizes)
     config.save_pretrained(tmp_path)
     found = measure.describe(tmp_path / "config.json", trust_remote_code=False)
@@ -274,3 +293,69 @@ def test_models_without_attention_have_facts_too(tmp_path, kind, sizes, monkeypa
     assert found["measured"]["adapter_parameters"] == sum(sum(each.weight.shape) for each in linear)
     assert sum(map(sum, found["measured"]["adapters"].values())) == found["measured"]["adapter_parameters"]
     assert not [name for name in found["measured"]["adapters"] if "lora" in name or name == "base_layer"]
+
+
+# One of each way of stating sizes: a head size, a window, an image tower, stacked experts without and with biases.
+OF_THE_BOOK = ("qwen3_06b", "gemma3_1b", "gemma3_4b", "olmoe_1b_7b", "gpt_oss_20b", "smollm3_3b")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", OF_THE_BOOK)
+def test_the_files_of_a_model_of_the_book_are_made_again(monkeypatch, tmp_path, name):
+    """From sizes alone; a few of the traced activations are looked at in test_saved.py."""
+    shipped = book_root() / "hydra_configs" / "model"
+    folder = tmp_path / "hydra_configs" / "model"
+    folder.mkdir(parents=True)
+    stated = (shipped / f"{name}.yaml").read_text()
+    (folder / f"{name}.yaml").write_text(re.sub(r"  num_parameters: .*\n", "", stated))
+    answer = json.loads((shipped / f"{name}.architecture.json").read_text())
+    measured = answer["measured"]
+    every = measured["saved"] | measured["saved_without_autocast"]
+    monkeypatch.setattr(measure, "measuring", finding(every, measured["saved_beside_experts"]))
+    monkeypatch.setattr(measure, "book_root", lambda: tmp_path)
+    measure.trace_book([name])
+    for file in (f"{name}.yaml", f"{name}.architecture.json"):
+        assert (folder / file).read_text() == (shipped / file).read_text()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_size_that_transformers_has_not_is_not_written(monkeypatch, tmp_path):
+    folder = tmp_path / "hydra_configs" / "model"
+    folder.mkdir(parents=True)
+    stated = (book_root() / "hydra_configs" / "model" / "qwen3_06b.yaml").read_text()
+    (folder / "qwen3_06b.yaml").write_text(stated.replace("num_parameters: 5", "num_parameters: 6"))
+    monkeypatch.setattr(measure, "book_root", lambda: tmp_path)
+    with pytest.raises(AssertionError, match="states another num_parameters than transformers has"):
+        measure.trace_book(["qwen3_06b"])
+
+
+def widths(config):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    text = config.get_text_config(decoder=True)
+    return tuple(
+        measure._attention_widths(
+            saved.decoder_layers(saved.text_decoder(model), text.num_hidden_layers), text
+        ).values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [  # layers x heads x head size: of the whole document, of a window; the window
+        ("llama", (3 * 64, 0, 0)),
+        ("qwen3", (3 * 4 * 32, 0, 0)),
+        ("gemma2", (2 * 4 * 32, 2 * 4 * 32, 4096)),
+        ("gemma3", (0, 4 * 4 * 32, 4096)),
+        ("mixtral", (3 * 64, 0, 0)),
+    ],
+)
+def test_layers_attend_to_a_document_or_to_a_window(config_of, kind, expected):
+    assert widths(config_of(kind)) == expected
+
+
+def test_layers_that_compare_no_tokens_have_no_width(config_of):
+    config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=50, state_size=4)
+    assert widths(config)[0] == 0
+    window = AutoConfig.for_model("mistral", **SIZES, num_key_value_heads=2, num_hidden_layers=2, sliding_window=16)
+    assert widths(window) == (0, 2 * 64, 16)

@@ -52,7 +52,7 @@ def asked(monkeypatch):
         answer = ANSWER
 
     calls = Asked()
-    monkeypatch.setattr(meta_device, "_ask", lambda file, trusted, _: calls.append((file, trusted)) or calls.answer)
+    monkeypatch.setattr(meta_device, "_ask", lambda file, trusted, *_: calls.append((file, trusted)) or calls.answer)
     return calls
 
 
@@ -80,7 +80,7 @@ def test_it_is_asked_once_for_the_same_file_in_the_same_environment(file, asked,
 def test_people_are_told_once_that_it_takes_a_while(file, asked, cache, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     meta_device.trace_file(file)
-    told = f"tracing the layers of {file}, once: this takes 5 to 180 s, longer on a busy machine\n"
+    told = f"tracing the layers of {file}, once: this takes 5 to 30 s, longer on a busy machine\n"
     assert capsys.readouterr().err == told
     meta_device.trace_file(file)
     for remembered in cache.iterdir():
@@ -181,7 +181,7 @@ def test_a_refusal_says_what_to_do_and_is_not_remembered(file, asked, cache, ans
 def test_the_process_ends_without_an_answer(file, monkeypatch):
     """As it would where torch is broken: its last words are the reason."""
     monkeypatch.setattr(meta_device.sys, "executable", "/bin/false")
-    assert meta_device._ask(file, False, TraceScope.whole) == {
+    assert meta_device._ask(file, False, TraceScope.whole, None) == {
         "error": "cannot-build",
         "reason": "the process ended with 1",
     }
@@ -189,7 +189,7 @@ def test_the_process_ends_without_an_answer(file, monkeypatch):
 
 def test_a_process_that_takes_too_long_is_ended(file, monkeypatch):
     monkeypatch.setattr(meta_device, "_MAX_SILENCE_S", 0.001)
-    assert meta_device._ask(file, False, TraceScope.whole) == {
+    assert meta_device._ask(file, False, TraceScope.whole, None) == {
         "error": "cut-off",
         "reason": "nothing new was found for 0 s",
     }
@@ -264,9 +264,20 @@ def test_being_cut_off_says_nothing_against_the_file(file, asked):
 
 def test_a_run_on_a_cpu_traces_less_and_takes_a_whole_trace_if_there_is_one(file, asked, cache, monkeypatch):
     ways = []
-    monkeypatch.setattr(meta_device, "_ask", lambda _, __, scope: ways.append(scope.name) or asked.answer)
+    monkeypatch.setattr(meta_device, "_ask", lambda _, __, scope, ___: ways.append(scope.name) or asked.answer)
     whole, full, fp32 = TraceScope.whole, TraceScope.full, TraceScope.fp32
     for scope in (fp32, fp32, full, full, whole, fp32, full):
         meta_device.trace_file(file, scope=scope)
     assert ways == ["fp32", "full", "whole"]
     assert len([*cache.glob("*.json")]) == 3
+
+
+def test_a_trace_with_compiled_layers_serves_a_run_without_them(file, asked, cache, monkeypatch):
+    ways = []
+    monkeypatch.setattr(meta_device, "_ask", lambda *every: ways.append(every[3]) or asked.answer)
+    for compiles in (False, None, True, None, False):
+        meta_device.trace_file(file, scope=TraceScope.full, compiles=compiles)
+    assert ways == [False, None, True]
+    for compiles in (None, True, False):
+        meta_device.trace_file(file, scope=TraceScope.fp32, compiles=compiles)
+    assert ways == [False, None, True, None], "no layer is compiled on a CPU"

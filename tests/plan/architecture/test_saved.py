@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
+import yaml
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.book import book_root
+from tunebook.config.model_facts import ModelFacts
+from tunebook.model.load import architecture_from_facts
 from tunebook.plan.architecture import TraceScope, saved, trace_file
+from tunebook.plan.architecture.compiled import compile_layers
 from tunebook.plan.architecture.kernels import CudaAutocast
+
+from .conftest import ARCHITECTURES, QUIET
 
 pytestmark = pytest.mark.usefixtures("own_compiler")
 
@@ -23,7 +31,7 @@ FORMATS = {
 
 def measured(config, mode):
     """What is kept, whether or not it is offloaded."""
-    return numbers_of(config, mode)[()]
+    return numbers_of(config, mode)["/".join(mode)]
 
 
 def numbers_of(config, mode):
@@ -109,7 +117,7 @@ EACH_TIME = {
     "autocast/full/flash",
     "bf16/adapter/eager",
     "cast/adapter/sdpa",
-    "autocast/full/selective",
+    "autocast/full/compiled",
 }
 MODES = [
     pytest.param(mode, marks=[] if "/".join(mode) in EACH_TIME else pytest.mark.nightly, id="-".join(mode))
@@ -124,8 +132,27 @@ def test_the_numbers_in_the_book_are_those_of_a_fresh_trace(mode):
     facts = trace_file(folder / "config.json")
     assert facts is not None and facts.measured is not None
     shipped = facts.measured.saved | facts.measured.saved_without_autocast
-    for way, numbers in numbers_of(AutoConfig.from_pretrained(folder), mode).items():
-        assert shipped["/".join((*mode, *way))] == numbers
+    numbers = numbers_of(AutoConfig.from_pretrained(folder), mode)
+    assert len(numbers) == 2 and numbers.items() <= shipped.items()
+
+
+@pytest.mark.parametrize(
+    ("model", "mode"),
+    [
+        ("qwen3_4b", ("bf16", "full", "flash")),
+        ("gemma3_1b", ("cast", "adapter", "sdpa")),
+        ("gpt_oss_20b", ("autocast", "full", "eager")),
+        ("olmoe_1b_7b", ("fp32", "adapter", "flash")),
+        pytest.param("olmo3_7b", ("bf16", "full", "compiled"), marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_the_numbers_of_a_named_model_are_those_of_a_fresh_trace(model, mode):
+    facts = ModelFacts(**yaml.safe_load((book_root() / f"hydra_configs/model/{model}.yaml").read_text())["facts"])
+    assert facts.measured is not None and facts.measured.is_of_the_book
+    shipped = facts.measured.saved | facts.measured.saved_without_autocast
+    numbers = numbers_of(architecture_from_facts(facts), mode)
+    assert len(numbers) == 2 and numbers.items() <= shipped.items()
 
 
 @pytest.mark.parametrize(
@@ -141,21 +168,57 @@ def test_the_numbers_in_the_book_are_those_of_a_fresh_trace(mode):
 )
 def test_beside_what_is_kept_stands_what_offloading_leaves_of_it(config_of, mode, each, pair):
     config = config_of("llama")
-    numbers = numbers_of(config, mode)
-    assert {*numbers} == {(), (saved.OFFLOADED,)}
+    numbers, offloaded = numbers_of(config, mode), "/".join((*mode, saved.OFFLOADED))
+    assert {*numbers} == {"/".join(mode), offloaded}
     left = [0, each * config.hidden_size, pair * config.num_attention_heads]
-    assert numbers[(saved.OFFLOADED,)] == [*(3 * number for number in left), *left]
+    assert numbers[offloaded] == [*(3 * number for number in left), *left]
 
 
-def test_layers_of_different_kinds_are_each_looked_at(config_of):
-    config = config_of("gemma2")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    kinds = saved._kinds(config, saved.decoder_layers(model.base_model, 4))
-    assert [kind[0] for kind in kinds] == ["sliding_attention", "full_attention"] * 2
-    assert saved._prefix(kinds) == 4
-    assert saved._prefix(kinds[:1] * 30) == 2
-    assert saved._prefix([*kinds[:1] * 20, *kinds[1:2]]) == 12  # no deeper: the last kind gets the mean of the others
+def test_each_kind_of_layer_is_traced_twice():
+    sliding, full = ("sliding", (None, ((4, 4),))), ("full", (None, ((4, 4),)))
+    assert saved._places([sliding] * 30) == [0, 1]
+    assert saved._places([*[sliding] * 5, full] * 4) == [0, 5, 1, 11]
+    assert saved._places([*[sliding] * 20, full]) == [0, 20, 1]
+    dense = ("full", (None, ((4, 8),)))  # of other shapes, which only its place in the model decides
+    assert saved._places([dense, *[full] * 20]) == [0, 1, 2]
+    assert saved._places([*[full] * 20, dense]) == [*range(12)]  # no deeper: the last kind gets the mean of the others
+
+
+DEEP = {"qwen3": 5, "gemma3_text": 13, "smollm3": 9, "gpt_oss": 6}
+
+
+@pytest.mark.parametrize("kind", DEEP)
+@pytest.mark.parametrize("mode", [("bf16", "full", "flash"), ("fp32", "adapter", "sdpa")], ids="/".join)
+def test_a_few_layers_keep_what_each_of_all_layers_keeps(config_of, monkeypatch, kind, mode):
+    """Only the first of a kind keeps more: what all of them share, such as the rotation's sines."""
+    config, seen = config_of(kind), []
+    deeper = AutoConfig.for_model(
+        kind, **{name: value for name, value in ARCHITECTURES[kind].items() if name != "layer_types"} | QUIET
+        | {"num_hidden_layers": DEEP[kind]},
+    )  # fmt: skip
+    assert len(config.layer_types) < DEEP[kind]
+    found, trace = numbers_of(deeper, mode), saved._saved_by_layer
+    monkeypatch.setattr(saved, "_places", lambda kinds: [*range(len(kinds))])
+    monkeypatch.setattr(saved, "_saved_by_layer", lambda *every: seen.append(trace(*every)) or seen[-1])
+    assert numbers_of(deeper, mode) == found
+    kinds = [*zip(deeper.layer_types, getattr(deeper, "no_rope_layers", deeper.layer_types), strict=True)]
+    for kept, left in seen:
+        for kind_of_layer in set(kinds):
+            places = [place for place, other in enumerate(kinds) if other == kind_of_layer][1:]
+            assert len({(kept[place], left[place]) for place in places}) <= 1
+
+
+def test_one_graph_shows_what_both_ways_of_compiling_keep(config_of):
+    """With selective checkpointing as traced by itself."""
+    config, mode = config_of("llama"), ("bf16", "adapter", saved.COMPILED)
+    found = numbers_of(config, mode)
+
+    def compile_selectively(layers, receivers):
+        compile_layers(layers, recomputes=True)
+
+    with mock.patch.object(saved, "compile_layers", compile_selectively):
+        alone = numbers_of(config, mode)["bf16/adapter/compiled"]
+    assert found["bf16/adapter/selective"] == alone != found["bf16/adapter/compiled"]
 
 
 def test_without_autocast_adapters_are_in_the_format_of_the_weights(config_of):
@@ -173,7 +236,14 @@ def test_three_lengths_give_a_parabola():
 
 
 @pytest.mark.parametrize(
-    ("scope", "modes"), [(TraceScope.whole, 36), (TraceScope.full, 4 * 3 + 2 * 2), (TraceScope.fp32, 2 * 3)]
+    ("scope", "modes"),
+    [
+        (TraceScope.whole, 4 * 2 * 3 + 2 * 3),
+        (TraceScope.full, 4 * 3 + 2),
+        (TraceScope.adapter, 4 * 3 + 2),
+        (TraceScope.dropout, 4 * 3 + 2),
+        (TraceScope.fp32, 2 * 3),
+    ],
 )
 def test_a_mode_that_cannot_be_run_is_left_out(config_of, monkeypatch, own_compiler, scope, modes):
     def fail(*_):
@@ -182,8 +252,18 @@ def test_a_mode_that_cannot_be_run_is_left_out(config_of, monkeypatch, own_compi
     config = config_of("llama")
     monkeypatch.setattr(saved, "_saved_by_layer", fail)
     layers, looked_at = torch.nn.ModuleList([torch.nn.Linear(1, 1)]), []
-    assert saved.measure_saved(config, layers, {}, lambda: looked_at.append(None), scope=scope) == {}
+    with saved.measuring(config, layers, {}, on_found=lambda: looked_at.append(None), scope=scope) as found:
+        assert found() == ({}, {})
     assert len(looked_at) == modes, "and is said to be done, like every other of the scope"
+
+
+def test_nothing_is_compiled_where_nothing_will_be(config_of, monkeypatch, own_compiler):
+    monkeypatch.setattr(saved, "_measure", lambda _, __, mode, ___: {"/".join(mode): [0] * 6})
+    layers = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+    with saved.measuring(config_of("mixtral"), layers, {}, compiles=False, has_experts=True) as found:
+        both, beside = found()
+    assert not [mode for mode in both if "compiled" in mode] and len(both) == 4 * 2 * 3
+    assert [*beside] == [mode for mode in both if "/adapter/" in mode]
 
 
 @pytest.mark.parametrize("mode", [("autocast", "full", "sdpa"), ("bf16", "adapter", "flash")])

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.plan.architecture import kernels, saved
+from tunebook.plan.architecture.compiled import compile_layers
 from tunebook.plan.architecture.kernels import UNMASKED, VARLEN, CudaAutocast
 
 NUM_LAYERS, NUM_HEADS, TOKENS = 3, 16, 1280  # tokens like no size of a weight
@@ -96,14 +97,18 @@ def saved_by_a_layer(
     `compiled`: how layers are, by its name in `meta_device.saved`. `is_eager`: attention without a kernel.
     """
     kernel = compiled or ("eager" if is_eager else "flash")
-    mode = ("autocast" if way.is_mixed else "fp32", "", kernel)  # of which the weights' format is no part
+    mode = (
+        "autocast" if way.is_mixed else "fp32",
+        "",
+        saved.COMPILED if compiled else kernel,
+    )  # of which the weights' format is no part
     attention = VARLEN if compiled else saved.ATTENTION[kernel]
     with _without_memory():
         model = _build(way, *sizes, kind=kind, attention=attention)
         if compiled:
             layers = saved.decoder_layers(saved.text_decoder(saved._causal(model)), NUM_LAYERS)
-            saved._compile(layers, recomputes=saved.COMPILED[compiled])
-        kept, left = saved._saved_by_layer(model, NUM_LAYERS, TOKENS, mode)
+            compile_layers(layers, recomputes=compiled == saved.SELECTIVE)
+        kept, left = saved._saved_by_layer(model, NUM_LAYERS, TOKENS, mode, [])
     return kept[MIDDLE] / TOKENS, left[MIDDLE] / TOKENS
 
 
@@ -219,5 +224,5 @@ def _attention_backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None,
 def _without_memory() -> Iterator[None]:
     """The stand-in for attention has no backward pass but for the time of this."""
     backward = mock.patch.object(kernels._Kernel, "backward", staticmethod(_attention_backward))
-    with saved._quiet(), backward, FakeTensorMode(allow_non_fake_inputs=True):
+    with saved.quiet(), backward, FakeTensorMode(allow_non_fake_inputs=True):
         yield

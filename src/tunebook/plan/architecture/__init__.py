@@ -4,10 +4,11 @@
                the book's models
     targets    the layers that PEFT adapts, by name
     saved      activations that autograd saves in a pass, on tensors with a shape and no memory
+    compiled   what compiled layers save, by torch's way of splitting their operations between the passes
     kernels    stand-ins for GPU kernels, and CUDA's autocast
     (here)     starts that process and caches its answer under the config.json's hash
 
-The first trace takes 5 to 180 seconds, depending on architecture, cores and scope. It needs no weights, no GPU and no
+The first trace takes 5 to 30 seconds, depending on architecture, cores and scope. It needs no weights, no GPU and no
 network.
 """
 
@@ -31,11 +32,12 @@ from typing import Any
 import tunebook
 from tunebook.config.model_facts import MeasuredLayers, ModelFacts, facts_from_json, shipped_answers
 from tunebook.errors import RequestError
+from tunebook.facts.architectures import COMPILED_ARCHITECTURES
 from tunebook.files import cache_root, remember, sha256_file
 from tunebook.processes import stopping_with_parent
 
 # Increase when the answer to the same config.json changes, so that cached answers are not reused.
-_FORM = 7
+_FORM = 8
 # Timeout in seconds without progress. Total time is unlimited: tracing is slow on a busy machine.
 _MAX_SILENCE_S = 300.0
 STATED_FACTS = "stated_facts"  # key for stated sizes instead of a config.json
@@ -46,39 +48,56 @@ class TraceScope(Enum):
     """The modes of training that are traced: all, or those that a run can have, which takes a fraction of the time."""
 
     whole = "whole"
-    full = "full"  # a full fine-tune: nothing with adapters, which are two thirds of the work
+    full = "full"  # a full fine-tune: nothing with adapters
+    adapter = "adapter"  # adapters without dropout
+    dropout = "dropout"  # adapters with dropout
     fp32 = "fp32"  # on a CPU: nothing in 16 bits
 
 
 def trace_file(
-    config_file: Path, *, trust_remote_code: bool = False, scope: TraceScope = TraceScope.whole
+    config_file: Path,
+    *,
+    trust_remote_code: bool = False,
+    scope: TraceScope = TraceScope.whole,
+    compiles: bool | None = None,
 ) -> ModelFacts | None:
     """The facts of the model that a config.json describes; None if torch or transformers is not installed.
 
-    A cached answer of the whole scope serves every other one. Raises: RequestError if transformers has no such causal
-    language model, or cannot build it.
+    `compiles`: whether compiled layers are traced, which is most of the work; None: if `auto` compiles those of the
+    architecture. The whole scope always includes them, and its cached answer serves every other scope. Raises:
+    RequestError if transformers has no such causal language model, or cannot build it.
     """
     if (shipped := _shipped(config_file)) is not None:
         return shipped
     versions = {package: _version(package) for package in _PACKAGES}
     if versions["torch"] is None or versions["transformers"] is None:
         return None
-    key = hashlib.sha256(config_file.read_bytes() + json.dumps([_FORM, versions], sort_keys=True).encode()).hexdigest()
+    made_with = json.dumps([_FORM, versions, sorted(COMPILED_ARCHITECTURES)], sort_keys=True)
+    key = hashlib.sha256(config_file.read_bytes() + made_with.encode()).hexdigest()
     folder = cache_root() / "architectures"
-    whole = folder / f"{key}.json"
-    cached = whole if scope is TraceScope.whole else folder / f"{key}.{scope.name}.json"
-    facts = _read(whole) or _read(cached)
+    if scope is TraceScope.whole:
+        compiles = True
+    names = dict.fromkeys((TraceScope.whole.name, f"{scope.name}.compiled", _cache_name(scope, compiles)))
+    facts = next((known for name in names if (known := _read(folder / f"{key}.{name}.json"))), None)
     if facts is None:
-        _say_once(f"tracing the layers of {config_file}, once: this takes 5 to 180 s, longer on a busy machine")
-        answer = _ask(config_file, trust_remote_code, scope)
+        _say_once(f"tracing the layers of {config_file}, once: this takes 5 to 30 s, longer on a busy machine")
+        answer = _ask(config_file, trust_remote_code, scope, compiles)
         if "error" in answer:
             raise _refusal(config_file, answer, trust_remote_code)
         facts = facts_from_json(answer)
-        remember(cached, json.dumps(answer))
+        remember(folder / f"{key}.{_cache_name(scope, compiles)}.json", json.dumps(answer))
     return facts
 
 
-def trace_stated(facts: ModelFacts, *, scope: TraceScope = TraceScope.whole) -> MeasuredLayers | None:
+def _cache_name(scope: TraceScope, compiles: bool | None) -> str:
+    if scope in (TraceScope.whole, TraceScope.fp32):
+        return scope.name  # with compiled layers, and without
+    return f"{scope.name}{'' if compiles is None else '.compiled' if compiles else '.not_compiled'}"
+
+
+def trace_stated(
+    facts: ModelFacts, *, scope: TraceScope = TraceScope.whole, compiles: bool | None = None
+) -> MeasuredLayers | None:
     """Trace the layers of an architecture with stated sizes that are not in the book; None if tracing fails."""
     sizes = asdict(facts)
     del sizes["measured"]
@@ -86,7 +105,7 @@ def trace_stated(facts: ModelFacts, *, scope: TraceScope = TraceScope.whole) -> 
         file = Path(folder) / "config.json"
         file.write_text(json.dumps({STATED_FACTS: sizes}), encoding="utf-8")
         try:
-            traced = trace_file(file, scope=scope)
+            traced = trace_file(file, scope=scope, compiles=compiles)
         except RequestError:  # a rule or the loader reports it in the user's terms
             return None
     return None if traced is None else traced.measured
@@ -124,7 +143,7 @@ def _read(file: Path) -> ModelFacts | None:
         return None
 
 
-def _ask(config_file: Path, trust_remote_code: bool, scope: TraceScope) -> dict[str, Any]:
+def _ask(config_file: Path, trust_remote_code: bool, scope: TraceScope, compiles: bool | None) -> dict[str, Any]:
     """Run the measuring process and return its answer; a crash or timeout becomes an error entry."""
     paths = [str(Path(tunebook.__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
@@ -138,6 +157,7 @@ def _ask(config_file: Path, trust_remote_code: bool, scope: TraceScope) -> dict[
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-P", "-m", "tunebook.plan.architecture.measure", str(config_file), str(answer)]
         command += ["--scope", scope.name, *["--trust-remote-code"] * trust_remote_code]
+        command += [] if compiles is None else ["--compiled" if compiles else "--no-compiled"]
         said = _run(command, environment, progress_file(answer))
         if said is None:
             return {"error": "cut-off", "reason": f"nothing new was found for {_MAX_SILENCE_S:.0f} s"}

@@ -60,7 +60,7 @@ def read_facts(model: ModelConfig, *, scope: TraceScope = TraceScope.whole) -> M
     """
     if model.facts is not None:
         if model.facts.measured is None:
-            model.facts.measured = trace_stated(model.facts, scope=scope)
+            model.facts.measured = trace_stated(model.facts, scope=scope, compiles=model.compile_layers)
         return model.facts
     config, file = read_config(model), config_file(model)
     if config is None or file is None:
@@ -73,7 +73,7 @@ def read_facts(model: ModelConfig, *, scope: TraceScope = TraceScope.whole) -> M
 
 
 def _is_refused_anyway(model: ModelConfig, config: dict[str, Any]) -> bool:
-    """Whether a rule refuses the model whatever its facts are, so that minutes of tracing would be wasted."""
+    """Whether a rule refuses the model whatever its facts are, so that tracing would be wasted."""
     quantizer = None if model.weights is Weights.random else quantizer_of(config)
     return quantizer not in (None, OWN_QUANTIZER) or why_config_is_not_causal(model, config) is not None
 
@@ -83,7 +83,7 @@ def _traced(model: ModelConfig, file: Path, sizes: dict[str, Any], scope: TraceS
 
     Raises: RequestError if it is not installed and the file relies on transformers' defaults.
     """
-    traced = trace_file(file, trust_remote_code=model.trust_remote_code, scope=scope)
+    traced = trace_file(file, trust_remote_code=model.trust_remote_code, scope=scope, compiles=model.compile_layers)
     if traced is not None:
         _refuse_too_large(file, traced.num_parameters)
         return traced

@@ -14,6 +14,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from tunebook.config.choices import Attention
 from tunebook.config.model_facts import CAST, SHIPPED_SUFFIX, ModelFacts
 from tunebook.config.unreached import as_patterns
 from tunebook.errors import nearest
+from tunebook.facts.architectures import COMPILED_ARCHITECTURES
 from tunebook.facts.attention import ATTENTIONS, FLEX, MASKED, WITHOUT_KERNEL
 from tunebook.files import sha256_file
 from tunebook.model.load import architecture_from_facts
@@ -50,7 +52,8 @@ from tunebook.plan.architecture.saved import (
     LENGTHS,
     adapted,
     decoder_layers,
-    measure_saved,
+    measuring,
+    quiet,
     text_decoder,
     uses_varlen_kernel,
 )
@@ -63,6 +66,8 @@ from tunebook.plan.architecture.targets import (
     stacked_names,
 )
 
+_FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"  # transformers' layer types
+_WINDOWED = (_SLIDING, "chunked_attention")
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _LONGEST = 2**20  # tokens, if an architecture has no highest position
 _FLASH_ATTN = [kernel for kernel, facts in ATTENTIONS.items() if facts.is_flash and not facts.needs_lengths]
@@ -88,14 +93,22 @@ _OTHER_KINDS: tuple[tuple[Any, str], ...] = (
 )
 
 
+class _NoPassError(Exception):
+    """No pass through a model can be computed, even without memory."""
+
+
 def describe(
     config_file: Path,
     *,
     trust_remote_code: bool,
     scope: TraceScope = TraceScope.whole,
+    compiles: bool | None = True,
     on_found: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Return `model.facts` as plain values, or `error` and `reason`. `on_found` is called after each slow part."""
+    """Return `model.facts` as plain values, or `error` and `reason`. `on_found` is called after each slow part.
+
+    `compiles`: whether compiled layers are traced; None: if `auto` compiles those of the architecture.
+    """
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     loader: Any = AutoModelForCausalLM
     try:
@@ -110,7 +123,12 @@ def describe(
         return {"error": "cannot-build", "reason": _error_text(error)}
     if model.get_output_embeddings() is None or model.get_input_embeddings() is None:
         return {"error": "unknown-architecture", "reason": f"{type(model).__name__} has no output head over its words"}
-    return _facts(config, model, options, on_found, scope)
+    if compiles is None:
+        compiles = type(model).__name__ in COMPILED_ARCHITECTURES
+    try:
+        return _facts(config, model, options, on_found=on_found, scope=scope, compiles=compiles)
+    except _NoPassError as error:
+        return {"error": "cannot-build", "reason": str(error)}
 
 
 def _config(config_file: Path, options: dict[str, Any]) -> Any:
@@ -159,21 +177,37 @@ def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
-def _facts(
-    config: Any, model: Any, options: dict[str, Any], on_found: Callable[[], None], scope: TraceScope
-) -> dict[str, Any]:
+def _facts(config: Any, model: Any, options: dict[str, Any], **tracing: Any) -> dict[str, Any]:
+    """The facts of a model that could be built. Raises: _NoPassError if no pass through it can be computed."""
     text = config.get_text_config(decoder=True)
     layers = decoder_layers(text_decoder(model), text.num_hidden_layers)
+    with measuring(config, layers, options, has_experts=has_stacked_experts(model), **tracing) as found:
+        problem = None
+        try:
+            unreached = _unreached(config, options)
+        except _NoPassError as error:
+            problem, unreached = error, set[str]()
+        facts = _counted(config, model, layers, unreached)  # meanwhile
+        saved, beside = found()
+    if problem is not None and not saved:
+        raise problem
+    facts["measured"] |= {
+        "attention": [
+            *(kernel.name for kernel in attention_of(model)),
+            *(kernel.name for kernel in (_VARLEN_KERNELS if uses_varlen_kernel(config, layers, options) else ())),
+        ],
+        "saved": {mode: numbers for mode, numbers in saved.items() if not mode.startswith(CAST)},
+        "saved_without_autocast": {mode: numbers for mode, numbers in saved.items() if mode.startswith(CAST)},
+        "saved_beside_experts": beside,
+    }
+    return facts
+
+
+def _counted(config: Any, model: Any, layers: nn.ModuleList, unreached: set[str]) -> dict[str, Any]:
+    """The facts that need no pass. Puts adapters on the model."""
+    text = config.get_text_config(decoder=True)
     words = model.get_input_embeddings().weight
     linear: list[Any] = [module for module in layers.modules() if is_linear(module)]
-    saved = measure_saved(config, layers, options, on_found, False, scope)
-    beside = measure_saved(config, layers, options, on_found, True, scope) if has_stacked_experts(model) else {}
-    try:
-        unreached = _unreached(config, options)
-    except RuntimeError as error:
-        if not saved:
-            return {"error": "cannot-build", "reason": str(error)}
-        unreached = set()
     patterns = as_patterns(unreached, [name for name, _ in model.named_parameters()])
     num_parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones count once
     in_layers = sum(parameter.numel() for parameter in layers.parameters())
@@ -203,13 +237,7 @@ def _facts(
             "largest_parameter": max(parameter.numel() for parameter in model.parameters()),
             "unreached": patterns,
             "unreached_parameters": sum(p.numel() for name, p in model.named_parameters() if name in unreached),
-            "attention": [
-                *(kernel.name for kernel in attention_of(model)),
-                *(kernel.name for kernel in (_VARLEN_KERNELS if uses_varlen_kernel(config, layers, options) else ())),
-            ],
-            "saved": {mode: numbers for mode, numbers in saved.items() if not mode.startswith(CAST)},
-            "saved_without_autocast": {mode: numbers for mode, numbers in saved.items() if mode.startswith(CAST)},
-            "saved_beside_experts": beside,
+            **_attention_widths(layers, text),
         },
     }
 
@@ -217,12 +245,12 @@ def _facts(
 def _unreached(config: Any, options: dict[str, Any]) -> set[str]:
     """The names of the parameters that get no gradient from a row of words.
 
-    Empty if a pass needs a value from a tensor without memory, so that the answer is unknown. Raises: RuntimeError if
+    Empty if a pass needs a value from a tensor without memory, so that the answer is unknown. Raises: _NoPassError if
     no pass through the model can be computed.
     """
     loader: Any = AutoModelForCausalLM
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
             with no_init_weights():
                 model = loader.from_config(copy.deepcopy(config), attn_implementation="eager", **options)
                 model.tie_weights()
@@ -235,7 +263,7 @@ def _unreached(config: Any, options: dict[str, Any]) -> set[str]:
     except _FAKE_TENSOR_ERRORS:
         return set()
     except Exception as error:  # of any type, as in `describe`
-        raise RuntimeError(f"no pass through its layers can be computed: {_error_text(error)}") from error
+        raise _NoPassError(f"no pass through its layers can be computed: {_error_text(error)}") from error
 
 
 def _leaves(last: Any) -> set[int]:
@@ -255,17 +283,47 @@ def _leaves(last: Any) -> set[int]:
 def _unused_expert_parameters(layers: nn.ModuleList, text: Any) -> int:
     """Number of parameters of the experts that a token is not sent to.
 
-    transformers 5 keeps all experts of a layer in one tensor. 0 if the config does not say how many are chosen.
+    transformers 5 keeps all experts of a layer in one tensor, and their biases in another of the same module. 0 if the
+    config does not say how many are chosen.
     """
     chosen = _whole(text, *CHOSEN_EXPERTS)
-    stacked = [parameter for parameter in layers.parameters() if parameter.dim() == 3]
     if chosen is None:
         return 0
-    return sum(
-        parameter.numel() * (len(parameter) - chosen) // len(parameter)
-        for parameter in stacked
-        if len(parameter) > chosen
-    )
+    unused = 0
+    for module in layers.modules():
+        own = list(module.parameters(recurse=False))
+        numbers = {len(parameter) for parameter in own if parameter.dim() == 3}
+        experts = [each for each in own if each.dim() > 1 and len(each) in numbers and len(each) > chosen]
+        unused += sum(each.numel() * (len(each) - chosen) // len(each) for each in experts)
+    return unused
+
+
+def _attention_widths(layers: nn.ModuleList, text: Any) -> dict[str, int]:
+    """Heads x head size of all layers that attend to the whole document, and of those that attend to a window."""
+    window = _whole(text, "sliding_window", "attention_chunk_size")
+    kinds = getattr(text, "layer_types", None) or [_SLIDING if window else _FULL] * len(layers)
+    widths = {_FULL: 0.0, _SLIDING: 0.0}
+    for kind, layer in zip(kinds, layers, strict=False):
+        if not (str(kind).endswith("attention") and kind != _LINEAR):
+            continue  # no comparison of each token with others: a recurrent layer or a convolution
+        is_windowed = window is not None and kind in _WINDOWED
+        widths[_SLIDING if is_windowed else _FULL] += (_whole(text, "num_attention_heads") or 0) * _head_size(
+            layer, text
+        )
+    widest = {"attention_width": round(widths[_FULL]), "sliding_width": round(widths[_SLIDING])}
+    return widest | {"sliding_window": window if window and widths[_SLIDING] else 0}
+
+
+def _head_size(layer: nn.Module, text: Any) -> float:
+    """Mean size of a head's query and value in a layer."""
+    for module in layer.modules():
+        query, value = (_whole(module, name) for name in ("qk_head_dim", "v_head_dim"))
+        if query and value:  # latent attention
+            return (query + value) / 2
+        if own := _whole(module, "head_dim"):
+            return own
+    heads, hidden = _whole(text, "num_attention_heads"), _whole(text, "hidden_size")
+    return _whole(text, "head_dim") or (hidden / heads if hidden and heads else 0)
 
 
 def attention_of(model: Any) -> list[Attention]:
@@ -305,28 +363,53 @@ def _adapters(model: Any, layers: nn.ModuleList, unreached: list[str]) -> dict[s
 
 
 def trace_book(names: list[str]) -> None:
-    """Write the traces of all or the named models of the book next to their YAML, one mode a line."""
+    """Write the traces of all or the named models of the book next to their YAML, one mode a line.
+
+    Facts that a YAML file leaves out, such as the number of parameters, are added to it. Those that it states must be
+    what transformers builds.
+    """
     folder = book_root() / "hydra_configs" / "model"
     for file in sorted(folder.glob("*.yaml")):
-        model = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        model = yaml.safe_load(text)
         if (names and file.stem not in names) or not (model.get("facts") or model.get("path")):
             continue
+        facts = model.get("facts")
         with tempfile.TemporaryDirectory() as made:
             config_file = Path(made) / "config.json"
             own = {}
-            if "facts" in model:
-                config_file.write_text(json.dumps({STATED_FACTS: model["facts"]}), encoding="utf-8")
+            if facts is not None:
+                config_file.write_text(json.dumps({STATED_FACTS: facts}), encoding="utf-8")
             else:
                 config_file = resolve_path(model["path"]) / "config.json"
                 own = {"config_sha256": sha256_file(config_file)}
             answer = describe(config_file, trust_remote_code=False) | own
-        answer["dtype"] = model.get("facts", {}).get("dtype", answer["dtype"])  # of the published weights
-        stated = {name: value for name, value in model.get("facts", {}).items() if name != "dtype"}
-        differing = [name for name, value in stated.items() if answer.get(name) != value]
-        assert not differing, f"{file} states another {', '.join(differing)} than transformers has: {answer}"
+        assert "error" not in answer, f"{file}: {answer}"
+        if facts is not None:
+            answer |= {"dtype": facts["dtype"]} | ({"config": facts["config"]} if "config" in facts else {})
+            found = answer | {"unreached": answer["measured"]["unreached"]}
+            differing = [name for name, value in facts.items() if found.get(name) != value]
+            assert not differing, f"{file} states another {', '.join(differing)} than transformers has: {answer}"
+            head = text[: text.index("\nfacts:") + 1]
+            file.write_text(head + facts_yaml(found), encoding="utf-8")
         text = re.sub(r"\[[^\[\]{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(answer, indent=1))
         file.with_suffix(SHIPPED_SUFFIX).write_text(text + "\n", encoding="utf-8")
         print(file.stem, flush=True)
+
+
+def facts_yaml(found: dict[str, Any]) -> str:
+    """The `facts` of a model group file, in the order of the schema, without empty ones."""
+    names = [each.name for each in fields(ModelFacts) if found.get(each.name) not in (None, [], {})]
+    stated = {name: found[name] for name in names if name != "measured"}
+    return yaml.dump({"facts": stated}, Dumper=_IndentedLists, sort_keys=False, default_flow_style=False)
+
+
+class _IndentedLists(yaml.SafeDumper):
+    """Writes lists in the style that yamllint expects."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        """Indent an item deeper than its list's key."""
+        super().increase_indent(flow, False)
 
 
 def main() -> None:
@@ -336,6 +419,9 @@ def main() -> None:
     parser.add_argument("answer_file", type=Path, nargs="?")
     parser.add_argument("--trust-remote-code", action="store_true")
     parser.add_argument("--scope", choices=TraceScope.__members__, default=TraceScope.whole.name)
+    parser.add_argument(
+        "--compiled", action=argparse.BooleanOptionalAction, help="compiled layers; default: if auto does"
+    )
     parser.add_argument("--book", nargs="*", metavar="NAME")
     arguments = parser.parse_args()
     if arguments.book is not None:
@@ -353,6 +439,7 @@ def main() -> None:
         arguments.config_file,
         trust_remote_code=arguments.trust_remote_code,
         scope=TraceScope[arguments.scope],
+        compiles=arguments.compiled,
         on_found=note,
     )
     arguments.answer_file.write_text(json.dumps(answer), encoding="utf-8")

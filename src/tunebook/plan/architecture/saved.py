@@ -1,12 +1,11 @@
 """Measure what autograd saves in one pass through each decoder layer, on tensors with a shape and no memory.
 
-A prefix of the model runs under PyTorch's FakeTensorMode at three lengths, in every number format and with each kind of
-attention. The storages that autograd saves are summed by the layer that saves them. The three lengths separate the
-constant part, the part linear in tokens, and the quadratic part, such as a mask.
+A model of a few of the layers, each kind twice, runs under PyTorch's FakeTensorMode at three lengths, in every number
+format and with each kind of attention. The storages that autograd saves are summed by the layer that saves them. The
+three lengths separate the constant part, the part linear in tokens, and the quadratic part, such as a mask.
 
-Compiled layers are split between forward and backward pass by torch's partitioner, with the same settings as on a GPU.
-Their graphs run as they are, without code generation. For other layers, stand-ins save what a GPU's attention kernels
-save; everything else runs as on a CPU under CUDA's autocast.
+`compiled` says what compiled layers keep. For other layers, stand-ins save what a GPU's attention kernels save;
+everything else runs as on a CPU under CUDA's autocast.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import copy
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any
@@ -29,8 +28,8 @@ from transformers.initialization import no_init_weights
 
 from tunebook.config.model_facts import OFFLOADED
 from tunebook.config.unreached import expression
-from tunebook.facts.compiling import set_up_compiler
 from tunebook.plan.architecture import TraceScope
+from tunebook.plan.architecture.compiled import Receiver, compile_layers, load_compiler
 from tunebook.plan.architecture.kernels import (
     MASKED,
     UNMASKED,
@@ -52,74 +51,83 @@ FORMATS = {
 }  # fmt: skip
 # Our name for an attention, and transformers' name.
 ATTENTION = {"sdpa": MASKED, "flash": UNMASKED, "eager": "eager"}
-# Compiled layers, all with torch's kernel for packed rows, and whether cheap operations are recomputed.
-COMPILED = {"compiled": False, "selective": True}
+# Compiled layers, all with torch's kernel for packed rows, and the second number of the same trace: what they keep with
+# selective checkpointing.
+COMPILED, SELECTIVE = "compiled", "selective"
 _METHODS = ("full", "adapter")
 _BESIDE = "beside"  # method: an adapter on all layers except stacked experts
 _DROPOUT = 0.05  # for the method "dropout", an adapter; the rate has no influence
 _MODES = (
     *itertools.product(FORMATS, _METHODS, ATTENTION),
-    *itertools.product(("autocast", "bf16"), (*_METHODS, "dropout"), COMPILED),
+    *itertools.product(("autocast", "bf16"), (*_METHODS, "dropout"), (COMPILED,)),
 )
-_MAX_LAYERS = 12  # most layers that a prefix has
+_OF_ADAPTERS = {("adapter", kernels) for kernels in ATTENTION}
+_METHODS_OF = {  # without dropout, layers that are not compiled keep the same except what `plan.memory.kept` adds
+    TraceScope.full: ("full",), TraceScope.adapter: ("adapter",), TraceScope.dropout: ("adapter", "dropout"),
+}  # fmt: skip
+_MAX_LAYERS = 12  # most layers that are traced
 _MOST_BEING_COPIED, _SMALLEST_BYTES = 5, 1024  # TRL's max_fwd_stash_size and min_offload_size
-_WORKERS = 8  # processes; compiling takes some seconds a mode, and there are up to 12 such modes
+_WORKERS = 8  # processes; compiling takes some seconds a mode, and there are up to 6 such modes
 _MACHINES = (MemoryError, ImportError, OSError)  # machine faults; must not be cached as facts of a model
+Saved = dict[str, list[int]]
 _known: list[Any] = []  # in a worker: config, kinds of layers, options
 
 
-def measure_saved(
+@contextlib.contextmanager
+def measuring(
     config: Any,
     layers: nn.ModuleList,
     options: dict[str, Any],
+    *,
     on_found: Callable[[], None] = lambda: None,
-    beside_experts: bool = False,
     scope: TraceScope = TraceScope.whole,
-) -> dict[str, list[int]]:
-    """Return six numbers by "format/method/kernels", as in `MeasuredLayers`; modes that fail to run are left out.
+    compiles: bool = True,
+    has_experts: bool = False,
+) -> Iterator[Callable[[], tuple[Saved, Saved]]]:
+    """Trace the modes of a scope in other processes; calling the result waits for them.
 
-    For layers that are not compiled there are also six numbers of what offloading leaves on the GPU, under the same key
-    plus "offloaded".
+    It returns six numbers by "format/method/kernels", as in `MeasuredLayers`; modes that fail to run are left out. For
+    layers that are not compiled there are also six numbers of what offloading leaves on the GPU, under the same key
+    plus "offloaded". The second mapping is the same with adapters on all layers except stacked experts, if
+    `has_experts`, for layers that are not compiled.
 
-    `on_found` is called after each mode. `beside_experts`: adapters on all layers except stacked experts, for layers
-    that are not compiled.
-
-    Compiled layers are traced only if they have attention: recurrent layers such as RWKV's take minutes to compile.
-    Only the modes of the scope are traced.
+    `on_found` is called after each mode. Compiled layers are traced only if the run may compile them (`compiles`), and
+    if they have attention: recurrent layers such as RWKV's take minutes to compile.
     """
     known = (config, _kinds(config, layers), options)
     has_attention = bool(getattr(config.get_text_config(decoder=True), "num_attention_heads", None))
-    modes = [mode for mode in _MODES if has_attention or mode[2] not in COMPILED]
-    if scope is TraceScope.fp32:
-        modes = [mode for mode in modes if mode[0] == "fp32"]
-    if scope is TraceScope.full:
-        modes = [mode for mode in modes if mode[1] == "full"]
-    if beside_experts:  # not compiled: compiled traces with adapters on experts are missing too, and take a minute
-        modes = [mode for mode in modes if mode[1] == "adapter" and mode[2] not in COMPILED]
-    seen = [(number_format, _BESIDE if beside_experts else method, kernels) for number_format, method, kernels in modes]
+    modes = [mode for mode in _modes(scope) if (has_attention and compiles) or mode[2] != COMPILED]
+    if has_experts:  # not compiled: compiled traces with adapters on experts are missing too, and take a minute
+        modes += [(each, _BESIDE, kernels) for each, method, kernels in modes if (method, kernels) in _OF_ADAPTERS]
     if not modes:
-        return {}
+        yield lambda: ({}, {})
+        return
+    if any(mode[2] == COMPILED for mode in modes):
+        load_compiler()
     workers = min(_WORKERS, os.cpu_count() or 1, len(modes))
-    if any(mode[2] in COMPILED for mode in modes):
-        _load_compiler()
     with ProcessPoolExecutor(workers, get_context("fork"), initializer=_set_worker_state, initargs=known) as pool:
-        asked = [pool.submit(_measure_in_worker, mode) for mode in seen]
-        for _ in as_completed(asked):
-            on_found()
-        found = [one.result() for one in asked]
-        return {
-            "/".join((*mode, *way)): numbers
-            for mode, by_way in zip(modes, found, strict=True)
-            for way, numbers in by_way.items()
-        }
+        slowest_first = sorted(modes, key=lambda mode: mode[2] != COMPILED)
+        asked = {mode: pool.submit(_measure_in_worker, mode) for mode in slowest_first}
+
+        def found() -> tuple[Saved, Saved]:
+            for _ in as_completed(asked.values()):
+                on_found()
+            every = [(mode, *item) for mode in modes for item in asked[mode].result().items()]
+            beside = {key.replace(_BESIDE, "adapter"): six for mode, key, six in every if mode[1] == _BESIDE}
+            return {key: six for mode, key, six in every if mode[1] != _BESIDE}, beside
+
+        yield found
 
 
-def _load_compiler() -> None:
-    """Compile something small before the workers are forked, or each of them would import the compiler: 3 s of CPU."""
-    layers = nn.ModuleList([nn.Linear(4, 4)])
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        _compile(layers, recomputes=False)
-        layers[0](torch.zeros(2, 4))
+def _modes(scope: TraceScope) -> list[tuple[str, str, str]]:
+    """The modes of a scope, without adapters' dropout where a method has none."""
+    if scope is TraceScope.fp32:
+        return [mode for mode in _MODES if mode[0] == "fp32"]
+    methods = _METHODS_OF.get(scope)
+    modes = [mode for mode in _MODES if methods is None or mode[1] in methods]
+    if scope is TraceScope.dropout:
+        modes = [mode for mode in modes if mode[1] == "dropout" or mode[2] != COMPILED]
+    return modes
 
 
 def _set_worker_state(*known: Any) -> None:
@@ -131,7 +139,7 @@ def _set_worker_state(*known: Any) -> None:
     _known.extend(known)
 
 
-def _measure_in_worker(mode: tuple[str, str, str]) -> dict[tuple[str, ...], list[int]]:
+def _measure_in_worker(mode: tuple[str, str, str]) -> dict[str, list[int]]:
     config, kinds, options = _known
     return _measure(config, kinds, mode, options)
 
@@ -144,8 +152,8 @@ def uses_varlen_kernel(config: Any, layers: nn.ModuleList, options: dict[str, An
     mode = ("bf16", "full", VARLEN)
     asked: list[None] = []
     try:
-        with _quiet(on_call=lambda: asked.append(None)), FakeTensorMode(allow_non_fake_inputs=True), _autocast(mode):
-            model = _build(config, _prefix(_kinds(config, layers)), mode, options)
+        with quiet(on_call=lambda: asked.append(None)), FakeTensorMode(allow_non_fake_inputs=True), _autocast(mode):
+            model = _build(config, _places(_kinds(config, layers)), mode, options, [])
             model.base_model(**_row(LENGTHS[0], has_lengths=True), use_cache=False)
     except _MACHINES:
         raise
@@ -161,45 +169,65 @@ def decoder_layers(decoder: Any, expected: int) -> nn.ModuleList:
     return exact[0] if exact else max(lists, key=lambda each: sum(p.numel() for p in each.parameters()))
 
 
+def _lists(text: Any) -> dict[str, list[Any]]:
+    """The lists in a config that say something about each layer, such as `layer_types` or `no_rope_layers`."""
+    number = text.num_hidden_layers
+    found = {name: getattr(text, name, None) for name in sorted(vars(text))}
+    return {name: value for name, value in found.items() if isinstance(value, list) and len(value) == number}
+
+
 def _kinds(config: Any, layers: nn.ModuleList) -> list[tuple[Any, ...]]:
-    """The kind of each layer: its type, if the config names one, and the shapes of its parameters."""
-    named = getattr(config.get_text_config(decoder=True), "layer_types", None) or [None] * len(layers)
+    """The kind of each layer: what the config's lists say about it, and what its place decides, such as its shapes."""
+    text = config.get_text_config(decoder=True)
+    lists = _lists(text)
+    stated = zip(*lists.values(), strict=True)
+    derived = () if "layer_types" in lists else getattr(text, "layer_types", None) or ()  # of Mamba, by the place
     shapes = (tuple(tuple(p.shape) for p in layer.parameters()) for layer in layers)
-    return list(zip(named, shapes, strict=False))
+    found = itertools.islice(itertools.zip_longest(stated, derived, shapes), len(layers))
+    return [(repr(values), (name, shape)) for values, name, shape in found]
 
 
-def _prefix(kinds: list[tuple[Any, ...]]) -> int:
-    """Number of layers that hold each kind twice, so that one of them is not the first; at most `_MAX_LAYERS`."""
-    needed = 2
-    for kind in set(kinds):
-        places = [place for place, other in enumerate(kinds) if other == kind]
-        needed = max(needed, places[min(1, len(places) - 1)] + 1)
-    return min(needed, len(kinds), _MAX_LAYERS)
+def _places(kinds: list[tuple[Any, ...]]) -> list[int]:
+    """The layers to trace: each kind twice, so that one of them is not the first.
+
+    If a layer's place decides its kind, the first layers are taken as they are, at most `_MAX_LAYERS`.
+    """
+    twice = [[place for place, other in enumerate(kinds) if other == kind][:2] for kind in dict.fromkeys(kinds)]
+    if len({by_place for _, by_place in kinds}) > 1:
+        return list(range(min(max(2, *(places[-1] + 1 for places in twice)), len(kinds), _MAX_LAYERS)))
+    places = [places[0] for places in twice] + [places[1] for places in twice if len(places) > 1]
+    return places[:_MAX_LAYERS]
 
 
 def _measure(
     config: Any, kinds: list[tuple[Any, ...]], mode: tuple[str, str, str], options: dict[str, Any]
-) -> dict[tuple[str, ...], list[int]]:
-    """Six numbers of what is kept, and of what offloading leaves of it; empty if the mode fails to run."""
-    prefix = _prefix(kinds)
+) -> dict[str, list[int]]:
+    """Six numbers of what is kept, and of what offloading leaves of it or selective checkpointing keeps, by key.
+
+    Empty if the mode fails to run.
+    """
+    places, receivers = _places(kinds), list[Receiver]()
     try:
-        with _quiet(has_frozen_experts=mode[1] == _BESIDE), FakeTensorMode(allow_non_fake_inputs=True):
-            model = _build(config, prefix, mode, options)
-            found = [_saved_by_layer(model, prefix, length, mode) for length in LENGTHS]
+        with quiet(has_frozen_experts=mode[1] == _BESIDE), FakeTensorMode(allow_non_fake_inputs=True):
+            model = _build(config, places, mode, options, receivers)
+            found = [_saved_by_layer(model, len(places), length, mode, receivers) for length in LENGTHS]
     except _MACHINES:
         raise
     except Exception:  # unsupported attention, or an operation without a fake kernel
         return {}
-    ways: dict[tuple[str, ...], list[list[float]]] = {(): [kept for kept, _ in found]}
-    if mode[2] not in COMPILED:
-        ways[(OFFLOADED,)] = [left for _, left in found]
-    return {way: _six_numbers(kinds, prefix, by_length) for way, by_length in ways.items()}
+    number_format, method, kernels = mode
+    first, second = zip(*found, strict=True)
+    other = SELECTIVE if kernels == COMPILED else f"{kernels}/{OFFLOADED}"
+    return {
+        f"{number_format}/{method}/{name}": _six_numbers(kinds, places, numbers)
+        for name, numbers in ((kernels, first), (other, second))
+    }
 
 
-def _six_numbers(kinds: list[tuple[Any, ...]], prefix: int, found: list[list[float]]) -> list[int]:
-    """Fit all layers and the largest layer to the bytes of each layer of a prefix at the three lengths."""
-    by_kind = {kind: [bytes_[place] for bytes_ in found] for place, kind in enumerate(kinds[:prefix])}
-    mean = [sum(bytes_) / prefix for bytes_ in found]
+def _six_numbers(kinds: list[tuple[Any, ...]], places: list[int], found: Sequence[list[float]]) -> list[int]:
+    """Fit all layers and the largest layer to the bytes of each traced layer at the three lengths."""
+    by_kind = {kinds[place]: [bytes_[number] for bytes_ in found] for number, place in enumerate(places)}
+    mean = [sum(bytes_) / len(places) for bytes_ in found]
     curves = [_curve(by_kind.get(kind, mean)) for kind in kinds]
     largest = max(curves, key=lambda curve: curve[0] + curve[1] * 4096 + curve[2] * 4096**2)
     return [round(number) for number in (*map(sum, zip(*curves, strict=True)), *largest)]
@@ -215,7 +243,7 @@ def _curve(found: list[float]) -> tuple[float, float, float]:
 
 
 @contextlib.contextmanager
-def _quiet(on_call: Callable[[], None] = lambda: None, *, has_frozen_experts: bool = False) -> Iterator[None]:
+def quiet(on_call: Callable[[], None] = lambda: None, *, has_frozen_experts: bool = False) -> Iterator[None]:
     """Suppress warnings, and use an expert product that has a fake kernel in every number format."""
     from transformers.integrations import moe
 
@@ -235,13 +263,16 @@ def _quiet(on_call: Callable[[], None] = lambda: None, *, has_frozen_experts: bo
             setattr(moe, name, product)
 
 
-def _build(config: Any, prefix: int, mode: tuple[str, str, str], options: dict[str, Any]) -> Any:
+def _build(
+    config: Any, places: list[int], mode: tuple[str, str, str], options: dict[str, Any], receivers: list[Receiver]
+) -> Any:
+    """A model of these layers. Compiled ones give the receivers what they would keep with selective checkpointing."""
     number_format, method, kernels = mode
     shorter = copy.deepcopy(config)
     text = shorter.get_text_config(decoder=True)
-    text.num_hidden_layers = prefix
-    if len(getattr(text, "layer_types", None) or ()) > prefix:  # Mamba derives them from the number of layers
-        text.layer_types = list(text.layer_types)[:prefix]
+    for name, values in _lists(text).items():
+        setattr(text, name, [values[place] for place in places])
+    text.num_hidden_layers = len(places)
     loader: Any = AutoModelForCausalLM
     attention = ATTENTION.get(kernels, VARLEN)
     with no_init_weights():  # some initializers fail on a tensor without memory
@@ -251,8 +282,8 @@ def _build(config: Any, prefix: int, mode: tuple[str, str, str], options: dict[s
         model = adapted(model, rank=LORA_RANK, dropout=_DROPOUT if method == "dropout" else 0.0, names=names)
         if number_format == "cast":
             _cast_trained(model)
-    if kernels in COMPILED:
-        _compile(decoder_layers(text_decoder(_causal(model)), prefix), recomputes=COMPILED[kernels])
+    if kernels == COMPILED:
+        compile_layers(decoder_layers(text_decoder(_causal(model)), len(places)), receivers=receivers)
     return model.train()
 
 
@@ -274,28 +305,6 @@ def text_decoder(model: Any) -> Any:
 
 def _causal(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _compile(layers: nn.ModuleList, *, recomputes: bool) -> None:
-    """Split each layer's operations between the passes as `model.compiled_layers` does."""
-    from torch._dynamo import reset
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.decomposition import select_decomp_table
-
-    def run_unchanged(graph: Any, _: Any) -> Any:
-        return graph.forward
-
-    reset()
-    set_up_compiler(recomputes=recomputes)
-    backend = aot_autograd(
-        fw_compiler=run_unchanged,
-        bw_compiler=run_unchanged,
-        partition_fn=min_cut_rematerialization_partition,
-        decompositions=select_decomp_table(),
-    )
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, backend=backend, fullgraph=True)
 
 
 def adapted(
@@ -328,12 +337,12 @@ def adapted(
 
 
 def _saved_by_layer(
-    model: Any, prefix: int, length: int, mode: tuple[str, str, str]
+    model: Any, prefix: int, length: int, mode: tuple[str, str, str], receivers: list[Receiver]
 ) -> tuple[list[float], list[float]]:
     """Return saved bytes by layer, and those of them that offloading leaves on the device.
 
-    A storage counts toward the layer that saves it first. Weights are left out, and so are their copies, which are
-    recognized by shape.
+    For compiled layers, the second are the bytes saved with selective checkpointing. A storage counts toward the layer
+    that saves it first. Weights are left out, and so are their copies, which are recognized by shape.
     """
     decoder = text_decoder(_causal(model))
     of_weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
@@ -341,24 +350,29 @@ def _saved_by_layer(
     sides |= {tuple(reversed(shape)) for shape in sides}
     now: list[int | None] = [None]
     saved: dict[int, tuple[int | None, int]] = {}
+    selective: dict[int, tuple[int | None, int]] = {}
     offloading = Offloading(of_weights)
     kept_alive = []  # prevents reuse of a storage's address
 
-    def keep(tensor: Any) -> Any:
+    def note(tensor: Any, found: dict[int, tuple[int | None, int]]) -> None:
         storage = tensor.untyped_storage()
         kept_alive.append(storage)
-        offloading.save(tensor)
         if storage._cdata not in of_weights and tuple(tensor.shape) not in sides:
-            saved.setdefault(storage._cdata, (now[0], storage.nbytes()))
+            found.setdefault(storage._cdata, (now[0], storage.nbytes()))
+
+    def keep(tensor: Any) -> Any:
+        note(tensor, saved)
+        offloading.save(tensor)
         return tensor
 
     for place, layer in enumerate(decoder_layers(decoder, prefix)):
         layer.register_forward_pre_hook(lambda *_, place=place: now.__setitem__(0, place))
         layer.register_forward_hook(lambda *_: now.__setitem__(0, None))
+    receivers[:] = [lambda tensor: note(tensor, selective)]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _autocast(mode):
-        decoder(**_row(length, has_lengths=mode[2] in COMPILED), use_cache=False)
+        decoder(**_row(length, has_lengths=mode[2] == COMPILED), use_cache=False)
     left = {storage: found for storage, found in saved.items() if storage in offloading.left}
-    return _by_layer(saved, prefix), _by_layer(left, prefix)
+    return _by_layer(saved, prefix), _by_layer(selective if mode[2] == COMPILED else left, prefix)
 
 
 def _by_layer(found: dict[int, tuple[int | None, int]], prefix: int) -> list[float]:
@@ -368,7 +382,7 @@ def _by_layer(found: dict[int, tuple[int | None, int]], prefix: int) -> list[flo
 @contextlib.contextmanager
 def _autocast(mode: tuple[str, str, str]) -> Iterator[None]:
     """Autocast as on a GPU; the norms of compiled layers compute in fp32 anyway."""
-    like_cuda = contextlib.nullcontext() if mode[2] in COMPILED else CudaAutocast()
+    like_cuda = contextlib.nullcontext() if mode[2] == COMPILED else CudaAutocast()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=FORMATS[mode[0]][1]), like_cuda:
         yield
 

@@ -120,7 +120,9 @@ def _trace_scope(config: RunConfig) -> TraceScope:
     is_fp32 = is_fp32 and precision.master_weights in (MasterWeights.auto, MasterWeights.fp32)
     if is_fp32 and config.hardware.generation is Generation.cpu:
         return TraceScope.fp32
-    return TraceScope.full if config.peft.method is PeftMethod.full else TraceScope.whole
+    if config.peft.method is PeftMethod.full:
+        return TraceScope.full
+    return TraceScope.dropout if config.peft.dropout > 0 else TraceScope.adapter
 
 
 def _note_unreached(decisions: Decisions) -> None:

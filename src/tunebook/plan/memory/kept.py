@@ -20,6 +20,7 @@ from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import (
     EMBEDDINGS,
     HEADS,
+    attention_width,
     is_named_like_llama,
     last_name,
     linear_layers,
@@ -180,7 +181,7 @@ def _differences(config: RunConfig, facts: ModelFacts, *, is_compiled: bool, is_
         yield -_shared_input_bytes(config, facts)
         yield -_recomputed_by_liger(config, facts)
     if attention_facts(config).keeps_documents:  # each document's output, and their concatenation
-        yield float(bytes_per_compute_value(config) * facts.hidden_size)
+        yield float(bytes_per_compute_value(config) * attention_width(facts))
 
 
 def _compiled_differences(config: RunConfig, facts: ModelFacts) -> Iterator[float]:
