@@ -133,6 +133,8 @@ def test_what_cannot_be_loaded_is_refused_whatever_is_allowed(
     [
         ("full", "optimizer__name", "adamw_8bit", "optimizer.name was adamw_8bit and is adamw", "optimizer.name=adamw"),
         ("lora", "peft__rank", 4, "peft.rank was 4 and is 16", "peft.rank=4"),
+        ("lora", "peft__use_dora", True, "peft.use_dora was true and is false", "Resume with peft.use_dora=true"),
+        ("lora", "peft__rank_pattern", {"q_proj": 4}, "was {'q_proj': 4} and is {}", "'peft.rank_pattern={q_proj: 4}'"),
         ("lora", "peft__target_modules", ["q_proj"], "target_modules was ['q_proj'] and is []", "modules=[q_proj]"),
     ],
 )

@@ -166,6 +166,15 @@ def test_missing_values_are_all_named():
         composed("evaluation=tasks")
 
 
+def test_names_of_a_mapping_are_added_and_an_empty_one_removes_them():
+    lora, one = "peft=lora", "peft.rank_pattern={q_proj: 32}"
+    assert composed(lora, one, "peft.rank_pattern.down_proj=4").peft.rank_pattern == {"q_proj": 32, "down_proj": 4}
+    assert composed(lora, one, "peft.rank_pattern={}").peft.rank_pattern == {}
+    assert composed("model.facts.config={head_dim: 64}").model.facts.config == {"head_dim": 64}
+    with pytest.raises(RequestError, match=r"peft.rank_pattern.q_proj=wide is not a value"):
+        composed(lora, "peft.rank_pattern={q_proj: wide}")
+
+
 def test_mixture_parts_are_the_users_own_names():
     parts = composed("dataset=mixture", "dataset.parts.chat.path=a.jsonl", "dataset.parts.chat.weight=2").dataset.parts
     assert (parts["chat"].path, parts["chat"].weight) == ("a.jsonl", 2.0)

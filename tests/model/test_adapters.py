@@ -23,6 +23,7 @@ from tunebook.model.adapters import (
     four_bit,
     freeze_unreached,
     keep_in_fp32,
+    require_patterns,
     trains_in_fp32,
     with_adapter,
 )
@@ -259,3 +260,17 @@ def test_unreached_parts_get_no_adapter(with_tower: Any, targets: list[str]) -> 
     trained = [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
     layers, pairs = 2, 1 if targets else 7
     assert len(trained) == layers * pairs * 2 and all("language_model.layers" in name for name in trained)
+
+
+def test_a_rank_of_its_own_that_peft_would_ignore_is_refused_when_the_adapter_is_made() -> None:
+    config = compose(
+        "quickstart", ["peft=lora", "peft.rank_pattern={q_proj: 2}", "peft.alpha_pattern={q_proj: 6}"]
+    ).config
+    adapted = get_peft_model(base(), adapter_config(config))
+    layer = adapted.base_model.model.model.layers[1].self_attn
+    assert (layer.q_proj.lora_A["default"].out_features, layer.q_proj.scaling["default"]) == (2, 6 / 2)
+    assert (layer.k_proj.lora_A["default"].out_features, layer.k_proj.scaling["default"]) == (16, 32 / 16)
+    require_patterns(config, adapted)
+    config.peft.alpha_pattern["up"] = 1.0
+    with pytest.raises(RequestError, match=r"peft.alpha_pattern: up is the name of no layer .* one of down_proj, gate"):
+        require_patterns(config, adapted)

@@ -76,9 +76,10 @@ def small(adapted):
     return adapted
 
 
-def trained_by_peft(*, targets, saved):
+def trained_by_peft(*, targets, saved=None, **settings):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", pad_token_id=0, **SIZES))
-    lora = LoraConfig(r=4, target_modules=targets or "all-linear", modules_to_save=saved, task_type="CAUSAL_LM")
+    modules = {"target_modules": targets or "all-linear", "modules_to_save": saved}
+    lora = LoraConfig(r=4, task_type="CAUSAL_LM", **modules, **settings)
     wrapped = get_peft_model(model, lora)
     return sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad)
 
@@ -93,6 +94,21 @@ def test_parts_of_layers_that_are_saved_whole_are_counted_as_peft_trains_them(sm
     small.peft.target_modules, small.peft.modules_to_save = targets, saved
     expected = trained_by_peft(targets=targets, saved=saved)
     assert count_parameters(small, small.model.facts).trained == expected
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
+@pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"], ["q_proj", "embed_tokens"]], ids="-".join)
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_dora": True}, {"rank_pattern": {"q_proj": 7}}, {"use_dora": True, "rank_pattern": {"q_proj": 2}}],
+    ids=["dora", "ranks", "both"],
+)
+def test_dora_and_other_ranks_are_counted_as_peft_trains_them(small, targets, settings):
+    small.peft.target_modules = targets
+    for name, value in settings.items():
+        setattr(small.peft, name, value)
+    assert count_parameters(small, small.model.facts).trained == trained_by_peft(targets=targets, **settings)
 
 
 def test_a_part_that_is_saved_whole_by_hand(small):

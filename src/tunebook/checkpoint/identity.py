@@ -13,8 +13,8 @@ from typing import Any
 
 from tunebook.checkpoint.record import CheckpointRecord, Identity
 from tunebook.config.choices import Offload, PeftMethod, ResumeAnyway, Strategy
-from tunebook.config.identity import HASH_VERSION, changed_settings, config_hash, flat, result_settings
-from tunebook.config.override_text import as_typed, typed, typed_list
+from tunebook.config.identity import HASH_VERSION, changed_settings, config_hash, default_of, result_settings
+from tunebook.config.override_text import as_typed, typed, typed_list, typed_mapping
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.prepared import Prepared
 from tunebook.errors import RequestError
@@ -42,7 +42,7 @@ _NOT_COMPARED = (
     "model.weights",  # only their origin before the first step
 )
 # Keys that decide which tensors a checkpoint's optimizer and adapter have.
-_OF_ADAPTERS = ("peft.rank", "peft.target_modules", "peft.modules_to_save")
+_OF_ADAPTERS = ("peft.rank", "peft.rank_pattern", "peft.target_modules", "peft.modules_to_save", "peft.use_dora")
 _DECIDE_TENSORS = ("optimizer.name", *_OF_ADAPTERS)
 _NUM_KEYS_NAMED = 6
 
@@ -150,7 +150,10 @@ def _cannot_load(theirs: Identity, own: Identity) -> Iterator[Difference]:
         text = f"it was trained with peft={theirs.peft}, and this run with peft={own.peft}"
         yield Difference(text=text, allowed_by=None, fix=f"Resume with peft={theirs.peft}. {from_weights}")
     for key, then, now in _other_tensors(theirs, own):
-        fix = typed_list(key, then) if isinstance(then, list) else typed(key, as_typed(then))
+        if isinstance(then, dict):
+            fix = typed_mapping(key, then)
+        else:
+            fix = typed_list(key, then) if isinstance(then, list) else typed(key, as_typed(then))
         yield Difference(text=_change(key, then, now), allowed_by=None, fix=f"Resume with {fix}. {from_weights}")
     if layout(theirs) != layout(own):
         text = f"it was saved by parallelism={theirs.strategy}, and this run has parallelism={own.strategy}"
@@ -165,12 +168,16 @@ def _cannot_load(theirs: Identity, own: Identity) -> Iterator[Difference]:
 
 
 def _other_tensors(theirs: Identity, own: Identity) -> Iterator[tuple[str, Any, Any]]:
-    """The keys of `_DECIDE_TENSORS` with another value than a checkpoint's, and both values."""
-    before, here = dict(flat(theirs.settings)), dict(flat(own.settings))
+    """The keys of `_DECIDE_TENSORS` with another value than a checkpoint's, and both values.
+
+    Earlier checkpoints lack newer keys, which they had at their defaults.
+    """
     keys = _DECIDE_TENSORS if own.peft != PeftMethod.full.name else ("optimizer.name",)
     for key in keys:
-        if key in before and key in here and before[key] != here[key]:
-            yield key, before[key], here[key]
+        section, _, name = key.partition(".")
+        before, here = (side.settings.get(section, {}).get(name, default_of(key)) for side in (theirs, own))
+        if before != here:
+            yield key, before, here
 
 
 def _change(key: str, before: Any, now: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -47,11 +47,8 @@ from tunebook.config.recipe_files import (
 )
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS, RunConfig
 from tunebook.config.unsafe_text import is_secret_name, secret_in
-from tunebook.config.walk import texts_of, unknown_keys
+from tunebook.config.walk import is_in_mapping, texts_of, unknown_keys
 from tunebook.errors import RequestError
-
-# The dictionaries whose keys the user chooses. Hydra's overrides cannot add entries to them, so they are merged here.
-_OPEN_DICTIONARIES = ("dataset.parts", "dataset.chat_template_kwargs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,15 +165,20 @@ def _check_override(override: Override, text: str) -> None:
 
 
 def _is_open(override: Override) -> bool:
-    key = override.key_or_group
-    return any(key == name or key.startswith(f"{name}.") for name in _OPEN_DICTIONARIES)
+    return is_in_mapping(override.key_or_group)
 
 
 def _merge_open(tree: DictConfig, overrides: list[Override]) -> DictConfig:
-    """The tree with the overrides below the open dictionaries, in the order they were typed."""
+    """The tree with the overrides of mappings whose names the user chooses, in the order they were typed.
+
+    Hydra's overrides cannot add names. An empty mapping removes those of the recipe.
+    """
     for override in filter(_is_open, overrides):
-        value: Any = override.value()
-        for part in reversed(override.key_or_group.split(".")):
+        key, value = override.key_or_group, cast(Any, override.value())
+        if value == {}:
+            OmegaConf.update(tree, key, {}, merge=False)
+            continue
+        for part in reversed(key.split(".")):
             value = {part: value}
         with open_dict(tree):
             merged = OmegaConf.merge(tree, value)

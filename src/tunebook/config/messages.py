@@ -5,6 +5,7 @@ Each message names the key, its file or override, the allowed values and the nea
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 from tunebook.config.foreign import answer_choice, answer_key
@@ -143,7 +144,7 @@ def unknown_key(key: str, owner: type | None, origins: Origins) -> RequestError:
         instead = ", which leaves the strategy open; name one it belongs to:" if choice == "auto" else "; it belongs to"
         message = f"{key} has no meaning with {group}={choice}{instead} {', '.join(elsewhere)}"
         return _wrong(key, message, origins, problem_id="unknown-key")
-    siblings = list(field_types(owner)) if owner is not None else []
+    siblings = list(field_types(owner)) if dataclasses.is_dataclass(owner) else []
     siblings = siblings or [field for schema in schemas_of(parent) for field in field_types(schema)]
     guess = _near_key(key, parent, siblings, origins) or _guess_elsewhere(key)
     allowed = f" Keys of {parent or 'a run'}: {', '.join(dict.fromkeys(siblings))}" if siblings else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")  # needs no quotes in Hydra or a shell
 _OPENING, _CLOSING, _QUOTES = "[{(", ")}]", "'\""
@@ -27,6 +27,11 @@ def typed_list(key: str, values: Iterable[str]) -> str:
     """`key=[value,value]` for texts, with quotes around those that Hydra needs them for, such as --nodes=3."""
     listed = ",".join(value if _PLAIN_IN_LIST.fullmatch(value) else quoted(value) for value in values)
     return f"{key}=[{listed}]" if '"' not in listed and "'" not in listed else shlex.quote(f"{key}=[{listed}]")
+
+
+def typed_mapping(key: str, mapping: Mapping[str, object]) -> str:
+    """`key={name: value}` for names without special characters, as one argument of a shell command."""
+    return shlex.quote(f"{key}={{{', '.join(f'{name}: {as_typed(value)}' for name, value in mapping.items())}}}")
 
 
 def split_values(listed: str) -> list[str]:

@@ -158,3 +158,5 @@ RANGES: tuple[Range, ...] = (
     _count("training.early_stopping_patience", "null"),
 )
 PART_RANGES = (*_SOURCE_RANGES, _positive("weight", "1"))
+# Of each value of a mapping whose names the user chooses.
+MAPPING_RANGES = (_count("peft.rank_pattern", "16"), _positive("peft.alpha_pattern", "32"))

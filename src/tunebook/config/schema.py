@@ -274,6 +274,9 @@ class PeftSettings:
     target_modules: list[str] = field(default_factory=list)  # empty: every linear layer but the output head
     modules_to_save: list[str] = field(default_factory=list)  # trained whole and saved with the adapter
     use_rslora: bool = False  # scale by alpha / sqrt(rank)
+    rank_pattern: dict[str, int] = field(default_factory=dict)  # other ranks, by a linear layer's name: {q_proj: 32}
+    alpha_pattern: dict[str, float] = field(default_factory=dict)  # other alphas, likewise
+    use_dora: bool = False  # also train the length of each output's weights (DoRA, arXiv:2402.09353)
 
 
 @dataclass(kw_only=True)

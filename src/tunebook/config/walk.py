@@ -53,6 +53,16 @@ def describe_type(annotation: Any) -> str:
     return str(inner) + optional
 
 
+def is_in_mapping(key: str) -> bool:
+    """Whether a dotted key is a mapping whose names the user chooses, such as `dataset.parts`, or lies in one."""
+    parts = key.split(".")
+    for end, name in enumerate(parts):
+        annotations = [field_types(schema).get(name) for schema in schemas_of(".".join(parts[:end]))]
+        if any(typing.get_origin(without_none(annotation)) is dict for annotation in annotations):
+            return True
+    return False
+
+
 def schemas_of(key: str) -> list[type]:
     """The possible dataclasses at a dotted key: several if choices of a group have their own schemas."""
     schemas: list[type] = [RunConfig]

@@ -11,7 +11,7 @@ from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.config.unreached import expression, stand_for, unreached_of
 from tunebook.errors import RequestError
 from tunebook.facts.strategies import strategy_facts
-from tunebook.model.parameters import EMBEDDINGS
+from tunebook.model.parameters import EMBEDDINGS, last_name
 from tunebook.model.weight_files import Shapes, read_shapes, require_complete
 
 if TYPE_CHECKING:
@@ -46,7 +46,27 @@ def adapter_config(config: RunConfig) -> LoraConfig | None:
         exclude_modules=expression(unreached) if unreached else None,
         modules_to_save=list(settings.modules_to_save) or None,
         use_rslora=settings.use_rslora,
+        rank_pattern=dict(settings.rank_pattern),
+        alpha_pattern=dict(settings.alpha_pattern),
+        use_dora=settings.use_dora,
     )
+
+
+def require_patterns(config: RunConfig, adapted: Any) -> None:
+    """Check that every key of the two patterns names a layer with an adapter. PEFT would ignore the others.
+
+    Raises: RequestError.
+    """
+    settings = config.peft
+    layers = {last_name(name) for name, module in adapted.named_modules() if getattr(module, "lora_A", None)}
+    for key, pattern in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
+        unmatched = [name for name in pattern if name not in layers]
+        if unmatched:
+            raise RequestError(
+                f"peft.{key}: {unmatched[0]} is the name of no layer that gets an adapter; a key is one of "
+                f"{', '.join(sorted(layers))}",
+                problem_id="adapter-pattern-unmatched",
+            )
 
 
 def four_bit(config: RunConfig) -> Any:

@@ -37,9 +37,14 @@ _LLAMA_LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 
 
 def known_facts(config: RunConfig) -> ModelFacts | None:
-    """The model's facts if they contain traced layers, which memory estimates need; or else None."""
+    """The model's facts if memory can be estimated of them: with traced layers, and without DoRA; or else None."""
     facts = config.model.facts
-    return None if facts is None or facts.measured is None else facts
+    return None if facts is None or facts.measured is None or has_dora(config) else facts
+
+
+def has_dora(config: RunConfig) -> bool:
+    """Whether adapters also train the length of each output's weights."""
+    return config.peft.method is not PeftMethod.full and config.peft.use_dora
 
 
 def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:
@@ -59,7 +64,7 @@ def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:
     saved = {last_name(module) for module in config.peft.modules_to_save}  # PEFT trains a copy of each
     saved_embeddings, saved_head = (embeddings * bool(saved & {*names}) for names in (EMBEDDINGS, HEADS))
     products = saved.union(*(PRODUCTS_OF.get(module, ()) for module in saved))
-    adapter = config.peft.rank * _adapter_of_rank_one(facts, config.peft.target_modules, without=products)
+    adapter = _adapter_parameters(config, facts, without=products)
     sizes = weight_sizes(facts)
     saved_layers = round(facts.num_layers * sum(sizes[product] for product in products if product in sizes))
     return Parameters(
@@ -166,16 +171,31 @@ def trained_sizes(config: RunConfig, facts: ModelFacts) -> list[int]:
     return [*filter(None, saved[:1]), *[(parameters.trained - sum(saved)) // layers] * layers, *filter(None, saved[1:])]
 
 
-def _adapter_of_rank_one(facts: ModelFacts, target_modules: list[str], *, without: Set[str]) -> int:
-    """Inputs plus outputs of the layers that get an adapter: all linear layers if no target name matches.
+def adapted_layers(config: RunConfig) -> set[str]:
+    """Names of the linear layers of decoder layers that get an adapter, without stacked experts; empty if unknown."""
+    facts, named = config.model.facts, {last_name(module) for module in config.peft.target_modules}
+    if facts is None or facts.measured is None:
+        return named - {*EMBEDDINGS}
+    every = {*facts.measured.adapters}
+    return named & every if named & {*every, *facts.measured.expert_adapters, *EMBEDDINGS} else every
 
-    PEFT ignores a name that the model lacks if another target name matches.
+
+def _adapter_parameters(config: RunConfig, facts: ModelFacts, *, without: Set[str]) -> int:
+    """Parameters of the adapters: on all linear layers if no target name matches.
+
+    PEFT ignores a name that the model lacks if another target name matches. An adapter has rank x (inputs + outputs)
+    parameters, and with DoRA one more for each output.
     """
     if facts.measured is None:
         return 0
-    named, measured = {last_name(module) for module in target_modules}, facts.measured
+    peft, measured = config.peft, facts.measured
+    named = {last_name(module) for module in peft.target_modules}
     sizes = measured.adapters | measured.expert_adapters
     others = sum(bool(named & {*names} - without) for names in (EMBEDDINGS, HEADS))  # of the same size
     chosen = named & {*sizes} if others or named & {*sizes} else {*sizes}
-    in_layers = sum(sum(sizes[name]) for name in chosen - without)
-    return others * (facts.vocab_size + facts.hidden_size) + round(of_layers(facts, in_layers))
+    in_layers = sum(
+        peft.rank_pattern.get(name, peft.rank) * sum(sizes[name]) + peft.use_dora * sizes[name][1]
+        for name in chosen - without
+    )
+    outside = peft.rank * (facts.vocab_size + facts.hidden_size) + peft.use_dora * facts.hidden_size
+    return others * outside + round(of_layers(facts, in_layers))

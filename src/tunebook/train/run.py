@@ -41,7 +41,7 @@ from tunebook.errors import DataError, DoesNotFitError, InvalidTrainingError, St
 from tunebook.facts.compiling import compilation_notice
 from tunebook.facts.peaks import peak_of
 from tunebook.hardware.disk import disk_full, is_disk_full
-from tunebook.model.adapters import adapter_config, freeze_unreached, keep_in_fp32, trains_in_fp32
+from tunebook.model.adapters import adapter_config, freeze_unreached, keep_in_fp32, require_patterns, trains_in_fp32
 from tunebook.model.blocks import compile_layers, convert_to_fp8
 from tunebook.model.flops import attended_length_tokens, flops_per_token
 from tunebook.model.gpu_memory import is_out_of_memory
@@ -312,6 +312,7 @@ def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: RecipeTra
     fp8_layers = convert_to_fp8(model, config.precision.fp8_scaling) if is_fp8 else []
     if config.model.compile_layers:
         compile_layers(model, recomputes=config.activation.checkpointing is Checkpointing.selective)
+    require_patterns(config, trainer.model)
     if trains_in_fp32(config):
         keep_in_fp32(trainer.model)
     return fp8_layers

@@ -202,10 +202,12 @@ SAVED_WHOLE = {"modules_to_save": ["k_proj", "lm_head"]}
         ({}, "bfloat16", "fp32"),
         ({}, "float32", None),
         ({"use_rslora": True}, "bfloat16", None),
+        ({"use_dora": True}, "bfloat16", None),
+        ({"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"down_proj": 2.0}}, "bfloat16", None),
         ({"target_modules": []}, "bfloat16", None),
         (SAVED_WHOLE, "bfloat16", None),
     ],
-    ids=["plain", "plain-to-fp32", "plain-of-fp32", "rslora", "all-linear", "saved-whole"],
+    ids=["plain", "plain-to-fp32", "plain-of-fp32", "rslora", "dora", "patterns", "all-linear", "saved-whole"],
 )
 def test_merged_weights_are_what_peft_makes_of_them_bit_for_bit(
     layouts: Any, tmp_path: Path, export: Any, same_bits: None, settings: Any, base_dtype: str, dtype: str | None

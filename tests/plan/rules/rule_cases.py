@@ -443,7 +443,32 @@ CASES = [
         {"peft.modules_to_save": ["nonesuch", "norm"]},
         {"peft.method": PeftMethod.lora},
     ),
+    case(
+        "adapter-module-unknown",
+        "all-linear is no module; an empty list means every linear layer",
+        {"peft.target_modules": ["all-linear"]},
+        LORA,
+    ),
+    case(
+        "adapter-pattern-unmatched",
+        "q_poj is the name of no linear layer that gets an adapter; a key is one of down_proj, gate_proj",
+        {"peft.rank_pattern": {"q_poj": 8, "k_proj": 4}},
+        LORA,
+    ),
+    case(
+        "adapter-pattern-unmatched",
+        "down_proj is the name of no .*; a key is one of q_proj",
+        {"peft.alpha_pattern": {"down_proj": 8.0}},
+        LORA | {"peft.target_modules": ["q_proj"]},
+    ),
+    case(
+        "dora-not-tested",
+        "weights that parallelism=zero3 divides",
+        {"peft.use_dora": True},
+        LORA | zero(Strategy.zero3),
+    ),
     case("adapter-settings-ignored", "method=full", {"peft.target_modules": ["q_proj"]}),
+    case("adapter-settings-ignored", "method=full", {"peft.use_dora": True}),
     case("qlora-random-weights", "has none", {"model.weights": Weights.random}, {"peft.method": PeftMethod.qlora}),
     case("optimizer-without-gpu", "needs a GPU", {"optimizer.name": OptimizerName.adamw_8bit}, ON_CPU),
     case(

@@ -11,9 +11,10 @@ import pytest
 
 from tunebook.config.choices import (
     Generation,
+    PeftMethod,
     Source,
 )
-from tunebook.config.ranges import RANGES
+from tunebook.config.ranges import MAPPING_RANGES, RANGES
 from tunebook.config.schema import (
     FsdpConfig,
     MixturePart,
@@ -52,11 +53,12 @@ def test_every_number_of_the_schema_has_a_range():
         (RayConfig, "launcher"),
     ):
         keys |= set(numeric_keys(kind, f"{group}."))
-    assert keys - {each.key for each in RANGES} == {"dataset.synthetic.seed"}  # any seed will do
-    assert {each.key for each in RANGES} <= keys
+    known = {each.key for each in (*RANGES, *MAPPING_RANGES)}
+    assert keys - known == {"dataset.synthetic.seed"}  # any seed will do
+    assert known <= keys
 
 
-@pytest.mark.parametrize("each", RANGES, ids=lambda each: each.key)
+@pytest.mark.parametrize("each", [*RANGES, *MAPPING_RANGES], ids=lambda each: each.key)
 def test_the_value_a_range_suggests_lies_in_it(each):
     assert each.usual == "null" or each.holds(float(each.usual))
     assert not each.holds(math.nan)
@@ -68,6 +70,15 @@ def test_a_parts_numbers_have_ranges_too(sound, changed):
     config = changed(sound, {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": parts})
     keys = {problem.key for problem in check(config)}
     assert keys == {"dataset.parts.chat.weight", "dataset.parts.code.max_documents"}
+
+
+def test_the_numbers_of_a_mapping_have_ranges_too(sound, changed):
+    lora = {"peft.method": PeftMethod.lora, "peft.rank_pattern": {"q_proj": 0}, "peft.alpha_pattern": {"k_proj": -1.0}}
+    problems = {problem.key: problem.fix for problem in check(changed(sound, lora))}
+    assert problems == {
+        "peft.rank_pattern.q_proj": "peft.rank_pattern.q_proj=16",
+        "peft.alpha_pattern.k_proj": "peft.alpha_pattern.k_proj=32",
+    }
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), 1e300, math.inf, math.nan])

@@ -16,6 +16,7 @@ from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS, RunConfig
 from tunebook.config.walk import field_types, schemas_of
 from tunebook.errors import Problem
 from tunebook.plan.rules import (
+    adapters,
     attention,
     batch,
     launching,
@@ -34,7 +35,7 @@ __all__ = ["RULES", "check"]
 PlaceOf = Callable[[str], str | None]
 _OR = " or "
 _MODULES = (
-    numbers, sources, batch, precision, attention, parallelism, optimizing, quantized, running, launching,
+    numbers, sources, batch, precision, attention, parallelism, adapters, optimizing, quantized, running, launching,
 )  # fmt: skip
 # By id, in the order in which modules define them.
 RULES: tuple[Rule, ...] = tuple(

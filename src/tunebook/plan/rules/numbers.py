@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tunebook.config.ranges import MOST, PART_RANGES, RANGES, Range, is_finite, number_text
+from tunebook.config.ranges import MAPPING_RANGES, MOST, PART_RANGES, RANGES, Range, is_finite, number_text
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RulesError
 from tunebook.plan.rules.frame import Finding, rule
@@ -47,6 +47,8 @@ def out_of_range(config: RunConfig) -> Iterator[Finding]:
     places = [(range_, range_.key, read_key(config, range_.key)) for range_ in RANGES]
     for name, part in config.dataset.parts.items():
         places += [(each, f"dataset.parts.{name}.{each.key}", read_key(part, each.key)) for each in PART_RANGES]
+    for each in MAPPING_RANGES:
+        places += [(each, f"{each.key}.{name}", value) for name, value in read_key(config, each.key).items()]
     for range_, key, value in places:
         finding = _outside(range_, key, value)
         if finding is not None:
