@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional
+from transformers import GptOssConfig, GptOssForCausalLM
 
 from tunebook.config.choices import Attention
 from tunebook.errors import RequestError
@@ -109,7 +110,7 @@ class TestRefuses:
         ("asked", "says"),
         [
             ({"softcap": 30.0}, "caps its attention logits; try attention=sdpa"),
-            ({"s_aux": torch.zeros(4)}, "has attention sinks"),
+            ({"s_aux": torch.zeros(4)}, "has attention sinks"),  # with torch 2.10's kernel, which knows no window
             ({"dropout": 0.1}, "a dropout of 0.1 of the attention"),
         ],
     )
@@ -188,3 +189,79 @@ def test_a_sliding_window_is_refused_by_its_name(model_pair, row_by_document):
     inputs, places = row_by_document
     with pytest.raises(RequestError, match="attention=sdpa_by_document cannot compute this: the model has a sliding"):
         ours(**inputs, **places, use_cache=False)
+
+
+class KernelInPlainTorch:
+    """What torch's kernel computes in both directions, from the result and the sums that the backward pass is given."""
+
+    @staticmethod
+    def logits(query, key, cu_seq, scale, window):
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        logits = torch.einsum("qhd,khd->hqk", query, key) * scale
+        place = torch.arange(query.shape[0])
+        document = torch.bucketize(place, cu_seq[1:], right=True)
+        behind = place[:, None] - place[None]
+        seen = (document[:, None] == document[None]) & (behind >= 0) & ((behind <= window) | (window < 0))
+        return logits.masked_fill(~seen, float("-inf"))
+
+    @classmethod
+    def forward(cls, query, key, value, cu_seq, max_length, scale, window):
+        logits = cls.logits(query, key, cu_seq, scale, window)
+        value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+        return torch.einsum("hqk,khd->qhd", logits.softmax(-1), value), logits.logsumexp(-1).float()
+
+    @classmethod
+    def backward(cls, grad, query, key, value, attended, log_sums, cu_seq, max_length, scale, window):
+        groups = query.shape[1] // key.shape[1]
+        weights = (cls.logits(query, key, cu_seq, scale, window) - log_sums[..., None]).exp()
+        of_weights = torch.einsum("qhd,khd->hqk", grad, value.repeat_interleave(groups, dim=1))
+        of_logits = weights * (of_weights - (grad * attended).sum(-1).T[..., None]) * scale
+        of_query = torch.einsum("hqk,khd->qhd", of_logits, key.repeat_interleave(groups, dim=1))
+        of_key = torch.einsum("hqk,qhd->khd", of_logits, query)
+        of_value = torch.einsum("hqk,qhd->khd", weights, grad)
+        by_group = (one.unflatten(1, (-1, groups)).sum(2) for one in (of_key, of_value))
+        return of_query, *by_group
+
+
+@pytest.fixture
+def plain_kernel(monkeypatch):
+    monkeypatch.setattr(module, "_varlen_forward", KernelInPlainTorch.forward)
+    monkeypatch.setattr(module, "_varlen_backward", KernelInPlainTorch.backward)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    register(Attention.varlen_attention)
+
+
+def test_with_sinks_outputs_and_gradients_are_those_of_the_models_own_attention(plain_kernel, row_by_document):
+    """GPT-OSS, whose eager attention adds a column of sinks; one of its two layers has a sliding window."""
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+        "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": 3, "pad_token_id": 0,
+    }  # fmt: skip
+    inputs, places = row_by_document
+    torch.manual_seed(0)
+    theirs = GptOssForCausalLM._from_config(GptOssConfig(**sizes), attn_implementation="eager")
+    for name, parameter in theirs.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter)
+    ours = GptOssForCausalLM._from_config(GptOssConfig(**sizes), attn_implementation="varlen_attention")
+    ours.load_state_dict(theirs.state_dict())
+    lengths = places["cu_seq_lens_q"].diff().tolist()
+    alone = [theirs(input_ids=part, use_cache=False).logits for part in inputs["input_ids"].split(lengths, dim=1)]
+    expected, found = torch.cat(alone, dim=1), ours(**inputs, **places, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for logits in (expected, found):
+        logits.logsumexp(-1).sum().backward()
+    for (name, one), two in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(two.grad, one.grad, rtol=1e-3, atol=1e-4, msg=name)
+        assert not name.endswith("sinks") or one.grad.abs().min() > 1e-4
+
+
+def test_torchs_operations_take_what_they_are_given():
+    """They are not public. Each call is one that the operation's schema accepts, with shapes of tensors alone."""
+    query, key = torch.empty(12, 4, 8, device="meta"), torch.empty(12, 2, 8, device="meta")
+    ends = torch.tensor([0, 7, 12], dtype=torch.int32, device="meta")
+    attended, sums = module._varlen_forward(query, key, key, ends, 7, 0.5, 3)
+    assert (attended.shape, sums.shape, sums.dtype) == (query.shape, (4, 12), torch.float32)
+    grads = module._varlen_backward(attended, query, key, key, attended, sums, ends, 7, 0.5, -1)
+    assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]

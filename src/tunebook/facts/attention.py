@@ -90,6 +90,7 @@ WITHOUT_KERNEL = Attention.eager  # supported by every architecture
 FLEX = Attention.flex_attention
 INSTALLED = Attention.flash_attention_2  # what `auto` uses if the package is installed and blocks are not compiled
 COMPILED, COMPILED_BETA = Attention.varlen_attention, Attention.varlen_attention_4  # tested in compiled blocks
+WITH_SINKS = Attention.varlen_attention  # of Tunebook's own kernels, the one that computes attention sinks
 BY_DOCUMENT = Attention.sdpa_by_document  # fastest in fp32
 
 

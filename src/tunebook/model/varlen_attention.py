@@ -6,6 +6,10 @@ after the other, on every GPU and in fp32: for a whole row, sdpa needs a mask of
 keeps, and computes what the mask hides; one document needs no mask, so any of sdpa's kernels can compute it.
 All get the boundaries of the documents from the collator's `cu_seq_lens_q`, and refuse to compute without them.
 
+`varlen_attention` also computes attention sinks (GPT-OSS): a further logit for each head, in the softmax's sum only.
+torch's kernel has none, but its backward pass computes the gradients from the result and the logarithm of the sum that
+it is given. So both are corrected after the forward pass, and handed to the backward pass corrected.
+
 flash-attn 4's kernels are wrapped as one torch operation with a shape, which compiled blocks can call: transformers'
 own integration reads the number of the calling block, so every block would be compiled, and the compiler would trace
 the package's Python functions. The functions for one direction each are not public, so the package is pinned to
@@ -35,7 +39,8 @@ if TYPE_CHECKING:
     import torch
 
 # Features that a model may require and these kernels lack, by their names in transformers.
-_NOT_SUPPORTED = {"softcap": "caps its attention logits", "s_aux": "has attention sinks"}
+_SINKS = "s_aux"
+_NOT_SUPPORTED = {"softcap": "caps its attention logits", _SINKS: "has attention sinks"}
 _lengths_of = WeakIdKeyDictionary()
 _NO_LIMIT = -1  # a window that has no end
 
@@ -86,6 +91,7 @@ def varlen_attention(
     """
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
         raise _not_possible(name, "rows come without the places of their documents", "packing=isolated")
+    sinks = more.pop(_SINKS, None) if name == COMPILED.value and "window_size" in kernel_takes else None
     if asked := [why for option, why in _NOT_SUPPORTED.items() if more.get(option) is not None]:
         raise _not_possible(name, f"{type(module).__name__} {asked[0]}")
     if dropout:
@@ -97,6 +103,9 @@ def varlen_attention(
     dtype = _kernel_dtype(query)
     # (1, heads, tokens, size) -> (tokens, heads, size); rotating the positions has made the two of them fp32
     query, key, value = (tensor.transpose(1, 2).squeeze(0).to(dtype) for tensor in (query, key, value))
+    if sinks is not None:
+        window = _NO_LIMIT if sliding_window is None else sliding_window - 1
+        return attention_with_sinks(query, key, value, sinks, cu_seq_lens_q, max_length_q, scaling, window)[None], None
     options = _options(kernel_takes, sliding_window, scaling, is_grouped=query.shape[1] != key.shape[1])
     attended: torch.Tensor = kernel(
         query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, **options
@@ -129,6 +138,125 @@ def _not_possible(
     return RequestError(
         f"attention={name} cannot compute this: {why}; try {fix}", problem_id="varlen-attention-not-possible"
     )
+
+
+def _varlen_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq: torch.Tensor, max_length: int, scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """torch's kernel: the result (T, H, D), and (H, T) logarithms of the sums over each query's keys, in fp32."""
+    import torch.nn.attention.varlen  # defines the operation
+
+    found = torch.ops.torch_attn._varlen_attn(
+        *(query, key, value, cu_seq, cu_seq, max_length, max_length),
+        is_causal=window == _NO_LIMIT, scale=scale, window_size=[window, 0],
+    )  # fmt: skip
+    return found[0], found[1]
+
+
+def _varlen_backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attended: torch.Tensor,
+    log_sums: torch.Tensor, cu_seq: torch.Tensor, max_length: int, scale: float, window: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The gradients of query, key and value by torch's kernel."""
+    import torch.nn.attention.varlen
+
+    random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which it never has
+    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.torch_attn._varlen_attn_backward(
+        *(grad.contiguous(), query, key, value, attended, log_sums, cu_seq, cu_seq, max_length, max_length),
+        is_causal=window == _NO_LIMIT, rng_state=random, scale=scale, window_size=[window, 0],
+    )  # fmt: skip
+    return grads
+
+
+@torch.library.custom_op("tunebook::attention_with_sinks", mutates_args=())
+def _sinks_forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor,
+    cu_seq: torch.Tensor,
+    max_length: int,
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result (T, H, D), and (H, T) logarithms of the sums with the sinks, in fp32."""
+    attended, log_sums = _varlen_forward(query, key, value, cu_seq, max_length, scale, window)
+    whole = torch.logaddexp(log_sums, sinks.float()[:, None])
+    left = (log_sums - whole).exp().T[..., None]  # what the sinks leave of each query's weights
+    return (attended * left).to(attended.dtype), whole
+
+
+@_sinks_forward.register_fake
+def _sinks_forward_shapes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("tunebook::attention_with_sinks_backward", mutates_args=())
+def _sinks_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor,
+    cu_seq: torch.Tensor,
+    attended: torch.Tensor,
+    whole: torch.Tensor,
+    max_length: int,
+    scale: float,
+    window: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of query, key, value and sinks.
+
+    With p the weights that include the sink, the kernel computes p * (grad . value - grad . attended) for the logits
+    from `whole` and `attended`, which is right for them. The sink's value is zero, so its logit's gradient is
+    -p_sink * (grad . attended), summed over the queries.
+    """
+    grads = _varlen_backward(grad, query, key, value, attended, whole, cu_seq, max_length, scale, window)
+    of_query = (grad.float() * attended.float()).sum(-1).T
+    of_sinks = -(of_query * (sinks.float()[:, None] - whole).exp()).sum(1)
+    return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous(), of_sinks.to(sinks.dtype)
+
+
+@_sinks_backward.register_fake
+def _sinks_backward_shapes(_: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(one.new_empty(one.shape) for one in inputs[:4])
+
+
+def _sinks_keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, key, value, sinks, cu_seq, *settings = inputs
+    ctx.save_for_backward(query, key, value, sinks, cu_seq, *output)
+    ctx.settings = settings
+
+
+def _sinks_gradients(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    return (*_sinks_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
+
+
+_sinks_forward.register_autograd(_sinks_gradients, setup_context=_sinks_keep)
+
+
+def attention_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor,
+    cu_seq: torch.Tensor,
+    max_length: int,
+    scale: float | None,
+    window: int,
+) -> torch.Tensor:
+    """Causal attention of each document to itself, with a sink for each head.
+
+    Shapes, for T tokens, H heads, G heads of keys and values and D numbers a head: query (T, H, D), key and value
+    (T, G, D), in bf16 or fp16; sinks (H,); cu_seq (documents + 1,) in int32; the result (T, H, D). `window`: how many
+    keys before itself a query attends to, -1 for all.
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    attended: torch.Tensor = _sinks_forward(query, key, value, sinks, cu_seq, max_length, scale, window)[0]
+    return attended
 
 
 def sdpa_by_document(

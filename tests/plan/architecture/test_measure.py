@@ -224,6 +224,11 @@ def test_kernels_by_lengths_are_listed_where_the_model_asks_for_no_more(folder_o
     assert ("varlen_attention" in found) is expected
 
 
+def test_of_the_kernels_by_lengths_one_computes_attention_sinks(folder_of):
+    found = described(folder_of("gpt_oss"))["measured"]["attention"]
+    assert found == ["eager", "flex_attention", "flash_attention_4", "varlen_attention"]
+
+
 def test_a_fault_of_the_machine_is_not_taken_for_one_of_the_model(config_of, monkeypatch):
     def fail(*_):
         raise MemoryError
@@ -231,7 +236,7 @@ def test_a_fault_of_the_machine_is_not_taken_for_one_of_the_model(config_of, mon
     monkeypatch.setattr(saved, "_build", fail)
     layers = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
     with pytest.raises(MemoryError):
-        saved.uses_varlen_kernel(config_of("llama"), layers, {})
+        saved.varlen_kernels(config_of("llama"), layers, {})
     with pytest.raises(MemoryError):
         saved._measure(config_of("llama"), saved._kinds(config_of("llama"), layers), ("fp32", "full", "sdpa"), {})
 

@@ -13,12 +13,17 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tunebook.model.varlen_attention import attention_with_sinks
+
 # The name that transformers gets for each kind of kernel.
 MASKED, UNMASKED, VARLEN = "tunebook_masked", "tunebook_unmasked", "tunebook_by_lengths"
 
 
-def register_kernels(on_call: Callable[[], None]) -> None:
-    """Register the kernels as values of `attn_implementation`. `on_call` runs when the varlen kernel is called."""
+def register_kernels(on_call: Callable[[bool], None]) -> None:
+    """Register the kernels as values of `attn_implementation`.
+
+    `on_call` runs when the varlen kernel is called, with whether the model has attention sinks.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -72,7 +77,7 @@ def grouped_product(tokens: Any, weight: Any, offs: Any) -> Any:
     return kernel.apply(tokens.to(weight.dtype), weight)
 
 
-def _varlen_kernel(on_call: Callable[[], None]) -> Any:
+def _varlen_kernel(on_call: Callable[[bool], None]) -> Any:
     """torch's own kernel for packed rows, which is one operation in a compiled block's graph, as on a GPU."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -83,17 +88,22 @@ def _varlen_kernel(on_call: Callable[[], None]) -> Any:
 def _attend_varlen(
     module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *,
     cu_seq_lens_q: Any, max_length_q: int, on_call: Any, kernel: Any, groups: dict[str, bool], dropout: float = 0.0,
-    softcap: float | None = None, s_aux: Any = None, **_: Any,
+    softcap: float | None = None, s_aux: Any = None, sliding_window: int | None = None, **_: Any,
 ) -> tuple[Any, None]:  # fmt: skip
     """Attend with shapes as in `_attend` and a batch of one.
 
     `cu_seq_lens_q` (documents + 1,) holds the document boundaries. Raises: NotImplementedError if the model needs what
     such kernels cannot compute: see `model.varlen_attention`.
     """
-    if dropout or softcap is not None or s_aux is not None:
-        raise NotImplementedError("dropout of the attention, a cap on its logits, or sinks")
-    on_call()
+    if dropout or softcap is not None:
+        raise NotImplementedError("dropout of the attention, or a cap on its logits")
+    on_call(s_aux is not None)
     parts = [tensor.transpose(1, 2).squeeze(0) for tensor in _in_autocast_dtype(query, key, value)]
+    if s_aux is not None:
+        window = -1 if sliding_window is None else sliding_window - 1
+        query, key, value = parts
+        attended = attention_with_sinks(query, key, value, s_aux, cu_seq_lens_q, max_length_q, None, window)
+        return attended.unsqueeze(0), None
     options = groups if parts[0].shape[1] != parts[1].shape[1] else {}
     ends, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
     return kernel(*parts, *ends, *longest, **options).unsqueeze(0), None

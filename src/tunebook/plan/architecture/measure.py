@@ -55,7 +55,7 @@ from tunebook.plan.architecture.saved import (
     measuring,
     quiet,
     text_decoder,
-    uses_varlen_kernel,
+    varlen_kernels,
 )
 from tunebook.plan.architecture.targets import (
     has_stacked_experts,
@@ -71,7 +71,6 @@ _WINDOWED = (_SLIDING, "chunked_attention")
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _LONGEST = 2**20  # tokens, if an architecture has no highest position
 _FLASH_ATTN = [kernel for kernel, facts in ATTENTIONS.items() if facts.is_flash and not facts.needs_lengths]
-_VARLEN_KERNELS = [kernel for kernel, facts in ATTENTIONS.items() if facts.needs_lengths]
 _MIN_SIMILARITY = 0.75  # with so many short names, a lower similarity is hardly a typo: bart for foobar
 _UNKNOWN_MODEL_ERRORS = (
     "unrecognized",
@@ -194,7 +193,7 @@ def _facts(config: Any, model: Any, options: dict[str, Any], **tracing: Any) -> 
     facts["measured"] |= {
         "attention": [
             *(kernel.name for kernel in attention_of(model)),
-            *(kernel.name for kernel in (_VARLEN_KERNELS if uses_varlen_kernel(config, layers, options) else ())),
+            *(kernel.name for kernel in varlen_kernels(config, layers, options)),
         ],
         "saved": {mode: numbers for mode, numbers in saved.items() if not mode.startswith(CAST)},
         "saved_without_autocast": {mode: numbers for mode, numbers in saved.items() if mode.startswith(CAST)},

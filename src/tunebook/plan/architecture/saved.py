@@ -26,8 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
+from tunebook.config.choices import Attention
 from tunebook.config.model_facts import OFFLOADED
 from tunebook.config.unreached import expression
+from tunebook.facts.attention import ATTENTIONS, WITH_SINKS
 from tunebook.plan.architecture import TraceScope
 from tunebook.plan.architecture.compiled import Receiver, compile_layers, load_compiler
 from tunebook.plan.architecture.kernels import (
@@ -144,22 +146,25 @@ def _measure_in_worker(mode: tuple[str, str, str]) -> dict[str, list[int]]:
     return _measure(config, kinds, mode, options)
 
 
-def uses_varlen_kernel(config: Any, layers: nn.ModuleList, options: dict[str, Any]) -> bool:
-    """Whether a training pass calls the kernel that takes document boundaries, and asks nothing more of it.
+def varlen_kernels(config: Any, layers: nn.ModuleList, options: dict[str, Any]) -> list[Attention]:
+    """Tunebook's own kernels, which take document boundaries, as far as a training pass can use them.
 
-    A model that does not get its kernel from AttentionInterface silently uses its own.
+    There are none if it asks more of its kernel than they compute. A model that does not get its kernel from
+    AttentionInterface silently uses its own.
     """
     mode = ("bf16", "full", VARLEN)
-    asked: list[None] = []
+    asked: list[bool] = []
     try:
-        with quiet(on_call=lambda: asked.append(None)), FakeTensorMode(allow_non_fake_inputs=True), _autocast(mode):
+        with quiet(on_call=asked.append), FakeTensorMode(allow_non_fake_inputs=True), _autocast(mode):
             model = _build(config, _places(_kinds(config, layers)), mode, options, [])
             model.base_model(**_row(LENGTHS[0], has_lengths=True), use_cache=False)
     except _MACHINES:
         raise
     except Exception:  # needs other arguments, or does not accept document boundaries
-        return False
-    return bool(asked)
+        return []
+    if any(asked):
+        return [WITH_SINKS]
+    return [kernel for kernel, facts in ATTENTIONS.items() if facts.needs_lengths] if asked else []
 
 
 def decoder_layers(decoder: Any, expected: int) -> nn.ModuleList:
@@ -243,7 +248,9 @@ def _curve(found: list[float]) -> tuple[float, float, float]:
 
 
 @contextlib.contextmanager
-def quiet(on_call: Callable[[], None] = lambda: None, *, has_frozen_experts: bool = False) -> Iterator[None]:
+def quiet(
+    on_call: Callable[[bool], None] = lambda has_sinks: None, *, has_frozen_experts: bool = False
+) -> Iterator[None]:
     """Suppress warnings, and use an expert product that has a fake kernel in every number format."""
     from transformers.integrations import moe
 
