@@ -21,6 +21,7 @@ def rendered(recipe: str, messages: list[dict[str, str]], *, add_generation_prom
         add_generation_prompt=add_generation_prompt,
         return_assistant_tokens_mask=True,
         bos_token="<|begin_of_text|>",
+        eos_token="<|endoftext|>",
     )
     return texts[0], [texts[0][start:end] for start, end in spans[0]]
 
@@ -34,6 +35,15 @@ def test_llama3_template_writes_the_turns_of_llama3_instruct() -> None:
     assert trained == ["Four.<|eot_id|>"]
 
 
+def test_tulu_template_writes_the_turns_of_tulu3() -> None:
+    text, trained = rendered("olmo3_7b_tulu3", CONVERSATION, add_generation_prompt=False)
+    assert text == (
+        "<|user|>\nTwo and two?\n<|assistant|>\nFour.<|endoftext|>\n"
+        "<|user|>\nAnd one?\n<|assistant|>\nFive.<|endoftext|>"
+    )
+    assert trained == ["Four.<|endoftext|>", "Five.<|endoftext|>"]
+
+
 def test_dolly_template_writes_the_headings_of_dolly() -> None:
     text, trained = rendered("dolly3b_ray_zero3_offload", CONVERSATION[:2], add_generation_prompt=False)
     assert text == (
@@ -43,7 +53,7 @@ def test_dolly_template_writes_the_headings_of_dolly() -> None:
     assert trained == ["Four.\n\n### End"]
 
 
-@pytest.mark.parametrize("recipe", ["llama3_8b_ddp", "dolly3b_ray_zero3_offload"])
+@pytest.mark.parametrize("recipe", ["llama3_8b_ddp", "dolly3b_ray_zero3_offload", "olmo3_7b_tulu3"])
 def test_a_template_prompts_with_how_the_whole_conversation_begins(recipe: str) -> None:
     whole, trained = rendered(recipe, CONVERSATION, add_generation_prompt=False)
     prompt, _ = rendered(recipe, CONVERSATION[:3], add_generation_prompt=True)
@@ -51,7 +61,7 @@ def test_a_template_prompts_with_how_the_whole_conversation_begins(recipe: str) 
     assert whole[len(prompt) :].startswith(trained[1])
 
 
-@pytest.mark.parametrize("recipe", ["llama3_8b_ddp", "dolly3b_ray_zero3_offload"])
+@pytest.mark.parametrize("recipe", ["llama3_8b_ddp", "dolly3b_ray_zero3_offload", "olmo3_7b_tulu3"])
 def test_a_template_keeps_the_system_turn(recipe: str) -> None:
     text, trained = rendered(
         recipe, [{"role": "system", "content": "Be short."}, *CONVERSATION[:2]], add_generation_prompt=False
