@@ -43,6 +43,11 @@ class MeasuredLayers:
     attention_width: int = 0
     sliding_width: int = 0
     sliding_window: int = 0  # tokens
+    # Experts that a router chooses for each token, and the inner size of one; 0 if there are none, or if an earlier
+    # version traced the layers.
+    experts_per_token: int = 0
+    expert_size: int = 0
+    has_expert_biases: bool = False
     attention: list[str] = field(default_factory=list)  # attention kernels that transformers accepts
     # Inputs and outputs of linear layers, and of stacked experts, by the names that `peft.target_modules` matches
     adapters: dict[str, list[int]] = field(default_factory=dict)

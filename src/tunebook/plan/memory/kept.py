@@ -105,9 +105,22 @@ def _measured(facts: ModelFacts) -> MeasuredLayers:
 
 def _saved(config: RunConfig, measured: MeasuredLayers) -> dict[str, list[int]]:
     """The traced numbers by mode, for the configured placement of adapters: on stacked experts or not."""
-    named, experts = _adapted_names(config), {*measured.expert_adapters}
-    is_beside = named & (experts | {*measured.adapters}) and not named & (experts - {_ROUTER})
+    is_beside = not _adapts_experts(config, measured)
     return measured.saved | measured.saved_without_autocast | (measured.saved_beside_experts if is_beside else {})
+
+
+def _adapts_experts(config: RunConfig, measured: MeasuredLayers) -> bool:
+    """Whether adapters are on stacked experts, as they are if no name matches: PEFT then gets all layers."""
+    named, experts = _adapted_names(config), {*measured.expert_adapters}
+    return not named & (experts | {*measured.adapters}) or bool(named & (experts - {_ROUTER}))
+
+
+def trains_experts(config: RunConfig, facts: ModelFacts) -> bool:
+    """Whether the experts are trained, or have adapters; those that PEFT cannot adapt are frozen."""
+    measured = _measured(facts)
+    if config.peft.method is PeftMethod.full:
+        return True
+    return bool({*measured.expert_adapters} - {_ROUTER}) and _adapts_experts(config, measured)
 
 
 def _compiled_mode(config: RunConfig) -> str | None:
