@@ -7,12 +7,14 @@ models `plan.architecture` traces them, and a run keeps them in `architecture.js
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import asdict, dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import MISSING
 
 from tunebook.config.book import book_root
@@ -43,6 +45,11 @@ class MeasuredLayers:
     attention_width: int = 0
     sliding_width: int = 0
     sliding_window: int = 0  # tokens
+    # Experts that a router chooses for each token, and the inner size of one; 0 if there are none, or if an earlier
+    # version traced the layers.
+    experts_per_token: int = 0
+    expert_size: int = 0
+    has_expert_biases: bool = False
     attention: list[str] = field(default_factory=list)  # attention kernels that transformers accepts
     # Inputs and outputs of linear layers, and of stacked experts, by the names that `peft.target_modules` matches
     adapters: dict[str, list[int]] = field(default_factory=dict)
@@ -144,6 +151,28 @@ def shipped_answers() -> list[dict[str, Any]]:
 def _read_shipped(folder: Path) -> list[dict[str, Any]]:
     files = sorted(folder.glob(f"*{SHIPPED_SUFFIX}"))
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
+def facts_of_hub_name(name: str) -> tuple[str, ModelFacts] | None:
+    """The model group file for a model's name on the hub, and its facts; None if the book has no such model.
+
+    A base model or a fine-tune with the same sizes has another name, and is not assumed to be the same.
+    """
+    group = _named_on_hub(book_root() / "hydra_configs" / "model").get(name)
+    if group is None:
+        return None
+    stem, facts = group
+    return stem, ModelFacts(**copy.deepcopy(facts))
+
+
+@lru_cache(maxsize=2)
+def _named_on_hub(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
+    models = {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("*.yaml"))}
+    return {
+        model["name"]: (stem, model["facts"])
+        for stem, model in models.items()
+        if model.get("name") and model.get("facts") and not model.get("revision")
+    }
 
 
 def _shipped_layers(facts: ModelFacts) -> MeasuredLayers | None:

@@ -66,7 +66,11 @@ def test_what_4_bits_are_made_of_and_what_a_token_meets(folder_of, config_of):
     left_out = experts * (config.num_local_experts - config.num_experts_per_tok) // config.num_local_experts
     assert found["active_parameters"] == found["parameters"] - left_out
     assert found["largest_parameter"] == max(each.numel() for each in layers.parameters() if each.dim() == 3)
+    sizes = {"experts_per_token": 2, "expert_size": config.intermediate_size, "has_expert_biases": False}
+    assert sizes.items() <= found.items()
+    assert described(folder_of("gpt_oss"))["measured"]["has_expert_biases"]
     dense = described(folder_of("llama"))["measured"]
+    assert "experts_per_token" not in dense
     assert dense["active_parameters"] == dense["parameters"] > dense["linear_parameters"]
 
 

@@ -469,3 +469,49 @@ def test_a_row_is_no_longer_than_a_step_can_fill(machine, words, row):
     eight = ("model=qwen25_05b", "dataset=synthetic", "hardware=hopper", "hardware.gpus_per_node=8")
     resolved = resolve_auto(compose(None, [*eight, *words]).config, machine()).config
     assert resolved.packing.row_length == row
+
+
+@pytest.fixture
+def no_cache(monkeypatch):
+    """No model's config.json is in the hub's cache."""
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_, **__: None)
+
+
+HUB = ["dataset=synthetic", "training.global_samples=16", "training.max_length=2048", "optimizer.learning_rate=1e-4",
+       "hardware=hopper", "hardware.gpus_per_node=1", "hardware.memory_gib=140.4", "model=hub"]  # fmt: skip
+
+
+@pytest.mark.usefixtures("no_cache", "has_no_flash")
+def test_a_hub_name_of_the_book_has_the_books_facts(machine):
+    composed = compose(None, [*HUB, "model.name=Qwen/Qwen3-4B"]).config
+    resolution = resolve_auto(composed, machine())
+    of_the_group = compose(None, [*HUB, "model=qwen3_4b"]).config.model.facts
+    assert resolution.config.model.facts == of_the_group
+    assert composed.model.facts is None, "the configuration itself is as it was asked for"
+    assert values(resolution)["model.facts"] == "qwen3_4b"
+    assert whys(resolution)["model.facts"] == (
+        "the book's model=qwen3_4b has this name; its sizes are compared with its config.json before training"
+    )
+    assert plan_memory(resolution.config).memory.total is not None
+
+
+@pytest.mark.usefixtures("no_cache", "has_no_flash")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.name=Qwen/Qwen3-4B-Base"],  # with the same sizes
+        ["model.name=qwen/qwen3-4b"],
+        ["model.name=Qwen/Qwen3-4B", "model.revision=main"],
+        ["model.name=Qwen/Qwen3-4B", "model.trust_remote_code=true"],
+    ],
+    ids=str,
+)
+def test_another_hub_model_stays_unknown(machine, words):
+    resolution = resolve_auto(compose(None, [*HUB, *words]).config, machine())
+    assert resolution.config.model.facts is None
+    assert "model.facts" not in values(resolution)
+
+
+@pytest.mark.usefixtures("has_no_flash")
+def test_a_group_file_says_nothing_of_the_books_facts(machine):
+    assert "model.facts" not in values(resolve_auto(compose(None, [*HUB, "model=qwen3_4b"]).config, machine()))

@@ -91,10 +91,12 @@ def saved_by_a_layer(
     compiled: str | None = None,
     is_eager: bool = False,
     sizes: tuple[int, int] = SMALL,
+    head_size: int | None = None,
 ) -> tuple[float, float]:
     """Bytes of each token that autograd saves in a middle layer, and those of them that offloading does not move.
 
     `compiled`: how layers are, by its name in `meta_device.saved`. `is_eager`: attention without a kernel.
+    `head_size`: of a head, if heads are not the hidden size together.
     """
     kernel = compiled or ("eager" if is_eager else "flash")
     mode = (
@@ -104,7 +106,7 @@ def saved_by_a_layer(
     )  # of which the weights' format is no part
     attention = VARLEN if compiled else saved.ATTENTION[kernel]
     with _without_memory():
-        model = _build(way, *sizes, kind=kind, attention=attention)
+        model = _build(way, *sizes, kind=kind, attention=attention, head_size=head_size)
         if compiled:
             layers = saved.decoder_layers(saved.text_decoder(saved._causal(model)), NUM_LAYERS)
             compile_layers(layers, recomputes=compiled == saved.SELECTIVE)
@@ -184,10 +186,14 @@ def _name_parts(layer: nn.Module, living: _Living, place: int) -> None:
     layer.register_full_backward_pre_hook(lambda *_: setattr(living, "part", f"backward {place}"))
 
 
-def _build(way: Way, hidden: int, inner: int, *, kind: str = "llama", attention: str = UNMASKED) -> nn.Module:
+def _build(
+    way: Way, hidden: int, inner: int, *, kind: str = "llama", attention: str = UNMASKED, head_size: int | None = None
+) -> nn.Module:
+    heads = {} if head_size is None else {"head_dim": head_size}
     config = AutoConfig.for_model(
         kind, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=NUM_LAYERS, num_attention_heads=NUM_HEADS,
         num_key_value_heads=NUM_HEADS, vocab_size=1000, pad_token_id=1, eos_token_id=2, max_position_embeddings=8192,
+        **heads,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=way.weights, attn_implementation=attention)
     if way.is_adapter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,13 @@ from tunebook.config.choices import (
     Checkpointing,
     Compute,
     MasterWeights,
+    MixedPrecision,
     PackingMode,
     PeftMethod,
     Strategy,
 )
 from tunebook.config.compose import compose
-from tunebook.config.schema import FsdpConfig, ParallelismConfig
+from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.hardware.detect import Machine
 from tunebook.model.varlen_attention import register
 from tunebook.plan.auto.resolve import resolve_auto
@@ -210,25 +212,62 @@ def test_zero3s_own_product_keeps_inputs_as_they_are(sound, monkeypatch, case, d
 FORMATS = [(MasterWeights.fp32, torch.float32), (MasterWeights.bf16, torch.bfloat16)]
 
 
+HIDDEN, INNER = SMALL
+WIDE_HEADS = 2 * HIDDEN // NUM_HEADS  # all heads together are twice as wide as the hidden size
+KINDS = {  # inputs and outputs of linear layers, and the size of a head
+    "llama": (None, HIDDEN // NUM_HEADS),
+    "phi3": (
+        {"qkv_proj": (HIDDEN, 3 * HIDDEN), "o_proj": (HIDDEN, HIDDEN), "gate_up_proj": (HIDDEN, 2 * INNER),
+         "down_proj": (INNER, HIDDEN)}, None,
+    ),
+    "wide heads": (
+        {"q_proj": (HIDDEN, 2 * HIDDEN), "k_proj": (HIDDEN, 2 * HIDDEN), "v_proj": (HIDDEN, 2 * HIDDEN),
+         "o_proj": (2 * HIDDEN, HIDDEN), "gate_proj": (HIDDEN, INNER), "up_proj": (HIDDEN, INNER),
+         "down_proj": (INNER, HIDDEN)}, WIDE_HEADS,
+    ),
+}  # fmt: skip
+
+
+def sized_as_followed(config, name):
+    """The facts of a model of `KINDS`, its kind and the size of a head."""
+    layers, head_size = KINDS[name]
+    facts = sized(config, OF_LIVE_TENSORS, layers)
+    if head_size is not None:
+        facts.measured.attention_width = facts.num_layers * NUM_HEADS * head_size
+    return facts, {"kind": "phi3" if name == "phi3" else "llama", "head_size": head_size}
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.05])
 @pytest.mark.parametrize(("master", "weights"), FORMATS, ids=["autocast", "bf16"])
-@pytest.mark.parametrize(("kind", "products"), [("llama", 6), ("phi3", 3)])
-def test_zero3s_own_product_where_products_are_fused(sound, monkeypatch, kind, products, master, weights, dropout):
+@pytest.mark.parametrize("name", KINDS)
+def test_zero3s_own_product_where_products_are_fused_or_heads_are_wide(
+    sound, monkeypatch, name, master, weights, dropout
+):
     """Phi-3 has one for query, key and value, and one for gate and up; each missing one is as many bytes less as an
     input has in bf16, or more where torch's product keeps a copy for each."""
     sound.precision.master_weights, sound.peft.method, sound.peft.dropout = master, PeftMethod.lora, dropout
-    hidden, inner = SMALL
-    fused = {"qkv_proj": (hidden, 3 * hidden), "o_proj": (hidden, hidden), "gate_up_proj": (hidden, 2 * inner),
-             "down_proj": (inner, hidden)}  # fmt: skip
-    facts = sized(sound, OF_LIVE_TENSORS, fused if products == 3 else None)
+    facts, model = sized_as_followed(sound, name)
     way, usual, planned = Way(weights=weights, is_adapter=True, dropout=dropout), {}, {}
     for strategy in (Strategy.ddp, Strategy.zero3):
         sound.parallelism = ParallelismConfig(strategy=strategy)
         if strategy is Strategy.zero3:
             monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
-        usual[strategy], _ = saved_by_a_layer(way, kind=kind)
+        usual[strategy], _ = saved_by_a_layer(way, **model)
         planned[strategy] = layer_bytes_per_token(sound, facts)
     assert usual[Strategy.zero3] - usual[Strategy.ddp] == planned[Strategy.zero3] - planned[Strategy.ddp]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_zero3_that_casts_the_whole_model_keeps_inputs_once(sound, monkeypatch, name):
+    """Of a norm for all that read it, and of the attention none but its kernel's: as autocast less a copy for each."""
+    sound.precision.master_weights, sound.peft.method, sound.peft.dropout = MasterWeights.bf16, PeftMethod.lora, 0.0
+    facts, model = sized_as_followed(sound, name)
+    autocast = Way(weights=torch.bfloat16, is_adapter=True)
+    cast = replace(autocast, adapters=torch.bfloat16, is_mixed=False)
+    usual, planned = saved_by_a_layer(autocast, **model)[0], layer_bytes_per_token(sound, facts)
+    sound.parallelism = ZeroConfig(strategy=Strategy.zero3, mixed_precision=MixedPrecision.cast)
+    monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
+    assert saved_by_a_layer(cast, **model)[0] - usual == layer_bytes_per_token(sound, facts) - planned < 0
 
 
 COMPILED = [  # what is kept in autocast, and what of an adapter on all seven is not: of each hidden and inner number

@@ -1,7 +1,8 @@
 """Facts of a base model that planning needs, read from its config.json without weights or network.
 
 A model group file carries the facts. Otherwise they are read here: from `model.path`, or for a hub model from the hub
-cache of an earlier run. None if they are unknown until the model is loaded.
+cache of an earlier run. Without a cached config.json, the book's facts of a model of that name count. None if they are
+unknown until the model is loaded.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.choices import Weights
-from tunebook.config.model_facts import ModelFacts
+from tunebook.config.model_facts import ModelFacts, facts_of_hub_name
 from tunebook.config.schema import ModelConfig
 from tunebook.model.base_config import (
     DTYPES,
@@ -64,12 +65,22 @@ def read_facts(model: ModelConfig, *, scope: TraceScope = TraceScope.whole) -> M
         return model.facts
     config, file = read_config(model), config_file(model)
     if config is None or file is None:
-        return None
+        return facts[1] if (facts := facts_of_book(model)) is not None else None
     text = config.get("text_config", config)  # a multimodal model keeps its language part there
     sizes = {name: first_stated(text, keys) for name, keys in _NAMES.items()}
     _refuse_impossible(file, text, sizes)
     _refuse_unknown_dtype(file, config)
     return None if _is_refused_anyway(model, config) else _traced(model, file, sizes, scope)
+
+
+def facts_of_book(model: ModelConfig) -> tuple[str, ModelFacts] | None:
+    """The book's model of this name on the hub, and its facts; None if there is none, or it may be another model.
+
+    The newest revision is compared with the facts when the model is loaded; another one may differ on purpose.
+    """
+    if model.name is None or model.path is not None or model.revision is not None or model.trust_remote_code:
+        return None
+    return facts_of_hub_name(model.name)
 
 
 def _is_refused_anyway(model: ModelConfig, config: dict[str, Any]) -> bool:

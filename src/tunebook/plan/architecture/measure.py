@@ -237,6 +237,7 @@ def _counted(config: Any, model: Any, layers: nn.ModuleList, unreached: set[str]
             "unreached": patterns,
             "unreached_parameters": sum(p.numel() for name, p in model.named_parameters() if name in unreached),
             **_attention_widths(layers, text),
+            **_experts(layers, text, hidden),
         },
     }
 
@@ -285,16 +286,34 @@ def _unused_expert_parameters(layers: nn.ModuleList, text: Any) -> int:
     transformers 5 keeps all experts of a layer in one tensor, and their biases in another of the same module. 0 if the
     config does not say how many are chosen.
     """
-    chosen = _whole(text, *CHOSEN_EXPERTS)
-    if chosen is None:
-        return 0
-    unused = 0
-    for module in layers.modules():
+    chosen = _whole(text, *CHOSEN_EXPERTS) or 0
+    unused = (each.numel() * (len(each) - chosen) // len(each) for each in _expert_parameters(layers, chosen))
+    return sum(unused)
+
+
+def _expert_parameters(layers: nn.ModuleList, chosen: int) -> list[nn.Parameter]:
+    """Parameters that hold one matrix or bias for each expert; none unless a router chooses fewer than all."""
+    found: list[nn.Parameter] = []
+    for module in layers.modules() if chosen else ():
         own = list(module.parameters(recurse=False))
         numbers = {len(parameter) for parameter in own if parameter.dim() == 3}
-        experts = [each for each in own if each.dim() > 1 and len(each) in numbers and len(each) > chosen]
-        unused += sum(each.numel() * (len(each) - chosen) // len(each) for each in experts)
-    return unused
+        found += [each for each in own if each.dim() > 1 and len(each) in numbers and len(each) > chosen]
+    return found
+
+
+def _experts(layers: nn.ModuleList, text: Any, hidden: int) -> dict[str, int | bool]:
+    """Experts per token, the inner size of one, and whether they have biases; empty if there are none."""
+    chosen = _whole(text, *CHOSEN_EXPERTS) or 0
+    found = _expert_parameters(layers, chosen)
+    matrices = [each for each in found if each.dim() == 3]
+    if not matrices:
+        return {}
+    narrowest = min(matrices, key=lambda each: each.numel())  # gate and up are one matrix, twice as large as down
+    return {
+        "experts_per_token": chosen,
+        "expert_size": narrowest.numel() // (len(narrowest) * hidden),
+        "has_expert_biases": len(matrices) < len(found),
+    }
 
 
 def _attention_widths(layers: nn.ModuleList, text: Any) -> dict[str, int]:

@@ -26,7 +26,7 @@ from tunebook.facts.strategies import strategy_facts
 from tunebook.hardware.detect import Machine
 from tunebook.model.base_config import brings_code, read_dtype
 from tunebook.plan.architecture import TraceScope
-from tunebook.plan.architecture.base_model import read_facts
+from tunebook.plan.architecture.base_model import facts_of_book, read_facts
 from tunebook.plan.auto.decisions import AS_ASKED, Choice, Decisions
 from tunebook.plan.auto.hardware import decide_hardware
 from tunebook.plan.auto.kernels import decide_attention, decide_compiling, decide_head, why_not_worth_compiling
@@ -89,6 +89,7 @@ def _resolve(config: RunConfig, machine: Machine, *, why_not_compiled: str | Non
     resolved = decisions.config
     decide_hardware(decisions, machine)
     resolved.model.facts = read_facts(resolved.model, scope=_trace_scope(resolved))
+    _note_facts_of_book(decisions, config)
     _note_unreached(decisions)
     problem = hardware_problem(resolved, machine)
     decisions.decide("precision.compute", lambda: _compute(resolved))
@@ -123,6 +124,15 @@ def _trace_scope(config: RunConfig) -> TraceScope:
     if config.peft.method is PeftMethod.full:
         return TraceScope.full
     return TraceScope.dropout if config.peft.dropout > 0 else TraceScope.adapter
+
+
+def _note_facts_of_book(decisions: Decisions, asked: RunConfig) -> None:
+    """Record that the book's facts stand for those of a model that is named on the hub and is not cached here."""
+    found = facts_of_book(asked.model) if asked.model.facts is None else None
+    if found is None or decisions.config.model.facts != found[1]:
+        return
+    why = f"the book's model={found[0]} has this name; its sizes are compared with its config.json before training"
+    decisions.choices.append(Choice(key="model.facts", value=found[0], why=why))
 
 
 def _note_unreached(decisions: Decisions) -> None:

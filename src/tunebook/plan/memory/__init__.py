@@ -3,6 +3,7 @@
     states     weights, gradients and optimizer state, divided among the ranks by the strategy
     kept       activations that the forward pass keeps for the backward pass
     work       working memory of one layer
+    experts    the same of a layer that sends tokens to experts
     sharding   gathered or cast weights, and gradients in transit
     ledger     rows of bytes over the moments of a step; the peak is the fullest moment
     rows       the ledger of a run

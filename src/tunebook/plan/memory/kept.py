@@ -105,9 +105,22 @@ def _measured(facts: ModelFacts) -> MeasuredLayers:
 
 def _saved(config: RunConfig, measured: MeasuredLayers) -> dict[str, list[int]]:
     """The traced numbers by mode, for the configured placement of adapters: on stacked experts or not."""
-    named, experts = _adapted_names(config), {*measured.expert_adapters}
-    is_beside = named & (experts | {*measured.adapters}) and not named & (experts - {_ROUTER})
+    is_beside = not _adapts_experts(config, measured)
     return measured.saved | measured.saved_without_autocast | (measured.saved_beside_experts if is_beside else {})
+
+
+def _adapts_experts(config: RunConfig, measured: MeasuredLayers) -> bool:
+    """Whether adapters are on stacked experts, as they are if no name matches: PEFT then gets all layers."""
+    named, experts = _adapted_names(config), {*measured.expert_adapters}
+    return not named & (experts | {*measured.adapters}) or bool(named & (experts - {_ROUTER}))
+
+
+def trains_experts(config: RunConfig, facts: ModelFacts) -> bool:
+    """Whether the experts are trained, or have adapters; those that PEFT cannot adapt are frozen."""
+    measured = _measured(facts)
+    if config.peft.method is PeftMethod.full:
+        return True
+    return bool({*measured.expert_adapters} - {_ROUTER}) and _adapts_experts(config, measured)
 
 
 def _compiled_mode(config: RunConfig) -> str | None:
@@ -168,7 +181,7 @@ def _differences(config: RunConfig, facts: ModelFacts, *, is_compiled: bool, is_
     if is_compiled:  # the trace includes dropout if the run has it
         yield -_dropout_masks(config, missing)
         yield -_input_bytes_without_adapter(config, facts, missing)
-        yield fp32_bytes_of_four_bit_layers(config, facts) * facts.intermediate_size
+        yield fp32_bytes_of_four_bit_layers(config, facts) * mlp_width(facts)
         yield from _compiled_differences(config, facts)
         return
     inputs = of_layers(facts, _measured(facts).linear_inputs) / max(1, facts.num_layers)
@@ -177,7 +190,7 @@ def _differences(config: RunConfig, facts: ModelFacts, *, is_compiled: bool, is_
     yield -_input_bytes_without_adapter(config, facts, missing, is_shared=is_cast)
     if not is_cast:
         yield _zero3_input_bytes(config, facts)
-        yield fp32_bytes_of_four_bit_layers(config, facts) * facts.intermediate_size
+        yield fp32_bytes_of_four_bit_layers(config, facts) * mlp_width(facts)
         yield -_shared_input_bytes(config, facts)
         yield -_recomputed_by_liger(config, facts)
     if attention_facts(config).keeps_documents:  # each document's output, and their concatenation
@@ -200,7 +213,7 @@ def _compiled_differences(config: RunConfig, facts: ModelFacts) -> Iterator[floa
     if config.peft.method is PeftMethod.full and bytes_per_hidden_value(config) > element:
         yield float(element * facts.hidden_size)
     if is_fp8:
-        yield -1.5 * element * facts.intermediate_size
+        yield -1.5 * element * mlp_width(facts)
 
 
 def _recomputed_by_liger(config: RunConfig, facts: ModelFacts) -> float:
@@ -213,7 +226,7 @@ def _recomputed_by_liger(config: RunConfig, facts: ModelFacts) -> float:
     has_normalized = config.peft.method is PeftMethod.full and bytes_per_hidden_value(config) == 4
     is_autocast = config.precision.compute is not Compute.fp32
     norms = 8.0 * facts.hidden_size if has_normalized and is_autocast else 0.0
-    return norms + bytes_per_compute_value(config) * facts.intermediate_size
+    return norms + bytes_per_compute_value(config) * mlp_width(facts)
 
 
 def _shared_input_bytes(config: RunConfig, facts: ModelFacts) -> float:
@@ -271,19 +284,20 @@ def _zero3_input_bytes(config: RunConfig, facts: ModelFacts) -> float:
     method = config.peft.method
     if not strategy_facts(config).is_zero3 or config.model.compile_layers or method is PeftMethod.qlora:
         return 0.0
-    hidden, inner = facts.hidden_size, facts.intermediate_size
+    hidden, inner = facts.hidden_size, mlp_width(facts)
     is_fp32, has_drop = config.precision.compute is Compute.fp32, has_dropout(config)
     if method is PeftMethod.full:  # several layers share one norm output; autocast casts it for each
         return 0.0 if is_fp32 or bytes_per_hidden_value(config) == 2 else -2.0 * hidden
     if is_fp32:
         return 8.0 * hidden + 4.0 * inner if has_drop else 0.0
-    if is_cast_by_deepspeed(config):
-        return 4.0 * hidden + 2.0 * inner if has_drop else -8.0 * hidden
     inputs = of_layers(facts, _measured(facts).linear_inputs) / max(1, facts.num_layers) - inner
     products = max(0.0, inputs)
+    if is_cast_by_deepspeed(config):  # norms' outputs are kept once, the attention's by its kernel
+        return 4.0 * hidden + 2.0 * inner if has_drop else -2.0 * max(0.0, products - 2 * hidden)
     if bytes_per_hidden_value(config) == 2:
         return 4.0 * hidden + 2.0 * products + 4.0 * inner
-    return (8.0 * hidden + 2.0 * products if has_drop else 12.0 * hidden - 2.0 * products) + 4.0 * inner
+    of_norms, of_attention = 8.0 * hidden, 4.0 * attention_width(facts)
+    return (of_norms + 2.0 * products if has_drop else of_norms + of_attention - 2.0 * products) + 4.0 * inner
 
 
 def _dropout_masks(config: RunConfig, inputs: dict[str, float]) -> float:
@@ -340,6 +354,13 @@ def _input_bytes_without_adapter(
 def linear_inputs(facts: ModelFacts) -> dict[str, float]:
     """Number of inputs per token of each linear layer of a decoder layer, by name."""
     return {name: inputs for name, (inputs, _) in linear_layers(facts).items()}
+
+
+def mlp_width(facts: ModelFacts) -> float:
+    """Inner numbers per token between linear layers: those of shared experts only, if tokens are sent to experts."""
+    if not _measured(facts).experts_per_token:
+        return facts.intermediate_size
+    return sum(size for name, size in linear_inputs(facts).items() if name in _MLP_OUTPUT_LAYERS)
 
 
 def inputs_without_adapter(config: RunConfig, facts: ModelFacts) -> dict[str, float]:

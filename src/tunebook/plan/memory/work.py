@@ -12,6 +12,12 @@ from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.sharing import is_cast_by_deepspeed
+from tunebook.plan.memory.experts import (
+    experts_backward_bytes,
+    experts_forward_bytes,
+    kept_by_experts,
+    routes_tokens,
+)
 from tunebook.plan.memory.kept import (
     adapts_mlp_output,
     attended_length,
@@ -65,6 +71,11 @@ def forward_work(config: RunConfig, facts: ModelFacts) -> float:
     tokens, is_fp32 = tokens_per_pass(config), config.precision.compute is Compute.fp32
     if is_recomputed(config):
         return 0.0
+    if routes_tokens(facts):
+        work = experts_forward_bytes(config, facts)
+        if config.activation.offload:
+            work += 8.0 * facts.hidden_size + kept_by_experts(config, facts)
+        return min(tokens * work, 2 * kept_by_one_layer(config, facts)) if config.activation.offload else tokens * work
     if config.activation.offload:
         inner = 20 if is_fp32 else (17 if has_dropout(config) else 12) if _casts_mlp_to_fp32(config) else 10
         at_work = tokens * (8.0 * facts.hidden_size + inner * facts.intermediate_size)
@@ -87,7 +98,9 @@ def backward_work(config: RunConfig, facts: ModelFacts) -> float:
 
 
 def _mlp_work(config: RunConfig, facts: ModelFacts) -> float:
-    """Working memory in bytes while a layer's backward pass is at its inner numbers."""
+    """Working memory in bytes while a layer's backward pass is at its inner numbers, or at its experts."""
+    if routes_tokens(facts):  # also of compiled layers, which have been neither recorded nor traced
+        return tokens_per_pass(config) * experts_backward_bytes(config, facts, is_recomputed=is_recomputed(config))
     compute = _compiled_work if config.model.compile_layers else _plain_work
     hidden, inner = compute(config, facts)
     return max(0.0, tokens_per_pass(config) * (hidden * facts.hidden_size + inner * facts.intermediate_size))

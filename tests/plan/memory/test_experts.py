@@ -1,0 +1,97 @@
+"""What layers with experts need at work, against the tensors that live in both of their passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tunebook.config.choices import Checkpointing, Compute, MasterWeights, PeftMethod
+from tunebook.config.compose import compose
+from tunebook.plan.memory.experts import experts_backward_bytes, experts_forward_bytes, routes_tokens
+from tunebook.plan.memory.kept import kept_by_one_layer, tokens_per_pass
+from tunebook.plan.memory.work import backward_work, forward_work
+
+from .layers import measured
+from .live_experts import CHOSEN, HIDDEN, experts_at_work
+from .live_tensors import Way
+
+BF16 = torch.bfloat16
+NARROW, AS_WIDE, WIDE = HIDDEN // 2, HIDDEN, 4 * HIDDEN
+FULL, LORA = Way(), Way(is_adapter=True)
+WAYS = {
+    "full": FULL,
+    "full in fp32": replace(FULL, is_mixed=False),
+    "full, bf16": replace(FULL, weights=BF16),
+    "adapter": LORA,
+    "adapter, bf16": replace(LORA, weights=BF16),
+}
+
+
+def set_to(config, way, kind, inner):
+    """The configuration of the layers that are followed."""
+    is_bf16 = way.is_mixed or way.weights is BF16
+    config.precision.compute = Compute.bf16 if is_bf16 else Compute.fp32
+    config.precision.master_weights = MasterWeights.bf16 if way.weights is BF16 else MasterWeights.fp32
+    config.peft.method = PeftMethod.lora if way.is_adapter else PeftMethod.full
+    config.peft.target_modules = ["q_proj"] if way.is_adapter else []
+    layers = measured(
+        experts_per_token=CHOSEN, expert_size=inner, has_expert_biases=kind == "gpt_oss",
+        adapters={"q_proj": [HIDDEN, HIDDEN]}, expert_adapters={"down_proj": [HIDDEN, HIDDEN]},
+    )  # fmt: skip
+    config.model.facts = replace(config.model.facts, hidden_size=HIDDEN, measured=layers)
+    return config.model.facts
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, about gpt-oss's positions
+@pytest.mark.parametrize("is_recomputed", [False, True])
+@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    ("kind", "inner"),
+    [
+        ("qwen3_moe", NARROW), ("qwen3_moe", WIDE), ("gpt_oss", AS_WIDE),
+        pytest.param("gpt_oss", NARROW, marks=pytest.mark.nightly),
+        pytest.param("gpt_oss", WIDE, marks=pytest.mark.nightly),
+    ],
+)  # fmt: skip
+def test_experts_have_at_work_what_was_followed(sound, kind, inner, name, is_recomputed):
+    """Up to a few hidden states of a token, of which each of its experts has some: those of norms and of the sum."""
+    way = replace(WAYS[name], is_recomputed=is_recomputed)
+    facts = set_to(sound, way, kind, inner)
+    forward, backward = experts_at_work(kind, inner, way)
+    state = HIDDEN * way.weights.itemsize
+    planned = experts_backward_bytes(sound, facts, is_recomputed=is_recomputed)
+    assert -2.1 * state < planned - backward < 2.1 * state
+    if not is_recomputed and inner <= HIDDEN:
+        assert -6.2 * state < experts_forward_bytes(sound, facts) - forward < 0.1 * state
+
+
+def test_layers_count_the_work_of_their_experts(sound):
+    """The experts of a token have 3 hidden states each; offloading leaves what they save on its way."""
+    sound.peft.method, facts = PeftMethod.full, set_to(sound, FULL, "qwen3_moe", NARROW)
+    tokens, state = tokens_per_pass(sound), 4 * CHOSEN * HIDDEN
+    assert backward_work(sound, facts) == tokens * 3 * state
+    assert forward_work(sound, facts) == tokens * 2 * state
+    sound.activation.checkpointing = Checkpointing.enabled
+    assert backward_work(sound, facts) == kept_by_one_layer(sound, facts) + tokens * 3 * state
+    sound.activation.checkpointing, sound.activation.offload = Checkpointing.disabled, True
+    facts.measured.saved = {"autocast/full/flash": [0, 10**6, 0, 0, 10**6, 0]}
+    experts = 4 * CHOSEN * (2 * HIDDEN + 4 * NARROW)
+    assert forward_work(sound, facts) == tokens * (2 * state + 8 * HIDDEN + experts)
+    assert backward_work(sound, facts) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "experts"),
+    [
+        ("qwen3_30b_a3b", (8, 768, False)), ("olmoe_1b_7b", (8, 1024, False)), ("gpt_oss_20b", (4, 2880, True)),
+        ("qwen3_4b", (0, 0, False)),
+    ],
+)  # fmt: skip
+def test_the_books_models_have_their_experts(model, experts):
+    words = [f"model={model}", "dataset=synthetic", "training.global_samples=16", "training.max_length=2048"]
+    facts = compose(None, [*words, "optimizer.learning_rate=1e-4"]).config.model.facts
+    layers = facts.measured
+    assert (layers.experts_per_token, layers.expert_size, layers.has_expert_biases) == experts
+    assert routes_tokens(facts) == (experts[0] > 0)
