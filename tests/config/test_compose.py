@@ -1,5 +1,7 @@
 """Composing: the precedence of values, and the error for each wrong override."""
 
+import re
+
 import pytest
 
 from tunebook.config.choices import Strategy
@@ -170,9 +172,25 @@ def test_names_of_a_mapping_are_added_and_an_empty_one_removes_them():
     lora, one = "peft=lora", "peft.rank_pattern={q_proj: 32}"
     assert composed(lora, one, "peft.rank_pattern.down_proj=4").peft.rank_pattern == {"q_proj": 32, "down_proj": 4}
     assert composed(lora, one, "peft.rank_pattern={}").peft.rank_pattern == {}
+    assert composed("peft.rank_pattern={}").peft.rank_pattern == {}
+    assert list(composed("dataset=mixture", "dataset.parts.chat={}").dataset.parts) == ["chat"]
     assert composed("model.facts.config={head_dim: 64}").model.facts.config == {"head_dim": 64}
-    with pytest.raises(RequestError, match=r"peft.rank_pattern.q_proj=wide is not a value"):
-        composed(lora, "peft.rank_pattern={q_proj: wide}")
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("peft.rank_pattern={q_proj: wide}", "peft.rank_pattern.q_proj=wide is not a whole number"),
+        ("peft.rank_pattern.q_proj={}", "peft.rank_pattern.q_proj={} is not a whole number"),
+        ("peft.alpha_pattern.q_proj=[1,2]", "peft.alpha_pattern.q_proj=[1,2] is not a number"),
+        ("peft.rank_pattern=[q_proj]", "peft.rank_pattern=[q_proj] is not a mapping of names to a whole number"),
+        ("dataset.chat_template_kwargs=[1]", "is not a mapping of names to any value"),
+        ("dataset.parts=a.jsonl", "dataset.parts=a.jsonl is not a mapping of names to a group of keys"),
+    ],
+)
+def test_a_value_of_another_form_than_its_mapping_is_named(word, says):
+    with pytest.raises(RequestError, match=re.escape(says)):
+        composed("peft=lora", word)
 
 
 def test_mixture_parts_are_the_users_own_names():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_origin
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -36,6 +36,7 @@ from tunebook.config.messages import (
     unknown_choice,
     unknown_key,
     unreadable_override,
+    wrong_type,
 )
 from tunebook.config.origins import Origins
 from tunebook.config.recipe_files import (
@@ -47,8 +48,10 @@ from tunebook.config.recipe_files import (
 )
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS, RunConfig
 from tunebook.config.unsafe_text import is_secret_name, secret_in
-from tunebook.config.walk import is_in_mapping, texts_of, unknown_keys
+from tunebook.config.walk import is_in_mapping, mapping_type, texts_of, unknown_keys
 from tunebook.errors import RequestError
+
+_PLAIN = (bool, int, float, str)  # types of a single value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,14 +171,18 @@ def _is_open(override: Override) -> bool:
     return is_in_mapping(override.key_or_group)
 
 
-def _merge_open(tree: DictConfig, overrides: list[Override]) -> DictConfig:
+def _merge_open(tree: DictConfig, origins: Origins) -> DictConfig:
     """The tree with the overrides of mappings whose names the user chooses, in the order they were typed.
 
     Hydra's overrides cannot add names. An empty mapping removes those of the recipe.
+    Raises: RequestError for a value of another form than the mapping, which OmegaConf would let pass.
     """
-    for override in filter(_is_open, overrides):
-        key, value = override.key_or_group, cast(Any, override.value())
-        if value == {}:
+    for override in filter(_is_open, origins.overrides):
+        key, value, kind = override.key_or_group, cast(Any, override.value()), mapping_type(override.key_or_group)
+        is_whole = get_origin(kind) is dict
+        if (is_whole and not isinstance(value, dict)) or (kind in _PLAIN and isinstance(value, dict | list)):
+            raise wrong_type(key, origins)
+        if value == {} and is_whole and OmegaConf.select(tree, key):
             OmegaConf.update(tree, key, {}, merge=False)
             continue
         for part in reversed(key.split(".")):
@@ -193,7 +200,7 @@ def _typed(tree: DictConfig, origins: Origins) -> RunConfig:
         del tree["hydra"]
     guard_resolvers()
     try:
-        tree = _merge_open(tree, origins.overrides)
+        tree = _merge_open(tree, origins)
         for key, owner in unknown_keys(tree):
             raise unknown_key(key, owner, origins)
         if missing := sorted(OmegaConf.missing_keys(tree)):

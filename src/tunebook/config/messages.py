@@ -15,7 +15,7 @@ from tunebook.config.override_text import split_values, typed, typed_list
 from tunebook.config.recipe_files import choice_schema, group_choices
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS
 from tunebook.config.unsafe_text import without_secrets
-from tunebook.config.walk import all_keys, describe_type, field_types, schemas_of
+from tunebook.config.walk import all_keys, describe_type, field_types, mapping_type, schemas_of
 from tunebook.errors import RequestError, did_you_mean, nearest
 
 # Examples for values that only the user can give.
@@ -195,8 +195,8 @@ def type_of(key: str) -> str:
     for schema in schemas_of(parent):
         if name in field_types(schema):
             return describe_type(field_types(schema)[name])
-    here = schemas_of(key)  # an entry of a dictionary with names that the user chooses
-    return describe_type(here[0]) if here else "a value"
+    annotation = mapping_type(key)
+    return "a value" if annotation is None else describe_type(annotation)
 
 
 def explain_composition(error: BaseException, origins: Origins) -> RequestError:
@@ -242,6 +242,13 @@ def explain_value(error: BaseException, origins: Origins) -> RequestError:
         value = found.group(1) if found else None
     start = f"{key}={_shortened(value)} is not" if value is not None else f"{key} must be"
     return _wrong(key, f"{start} {type_of(key)}{_near_value(key, value)}", origins, problem_id="wrong-type")
+
+
+def wrong_type(key: str, origins: Origins) -> RequestError:
+    """The error for an override of another form than its key has."""
+    override = origins.override(key)
+    value = (override.input_line or "").partition("=")[2] if override is not None else ""
+    return _wrong(key, f"{key}={_shortened(value)} is not {type_of(key)}", origins, problem_id="wrong-type")
 
 
 def secret_in_configuration(key: str, found: str, origins: Origins) -> RequestError:

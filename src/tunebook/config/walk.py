@@ -56,11 +56,19 @@ def describe_type(annotation: Any) -> str:
 def is_in_mapping(key: str) -> bool:
     """Whether a dotted key is a mapping whose names the user chooses, such as `dataset.parts`, or lies in one."""
     parts = key.split(".")
-    for end, name in enumerate(parts):
-        annotations = [field_types(schema).get(name) for schema in schemas_of(".".join(parts[:end]))]
-        if any(typing.get_origin(without_none(annotation)) is dict for annotation in annotations):
-            return True
-    return False
+    return any(_mapping_at(".".join(parts[: end + 1])) is not None for end in range(len(parts)))
+
+
+def mapping_type(key: str) -> Any:
+    """The annotation of a mapping whose names the user chooses, or of a value in it; None for any other key."""
+    mapping, above = _mapping_at(key), _mapping_at(key.rpartition(".")[0])
+    return mapping if mapping is not None or above is None else typing.get_args(above)[1]
+
+
+def _mapping_at(key: str) -> Any:
+    parent, _, name = key.rpartition(".")
+    annotations = [without_none(field_types(schema).get(name)) for schema in schemas_of(parent)]
+    return next((each for each in annotations if typing.get_origin(each) is dict), None)
 
 
 def schemas_of(key: str) -> list[type]:

@@ -99,6 +99,7 @@ def test_a_missing_package_is_named_with_its_install_line(sound, changed, machin
 FLASH, FLASH_4 = "pip install flash-attn --no-build-isolation", "pip install flash-attn-4==4.0.0b36"
 UNPACKED = {"packing.mode": PackingMode.padded, "packing.row_length": None}
 GEMMA = {"model.facts.architecture": "Gemma2ForCausalLM"}  # no kernel of torch's was tried with it
+UNKNOWN = {"model.facts": None, "model.name": "someone/model"}  # no name of the book
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ GEMMA = {"model.facts.architecture": "Gemma2ForCausalLM"}  # no kernel of torch'
         (Attention.flash_attention_2, {}, False, "varlen_attention", FLASH),
         (Attention.flash_attention_2, UNPACKED, False, "sdpa", FLASH),
         (Attention.flash_attention_2, GEMMA, False, "sdpa", FLASH),
-        (Attention.flash_attention_2, {"model.facts": None}, False, "sdpa", FLASH),
+        (Attention.flash_attention_2, UNKNOWN, False, "sdpa", FLASH),
         (Attention.flash_attention_4, {}, False, "varlen_attention", FLASH_4),
         (Attention.flash_attention_4, {}, True, "flash_attention_2", FLASH_4),
         (Attention.varlen_attention_4, {}, False, "varlen_attention", FLASH_4),
