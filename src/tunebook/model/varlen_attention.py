@@ -169,6 +169,33 @@ def _varlen_backward(
     return grads
 
 
+def _describe(forward: Any, backward: Any, *, num_inputs: int) -> None:
+    """Tell torch the shapes and the gradients of an attention that is two operations, one for each direction.
+
+    `forward` takes `num_inputs` tensors that have gradients, query (T, H, D) first, then cu_seq and three settings; it
+    returns the result (T, H, D) and (H, T) logarithms of sums in fp32. `backward` takes the result's gradient, these
+    tensors, both results, cu_seq and the settings; it returns the gradients.
+    """
+
+    def forward_shapes(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        sums = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+        return query.new_empty(query.shape), sums
+
+    def backward_shapes(_: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(one.new_empty(one.shape) for one in inputs[:num_inputs])
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        cu_seq, *ctx.settings = inputs[num_inputs:]
+        ctx.save_for_backward(*inputs[:num_inputs], *output, cu_seq)
+
+    def gradients(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (*backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
+
+    forward.register_fake(forward_shapes)
+    backward.register_fake(backward_shapes)
+    forward.register_autograd(gradients, setup_context=keep)
+
+
 @torch.library.custom_op("tunebook::attention_with_sinks", mutates_args=())
 def _sinks_forward(
     query: torch.Tensor,
@@ -187,13 +214,6 @@ def _sinks_forward(
     return (attended * left).to(attended.dtype), whole
 
 
-@_sinks_forward.register_fake
-def _sinks_forward_shapes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
-
-
 @torch.library.custom_op("tunebook::attention_with_sinks_backward", mutates_args=())
 def _sinks_backward(
     grad: torch.Tensor,
@@ -201,9 +221,9 @@ def _sinks_backward(
     key: torch.Tensor,
     value: torch.Tensor,
     sinks: torch.Tensor,
-    cu_seq: torch.Tensor,
     attended: torch.Tensor,
     whole: torch.Tensor,
+    cu_seq: torch.Tensor,
     max_length: int,
     scale: float,
     window: int,
@@ -220,22 +240,7 @@ def _sinks_backward(
     return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous(), of_sinks.to(sinks.dtype)
 
 
-@_sinks_backward.register_fake
-def _sinks_backward_shapes(_: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(one.new_empty(one.shape) for one in inputs[:4])
-
-
-def _sinks_keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, sinks, cu_seq, *settings = inputs
-    ctx.save_for_backward(query, key, value, sinks, cu_seq, *output)
-    ctx.settings = settings
-
-
-def _sinks_gradients(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    return (*_sinks_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
-
-
-_sinks_forward.register_autograd(_sinks_gradients, setup_context=_sinks_keep)
+_describe(_sinks_forward, _sinks_backward, num_inputs=4)
 
 
 def attention_with_sinks(
@@ -316,13 +321,6 @@ def _fa4_forward(
     return attended.contiguous(), log_sums.contiguous()  # as declared for the compiler below
 
 
-@_fa4_forward.register_fake
-def _fa4_forward_shapes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return query.new_empty(query.shape), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
-
-
 @torch.library.custom_op("tunebook::flash_attention_4_backward", mutates_args=())
 def _fa4_backward(
     grad_attended: torch.Tensor,
@@ -346,22 +344,7 @@ def _fa4_backward(
     return found[0].contiguous(), found[1].contiguous(), found[2].contiguous()
 
 
-@_fa4_backward.register_fake
-def _fa4_backward_shapes(_: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(one.new_empty(one.shape) for one in inputs[:3])
-
-
-def _fa4_keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    query, key, value, cu_seq, *settings = inputs
-    ctx.save_for_backward(query, key, value, *output, cu_seq)
-    ctx.settings = settings
-
-
-def _fa4_gradients(ctx: Any, grad_attended: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    return (*_fa4_backward(grad_attended, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
-
-
-_fa4_forward.register_autograd(_fa4_gradients, setup_context=_fa4_keep)
+_describe(_fa4_forward, _fa4_backward, num_inputs=3)
 
 
 def _fa4_documents(cu_seq: torch.Tensor, max_length: int, window: int) -> dict[str, Any]:
