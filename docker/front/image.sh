@@ -53,6 +53,17 @@ is_usable() { # is_usable IMAGE; current, or here at all if the image's own code
   [ "$labels" = "$lock_sha256 $attention $sources_sha256" ] || [ "${TUNEBOOK_USE_IMAGE_SOURCES:-}" = 1 ]
 }
 
+what_differs() { # what_differs IMAGE; prints what the image was built from that is not as asked; after is_usable
+  local lock kind sources differences=()
+  read -r lock kind sources <<< "$(labels_of "$1")"
+  if [ "$sources" != "$sources_sha256" ]; then differences+=("from other sources"); fi
+  if [ "$lock" != "$lock_sha256" ]; then differences+=("from another lock"); fi
+  if [ "$kind" != "$attention" ]; then
+    differences+=("with the attention package $kind and not $attention (ATTENTION=$kind takes it as it is)")
+  fi
+  printf '%s\n' "${differences[@]}" | paste -sd , | sed 's/,/, /g'
+}
+
 choose_image() { # sets image: the published one if it is usable, else the one to build here
   local published
   published=$(published_image)
@@ -73,7 +84,7 @@ require_image() { # makes the chosen image usable: as it is, pulled or built
     fi
     say "docker/$generation/image.digest is not used: $not_pulled. Building instead."
   fi
-  if labels_of "$image" > /dev/null; then say "$image was built from other sources or another lock: updating it"; fi
+  if labels_of "$image" > /dev/null; then say "$image was built $(what_differs "$image"): updating it"; fi
   require_buildx
   write_settings
   build_image
@@ -178,7 +189,7 @@ push_images() {
     image=$(built_image)
     if ! TUNEBOOK_USE_IMAGE_SOURCES="" is_usable "$image"; then
       if labels_of "$image" > /dev/null; then
-        say "leaving out $image: it was built from other sources or another lock (make image GPU=$generation)"
+        say "leaving out $image: it was built $(what_differs "$image") (make image GPU=$generation)"
       fi
       continue
     fi
@@ -228,7 +239,7 @@ pull_if_current() { # pull_if_current NAME; sets the caller's not_pulled if the 
   elif ! [[ $text == *'"tunebook.lock-sha256":'*"$lock_sha256"* \
     && $text == *'"tunebook.attention":'*"\"$attention\""* \
     && $text == *'"tunebook.sources-sha256":'*"$sources_sha256"* ]]; then
-    not_pulled="$1 is of other sources or another lock than this checkout"
+    not_pulled="$1 is of other sources, another lock or another attention package than asked for"
   else
     say "pulling $1"
     with_registry pull "$1"
@@ -258,6 +269,6 @@ pull_image() {
   if [ "$image" = "$name" ]; then
     say "it is used from now on"
   else
-    say "it is of other sources or another lock than this checkout, so it is not used: make image builds one that is"
+    say "it is of other sources, another lock or another attention package than asked for, so it is not used: make image builds one that is"
   fi
 }
