@@ -109,7 +109,7 @@ def planned(words: list[str], allows: Iterable[str] = ()) -> Line:
     if refused := [{"id": each.id, "message": each.message} for each in broken if each.id not in allows]:
         return {"refused": refused}
     if draft.fits is False and draft.error is None and not broken:
-        return {"refused": [{"id": "does-not-fit", "message": f"by estimate it does not fit: {draft.memory}"}]}
+        return {"refused": [{"id": "does-not-fit", "message": draft.memory.verdict if draft.memory else ""}]}
     assert draft.resolution is not None
     facts, peak_gib = draft.resolution.config.model.facts, draft.memory.memory.allocated if draft.memory else None
     speed = draft.time.tokens_per_second_per_gpu if draft.time else None
