@@ -257,6 +257,9 @@ ON_HOPPER = ("hardware=hopper", "hardware.gpus_per_node=1", "dataset=synthetic")
         (["peft=qlora", "model.weights=pretrained"], "bf16", "as it is published"),
         (["peft=lora", "parallelism=fsdp"], "bf16", "adapters are fp32"),
         (["peft=full"], "fp32", "lose updates"),
+        (["peft=lora", "model.facts.dtype=float16"], "bf16", "float16, which products in bf16 round in any case"),
+        (["peft=lora", "model.facts.dtype=float16", "parallelism=zero3"], "fp32", "DeepSpeed would compute"),
+        (["peft=lora", "model.facts.dtype=float16", "hardware=volta"], "fp32", "these are in fp16"),
         (["peft=lora", "model.facts.dtype=float32"], "fp32", "the base model is float32"),
         (["peft=lora", "precision=fp32"], "fp32", "these are in fp32"),
         (["peft=lora", "hardware=volta"], "fp32", "these are in fp32"),
@@ -267,9 +270,7 @@ ON_HOPPER = ("hardware=hopper", "hardware.gpus_per_node=1", "dataset=synthetic")
     ],
     ids=str,
 )
-def test_a_frozen_base_stays_in_the_bf16_that_it_is_published_in(
-    machine, words: list[str], weights: str, why: str
-) -> None:
+def test_a_frozen_base_of_16_bits_is_kept_in_bf16(machine, words: list[str], weights: str, why: str) -> None:
     config = compose(None, ["model=qwen25_05b", *ON_HOPPER, *words]).config
     resolution = resolve_auto(config, machine())
     assert values(resolution)["precision.master_weights"] == weights
@@ -289,6 +290,14 @@ def test_a_base_in_bf16_takes_half_of_the_memory(machine) -> None:
     adapters = 41_943_040  # rank 16 on seven products of 32 layers
     assert in_bf16.memory.weights == pytest.approx((8.03e9 * 2 + 4 * adapters) / 2**30, rel=0.001)
     assert in_bf16.memory.optimizer == pytest.approx(8 * adapters / 2**30, rel=0.001)
+
+
+def test_a_frozen_70b_published_in_float16_takes_two_bytes_a_weight(machine) -> None:
+    words = ["model=llama2_70b", "peft=lora", "parallelism=fsdp", "dataset=synthetic", "hardware=ampere",
+             "hardware.gpus_per_node=8", "hardware.memory_gib=80"]  # fmt: skip
+    found = plan_memory(resolve_auto(compose(None, words).config, machine()).config)
+    assert found is not None and found.fits
+    assert found.memory.weights == pytest.approx(68.98e9 * 2 / 8 / 2**30, rel=0.02)
 
 
 def test_a_model_that_does_not_fit_recomputes_its_activations(undecided, machine):

@@ -181,17 +181,21 @@ def _compute(config: RunConfig) -> tuple[Compute, str]:
 def _master_weights(config: RunConfig) -> tuple[MasterWeights, str]:
     """fp32 for trained weights.
 
-    A frozen base under fp32 adapters keeps its published format if that is bf16.
+    A frozen base under fp32 adapters is kept in bf16 if it is published in 16 bits. Products in bf16 round float16
+    weights in the same way, so only norms, biases and embeddings lose the three further bits of float16's mantissa.
     """
     compute, dtype = config.precision.compute, read_dtype(config.model)
     if config.peft.method is PeftMethod.full:
         return MasterWeights.fp32, "a weight in bf16 would lose updates that are small relative to it"
     if compute is not Compute.bf16:
         return MasterWeights.fp32, f"bf16 weights are for products in bf16, and these are in {compute.name}"
-    if dtype != "bfloat16":
+    if dtype not in ("bfloat16", "float16"):
         return MasterWeights.fp32, f"the base model is {dtype or 'of a dtype not known before it is loaded'}"
     if strategy_facts(config).is_zero:
         return MasterWeights.fp32, "with bf16 weights DeepSpeed would compute with adapters in bf16, too"
+    if dtype == "float16":
+        why = "the frozen base is float16, which products in bf16 round in any case: half of fp32's memory; adapters "
+        return MasterWeights.bf16, why + "are fp32"
     return MasterWeights.bf16, "the frozen base stays as it is published, in half of fp32's memory; adapters are fp32"
 
 
