@@ -117,6 +117,11 @@ CASES = [
     case("model-folder", "not/there does not exist", {"model.name": None, "model.path": "not/there"}),
     case("model-not-causal", "is made for masked LM", {"model.name": None, "model.path": "masked"}),
     case("length-beyond-model", "40000 .* 32768", {"training.max_length": 40_000, "packing.row_length": 40_000}),
+    case(
+        "length-beyond-config",
+        "2048 tokens are more than the 1024 positions in the model's config.json, for which .*=32768 stands",
+        {"model.name": None, "model.path": "book:recipes/quickstart/model", "training.max_length": 2048},
+    ),
     case("dataset-source", "source=hub needs dataset.name", {"dataset.name": None}),
     case("dataset-source", "source=files needs", {"dataset.source": Source.files, "dataset.name": None}),
     case("dataset-name-form", "'a/b/c' is neither a folder nor", {"dataset.name": "a/b/c"}),

@@ -151,6 +151,7 @@ def test_a_problem_says_what_set_its_key(sound, changed):
 def test_warnings_are_the_ones_a_run_can_live_with():
     assert {rule.id for rule in RULES if not rule.is_error} == {
         "adapter-settings-ignored",
+        "length-beyond-config",
         "optimizer-settings-ignored",
         "dataset-field-ignored",
         "evaluation-never-runs",
