@@ -242,6 +242,7 @@ def test_three_lengths_give_a_parabola():
         (TraceScope.full, 4 * 3 + 2),
         (TraceScope.adapter, 4 * 3 + 2),
         (TraceScope.dropout, 4 * 3 + 2),
+        (TraceScope.full_and_dropout, 4 * 2 * 3 + 2 * 2),
         (TraceScope.fp32, 2 * 3),
     ],
 )

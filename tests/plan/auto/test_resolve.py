@@ -21,6 +21,7 @@ from tunebook.config.choices import (
 from tunebook.config.compose import compose
 from tunebook.config.schema import FsdpConfig, ModelConfig, SlurmConfig
 from tunebook.errors import RequestError
+from tunebook.plan.architecture import TraceScope
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.rules import check
@@ -524,3 +525,36 @@ def test_another_hub_model_stays_unknown(machine, words):
 @pytest.mark.usefixtures("has_no_flash")
 def test_a_group_file_says_nothing_of_the_books_facts(machine):
     assert "model.facts" not in values(resolve_auto(compose(None, [*HUB, "model=qwen3_4b"]).config, machine()))
+
+
+@pytest.mark.parametrize(
+    ("words", "scope"),
+    [
+        ([], TraceScope.full_and_dropout),  # 70B weights, 16 bytes each, over 8 GPUs: 130 GiB each
+        (["hardware.num_nodes=4"], TraceScope.full),
+        (["precision.master_weights=bf16", "hardware.memory_gib=140"], TraceScope.full),
+        (["hardware.gpus_per_node=1", "hardware.memory_gib=16"], TraceScope.full),  # nor in 4 bits
+        (["parallelism=fsdp_offload"], TraceScope.full),
+        (["peft=lora"], TraceScope.dropout),
+    ],
+    ids=str,
+)
+def test_a_model_that_cannot_fit_is_traced_once_for_the_run_and_its_advice(
+    machine, tmp_path, monkeypatch, words: list[str], scope: TraceScope
+) -> None:
+    sizes = {
+        "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "vocab_size": 128_300, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    stated = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    asked: list[TraceScope] = []
+    monkeypatch.setattr(
+        "tunebook.plan.architecture.base_model.trace_file", lambda _, *, scope, **__: asked.append(scope)
+    )
+    config = compose(None, [
+        f"model.path={tmp_path}", "model.weights=random", "dataset=synthetic", "hardware=hopper",
+        "hardware.gpus_per_node=8", "hardware.memory_gib=80", *words,
+    ]).config  # fmt: skip
+    resolve_auto(config, machine())
+    assert set(asked) == {scope}

@@ -51,6 +51,7 @@ class TraceScope(Enum):
     full = "full"  # a full fine-tune: nothing with adapters
     adapter = "adapter"  # adapters without dropout
     dropout = "dropout"  # adapters with dropout
+    full_and_dropout = "full_and_dropout"  # a full fine-tune that cannot fit, and the adapters that would be advised
     fp32 = "fp32"  # on a CPU: nothing in 16 bits
 
 
@@ -77,7 +78,10 @@ def trace_file(
     folder = cache_root() / "architectures"
     if scope is TraceScope.whole:
         compiles = True
-    names = dict.fromkeys((TraceScope.whole.name, f"{scope.name}.compiled", _cache_name(scope, compiles)))
+    has_both = scope in (TraceScope.full, TraceScope.dropout)
+    scopes = (scope, TraceScope.full_and_dropout) if has_both else (scope,)
+    own = [name for each in scopes for name in (f"{each.name}.compiled", _cache_name(each, compiles))]
+    names = dict.fromkeys((TraceScope.whole.name, *own))
     facts = next((known for name in names if (known := _read(folder / f"{key}.{name}.json"))), None)
     if facts is None:
         _say_once(f"tracing the layers of {config_file}, once: this takes 5 to 30 s, longer on a busy machine")

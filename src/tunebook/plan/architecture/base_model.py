@@ -74,6 +74,21 @@ def read_facts(model: ModelConfig, *, scope: TraceScope = TraceScope.whole) -> M
     return None if _is_refused_anyway(model, config) else _traced(model, file, sizes, scope)
 
 
+def about_parameters(model: ModelConfig) -> int:
+    """Roughly how many parameters a model has, without tracing it; 0 if its sizes are unknown. Raises: as `read_facts`.
+
+    Two matrices as wide as the hidden size and two of the inner size per layer: less than most models have.
+    """
+    if model.facts is not None:
+        return model.facts.num_parameters
+    config = read_config(model) or {}
+    text = config.get("text_config", config)
+    sizes = {name: first_stated(text, keys) for name, keys in _NAMES.items()}
+    names = ("num_layers", "hidden_size", "intermediate_size", "vocab_size")
+    layers, hidden, inner, words = (size if isinstance(size := sizes[name], int) else 0 for name in names)
+    return hidden * (words + 2 * layers * (hidden + inner))
+
+
 def facts_of_book(model: ModelConfig) -> tuple[str, ModelFacts] | None:
     """The book's model of this name on the hub, and its facts; None if there is none, or it may be another model.
 

@@ -66,6 +66,7 @@ _MODES = (
 _OF_ADAPTERS = {("adapter", kernels) for kernels in ATTENTION}
 _METHODS_OF = {  # without dropout, layers that are not compiled keep the same except what `plan.memory.kept` adds
     TraceScope.full: ("full",), TraceScope.adapter: ("adapter",), TraceScope.dropout: ("adapter", "dropout"),
+    TraceScope.full_and_dropout: ("full", "adapter", "dropout"),
 }  # fmt: skip
 _MAX_LAYERS = 12  # most layers that are traced
 _MOST_BEING_COPIED, _SMALLEST_BYTES = 5, 1024  # TRL's max_fwd_stash_size and min_offload_size
@@ -127,8 +128,8 @@ def _modes(scope: TraceScope) -> list[tuple[str, str, str]]:
         return [mode for mode in _MODES if mode[0] == "fp32"]
     methods = _METHODS_OF.get(scope)
     modes = [mode for mode in _MODES if methods is None or mode[1] in methods]
-    if scope is TraceScope.dropout:
-        modes = [mode for mode in modes if mode[1] == "dropout" or mode[2] != COMPILED]
+    if scope in (TraceScope.dropout, TraceScope.full_and_dropout):
+        modes = [mode for mode in modes if mode[1] != "adapter" or mode[2] != COMPILED]
     return modes
 
 
@@ -215,7 +216,9 @@ def _measure(
     try:
         with quiet(has_frozen_experts=mode[1] == _BESIDE), FakeTensorMode(allow_non_fake_inputs=True):
             model = _build(config, places, mode, options, receivers)
-            found = [_saved_by_layer(model, len(places), length, mode, receivers) for length in LENGTHS]
+            # Compiled layers attend without a mask or scores, so they keep bytes per token only: two lengths tell.
+            lengths = LENGTHS[:2] if mode[2] == COMPILED else LENGTHS
+            found = [_saved_by_layer(model, len(places), length, mode, receivers) for length in lengths]
     except _MACHINES:
         raise
     except Exception:  # unsupported attention, or an operation without a fake kernel
@@ -239,8 +242,9 @@ def _six_numbers(kinds: list[tuple[Any, ...]], places: list[int], found: Sequenc
 
 
 def _curve(found: list[float]) -> tuple[float, float, float]:
-    """The parabola through the bytes at three lengths, which are 1, 2 and 3 times the first."""
-    one, two, three = found
+    """The parabola through the bytes at three lengths, which are 1, 2 and 3 times the first; a line through two."""
+    one, two, *more = found
+    three = more[0] if more else 2 * two - one
     step = LENGTHS[0]
     squared = (three - 2 * two + one) / (2 * step**2)
     per_token = (two - one) / step - 3 * step * squared

@@ -17,16 +17,17 @@ from tunebook.config.choices import (
     PeftMethod,
     Switch,
 )
-from tunebook.config.schema import RunConfig, starts_elsewhere
+from tunebook.config.schema import RunConfig, starts_elsewhere, world_size
 from tunebook.config.unreached import unreached_of
 from tunebook.errors import Problem
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT
 from tunebook.facts.generations import GENERATIONS
+from tunebook.facts.sharing import is_offloaded
 from tunebook.facts.strategies import strategy_facts
 from tunebook.hardware.detect import Machine
 from tunebook.model.base_config import brings_code, read_dtype
 from tunebook.plan.architecture import TraceScope
-from tunebook.plan.architecture.base_model import facts_of_book, read_facts
+from tunebook.plan.architecture.base_model import about_parameters, facts_of_book, read_facts
 from tunebook.plan.auto.decisions import AS_ASKED, Choice, Decisions
 from tunebook.plan.auto.hardware import decide_hardware
 from tunebook.plan.auto.kernels import decide_attention, decide_compiling, decide_head, why_not_worth_compiling
@@ -40,6 +41,8 @@ __all__ = ["Choice", "Resolution", "resolve_auto"]
 
 COMPILING = "model.compile_layers"
 _NOT_COMPARED = "not compiled, to compare the two ways"  # replaced by a reason before anyone sees it
+_STATES_IN_FP32, _STATES_IN_BF16 = 16, 8  # bytes of a trained weight, its gradient and AdamW's two moments
+_FROZEN_IN_4_BITS = 0.5  # bytes of a weight
 _MOST_PARTS = 3  # most parts to list
 
 
@@ -122,8 +125,18 @@ def _trace_scope(config: RunConfig) -> TraceScope:
     if is_fp32 and config.hardware.generation is Generation.cpu:
         return TraceScope.fp32
     if config.peft.method is PeftMethod.full:
-        return TraceScope.full
+        return TraceScope.full_and_dropout if _adapters_are_advised(config) else TraceScope.full
     return TraceScope.dropout if config.peft.dropout > 0 else TraceScope.adapter
+
+
+def _adapters_are_advised(config: RunConfig) -> bool:
+    """Whether a full fine-tune is too large for all GPUs together, by rough numbers, and a frozen base may fit."""
+    memory_gib, precision = config.hardware.memory_gib, config.precision
+    if memory_gib is None or is_offloaded(config):
+        return False
+    trained = _STATES_IN_BF16 if precision.master_weights is MasterWeights.bf16 else _STATES_IN_FP32
+    memory = memory_gib * 2**30 * world_size(config) / max(1, about_parameters(config.model))
+    return _FROZEN_IN_4_BITS < memory < trained
 
 
 def _note_facts_of_book(decisions: Decisions, asked: RunConfig) -> None:
