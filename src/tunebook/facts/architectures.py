@@ -1,4 +1,4 @@
-"""Tables of architectures, by transformers class: which isolate packed documents, and which settings were tested."""
+"""Tables of architectures, by transformers class: which settings were tested with them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,6 @@ from tunebook.config.choices import Attention, Compute, PackingMode
 from tunebook.config.schema import RunConfig
 from tunebook.facts.attention import COMPILED, MASKED, WITHOUT_KERNEL
 from tunebook.facts.generations import can_run
-
-# Architectures in which packed documents affect each other with every attention kernel. Some do not accept
-# position_ids, from which transformers finds where a document starts. Others carry a state along the row, as linear
-# attention does. Found by testing all causal language models of transformers 5.23 that can be made small, except
-# encoders that can be configured as decoders; a test repeats this for the listed ones. The leak probe checks every run.
-LEAKING_ARCHITECTURES = frozenset({
-    "BailingHybridForCausalLM", "BambaForCausalLM", "BloomForCausalLM", "CpmAntForCausalLM", "DeepseekV4ForCausalLM",
-    "FalconH1ForCausalLM", "FalconMambaForCausalLM", "GraniteMoeHybridForCausalLM", "InklingForCausalLM",
-    "Inkling2ForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM",
-    "Lfm3ForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM", "MptForCausalLM",
-    "NemotronHForCausalLM", "OlmoHybridForCausalLM", "OpenAIGPTLMHeadModel", "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM", "XGLMForCausalLM",
-    "Zamba2ForCausalLM", "ZambaForCausalLM", "xLSTMForCausalLM",
-})  # fmt: skip
-# Architectures that do not pass the positions to transformers when it makes the mask, but pass them to the attention,
-# so kernels without a mask can find where documents end.
-LEAKING_THROUGH_MASKS = frozenset({
-    "AfmoeForCausalLM", "BioGptForCausalLM", "FalconForCausalLM", "GptOssForCausalLM", "OPTForCausalLM",
-})  # fmt: skip
 
 # Architectures whose results with torch's varlen kernel were compared with sdpa (tests/model/test_varlen_attention.py).
 # `auto` chooses varlen for no others: some call no attention function, and some need what it cannot compute.

@@ -1,0 +1,141 @@
+"""Layers that carry a state along a packed row, against the same documents one by one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BambaConfig, Lfm2Config, Qwen3_5TextConfig, Qwen3NextConfig
+
+from tunebook.model.linear_attention import by_document, convolve_documents, isolate_documents, packages_for_packing
+
+LENGTHS = (7, 1, 20, 2)
+SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+GATED = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
+MODELS = {
+    "qwen3_next": lambda: Qwen3NextConfig(**SIZES, **GATED, **EXPERTS),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**SIZES, **GATED),
+    "bamba": lambda: BambaConfig(**SIZES, **MAMBA, attn_layer_indices=[1]),
+    "lfm2": lambda: Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
+}
+
+
+@pytest.fixture
+def model_of(monkeypatch):
+    """A small model in fp32; what is replaced for it is put back afterwards."""
+
+    def make(kind):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(MODELS[kind](), attn_implementation="eager", dtype=torch.float32)
+        for file in {type(module).__module__ for module in model.modules()}:
+            for name, value in list(vars(sys.modules[file]).items()):
+                if inspect.isfunction(value):
+                    monkeypatch.setattr(sys.modules[file], name, value)
+        return model.train()
+
+    return make
+
+
+def row_of(documents):
+    """The inputs of TRL's collator."""
+    lengths = torch.tensor([len(each) for each in documents])
+    ends = torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(torch.int32)
+    return {
+        "input_ids": torch.cat(documents)[None],
+        "position_ids": torch.cat([torch.arange(len(each)) for each in documents])[None],
+        "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 20, "max_length_k": 20,
+        "seq_idx": torch.arange(len(documents), dtype=torch.int32).repeat_interleave(lengths)[None],
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_packed_row_has_the_logits_and_gradients_of_its_documents(model_of, kind):
+    model = model_of(kind)
+    documents = [torch.randint(2, 120, (length,)) for length in LENGTHS]
+    alone = torch.cat([model(input_ids=each[None], use_cache=False).logits[0] for each in documents])
+    (alone**2).mean().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    isolate_documents(model, is_on_cpu=True)
+    packed = model(**row_of(documents), use_cache=False).logits[0]
+    (packed**2).mean().backward()
+    torch.testing.assert_close(packed, alone, atol=2e-6, rtol=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], atol=2e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "packages", "on_gpu"),
+    [
+        ("qwen3_next", ["fla-core"], 1),
+        ("qwen3_5", ["fla-core"], 1),
+        ("bamba", ["causal-conv1d", "mamba-ssm"], 1),
+        ("lfm2", [], 1),
+    ],
+)
+def test_on_a_gpu_only_convolutions_are_replaced(model_of, kind, packages, on_gpu):
+    model = model_of(kind)
+    assert packages_for_packing(model) == packages
+    assert isolate_documents(model, is_on_cpu=False) == ["causal_conv1d_fn"] * on_gpu
+    if packages:
+        with pytest.raises(ValueError, match="can't keep packed sequences apart without"):
+            model(**row_of([torch.arange(5), torch.arange(4)]), use_cache=False)
+    assert isolate_documents(model, is_on_cpu=False) == []  # once
+
+
+def test_functions_with_a_kernel_are_left_as_they_are(model_of, monkeypatch):
+    from transformers.models.lfm2 import modeling_lfm2
+
+    package, is_new_implementation, torch_function, func_name = "causal_conv1d", True, len, "causal_conv1d_fn"
+
+    @functools.wraps(modeling_lfm2.causal_conv1d_fn)
+    def with_kernel():
+        return package, is_new_implementation, torch_function, func_name
+
+    model = model_of("lfm2")
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", with_kernel)
+    assert isolate_documents(model, is_on_cpu=True) == []
+
+
+def test_a_convolution_by_hand():
+    """A kernel of width 2 that adds the token before to each."""
+
+    def sums(hidden_states, weight, bias, activation):
+        return hidden_states + torch.nn.functional.pad(hidden_states, (1, 0))[..., :-1]
+
+    row, weight = torch.tensor([[[1.0, 2.0, 4.0, 8.0]]]), torch.ones(1, 2)
+    apart = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
+    assert convolve_documents(sums, row, weight).tolist() == [[[1, 3, 6, 12]]]
+    assert convolve_documents(sums, row, weight, seq_idx=apart).tolist() == [[[1, 3, 4, 12]]]
+
+
+def test_a_state_by_hand():
+    def running_sum(values, *, output_final_state=False):
+        return values.cumsum(dim=1), None
+
+    row = torch.tensor([1.0, 2.0, 4.0, 8.0]).reshape(1, 4, 1)
+    ends = torch.tensor([0, 1, 4], dtype=torch.int32)
+    state, last = by_document("cu_seqlens", running_sum, row, cu_seqlens=ends, seq_idx="not for this kernel")
+    assert (state.flatten().tolist(), last) == ([1, 2, 6, 14], None)
+    assert by_document("cu_seqlens", running_sum, row)[0].flatten().tolist() == [1, 3, 7, 15]
+
+
+def test_a_kernel_that_is_not_told_leaks():
+    """As chunk_kda in transformers 5.23: its layers pass `cu_seq_lens_q` on, which the kernel does not take."""
+    row = torch.ones(1, 4, 1)
+    told = {"cu_seq_lens_q": torch.tensor([0, 2, 4])}
+    assert by_document("cu_seqlens", lambda x, **_: x.cumsum(dim=1), row, **told).flatten().tolist() == [1, 2, 3, 4]
