@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import inspect
-import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BambaConfig, Lfm2Config, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers.models.lfm2 import modeling_lfm2
 
 from tunebook.model.linear_attention import by_document, convolve_documents, isolate_documents, packages_for_packing
 
@@ -33,20 +33,17 @@ MODELS = {
 }
 
 
+def model_of(kind):
+    torch.manual_seed(0)
+    config = MODELS[kind]()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).train()
+
+
 @pytest.fixture
-def model_of(monkeypatch):
-    """A small model in fp32; what is replaced for it is put back afterwards."""
-
-    def make(kind):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(MODELS[kind](), attn_implementation="eager", dtype=torch.float32)
-        for file in {type(module).__module__ for module in model.modules()}:
-            for name, value in list(vars(sys.modules[file]).items()):
-                if inspect.isfunction(value):
-                    monkeypatch.setattr(sys.modules[file], name, value)
-        return model.train()
-
-    return make
+def isolate():
+    """`isolate_documents`, put back afterwards."""
+    with contextlib.ExitStack() as stack:
+        yield lambda model, **words: stack.callback(isolate_documents(model, **words))
 
 
 def row_of(documents):
@@ -63,14 +60,14 @@ def row_of(documents):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_packed_row_has_the_logits_and_gradients_of_its_documents(model_of, kind):
+def test_a_packed_row_has_the_logits_and_gradients_of_its_documents(isolate, kind):
     model = model_of(kind)
     documents = [torch.randint(2, 120, (length,)) for length in LENGTHS]
     alone = torch.cat([model(input_ids=each[None], use_cache=False).logits[0] for each in documents])
     (alone**2).mean().backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    isolate_documents(model, is_on_cpu=True)
+    isolate(model, is_on_cpu=True)
     packed = model(**row_of(documents), use_cache=False).logits[0]
     (packed**2).mean().backward()
     torch.testing.assert_close(packed, alone, atol=2e-6, rtol=1e-5)
@@ -79,36 +76,33 @@ def test_a_packed_row_has_the_logits_and_gradients_of_its_documents(model_of, ki
 
 
 @pytest.mark.parametrize(
-    ("kind", "packages", "on_gpu"),
+    ("kind", "packages"),
     [
-        ("qwen3_next", ["fla-core"], 1),
-        ("qwen3_5", ["fla-core"], 1),
-        ("bamba", ["causal-conv1d", "mamba-ssm"], 1),
-        ("lfm2", [], 1),
+        ("qwen3_next", ["fla-core"]), ("qwen3_5", ["fla-core"]), ("bamba", ["causal-conv1d", "mamba-ssm"]), ("lfm2", [])
     ],
-)
-def test_on_a_gpu_only_convolutions_are_replaced(model_of, kind, packages, on_gpu):
+)  # fmt: skip
+def test_on_a_gpu_only_convolutions_are_replaced(isolate, kind, packages):
     model = model_of(kind)
     assert packages_for_packing(model) == packages
-    assert isolate_documents(model, is_on_cpu=False) == ["causal_conv1d_fn"] * on_gpu
-    if packages:
-        with pytest.raises(ValueError, match="can't keep packed sequences apart without"):
-            model(**row_of([torch.arange(5), torch.arange(4)]), use_cache=False)
-    assert isolate_documents(model, is_on_cpu=False) == []  # once
+    isolate(model, is_on_cpu=False)
+    row = row_of([torch.arange(5), torch.arange(4)])
+    if not packages:
+        model(**row, use_cache=False)
+        return
+    with pytest.raises(ValueError, match=r"(chunk_gated_delta_rule|mamba_split.*)` can't keep packed sequences apart"):
+        model(**row, use_cache=False)
 
 
-def test_functions_with_a_kernel_are_left_as_they_are(model_of, monkeypatch):
-    from transformers.models.lfm2 import modeling_lfm2
-
+def test_functions_with_a_kernel_are_left_as_they_are(isolate, monkeypatch):
     package, is_new_implementation, torch_function, func_name = "causal_conv1d", True, len, "causal_conv1d_fn"
 
     @functools.wraps(modeling_lfm2.causal_conv1d_fn)
     def with_kernel():
         return package, is_new_implementation, torch_function, func_name
 
-    model = model_of("lfm2")
     monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", with_kernel)
-    assert isolate_documents(model, is_on_cpu=True) == []
+    isolate(model_of("lfm2"), is_on_cpu=True)
+    assert modeling_lfm2.causal_conv1d_fn is with_kernel
 
 
 def test_a_convolution_by_hand():

@@ -50,23 +50,29 @@ class _Function(NamedTuple):
 
     file: Any
     name: str
+    own: Callable[..., Any]  # what transformers calls
     kernel: str  # the kernel's own name
     distribution: str
     reference: Callable[..., Any]  # the computation in PyTorch, for a row of one document
     has_kernel: bool
 
 
-def isolate_documents(model: nn.Module, *, is_on_cpu: bool) -> list[str]:
-    """Replace the functions of a model's layers that refuse packed rows; returns the names of the kernels."""
-    replaced = []
+def isolate_documents(model: nn.Module, *, is_on_cpu: bool) -> Callable[[], None]:
+    """Replace the functions of a model's layers that refuse packed rows; calling the result puts them back."""
+    replaced: list[_Function] = []
     for each in _functions(model):
         is_convolution = each.kernel == _CONVOLUTION
         if each.has_kernel or not (is_on_cpu or is_convolution):
             continue
         compute = convolve_documents if is_convolution else functools.partial(by_document, _TOLD_BY[each.kernel])
         setattr(each.file, each.name, functools.partial(compute, each.reference))
-        replaced.append(each.kernel)
-    return replaced
+        replaced.append(each)
+
+    def put_back() -> None:
+        for each in replaced:
+            setattr(each.file, each.name, each.own)
+
+    return put_back
 
 
 def packages_for_packing(model: nn.Module) -> list[str]:
@@ -85,7 +91,7 @@ def _functions(model: nn.Module) -> Iterator[_Function]:
             if inside.keys() >= _INSIDE and inside["func_name"] in _TOLD_BY:
                 package = inside["package"]
                 yield _Function(
-                    sys.modules[file], name, inside["func_name"], DISTRIBUTIONS.get(package, package),
+                    sys.modules[file], name, function, inside["func_name"], DISTRIBUTIONS.get(package, package),
                     inside["torch_function"], inside["is_new_implementation"],
                 )  # fmt: skip
 

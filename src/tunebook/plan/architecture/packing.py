@@ -63,8 +63,11 @@ def packing_facts(architecture: str, config: Any, *, has_experts: bool = False) 
         if model is None:
             continue
         packages |= set(packages_for_packing(model))
-        isolate_documents(model, is_on_cpu=True)
-        found = _is_isolated(model, has_experts)
+        put_back = isolate_documents(model, is_on_cpu=True)
+        try:
+            found = _is_isolated(model, has_experts)
+        finally:
+            put_back()
         if found is not None:
             isolates[way] = found
     return {"isolates": isolates, "packing_packages": sorted(packages)}
