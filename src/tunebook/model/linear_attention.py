@@ -32,10 +32,11 @@ from tunebook.model.varlen_attention import document_lengths
 # The kernels that can keep documents apart, and the argument by which they are told where documents end: the places
 # (N + 1,) in the row, or each token's document (B, T).
 _CONVOLUTION, _PLACES, _DOCUMENTS = "causal_conv1d_fn", "cu_seqlens", "seq_idx"
+GATED_DELTA_RULE = "chunk_gated_delta_rule"
 _FUSED = "mamba_split_conv1d_scan_combined"  # mamba-ssm's, with the convolution of causal-conv1d inside
 _TOLD_BY = {
     _CONVOLUTION: _DOCUMENTS,
-    "chunk_gated_delta_rule": _PLACES,
+    GATED_DELTA_RULE: _PLACES,
     "chunk_kda": _PLACES,
     "mamba_chunk_scan_combined": _DOCUMENTS,
     _FUSED: _DOCUMENTS,
@@ -45,7 +46,7 @@ DISTRIBUTIONS = {"fla": "fla-core", "causal_conv1d": "causal-conv1d", "mamba_ssm
 _INSIDE = {"func_name", "package", "is_new_implementation", "torch_function"}  # of transformers' decorator
 
 
-class _Function(NamedTuple):
+class StateFunction(NamedTuple):
     """A function of a modeling file that computes in PyTorch if its kernel's package is not installed."""
 
     file: Any
@@ -59,14 +60,26 @@ class _Function(NamedTuple):
 
 def isolate_documents(model: nn.Module, *, is_on_cpu: bool) -> Callable[[], None]:
     """Replace the functions of a model's layers that refuse packed rows; calling the result puts them back."""
-    replaced: list[_Function] = []
+
+    def replacement(each: StateFunction) -> Callable[..., Any] | None:
+        if each.has_kernel:
+            return None
+        if each.kernel == _CONVOLUTION:
+            return functools.partial(convolve_documents, each.reference)
+        return functools.partial(by_document, _TOLD_BY[each.kernel], each.reference) if is_on_cpu else None
+
+    return replace_functions(model, replacement)
+
+
+def replace_functions(
+    model: nn.Module, replacement: Callable[[StateFunction], Callable[..., Any] | None]
+) -> Callable[[], None]:
+    """Replace the functions for which there is a replacement; calling the result puts them back."""
+    replaced: list[StateFunction] = []
     for each in _functions(model):
-        is_convolution = each.kernel == _CONVOLUTION
-        if each.has_kernel or not (is_on_cpu or is_convolution):
-            continue
-        compute = convolve_documents if is_convolution else functools.partial(by_document, _TOLD_BY[each.kernel])
-        setattr(each.file, each.name, functools.partial(compute, each.reference))
-        replaced.append(each)
+        if (other := replacement(each)) is not None:
+            setattr(each.file, each.name, other)
+            replaced.append(each)
 
     def put_back() -> None:
         for each in replaced:
@@ -81,7 +94,7 @@ def packages_for_packing(model: nn.Module) -> list[str]:
     return sorted({*kernels.values(), *({DISTRIBUTIONS["causal_conv1d"]} if _FUSED in kernels else ())})
 
 
-def _functions(model: nn.Module) -> Iterator[_Function]:
+def _functions(model: nn.Module) -> Iterator[StateFunction]:
     """Those that can keep documents apart and are not replaced yet. transformers has no list of them."""
     for file in sorted({type(module).__module__ for module in model.modules()}):
         for name, function in list(vars(sys.modules[file]).items()):
@@ -90,7 +103,7 @@ def _functions(model: nn.Module) -> Iterator[_Function]:
             inside = inspect.getclosurevars(function).nonlocals
             if inside.keys() >= _INSIDE and inside["func_name"] in _TOLD_BY:
                 package = inside["package"]
-                yield _Function(
+                yield StateFunction(
                     sys.modules[file], name, function, inside["func_name"], DISTRIBUTIONS.get(package, package),
                     inside["torch_function"], inside["is_new_implementation"],
                 )  # fmt: skip
