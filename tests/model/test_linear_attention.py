@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 
 import pytest
 import torch
@@ -33,10 +34,10 @@ MODELS = {
 }
 
 
-def model_of(kind):
+def model_of(kind, form=torch.float32):
     torch.manual_seed(0)
     config = MODELS[kind]()
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).train()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=form).train()
 
 
 @pytest.fixture
@@ -133,3 +134,72 @@ def test_a_kernel_that_is_not_told_leaks():
     row = torch.ones(1, 4, 1)
     told = {"cu_seq_lens_q": torch.tensor([0, 2, 4])}
     assert by_document("cu_seqlens", lambda x, **_: x.cumsum(dim=1), row, **told).flatten().tolist() == [1, 2, 3, 4]
+
+
+def relative(found, expected):
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next", "lfm2"])
+def test_kernels_keep_documents_apart_on_a_gpu(isolate, kind):
+    """As `test_a_packed_row_has_...`, in bf16 with fla-core's kernels; 32 roundoffs as in `train.isolation`."""
+    if kind != "lfm2":
+        pytest.importorskip("fla", reason="fla-core is in the images from Ampere on")
+    model = model_of(kind, torch.bfloat16).cuda()
+    isolate(model, is_on_cpu=False)
+    documents = [torch.randint(2, 120, (length,)) for length in (200, 70, 130)]
+
+    def packed(first):
+        row = {
+            name: each.cuda() if torch.is_tensor(each) else each
+            for name, each in row_of([first, *documents[1:]]).items()
+        }
+        return model(**row | {"max_length_q": 200, "max_length_k": 200}, use_cache=False).logits[0]
+
+    alone = torch.cat([model(input_ids=each[None].cuda(), use_cache=False).logits[0] for each in documents])
+    (alone.float() ** 2).mean().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    found = packed(documents[0])
+    (found.float() ** 2).mean().backward()
+    assert relative(found, alone) < 32 * 2.0**-8
+    with torch.no_grad():
+        other = packed((documents[0] + 1) % 120)
+    assert not torch.equal(other[:200], found[:200])
+    assert relative(other[200:], found[200:]) <= (32 * 2.0**-8 if kind == "qwen3_next" else 2.0**-9)  # experts: moved
+    for name, parameter in model.named_parameters():
+        if expected[name].norm() > 1e-6:
+            assert relative(parameter.grad, expected[name]) < 0.25, name
+
+
+@pytest.mark.gpu
+def test_the_convolution_of_fla_computes_the_same_on_a_gpu():
+    """Whether it could replace ours, which needs no package; run with -s, it prints the seconds of both."""
+    convolution = pytest.importorskip("fla.modules.causal_conv1d").causal_conv1d
+    features, lengths = 8192, [3000, 1, 5000, 8383]
+    row = torch.randn(1, features, sum(lengths), device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(features, 4, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    of_token = torch.arange(len(lengths), device="cuda").repeat_interleave(torch.tensor(lengths, device="cuda"))[None]
+
+    def ours():
+        reference = modeling_lfm2.causal_conv1d_fn.__wrapped__
+        told = {"seq_idx": of_token.int(), "cu_seq_lens_q": ends}
+        return convolve_documents(reference, row, weight, None, "silu", **told)
+
+    def theirs():
+        found = convolution(row.transpose(1, 2), weight, activation="silu", cu_seqlens=ends)
+        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
+
+    assert relative(ours(), theirs()) < 2.0**-7
+    for compute in (ours, theirs):
+        for _ in range(3):
+            compute().sum().backward()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(10):
+            compute().sum().backward()
+        torch.cuda.synchronize()
+        print(compute.__name__, (time.perf_counter() - start) / 10)
