@@ -85,6 +85,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         sizes(2048, 6144, 2, 32, 4, 151936, head_dim=128, moe_intermediate_size=768, num_experts=128,
                num_experts_per_tok=8, norm_topk_prob=True, **APART),
     ),
+    "qwen3_5_text": (  # a full layer of attention after three of linear attention
+        "Qwen3.5-9B",
+        sizes(4096, 12288, 4, 16, 4, 248320, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32,
+               linear_key_head_dim=128, linear_value_head_dim=128, **APART),
+    ),
     "gpt_oss": (
         "gpt-oss-20b",
         sizes(2880, 2880, 2, 64, 8, 201088, head_dim=64, num_local_experts=32, num_experts_per_tok=4,

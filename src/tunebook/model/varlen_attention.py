@@ -285,7 +285,7 @@ def sdpa_by_document(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    lengths = _document_lengths(cu_seq_q)
+    lengths = document_lengths(cu_seq_q)
     by_head = (torch.split(tensor.transpose(0, 1), lengths, dim=1) for tensor in (query, key, value))
     attended = [
         scaled_dot_product_attention(of_query[None], of_key[None], of_value[None], is_causal=is_causal, scale=scale)[0]
@@ -294,7 +294,7 @@ def sdpa_by_document(
     return torch.cat(attended, dim=1).transpose(0, 1)
 
 
-def _document_lengths(cu_seq_lens: torch.Tensor) -> list[int]:
+def document_lengths(cu_seq_lens: torch.Tensor) -> list[int]:
     """The lengths on the host. All layers of a pass get the same tensor, so only the first one waits for the GPU."""
     if cu_seq_lens not in _lengths_of:
         _lengths_of[cu_seq_lens] = cu_seq_lens.diff().tolist()

@@ -27,6 +27,8 @@ from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.rules import check
 from tunebook.train import requirements as environment
 
+from ..memory.layers import measured as traced
+
 H200 = ("NVIDIA H200", (9, 0))
 V100 = ("Tesla V100-SXM2-32GB", (7, 0))
 A100 = ("NVIDIA A100-SXM4-80GB", (8, 0))
@@ -76,10 +78,20 @@ def test_one_h200(undecided, machine, has_flash):
     assert whys(resolution)["precision.compute"] == "the base model is bfloat16, and hopper computes bf16"
 
 
+LAYERS = {"num_layers": 36, "parameters": 1000, "linear_inputs": 10, "adapter_parameters": 10}
 AMPERE = {"hardware.reference.generation": Generation.ampere}
 ON_SLURM = {"launcher": SlurmConfig(name=LauncherName.slurm)}
 NOT_COMPILED, COMPILED = {"model.compile_layers": False}, {"model.compile_layers": True}
 PADDED = {"packing.mode": PackingMode.padded}
+LEAKING = {
+    "model.facts.architecture": "BloomForCausalLM",
+    "model.facts.measured": traced(**LAYERS, isolates={"mask": False}),
+}
+GATED = {
+    "model.facts.architecture": "Qwen3_5ForCausalLM",
+    "model.facts.measured": traced(**LAYERS, isolates={"mask": True}, packing_packages=["fla-core"]),
+}
+HOPPER, VOLTA = {"hardware.generation": Generation.hopper}, {"hardware.generation": Generation.volta}
 FOUR_VOLTA = {"hardware.generation": Generation.volta, "hardware.gpus_per_node": 4}
 IN_DDP = {"parallelism.strategy": Strategy.ddp}
 HSDP = ON_SLURM | {"parallelism": FsdpConfig(strategy=Strategy.hsdp), "hardware.num_nodes": 2}
@@ -115,7 +127,16 @@ KERNEL = "attention.implementation"
         ),
         (PADDED, [A100], {KERNEL: "sdpa"}, "the package flash-attn is not installed here"),
         ({"model.facts.architecture": "Gemma2ForCausalLM"}, [A100], {KERNEL: "sdpa"}, ""),  # caps its attention logits
-        ({"model.facts.architecture": "BloomForCausalLM"}, [H200], {"packing.mode": "padded"}, ""),
+        (LEAKING, [H200], {"packing.mode": "padded"}, "BloomForCausalLM cannot keep packed documents apart"),
+        (GATED, [], {"packing.mode": "isolated"}, ""),
+        (
+            GATED,
+            [H200],
+            {"packing.mode": "padded"},
+            "Qwen3_5ForCausalLM keeps packed documents apart by fla-core on a GPU, which is not",
+        ),
+        (GATED | HOPPER, [], {"packing.mode": "isolated"}, ""),  # planned for its image
+        (GATED | VOLTA, [], {"packing.mode": "padded"}, "on a GPU, which the volta image does not have"),
         (PADDED, [H200], {"training.micro_batch_size": None}, "the batch solver"),
         (BF16_WEIGHTS, [H200], {"precision.compute": "bf16"}, ""),
         # The machine: as found, else the recipe's, else as named.

@@ -30,6 +30,7 @@ from tunebook.config.choices import Attention
 from tunebook.config.model_facts import OFFLOADED
 from tunebook.config.unreached import expression
 from tunebook.facts.attention import ATTENTIONS, WITH_SINKS
+from tunebook.model.linear_attention import GATED_DELTA_RULE, replace_functions
 from tunebook.plan.architecture import TraceScope
 from tunebook.plan.architecture.compiled import Receiver, compile_layers, load_compiler
 from tunebook.plan.architecture.kernels import (
@@ -37,6 +38,7 @@ from tunebook.plan.architecture.kernels import (
     UNMASKED,
     VARLEN,
     CudaAutocast,
+    gated_delta_rule,
     grouped_product,
     register_kernels,
 )
@@ -158,7 +160,8 @@ def varlen_kernels(config: Any, layers: nn.ModuleList, options: dict[str, Any]) 
     try:
         with quiet(on_call=asked.append), FakeTensorMode(allow_non_fake_inputs=True), _autocast(mode):
             model = _build(config, _places(_kinds(config, layers)), mode, options, [])
-            model.base_model(**_row(LENGTHS[0], has_lengths=True), use_cache=False)
+            with _state_kernels(model, mode):
+                model.base_model(**_row(LENGTHS[0], has_lengths=True), use_cache=False)
     except _MACHINES:
         raise
     except Exception:  # needs other arguments, or does not accept document boundaries
@@ -218,7 +221,8 @@ def _measure(
             model = _build(config, places, mode, options, receivers)
             # Compiled layers attend without a mask or scores, so they keep bytes per token only: two lengths tell.
             lengths = LENGTHS[:2] if mode[2] == COMPILED else LENGTHS
-            found = [_saved_by_layer(model, len(places), length, mode, receivers) for length in lengths]
+            with _state_kernels(model, mode):
+                found = [_saved_by_layer(model, len(places), length, mode, receivers) for length in lengths]
     except _MACHINES:
         raise
     except Exception:  # unsupported attention, or an operation without a fake kernel
@@ -296,6 +300,17 @@ def _build(
     if kernels == COMPILED:
         compile_layers(decoder_layers(text_decoder(_causal(model)), len(places)), receivers=receivers)
     return model.train()
+
+
+@contextlib.contextmanager
+def _state_kernels(model: Any, mode: tuple[str, str, str]) -> Iterator[None]:
+    """Stand-ins for fla-core's kernels, which compute in 16 bits; in fp32 PyTorch computes the states."""
+    kernels = {} if mode[0] == "fp32" else {GATED_DELTA_RULE: gated_delta_rule}
+    put_back = replace_functions(model, lambda each: kernels.get(each.kernel))
+    try:
+        yield
+    finally:
+        put_back()
 
 
 def _cast_trained(model: Any) -> None:

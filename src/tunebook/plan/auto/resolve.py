@@ -35,6 +35,7 @@ from tunebook.plan.auto.parallelism import decide_strategy
 from tunebook.plan.auto.passes import decide_passes
 from tunebook.plan.rules.attention import leaks
 from tunebook.plan.rules.numbers import refuse_absurd
+from tunebook.train.packages import installed_version, missing_state_kernels
 from tunebook.train.requirements import hardware_problem
 
 __all__ = ["Choice", "Resolution", "resolve_auto"]
@@ -106,7 +107,7 @@ def _resolve(config: RunConfig, machine: Machine, *, why_not_compiled: str | Non
     )
     decisions.decide("model.one_pass_head", lambda: decide_head(resolved))
     decisions.decide("attention.implementation", lambda: decide_attention(resolved, is_planned))
-    decisions.decide("packing.mode", lambda: _packing(resolved))
+    decisions.decide("packing.mode", lambda: _packing(resolved, is_planned))
     decide_strategy(decisions, decide_passes)
     decide_passes(decisions)
     return Resolution(
@@ -219,11 +220,17 @@ def _tf32(config: RunConfig) -> tuple[Switch, str]:
     return Switch.enabled, f"{name} computes fp32 products on tensor cores, with 10 bits of mantissa"
 
 
-def _packing(config: RunConfig) -> tuple[PackingMode, str]:
-    """Packed rows if kernel and architecture keep the documents of a row apart."""
+def _packing(config: RunConfig, is_planned: bool) -> tuple[PackingMode, str]:
+    """Packed rows if kernel and architecture keep the documents of a row apart, with the packages that are there."""
     kernel, facts = config.attention.implementation, config.model.facts
     if facts is not None and leaks(config):
         return PackingMode.padded, f"{facts.architecture} cannot keep packed documents apart"
+    image = GENERATIONS[config.hardware.generation].image
+    is_there = (lambda package: package in image.state_kernels) if is_planned else installed_version
+    if facts is not None and (missing := missing_state_kernels(config, is_there)):
+        where = f"the {image.name} image does not have" if is_planned else "is not installed here"
+        why = f"{facts.architecture} keeps packed documents apart by {' and '.join(missing)} on a GPU, which {where}"
+        return PackingMode.padded, why
     if brings_code(config.model):
         return PackingMode.padded, "the model brings code of its own, which may let packed documents see each other"
     way = "by their lengths (varlen)" if not ATTENTIONS[kernel].has_mask else "by a block mask"
