@@ -211,7 +211,8 @@ def _sinks_forward(
     attended, log_sums = _varlen_forward(query, key, value, cu_seq, max_length, scale, window)
     whole = torch.logaddexp(log_sums, sinks.float()[:, None])
     left = (log_sums - whole).exp().T[..., None]  # what the sinks leave of each query's weights
-    return (attended * left).to(attended.dtype), whole
+    # torch's kernel keeps the layout of the query, a transposed view; compiled blocks rely on the described one
+    return (attended * left).to(attended.dtype).contiguous(), whole
 
 
 @torch.library.custom_op("tunebook::attention_with_sinks_backward", mutates_args=())
