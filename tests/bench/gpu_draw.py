@@ -1,14 +1,15 @@
 """Draw configurations at random and plan them, before `gpu_runs.py` measures their peaks on a GPU machine.
 
-    python tests/bench/gpu_draw.py --seed 1 --count 40 --cases CASES.jsonl [--architectures | --targets]
-        [--edge GIB [--varied]]
+    python tests/bench/gpu_draw.py --seed 1 --count 40 --cases CASES.jsonl [--architectures | --targets | --book]
+        [--edge GIB [--varied]] [--memory-gib GIB] [--adamw]
 
 Model, strategy, lengths, passes, adapter, precision, optimizer and what a forward pass keeps are random, so nobody
 chose them for being easy. A configuration that the plan allows is written with what the plan says of it. Models are
 those of the book in fewer layers and published ones that no formula was fitted to; `--architectures` takes other kinds
-of models, `--targets` all of them, with adapters on random linear layers. `--edge` adds rows to a pass until a GPU of
-that size is as full as the plan allows, on a host of 120 GiB. `--varied` then takes documents of lognormal lengths and
-more steps: passes of many sizes fragment memory. Otherwise documents have 256 tokens: every row is exactly full.
+of models, `--targets` all of them, with adapters on random linear layers, `--book` the book's other models. `--edge`
+adds rows to a pass until a GPU of that size is as full as the plan allows, on a host of 120 GiB. `--varied` then takes
+documents of lognormal lengths and more steps: passes of many sizes fragment memory. Otherwise documents have 256
+tokens: every row is exactly full.
 """
 
 from __future__ import annotations
@@ -35,13 +36,22 @@ _EDGE_HOST = "hardware.host_memory_gib=120"
 _MOST_ROWS, _FILLED = 64, 0.94  # rows per pass; share of the usable memory at the edge
 LARGEST_GIB = 110.0  # of a plan
 LARGEST_PARAMETERS = 4.2e9  # which the ranks of one GPU draw on the host
+_H200 = "hardware.memory_gib=140.4"
 BASE = [
-    "model.weights=random", "hardware=hopper", "hardware.memory_gib=140.4", "dataset=synthetic",
+    "model.weights=random", "hardware=hopper", _H200, "dataset=synthetic",
     "dataset.synthetic.num_documents=2048", f"dataset.synthetic.min_tokens={DOCUMENT_TOKENS}",
     f"dataset.synthetic.max_tokens={DOCUMENT_TOKENS}", "schedule=constant", "training.save_every_steps=null",
     "training.log_every_steps=1", "evaluation=none", "launcher=local",
 ]  # fmt: skip
 LAYERS = {"qwen25_05b": (24,), "qwen25_3b": (9, 15, 21, 36), "qwen25_7b": (3, 5, 8), "llama3_8b": (2, 5, 9)}
+# In whole periods of the layers of models that alternate kinds.
+BOOK_LAYERS = {
+    "qwen3_06b": (28,), "qwen3_1_7b": (12, 28), "qwen3_4b": (8, 18, 36), "qwen3_8b": (4, 8), "qwen3_14b": (3, 6),
+    "qwen3_32b": (2,), "llama32_1b": (8, 16), "llama32_3b": (7, 14, 28), "llama31_8b": (3, 6), "llama31_70b": (1, 2),
+    "gemma3_1b": (12, 24), "gemma3_4b": (6, 12), "gemma3_12b": (6,), "mistral_7b": (3, 6), "mistral_small_24b": (2, 4),
+    "phi4": (2, 5), "olmo3_7b": (4, 8), "smollm3_3b": (8, 16), "smollm2_360m": (32,), "smollm2_1_7b": (12, 24),
+    "glm4_9b": (3, 6), "qwen3_30b_a3b": (2, 4), "gpt_oss_20b": (2,), "olmoe_1b_7b": (3, 6),
+}  # fmt: skip
 SPREAD = ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp_grad_op", "zero2_offload", "zero3_offload", "fsdp_offload")
 LENGTHS = (1024, 1536, 2560, 3072, 5120, 7168, 9216, 12288, 15360, 20480)
 KEEPS = {
@@ -66,8 +76,9 @@ OTHER_BLOCKS = [*BLOCKS, ["attention=flex_attention"]]  # what caps its logits o
 
 
 def drawn(
-    chance: random.Random, names: list[str], blocks: list[list[str]], *, most_gpus: int = 2, has_targets: bool = False
-) -> dict[str, Any]:
+    chance: random.Random, names: list[str], blocks: list[list[str]], *, most_gpus: int = 2, has_targets: bool = False,
+    optimizers: list[list[str]] = OPTIMIZERS,
+) -> dict[str, Any]:  # fmt: skip
     """One random configuration of one of the named models, whether or not it can run.
 
     `has_targets`: without an adapter, which `with_targets` adds.
@@ -76,14 +87,15 @@ def drawn(
     strategy = chance.choice(SPREAD) if gpus == 2 else chance.choice(("single", "single", "single", "fsdp_offload"))
     length, micro, accumulation = chance.choice(LENGTHS), chance.choice((1, 1, 1, 2, 3)), chance.choice((1, 1, 2, 3))
     name = chance.choice(names)
-    layers = chance.choice(LAYERS[name]) if name in LAYERS else None
+    known = LAYERS | BOOK_LAYERS
+    layers = chance.choice(known[name]) if name in known else None
     samples = gpus * micro * accumulation * length // DOCUMENT_TOKENS
     words = [
         *BASE, f"training.max_steps={ZERO3_STEPS if 'zero3' in strategy else STEPS}", f"parallelism={strategy}",
         f"hardware.gpus_per_node={gpus}", f"training.max_length={length}", f"packing.row_length={length}",
         f"training.global_samples={samples}", f"training.micro_batch_size={micro}",
         *KEEPS[chance.choice(list(KEEPS))], *chance.choice(blocks), *([] if has_targets else chance.choice(ADAPTERS)),
-        *chance.choice(PRECISIONS), *chance.choice(OPTIMIZERS),
+        *chance.choice(PRECISIONS), *chance.choice(optimizers),
     ]  # fmt: skip
     return {"model": name, "layers": layers, "gpus": gpus, "accumulation": accumulation, "overrides": words}
 
@@ -159,30 +171,40 @@ def draw(arguments: argparse.Namespace) -> None:
     names, blocks = ([*OTHER_KINDS], OTHER_BLOCKS) if arguments.architectures else ([*PUBLISHED, *LAYERS], BLOCKS)
     if arguments.targets:
         names += [*OTHER_KINDS]
-    marks = ((arguments.edge is not None, "edge"), (arguments.architectures, "other"), (arguments.targets, "targets"))
+    if arguments.book:
+        names = [*BOOK_LAYERS]
+    marks = ((arguments.edge is not None, "edge"), (arguments.architectures, "other"), (arguments.targets, "targets"),
+             (arguments.book, "book"))  # fmt: skip
     mark = next((name for is_so, name in marks if is_so), "drawn")
+    most_gib = LARGEST_GIB if arguments.memory_gib is None else arguments.memory_gib * USABLE_SHARE
     seen: set[str] = set()
     tried = 0
     with arguments.cases.open("w") as file:
         while len(seen) < arguments.count:
             tried += 1
-            case: dict[str, Any] | None = drawn(
-                chance, names, blocks, most_gpus=arguments.most_gpus, has_targets=arguments.targets
-            )
+            case: dict[str, Any] = drawn(
+                chance, names, blocks, most_gpus=arguments.most_gpus, has_targets=arguments.targets,
+                optimizers=[[]] if arguments.adamw else OPTIMIZERS,
+            )  # fmt: skip
+            if arguments.memory_gib is not None:
+                case["overrides"].append(f"hardware.memory_gib={arguments.memory_gib}")
+                case["overrides"].remove(_H200)
             if arguments.targets:
                 case = with_targets(chance, case, arguments.configs)
+            ready: dict[str, Any] | None = case
             if arguments.edge is not None:
-                case = at_the_edge(case, arguments.configs, arguments.edge)
-            if arguments.varied and case is not None:
-                case = with_varied_lengths(case)
-            found, text = planned(case, arguments.configs) if case is not None else None, json.dumps(case)
-            if case is None or found is None or found["planned_gib"] > LARGEST_GIB or text in seen:
+                ready = at_the_edge(case, arguments.configs, arguments.edge)
+            if arguments.varied and ready is not None:
+                ready = with_varied_lengths(ready)
+            found, text = planned(ready, arguments.configs) if ready is not None else None, json.dumps(ready)
+            if ready is None or found is None or found["planned_gib"] > most_gib or text in seen:
                 continue
             seen.add(text)
-            case |= {"name": f"{mark}_{arguments.seed}_{len(seen)}", "series": mark, "weights": "random"} | found
-            file.write(json.dumps(case) + "\n")
+            ready |= {"name": f"{mark}_{arguments.seed}_{len(seen)}", "series": mark, "weights": "random"} | found
+            ready["unsaved"] = True
+            file.write(json.dumps(ready) + "\n")
             file.flush()
-            print(json.dumps(case), flush=True)
+            print(json.dumps(ready), flush=True)
     print(f"{len(seen)} of {tried} that were drawn")
 
 
@@ -194,11 +216,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--most-gpus", type=int, choices=(1, 2), default=2, help="of a case")
+    parser.add_argument("--adamw", action="store_true", help="no optimizer of bitsandbytes, where it is not installed")
     parser.add_argument("--edge", type=float, metavar="GIB", help="fill GPUs of this size")
     parser.add_argument("--varied", action="store_true", help="with --edge: documents of many lengths, and more steps")
+    parser.add_argument("--memory-gib", type=float, metavar="GIB", help="of a GPU; that of an H200 if not given")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--architectures", action="store_true", help="models of other kinds than the book's")
     kinds.add_argument("--targets", action="store_true", help="adapters on some of the layers of all models")
+    kinds.add_argument("--book", action="store_true", help="models of the book that no formula was fitted to")
     draw(parser.parse_args())
 
 

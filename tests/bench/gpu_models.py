@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from tunebook.config.book import book_root
+from tunebook.config.model_facts import ModelFacts
 
-NUM_NORMS = {"GPTNeoXForCausalLM": 2}  # vectors of the last norm: a weight, and with LayerNorm a bias
 ROW = 8192  # tokens that a model takes
 _FIVE_LAYERS = {"num_hidden_layers": 5, "max_position_embeddings": 32768}
 WIDTHS: dict[str, dict[str, Any]] = {
@@ -85,6 +85,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         sizes(2048, 6144, 2, 32, 4, 151936, head_dim=128, moe_intermediate_size=768, num_experts=128,
                num_experts_per_tok=8, norm_topk_prob=True, **APART),
     ),
+    "qwen3_5_text": (  # a full layer of attention after three of linear attention
+        "Qwen3.5-9B",
+        sizes(4096, 12288, 4, 16, 4, 248320, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=32,
+               linear_key_head_dim=128, linear_value_head_dim=128, **APART),
+    ),
     "gpt_oss": (
         "gpt-oss-20b",
         sizes(2880, 2880, 2, 64, 8, 201088, head_dim=64, num_local_experts=32, num_experts_per_tok=4,
@@ -121,7 +126,6 @@ FEW_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-8B, 2 layers": ("qwen3", PUBLISHED["Qwen3-8B, 6 layers"][1] | {"num_hidden_layers": 2}),
 }
 OTHER_KINDS = {f"{model} ({kind})": (kind, config) for kind, (model, config) in MODELS.items()}
-OF_THE_BOOK = ("qwen25_05b", "qwen25_3b", "qwen25_7b", "llama3_8b")
 
 
 def config_of(kind: str, keys: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -148,12 +152,11 @@ def write_config(name: str, folder: Path) -> Path:
 def slice_words(model: str, layers: int) -> tuple[list[str], int]:
     """The overrides for a model with fewer layers, and its exact number of parameters."""
     facts = facts_of(model)
-    hidden = facts["hidden_size"]
-    embeddings = facts["vocab_size"] * hidden * (1 if facts["tie_word_embeddings"] else 2)
-    around = embeddings + hidden * NUM_NORMS.get(facts["architecture"], 1)
-    layer, rest = divmod(facts["num_parameters"] - around, facts["num_layers"])
-    if rest:
-        raise ValueError(f"{model}: {facts['num_parameters'] - around} parameters do not make whole layers")
+    traced = ModelFacts(**facts).measured
+    if traced is None or traced.parameters % traced.num_layers:
+        raise ValueError(f"{model}: its layers were not traced, or have several sizes")
+    layer = traced.parameters // traced.num_layers
+    around = facts["num_parameters"] - facts["num_layers"] * layer
     total = around + layers * layer
     return [f"model.facts.num_layers={layers}", f"model.facts.num_parameters={total}"], total
 
@@ -209,7 +212,7 @@ def write_case_model(case: dict[str, Any], folder: Path, *, has_weights: bool = 
         return [f"model.path={model}"]
     if name is None or any(word.startswith("model=") for word in overrides):
         return []
-    if name not in OF_THE_BOOK:
+    if not (book_root() / f"hydra_configs/model/{name}.yaml").exists():
         return ["model=hub", f"model.path={write_config(name, folder)}"]
     layers = case.get("layers")
     cut = slice_words(name, layers)[0] if layers and layers != facts_of(name)["num_layers"] else []

@@ -40,7 +40,7 @@ class Job:
 
     name: str
     gpus: tuple[int, ...]
-    words: list[str]  # after `tunebook train`
+    words: list[str]  # after `tunebook train`; of a script, its file in this folder and its arguments
     line: dict[str, Any]  # copied to its line of results
     priority: int = 0  # lowest first
     is_alone: bool = True
@@ -48,6 +48,8 @@ class Job:
     host_gib: float = 0.0  # weights of its ranks in host memory before training
     needs: str | None = None  # a command of `GpuQueue.before` that must have ended
     turn_timeout_s: float = 90
+    warm_up_steps: int = WARM_UP_STEPS
+    is_script: bool = False  # it calls `wait_for_turn`, and prints its line of results last
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -128,6 +130,9 @@ class GpuQueue:
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TUNEBOOK_BENCH_TURN": str(turn)}
         environment |= {"CUDA_VISIBLE_DEVICES": visible(job.gpus)} | job.environment | {"PYTHONPATH": path}
         command = [sys.executable, "-m", "tunebook", "train", *job.words, "--run-folder", str(self.runs / job.name)]
+        if job.is_script:
+            script, *words = job.words
+            command = [sys.executable, str(Path(__file__).parent / script), *words, "--output", str(kept.resolve())]
         with (kept / "terminal.txt").open("w") as terminal:
             process = subprocess.Popen(command, stdout=terminal, stderr=subprocess.STDOUT, env=environment)
         return _Running(job=job, process=process, turn=turn, started=time.monotonic())
@@ -175,7 +180,8 @@ class GpuQueue:
         line |= {"ended": run.ended} if run.ended else {}
         line |= {"wall_s": round(now - run.started, 1), "ready_after_s": _seconds(run.started, run.went)}
         line |= {"turn_s": _seconds(run.went, run.done or now), "clock_s": round(now - self._start, 1)}
-        line |= measured(kept)
+        found = last_json(kept / "terminal.txt") if job.is_script else measured(kept, job.warm_up_steps)
+        line |= {key: value for key, value in found.items() if key != "name"}
         line |= {"machine": machine_versions()}
         self.lines.append(line)
         with (self.output / "results.jsonl").open("a") as file:
@@ -277,7 +283,23 @@ def _has_room(gpu: int, job: Job, busy: list[Job]) -> bool:
     return len(there) < SHARES
 
 
-def measured(folder: Path) -> dict[str, Any]:
+def wait_for_turn() -> None:
+    """Wait until the queue that started this script gives it its GPU; return at once if none did."""
+    if "TUNEBOOK_BENCH_TURN" in os.environ:
+        turn = Path(os.environ["TUNEBOOK_BENCH_TURN"])
+        (turn / "ready-0").touch()
+        while not (turn / "go").exists():
+            time.sleep(_TICK_S)
+
+
+def last_json(file: Path) -> dict[str, Any]:
+    """The last line of a script's output that is a JSON object; empty if it printed none."""
+    lines = [line for line in file.read_text(errors="replace").splitlines() if line.startswith("{")]
+    found: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    return found
+
+
+def measured(folder: Path, warm_up_steps: int = WARM_UP_STEPS) -> dict[str, Any]:
     """Losses, speed, memory and the wrapper of the model, from the records of a run folder."""
     manifest, metrics = folder / "manifest.json", folder / "metrics.jsonl"
     found: dict[str, Any] = {}
@@ -291,7 +313,7 @@ def measured(folder: Path) -> dict[str, Any]:
     lines = [line for line in lines if "loss" in line]
     if not lines:
         return found
-    timed = lines[WARM_UP_STEPS:] or lines
+    timed = lines[warm_up_steps:] or lines
     for key in ("mfu", "padding_share"):
         values = [line[key] for line in timed if line.get(key) is not None]
         found |= {key: round(statistics.median(values), 4)} if values else {}

@@ -3,15 +3,20 @@
     python tests/bench/gpu_runs.py FILE ... --output DIR [--gpus 2] [--series NAME ...] [--only NAME ...] [--list]
     python tests/bench/gpu_runs.py tests/bench/results/h200_memory.jsonl --output DIR --only 05b_2048
     python tests/bench/gpu_runs.py recipes/zero3_lora/evidence/hopper-2-random_weights.json --output DIR --repeats 2
+    python tests/bench/gpu_runs.py tests/bench/cases/FILE --output DIR --plan tests/bench/cases/FILE
 
 A FILE has one configuration per line: `name`, `overrides` and, where needed, `recipe`, `series`, `gpus`, `model` (see
 `gpu_models.py`), `layers`, `kind`, `sizes`, `accumulation`, `resolved` (what `auto` had decided). Recorded results are
 such files, and so is what `gpu_draw.py` writes. A line with `variant` measures speed: its words follow `SPEED`. A JSON
 file of a recipe's evidence is one configuration; record its repetitions with `tunebook verify RUN RUN --record`.
+A line with `script` is another program of this folder, with its arguments, which prints its own results. More keys:
+`timeout_s`, `warm_up_steps`; `against`, the run of its series that its losses are compared with; `allows`, ids of rules
+that are not checked, as what they refuse is measured; `unsaved`, to write no model.
 
 Each run has its GPUs to itself, except those whose plan is below `--shared-gib`. A line of the results holds what the
-plan says today (`planned_gib`), what was measured, and a verdict: `ok`, `refused` with the rules that refuse it, or
-`failed` with the reason. In a series with a run called `single`, losses are compared with those of that run.
+plan says today (`planned_gib`, `planned_tokens_per_second`), what was measured, and a verdict: `ok`, `refused` with the
+rules that refuse it, or `failed` with the reason. In a series with a run called `single`, losses are compared with
+those of that run. `--plan` writes the lines with what the plan says as `planned_then_gib`, before they run.
 """
 
 from __future__ import annotations
@@ -21,13 +26,13 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from gpu_models import write_case_model
-from gpu_queue import Job, add_arguments, require_gpus, run_jobs
+from gpu_queue import WARM_UP_STEPS, Job, add_arguments, require_gpus, run_jobs
 
 from tunebook.plan.draft import draft_run
 from tunebook.record.losses import compare_losses
@@ -49,8 +54,9 @@ DEFAULTS_THEN = (
     ("model.one_pass_head", "false", "2026-11-22"),
     ("precision.master_weights", "fp32", "2026-11-24"),
 )
-_COPIED = ("series", "recipe", "overrides", "variant", "environment", "model", "kind", "mode", "way", "sizes", "layers",
-           "layers_of_the_model", "accumulation", "seed", "weights", "data")  # fmt: skip
+_COPIED = ("series", "recipe", "overrides", "variant", "script", "environment", "model", "kind", "mode", "way", "sizes",
+           "layers", "layers_of_the_model", "accumulation", "seed", "weights", "data", "against", "allows", "unsaved",
+           "warm_up_steps", "planned_then_gib", "planned_then_tokens_per_second")  # fmt: skip
 
 
 def read_cases(files: list[Path]) -> Iterator[Line]:
@@ -65,7 +71,7 @@ def read_cases(files: list[Path]) -> Iterator[Line]:
                 ran, gpus = line["ran"], line["hardware"]["gpus"]
                 line = {key: ran[key] for key in ("recipe", "overrides", "weights", "data", "layers")}
                 line |= {"name": f"{ran['recipe']}_{gpus}", "series": "evidence", "gpus": gpus}
-            if not {"overrides", "variant"} & set(line) or line.get("device") == "cpu":
+            if not {"overrides", "variant", "script"} & set(line) or line.get("device") == "cpu":
                 continue
             found[(line.get("series", ""), line.setdefault("name", f"{line.get('kind')}_{line.get('way')}"))] = line
     yield from found.values()
@@ -73,6 +79,8 @@ def read_cases(files: list[Path]) -> Iterator[Line]:
 
 def words_of(case: Line, folder: Path, *, more: list[str], has_weights: bool = True) -> list[str]:
     """The words after `tunebook train`; the last word for a key counts. Writes the model below `folder`."""
+    if "script" in case:
+        return list(case["script"])
     if "variant" in case:
         words = [*SPEED, f"training.global_tokens={TOKENS_PER_STEP * case['gpus']}",
                  f"training.max_steps={case.get('steps', 40)}", f"hardware.gpus_per_node={case['gpus']}",
@@ -88,17 +96,39 @@ def words_of(case: Line, folder: Path, *, more: list[str], has_weights: bool = T
     return [*([recipe] if recipe else []), *last.values()]
 
 
-def planned(words: list[str]) -> Line:
-    """Today's plan: peak memory in GiB and parameters, or the rules that refuse the run."""
+def planned(words: list[str], allows: Iterable[str] = ()) -> Line:
+    """Today's plan: peak memory in GiB, parameters and speed, or the rules that refuse the run.
+
+    Numbers are zero if the plan has none, as where one of the rules `allows` refuses the run.
+    """
     recipe, overrides = (None, words) if "=" in words[0] else (words[0], words[1:])
     draft = draft_run(recipe, overrides, [])
     if draft.error is not None:
         return {"refused": [{"id": draft.error.problem_id or "", "message": str(draft.error)}]}
-    if refused := [{"id": each.id, "message": each.message} for each in draft.problems if each.is_error]:
+    broken = [each for each in draft.problems if each.is_error]
+    if refused := [{"id": each.id, "message": each.message} for each in broken if each.id not in allows]:
         return {"refused": refused}
-    assert draft.resolution is not None and draft.memory is not None
-    facts, peak_gib = draft.resolution.config.model.facts, draft.memory.memory.allocated
-    return {"planned_gib": round(peak_gib or 0, 3), "num_parameters": facts.num_parameters if facts else 0}
+    if draft.fits is False and draft.error is None and not broken:
+        return {"refused": [{"id": "does-not-fit", "message": draft.memory.verdict if draft.memory else ""}]}
+    assert draft.resolution is not None
+    facts, peak_gib = draft.resolution.config.model.facts, draft.memory.memory.allocated if draft.memory else None
+    speed = draft.time.tokens_per_second_per_gpu if draft.time else None
+    found = {"planned_gib": round(peak_gib or 0, 3), "num_parameters": facts.num_parameters if facts else 0}
+    return found | ({"planned_tokens_per_second": round(speed)} if speed else {})
+
+
+def write_planned(cases: list[Line], file: Path, models: Path) -> None:
+    """Write the cases, each with what the plan says of it before it runs."""
+    lines = []
+    for case in cases:
+        if "script" not in case:
+            plan = planned(words_of(case, models, more=[], has_weights=False), case.get("allows", ()))
+            if "refused" in plan:
+                sys.exit(f"{case['name']}: {plan['refused'][0]['message']}")
+            case |= {"planned_then_gib": plan["planned_gib"] or None}
+            case |= {"planned_then_tokens_per_second": plan.get("planned_tokens_per_second")}
+        lines.append(json.dumps(case) + "\n")
+    file.write_text("".join(lines))
 
 
 def jobs_of(cases: list[Line], arguments: argparse.Namespace) -> tuple[list[Job], list[Line]]:
@@ -113,7 +143,9 @@ def jobs_of(cases: list[Line], arguments: argparse.Namespace) -> tuple[list[Job]
             refused.append(line | {"verdict": "refused", "refused": [{"id": "", "message": f"{gpus} GPUs are needed"}]})
             continue
         words = words_of(case, arguments.models, more=arguments.more, has_weights=not arguments.list)
-        plan = planned(words) if not arguments.list else {"planned_gib": 0.0, "num_parameters": 0}
+        plan: Line = {"planned_gib": 0.0, "num_parameters": 0}
+        if not arguments.list and "script" not in case:
+            plan = planned(words, case.get("allows", ()))
         if "refused" in plan:
             refused.append(line | plan | {"verdict": "refused"})
             continue
@@ -124,8 +156,10 @@ def jobs_of(cases: list[Line], arguments: argparse.Namespace) -> tuple[list[Job]
             jobs.append(
                 Job(
                     name=name, gpus=tuple(range(first, first + gpus)), words=words, line=line | plan,
-                    priority=len(jobs), is_alone=plan["planned_gib"] > arguments.shared_gib,
-                    host_gib=gpus * 4 * plan["num_parameters"] / 2**30, turn_timeout_s=arguments.timeout_s,
+                    priority=len(jobs), is_alone=not 0 < plan["planned_gib"] <= arguments.shared_gib,
+                    host_gib=gpus * 4 * plan["num_parameters"] / 2**30, is_script="script" in case,
+                    turn_timeout_s=case.get("timeout_s", arguments.timeout_s),
+                    warm_up_steps=case.get("warm_up_steps", WARM_UP_STEPS),
                     needs="async_io" if any("zero3_nvme" in word for word in words) else None,
                     environment=environment_of(case, name, arguments),
                 )
@@ -142,12 +176,24 @@ def environment_of(case: Line, name: str, arguments: argparse.Namespace) -> dict
         found["TUNEBOOK_BENCH_PROFILE"] = str(arguments.output.resolve() / f"{name}.profile.json")
     if case["name"] in arguments.peak:
         found["TUNEBOOK_BENCH_PEAK"] = str(arguments.output.resolve() / f"{name}.peak.json")
-    return found | ({} if case.get("variant") else {"TUNEBOOK_BENCH_WAITS_EARLY": "1"})
+    if case.get("unsaved"):
+        found["TUNEBOOK_BENCH_UNSAVED"] = "1"
+        # A strategy that holds the weights frees them when the run ends.
+        if not any(word == "parallelism=single" for word in case["overrides"]):
+            found["TUNEBOOK_BENCH_KEEPS_GPUS"] = "1"
+    if case.get("allows"):
+        found["TUNEBOOK_BENCH_ALLOWS"] = ",".join(case["allows"])
+    if case.get("variant") or "script" in case:
+        return found
+    is_drawn = case["gpus"] == 1 and case.get("unsaved") and "parallelism=zero3" not in case["overrides"]
+    return found | {f"TUNEBOOK_BENCH_WAITS_{'DRAWN' if is_drawn else 'EARLY'}": "1"}
 
 
 def verdict(line: Line) -> str:
     """`ok` for a run that ended well with finite losses that fell; else `failed` with the reason."""
     losses = line.get("losses") or []
+    if "script" in line and line["exit_code"] == 0:
+        return line.get("verdict", "failed: no results")
     if line["exit_code"] != 0:
         return f"failed: exit code {line['exit_code']}"
     if not losses or not all(map(math.isfinite, losses)):
@@ -162,12 +208,13 @@ def compare_series(lines: list[Line]) -> None:
 
     A series on fewer GPUs (`fp32_fewer`) is compared with the run of the series that it completes.
     """
-    references = {line.get("series"): line.get("losses") for line in lines if line["name"] == "single"}
+    references = {(line.get("series"), line["name"]): line.get("losses") for line in lines}
     for line in lines:
-        reference = references.get(line.get("series", "").removesuffix("_fewer"))
+        series, name = line.get("series", "").removesuffix("_fewer"), line.get("against", "single")
+        reference = references.get((series, name))
         if reference and line.get("losses"):
             found = compare_losses(line["losses"], reference[: len(line["losses"])])
-            line |= {"compared_with": "single", "largest_difference": found.largest, "at_step": found.at_step}
+            line |= {"compared_with": name, "largest_difference": found.largest, "at_step": found.at_step}
 
 
 def start_building() -> dict[str, subprocess.Popen[bytes]]:
@@ -182,6 +229,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     add_arguments(parser, deadline_s=500)
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="write the lines with their plan, and run nothing")
     parser.add_argument("--gpus", type=int, default=1, help="of the machine")
     parser.add_argument("--series", nargs="*", metavar="NAME", help="only these")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="only runs with these names")
@@ -205,6 +253,9 @@ def main() -> int:
         if (not arguments.series or case.get("series") in arguments.series)
         and (not arguments.only or case["name"] in arguments.only)
     ]
+    if arguments.plan is not None:
+        write_planned(cases, arguments.plan, arguments.models)
+        return 0
     if not arguments.list:
         require_gpus(arguments.gpus)
     if not arguments.shared_gib:  # more runs that get ready would disturb those that are timed

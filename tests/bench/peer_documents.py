@@ -7,7 +7,7 @@ whose vocabulary is these words, so that documents keep their lengths.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from tunebook.config.schema import SyntheticConfig
 from tunebook.data.synthetic import generate
 from tunebook.model.flops import attended_length_tokens, flops_per_token, model_flops_utilization
 
-PEAK_TFLOPS = 989  # an H200's in bf16, dense
+PEAK_TFLOPS = 989  # an H100's and an H200's in bf16, dense
 DOCUMENTS_PER_GPU = 4000
 EOS, PADDING = "<eos>", "<pad>"
 TINY = "tiny"  # a model small enough for a CPU, to try a peer without a GPU
-_EOS_IDS = {"qwen25_3b": 151645, "llama3_8b": 128001, TINY: 2000}
+_EOS_IDS = {"qwen25_3b": 151645, "qwen3_4b": 151645, "llama3_8b": 128001, "llama31_8b": 128001, "llama32_1b": 128001,
+            TINY: 2000}  # fmt: skip
 _TINY_FACTS = {
     "architecture": "Qwen2ForCausalLM", "num_parameters": 1_180_224, "num_layers": 2, "hidden_size": 256,
     "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 2048,
@@ -37,6 +38,7 @@ class Corpus:
 
     model: str
     count: int
+    lengths: SyntheticConfig = field(default_factory=SyntheticConfig)
 
     @cached_property
     def facts(self) -> ModelFacts:
@@ -57,14 +59,14 @@ class Corpus:
     def documents(self) -> list[list[int]]:
         """Those of `dataset=synthetic`, all of whose tokens count."""
         batches = generate(
-            SyntheticConfig(), num_documents=self.count, vocab_size=self.facts.vocab_size, eos_token_id=self.eos_id
+            self.lengths, num_documents=self.count, vocab_size=self.facts.vocab_size, eos_token_id=self.eos_id
         )
         return [ids for batch in batches for ids in batch.column("input_ids").to_pylist()]
 
-    def mfu(self, tokens_per_second_per_gpu: float) -> float:
-        """The share of an H200's arithmetic in bf16 that real tokens use: attention within documents only."""
+    def mfu(self, tokens_per_second_per_gpu: float, num_trained_parameters: int | None = None) -> float:
+        """The share of an H100's or H200's arithmetic in bf16 that real tokens use: attention within documents only."""
         attended = attended_length_tokens(len(ids) for ids in self.documents)
-        flops = flops_per_token(self.facts, attended)
+        flops = flops_per_token(self.facts, attended, num_trained_parameters)
         return round(model_flops_utilization(tokens_per_second_per_gpu, flops, PEAK_TFLOPS), 4)
 
     def write_texts(self, folder: Path) -> Path:

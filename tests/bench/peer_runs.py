@@ -138,9 +138,9 @@ def last_error(ended: Ended, timeout_s: float) -> str:
     return (named or lines or ["it printed nothing"])[-1][:400]
 
 
-def medians(speeds: list[float]) -> dict[str, Any]:
+def medians(speeds: list[float], warm_up_steps: int = WARM_UP_STEPS) -> dict[str, Any]:
     """The median speed after the warm-up."""
-    timed = speeds[WARM_UP_STEPS:]
+    timed = speeds[warm_up_steps:]
     if not timed:
         return {"timed_steps": 0}
     speed = statistics.median(timed)

@@ -11,7 +11,7 @@ import pytest
 BENCH = Path(__file__).parent
 sys.path.insert(0, str(BENCH))
 
-from gpu_queue import Job, measured, resolved, run_jobs, visible, who_goes  # noqa: E402
+from gpu_queue import Job, last_json, measured, resolved, run_jobs, visible, wait_for_turn, who_goes  # noqa: E402
 
 OTHER_CHOICE = {"key": "packing.row_length", "value": 4096, "why": "the shortest"}
 
@@ -27,6 +27,15 @@ def test_a_run_records_what_auto_decided_and_nobody_typed():
     choice = {"key": "model.one_pass_head", "value": True, "why": "computed once"}
     assert resolved({"choices": [choice, OTHER_CHOICE]}) == ["model.one_pass_head=true"]
     assert resolved({"choices": [choice | {"why": "as asked"}, OTHER_CHOICE]}) == []
+
+
+def test_a_script_waits_for_its_turn_and_its_last_json_line_counts(tmp_path, monkeypatch):
+    (tmp_path / "go").touch()
+    monkeypatch.setenv("TUNEBOOK_BENCH_TURN", str(tmp_path))
+    wait_for_turn()
+    assert (tmp_path / "ready-0").exists()
+    (tmp_path / "terminal.txt").write_text('{"steps": 1}\nwarning\n{"steps": 2, "mfu": 0.4}\nbye\n')
+    assert last_json(tmp_path / "terminal.txt") == {"steps": 2, "mfu": 0.4}
 
 
 @pytest.mark.parametrize(("mine", "numbers"), [(None, "0,2"), ("", "0,2"), ("4,5,7", "4,7")])

@@ -13,7 +13,7 @@ sys.path.insert(0, str(BENCH))
 
 import gpu_draw  # noqa: E402
 from gpu_models import slice_words  # noqa: E402
-from gpu_runs import compare_series, jobs_of, parse, read_cases, verdict  # noqa: E402
+from gpu_runs import compare_series, jobs_of, parse, planned, read_cases, verdict, write_planned  # noqa: E402
 
 RESULTS = BENCH / "results"
 LEFT_OUT = {  # lines that other programs measured
@@ -75,9 +75,37 @@ def test_losses_are_compared_with_those_of_one_gpu():
         {"name": "no series", "losses": [3.0, 1.0]},
         {"series": "fp32", "name": "single", "losses": [2.0, 1.0]},
         {"series": "fp32_fewer", "name": "ddp_2", "losses": [2.0, 1.1]},
+        {"series": "sinks", "name": "varlen", "losses": [2.0, 1.0]},
+        {"series": "sinks", "name": "compiled", "against": "varlen", "losses": [2.0, 1.2]},
     ]
     compare_series(lines)
-    assert [line.get("largest_difference") for line in lines] == [None, 0.0, pytest.approx(0.1)]
+    found = [line.get("largest_difference") for line in lines]
+    assert found == [None, 0.0, pytest.approx(0.1), None, pytest.approx(0.2)]
+
+
+def test_cases_are_planned_before_they_run(tmp_path):
+    """Every recipe's settings and every override of the stored cases compose, and what they need is in the plan."""
+    for name in ("h100_models", "held_out_models"):
+        cases = list(read_cases([BENCH / f"cases/{name}.jsonl"]))
+        write_planned(cases, tmp_path / "again.jsonl", tmp_path)
+        again = [json.loads(line) for line in (tmp_path / "again.jsonl").read_text().splitlines()]
+        assert len(again) == len(cases) >= 20
+        planned = [case for case in again if "script" not in case and not case.get("allows")]
+        assert all(case["planned_then_gib"] for case in planned if "peft.use_dora=true" not in case["overrides"])
+    jobs, refused = listed(tmp_path, BENCH / "cases/h100_models.jsonl")
+    assert not refused and jobs[0].is_script and jobs[0].words == ["sinks_gpu.py"]
+    compiled = next(job for job in jobs if job.name == "dora-dora_compiled")
+    assert compiled.environment["TUNEBOOK_BENCH_ALLOWS"] == "dora-not-tested"
+    assert (compiled.warm_up_steps, compiled.turn_timeout_s) == (6, 120)
+    assert {"TUNEBOOK_BENCH_UNSAVED", "TUNEBOOK_BENCH_WAITS_DRAWN"} <= set(compiled.environment)
+    fsdp = next(job for job in jobs if job.name == "recipes-qwen3_8b_fsdp")
+    assert "TUNEBOOK_BENCH_KEEPS_GPUS" in fsdp.environment
+
+
+def test_what_a_rule_refuses_runs_only_where_the_case_allows_it():
+    words = ["quickstart", "peft=lora", "peft.use_dora=true", "model.compile_layers=true"]
+    assert [one["id"] for one in planned(words)["refused"]] == ["dora-not-tested"]
+    assert planned(words, ["dora-not-tested"])["planned_gib"] == 0
 
 
 @pytest.mark.parametrize(
@@ -87,6 +115,8 @@ def test_losses_are_compared_with_those_of_one_gpu():
         ({"exit_code": 3, "losses": [3.0, 2.0]}, "failed: exit code 3"),
         ({"exit_code": 0}, "failed: 0 of 0 losses are finite"),
         ({"exit_code": 0, "losses": [3.0, float("nan")]}, "failed: 1 of 2 losses are finite"),
+        ({"exit_code": 0, "script": ["peer_trl.py"], "verdict": "ok"}, "ok"),
+        ({"exit_code": 0, "script": ["peer_trl.py"]}, "failed: no results"),
         ({"exit_code": 0, "losses": [3.0] * 6}, "failed: the loss did not fall (3.0000 to 3.0000)"),
     ],
 )

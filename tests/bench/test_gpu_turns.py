@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,3 +89,13 @@ def test_copies_between_gpus_are_communication() -> None:
     """NCCL's kernels may have the name of what they do in it."""
     assert kind_of("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL") == "communication"
     assert kind_of("void pytorch_flash::flash_fwd_kernel") == "attention"
+
+
+def test_rules_that_a_case_allows_are_not_checked() -> None:
+    spec = spec_from_file_location("turns", Path(__file__).parent / "gpu_turns/sitecustomize.py")
+    assert spec is not None and spec.loader is not None
+    turns = module_from_spec(spec)
+    spec.loader.exec_module(turns)
+    rules = SimpleNamespace(check=lambda *_: [SimpleNamespace(id="dora-not-tested"), SimpleNamespace(id="other")])
+    turns.allow(rules, ["dora-not-tested"])
+    assert [problem.id for problem in rules.check("config")] == ["other"]

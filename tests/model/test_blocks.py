@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -237,6 +239,58 @@ def test_a_block_that_auto_compiles_is_one_graph_with_the_attention_that_it_take
         model(input_ids=INPUTS["input_ids"], use_cache=False, **row)
     assert "torch_attn._varlen_attn" in called
     assert ("tag_activation_checkpoint" in called) is is_recomputed
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("form", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("has_router_loss", [False, True], ids=["", "router_loss"])
+@pytest.mark.parametrize("is_recomputed", [False, True], ids=["stored", "recomputed"])
+def test_blocks_with_experts_are_one_graph_and_compute_the_same(form, has_router_loss, is_recomputed):
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=2, pad_token_id=0, **EXPERTS,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = transformers.Qwen3MoeForCausalLM._from_config(config, attn_implementation="eager", dtype=form).train()
+    compiled = copy.deepcopy(plain)
+    assert plain.config._experts_implementation == "grouped_mm"
+    if is_recomputed:
+        plain.gradient_checkpointing_enable()
+        compiled.gradient_checkpointing_enable()
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.utils.counters.clear()
+    compile_layers(compiled, backend=backend)
+
+    def measured(model, num_tokens):
+        ids = torch.randint(3, 128, (1, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
+        positions = torch.cat([torch.arange(9), torch.arange(num_tokens - 9)])[None]
+        model.zero_grad()
+        output = model(input_ids=ids, position_ids=positions, use_cache=False, output_router_logits=has_router_loss)
+        loss = output.logits.float().pow(2).mean()
+        (loss + 0.01 * output.aux_loss if has_router_loss else loss).backward()
+        return output.logits, output.router_logits, {name: each.grad for name, each in model.named_parameters()}
+
+    for num_tokens in (24, 40, 17, 64):
+        logits, routed, expected = measured(plain, num_tokens)
+        found_logits, found_routed, found = measured(compiled, num_tokens)
+        assert torch.equal(found_logits, logits)
+        assert (routed is None) is not has_router_loss
+        assert has_router_loss is False or all(map(torch.equal, found_routed, routed))
+        assert has_router_loss is False or len(found_routed) == len(routed) == 2
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
+    assert len(graphs) == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_a_model_that_names_no_blocks_is_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 import shutil
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, Qwen2Model
+from transformers.models.lfm2 import modeling_lfm2
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from tunebook.config.choices import Attention, Compute, PackingMode
 from tunebook.record.manifest import read_manifest, start_manifest
@@ -129,13 +132,54 @@ def test_a_leak_that_rounding_in_16_bits_could_hide_is_caught(probed, small_mode
     assert entry["tolerance"]["moved"] < entry["moved"] < entry["tolerance"]["logits"]
 
 
-def test_architecture_that_refuses_packing_ends_the_run(probed, small_model):
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    lfm2 = small_model("lfm2", layer_types=["conv", "full_attention"], num_key_value_heads=4, **sizes)
-    code, reason, entry, lines = probed(model=lfm2)
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+HYBRIDS = {
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_key_value_heads": 4},
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"], "num_key_value_heads": 4, "head_dim": 16,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
+}  # fmt: skip
+_STATES = {
+    "lfm2": (modeling_lfm2, "causal_conv1d_fn"),
+    "qwen3_5_text": (modeling_qwen3_5, "torch_chunk_gated_delta_rule"),
+}
+
+
+@pytest.fixture(params=HYBRIDS)
+def hybrid(request, small_model, monkeypatch):
+    """A small model whose layers carry a state along the row; afterwards its functions are transformers' own again."""
+    for file, _ in _STATES.values():
+        for name, value in list(vars(file).items()):
+            if inspect.isfunction(value):
+                monkeypatch.setattr(file, name, value)
+    return request.param, small_model(request.param, **SIZES, **HYBRIDS[request.param])
+
+
+def test_states_are_kept_apart_on_a_cpu(probed, hybrid):
+    code, _, entry, lines = probed(model=hybrid[1])
+    assert (code, len(lines)) == (0, 1)
+    assert entry["moved"] == 0.0 < entry["leaking"]
+
+
+def test_states_that_refuse_packed_rows_end_the_run(probed, hybrid, monkeypatch):
+    monkeypatch.setattr("tunebook.train.run.isolate_documents", lambda model, **_: None)
+    code, reason, entry, lines = probed(model=hybrid[1])
     assert (code, entry, lines) == (7, None, [])
     assert "can't keep packed sequences apart" in reason
     assert "packing=padded" in reason
+
+
+def test_states_that_pytorch_carries_into_the_next_document_are_caught(probed, hybrid, monkeypatch):
+    file, name = _STATES[hybrid[0]]
+    reference = getattr(file, name).__wrapped__
+
+    def along_the_row(*args, seq_idx=None, cu_seqlens=None, **kwargs):
+        return reference(*args, **kwargs)
+
+    monkeypatch.setattr(file, name, along_the_row)
+    entry = refused(*probed(model=hybrid[1]))
+    assert entry["moved"] > 10 * entry["tolerance"]["moved"]
 
 
 def test_a_probe_that_could_not_see_a_leak_ends_the_run(probed, monkeypatch):

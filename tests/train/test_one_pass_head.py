@@ -137,7 +137,7 @@ def test_a_runs_losses_and_gradients_are_those_of_two_passes(config, changed, ru
 
 
 def test_experts_with_a_loss_of_their_own_have_the_head_too(config, changed, run, monkeypatch, tmp_path, tiny_model):
-    """Upstream adds that loss to the mean over the tokens, which keep equal weights."""
+    """That loss is added to the mean over the tokens, which keep equal weights."""
     folder = tmp_path / "experts"
     shutil.copytree(tiny_model, folder)
     settings = json.loads((folder / "config.json").read_text())

@@ -40,11 +40,19 @@ def test_padding_is_not_seen():
     assert totals.take(of_this_rank) == ({"entropy": 1.0, "mean_token_accuracy": 0.0}, 2)
 
 
+def test_routers_losses_are_averaged_over_the_micro_batches_with_a_document():
+    totals = TokenTotals()
+    row = {"input_ids": torch.zeros(1, 2)}
+    for mask, loss in (([1, 1], 3.0), ([0, 0], 0.0), ([1, 0], 1.0)):
+        totals.add(head(mask, [0.0, 0.0], [0, 0]), row, torch.tensor(loss))
+    assert totals.take(of_this_rank)[0]["aux_loss"] == 2.0
+
+
 def test_of_all_ranks_and_then_anew():
     totals = TokenTotals()
     assert totals.take(of_this_rank) is None
     totals.add(head([1], [2.0], [1]), {"input_ids": torch.zeros(1, 1)})
-    other = torch.tensor([3.0, 2.0, 0.0, 3.0], dtype=torch.float64)
+    other = torch.tensor([3.0, 2.0, 0.0, 3.0, 0.0, 0.0], dtype=torch.float64)
     assert totals.take(lambda mine: mine + other) == ({"entropy": 1.0, "mean_token_accuracy": 0.25}, 4)
     assert totals.take(of_this_rank) is None
 

@@ -26,6 +26,7 @@ OFFLOADED = "offloaded"  # suffix of the keys for bytes that stay on the GPU wit
 # The sizes that decide what a layer keeps. The number of layers is not one of them: a run may use fewer layers.
 _LAYER_SIZES = ("architecture", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 _NOT_STATED = ("measured", "unreached", "config")  # fields that an answer has no key of the same form for
+MASK, LENGTHS = "mask", "lengths"  # how attention can keep packed documents apart
 
 
 @dataclass(kw_only=True)
@@ -51,6 +52,9 @@ class MeasuredLayers:
     expert_size: int = 0
     has_expert_biases: bool = False
     attention: list[str] = field(default_factory=list)  # attention kernels that transformers accepts
+    # Whether packed documents stay apart, by `MASK` and `LENGTHS`, as a small model showed; no entry: unknown
+    isolates: dict[str, bool] = field(default_factory=dict)
+    packing_packages: list[str] = field(default_factory=list)  # distributions that packed rows need on a GPU
     # Inputs and outputs of linear layers, and of stacked experts, by the names that `peft.target_modules` matches
     adapters: dict[str, list[int]] = field(default_factory=dict)
     expert_adapters: dict[str, list[int]] = field(default_factory=dict)
@@ -123,8 +127,10 @@ def layers_from_json(measured: dict[str, Any]) -> MeasuredLayers:
         value = measured[each.name]
         if each.name in lengths:
             values[each.name] = _numbers(value, lengths[each.name])
-        elif each.name == "attention":
+        elif each.name in ("attention", "packing_packages"):
             values[each.name] = [str(name) for name in value]
+        elif each.name == "isolates":
+            values[each.name] = {str(way): bool(found) for way, found in value.items()}
         else:
             values[each.name] = type(value)(value) if isinstance(value, bool) else int(value)
     return MeasuredLayers(**values)

@@ -1,4 +1,4 @@
-"""Tables of architectures, by transformers class: which isolate packed documents, and which settings were tested."""
+"""Tables of architectures, by transformers class: which settings were tested with them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,6 @@ from tunebook.config.choices import Attention, Compute, PackingMode
 from tunebook.config.schema import RunConfig
 from tunebook.facts.attention import COMPILED, MASKED, WITHOUT_KERNEL
 from tunebook.facts.generations import can_run
-
-# Architectures in which packed documents affect each other with every attention kernel. Some do not accept
-# position_ids, from which transformers finds where a document starts. Others carry a state along the row, as linear
-# attention does. Found by testing all causal language models of transformers 5.23 that can be made small, except
-# encoders that can be configured as decoders; a test repeats this for the listed ones. The leak probe checks every run.
-LEAKING_ARCHITECTURES = frozenset({
-    "BailingHybridForCausalLM", "BambaForCausalLM", "BloomForCausalLM", "CpmAntForCausalLM", "DeepseekV4ForCausalLM",
-    "FalconH1ForCausalLM", "FalconMambaForCausalLM", "GraniteMoeHybridForCausalLM", "InklingForCausalLM",
-    "Inkling2ForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM",
-    "Lfm3ForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM", "MptForCausalLM",
-    "NemotronHForCausalLM", "OlmoHybridForCausalLM", "OpenAIGPTLMHeadModel", "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM", "XGLMForCausalLM",
-    "Zamba2ForCausalLM", "ZambaForCausalLM", "xLSTMForCausalLM",
-})  # fmt: skip
-# Architectures that do not pass the positions to transformers when it makes the mask, but pass them to the attention,
-# so kernels without a mask can find where documents end.
-LEAKING_THROUGH_MASKS = frozenset({
-    "AfmoeForCausalLM", "BioGptForCausalLM", "FalconForCausalLM", "GptOssForCausalLM", "OPTForCausalLM",
-})  # fmt: skip
 
 # Architectures whose results with torch's varlen kernel were compared with sdpa (tests/model/test_varlen_attention.py).
 # `auto` chooses varlen for no others: some call no attention function, and some need what it cannot compute.
@@ -37,14 +18,17 @@ VARLEN_ARCHITECTURES = frozenset({
 
 # Architectures that were tested with compiled blocks on H200s: Llama and Qwen2 in h200_speed_one_gpu.jsonl and
 # h200_speed_spread.jsonl, the others in h200x2_architectures.jsonl. There losses differed by less than 9e-4 from blocks
-# that are not compiled (Phi 2, which has dropout: 7e-3), and steps were 12 to 58% faster. A mixture of experts
-# (Qwen3-MoE) gained 2% for 30 s of compiling, so it is not compiled.
+# that are not compiled (Phi 2, which has dropout: 7e-3), and steps were 12 to 58% faster.
 COMPILED_ARCHITECTURES = frozenset({
     "CohereForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "GPTNeoXForCausalLM", "GraniteForCausalLM",
     "LlamaForCausalLM", "MistralForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
     "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM",
     "Starcoder2ForCausalLM",
 })  # fmt: skip
+
+# Architectures whose losses were the same there, and which gained little for about 30 s of compiling: `auto` leaves
+# them as they are, with this reason. That was before their blocks were one graph (`model.router_logits`).
+COMPILED_FOR_LITTLE = {"Qwen3MoeForCausalLM": "was 2% faster compiled (2 layers of Qwen3-30B-A3B, one H200)"}
 
 # The class of one transformer block, from the architecture's `_no_split_modules` in transformers 5.23.
 DECODER_LAYERS = {

@@ -27,6 +27,8 @@ class ImagePins:
     older_driver_image: str | None = None  # the image for these GPUs when the driver is older than that
     torch_architectures: tuple[str, ...] = ()  # compute capabilities that torch must have been compiled for
     flash_attn_architectures: tuple[str, ...] = ()  # what flash-attn 2 is compiled for; empty: the image has none
+    # Packages in its lock whose kernels keep packed documents apart in layers that carry a state along the row
+    state_kernels: tuple[str, ...] = ()
     # Free disk space that a build needs: the installed packages, and twice the downloads (pip's cache and a copy).
     build_disk_gib: int
 
@@ -76,6 +78,7 @@ VOLTA_IMAGE = ImagePins(
     # No flash-attn: it starts at 8.0, and the package registry has no nvcc for CUDA 12.
     build_disk_gib=17,  # 8.0 + 2 x 4.1
 )
+_STATE_KERNELS = ("fla-core",)
 AMPERE_IMAGE = ImagePins(
     name="ampere",
     gpu_models="A100, A10, RTX 30, RTX 40, L4, L40",
@@ -85,6 +88,7 @@ AMPERE_IMAGE = ImagePins(
     older_driver_image="volta",
     torch_architectures=("8.0", "8.6"),  # torch has no code for 8.9, which runs the code for 8.6
     flash_attn_architectures=("80",),  # kernels for sm_80 also serve 8.6 and 8.9; flash-attn has no flag for these
+    state_kernels=_STATE_KERNELS,
     build_disk_gib=13,  # 5.8 + 2 x 2.8
 )
 HOPPER_IMAGE = ImagePins(
@@ -96,6 +100,7 @@ HOPPER_IMAGE = ImagePins(
     older_driver_image="volta",
     torch_architectures=("9.0",),
     flash_attn_architectures=("90",),  # by default flash-attn would compile for four
+    state_kernels=_STATE_KERNELS,
     build_disk_gib=13,  # 6.3 + 2 x 3.0
 )
 BLACKWELL_IMAGE = ImagePins(
@@ -107,6 +112,7 @@ BLACKWELL_IMAGE = ImagePins(
     older_driver_image="volta",
     torch_architectures=("10.0", "12.0"),  # code for one major version does not run on the other
     flash_attn_architectures=("100", "120"),
+    state_kernels=_STATE_KERNELS,
     build_disk_gib=13,  # 6.3 + 2 x 3.0
 )
 

@@ -25,6 +25,8 @@ ENCODER_DECODERS = frozenset({
     "t5gemma", "t5gemma2", "umt5",
 })  # fmt: skip
 # A class's purpose, if its name contains one: LlamaForSequenceClassification does not have a language model head.
+# Keys of a config.json for the most tokens of a document; architectures name them differently.
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 _PURPOSE = re.compile(r"\w+?For([A-Z]\w+)")
 _TEXT_PURPOSES = ("CausalLM", "ConditionalGeneration")  # the second also for models of text and images
 
@@ -91,6 +93,16 @@ def architecture_of(config: dict[str, Any]) -> str:
     named = config.get("architectures")
     first = named[0] if isinstance(named, list) and named else named
     return first if isinstance(first, str) else ""
+
+
+def stated_positions(model: ModelConfig) -> int | None:
+    """The positions that the local config.json states; None without a copy, or if it states none.
+
+    Raises: as `read_config`.
+    """
+    config = read_config(model) or {}
+    found = first_stated(config.get("text_config", config), POSITIONS)
+    return found if isinstance(found, int) else None
 
 
 def first_stated(config: dict[str, Any], keys: tuple[str, ...]) -> Any:

@@ -43,11 +43,18 @@ def compile_layers(model: nn.Module, *, recomputes: bool = False, backend: str =
             problem_id="no-layers-to-compile",
         )
     set_up_compiler(recomputes=recomputes)
+    has_routers = "router_logits" in (getattr(model, "_can_record_outputs", None) or {})
     for block in blocks:
         own = vars(block).get("forward")  # if something has replaced it
         compiled = torch.compile(own or MethodType(_forward, block), backend=backend)
         has_frozen = any(not parameter.requires_grad for parameter in block.parameters())
-        block.forward = _OutsideTheGraph(block, compiled) if has_frozen else compiled
+        forward = _OutsideTheGraph(block, compiled) if has_frozen else compiled
+        if has_routers and own is None:
+            from tunebook.model.router_logits import WithRouterLogits, forward_with_logits
+
+            recorded = torch.compile(MethodType(forward_with_logits, block), backend=backend)
+            forward = WithRouterLogits(forward, _OutsideTheGraph(block, recorded))
+        block.forward = forward
     return len(blocks)
 
 

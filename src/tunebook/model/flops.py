@@ -33,7 +33,8 @@ def flops_per_token(facts: ModelFacts, attended_length: float, num_trained_param
     If heads have a size of their own, heads x head size stands for hidden_size. A layer with a sliding window of W
     tokens compares at most W keys: W - W^2 / (2 x T) on average instead of T / 2.
 
-    Not counted: norms, softmax, and activations computed twice under checkpointing, so that MFU measures useful work.
+    Not counted: norms, softmax, and activations computed twice under checkpointing, so that MFU measures useful work;
+    and the states of layers with linear attention, of which only the products with weights count.
     """
     active = active_parameters(facts)
     weights = 4 * active + 2 * (active if num_trained_parameters is None else num_trained_parameters)

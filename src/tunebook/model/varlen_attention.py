@@ -211,7 +211,8 @@ def _sinks_forward(
     attended, log_sums = _varlen_forward(query, key, value, cu_seq, max_length, scale, window)
     whole = torch.logaddexp(log_sums, sinks.float()[:, None])
     left = (log_sums - whole).exp().T[..., None]  # what the sinks leave of each query's weights
-    return (attended * left).to(attended.dtype), whole
+    # torch's kernel keeps the layout of the query, a transposed view; compiled blocks rely on the described one
+    return (attended * left).to(attended.dtype).contiguous(), whole
 
 
 @torch.library.custom_op("tunebook::attention_with_sinks_backward", mutates_args=())
@@ -285,7 +286,7 @@ def sdpa_by_document(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    lengths = _document_lengths(cu_seq_q)
+    lengths = document_lengths(cu_seq_q)
     by_head = (torch.split(tensor.transpose(0, 1), lengths, dim=1) for tensor in (query, key, value))
     attended = [
         scaled_dot_product_attention(of_query[None], of_key[None], of_value[None], is_causal=is_causal, scale=scale)[0]
@@ -294,7 +295,7 @@ def sdpa_by_document(
     return torch.cat(attended, dim=1).transpose(0, 1)
 
 
-def _document_lengths(cu_seq_lens: torch.Tensor) -> list[int]:
+def document_lengths(cu_seq_lens: torch.Tensor) -> list[int]:
     """The lengths on the host. All layers of a pass get the same tensor, so only the first one waits for the GPU."""
     if cu_seq_lens not in _lengths_of:
         _lengths_of[cu_seq_lens] = cu_seq_lens.diff().tolist()

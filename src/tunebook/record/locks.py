@@ -25,7 +25,7 @@ LOCKED_PYTHON = "3.11"  # of every image and of the locks
 PACKAGES = (
     "tunebook", "torch", "triton", "transformers", "tokenizers", "trl", "accelerate", "datasets", "peft", "deepspeed",
     "liger-kernel", "flash-attn", "flash-attn-4", "torchao", "bitsandbytes", "safetensors", "numpy", "lm-eval", "ray",
-    "hydra-core", "omegaconf",
+    "hydra-core", "omegaconf", "fla-core",
 )  # fmt: skip
 _CUDA_LIBRARY = re.compile(r"(nvidia-(?!ml-py)|cuda-)")
 # Locks whose packages are optional: flash-attn 2 exists only in images, the others are for building, checks and Ray.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
-from tunebook.config.choices import Attention, Compute, PeftMethod, TrackerName
+from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, TrackerName
 from tunebook.config.schema import RunConfig
 from tunebook.errors import Problem
 from tunebook.facts.architectures import without_flash_attn
@@ -90,6 +90,16 @@ _NEEDS: tuple[_Need, ...] = (
         for name in (TrackerName.trackio, TrackerName.tensorboard, TrackerName.wandb)
     ),
 )
+
+
+def missing_state_kernels(config: RunConfig, version_of: Callable[[str], object]) -> list[str]:
+    """The packages that a model's layers need for packed rows on this hardware, and that `version_of` does not find."""
+    facts = config.model.facts
+    if facts is None or facts.measured is None or config.hardware.generation is Generation.cpu:
+        return []
+    return [package for package in facts.measured.packing_packages if not version_of(package)]
+
+
 _ATTENTION_INSTALL = {  # flash-attn-3 is not in the registry: it is built from source
     "flash-attn": "pip install flash-attn --no-build-isolation",
     "flash-attn-4": "pip install flash-attn-4==4.0.0b36",  # pinned, because we call parts of it that are not public
@@ -103,6 +113,13 @@ def missing_packages(config: RunConfig, version_of: VersionOf, image: Image | No
             message = f"the package {need.package} is not installed in this {'image' if image else 'environment'}"
             fix = need.install if image is None else _add_to(image, need.package)
             yield Problem(id="missing-package", key=need.key, message=message, fix=fix)
+    if config.packing.mode is PackingMode.isolated:
+        for kernels in missing_state_kernels(config, version_of):
+            assert config.model.facts is not None
+            message = f"{config.model.facts.architecture} keeps packed documents apart by {kernels}, not installed here"
+            add = f"pip install {kernels}" if image is None else _add_to(image, kernels)
+            fix = f"packing.mode=padded packing.row_length=null or {add}"
+            yield Problem(id="missing-package", key="packing.mode", message=message, fix=fix)
     kernel = config.attention.implementation
     package = ATTENTIONS[kernel].package
     if package is not None and version_of(package) is None:

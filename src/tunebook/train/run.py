@@ -45,6 +45,7 @@ from tunebook.model.adapters import adapter_config, freeze_unreached, keep_in_fp
 from tunebook.model.blocks import compile_layers, convert_to_fp8
 from tunebook.model.flops import attended_length_tokens, flops_per_token
 from tunebook.model.gpu_memory import is_out_of_memory
+from tunebook.model.linear_attention import isolate_documents
 from tunebook.model.load import begin_loading, finish_loading
 from tunebook.model.tokenizer import agree_on_tokens, trainer_tokenizer
 from tunebook.model.weights_fingerprint import weights_fingerprint
@@ -308,6 +309,8 @@ def _load(
 
 def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: RecipeTrainer) -> list[str]:
     """Convert and compile the layers once the trainer has changed the blocks (adapters, Liger); the layers in fp8."""
+    if config.packing.mode is PackingMode.isolated:
+        isolate_documents(model, is_on_cpu=config.hardware.generation is Generation.cpu)
     is_fp8 = config.precision.compute is Compute.fp8
     fp8_layers = convert_to_fp8(model, config.precision.fp8_scaling) if is_fp8 else []
     if config.model.compile_layers:

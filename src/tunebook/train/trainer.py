@@ -48,9 +48,10 @@ class TokenTotals:
     """
 
     def __init__(self) -> None:
-        self._sums: torch.Tensor | None = None  # (4,) in float64: trained tokens, entropy, correct guesses, all tokens
+        # (6,) in float64: trained tokens, entropy, correct guesses, all tokens, routers' losses, micro-batches with one
+        self._sums: torch.Tensor | None = None
 
-    def add(self, outputs: Any, inputs: Mapping[str, Any]) -> None:
+    def add(self, outputs: Any, inputs: Mapping[str, Any], router_loss: torch.Tensor | None = None) -> None:
         """Add the outputs of TRL's fused head for a micro-batch, (batch, tokens), zero for untrained tokens.
 
         All its tokens count as seen, including untrained ones and, as upstream, the filling of packed rows.
@@ -58,20 +59,23 @@ class TokenTotals:
         judged = outputs.label_mask.sum()
         mask = inputs.get("attention_mask")
         seen = mask.sum() if mask is not None else judged.new_full((), inputs["input_ids"].numel())  # on the GPU
-        sums = [judged, outputs.entropy.detach().sum(), outputs.is_top1.sum(), seen]
+        routed = [judged.new_zeros(())] * 2 if router_loss is None else [router_loss.detach(), judged > 0]
+        sums = [judged, outputs.entropy.detach().sum(), outputs.is_top1.sum(), seen, *routed]
         found = torch.stack([one.double() for one in sums])
         self._sums = found if self._sums is None else self._sums + found
 
     def take(self, over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> tuple[dict[str, float], int] | None:
         """Mean entropy and accuracy per trained token, by TRL's names, and the tokens seen; then reset.
 
-        A collective. None if no rank has counted anything.
+        With the mean of the routers' losses if there are any. A collective. None if no rank has counted anything.
         """
         if self._sums is None:
             return None
-        judged, entropy, right, seen = over_ranks(self._sums).tolist()
+        judged, entropy, right, seen, routers, num_routed = over_ranks(self._sums).tolist()
         self._sums = None
         means = {"entropy": entropy / max(judged, 1.0), "mean_token_accuracy": right / max(judged, 1.0)}
+        if num_routed:
+            means["aux_loss"] = routers / num_routed
         return means, round(seen)
 
 
@@ -151,8 +155,9 @@ class RecipeTrainer(SFTTrainer):
         """Upstream's loss: the sum over this micro-batch, per trained token of the whole step over all ranks.
 
         DDP, FSDP and ZeRO average gradients over the ranks, so the loss is multiplied by their number. A mixture of
-        experts adds its own loss and uses upstream's code. Raises: InvalidTrainingError if the number of the step's
-        trained tokens is unknown: each micro-batch would have the same weight, however few tokens it trains on.
+        experts adds its routers' loss, as upstream: the mean over the tokens of a micro-batch, then over micro-batches
+        and ranks. A row without a document has none. Raises: InvalidTrainingError if the number of the step's trained
+        tokens is unknown: each micro-batch would have the same weight, however few tokens it trains on.
         """
         if num_items_in_batch is None and model.training:
             raise InvalidTrainingError(
@@ -162,13 +167,20 @@ class RecipeTrainer(SFTTrainer):
                 problem_id="tokens-not-counted",
             )
         with one_pass_head() if self.has_one_pass_head else nullcontext():
-            if self.aux_loss_enabled or return_outputs:
+            if return_outputs:
                 return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[no-untyped-call]
             inputs["use_cache"] = False
+            if self.aux_loss_enabled:
+                inputs["output_router_logits"] = True
             outputs = model(**inputs, fused_lm_head=True)
-        self._totals.add(outputs, inputs)
         num_items = torch.as_tensor(num_items_in_batch).clamp(min=1)
-        return -outputs.log_probs.sum() / num_items * self.accelerator.num_processes
+        loss = -outputs.log_probs.sum() / num_items * self.accelerator.num_processes
+        router_loss = None
+        if self.aux_loss_enabled:
+            router_loss = outputs.aux_loss * outputs.label_mask.any()
+            loss = loss + self.router_aux_loss_coef * router_loss / self.current_gradient_accumulation_steps
+        self._totals.add(outputs, inputs, router_loss)
+        return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As upstream, with the totals since the last log. Called on every rank."""

@@ -5,6 +5,9 @@ gives them their GPUs, and report when they are done. Files in $TUNEBOOK_BENCH_T
 itself knows nothing of them. More variables:
 
     TUNEBOOK_BENCH_WAITS_EARLY  wait after the imports, before the model and NCCL take GPU memory
+    TUNEBOOK_BENCH_WAITS_DRAWN  one rank waits with random weights in host memory, before the trainer moves them
+    TUNEBOOK_BENCH_UNSAVED      write no model at the end
+    TUNEBOOK_BENCH_ALLOWS       rules that are not checked, by id, with commas: what they refuse is to be measured
     TUNEBOOK_BENCH_KEEPS_GPUS   keep the GPUs until the run has ended: saving a model also needs GPU memory
     TUNEBOOK_BENCH_PROFILE      rank 0 writes the kernels of one optimizer step to this file
     TUNEBOOK_BENCH_PEAK         rank 0 writes what fills its GPU at the peak of a step to this file: of the third step
@@ -25,6 +28,8 @@ from types import ModuleType
 from typing import Any
 
 _WAITS_EARLY = "TUNEBOOK_BENCH_WAITS_EARLY" in os.environ
+_WAITS_DRAWN = "TUNEBOOK_BENCH_WAITS_DRAWN" in os.environ
+_ALLOWS = [rule for rule in os.environ.get("TUNEBOOK_BENCH_ALLOWS", "").split(",") if rule]
 _POLL_S = 0.02
 
 
@@ -83,6 +88,14 @@ def _train_in_turn(module: Any) -> None:
     train = trainer.train
     if _WAITS_EARLY and "RANK" not in os.environ:  # one rank meets nobody
         _wait()
+    if _WAITS_DRAWN:
+        build = trainer.__init__
+
+        def build_in_turn(self: Any, *args: Any, **kwargs: Any) -> None:
+            _wait()
+            build(self, *args, **kwargs)
+
+        trainer.__init__ = build_in_turn
 
     def train_in_turn(self: Any, *args: Any, **kwargs: Any) -> Any:
         _wait()
@@ -112,9 +125,36 @@ def _train_in_turn(module: Any) -> None:
     trainer.train = train_in_turn
 
 
+def _save_nothing(module: Any) -> None:
+    train = module.train
+
+    def train_unsaved(folder: Path, *args: Any, **kwargs: Any) -> Any:
+        (folder / module.UNSAVED_FILE).touch()
+        return train(folder, *args, **kwargs)
+
+    module.train = train_unsaved
+
+
+def allow(rules: Any, ids: Sequence[str]) -> None:
+    """Make `check` of `tunebook.plan.rules` leave out the problems of some rules."""
+    check = rules.check
+
+    def check_others(*args: Any, **kwargs: Any) -> list[Any]:
+        return [problem for problem in check(*args, **kwargs) if problem.id not in ids]
+
+    rules.check = check_others
+
+
 def _make_room(trainer: Any) -> None:
-    """Free what saving the model does not need, so that the next run has memory for its first steps."""
+    """Free what saving the model does not need, so that the next run has memory for its first steps.
+
+    Without saving, that includes the weights, where no strategy holds them.
+    """
     import torch
+
+    if "TUNEBOOK_BENCH_UNSAVED" in os.environ and "TUNEBOOK_BENCH_KEEPS_GPUS" not in os.environ:
+        for parameter in trainer.model.parameters():
+            parameter.grad, parameter.data = None, torch.empty(0, device=parameter.device)
 
     wrapper: Any = getattr(trainer, "optimizer", None)  # accelerate's, around torch's or DeepSpeed's
     state = getattr(getattr(wrapper, "optimizer", None), "state", None)
@@ -136,4 +176,8 @@ if "TUNEBOOK_BENCH_TURN" in os.environ:
     _CHANGES = {"tunebook.train.trainer": _train_in_turn}
     if _WAITS_EARLY:
         _CHANGES["tunebook.launch.first_collective"] = _meet_in_turn
+    if "TUNEBOOK_BENCH_UNSAVED" in os.environ:
+        _CHANGES["tunebook.train.run"] = _save_nothing
+    if _ALLOWS:
+        _CHANGES["tunebook.plan.rules"] = lambda rules: allow(rules, _ALLOWS)
     sys.meta_path.insert(0, _Patched(_CHANGES))

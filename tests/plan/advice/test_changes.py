@@ -393,7 +393,8 @@ def test_what_cannot_fit_by_its_states_is_not_composed(monkeypatch):
     "words",
     [["parallelism=ddp"], ["parallelism=zero2"], ["parallelism=zero2_offload"], ["parallelism=fsdp"],
      ["parallelism=zero3", "activation=checkpointing"], ["optimizer=adamw_8bit"],
-     ["parallelism=zero3", "precision=bf16"], ["parallelism=fsdp", "optimizer.name=adamw", "precision.compute=bf16"]],
+     ["parallelism=zero3", "precision=bf16"], ["parallelism=fsdp", "optimizer.name=adamw", "precision.compute=bf16"],
+     ["peft=lora"], ["peft=qlora"], ["peft=lora", "parallelism=fsdp"]],
 )  # fmt: skip
 def test_nothing_that_has_room_is_told_without_composing_to_have_none(words):
     asked = draft_run("llama3_8b_ddp", ["hardware=hopper"], [])

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tunebook.config.choices import Weights
-from tunebook.config.model_facts import ModelFacts
+from tunebook.config.model_facts import ModelFacts, facts_of_hub_name
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
 from tunebook.model import base_config
@@ -324,3 +324,23 @@ def test_an_encoder_decoder_is_one_that_transformers_has_no_causal_head_for():
 
     assert MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.keys() >= ENCODER_DECODERS
     assert not MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & ENCODER_DECODERS
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_known"),
+    [({}, True), ({"max_position_embeddings": None}, True), ({"num_hidden_layers": 35}, False)],
+    ids=str,
+)
+def test_without_torch_a_cached_model_of_the_book_has_the_books_facts(built, monkeypatch, tmp_path, changes, is_known):
+    """Its config.json is in the hub cache, and nothing can trace it; a file of other sizes is another model's."""
+    _, facts = facts_of_hub_name("Qwen/Qwen3-4B")
+    names = {"num_layers": "num_hidden_layers"}
+    sizes = {names.get(name, name): getattr(facts, name) for name in base_model._NAMES}
+    stated = LLAMA | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]} | sizes | changes
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(stated))
+    monkeypatch.setattr(base_model, "config_file", lambda _: file)
+    monkeypatch.setattr(base_model, "read_config", lambda _: json.loads(file.read_text()))
+    found = read_facts(ModelConfig(name="Qwen/Qwen3-4B"))
+    assert built == [file], "torch would trace it"
+    assert found == (facts if is_known else None)

@@ -272,6 +272,14 @@ def test_a_run_on_a_cpu_traces_less_and_takes_a_whole_trace_if_there_is_one(file
     assert len([*cache.glob("*.json")]) == 3
 
 
+def test_a_full_fine_tune_that_cannot_fit_is_traced_with_the_adapters_that_are_advised(file, asked, cache, monkeypatch):
+    ways = []
+    monkeypatch.setattr(meta_device, "_ask", lambda _, __, scope, ___: ways.append(scope.name) or asked.answer)
+    for scope in (TraceScope.full_and_dropout, TraceScope.full, TraceScope.dropout, TraceScope.adapter):
+        meta_device.trace_file(file, scope=scope)
+    assert ways == ["full_and_dropout", "adapter"], "one trace serves both"
+
+
 def test_a_trace_with_compiled_layers_serves_a_run_without_them(file, asked, cache, monkeypatch):
     ways = []
     monkeypatch.setattr(meta_device, "_ask", lambda *every: ways.append(every[3]) or asked.answer)

@@ -8,16 +8,17 @@ import pytest
 import torch
 import yaml
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5TextConfig
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from tunebook.config.book import book_root
 from tunebook.config.model_facts import ModelFacts
 from tunebook.model.load import architecture_from_facts
 from tunebook.plan.architecture import TraceScope, saved, trace_file
 from tunebook.plan.architecture.compiled import compile_layers
-from tunebook.plan.architecture.kernels import CudaAutocast
+from tunebook.plan.architecture.kernels import CudaAutocast, gated_delta_rule
 
-from .conftest import ARCHITECTURES, QUIET
+from .conftest import ARCHITECTURES, QUIET, SIZES
 
 pytestmark = pytest.mark.usefixtures("own_compiler")
 
@@ -230,6 +231,40 @@ def test_without_autocast_adapters_are_in_the_format_of_the_weights(config_of):
     assert under_autocast - adapter > 2 * 2 * config.hidden_size, "the outputs of two norms at least"
 
 
+def test_gated_delta_rule_saves_what_its_kernel_saves():
+    """2 key heads of 16 and 4 value heads of 32, in bf16: for each token query, key, value, beta and a row of 64.
+
+    And in fp32 a factor for each norm and the sum of the gates.
+    """
+    tokens, form = 100, {"dtype": torch.bfloat16, "requires_grad": True}
+    query, key = torch.zeros(1, tokens, 2, 16, **form), torch.zeros(1, tokens, 2, 16, **form)
+    value, beta = torch.zeros(1, tokens, 4, 32, **form), torch.zeros(1, tokens, 4, **form)
+    gates, sizes = torch.zeros(1, tokens, 4, requires_grad=True), []
+
+    def note(tensor):
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output, last = gated_delta_rule(query, key, value, g=gates, beta=beta, cu_seqlens=None)
+    assert (output.shape, last) == (value.shape, None)
+    assert sum(sizes) == tokens * (2 * (2 * 2 * 16 + 4 * 32 + 4 + 4 * 64) + 4 * (2 * 2 + 4))
+
+
+def test_states_keep_memory_in_proportion_to_the_tokens_and_are_put_back():
+    config = Qwen3_5TextConfig(
+        **SIZES, **QUIET, num_hidden_layers=4, num_key_value_heads=2, head_dim=16, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16,
+        layer_types=["linear_attention"] * 4,
+    )  # fmt: skip
+    own = modeling_qwen3_5.torch_chunk_gated_delta_rule
+    constant, per_token, squared, *_ = numbers_of(config, ("bf16", "full", "flash"))["bf16/full/flash"]
+    assert modeling_qwen3_5.torch_chunk_gated_delta_rule is own
+    assert squared == 0
+    assert 0 <= constant < 50 * per_token
+    assert per_token > 4 * 2 * (2 * 2 * 16 + 4 * 16 + 4 * 64)  # the kernel's part alone
+
+
 def test_three_lengths_give_a_parabola():
     lengths = saved.LENGTHS
     assert saved._curve([7 + 5 * length + 3 * length**2 for length in lengths]) == pytest.approx((7, 5, 3))
@@ -242,6 +277,7 @@ def test_three_lengths_give_a_parabola():
         (TraceScope.full, 4 * 3 + 2),
         (TraceScope.adapter, 4 * 3 + 2),
         (TraceScope.dropout, 4 * 3 + 2),
+        (TraceScope.full_and_dropout, 4 * 2 * 3 + 2 * 2),
         (TraceScope.fp32, 2 * 3),
     ],
 )

@@ -21,10 +21,13 @@ from tunebook.config.choices import (
 from tunebook.config.compose import compose
 from tunebook.config.schema import FsdpConfig, ModelConfig, SlurmConfig
 from tunebook.errors import RequestError
+from tunebook.plan.architecture import TraceScope
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.rules import check
 from tunebook.train import requirements as environment
+
+from ..memory.layers import measured as traced
 
 H200 = ("NVIDIA H200", (9, 0))
 V100 = ("Tesla V100-SXM2-32GB", (7, 0))
@@ -75,10 +78,20 @@ def test_one_h200(undecided, machine, has_flash):
     assert whys(resolution)["precision.compute"] == "the base model is bfloat16, and hopper computes bf16"
 
 
+LAYERS = {"num_layers": 36, "parameters": 1000, "linear_inputs": 10, "adapter_parameters": 10}
 AMPERE = {"hardware.reference.generation": Generation.ampere}
 ON_SLURM = {"launcher": SlurmConfig(name=LauncherName.slurm)}
 NOT_COMPILED, COMPILED = {"model.compile_layers": False}, {"model.compile_layers": True}
 PADDED = {"packing.mode": PackingMode.padded}
+LEAKING = {
+    "model.facts.architecture": "BloomForCausalLM",
+    "model.facts.measured": traced(**LAYERS, isolates={"mask": False}),
+}
+GATED = {
+    "model.facts.architecture": "Qwen3_5ForCausalLM",
+    "model.facts.measured": traced(**LAYERS, isolates={"mask": True}, packing_packages=["fla-core"]),
+}
+HOPPER, VOLTA = {"hardware.generation": Generation.hopper}, {"hardware.generation": Generation.volta}
 FOUR_VOLTA = {"hardware.generation": Generation.volta, "hardware.gpus_per_node": 4}
 IN_DDP = {"parallelism.strategy": Strategy.ddp}
 HSDP = ON_SLURM | {"parallelism": FsdpConfig(strategy=Strategy.hsdp), "hardware.num_nodes": 2}
@@ -114,7 +127,16 @@ KERNEL = "attention.implementation"
         ),
         (PADDED, [A100], {KERNEL: "sdpa"}, "the package flash-attn is not installed here"),
         ({"model.facts.architecture": "Gemma2ForCausalLM"}, [A100], {KERNEL: "sdpa"}, ""),  # caps its attention logits
-        ({"model.facts.architecture": "BloomForCausalLM"}, [H200], {"packing.mode": "padded"}, ""),
+        (LEAKING, [H200], {"packing.mode": "padded"}, "BloomForCausalLM cannot keep packed documents apart"),
+        (GATED, [], {"packing.mode": "isolated"}, ""),
+        (
+            GATED,
+            [H200],
+            {"packing.mode": "padded"},
+            "Qwen3_5ForCausalLM keeps packed documents apart by fla-core on a GPU, which is not",
+        ),
+        (GATED | HOPPER, [], {"packing.mode": "isolated"}, ""),  # planned for its image
+        (GATED | VOLTA, [], {"packing.mode": "padded"}, "on a GPU, which the volta image does not have"),
         (PADDED, [H200], {"training.micro_batch_size": None}, "the batch solver"),
         (BF16_WEIGHTS, [H200], {"precision.compute": "bf16"}, ""),
         # The machine: as found, else the recipe's, else as named.
@@ -257,6 +279,9 @@ ON_HOPPER = ("hardware=hopper", "hardware.gpus_per_node=1", "dataset=synthetic")
         (["peft=qlora", "model.weights=pretrained"], "bf16", "as it is published"),
         (["peft=lora", "parallelism=fsdp"], "bf16", "adapters are fp32"),
         (["peft=full"], "fp32", "lose updates"),
+        (["peft=lora", "model.facts.dtype=float16"], "bf16", "float16, which products in bf16 round in any case"),
+        (["peft=lora", "model.facts.dtype=float16", "parallelism=zero3"], "fp32", "DeepSpeed would compute"),
+        (["peft=lora", "model.facts.dtype=float16", "hardware=volta"], "fp32", "these are in fp16"),
         (["peft=lora", "model.facts.dtype=float32"], "fp32", "the base model is float32"),
         (["peft=lora", "precision=fp32"], "fp32", "these are in fp32"),
         (["peft=lora", "hardware=volta"], "fp32", "these are in fp32"),
@@ -267,9 +292,7 @@ ON_HOPPER = ("hardware=hopper", "hardware.gpus_per_node=1", "dataset=synthetic")
     ],
     ids=str,
 )
-def test_a_frozen_base_stays_in_the_bf16_that_it_is_published_in(
-    machine, words: list[str], weights: str, why: str
-) -> None:
+def test_a_frozen_base_of_16_bits_is_kept_in_bf16(machine, words: list[str], weights: str, why: str) -> None:
     config = compose(None, ["model=qwen25_05b", *ON_HOPPER, *words]).config
     resolution = resolve_auto(config, machine())
     assert values(resolution)["precision.master_weights"] == weights
@@ -289,6 +312,14 @@ def test_a_base_in_bf16_takes_half_of_the_memory(machine) -> None:
     adapters = 41_943_040  # rank 16 on seven products of 32 layers
     assert in_bf16.memory.weights == pytest.approx((8.03e9 * 2 + 4 * adapters) / 2**30, rel=0.001)
     assert in_bf16.memory.optimizer == pytest.approx(8 * adapters / 2**30, rel=0.001)
+
+
+def test_a_frozen_70b_published_in_float16_takes_two_bytes_a_weight(machine) -> None:
+    words = ["model=llama2_70b", "peft=lora", "parallelism=fsdp", "dataset=synthetic", "hardware=ampere",
+             "hardware.gpus_per_node=8", "hardware.memory_gib=80"]  # fmt: skip
+    found = plan_memory(resolve_auto(compose(None, words).config, machine()).config)
+    assert found is not None and found.fits
+    assert found.memory.weights == pytest.approx(68.98e9 * 2 / 8 / 2**30, rel=0.02)
 
 
 def test_a_model_that_does_not_fit_recomputes_its_activations(undecided, machine):
@@ -515,3 +546,36 @@ def test_another_hub_model_stays_unknown(machine, words):
 @pytest.mark.usefixtures("has_no_flash")
 def test_a_group_file_says_nothing_of_the_books_facts(machine):
     assert "model.facts" not in values(resolve_auto(compose(None, [*HUB, "model=qwen3_4b"]).config, machine()))
+
+
+@pytest.mark.parametrize(
+    ("words", "scope"),
+    [
+        ([], TraceScope.full_and_dropout),  # 70B weights, 16 bytes each, over 8 GPUs: 130 GiB each
+        (["hardware.num_nodes=4"], TraceScope.full),
+        (["precision.master_weights=bf16", "hardware.memory_gib=140"], TraceScope.full),
+        (["hardware.gpus_per_node=1", "hardware.memory_gib=16"], TraceScope.full),  # nor in 4 bits
+        (["parallelism=fsdp_offload"], TraceScope.full),
+        (["peft=lora"], TraceScope.dropout),
+    ],
+    ids=str,
+)
+def test_a_model_that_cannot_fit_is_traced_once_for_the_run_and_its_advice(
+    machine, tmp_path, monkeypatch, words: list[str], scope: TraceScope
+) -> None:
+    sizes = {
+        "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "vocab_size": 128_300, "max_position_embeddings": 8192,
+    }  # fmt: skip
+    stated = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"} | sizes
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    asked: list[TraceScope] = []
+    monkeypatch.setattr(
+        "tunebook.plan.architecture.base_model.trace_file", lambda _, *, scope, **__: asked.append(scope)
+    )
+    config = compose(None, [
+        f"model.path={tmp_path}", "model.weights=random", "dataset=synthetic", "hardware=hopper",
+        "hardware.gpus_per_node=8", "hardware.memory_gib=80", *words,
+    ]).config  # fmt: skip
+    resolve_auto(config, machine())
+    assert set(asked) == {scope}

@@ -73,6 +73,12 @@ DDP = {"parallelism": ParallelismConfig(strategy=Strategy.ddp), **ON_8}
 MEASURED = traced(
     num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, attention=["eager", "flash_attention_2"]
 )
+LEAKING = {
+    "model.facts.architecture": "BloomForCausalLM",
+    "model.facts.measured": traced(
+        num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, isolates={"mask": False, "lengths": False}
+    ),
+}
 EXPERTS_SHARE = traced(
     num_layers=2, parameters=900, active_parameters=300, linear_inputs=10, adapter_parameters=90,
     attention=["eager", "sdpa", "flash_attention_2"],
@@ -117,6 +123,11 @@ CASES = [
     case("model-folder", "not/there does not exist", {"model.name": None, "model.path": "not/there"}),
     case("model-not-causal", "is made for masked LM", {"model.name": None, "model.path": "masked"}),
     case("length-beyond-model", "40000 .* 32768", {"training.max_length": 40_000, "packing.row_length": 40_000}),
+    case(
+        "length-beyond-config",
+        "2048 tokens are more than the 1024 positions in the model's config.json, for which .*=32768 stands",
+        {"model.name": None, "model.path": "book:recipes/quickstart/model", "training.max_length": 2048},
+    ),
     case("dataset-source", "source=hub needs dataset.name", {"dataset.name": None}),
     case("dataset-source", "source=files needs", {"dataset.source": Source.files, "dataset.name": None}),
     case("dataset-name-form", "'a/b/c' is neither a folder nor", {"dataset.name": "a/b/c"}),
@@ -279,8 +290,8 @@ CASES = [
     case("flash-attention-in-fp32", "fp16 or bf16 only", {"precision.compute": Compute.fp32}),
     case("flex-attention-on-cpu", "cannot train", {"attention.implementation": Attention.flex_attention}, ON_CPU),
     case("flash-attention-not-deterministic", "last bits", {"training.deterministic": True}),
-    case("packing-leaks", "BloomForCausalLM cannot keep", {"model.facts.architecture": "BloomForCausalLM"}),
-    case("packing-leaks", "cannot keep", {"model.facts.architecture": "BloomForCausalLM"}, {**DDP, **IN_TOKENS}),
+    case("packing-leaks", "BloomForCausalLM cannot keep", LEAKING),
+    case("packing-leaks", "cannot keep", LEAKING, {**DDP, **IN_TOKENS}),
     case("row-length-without-packing", "4096 is not used", {"packing.row_length": 4096}, PADDED),
     case("liger-without-gpu", "need a GPU", {"model.liger_kernel": True}, ON_CPU),
     case("one-pass-head-without-gpu", "on a GPU only", {"model.one_pass_head": True}, ON_CPU),

@@ -39,7 +39,7 @@ from tunebook.plan.rules import (
 )
 
 from ..memory.layers import measured as traced
-from .rule_cases import CASES, DDP, IN_TOKENS, ON_1, PADDED_DDP, SLURM, fsdp
+from .rule_cases import CASES, DDP, IN_TOKENS, LEAKING, ON_1, PADDED_DDP, SLURM, fsdp
 
 # What the config.json of some models says, each in a folder of this name.
 MODELS = {
@@ -151,6 +151,7 @@ def test_a_problem_says_what_set_its_key(sound, changed):
 def test_warnings_are_the_ones_a_run_can_live_with():
     assert {rule.id for rule in RULES if not rule.is_error} == {
         "adapter-settings-ignored",
+        "length-beyond-config",
         "optimizer-settings-ignored",
         "dataset-field-ignored",
         "evaluation-never-runs",
@@ -230,7 +231,7 @@ def test_a_list_of_options_is_shown_as_hydra_reads_it(sound, changed):
 
 
 def test_packing_that_leaks_is_given_up_at_once_whatever_counts_the_batch(sound, changed):
-    bloom = {"model.facts.architecture": "BloomForCausalLM"}
+    bloom = LEAKING
     assert fix_of(changed(sound, bloom), "packing-leaks") == "packing.mode=padded packing.row_length=null"
     in_tokens = fix_of(changed(sound, bloom | DDP | IN_TOKENS), "packing-leaks")
     assert in_tokens.endswith("row_length=null training.global_tokens=null training.global_samples=32")
@@ -244,7 +245,12 @@ def test_packing_that_leaks_is_given_up_at_once_whatever_counts_the_batch(sound,
 
 def test_an_attention_that_the_model_has_not_is_exchanged_with_the_packing_that_it_alone_allows(sound, changed):
     only_eager = traced(
-        num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, attention=["eager", "flash_attention_3"]
+        num_layers=2,
+        parameters=1,
+        linear_inputs=1,
+        adapter_parameters=1,
+        attention=["eager", "flash_attention_3"],
+        isolates={"mask": False},
     )
     values = {"model.facts.architecture": "GptOssForCausalLM", "model.facts.measured": only_eager}
     fix = fix_of(changed(sound, values), "attention-not-in-model")

@@ -22,6 +22,7 @@ from tunebook.config.choices import (
     Switch,
     TrackerName,
 )
+from tunebook.config.model_facts import MeasuredLayers
 from tunebook.config.schema import (
     SlurmConfig,
     ZeroConfig,
@@ -94,6 +95,26 @@ def test_a_missing_package_is_named_with_its_install_line(sound, changed, machin
     assert "pip install" in problem.fix
     installed({**GPU_PACKAGES, package: "1.0"})
     assert check_environment(config, machine(H200)) == []
+
+
+def test_kernels_for_packed_rows_are_asked_for_before_a_gpu_is_used(sound, changed, machine, installed):
+    layers = {"num_layers": 2, "parameters": 1, "linear_inputs": 1, "adapter_parameters": 1}
+    gated = changed(
+        sound,
+        {
+            "model.facts.measured": MeasuredLayers(
+                **layers, largest_parameter=1, active_parameters=1, linear_parameters=1, packing_packages=["fla-core"]
+            )
+        },
+    )
+    installed(GPU_PACKAGES)
+    (problem,) = check_environment(gated, machine(H200))
+    assert (problem.id, problem.key) == ("missing-package", "packing.mode")
+    assert problem.message == "Qwen2ForCausalLM keeps packed documents apart by fla-core, not installed here"
+    assert problem.fix == "packing.mode=padded packing.row_length=null or pip install fla-core"
+    assert check_environment(changed(gated, UNPACKED), machine(H200)) == []
+    installed({**GPU_PACKAGES, "fla-core": "0.6.0"})
+    assert check_environment(gated, machine(H200)) == []
 
 
 FLASH, FLASH_4 = "pip install flash-attn --no-build-isolation", "pip install flash-attn-4==4.0.0b36"

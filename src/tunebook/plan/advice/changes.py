@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.choices import Checkpointing, Compute, Generation, Offload, OptimizerName, Strategy
+from tunebook.config.choices import Checkpointing, Compute, Generation, Offload, OptimizerName, PeftMethod, Strategy
 from tunebook.config.frozen import PARALLELISM_SCHEMAS
 from tunebook.config.schema import CHOICE_SCHEMAS, ParallelismConfig, RunConfig, ZeroConfig, world_size
 from tunebook.errors import Problem
@@ -186,15 +186,20 @@ def _exceeds_by_states(change: Change, asked: Draft, overrides: list[str]) -> bo
     config = asked.composition.config
     is_tuned = any(word.startswith("parallelism.") for word in overrides)
     is_tuned = is_tuned or any("parallelism" in recipe.body for recipe in asked.composition.origins.recipes)
+    is_adapted = any(word.startswith("peft") for word in overrides)
     for key, _, value in (word.partition("=") for word in change.overrides):
         if key == "parallelism" and not is_tuned and (settings := _settings(value)) is not None:
             config = replace(config, parallelism=settings)
         elif key in ("optimizer", "optimizer.name"):
             config = replace(config, optimizer=replace(config.optimizer, name=OptimizerName[value]))
+        elif key == "peft" and not is_adapted:
+            config = replace(config, peft=replace(config.peft, method=PeftMethod[value]))
         elif key in ("precision", "precision.compute"):
             config = replace(config, precision=replace(config.precision, compute=Compute[value]))
         elif key not in _WITHOUT_STATES:
             return False
+    if asked.resolution is not None:  # adapters have other traces of the layers, which their states do not need
+        config = replace(config, model=replace(config.model, facts=asked.resolution.config.model.facts))
     resolved = resolve_auto(config, asked.machine).config
     facts, capacity = known_facts(resolved), resolved.hardware.memory_gib
     return facts is not None and capacity is not None and estimate_memory(resolved, facts).states_gib > capacity

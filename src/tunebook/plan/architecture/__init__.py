@@ -3,6 +3,7 @@
     measure    runs in its own process, since it imports torch: counts parameters, writes JSON; `--book` traces
                the book's models
     targets    the layers that PEFT adapts, by name
+    packing    whether packed documents stay apart, on a small model with values
     saved      activations that autograd saves in a pass, on tensors with a shape and no memory
     compiled   what compiled layers save, by torch's way of splitting their operations between the passes
     kernels    stand-ins for GPU kernels, and CUDA's autocast
@@ -37,7 +38,7 @@ from tunebook.files import cache_root, remember, sha256_file
 from tunebook.processes import stopping_with_parent
 
 # Increase when the answer to the same config.json changes, so that cached answers are not reused.
-_FORM = 9
+_FORM = 10
 # Timeout in seconds without progress. Total time is unlimited: tracing is slow on a busy machine.
 _MAX_SILENCE_S = 300.0
 STATED_FACTS = "stated_facts"  # key for stated sizes instead of a config.json
@@ -51,6 +52,7 @@ class TraceScope(Enum):
     full = "full"  # a full fine-tune: nothing with adapters
     adapter = "adapter"  # adapters without dropout
     dropout = "dropout"  # adapters with dropout
+    full_and_dropout = "full_and_dropout"  # a full fine-tune that cannot fit, and the adapters that would be advised
     fp32 = "fp32"  # on a CPU: nothing in 16 bits
 
 
@@ -77,7 +79,10 @@ def trace_file(
     folder = cache_root() / "architectures"
     if scope is TraceScope.whole:
         compiles = True
-    names = dict.fromkeys((TraceScope.whole.name, f"{scope.name}.compiled", _cache_name(scope, compiles)))
+    has_both = scope in (TraceScope.full, TraceScope.dropout)
+    scopes = (scope, TraceScope.full_and_dropout) if has_both else (scope,)
+    own = [name for each in scopes for name in (f"{each.name}.compiled", _cache_name(each, compiles))]
+    names = dict.fromkeys((TraceScope.whole.name, *own))
     facts = next((known for name in names if (known := _read(folder / f"{key}.{name}.json"))), None)
     if facts is None:
         _say_once(f"tracing the layers of {config_file}, once: this takes 5 to 30 s, longer on a busy machine")

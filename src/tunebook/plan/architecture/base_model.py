@@ -16,6 +16,7 @@ from tunebook.config.model_facts import ModelFacts, facts_of_hub_name
 from tunebook.config.schema import ModelConfig
 from tunebook.model.base_config import (
     DTYPES,
+    POSITIONS,
     broken_config,
     config_file,
     dtype_of,
@@ -36,7 +37,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
     "num_key_value_heads": ("num_key_value_heads", "n_head_kv", "num_attention_heads", "n_head", "n_heads"),
     "vocab_size": ("vocab_size",),
-    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len"),
+    "max_position_embeddings": POSITIONS,
 }
 _MIN_SIZES = {"vocab_size": 2, "max_position_embeddings": 2}  # prediction needs two words; other sizes need 1
 _MAX_SIZE = 10**8  # limit of any size; Llama 4 has 10 million positions
@@ -73,6 +74,21 @@ def read_facts(model: ModelConfig, *, scope: TraceScope = TraceScope.whole) -> M
     return None if _is_refused_anyway(model, config) else _traced(model, file, sizes, scope)
 
 
+def about_parameters(model: ModelConfig) -> int:
+    """Roughly how many parameters a model has, without tracing it; 0 if its sizes are unknown. Raises: as `read_facts`.
+
+    Two matrices as wide as the hidden size and two of the inner size per layer: less than most models have.
+    """
+    if model.facts is not None:
+        return model.facts.num_parameters
+    config = read_config(model) or {}
+    text = config.get("text_config", config)
+    sizes = {name: first_stated(text, keys) for name, keys in _NAMES.items()}
+    names = ("num_layers", "hidden_size", "intermediate_size", "vocab_size")
+    layers, hidden, inner, words = (size if isinstance(size := sizes[name], int) else 0 for name in names)
+    return hidden * (words + 2 * layers * (hidden + inner))
+
+
 def facts_of_book(model: ModelConfig) -> tuple[str, ModelFacts] | None:
     """The book's model of this name on the hub, and its facts; None if there is none, or it may be another model.
 
@@ -90,7 +106,7 @@ def _is_refused_anyway(model: ModelConfig, config: dict[str, Any]) -> bool:
 
 
 def _traced(model: ModelConfig, file: Path, sizes: dict[str, Any], scope: TraceScope) -> ModelFacts | None:
-    """The facts as traced on the meta device; None if torch is not installed.
+    """The facts as traced on the meta device; without torch those of the book's model of this name, or None.
 
     Raises: RequestError if it is not installed and the file relies on transformers' defaults.
     """
@@ -98,6 +114,8 @@ def _traced(model: ModelConfig, file: Path, sizes: dict[str, Any], scope: TraceS
     if traced is not None:
         _refuse_too_large(file, traced.num_parameters)
         return traced
+    if (named := _named_facts(model, sizes)) is not None:
+        return named
     unstated = [_NAMES[name][0] for name in ("num_layers", "vocab_size") if sizes[name] is None]
     if unstated:
         raise broken_config(
@@ -105,6 +123,14 @@ def _traced(model: ModelConfig, file: Path, sizes: dict[str, Any], scope: TraceS
             "installed here with torch; state them in the file, or type: pip install torch transformers"
         )
     return None
+
+
+def _named_facts(model: ModelConfig, sizes: dict[str, Any]) -> ModelFacts | None:
+    """The facts of the book's model of this name, if its cached config.json states no other sizes."""
+    found = facts_of_book(model)
+    if found is None or any(size is not None and size != getattr(found[1], name) for name, size in sizes.items()):
+        return None
+    return found[1]
 
 
 def _refuse_impossible(file: Path, text: dict[str, Any], sizes: dict[str, Any]) -> None:

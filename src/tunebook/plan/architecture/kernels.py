@@ -77,6 +77,31 @@ def grouped_product(tokens: Any, weight: Any, offs: Any) -> Any:
     return kernel.apply(tokens.to(weight.dtype), weight)
 
 
+class _GatedDeltaRule(torch.autograd.Function):
+    """Saves what fla-core's kernel saves, and computes nothing.
+
+    That is query and key with their norms' factors, value, the running sum of the gates in fp32, beta, and one row of a
+    matrix (chunk, chunk) per token and head. Source: fla-core 0.6.0, ops/gated_delta_rule/chunk.py.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, gates: Any, beta: Any) -> Any:
+        normed = [torch.empty_like(tensor) for tensor in (query, key)]
+        factors = [tensor.new_empty(tensor.shape[:-1], dtype=torch.float32) for tensor in (query, key)]
+        sums, rows = torch.empty_like(gates, dtype=torch.float32), key.new_empty(*value.shape[:-1], _CHUNK)
+        ctx.save_for_backward(*normed, *factors, value, sums, beta, rows)
+        return torch.empty_like(value)
+
+
+_CHUNK = 64  # tokens
+
+
+def gated_delta_rule(query: Any, key: Any, value: Any, *, g: Any, beta: Any, **_: Any) -> tuple[Any, None]:
+    """Compute (B, T, heads, size) as `chunk_gated_delta_rule` does for a row of any number of documents."""
+    kernel: Any = _GatedDeltaRule
+    return kernel.apply(*_in_autocast_dtype(query, key, value), g, beta), None
+
+
 def _varlen_kernel(on_call: Callable[[bool], None]) -> Any:
     """torch's own kernel for packed rows, which is one operation in a compiled block's graph, as on a GPU."""
     from torch.nn.attention.varlen import varlen_attn

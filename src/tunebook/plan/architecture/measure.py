@@ -12,6 +12,7 @@ import argparse
 import copy
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import fields
@@ -45,9 +46,11 @@ from tunebook.errors import nearest
 from tunebook.facts.architectures import COMPILED_ARCHITECTURES
 from tunebook.facts.attention import ATTENTIONS, FLEX, MASKED, WITHOUT_KERNEL
 from tunebook.files import sha256_file
+from tunebook.model.linear_attention import DISTRIBUTIONS
 from tunebook.model.load import architecture_from_facts
 from tunebook.plan.architecture import STATED_FACTS, TraceScope, progress_file
 from tunebook.plan.architecture.base_model import CHOSEN_EXPERTS
+from tunebook.plan.architecture.packing import packing_facts
 from tunebook.plan.architecture.saved import (
     LENGTHS,
     adapted,
@@ -195,6 +198,7 @@ def _facts(config: Any, model: Any, options: dict[str, Any], **tracing: Any) -> 
             *(kernel.name for kernel in attention_of(model)),
             *(kernel.name for kernel in varlen_kernels(config, layers, options)),
         ],
+        **packing_facts(type(model).__name__, text, has_experts=has_stacked_experts(model)),
         "saved": {mode: numbers for mode, numbers in saved.items() if not mode.startswith(CAST)},
         "saved_without_autocast": {mode: numbers for mode, numbers in saved.items() if mode.startswith(CAST)},
         "saved_beside_experts": beside,
@@ -442,6 +446,8 @@ def main() -> None:
     )
     parser.add_argument("--book", nargs="*", metavar="NAME")
     arguments = parser.parse_args()
+    for package in DISTRIBUTIONS:  # their kernels cannot compute on tensors without memory
+        sys.modules[package] = None  # type: ignore[assignment]  # importing it fails
     if arguments.book is not None:
         trace_book(arguments.book)
         return

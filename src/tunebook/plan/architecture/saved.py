@@ -30,6 +30,7 @@ from tunebook.config.choices import Attention
 from tunebook.config.model_facts import OFFLOADED
 from tunebook.config.unreached import expression
 from tunebook.facts.attention import ATTENTIONS, WITH_SINKS
+from tunebook.model.linear_attention import GATED_DELTA_RULE, replace_functions
 from tunebook.plan.architecture import TraceScope
 from tunebook.plan.architecture.compiled import Receiver, compile_layers, load_compiler
 from tunebook.plan.architecture.kernels import (
@@ -37,6 +38,7 @@ from tunebook.plan.architecture.kernels import (
     UNMASKED,
     VARLEN,
     CudaAutocast,
+    gated_delta_rule,
     grouped_product,
     register_kernels,
 )
@@ -66,6 +68,7 @@ _MODES = (
 _OF_ADAPTERS = {("adapter", kernels) for kernels in ATTENTION}
 _METHODS_OF = {  # without dropout, layers that are not compiled keep the same except what `plan.memory.kept` adds
     TraceScope.full: ("full",), TraceScope.adapter: ("adapter",), TraceScope.dropout: ("adapter", "dropout"),
+    TraceScope.full_and_dropout: ("full", "adapter", "dropout"),
 }  # fmt: skip
 _MAX_LAYERS = 12  # most layers that are traced
 _MOST_BEING_COPIED, _SMALLEST_BYTES = 5, 1024  # TRL's max_fwd_stash_size and min_offload_size
@@ -127,8 +130,8 @@ def _modes(scope: TraceScope) -> list[tuple[str, str, str]]:
         return [mode for mode in _MODES if mode[0] == "fp32"]
     methods = _METHODS_OF.get(scope)
     modes = [mode for mode in _MODES if methods is None or mode[1] in methods]
-    if scope is TraceScope.dropout:
-        modes = [mode for mode in modes if mode[1] == "dropout" or mode[2] != COMPILED]
+    if scope in (TraceScope.dropout, TraceScope.full_and_dropout):
+        modes = [mode for mode in modes if mode[1] != "adapter" or mode[2] != COMPILED]
     return modes
 
 
@@ -157,7 +160,8 @@ def varlen_kernels(config: Any, layers: nn.ModuleList, options: dict[str, Any]) 
     try:
         with quiet(on_call=asked.append), FakeTensorMode(allow_non_fake_inputs=True), _autocast(mode):
             model = _build(config, _places(_kinds(config, layers)), mode, options, [])
-            model.base_model(**_row(LENGTHS[0], has_lengths=True), use_cache=False)
+            with _state_kernels(model, mode):
+                model.base_model(**_row(LENGTHS[0], has_lengths=True), use_cache=False)
     except _MACHINES:
         raise
     except Exception:  # needs other arguments, or does not accept document boundaries
@@ -215,7 +219,10 @@ def _measure(
     try:
         with quiet(has_frozen_experts=mode[1] == _BESIDE), FakeTensorMode(allow_non_fake_inputs=True):
             model = _build(config, places, mode, options, receivers)
-            found = [_saved_by_layer(model, len(places), length, mode, receivers) for length in LENGTHS]
+            # Compiled layers attend without a mask or scores, so they keep bytes per token only: two lengths tell.
+            lengths = LENGTHS[:2] if mode[2] == COMPILED else LENGTHS
+            with _state_kernels(model, mode):
+                found = [_saved_by_layer(model, len(places), length, mode, receivers) for length in lengths]
     except _MACHINES:
         raise
     except Exception:  # unsupported attention, or an operation without a fake kernel
@@ -239,8 +246,9 @@ def _six_numbers(kinds: list[tuple[Any, ...]], places: list[int], found: Sequenc
 
 
 def _curve(found: list[float]) -> tuple[float, float, float]:
-    """The parabola through the bytes at three lengths, which are 1, 2 and 3 times the first."""
-    one, two, three = found
+    """The parabola through the bytes at three lengths, which are 1, 2 and 3 times the first; a line through two."""
+    one, two, *more = found
+    three = more[0] if more else 2 * two - one
     step = LENGTHS[0]
     squared = (three - 2 * two + one) / (2 * step**2)
     per_token = (two - one) / step - 3 * step * squared
@@ -292,6 +300,17 @@ def _build(
     if kernels == COMPILED:
         compile_layers(decoder_layers(text_decoder(_causal(model)), len(places)), receivers=receivers)
     return model.train()
+
+
+@contextlib.contextmanager
+def _state_kernels(model: Any, mode: tuple[str, str, str]) -> Iterator[None]:
+    """Stand-ins for fla-core's kernels, which compute in 16 bits; in fp32 PyTorch computes the states."""
+    kernels = {} if mode[0] == "fp32" else {GATED_DELTA_RULE: gated_delta_rule}
+    put_back = replace_functions(model, lambda each: kernels.get(each.kernel))
+    try:
+        yield
+    finally:
+        put_back()
 
 
 def _cast_trained(model: Any) -> None:

@@ -17,16 +17,17 @@ from tunebook.config.choices import (
     PeftMethod,
     Switch,
 )
-from tunebook.config.schema import RunConfig, starts_elsewhere
+from tunebook.config.schema import RunConfig, starts_elsewhere, world_size
 from tunebook.config.unreached import unreached_of
 from tunebook.errors import Problem
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT
 from tunebook.facts.generations import GENERATIONS
+from tunebook.facts.sharing import is_offloaded
 from tunebook.facts.strategies import strategy_facts
 from tunebook.hardware.detect import Machine
 from tunebook.model.base_config import brings_code, read_dtype
 from tunebook.plan.architecture import TraceScope
-from tunebook.plan.architecture.base_model import facts_of_book, read_facts
+from tunebook.plan.architecture.base_model import about_parameters, facts_of_book, read_facts
 from tunebook.plan.auto.decisions import AS_ASKED, Choice, Decisions
 from tunebook.plan.auto.hardware import decide_hardware
 from tunebook.plan.auto.kernels import decide_attention, decide_compiling, decide_head, why_not_worth_compiling
@@ -34,12 +35,15 @@ from tunebook.plan.auto.parallelism import decide_strategy
 from tunebook.plan.auto.passes import decide_passes
 from tunebook.plan.rules.attention import leaks
 from tunebook.plan.rules.numbers import refuse_absurd
+from tunebook.train.packages import installed_version, missing_state_kernels
 from tunebook.train.requirements import hardware_problem
 
 __all__ = ["Choice", "Resolution", "resolve_auto"]
 
 COMPILING = "model.compile_layers"
 _NOT_COMPARED = "not compiled, to compare the two ways"  # replaced by a reason before anyone sees it
+_STATES_IN_FP32, _STATES_IN_BF16 = 16, 8  # bytes of a trained weight, its gradient and AdamW's two moments
+_FROZEN_IN_4_BITS = 0.5  # bytes of a weight
 _MOST_PARTS = 3  # most parts to list
 
 
@@ -103,7 +107,7 @@ def _resolve(config: RunConfig, machine: Machine, *, why_not_compiled: str | Non
     )
     decisions.decide("model.one_pass_head", lambda: decide_head(resolved))
     decisions.decide("attention.implementation", lambda: decide_attention(resolved, is_planned))
-    decisions.decide("packing.mode", lambda: _packing(resolved))
+    decisions.decide("packing.mode", lambda: _packing(resolved, is_planned))
     decide_strategy(decisions, decide_passes)
     decide_passes(decisions)
     return Resolution(
@@ -122,8 +126,18 @@ def _trace_scope(config: RunConfig) -> TraceScope:
     if is_fp32 and config.hardware.generation is Generation.cpu:
         return TraceScope.fp32
     if config.peft.method is PeftMethod.full:
-        return TraceScope.full
+        return TraceScope.full_and_dropout if _adapters_are_advised(config) else TraceScope.full
     return TraceScope.dropout if config.peft.dropout > 0 else TraceScope.adapter
+
+
+def _adapters_are_advised(config: RunConfig) -> bool:
+    """Whether a full fine-tune is too large for all GPUs together, by rough numbers, and a frozen base may fit."""
+    memory_gib, precision = config.hardware.memory_gib, config.precision
+    if memory_gib is None or is_offloaded(config):
+        return False
+    trained = _STATES_IN_BF16 if precision.master_weights is MasterWeights.bf16 else _STATES_IN_FP32
+    memory = memory_gib * 2**30 * world_size(config) / max(1, about_parameters(config.model))
+    return _FROZEN_IN_4_BITS < memory < trained
 
 
 def _note_facts_of_book(decisions: Decisions, asked: RunConfig) -> None:
@@ -181,17 +195,21 @@ def _compute(config: RunConfig) -> tuple[Compute, str]:
 def _master_weights(config: RunConfig) -> tuple[MasterWeights, str]:
     """fp32 for trained weights.
 
-    A frozen base under fp32 adapters keeps its published format if that is bf16.
+    A frozen base under fp32 adapters is kept in bf16 if it is published in 16 bits. Products in bf16 round float16
+    weights in the same way, so only norms, biases and embeddings lose the three further bits of float16's mantissa.
     """
     compute, dtype = config.precision.compute, read_dtype(config.model)
     if config.peft.method is PeftMethod.full:
         return MasterWeights.fp32, "a weight in bf16 would lose updates that are small relative to it"
     if compute is not Compute.bf16:
         return MasterWeights.fp32, f"bf16 weights are for products in bf16, and these are in {compute.name}"
-    if dtype != "bfloat16":
+    if dtype not in ("bfloat16", "float16"):
         return MasterWeights.fp32, f"the base model is {dtype or 'of a dtype not known before it is loaded'}"
     if strategy_facts(config).is_zero:
         return MasterWeights.fp32, "with bf16 weights DeepSpeed would compute with adapters in bf16, too"
+    if dtype == "float16":
+        why = "the frozen base is float16, which products in bf16 round in any case: half of fp32's memory; adapters "
+        return MasterWeights.bf16, why + "are fp32"
     return MasterWeights.bf16, "the frozen base stays as it is published, in half of fp32's memory; adapters are fp32"
 
 
@@ -202,11 +220,17 @@ def _tf32(config: RunConfig) -> tuple[Switch, str]:
     return Switch.enabled, f"{name} computes fp32 products on tensor cores, with 10 bits of mantissa"
 
 
-def _packing(config: RunConfig) -> tuple[PackingMode, str]:
-    """Packed rows if kernel and architecture keep the documents of a row apart."""
+def _packing(config: RunConfig, is_planned: bool) -> tuple[PackingMode, str]:
+    """Packed rows if kernel and architecture keep the documents of a row apart, with the packages that are there."""
     kernel, facts = config.attention.implementation, config.model.facts
     if facts is not None and leaks(config):
         return PackingMode.padded, f"{facts.architecture} cannot keep packed documents apart"
+    image = GENERATIONS[config.hardware.generation].image
+    is_there = (lambda package: package in image.state_kernels) if is_planned else installed_version
+    if facts is not None and (missing := missing_state_kernels(config, is_there)):
+        where = f"the {image.name} image does not have" if is_planned else "is not installed here"
+        why = f"{facts.architecture} keeps packed documents apart by {' and '.join(missing)} on a GPU, which {where}"
+        return PackingMode.padded, why
     if brings_code(config.model):
         return PackingMode.padded, "the model brings code of its own, which may let packed documents see each other"
     way = "by their lengths (varlen)" if not ATTENTIONS[kernel].has_mask else "by a block mask"

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, PackingMode
+from tunebook.config.model_facts import LENGTHS, MASK
 from tunebook.config.schema import AttentionConfig, RunConfig
 from tunebook.facts.architectures import (
-    LEAKING_ARCHITECTURES,
-    LEAKING_THROUGH_MASKS,
     has_attention,
     nearest_attention,
     without_flash_attn,
@@ -30,12 +29,11 @@ def _is_on_cpu(config: RunConfig) -> bool:
 
 
 def leaks(config: RunConfig) -> bool:
-    """Whether documents of a packed row are known to see each other, with this model and attention."""
+    """Whether documents of a packed row saw each other in a small model of this architecture, with this attention."""
     facts = config.model.facts
-    if facts is None:
+    if facts is None or facts.measured is None:
         return False
-    has_mask = attention_facts(config).has_mask
-    return facts.architecture in LEAKING_ARCHITECTURES or (has_mask and facts.architecture in LEAKING_THROUGH_MASKS)
+    return facts.measured.isolates.get(MASK if attention_facts(config).has_mask else LENGTHS) is False
 
 
 def compiles(kernel: Attention) -> bool:
@@ -135,7 +133,8 @@ def packing_leaks(config: RunConfig) -> Finding | None:
     if config.packing.mode is not PackingMode.isolated or facts is None or not leaks(config):
         return None
     kernel = config.attention.implementation.name
-    how = "" if facts.architecture in LEAKING_ARCHITECTURES else f" with {kernel}, whose mask does not know them"
+    by_lengths = facts.measured is not None and facts.measured.isolates.get(LENGTHS)
+    how = f" with {kernel}, whose mask does not know them" if by_lengths else ""
     message = f"{facts.architecture} cannot keep packed documents apart{how}"
     fix = _unpacked(config)
     if attention_facts(config).needs_lengths:

@@ -13,7 +13,7 @@ from tunebook.config.override_text import typed
 from tunebook.config.schema import DatasetSource, ModelConfig, RunConfig, sources_of
 from tunebook.data.formats import templates_problem
 from tunebook.errors import nearest
-from tunebook.model.base_config import model_folder_problem, why_not_causal
+from tunebook.model.base_config import model_folder_problem, stated_positions, why_not_causal
 from tunebook.model.chat_templates import library_templates
 from tunebook.plan.rules.frame import Finding, another_model, rule
 
@@ -98,6 +98,21 @@ def length_beyond_model(config: RunConfig) -> Finding | None:
         f"{length} tokens are more than the {facts.max_position_embeddings} positions of {facts.architecture}",
         f"training.max_length={facts.max_position_embeddings}",
     )
+
+
+@rule("length-beyond-config", "training.max_length", is_error=False)
+def length_beyond_config(config: RunConfig) -> Finding | None:
+    """Warn if the facts allow a length that the model's own config.json does not; `length-beyond-model` is an error."""
+    model, length = config.model, config.training.max_length
+    if model.facts is None or (stated := stated_positions(model)) is None or length <= stated:
+        return None
+    if length_beyond_model.find(config) is not None or model_not_named.find(config) is not None:
+        return None
+    message = (
+        f"{length} tokens are more than the {stated} positions in the model's config.json, for which "
+        f"model.facts.max_position_embeddings={model.facts.max_position_embeddings} stands"
+    )
+    return Finding(message, f"training.max_length={stated}")
 
 
 _NEEDED = {Source.files: "path", Source.hub: "name"}

@@ -1,0 +1,169 @@
+"""Keep packed documents apart in layers that carry a state along the row: linear attention, Mamba-2, convolutions.
+
+transformers 5.23 computes their states by functions that call a kernel of fla-core, causal-conv1d or mamba-ssm if that
+package can be imported. Otherwise they compute in PyTorch and refuse packed rows. This module replaces those that
+refuse, for the model that is loaded:
+
+- Short convolutions need no package. With zeros between two documents, as many as the kernel looks back, one ordinary
+  convolution of the row gives the results of each document alone.
+- On a CPU, states are computed document by document. On a GPU that would be slow, so their package is needed there
+  (`packages_for_packing`), and nothing else is replaced.
+
+Replacements are told where documents end by the argument that the kernel has for it, and by no other. So a model that
+does not pass it on leaks here as it does with the kernel, and the leak probe finds it.
+
+Source: transformers 5.23, integrations/hub_kernels.py, `use_kernel_func_from_hub_with_fallback`.
+Shapes: B = 1 packed row, D features, K kernel width, N documents, T tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tunebook.model.varlen_attention import document_lengths
+
+# The kernels that can keep documents apart, and the argument by which they are told where documents end: the places
+# (N + 1,) in the row, or each token's document (B, T).
+_CONVOLUTION, _PLACES, _DOCUMENTS = "causal_conv1d_fn", "cu_seqlens", "seq_idx"
+GATED_DELTA_RULE = "chunk_gated_delta_rule"
+_FUSED = "mamba_split_conv1d_scan_combined"  # mamba-ssm's, with the convolution of causal-conv1d inside
+_TOLD_BY = {
+    _CONVOLUTION: _DOCUMENTS,
+    GATED_DELTA_RULE: _PLACES,
+    "chunk_kda": _PLACES,
+    "mamba_chunk_scan_combined": _DOCUMENTS,
+    _FUSED: _DOCUMENTS,
+}
+# By import name. fla-core is the part of flash-linear-attention that has the kernels.
+DISTRIBUTIONS = {"fla": "fla-core", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
+_INSIDE = {"func_name", "package", "is_new_implementation", "torch_function"}  # of transformers' decorator
+
+
+class StateFunction(NamedTuple):
+    """A function of a modeling file that computes in PyTorch if its kernel's package is not installed."""
+
+    file: Any
+    name: str
+    own: Callable[..., Any]  # what transformers calls
+    kernel: str  # the kernel's own name
+    distribution: str
+    reference: Callable[..., Any]  # the computation in PyTorch, for a row of one document
+    has_kernel: bool
+
+
+def isolate_documents(model: nn.Module, *, is_on_cpu: bool) -> Callable[[], None]:
+    """Replace the functions of a model's layers that refuse packed rows; calling the result puts them back."""
+
+    def replacement(each: StateFunction) -> Callable[..., Any] | None:
+        if each.has_kernel:
+            return None
+        if each.kernel == _CONVOLUTION:
+            return functools.partial(convolve_documents, each.reference)
+        return functools.partial(by_document, _TOLD_BY[each.kernel], each.reference) if is_on_cpu else None
+
+    return replace_functions(model, replacement)
+
+
+def replace_functions(
+    model: nn.Module, replacement: Callable[[StateFunction], Callable[..., Any] | None]
+) -> Callable[[], None]:
+    """Replace the functions for which there is a replacement; calling the result puts them back."""
+    replaced: list[StateFunction] = []
+    for each in _functions(model):
+        if (other := replacement(each)) is not None:
+            setattr(each.file, each.name, other)
+            replaced.append(each)
+
+    def put_back() -> None:
+        for each in replaced:
+            setattr(each.file, each.name, each.own)
+
+    return put_back
+
+
+def packages_for_packing(model: nn.Module) -> list[str]:
+    """The distributions whose kernels a model's layers need on a GPU for packed rows."""
+    kernels = {each.kernel: each.distribution for each in _functions(model) if each.kernel != _CONVOLUTION}
+    return sorted({*kernels.values(), *({DISTRIBUTIONS["causal_conv1d"]} if _FUSED in kernels else ())})
+
+
+def _functions(model: nn.Module) -> Iterator[StateFunction]:
+    """Those that can keep documents apart and are not replaced yet. transformers has no list of them."""
+    for file in sorted({type(module).__module__ for module in model.modules()}):
+        for name, function in list(vars(sys.modules[file]).items()):
+            if not (inspect.isfunction(function) and hasattr(function, "__wrapped__")):
+                continue
+            inside = inspect.getclosurevars(function).nonlocals
+            if inside.keys() >= _INSIDE and inside["func_name"] in _TOLD_BY:
+                package = inside["package"]
+                yield StateFunction(
+                    sys.modules[file], name, function, inside["func_name"], DISTRIBUTIONS.get(package, package),
+                    inside["torch_function"], inside["is_new_implementation"],
+                )  # fmt: skip
+
+
+def convolve_documents(
+    reference: Callable[..., torch.Tensor],
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    *,
+    seq_idx: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """A causal convolution (B, D, T) -> (B, D, T) with a weight (D, K), in which no document sees another.
+
+    `seq_idx` (B, T) is each token's document; without it the row is one. `cu_seq_lens_q` (N + 1,) only tells their
+    number without waiting for a GPU.
+    """
+    if seq_idx is None:
+        return reference(hidden_states, weight, bias, activation)
+    gap, num_tokens = weight.shape[-1] - 1, hidden_states.shape[-1]
+    documents = seq_idx[0].long()
+    num_documents = int(documents[-1]) + 1 if cu_seq_lens_q is None else cu_seq_lens_q.shape[0] - 1
+    places = torch.arange(num_tokens, device=documents.device) + gap * documents
+    spread = hidden_states.new_zeros(*hidden_states.shape[:2], num_tokens + gap * (num_documents - 1))
+    spread = spread.index_copy(2, places, hidden_states)
+    return reference(spread, weight, bias, activation).index_select(2, places)
+
+
+def by_document(told_by: str, reference: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Compute a state for each document alone, and join the results along the row.
+
+    `told_by`: which of the arguments tells where documents end; without it the row is one. Arguments (B, T, ...) are
+    split, the others are the same for all documents. A result is a tensor (B, T, ...), or that and a last state, of
+    which a packed row has none.
+    """
+    ends = kwargs.pop(told_by, None)
+    if ends is None:
+        return reference(*args, **kwargs)
+    if told_by == _PLACES:
+        lengths = document_lengths(ends)
+    else:
+        lengths = ends[0].unique_consecutive(return_counts=True)[1].tolist()
+    num_tokens = sum(lengths)
+
+    def split(value: Any) -> list[Any]:
+        is_along_row = isinstance(value, torch.Tensor) and value.dim() > 2 and value.shape[:2] == (1, num_tokens)
+        return list(value.split(lengths, dim=1)) if is_along_row else [value] * len(lengths)
+
+    of_args = [split(value) for value in args]
+    of_kwargs = {name: split(value) for name, value in kwargs.items() if name not in (_PLACES, _DOCUMENTS)}
+    results = [
+        reference(*(each[number] for each in of_args), **{name: each[number] for name, each in of_kwargs.items()})
+        for number in range(len(lengths))
+    ]
+    if results[0] is None:  # a kernel of several steps that PyTorch computes one by one
+        return None
+    if isinstance(results[0], tuple):
+        return torch.cat([result[0] for result in results], dim=1), None
+    return torch.cat(results, dim=1)

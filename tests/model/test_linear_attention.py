@@ -1,0 +1,205 @@
+"""Layers that carry a state along a packed row, against the same documents one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BambaConfig, Lfm2Config, Qwen3_5TextConfig, Qwen3NextConfig
+from transformers.models.lfm2 import modeling_lfm2
+
+from tunebook.model.linear_attention import by_document, convolve_documents, isolate_documents, packages_for_packing
+
+LENGTHS = (7, 1, 20, 2)
+SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+GATED = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
+MODELS = {
+    "qwen3_next": lambda: Qwen3NextConfig(**SIZES, **GATED, **EXPERTS),
+    "qwen3_5": lambda: Qwen3_5TextConfig(**SIZES, **GATED),
+    "bamba": lambda: BambaConfig(**SIZES, **MAMBA, attn_layer_indices=[1]),
+    "lfm2": lambda: Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
+}
+
+
+def model_of(kind, form=torch.float32):
+    torch.manual_seed(0)
+    config = MODELS[kind]()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=form).train()
+
+
+@pytest.fixture
+def isolate():
+    """`isolate_documents`, put back afterwards."""
+    with contextlib.ExitStack() as stack:
+        yield lambda model, **words: stack.callback(isolate_documents(model, **words))
+
+
+def row_of(documents):
+    """The inputs of TRL's collator."""
+    lengths = torch.tensor([len(each) for each in documents])
+    ends = torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(torch.int32)
+    return {
+        "input_ids": torch.cat(documents)[None],
+        "position_ids": torch.cat([torch.arange(len(each)) for each in documents])[None],
+        "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 20, "max_length_k": 20,
+        "seq_idx": torch.arange(len(documents), dtype=torch.int32).repeat_interleave(lengths)[None],
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_packed_row_has_the_logits_and_gradients_of_its_documents(isolate, kind):
+    model = model_of(kind)
+    documents = [torch.randint(2, 120, (length,)) for length in LENGTHS]
+    alone = torch.cat([model(input_ids=each[None], use_cache=False).logits[0] for each in documents])
+    (alone**2).mean().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    isolate(model, is_on_cpu=True)
+    packed = model(**row_of(documents), use_cache=False).logits[0]
+    (packed**2).mean().backward()
+    torch.testing.assert_close(packed, alone, atol=2e-6, rtol=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], atol=2e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "packages"),
+    [
+        ("qwen3_next", ["fla-core"]), ("qwen3_5", ["fla-core"]), ("bamba", ["causal-conv1d", "mamba-ssm"]), ("lfm2", [])
+    ],
+)  # fmt: skip
+def test_on_a_gpu_only_convolutions_are_replaced(isolate, kind, packages):
+    model = model_of(kind)
+    assert packages_for_packing(model) == packages
+    isolate(model, is_on_cpu=False)
+    row = row_of([torch.arange(5), torch.arange(4)])
+    if not packages:
+        model(**row, use_cache=False)
+        return
+    with pytest.raises(ValueError, match=r"(chunk_gated_delta_rule|mamba_split.*)` can't keep packed sequences apart"):
+        model(**row, use_cache=False)
+
+
+def test_functions_with_a_kernel_are_left_as_they_are(isolate, monkeypatch):
+    package, is_new_implementation, torch_function, func_name = "causal_conv1d", True, len, "causal_conv1d_fn"
+
+    @functools.wraps(modeling_lfm2.causal_conv1d_fn)
+    def with_kernel():
+        return package, is_new_implementation, torch_function, func_name
+
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", with_kernel)
+    isolate(model_of("lfm2"), is_on_cpu=True)
+    assert modeling_lfm2.causal_conv1d_fn is with_kernel
+
+
+def test_a_convolution_by_hand():
+    """A kernel of width 2 that adds the token before to each."""
+
+    def sums(hidden_states, weight, bias, activation):
+        return hidden_states + torch.nn.functional.pad(hidden_states, (1, 0))[..., :-1]
+
+    row, weight = torch.tensor([[[1.0, 2.0, 4.0, 8.0]]]), torch.ones(1, 2)
+    apart = torch.tensor([[0, 0, 1, 1]], dtype=torch.int32)
+    assert convolve_documents(sums, row, weight).tolist() == [[[1, 3, 6, 12]]]
+    assert convolve_documents(sums, row, weight, seq_idx=apart).tolist() == [[[1, 3, 4, 12]]]
+
+
+def test_a_state_by_hand():
+    def running_sum(values, *, output_final_state=False):
+        return values.cumsum(dim=1), None
+
+    row = torch.tensor([1.0, 2.0, 4.0, 8.0]).reshape(1, 4, 1)
+    ends = torch.tensor([0, 1, 4], dtype=torch.int32)
+    state, last = by_document("cu_seqlens", running_sum, row, cu_seqlens=ends, seq_idx="not for this kernel")
+    assert (state.flatten().tolist(), last) == ([1, 2, 6, 14], None)
+    assert by_document("cu_seqlens", running_sum, row)[0].flatten().tolist() == [1, 3, 7, 15]
+
+
+def test_a_kernel_that_is_not_told_leaks():
+    """As chunk_kda in transformers 5.23: its layers pass `cu_seq_lens_q` on, which the kernel does not take."""
+    row = torch.ones(1, 4, 1)
+    told = {"cu_seq_lens_q": torch.tensor([0, 2, 4])}
+    assert by_document("cu_seqlens", lambda x, **_: x.cumsum(dim=1), row, **told).flatten().tolist() == [1, 2, 3, 4]
+
+
+def relative(found, expected):
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next", "lfm2"])
+def test_kernels_keep_documents_apart_on_a_gpu(isolate, kind):
+    """As `test_a_packed_row_has_...`, in bf16 with fla-core's kernels; 32 roundoffs as in `train.isolation`."""
+    if kind != "lfm2":
+        pytest.importorskip("fla", reason="fla-core is in the images from Ampere on")
+    model = model_of(kind, torch.bfloat16).cuda()
+    isolate(model, is_on_cpu=False)
+    documents = [torch.randint(2, 120, (length,)) for length in (200, 70, 130)]
+
+    def packed(first):
+        row = {
+            name: each.cuda() if torch.is_tensor(each) else each
+            for name, each in row_of([first, *documents[1:]]).items()
+        }
+        return model(**row | {"max_length_q": 200, "max_length_k": 200}, use_cache=False).logits[0]
+
+    alone = torch.cat([model(input_ids=each[None].cuda(), use_cache=False).logits[0] for each in documents])
+    (alone.float() ** 2).mean().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    found = packed(documents[0])
+    (found.float() ** 2).mean().backward()
+    assert relative(found, alone) < 32 * 2.0**-8
+    with torch.no_grad():
+        other = packed((documents[0] + 1) % 120)
+    assert not torch.equal(other[:200], found[:200])
+    assert relative(other[200:], found[200:]) <= (32 * 2.0**-8 if kind == "qwen3_next" else 2.0**-9)  # experts: moved
+    for name, parameter in model.named_parameters():
+        if expected[name].norm() > 1e-6:
+            assert relative(parameter.grad, expected[name]) < 0.25, name
+
+
+@pytest.mark.gpu
+def test_the_convolution_of_fla_computes_the_same_on_a_gpu():
+    """Whether it could replace ours, which needs no package; run with -s, it prints the seconds of both."""
+    convolution = pytest.importorskip("fla.modules.causal_conv1d").causal_conv1d
+    features, lengths = 8192, [3000, 1, 5000, 8383]
+    row = torch.randn(1, features, sum(lengths), device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(features, 4, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    of_token = torch.arange(len(lengths), device="cuda").repeat_interleave(torch.tensor(lengths, device="cuda"))[None]
+
+    def ours():
+        reference = modeling_lfm2.causal_conv1d_fn.__wrapped__
+        told = {"seq_idx": of_token.int(), "cu_seq_lens_q": ends}
+        return convolve_documents(reference, row, weight, None, "silu", **told)
+
+    def theirs():
+        found = convolution(row.transpose(1, 2), weight, activation="silu", cu_seqlens=ends)
+        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
+
+    assert relative(ours(), theirs()) < 2.0**-7
+    for compute in (ours, theirs):
+        for _ in range(3):
+            compute().sum().backward()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(10):
+            compute().sum().backward()
+        torch.cuda.synchronize()
+        print(compute.__name__, (time.perf_counter() - start) / 10)

@@ -1,0 +1,90 @@
+"""Which architectures keep packed documents apart, found by the leak probe on small models."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from transformers import AutoConfig, Qwen3NextConfig
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from tunebook.facts.architectures import VARLEN_ARCHITECTURES
+from tunebook.plan.architecture.packing import packing_facts, small_model
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of architectures, about sizes that no published model has
+
+# Of all causal language models of transformers 5.23, with attention by a mask. Some take no positions, from which
+# transformers finds where a document starts, or do not use them for the mask. Others carry a state along the row, and
+# no kernel of theirs is told where documents end.
+LEAKING = (
+    "AfmoeForCausalLM", "BailingHybridForCausalLM", "BioGptForCausalLM", "BloomForCausalLM", "CpmAntForCausalLM",
+    "DeepseekV4ForCausalLM", "FalconForCausalLM", "FalconMambaForCausalLM", "GptOssForCausalLM", "InklingForCausalLM",
+    "Inkling2ForCausalLM", "JambaForCausalLM", "Lfm3ForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM",
+    "MiniMaxForCausalLM", "MptForCausalLM", "OPTForCausalLM", "OpenAIGPTLMHeadModel", "RecurrentGemmaForCausalLM",
+    "RwkvForCausalLM", "XGLMForCausalLM", "ZambaForCausalLM", "xLSTMForCausalLM",
+)  # fmt: skip
+# They carry a state, too, and are told. The packages that they need for it on a GPU.
+HYBRID = {
+    "BambaForCausalLM": ["causal-conv1d", "mamba-ssm"],
+    "FalconH1ForCausalLM": ["causal-conv1d", "mamba-ssm"],
+    "GraniteMoeHybridForCausalLM": ["causal-conv1d", "mamba-ssm"],
+    "Lfm2ForCausalLM": [],
+    "Lfm2MoeForCausalLM": [],
+    "NemotronHForCausalLM": ["causal-conv1d", "mamba-ssm"],
+    "OlmoHybridForCausalLM": ["fla-core"],
+    "Qwen3NextForCausalLM": ["fla-core"],
+    "Qwen3_5ForCausalLM": ["fla-core"],
+    "Qwen3_5MoeForCausalLM": ["fla-core"],
+    "Zamba2ForCausalLM": ["causal-conv1d", "mamba-ssm"],
+}
+
+
+def facts_of(architecture):
+    return packing_facts(architecture, None, has_experts="Moe" in architecture)
+
+
+@pytest.mark.parametrize("architecture", LEAKING)
+def test_documents_reach_each_other(architecture):
+    assert facts_of(architecture)["isolates"]["mask"] is False
+
+
+@pytest.mark.parametrize("architecture", ["BioGptForCausalLM", "OPTForCausalLM"])
+def test_lengths_keep_apart_what_the_mask_does_not(architecture):
+    assert facts_of(architecture)["isolates"] == {"mask": False, "lengths": True}
+
+
+@pytest.mark.parametrize("architecture", sorted(VARLEN_ARCHITECTURES))
+def test_documents_do_not_reach_each_other(architecture):
+    assert facts_of(architecture) == {"isolates": {"mask": True, "lengths": True}, "packing_packages": []}
+
+
+@pytest.mark.parametrize("architecture", HYBRID)
+def test_states_are_kept_apart_by_packages(architecture):
+    expected = {"isolates": {"mask": True, "lengths": True}, "packing_packages": HYBRID[architecture]}
+    assert facts_of(architecture) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "told_by"), [("torch_chunk_gated_delta_rule", "cu_seqlens"), ("causal_conv1d_fn", "seq_idx")]
+)
+def test_a_kernel_that_goes_on_past_the_end_of_a_document_is_found(monkeypatch, name, told_by):
+    kernel = getattr(modeling_qwen3_next, name)
+    monkeypatch.setattr(modeling_qwen3_next, name, lambda *args, **kwargs: kernel(*args, **kwargs | {told_by: None}))
+    assert facts_of("Qwen3NextForCausalLM")["isolates"] == {"mask": False, "lengths": False}
+
+
+def test_the_small_model_has_the_switches_and_kinds_of_layers_of_the_config():
+    kinds = ["linear_attention", "linear_attention", "full_attention"] * 4
+    config = Qwen3NextConfig(num_hidden_layers=12, layer_types=kinds, hidden_act="gelu")
+    before = copy.deepcopy(config.to_dict())
+    model = small_model("Qwen3NextForCausalLM", config, "eager")
+    assert model.config.layer_types == ["linear_attention", "full_attention"]
+    assert model.config.hidden_act == "gelu"
+    assert model.config.hidden_size == 64
+    assert config.to_dict() == before
+
+
+def test_what_cannot_be_tried_is_unknown():
+    assert packing_facts("OfItsOwnForCausalLM", None) == {"isolates": {}, "packing_packages": []}
+    mistaken = AutoConfig.for_model("llama", hidden_act="none")  # the architecture's defaults serve instead
+    assert packing_facts("LlamaForCausalLM", mistaken)["isolates"]["mask"] is True
