@@ -94,7 +94,7 @@ def test_on_a_gpu_only_convolutions_are_replaced(isolate, kind, packages):
         model(**row, use_cache=False)
 
 
-def test_functions_with_a_kernel_are_left_as_they_are(isolate, monkeypatch):
+def test_functions_with_a_kernel_are_left_as_they_are_on_a_gpu(isolate, monkeypatch):
     package, is_new_implementation, torch_function, func_name = "causal_conv1d", True, len, "causal_conv1d_fn"
 
     @functools.wraps(modeling_lfm2.causal_conv1d_fn)
@@ -102,8 +102,10 @@ def test_functions_with_a_kernel_are_left_as_they_are(isolate, monkeypatch):
         return package, is_new_implementation, torch_function, func_name
 
     monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", with_kernel)
-    isolate(model_of("lfm2"), is_on_cpu=True)
+    isolate(model_of("lfm2"), is_on_cpu=False)
     assert modeling_lfm2.causal_conv1d_fn is with_kernel
+    isolate(model_of("lfm2"), is_on_cpu=True)
+    assert modeling_lfm2.causal_conv1d_fn is not with_kernel
 
 
 def test_a_convolution_by_hand():

@@ -62,7 +62,7 @@ def isolate_documents(model: nn.Module, *, is_on_cpu: bool) -> Callable[[], None
     """Replace the functions of a model's layers that refuse packed rows; calling the result puts them back."""
 
     def replacement(each: StateFunction) -> Callable[..., Any] | None:
-        if each.has_kernel:
+        if each.has_kernel and not is_on_cpu:  # the kernels are for GPUs
             return None
         if each.kernel == _CONVOLUTION:
             return functools.partial(convolve_documents, each.reference)
@@ -98,15 +98,22 @@ def _functions(model: nn.Module) -> Iterator[StateFunction]:
     """Those that can keep documents apart and are not replaced yet. transformers has no list of them."""
     for file in sorted({type(module).__module__ for module in model.modules()}):
         for name, function in list(vars(sys.modules[file]).items()):
-            if not (inspect.isfunction(function) and hasattr(function, "__wrapped__")):
+            if not inspect.isfunction(function):
                 continue
-            inside = inspect.getclosurevars(function).nonlocals
-            if inside.keys() >= _INSIDE and inside["func_name"] in _TOLD_BY:
-                package = inside["package"]
+            cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+            if not cells.keys() >= _INSIDE:
+                continue
+            inside = {each: cells[each].cell_contents for each in _INSIDE}
+            if inside["func_name"] in _TOLD_BY:
                 yield StateFunction(
-                    sys.modules[file], name, function, inside["func_name"], DISTRIBUTIONS.get(package, package),
-                    inside["torch_function"], inside["is_new_implementation"],
-                )  # fmt: skip
+                    file=sys.modules[file],
+                    name=name,
+                    own=function,
+                    kernel=inside["func_name"],
+                    distribution=DISTRIBUTIONS.get(inside["package"], inside["package"]),
+                    reference=inside["torch_function"],
+                    has_kernel=inside["is_new_implementation"],
+                )
 
 
 def convolve_documents(

@@ -128,14 +128,14 @@ KERNEL = "attention.implementation"
         (PADDED, [A100], {KERNEL: "sdpa"}, "the package flash-attn is not installed here"),
         ({"model.facts.architecture": "Gemma2ForCausalLM"}, [A100], {KERNEL: "sdpa"}, ""),  # caps its attention logits
         (LEAKING, [H200], {"packing.mode": "padded"}, "BloomForCausalLM cannot keep packed documents apart"),
-        (GATED, [], {"packing.mode": "isolated"}, ""),
+        (GATED, [], {"packing.mode": "isolated"}, "by a block mask, and torch the states of its layers"),
         (
             GATED,
             [H200],
             {"packing.mode": "padded"},
             "Qwen3_5ForCausalLM keeps packed documents apart by fla-core on a GPU, which is not",
         ),
-        (GATED | HOPPER, [], {"packing.mode": "isolated"}, ""),  # planned for its image
+        (GATED | HOPPER, [], {"packing.mode": "isolated"}, ", and fla-core the states"),  # planned for its image
         (GATED | VOLTA, [], {"packing.mode": "padded"}, "on a GPU, which the volta image does not have"),
         (PADDED, [H200], {"training.micro_batch_size": None}, "the batch solver"),
         (BF16_WEIGHTS, [H200], {"precision.compute": "bf16"}, ""),

@@ -236,4 +236,9 @@ def _packing(config: RunConfig, is_planned: bool) -> tuple[PackingMode, str]:
     way = "by their lengths (varlen)" if not ATTENTIONS[kernel].has_mask else "by a block mask"
     if kernel is BY_DOCUMENT:
         way = "by computing document by document"
-    return PackingMode.isolated, f"rows without padding; {kernel.name} keeps documents apart {way}"
+    needed = facts.measured.packing_packages if facts is not None and facts.measured is not None else []
+    states = ""
+    if needed:
+        by = "torch" if config.hardware.generation is Generation.cpu else " and ".join(needed)
+        states = f", and {by} the states of its layers"
+    return PackingMode.isolated, f"rows without padding; {kernel.name} keeps documents apart {way}{states}"
