@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tunebook.config.choices import Compute, PeftMethod
 from tunebook.config.compose import compose
 from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.model.adapters import (
     adapter_config,
@@ -308,4 +309,47 @@ def test_a_rank_of_its_own_that_peft_would_ignore_is_refused_when_the_adapter_is
     require_patterns(config, adapted)
     config.peft.alpha_pattern["up"] = 1.0
     with pytest.raises(RequestError, match=r"peft.alpha_pattern: up is the name of no layer .* one of down_proj, gate"):
+        require_patterns(config, adapted)
+
+
+EXPERTS = ["1.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj"]
+
+
+def _gpt_oss() -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4, "head_dim": 8,
+        "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt_oss", **sizes))
+    return model
+
+
+def _with_experts(*names: str) -> tuple[RunConfig, Any]:
+    listed = f"peft.target_parameters=[{','.join(names)}]"
+    config = compose("quickstart", ["peft=lora", "peft.rank=2", "peft.dropout=0", listed]).config
+    return config, get_peft_model(_gpt_oss(), adapter_config(config))  # type: ignore[arg-type]
+
+
+def test_an_adapter_on_the_experts_of_some_layers_is_trained_and_merged(tmp_path: Path) -> None:
+    config, adapted = _with_experts(*EXPERTS)
+    require_patterns(config, adapted)
+    of_experts = {name for name, one in adapted.named_parameters() if one.requires_grad and "experts" in name}
+    assert len(of_experts) == 4 and all("layers.1." in name for name in of_experts)
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.5)
+    row = torch.arange(2, 14)[None]
+    out = adapted(input_ids=row, labels=row)
+    out.loss.backward()
+    assert all(one.grad is not None and one.grad.abs().max() > 0 for one in adapted.parameters() if one.requires_grad)
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded: Any = with_adapter(_gpt_oss(), tmp_path / "adapter", PeftMethod.lora)
+    torch.testing.assert_close(loaded(row).logits, out.logits, rtol=0, atol=1e-4)
+    assert (_gpt_oss()(row).logits - out.logits).abs().max() > 1e-2
+
+
+def test_a_target_parameter_that_the_model_has_not_is_refused() -> None:
+    config, adapted = _with_experts(*EXPERTS, "9.mlp.experts.down_proj")
+    with pytest.raises(RequestError, match=r"no parameter of GptOssForCausalLM .* in 9\.mlp\.experts"):
         require_patterns(config, adapted)

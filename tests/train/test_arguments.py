@@ -52,6 +52,13 @@ def test_the_published_script_of_the_3b_model():
     }
 
 
+def test_gradients_are_clipped_only_if_a_norm_is_set():
+    assert arguments_of("qwen3b_zero2_exact", "training.max_grad_norm=0.3")["max_grad_norm"] == 0.3
+    arguments = arguments_of("qwen3b_zero2_exact", "training.max_grad_norm=null")
+    assert arguments["max_grad_norm"] == 0, "with which the Trainer measures the norm and clips nothing"
+    assert arguments["deepspeed"]["gradient_clipping"] == "auto", "that is the Trainer's"
+
+
 def test_fsdp_of_the_70b_model():
     arguments = arguments_of("llama2_70b_fsdp", has_validation=True)
     assert arguments["fsdp"] is True

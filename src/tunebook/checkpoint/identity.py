@@ -42,7 +42,10 @@ _NOT_COMPARED = (
     "model.weights",  # only their origin before the first step
 )
 # Keys that decide which tensors a checkpoint's optimizer and adapter have.
-_OF_ADAPTERS = ("peft.rank", "peft.rank_pattern", "peft.target_modules", "peft.modules_to_save", "peft.use_dora")
+_OF_ADAPTERS = (
+    *("peft.rank", "peft.rank_pattern", "peft.target_modules", "peft.target_parameters"),
+    *("peft.modules_to_save", "peft.use_dora"),
+)
 _DECIDE_TENSORS = ("optimizer.name", *_OF_ADAPTERS)
 _NUM_KEYS_NAMED = 6
 

@@ -272,6 +272,8 @@ class PeftSettings:
     alpha: float = 32.0  # the update is scaled by alpha / rank
     dropout: float = 0.05
     target_modules: list[str] = field(default_factory=list)  # empty: every linear layer but the output head
+    # Also on parameters that are no linear layer, by the ends of their names: [7.mlp.experts.down_proj]
+    target_parameters: list[str] = field(default_factory=list)
     modules_to_save: list[str] = field(default_factory=list)  # trained whole and saved with the adapter
     use_rslora: bool = False  # scale by alpha / sqrt(rank)
     rank_pattern: dict[str, int] = field(default_factory=dict)  # other ranks, by a linear layer's name: {q_proj: 32}
@@ -390,7 +392,7 @@ class TrainingConfig:
     max_length: int = MISSING  # tokens of one document
     num_epochs: float = 1.0
     max_steps: int | None = None  # optimizer steps; null: as many as the epochs take
-    max_grad_norm: float = 1.0
+    max_grad_norm: float | None = 1.0  # null: gradients are not clipped
     seed: int = 42  # weights, dropout and document order
     deterministic: bool = False  # deterministic kernels: the same bits in every run, slower
     log_every_steps: int = 1

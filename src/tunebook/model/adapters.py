@@ -11,7 +11,7 @@ from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.config.unreached import expression, stand_for, unreached_of
 from tunebook.errors import RequestError
 from tunebook.facts.strategies import strategy_facts
-from tunebook.model.parameters import EMBEDDINGS, last_name
+from tunebook.model.parameters import EMBEDDINGS, adapts_parameters, last_name
 from tunebook.model.weight_files import Shapes, read_shapes, require_complete
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def adapter_config(config: RunConfig) -> LoraConfig | None:
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # peft divides it by the rank; a fraction is fine
         lora_dropout=settings.dropout,
         target_modules=list(settings.target_modules) or "all-linear",
+        target_parameters=list(settings.target_parameters) or None,
         exclude_modules=expression(unreached) if unreached else None,
         modules_to_save=list(settings.modules_to_save) or None,
         use_rslora=settings.use_rslora,
@@ -53,11 +54,20 @@ def adapter_config(config: RunConfig) -> LoraConfig | None:
 
 
 def require_patterns(config: RunConfig, adapted: Any) -> None:
-    """Check that every key of the two patterns names a layer with an adapter. PEFT would ignore the others.
+    """Check that every key of the two patterns, and every target parameter, has an adapter. PEFT would ignore others.
 
     Raises: RequestError.
     """
     settings = config.peft
+    adapters = adapts_parameters(config)
+    found = [f".{name}" for name in adapted.targeted_parameter_names] if adapters else []
+    absent = [name for name in settings.target_parameters if not any(each.endswith(f".{name}") for each in found)]
+    if adapters and absent:
+        raise RequestError(
+            f"peft.target_parameters: no parameter of {type(adapted.get_base_model()).__name__} has a name that ends "
+            f"in {absent[0]}; name it as in the model's weights, such as 7.mlp.experts.down_proj",
+            problem_id="adapter-module-unknown",
+        )
     layers = {last_name(name) for name, module in adapted.named_modules() if getattr(module, "lora_A", None)}
     for key, pattern in (("rank_pattern", settings.rank_pattern), ("alpha_pattern", settings.alpha_pattern)):
         unmatched = [name for name in pattern if name not in layers]

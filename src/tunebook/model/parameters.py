@@ -37,14 +37,20 @@ _LLAMA_LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 
 
 def known_facts(config: RunConfig) -> ModelFacts | None:
-    """The model's facts if memory can be estimated of them: with traced layers, and without DoRA; or else None."""
+    """The model's facts if memory can be estimated of them, with traced layers and plain LoRA; or else None."""
     facts = config.model.facts
-    return None if facts is None or facts.measured is None or has_dora(config) else facts
+    is_unmeasured = has_dora(config) or adapts_parameters(config)
+    return None if facts is None or facts.measured is None or is_unmeasured else facts
 
 
 def has_dora(config: RunConfig) -> bool:
     """Whether adapters also train the length of each output's weights."""
     return config.peft.method is not PeftMethod.full and config.peft.use_dora
+
+
+def adapts_parameters(config: RunConfig) -> bool:
+    """Whether adapters are also put on parameters that are no linear layer, such as some stacked experts."""
+    return config.peft.method is not PeftMethod.full and bool(config.peft.target_parameters)
 
 
 def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:

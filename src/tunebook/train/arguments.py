@@ -41,7 +41,7 @@ def trainer_arguments(config: RunConfig, plan: BatchPlan, folder: Path, *, has_v
         "per_device_train_batch_size": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.accumulation,
         "seed": config.training.seed,
-        "max_grad_norm": config.training.max_grad_norm,
+        "max_grad_norm": config.training.max_grad_norm or 0.0,  # 0: the Trainer and DeepSpeed only measure the norm
         "full_determinism": config.training.deterministic,
         "use_liger_kernel": config.model.liger_kernel,
         "ddp_timeout": config.launcher.timeout_s,

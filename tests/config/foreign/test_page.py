@@ -42,7 +42,8 @@ def test_every_key_of_a_tool_has_one_row(tool):
         ("TRL", "max_steps", "-1, 0: `training.max_steps=null`<br>any other value: `training.max_steps=VALUE`"),
         ("axolotl", "sequence_len", "`training.max_length=VALUE`"),
         ("axolotl", "lora_on_cpu", "Adapters are LoRA or DoRA, without biases; peft.rank, alpha, dropout, "
-         "target_modules, modules_to_save, use_rslora, use_dora, rank_pattern and alpha_pattern are what can be set."),
+         "target_modules, target_parameters, modules_to_save, use_rslora, use_dora, rank_pattern and alpha_pattern are "
+         "what can be set."),
         ("LLaMA-Factory", "lora_target", "all or all-linear: `peft=lora peft.target_modules=[]`<br>any other value: "
          "`peft=lora 'peft.target_modules=[A,B]'`"),
     ],

@@ -89,6 +89,7 @@ PADDED_DDP = {**DDP, **PADDED}
 IN_TOKENS = {"training.global_tokens": 65_536, "training.global_samples": None}
 LORA = {"peft.method": PeftMethod.lora}
 QLORA = {"peft.method": PeftMethod.qlora}
+EXPERTS = ["7.mlp.experts.down_proj"]
 PLAIN_TEXT = {"dataset.format": Format.text}
 SDPA = {"attention.implementation": Attention.sdpa}
 SLURM = {"launcher": SlurmConfig(name=LauncherName.slurm)}
@@ -480,6 +481,39 @@ CASES = [
     ),
     case("adapter-settings-ignored", "method=full", {"peft.target_modules": ["q_proj"]}),
     case("adapter-settings-ignored", "method=full", {"peft.use_dora": True}),
+    case("adapter-settings-ignored", "method=full", {"peft.target_parameters": EXPERTS}),
+    case("adapter-dropout-on-experts", "parameters .* no dropout", {"peft.target_parameters": EXPERTS}, LORA),
+    case(
+        "adapter-on-parameters",
+        "99.mlp.experts.down_proj is of no layer: the model has",
+        {"peft.target_parameters": ["99.mlp.experts.down_proj", *EXPERTS]},
+        LORA | {"peft.dropout": 0.0},
+    ),
+    case(
+        "adapter-on-parameters",
+        "no DoRA for parameters",
+        {"peft.use_dora": True},
+        LORA | {"peft.dropout": 0.0, "peft.target_parameters": EXPERTS},
+    ),
+    case(
+        "adapter-on-parameters",
+        "over a base in 4 bits",
+        {"peft.method": PeftMethod.qlora},
+        LORA | {"peft.dropout": 0.0, "peft.target_parameters": EXPERTS},
+    ),
+    case(
+        "adapter-on-parameters",
+        "parallelism=zero3 divides them",
+        {"peft.target_parameters": EXPERTS},
+        LORA | zero(Strategy.zero3) | {"peft.dropout": 0.0},
+    ),
+    case(
+        "adapter-on-parameters",
+        "which compiled blocks do not allow",
+        {"peft.target_parameters": EXPERTS},
+        LORA
+        | {"peft.dropout": 0.0, "model.compile_layers": True, "attention.implementation": Attention.varlen_attention},
+    ),
     case("qlora-random-weights", "has none", {"model.weights": Weights.random}, {"peft.method": PeftMethod.qlora}),
     case("optimizer-without-gpu", "needs a GPU", {"optimizer.name": OptimizerName.adamw_8bit}, ON_CPU),
     case(

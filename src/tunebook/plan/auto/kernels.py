@@ -28,7 +28,7 @@ from tunebook.facts.compiling import COMPILE_SECONDS, largest_gain
 from tunebook.facts.generations import GENERATIONS, can_run
 from tunebook.facts.sharing import is_offloaded
 from tunebook.facts.strategies import strategy_facts
-from tunebook.model.parameters import has_dora
+from tunebook.model.parameters import adapts_parameters, has_dora
 from tunebook.plan.rules import check
 from tunebook.plan.speed.throughput import plan_time
 from tunebook.train.packages import installed_version
@@ -88,6 +88,8 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
         yield "blocks were not compiled yet where weights, optimizer or activations are in host memory or on a disk"
     if has_dora(config):
         yield "blocks were not compiled with DoRA yet"
+    if adapts_parameters(config):
+        yield "each step adds adapters to the weights of peft.target_parameters, which breaks compiled blocks apart"
     if config.peft.method is PeftMethod.qlora:
         yield "blocks were not compiled over a quantized base yet (peft=qlora)"
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from tunebook.config.choices import Checkpointing, PackingMode
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig
-from tunebook.model.parameters import has_dora
+from tunebook.model.parameters import adapts_parameters, has_dora
 from tunebook.plan.memory.ledger import Kind
 from tunebook.plan.memory.overhead import overhead_bytes
 from tunebook.plan.memory.rows import step_ledger
@@ -80,6 +80,8 @@ def unknown_size(config: RunConfig) -> str:
         return "nor is the model's size"
     if has_dora(config):
         return "what DoRA holds was not measured yet; `tunebook plan --measure` trains two steps"
+    if adapts_parameters(config):
+        return "what adapters on parameters hold was not measured yet; `tunebook plan --measure` trains two steps"
     return "the layers of the stated sizes are traced with torch and transformers, which are not installed here"
 
 

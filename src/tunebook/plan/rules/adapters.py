@@ -15,6 +15,7 @@ from tunebook.model.parameters import (
     HEADS,
     PRODUCTS_OF,
     adapted_layers,
+    adapts_parameters,
     has_experts,
     is_named_like_llama,
     last_name,
@@ -87,11 +88,17 @@ def adapter_without_targets(config: RunConfig) -> Finding | None:
 
 @rule("adapter-dropout-on-experts", "peft.dropout")
 def adapter_dropout_on_experts(config: RunConfig) -> Finding | None:
-    """Refuse adapter dropout on stacked experts.
+    """Refuse adapter dropout on stacked experts and other parameters.
 
-    They are recognized by the size of an adapter on every linear layer, which has inputs and outputs for each expert.
+    Experts are recognized by the size of an adapter on every linear layer, which has inputs and outputs for each of
+    them.
     """
     peft, facts = config.peft, config.model.facts
+    if adapts_parameters(config) and peft.dropout:
+        message = (
+            f"adapters on parameters (peft.target_parameters) have no dropout, and peft.dropout is {peft.dropout:g}"
+        )
+        return Finding(message, "peft.dropout=0")
     if peft.method is PeftMethod.full or not peft.dropout or facts is None or facts.measured is None:
         return None
     layers = facts.measured
@@ -140,6 +147,38 @@ def dora_not_tested(config: RunConfig) -> Finding | None:
         message = "compiled blocks were not trained with DoRA yet"
         return Finding(message, "model.compile_layers=false or peft.use_dora=false")
     return None
+
+
+@rule("adapter-on-parameters", "peft.target_parameters")
+def adapter_on_parameters(config: RunConfig) -> Finding | None:
+    """Refuse adapters on parameters where PEFT has none, or where they were not trained."""
+    peft, without = config.peft, "peft.target_parameters=[]"
+    if not adapts_parameters(config):
+        return None
+    number = config.model.facts.num_layers if config.model.facts is not None else None
+    if number and (beyond := [name for name in peft.target_parameters if _layer_in(name) >= number]):
+        rest = typed_list("peft.target_parameters", [name for name in peft.target_parameters if name not in beyond])
+        return Finding(f"{beyond[0]} is of no layer: the model has {number} layers, from 0 to {number - 1}", rest)
+    if peft.use_dora:
+        return Finding("PEFT has no DoRA for parameters that are no linear layer", f"peft.use_dora=false or {without}")
+    if peft.method is PeftMethod.qlora:
+        return Finding("adapters on parameters were not trained over a base in 4 bits yet", f"peft=lora or {without}")
+    if strategy_facts(config).divides_weights:
+        message = (
+            f"adapters are added to whole weights, and parallelism={config.parallelism.strategy.name} divides them"
+        )
+        return Finding(message, f"parallelism=zero2 or {without}")
+    if config.model.compile_layers:
+        message = (
+            "in each step PEFT exchanges the weights of peft.target_parameters, which compiled blocks do not allow"
+        )
+        return Finding(message, f"model.compile_layers=false or {without}")
+    return None
+
+
+def _layer_in(name: str) -> int:
+    """The number of the layer in a parameter's name; -1 if it names none, as for those of all layers."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), -1)
 
 
 def _adapts_experts(config: RunConfig) -> bool:
@@ -215,6 +254,7 @@ def adapter_settings_ignored(config: RunConfig) -> Iterator[Finding]:
         return
     other = " or peft=lora" if _lora_goes(config) else ""
     unset = {"target_modules": "[]", "modules_to_save": "[]", **dict.fromkeys(_PATTERNS, "{}"), "use_dora": "false"}
+    unset["target_parameters"] = "[]"
     for field, nothing in unset.items():
         if getattr(config.peft, field):
             key = f"peft.{field}"
@@ -226,7 +266,7 @@ def _lora_goes(config: RunConfig) -> bool:
     with_adapter = replace(config, peft=replace(config.peft, method=PeftMethod.lora))
     refusing = (
         *(adapter_on_output_head, adapter_module_unknown, adapter_without_targets, adapter_dropout_on_experts),
-        *(adapter_pattern_unmatched, dora_not_tested),
+        *(adapter_pattern_unmatched, dora_not_tested, adapter_on_parameters),
     )
     if any(rule.problems(with_adapter) for rule in refusing):
         return False

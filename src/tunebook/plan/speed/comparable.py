@@ -19,7 +19,7 @@ from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, MASKED, attention_
 from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.facts.sharing import is_offloaded
 from tunebook.facts.strategies import STRATEGIES, strategy_facts
-from tunebook.model.parameters import has_dora
+from tunebook.model.parameters import adapts_parameters, has_dora
 from tunebook.plan.speed.measured_speed import (
     ADAPTER_SPEEDS,
     FLASH_LAUNCH_BOUND,
@@ -42,6 +42,7 @@ def why_not_estimated(config: RunConfig) -> str | None:
         (hardware.generation is Generation.cpu, "CPUs differ too much to have a common peak"),
         (_needs_host(config), "no measured speed applies to another host's memory, cores and disks"),
         (has_dora(config), "no speed was measured with DoRA"),
+        (adapts_parameters(config), "no speed was measured with peft.target_parameters"),
         (config.peft.method is PeftMethod.qlora, "no speed was measured with a quantized base (peft=qlora)"),
         (
             compute is Compute.fp8 and (is_padded or not facts.is_flash or not config.model.compile_layers),
