@@ -165,6 +165,8 @@ class ParallelismConfig:
     """How the model is spread over the GPUs."""
 
     strategy: Strategy = MISSING  # auto: the fastest that is estimated to fit
+    # GPUs of a node that share each row, every one with an equal part of its tokens, for rows that one cannot hold
+    sequence_group_size: int = 1
 
 
 @dataclass(kw_only=True)
@@ -437,6 +439,12 @@ def world_size(config: RunConfig) -> int:
     """The number of ranks of a resolved configuration."""
     assert config.hardware.gpus_per_node is not None
     return config.hardware.num_nodes * config.hardware.gpus_per_node
+
+
+def data_ranks(config: RunConfig) -> int:
+    """The number of ranks that get different rows: a sequence group counts as one. At least 1 for invalid numbers."""
+    ranks = max(1, config.hardware.num_nodes) * max(1, config.hardware.gpus_per_node or 1)
+    return max(1, ranks // max(1, config.parallelism.sequence_group_size))
 
 
 GROUPS = (

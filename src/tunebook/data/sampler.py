@@ -79,7 +79,7 @@ def _fill_budgets(order: Lengths, lengths: Lengths, num_rows: int, row_length: i
 class Schedule:
     """Everything that decides the batches of a run, the same on every rank.
 
-    `lengths` (num_documents,) in tokens. `rows_per_step` = world_size x accumulation x micro_batch_size; padded rows
+    `lengths` (num_documents,) in tokens. `rows_per_step` = data_ranks x accumulation x micro_batch_size; padded rows
     hold one document each.
     """
 
@@ -123,7 +123,9 @@ class Totals:
 
 
 class RankBatches:
-    """The micro-batches of one rank over the whole run, as a batch sampler: each is a list of rows.
+    """The micro-batches of one data rank over the whole run, as a batch sampler: each is a list of rows.
+
+    `world_size` counts the ranks that get different rows: those of a sequence group get the same ones.
 
     One pass over all epochs, so that the end of an epoch is no special case and a resumed run skips a number of
     micro-batches. Rows are assigned round-robin to the ranks of an accumulation round.

@@ -201,10 +201,10 @@ def _padding_share(config: RunConfig, batch: BatchPlan) -> float:
 
 def _real_tokens_per_pass(batch: BatchPlan, padding: float) -> float:
     """Real tokens of a pass on one GPU. Rows count as full if document lengths are unknown."""
-    full = batch.micro_batch_size * batch.row_length * (1 - padding)
+    rows = batch.micro_batch_size / batch.sequence_group_size
     if not batch.tokens_per_step or not batch.rows_per_step:
-        return full
-    return batch.tokens_per_step / batch.rows_per_step * batch.micro_batch_size
+        return rows * batch.row_length * (1 - padding)
+    return batch.tokens_per_step / batch.rows_per_step * rows
 
 
 def _lost_seconds(strategy_speed: StrategySpeed | None, facts: ModelFacts) -> float:
