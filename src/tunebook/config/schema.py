@@ -253,6 +253,9 @@ class PackingConfig:
 
     mode: PackingMode = PackingMode.auto
     row_length: int | None = None  # tokens; null: training.max_length
+    # Deal a step's rows so that each GPU has as much attention to compute in the step, which grows with the squares of
+    # the documents' lengths. Helps where GPUs wait for each other once a step (DDP, ZeRO-1). The step has the same rows
+    balance_attention: bool = field(default=False, metadata=_SAME_LOSS)
 
 
 @dataclass(kw_only=True)
