@@ -12,6 +12,8 @@ from tunebook.files import read_json
 from tunebook.record.metrics import read_metrics
 
 IN_A_GROUP = (*ON_TWO_RANKS, "parallelism.sequence_group_size=2")
+# Architectures with norms of queries and keys, biases, partial rotary positions, windows, and experts; qwen3 comes last
+KINDS = ("llama", "gpt_neox", "phi3", "gemma3_text", "olmo2", "granite", "cohere", "qwen3_moe", "qwen3")
 IN_SHORT_ROWS = ("packing.row_length=128", "training.micro_batch_size=2")  # several passes a step
 
 PROGRAM = """
@@ -31,47 +33,58 @@ from tunebook.train.isolation import leaks, measure_isolation, tolerance
 from tunebook.train.leak_probe import TrainingForward
 
 torch.distributed.init_process_group("gloo")
-config = AutoConfig.for_model(
-    "qwen3", hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    num_hidden_layers=3, vocab_size=200,
-)
-register(Attention.sdpa_by_document)
-torch.manual_seed(0)
-model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa_by_document", dtype=torch.float32)
-add_fused_lm_head(model)
+def model_of(kind):
+    config = AutoConfig.for_model(
+        kind, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        num_hidden_layers=2, vocab_size=200, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+        **{"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2} if "moe" in kind else {},
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa_by_document", dtype=torch.float32)
+    add_fused_lm_head(model)
+    return model
+
 whole = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
 
-def forward_of(collator, group):
+def forward_of(model, collator, group):
     return TrainingForward(SimpleNamespace(
         model=model, model_wrapped=model, _prepare_inputs=lambda inputs: inputs, data_collator=collator,
         compute_loss_context_manager=nullcontext,
     ), group)
 
-def gradient(forward):
+def gradient(model, collator, group):
     model.zero_grad()
+    forward = forward_of(model, collator, group)
     outputs = forward._call(forward._inputs([list(range(40)), list(range(60, 100))]) | {"fused_lm_head": True})
     (-outputs.log_probs.sum() / 78).backward()
-    return torch.cat([one.grad.flatten() for one in model.parameters()])
+    gradients = (torch.zeros_like(one) if one.grad is None else one.grad for one in model.parameters())
+    return torch.cat([one.flatten() for one in gradients])
 
-alone = gradient(forward_of(whole, None))
 run = SimpleNamespace(
     parallelism=SimpleNamespace(sequence_group_size=2), launcher=SimpleNamespace(timeout_s=60),
     attention=SimpleNamespace(implementation=Attention.sdpa_by_document),
 )
 group = sequence.join_sequence_group(run)
-sequence.attend_over_group(run, group, config)
-forward = forward_of(group.collator(whole), group)
-shared = group.summed(gradient(forward))
-allowed = tolerance(Compute.fp32, uses_tf32=False)
+differences = {}
+for kind in KINDS:
+    register(Attention.sdpa_by_document)
+    model = model_of(kind)
+    alone = gradient(model, whole, None)
+    sequence.attend_over_group(run, group, model.config)
+    shared = group.summed(gradient(model, group.collator(whole), group))
+    differences[kind] = ((shared - alone).norm() / alone.norm()).item()
+
 def leaking(rows):
     batch = whole(rows)
     ends = batch["cu_seq_lens_q"][[0, -1]]
     return batch | {"cu_seq_lens_q": ends, "max_length_q": int(ends[-1])}
+
+allowed = tolerance(Compute.fp32, uses_tf32=False)
+collators = (group.collator(whole), group.collator(leaking))
 with torch.no_grad():
-    sound, leaky = (measure_isolation(one, 200) for one in (forward, forward_of(group.collator(leaking), group)))
+    sound, leaky = (measure_isolation(forward_of(model, one, group), 200) for one in collators)
 if group.rank == 0:
-    difference = ((shared - alone).norm() / alone.norm()).item()
-    print(json.dumps({"gradient": difference, "tokens": sound.tokens_together, "sees": allowed.sees_leaks(sound),
+    print(json.dumps({"gradients": differences, "tokens": sound.tokens_together, "sees": allowed.sees_leaks(sound),
                       "sound": leaks(sound, allowed), "leaky": leaks(leaky, allowed)}))
 torch.distributed.destroy_process_group()
 end.leave(0)
@@ -79,12 +92,13 @@ end.leave(0)
 
 
 def test_gradients_are_those_of_whole_rows_and_a_leak_is_seen(run, tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "program.py").write_text(f"KINDS = {KINDS}\n{PROGRAM}")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     ended = run([*torchrun, str(tmp_path / "program.py")])
     assert ended.exit_code == 0, ended.output
     found = json.loads(next(line for line in ended.output.splitlines() if line.startswith("{")))
-    assert found["gradient"] < 1e-5
+    assert set(found["gradients"]) == set(KINDS)
+    assert max(found["gradients"].values()) < 1e-5, found["gradients"]
     assert (found["tokens"], found["sees"], found["sound"]) == (78, True, [])
     assert len(found["leaky"]) == 3  # the other document's change, the document alone, the loss
 

@@ -130,7 +130,7 @@ def sequence_group_size(config: RunConfig) -> Finding | None:
     group, gpus = _sequence_group(config), max(1, config.hardware.gpus_per_node or 1)
     if gpus % group == 0:
         return None
-    message = f"groups of {group} do not divide the {gpus} GPUs of a node"
+    message = f"groups of {group} do not divide the {gpus} GPU{'s' if gpus > 1 else ''} of a node"
     return Finding(message, _smaller_group(config))
 
 
