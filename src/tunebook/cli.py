@@ -105,13 +105,16 @@ def plan(
         bool,
         typer.Option("--measure", help="Train two steps here and plan by what they took, now and later."),
     ] = False,
+    longest: Annotated[
+        bool, typer.Option("--longest", help="Print the longest rows that fit, by estimate, instead of the plan.")
+    ] = False,
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Show what a recipe would do: choices and why, batch, launch command, memory, time. No GPU, no download."""
     from tunebook.commands.plan import plan_command
 
     recipe, overrides = split(words)
-    given = {"--json": as_json, "--yaml": as_yaml, "--measure": measure, "--all": show_all}
+    given = {"--json": as_json, "--yaml": as_yaml, "--measure": measure, "--all": show_all, "--longest": longest}
     options = [option for option, is_given in given.items() if is_given]
     if compare:
         from tunebook.plan.compare import compare_plans, only_comparison
@@ -138,6 +141,7 @@ def plan(
         as_yaml=as_yaml,
         is_complete=show_all,
         is_measured=measure,
+        is_longest=longest,
     )
     raise typer.Exit(code)
 

@@ -12,15 +12,16 @@ BENCH = Path(__file__).parent
 sys.path.insert(0, str(BENCH))
 
 import gpu_draw  # noqa: E402
+import sequence_cases  # noqa: E402
 from gpu_models import slice_words  # noqa: E402
-from gpu_runs import compare_series, jobs_of, parse, planned, read_cases, verdict, write_planned  # noqa: E402
+from gpu_runs import compare_series, jobs_of, parse, planned, read_cases, verdict, words_of, write_planned  # noqa: E402
 
 RESULTS = BENCH / "results"
 LEFT_OUT = {  # lines that other programs measured
     "callback_overhead", "checkpoint_costs", "checkpoint_kills", "checkpoint_ranks", "export_memory", "h200_peer_trl",
     "h200_products", "h200x2_evaluation", "h100x2_stalled_rank", "loading_memory", "preparation", "h200_speed",
     "h100_trl_agreement", "preparation_tools", "export_agreement", "harness_agreement", "humaneval_agreement",
-    "h100_hopper_image",
+    "h100_hopper_image", "row_balance",
 }  # fmt: skip
 
 
@@ -50,6 +51,21 @@ def test_a_line_runs_as_it_ran(tmp_path):
     [compiled] = [job.words for job in jobs if job.name == "compiled_16384"]
     assert {"packing.row_length=16384", "training.global_tokens=32768", "training.max_steps=12"} <= set(compiled)
     assert "model.one_pass_head=true" in compiled, "which auto had decided"
+
+
+def test_cases_of_shared_rows_are_planned_and_fill_the_gpus(tmp_path):
+    file = tmp_path / "cases.jsonl"
+    sequence_cases.main(["--cases", str(file), "--memory-gib", "79.6"])
+    cases = list(read_cases([file]))
+    jobs, refused = listed(tmp_path, file)
+    assert not refused and len(jobs) == len(cases) >= 16
+    for series in ("sequence_fp32", "sequence_bf16"):
+        assert {case["name"] for case in cases if case["series"] == series} >= {"single", "ddp", "zero3", "fsdp"}
+    for case in cases:
+        plan = planned(words_of(case, tmp_path, more=["hardware=hopper"]))
+        assert "refused" not in plan, case["name"]
+        if case["series"].startswith("longest"):
+            assert 0.97 * 0.83 * 79.6 <= plan["planned_gib"] <= 0.83 * 79.6 or case["name"] == "zero3"
 
 
 def test_evidence_runs_again_as_often_as_asked(tmp_path):

@@ -15,6 +15,7 @@ from tunebook.launch.measure import measure, require_measurable
 from tunebook.model.load import check_model
 from tunebook.plan.advice.changes import FittingChange, changes_that_fit
 from tunebook.plan.draft import Draft, draft_json, draft_run, draft_yaml
+from tunebook.plan.longest import longest_rows
 from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.memory.two_steps import judge_measurement
 from tunebook.plan.show import show_host_memory, show_memory, show_time, show_warnings
@@ -33,21 +34,29 @@ def plan_command(
     as_yaml: bool = False,
     is_complete: bool = False,
     is_measured: bool = False,
+    is_longest: bool = False,
 ) -> int:
     """Print the choices, the batch, the launch command for `folder`, the memory and the time, or all as JSON.
 
     `is_complete`: print every choice. With `is_measured`, two steps are trained first unless they are cached. JSON is
     always printed; it includes the problems. With `as_yaml` only the resolved configuration is printed, and warnings go
-    to standard error. Otherwise raises: RequestError or RulesError for a wrong request, and after printing
+    to standard error. With `is_longest` the longest rows that fit are printed instead of the plan, and added to the
+    JSON. Otherwise raises: RequestError or RulesError for a wrong request, and after printing
     DoesNotFitError for a plan that cannot fit, DataError for missing files.
     """
     draft = draft_run(recipe, overrides, recipes_dirs)
     if is_measured:
         _measure(draft, Console(stderr=True) if as_json else console)
+    longest = longest_rows(draft.resolution) if is_longest and draft.memory is not None and draft.resolution else None
+    if longest is not None and not as_json:
+        draft.raise_errors()
+        print_lines(longest.lines(), console)
+        return 0
     is_in_doubt = draft.fits is False or (draft.memory is not None and draft.memory.is_in_doubt)
     fitting = changes_that_fit(recipe, overrides, recipes_dirs, draft) if is_in_doubt else []
     if as_json:
         content = draft_json(draft, _advice(fitting, draft)) | {"would_fit": [change.to_json() for change in fitting]}
+        content |= {"longest": longest.to_json() if longest is not None else None} if is_longest else {}
         json.dump(content, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
         print()
         return draft.exit_code

@@ -109,6 +109,7 @@ RANGES: tuple[Range, ...] = (
     _count("parallelism.sub_group_size", "null"),
     _count("parallelism.wrap_min_num_parameters", "100000000"),
     _count("parallelism.shard_group_size", "null"),
+    _count("parallelism.sequence_group_size", "1"),
     _count("hardware.num_nodes", "1", high=100_000),
     _count("hardware.gpus_per_node", "null", high=1024),
     _positive("hardware.memory_gib", "null"),

@@ -165,6 +165,8 @@ class ParallelismConfig:
     """How the model is spread over the GPUs."""
 
     strategy: Strategy = MISSING  # auto: the fastest that is estimated to fit
+    # GPUs of a node that share each row, every one with an equal part of its tokens, for rows that one cannot hold
+    sequence_group_size: int = 1
 
 
 @dataclass(kw_only=True)
@@ -251,6 +253,9 @@ class PackingConfig:
 
     mode: PackingMode = PackingMode.auto
     row_length: int | None = None  # tokens; null: training.max_length
+    # Deal a step's rows so that each GPU has as much attention to compute in the step, which grows with the squares of
+    # the documents' lengths. Helps where GPUs wait for each other once a step (DDP, ZeRO-1). The step has the same rows
+    balance_attention: bool = field(default=False, metadata=_SAME_LOSS)
 
 
 @dataclass(kw_only=True)
@@ -439,6 +444,12 @@ def world_size(config: RunConfig) -> int:
     """The number of ranks of a resolved configuration."""
     assert config.hardware.gpus_per_node is not None
     return config.hardware.num_nodes * config.hardware.gpus_per_node
+
+
+def data_ranks(config: RunConfig) -> int:
+    """The number of ranks that get different rows: a sequence group counts as one. At least 1 for invalid numbers."""
+    ranks = max(1, config.hardware.num_nodes) * max(1, config.hardware.gpus_per_node or 1)
+    return max(1, ranks // max(1, config.parallelism.sequence_group_size))
 
 
 GROUPS = (

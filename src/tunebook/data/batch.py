@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tunebook.config.choices import PackingMode
-from tunebook.config.schema import RunConfig, world_size
+from tunebook.config.schema import RunConfig, data_ranks, world_size
 from tunebook.data.mean_length import count_documents, mean_tokens
 from tunebook.data.packing import Lengths, at_most_in_a_row, longest_row, rows_needed
 from tunebook.data.sampler import Schedule, StepSize, cut_into_steps, documents_in_steps, epoch_order
@@ -30,7 +30,7 @@ PADDED_TOKENS_PER_PASS = 8192
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """The batch arithmetic of a run. `rows_per_step` = world_size x accumulation x micro_batch_size.
+    """The batch arithmetic of a run. `rows_per_step` = data_ranks x accumulation x micro_batch_size.
 
     Numbers that depend on the data are None while it is unknown.
     """
@@ -38,7 +38,7 @@ class BatchPlan:
     global_samples: int | None
     global_tokens: int | None
     world_size: int
-    micro_batch_size: int  # rows per GPU and pass
+    micro_batch_size: int  # rows per pass of a GPU, or of a sequence group
     accumulation: int | None  # passes per optimizer step
     rows_per_step: int | None
     row_length: int  # tokens a row holds at most
@@ -52,6 +52,12 @@ class BatchPlan:
     attended_length: float | None = None  # mean over tokens, see `flops.attended_length_tokens`
     padding_share: float | None = None  # share of the computed tokens, 0 to 1; needs the documents' lengths
     longest_row: int | None = None  # tokens that no row of any step exceeds; needs the documents' lengths
+    sequence_group_size: int = 1  # GPUs that share a row
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that get different rows: a sequence group counts as one."""
+        return self.world_size // self.sequence_group_size
 
     def to_json(self) -> dict[str, Any]:
         """The `batch` part of plan.json."""
@@ -67,7 +73,7 @@ def solve_batch(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
     """
     samples = config.training.global_samples
     if lengths is not None and samples is not None and len(lengths) < samples:
-        ranks = world_size(config)
+        ranks = data_ranks(config)
         fewer = max(1, len(lengths) // 10 // ranks) * ranks  # equally many for every GPU
         instead = f"training.global_samples={fewer}"
         there = f"{len(lengths)} documents there are" if len(lengths) != 1 else "1 document there is"
@@ -90,6 +96,7 @@ def schedule_of(config: RunConfig, plan: BatchPlan, lengths: Lengths) -> Schedul
         rows_per_step=plan.rows_per_step,
         is_packed=plan.is_packed,
         seed=config.training.seed,
+        balances_attention=config.packing.balance_attention,
     )
 
 
@@ -101,10 +108,10 @@ def largest_micro_batch(samples_per_rank: int, max_length: int) -> int:
 
 def fewer_gpus(config: RunConfig, num_documents: int) -> str:
     """Overrides for as many GPUs as there are documents for a step; one if there is no document."""
-    documents = max(1, num_documents)
+    documents, group = max(1, num_documents), max(1, config.parallelism.sequence_group_size)
     nodes = min(max(1, config.hardware.num_nodes), documents)
     per_node = documents // nodes
-    fix = f"hardware.gpus_per_node={per_node} training.global_samples={nodes * per_node}"
+    fix = f"hardware.gpus_per_node={group * per_node} training.global_samples={nodes * per_node}"
     if nodes != config.hardware.num_nodes:
         fix = f"hardware.num_nodes={nodes} {fix}"
     return fix if config.training.micro_batch_size in (None, 1) else f"{fix} training.micro_batch_size=1"
@@ -126,7 +133,7 @@ def _step_size(config: RunConfig) -> StepSize:
 
 def _packed(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
     training = config.training
-    ranks, micro, length = world_size(config), training.micro_batch_size or 1, row_length(config)
+    ranks, micro, length = data_ranks(config), training.micro_batch_size or 1, row_length(config)
     if training.global_tokens is not None:
         rows = training.global_tokens // length
         _require_multiple(rows, ranks * micro, ranks, length)
@@ -186,7 +193,7 @@ def _epochs_to_look_at(config: RunConfig, lengths: Lengths) -> int:
 
 def _padded(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
     training = config.training
-    ranks = world_size(config)
+    ranks = data_ranks(config)
     samples = training.global_samples
     if samples is None:
         assert training.global_tokens is not None
@@ -273,7 +280,7 @@ def _plan(
     num_steps: int | None = None,
 ) -> BatchPlan:
     training = config.training
-    ranks = world_size(config)
+    ranks = data_ranks(config)
     num_documents = len(lengths) if lengths is not None else count_documents(config)
     mean = float(np.mean(lengths)) if lengths is not None else mean_tokens(config)
     if num_steps is None and num_documents is not None and documents:
@@ -284,7 +291,8 @@ def _plan(
     return BatchPlan(
         global_samples=training.global_samples,
         global_tokens=training.global_tokens,
-        world_size=ranks,
+        world_size=world_size(config),
+        sequence_group_size=config.parallelism.sequence_group_size,
         micro_batch_size=micro,
         accumulation=rows // (ranks * micro) if rows is not None else None,
         rows_per_step=rows,

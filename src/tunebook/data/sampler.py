@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tunebook.data.corpus import IGNORED_LABEL
-from tunebook.data.packing import BestFit, Lengths, pack_balanced, pack_within
+from tunebook.data.packing import BestFit, Lengths, deal_rows, pack_balanced, pack_within
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -79,7 +79,7 @@ def _fill_budgets(order: Lengths, lengths: Lengths, num_rows: int, row_length: i
 class Schedule:
     """Everything that decides the batches of a run, the same on every rank.
 
-    `lengths` (num_documents,) in tokens. `rows_per_step` = world_size x accumulation x micro_batch_size; padded rows
+    `lengths` (num_documents,) in tokens. `rows_per_step` = data_ranks x accumulation x micro_batch_size; padded rows
     hold one document each.
     """
 
@@ -88,6 +88,7 @@ class Schedule:
     rows_per_step: int
     is_packed: bool
     seed: int | None
+    balances_attention: bool = False  # see `deal_rows`
 
     def steps_of_epoch(self, epoch: int) -> list[Lengths]:
         """The documents of every optimizer step of one epoch."""
@@ -123,10 +124,12 @@ class Totals:
 
 
 class RankBatches:
-    """The micro-batches of one rank over the whole run, as a batch sampler: each is a list of rows.
+    """The micro-batches of one data rank over the whole run, as a batch sampler: each is a list of rows.
+
+    `world_size` counts the ranks that get different rows: those of a sequence group get the same ones.
 
     One pass over all epochs, so that the end of an epoch is no special case and a resumed run skips a number of
-    micro-batches. Rows are assigned round-robin to the ranks of an accumulation round.
+    micro-batches. Rows are assigned to the ranks of one accumulation round after the other, in order.
     """
 
     def __init__(
@@ -147,6 +150,8 @@ class RankBatches:
         self._totals = [Totals(documents=0, tokens=0, computed_tokens=0)]
         for documents in self._steps():
             rows = self.schedule.rows_of_step(documents)
+            if self.schedule.balances_attention:
+                rows = deal_rows(rows, self.schedule.lengths, self.world_size, self.micro_batch_size)
             self._count(documents, rows)
             for accumulated in range(self.accumulation):
                 first = (accumulated * self.world_size + self.rank) * self.micro_batch_size

@@ -100,7 +100,7 @@ def varlen_attention(
         raise _not_possible(name, "the model has a sliding window, and this version of torch's kernel knows none")
     if scaling is not None and "scale" not in kernel_takes:
         query = query * (scaling * math.sqrt(query.shape[-1]))  # which the kernel divides by
-    dtype = _kernel_dtype(query)
+    dtype = kernel_dtype(query)
     # (1, heads, tokens, size) -> (tokens, heads, size); rotating the positions has made the two of them fp32
     query, key, value = (tensor.transpose(1, 2).squeeze(0).to(dtype) for tensor in (query, key, value))
     if sinks is not None:
@@ -124,7 +124,7 @@ def _options(
     return options | ({"enable_gqa": True} if is_grouped and "enable_gqa" in known else {})
 
 
-def _kernel_dtype(query: torch.Tensor) -> torch.dtype:
+def kernel_dtype(query: torch.Tensor) -> torch.dtype:
     """The format of the products: autocast's, or the query's."""
     import torch
 

@@ -144,6 +144,8 @@ def expected_parallelism(config: RunConfig) -> dict[str, Any]:
     if strategy is Strategy.ddp and ranks == 1:
         strategy = Strategy.single
     expected: dict[str, Any] = {"strategy": strategy.name, "ranks": ranks}
+    if settings.sequence_group_size > 1:
+        expected["sequence_group_size"] = settings.sequence_group_size
     if isinstance(settings, ZeroConfig):
         expected |= {
             "offload_optimizer": settings.offload_optimizer.name,

@@ -18,6 +18,7 @@ from tunebook.config.walk import all_keys
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.files import missing_files
 from tunebook.errors import DataError, DoesNotFitError, Problem, RequestError, RulesError
+from tunebook.hardware.bandwidth import ALL_GATHER, recall
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.plan.advice.links import slow_links
 from tunebook.plan.auto.decisions import AS_ASKED, ChoiceValue
@@ -159,9 +160,17 @@ def estimate_time(config: RunConfig, batch: BatchPlan, machine: Machine | None =
 
     Otherwise it assumes the generation's usual GPU.
     """
-    gpus = (machine or detect_machine()).gpus
+    machine = machine or detect_machine()
+    gpus, group = machine.gpus, config.parallelism.sequence_group_size
     is_here = gpus and all(gpu.generation is config.hardware.generation for gpu in gpus)
-    return plan_time(config, batch, gpu_name=gpus[0].name if is_here else None)
+    bandwidth = recall(machine, group) if is_here and 1 < group <= len(gpus) else None
+    best = bandwidth.best(ALL_GATHER) if bandwidth is not None else None
+    return plan_time(
+        config,
+        batch,
+        gpu_name=gpus[0].name if is_here else None,
+        gb_per_s=best.bus_gb_per_s if best is not None else None,
+    )
 
 
 def draft_json(draft: Draft, advice: str | None = None) -> dict[str, Any]:

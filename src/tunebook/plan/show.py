@@ -107,6 +107,8 @@ def batch_lines(plan: BatchPlan) -> list[str]:
     lines = [title, f"  one optimizer step: {asked}"]
     kind = "packed" if plan.is_packed else "padded"
     ranks = f"{plan.world_size} GPUs or ranks" if plan.world_size > 1 else "1 GPU or rank"
+    if (group := plan.sequence_group_size) > 1:
+        ranks = f"{plan.data_ranks} group{'s' if plan.data_ranks > 1 else ''} of {group} GPUs or ranks"
     if plan.rows_per_step is not None:
         lines.append(
             f"  {plan.rows_per_step} {kind} row{'s' if plan.rows_per_step != 1 else ''} of up to {plan.row_length} "

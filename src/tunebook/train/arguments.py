@@ -68,7 +68,9 @@ def trainer_arguments(config: RunConfig, plan: BatchPlan, folder: Path, *, has_v
 
 def row_multiple(config: RunConfig) -> int | None:
     """The number of tokens of every row must be a multiple of this; None if any number is allowed."""
-    return ALIGNMENT if config.precision.compute is Compute.fp8 else None
+    multiple = ALIGNMENT if config.precision.compute is Compute.fp8 else 1
+    multiple *= config.parallelism.sequence_group_size  # each rank has an equal part of a row
+    return multiple if multiple > 1 else None
 
 
 def _optimizer(config: RunConfig) -> dict[str, Any]:

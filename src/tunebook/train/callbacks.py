@@ -203,7 +203,7 @@ class Records(TrainerCallback):
         """Write one line of metrics.jsonl from the trainer's log."""
         logs = kwargs["logs"]
         if "loss" in logs:
-            self._write_step(logs, state)
+            self._write_step(logs, state, args.world_size)
         elif VALIDATION_LOSS in logs:
             line = {
                 "step": state.global_step,
@@ -239,7 +239,7 @@ class Records(TrainerCallback):
         before, self._core_wait = self._core_wait, waited
         return {"core_wait_seconds": round(waited - before, 4)}
 
-    def _write_step(self, logs: dict[str, Any], state: TrainerState) -> None:
+    def _write_step(self, logs: dict[str, Any], state: TrainerState, num_gpus: int) -> None:
         memory = _memory_of_every_rank()
         if self.writer is None:
             return
@@ -249,7 +249,7 @@ class Records(TrainerCallback):
         seen = self._seen(step)
         seconds, self._seconds, self._logged_step = self._seconds, 0.0, step
         saving, self._saving_seconds = self._saving_seconds, 0.0
-        speed = totals.tokens / seconds / self.batches.world_size if seconds else 0.0
+        speed = totals.tokens / seconds / num_gpus if seconds else 0.0
         has_peak = self.flops_per_token is not None and self.peak_tflops is not None
         self.writer.write(
             {
@@ -274,7 +274,7 @@ class Records(TrainerCallback):
             | memory
         )
         if self.progress is not None:
-            self.progress.advance(step, logs["loss"], speed * self.batches.world_size)
+            self.progress.advance(step, logs["loss"], speed * num_gpus)
 
 
 def _core_wait_seconds() -> float | None:

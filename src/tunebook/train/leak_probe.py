@@ -38,6 +38,7 @@ from tunebook.train.isolation import (
     measure_isolation,
     tolerance,
 )
+from tunebook.train.sequence import SequenceGroup
 
 LEAK_PROBE_KEY = "leak_probe"  # in the manifest
 
@@ -83,10 +84,11 @@ class LeakProbe(TrainerCallback):
     def _measure(self) -> tuple[Isolation, float, float]:
         """The measurements, and the seconds of the warm-up and of the probe itself."""
         vocab_size = self.trainer.model.config.get_text_config().vocab_size
-        forward = TrainingForward(self.trainer)
+        sequence = self.trainer.sequence
+        forward = TrainingForward(self.trainer, sequence)
         model = self.trainer.model_wrapped
         is_flex = self.config.attention.implementation is FLEX
-        lengths = LENGTHS_FOR_FLEX if is_flex else LENGTHS
+        lengths = _lengths(LENGTHS_FOR_FLEX if is_flex else LENGTHS, sequence)
         with torch.no_grad(), _in_evaluation_mode(model), _generators_kept(), plain_products(model):
             start = time.monotonic()
             try:
@@ -132,20 +134,25 @@ class LeakProbe(TrainerCallback):
 class TrainingForward:
     """The forward pass of training: the trainer's collator, the wrapped model, and the call of its loss."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, sequence: SequenceGroup | None = None) -> None:
         self.trainer = trainer
+        self.sequence = sequence  # all its ranks get the same documents
 
     def logits(self, documents: list[list[int]]) -> torch.Tensor:
         """Logits (num_tokens, vocab_size) in float32 of all documents' tokens, end to end."""
         inputs = self._inputs(documents)
-        del inputs["labels"]
+        for name in ("labels", "shift_labels"):
+            inputs.pop(name, None)
         logits: torch.Tensor = self._call(inputs).logits
-        return logits.reshape(-1, logits.shape[-1]).float()
+        logits = logits.reshape(-1, logits.shape[-1]).float()
+        return logits if self.sequence is None else self.sequence.gather(logits)
 
     def loss(self, documents: list[list[int]]) -> tuple[float, int]:
         """The summed negative log-likelihood from the fused head, and how many tokens it counts."""
         outputs = self._call(self._inputs(documents) | {"fused_lm_head": True})
-        return -float(outputs.log_probs.double().sum()), int(outputs.label_mask.sum())
+        totals = torch.stack([-outputs.log_probs.double().sum(), outputs.label_mask.sum().double()])
+        loss, num_tokens = (totals if self.sequence is None else self.sequence.summed(totals)).tolist()
+        return loss, int(num_tokens)
 
     def _inputs(self, documents: list[list[int]]) -> dict[str, Any]:
         tokens = [token for document in documents for token in document]
@@ -157,6 +164,13 @@ class TrainingForward:
         forget_parameter_order(self.trainer.model_wrapped)  # passes with and without the fused head take turns
         with self.trainer.compute_loss_context_manager():
             return self.trainer.model_wrapped(**inputs, use_cache=False)
+
+
+def _lengths(lengths: tuple[int, int], sequence: SequenceGroup | None) -> tuple[int, int]:
+    """The documents' lengths, rounded up so that each row has equal parts."""
+    size = 1 if sequence is None else sequence.size
+    first, second = (-(-length // size) * size for length in lengths)
+    return first, second
 
 
 def _severity(found: Isolation, allowed: Tolerance) -> tuple[int, float]:

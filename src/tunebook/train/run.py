@@ -73,6 +73,7 @@ from tunebook.train.out_of_memory import memory_ran_out
 from tunebook.train.rank_process import AGREED_ENDINGS, StopRequest
 from tunebook.train.reporting import TrainingProgress, quiet_libraries, set_up_tracking
 from tunebook.train.restoring import RestoredState
+from tunebook.train.sequence import SequenceGroup, attend_over_group, join_sequence_group
 from tunebook.train.spread import ParallelismCheck, bound_deepspeed_groups, join_ranks
 from tunebook.train.trainer import RecipeTrainer
 
@@ -252,9 +253,9 @@ def _build_trainer(
     validation = prepared.validation
     is_first_rank = os.environ.get("RANK", "0") == "0"
     set_up_tracking(config.tracking, folder, is_first_rank=is_first_rank, say=partial(print, flush=True))
-    arguments, model = _load(config, plan, folder, clock, has_validation=validation is not None)
+    arguments, model, sequence = _load(config, plan, folder, clock, has_validation=validation is not None)
     tokenizer = trainer_tokenizer(config)
-    rank, ranks = arguments.process_index, arguments.world_size
+    rank, ranks = arguments.process_index // plan.sequence_group_size, plan.data_ranks
     units = unit_classes(config, model) if is_fsdp(config.parallelism.strategy) else []
     if units:  # the Trainer has no arguments for these two settings
         policy = mixed_precision_policy(config)
@@ -279,6 +280,7 @@ def _build_trainer(
         autocast_dtype=autocast_dtype(config),
         row_multiple=row_multiple(config),
         has_one_pass_head=bool(config.model.one_pass_head),
+        sequence=sequence,
         saver=_saver(config, folder, prepared),
     )
     fp8_layers = _finish_layers(config, model, trainer)
@@ -292,8 +294,8 @@ def _build_trainer(
 
 def _load(
     config: RunConfig, plan: BatchPlan, folder: Path, clock: StartClock, *, has_validation: bool
-) -> tuple[SFTConfig, PreTrainedModel]:
-    """Load the model and join the ranks; returns the Trainer's arguments and the model."""
+) -> tuple[SFTConfig, PreTrainedModel, SequenceGroup | None]:
+    """Load the model and join the ranks; returns the Trainer's arguments, the model and this rank's sequence group."""
     begun = begin_loading(config, rank=int(os.environ.get("RANK", "0")))
     clock.passed("model")
     join_ranks(config)
@@ -303,8 +305,11 @@ def _load(
     model = finish_loading(config, begun, arguments.process_index, arguments.device)
     if config.peft.method is PeftMethod.full:
         freeze_unreached(config, model)
+    sequence = join_sequence_group(config)
+    if sequence is not None:
+        attend_over_group(config, sequence, model.config)
     clock.passed("weights")
-    return arguments, model
+    return arguments, model, sequence
 
 
 def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: RecipeTrainer) -> list[str]:
@@ -342,7 +347,10 @@ def _loaded_model(trainer: RecipeTrainer) -> dict[str, Any]:
 
 
 def _validation_batches(config: RunConfig, plan: BatchPlan, part: PreparedPart, rank: int, ranks: int) -> RankBatches:
-    """Batches that contain every validation document once, in stored order, in rows like those of training."""
+    """Batches that contain every validation document once, in stored order, in rows like those of training.
+
+    `rank` and `ranks` count data ranks.
+    """
     lengths = part.load_lengths().astype(np.int64)
     rows = ranks * plan.micro_batch_size
     is_packed = config.packing.mode is PackingMode.isolated

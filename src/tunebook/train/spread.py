@@ -98,7 +98,9 @@ class ParallelismCheck(TrainerCallback):
         """All ranks get all findings, so that they raise together."""
         model = self.trainer.model_wrapped
         fp8 = {"fp8_layers": count_fp8_layers(model)} if self.config.precision.compute is Compute.fp8 else {}
-        by_rank = gather_object([find_parallelism(model) | fp8])
+        sequence = self.trainer.sequence
+        group = {} if sequence is None else {"sequence_group_size": sequence.ranks.size()}
+        by_rank = gather_object([find_parallelism(model) | fp8 | group])
         if state.is_world_process_zero:
             self._write_down(by_rank[0])
         require_expected(self.config, by_rank, self.unit_classes)

@@ -33,11 +33,12 @@ from tunebook.checkpoint.resharding import needs_universal, write_universal
 from tunebook.checkpoint.retention import estimate_bytes
 from tunebook.checkpoint.save import CheckpointSaver, publish_folder, seal_files
 from tunebook.data.sampler import DocumentRows, RankBatches
-from tunebook.errors import InvalidTrainingError, TunebookError
+from tunebook.errors import InvalidTrainingError, RequestError, TunebookError
 from tunebook.train.callbacks import StopOnRequest, loss_not_finite
 from tunebook.train.offloading import gather_head, keep_scale_on_host, keep_weights
 from tunebook.train.one_pass_head import one_pass_head
 from tunebook.train.restoring import Hyperparameters, apply_hyperparameters, hyperparameters, load_stored_weights
+from tunebook.train.sequence import SequenceGroup
 
 
 class TokenTotals:
@@ -95,6 +96,7 @@ class RecipeTrainer(SFTTrainer):
         autocast_dtype: torch.dtype | None = None,
         row_multiple: int | None = None,
         has_one_pass_head: bool = False,
+        sequence: SequenceGroup | None = None,
         saver: CheckpointSaver,
         **kwargs: Any,
     ) -> None:
@@ -104,6 +106,7 @@ class RecipeTrainer(SFTTrainer):
         self.autocast_dtype = autocast_dtype  # if the base class would run without autocast
         self.row_multiple = row_multiple  # in tokens
         self.has_one_pass_head = has_one_pass_head  # see `one_pass_head`
+        self.sequence = sequence  # the ranks that share this rank's rows
         self.saver = saver
         self.best_step: int | None = None  # step of the best checkpoint, once it is loaded at the end
         self.stopping: StopOnRequest | None = None
@@ -116,6 +119,14 @@ class RecipeTrainer(SFTTrainer):
         # The loss below is divided by the trained tokens of the whole step for every model. Gemma 3n's and 4's own loss
         # is not, so upstream would give each micro-batch the same weight.
         self.model_accepts_loss_kwargs = True
+        if sequence is not None:
+            if self.aux_loss_enabled:
+                raise RequestError(
+                    f"parallelism.sequence_group_size={sequence.size}: the loss that balances the model's experts "
+                    "would be that of a part of a row; try parallelism.sequence_group_size=1",
+                    problem_id="sequence-group-model",
+                )
+            self.data_collator = sequence.collator(self.data_collator)
         if self.is_fsdp_enabled and isinstance(self.accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
             gather_head(self.model)
             keep_scale_on_host(self.accelerator)

@@ -83,6 +83,7 @@ EXPERTS_SHARE = traced(
     num_layers=2, parameters=900, active_parameters=300, linear_inputs=10, adapter_parameters=90,
     attention=["eager", "sdpa", "flash_attention_2"],
 )  # fmt: skip
+SHARED_ROWS = {**DDP, "parallelism.sequence_group_size": 2, "attention.implementation": Attention.varlen_attention}
 PADDED = {"packing.mode": PackingMode.padded, "training.micro_batch_size": None}
 BIG = {"training.global_samples": 2000}
 PADDED_DDP = {**DDP, **PADDED}
@@ -337,6 +338,22 @@ CASES = [
     case("fsdp-on-cpu", "silently become ddp", ON_CPU, fsdp(Strategy.fsdp)),
     case("hsdp-group", "groups of 8 do not split 8", fsdp(Strategy.hsdp)),
     case("hsdp-group", "groups of 3 do not split 8", fsdp(Strategy.hsdp, shard_group_size=3)),
+    case("sequence-group-size", "groups of 2 do not divide the 7", {"hardware.gpus_per_node": 7}, SHARED_ROWS),
+    case(
+        "sequence-group-heads",
+        "4 GPUs cannot share 14 heads and 2",
+        {"parallelism.sequence_group_size": 4},
+        SHARED_ROWS,
+    ),
+    case("sequence-group-architecture", "GptOss", {"model.facts.architecture": "GptOssForCausalLM"}, SHARED_ROWS),
+    case(
+        "sequence-group-attention",
+        "rows with flash_attention_2 cannot be shared by 2",
+        {"attention.implementation": Attention.flash_attention_2},
+        SHARED_ROWS,
+    ),
+    case("sequence-group-attention", "padded rows cannot be shared by 2", {**SDPA, **PADDED}, SHARED_ROWS),
+    case("sequence-group-row", "rows of 4099 tokens", {"packing.row_length": 4099}, SHARED_ROWS),
     case(
         "parallelism-setting-ignored",
         "1000000 is not used by zero2",

@@ -41,6 +41,10 @@ def test_batch_facts_explain_the_number_of_rows() -> None:
         ("98,000", "tokens per step", "rows hold up to 4,096"),
         ("1,200", "steps in all", ""),
     ]
+    shared = batch | {"sequence_group_size": 8, "accumulation": 24}
+    assert batch_facts({"hardware": {"generation": "hopper"}, "batch": shared})[1][2] == (
+        f"1 group {TIMES} 24 passes {TIMES} 1 row in a pass; a group of 8 GPUs shares each row"
+    )
     assert batch_facts(None) == batch_facts({"recipe": "x"}) == []
 
 

@@ -158,7 +158,7 @@ def costs_of(config: RunConfig, batch: BatchPlan, bandwidth: Bandwidth, gpu_name
         num_parameters=facts.num_parameters,
         element_bytes=element_bytes,
         num_gpus=batch.world_size,
-        tokens_per_pass=batch.micro_batch_size * _tokens_per_row(config, batch),
+        tokens_per_pass=batch.micro_batch_size * _tokens_per_row(config, batch) // batch.sequence_group_size,
         passes_per_step=batch.accumulation or 1,
         operations_per_token=(6 if trains_all else 4) + again,
         trains_all=trains_all,
@@ -193,7 +193,8 @@ def _fits(config: RunConfig, strategy: Strategy) -> bool | None:
     """Whether a strategy without offloading is estimated to fit."""
     if config.parallelism.strategy is strategy:
         return plan_memory(config).fits
-    other = PARALLELISM_SCHEMAS[strategy](strategy=strategy)
+    group = config.parallelism.sequence_group_size
+    other = PARALLELISM_SCHEMAS[strategy](strategy=strategy, sequence_group_size=group)
     return plan_memory(replace(config, parallelism=other)).fits
 
 
@@ -260,7 +261,7 @@ def _rows_of_the_step(config: RunConfig, batch: BatchPlan, rows: int) -> str | N
     """A micro batch of at least `rows` rows that divides a GPU's unchanged rows per step evenly."""
     # If the number of packed rows is unknown, each row holds at least one document.
     in_step = batch.rows_per_step or batch.global_samples or 0
-    most = in_step // batch.world_size
+    most = in_step // batch.data_ranks
     size = next((size for size in range(rows, most + 1) if most % size == 0), None)
     if size is None or not _can_run(_with_training(config, micro_batch_size=size)):
         return None
@@ -269,10 +270,10 @@ def _rows_of_the_step(config: RunConfig, batch: BatchPlan, rows: int) -> str | N
 
 def _larger_step(config: RunConfig, batch: BatchPlan, rows: int) -> str | None:
     """A larger global batch with `rows` rows for each GPU."""
-    key, number = "global_tokens", rows * batch.world_size * batch.row_length
+    key, number = "global_tokens", rows * batch.data_ranks * batch.row_length
     if batch.global_samples is not None:
         documents_per_row = batch.global_samples / batch.rows_per_step if batch.rows_per_step else 1.0
-        key, number = "global_samples", math.ceil(rows * documents_per_row) * batch.world_size
+        key, number = "global_samples", math.ceil(rows * documents_per_row) * batch.data_ranks
     if not _can_run(_with_training(config, **{key: number, "micro_batch_size": rows})):
         return None
     return f"a larger global batch: training.{key}={number} training.micro_batch_size={rows}"

@@ -78,6 +78,8 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
     if kernel not in (UNDECIDED, _COMPILED_WITH, *_COMPILED_TOO):
         known = " and ".join(one.name for one in (_COMPILED_WITH, *_COMPILED_TOO))
         yield f"blocks were compiled with {known} only, and {kernel.name} is asked for"
+    if config.parallelism.sequence_group_size > 1:
+        yield "blocks were not compiled yet where GPUs share rows (parallelism.sequence_group_size)"
     if config.training.deterministic:
         yield "training.deterministic=true, and compiled kernels were not seen to be bitwise deterministic"
     if not strategy_facts(config).may_compile:
@@ -153,6 +155,10 @@ def _fastest_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, 
     machine use an image that has flash-attn.
     """
     flash, generation, compute = INSTALLED, config.hardware.generation, config.precision.compute
+    if config.parallelism.sequence_group_size > 1:
+        kernel = _of_torch(config)
+        shares = "torch's own kernels for packed rows let GPUs share rows (parallelism.sequence_group_size)"
+        return (kernel if kernel is _COMPILED_WITH else BY_DOCUMENT), shares
     if generation is Generation.cpu:
         return MASKED, "flash attention needs a GPU"
     if compute is Compute.fp32 and _goes_by_document(config):

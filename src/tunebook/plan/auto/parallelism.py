@@ -73,11 +73,11 @@ def decide_strategy(decisions: Decisions, decide_passes: DecidePasses) -> None:
         return  # would lose the settings of a named strategy; see `strategy-settings-mismatch`
     decisions.decide("parallelism.strategy", lambda: _strategy(config, decide_passes))
     if is_open:
-        config.parallelism = _settings(config.parallelism.strategy)
+        config.parallelism = _settings(config, config.parallelism.strategy)
 
 
-def _settings(strategy: Strategy) -> ParallelismConfig:
-    return PARALLELISM_SCHEMAS[strategy](strategy=strategy)
+def _settings(config: RunConfig, strategy: Strategy) -> ParallelismConfig:
+    return PARALLELISM_SCHEMAS[strategy](strategy=strategy, sequence_group_size=config.parallelism.sequence_group_size)
 
 
 def _strategy(config: RunConfig, decide_passes: DecidePasses) -> tuple[Strategy, str]:
@@ -99,7 +99,7 @@ def _strategy(config: RunConfig, decide_passes: DecidePasses) -> tuple[Strategy,
 
 def _try(config: RunConfig, strategy: Strategy, decide_passes: DecidePasses) -> _Tried:
     """Decide the other settings for a strategy, on a copy: a longer row may fit with one strategy only."""
-    decisions = Decisions(replace(config, parallelism=_settings(strategy)))
+    decisions = Decisions(replace(config, parallelism=_settings(config, strategy)))
     decide_passes(decisions)
     resolved = decisions.config
     facts, memory = known_facts(resolved), resolved.hardware.memory_gib

@@ -16,13 +16,12 @@ from tunebook.config.choices import (
     PeftMethod,
 )
 from tunebook.config.model_facts import ModelFacts
-from tunebook.config.schema import FsdpConfig, RunConfig
+from tunebook.config.schema import FsdpConfig, RunConfig, data_ranks
 from tunebook.facts.attention import ATTENTIONS, attention_facts
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import known_facts
 from tunebook.plan.auto.decisions import Decisions
 from tunebook.plan.memory import USABLE_SHARE, estimate_memory, fits_into, gib_text
-from tunebook.plan.memory.states import num_ranks
 
 # Compiled blocks spend less time between matrix products, and a longer row makes the products larger. Qwen2.5-3B on one
 # H200 had 25,079 tokens/s in rows of 8,192 and 27,062 in rows of 16,384 (h200x4_speed.jsonl). With norms and activation
@@ -52,6 +51,9 @@ def _row_length(config: RunConfig) -> tuple[int, str]:
         return length, "the shortest row there is: training.max_length cannot be so short"
     if config.packing.mode is PackingMode.padded:
         return length, "training.max_length: the longest a padded row can be"
+    group = config.parallelism.sequence_group_size
+    if group > 1:
+        return -(-length // group) * group, f"the shortest row that holds every document and that {group} GPUs divide"
     target = attention_facts(config).full_row_tokens
     if config.model.compile_layers:
         target = _FULL_COMPILED_ROW_TOKENS
@@ -74,7 +76,7 @@ def _tokens_of_a_step(config: RunConfig) -> int:
 
     Steps with few documents vary, so documents count as twice the stated mean length.
     """
-    training, ranks = config.training, num_ranks(config)
+    training, ranks = config.training, data_ranks(config)
     if training.global_samples is None:
         return training.global_tokens or training.max_length
     documents = training.global_samples / ranks
@@ -109,7 +111,7 @@ def _passes(config: RunConfig, row: int) -> int:
     if training.global_samples is not None:
         mean = min(config.dataset.mean_tokens or training.max_length, training.max_length)
         tokens = training.global_samples * mean
-    return math.ceil(tokens / (row * num_ranks(config) * (training.micro_batch_size or 1)))
+    return math.ceil(tokens / (row * data_ranks(config) * (training.micro_batch_size or 1)))
 
 
 def _kept(config: RunConfig) -> Checkpointing:
@@ -126,7 +128,7 @@ def _may_recompute_parts(config: RunConfig) -> bool:
 def _divides_token_budget(config: RunConfig, row: int) -> bool:
     """Whether rows of this length divide the token budget evenly among all ranks."""
     budget = config.training.global_tokens
-    return budget is None or budget % (row * num_ranks(config) * (config.training.micro_batch_size or 1)) == 0
+    return budget is None or budget % (row * data_ranks(config) * (config.training.micro_batch_size or 1)) == 0
 
 
 def _fits(config: RunConfig, row: int, checkpointing: Checkpointing) -> bool:

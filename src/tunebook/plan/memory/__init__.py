@@ -19,12 +19,11 @@ from dataclasses import dataclass, replace
 
 from tunebook.config.choices import Checkpointing, PackingMode
 from tunebook.config.model_facts import ModelFacts
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import RunConfig, data_ranks
 from tunebook.model.parameters import adapts_parameters, has_dora
 from tunebook.plan.memory.ledger import Kind
 from tunebook.plan.memory.overhead import overhead_bytes
 from tunebook.plan.memory.rows import step_ledger
-from tunebook.plan.memory.states import num_ranks
 
 GIB = 2**30
 # Share of GPU memory that tensors may fill. The rest is the CUDA context, communication buffers and fragmentation,
@@ -103,7 +102,7 @@ def _may_accumulate(config: RunConfig) -> bool:
     at the longest length.
     """
     training, is_padded = config.training, config.packing.mode is PackingMode.padded
-    rows = num_ranks(config) * max(1, training.micro_batch_size or 1)
+    rows = data_ranks(config) * max(1, training.micro_batch_size or 1)
     row = config.packing.row_length
     if training.global_samples is not None:
         in_a_row = 1 if is_padded or row is None else row // max(1, training.max_length)

@@ -8,11 +8,12 @@ model; `element` is the number of bytes of one number in a matrix product.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 
 from tunebook.config.choices import Checkpointing, Compute, MixedPrecision, PackingMode, PeftMethod
 from tunebook.config.model_facts import CAST, OFFLOADED, MeasuredLayers, ModelFacts
-from tunebook.config.schema import FsdpConfig, RunConfig
+from tunebook.config.schema import FsdpConfig, RunConfig, data_ranks
 from tunebook.data.batch import PADDED_TOKENS_PER_PASS, largest_micro_batch
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, COMPILED_BETA, MASKED, attention_facts
 from tunebook.facts.sharing import is_cast_by_deepspeed
@@ -26,7 +27,7 @@ from tunebook.model.parameters import (
     linear_layers,
     of_layers,
 )
-from tunebook.plan.memory.states import bytes_per_compute_value, bytes_per_weight, num_ranks
+from tunebook.plan.memory.states import bytes_per_compute_value, bytes_per_weight
 
 # Linear layers, grouped by their input: the output of a layer's first or second norm, which several layers share, the
 # output of the attention, or the inner numbers.
@@ -178,6 +179,8 @@ def _differences(config: RunConfig, facts: ModelFacts, *, is_compiled: bool, is_
     `is_cast`: the trace has no autocast, so that linear layers read their inputs uncast.
     """
     missing = inputs_without_adapter(config, facts)
+    if config.parallelism.sequence_group_size > 1:  # the kernel keeps its output, and the next layer the exchanged one
+        yield float(bytes_per_compute_value(config) * attention_width(facts))
     if is_compiled:  # the trace includes dropout if the run has it
         yield -_dropout_masks(config, missing)
         yield -_input_bytes_without_adapter(config, facts, missing)
@@ -416,16 +419,16 @@ def attended_length(config: RunConfig) -> int:
 
 
 def tokens_per_pass(config: RunConfig) -> int:
-    """Tokens of one micro batch with full rows; an unset size counts as the largest that may be chosen."""
+    """Tokens of one micro batch with full rows on one rank; an unset size counts as the largest that may be chosen."""
     rows = config.training.micro_batch_size
     if rows is None and config.packing.mode is PackingMode.padded:
         rows = _padded_rows(config)
-    return max(1, rows or 1) * _row_length(config)
+    return math.ceil(max(1, rows or 1) * _row_length(config) / max(1, config.parallelism.sequence_group_size))
 
 
 def _padded_rows(config: RunConfig) -> int:
     samples, length = config.training.global_samples, config.training.max_length
-    ranks = num_ranks(config)
+    ranks = data_ranks(config)
     if samples is None or samples < ranks:
         return PADDED_TOKENS_PER_PASS // max(1, length)
     return largest_micro_batch(samples // ranks, length)

@@ -48,13 +48,13 @@ def overhead_bytes(config: RunConfig, tensors: float, capacity: float | None = N
 
 
 def _groups(config: RunConfig) -> list[int]:
-    """Sizes of a rank's communication groups: all ranks, and hsdp's two groups."""
+    """Sizes of a rank's communication groups: all ranks, hsdp's two groups, and a sequence group."""
     hardware = config.hardware
-    world = num_ranks(config)
+    world, sequence = num_ranks(config), config.parallelism.sequence_group_size
     if not strategy_facts(config).within_groups:
-        return [world]
+        return [world, sequence]
     group = getattr(config.parallelism, "shard_group_size", None) or hardware.gpus_per_node or 1
-    return [world, group, max(1, world // max(1, group))]
+    return [world, group, max(1, world // max(1, group)), sequence]
 
 
 def _communicator(size: int) -> int:

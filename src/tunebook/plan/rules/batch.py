@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterator
 
 from tunebook.config.choices import Generation, PackingMode, Source
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import RunConfig, data_ranks
 from tunebook.data.batch import fewer_gpus
 from tunebook.facts.attention import ATTENTIONS, Isolation
-from tunebook.plan.memory.states import num_ranks
 from tunebook.plan.rules.frame import Finding, rule
 
 _LOG_OF_ALL = 30.0  # upper bound for the logarithm of a document's length
@@ -29,7 +28,7 @@ def batch_one_way(config: RunConfig) -> Finding | None:
 
 def _rows_unit(config: RunConfig) -> int:
     """Number of rows in one pass of all GPUs."""
-    return num_ranks(config) * max(1, config.training.micro_batch_size or 1)
+    return data_ranks(config) * max(1, config.training.micro_batch_size or 1)
 
 
 def _row_length(config: RunConfig) -> int:
@@ -60,7 +59,7 @@ def batch_not_divisible(config: RunConfig) -> Finding | None:
     ranks = "ranks" if config.hardware.generation is Generation.cpu else "GPUs"
     micro = f" x micro batch {training.micro_batch_size} = {unit}" if training.micro_batch_size else ""
     do = "does" if length == 1 and asked == 1 else "do"
-    message = f"{made} {do} not divide by {num_ranks(config)} {ranks}{micro}; {nearest}"
+    message = f"{made} {do} not divide by {data_ranks(config)} {ranks}{micro}; {nearest}"
     closer, other = (below, above) if below and asked - below <= above - asked else (above, below)
     fix = f"{key}={closer}" + (f" or {key}={other}" if other else "")
     if _is_padded(config):
@@ -71,7 +70,7 @@ def batch_not_divisible(config: RunConfig) -> Finding | None:
 def _with_fewer_gpus(config: RunConfig) -> str | None:
     """The fix if the data has fewer documents than GPUs, so that no batch would work."""
     documents = _fewest_documents(config)
-    return fewer_gpus(config, documents) if documents is not None and documents < num_ranks(config) else None
+    return fewer_gpus(config, documents) if documents is not None and documents < data_ranks(config) else None
 
 
 def _documents(count: int) -> str:
@@ -86,7 +85,7 @@ def batch_too_small(config: RunConfig) -> Iterator[Finding]:
     """
     if _is_padded(config):
         return
-    samples, tokens, ranks = config.training.global_samples, config.training.global_tokens, num_ranks(config)
+    samples, tokens, ranks = config.training.global_samples, config.training.global_tokens, data_ranks(config)
     if samples is not None and 1 <= samples < ranks:
         are_fewer = "documents a step are fewer than" if samples > 1 else "document a step is less than one for each of"
         fix = _with_fewer_gpus(config) or f"training.global_samples={ranks}"
@@ -140,7 +139,7 @@ def batch_larger_than_data(config: RunConfig) -> Finding | None:
     unit = _rows_unit(config) if _is_padded(config) else 1
     fix = f"training.global_samples={documents // unit * unit}"
     if documents < unit:  # one document per GPU
-        ranks = num_ranks(config)
+        ranks = data_ranks(config)
         fix = f"training.micro_batch_size=1 training.global_samples={documents // ranks * ranks}"
     return Finding(message, _with_fewer_gpus(config) or fix)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tunebook.config.choices import (
     Compute,
@@ -11,12 +12,14 @@ from tunebook.config.choices import (
     MasterWeights,
     MixedPrecision,
     Offload,
+    PackingMode,
     PeftMethod,
     Weights,
     WrapPolicy,
 )
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
-from tunebook.facts.architectures import DECODER_LAYERS
+from tunebook.facts.architectures import DECODER_LAYERS, VARLEN_ARCHITECTURES, without_flash_attn
+from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT
 from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.facts.strategies import UNDECIDED, strategy_facts
@@ -107,6 +110,74 @@ def _largest_proper_divisor(number: int) -> int:
     """
     highest = min(math.isqrt(number), 10_000)
     return next((number // factor for factor in range(2, highest + 1) if number % factor == 0), 1)
+
+
+def _sequence_group(config: RunConfig) -> int:
+    return max(1, config.parallelism.sequence_group_size)
+
+
+def _smaller_group(config: RunConfig, *sizes: int) -> str:
+    """The override for the largest group below the present one that divides all sizes, and the GPUs of a node."""
+    numbers = (*sizes, max(1, config.hardware.gpus_per_node or 1))
+    below = range(min(_sequence_group(config), *numbers), 0, -1)
+    size = next(size for size in below if not any(number % size for number in numbers))
+    return f"parallelism.sequence_group_size={size}"
+
+
+@rule("sequence-group-size", "parallelism.sequence_group_size")
+def sequence_group_size(config: RunConfig) -> Finding | None:
+    """Require sequence groups that divide the GPUs of a node."""
+    group, gpus = _sequence_group(config), max(1, config.hardware.gpus_per_node or 1)
+    if gpus % group == 0:
+        return None
+    message = f"groups of {group} do not divide the {gpus} GPU{'s' if gpus > 1 else ''} of a node"
+    return Finding(message, _smaller_group(config))
+
+
+@rule("sequence-group-heads", "parallelism.sequence_group_size")
+def sequence_group_heads(config: RunConfig) -> Finding | None:
+    """Require a group that divides the heads, of queries and of keys and values."""
+    group, facts = _sequence_group(config), config.model.facts
+    if facts is None or not (facts.num_attention_heads % group or facts.num_key_value_heads % group):
+        return None
+    heads, groups = facts.num_attention_heads, facts.num_key_value_heads
+    of_keys = "" if groups == heads else f" and {groups} heads of keys and values"
+    message = f"{group} GPUs cannot share {heads} heads{of_keys} evenly"
+    return Finding(message, _smaller_group(config, heads, groups))
+
+
+@rule("sequence-group-architecture", "parallelism.sequence_group_size")
+def sequence_group_architecture(config: RunConfig) -> Finding | None:
+    """Refuse sequence groups for architectures that were not compared with these kernels."""
+    facts = config.model.facts
+    if _sequence_group(config) == 1 or facts is None or facts.architecture in VARLEN_ARCHITECTURES:
+        return None
+    message = f"{facts.architecture} is not known to attend only by the kernels that exchange the tokens of a row"
+    return Finding(message, "parallelism.sequence_group_size=1")
+
+
+@rule("sequence-group-attention", "attention.implementation")
+def sequence_group_attention(config: RunConfig) -> Finding | None:
+    """Refuse sequence groups with another attention than Tunebook's own kernels for packed rows."""
+    kernel, is_padded = config.attention.implementation, config.packing.mode is PackingMode.padded
+    if _sequence_group(config) == 1 or (ATTENTIONS[kernel].needs_lengths and not is_padded):
+        return None
+    own = without_flash_attn(replace(config, packing=replace(config.packing, mode=PackingMode.isolated)))
+    own = own if ATTENTIONS[own].needs_lengths else BY_DOCUMENT
+    fix = f"attention.implementation={own.name}" + (" packing.mode=isolated" if is_padded else "")
+    what = "padded rows" if is_padded else f"rows with {kernel.name}"
+    message = f"{what} cannot be shared by {_sequence_group(config)} GPUs"
+    return Finding(message, f"{fix} or parallelism.sequence_group_size=1")
+
+
+@rule("sequence-group-row", "packing.row_length")
+def sequence_group_row(config: RunConfig) -> Finding | None:
+    """Require rows that a group can divide into equal parts."""
+    group, row = _sequence_group(config), config.packing.row_length
+    if row is None or row % group == 0 or config.packing.mode is PackingMode.padded:
+        return None
+    message = f"rows of {row} tokens cannot be divided into {group} equal parts"
+    return Finding(message, f"packing.row_length={-(-row // group) * group}")
 
 
 @rule("parallelism-setting-ignored", is_error=False)

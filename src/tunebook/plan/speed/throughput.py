@@ -20,7 +20,7 @@ from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.batch import BatchPlan
 from tunebook.facts.peaks import Peak, peak_of
 from tunebook.model.flops import flops_per_token, recomputed_flops_per_token
-from tunebook.model.parameters import count_parameters, has_experts, of_layers
+from tunebook.model.parameters import attention_width, count_parameters, has_experts, of_layers
 from tunebook.plan.speed.comparable import (
     SEVERAL_NODES,
     as_on_one_node,
@@ -77,10 +77,16 @@ class TimePlan:
         }
 
 
-def plan_time(config: RunConfig, batch: BatchPlan, *, gpu_name: str | None = None) -> TimePlan:
-    """Estimate the speed of a resolved configuration. `gpu_name`: NVML's; None for the generation's usual GPU."""
+def plan_time(
+    config: RunConfig, batch: BatchPlan, *, gpu_name: str | None = None, gb_per_s: float | None = None
+) -> TimePlan:
+    """Estimate the speed of a resolved configuration. `gpu_name`: NVML's; None for the generation's usual GPU.
+
+    `gb_per_s`: the measured bandwidth between the GPUs of a sequence group; None if it was not measured.
+    """
     if config.hardware.num_nodes > 1:
-        return _bounded(config, plan_time(as_on_one_node(config), batch, gpu_name=gpu_name))
+        one_node = plan_time(as_on_one_node(config), batch, gpu_name=gpu_name, gb_per_s=gb_per_s)
+        return _bounded(config, one_node)
     tokens, facts, generation = tokens_of_the_run(config, batch), config.model.facts, config.hardware.generation
     uses_tf32 = config.precision.tf32 is Switch.enabled
     peak = peak_of(generation, config.precision.compute, gpu_name=gpu_name, uses_tf32=uses_tf32)
@@ -92,7 +98,7 @@ def plan_time(config: RunConfig, batch: BatchPlan, *, gpu_name: str | None = Non
     if reason is not None or facts is None or peak is None:
         known = peak.tflops if peak is not None else None
         return TimePlan(tokens=tokens, peak_tflops=known, assumption=f"not estimated: {reason}")
-    return _estimate(config, batch, facts, peak, tokens)
+    return _estimate(config, batch, facts, peak, tokens, gb_per_s)
 
 
 def _bounded(config: RunConfig, one_node: TimePlan) -> TimePlan:
@@ -129,7 +135,14 @@ def tokens_of_the_run(config: RunConfig, batch: BatchPlan) -> float | None:
     return tokens
 
 
-def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak, tokens: float | None) -> TimePlan:
+def _estimate(
+    config: RunConfig,
+    batch: BatchPlan,
+    facts: ModelFacts,
+    peak: Peak,
+    tokens: float | None,
+    gb_per_s: float | None,
+) -> TimePlan:
     attended = batch.attended_length or config.training.max_length
     trained = None if config.peft.method is PeftMethod.full else count_parameters(config, facts).trained
     flops = flops_per_token(facts, attended, trained)
@@ -151,7 +164,8 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
     work = real / (1 - padding) * flops / (peak.tflops * 1e12)  # seconds at the peak
     strategy_speed = nearest_strategy_speed(config, facts)
     computing, waiting = work * (1 + waited / flops) / share, _launch_bound_seconds(config, facts)
-    speed = real / (max(computing, waiting) + _lost_seconds(strategy_speed, facts))
+    exchanging = exchanged_bytes(config, facts, real) / (gb_per_s * 1e9) if gb_per_s else 0.0
+    speed = real / (max(computing, waiting) + exchanging + _lost_seconds(strategy_speed, facts))
     ranks = world_size(config)
     hours = None if tokens is None else tokens / (speed * ranks) / 3600
     return TimePlan(
@@ -162,8 +176,32 @@ def _estimate(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak
         gpu_hours=None if hours is None else hours * ranks,
         efficiency=work * speed / real,
         peak_tflops=peak.tflops,
-        assumption=_assumption(config, batch, peak, row, strategy_speed, adapter, is_launch_bound=waiting > computing),
+        assumption=_assumption(config, batch, peak, row, strategy_speed, adapter, is_launch_bound=waiting > computing)
+        + _exchange_text(config, exchanged_bytes(config, facts, real), exchanging),
     )
+
+
+def exchanged_bytes(config: RunConfig, facts: ModelFacts, tokens: float) -> float:
+    """Bytes that one GPU of a sequence group sends to the others in a pass over its `tokens`; 0 without a group.
+
+    Queries, keys, values and the result of the attention, in the forward and the backward pass, and in the forward pass
+    once more if it is recomputed.
+    """
+    group = config.parallelism.sequence_group_size
+    is_recomputed = config.activation.checkpointing is Checkpointing.enabled
+    width = 2 * attention_width(facts) * (1 + facts.num_key_value_heads / facts.num_attention_heads)
+    element = 4 if config.precision.compute is Compute.fp32 else 2
+    return tokens * facts.num_layers * width * element * (3 if is_recomputed else 2) * (group - 1) / group
+
+
+def _exchange_text(config: RunConfig, num_bytes: float, seconds: float) -> str:
+    """The end of the assumptions for a sequence group."""
+    if config.parallelism.sequence_group_size == 1:
+        return ""
+    moved = f"{num_bytes / 1e9:.3g} GB that each GPU sends in the attention of a pass"
+    if not seconds:
+        return f"; the {moved} are not counted: the links were not measured (tunebook doctor --bandwidth)"
+    return f"; the {moved} take {1000 * seconds:,.0f} ms and hide behind nothing"
 
 
 def _launch_bound_seconds(config: RunConfig, facts: ModelFacts) -> float:
@@ -201,10 +239,10 @@ def _padding_share(config: RunConfig, batch: BatchPlan) -> float:
 
 def _real_tokens_per_pass(batch: BatchPlan, padding: float) -> float:
     """Real tokens of a pass on one GPU. Rows count as full if document lengths are unknown."""
-    full = batch.micro_batch_size * batch.row_length * (1 - padding)
+    rows = batch.micro_batch_size / batch.sequence_group_size
     if not batch.tokens_per_step or not batch.rows_per_step:
-        return full
-    return batch.tokens_per_step / batch.rows_per_step * batch.micro_batch_size
+        return rows * batch.row_length * (1 - padding)
+    return batch.tokens_per_step / batch.rows_per_step * rows
 
 
 def _lost_seconds(strategy_speed: StrategySpeed | None, facts: ModelFacts) -> float:

@@ -18,7 +18,7 @@ _WIDTH, _HEIGHT, _BASE = 480, 150, 112  # SVG units; the bars stand on the base,
 _LEFT, _RIGHT, _TOP, _GAP = 14, 20, 18, 2
 _NUM_LABELS = 6
 _MAX_RANK_BARS = 16  # more ranks are summarized
-_SINGULAR = {"GPUs": "GPU", "ranks": "rank", "passes": "pass", "rows in a pass": "row in a pass"}
+_SINGULAR = {"GPUs": "GPU", "ranks": "rank", "groups": "group", "passes": "pass", "rows in a pass": "row in a pass"}
 _BATCH_ROWS = (
     ("documents_per_step", "documents per step"), ("rows_per_step", "rows per step"),
     ("tokens_per_step", "tokens per step"), ("steps_per_epoch", "steps per epoch"), ("total_steps", "steps in all"),
@@ -113,8 +113,14 @@ def batch_facts(plan: dict[str, Any] | None) -> list[tuple[str, str, str]]:
 
 def _derivation(key: str, batch: dict[str, Any], unit: str) -> str:
     if key == "rows_per_step" and batch.get("accumulation"):
-        counted = ((batch["world_size"], unit), (batch["accumulation"], "passes"), (batch["micro"], "rows in a pass"))
-        return f" {TIMES} ".join(f"{number} {_SINGULAR[name] if number == 1 else name}" for number, name in counted)
+        group = batch.get("sequence_group_size", 1)  # absent from older plans
+        counted = (
+            (batch["world_size"] // group, unit if group == 1 else "groups"),
+            (batch["accumulation"], "passes"),
+            (batch["micro"], "rows in a pass"),
+        )
+        text = f" {TIMES} ".join(f"{number} {_SINGULAR[name] if number == 1 else name}" for number, name in counted)
+        return text if group == 1 else f"{text}; a group of {group} {unit} shares each row"
     if key == "documents_per_step":
         asked = f"{batch['global_samples']} asked for" if batch.get("global_samples") else ""
         return ", ".join(part for part in (asked, "several to a row" if batch.get("is_packed") else "") if part)

@@ -1,0 +1,111 @@
+"""`plan --longest` and the plan of rows that GPUs share: what fits, and what the GPUs send each other."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from tunebook.commands.plan import plan_command
+from tunebook.config.choices import Checkpointing
+from tunebook.config.compose import compose
+from tunebook.data.batch import solve_batch
+from tunebook.hardware.detect import Machine
+from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.plan.longest import longest_rows
+from tunebook.plan.memory import estimate_memory, fits_into
+from tunebook.plan.memory.kept import tokens_per_pass
+from tunebook.plan.speed.throughput import exchanged_bytes, plan_time
+
+RECIPE = ("qwen3_4b_lora", "peft=full", "hardware=hopper", "hardware.memory_gib=79.6", "parallelism=zero3")
+IN_A_GROUP = ("hardware.gpus_per_node=2", "parallelism.sequence_group_size=2")
+MACHINE = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+
+
+def resolution(*words: str):
+    return resolve_auto(compose(RECIPE[0], [*RECIPE[1:], *words], []).config, MACHINE)
+
+
+def test_the_longest_row_fits_and_a_longer_one_does_not():
+    found = resolution(*IN_A_GROUP)
+    for row in longest_rows(found).rows:
+        fits = []
+        for tokens in (row.tokens_by_memory, row.tokens_by_memory + 256):
+            config = resolution(*IN_A_GROUP, *row.overrides, f"packing.row_length={tokens}").config
+            assert config.activation.checkpointing.name == row.checkpointing
+            tensors = estimate_memory(config, config.model.facts).total_gib
+            fits.append(fits_into(config, tensors, 79.6))
+        assert fits == [True, False]
+        assert row.tokens == min(row.tokens_by_memory, 40_960)
+
+
+def test_two_gpus_hold_a_row_twice_as_long_of_the_same_states():
+    alone, shared = (longest_rows(resolution("hardware.gpus_per_node=2", *words)).rows[0]
+                     for words in (("activation=stored", "model.compile_layers=false"), IN_A_GROUP))  # fmt: skip
+    assert alone.checkpointing == shared.checkpointing == "disabled"
+    # what the exchange keeps takes a few percent of it
+    assert 1.8 * alone.tokens_by_memory < shared.tokens_by_memory <= 2 * alone.tokens_by_memory
+
+
+@pytest.mark.parametrize(
+    ("words", "ways"),
+    [
+        (IN_A_GROUP, ["disabled", "enabled"]),
+        (("hardware.gpus_per_node=2", "model.compile_layers=true", "parallelism=fsdp"),
+         ["disabled", "selective", "enabled"]),
+        (("activation=checkpointing",), ["enabled"]),
+    ],
+)  # fmt: skip
+def test_each_way_that_may_be_taken_is_answered(words, ways):
+    assert [row.checkpointing for row in longest_rows(resolution(*words)).rows] == ways
+
+
+def test_where_nothing_fits_or_nothing_is_known():
+    small = longest_rows(resolution("hardware.memory_gib=8", "hardware.gpus_per_node=1", "activation=stored"))
+    assert [(row.tokens, row.memory_gib, row.overrides) for row in small.rows] == [(0, None, [])]
+    assert small.lines()[1] == "  none with activation.checkpointing=disabled: the rest of the plan does not fit"
+    found = resolution(*IN_A_GROUP)
+    unknown = replace(found, config=replace(found.config, model=replace(found.config.model, facts=None)))
+    assert longest_rows(unknown).lines() == [
+        "Longest row: not known: the model's size is not known before it is loaded"
+    ]
+
+
+def test_the_command_prints_it_and_adds_it_to_the_json(capsys):
+    recipe, *words = (*RECIPE, *IN_A_GROUP)
+    console = Console(file=io.StringIO(), width=200)
+    assert plan_command(recipe, words, [], console, is_longest=True) == 0
+    lines = console.file.getvalue().splitlines()
+    assert lines[0] == "Longest row shared by 2 GPUs (estimated, one document in each row, 79.6 GiB a GPU)"
+    assert lines[3].startswith("  40,960 tokens with activation.checkpointing=enabled: ")
+    assert lines[3].endswith("and the model has no more positions")
+    assert plan_command(recipe, words, [], console, is_longest=True, as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)["longest"]
+    assert (found["sequence_group_size"], found["max_position_embeddings"]) == (2, 40_960)
+    assert found["rows"][1]["overrides"][:2] == ["training.max_length=40960", "packing.row_length=40960"]
+
+
+def test_a_group_counts_once_in_the_batch_and_has_a_part_of_the_row():
+    config = resolution("hardware.gpus_per_node=8", "parallelism.sequence_group_size=4").config
+    batch = solve_batch(config, None)
+    assert (batch.world_size, batch.data_ranks, batch.row_length) == (8, 2, 2048)
+    assert tokens_per_pass(config) == 512
+    assert config.attention.implementation.name == "varlen_attention" and not config.model.compile_layers
+
+
+def test_what_the_gpus_of_a_group_send_takes_time_where_links_were_measured():
+    config = resolution(*IN_A_GROUP, "activation=stored").config
+    # queries and results of 32 heads of 128, keys and values of 8, in 36 layers of 2 bytes, forward and backward; half
+    # stays where it is
+    assert exchanged_bytes(config, config.model.facts, 1024) == 1024 * 36 * 2 * (32 + 8) * 128 * 2 * 2 / 2
+    again = replace(config, activation=replace(config.activation, checkpointing=Checkpointing.enabled))
+    assert exchanged_bytes(again, config.model.facts, 1) == 1.5 * exchanged_bytes(config, config.model.facts, 1)
+    batch = solve_batch(config, None)
+    unmeasured, measured = (plan_time(config, batch, gb_per_s=speed) for speed in (None, 100.0))
+    seconds = [1024 / plan.tokens_per_second_per_gpu for plan in (unmeasured, measured)]
+    assert seconds[1] - seconds[0] == pytest.approx(exchanged_bytes(config, config.model.facts, 1024) / 100e9)
+    assert "0.755 GB that each GPU sends in the attention of a pass are not counted" in unmeasured.assumption
+    assert "take 8 ms" in measured.assumption
