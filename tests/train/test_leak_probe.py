@@ -224,7 +224,14 @@ def test_probe_restores_generators_and_modes():
 def test_ranks_that_leak_are_worse_than_those_that_do_not(config):
     allowed = leak_probe.tolerance(config.precision.compute, uses_tf32=False)
     fine = leak_probe.Isolation(
-        moved=0.0, alone=1e-7, leaking=1.0, loss_together=2.0, loss_apart=2.0, tokens_together=9, tokens_apart=9
+        moved=0.0,
+        alone=1e-7,
+        alone_median=1e-8,
+        leaking=1.0,
+        loss_together=2.0,
+        loss_apart=2.0,
+        tokens_together=9,
+        tokens_apart=9,
     )
     worse, broken = (
         leak_probe.Isolation(**{**vars(fine), name: value}) for name, value in (("moved", 0.3), ("alone", float("nan")))

@@ -67,6 +67,14 @@ def test_packed_padded_and_accumulated_steps_have_the_same_loss(config, run, cha
     assert losses(run(short_rows, "short")[2]) == pytest.approx(packed, rel=2e-5)
 
 
+def test_trained_parameters_are_counted_beside_a_frozen_base_only(config, changed):
+    """A token trains its own experts only, which `flops_per_token` knows; ZeRO-3's parameters are empty."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2, bias=False))
+    model[0].requires_grad_(False)
+    assert train_run._num_adapted(config, model) is None
+    assert train_run._num_adapted(changed(config, peft={"method": PeftMethod.lora}), model) == 8
+
+
 def test_step_without_a_token_count_is_refused(config, run, monkeypatch):
     monkeypatch.setattr(RecipeTrainer, "_get_num_items_in_batch", lambda *_: None)
     folder, code, _ = run(config)

@@ -366,6 +366,13 @@ def _validation_batches(config: RunConfig, plan: BatchPlan, part: PreparedPart, 
     )
 
 
+def _num_adapted(config: RunConfig, model: torch.nn.Module) -> int | None:
+    """The trained parameters beside a frozen base; None in a full fine-tune, which trains all that a token reaches."""
+    if config.peft.method is PeftMethod.full:
+        return None
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
 def _records(config: RunConfig, trainer: RecipeTrainer, writer: MetricsWriter | None) -> Records:
     generation, facts = config.hardware.generation, config.model.facts
     peak = None
@@ -374,14 +381,12 @@ def _records(config: RunConfig, trainer: RecipeTrainer, writer: MetricsWriter | 
         uses_tf32 = config.precision.tf32 is Switch.enabled
         peak = peak_of(generation, config.precision.compute, gpu_name=name, uses_tf32=uses_tf32)
     batches = trainer.train_batches
-    model: Any = trainer.model
-    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     attended = attended_length_tokens(batches.schedule.lengths.tolist())
     return Records(
         batches=batches,
         writer=writer,
         progress=TrainingProgress(Console()) if writer is not None else None,
-        flops_per_token=flops_per_token(facts, attended, num_trained) if facts is not None else None,
+        flops_per_token=flops_per_token(facts, attended, _num_adapted(config, trainer.model)) if facts else None,
         peak_tflops=peak.tflops if peak is not None else None,
     )
 
