@@ -211,6 +211,7 @@ class Traced(Exception):  # noqa: N818 - the end of a trace, no error
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")  # older versions know no other name
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache.")  # in transformers' experts
 @pytest.mark.parametrize("is_recomputed", [False, True], ids=["stored", "recomputed"])
 @pytest.mark.parametrize("architecture", sorted(COMPILED_ARCHITECTURES))
 def test_a_block_that_auto_compiles_is_one_graph_with_the_attention_that_it_takes(architecture, is_recomputed):

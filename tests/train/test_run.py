@@ -71,8 +71,8 @@ def test_trained_parameters_are_counted_beside_a_frozen_base_only(config, change
     """A token trains its own experts only, which `flops_per_token` knows; ZeRO-3's parameters are empty."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2, bias=False))
     model[0].requires_grad_(False)
-    assert train_run._num_adapted(config, model) is None
-    assert train_run._num_adapted(changed(config, peft={"method": PeftMethod.lora}), model) == 8
+    assert train_run._num_adapted(config, model.parameters()) is None
+    assert train_run._num_adapted(changed(config, peft={"method": PeftMethod.lora}), model.parameters()) == 8
 
 
 def test_step_without_a_token_count_is_refused(config, run, monkeypatch):

@@ -16,22 +16,16 @@ VARLEN_ARCHITECTURES = frozenset({
     "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
 })  # fmt: skip
 
-# Architectures that were tested with compiled blocks on H200s: Llama and Qwen2 in h200_speed_one_gpu.jsonl and
-# h200_speed_spread.jsonl, the others in h200x2_architectures.jsonl. There losses differed by less than 9e-4 from blocks
-# that are not compiled (Phi 2, which has dropout: 7e-3), and steps were 12 to 58% faster.
+# Architectures that were tested with compiled blocks: Llama and Qwen2 in h200_speed_one_gpu.jsonl and
+# h200_speed_spread.jsonl, Qwen3-MoE in h100_models.jsonl, the others in h200x2_architectures.jsonl. There losses
+# differed by less than 9e-4 from blocks that are not compiled (Phi 2, which has dropout: 7e-3), and steps were 12 to
+# 58% faster.
 COMPILED_ARCHITECTURES = frozenset({
     "CohereForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "GPTNeoXForCausalLM", "GraniteForCausalLM",
     "LlamaForCausalLM", "MistralForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
-    "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM",
-    "Starcoder2ForCausalLM",
+    "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+    "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
 })  # fmt: skip
-
-# Architectures whose losses were the same there, and which gained little for about 30 s of compiling: `auto` leaves
-# them as they are, with this reason. The second number is of blocks that are one graph (`model.router_logits`;
-# h100_models.jsonl), with 4 layers only.
-COMPILED_FOR_LITTLE = {
-    "Qwen3MoeForCausalLM": "was 2% faster compiled (2 layers of Qwen3-30B-A3B, one H200), and later 14% (4, one H100)"
-}
 
 # The class of one transformer block, from the architecture's `_no_split_modules` in transformers 5.23.
 DECODER_LAYERS = {

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -366,11 +367,11 @@ def _validation_batches(config: RunConfig, plan: BatchPlan, part: PreparedPart, 
     )
 
 
-def _num_adapted(config: RunConfig, model: torch.nn.Module) -> int | None:
+def _num_adapted(config: RunConfig, parameters: Iterable[torch.nn.Parameter]) -> int | None:
     """The trained parameters beside a frozen base; None in a full fine-tune, which trains all that a token reaches."""
     if config.peft.method is PeftMethod.full:
         return None
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
 def _records(config: RunConfig, trainer: RecipeTrainer, writer: MetricsWriter | None) -> Records:
@@ -381,12 +382,14 @@ def _records(config: RunConfig, trainer: RecipeTrainer, writer: MetricsWriter | 
         uses_tf32 = config.precision.tf32 is Switch.enabled
         peak = peak_of(generation, config.precision.compute, gpu_name=name, uses_tf32=uses_tf32)
     batches = trainer.train_batches
+    model: Any = trainer.model
+    adapted = _num_adapted(config, model.parameters())
     attended = attended_length_tokens(batches.schedule.lengths.tolist())
     return Records(
         batches=batches,
         writer=writer,
         progress=TrainingProgress(Console()) if writer is not None else None,
-        flops_per_token=flops_per_token(facts, attended, _num_adapted(config, trainer.model)) if facts else None,
+        flops_per_token=flops_per_token(facts, attended, adapted) if facts is not None else None,
         peak_tflops=peak.tflops if peak is not None else None,
     )
 

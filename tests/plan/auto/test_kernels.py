@@ -134,7 +134,6 @@ NOT_COMPILED = {
         {"model.facts.architecture": "FalconForCausalLM"},
         "FalconForCausalLM was not tested compiled; Cohere, GPTNeoX, ",
     ),
-    "experts": ({"model.facts.architecture": "Qwen3MoeForCausalLM"}, "was 2% faster compiled (2 layers of Qwen3-30B"),
     "padded": ({"packing.mode": PackingMode.padded}, "packed rows only, and packing.mode=padded"),
     "sdpa": ({"attention.implementation": Attention.sdpa}, "varlen_attention_4 only, and sdpa is asked for"),
     "flash": ({"attention.implementation": Attention.flash_attention_2}, "only, and flash_attention_2 is asked for"),

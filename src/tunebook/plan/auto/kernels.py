@@ -17,7 +17,6 @@ from tunebook.data.mean_length import with_file_estimate
 from tunebook.errors import RequestError
 from tunebook.facts.architectures import (
     COMPILED_ARCHITECTURES,
-    COMPILED_FOR_LITTLE,
     VARLEN_ARCHITECTURES,
     has_attention,
     nearest_attention,
@@ -66,8 +65,6 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
         yield "blocks that call Liger's kernels cannot be compiled (model.liger_kernel=true)"
     if facts is None:
         yield "the model's architecture is not known before it is loaded"
-    elif gain := COMPILED_FOR_LITTLE.get(facts.architecture):
-        yield f"{facts.architecture} {gain}; model.compile_layers=true compiles it anyway"
     elif facts.architecture not in COMPILED_ARCHITECTURES:
         seen = ", ".join(sorted(name.removesuffix("ForCausalLM") for name in COMPILED_ARCHITECTURES))
         yield f"{facts.architecture} was not tested compiled; {seen} were"
