@@ -368,7 +368,7 @@ def _validation_batches(config: RunConfig, plan: BatchPlan, part: PreparedPart, 
 
 
 def _num_adapted(config: RunConfig, parameters: Iterable[torch.nn.Parameter]) -> int | None:
-    """The trained parameters beside a frozen base; None in a full fine-tune, which trains all that a token reaches."""
+    """The trained parameters of adapters; None in a full fine-tune, which trains all that a token reaches."""
     if config.peft.method is PeftMethod.full:
         return None
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
