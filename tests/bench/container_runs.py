@@ -156,7 +156,9 @@ CASES = {
     "humaneval-base": Case([*_COMPOSE, "eval", "model=inputs/plain_base", *_HUMANEVAL]),
     "export": Case(make("export", "smollm2_135m_boolq", ["--to", "outputs/exported"])),
     "plain-after": without_template("outputs/exported", "inputs/plain_after"),
-    "humaneval-after": Case([*_COMPOSE, "eval", "model=inputs/plain_after", *_HUMANEVAL]),
+    "humaneval-after": Case(
+        [*_COMPOSE, "eval", "model=inputs/plain_after", *_HUMANEVAL, "--allow-mismatch", "template"]
+    ),
     "more-gpus-than-there-are": Case(make("train", "quickstart", GPUS="9"), code=2),
     "more-ranks-than-gpus": Case(make("train", "quickstart", ["parallelism=ddp", "hardware.gpus_per_node=9"]), code=2),
     "image-of-another-generation": Case(make("train", "quickstart", GPU="blackwell"), code=2),
@@ -197,7 +199,8 @@ CASES = {
 
 def run(name: str, case: Case, folder: Path, timeout_s: float) -> dict[str, Any]:
     """Run a command; returns its line."""
-    line: dict[str, Any] = {"name": name, "command": shlex.join(case.words), "expected_code": case.code}
+    command = shlex.join(case.words).replace(str(CHECKOUT), "$CHECKOUT")
+    line: dict[str, Any] = {"name": name, "command": command, "expected_code": case.code}
     line |= case.environment | {"stands_in": sorted(case.stands_in)}
     before, started = set(CHECKOUT.glob("outputs/*/*/manifest.json")), time.monotonic()
     with tempfile.TemporaryDirectory() as programs, (folder / f"{name}.log").open("w+") as log:
@@ -214,7 +217,7 @@ def run(name: str, case: Case, folder: Path, timeout_s: float) -> dict[str, Any]
         log.seek(0)
         text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", log.read())
     line |= {"seconds": round(time.monotonic() - started, 1), "is_right": line["exit_code"] == case.code}
-    line["output"] = text.splitlines()[-12:]
+    line["output"] = text.replace(f"{CHECKOUT}/", "").splitlines()[-12:]
     new = [file for file in CHECKOUT.glob("outputs/*/*/manifest.json") if file not in before]
     folders = [file.parent for file in new if not file.parent.is_symlink()]
     if case.training and line["is_right"] and len(folders) == 1:
