@@ -269,6 +269,7 @@ pull_image() {
   if [ "$image" = "$name" ]; then
     say "it is used from now on"
   else
-    say "it is of other sources, another lock or another attention package than asked for, so it is not used: make image builds one that is"
+    say "it is of other sources, another lock or another attention package than asked for, so it is not used:" \
+      "make image builds one that is"
   fi
 }

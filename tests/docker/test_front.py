@@ -193,7 +193,7 @@ def test_a_digest_is_used_while_it_is_of_this_checkout(machine):
     assert f"in a container, image {DIGEST}" in own.stderr
     machine.tell("docker-buildx-imagetools", '{"config":{"Labels":{"tunebook.lock-sha256":"1"}}}')
     edited = machine.front(*TRAIN, GPU="cpu")
-    assert f"image.digest is not used: {DIGEST} is of other sources or another lock" in edited.stderr
+    assert f"image.digest is not used: {DIGEST} is of other sources, another lock" in edited.stderr
     assert machine.setting("TUNEBOOK_IMAGE") == "tunebook:cpu"
     assert len(machine.calls("compose build")) == 1
     assert machine.calls("pull") == []
