@@ -103,7 +103,9 @@ def test_gradients_are_those_of_whole_rows_and_a_leak_is_seen(run, tmp_path):
     assert len(found["leaky"]) == 3  # the other document's change, the document alone, the loss
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", pytest.param("zero2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("zero2", marks=pytest.mark.slow)]
+)
 def test_losses_of_every_strategy(train_once, one_rank, strategy):
     trained = train_once(FIRST_STEPS, *IN_A_GROUP, f"parallelism={strategy}")
     assert trained.losses == pytest.approx(one_rank.losses, rel=1e-5)
@@ -114,6 +116,7 @@ def test_losses_of_every_strategy(train_once, one_rank, strategy):
     assert (batch["world_size"], batch["sequence_group_size"], batch["rows_per_step"]) == (2, 2, 1)
 
 
+@pytest.mark.slow
 def test_two_groups_accumulate_and_recompute(train_once, one_rank):
     words = ("hardware=cpu", "hardware.gpus_per_node=4", "parallelism.sequence_group_size=2", "parallelism=ddp")
     trained = train_once(FIRST_STEPS, *words, *IN_SHORT_ROWS, "activation=checkpointing")
