@@ -9,7 +9,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from tunebook.config.choices import Attention
 from tunebook.errors import RequestError
-from tunebook.facts.architectures import SINKS, VARLEN_ARCHITECTURES
+from tunebook.facts.architectures import VARLEN_ARCHITECTURES
 from tunebook.model import varlen_attention as module
 from tunebook.model.varlen_attention import register, sdpa_by_document, varlen_attention
 
@@ -58,7 +58,7 @@ def plain(inputs):
     return {name: inputs[name] for name in ("input_ids", "position_ids")}
 
 
-@pytest.mark.parametrize("architecture", sorted(VARLEN_ARCHITECTURES - SINKS))
+@pytest.mark.parametrize("architecture", sorted(VARLEN_ARCHITECTURES))
 @torch.no_grad()
 def test_computes_what_sdpa_does_with_its_block_mask(registered, model_pair, row, architecture):
     theirs, ours = model_pair(architecture, Attention.varlen_attention)
@@ -134,7 +134,7 @@ def row_by_document(packed_row):
     return packed_row(DOCUMENT_LENGTHS)
 
 
-@pytest.mark.parametrize("architecture", sorted(VARLEN_ARCHITECTURES - SINKS))
+@pytest.mark.parametrize("architecture", sorted(VARLEN_ARCHITECTURES))
 def test_outputs_and_gradients_are_those_of_sdpa(model_pair, row_by_document, architecture):
     theirs, ours = model_pair(architecture, Attention.sdpa_by_document)
     inputs, places = row_by_document

@@ -7,29 +7,25 @@ from tunebook.config.schema import RunConfig
 from tunebook.facts.attention import COMPILED, MASKED, WITHOUT_KERNEL
 from tunebook.facts.generations import can_run
 
-# Architectures with attention sinks. Of Tunebook's own kernels only varlen_attention computes them, for all heads.
-SINKS = frozenset({"GptOssForCausalLM"})
-
-# Architectures whose results with torch's varlen kernel were compared with sdpa (tests/model/test_varlen_attention.py),
-# those with sinks with eager attention (h100_sinks.jsonl).
+# Architectures whose results with torch's varlen kernel were compared with sdpa (tests/model/test_varlen_attention.py).
 # `auto` chooses varlen for no others: some call no attention function, and some need what it cannot compute.
 VARLEN_ARCHITECTURES = frozenset({
     "CohereForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "GPTNeoXForCausalLM", "GraniteForCausalLM",
     "LlamaForCausalLM", "MistralForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
     "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
     "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
-}) | SINKS  # fmt: skip
+})  # fmt: skip
 
 # Architectures that were tested with compiled blocks: Llama and Qwen2 in h200_speed_one_gpu.jsonl and
-# h200_speed_spread.jsonl, Qwen3-MoE and GPT-OSS in h100_models.jsonl, the others in h200x2_architectures.jsonl. There
-# losses differed by less than 9e-4 from blocks that are not compiled (Phi 2, which has dropout: 7e-3; GPT-OSS: from
-# eager attention), and steps were 12 to 58% faster (GPT-OSS: 2.6 times as fast as eager attention in padded rows).
+# h200_speed_spread.jsonl, Qwen3-MoE in h100_models.jsonl, the others in h200x2_architectures.jsonl. There losses
+# differed by less than 9e-4 from blocks that are not compiled (Phi 2, which has dropout: 7e-3), and steps were 12 to
+# 58% faster.
 COMPILED_ARCHITECTURES = frozenset({
     "CohereForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "GPTNeoXForCausalLM", "GraniteForCausalLM",
     "LlamaForCausalLM", "MistralForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
     "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
     "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
-}) | SINKS  # fmt: skip
+})  # fmt: skip
 
 # The class of one transformer block, from the architecture's `_no_split_modules` in transformers 5.23.
 DECODER_LAYERS = {

@@ -20,7 +20,6 @@ from tunebook.config.choices import (
     Strategy,
     WrapPolicy,
 )
-from tunebook.config.compose import compose
 from tunebook.config.schema import DatasetConfig, FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.facts.architectures import COMPILED_ARCHITECTURES, VARLEN_ARCHITECTURES
 from tunebook.plan.auto.resolve import resolve_auto
@@ -307,10 +306,3 @@ def test_a_few_steps_on_generated_documents_are_compiled_as_the_run_that_they_me
     undecided.dataset = DatasetConfig(source=Source.synthetic)
     undecided.training.max_steps = 3
     assert decided(undecided, machine(H200))[0].model.compile_layers is True
-
-
-def test_attention_sinks_are_packed_in_compiled_blocks(machine) -> None:
-    """On an H100 2.6 times as fast as eager attention in padded rows (tests/bench/results/h100_models.jsonl)."""
-    config = resolve_auto(compose("gpt_oss_20b_lora", []).config, machine()).config
-    assert config.attention.implementation is Attention.varlen_attention
-    assert (config.packing.mode, config.model.compile_layers) == (PackingMode.isolated, True)

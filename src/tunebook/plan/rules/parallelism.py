@@ -18,7 +18,7 @@ from tunebook.config.choices import (
     WrapPolicy,
 )
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
-from tunebook.facts.architectures import DECODER_LAYERS, SINKS, VARLEN_ARCHITECTURES, without_flash_attn
+from tunebook.facts.architectures import DECODER_LAYERS, VARLEN_ARCHITECTURES, without_flash_attn
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT
 from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.facts.sharing import is_cast_by_deepspeed
@@ -150,7 +150,7 @@ def sequence_group_heads(config: RunConfig) -> Finding | None:
 def sequence_group_architecture(config: RunConfig) -> Finding | None:
     """Refuse sequence groups for architectures that were not compared with these kernels."""
     facts = config.model.facts
-    if _sequence_group(config) == 1 or facts is None or facts.architecture in VARLEN_ARCHITECTURES - SINKS:
+    if _sequence_group(config) == 1 or facts is None or facts.architecture in VARLEN_ARCHITECTURES:
         return None
     message = f"{facts.architecture} is not known to attend only by the kernels that exchange the tokens of a row"
     return Finding(message, "parallelism.sequence_group_size=1")
