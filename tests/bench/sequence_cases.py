@@ -35,7 +35,8 @@ FP32 = [
 BF16 = [
     *PLAIN, "model.weights=random", "model.facts.num_layers=6", "model.facts.num_parameters=225609856",
     "dataset=synthetic", "dataset.synthetic.num_documents=4000", "attention=varlen_attention",
-    "training.max_length=4096", "training.global_samples=null", "training.global_tokens=32768",
+    "training.max_length=4096", "packing.row_length=4096", "training.global_samples=null",
+    "training.global_tokens=32768",
 ]  # fmt: skip
 NOT_COMPILED, COMPILED = "model.compile_layers=false", "model.compile_layers=true"
 SIXTEEN_BIT = "precision.master_weights=bf16"  # as TRL's guide to long contexts trains
