@@ -80,7 +80,7 @@ def test_it_is_asked_once_for_the_same_file_in_the_same_environment(file, asked,
 def test_people_are_told_once_that_it_takes_a_while(file, asked, cache, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     meta_device.trace_file(file)
-    told = f"tracing the layers of {file}, once: this takes 5 to 30 s, longer on a busy machine\n"
+    told = f"tracing the layers of {file}, once: this takes 5 to 15 s, longer on a busy machine\n"
     assert capsys.readouterr().err == told
     meta_device.trace_file(file)
     for remembered in cache.iterdir():
@@ -286,6 +286,9 @@ def test_a_trace_with_compiled_layers_serves_a_run_without_them(file, asked, cac
     for compiles in (False, None, True, None, False):
         meta_device.trace_file(file, scope=TraceScope.full, compiles=compiles)
     assert ways == [False, None, True]
+    for compiles in (None, False):
+        meta_device.trace_file(file, scope=TraceScope.adapter, compiles=compiles)
+    assert ways.pop() is None and ways == [False, None, True]
     for compiles in (None, True, False):
         meta_device.trace_file(file, scope=TraceScope.fp32, compiles=compiles)
     assert ways == [False, None, True, None], "no layer is compiled on a CPU"

@@ -9,7 +9,7 @@
     kernels    stand-ins for GPU kernels, and CUDA's autocast
     (here)     starts that process and caches its answer under the config.json's hash
 
-The first trace takes 5 to 30 seconds, depending on architecture, cores and scope. It needs no weights, no GPU and no
+The first trace takes 5 to 15 seconds on two cores, depending on architecture and scope. It needs no weights, no GPU and no
 network.
 """
 
@@ -38,7 +38,7 @@ from tunebook.files import cache_root, remember, sha256_file
 from tunebook.processes import stopping_with_parent
 
 # Increase when the answer to the same config.json changes, so that cached answers are not reused.
-_FORM = 10
+_FORM = 11
 # Timeout in seconds without progress. Total time is unlimited: tracing is slow on a busy machine.
 _MAX_SILENCE_S = 300.0
 STATED_FACTS = "stated_facts"  # key for stated sizes instead of a config.json
@@ -49,11 +49,11 @@ class TraceScope(Enum):
     """The modes of training that are traced: all, or those that a run can have, which takes a fraction of the time."""
 
     whole = "whole"
-    full = "full"  # a full fine-tune: nothing with adapters
-    adapter = "adapter"  # adapters without dropout
-    dropout = "dropout"  # adapters with dropout
+    full = "full"  # a full fine-tune in 16 bits: nothing with adapters
+    adapter = "adapter"  # adapters without dropout, in 16 bits
+    dropout = "dropout"  # adapters with dropout, in 16 bits
     full_and_dropout = "full_and_dropout"  # a full fine-tune that cannot fit, and the adapters that would be advised
-    fp32 = "fp32"  # on a CPU: nothing in 16 bits
+    fp32 = "fp32"  # products in fp32
 
 
 def trace_file(
@@ -81,11 +81,11 @@ def trace_file(
         compiles = True
     has_both = scope in (TraceScope.full, TraceScope.dropout)
     scopes = (scope, TraceScope.full_and_dropout) if has_both else (scope,)
-    own = [name for each in scopes for name in (f"{each.name}.compiled", _cache_name(each, compiles))]
-    names = dict.fromkeys((TraceScope.whole.name, *own))
+    ways = (True, compiles) if compiles is not False else (True, None, False)
+    names = dict.fromkeys((TraceScope.whole.name, *(_cache_name(each, way) for each in scopes for way in ways)))
     facts = next((known for name in names if (known := _read(folder / f"{key}.{name}.json"))), None)
     if facts is None:
-        _say_once(f"tracing the layers of {config_file}, once: this takes 5 to 30 s, longer on a busy machine")
+        _say_once(f"tracing the layers of {config_file}, once: this takes 5 to 15 s, longer on a busy machine")
         answer = _ask(config_file, trust_remote_code, scope, compiles)
         if "error" in answer:
             raise _refusal(config_file, answer, trust_remote_code)

@@ -126,10 +126,11 @@ def measuring(
 
 def _modes(scope: TraceScope) -> list[tuple[str, str, str]]:
     """The modes of a scope, without adapters' dropout where a method has none."""
-    if scope is TraceScope.fp32:
-        return [mode for mode in _MODES if mode[0] == "fp32"]
-    methods = _METHODS_OF.get(scope)
-    modes = [mode for mode in _MODES if methods is None or mode[1] in methods]
+    if scope is TraceScope.whole:
+        return [*_MODES]
+    if scope is TraceScope.fp32:  # autocast: see `plan.memory.kept.left_by_offloading`
+        return [mode for mode in _MODES if mode[0] == "fp32" or (mode[0] == "autocast" and mode[1:] in _OF_ADAPTERS)]
+    modes = [mode for mode in _MODES if mode[1] in _METHODS_OF[scope] and mode[0] != "fp32"]
     if scope in (TraceScope.dropout, TraceScope.full_and_dropout):
         modes = [mode for mode in modes if mode[1] != "adapter" or mode[2] != COMPILED]
     return modes

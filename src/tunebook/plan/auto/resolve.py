@@ -30,7 +30,13 @@ from tunebook.plan.architecture import TraceScope
 from tunebook.plan.architecture.base_model import about_parameters, facts_of_book, read_facts
 from tunebook.plan.auto.decisions import AS_ASKED, Choice, Decisions
 from tunebook.plan.auto.hardware import decide_hardware
-from tunebook.plan.auto.kernels import decide_attention, decide_compiling, decide_head, why_not_worth_compiling
+from tunebook.plan.auto.kernels import (
+    compiles_known_layers,
+    decide_attention,
+    decide_compiling,
+    decide_head,
+    why_not_worth_compiling,
+)
 from tunebook.plan.auto.parallelism import decide_strategy
 from tunebook.plan.auto.passes import decide_passes
 from tunebook.plan.rules.attention import leaks
@@ -92,13 +98,15 @@ def _resolve(config: RunConfig, machine: Machine, *, why_not_compiled: str | Non
     decisions = Decisions(config)
     resolved = decisions.config
     decide_hardware(decisions, machine)
-    resolved.model.facts = read_facts(resolved.model, scope=_trace_scope(resolved))
+    before = Decisions(resolved)  # precision depends on the facts' dtype only, which a config.json has, too
+    _decide_precision(before)
+    resolved.model.facts = read_facts(
+        resolved.model, scope=_trace_scope(before.config), compiles=compiles_known_layers(before.config)
+    )
     _note_facts_of_book(decisions, config)
     _note_unreached(decisions)
     problem = hardware_problem(resolved, machine)
-    decisions.decide("precision.compute", lambda: _compute(resolved))
-    decisions.decide("precision.master_weights", lambda: _master_weights(resolved))
-    decisions.decide("precision.tf32", lambda: _tf32(resolved))
+    _decide_precision(decisions)
     is_planned = problem is not None or starts_elsewhere(resolved)
     missing = None if is_planned else machine.missing_for_triton
     decisions.decide(
@@ -118,12 +126,16 @@ def _resolve(config: RunConfig, machine: Machine, *, why_not_compiled: str | Non
     )
 
 
+def _decide_precision(decisions: Decisions) -> None:
+    config = decisions.config
+    decisions.decide("precision.compute", lambda: _compute(config))
+    decisions.decide("precision.master_weights", lambda: _master_weights(config))
+    decisions.decide("precision.tf32", lambda: _tf32(config))
+
+
 def _trace_scope(config: RunConfig) -> TraceScope:
-    """The modes that the run can have, whatever `auto` decides."""
-    precision = config.precision
-    is_fp32 = precision.compute in (Compute.auto, Compute.fp32)
-    is_fp32 = is_fp32 and precision.master_weights in (MasterWeights.auto, MasterWeights.fp32)
-    if is_fp32 and config.hardware.generation is Generation.cpu:
+    """The modes that the run can have, whatever `auto` decides after its precision."""
+    if config.precision.compute is Compute.fp32:
         return TraceScope.fp32
     if config.peft.method is PeftMethod.full:
         return TraceScope.full_and_dropout if _adapters_are_advised(config) else TraceScope.full
