@@ -9,8 +9,8 @@
     kernels    stand-ins for GPU kernels, and CUDA's autocast
     (here)     starts that process and caches its answer under the config.json's hash
 
-The first trace takes 5 to 15 seconds on two cores, depending on architecture and scope. It needs no weights, no GPU and no
-network.
+The first trace takes 5 to 15 seconds on two cores, depending on architecture and scope. It needs no weights, no GPU and
+no network.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from enum import Enum
 from functools import cache
@@ -32,7 +33,7 @@ from typing import Any
 
 import tunebook
 from tunebook.config.model_facts import MeasuredLayers, ModelFacts, facts_from_json, shipped_answers
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, RulesError
 from tunebook.facts.architectures import COMPILED_ARCHITECTURES
 from tunebook.files import cache_root, remember, sha256_file
 from tunebook.processes import stopping_with_parent
@@ -62,12 +63,13 @@ def trace_file(
     trust_remote_code: bool = False,
     scope: TraceScope = TraceScope.whole,
     compiles: bool | None = None,
+    before_tracing: Callable[[], None] = lambda: None,
 ) -> ModelFacts | None:
     """The facts of the model that a config.json describes; None if torch or transformers is not installed.
 
     `compiles`: whether compiled layers are traced, which is most of the work; None: if `auto` compiles those of the
     architecture. The whole scope always includes them, and its cached answer serves every other scope. Raises:
-    RequestError if transformers has no such causal language model, or cannot build it.
+    RequestError if transformers has no such causal language model, or cannot build it, and what `before_tracing` does.
     """
     if (shipped := _shipped(config_file)) is not None:
         return shipped
@@ -85,6 +87,7 @@ def trace_file(
     names = dict.fromkeys((TraceScope.whole.name, *(_cache_name(each, way) for each in scopes for way in ways)))
     facts = next((known for name in names if (known := _read(folder / f"{key}.{name}.json"))), None)
     if facts is None:
+        before_tracing()
         _say_once(f"tracing the layers of {config_file}, once: this takes 5 to 15 s, longer on a busy machine")
         answer = _ask(config_file, trust_remote_code, scope, compiles)
         if "error" in answer:
@@ -100,9 +103,7 @@ def _cache_name(scope: TraceScope, compiles: bool | None) -> str:
     return f"{scope.name}{'' if compiles is None else '.compiled' if compiles else '.not_compiled'}"
 
 
-def trace_stated(
-    facts: ModelFacts, *, scope: TraceScope = TraceScope.whole, compiles: bool | None = None
-) -> MeasuredLayers | None:
+def trace_stated(facts: ModelFacts, **tracing: Any) -> MeasuredLayers | None:
     """Trace the layers of an architecture with stated sizes that are not in the book; None if tracing fails."""
     sizes = asdict(facts)
     del sizes["measured"]
@@ -110,7 +111,9 @@ def trace_stated(
         file = Path(folder) / "config.json"
         file.write_text(json.dumps({STATED_FACTS: sizes}), encoding="utf-8")
         try:
-            traced = trace_file(file, scope=scope, compiles=compiles)
+            traced = trace_file(file, **tracing)
+        except RulesError:
+            raise
         except RequestError:  # a rule or the loader reports it in the user's terms
             return None
     return None if traced is None else traced.measured

@@ -7,6 +7,7 @@ With these, each strategy is tried. The strategy decides the row length and how 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tunebook.config.choices import (
@@ -28,7 +29,7 @@ from tunebook.hardware.detect import Machine
 from tunebook.model.base_config import brings_code, read_dtype
 from tunebook.plan.architecture import TraceScope
 from tunebook.plan.architecture.base_model import about_parameters, facts_of_book, read_facts
-from tunebook.plan.auto.decisions import AS_ASKED, Choice, Decisions
+from tunebook.plan.auto.decisions import AS_ASKED, Choice, Decisions, is_open
 from tunebook.plan.auto.hardware import decide_hardware
 from tunebook.plan.auto.kernels import (
     compiles_known_layers,
@@ -39,8 +40,9 @@ from tunebook.plan.auto.kernels import (
 )
 from tunebook.plan.auto.parallelism import decide_strategy
 from tunebook.plan.auto.passes import decide_passes
+from tunebook.plan.rules import refuse_before_tracing
 from tunebook.plan.rules.attention import leaks
-from tunebook.plan.rules.numbers import refuse_absurd
+from tunebook.plan.rules.numbers import read_key, refuse_absurd
 from tunebook.train.packages import installed_version, missing_state_kernels
 from tunebook.train.requirements import hardware_problem
 
@@ -51,6 +53,10 @@ _NOT_COMPARED = "not compiled, to compare the two ways"  # replaced by a reason 
 _STATES_IN_FP32, _STATES_IN_BF16 = 16, 8  # bytes of a trained weight, its gradient and AdamW's two moments
 _FROZEN_IN_4_BITS = 0.5  # bytes of a weight
 _MOST_PARTS = 3  # most parts to list
+_DECIDED_BY_LAYERS = (
+    COMPILING, "model.one_pass_head", "attention.implementation", "packing.mode", "packing.row_length",
+    "parallelism.strategy", "training.micro_batch_size", "activation.checkpointing",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +107,10 @@ def _resolve(config: RunConfig, machine: Machine, *, why_not_compiled: str | Non
     before = Decisions(resolved)  # precision depends on the facts' dtype only, which a config.json has, too
     _decide_precision(before)
     resolved.model.facts = read_facts(
-        resolved.model, scope=_trace_scope(before.config), compiles=compiles_known_layers(before.config)
+        resolved.model,
+        scope=_trace_scope(before.config),
+        compiles=compiles_known_layers(before.config),
+        before_tracing=lambda: refuse_before_tracing(before.config, _unknown(before.config)),
     )
     _note_facts_of_book(decisions, config)
     _note_unreached(decisions)
@@ -124,6 +133,14 @@ def _resolve(config: RunConfig, machine: Machine, *, why_not_compiled: str | Non
         problem=problem,
         host_memory_gib=_host_memory_gib(resolved, machine, problem),
     )
+
+
+def _unknown(config: RunConfig) -> Iterator[str]:
+    """The keys whose values depend on the layers of the model, before these are traced."""
+    yield "model.facts" if config.model.facts is None else "model.facts.measured"
+    for key in _DECIDED_BY_LAYERS:
+        if is_open(read_key(config, key)):
+            yield key
 
 
 def _decide_precision(decisions: Decisions) -> None:
