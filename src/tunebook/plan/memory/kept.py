@@ -15,6 +15,7 @@ from tunebook.config.choices import Checkpointing, Compute, MixedPrecision, Pack
 from tunebook.config.model_facts import CAST, OFFLOADED, MeasuredLayers, ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig, data_ranks
 from tunebook.data.batch import PADDED_TOKENS_PER_PASS, largest_micro_batch
+from tunebook.data.mean_length import longest_document
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, COMPILED_BETA, MASKED, attention_facts
 from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.facts.strategies import strategy_facts
@@ -435,4 +436,6 @@ def _padded_rows(config: RunConfig) -> int:
 
 
 def _row_length(config: RunConfig) -> int:
-    return config.packing.row_length or config.training.max_length
+    """Tokens of a row: a packed one is full, a padded one as long as the longest document at most."""
+    row = config.packing.row_length or config.training.max_length
+    return min(row, longest_document(config)) if config.packing.mode is PackingMode.padded else row
