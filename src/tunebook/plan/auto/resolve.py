@@ -27,7 +27,6 @@ from tunebook.facts.sharing import is_offloaded
 from tunebook.facts.strategies import strategy_facts
 from tunebook.hardware.detect import Machine
 from tunebook.model.base_config import brings_code, read_dtype
-from tunebook.plan.architecture import TraceScope
 from tunebook.plan.architecture.base_model import about_parameters, facts_of_book, read_facts
 from tunebook.plan.auto.decisions import AS_ASKED, Choice, Decisions, is_open
 from tunebook.plan.auto.hardware import decide_hardware
@@ -40,6 +39,7 @@ from tunebook.plan.auto.kernels import (
 )
 from tunebook.plan.auto.parallelism import decide_strategy
 from tunebook.plan.auto.passes import decide_passes
+from tunebook.plan.memory.kept import number_format_of
 from tunebook.plan.rules import refuse_before_tracing
 from tunebook.plan.rules.attention import leaks
 from tunebook.plan.rules.numbers import read_key, refuse_absurd
@@ -52,6 +52,7 @@ COMPILING = "model.compile_layers"
 _NOT_COMPARED = "not compiled, to compare the two ways"  # replaced by a reason before anyone sees it
 _STATES_IN_FP32, _STATES_IN_BF16 = 16, 8  # bytes of a trained weight, its gradient and AdamW's two moments
 _FROZEN_IN_4_BITS = 0.5  # bytes of a weight
+_SOME_DROPOUT = 0.05  # of advised adapters
 _MOST_PARTS = 3  # most parts to list
 _DECIDED_BY_LAYERS = (
     COMPILING, "model.one_pass_head", "attention.implementation", "packing.mode", "packing.row_length",
@@ -108,7 +109,7 @@ def _resolve(config: RunConfig, machine: Machine, *, why_not_compiled: str | Non
     _decide_precision(before)
     resolved.model.facts = read_facts(
         resolved.model,
-        scope=_trace_scope(before.config),
+        ways=_ways(before.config, resolved),
         compiles=compiles_known_layers(before.config),
         before_tracing=lambda: refuse_before_tracing(before.config, _unknown(before.config)),
     )
@@ -150,13 +151,28 @@ def _decide_precision(decisions: Decisions) -> None:
     decisions.decide("precision.tf32", lambda: _tf32(config))
 
 
-def _trace_scope(config: RunConfig) -> TraceScope:
-    """The modes that the run can have, whatever `auto` decides after its precision."""
-    if config.precision.compute is Compute.fp32:
-        return TraceScope.fp32
-    if config.peft.method is PeftMethod.full:
-        return TraceScope.full_and_dropout if _adapters_are_advised(config) else TraceScope.full
-    return TraceScope.dropout if config.peft.dropout > 0 else TraceScope.adapter
+def _ways(decided: RunConfig, asked: RunConfig) -> list[str]:
+    """The ways of `ALL_WAYS` that the run can go, and that advised adapters would go if it is too large.
+
+    `decided`: its precision is known.
+    """
+    ways = _ways_of(decided)
+    if decided.peft.method is PeftMethod.full and _adapters_are_advised(decided):
+        other = replace(decided, peft=replace(decided.peft, method=PeftMethod.lora, dropout=_SOME_DROPOUT))
+        if is_open(asked.precision.master_weights):
+            weights, _ = _master_weights(other)
+            other = replace(other, precision=replace(other.precision, master_weights=weights))
+        ways += _ways_of(other)
+    return ways
+
+
+def _ways_of(config: RunConfig) -> list[str]:
+    is_full = config.peft.method is PeftMethod.full
+    method = "full" if is_full else "dropout" if config.peft.dropout > 0 else "adapter"
+    # In fp32, autocast's for what offloading leaves of adapters; in bf16, the strategies differ in autocast.
+    formats = {"fp32": ["fp32"] + ["autocast"] * (not is_full), "bf16": ["bf16", "cast"]}
+    number_format = number_format_of(config)
+    return [f"{each}/{method}" for each in formats.get(number_format, [number_format])]
 
 
 def _adapters_are_advised(config: RunConfig) -> bool:

@@ -134,7 +134,7 @@ def _compiled_mode(config: RunConfig) -> str | None:
         return None
     method = "dropout" if has_dropout(config) else _method(config)
     is_selective = config.activation.checkpointing is Checkpointing.selective
-    return f"{_number_format(config)}/{method}/{'selective' if is_selective else 'compiled'}"
+    return f"{number_format_of(config)}/{method}/{'selective' if is_selective else 'compiled'}"
 
 
 def _mode(config: RunConfig, saved: Collection[str]) -> str:
@@ -145,7 +145,7 @@ def _mode(config: RunConfig, saved: Collection[str]) -> str:
     kernel = config.attention.implementation
     if kernel is BY_DOCUMENT:
         kernel = MASKED
-    method, number_format = _method(config), _number_format(config)
+    method, number_format = _method(config), number_format_of(config)
     kernels = dict.fromkeys((kernel.name if ATTENTIONS[kernel].repeats_heads else "flash", "flash", "sdpa", "eager"))
     formats = [number_format, *(["bf16", "autocast"] if number_format != "fp32" else [])]
     cast = [f"{CAST}{method}/{next(iter(kernels))}"] if _is_without_autocast(config) else []
@@ -153,7 +153,8 @@ def _mode(config: RunConfig, saved: Collection[str]) -> str:
     return next((mode for mode in wanted if mode in saved), wanted[len(cast)])
 
 
-def _number_format(config: RunConfig) -> str:
+def number_format_of(config: RunConfig) -> str:
+    """The number format of weights and products, by the name that the traces have for it."""
     if config.precision.compute is Compute.fp32:
         return "fp32"
     return "bf16" if bytes_per_hidden_value(config) == 2 else "autocast"
