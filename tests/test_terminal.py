@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import io
+import subprocess
+import sys
+
 import pytest
 from rich.console import Console
 
-from tunebook.terminal import print_lines, wrapped
+from tunebook.terminal import outlive_readers, print_lines, wrapped
 
 LINES = ["Batch", "  packed rows of up to 1024 tokens on 8 GPUs or ranks, 1 per pass; how many are worked out later"]
 
@@ -45,3 +49,42 @@ def test_a_legend_is_wrapped_between_its_entries():
 
 def test_what_looks_like_markup_is_printed():
     assert printed(["[bold]a[/b] \\"], 40) == ["[bold]a[/b] \\"]
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize(("goes_on", "expected"), [(True, 0), (False, 1)], ids=str)
+def test_a_process_goes_on_without_a_reader_if_it_is_to(stream, goes_on, expected):
+    """Also what it starts afterwards, and what rich prints, which otherwise ends the process."""
+    program = (
+        "import subprocess, sys; from rich.console import Console; from tunebook.terminal import outlive_readers\n"
+        f"{'outlive_readers()' if goes_on else ''}\n"
+        f"print('read', file=sys.{stream}, flush=True)\n"
+        "sys.stdin.read()\n"  # until the reader has left
+        f"for _ in range(3): Console(stderr={stream == 'stderr'}).print('not read')\n"
+        f"print('not read', file=sys.{stream}, flush=True)\n"
+        f"subprocess.run([sys.executable, '-c', 'import sys; print(1, file=sys.{stream}, flush=True)'], check=True)\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, **(pipes | {stream: subprocess.PIPE}), text=True) as process:
+        reader = getattr(process, stream)
+        assert reader.readline() == "read\n"
+        reader.close()
+        process.stdin.close()
+        assert min(process.wait(), 1) == expected
+
+
+def test_output_that_is_read_is_as_it_was():
+    program = (
+        "import sys; from tunebook.terminal import outlive_readers; before = sys.stdout; outlive_readers()\n"
+        "print('ü', end='', flush=True); print(sys.stdout.isatty(), sys.stdout.encoding == before.encoding)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("üFalse True\n", "")
+
+
+def test_a_stream_that_is_no_file_stays(monkeypatch):
+    for stream in (None, io.StringIO()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        outlive_readers()
+        assert sys.stdout is stream

@@ -51,6 +51,7 @@ from tunebook.config.unsafe_text import shown, without_secrets
 from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError
 from tunebook.hardware.disk import is_disk_full
 from tunebook.second_interrupt import watching_interrupts
+from tunebook.terminal import outlive_readers
 from tunebook.train.other_launchers import is_read_only, refuse_inside_launcher, removal_notice, remove_other_launchers
 
 app = typer.Typer(
@@ -83,6 +84,7 @@ def train(
     console = make_console()
     if dry_run:
         raise typer.Exit(plan_command(recipe, overrides, recipes_dir or [], console, folder=run_folder))
+    outlive_readers()
     job = plan_job(recipe, overrides, recipes_dir or [])
     clock.passed("plan")
     raise typer.Exit(run_job(job, console, folder=run_folder, clock=clock))
@@ -233,6 +235,7 @@ def evaluate(
             *(["--confirm_run_unsafe_code"] if confirm_run_unsafe_code else []),
         ],
     )
+    outlive_readers()
     report = evaluate_command(request, outputs)
     console = make_console()
     console.print(report.table)
@@ -339,6 +342,7 @@ def sweep(
         seed=seed,
         prune=prune,
     )
+    outlive_readers()
     code = sweep_command(recipe, overrides, recipes_dir or [], make_console(), options=options, dry_run=dry_run)
     raise typer.Exit(code)
 
@@ -362,6 +366,7 @@ def parity(
     from tunebook.commands.parity import parity_command
 
     recipe, overrides = split(words)
+    outlive_readers()
     code = parity_command(
         recipe,
         overrides,

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tunebook.cli_options import ExportFormat, Outputs, RecipesDir, named_run
+from tunebook.terminal import outlive_readers
 
 records_app = typer.Typer()
 
@@ -82,6 +83,7 @@ def reproduce(
     """Run again what a run's manifest says, after telling what is different here, and compare; exit 5 if it differs."""
     from tunebook.commands.reproduce import reproduce_command
 
+    outlive_readers()
     raise typer.Exit(reproduce_command(named_run(run), outputs, recipes_dir or [], make_console(), dry_run=dry_run))
 
 

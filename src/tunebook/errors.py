@@ -86,13 +86,14 @@ class Problem:
 
 
 class RulesError(RequestError):
-    """Every broken rule of one configuration, reported together."""
+    """Every broken rule of one configuration, reported together; its text leaves warnings out."""
 
     def __init__(self, problems: list[Problem]) -> None:
         self.problems = problems
-        count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
-        lines = "\n".join(f"  {number}. {problem.text()}" for number, problem in enumerate(problems, 1))
-        super().__init__(f"this configuration cannot run: {count}\n{lines}", problem_id=problems[0].id)
+        errors = [problem for problem in problems if problem.is_error]
+        count = f"{len(errors)} problem{'s' if len(errors) != 1 else ''}"
+        lines = "\n".join(f"  {number}. {problem.text()}" for number, problem in enumerate(errors, 1))
+        super().__init__(f"this configuration cannot run: {count}\n{lines}", problem_id=errors[0].id)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

@@ -1,8 +1,13 @@
-"""Print lines of text that wrap at words in a terminal, so that the terminal does not break them inside words."""
+"""Print lines of text that wrap at words in a terminal, and outlive the reader of what is printed."""
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -19,6 +24,34 @@ def print_lines(lines: Iterable[str], console: Console, *, separator: str = " ",
     if console.is_terminal:
         lines = [part for line in lines for part in wrapped(line, console.width, separator)]
     console.print(Text("\n".join(lines), style=style), soft_wrap=True)
+
+
+def outlive_readers() -> None:
+    """From now on, this process goes on if the reader of its output leaves, as `head` does: the output is dropped.
+
+    For processes that train or evaluate for hours. Streams without a descriptor are left as they are.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        with suppress(AttributeError, OSError):  # none, as in a daemon, or not a file
+            stream.flush()
+            raw = _Outliving(stream.fileno(), "wb", closefd=False)
+            same = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
+            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), **same))
+
+
+class _Outliving(io.FileIO):
+    """A pipe or file whose descriptor leads nowhere once nobody reads it, also for processes started later."""
+
+    def write(self, data: Any, /) -> int:
+        """Write, or drop what nobody reads."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
 
 
 def wrapped(line: str, width: int, separator: str = " ") -> list[str]:

@@ -337,11 +337,38 @@ ON_GPUS = ["dataset=synthetic", "training.global_samples=64", "training.max_leng
 
 @pytest.mark.parametrize("model", NAMED)
 def test_a_named_model_is_planned_without_a_trace(as_json: Any, monkeypatch: Any, model: str) -> None:
-    monkeypatch.setattr(architecture, "_ask", lambda *_: pytest.fail("a trace takes 5 to 30 s"))
+    monkeypatch.setattr(architecture, "_ask", lambda *_: pytest.fail("a trace takes 5 to 15 s"))
     code, plan = as_json(None, f"model={model}", *ON_GPUS)
     assert (code, plan["fits"], plan["problems"]) == (0, True, [])
     assert plan["memory_gib"]["activations"] > 0
     assert (plan["time"]["tokens_per_second_per_gpu"] is None) is (plan["attention"] == "eager")
+
+
+LLAMA = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "hidden_size": 64,
+    "intermediate_size": 176, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100,
+}  # fmt: skip
+
+
+def test_what_breaks_a_rule_is_refused_before_its_model_is_traced(
+    as_json: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With all that is known by then; a run that breaks nothing is traced."""
+    asked: list[str] = []
+    monkeypatch.setattr(architecture, "_ask", lambda *_: asked.append("") or {"error": "cut-off", "reason": "asked"})
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    words = [f"model.path={tmp_path}", "model.weights=random", "dataset=synthetic", "dataset.path=x", *ON_GPUS[3:5]]
+    code, plan = as_json(None, *words, "optimizer.learning_rate=-1", "training.max_length=1")
+    ids = [problem["id"] for problem in plan["problems"]]
+    assert (code, ids, asked) == (2, ["out-of-range"] * 2 + ["batch-one-way", "dataset-field-ignored"], [])
+    by_key = {problem["key"]: problem for problem in plan["problems"]}
+    assert by_key["training.max_length"]["place"] == "override 'training.max_length=1'"
+    assert not by_key["dataset.path"]["is_error"]
+    assert plan["hardware"] is plan["precision"] is None
+    code, plan = as_json(None, *words, "training.global_samples=64")
+    assert (code, asked) == (2, [""])
+    assert "could not be traced (asked)" in plan["problems"][-1]["message"]
 
 
 @pytest.mark.slow

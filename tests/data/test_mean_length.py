@@ -11,7 +11,7 @@ from tunebook.config.choices import Overlong, Source
 from tunebook.config.frozen import plain_config
 from tunebook.config.schema import DatasetConfig, RunConfig, SyntheticConfig, TrainingConfig
 from tunebook.data import synthetic
-from tunebook.data.mean_length import count_documents, mean_tokens, with_file_estimate
+from tunebook.data.mean_length import count_documents, longest_document, mean_tokens, with_file_estimate
 
 
 def config_of(dataset: DatasetConfig, max_length: int = 1024) -> RunConfig:
@@ -107,3 +107,10 @@ def test_other_files_and_stated_lengths_are_left_as_they_are(tmp_path, monkeypat
     (tmp_path / "empty.jsonl").write_bytes(b"")
     (tmp_path / "some.jsonl").write_text("{}\n")
     assert with_file_estimate(dataset) == dataset
+
+
+@pytest.mark.parametrize(("source", "longest"), [(Source.synthetic, 512), (Source.files, 1024)])
+def test_generated_documents_are_no_longer_than_they_are_drawn(source: Source, longest: int) -> None:
+    dataset = DatasetConfig(source=source, path="a.jsonl", synthetic=SyntheticConfig(max_tokens=512))
+    assert longest_document(config_of(dataset)) == longest
+    assert longest_document(config_of(dataset, max_length=256)) == 256

@@ -27,6 +27,7 @@ from tunebook.evaluate.evaluation import Evaluation, _bound_tokenizer, score_fir
 from tunebook.evaluate.task_files import resolve_task
 from tunebook.evaluate.worker import full_disk_error
 from tunebook.model.load import load_model
+from tunebook.record.contamination import CHECK
 from tunebook.record.model_origin import recorded_by_run
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
@@ -150,6 +151,10 @@ def test_ctrl_c_ends_with_the_code_of_a_stopped_run(
     monkeypatch.setattr("sys.argv", ["evaluate", "--run", str(run), "--when", "before"])
     assert program.main() == 6
     assert "stopped" in capsys.readouterr().err
+    monkeypatch.setattr(worker, "main", stop)
+    monkeypatch.setattr("sys.argv", ["evaluate", "--run", str(run), "--when", CHECK])
+    assert program.main() == 6
+    assert capsys.readouterr().err == "", "a check that a failed training ends keeps no tasks"
 
 
 def test_the_worker_starts_without_importing_torch(run_python: Callable[[str], str]) -> None:

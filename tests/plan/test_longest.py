@@ -109,3 +109,18 @@ def test_what_the_gpus_of_a_group_send_takes_time_where_links_were_measured():
     assert seconds[1] - seconds[0] == pytest.approx(exchanged_bytes(config, config.model.facts, 1024) / 100e9)
     assert "0.755 GB that each GPU sends in the attention of a pass are not counted" in unmeasured.assumption
     assert "take 8 ms" in measured.assumption
+
+
+def test_the_longest_padded_row_is_not_limited_by_the_documents_that_would_be_generated():
+    long, short = (
+        longest_rows(
+            resolution(
+                "packing=padded",
+                "hardware.gpus_per_node=8",
+                "dataset=synthetic",
+                f"dataset.synthetic.max_tokens={tokens}",
+            )
+        )
+        for tokens in (100_000, 256)
+    )
+    assert long == short and long.rows[-1].tokens > 256

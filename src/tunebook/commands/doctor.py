@@ -25,7 +25,7 @@ from tunebook.doctor.software import check_software
 from tunebook.doctor.storage import check_storage
 from tunebook.doctor.system import GIB, MEMINFO, check_system, read_meminfo, swap
 from tunebook.doctor.tokenizers import check_tokenizer, probe_tokenizer
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, RulesError
 from tunebook.hardware.bandwidth import Bandwidth, remember
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.hardware.disk import existing
@@ -159,9 +159,11 @@ def _resolve(recipe: str | None, overrides: list[str], recipes_dirs: list[Path],
             return Request(config=config, findings=findings)
         batch = solve_batch(config, None)
         return Request(config=config, batch=batch, findings=[_plan_finding(config), *findings])
+    except RulesError as error:
+        findings += [finding_of(problem, Kind.recipe) for problem in error.problems]
     except RequestError as error:
         findings.append(finding_of_error(error, Kind.recipe, otherwise="recipe"))
-        return Request(config=config, findings=findings)
+    return Request(config=config, findings=findings)
 
 
 def _names_model(override: str) -> bool:

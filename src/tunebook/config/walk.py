@@ -124,7 +124,7 @@ def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, list[str], bool]]
             yield from texts_of(entry, f"{key}.{name}")
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            yield from texts_of(getattr(value, field.name), f"{key}.{field.name}" if key else field.name)
+            yield from texts_of(getattr(value, field.name, None), f"{key}.{field.name}" if key else field.name)
 
 
 def unknown_keys(tree: DictConfig, prefix: str = "") -> Iterator[tuple[str, type]]:

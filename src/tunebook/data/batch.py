@@ -15,7 +15,7 @@ import numpy as np
 
 from tunebook.config.choices import PackingMode
 from tunebook.config.schema import RunConfig, data_ranks, world_size
-from tunebook.data.mean_length import count_documents, mean_tokens
+from tunebook.data.mean_length import count_documents, longest_document, mean_tokens
 from tunebook.data.packing import Lengths, at_most_in_a_row, longest_row, rows_needed
 from tunebook.data.sampler import Schedule, StepSize, cut_into_steps, documents_in_steps, epoch_order
 from tunebook.errors import RequestError
@@ -119,9 +119,9 @@ def fewer_gpus(config: RunConfig, num_documents: int) -> str:
 
 def row_length(config: RunConfig) -> int:
     """Tokens a row holds: packed rows may be longer than one document."""
-    if config.packing.mode is PackingMode.isolated and config.packing.row_length is not None:
-        return config.packing.row_length
-    return config.training.max_length
+    if config.packing.mode is PackingMode.isolated:
+        return config.packing.row_length or config.training.max_length
+    return longest_document(config)
 
 
 def _step_size(config: RunConfig) -> StepSize:
@@ -247,7 +247,7 @@ def _estimated_rows(config: RunConfig, samples: int, unit: int, length: int) -> 
 
     One pass (`unit`) if even the longest documents fit into it.
     """
-    if samples <= unit * (length // max(1, config.training.max_length)):
+    if samples <= unit * (length // max(1, longest_document(config))):
         return unit
     mean = mean_tokens(config)
     if mean is None:

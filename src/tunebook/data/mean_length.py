@@ -1,4 +1,4 @@
-"""The number of documents and their mean length, as far as they are known before the data is prepared.
+"""The number of documents, their mean and their longest length, as far as they are known before the data is prepared.
 
 They come from the data set's facts (`dataset.num_documents`, `.mean_tokens`), or follow from the settings of generated
 documents: lengths are drawn from a log-normal distribution, rounded and clipped to two bounds (`data.synthetic`). For
@@ -60,6 +60,12 @@ def _estimate_documents(path: Path) -> float | None:
         return float(len(json.loads(start))) if len(start) == size else None
     lines = start.count(b"\n") + (len(start) == size and not start.endswith(b"\n"))
     return lines * size / len(start) if lines else None
+
+
+def longest_document(config: RunConfig) -> int:
+    """Tokens that no document of the data exceeds: `training.max_length`, or less if generated ones are shorter."""
+    longest, dataset = config.training.max_length, config.dataset
+    return min(longest, dataset.synthetic.max_tokens) if dataset.source is Source.synthetic else longest
 
 
 def mean_tokens(config: RunConfig) -> float | None:

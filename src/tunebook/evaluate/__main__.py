@@ -4,17 +4,21 @@ import signal
 import sys
 
 from tunebook.errors import StoppedError
+from tunebook.record.contamination import CHECK
+from tunebook.terminal import outlive_readers
 
 
 def main() -> int:
     """Evaluate, and end quietly on a stop request, even while the libraries are still being imported."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    outlive_readers()
     try:
         from tunebook.evaluate.worker import main as work
 
         return work()
     except KeyboardInterrupt:
-        print("evaluation: stopped; the finished tasks are kept", file=sys.stderr)
+        if CHECK not in sys.argv:  # a check has no tasks, and ends with a training that has failed
+            print("evaluation: stopped; the finished tasks are kept", file=sys.stderr)
         return StoppedError.exit_code
 
 

@@ -46,6 +46,7 @@ from tunebook.launch.slurm.container import describe_container
 from tunebook.processes import adopting_orphans, ask_to_stop_when_parent_dies, children_of, end_children
 from tunebook.record.run_folder import RUN_FILE, read_outcomes
 from tunebook.supervise import POLL_S, Started, StopRequests, start_command
+from tunebook.terminal import outlive_readers
 from tunebook.train.environment import evaluation_environment, rank_environment
 
 _ANSWER_WITHIN_S = 30.0  # a launcher replies at once, even while it prepares
@@ -297,6 +298,7 @@ def main() -> int:
     arguments = parser.parse_args()
     folder, node = arguments.folder, arguments.node
     ask_to_stop_when_parent_dies()
+    outlive_readers()
 
     def say(text: str) -> None:
         print(text, flush=True)

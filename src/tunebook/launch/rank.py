@@ -22,6 +22,7 @@ from tunebook.launch.pulse import PulseWriter
 from tunebook.processes import ask_to_stop_when_parent_dies, die_with_parent
 from tunebook.record.run_folder import write_outcome
 from tunebook.record.start_up import StartClock, process_begun
+from tunebook.terminal import outlive_readers
 from tunebook.train.rank_process import AGREED_ENDINGS, RankEnd, StopRequest, importing_libraries
 
 
@@ -32,6 +33,7 @@ def main() -> int:
         die_with_parent()
     else:
         ask_to_stop_when_parent_dies()
+    outlive_readers()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, StopRequest.signals)  # Ray's workers block some; children inherit it
     _log_errors(rank_log(folder, rank))
     launcher = load_config(folder / "run.yaml").launcher

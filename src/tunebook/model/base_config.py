@@ -194,9 +194,10 @@ def _config_at_hand(model: ModelConfig) -> dict[str, Any] | None:
 
     The hub's cache needs a slow import, so it is not read for a model with the layers of a shipped model.
     """
-    layers = model.facts.measured if model.facts is not None else None
-    if model.path is None and layers is not None and layers.is_of_the_book:
-        return None
+    if model.path is None and model.facts is not None:
+        layers = model.facts.measured
+        if layers is not None and layers.is_of_the_book:
+            return None
     try:
         return read_config(model)
     except RequestError:

@@ -26,7 +26,7 @@ from tunebook.plan.auto.resolve import Resolution, resolve_auto
 from tunebook.plan.memory.gpu import MemoryPlan, plan_memory
 from tunebook.plan.memory.host_memory import HostPlan, plan_host_memory
 from tunebook.plan.memory.two_steps import measured_memory
-from tunebook.plan.rules import check
+from tunebook.plan.rules import check, located
 from tunebook.plan.speed.throughput import TimePlan, plan_time
 
 SEE_PLAN = (
@@ -71,8 +71,8 @@ class Draft:
         """
         if self.error is not None:
             raise self.error
-        if errors := [problem for problem in self.problems if problem.is_error]:
-            raise RulesError(errors)
+        if any(problem.is_error for problem in self.problems):
+            raise RulesError(self.problems)
 
     def raise_if_too_large(self, advice: str | None = None) -> None:
         """Raise DoesNotFitError if the run cannot fit into the GPUs or the hosts by estimate.
@@ -149,7 +149,7 @@ def draft_composition(composition: Composition, machine: Machine) -> Draft:
             draft.time = estimate_time(config, draft.batch, machine)
             draft.problems += slow_links(config, draft.batch, machine)
     except RulesError as error:
-        draft.problems = [*draft.problems, *error.problems]
+        draft.problems = located(error.problems, composition.config, composition.origins.set_by)
     except RequestError as error:
         draft.error = error
     return draft

@@ -117,8 +117,10 @@ def _longest(resolution: Resolution, facts: ModelFacts, positions: int, way: Che
 
 
 def _with_rows(config: RunConfig, tokens: int, way: Checkpointing) -> RunConfig:
+    dataset = config.dataset
     return replace(
         config,
+        dataset=replace(dataset, synthetic=replace(dataset.synthetic, max_tokens=tokens)),
         training=replace(config.training, max_length=tokens, micro_batch_size=1),
         packing=replace(config.packing, row_length=tokens),
         activation=replace(config.activation, checkpointing=way),

@@ -64,7 +64,7 @@ def measured_config(config: RunConfig, batch: BatchPlan) -> RunConfig:
     """
     passes = _MOST_PASSES if batch.accumulation is None else min(_MOST_PASSES, batch.accumulation)
     per_row = -(-batch.row_length // config.training.max_length) if batch.is_packed else 1
-    document = (batch.row_length if batch.is_packed else config.training.max_length) // per_row
+    document = batch.row_length // per_row
     samples = batch.data_ranks * batch.micro_batch_size * passes * per_row
     synthetic = SyntheticConfig(num_documents=NUM_STEPS * samples, min_tokens=document, max_tokens=document)
     defaults = TrainingConfig()

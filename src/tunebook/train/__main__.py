@@ -7,12 +7,14 @@ from pathlib import Path
 
 from tunebook.processes import ask_to_stop_when_parent_dies
 from tunebook.record.start_up import StartClock, process_begun
+from tunebook.terminal import outlive_readers
 from tunebook.train.rank_process import AGREED_ENDINGS, RankEnd, StopRequest, importing_libraries
 
 
 def main() -> int:
     """Run this rank; the exit code is for torchrun, the launcher reads the ranks' outcome files."""
     ask_to_stop_when_parent_dies()
+    outlive_readers()
     clock = StartClock(process_begun())
     clock.passed("start_python")
     request = StopRequest()

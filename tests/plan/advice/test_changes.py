@@ -240,6 +240,47 @@ def test_rows_that_nobody_asked_for_are_not_made_shorter():
     assert not any("row_length" in word for change in changes._candidates(asked) for word in change.overrides)
 
 
+LONG = ("model=qwen3_4b", "dataset=synthetic", "training.global_samples=64", "parallelism=zero3",
+        "model.facts.max_position_embeddings=262144", *HOPPER)  # fmt: skip
+
+
+def groups_tried(*words):
+    tried = [" ".join(change.overrides) for change in changes._candidates(draft_run(None, [*words], []))]
+    return [word.partition("=")[2] for word in tried if word.startswith("parallelism.sequence_group_size=")]
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(131_072, 2), (262_144, 4)])
+def test_a_row_that_is_too_long_for_a_gpu_is_offered_to_the_smallest_group_that_holds_it(tokens, size):
+    words = [*LONG, f"training.max_length={tokens}"]
+    assert draft_run(None, words, []).fits is not True
+    fitting = offered(None, *words)
+    (shared,) = [one for one in fitting if any("sequence_group_size" in word for word in one.change.overrides)]
+    assert shared.change.overrides == (f"parallelism.sequence_group_size={size}",)
+    assert f"{size} GPUs share each row" in shared.cost and not shared.change.changes_learning
+    smaller = draft_run(None, [*words, f"parallelism.sequence_group_size={size // 2}"], [])
+    assert smaller.fits is not True and draft_run(None, [*words, *shared.change.overrides], []).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "sizes"),
+    [
+        ((), ["2", "4", "8"]),  # Qwen3-4B has 8 heads of keys and values
+        (("hardware.gpus_per_node=6",), ["2"]),
+        (("model=qwen25_3b",), ["2"]),
+        (("parallelism.sequence_group_size=2", "training.max_length=4096"), ["4", "8"]),
+        (("hardware.gpus_per_node=1", "parallelism=single"), []),
+        (("packing=padded",), []),
+        (("packing.row_length=8192",), []),  # rows of one document are shorter
+        (("model=gemma3_4b",), []),
+        (("hardware=cpu", "hardware.memory_gib=64", "parallelism=ddp"), []),
+    ],
+    ids=str,
+)
+def test_groups_are_tried_where_the_rules_allow_them_and_rows_cannot_be_shorter(words, sizes):
+    found = groups_tried(*LONG, "training.max_length=4096", "packing.row_length=4096", *words)
+    assert [size for size in found if " " not in size] == sizes
+
+
 def test_one_gpu_is_offered_what_it_has_alone_and_nothing_that_a_rule_calls_useless():
     alone = ("hardware=hopper", "hardware.gpus_per_node=1", "hardware.host_memory_gib=4")
     words = (*alone, "parallelism=fsdp_offload")

@@ -14,7 +14,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from tunebook.config.book import book_root
 from tunebook.config.model_facts import ModelFacts
 from tunebook.model.load import architecture_from_facts
-from tunebook.plan.architecture import TraceScope, saved, trace_file
+from tunebook.plan.architecture import ALL_WAYS, saved, trace_file
 from tunebook.plan.architecture.compiled import compile_layers
 from tunebook.plan.architecture.kernels import CudaAutocast, gated_delta_rule
 
@@ -271,26 +271,25 @@ def test_three_lengths_give_a_parabola():
 
 
 @pytest.mark.parametrize(
-    ("scope", "modes"),
+    ("ways", "modes"),
     [
-        (TraceScope.whole, 4 * 2 * 3 + 2 * 3),
-        (TraceScope.full, 4 * 3 + 2),
-        (TraceScope.adapter, 4 * 3 + 2),
-        (TraceScope.dropout, 4 * 3 + 2),
-        (TraceScope.full_and_dropout, 4 * 2 * 3 + 2 * 2),
-        (TraceScope.fp32, 2 * 3),
+        (ALL_WAYS, 4 * 2 * 3 + 2 * 3),
+        (["autocast/full"], 3 + 1),
+        (["bf16/dropout", "cast/dropout"], 2 * 3 + 1),
+        (["bf16/adapter", "bf16/dropout"], 3 + 2),
+        (["fp32/adapter", "autocast/adapter"], 2 * 3 + 1),
     ],
 )
-def test_a_mode_that_cannot_be_run_is_left_out(config_of, monkeypatch, own_compiler, scope, modes):
+def test_a_mode_that_cannot_be_run_is_left_out(config_of, monkeypatch, own_compiler, ways, modes):
     def fail(*_):
         raise RuntimeError("no fake kernel")
 
     config = config_of("llama")
     monkeypatch.setattr(saved, "_saved_by_layer", fail)
     layers, looked_at = torch.nn.ModuleList([torch.nn.Linear(1, 1)]), []
-    with saved.measuring(config, layers, {}, on_found=lambda: looked_at.append(None), scope=scope) as found:
+    with saved.measuring(config, layers, {}, on_found=lambda: looked_at.append(None), ways=ways) as found:
         assert found() == ({}, {})
-    assert len(looked_at) == modes, "and is said to be done, like every other of the scope"
+    assert len(looked_at) == modes, "and is said to be done, like every other of these ways"
 
 
 def test_nothing_is_compiled_where_nothing_will_be(config_of, monkeypatch, own_compiler):

@@ -21,7 +21,6 @@ from tunebook.config.choices import (
 from tunebook.config.compose import compose
 from tunebook.config.schema import FsdpConfig, ModelConfig, SlurmConfig
 from tunebook.errors import RequestError
-from tunebook.plan.architecture import TraceScope
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.rules import check
@@ -549,19 +548,30 @@ def test_a_group_file_says_nothing_of_the_books_facts(machine):
 
 
 @pytest.mark.parametrize(
-    ("words", "scope"),
+    ("words", "ways", "compiles"),
     [
-        ([], TraceScope.full_and_dropout),  # 70B weights, 16 bytes each, over 8 GPUs: 130 GiB each
-        (["hardware.num_nodes=4"], TraceScope.full),
-        (["precision.master_weights=bf16", "hardware.memory_gib=140"], TraceScope.full),
-        (["hardware.gpus_per_node=1", "hardware.memory_gib=16"], TraceScope.full),  # nor in 4 bits
-        (["parallelism=fsdp_offload"], TraceScope.full),
-        (["peft=lora"], TraceScope.dropout),
+        ([], "autocast/full bf16/dropout cast/dropout", None),  # 70B weights, 16 bytes each, over 8 GPUs: 130 GiB each
+        (["precision.master_weights=fp32"], "autocast/full autocast/dropout", None),
+        (["hardware.num_nodes=4"], "autocast/full", None),
+        (["precision.master_weights=bf16", "hardware.memory_gib=140"], "bf16/full cast/full", None),
+        (["hardware.gpus_per_node=1", "hardware.memory_gib=16"], "autocast/full", None),  # nor in 4 bits
+        (["parallelism=fsdp_offload"], "autocast/full", False),
+        (["peft=lora"], "bf16/dropout cast/dropout", None),
+        (["peft=lora", "peft.dropout=0", "parallelism=zero2"], "autocast/adapter", None),
+        (
+            ["hardware.num_nodes=4", "parallelism=zero3", "parallelism.mixed_precision=cast"],
+            "bf16/full cast/full",
+            False,
+        ),
+        (["hardware.num_nodes=4", "model.compile_layers=true"], "autocast/full", True),
+        (["hardware.num_nodes=4", "packing=padded"], "autocast/full", False),
+        (["hardware=volta", "peft=lora"], "fp32/dropout autocast/dropout", False),  # the weights are bf16
+        (["hardware=cpu"], "fp32/full fp32/dropout autocast/dropout", False),
     ],
     ids=str,
 )
-def test_a_model_that_cannot_fit_is_traced_once_for_the_run_and_its_advice(
-    machine, tmp_path, monkeypatch, words: list[str], scope: TraceScope
+def test_a_model_is_traced_once_for_the_run_and_its_advice_if_it_cannot_fit(
+    machine, tmp_path, monkeypatch, words: list[str], ways: str, compiles: bool | None
 ) -> None:
     sizes = {
         "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
@@ -569,13 +579,15 @@ def test_a_model_that_cannot_fit_is_traced_once_for_the_run_and_its_advice(
     }  # fmt: skip
     stated = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"} | sizes
     (tmp_path / "config.json").write_text(json.dumps(stated))
-    asked: list[TraceScope] = []
-    monkeypatch.setattr(
-        "tunebook.plan.architecture.base_model.trace_file", lambda _, *, scope, **__: asked.append(scope)
-    )
+    asked: list[tuple[str, bool | None]] = []
+
+    def trace(_, *, ways, compiles, **__):
+        asked.append((" ".join(ways), compiles))
+
+    monkeypatch.setattr("tunebook.plan.architecture.base_model.trace_file", trace)
     config = compose(None, [
         f"model.path={tmp_path}", "model.weights=random", "dataset=synthetic", "hardware=hopper",
         "hardware.gpus_per_node=8", "hardware.memory_gib=80", *words,
     ]).config  # fmt: skip
     resolve_auto(config, machine())
-    assert set(asked) == {scope}
+    assert set(asked) == {(ways, compiles)}

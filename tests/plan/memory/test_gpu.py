@@ -14,7 +14,9 @@ from tunebook.config.schema import RunConfig
 from tunebook.data.batch import solve_batch
 from tunebook.hardware.detect import Machine
 from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.plan.draft import estimate_time
 from tunebook.plan.memory.gpu import Memory, plan_memory
+from tunebook.plan.memory.kept import tokens_per_pass
 
 GIB = 2**30
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
@@ -143,3 +145,22 @@ def test_the_source_s_70b_model_is_not_refused_on_the_machines_it_was_trained_on
     assert plan.fits is None
     assert plan.memory.allocated == pytest.approx(71.2, abs=0.3)
     assert plan.memory.capacity == 80  # of each of 16 A100
+
+
+SHORT = ("dataset=synthetic", "dataset.synthetic.max_tokens=256", "activation=stored", "training.micro_batch_size=2")
+
+
+def test_padded_rows_are_as_long_as_generated_documents_can_be() -> None:
+    """As if `training.max_length` were no more; packed rows are full whatever fills them."""
+    short, same, long = (
+        resolved("qwen3b_zero2", *SHORT, "packing=padded", *words)
+        for words in ((), ("training.max_length=256",), ("dataset.synthetic.max_tokens=4096",))
+    )
+    assert plan_memory(short).memory == plan_memory(same).memory
+    assert solve_batch(short, None).row_length == 256 < short.training.max_length == solve_batch(long, None).row_length
+    assert tokens_per_pass(short) == 512 and tokens_per_pass(long) == 2 * long.training.max_length
+    assert estimate_time(short, solve_batch(short, None), NO_GPU) == estimate_time(
+        same, solve_batch(same, None), NO_GPU
+    )
+    packed = resolved("qwen3b_zero2", *SHORT, "packing=isolated")
+    assert tokens_per_pass(packed) == 2 * (packed.packing.row_length or 0) >= 2 * packed.training.max_length

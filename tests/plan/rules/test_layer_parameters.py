@@ -15,7 +15,6 @@ from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
 from tunebook.model.parameters import layer_parameters
 from tunebook.parallel.units import classes_by_size
-from tunebook.plan.architecture import TraceScope
 from tunebook.plan.architecture.base_model import read_facts
 
 SIZES = {
@@ -35,7 +34,7 @@ def model_and_facts(
     request: pytest.FixtureRequest, tmp_path: Path, traces_no_activations: None
 ) -> tuple[Any, ModelFacts]:
     (tmp_path / "config.json").write_text(json.dumps(SIZES | KINDS[request.param]))
-    facts = read_facts(ModelConfig(path=str(tmp_path)), scope=TraceScope.fp32)
+    facts = read_facts(ModelConfig(path=str(tmp_path)), ways=("fp32/full",))
     assert facts is not None and facts.measured is not None
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)), facts

@@ -32,10 +32,13 @@ from tunebook.config.schema import (
     SlurmConfig,
     ZeroConfig,
 )
+from tunebook.errors import RulesError
+from tunebook.plan.auto import resolve
 from tunebook.plan.rules import (
     RULES,
     check,
     numbers,
+    refuse_before_tracing,
 )
 
 from ..memory.layers import measured as traced
@@ -101,6 +104,33 @@ def test_a_change_breaks_its_rule_and_the_fix_mends_it(case, sound, changed):
         return  # only the user knows the name
     mended = changed(broken, typed(problem.fix))
     assert problem not in check(mended)
+
+
+UNKNOWN = {"model.facts", *resolve._DECIDED_BY_LAYERS} - {"parallelism.strategy"}
+NEED_LAYERS = {
+    "adapter-dropout-on-experts", "adapter-module-unknown", "adapter-on-parameters", "adapter-pattern-unmatched",
+    "adapter-without-targets", "attention-not-in-model", "batch-larger-than-data", "batch-not-divisible",
+    "batch-too-small", "compiled-layers-by-document", "compiled-layers-with-flash-attn", "dora-not-tested",
+    "flash-attention-below-ampere", "flash-attention-in-fp32", "flex-attention-on-cpu", "fp16-with-bf16-base",
+    "length-beyond-model", "packing-leaks", "qlora-without-gpu", "row-shorter-than-document",
+    "selective-without-compiled-blocks", "sequence-group-architecture", "sequence-group-attention",
+    "sequence-group-heads", "sequence-group-row", "varlen-attention-padded", "whole-tied-head-under-fsdp",
+    "wrap-class-unknown", "wrap-size-too-large",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.id}:{case.match[:30]}")
+def test_what_needs_no_layers_is_refused_before_they_are_traced(case, sound, changed):
+    typed = case.background | case.values
+    broken = changed(sound, typed)
+    found, problems = [], check(broken)
+    try:
+        refuse_before_tracing(broken, UNKNOWN - {*typed})
+    except RulesError as error:
+        found = error.problems
+    is_refused = any(problem.is_error for problem in problems)
+    is_judged = is_refused and case.id not in NEED_LAYERS and not any(key.startswith(tuple(UNKNOWN)) for key in typed)
+    assert found == problems if is_judged else found in ([], problems)
 
 
 def test_every_rule_has_a_case():

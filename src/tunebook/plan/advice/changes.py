@@ -8,16 +8,27 @@ would undo it, is listed as one to leave out.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.choices import Checkpointing, Compute, Generation, Offload, OptimizerName, PeftMethod, Strategy
+from tunebook.config.choices import (
+    Checkpointing,
+    Compute,
+    Generation,
+    Offload,
+    OptimizerName,
+    PackingMode,
+    PeftMethod,
+    Strategy,
+)
 from tunebook.config.frozen import PARALLELISM_SCHEMAS
 from tunebook.config.schema import CHOICE_SCHEMAS, ParallelismConfig, RunConfig, ZeroConfig, world_size
 from tunebook.errors import Problem
+from tunebook.facts.architectures import VARLEN_ARCHITECTURES
 from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE, OptimizerFacts
 from tunebook.facts.strategies import COPIED, DIVIDED, OFFLOADING_OPTIMIZER, UNDECIDED
 from tunebook.model.parameters import known_facts
@@ -142,7 +153,8 @@ _REFUSE_FP8 = _ZERO_OVERRIDES | {word for change in _ADAPTERS for word in change
 # Strategies that divide the frozen weights: the fastest one, and one with host memory. Each try takes a third of a
 # second.
 _WITH_ADAPTERS = (("parallelism=fsdp",), ("parallelism=fsdp_offload",))
-_WITHOUT_STATES = {"activation", "activation.offload", "packing.row_length", "training.micro_batch_size"}
+_GROUP = "parallelism.sequence_group_size"
+_WITHOUT_STATES = {"activation", "activation.offload", "packing.row_length", "training.micro_batch_size", _GROUP}
 _WITH_OWN_KEYS = {place.partition("/")[0] for place in CHOICE_SCHEMAS}  # groups with a choice that has its own keys
 
 
@@ -271,9 +283,11 @@ def _new_problems(tried: Draft, asked: Draft) -> list[Problem]:
 
 
 def _overrides_or_fewer(change: Change) -> set[str]:
-    """The overrides of a change, and those of the variant that recomputes less."""
+    """The overrides of a change, and those of the variants that recompute less or divide rows among fewer GPUs."""
     overrides = set(change.overrides)
-    return overrides | set(_SELECTIVE.overrides) if overrides & set(_CHECKPOINTING.overrides) else overrides
+    overrides |= set(_SELECTIVE.overrides) if overrides & set(_CHECKPOINTING.overrides) else set()
+    sizes = [int(word.partition("=")[2]) for word in change.overrides if word.startswith(f"{_GROUP}=")]
+    return overrides | {f"{_GROUP}={size}" for most in sizes for size in range(2, most)}
 
 
 def _fitting(change: Change, tried: Draft, asked: Draft, left_out: tuple[str, ...]) -> FittingChange:
@@ -300,7 +314,7 @@ def _candidates(draft: Draft) -> list[Change]:
     config = draft.resolution.config
     single = _strategies(draft, config)
     smaller = [_SMALLER_PASSES] * ((config.training.micro_batch_size or 1) > 1)
-    single += smaller
+    single += smaller or _groups(config)
     strategies_of_adapters = [change for change in single if change.overrides in _WITH_ADAPTERS]
     single += _OTHER_LEARNING if OPTIMIZERS[config.optimizer.name].in_8bit else _ADAPTERS
     single += [_combined(strategy, adapter) for adapter in _ADAPTERS for strategy in strategies_of_adapters]
@@ -322,6 +336,18 @@ def _strategies(draft: Draft, config: RunConfig) -> list[Change]:
     offloaded = () if config.hardware.generation is Generation.cpu else _OFFLOADED  # a CPU trains in host memory
     strategies = chain((_COPIES,), _SHARDED, offloaded) if world_size(config) > 1 else (_ALONE, *offloaded)
     return [change for change in strategies if change.overrides != (f"parallelism={taken}",)]
+
+
+def _groups(config: RunConfig) -> list[Change]:
+    """Larger groups of GPUs that can share a row of one long document, as the rules sequence-group-* allow."""
+    facts, gpus, row = config.model.facts, config.hardware.gpus_per_node or 1, config.packing.row_length or 0
+    is_shortest = config.packing.mode is PackingMode.isolated and row < 2 * config.training.max_length
+    is_on_gpus = config.hardware.generation is not Generation.cpu
+    if facts is None or facts.architecture not in VARLEN_ARCHITECTURES or not (is_shortest and is_on_gpus):
+        return []
+    whole = math.gcd(gpus, facts.num_attention_heads, facts.num_key_value_heads)
+    sizes = (size for size in range(config.parallelism.sequence_group_size + 1, whole + 1) if whole % size == 0)
+    return [Change((f"{_GROUP}={size}",), note=f"{size} GPUs share each row") for size in sizes]
 
 
 def _with_effective_optimizer(change: Change, draft: Draft) -> Change:

@@ -9,8 +9,8 @@
     kernels    stand-ins for GPU kernels, and CUDA's autocast
     (here)     starts that process and caches its answer under the config.json's hash
 
-The first trace takes 5 to 30 seconds, depending on architecture, cores and scope. It needs no weights, no GPU and no
-network.
+The first trace takes 5 to 15 seconds on two cores, depending on architecture and run. It needs no weights, no GPU and
+no network.
 """
 
 from __future__ import annotations
@@ -23,51 +23,49 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from enum import Enum
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import tunebook
 from tunebook.config.model_facts import MeasuredLayers, ModelFacts, facts_from_json, shipped_answers
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, RulesError
 from tunebook.facts.architectures import COMPILED_ARCHITECTURES
 from tunebook.files import cache_root, remember, sha256_file
 from tunebook.processes import stopping_with_parent
 
 # Increase when the answer to the same config.json changes, so that cached answers are not reused.
-_FORM = 10
+_FORM = 11
 # Timeout in seconds without progress. Total time is unlimited: tracing is slow on a busy machine.
 _MAX_SILENCE_S = 300.0
 STATED_FACTS = "stated_facts"  # key for stated sizes instead of a config.json
 _PACKAGES = ("torch", "transformers", "peft")
 
 
-class TraceScope(Enum):
-    """The modes of training that are traced: all, or those that a run can have, which takes a fraction of the time."""
-
-    whole = "whole"
-    full = "full"  # a full fine-tune: nothing with adapters
-    adapter = "adapter"  # adapters without dropout
-    dropout = "dropout"  # adapters with dropout
-    full_and_dropout = "full_and_dropout"  # a full fine-tune that cannot fit, and the adapters that would be advised
-    fp32 = "fp32"  # on a CPU: nothing in 16 bits
+# The ways to train, as "format/method": a number format of the weights and products (fp32, autocast, bf16, or cast:
+# bf16 without autocast), and full fine-tuning, adapters or adapters with dropout.
+ALL_WAYS = tuple(map("/".join, product(("fp32", "autocast", "bf16", "cast"), ("full", "adapter", "dropout"))))
+_TRACED = "traced"  # key of a cached answer: the ways that it has
 
 
 def trace_file(
     config_file: Path,
     *,
     trust_remote_code: bool = False,
-    scope: TraceScope = TraceScope.whole,
-    compiles: bool | None = None,
+    ways: Sequence[str] = ALL_WAYS,
+    compiles: bool | None = True,
+    before_tracing: Callable[[], None] = lambda: None,
 ) -> ModelFacts | None:
     """The facts of the model that a config.json describes; None if torch or transformers is not installed.
 
-    `compiles`: whether compiled layers are traced, which is most of the work; None: if `auto` compiles those of the
-    architecture. The whole scope always includes them, and its cached answer serves every other scope. Raises:
-    RequestError if transformers has no such causal language model, or cannot build it.
+    `ways`: those of `ALL_WAYS` that are traced; fewer take a fraction of the time, and others are added to the cached
+    answer when they are asked for. `compiles`: whether compiled layers are traced, which is most of the work; None: if
+    `auto` compiles those of the architecture. Raises: RequestError if transformers has no such causal language model,
+    or cannot build it, and what `before_tracing` does.
     """
     if (shipped := _shipped(config_file)) is not None:
         return shipped
@@ -76,33 +74,34 @@ def trace_file(
         return None
     made_with = json.dumps([_FORM, versions, sorted(COMPILED_ARCHITECTURES)], sort_keys=True)
     key = hashlib.sha256(config_file.read_bytes() + made_with.encode()).hexdigest()
-    folder = cache_root() / "architectures"
-    if scope is TraceScope.whole:
-        compiles = True
-    has_both = scope in (TraceScope.full, TraceScope.dropout)
-    scopes = (scope, TraceScope.full_and_dropout) if has_both else (scope,)
-    own = [name for each in scopes for name in (f"{each.name}.compiled", _cache_name(each, compiles))]
-    names = dict.fromkeys((TraceScope.whole.name, *own))
-    facts = next((known for name in names if (known := _read(folder / f"{key}.{name}.json"))), None)
-    if facts is None:
-        _say_once(f"tracing the layers of {config_file}, once: this takes 5 to 30 s, longer on a busy machine")
-        answer = _ask(config_file, trust_remote_code, scope, compiles)
-        if "error" in answer:
-            raise _refusal(config_file, answer, trust_remote_code)
-        facts = facts_from_json(answer)
-        remember(folder / f"{key}.{_cache_name(scope, compiles)}.json", json.dumps(answer))
-    return facts
+    file = cache_root() / "architectures" / f"{key}.json"
+    known = _read(file)
+    missing = [way for way in ways if known is None or not _traced(way, compiles, known) <= {*known[_TRACED]}]
+    if not missing:
+        assert known is not None
+        return facts_from_json(known)
+    before_tracing()
+    _say_once(f"tracing the layers of {config_file}, once: this takes 5 to 15 s, longer on a busy machine")
+    answer = _ask(config_file, trust_remote_code, missing, compiles)
+    if "error" in answer:
+        raise _refusal(config_file, answer, trust_remote_code)
+    answer[_TRACED] = sorted({name for way in missing for name in _traced(way, compiles, answer)})
+    if known is not None:
+        answer[_TRACED] = sorted({*known[_TRACED], *answer[_TRACED]})
+        for name in ("saved", "saved_without_autocast", "saved_beside_experts"):
+            answer["measured"][name] = known["measured"].get(name, {}) | answer["measured"][name]
+    remember(file, json.dumps(answer))
+    return facts_from_json(answer)
 
 
-def _cache_name(scope: TraceScope, compiles: bool | None) -> str:
-    if scope in (TraceScope.whole, TraceScope.fp32):
-        return scope.name  # with compiled layers, and without
-    return f"{scope.name}{'' if compiles is None else '.compiled' if compiles else '.not_compiled'}"
+def _traced(way: str, compiles: bool | None, answer: dict[str, Any]) -> set[str]:
+    """What is traced of a way: layers that are not compiled, with and without dropout alike, and compiled ones."""
+    if compiles is None:
+        compiles = answer["architecture"] in COMPILED_ARCHITECTURES
+    return {way.replace("dropout", "adapter"), *([f"{way}/compiled"] if compiles else [])}
 
 
-def trace_stated(
-    facts: ModelFacts, *, scope: TraceScope = TraceScope.whole, compiles: bool | None = None
-) -> MeasuredLayers | None:
+def trace_stated(facts: ModelFacts, **tracing: Any) -> MeasuredLayers | None:
     """Trace the layers of an architecture with stated sizes that are not in the book; None if tracing fails."""
     sizes = asdict(facts)
     del sizes["measured"]
@@ -110,7 +109,9 @@ def trace_stated(
         file = Path(folder) / "config.json"
         file.write_text(json.dumps({STATED_FACTS: sizes}), encoding="utf-8")
         try:
-            traced = trace_file(file, scope=scope, compiles=compiles)
+            traced = trace_file(file, **tracing)
+        except RulesError:
+            raise
         except RequestError:  # a rule or the loader reports it in the user's terms
             return None
     return None if traced is None else traced.measured
@@ -140,15 +141,17 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _read(file: Path) -> ModelFacts | None:
+def _read(file: Path) -> dict[str, Any] | None:
     """Read a cached answer; None if there is none or the file is damaged."""
     try:
-        return facts_from_json(json.loads(file.read_text(encoding="utf-8")))
+        answer: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        facts_from_json(answer)
+        return answer if isinstance(answer[_TRACED], list) else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _ask(config_file: Path, trust_remote_code: bool, scope: TraceScope, compiles: bool | None) -> dict[str, Any]:
+def _ask(config_file: Path, trust_remote_code: bool, ways: Sequence[str], compiles: bool | None) -> dict[str, Any]:
     """Run the measuring process and return its answer; a crash or timeout becomes an error entry."""
     paths = [str(Path(tunebook.__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
@@ -161,7 +164,7 @@ def _ask(config_file: Path, trust_remote_code: bool, scope: TraceScope, compiles
     with tempfile.TemporaryDirectory(prefix="tunebook-") as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-P", "-m", "tunebook.plan.architecture.measure", str(config_file), str(answer)]
-        command += ["--scope", scope.name, *["--trust-remote-code"] * trust_remote_code]
+        command += ["--ways", ",".join(ways), *["--trust-remote-code"] * trust_remote_code]
         command += [] if compiles is None else ["--compiled" if compiles else "--no-compiled"]
         said = _run(command, environment, progress_file(answer))
         if said is None:

@@ -27,7 +27,7 @@ from tunebook.model.base_config import (
     stated_key,
     why_config_is_not_causal,
 )
-from tunebook.plan.architecture import TraceScope, trace_file, trace_stated
+from tunebook.plan.architecture import trace_file, trace_stated
 
 # Older architectures use other names for the same sizes; the first name found counts.
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -53,16 +53,16 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 OWN_QUANTIZER = "bitsandbytes_4bit"
 
 
-def read_facts(model: ModelConfig, *, scope: TraceScope = TraceScope.whole) -> ModelFacts | None:
+def read_facts(model: ModelConfig, **tracing: Any) -> ModelFacts | None:
     """Return the model's facts from its group file or its config.json; None if neither is available.
 
-    Layers of models that are not in the book are traced once on the meta device, which takes a while, depending on the
-    scope. A model that a rule refuses whatever its sizes is not traced. Raises: RequestError if the file cannot be
-    read, states impossible sizes, or names an unknown architecture.
+    Layers of models that are not in the book are traced once on the meta device, which takes a while, depending on
+    `tracing`, the options of `trace_file`. A model that a rule refuses whatever its sizes is not traced. Raises:
+    RequestError if the file cannot be read, states impossible sizes, or names an unknown architecture.
     """
     if model.facts is not None:
         if model.facts.measured is None:
-            model.facts.measured = trace_stated(model.facts, scope=scope, compiles=model.compile_layers)
+            model.facts.measured = trace_stated(model.facts, **tracing)
         return model.facts
     config, file = read_config(model), config_file(model)
     if config is None or file is None:
@@ -71,7 +71,7 @@ def read_facts(model: ModelConfig, *, scope: TraceScope = TraceScope.whole) -> M
     sizes = {name: first_stated(text, keys) for name, keys in _NAMES.items()}
     _refuse_impossible(file, text, sizes)
     _refuse_unknown_dtype(file, config)
-    return None if _is_refused_anyway(model, config) else _traced(model, file, sizes, scope)
+    return None if _is_refused_anyway(model, config) else _traced(model, file, sizes, **tracing)
 
 
 def about_parameters(model: ModelConfig) -> int:
@@ -105,12 +105,12 @@ def _is_refused_anyway(model: ModelConfig, config: dict[str, Any]) -> bool:
     return quantizer not in (None, OWN_QUANTIZER) or why_config_is_not_causal(model, config) is not None
 
 
-def _traced(model: ModelConfig, file: Path, sizes: dict[str, Any], scope: TraceScope) -> ModelFacts | None:
+def _traced(model: ModelConfig, file: Path, sizes: dict[str, Any], **tracing: Any) -> ModelFacts | None:
     """The facts as traced on the meta device; without torch those of the book's model of this name, or None.
 
     Raises: RequestError if it is not installed and the file relies on transformers' defaults.
     """
-    traced = trace_file(file, trust_remote_code=model.trust_remote_code, scope=scope, compiles=model.compile_layers)
+    traced = trace_file(file, trust_remote_code=model.trust_remote_code, **tracing)
     if traced is not None:
         _refuse_too_large(file, traced.num_parameters)
         return traced

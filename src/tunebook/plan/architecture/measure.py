@@ -1,6 +1,6 @@
 """Build a model from its config.json without memory for its weights, and write the facts that planning needs.
 
-    python -m tunebook.plan.architecture.measure CONFIG_FILE ANSWER_FILE [--trust-remote-code] [--scope NAME]
+    python -m tunebook.plan.architecture.measure CONFIG_FILE ANSWER_FILE [--trust-remote-code] [--ways NAME,NAME]
     python -m tunebook.plan.architecture.measure --book [NAME ...]    (the files next to hydra_configs/model/NAME.yaml)
 
 It runs in its own process because it imports torch and transformers, which `tunebook plan` must not import.
@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from tunebook.facts.attention import ATTENTIONS, FLEX, MASKED, WITHOUT_KERNEL
 from tunebook.files import sha256_file
 from tunebook.model.linear_attention import DISTRIBUTIONS
 from tunebook.model.load import architecture_from_facts
-from tunebook.plan.architecture import STATED_FACTS, TraceScope, progress_file
+from tunebook.plan.architecture import ALL_WAYS, STATED_FACTS, progress_file
 from tunebook.plan.architecture.base_model import CHOSEN_EXPERTS
 from tunebook.plan.architecture.packing import packing_facts
 from tunebook.plan.architecture.saved import (
@@ -103,7 +104,7 @@ def describe(
     config_file: Path,
     *,
     trust_remote_code: bool,
-    scope: TraceScope = TraceScope.whole,
+    ways: Sequence[str] = ALL_WAYS,
     compiles: bool | None = True,
     on_found: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def describe(
     if compiles is None:
         compiles = type(model).__name__ in COMPILED_ARCHITECTURES
     try:
-        return _facts(config, model, options, on_found=on_found, scope=scope, compiles=compiles)
+        return _facts(config, model, options, on_found=on_found, ways=ways, compiles=compiles)
     except _NoPassError as error:
         return {"error": "cannot-build", "reason": str(error)}
 
@@ -440,7 +441,7 @@ def main() -> None:
     parser.add_argument("config_file", type=Path, nargs="?")
     parser.add_argument("answer_file", type=Path, nargs="?")
     parser.add_argument("--trust-remote-code", action="store_true")
-    parser.add_argument("--scope", choices=TraceScope.__members__, default=TraceScope.whole.name)
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=ALL_WAYS, help="see ALL_WAYS")
     parser.add_argument(
         "--compiled", action=argparse.BooleanOptionalAction, help="compiled layers; default: if auto does"
     )
@@ -453,6 +454,7 @@ def main() -> None:
         return
     if arguments.answer_file is None:
         parser.error("CONFIG_FILE and ANSWER_FILE are needed, or --book")
+    gc.disable()  # a sixth of the time, and this short process holds no more memory without it
     progress = progress_file(arguments.answer_file)
 
     def note() -> None:
@@ -462,7 +464,7 @@ def main() -> None:
     answer = describe(
         arguments.config_file,
         trust_remote_code=arguments.trust_remote_code,
-        scope=TraceScope[arguments.scope],
+        ways=arguments.ways,
         compiles=arguments.compiled,
         on_found=note,
     )

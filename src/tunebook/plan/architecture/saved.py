@@ -31,7 +31,7 @@ from tunebook.config.model_facts import OFFLOADED
 from tunebook.config.unreached import expression
 from tunebook.facts.attention import ATTENTIONS, WITH_SINKS
 from tunebook.model.linear_attention import GATED_DELTA_RULE, replace_functions
-from tunebook.plan.architecture import TraceScope
+from tunebook.plan.architecture import ALL_WAYS
 from tunebook.plan.architecture.compiled import Receiver, compile_layers, load_compiler
 from tunebook.plan.architecture.kernels import (
     MASKED,
@@ -66,10 +66,6 @@ _MODES = (
     *itertools.product(("autocast", "bf16"), (*_METHODS, "dropout"), (COMPILED,)),
 )
 _OF_ADAPTERS = {("adapter", kernels) for kernels in ATTENTION}
-_METHODS_OF = {  # without dropout, layers that are not compiled keep the same except what `plan.memory.kept` adds
-    TraceScope.full: ("full",), TraceScope.adapter: ("adapter",), TraceScope.dropout: ("adapter", "dropout"),
-    TraceScope.full_and_dropout: ("full", "adapter", "dropout"),
-}  # fmt: skip
 _MAX_LAYERS = 12  # most layers that are traced
 _MOST_BEING_COPIED, _SMALLEST_BYTES = 5, 1024  # TRL's max_fwd_stash_size and min_offload_size
 _WORKERS = 8  # processes; compiling takes some seconds a mode, and there are up to 6 such modes
@@ -85,11 +81,11 @@ def measuring(
     options: dict[str, Any],
     *,
     on_found: Callable[[], None] = lambda: None,
-    scope: TraceScope = TraceScope.whole,
+    ways: Sequence[str] = ALL_WAYS,
     compiles: bool = True,
     has_experts: bool = False,
 ) -> Iterator[Callable[[], tuple[Saved, Saved]]]:
-    """Trace the modes of a scope in other processes; calling the result waits for them.
+    """Trace the modes of some of `ALL_WAYS` in other processes; calling the result waits for them.
 
     It returns six numbers by "format/method/kernels", as in `MeasuredLayers`; modes that fail to run are left out. For
     layers that are not compiled there are also six numbers of what offloading leaves on the GPU, under the same key
@@ -101,7 +97,7 @@ def measuring(
     """
     known = (config, _kinds(config, layers), options)
     has_attention = bool(getattr(config.get_text_config(decoder=True), "num_attention_heads", None))
-    modes = [mode for mode in _modes(scope) if (has_attention and compiles) or mode[2] != COMPILED]
+    modes = _modes(ways, compiles=has_attention and compiles)
     if has_experts:  # not compiled: compiled traces with adapters on experts are missing too, and take a minute
         modes += [(each, _BESIDE, kernels) for each, method, kernels in modes if (method, kernels) in _OF_ADAPTERS]
     if not modes:
@@ -124,15 +120,14 @@ def measuring(
         yield found
 
 
-def _modes(scope: TraceScope) -> list[tuple[str, str, str]]:
-    """The modes of a scope, without adapters' dropout where a method has none."""
-    if scope is TraceScope.fp32:
-        return [mode for mode in _MODES if mode[0] == "fp32"]
-    methods = _METHODS_OF.get(scope)
-    modes = [mode for mode in _MODES if methods is None or mode[1] in methods]
-    if scope in (TraceScope.dropout, TraceScope.full_and_dropout):
-        modes = [mode for mode in modes if mode[1] != "adapter" or mode[2] != COMPILED]
-    return modes
+def _modes(ways: Sequence[str], *, compiles: bool) -> list[tuple[str, str, str]]:
+    """The modes of some of `ALL_WAYS`; dropout changes compiled layers only (`plan.memory.kept` adds it to others)."""
+    plain = {way.replace("dropout", "adapter") for way in ways}
+    return [
+        mode
+        for mode in _MODES
+        if (compiles and "/".join(mode[:2]) in ways if mode[2] == COMPILED else "/".join(mode[:2]) in plain)
+    ]
 
 
 def _set_worker_state(*known: Any) -> None:

@@ -28,6 +28,11 @@ def asked_keys(choices: Iterable[Choice]) -> frozenset[str]:
     return frozenset(choice.key for choice in choices if choice.why == AS_ASKED)
 
 
+def is_open(value: Any) -> bool:
+    """Whether a value is left to `auto`."""
+    return value is None or (isinstance(value, Enum) and value.name == "auto")
+
+
 class Decisions:
     """A copy of a configuration that is filled in key by key, with reasons. The original is unchanged."""
 
@@ -46,7 +51,7 @@ class Decisions:
             group = getattr(group, part)
         value = getattr(group, name)
         why = AS_ASKED
-        if value is None or (isinstance(value, Enum) and value.name == "auto"):
+        if is_open(value):
             value, why = answer()
             setattr(group, name, value)
         self.choices.append(Choice(key=key, value=value.name if isinstance(value, Enum) else value, why=why))

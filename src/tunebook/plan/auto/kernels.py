@@ -37,6 +37,13 @@ _COMPILED_WITH, *_COMPILED_TOO = COMPILED, COMPILED_BETA
 # `auto` does not take it while the package is a beta. Source: h200_flash_attention_4.jsonl, measured on the same GPUs
 # in the same minutes.
 _FASTER = f"; 3% faster, by a beta of flash-attn 4: {COMPILED_BETA.name} (Qwen2.5-3B, one H200)"
+_UNKNOWN = "the model's architecture is not known before it is loaded"
+
+
+def compiles_known_layers(config: RunConfig) -> bool | None:
+    """Whether the blocks are compiled if their architecture was tested compiled; None: `decide_compiling` may do so."""
+    asked = config.model.compile_layers
+    return False if asked is None and any(why != _UNKNOWN for why in _reasons_against(config)) else asked
 
 
 def decide_compiling(config: RunConfig, missing_for_triton: str | None) -> tuple[bool, str]:
@@ -64,7 +71,7 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
     if config.model.liger_kernel:
         yield "blocks that call Liger's kernels cannot be compiled (model.liger_kernel=true)"
     if facts is None:
-        yield "the model's architecture is not known before it is loaded"
+        yield _UNKNOWN
     elif facts.architecture not in COMPILED_ARCHITECTURES:
         seen = ", ".join(sorted(name.removesuffix("ForCausalLM") for name in COMPILED_ARCHITECTURES))
         yield f"{facts.architecture} was not tested compiled; {seen} were"

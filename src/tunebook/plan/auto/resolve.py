@@ -7,6 +7,7 @@ With these, each strategy is tried. The strategy decides the row length and how 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tunebook.config.choices import (
@@ -26,15 +27,22 @@ from tunebook.facts.sharing import is_offloaded
 from tunebook.facts.strategies import strategy_facts
 from tunebook.hardware.detect import Machine
 from tunebook.model.base_config import brings_code, read_dtype
-from tunebook.plan.architecture import TraceScope
 from tunebook.plan.architecture.base_model import about_parameters, facts_of_book, read_facts
-from tunebook.plan.auto.decisions import AS_ASKED, Choice, Decisions
+from tunebook.plan.auto.decisions import AS_ASKED, Choice, Decisions, is_open
 from tunebook.plan.auto.hardware import decide_hardware
-from tunebook.plan.auto.kernels import decide_attention, decide_compiling, decide_head, why_not_worth_compiling
+from tunebook.plan.auto.kernels import (
+    compiles_known_layers,
+    decide_attention,
+    decide_compiling,
+    decide_head,
+    why_not_worth_compiling,
+)
 from tunebook.plan.auto.parallelism import decide_strategy
 from tunebook.plan.auto.passes import decide_passes
+from tunebook.plan.memory.kept import number_format_of
+from tunebook.plan.rules import refuse_before_tracing
 from tunebook.plan.rules.attention import leaks
-from tunebook.plan.rules.numbers import refuse_absurd
+from tunebook.plan.rules.numbers import read_key, refuse_absurd
 from tunebook.train.packages import installed_version, missing_state_kernels
 from tunebook.train.requirements import hardware_problem
 
@@ -44,7 +52,12 @@ COMPILING = "model.compile_layers"
 _NOT_COMPARED = "not compiled, to compare the two ways"  # replaced by a reason before anyone sees it
 _STATES_IN_FP32, _STATES_IN_BF16 = 16, 8  # bytes of a trained weight, its gradient and AdamW's two moments
 _FROZEN_IN_4_BITS = 0.5  # bytes of a weight
+_SOME_DROPOUT = 0.05  # of advised adapters
 _MOST_PARTS = 3  # most parts to list
+_DECIDED_BY_LAYERS = (
+    COMPILING, "model.one_pass_head", "attention.implementation", "packing.mode", "packing.row_length",
+    "parallelism.strategy", "training.micro_batch_size", "activation.checkpointing",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +105,18 @@ def _resolve(config: RunConfig, machine: Machine, *, why_not_compiled: str | Non
     decisions = Decisions(config)
     resolved = decisions.config
     decide_hardware(decisions, machine)
-    resolved.model.facts = read_facts(resolved.model, scope=_trace_scope(resolved))
+    before = Decisions(resolved)  # precision depends on the facts' dtype only, which a config.json has, too
+    _decide_precision(before)
+    resolved.model.facts = read_facts(
+        resolved.model,
+        ways=_ways(before.config, resolved),
+        compiles=compiles_known_layers(before.config),
+        before_tracing=lambda: refuse_before_tracing(before.config, _unknown(before.config)),
+    )
     _note_facts_of_book(decisions, config)
     _note_unreached(decisions)
     problem = hardware_problem(resolved, machine)
-    decisions.decide("precision.compute", lambda: _compute(resolved))
-    decisions.decide("precision.master_weights", lambda: _master_weights(resolved))
-    decisions.decide("precision.tf32", lambda: _tf32(resolved))
+    _decide_precision(decisions)
     is_planned = problem is not None or starts_elsewhere(resolved)
     missing = None if is_planned else machine.missing_for_triton
     decisions.decide(
@@ -118,16 +136,43 @@ def _resolve(config: RunConfig, machine: Machine, *, why_not_compiled: str | Non
     )
 
 
-def _trace_scope(config: RunConfig) -> TraceScope:
-    """The modes that the run can have, whatever `auto` decides."""
-    precision = config.precision
-    is_fp32 = precision.compute in (Compute.auto, Compute.fp32)
-    is_fp32 = is_fp32 and precision.master_weights in (MasterWeights.auto, MasterWeights.fp32)
-    if is_fp32 and config.hardware.generation is Generation.cpu:
-        return TraceScope.fp32
-    if config.peft.method is PeftMethod.full:
-        return TraceScope.full_and_dropout if _adapters_are_advised(config) else TraceScope.full
-    return TraceScope.dropout if config.peft.dropout > 0 else TraceScope.adapter
+def _unknown(config: RunConfig) -> Iterator[str]:
+    """The keys whose values depend on the layers of the model, before these are traced."""
+    yield "model.facts" if config.model.facts is None else "model.facts.measured"
+    for key in _DECIDED_BY_LAYERS:
+        if is_open(read_key(config, key)):
+            yield key
+
+
+def _decide_precision(decisions: Decisions) -> None:
+    config = decisions.config
+    decisions.decide("precision.compute", lambda: _compute(config))
+    decisions.decide("precision.master_weights", lambda: _master_weights(config))
+    decisions.decide("precision.tf32", lambda: _tf32(config))
+
+
+def _ways(decided: RunConfig, asked: RunConfig) -> list[str]:
+    """The ways of `ALL_WAYS` that the run can go, and that advised adapters would go if it is too large.
+
+    `decided`: its precision is known.
+    """
+    ways = _ways_of(decided)
+    if decided.peft.method is PeftMethod.full and _adapters_are_advised(decided):
+        other = replace(decided, peft=replace(decided.peft, method=PeftMethod.lora, dropout=_SOME_DROPOUT))
+        if is_open(asked.precision.master_weights):
+            weights, _ = _master_weights(other)
+            other = replace(other, precision=replace(other.precision, master_weights=weights))
+        ways += _ways_of(other)
+    return ways
+
+
+def _ways_of(config: RunConfig) -> list[str]:
+    is_full = config.peft.method is PeftMethod.full
+    method = "full" if is_full else "dropout" if config.peft.dropout > 0 else "adapter"
+    # In fp32, autocast's for what offloading leaves of adapters; in bf16, the strategies differ in autocast.
+    formats = {"fp32": ["fp32"] + ["autocast"] * (not is_full), "bf16": ["bf16", "cast"]}
+    number_format = number_format_of(config)
+    return [f"{each}/{method}" for each in formats.get(number_format, [number_format])]
 
 
 def _adapters_are_advised(config: RunConfig) -> bool:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from tunebook.config.choices import Checkpointing, PackingMode
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig, data_ranks
+from tunebook.data.mean_length import longest_document
 from tunebook.model.parameters import adapts_parameters, has_dora
 from tunebook.plan.memory.ledger import Kind
 from tunebook.plan.memory.overhead import overhead_bytes
@@ -105,7 +106,7 @@ def _may_accumulate(config: RunConfig) -> bool:
     rows = data_ranks(config) * max(1, training.micro_batch_size or 1)
     row = config.packing.row_length
     if training.global_samples is not None:
-        in_a_row = 1 if is_padded or row is None else row // max(1, training.max_length)
+        in_a_row = 1 if is_padded or row is None else row // max(1, longest_document(config))
         return training.global_samples > rows * in_a_row
     if training.global_tokens is None or row is None or is_padded:
         return True

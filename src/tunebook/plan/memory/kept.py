@@ -15,6 +15,7 @@ from tunebook.config.choices import Checkpointing, Compute, MixedPrecision, Pack
 from tunebook.config.model_facts import CAST, OFFLOADED, MeasuredLayers, ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig, data_ranks
 from tunebook.data.batch import PADDED_TOKENS_PER_PASS, largest_micro_batch
+from tunebook.data.mean_length import longest_document
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, COMPILED_BETA, MASKED, attention_facts
 from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.facts.strategies import strategy_facts
@@ -133,7 +134,7 @@ def _compiled_mode(config: RunConfig) -> str | None:
         return None
     method = "dropout" if has_dropout(config) else _method(config)
     is_selective = config.activation.checkpointing is Checkpointing.selective
-    return f"{_number_format(config)}/{method}/{'selective' if is_selective else 'compiled'}"
+    return f"{number_format_of(config)}/{method}/{'selective' if is_selective else 'compiled'}"
 
 
 def _mode(config: RunConfig, saved: Collection[str]) -> str:
@@ -144,7 +145,7 @@ def _mode(config: RunConfig, saved: Collection[str]) -> str:
     kernel = config.attention.implementation
     if kernel is BY_DOCUMENT:
         kernel = MASKED
-    method, number_format = _method(config), _number_format(config)
+    method, number_format = _method(config), number_format_of(config)
     kernels = dict.fromkeys((kernel.name if ATTENTIONS[kernel].repeats_heads else "flash", "flash", "sdpa", "eager"))
     formats = [number_format, *(["bf16", "autocast"] if number_format != "fp32" else [])]
     cast = [f"{CAST}{method}/{next(iter(kernels))}"] if _is_without_autocast(config) else []
@@ -152,7 +153,8 @@ def _mode(config: RunConfig, saved: Collection[str]) -> str:
     return next((mode for mode in wanted if mode in saved), wanted[len(cast)])
 
 
-def _number_format(config: RunConfig) -> str:
+def number_format_of(config: RunConfig) -> str:
+    """The number format of weights and products, by the name that the traces have for it."""
     if config.precision.compute is Compute.fp32:
         return "fp32"
     return "bf16" if bytes_per_hidden_value(config) == 2 else "autocast"
@@ -435,4 +437,6 @@ def _padded_rows(config: RunConfig) -> int:
 
 
 def _row_length(config: RunConfig) -> int:
-    return config.packing.row_length or config.training.max_length
+    """Tokens of a row: a packed one is full, a padded one as long as the longest document at most."""
+    row = config.packing.row_length or config.training.max_length
+    return min(row, longest_document(config)) if config.packing.mode is PackingMode.padded else row

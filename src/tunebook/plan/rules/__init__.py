@@ -1,5 +1,7 @@
 """The table of all cross-field rules. `check` reports all broken ones at once, before anything is downloaded.
 
+`refuse_before_tracing` reports those that hold for any layers of the model, which are slow to trace.
+
 A rule looks at the resolved configuration only (see `plan.auto.resolve`); `train.requirements` holds the requirements
 on this machine. To add a rule: write it in the module of its topic, its texts in `errors.yaml`, and its case in
 `tests/plan/rules/rule_cases.py`.
@@ -7,14 +9,17 @@ on this machine. To add a rule: write it in the module of its topic, its texts i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import fields, replace
 from enum import Enum
+from typing import Any, NoReturn
 
 from tunebook.config.recipe_files import choice_schema, choice_values, group_choices
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS, RunConfig
 from tunebook.config.walk import field_types, schemas_of
-from tunebook.errors import Problem
+from tunebook.errors import Problem, RulesError
 from tunebook.plan.rules import (
     adapters,
     attention,
@@ -30,7 +35,7 @@ from tunebook.plan.rules import (
 )
 from tunebook.plan.rules.frame import Rule
 
-__all__ = ["RULES", "check"]
+__all__ = ["RULES", "check", "located", "refuse_before_tracing"]
 
 PlaceOf = Callable[[str], str | None]
 _OR = " or "
@@ -50,12 +55,46 @@ def check(config: RunConfig, place_of: PlaceOf | None = None) -> list[Problem]:
     group also names the typed settings that conflict with that group.
     """
     problems = [problem for rule in RULES for problem in rule.problems(config)]
-    if place_of is not None:
-        problems = [
-            replace(problem, place=place_of(problem.key), fix=with_conflicting_keys(problem.fix, config, place_of))
-            for problem in problems
-        ]
+    problems = problems if place_of is None else located(problems, config, place_of)
     return sorted(problems, key=lambda problem: not problem.is_error)
+
+
+def located(problems: list[Problem], config: RunConfig, place_of: PlaceOf) -> list[Problem]:
+    """Add to each problem what set its key, and to its fix the typed settings that conflict with it."""
+    return [
+        replace(problem, place=place_of(problem.key), fix=with_conflicting_keys(problem.fix, config, place_of))
+        for problem in problems
+    ]
+
+
+class _UnknownError(AttributeError):
+    """A rule reads a value that depends on the model's layers. Rules that go through all values pass over it."""
+
+
+def refuse_before_tracing(config: RunConfig, unknown: Iterable[str]) -> None:
+    """Judge the rules that read no key of `unknown`. Raises: RulesError with every broken one, and the warnings."""
+    for key in unknown:
+        config = _without(config, key)
+    problems: list[Problem] = []
+    for rule in RULES:
+        with suppress(_UnknownError):
+            problems += rule.problems(config)
+    if any(problem.is_error for problem in problems):
+        raise RulesError(sorted(problems, key=lambda problem: not problem.is_error))
+
+
+def _without(section: Any, key: str) -> Any:
+    """A copy of a section of the configuration in which reading a dotted key raises _UnknownError."""
+
+    def refuse(_: Any) -> NoReturn:
+        raise _UnknownError
+
+    section, (name, _, rest) = copy.copy(section), key.partition(".")
+    if rest:
+        setattr(section, name, _without(getattr(section, name), rest))
+    else:
+        section.__class__ = type(type(section).__name__, (type(section),), {name: property(refuse)})
+    return section
 
 
 def with_conflicting_keys(fix: str, config: RunConfig, place_of: PlaceOf) -> str:

@@ -18,6 +18,7 @@ from tunebook.config.choices import Checkpointing, Compute, Generation, PackingM
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.batch import BatchPlan
+from tunebook.data.mean_length import longest_document
 from tunebook.facts.peaks import Peak, peak_of
 from tunebook.model.flops import flops_per_token, recomputed_flops_per_token
 from tunebook.model.parameters import attention_width, count_parameters, has_experts, of_layers
@@ -143,7 +144,7 @@ def _estimate(
     tokens: float | None,
     gb_per_s: float | None,
 ) -> TimePlan:
-    attended = batch.attended_length or config.training.max_length
+    attended = batch.attended_length or longest_document(config)
     trained = None if config.peft.method is PeftMethod.full else count_parameters(config, facts).trained
     flops = flops_per_token(facts, attended, trained)
     padding = _padding_share(config, batch)
