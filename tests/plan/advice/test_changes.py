@@ -240,6 +240,40 @@ def test_rows_that_nobody_asked_for_are_not_made_shorter():
     assert not any("row_length" in word for change in changes._candidates(asked) for word in change.overrides)
 
 
+LONG = ("hardware=hopper", "hardware.memory_gib=79.6", "model.facts.max_position_embeddings=1000000")
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens", "expected"),
+    [
+        (("hardware.gpus_per_node=1", "parallelism=single", "peft=lora", "model=llama31_8b"), 110_592,
+         "activation.mlp_tile_tokens=4096"),
+        (("hardware.gpus_per_node=4",), 163_840, "parallelism.sequence_group_size=2"),
+    ],
+)  # fmt: skip
+def test_long_documents_get_tiles_or_more_gpus(words, tokens, expected):
+    rows = (f"training.max_length={tokens}", f"training.global_tokens={4 * tokens}")
+    group = "parallelism.sequence_group_size=1"
+    fitting = offered("qwen3_4b_long", *LONG, *words, *rows, group)
+    assert words_of(fitting)[0] == expected
+    tried = draft_run("qwen3_4b_long", [*LONG, *words, *rows, group, expected], [])
+    assert (tried.exit_code, tried.memory.fits) == (0, True)
+
+
+def test_short_rows_and_mixtures_of_experts_get_neither():
+    """Tiles of the latter are refused by a rule."""
+    asked = draft_run("llama3_8b_ddp", ["activation=stored", "hardware=hopper"], [])
+    assert changes._for_long_documents(asked.resolution.config) == []
+    asked = draft_run("qwen3_30b_a3b_fsdp", ["training.max_length=65536", "hardware=hopper"], [])
+    assert changes._for_long_documents(asked.resolution.config)
+    assert not any(
+        "mlp_tile" in word
+        for word in words_of(
+            changes_that_fit("qwen3_30b_a3b_fsdp", ["training.max_length=65536", "hardware=hopper"], [], asked)
+        )
+    )
+
+
 def test_one_gpu_is_offered_what_it_has_alone_and_nothing_that_a_rule_calls_useless():
     alone = ("hardware=hopper", "hardware.gpus_per_node=1", "hardware.host_memory_gib=4")
     words = (*alone, "parallelism=fsdp_offload")

@@ -14,7 +14,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.choices import Checkpointing, Compute, Generation, Offload, OptimizerName, PeftMethod, Strategy
+from tunebook.config.choices import (
+    Checkpointing,
+    Compute,
+    Generation,
+    Offload,
+    OptimizerName,
+    PackingMode,
+    PeftMethod,
+    Strategy,
+)
 from tunebook.config.frozen import PARALLELISM_SCHEMAS
 from tunebook.config.schema import CHOICE_SCHEMAS, ParallelismConfig, RunConfig, ZeroConfig, world_size
 from tunebook.errors import Problem
@@ -23,7 +32,8 @@ from tunebook.facts.strategies import COPIED, DIVIDED, OFFLOADING_OPTIMIZER, UND
 from tunebook.model.parameters import known_facts
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.draft import Draft, draft_run
-from tunebook.plan.memory import estimate_memory
+from tunebook.plan.longest import TILE_TOKENS
+from tunebook.plan.memory import estimate_memory, fits_into
 from tunebook.plan.speed.measured_speed import RECOMPUTED_SPEED, SELECTIVE, STORED_SPEED, rate_on_8, relative_speed
 
 MAX_CHANGES = 3
@@ -312,7 +322,7 @@ def _candidates(draft: Draft) -> list[Change]:
     pairs += [_combined(change, other) for change in single if change not in smaller for other in smaller]
     pairs += [_combined(change, other) for change in shorter for other in less]
     # Alone they come first: if they are enough, no other strategy is offered with them.
-    return [*sparing, *shorter, *sorted([*single, *less, *pairs], key=_sort_key)]
+    return [*sparing, *shorter, *sorted([*_for_long_documents(config), *single, *less, *pairs], key=_sort_key)]
 
 
 def _strategies(draft: Draft, config: RunConfig) -> list[Change]:
@@ -395,6 +405,35 @@ def _shorter_rows(draft: Draft) -> list[Change]:
     counted = "tokens" if asked.training.global_samples is None else "documents"
     note = f"shorter rows, as many {counted} in each step"
     return [Change((f"packing.row_length={asked.training.max_length}",), 1.0, note=note)]
+
+
+def _for_long_documents(config: RunConfig) -> list[Change]:
+    """Tiled MLPs and a sequence group, for packed rows that hold one long document."""
+    row, now = config.packing.row_length or 0, config.activation
+    is_packed, group = config.packing.mode is PackingMode.isolated, config.parallelism.sequence_group_size
+    if not is_packed or not 2 * TILE_TOKENS < row // max(1, group) <= config.training.max_length:
+        return []
+    again = () if now.checkpointing is Checkpointing.enabled else _CHECKPOINTING.overrides
+    tiles = (f"activation.mlp_tile_tokens={TILE_TOKENS}",) if now.mlp_tile_tokens is None else ()
+    kept = [Change((*again, *tiles), note="MLPs in tiles")] if tiles else []
+    size = _smallest_group(config) if group == 1 else None
+    if size is None:
+        return kept
+    shared = Change((f"parallelism.sequence_group_size={size}",), note=f"{size} GPUs share a row")
+    return [*kept, shared, *(_combined(shared, change) for change in (Change(again), *kept) if change.overrides)]
+
+
+def _smallest_group(config: RunConfig) -> int | None:
+    """GPUs of the smallest sequence group whose rows fit if layers are recomputed; or else all GPUs of a node."""
+    facts, capacity, gpus = known_facts(config), config.hardware.memory_gib, config.hardware.gpus_per_node or 1
+    sizes = [size for size in range(2, gpus + 1) if gpus % size == 0]
+    if facts is None or capacity is None or not sizes:
+        return None
+    for size in sizes:
+        shared = replace(config, parallelism=replace(config.parallelism, sequence_group_size=size))
+        if fits_into(config, estimate_memory(shared, facts, checkpointing=Checkpointing.enabled).total_gib, capacity):
+            return size
+    return sizes[-1]
 
 
 def _keeping_less(config: RunConfig) -> list[Change]:
