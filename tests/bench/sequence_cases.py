@@ -5,9 +5,10 @@
     python tests/bench/gpu_runs.py CASES.jsonl --output DIR --gpus 2 --series longest_4b
 
 `sequence_fp32` and `sequence_bf16` train the same packed rows for 50 steps on one GPU (`single`) and on two that share
-each row; losses may differ by 1e-4 and 2e-3. `longest_4b` (Qwen3-4B, every weight) and `longest_8b` (Llama 3.1 8B,
-LoRA) train three steps of one document that is as long as `plan --longest` says, times `--stretch`. The model's number
-of positions is raised, so that memory is the limit. A run that fails because memory ran out has found the limit.
+each row, and with MLPs in tiles; losses may differ by 1e-4 and 2e-3. `longest_4b` (Qwen3-4B, every weight) and
+`longest_8b` (Llama 3.1 8B, LoRA) train three steps of one document that is as long as `plan --longest` says, times
+`--stretch`. The model's number of positions is raised, so that memory is the limit. A run that fails because memory ran
+out has found the limit.
 """
 
 from __future__ import annotations
@@ -40,19 +41,29 @@ BF16 = [
 ]  # fmt: skip
 NOT_COMPILED, COMPILED = "model.compile_layers=false", "model.compile_layers=true"
 SIXTEEN_BIT = "precision.master_weights=bf16"  # as TRL's guide to long contexts trains
+TILES, OFFLOADED = "activation.mlp_tile_tokens=4096", "activation.offload=true"
 LONGEST: dict[str, tuple[str, list[str], dict[str, list[str]]]] = {
     "longest_4b": ("qwen3_4b", ["peft=full"], {
         "single": ALONE,
         "single_16_bit": [*ALONE, SIXTEEN_BIT],
+        "single_tiled_16_bit": [*ALONE, SIXTEEN_BIT, TILES],
+        "single_tiled_offload_16_bit": [*ALONE, SIXTEEN_BIT, TILES, OFFLOADED],
         "fsdp": [*SHARED, "parallelism=fsdp"],
         "fsdp_16_bit": [*SHARED, "parallelism=fsdp", SIXTEEN_BIT],
         "zero3": [*SHARED, "parallelism=zero3"],
-        "fsdp_offload": [*SHARED, "parallelism=fsdp", "activation.offload=true"],
+        "fsdp_offload": [*SHARED, "parallelism=fsdp", OFFLOADED],
+        "fsdp_tiled": [*SHARED, "parallelism=fsdp", TILES],
+        "zero3_tiled": [*SHARED, "parallelism=zero3", TILES],
+        "fsdp_tiled_offload": [*SHARED, "parallelism=fsdp", TILES, OFFLOADED],
     }),
     "longest_8b": ("llama31_8b", ["peft=lora", "peft.dropout=0"], {
         "single": ALONE,
+        "single_tiled": [*ALONE, TILES],
+        "single_tiled_offload": [*ALONE, TILES, OFFLOADED],
         "fsdp": [*SHARED, "parallelism=fsdp"],
-        "fsdp_offload": [*SHARED, "parallelism=fsdp", "activation.offload=true"],
+        "fsdp_offload": [*SHARED, "parallelism=fsdp", OFFLOADED],
+        "fsdp_tiled": [*SHARED, "parallelism=fsdp", TILES],
+        "fsdp_tiled_offload": [*SHARED, "parallelism=fsdp", TILES, OFFLOADED],
     }),
 }  # fmt: skip
 _POSITIONS, _UNIT = 2**20, 256
@@ -68,6 +79,11 @@ def parity_cases() -> Iterator[dict[str, Any]]:
                "overrides": [*FP32, *where]}  # fmt: skip
         yield {"series": "sequence_bf16", "name": strategy, "gpus": gpus, "recipe": "qwen05b_single",
                "overrides": [*BF16, NOT_COMPILED, *where]}  # fmt: skip
+    for name, where, gpus in (("single_tiled", ALONE, 1), ("fsdp_tiled", [*SHARED, "parallelism=fsdp"], 2)):
+        yield {"series": "sequence_fp32", "name": name, "gpus": gpus, "recipe": "quickstart",
+               "overrides": [*FP32, *where, "activation.mlp_tile_tokens=128"]}  # fmt: skip
+        yield {"series": "sequence_bf16", "name": name, "gpus": gpus, "recipe": "qwen05b_single",
+               "overrides": [*BF16, NOT_COMPILED, *where, "activation.mlp_tile_tokens=1024"]}  # fmt: skip
     yield {"series": "sequence_bf16", "name": "fsdp_compiled", "gpus": 2, "recipe": "qwen05b_single",
            "overrides": [*BF16, COMPILED, *SHARED, "parallelism=fsdp"]}  # fmt: skip
 
@@ -85,7 +101,7 @@ def longest_cases(memory_gib: float, stretch: float) -> Iterator[dict[str, Any]]
                 *PLAIN[:2], "training.max_steps=3",
             ]  # fmt: skip
             config = compose(None, [*words_of_case, "training.max_length=4096"], []).config
-            (row,) = longest_rows(resolve_auto(config, NO_GPU)).rows
+            row, *_ = longest_rows(resolve_auto(config, NO_GPU)).rows  # the first is as typed
             tokens = round(row.tokens * stretch) // _UNIT * _UNIT
             if not tokens:
                 continue

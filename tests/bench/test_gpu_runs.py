@@ -65,7 +65,7 @@ def test_cases_of_shared_rows_are_planned_and_fill_the_gpus(tmp_path):
         plan = planned(words_of(case, tmp_path, more=["hardware=hopper"]))
         assert "refused" not in plan, case["name"]
         if case["series"].startswith("longest"):
-            assert 0.97 * 0.83 * 79.6 <= plan["planned_gib"] <= 0.83 * 79.6 or case["name"] == "zero3"
+            assert 0.97 * 0.83 * 79.6 <= plan["planned_gib"] <= 0.83 * 79.6 or case["name"].startswith("zero3")
 
 
 def test_evidence_runs_again_as_often_as_asked(tmp_path):

@@ -58,6 +58,7 @@ DEFAULTS_FILE = Path(__file__).with_name("defaults_of_hash_version_2.json")
         lambda config: replace(config, evaluation=replace(config.evaluation, contamination=Contamination.refuse)),
         lambda config: replace(config, model=replace(config.model, path=str(resolve_path(config.model.path)))),
         lambda config: replace(config, model=replace(config.model, one_pass_head=True)),
+        lambda config: replace(config, activation=replace(config.activation, mlp_tile_tokens=64)),
     ],
     ids=[
         "title",
@@ -71,6 +72,7 @@ DEFAULTS_FILE = Path(__file__).with_name("defaults_of_hash_version_2.json")
         "contamination",
         "absolute book path",
         "one_pass_head",
+        "mlp_tile_tokens",
     ],
 )
 def test_launcher_and_outputs_do_not_change_the_hash(

@@ -15,13 +15,14 @@ from tunebook.config.compose import compose
 from tunebook.data.batch import solve_batch
 from tunebook.hardware.detect import Machine
 from tunebook.plan.auto.resolve import resolve_auto
-from tunebook.plan.longest import longest_rows
+from tunebook.plan.longest import TILE_TOKENS, longest_rows
 from tunebook.plan.memory import estimate_memory, fits_into
 from tunebook.plan.memory.kept import tokens_per_pass
 from tunebook.plan.speed.throughput import exchanged_bytes, plan_time
 
 RECIPE = ("qwen3_4b_lora", "peft=full", "hardware=hopper", "hardware.memory_gib=79.6", "parallelism=zero3")
 IN_A_GROUP = ("hardware.gpus_per_node=2", "parallelism.sequence_group_size=2")
+TILED = ["enabled in tiles", "enabled in tiles, offloaded"]
 MACHINE = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 
 
@@ -31,11 +32,19 @@ def resolution(*words: str):
 
 def test_the_longest_row_fits_and_a_longer_one_does_not():
     found = resolution(*IN_A_GROUP)
-    for row in longest_rows(found).rows:
+    rows = longest_rows(found).rows
+    assert [(row.mlp_tile_tokens, row.offload) for row in rows] == [
+        (None, False), (None, False), (TILE_TOKENS, False), (TILE_TOKENS, True),
+    ]  # fmt: skip
+    assert [row.tokens_by_memory for row in rows] == sorted(row.tokens_by_memory for row in rows)
+    for row in rows:
         fits = []
         for tokens in (row.tokens_by_memory, row.tokens_by_memory + 256):
             config = resolution(*IN_A_GROUP, *row.overrides, f"packing.row_length={tokens}").config
-            assert config.activation.checkpointing.name == row.checkpointing
+            kept = config.activation
+            assert (kept.checkpointing.name, kept.mlp_tile_tokens, kept.offload) == (
+                row.checkpointing, row.mlp_tile_tokens, row.offload,
+            )  # fmt: skip
             tensors = estimate_memory(config, config.model.facts).total_gib
             fits.append(fits_into(config, tensors, 79.6))
         assert fits == [True, False]
@@ -53,14 +62,22 @@ def test_two_gpus_hold_a_row_twice_as_long_of_the_same_states():
 @pytest.mark.parametrize(
     ("words", "ways"),
     [
-        (IN_A_GROUP, ["disabled", "enabled"]),
+        (IN_A_GROUP, ["disabled", "enabled", *TILED]),
         (("hardware.gpus_per_node=2", "model.compile_layers=true", "parallelism=fsdp"),
          ["disabled", "selective", "enabled"]),
-        (("activation=checkpointing",), ["enabled"]),
+        (("hardware.gpus_per_node=2", "parallelism=fsdp"), ["disabled", "selective", "enabled", *TILED]),
+        (("activation=stored",), ["disabled"]),
+        (("activation=checkpointing",), ["enabled", *TILED]),
+        (("activation.mlp_tile_tokens=4096",), TILED),
+        (("activation.mlp_tile_tokens=4096", "activation.offload=true"), TILED[1:]),
+        (("activation=checkpointing", "precision=fp8", "parallelism=fsdp"), ["enabled"]),
     ],
 )  # fmt: skip
 def test_each_way_that_may_be_taken_is_answered(words, ways):
-    assert [row.checkpointing for row in longest_rows(resolution(*words)).rows] == ways
+    rows = longest_rows(resolution(*words)).rows
+    tiles = (" in tiles" if row.mlp_tile_tokens else "" for row in rows)
+    offloaded = (", offloaded" if row.offload else "" for row in rows)
+    assert [row.checkpointing + tile + away for row, tile, away in zip(rows, tiles, offloaded, strict=True)] == ways
 
 
 def test_where_nothing_fits_or_nothing_is_known():

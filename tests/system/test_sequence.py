@@ -129,6 +129,22 @@ def test_two_groups_accumulate_and_recompute(train_once, one_rank):
     ]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("parallelism=ddp",),
+        pytest.param(("parallelism=zero3", "parallelism.sequence_group_size=2"), marks=pytest.mark.slow),
+        pytest.param(("parallelism=zero2", *IN_SHORT_ROWS), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_tiled_mlps_train_as_whole_ones(train_once, one_rank, words):
+    trained = train_once(FIRST_STEPS, *ON_TWO_RANKS, *words, "activation.mlp_tile_tokens=100")
+    assert trained.losses == pytest.approx(one_rank.losses, rel=1e-5)
+    choices = read_json(trained.folder / "plan.json")["choices"]
+    assert [each["value"] for each in choices if each["key"] == "activation.checkpointing"] == ["enabled"]
+
+
 def test_validation_and_resume(train_once):
     words = (*BIT_FOR_BIT, "training.save_every_steps=10", "dataset.validation_share=0.05")
     alone = train_once(*words, "parallelism=single", "hardware=cpu")

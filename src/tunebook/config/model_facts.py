@@ -23,6 +23,7 @@ ARCHITECTURE_FILE = "architecture.json"  # in a run folder
 SHIPPED_SUFFIX = ".architecture.json"  # suffix of the files next to the shipped models
 CAST = "cast/"  # prefix of the keys of modes without autocast
 OFFLOADED = "offloaded"  # suffix of the keys for bytes that stay on the GPU with activation offloading
+TILED = "tiled"  # suffix of the keys for bytes that are kept if MLPs are computed in tiles
 # The sizes that decide what a layer keeps. The number of layers is not one of them: a run may use fewer layers.
 _LAYER_SIZES = ("architecture", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 _NOT_STATED = ("measured", "unreached", "config")  # fields that an answer has no key of the same form for
@@ -60,7 +61,8 @@ class MeasuredLayers:
     expert_adapters: dict[str, list[int]] = field(default_factory=dict)
     # Six numbers by "format/method/kernels" (fp32, autocast, bf16; full, adapter, dropout; sdpa, flash, eager,
     # compiled, selective): the bytes that all layers keep per row, per token and per pair of tokens, then the same
-    # three for the largest layer. With "/offloaded": the bytes that stay on the GPU with activation offloading.
+    # three for the largest layer. With "/offloaded": the bytes that stay on the GPU with activation offloading. With
+    # "/tiled": the bytes that are kept if MLPs are computed in tiles, which keep their inputs only.
     saved: dict[str, list[int]] = field(default_factory=dict)
     # The same by "cast/method/kernels": layers in bf16 with adapters in bf16, without autocast
     saved_without_autocast: dict[str, list[int]] = field(default_factory=dict)

@@ -117,6 +117,7 @@ RANGES: tuple[Range, ...] = (
     _count("hardware.reference.gpus_per_node", "1", high=1024),
     _positive("hardware.reference.memory_gib", "null"),
     _count("packing.row_length", "null", low=2),
+    _count("activation.mlp_tile_tokens", "4096"),
     _count("peft.rank", "16"),
     _positive("peft.alpha", "32"),
     _share("peft.dropout", "0.05"),

@@ -266,6 +266,9 @@ class ActivationConfig:
     # only what costs little (selective), or nothing (disabled).
     checkpointing: Checkpointing = Checkpointing.auto
     offload: bool = False  # keep activations in host memory
+    # Compute the MLP of each recomputed layer this many tokens at a time, for rows that do not fit otherwise. MLPs are
+    # then computed once more in the backward pass. null: all tokens of a pass at once
+    mlp_tile_tokens: int | None = field(default=None, metadata=_SAME_LOSS)
 
 
 @dataclass(kw_only=True)

@@ -33,6 +33,10 @@ PRODUCTS_OF = {
     "mlp": frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2"}),
 }
 
+# The linear layers of an MLP, from the hidden size to its inner numbers and back. GPT-2's attention also has a c_proj.
+MLP_INPUT_LAYERS = frozenset({"gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "fc1", "fc_in", "c_fc"})
+MLP_OUTPUT_LAYERS = frozenset({"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"})
+
 _LLAMA_LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 

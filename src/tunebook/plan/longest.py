@@ -1,7 +1,8 @@
 """Search for the longest row that fits a planned run: `tunebook plan --longest`.
 
 A row holds one document as long as itself, which is the worst case for memory. Everything else stays as planned, except
-how much of a pass is kept, if that is left to `auto`: each way has a row of its own in the answer.
+what is kept of a pass, if that is left to `auto`: each way has a row of its own in the answer. If whole layers are
+recomputed, tiled MLPs and offloading are tried in addition, unless they are set.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from typing import Any
 
 from tunebook.config.choices import Checkpointing
 from tunebook.config.model_facts import ModelFacts
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import ActivationConfig, RunConfig
 from tunebook.model.parameters import known_facts
-from tunebook.plan.auto.decisions import AS_ASKED
-from tunebook.plan.auto.resolve import Resolution
+from tunebook.plan.auto.decisions import asked_keys
+from tunebook.plan.auto.resolve import COMPILING, Resolution
 from tunebook.plan.memory import estimate_memory, fits_into, gib_text, unknown_size
 from tunebook.plan.memory.host_memory import plan_host_memory
+from tunebook.plan.rules import check
 
 _STEP_TOKENS = 128  # rows are multiples of this for each GPU that shares them
 _MOST_STEPS = 2**17  # 16 million tokens for each GPU: longer rows are not searched
 _CHECKPOINTING = "activation.checkpointing"
+# Tokens of an MLP's tile. Products of so many rows keep a GPU busy, and a tile of Llama 3.1 8B needs about 1 GiB.
+TILE_TOKENS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +33,8 @@ class LongestRow:
     """The longest row with one way of keeping activations."""
 
     checkpointing: str
+    mlp_tile_tokens: int | None
+    offload: bool
     tokens: int  # 0: not even the shortest row that was tried fits
     tokens_by_memory: int  # the same without the limit of the model's positions
     memory_gib: float | None  # estimated tensors of one GPU with `tokens`
@@ -57,15 +63,21 @@ class Longest:
         shared = f" shared by {group} GPUs" if group > 1 else ""
         lines = [f"Longest row{shared} (estimated, one document in each row, {self.capacity_gib:g} GiB a GPU)"]
         for row in self.rows:
+            way = " ".join(_words(row.checkpointing, row.mlp_tile_tokens, is_offloaded=row.offload))
             if not row.tokens:
-                lines.append(f"  none with {_CHECKPOINTING}={row.checkpointing}: the rest of the plan does not fit")
+                lines.append(f"  none with {way}: the rest of the plan does not fit")
                 continue
             held = f"{gib_text(row.memory_gib)} of tensors" if row.memory_gib is not None else ""
             if row.tokens < row.tokens_by_memory:
                 held += f"; memory would hold {row.tokens_by_memory:,}, and the model has no more positions"
-            lines.append(f"  {row.tokens:,} tokens with {_CHECKPOINTING}={row.checkpointing}: {held}")
+            lines.append(f"  {row.tokens:,} tokens with {way}: {held}")
             lines.append(f"      {' '.join(row.overrides)}")
         return lines
+
+
+def _words(checkpointing: str, mlp_tile_tokens: int | None, *, is_offloaded: bool) -> list[str]:
+    tiles = [] if mlp_tile_tokens is None else [f"activation.mlp_tile_tokens={mlp_tile_tokens}"]
+    return [f"{_CHECKPOINTING}={checkpointing}", *tiles, *(["activation.offload=true"] if is_offloaded else [])]
 
 
 def longest_rows(resolution: Resolution) -> Longest:
@@ -83,23 +95,41 @@ def longest_rows(resolution: Resolution) -> Longest:
     return replace(found, rows=rows)
 
 
-def _ways(resolution: Resolution) -> list[Checkpointing]:
-    """The typed way of keeping activations, or all that are possible, from the fastest on."""
+def _ways(resolution: Resolution) -> list[RunConfig]:
+    """The run with the typed way of keeping activations, or with all that are possible, from the fastest on."""
     config = resolution.config
-    is_asked = any(choice.key == _CHECKPOINTING and choice.why == AS_ASKED for choice in resolution.choices)
-    if is_asked:
-        return [config.activation.checkpointing]
+    now, typed = config.activation, asked_keys(resolution.choices)
     parts = [Checkpointing.selective] if config.model.compile_layers else []
-    return [Checkpointing.disabled, *parts, Checkpointing.enabled]
+    every = [Checkpointing.disabled, *parts, Checkpointing.enabled]
+    if _CHECKPOINTING in typed or now.mlp_tile_tokens is not None:
+        every = [now.checkpointing]
+    ways = [_kept_so(config, replace(now, checkpointing=each)) for each in every]
+    if Checkpointing.enabled not in every:
+        return ways
+    tiled = replace(now, checkpointing=Checkpointing.enabled, mlp_tile_tokens=now.mlp_tile_tokens or TILE_TOKENS)
+    further = [replace(tiled, offload=is_offloaded) for is_offloaded in (now.offload, True)]
+    is_compiled = bool(config.model.compile_layers) and COMPILING in typed  # else `auto` does not compile tiles
+    for activation in further:
+        way = _kept_so(config, activation, is_compiled=is_compiled)
+        if way not in ways and not any(
+            problem.is_error and problem.key.startswith("activation.") for problem in check(way)
+        ):
+            ways.append(way)
+    return ways
 
 
-def _longest(resolution: Resolution, facts: ModelFacts, positions: int, way: Checkpointing) -> LongestRow:
-    config, capacity = resolution.config, resolution.config.hardware.memory_gib
+def _kept_so(config: RunConfig, activation: ActivationConfig, *, is_compiled: bool | None = None) -> RunConfig:
+    compiles = config.model.compile_layers if is_compiled is None else is_compiled
+    return replace(config, activation=activation, model=replace(config.model, compile_layers=compiles))
+
+
+def _longest(resolution: Resolution, facts: ModelFacts, positions: int, config: RunConfig) -> LongestRow:
+    capacity, activation = config.hardware.memory_gib, config.activation
     assert capacity is not None
     unit = _STEP_TOKENS * max(1, config.parallelism.sequence_group_size)
 
     def fits(steps: int) -> bool:
-        longer = _with_rows(config, steps * unit, way)
+        longer = _with_rows(config, steps * unit)
         tensors = estimate_memory(longer, facts).total_gib
         host = plan_host_memory(longer, resolution.host_memory_gib)
         return fits_into(longer, tensors, capacity) and host.fits is not False
@@ -107,23 +137,25 @@ def _longest(resolution: Resolution, facts: ModelFacts, positions: int, way: Che
     by_memory = _most(fits) * unit
     tokens = min(by_memory, positions // unit * unit)
     overrides = [f"training.max_length={tokens}", f"packing.row_length={tokens}", "training.micro_batch_size=1"]
+    words = _words(activation.checkpointing.name, activation.mlp_tile_tokens, is_offloaded=activation.offload)
     return LongestRow(
-        checkpointing=way.name,
+        checkpointing=activation.checkpointing.name,
+        mlp_tile_tokens=activation.mlp_tile_tokens,
+        offload=activation.offload,
         tokens=tokens,
         tokens_by_memory=by_memory,
-        memory_gib=round(estimate_memory(_with_rows(config, tokens, way), facts).total_gib, 3) if tokens else None,
-        overrides=[*overrides, f"{_CHECKPOINTING}={way.name}"] if tokens else [],
+        memory_gib=round(estimate_memory(_with_rows(config, tokens), facts).total_gib, 3) if tokens else None,
+        overrides=[*overrides, *words] if tokens else [],
     )
 
 
-def _with_rows(config: RunConfig, tokens: int, way: Checkpointing) -> RunConfig:
+def _with_rows(config: RunConfig, tokens: int) -> RunConfig:
     dataset = config.dataset
     return replace(
         config,
         dataset=replace(dataset, synthetic=replace(dataset.synthetic, max_tokens=tokens)),
         training=replace(config.training, max_length=tokens, micro_batch_size=1),
         packing=replace(config.packing, row_length=tokens),
-        activation=replace(config.activation, checkpointing=way),
     )
 
 

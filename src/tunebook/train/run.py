@@ -48,6 +48,7 @@ from tunebook.model.flops import attended_length_tokens, flops_per_token
 from tunebook.model.gpu_memory import is_out_of_memory
 from tunebook.model.linear_attention import isolate_documents
 from tunebook.model.load import begin_loading, finish_loading
+from tunebook.model.tiled_mlp import tile_mlps
 from tunebook.model.tokenizer import agree_on_tokens, trainer_tokenizer
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.parallel.deepspeed import zero_stage
@@ -317,6 +318,8 @@ def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: RecipeTra
     """Convert and compile the layers once the trainer has changed the blocks (adapters, Liger); the layers in fp8."""
     if config.packing.mode is PackingMode.isolated:
         isolate_documents(model, is_on_cpu=config.hardware.generation is Generation.cpu)
+    if config.activation.mlp_tile_tokens is not None:
+        tile_mlps(model, config.activation.mlp_tile_tokens)
     is_fp8 = config.precision.compute is Compute.fp8
     fp8_layers = convert_to_fp8(model, config.precision.fp8_scaling) if is_fp8 else []
     if config.model.compile_layers:

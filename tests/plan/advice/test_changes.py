@@ -281,6 +281,37 @@ def test_groups_are_tried_where_the_rules_allow_them_and_rows_cannot_be_shorter(
     assert [size for size in found if " " not in size] == sizes
 
 
+LONG_ROWS = ("hardware=hopper", "hardware.memory_gib=79.6", "model.facts.max_position_embeddings=1000000")
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens", "expected"),
+    [
+        (("hardware.gpus_per_node=1", "parallelism=single", "peft=lora", "model=llama31_8b"), 110_592,
+         "activation.mlp_tile_tokens=4096"),
+        (("hardware.gpus_per_node=4",), 163_840, "parallelism.sequence_group_size=2"),
+    ],
+)  # fmt: skip
+def test_long_documents_get_tiles_or_more_gpus(words, tokens, expected):
+    rows = (f"training.max_length={tokens}", f"training.global_tokens={4 * tokens}")
+    group = "parallelism.sequence_group_size=1"
+    fitting = offered("qwen3_4b_long", *LONG_ROWS, *words, *rows, group)
+    assert words_of(fitting)[0] == expected
+    tried = draft_run("qwen3_4b_long", [*LONG_ROWS, *words, *rows, group, expected], [])
+    assert (tried.exit_code, tried.memory.fits) == (0, True)
+
+
+def test_short_rows_and_mixtures_of_experts_get_no_tiles():
+    """Those of the latter are refused by a rule."""
+    asked = draft_run("llama3_8b_ddp", ["activation=stored", "hardware=hopper"], [])
+    assert not any("mlp_tile" in word for change in changes._candidates(asked) for word in change.overrides)
+    words = ["training.max_length=65536", "hardware=hopper"]
+    asked = draft_run("qwen3_30b_a3b_fsdp", words, [])
+    assert any("mlp_tile" in word for change in changes._candidates(asked) for word in change.overrides)
+    fitting = changes_that_fit("qwen3_30b_a3b_fsdp", words, [], asked)
+    assert not any("mlp_tile" in word for word in words_of(fitting))
+
+
 def test_one_gpu_is_offered_what_it_has_alone_and_nothing_that_a_rule_calls_useless():
     alone = ("hardware=hopper", "hardware.gpus_per_node=1", "hardware.host_memory_gib=4")
     words = (*alone, "parallelism=fsdp_offload")

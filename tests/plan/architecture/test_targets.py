@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of peft, about what it make
 TOKENS = 126
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MODES = (("autocast", "adapter", "sdpa"), ("bf16", "adapter", "sdpa"), ("bf16", "full", "sdpa"))
-WAYS = ("", "/offloaded")
+WAYS = ("", "/offloaded", "/tiled")
 
 
 @pytest.fixture(scope="module")

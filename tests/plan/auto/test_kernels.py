@@ -138,6 +138,7 @@ NOT_COMPILED = {
     "sdpa": ({"attention.implementation": Attention.sdpa}, "varlen_attention_4 only, and sdpa is asked for"),
     "flash": ({"attention.implementation": Attention.flash_attention_2}, "only, and flash_attention_2 is asked for"),
     "deterministic": ({"training.deterministic": True}, "bitwise deterministic"),
+    "tiles": ({"activation.mlp_tile_tokens": 4096}, "for each number of tiles (activation.mlp_tile_tokens)"),
     "zero3": ({"parallelism": parallel(Strategy.zero3)}, "under parallelism=zero3"),
     "by_size": ({"parallelism": parallel(Strategy.fsdp, wrap_policy=WrapPolicy.size)}, "other ones than the blocks"),
     "by_class": ({"parallelism": parallel(Strategy.hsdp, wrap_classes=["Qwen2MLP"])}, "other ones than the blocks"),

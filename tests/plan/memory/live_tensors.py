@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tunebook.model.tiled_mlp import tile_mlps
 from tunebook.plan.architecture import kernels, saved
 from tunebook.plan.architecture.compiled import compile_layers
 from tunebook.plan.architecture.kernels import UNMASKED, VARLEN, CudaAutocast
@@ -49,6 +50,7 @@ class Way:
     dropout: float = 0.0
     targets: tuple[str, ...] = ()  # the products that an adapter is put on; none named: on all seven
     is_recomputed: bool = False
+    tile_tokens: int | None = None  # of MLPs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,7 @@ def saved_by_a_layer(
 ) -> tuple[float, float]:
     """Bytes of each token that autograd saves in a middle layer, and those of them that offloading does not move.
 
+    If the way has tiles, the second are those that are saved outside of MLPs.
     `compiled`: how layers are, by its name in `meta_device.saved`. `is_eager`: attention without a kernel.
     `head_size`: of a head, if heads are not the hidden size together.
     """
@@ -110,8 +113,8 @@ def saved_by_a_layer(
         if compiled:
             layers = saved.decoder_layers(saved.text_decoder(saved._causal(model)), NUM_LAYERS)
             compile_layers(layers, recomputes=compiled == saved.SELECTIVE)
-        kept, left = saved._saved_by_layer(model, NUM_LAYERS, TOKENS, mode, [])
-    return kept[MIDDLE] / TOKENS, left[MIDDLE] / TOKENS
+        kept, left, tiled = saved._saved_by_layer(model, NUM_LAYERS, TOKENS, mode, [])
+    return kept[MIDDLE] / TOKENS, (tiled if way.tile_tokens is not None else left)[MIDDLE] / TOKENS
 
 
 def inputs_with_adapter(model: Any, targets: tuple[str, ...], *, dropout: float = 0.0) -> Any:
@@ -160,11 +163,19 @@ class _Living(TorchDispatchMode):
             self._at_most += storage.nbytes()
 
 
+def most_alive(way: Way, tokens: int) -> int:
+    """The most bytes that live in the last layer's backward pass, except its input and all layers'."""
+    element = 2 if way.weights is torch.bfloat16 else 4
+    return _live_bytes(way, *SMALL, tokens=tokens)[f"backward {LAST}"] - tokens * SMALL[0] * element * (NUM_LAYERS + 2)
+
+
 def _live_bytes(
     way: Way, hidden: int, inner: int, *, tokens: int = TOKENS, attention: str = UNMASKED
 ) -> dict[str, int]:
     with _without_memory():
         model = _build(way, hidden, inner, attention=attention)
+        if way.tile_tokens is not None:
+            tile_mlps(saved._causal(model), way.tile_tokens)
         decoder, living = saved.text_decoder(saved._causal(model)), _Living(model)
         for place, layer in enumerate(saved.decoder_layers(decoder, NUM_LAYERS)):
             if way.is_recomputed:

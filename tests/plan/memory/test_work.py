@@ -33,6 +33,7 @@ from .live_tensors import (
     bytes_of_pairs,
     growth_of,
     kept_growth_of,
+    most_alive,
     saved_by_a_layer,
 )
 
@@ -117,6 +118,38 @@ def test_a_layer_that_is_computed_again_has_at_work_what_was_followed(sound, nam
     hidden, inner = of_numbers(at_work, sound)
     assert hidden + kept.hidden == alive.hidden - stream * (NUM_LAYERS + 2) - stream / 8
     assert inner + kept.inner == alive.inner + (1 if name == "adapter in fp32, dropout" else 0)
+
+
+@pytest.mark.parametrize(("tokens", "tile"), [(5120, 640), (5120, 2560)])
+@pytest.mark.parametrize("name", [followed(name, True) for name in (*WAYS, *IN_FP32, "full in bf16")])
+def test_of_an_mlp_in_tiles_one_tile_is_at_work(sound, name, tokens, tile):
+    way, parallelism = (WAYS | IN_FP32 | {"full in bf16": (Way(weights=BF16), SINGLE)})[name]
+    set_to(sound, way, parallelism)
+    way = replace(way, is_recomputed=True, tile_tokens=tile)
+    whole, tiled = (round(number) for number in saved_by_a_layer(way))
+    assert whole - tiled > 0.8 * (6 if way.is_mixed else 12) * SMALL[1]
+    modes = [
+        f"{each}/{method}/flash" for each in ("fp32", "autocast", "bf16", "cast") for method in ("full", "adapter")
+    ]
+    numbers = {
+        key: [0, 3 * each, 0, 0, each, 0] for mode in modes for key, each in ((mode, whole), (f"{mode}/tiled", tiled))
+    }
+    facts = replace(
+        sound.model.facts, hidden_size=SMALL[0], intermediate_size=SMALL[1], measured=measured(saved=numbers)
+    )
+    sound.activation.checkpointing, sound.activation.mlp_tile_tokens = Checkpointing.enabled, tile
+    sound.packing.row_length = tokens
+    assert kept_by_one_layer(sound, facts) == pytest.approx(tokens * tiled, rel=1e-3)
+    assert backward_work(sound, facts) == pytest.approx(most_alive(way, tokens), rel=0.08)
+
+
+def test_a_row_of_one_tile_is_not_tiled(sound):
+    sound.activation.checkpointing, sound.activation.mlp_tile_tokens = Checkpointing.enabled, ROW
+    in_one = backward_work(sound, sound.model.facts)
+    sound.activation.mlp_tile_tokens = ROW // 8
+    in_eight = backward_work(sound, sound.model.facts)
+    sound.activation.mlp_tile_tokens = None
+    assert in_one == backward_work(sound, sound.model.facts) > in_eight
 
 
 @pytest.mark.parametrize(

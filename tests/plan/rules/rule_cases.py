@@ -69,6 +69,7 @@ def fsdp(strategy: Strategy, **settings: Any) -> dict[str, Any]:
 
 FP8 = {"precision.compute": Compute.fp8}
 COMPILED = {"model.compile_layers": True, "attention.implementation": Attention.varlen_attention}
+TILED = {"activation.mlp_tile_tokens": 4096, "activation.checkpointing": Checkpointing.enabled}
 DDP = {"parallelism": ParallelismConfig(strategy=Strategy.ddp), **ON_8}
 MEASURED = traced(
     num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, attention=["eager", "flash_attention_2"]
@@ -328,6 +329,32 @@ CASES = [
         "only compiled blocks",
         {"activation.checkpointing": Checkpointing.selective},
     ),
+    case(
+        "mlp-tiles-without-checkpointing",
+        "activation.checkpointing is disabled",
+        {"activation.mlp_tile_tokens": 4096},
+    ),
+    case("mlp-tiles-compiled", "once more for each number", TILED, COMPILED),
+    case(
+        "mlp-tiles-not-in-model",
+        "sends tokens to experts",
+        TILED,
+        {"model.facts.measured": traced(parameters=2, active_parameters=1)},
+    ),
+    case(
+        "mlp-tiles-not-in-model",
+        "has no MLPs that compute each token alone",
+        TILED,
+        {"model.facts.measured": traced(saved={mode: [0, 1, 0, 0, 1, 0] for mode in ("a", "a/tiled")})},
+    ),
+    case("mlp-tiles-compiled", "fp8 scale of its own", TILED, {**FP8, **COMPILED}),
+    case(
+        "mlp-tiles-units",
+        "after the first tile",
+        TILED,
+        fsdp(Strategy.fsdp, wrap_policy=WrapPolicy.size, wrap_min_num_parameters=1_000_000),
+    ),
+    case("mlp-tiles-units", "first tile", TILED, fsdp(Strategy.fsdp, wrap_classes=["Qwen2DecoderLayer"])),
     case("activation-offload-without-gpu", "no GPU memory", {"activation.offload": True}, ON_CPU),
     # parallelism
     case("strategy-settings-mismatch", "FSDP settings", {"parallelism.strategy": Strategy.zero2}, fsdp(Strategy.fsdp)),

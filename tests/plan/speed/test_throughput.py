@@ -25,6 +25,7 @@ from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.packing import Lengths
 from tunebook.hardware.detect import Machine
+from tunebook.model.flops import flops_per_token, recomputed_flops_per_token
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.speed.throughput import TimePlan, plan_time, tokens_of_the_run
 
@@ -366,6 +367,19 @@ def test_an_adapter_in_fp32_reaches_what_a_full_fine_tune_does_and_computes_less
     assert lora.tokens_per_second_per_gpu > 1.2 * full.tokens_per_second_per_gpu
     assert lora.efficiency == pytest.approx(full.efficiency)
     assert "LoRA" not in lora.assumption
+
+
+def test_tiled_mlps_are_computed_once_more() -> None:
+    """All tiles but the last of a layer: 2 operations for each weight of its MLPs, of some 8 for each of the model."""
+    whole = qwen_3b(activation__checkpointing=Checkpointing.enabled)
+    tiled = changed(whole, {"activation.mlp_tile_tokens": 1024})
+    one, eight = (plan_time(config, batch_of(config)) for config in (whole, tiled))
+    assert "MLPs in tiles compute as fast as whole ones" in eight.assumption
+    facts = whole.model.facts
+    assert facts is not None and one.tokens_per_second is not None and eight.tokens_per_second is not None
+    flops = flops_per_token(facts, 1033.0) + recomputed_flops_per_token(facts, 1033.0)
+    again = 2 * 3 * 2048 * 11008 * 36 * 7 / 8
+    assert one.tokens_per_second / eight.tokens_per_second == pytest.approx(1 + again / flops)
 
 
 def test_tokens_of_a_run() -> None:

@@ -34,6 +34,7 @@ from tunebook.facts.strategies import COPIED, DIVIDED, OFFLOADING_OPTIMIZER, UND
 from tunebook.model.parameters import known_facts
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.draft import Draft, draft_run
+from tunebook.plan.longest import TILE_TOKENS
 from tunebook.plan.memory import estimate_memory
 from tunebook.plan.speed.measured_speed import RECOMPUTED_SPEED, SELECTIVE, STORED_SPEED, rate_on_8, relative_speed
 
@@ -154,7 +155,15 @@ _REFUSE_FP8 = _ZERO_OVERRIDES | {word for change in _ADAPTERS for word in change
 # second.
 _WITH_ADAPTERS = (("parallelism=fsdp",), ("parallelism=fsdp_offload",))
 _GROUP = "parallelism.sequence_group_size"
-_WITHOUT_STATES = {"activation", "activation.offload", "packing.row_length", "training.micro_batch_size", _GROUP}
+_TILES = "activation.mlp_tile_tokens"
+_WITHOUT_STATES = {
+    "activation",
+    "activation.offload",
+    _TILES,
+    "packing.row_length",
+    "training.micro_batch_size",
+    _GROUP,
+}
 _WITH_OWN_KEYS = {place.partition("/")[0] for place in CHOICE_SCHEMAS}  # groups with a choice that has its own keys
 
 
@@ -427,7 +436,18 @@ def _keeping_less(config: RunConfig) -> list[Change]:
     """Changes that keep less of the forward pass in memory than the requested run."""
     now = config.activation.checkpointing
     can_be_selective = bool(config.model.compile_layers) and now is Checkpointing.disabled
-    return [_SELECTIVE] * can_be_selective + [_CHECKPOINTING] * (now is not Checkpointing.enabled)
+    recomputing = [_CHECKPOINTING] * (now is not Checkpointing.enabled)
+    return [_SELECTIVE] * can_be_selective + recomputing + _tiles(config, recomputing)
+
+
+def _tiles(config: RunConfig, recomputing: list[Change]) -> list[Change]:
+    """MLPs in tiles, for packed rows that one long document may fill."""
+    on_each_gpu = (config.packing.row_length or 0) // config.parallelism.sequence_group_size
+    is_long = config.packing.mode is PackingMode.isolated and on_each_gpu > 2 * TILE_TOKENS
+    if not is_long or config.activation.mlp_tile_tokens is not None:
+        return []
+    again = [word for change in recomputing for word in change.overrides]
+    return [Change((*again, f"{_TILES}={TILE_TOKENS}"), note="MLPs in tiles")]
 
 
 def _combined(first: Change, second: Change) -> Change:

@@ -27,10 +27,11 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from tunebook.config.choices import Attention
-from tunebook.config.model_facts import OFFLOADED
+from tunebook.config.model_facts import OFFLOADED, TILED
 from tunebook.config.unreached import expression
 from tunebook.facts.attention import ATTENTIONS, WITH_SINKS
 from tunebook.model.linear_attention import GATED_DELTA_RULE, replace_functions
+from tunebook.model.tiled_mlp import mlps_of
 from tunebook.plan.architecture import ALL_WAYS
 from tunebook.plan.architecture.compiled import Receiver, compile_layers, load_compiler
 from tunebook.plan.architecture.kernels import (
@@ -89,8 +90,8 @@ def measuring(
 
     It returns six numbers by "format/method/kernels", as in `MeasuredLayers`; modes that fail to run are left out. For
     layers that are not compiled there are also six numbers of what offloading leaves on the GPU, under the same key
-    plus "offloaded". The second mapping is the same with adapters on all layers except stacked experts, if
-    `has_experts`, for layers that are not compiled.
+    plus "offloaded", and of what is kept if MLPs are computed in tiles ("tiled"). The second mapping is the same with
+    adapters on all layers except stacked experts, if `has_experts`, for layers that are not compiled.
 
     `on_found` is called after each mode. Compiled layers are traced only if the run may compile them (`compiles`), and
     if they have attention: recurrent layers such as RWKV's take minutes to compile.
@@ -206,7 +207,9 @@ def _places(kinds: list[tuple[Any, ...]]) -> list[int]:
 def _measure(
     config: Any, kinds: list[tuple[Any, ...]], mode: tuple[str, str, str], options: dict[str, Any]
 ) -> dict[str, list[int]]:
-    """Six numbers of what is kept, and of what offloading leaves of it or selective checkpointing keeps, by key.
+    """Six numbers by key: of what is kept, and for some keys of what offloading leaves and of what tiled MLPs leave.
+
+    For compiled layers, the second are of what selective checkpointing keeps.
 
     Empty if the mode fails to run.
     """
@@ -223,11 +226,10 @@ def _measure(
     except Exception:  # unsupported attention, or an operation without a fake kernel
         return {}
     number_format, method, kernels = mode
-    first, second = zip(*found, strict=True)
-    other = SELECTIVE if kernels == COMPILED else f"{kernels}/{OFFLOADED}"
+    others = (SELECTIVE,) if kernels == COMPILED else (f"{kernels}/{OFFLOADED}", f"{kernels}/{TILED}")
     return {
         f"{number_format}/{method}/{name}": _six_numbers(kinds, places, numbers)
-        for name, numbers in ((kernels, first), (other, second))
+        for name, numbers in zip((kernels, *others), zip(*found, strict=True), strict=False)
     }
 
 
@@ -359,11 +361,12 @@ def adapted(
 
 def _saved_by_layer(
     model: Any, prefix: int, length: int, mode: tuple[str, str, str], receivers: list[Receiver]
-) -> tuple[list[float], list[float]]:
-    """Return saved bytes by layer, and those of them that offloading leaves on the device.
+) -> tuple[list[float], list[float], list[float]]:
+    """Return saved bytes by layer, those of them that offloading leaves on the device, and those with tiled MLPs.
 
-    For compiled layers, the second are the bytes saved with selective checkpointing. A storage counts toward the layer
-    that saves it first. Weights are left out, and so are their copies, which are recognized by shape.
+    For compiled layers, the second are the bytes saved with selective checkpointing. Tiled MLPs save their inputs only.
+    A storage counts toward the layer that saves it first. Weights are left out, and so are their copies, which are
+    recognized by shape.
     """
     decoder = text_decoder(_causal(model))
     of_weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
@@ -372,6 +375,8 @@ def _saved_by_layer(
     now: list[int | None] = [None]
     saved: dict[int, tuple[int | None, int]] = {}
     selective: dict[int, tuple[int | None, int]] = {}
+    tiled: dict[int, tuple[int | None, int]] = {}
+    is_in_mlp = [False]
     offloading = Offloading(of_weights)
     kept_alive = []  # prevents reuse of a storage's address
 
@@ -383,17 +388,27 @@ def _saved_by_layer(
 
     def keep(tensor: Any) -> Any:
         note(tensor, saved)
+        if not is_in_mlp[0]:
+            note(tensor, tiled)
         offloading.save(tensor)
         return tensor
+
+    def enter_mlp(_: Any, inputs: tuple[Any, ...]) -> None:
+        note(inputs[0], tiled)
+        is_in_mlp[0] = True
 
     for place, layer in enumerate(decoder_layers(decoder, prefix)):
         layer.register_forward_pre_hook(lambda *_, place=place: now.__setitem__(0, place))
         layer.register_forward_hook(lambda *_: now.__setitem__(0, None))
+        for mlp in mlps_of(layer) if mode[2] != COMPILED else ():
+            mlp.register_forward_pre_hook(enter_mlp)
+            mlp.register_forward_hook(lambda *_: is_in_mlp.__setitem__(0, False))
     receivers[:] = [lambda tensor: note(tensor, selective)]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), _autocast(mode):
         decoder(**_row(length, has_lengths=mode[2] == COMPILED), use_cache=False)
     left = {storage: found for storage, found in saved.items() if storage in offloading.left}
-    return _by_layer(saved, prefix), _by_layer(selective if mode[2] == COMPILED else left, prefix)
+    second = selective if mode[2] == COMPILED else left
+    return _by_layer(saved, prefix), _by_layer(second, prefix), _by_layer(tiled, prefix)
 
 
 def _by_layer(found: dict[int, tuple[int | None, int]], prefix: int) -> list[float]:

@@ -84,6 +84,8 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
         yield f"blocks were compiled with {known} only, and {kernel.name} is asked for"
     if config.parallelism.sequence_group_size > 1:
         yield "blocks were not compiled yet where GPUs share rows (parallelism.sequence_group_size)"
+    if config.activation.mlp_tile_tokens is not None:
+        yield "blocks would be compiled once more for each number of tiles (activation.mlp_tile_tokens)"
     if config.training.deterministic:
         yield "training.deterministic=true, and compiled kernels were not seen to be bitwise deterministic"
     if not strategy_facts(config).may_compile:

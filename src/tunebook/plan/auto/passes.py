@@ -160,6 +160,8 @@ def _shard_group_size(config: RunConfig) -> tuple[int, str]:
 def _checkpointing(config: RunConfig) -> tuple[Checkpointing, str]:
     """The least recomputation that fits: whole layers cost up to a third of the speed, parts 1 to 3%."""
     facts, memory = known_facts(config), config.hardware.memory_gib
+    if config.activation.mlp_tile_tokens is not None:
+        return Checkpointing.enabled, "MLPs are computed in tiles of layers that are recomputed"
     if facts is None:
         return Checkpointing.enabled, "the model's size is not known before it is loaded, and this is the safe choice"
     if memory is None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
 from tunebook.config.choices import Checkpointing, Compute, MixedPrecision, PackingMode, PeftMethod
-from tunebook.config.model_facts import CAST, OFFLOADED, MeasuredLayers, ModelFacts
+from tunebook.config.model_facts import CAST, OFFLOADED, TILED, MeasuredLayers, ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig, data_ranks
 from tunebook.data.batch import PADDED_TOKENS_PER_PASS, largest_micro_batch
 from tunebook.data.mean_length import longest_document
@@ -22,6 +23,8 @@ from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import (
     EMBEDDINGS,
     HEADS,
+    MLP_INPUT_LAYERS,
+    MLP_OUTPUT_LAYERS,
     attention_width,
     is_named_like_llama,
     last_name,
@@ -34,14 +37,17 @@ from tunebook.plan.memory.states import bytes_per_compute_value, bytes_per_weigh
 # output of the attention, or the inner numbers.
 SHARED_INPUT_LAYERS = (
     frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "query_key_value", "c_attn"}),
-    frozenset({"gate_proj", "up_proj", "gate_up_proj", "dense_h_to_4h", "fc1", "fc_in", "c_fc"}),
+    MLP_INPUT_LAYERS,
 )
 ATTENTION_OUTPUT_LAYERS = frozenset({"o_proj", "dense", "out_proj"})
-_MLP_OUTPUT_LAYERS = frozenset(
-    {"down_proj", "dense_4h_to_h", "fc2", "fc_out", "c_proj"}
-)  # GPT-2's attention also has a c_proj
-_KNOWN_LAYERS = ATTENTION_OUTPUT_LAYERS.union(_MLP_OUTPUT_LAYERS, *SHARED_INPUT_LAYERS)
+_KNOWN_LAYERS = ATTENTION_OUTPUT_LAYERS.union(MLP_OUTPUT_LAYERS, *SHARED_INPUT_LAYERS)
 _ROUTER = "gate"  # small
+
+
+def is_tiled(config: RunConfig) -> bool:
+    """Whether MLPs are computed in more than one tile."""
+    tile = config.activation.mlp_tile_tokens
+    return tile is not None and tokens_per_pass(config) > tile
 
 
 def kept_by_layers(config: RunConfig, facts: ModelFacts) -> float:
@@ -86,6 +92,8 @@ def _zero3_left_by_offloading(config: RunConfig, facts: ModelFacts) -> float:
 
 def _kept(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
     """Bytes that all layers keep, and bytes that the largest layer keeps."""
+    if is_tiled(config):
+        facts = _without_mlps(facts)
     measured = _measured(facts)
     saved = _saved(config, measured)
     compiled = saved.get(_compiled_mode(config) or "")
@@ -98,6 +106,31 @@ def _kept(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
     is_cast = compiled is None and mode.startswith(CAST)
     more = tokens * sum(_differences(config, facts, is_compiled=compiled is not None, is_cast=is_cast))
     return of_layers(facts, whole) + facts.num_layers * more, largest + more
+
+
+def _without_mlps(facts: ModelFacts) -> ModelFacts:
+    """Layers whose MLPs keep their inputs only; as they are if an earlier version traced them."""
+    measured = _measured(facts)
+
+    def tiled(saved: dict[str, list[int]]) -> dict[str, list[int]]:
+        return {mode: saved[f"{mode}/{TILED}"] for mode in saved if f"{mode}/{TILED}" in saved}
+
+    if not tiled(measured.saved):
+        return facts
+    of_mlps = MLP_INPUT_LAYERS | MLP_OUTPUT_LAYERS
+    adapters = {name: sizes for name, sizes in measured.adapters.items() if name not in of_mlps}
+    return replace(
+        facts,
+        intermediate_size=0,
+        measured=replace(
+            measured,
+            adapters=adapters,
+            linear_inputs=sum(inputs for inputs, _ in adapters.values()),
+            saved=tiled(measured.saved),
+            saved_without_autocast=tiled(measured.saved_without_autocast),
+            saved_beside_experts=tiled(measured.saved_beside_experts),
+        ),
+    )
 
 
 def _measured(facts: ModelFacts) -> MeasuredLayers:
@@ -241,7 +274,7 @@ def _shared_input_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """
     if not _adapters_share_inputs(config):
         return 0.0
-    hidden = {name: size for name, size in linear_inputs(facts).items() if name not in _MLP_OUTPUT_LAYERS}
+    hidden = {name: size for name, size in linear_inputs(facts).items() if name not in MLP_OUTPUT_LAYERS}
     groups = [[hidden[name] for name in readers if name in hidden] for readers in SHARED_INPUT_LAYERS]
     return 2.0 * (sum(hidden.values()) - sum(max(sizes) for sizes in groups if sizes))
 
@@ -315,7 +348,7 @@ def _dropout_masks(config: RunConfig, inputs: dict[str, float]) -> float:
     kept = 1.0
     if config.model.compile_layers and config.activation.checkpointing is not Checkpointing.selective:
         kept = 2.0
-    return sum(size if name in _MLP_OUTPUT_LAYERS else kept * size for name, size in inputs.items())
+    return sum(size if name in MLP_OUTPUT_LAYERS else kept * size for name, size in inputs.items())
 
 
 def _dropout_outputs(config: RunConfig, facts: ModelFacts, *, is_shared: bool) -> float:
@@ -330,7 +363,7 @@ def _dropout_outputs(config: RunConfig, facts: ModelFacts, *, is_shared: bool) -
     groups = [[inputs[name] for name in readers if name in inputs] for readers in SHARED_INPUT_LAYERS]
     shared = sum(max(sizes) for sizes in groups if sizes)
     return bytes_per_compute_value(config) * (
-        sum(size for name, size in inputs.items() if name not in _MLP_OUTPUT_LAYERS) - shared
+        sum(size for name, size in inputs.items() if name not in MLP_OUTPUT_LAYERS) - shared
     )
 
 
@@ -352,7 +385,7 @@ def _input_bytes_without_adapter(
         return 2.0 * sum(missing.values())
     sharing = [readers & {*every} for readers in SHARED_INPUT_LAYERS]
     shared = sum(max(every[name] for name in names) for names in sharing if names and names <= {*missing})
-    alone = _MLP_OUTPUT_LAYERS if is_shared else _MLP_OUTPUT_LAYERS | ATTENTION_OUTPUT_LAYERS
+    alone = MLP_OUTPUT_LAYERS if is_shared else MLP_OUTPUT_LAYERS | ATTENTION_OUTPUT_LAYERS
     return bytes_per_compute_value(config) * (shared + sum(size for name, size in missing.items() if name in alone))
 
 
@@ -365,7 +398,7 @@ def mlp_width(facts: ModelFacts) -> float:
     """Inner numbers per token between linear layers: those of shared experts only, if tokens are sent to experts."""
     if not _measured(facts).experts_per_token:
         return facts.intermediate_size
-    return sum(size for name, size in linear_inputs(facts).items() if name in _MLP_OUTPUT_LAYERS)
+    return sum(size for name, size in linear_inputs(facts).items() if name in MLP_OUTPUT_LAYERS)
 
 
 def inputs_without_adapter(config: RunConfig, facts: ModelFacts) -> dict[str, float]:
@@ -393,7 +426,7 @@ def _adapted_names(config: RunConfig) -> set[str]:
 def adapts_mlp_output(config: RunConfig) -> bool:
     """Whether the layer that reads the inner numbers has, or may have, an adapter, or everything is trained."""
     named = _adapted_names(config)
-    return config.peft.method is PeftMethod.full or not named or not named <= _KNOWN_LAYERS - _MLP_OUTPUT_LAYERS
+    return config.peft.method is PeftMethod.full or not named or not named <= _KNOWN_LAYERS - MLP_OUTPUT_LAYERS
 
 
 def has_dropout(config: RunConfig) -> bool:

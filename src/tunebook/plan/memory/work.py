@@ -7,6 +7,8 @@ model; `element` is the number of bytes of one number.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tunebook.config.choices import Checkpointing, Compute, PeftMethod
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig
@@ -27,6 +29,7 @@ from tunebook.plan.memory.kept import (
     has_dropout,
     inputs_of_layers,
     inputs_with_adapter,
+    is_tiled,
     kept_by_layers,
     kept_by_one_layer,
     left_by_offloading,
@@ -92,6 +95,8 @@ def backward_work(config: RunConfig, facts: ModelFacts) -> float:
     A recomputed layer holds everything that it keeps except its input, which is kept anyway.
     """
     at_inner, softmax = _mlp_work(config, facts), _softmax_work(config, facts)
+    if is_tiled(config):
+        at_inner = _tiled_work(config, facts, at_inner)
     if is_recomputed(config):
         return kept_by_one_layer(config, facts) + max(0.0, at_inner, softmax)
     return 0.0 if config.activation.offload else max(at_inner, softmax)
@@ -104,6 +109,26 @@ def _mlp_work(config: RunConfig, facts: ModelFacts) -> float:
     compute = _compiled_work if config.model.compile_layers else _plain_work
     hidden, inner = compute(config, facts)
     return max(0.0, tokens_per_pass(config) * (hidden * facts.hidden_size + inner * facts.intermediate_size))
+
+
+def _tiled_work(config: RunConfig, facts: ModelFacts, whole: float) -> float:
+    """Working memory in bytes of a layer whose MLP is computed in tiles and would need `whole` without them.
+
+    One tile's inner numbers exist at a time, with the gradients of the inputs of the other tiles. In a long row the
+    gradients of the norms need more, since they are computed in fp32.
+    """
+    tokens, tile = tokens_per_pass(config), config.activation.mlp_tile_tokens
+    assert tile is not None
+    hidden, is_wide = float(tokens * facts.hidden_size), bytes_per_hidden_value(config) == 4
+    untiled = replace(config, activation=replace(config.activation, mlp_tile_tokens=None))
+    in_mlp = kept_by_one_layer(untiled, facts) - kept_by_one_layer(config, facts)
+    at_norms = 12 if is_wide else 18
+    if config.peft.method is not PeftMethod.full:
+        at_norms += 6 if is_wide else 2
+    if facts.architecture.startswith(NORM_AFTER_INNER):
+        at_norms += 8 if is_wide else 2
+    at_tile = hidden * bytes_per_hidden_value(config) + (in_mlp + whole) * tile / tokens
+    return max(hidden * at_norms, at_tile)
 
 
 def _plain_work(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:

@@ -32,6 +32,7 @@ from tunebook.plan.rules import (
     quantized,
     running,
     sources,
+    tiles,
 )
 from tunebook.plan.rules.frame import Rule
 
@@ -40,7 +41,8 @@ __all__ = ["RULES", "check", "located", "refuse_before_tracing"]
 PlaceOf = Callable[[str], str | None]
 _OR = " or "
 _MODULES = (
-    numbers, sources, batch, precision, attention, parallelism, adapters, optimizing, quantized, running, launching,
+    numbers, sources, batch, precision, attention, tiles, parallelism, adapters, optimizing, quantized, running,
+    launching,
 )  # fmt: skip
 # By id, in the order in which modules define them.
 RULES: tuple[Rule, ...] = tuple(

@@ -20,7 +20,7 @@ from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.batch import BatchPlan
 from tunebook.data.mean_length import longest_document
 from tunebook.facts.peaks import Peak, peak_of
-from tunebook.model.flops import flops_per_token, recomputed_flops_per_token
+from tunebook.model.flops import flops_per_token, recomputed_flops_per_token, tiled_flops_per_token
 from tunebook.model.parameters import attention_width, count_parameters, has_experts, of_layers
 from tunebook.plan.speed.comparable import (
     SEVERAL_NODES,
@@ -155,7 +155,7 @@ def _estimate(
         padding = 0.0  # the share of peak includes the padding of that measurement
     is_recomputed = config.activation.checkpointing is Checkpointing.enabled
     if is_recomputed:
-        flops += recomputed_flops_per_token(facts, attended)
+        flops += recomputed_flops_per_token(facts, attended) + tiled_flops_per_token(facts, _num_tiles(config, batch))
     # In fp32 all measured variants reached two thirds of the peak: products take so long that nothing else shows.
     adapter = None if row.compute is Compute.fp32 else nearest_adapter_speed(config, facts)
     gain = 1.0 if row.compute is Compute.fp32 else RECOMPUTED_GAIN ** (is_recomputed - row.is_recomputed)
@@ -246,6 +246,13 @@ def _real_tokens_per_pass(batch: BatchPlan, padding: float) -> float:
     return batch.tokens_per_step / batch.rows_per_step * rows
 
 
+def _num_tiles(config: RunConfig, batch: BatchPlan) -> int:
+    """Tiles in which an MLP computes a pass of one GPU."""
+    tile = config.activation.mlp_tile_tokens
+    tokens = batch.micro_batch_size * batch.row_length / batch.sequence_group_size
+    return 1 if tile is None else math.ceil(tokens / tile)
+
+
 def _lost_seconds(strategy_speed: StrategySpeed | None, facts: ModelFacts) -> float:
     """Additional seconds per pass compared with one GPU: the measured time, scaled to the model's size.
 
@@ -307,6 +314,8 @@ def _assumption(
         and row.compute is not Compute.fp32
     ):
         parts.append(f"activation checkpointing leaves {RECOMPUTED_SPEED / STORED_SPEED:.0%} of the speed")
+    if config.activation.mlp_tile_tokens is not None:
+        parts.append("MLPs in tiles compute as fast as whole ones")
     if _is_selective(config) and not row.is_selective:
         parts.append(f"activation=selective leaves {_selective(config).gain:.1%} of the speed")
     if config.training.deterministic:

@@ -1,0 +1,127 @@
+"""MLPs in tiles: the same losses, logits and gradients, and of one tile at a time the inner numbers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tunebook.errors import RequestError
+from tunebook.model.tiled_mlp import mlps_of, tile_mlps
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning"),  # older versions have no other
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # asked by peft
+    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),  # of GPT-2's Conv1D, by peft
+]
+TOKENS, TILE = 41, 8  # the last of the six tiles is short
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+# With two norms around the MLP (gemma3_text, olmo3), one product for gate and up (phi3), biases and without a gate
+# (gpt_neox, gpt2, starcoder2), and in parallel to the attention (cohere)
+KINDS = ("qwen3", "llama", "gemma3_text", "phi3", "olmo3", "gpt_neox", "gpt2", "starcoder2", "cohere")
+
+
+def model_of(kind, *, is_adapted=False, dropout=0.0):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SIZES)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).train()
+    if not is_adapted:
+        return model, model
+    lora = LoraConfig(r=4, target_modules="all-linear", lora_dropout=dropout, init_lora_weights=False)
+    return model, get_peft_model(model, lora)
+
+
+def passed(wrapped, *, accumulation=2):
+    """Logits of the last pass, the losses, and the gradients of all passes together."""
+    rows = torch.randint(0, SIZES["vocab_size"], (accumulation, 2, TOKENS), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for row in rows:
+        outputs = wrapped(input_ids=row, labels=row, use_cache=False)
+        outputs.loss.backward()
+        losses.append(outputs.loss.item())
+    gradients = {name: one.grad for name, one in wrapped.named_parameters() if one.requires_grad}
+    return outputs.logits.detach(), losses, gradients
+
+
+@pytest.mark.parametrize(("is_recomputed", "is_adapted"), [*itertools.product((True, False), repeat=2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_logits_and_gradients_are_those_of_whole_rows(kind, is_recomputed, is_adapted):
+    found = []
+    for is_tiled in (False, True):
+        model, wrapped = model_of(kind, is_adapted=is_adapted)
+        if is_recomputed:
+            wrapped.enable_input_require_grads()
+            model.gradient_checkpointing_enable()
+        if is_tiled:
+            assert tile_mlps(model, TILE) == 2
+        found.append(passed(wrapped))
+    (logits, losses, gradients), (tiled_logits, tiled_losses, tiled_gradients) = found
+    assert tiled_losses == pytest.approx(losses, rel=1e-6)
+    torch.testing.assert_close(tiled_logits, logits, rtol=1e-5, atol=1e-5)
+    assert {*tiled_gradients} == {*gradients} and None not in gradients.values()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(tiled_gradients[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_dropout_of_a_tile_is_drawn_again_as_it_was():
+    """A loss that is linear in the outputs has the gradient that its finite difference says."""
+    model, _ = model_of("llama", is_adapted=True, dropout=0.5)
+    tile_mlps(model, TILE)
+    (mlp,) = itertools.islice(mlps_of(model.model.layers[0]), 1)
+    hidden = torch.randn(1, TOKENS, SIZES["hidden_size"], dtype=torch.float64, requires_grad=True)
+    mlp.double()
+
+    def loss(inputs):
+        torch.manual_seed(3)
+        return mlp(inputs).sum()
+
+    loss(hidden).backward()
+    direction = torch.randn_like(hidden)
+    step = 1e-6
+    difference = (loss(hidden + step * direction) - loss(hidden - step * direction)) / (2 * step)
+    assert difference.item() == pytest.approx((hidden.grad * direction).sum().item(), rel=1e-5)
+
+
+def test_a_weights_gradient_arrives_once_and_a_row_of_one_tile_is_left_alone():
+    model, _ = model_of("llama")
+    model.gradient_checkpointing_enable()
+    tile_mlps(model, TILE)
+    weight, arrived, computed = model.model.layers[0].mlp.gate_proj.weight, [], []
+    weight.register_post_accumulate_grad_hook(lambda one: arrived.append(one.grad.norm().item()))
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: computed.append(1))
+    passed(model, accumulation=1)
+    tiles = -(-2 * TOKENS // TILE)  # of both rows together
+    # all tiles, all but the last as the layer is recomputed, and all as the backward pass comes to them
+    assert len(arrived) == 1 and len(computed) == 3 * tiles - 1
+    computed.clear()
+    model(input_ids=torch.ones(1, TILE, dtype=torch.long), use_cache=False)
+    assert len(computed) == 1
+    computed.clear()
+    with torch.no_grad():
+        model(input_ids=torch.ones(1, 3 * TILE, dtype=torch.long), use_cache=False)
+    assert len(computed) == 3
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "bloom", "opt"])
+def test_models_without_mlps_of_single_tokens_are_refused(kind):
+    sizes = SIZES | {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "ffn_dim": 96}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    with pytest.raises(RequestError, match=r"has no MLP .*; try activation.mlp_tile_tokens=null") as refused:
+        tile_mlps(model, TILE)
+    assert refused.value.problem_id == "mlp-not-tiled"
+
+
+def test_an_image_tower_is_left_alone():
+    text = SIZES | {"model_type": "gemma3_text"}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3", text_config=text, vision_config=vision))
+    assert tile_mlps(model, TILE) == 2
