@@ -3,6 +3,7 @@
     measure    runs in its own process, since it imports torch: counts parameters, writes JSON; `--book` traces
                the book's models
     targets    the layers that PEFT adapts, by name
+    layers     the kinds of layers, and models with a few of them
     packing    whether packed documents stay apart, on a small model with values
     saved      activations that autograd saves in a pass, on tensors with a shape and no memory
     compiled   what compiled layers save, by torch's way of splitting their operations between the passes
@@ -38,7 +39,7 @@ from tunebook.files import cache_root, remember, sha256_file
 from tunebook.processes import stopping_with_parent
 
 # Increase when the answer to the same config.json changes, so that cached answers are not reused.
-_FORM = 10
+_FORM = 11
 # Timeout in seconds without progress. Total time is unlimited: tracing is slow on a busy machine.
 _MAX_SILENCE_S = 300.0
 STATED_FACTS = "stated_facts"  # key for stated sizes instead of a config.json
