@@ -10,14 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tunebook.config.choices import Weights
+from tunebook.config.choices import Attention, Weights
 from tunebook.config.compose import compose
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.hardware.detect import Machine
 from tunebook.model import load
-from tunebook.model.load import architecture_from_facts, check_model, load_architecture, load_model
+from tunebook.model.load import (
+    architecture_from_facts,
+    attention_option,
+    check_model,
+    load_architecture,
+    load_model,
+)
 from tunebook.plan.auto.resolve import resolve_auto
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
@@ -154,3 +160,27 @@ def test_a_window_that_a_model_has_not_is_not_taken_for_one_that_it_does_not_sta
     architecture.sliding_window = 4096
     with pytest.raises(RequestError, match=r"config.sliding_window=None \(config.json: 4096\)"):
         load._compare(architecture, facts)
+
+
+def test_sizes_that_some_layers_have_of_their_own_are_compared() -> None:
+    facts = compose(None, ["model=gemma4_31b"]).config.model.facts
+    assert facts is not None
+    architecture = architecture_from_facts(facts)
+    assert {layer.head_dim for layer in architecture.text_config.per_layer_config} == {256, 512}
+    load._compare(architecture, facts)
+    facts.config["text_config"]["head_dim"] = 128
+    with pytest.raises(RequestError, match=r"config.text_config.head_dim=128 \(config.json: 256\)"):
+        load._compare(architecture, facts)
+
+
+def test_a_kernel_is_asked_of_the_part_that_computes_text_only() -> None:
+    """Gemma 4's part for sound has no sdpa."""
+    from transformers import AutoModelForCausalLM
+
+    facts = compose(None, ["model=gemma4_e2b"]).config.model.facts
+    assert facts is not None
+    architecture = architecture_from_facts(facts)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(architecture, attn_implementation=attention_option(Attention.sdpa))
+    tower = model.model.audio_tower.config
+    assert (model.config.text_config._attn_implementation, tower._attn_implementation) == ("sdpa", "eager")

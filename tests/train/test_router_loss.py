@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tunebook.config.choices import PackingMode
+from tunebook.model.router_logits import name_experts
 from tunebook.train.trainer import RecipeTrainer, TokenTotals
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16,
@@ -116,3 +117,20 @@ def test_padding_is_not_routed_and_packed_documents_are_as_padded_ones():
         mask = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
         apart = model(input_ids=padded, attention_mask=mask, output_router_logits=True, use_cache=False)
     torch.testing.assert_close(packed.aux_loss, apart.aux_loss)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "numbers"),
+    [
+        ("granitemoehybrid", {"num_local_experts": 6, "num_experts_per_tok": 2}, (6, 2)),
+        ("ernie4_5_moe", {"moe_num_experts": 6, "moe_k": 3}, (6, 3)),
+        ("granitemoehybrid", {"num_local_experts": 0, "num_experts_per_tok": 0}, None),  # a dense Granite 4
+    ],
+)
+def test_upstreams_loss_finds_the_numbers_of_experts_by_other_keys(kind, sizes, numbers):
+    config = AutoConfig.for_model(kind, **sizes)
+    before = config.to_dict()
+    assert name_experts(config) == (numbers is not None)
+    if numbers is not None:
+        assert (config.num_experts, config.num_experts_per_tok) == numbers
+    assert config.to_dict() == before, "it is saved as it was"

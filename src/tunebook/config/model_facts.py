@@ -42,6 +42,9 @@ class MeasuredLayers:
     active_parameters: int  # parameters used for one token: fewer than all if a router chooses among experts
     largest_parameter: int  # elements of the whole model's largest parameter, such as stacked experts
     unreached_parameters: int = 0  # elements of `ModelFacts.unreached`
+    # Elements of embeddings besides the words', such as one for each layer: a token takes a row and computes no product
+    looked_up_parameters: int = 0
+    per_layer_inputs: int = 0  # numbers of a token that are computed once for all layers, each of which takes its share
     # Heads x head size, summed over the layers that attend to the whole document, and over those that attend to a
     # sliding window of so many tokens. All 0 if an earlier version traced the layers.
     attention_width: int = 0
@@ -59,6 +62,7 @@ class MeasuredLayers:
     # Inputs and outputs of linear layers, and of stacked experts, by the names that `peft.target_modules` matches
     adapters: dict[str, list[int]] = field(default_factory=dict)
     expert_adapters: dict[str, list[int]] = field(default_factory=dict)
+    not_adapted: list[str] = field(default_factory=list)  # names of linear layers that PEFT refuses
     # Six numbers by "format/method/kernels" (fp32, autocast, bf16; full, adapter, dropout; sdpa, flash, eager,
     # compiled, selective): the bytes that all layers keep per row, per token and per pair of tokens, then the same
     # three for the largest layer. With "/offloaded": the bytes that stay on the GPU with activation offloading. With
@@ -129,7 +133,7 @@ def layers_from_json(measured: dict[str, Any]) -> MeasuredLayers:
         value = measured[each.name]
         if each.name in lengths:
             values[each.name] = _numbers(value, lengths[each.name])
-        elif each.name in ("attention", "packing_packages"):
+        elif each.name in ("attention", "packing_packages", "not_adapted"):
             values[each.name] = [str(name) for name in value]
         elif each.name == "isolates":
             values[each.name] = {str(way): bool(found) for way, found in value.items()}

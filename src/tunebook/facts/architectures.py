@@ -27,6 +27,12 @@ COMPILED_ARCHITECTURES = frozenset({
     "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
 })  # fmt: skip
 
+# Keys of different architectures' configs for the number of experts, and for how many of them a token is sent to.
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_EXPERTS = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "moe_k"
+)  # fmt: skip
+
 # The class of one transformer block, from the architecture's `_no_split_modules` in transformers 5.23.
 DECODER_LAYERS = {
     "GPT2LMHeadModel": "GPT2Block",

@@ -27,7 +27,7 @@ class AttentionFacts:
     isolation: Isolation = Isolation.mask
     oldest: tuple[int, int] | None = None  # lowest compute capability; None: every GPU, and CPUs
     package: str | None = None  # the distribution that transformers looks for; None: part of torch
-    is_flash: bool = False  # a flash attention kernel: fp16 and bf16 only
+    is_flash: bool = False  # a flash attention kernel: fp16 and bf16 only, heads of at most LARGEST_FLASH_HEAD
     needs_lengths: bool = False  # Tunebook's own kernel, registered with transformers: packed rows only
     trains_on_cpu: bool = True
     compiles_with_blocks: bool = True  # a block with it is one graph: see the rules `compiled-layers-...`
@@ -84,6 +84,9 @@ ATTENTIONS: dict[Attention, AttentionFacts] = {
         compiles_with_blocks=False, full_row_tokens=4096,  # in fp32, where the products of a row keep a GPU busy
     ),
 }  # fmt: skip
+# flash-attn 2.8 (flash_api.cpp), flash-attn 4 (cute/interface.py) and torch's varlen kernel refuse larger heads, such
+# as Gemma 4's of 512: https://github.com/Dao-AILab/flash-attention/issues/2427.
+LARGEST_FLASH_HEAD = 256
 UNDECIDED = Attention.auto
 MASKED = Attention.sdpa  # on every GPU and on CPUs, in every number format
 WITHOUT_KERNEL = Attention.eager  # supported by every architecture

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tunebook.config.book import resolve_path
-from tunebook.config.choices import MasterWeights, PeftMethod, Weights
+from tunebook.config.choices import Attention, MasterWeights, PeftMethod, Weights
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import ModelConfig, ParallelismConfig, RunConfig
 from tunebook.errors import RequestError
@@ -144,7 +144,7 @@ def architecture_from_facts(facts: ModelFacts) -> PretrainedConfig:
 def _compare(architecture: PretrainedConfig, facts: ModelFacts) -> None:
     text = architecture.get_text_config(decoder=True)
     stated = [
-        (ours, getattr(facts, ours), getattr(architecture, theirs, getattr(text, theirs, _ABSENT)))
+        (ours, getattr(facts, ours), largest(getattr(architecture, theirs, getattr(text, theirs, _ABSENT))))
         for ours, theirs in _CONFIG_KEYS.items()
     ]
     stated += _further(architecture, facts.config, "config")
@@ -161,7 +161,7 @@ def _further(architecture: Any, stated: dict[str, Any], place: str) -> list[tupl
     """Each key of `model.facts.config`, with its value there and in the model's config.json."""
     found: list[tuple[str, Any, Any]] = []
     for key, value in stated.items():
-        own = getattr(architecture, key, _ABSENT)
+        own = stated_value(architecture, key, _ABSENT)
         found += _further(own, value, f"{place}.{key}") if isinstance(value, dict) else [(f"{place}.{key}", value, own)]
     return found
 
@@ -247,6 +247,26 @@ def weights_folder(model: ModelConfig) -> Path:
     return resolve_path(model.path) if model.path is not None else fetch_weights(model)
 
 
+def attention_option(kernel: Attention) -> dict[str, str]:
+    """transformers' option for the attention of the part that computes text.
+
+    Towers for images and sound keep their own default: not all of them support every kernel.
+    """
+    return {"": kernel.value, _TEXT: kernel.value}
+
+
+def largest(stated: Any) -> Any:
+    """The largest size if an architecture has a list with one for each layer."""
+    return max(stated) if isinstance(stated, list) else stated
+
+
+def stated_value(config: PretrainedConfig, key: str, default: Any = None) -> Any:
+    """What a config says about a key. Of a key with other values for some layers, transformers 5.23 tells none."""
+    if key in (config.per_layer_attributes or ()):
+        return vars(config)[key]
+    return getattr(config, key, default)
+
+
 def _loader() -> Any:
     from transformers import AutoModelForCausalLM
 
@@ -259,7 +279,7 @@ def _options(config: RunConfig) -> dict[str, Any]:
 
         register(config.attention.implementation)
     return {
-        "attn_implementation": config.attention.implementation.value,
+        "attn_implementation": attention_option(config.attention.implementation),
         "trust_remote_code": config.model.trust_remote_code,
     }
 

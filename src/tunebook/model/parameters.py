@@ -89,11 +89,16 @@ def count_parameters(config: RunConfig, facts: ModelFacts) -> Parameters:
 
 
 def active_parameters(facts: ModelFacts) -> int:
-    """Parameters used for one token, without experts that it is not routed to and without unreached parts."""
-    reached = facts.num_parameters - _unreached(facts)
+    """Parameters that compute one token, without experts that it is not routed to and without unreached parts."""
+    reached = facts.num_parameters - _unreached(facts) - looked_up_parameters(facts)
     if facts.measured is None:
         return reached
     return reached - round(of_layers(facts, facts.measured.parameters - facts.measured.active_parameters))
+
+
+def looked_up_parameters(facts: ModelFacts) -> int:
+    """Parameters of embeddings besides the words'."""
+    return facts.measured.looked_up_parameters if facts.measured is not None else 0
 
 
 def largest_parameter(facts: ModelFacts) -> int:
@@ -176,7 +181,7 @@ def trained_sizes(config: RunConfig, facts: ModelFacts) -> list[int]:
         experts = [parameters.layers // layers - sum(matrices)] if has_experts(facts) else []  # norms are small
         in_layers = [*matrices, *experts] * facts.num_layers
         head = 0 if facts.tie_word_embeddings else parameters.embeddings
-        return [parameters.embeddings, *in_layers, *filter(None, [head])]
+        return [parameters.embeddings, *filter(None, [looked_up_parameters(facts)]), *in_layers, *filter(None, [head])]
     saved = [parameters.trained_embeddings, parameters.trained_head]
     return [*filter(None, saved[:1]), *[(parameters.trained - sum(saved)) // layers] * layers, *filter(None, saved[1:])]
 

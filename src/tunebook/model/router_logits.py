@@ -1,4 +1,4 @@
-"""Router logits of compiled blocks: what a mixture of experts' own loss is computed from, without cutting the blocks.
+"""The routers' loss of a mixture of experts: the logits of compiled blocks, and the keys of the numbers of experts.
 
 transformers' hooks find the list to record into through a `ContextVar`, which torch's compiler cannot trace: it cut
 each block of Qwen3-MoE into several graphs. So a list of the block's own is part of the graph, and what it holds is
@@ -13,11 +13,27 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.utils.output_capturing import _active_collector
 
+from tunebook.facts.architectures import CHOSEN_EXPERTS, EXPERTS
+
 if TYPE_CHECKING:
     from torch import nn
 
 _KEY = "router_logits"
 _collector: Any = _active_collector
+
+
+def name_experts(text: Any) -> bool:
+    """Let a config answer to TRL's keys for the numbers of experts (trl 1.16, _fused_forward); False if it has none.
+
+    Saved configs keep their own keys.
+    """
+    for keys in (EXPERTS, CHOSEN_EXPERTS):
+        own = next((key for key in keys if getattr(text, key, None)), None)
+        if own is None:
+            return False
+        if own != keys[0]:
+            type(text).attribute_map = {**type(text).attribute_map, keys[0]: own}
+    return True
 
 
 def forward_with_logits(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:

@@ -117,9 +117,11 @@ def attend_over_group(config: RunConfig, group: SequenceGroup, architecture: Pre
 def _problems(size: int, text: Any) -> Iterator[str]:
     """Why a model cannot be shared. Rules check the same of sizes that are known before it is loaded."""
     heads = text.num_attention_heads
-    groups = getattr(text, "num_key_value_heads", None) or heads
-    if heads % size or groups % size:
-        yield f"the model's {heads} heads with {groups} of keys and values cannot be shared by {size} ranks"
+    layers = getattr(text, "per_layer_config", [text])  # of some models, layers differ in this
+    groups = {getattr(layer, "num_key_value_heads", None) or heads for layer in layers}
+    if any(each % size for each in (heads, *groups)):
+        of_keys = f"{heads} heads with {' and '.join(map(str, sorted(groups)))} of keys and values"
+        yield f"the model's {of_keys} cannot be shared by {size} ranks"
     settings = getattr(text, "rope_parameters", None) or {}
     kinds = {str(one.get("rope_type")) for one in (settings, *settings.values()) if isinstance(one, dict)}
     if stretched := kinds.intersection(_STRETCHED):

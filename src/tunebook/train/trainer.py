@@ -34,6 +34,7 @@ from tunebook.checkpoint.retention import estimate_bytes
 from tunebook.checkpoint.save import CheckpointSaver, publish_folder, seal_files
 from tunebook.data.sampler import DocumentRows, RankBatches
 from tunebook.errors import InvalidTrainingError, RequestError, TunebookError
+from tunebook.model.router_logits import name_experts
 from tunebook.train.callbacks import StopOnRequest, loss_not_finite
 from tunebook.train.offloading import gather_head, keep_scale_on_host, keep_weights
 from tunebook.train.one_pass_head import one_pass_head
@@ -119,6 +120,9 @@ class RecipeTrainer(SFTTrainer):
         # The loss below is divided by the trained tokens of the whole step for every model. Gemma 3n's and 4's own loss
         # is not, so upstream would give each micro-batch the same weight.
         self.model_accepts_loss_kwargs = True
+        trained: Any = self.model
+        if self.aux_loss_enabled and not name_experts(trained.config.get_text_config()):
+            self.aux_loss_enabled = False  # TRL enables it for dense models of an architecture that may have experts
         if sequence is not None:
             if self.aux_loss_enabled:
                 raise RequestError(

@@ -5,10 +5,14 @@ from __future__ import annotations
 import copy
 
 import pytest
+import yaml
 from transformers import AutoConfig, Qwen3NextConfig
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from tunebook.config.book import book_root
+from tunebook.config.model_facts import ModelFacts
 from tunebook.facts.architectures import VARLEN_ARCHITECTURES
+from tunebook.model.load import architecture_from_facts
 from tunebook.plan.architecture.packing import packing_facts, small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of architectures, about sizes that no published model has
@@ -82,6 +86,17 @@ def test_the_small_model_has_the_switches_and_kinds_of_layers_of_the_config():
     assert model.config.hidden_act == "gelu"
     assert model.config.hidden_size == 64
     assert config.to_dict() == before
+
+
+@pytest.mark.parametrize("model", ["gemma3_4b", "gemma4_e2b", "gemma4_12b"])
+def test_models_with_other_parts_than_text_are_tried(model):
+    """Without those parts, or with small ones; with layers that share keys and values, and sizes of their own."""
+    facts = ModelFacts(**yaml.safe_load((book_root() / f"hydra_configs/model/{model}.yaml").read_text())["facts"])
+    config = architecture_from_facts(facts)
+    small = small_model(facts.architecture, config, "eager").config.text_config
+    assert small.layer_types == ["sliding_attention", "full_attention"] * (2 if model == "gemma4_e2b" else 1)
+    assert getattr(small, "num_kv_shared_layers", 0) == (2 if model == "gemma4_e2b" else 0)
+    assert packing_facts(facts.architecture, config)["isolates"] == {"mask": True, "lengths": True}
 
 
 def test_what_cannot_be_tried_is_unknown():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from tunebook.config.book import book_root
 from tunebook.config.model_facts import ModelFacts
 from tunebook.model.load import architecture_from_facts
-from tunebook.plan.architecture import ALL_WAYS, saved, trace_file
+from tunebook.plan.architecture import ALL_WAYS, layers, saved, trace_file
 from tunebook.plan.architecture.compiled import compile_layers
 from tunebook.plan.architecture.kernels import CudaAutocast, gated_delta_rule
 
@@ -39,8 +40,8 @@ def numbers_of(config, mode):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     number = config.get_text_config(decoder=True).num_hidden_layers
-    kinds = saved._kinds(config, saved.decoder_layers(saved.text_decoder(model), number))
-    return saved._measure(config, kinds, mode, {})
+    kinds = layers.kinds_of(config, layers.decoder_layers(layers.text_decoder(model), number))
+    return saved._measure(config, kinds, layers.traced_places(config, kinds, {}), mode, {})
 
 
 def really_saved(config, number_format, attention):
@@ -57,15 +58,15 @@ def really_saved(config, number_format, attention):
             found.setdefault(storage.data_ptr(), (now[0], storage.nbytes(), tensor))
         return tensor
 
-    layers = next(each for each in decoder.children() if isinstance(each, torch.nn.ModuleList))
-    for number, layer in enumerate(layers):
+    blocks = next(each for each in decoder.children() if isinstance(each, torch.nn.ModuleList))
+    for number, layer in enumerate(blocks):
         layer.register_forward_pre_hook(lambda *_, number=number: now.__setitem__(0, number))
     half = torch.arange(TOKENS // 2)
     row = {"input_ids": torch.randint(0, 100, (1, TOKENS)), "position_ids": torch.cat([half, half])[None]}
     mixed = torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_mixed)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), mixed, CudaAutocast():
         decoder(**row, use_cache=False)
-    return sum(size for number, size, _ in found.values() if number == len(layers) - 2)
+    return sum(size for number, size, _ in found.values() if number == len(blocks) - 2)
 
 
 @pytest.mark.parametrize(
@@ -177,12 +178,15 @@ def test_beside_what_is_kept_stands_what_offloading_leaves_of_it(config_of, mode
 
 def test_each_kind_of_layer_is_traced_twice():
     sliding, full = ("sliding", (None, ((4, 4),))), ("full", (None, ((4, 4),)))
-    assert saved._places([sliding] * 30) == [0, 1]
-    assert saved._places([*[sliding] * 5, full] * 4) == [0, 5, 1, 11]
-    assert saved._places([*[sliding] * 20, full]) == [0, 20, 1]
+    places = partial(layers.places_to_trace, kinds_when_shortened=lambda places: None)
+    assert places([sliding] * 30) == [0, 1]
+    assert places([*[sliding] * 5, full] * 4) == [0, 5, 1, 11]
+    assert places([*[sliding] * 20, full]) == [0, 20, 1]
     dense = ("full", (None, ((4, 8),)))  # of other shapes, which only its place in the model decides
-    assert saved._places([dense, *[full] * 20]) == [0, 1, 2]
-    assert saved._places([*[full] * 20, dense]) == [*range(12)]  # no deeper: the last kind gets the mean of the others
+    assert places([dense, *[full] * 20]) == [0, 1, 2]
+    deep = [*[full] * 20, dense]
+    assert places(deep) == [*range(12)]  # no deeper: the last kind gets the mean of the others
+    assert layers.places_to_trace(deep, lambda places: [deep[place] for place in places]) == [0, 1, 20]
 
 
 DEEP = {"qwen3": 5, "gemma3_text": 13, "smollm3": 9, "gpt_oss": 6}
@@ -199,7 +203,7 @@ def test_a_few_layers_keep_what_each_of_all_layers_keeps(config_of, monkeypatch,
     )  # fmt: skip
     assert len(config.layer_types) < DEEP[kind]
     found, trace = numbers_of(deeper, mode), saved._saved_by_layer
-    monkeypatch.setattr(saved, "_places", lambda kinds: [*range(len(kinds))])
+    monkeypatch.setattr(layers, "traced_places", lambda config, kinds, options: [*range(len(kinds))])
     monkeypatch.setattr(saved, "_saved_by_layer", lambda *every: seen.append(trace(*every)) or seen[-1])
     assert numbers_of(deeper, mode) == found
     kinds = [*zip(deeper.layer_types, getattr(deeper, "no_rope_layers", deeper.layer_types), strict=True)]
@@ -293,7 +297,7 @@ def test_a_mode_that_cannot_be_run_is_left_out(config_of, monkeypatch, own_compi
 
 
 def test_nothing_is_compiled_where_nothing_will_be(config_of, monkeypatch, own_compiler):
-    monkeypatch.setattr(saved, "_measure", lambda _, __, mode, ___: {"/".join(mode): [0] * 6})
+    monkeypatch.setattr(saved, "_measure", lambda _, __, places, mode, ___: {"/".join(mode): [0] * 6})
     layers = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
     with saved.measuring(config_of("mixtral"), layers, {}, compiles=False, has_experts=True) as found:
         both, beside = found()

@@ -20,6 +20,7 @@ from transformers.integrations import moe
 
 from tunebook.plan.architecture import kernels, saved
 from tunebook.plan.architecture.kernels import UNMASKED, CudaAutocast, grouped_product
+from tunebook.plan.architecture.layers import decoder_layers, text_decoder
 from tunebook.plan.architecture.targets import names_beside_experts
 
 from .live_tensors import LAST, MIDDLE, NUM_LAYERS, TOKENS, Way, _Living, _name_parts, _without_memory
@@ -51,8 +52,8 @@ def experts_at_work(kind: str, inner: int, way: Way) -> tuple[float, float]:
 
 
 def _follow(model: nn.Module, way: Way) -> tuple[dict[str, int], int]:
-    decoder, living = saved.text_decoder(saved._causal(model)), _LivingExperts(model)
-    for place, layer in enumerate(saved.decoder_layers(decoder, NUM_LAYERS)):
+    decoder, living = text_decoder(saved._causal(model)), _LivingExperts(model)
+    for place, layer in enumerate(decoder_layers(decoder, NUM_LAYERS)):
         if way.is_recomputed:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         _name_parts(layer, living, place)

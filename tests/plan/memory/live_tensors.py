@@ -32,6 +32,7 @@ from tunebook.model.tiled_mlp import tile_mlps
 from tunebook.plan.architecture import kernels, saved
 from tunebook.plan.architecture.compiled import compile_layers
 from tunebook.plan.architecture.kernels import UNMASKED, VARLEN, CudaAutocast
+from tunebook.plan.architecture.layers import decoder_layers, text_decoder
 
 NUM_LAYERS, NUM_HEADS, TOKENS = 3, 16, 1280  # tokens like no size of a weight
 MIDDLE, LAST = 1, NUM_LAYERS - 1
@@ -111,7 +112,7 @@ def saved_by_a_layer(
     with _without_memory():
         model = _build(way, *sizes, kind=kind, attention=attention, head_size=head_size)
         if compiled:
-            layers = saved.decoder_layers(saved.text_decoder(saved._causal(model)), NUM_LAYERS)
+            layers = decoder_layers(text_decoder(saved._causal(model)), NUM_LAYERS)
             compile_layers(layers, recomputes=compiled == saved.SELECTIVE)
         kept, left, tiled = saved._saved_by_layer(model, NUM_LAYERS, TOKENS, mode, [])
     return kept[MIDDLE] / TOKENS, (tiled if way.tile_tokens is not None else left)[MIDDLE] / TOKENS
@@ -176,8 +177,8 @@ def _live_bytes(
         model = _build(way, hidden, inner, attention=attention)
         if way.tile_tokens is not None:
             tile_mlps(saved._causal(model), way.tile_tokens)
-        decoder, living = saved.text_decoder(saved._causal(model)), _Living(model)
-        for place, layer in enumerate(saved.decoder_layers(decoder, NUM_LAYERS)):
+        decoder, living = text_decoder(saved._causal(model)), _Living(model)
+        for place, layer in enumerate(decoder_layers(decoder, NUM_LAYERS)):
             if way.is_recomputed:
                 layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
             _name_parts(layer, living, place)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma4TextConfig
 
 from tunebook.config.choices import (
     Attention,
@@ -315,6 +315,29 @@ def test_what_is_kept_without_offloading_and_of_layers_that_are_computed_again(s
     assert kept_on_device(sound, facts) == inputs / LAYERS * 6  # those that are being copied
     facts.num_layers = 5
     assert kept_on_device(sound, facts) == inputs / LAYERS * 5
+
+
+@pytest.mark.parametrize(("method", "each"), [(PeftMethod.full, 12), (PeftMethod.lora, 8)])
+def test_what_is_computed_once_for_all_layers_is_kept_beside_them(sound, method, each):
+    """Gemma 4's inputs of each layer, as autograd saves them in fp32: by their norm, and for the layers."""
+    sizes = {"num_hidden_layers": 3, "hidden_size_per_layer_input": 24, "vocab_size": 64, "hidden_size": 40}
+    sizes |= {"vocab_size_per_layer_input": 64, "intermediate_size": 56, "num_attention_heads": 2, "head_dim": 16}
+    config = Gemma4TextConfig(**sizes, num_key_value_heads=2, global_head_dim=16, pad_token_id=0)
+    model, found = AutoModelForCausalLM.from_config(config), {}
+    if method is not PeftMethod.full:
+        model.requires_grad_(False)
+        model.get_input_embeddings().weight.requires_grad_()
+    keep = lambda tensor: found.setdefault(tensor.untyped_storage()._cdata, tensor.untyped_storage()) and tensor  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=torch.arange(11)[None], use_cache=False)
+    of_all_layers = 11 * 3 * 24 * 4
+    assert sum(of_all_layers for storage in found.values() if storage.nbytes() == of_all_layers) == 11 * 3 * 24 * each
+    facts = few(sound.model.facts)
+    before = kept_on_device(sound, facts)
+    sound.peft.method, sound.peft.dropout = method, 0.0
+    before = kept_on_device(sound, facts)
+    facts.measured.per_layer_inputs = 72
+    assert kept_on_device(sound, facts) - before == ROW * 72 * each
 
 
 @pytest.mark.parametrize(

@@ -80,10 +80,11 @@ LEAKING = {
         num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, isolates={"mask": False, "lengths": False}
     ),
 }
-EXPERTS_SHARE = traced(
-    num_layers=2, parameters=900, active_parameters=300, linear_inputs=10, adapter_parameters=90,
+WITH_EXPERTS = traced(
+    num_layers=2, parameters=900, active_parameters=300, linear_inputs=10, expert_adapters={"down_proj": [20, 10]},
     attention=["eager", "sdpa", "flash_attention_2"],
 )  # fmt: skip
+WITH_REFUSED = traced(num_layers=2, parameters=900, adapters={"in_proj": [8, 8]}, not_adapted=["out_proj"])
 SHARED_ROWS = {**DDP, "parallelism.sequence_group_size": 2, "attention.implementation": Attention.varlen_attention}
 PADDED = {"packing.mode": PackingMode.padded, "training.micro_batch_size": None}
 BIG = {"training.global_samples": 2000}
@@ -460,7 +461,7 @@ CASES = [
         "adapter-dropout-on-experts",
         "adapters on the experts of .* have no dropout, and peft.dropout is 0.05",
         {"peft.dropout": 0.05},
-        LORA | {"model.facts.measured": EXPERTS_SHARE, "peft.dropout": 0.0},
+        LORA | {"model.facts.measured": WITH_EXPERTS, "peft.dropout": 0.0},
     ),
     case(
         "activation-offload-with-flex",
@@ -526,6 +527,12 @@ CASES = [
     case("adapter-settings-ignored", "method=full", {"peft.target_modules": ["q_proj"]}),
     case("adapter-settings-ignored", "method=full", {"peft.use_dora": True}),
     case("adapter-settings-ignored", "method=full", {"peft.target_parameters": EXPERTS}),
+    case(
+        "adapter-module-refused",
+        "PEFT puts no adapter on out_proj of",
+        {"peft.target_modules": []},
+        LORA | {"model.facts.measured": WITH_REFUSED, "peft.target_modules": ["in_proj"]},
+    ),
     case("adapter-dropout-on-experts", "parameters .* no dropout", {"peft.target_parameters": EXPERTS}, LORA),
     case(
         "adapter-on-parameters",

@@ -17,6 +17,7 @@ from tunebook.checkpoint.export.write import short_name
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DifferenceError
 from tunebook.files import sha256_file
+from tunebook.model.load import attention_option
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,7 @@ def load_written(folder: Path, config: RunConfig) -> PreTrainedModel:
         dtype="auto",
         output_loading_info=True,
         trust_remote_code=config.model.trust_remote_code,
-        attn_implementation=cpu_attention(config).value,
+        attn_implementation=attention_option(cpu_attention(config)),
     )
     wrong = [*map(str, info["missing_keys"]), *map(str, info["unexpected_keys"]), *map(str, info["mismatched_keys"])]
     if wrong:

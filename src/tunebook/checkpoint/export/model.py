@@ -23,7 +23,14 @@ from tunebook.errors import RequestError
 from tunebook.facts.attention import MASKED, WITHOUT_KERNEL
 from tunebook.model.adapters import ADAPTER_FILE, IGNORED_PATTERNS, UNTIED, adapter_config, adapter_shapes
 from tunebook.model.hub import hub_problem
-from tunebook.model.load import architecture_from_facts, check_model, load_architecture, load_model, model_location
+from tunebook.model.load import (
+    architecture_from_facts,
+    attention_option,
+    check_model,
+    load_architecture,
+    load_model,
+    model_location,
+)
 from tunebook.model.tokenizer import agree_on_tokens, load_tokenizer, trainer_tokenizer
 from tunebook.model.tokenizer_files import VOCABULARY_FILES
 
@@ -79,7 +86,7 @@ def without_weights(architecture: PretrainedConfig, config: RunConfig) -> PreTra
         model: PreTrainedModel = loader.from_config(
             copy.deepcopy(architecture),
             trust_remote_code=config.model.trust_remote_code,
-            attn_implementation=cpu_attention(config).value,
+            attn_implementation=attention_option(cpu_attention(config)),
         )
     model.tie_weights()
     return answering(model)
@@ -94,7 +101,7 @@ def load_folder(folder: Path, config: RunConfig, dtype: torch.dtype) -> PreTrain
         str(folder),
         dtype=dtype,
         trust_remote_code=config.model.trust_remote_code,
-        attn_implementation=cpu_attention(config).value,
+        attn_implementation=attention_option(cpu_attention(config)),
     )
     return answering(model)
 

@@ -3,6 +3,7 @@
     measure    runs in its own process, since it imports torch: counts parameters, writes JSON; `--book` traces
                the book's models
     targets    the layers that PEFT adapts, by name
+    layers     the kinds of layers, and models with a few of them
     packing    whether packed documents stay apart, on a small model with values
     saved      activations that autograd saves in a pass, on tensors with a shape and no memory
     compiled   what compiled layers save, by torch's way of splitting their operations between the passes

@@ -14,6 +14,7 @@ from typing import Any
 from tunebook.config.choices import Weights
 from tunebook.config.model_facts import ModelFacts, facts_of_hub_name
 from tunebook.config.schema import ModelConfig
+from tunebook.facts.architectures import CHOSEN_EXPERTS, EXPERTS
 from tunebook.model.base_config import (
     DTYPES,
     POSITIONS,
@@ -43,11 +44,6 @@ _MIN_SIZES = {"vocab_size": 2, "max_position_embeddings": 2}  # prediction needs
 _MAX_SIZE = 10**8  # limit of any size; Llama 4 has 10 million positions
 _MAX_PARAMETERS = 10**15  # the largest number that the rules allow
 _HOW_TO_CORRECT = "correct the file or download or copy the model again"
-# Keys of different architectures for the experts per token, and for the number of experts.
-CHOSEN_EXPERTS = (
-    "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "moe_k"
-)  # fmt: skip
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # peft=qlora quantizes a base to this format while reading it, and accepts it as it is. Tunebook trains over no other
 # quantization.
 OWN_QUANTIZER = "bitsandbytes_4bit"
@@ -176,9 +172,7 @@ def _refuse_absent_experts(file: Path, text: dict[str, Any]) -> None:
 
     Some dense models state one expert or none; those numbers are not a router's.
     """
-    stated = (
-        next((key for key in keys if isinstance(text.get(key), int)), None) for keys in (CHOSEN_EXPERTS, _EXPERTS)
-    )
+    stated = (next((key for key in keys if isinstance(text.get(key), int)), None) for keys in (CHOSEN_EXPERTS, EXPERTS))
     chosen, experts = stated
     if chosen is None or experts is None or not 1 < text[experts] < text[chosen]:
         return

@@ -44,21 +44,19 @@ from tunebook.config.choices import Attention
 from tunebook.config.model_facts import CAST, SHIPPED_SUFFIX, ModelFacts
 from tunebook.config.unreached import as_patterns
 from tunebook.errors import nearest
-from tunebook.facts.architectures import COMPILED_ARCHITECTURES
-from tunebook.facts.attention import ATTENTIONS, FLEX, MASKED, WITHOUT_KERNEL
+from tunebook.facts.architectures import CHOSEN_EXPERTS, COMPILED_ARCHITECTURES
+from tunebook.facts.attention import ATTENTIONS, FLEX, LARGEST_FLASH_HEAD, MASKED, WITHOUT_KERNEL
 from tunebook.files import sha256_file
 from tunebook.model.linear_attention import DISTRIBUTIONS
-from tunebook.model.load import architecture_from_facts
+from tunebook.model.load import architecture_from_facts, largest
 from tunebook.plan.architecture import ALL_WAYS, STATED_FACTS, progress_file
-from tunebook.plan.architecture.base_model import CHOSEN_EXPERTS
+from tunebook.plan.architecture.layers import decoder_layers, text_decoder
 from tunebook.plan.architecture.packing import packing_facts
 from tunebook.plan.architecture.saved import (
     LENGTHS,
     adapted,
-    decoder_layers,
     measuring,
     quiet,
-    text_decoder,
     varlen_kernels,
 )
 from tunebook.plan.architecture.targets import (
@@ -138,8 +136,11 @@ def _config(config_file: Path, options: dict[str, Any]) -> Any:
     """The architecture's config, from a config.json or from stated sizes."""
     stated = json.loads(config_file.read_text(encoding="utf-8")).get(STATED_FACTS)
     if stated is not None:
-        return architecture_from_facts(ModelFacts(**stated))
-    return AutoConfig.from_pretrained(str(config_file.parent), **options)
+        config: Any = architecture_from_facts(ModelFacts(**stated))
+    else:
+        config = AutoConfig.from_pretrained(str(config_file.parent), **options)
+    config.get_text_config(decoder=True).allow_global_per_layer_attribute_access = True  # layers say what theirs are
+    return config
 
 
 def _unknown(config_file: Path) -> dict[str, str]:
@@ -194,12 +195,14 @@ def _facts(config: Any, model: Any, options: dict[str, Any], **tracing: Any) -> 
         saved, beside = found()
     if problem is not None and not saved:
         raise problem
+    heads = [_whole(module, "qk_head_dim", "head_dim") or 0 for module in layers.modules()]
     facts["measured"] |= {
         "attention": [
-            *(kernel.name for kernel in attention_of(model)),
-            *(kernel.name for kernel in varlen_kernels(config, layers, options)),
+            kernel.name
+            for kernel in (*attention_of(model), *varlen_kernels(config, layers, options))
+            if not ATTENTIONS[kernel].is_flash or max(heads) <= LARGEST_FLASH_HEAD
         ],
-        **packing_facts(type(model).__name__, text, has_experts=has_stacked_experts(model)),
+        **packing_facts(type(model).__name__, config, has_experts=has_stacked_experts(model)),
         "saved": {mode: numbers for mode, numbers in saved.items() if not mode.startswith(CAST)},
         "saved_without_autocast": {mode: numbers for mode, numbers in saved.items() if mode.startswith(CAST)},
         "saved_beside_experts": beside,
@@ -212,19 +215,27 @@ def _counted(config: Any, model: Any, layers: nn.ModuleList, unreached: set[str]
     text = config.get_text_config(decoder=True)
     words = model.get_input_embeddings().weight
     linear: list[Any] = [module for module in layers.modules() if is_linear(module)]
+    embeddings = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)} - {words}
     patterns = as_patterns(unreached, [name for name, _ in model.named_parameters()])
+    beside_layers = {
+        "looked_up_parameters": sum(
+            each.numel() for name, each in model.named_parameters() if each in embeddings and name not in unreached
+        ),
+        "per_layer_inputs": len(layers) * (_whole(text, "hidden_size_per_layer_input") or 0),
+    }
     num_parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones count once
     in_layers = sum(parameter.numel() for parameter in layers.parameters())
     inputs, in_linear = sum(map(num_inputs, linear)), sum(module.weight.numel() for module in linear)
     is_tied = model.get_output_embeddings().weight is words
     heads = _whole(text, "num_attention_heads") or 1  # Mamba and RWKV have none
     hidden = _whole(text, "hidden_size") or words.shape[1]
+    inner = (largest(getattr(text, name, None)) for name in ("intermediate_size", "n_inner", "ffn_dim"))
     return {
         "architecture": type(model).__name__,  # the loaded class; the file may name one with a vision tower
         "num_parameters": num_parameters,
         "num_layers": len(layers),
         "hidden_size": hidden,
-        "intermediate_size": _whole(text, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden,
+        "intermediate_size": next(filter(None, inner), 4 * hidden),
         "num_attention_heads": heads,
         "num_key_value_heads": _whole(text, "num_key_value_heads") or heads,
         "vocab_size": words.shape[0],
@@ -241,6 +252,7 @@ def _counted(config: Any, model: Any, layers: nn.ModuleList, unreached: set[str]
             "largest_parameter": max(parameter.numel() for parameter in model.parameters()),
             "unreached": patterns,
             "unreached_parameters": sum(p.numel() for name, p in model.named_parameters() if name in unreached),
+            **{name: number for name, number in beside_layers.items() if number},
             **_attention_widths(layers, text),
             **_experts(layers, text, hidden),
         },
@@ -372,17 +384,29 @@ def _whole(config: Any, *names: str) -> int | None:
 
 
 def _adapters(model: Any, layers: nn.ModuleList, unreached: list[str]) -> dict[str, Any]:
-    """Sizes of PEFT's rank-1 adapters on all layers that text reaches. Changes the model.
+    """Sizes of PEFT's rank-1 adapters on all layers that text reaches, and names of those that it refuses.
 
-    If PEFT rejects some linear layers, as for Mamba, the sizes of adapters on all of them.
+    Changes the model. It refuses some of Mamba's.
     """
     stacked, every = stacked_names(model), sizes_of(layers)
+    refused: list[str] = []
     try:
         linear, experts = sizes_of_adapted(adapted(model, rank=1, unreached=unreached), stacked)
     except ValueError:
-        linear, experts = every, {}
+        refused = [name for name in every if not _takes_adapter(model, name)]
+        linear, experts = {name: sizes for name, sizes in every.items() if name not in refused}, {}
     both = (*linear.values(), *experts.values())
-    return {"adapter_parameters": sum(map(sum, both)), "adapters": linear, "expert_adapters": experts}
+    found = {"adapter_parameters": sum(map(sum, both)), "adapters": linear, "expert_adapters": experts}
+    return found | ({"not_adapted": refused} if refused else {})
+
+
+def _takes_adapter(model: Any, name: str) -> bool:
+    """Whether PEFT adapts the linear layers of a name."""
+    try:
+        adapted(copy.deepcopy(model), rank=1, names=[name])
+    except ValueError:
+        return False
+    return True
 
 
 def trace_book(names: list[str]) -> None:

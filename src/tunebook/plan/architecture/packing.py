@@ -8,7 +8,9 @@ computed as `model.linear_attention` does where their package is missing, so no 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from tunebook.config.model_facts import LENGTHS, MASK
 from tunebook.facts.attention import BY_DOCUMENT, WITHOUT_KERNEL
 from tunebook.model.linear_attention import isolate_documents, packages_for_packing
 from tunebook.model.varlen_attention import register
+from tunebook.plan.architecture.layers import shortened, stated_kinds
 from tunebook.plan.architecture.saved import quiet
 from tunebook.train.isolation import leaks, measure_isolation, tolerance
 
@@ -32,6 +35,7 @@ SMALL: dict[str, Any] = {
     "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
     "v_head_dim": 16, "d_model": 64, "n_heads": 4, "n_layers": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
     "embd_pdrop": 0.0, "hidden_dropout": 0.0, "attention_dropout": 0.0, "mamba_chunk_size": 16, "mamba_d_state": 16,
+    "top_k_experts": 2, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16,
 }  # fmt: skip
 _CONVOLVING = ["conv", "full_attention"] * 2
 _MAMBA = {"mamba_d_state": 16, "mamba_headdim": 16, "chunk_size": 16, "layers_block_type": ["mamba", "hybrid"] * 2}
@@ -44,7 +48,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "xLSTMForCausalLM": {"num_heads": 4, "num_blocks": 2},
 }  # fmt: skip
 _COMPUTED = {"FalconForCausalLM": "head_dim", "xLSTMForCausalLM": "v_head_dim"}  # by the config, which takes none
-# Of those with a config for text alone, that one: the others bring a vision tower of its full size.
+# Of those with a config for text alone, that one: the others bring a vision tower of its full size by default.
 _KINDS = {name: kind for kind, name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items(), key=lambda pair: len(pair[0]))}
 _LARGEST = 20_000_000  # parameters of a small model
 
@@ -52,7 +56,7 @@ _LARGEST = 20_000_000  # parameters of a small model
 def packing_facts(architecture: str, config: Any, *, has_experts: bool = False) -> dict[str, Any]:
     """What `MeasuredLayers` says about packed rows; without a way of attention that could not be tried.
 
-    `config`: the text part of the model's config, or None for that of the architecture's defaults.
+    `config`: the model's config, or None for that of the architecture's defaults.
     """
     if architecture not in _KINDS:  # code of the model's own
         return {"isolates": {}, "packing_packages": []}
@@ -78,7 +82,8 @@ def small_model(architecture: str, config: Any, attention: str) -> Any:
     loader: Any = AutoModelForCausalLM
     sizes = SMALL | _MORE.get(architecture, {})
     sizes.pop(_COMPUTED.get(architecture, ""), None)
-    for make in (lambda: _like(config), lambda: AutoConfig.for_model(_KINDS[architecture], **sizes)):
+    default: Callable[[], Any] = partial(AutoConfig.for_model, _KINDS[architecture], **sizes)
+    for make in (partial(_like, config, has_towers=False), partial(_like, config, has_towers=True), default):
         try:
             with quiet(), torch.random.fork_rng(devices=[]):
                 made = make()
@@ -94,17 +99,25 @@ def small_model(architecture: str, config: Any, attention: str) -> Any:
     return None
 
 
-def _like(config: Any) -> Any:
-    """A small config with the switches of another, and with one layer of each kind if that lists its layers' kinds."""
+def _like(config: Any, *, has_towers: bool) -> Any:
+    """A small config with the switches of another, and with one layer of each kind if that lists its layers' kinds.
+
+    `has_towers`: parts for images and sound are made small; otherwise they are left out, where that is possible.
+    """
+    text = config.get_text_config(decoder=True)
+    if text is not config:
+        parts = {name: getattr(config, name, None) for name in config.sub_configs}
+        small = {
+            name: _like(part, has_towers=False) if part is text or (has_towers and part is not None) else None
+            for name, part in parts.items()
+        }
+        return type(config)(**config.to_dict() | small)
+    if kinds := stated_kinds(config):
+        config = shortened(config, [kinds.index(kind) for kind in dict.fromkeys(kinds)])
     values = config.to_dict()
-    number = values.get("num_hidden_layers")
-    small = {name: size for name, size in SMALL.items() if isinstance(values.get(name), int | float)}
-    of_layers = {name: each for name, each in values.items() if isinstance(each, list) and each and len(each) == number}
-    if of_layers:
-        kinds = list(zip(*of_layers.values(), strict=True))
-        first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
-        small |= {name: [each[index] for index in first] for name, each in of_layers.items()}
-        small["num_hidden_layers"] = len(first)
+    small = {name: size for name, size in SMALL.items() if isinstance(values.get(name), int | float) and values[name]}
+    if kinds:
+        small.pop("num_hidden_layers")
     return type(config)(**values | small)
 
 

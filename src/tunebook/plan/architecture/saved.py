@@ -11,7 +11,6 @@ everything else runs as on a CPU under CUDA's autocast.
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import os
 import warnings
@@ -43,6 +42,7 @@ from tunebook.plan.architecture.kernels import (
     grouped_product,
     register_kernels,
 )
+from tunebook.plan.architecture.layers import decoder_layers, kinds_of, shortened, text_decoder, traced_places
 from tunebook.plan.architecture.targets import names_beside_experts
 from tunebook.processes import die_with_parent
 
@@ -67,7 +67,6 @@ _MODES = (
     *itertools.product(("autocast", "bf16"), (*_METHODS, "dropout"), (COMPILED,)),
 )
 _OF_ADAPTERS = {("adapter", kernels) for kernels in ATTENTION}
-_MAX_LAYERS = 12  # most layers that are traced
 _MOST_BEING_COPIED, _SMALLEST_BYTES = 5, 1024  # TRL's max_fwd_stash_size and min_offload_size
 _WORKERS = 8  # processes; compiling takes some seconds a mode, and there are up to 6 such modes
 _MACHINES = (MemoryError, ImportError, OSError)  # machine faults; must not be cached as facts of a model
@@ -96,7 +95,8 @@ def measuring(
     `on_found` is called after each mode. Compiled layers are traced only if the run may compile them (`compiles`), and
     if they have attention: recurrent layers such as RWKV's take minutes to compile.
     """
-    known = (config, _kinds(config, layers), options)
+    kinds = kinds_of(config, layers)
+    known = (config, kinds, traced_places(config, kinds, options), options)
     has_attention = bool(getattr(config.get_text_config(decoder=True), "num_attention_heads", None))
     modes = _modes(ways, compiles=has_attention and compiles)
     if has_experts:  # not compiled: compiled traces with adapters on experts are missing too, and take a minute
@@ -141,8 +141,8 @@ def _set_worker_state(*known: Any) -> None:
 
 
 def _measure_in_worker(mode: tuple[str, str, str]) -> dict[str, list[int]]:
-    config, kinds, options = _known
-    return _measure(config, kinds, mode, options)
+    config, kinds, places, options = _known
+    return _measure(config, kinds, places, mode, options)
 
 
 def varlen_kernels(config: Any, layers: nn.ModuleList, options: dict[str, Any]) -> list[Attention]:
@@ -155,7 +155,7 @@ def varlen_kernels(config: Any, layers: nn.ModuleList, options: dict[str, Any]) 
     asked: list[bool] = []
     try:
         with quiet(on_call=asked.append), FakeTensorMode(allow_non_fake_inputs=True), _autocast(mode):
-            model = _build(config, _places(_kinds(config, layers)), mode, options, [])
+            model = _build(config, traced_places(config, kinds_of(config, layers), options), mode, options, [])
             with _state_kernels(model, mode):
                 model.base_model(**_row(LENGTHS[0], has_lengths=True), use_cache=False)
     except _MACHINES:
@@ -167,45 +167,8 @@ def varlen_kernels(config: Any, layers: nn.ModuleList, options: dict[str, Any]) 
     return [kernel for kernel, facts in ATTENTIONS.items() if facts.needs_lengths] if asked else []
 
 
-def decoder_layers(decoder: Any, expected: int) -> nn.ModuleList:
-    """The list of decoder layers: the first with the length in the config, else the one with most parameters."""
-    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
-    exact = [each for each in lists if len(each) == expected]
-    return exact[0] if exact else max(lists, key=lambda each: sum(p.numel() for p in each.parameters()))
-
-
-def _lists(text: Any) -> dict[str, list[Any]]:
-    """The lists in a config that say something about each layer, such as `layer_types` or `no_rope_layers`."""
-    number = text.num_hidden_layers
-    found = {name: getattr(text, name, None) for name in sorted(vars(text))}
-    return {name: value for name, value in found.items() if isinstance(value, list) and len(value) == number}
-
-
-def _kinds(config: Any, layers: nn.ModuleList) -> list[tuple[Any, ...]]:
-    """The kind of each layer: what the config's lists say about it, and what its place decides, such as its shapes."""
-    text = config.get_text_config(decoder=True)
-    lists = _lists(text)
-    stated = zip(*lists.values(), strict=True)
-    derived = () if "layer_types" in lists else getattr(text, "layer_types", None) or ()  # of Mamba, by the place
-    shapes = (tuple(tuple(p.shape) for p in layer.parameters()) for layer in layers)
-    found = itertools.islice(itertools.zip_longest(stated, derived, shapes), len(layers))
-    return [(repr(values), (name, shape)) for values, name, shape in found]
-
-
-def _places(kinds: list[tuple[Any, ...]]) -> list[int]:
-    """The layers to trace: each kind twice, so that one of them is not the first.
-
-    If a layer's place decides its kind, the first layers are taken as they are, at most `_MAX_LAYERS`.
-    """
-    twice = [[place for place, other in enumerate(kinds) if other == kind][:2] for kind in dict.fromkeys(kinds)]
-    if len({by_place for _, by_place in kinds}) > 1:
-        return list(range(min(max(2, *(places[-1] + 1 for places in twice)), len(kinds), _MAX_LAYERS)))
-    places = [places[0] for places in twice] + [places[1] for places in twice if len(places) > 1]
-    return places[:_MAX_LAYERS]
-
-
 def _measure(
-    config: Any, kinds: list[tuple[Any, ...]], mode: tuple[str, str, str], options: dict[str, Any]
+    config: Any, kinds: list[tuple[Any, ...]], places: list[int], mode: tuple[str, str, str], options: dict[str, Any]
 ) -> dict[str, list[int]]:
     """Six numbers by key: of what is kept, and for some keys of what offloading leaves and of what tiled MLPs leave.
 
@@ -213,7 +176,7 @@ def _measure(
 
     Empty if the mode fails to run.
     """
-    places, receivers = _places(kinds), list[Receiver]()
+    receivers = list[Receiver]()
     try:
         with quiet(has_frozen_experts=mode[1] == _BESIDE), FakeTensorMode(allow_non_fake_inputs=True):
             model = _build(config, places, mode, options, receivers)
@@ -280,11 +243,7 @@ def _build(
 ) -> Any:
     """A model of these layers. Compiled ones give the receivers what they would keep with selective checkpointing."""
     number_format, method, kernels = mode
-    shorter = copy.deepcopy(config)
-    text = shorter.get_text_config(decoder=True)
-    for name, values in _lists(text).items():
-        setattr(text, name, [values[place] for place in places])
-    text.num_hidden_layers = len(places)
+    shorter = shortened(config, places)
     loader: Any = AutoModelForCausalLM
     attention = ATTENTION.get(kernels, VARLEN)
     with no_init_weights():  # some initializers fail on a tensor without memory
@@ -318,12 +277,6 @@ def _cast_trained(model: Any) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)
-
-
-def text_decoder(model: Any) -> Any:
-    """The part of a causal language model that processes text, without any image tower."""
-    has_towers = model.config.get_text_config(decoder=True) is not model.config
-    return model.get_decoder() if has_towers else model.base_model
 
 
 def _causal(model: Any) -> Any:

@@ -65,6 +65,15 @@ def inputs_of_layers(config: RunConfig, facts: ModelFacts) -> float:
     return float(tokens_per_pass(config) * facts.num_layers * bytes_per_hidden_value(config) * facts.hidden_size)
 
 
+def per_layer_inputs_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes of numbers that are computed before the first layer, once for all layers.
+
+    Their norm keeps its input in fp32, and what its weight multiplies if that is trained; the layers keep their shares.
+    """
+    kept = (8 if config.peft.method is PeftMethod.full else 4) + bytes_per_hidden_value(config)
+    return tokens_per_pass(config) * kept * of_layers(facts, _measured(facts).per_layer_inputs)
+
+
 def left_by_offloading(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes that TRL's activation offloading leaves on the GPU: tensors saved again during their copy."""
     saved = _saved(config, _measured(facts))

@@ -8,7 +8,7 @@ from tunebook.config.choices import PeftMethod
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.facts.strategies import strategy_facts
-from tunebook.model.parameters import count_parameters
+from tunebook.model.parameters import count_parameters, looked_up_parameters
 from tunebook.plan.memory.kept import bytes_per_hidden_value, kept_by_one_layer, tokens_per_pass
 from tunebook.plan.memory.ledger import Kind, Ledger, Moment, Row
 from tunebook.plan.memory.sharding import buffer_rows, reduces_layers
@@ -71,6 +71,9 @@ def _gradient_rows(config: RunConfig, facts: ModelFacts, states: States, *, accu
     else:
         yield from _new_gradient_rows(config, facts, states, earlier)
         yield Row("gradient buffer of the rank", Kind.buffers, whole, Moment.end, Moment.end)
+    if config.peft.method is PeftMethod.full and not strategy.is_fsdp and (accumulates or not strategy.is_copied):
+        looked_up = float(looked_up_parameters(facts) * bytes_per_trained_weight(config))  # before it is added or sent
+        yield Row("gradient of other embeddings", Kind.activations, looked_up, Moment.end, Moment.end)
     stepping = step_gradient_bytes(config, facts)
     gradients = min(states.gradients, stepping)
     yield Row("gradients", Kind.gradients, gradients, Moment.step, Moment.step)

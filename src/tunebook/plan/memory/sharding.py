@@ -13,7 +13,7 @@ from tunebook.config.choices import Checkpointing, Compute, MasterWeights, Offlo
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.facts.strategies import strategy_facts
-from tunebook.model.parameters import count_parameters, weight_sizes
+from tunebook.model.parameters import count_parameters, looked_up_parameters, weight_sizes
 from tunebook.plan.memory.kept import ATTENTION_OUTPUT_LAYERS, inputs_without_adapter
 from tunebook.plan.memory.ledger import Kind, Moment, Row
 from tunebook.plan.memory.states import (
@@ -126,6 +126,8 @@ def _fsdp_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     yield from _fsdp_backward_rows(config, facts)
     if shard_counts(config).weights == 1 and not offloads_parameters(config):
         return
+    looked_up = float(bytes_per_compute_value(config) * looked_up_parameters(facts))  # in the root: it stays gathered
+    yield _row("gathered other embeddings", looked_up, Moment.forward, Moment.end)
     if config.peft.method is PeftMethod.full and num_ranks(config) > 1 and not facts.tie_word_embeddings:
         yield from _head_unit_rows(config, facts)
         return
@@ -193,7 +195,7 @@ def _fsdp_backward_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
         yield _row("gathered first layer and its gradient", element * 2 * layer, Moment.first, Moment.first)
     if _is_full(config):
         # The gradient in fp32 in transit, and as it was computed (9 layers of Llama 3 8B on two H200).
-        embeddings = float(parameters.trained_embeddings * (4 + element))
+        embeddings = float((parameters.trained_embeddings + looked_up_parameters(facts)) * (4 + element))
         yield _row("gradient of the embeddings in transit", embeddings, Moment.end, Moment.end)
 
 

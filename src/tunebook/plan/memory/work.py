@@ -34,6 +34,7 @@ from tunebook.plan.memory.kept import (
     kept_by_one_layer,
     left_by_offloading,
     mask_bytes,
+    per_layer_inputs_bytes,
     tokens_per_pass,
 )
 from tunebook.plan.memory.states import bytes_per_compute_value
@@ -54,11 +55,12 @@ def is_recomputed(config: RunConfig) -> bool:
 
 
 def kept_on_device(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes that all layers keep on the GPU for one pass, including the mask."""
+    """Bytes that all layers keep on the GPU for one pass, including the mask and what is computed for all of them."""
+    shares = 0.0 if config.activation.offload else per_layer_inputs_bytes(config, facts)
     if is_recomputed(config):
         on_device = _BEING_COPIED / max(1, facts.num_layers) if config.activation.offload else 1.0
-        return mask_bytes(config) + inputs_of_layers(config, facts) * min(1.0, on_device)
-    kept = kept_by_layers(config, facts)
+        return mask_bytes(config) + inputs_of_layers(config, facts) * min(1.0, on_device) + shares
+    kept = kept_by_layers(config, facts) + shares
     if config.activation.offload:
         being_copied = float(_BEING_COPIED_BYTES * tokens_per_pass(config) * facts.hidden_size)
         kept = min(kept, left_by_offloading(config, facts) + being_copied)

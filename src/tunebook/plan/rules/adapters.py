@@ -16,7 +16,6 @@ from tunebook.model.parameters import (
     PRODUCTS_OF,
     adapted_layers,
     adapts_parameters,
-    has_experts,
     is_named_like_llama,
     last_name,
     linear_layers,
@@ -29,10 +28,8 @@ _MODULES = ("embed_tokens", "lm_head", "norm", "self_attn", "mlp", "input_layern
 _ALL_LINEAR = "all-linear"  # PEFT's word for them, as the whole value and not in a list
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _MOST_LAYERS = 1000  # models with more layers are not listed by name
-# Names by which PEFT 0.21 finds stacked experts (transformers_weight_conversion.py), and the least ratio of a rank-1
-# adapter on them to the inputs of all linear layers: 25 for Mixtral, under 6 without experts.
+# Names by which PEFT 0.21 finds stacked experts (transformers_weight_conversion.py).
 _OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-_EXPERTS_SHARE = 8
 
 
 @rule("adapter-on-output-head", "peft.target_modules")
@@ -86,13 +83,24 @@ def adapter_without_targets(config: RunConfig) -> Finding | None:
     return Finding(message, fix)
 
 
+@rule("adapter-module-refused", "peft.target_modules")
+def adapter_module_refused(config: RunConfig) -> Finding | None:
+    """Refuse linear layers that PEFT does not adapt in this architecture."""
+    peft, facts = config.peft, config.model.facts
+    if peft.method is PeftMethod.full or facts is None or facts.measured is None:
+        return None
+    refused = facts.measured.not_adapted
+    named = [name for name in peft.target_modules if last_name(name) in refused] if peft.target_modules else refused
+    if not named:
+        return None
+    message = f"PEFT puts no adapter on {', '.join(named)} of {facts.architecture}"
+    rest = [name for name in peft.target_modules or facts.measured.adapters if name not in named]
+    return Finding(message, typed_list("peft.target_modules", rest))
+
+
 @rule("adapter-dropout-on-experts", "peft.dropout")
 def adapter_dropout_on_experts(config: RunConfig) -> Finding | None:
-    """Refuse adapter dropout on stacked experts and other parameters.
-
-    Experts are recognized by the size of an adapter on every linear layer, which has inputs and outputs for each of
-    them.
-    """
+    """Refuse adapter dropout on stacked experts and other parameters."""
     peft, facts = config.peft, config.model.facts
     if adapts_parameters(config) and peft.dropout:
         message = (
@@ -101,10 +109,7 @@ def adapter_dropout_on_experts(config: RunConfig) -> Finding | None:
         return Finding(message, "peft.dropout=0")
     if peft.method is PeftMethod.full or not peft.dropout or facts is None or facts.measured is None:
         return None
-    layers = facts.measured
-    if not has_experts(facts) or layers.adapter_parameters <= _EXPERTS_SHARE * layers.linear_inputs:
-        return None
-    if peft.target_modules and not {last_name(name) for name in peft.target_modules} & _OF_EXPERTS:
+    if not _adapts_experts(config):
         return None
     message = f"adapters on the experts of {facts.architecture} have no dropout, and peft.dropout is {peft.dropout:g}"
     return Finding(message, "peft.dropout=0")
@@ -266,7 +271,7 @@ def _lora_goes(config: RunConfig) -> bool:
     with_adapter = replace(config, peft=replace(config.peft, method=PeftMethod.lora))
     refusing = (
         *(adapter_on_output_head, adapter_module_unknown, adapter_without_targets, adapter_dropout_on_experts),
-        *(adapter_pattern_unmatched, dora_not_tested, adapter_on_parameters),
+        *(adapter_pattern_unmatched, dora_not_tested, adapter_on_parameters, adapter_module_refused),
     )
     if any(rule.problems(with_adapter) for rule in refusing):
         return False
