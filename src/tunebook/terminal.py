@@ -27,7 +27,7 @@ def print_lines(lines: Iterable[str], console: Console, *, separator: str = " ",
 
 
 def outlive_readers() -> None:
-    """From now on, this process goes on if the reader of its output leaves, as `head` does: the output is dropped.
+    """From now on, this process continues if the reader of its output leaves, as `head` does: the output is dropped.
 
     For processes that train or evaluate for hours. Streams without a descriptor are left as they are.
     """

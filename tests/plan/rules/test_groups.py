@@ -6,10 +6,11 @@ import json
 
 import pytest
 
+from tunebook.config.choices import PeftMethod
 from tunebook.config.compose import compose
-from tunebook.errors import Problem
+from tunebook.errors import Problem, RulesError
 from tunebook.plan.auto.resolve import resolve_auto
-from tunebook.plan.rules import _conflicting_keys, check
+from tunebook.plan.rules import _conflicting_keys, check, located
 
 ON_8 = ("hardware=hopper", "hardware.gpus_per_node=8")
 TO_NVME = "parallelism.offload_parameters=nvme"
@@ -23,8 +24,12 @@ def problems_of(machine):
 
     def problems(recipe: str, *words: str) -> dict[str, Problem]:
         composition = compose(recipe, list(words), [])
-        config = resolve_auto(composition.config, machine()).config
-        return {problem.id: problem for problem in check(config, composition.origins.set_by)}
+        place_of = composition.origins.set_by
+        try:
+            found = check(resolve_auto(composition.config, machine()).config, place_of)
+        except RulesError as error:  # before its layers would have been traced
+            found = located(error.problems, composition.config, place_of)
+        return {problem.id: problem for problem in found}
 
     return problems
 
@@ -200,7 +205,7 @@ def test_all_that_refuse_fp8_name_the_same_format(words, fix, problems_of):
 
 
 @pytest.mark.usefixtures("traces_no_activations")
-def test_a_quantized_base_is_not_sent_to_a_full_fine_tune(problems_of, tmp_path):
+def test_a_quantized_base_is_not_sent_to_a_full_fine_tune(problems_of, machine, tmp_path):
     sizes = {
         "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
         "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 4096, "torch_dtype": "bfloat16",
@@ -213,5 +218,9 @@ def test_a_quantized_base_is_not_sent_to_a_full_fine_tune(problems_of, tmp_path)
     assert problems_of("zero1_lora", *model, "peft=qlora", saved)["adapter-without-targets"].fix == (
         "peft.modules_to_save=[]"
     )
-    ignored = problems_of("zero1_lora", *model, "peft=full", "peft.target_modules=[q_proj]")
+    words = [*model, "peft=qlora", "peft.target_modules=[q_proj]"]
+    config = resolve_auto(compose("zero1_lora", words, []).config, machine()).config
+    config.peft.method = PeftMethod.full  # as typed, it is refused before its layers are known
+    assert {*problems_of("zero1_lora", *words, "peft=full")} == {"quantized-base-in-full"}
+    ignored = {problem.id: problem for problem in check(config)}
     assert ignored["adapter-settings-ignored"].fix == "peft.target_modules=[]"
