@@ -21,7 +21,7 @@ LEFT_OUT = {  # lines that other programs measured
     "callback_overhead", "checkpoint_costs", "checkpoint_kills", "checkpoint_ranks", "export_memory", "h200_peer_trl",
     "h200_products", "h200x2_evaluation", "h100x2_stalled_rank", "loading_memory", "preparation", "h200_speed",
     "h100_trl_agreement", "preparation_tools", "export_agreement", "harness_agreement", "humaneval_agreement",
-    "h100_hopper_image", "h100_sinks", "row_balance",
+    "h100_hopper_image", "h100_sinks", "row_balance", "small_architectures",
 }  # fmt: skip
 
 

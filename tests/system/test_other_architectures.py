@@ -64,9 +64,23 @@ def test_an_architecture_that_nobody_knows_is_an_error_in_words(run: Any, folder
     assert "model_type=gpt22" in problem["message"] and "(did you mean 'gpt2'?)" in problem["message"]
 
 
+TOWERS: dict[str, dict[str, Any]] = {
+    "gemma3": {"vision_config": {"image_size": 28, "patch_size": 14}, "mm_tokens_per_image": 4},
+    # Sound as well; heads of two sizes, inputs of each layer, and layers that share keys and values.
+    "gemma4": {
+        "vision_config": {"patch_size": 4, "position_embedding_size": 16, "head_dim": 8, "num_key_value_heads": 2},
+        "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16,
+                         "subsampling_conv_channels": [8, 4]},
+    },
+}  # fmt: skip
+SHARING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4, "global_head_dim": 32,
+           "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
-def with_tower(tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> Path:
+def with_tower(request: Any, tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> Path:
     """A small model of images and text, as transformers stores one."""
+    kind = request.param
     folder = tmp_path_factory.mktemp("with_tower")
     tokenizer = AutoTokenizer.from_pretrained(str(project_root / "recipes" / "quickstart" / "model"))
     text = {
@@ -74,18 +88,27 @@ def with_tower(tmp_path_factory: pytest.TempPathFactory, project_root: Path) -> 
         "num_key_value_heads": 1, "head_dim": 16, "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "sliding_window": 64,
     }  # fmt: skip
-    vision = {
-        "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
-        "patch_size": 14,
-    }  # fmt: skip
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if kind == "gemma4":
+        text |= SHARING | {"vocab_size_per_layer_input": len(tokenizer)}
     torch.manual_seed(7)
-    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    parts = TOWERS[kind] | {"vision_config": vision | TOWERS[kind]["vision_config"]}
+    config = AutoConfig.for_model(kind, text_config=text, **parts)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.parametrize(
+    ("with_tower", "strategy"),
+    [
+        pytest.param("gemma3", "ddp", marks=pytest.mark.slow),
+        ("gemma3", "zero3"),
+        pytest.param("gemma4", "ddp", marks=pytest.mark.slow),
+        ("gemma4", "zero3"),
+    ],
+    indirect=["with_tower"],
+)
 def test_a_tower_for_images_stays_as_it_is_while_text_is_learned(
     run: Any, read_run: Any, with_tower: Path, tmp_path: Path, strategy: str
 ) -> None:
@@ -104,4 +127,5 @@ def test_a_tower_for_images_stays_as_it_is_while_text_is_learned(
     before, after = (load_file(place / "model.safetensors") for place in (with_tower, folder / "model"))
     assert {*before} == {*after} - {"lm_head.weight"}  # which is tied
     untouched = {name for name, weight in before.items() if torch.equal(weight, after[name])}
-    assert untouched == {name for name in before if not name.startswith("language_model.")}
+    kept = {name for name in before if "language_model." not in name or name.endswith("layer_scalar")}  # no parameter
+    assert untouched == kept

@@ -121,8 +121,10 @@ class RecipeTrainer(SFTTrainer):
         # is not, so upstream would give each micro-batch the same weight.
         self.model_accepts_loss_kwargs = True
         trained: Any = self.model
-        if self.aux_loss_enabled and not name_experts(trained.config.get_text_config()):
-            self.aux_loss_enabled = False  # TRL enables it for dense models of an architecture that may have experts
+        text = trained.config.get_text_config()
+        if self.aux_loss_enabled and not name_experts(text):
+            # TRL enables it for dense models of an architecture that may have experts.
+            self.aux_loss_enabled = text.output_router_logits = False
         if sequence is not None:
             if self.aux_loss_enabled:
                 raise RequestError(
