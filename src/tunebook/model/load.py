@@ -262,7 +262,7 @@ def largest(stated: Any) -> Any:
 
 def stated_value(config: PretrainedConfig, key: str, default: Any = None) -> Any:
     """What a config says about a key. Of a key with other values for some layers, transformers 5.23 tells none."""
-    if key in (config.per_layer_attributes or ()):
+    if key in (getattr(config, "per_layer_attributes", None) or ()):
         return vars(config)[key]
     return getattr(config, key, default)
 
