@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import load as load_sharded
 from torch.distributed.checkpoint import save as save_sharded
 from transformers.trainer_pt_utils import safe_globals
 
-from tunebook.checkpoint.unpickling import restricted_unpickling
+from tunebook.checkpoint.unpickling import load_list, restricted_unpickling
 from tunebook.errors import DataError
 
 no_group = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -53,6 +53,8 @@ EVIL = {
     "eval": (Runs(eval, "open('ran', 'w')"), "eval"),
     "a method": (Runs(Path.touch, Path("ran")), None),
     "exec": (Runs(exec, "open('ran', 'w')"), "exec"),
+    "getattr": (Runs(getattr, Runs, "__init__"), None),
+    "getattr of an instance": (Runs(getattr, 1, "bit_length"), "builtins.getattr"),
 }
 
 
@@ -111,6 +113,7 @@ def test_deepspeeds_own_loader_gets_its_states_and_runs_nothing(tmp_path: Path) 
         "loss_scaler": LossScaler(scale=1.0),
         "dynamic_loss_scaler": DynamicLossScaler(2**16, 2.0, 1000, 1, 1),
         "zero_stage": ZeroStageEnum(2),
+        "as_python_3_11_2_writes_it": Runs(getattr, ZeroStageEnum, "gradients"),
         "param_slice_mappings": [{"weight": fragment_address(numel=4, start=2)}],
         "fp32": torch.arange(4.0),
     }
@@ -122,6 +125,7 @@ def test_deepspeeds_own_loader_gets_its_states_and_runs_nothing(tmp_path: Path) 
         with pytest.raises(DataError, match=r"evil\.pt names posix\.system"):
             engine.load(str(tmp_path / "evil.pt"), map_location="cpu")
     assert (found["zero_stage"], found["loss_scaler"].cur_scale) == (ZeroStageEnum(2), 1.0)
+    assert found["as_python_3_11_2_writes_it"] is ZeroStageEnum.gradients
     assert found["dynamic_loss_scaler"].cur_scale == 2**16
     assert found["param_slice_mappings"] == states["param_slice_mappings"]
     assert torch.equal(found["fp32"], states["fp32"])
@@ -180,6 +184,13 @@ def test_its_list_runs_nothing(sharded: Path, how: str) -> None:
     ):
         loaded(sharded)
     assert caught.value.problem_id == "checkpoint-unsafe"
+
+
+def test_a_format_in_a_list_is_read_as_python_3_11_2_writes_it() -> None:
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    member = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    assert load_list(io.BytesIO(pickle.dumps(Runs(getattr, _MEM_FORMAT_ENCODING, member.name)))) is member
 
 
 @no_group

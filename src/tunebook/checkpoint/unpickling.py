@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import EnumMeta
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,14 +40,29 @@ _LIST_CLASSES = (
     "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
     "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix",
 )  # fmt: skip
-# torch's message for a name that `weights_only` does not load (torch 2.10 to 2.13).
-_REFUSED = re.compile(r"GLOBAL ([\w.]+) (?:was not an allowed|whose module)|load unsupported (?:GLOBAL|class) ([\w.]+)")
+# torch's messages for a name that `weights_only` does not load (torch 2.10 to 2.13), and the one of this module.
+_REFUSED = re.compile(
+    r"GLOBAL ([\w.]+) (?:was not an allowed|whose module)|load unsupported (?:GLOBAL|class) ([\w.]+)|it wants ([\w.]+),"
+)
+_GETATTR = ("builtins", "getattr")
+
+
+def enum_member(owner: Any, name: str) -> Any:
+    """What `getattr` may do in a pickle: Python 3.11.2, which Debian 12 has, writes members of enums so.
+
+    Raises: UnpicklingError for any other attribute.
+    """
+    if isinstance(owner, EnumMeta) and name in owner.__members__:
+        return owner.__members__[name]
+    raise pickle.UnpicklingError("it wants builtins.getattr, which is for members of enums only")
 
 
 class _ListUnpickler(pickle.Unpickler):
     """Loads the classes of a list of tensors and refuses all others."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == _GETATTR:
+            return enum_member
         is_list = module in _LIST_MODULES and name in _LIST_CLASSES
         import torch
 
@@ -78,8 +94,7 @@ def restricted_unpickling() -> Iterator[None]:
         try:
             return load_list(stream)
         except pickle.UnpicklingError as error:
-            wanted = re.search(r"it wants (\S+),", str(error))
-            refused.append(_unsafe(_name_of(stream), wanted[1] if wanted else None))
+            refused.append(_unsafe(_name_of(stream), _wanted(error)))
             raise refused[-1] from error
 
     torch.load = _load_restricted(torch.load)
@@ -112,18 +127,22 @@ def _load_restricted(upstream: Callable[..., Any]) -> Callable[..., Any]:
 
         options |= {"weights_only": True}
         options.pop("pickle_module", None)
-        with torch.serialization.safe_globals(_deepspeeds_classes()):
+        with torch.serialization.safe_globals([*_deepspeeds_classes(), (enum_member, ".".join(_GETATTR))]):
             try:
                 return upstream(f, map_location, **options)
             except pickle.UnpicklingError as error:
-                if (refused := _REFUSED.search(str(error))) is not None:
-                    raise _unsafe(_name_of(f), refused[1] or refused[2]) from error
-                if _is_beyond_weights(str(error)):
-                    raise _unsafe(_name_of(f), None) from error
+                if (wanted := _wanted(error)) is not None or _is_beyond_weights(str(error)):
+                    raise _unsafe(_name_of(f), wanted) from error
                 # No pickle. torch's message would advise loading it without restrictions.
                 raise pickle.UnpicklingError(f"{_name_of(f)} is no file that torch has written") from error
 
     return load
+
+
+def _wanted(error: Exception) -> str | None:
+    """The name that an unpickler refused."""
+    found = _REFUSED.search(str(error))
+    return found and next(filter(None, found.groups()))
 
 
 def _is_beyond_weights(message: str) -> bool:

@@ -38,6 +38,32 @@ def test_every_tensor_is_put_together(
     assert all(torch.equal(found[name].load(), weights[name]) for name in ("c", "a", "d", "b"))
 
 
+class ByName:
+    """A member of an enum as Python 3.11.2 pickles it, which Debian 12 has and so the images."""
+
+    def __init__(self, member: Any) -> None:
+        self.member = member
+
+    def __reduce__(self) -> Any:
+        return getattr, (type(self.member), self.member.name)
+
+
+@pytest.mark.parametrize("written", [lambda member: member, ByName])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_stage_is_deepspeeds_enum(
+    layouts: Any, tmp_path: Path, weights: dict[str, torch.Tensor], stage: int, written: Any
+) -> None:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    layouts.write_zero(tmp_path, weights, stage=stage)
+    for file in partitions(tmp_path).glob("*_optim_states.pt"):
+        content = torch.load(file)
+        content["optimizer_state_dict"]["zero_stage"] = written(ZeroStageEnum(stage))
+        torch.save(content, file)
+    found = partitioned_weights(partitions(tmp_path))
+    assert all(torch.equal(found[name].load(), weights[name]) for name in WEIGHTS)
+
+
 def test_paddings_between_parameters_are_left_out(tmp_path: Path) -> None:
     """As DeepSpeed aligns parameters for some optimizers: 2 numbers after the first, 3 after the second."""
     folder = tmp_path / "global_step3"

@@ -2,8 +2,8 @@
 
 The layouts are those of `deepspeed.utils.zero_to_fp32`. Its lazy mode is lazy for stage 3 only: for stages 1 and 2 it
 joins the partitions of all ranks in memory, which takes the size of the fp32 weights, and it unpickles without limits.
-Here files are loaded with `weights_only`. In addition to tensors they name four classes, none of which is needed. So
-stand-ins replace them and DeepSpeed need not be installed.
+Here files are loaded with `weights_only`. In addition to tensors they name four classes. Stand-ins replace them, so that
+DeepSpeed need not be installed.
 
 Stages 1 and 2: each group of parameters is one flat vector, cut into one piece for each rank. Stage 3: each parameter
 is cut into one equal piece for each rank, the last one padded; a rank's pieces follow each other, cut into subgroups.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from enum import IntEnum
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.checkpoint.export.source import damaged
 from tunebook.checkpoint.export.stored_weights import Mapped, StoredTensor, Weights
+from tunebook.checkpoint.unpickling import enum_member
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +32,15 @@ Ranks = list[list["torch.Tensor"]]  # of each rank, its groups or subgroups
 Place = tuple[int, int, int]  # group, start, length
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt$")
+
+
+class _Stage(IntEnum):
+    """Stand-in for DeepSpeed's stages, with its names: Python 3.11.2 writes a member by its name."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
 
 
 class _Ignored:
@@ -152,7 +163,8 @@ def _load(file: Path) -> dict[str, Any]:
         (_Ignored, "deepspeed.utils.tensor_fragment.fragment_address"),
         (_Ignored, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
         (_Ignored, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
-        (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+        (_Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+        (enum_member, "builtins.getattr"),
     ]
     try:
         with torch.serialization.safe_globals(known):
