@@ -2,8 +2,8 @@
 
 The layouts are those of `deepspeed.utils.zero_to_fp32`. Its lazy mode is lazy for stage 3 only: for stages 1 and 2 it
 joins the partitions of all ranks in memory, which takes the size of the fp32 weights, and it unpickles without limits.
-Here files are loaded with `weights_only`. In addition to tensors they name four classes. Stand-ins replace them, so that
-DeepSpeed need not be installed.
+Here files are loaded with `weights_only`. In addition to tensors they name four classes. Stand-ins replace them, so
+that DeepSpeed need not be installed.
 
 Stages 1 and 2: each group of parameters is one flat vector, cut into one piece for each rank. Stage 3: each parameter
 is cut into one equal piece for each rank, the last one padded; a rank's pieces follow each other, cut into subgroups.
