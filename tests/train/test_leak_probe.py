@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import random
 import shutil
 from dataclasses import replace
@@ -56,6 +57,8 @@ def refused(code, reason, entry, lines):
     assert code == 7
     assert "documents that share a packed row affect each other" in reason
     assert "packing=padded" in reason
+    asked = re.search(r"attention=(\w+)\)", reason)
+    assert asked and not reason.endswith(f"such as attention={asked[1]}"), "advises what was asked for"
     assert lines == []
     return entry
 

@@ -20,7 +20,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tunebook.config.choices import PackingMode, Switch
+from tunebook.config.choices import Attention, PackingMode, Switch
 from tunebook.config.schema import RunConfig
 from tunebook.errors import InvalidTrainingError
 from tunebook.facts.attention import FLEX
@@ -111,13 +111,14 @@ class LeakProbe(TrainerCallback):
             update_manifest(self.folder, {LEAK_PROBE_KEY: entry})
 
     def _leak(self, wrong: list[str], found: Isolation, allowed: Tolerance, rank: int) -> InvalidTrainingError:
-        implementation = self.config.attention.implementation.value
+        implementation = self.config.attention.implementation
+        other = Attention.eager if implementation is Attention.sdpa else Attention.sdpa
         return InvalidTrainingError(
             f"documents that share a packed row affect each other: {'; '.join(wrong)} (rank {rank}, "
-            f"{type(self.trainer.model).__name__}, attention={implementation}). Rounding in "
+            f"{type(self.trainer.model).__name__}, attention={implementation.value}). Rounding in "
             f"{self.config.precision.compute.value} explains at most {allowed.moved:.2g} if only the other document "
             f"changes, {allowed.logits:.2g} between rows of other lengths and {allowed.loss:.2g} in the loss. Nothing "
-            "was trained. Try packing=padded, or another attention, such as attention=sdpa",
+            f"was trained. Try packing=padded, or another attention, such as attention={other.value}",
             problem_id="leak",
         )
 
