@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import random
+import re
 import shutil
 from dataclasses import replace
 
