@@ -20,10 +20,10 @@ import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tunebook.config.choices import Attention, PackingMode, Switch
+from tunebook.config.choices import PackingMode, Switch
 from tunebook.config.schema import RunConfig
 from tunebook.errors import InvalidTrainingError
-from tunebook.facts.attention import FLEX
+from tunebook.facts.attention import FLEX, MASKED, WITHOUT_KERNEL
 from tunebook.model.blocks import plain_products
 from tunebook.model.parameters import has_experts
 from tunebook.parallel.deepspeed import forget_parameter_order
@@ -112,7 +112,7 @@ class LeakProbe(TrainerCallback):
 
     def _leak(self, wrong: list[str], found: Isolation, allowed: Tolerance, rank: int) -> InvalidTrainingError:
         implementation = self.config.attention.implementation
-        other = Attention.eager if implementation is Attention.sdpa else Attention.sdpa
+        other = WITHOUT_KERNEL if implementation is MASKED else MASKED
         return InvalidTrainingError(
             f"documents that share a packed row affect each other: {'; '.join(wrong)} (rank {rank}, "
             f"{type(self.trainer.model).__name__}, attention={implementation.value}). Rounding in "
