@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The commands of container_runs.py on a GPU machine that has neither Docker nor a network, in folders carried there.
-#   without_network.sh pack FOLDER [PIECE_MIB]   here: write FOLDER/engine-aa ..., FOLDER/image/piece-000 ..., FOLDER/head.bundle
+#   without_network.sh pack FOLDER [PIECE_MIB]   here: write the engine, the image and the checkout into it
 #   without_network.sh start FOLDER              there: unpack the engine and start it, with the GPUs by CDI
 #   without_network.sh load FOLDER CHECKOUT      there: clone the bundle into CHECKOUT, load the image and choose it
 #   without_network.sh runs FOLDER CHECKOUT OUTPUT NAME ... there: the cases; OUTPUT/finished is written last
@@ -71,19 +71,21 @@ END
 }
 
 load() { # load FOLDER CHECKOUT
-  local packages
+  local folder packages
+  folder=$(realpath "$1")
   packages=$(python3 -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1] / "nvidia")')
-  git clone --quiet "$1/head.bundle" "$2"
+  git clone --quiet "$folder/head.bundle" "$2"
   cd "$2"
-  python3 docker/carry_image.py unpack "$1/image" --libraries "$packages" | docker load
+  python3 docker/carry_image.py unpack "$folder/image" --libraries "$packages" | docker load
   make env ATTENTION=none  # without it, make would build an image with flash-attn
-  python3 -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$1/site" "$1"/wheels/*.whl
+  python3 -m pip install --quiet --no-index --no-deps --no-compile --target "$folder/site" "$folder"/wheels/*.whl
 }
 
 runs() { # runs FOLDER CHECKOUT OUTPUT NAME ...
-  local folder=$1 checkout=$2 output=$3 name
+  local folder checkout output name
+  mkdir -p "$3"
+  folder=$(realpath "$1") checkout=$(realpath "$2") output=$(realpath "$3")
   shift 3
-  mkdir -p "$output"
   cd "$checkout"
   for name in "$@"; do # one after the other, so that the run folders are packed after each
     PYTHONPATH=$folder/site:$checkout/src python3 tests/bench/container_runs.py "$output" --only "$name" || true
