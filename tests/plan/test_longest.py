@@ -91,6 +91,14 @@ def test_where_nothing_fits_or_nothing_is_known():
     ]
 
 
+def test_ways_that_only_cost_speed_are_not_printed():
+    """The second way already holds as many tokens as the model has positions."""
+    found = longest_rows(resolution(*IN_A_GROUP))
+    assert [row.tokens < row.tokens_by_memory for row in found.rows] == [False, True, True, True]
+    assert sum("tokens with" in line for line in found.lines()) == 2
+    assert "mlp_tile_tokens" not in "".join(found.lines())
+
+
 def test_the_command_prints_it_and_adds_it_to_the_json(capsys):
     recipe, *words = (*RECIPE, *IN_A_GROUP)
     console = Console(file=io.StringIO(), width=200)

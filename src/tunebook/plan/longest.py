@@ -72,6 +72,8 @@ class Longest:
                 held += f"; memory would hold {row.tokens_by_memory:,}, and the model has no more positions"
             lines.append(f"  {row.tokens:,} tokens with {way}: {held}")
             lines.append(f"      {' '.join(row.overrides)}")
+            if row.tokens < row.tokens_by_memory:  # so slower ways of keeping activations gain nothing
+                break
         return lines
 
 
