@@ -1,4 +1,4 @@
-"""What fills a GPU at the peak of one optimizer step, as JSON: the blocks that were there, by who asked for them."""
+"""What fills a GPU at the peak of optimizer steps, as JSON: the blocks that were there, by who asked for them."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-STEP = 3  # by then the optimizer has its state; with $TUNEBOOK_BENCH_PEAK_STEP another
+STEP = 3  # by then the optimizer has its state; with $TUNEBOOK_BENCH_PEAK_STEPS others
 _LONGEST = 30  # groups of blocks
 _OLD = "before the step"
 
 
-class PeakOfOneStep(TrainerCallback):
-    """Records the allocator's doings in one optimizer step and writes what was there at their peak to a file.
+class PeakOfSteps(TrainerCallback):
+    """Records the allocator's doings from the first to the last step and writes what was there at their peak to a file.
 
     `has_origins`: with the lines of Python that asked, which not every run survives (torch 2.11: compiled layers that
     activation checkpointing computes again).
     """
 
-    def __init__(self, file: Path, *, has_origins: bool = True, step: int = STEP) -> None:
-        self.file, self.has_origins, self.step = file, has_origins, step
-        if step == 1:
+    def __init__(self, file: Path, first: int, last: int, *, has_origins: bool = True) -> None:
+        self.file, self.first, self.last, self.has_origins = file, first, last, has_origins
+        if first == 1:
             self._begin()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin with the step; the first has what is done before it, too."""
-        if state.global_step + 1 == self.step > 1:
+        """Begin with the first step; step 1 has what is done before it, too."""
+        if state.global_step + 1 == self.first > 1:
             self._begin()
 
     def _begin(self) -> None:
@@ -41,7 +41,7 @@ class PeakOfOneStep(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End with it and write."""
-        if state.global_step != self.step:
+        if state.global_step != self.last:
             return
         import torch
 

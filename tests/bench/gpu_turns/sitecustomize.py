@@ -10,8 +10,9 @@ itself knows nothing of them. More variables:
     TUNEBOOK_BENCH_ALLOWS       rules that are not checked, by id, with commas: what they refuse is to be measured
     TUNEBOOK_BENCH_KEEPS_GPUS   keep the GPUs until the run has ended: saving a model also needs GPU memory
     TUNEBOOK_BENCH_PROFILE      rank 0 writes the kernels of one optimizer step to this file
-    TUNEBOOK_BENCH_PEAK         rank 0 writes what fills its GPU at the peak of a step to this file: of the third step
-                                or of $TUNEBOOK_BENCH_PEAK_STEP; with $TUNEBOOK_BENCH_PEAK_SIZES without call stacks
+    TUNEBOOK_BENCH_PEAK         rank 0 writes what fills its GPU at the peak of a step to this file, others to this name
+                                with .rank1 and so on: of the third step or of $TUNEBOOK_BENCH_PEAK_STEPS (2 or 1-3);
+                                with $TUNEBOOK_BENCH_PEAK_SIZES without call stacks
 """
 
 from __future__ import annotations
@@ -103,13 +104,13 @@ def _train_in_turn(module: Any) -> None:
             from gpu_profile import OneStep
 
             self.add_callback(OneStep(Path(os.environ["TUNEBOOK_BENCH_PROFILE"])))
-        if "TUNEBOOK_BENCH_PEAK" in os.environ and _rank() == "0":
-            from gpu_peak import STEP, PeakOfOneStep
+        if "TUNEBOOK_BENCH_PEAK" in os.environ:
+            from gpu_peak import STEP, PeakOfSteps
 
             has_origins = "TUNEBOOK_BENCH_PEAK_SIZES" not in os.environ
-            step = int(os.environ.get("TUNEBOOK_BENCH_PEAK_STEP", STEP))
-            file = Path(os.environ["TUNEBOOK_BENCH_PEAK"])
-            self.add_callback(PeakOfOneStep(file, has_origins=has_origins, step=step))
+            first, _, last = os.environ.get("TUNEBOOK_BENCH_PEAK_STEPS", str(STEP)).partition("-")
+            file = Path(os.environ["TUNEBOOK_BENCH_PEAK"] + (f".rank{_rank()}" if _rank() != "0" else ""))
+            self.add_callback(PeakOfSteps(file, int(first), int(last or first), has_origins=has_origins))
         if getattr(self, "is_fsdp_enabled", False):
             from gpu_profile import EndOfPasses
 
