@@ -2,7 +2,8 @@
 # The commands of container_runs.py on a GPU machine that has neither Docker nor a network, in folders carried there.
 #   without_network.sh pack FOLDER [PIECE_MIB]   here: write the engine, the image and the checkout into it
 #   without_network.sh start FOLDER              there: unpack the engine and start it, with the GPUs by CDI
-#   without_network.sh load FOLDER CHECKOUT      there: clone the bundle into CHECKOUT, load the image and choose it
+#   without_network.sh load FOLDER CHECKOUT      there: clone the bundle into CHECKOUT, load the image and choose it, as
+#                                                soon as FOLDER/image/index.json is there; pieces may come later
 #   without_network.sh runs FOLDER CHECKOUT OUTPUT NAME ... there: the cases; OUTPUT/finished is written last
 # Here the engine of .ci/engine must be up, and the image tunebook:hopper built. CUDA libraries that torch 2.11.0 for
 # CUDA 13.0 has, too, are left out, and taken from there. FOLDER/wheels must have what tunebook needs there.
@@ -76,7 +77,7 @@ load() { # load FOLDER CHECKOUT
   packages=$(python3 -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1] / "nvidia")')
   git clone --quiet "$folder/head.bundle" "$2"
   cd "$2"
-  python3 docker/carry_image.py unpack "$folder/image" --libraries "$packages" | docker load
+  python3 docker/carry_image.py unpack "$folder/image" --libraries "$packages" --wait-s 300 | docker load
   make env ATTENTION=none  # without it, make would build an image with flash-attn
   python3 -m pip install --quiet --no-index --no-deps --no-compile --target "$folder/site" "$folder"/wheels/*.whl
 }
@@ -99,7 +100,7 @@ case ${1:-} in
     "$@"
     ;;
   *)
-    sed -n '2,8p' "$0"
+    sed -n '2,9p' "$0"
     exit 2
     ;;
 esac

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import tarfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,25 @@ def test_pieces_in_several_folders_are_one_image(saved: Path, tmp_path: Path) ->
     (tmp_path / "more").mkdir()
     (tmp_path / "pieces" / "piece-000").rename(tmp_path / "more" / "piece-000")
     assert unpacked(tmp_path / "pieces", tmp_path / "more") == saved.read_bytes()
+
+
+def test_unpacking_waits_for_pieces_that_are_on_their_way(saved: Path, tmp_path: Path) -> None:
+    pieces, elsewhere = tmp_path / "pieces", tmp_path / "elsewhere"
+    carry_image.pack(saved, pieces, [], MIB)
+    elsewhere.mkdir()
+    later = sorted(pieces.glob("piece-*"))[1:]
+    for piece in later:
+        piece.rename(elsewhere / piece.name)
+    out = io.BytesIO()
+    with pytest.raises(carry_image.CarryError, match=r"piece-001 has not come in 0\.1 s; carry it"):
+        carry_image.unpack([pieces], [], out, wait_s=0.1)
+    out = io.BytesIO()
+    unpacking = threading.Thread(target=carry_image.unpack, args=([pieces], [], out, 60))
+    unpacking.start()
+    for piece in later:
+        (elsewhere / piece.name).rename(piece)
+    unpacking.join()
+    assert out.getvalue() == saved.read_bytes()
 
 
 def test_a_damaged_piece_is_an_error(saved: Path, tmp_path: Path) -> None:
