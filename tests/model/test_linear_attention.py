@@ -111,11 +111,11 @@ def test_on_a_gpu_only_convolutions_are_replaced(isolate, kind, packages):
 
 
 def test_functions_with_a_kernel_are_left_as_they_are_on_a_gpu(monkeypatch, isolate):
-    package, is_new_implementation, torch_function, func_name = "causal_conv1d", True, len, "causal_conv1d_fn"
+    is_new_implementation, torch_function, func_name = True, len, "causal_conv1d_fn"
 
     @functools.wraps(modeling_lfm2.causal_conv1d_fn)
     def with_kernel():
-        return package, is_new_implementation, torch_function, func_name
+        return is_new_implementation, torch_function, func_name
 
     monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", with_kernel)
     isolate(model_of("lfm2"), is_on_cpu=False)
@@ -205,14 +205,14 @@ def test_mamba_is_computed_by_pytorch_in_fp32_and_with_a_cache(monkeypatch, isol
 def test_an_adapter_on_the_output_projection_of_mamba_is_trained(monkeypatch, isolate):
     """The fused kernel of mamba-ssm would read the weight beneath it."""
     monkeypatch.setattr(linear_attention, "_linear_attention_kernel", lambda: recurrence)
-    package, is_new_implementation, func_name = "mamba_ssm", True, linear_attention.MAMBA_FUSED
+    is_new_implementation, func_name = True, linear_attention.MAMBA_FUSED
 
     def torch_function(*_, **__):
         return None
 
     @functools.wraps(modeling_bamba.mamba2_split_conv1d_scan_combined)
     def fused(*_, **__):
-        pytest.fail(f"{package} {is_new_implementation} {torch_function} {func_name}")
+        pytest.fail(f"called: {is_new_implementation} {torch_function} {func_name}")
 
     monkeypatch.setattr(modeling_bamba, "mamba2_split_conv1d_scan_combined", fused)
     model = get_peft_model(model_of("bamba", torch.bfloat16), LoraConfig(r=1, target_modules=["out_proj"]))

@@ -47,9 +47,9 @@ _TOLD_BY = {
     MAMBA_SCAN: _DOCUMENTS,
     MAMBA_FUSED: _DOCUMENTS,
 }
-# By import name. fla-core is the part of flash-linear-attention that has the kernels.
-DISTRIBUTIONS = {"fla": "fla-core", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
-_INSIDE = {"func_name", "package", "is_new_implementation", "torch_function"}  # of transformers' decorator
+KERNEL_PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")  # by import name; transformers calls those it can import
+FLA_CORE = "fla-core"  # the part of flash-linear-attention that has the kernels, which is imported as fla
+_INSIDE = {"func_name", "is_new_implementation", "torch_function"}  # of transformers' decorator
 
 
 class StateFunction(NamedTuple):
@@ -59,7 +59,6 @@ class StateFunction(NamedTuple):
     name: str
     own: Callable[..., Any]  # what transformers calls
     kernel: str  # the kernel's own name
-    distribution: str
     reference: Callable[..., Any]  # the computation in PyTorch, for a row of one document
     has_kernel: bool
 
@@ -99,9 +98,7 @@ def replace_functions(
 
 def packages_for_packing(model: nn.Module) -> list[str]:
     """The distributions whose kernels a model's layers need on a GPU for packed rows."""
-    with_fla = (MAMBA_SCAN, MAMBA_FUSED)
-    functions = [each for each in _functions(model) if each.kernel != _CONVOLUTION]
-    return sorted({DISTRIBUTIONS["fla"] if each.kernel in with_fla else each.distribution for each in functions})
+    return [FLA_CORE] if any(each.kernel != _CONVOLUTION for each in _functions(model)) else []
 
 
 def _linear_attention_kernel() -> Callable[..., Any] | None:
@@ -128,7 +125,6 @@ def _functions(model: nn.Module) -> Iterator[StateFunction]:
                     name=name,
                     own=function,
                     kernel=inside["func_name"],
-                    distribution=DISTRIBUTIONS.get(inside["package"], inside["package"]),
                     reference=inside["torch_function"],
                     has_kernel=inside["is_new_implementation"],
                 )
