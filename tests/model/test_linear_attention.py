@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BambaConfig, Lfm2Config, Qwen3_5TextConfig, Qwen3NextConfig
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.bamba import modeling_bamba
 from transformers.models.lfm2 import modeling_lfm2
 
+from tunebook.model import linear_attention
 from tunebook.model.linear_attention import by_document, convolve_documents, isolate_documents, packages_for_packing
 
 LENGTHS = (7, 1, 20, 2)
@@ -25,24 +29,36 @@ GATED = {
 EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
 }  # fmt: skip
-MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 8}
-MODELS = {
-    "qwen3_next": lambda: Qwen3NextConfig(**SIZES, **GATED, **EXPERTS),
-    "qwen3_5": lambda: Qwen3_5TextConfig(**SIZES, **GATED),
-    "bamba": lambda: BambaConfig(**SIZES, **MAMBA, attn_layer_indices=[1]),
-    "lfm2": lambda: Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
-}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 8}
+KINDS = {
+    "qwen3_next": GATED | EXPERTS,
+    "qwen3_5_text": GATED,
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
+    # Without attention, whose mask lets documents see each other: see `test_granites_attention_...` of the leak probe
+    "granitemoehybrid": MAMBA | {"layer_types": ["mamba"] * 2, "num_local_experts": 0, "shared_intermediate_size": 64},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 128, "mamba_d_head": 16},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16,
+        "n_groups": 2, "chunk_size": 8,
+    },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 8, "mamba_headdim": 16, "mamba_d_state": 16,
+        "chunk_size": 16,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+}  # fmt: skip
+MAMBA_KINDS = ("bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2")
 
 
 def model_of(kind, form=torch.float32):
     torch.manual_seed(0)
-    config = MODELS[kind]()
+    config = AutoConfig.for_model(kind, **SIZES, **KINDS[kind])
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=form).train()
 
 
 @pytest.fixture
 def isolate():
-    """`isolate_documents`, put back afterwards."""
+    """`isolate_documents`, put back afterwards. A test names monkeypatch first, so that what it sets goes last."""
     with contextlib.ExitStack() as stack:
         yield lambda model, **words: stack.callback(isolate_documents(model, **words))
 
@@ -60,7 +76,7 @@ def row_of(documents):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_packed_row_has_the_logits_and_gradients_of_its_documents(isolate, kind):
     model = model_of(kind)
     documents = [torch.randint(2, 120, (length,)) for length in LENGTHS]
@@ -79,7 +95,7 @@ def test_a_packed_row_has_the_logits_and_gradients_of_its_documents(isolate, kin
 @pytest.mark.parametrize(
     ("kind", "packages"),
     [
-        ("qwen3_next", ["fla-core"]), ("qwen3_5", ["fla-core"]), ("bamba", ["causal-conv1d", "mamba-ssm"]), ("lfm2", [])
+        ("qwen3_next", ["fla-core"]), ("qwen3_5_text", ["fla-core"]), ("bamba", ["fla-core"]), ("lfm2", [])
     ],
 )  # fmt: skip
 def test_on_a_gpu_only_convolutions_are_replaced(isolate, kind, packages):
@@ -94,12 +110,12 @@ def test_on_a_gpu_only_convolutions_are_replaced(isolate, kind, packages):
         model(**row, use_cache=False)
 
 
-def test_functions_with_a_kernel_are_left_as_they_are_on_a_gpu(isolate, monkeypatch):
-    package, is_new_implementation, torch_function, func_name = "causal_conv1d", True, len, "causal_conv1d_fn"
+def test_functions_with_a_kernel_are_left_as_they_are_on_a_gpu(monkeypatch, isolate):
+    is_new_implementation, torch_function, func_name = True, len, "causal_conv1d_fn"
 
     @functools.wraps(modeling_lfm2.causal_conv1d_fn)
     def with_kernel():
-        return package, is_new_implementation, torch_function, func_name
+        return is_new_implementation, torch_function, func_name
 
     monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", with_kernel)
     isolate(model_of("lfm2"), is_on_cpu=False)
@@ -138,19 +154,90 @@ def test_a_kernel_that_is_not_told_leaks():
     assert by_document("cu_seqlens", lambda x, **_: x.cumsum(dim=1), row, **told).flatten().tolist() == [1, 2, 3, 4]
 
 
+def recurrence(query, key, value, gates, *, scale, cu_seqlens):
+    """Linear attention with one gate per head, token by token: (1, T, H, ...) as fla-core's `chunk_simple_gla`."""
+    ends, results = [0, query.shape[1]] if cu_seqlens is None else cu_seqlens.tolist(), []
+    form = value.dtype
+    query, key, value, gates = (each.double() for each in (query, key, value, gates))
+    for start, end in itertools.pairwise(ends):
+        state = 0.0
+        for at in range(start, end):
+            state = state * gates[0, at].exp()[:, None, None] + key[0, at, :, :, None] * value[0, at, :, None, :]
+            results.append(scale * torch.einsum("hs,hsp->hp", query[0, at], state))
+    return torch.stack(results)[None].to(form), None
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("has_ends", [True, False])
+@pytest.mark.parametrize("kind", MAMBA_KINDS)
+def test_mamba_is_linear_attention(monkeypatch, isolate, kind, has_ends):
+    """As on a GPU, with another kernel, in fp64: transformers' own computation takes fp32 in between."""
+    monkeypatch.setattr(linear_attention, "_linear_attention_kernel", lambda: recurrence)
+    model = model_of(kind, torch.float64)
+    documents = [torch.randint(2, 120, (length,)) for length in LENGTHS]
+    alone = torch.cat([model(input_ids=each[None], use_cache=False).logits[0] for each in documents])
+    (alone**2).mean().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    isolate(model, is_on_cpu=False)
+    row = row_of(documents)
+    if not has_ends:
+        del row["cu_seq_lens_q"], row["cu_seq_lens_k"]
+    packed = model(**row, use_cache=False).logits[0]
+    (packed**2).mean().backward()
+    torch.testing.assert_close(packed, alone, atol=2e-6, rtol=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], atol=2e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(("form", "has_cache"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)])
+def test_mamba_is_computed_by_pytorch_in_fp32_and_with_a_cache(monkeypatch, isolate, form, has_cache):
+    """The kernel would round products of fp32, and its last state has another shape than transformers'."""
+    monkeypatch.setattr(linear_attention, "_linear_attention_kernel", lambda: lambda *_, **__: pytest.fail("called"))
+    model, row = model_of("bamba", form).eval(), {"input_ids": torch.arange(9)[None], "use_cache": has_cache}
+    expected = model(**row).logits
+    isolate(model, is_on_cpu=False)
+    assert modeling_bamba.mamba2_chunk_scan.func is linear_attention.scan_documents
+    torch.testing.assert_close(model(**row).logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_on_the_output_projection_of_mamba_is_trained(monkeypatch, isolate):
+    """The fused kernel of mamba-ssm would read the weight beneath it."""
+    monkeypatch.setattr(linear_attention, "_linear_attention_kernel", lambda: recurrence)
+    is_new_implementation, func_name = True, linear_attention.MAMBA_FUSED
+
+    def torch_function(*_, **__):
+        return None
+
+    @functools.wraps(modeling_bamba.mamba2_split_conv1d_scan_combined)
+    def fused(*_, **__):
+        pytest.fail(f"called: {is_new_implementation} {torch_function} {func_name}")
+
+    monkeypatch.setattr(modeling_bamba, "mamba2_split_conv1d_scan_combined", fused)
+    model = get_peft_model(model_of("bamba", torch.bfloat16), LoraConfig(r=1, target_modules=["out_proj"]))
+    isolate(model, is_on_cpu=False)
+    model(**row_of([torch.arange(5), torch.arange(4)]), use_cache=False).logits.float().square().mean().backward()
+    gradients = [each.grad for name, each in model.named_parameters() if "out_proj.lora_B" in name]
+    assert gradients
+    assert all(gradient.norm() > 0 for gradient in gradients)
+
+
 def relative(found, expected):
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_kernels_keep_documents_apart_on_a_gpu(isolate, kind):
-    """As `test_a_packed_row_has_...`, in bf16 with fla-core's kernels; 32 roundoffs as in `train.isolation`."""
+    """As `test_a_packed_row_has_...`, in bf16 with fla-core's kernels; 32 roundoffs as in `train.isolation`.
+
+    The documents alone are computed by what transformers calls, which for Mamba-2 is PyTorch.
+    """
     if kind != "lfm2":
         pytest.importorskip("fla", reason="fla-core is in the images from Ampere on")
     model = model_of(kind, torch.bfloat16).cuda()
-    isolate(model, is_on_cpu=False)
     documents = [torch.randint(2, 120, (length,)) for length in (200, 70, 130)]
 
     def packed(first):
@@ -164,6 +251,7 @@ def test_kernels_keep_documents_apart_on_a_gpu(isolate, kind):
     (alone.float() ** 2).mean().backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
+    isolate(model, is_on_cpu=False)
     found = packed(documents[0])
     (found.float() ** 2).mean().backward()
     assert relative(found, alone) < 32 * 2.0**-8

@@ -8,12 +8,13 @@ import json
 import os
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from trl import SFTTrainer
 
-from tunebook.config.choices import PackingMode, PeftMethod, Weights
+from tunebook.config.choices import Generation, PackingMode, PeftMethod, Weights
 from tunebook.data.prepared import load_prepared
 from tunebook.data.sampler import epoch_order
 from tunebook.errors import InvalidTrainingError, RequestError, StoppedError
@@ -321,3 +322,20 @@ def test_only_ranks_that_end_together_wait_for_each_other(tmp_path, monkeypatch,
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: closed.append(True))
     assert train_run.run_rank(tmp_path, StopRequest()) == code
     assert bool(closed) is is_waited_for
+
+
+@pytest.mark.parametrize(
+    ("generation", "mode", "replaced"),
+    [
+        (Generation.cpu, PackingMode.padded, []),
+        (Generation.cpu, PackingMode.isolated, [True]),
+        (Generation.hopper, PackingMode.padded, [False]),
+    ],
+)
+def test_states_are_replaced_for_packed_rows_and_on_every_gpu(config, changed, monkeypatch, generation, mode, replaced):
+    found = []
+    monkeypatch.setattr(train_run, "isolate_documents", lambda model, *, is_on_cpu: found.append(is_on_cpu))
+    chosen = changed(config, hardware={"generation": generation}, packing={"mode": mode})
+    monkeypatch.setattr(train_run, "require_patterns", lambda config, adapted: None)
+    assert train_run._finish_layers(chosen, mock.Mock(), mock.Mock()) == []
+    assert found == replaced

@@ -1,24 +1,29 @@
 """Keep packed documents apart in layers that carry a state along the row: linear attention, Mamba-2, convolutions.
 
 transformers 5.23 computes their states by functions that call a kernel of fla-core, causal-conv1d or mamba-ssm if that
-package can be imported. Otherwise they compute in PyTorch and refuse packed rows. This module replaces those that
-refuse, for the model that is loaded:
+package can be imported. Otherwise they compute in PyTorch and refuse packed rows. This module replaces some of them,
+for the model that is loaded:
 
 - Short convolutions need no package. With zeros between two documents, as many as the kernel looks back, one ordinary
   convolution of the row gives the results of each document alone.
-- On a CPU, states are computed document by document. On a GPU that would be slow, so their package is needed there
-  (`packages_for_packing`), and nothing else is replaced.
+- On a CPU, states are computed document by document.
+- On a GPU that would be slow, so fla-core is needed there (`packages_for_packing`). It computes Mamba-2's states, too:
+  they are those of linear attention with one gate per head. mamba-ssm is not used. It would have to be compiled, and
+  its fused kernel reads the weight of the output projection itself, so an adapter there would not be trained.
 
 Replacements are told where documents end by the argument that the kernel has for it, and by no other. So a model that
 does not pass it on leaks here as it does with the kernel, and the leak probe finds it.
 
 Source: transformers 5.23, integrations/hub_kernels.py, `use_kernel_func_from_hub_with_fallback`.
-Shapes: B = 1 packed row, D features, K kernel width, N documents, T tokens.
+Shapes: B = 1 packed row, D features, G groups of heads, H heads, K kernel width, N documents, P size of a head, S size
+of a state, T tokens.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -33,17 +38,18 @@ from tunebook.model.varlen_attention import document_lengths
 # (N + 1,) in the row, or each token's document (B, T).
 _CONVOLUTION, _PLACES, _DOCUMENTS = "causal_conv1d_fn", "cu_seqlens", "seq_idx"
 GATED_DELTA_RULE = "chunk_gated_delta_rule"
-_FUSED = "mamba_split_conv1d_scan_combined"  # mamba-ssm's, with the convolution of causal-conv1d inside
+MAMBA_SCAN = "mamba_chunk_scan_combined"
+MAMBA_FUSED = "mamba_split_conv1d_scan_combined"  # convolution, scan, norm and output projection of a Mamba-2 layer
 _TOLD_BY = {
     _CONVOLUTION: _DOCUMENTS,
     GATED_DELTA_RULE: _PLACES,
     "chunk_kda": _PLACES,
-    "mamba_chunk_scan_combined": _DOCUMENTS,
-    _FUSED: _DOCUMENTS,
+    MAMBA_SCAN: _DOCUMENTS,
+    MAMBA_FUSED: _DOCUMENTS,
 }
-# By import name. fla-core is the part of flash-linear-attention that has the kernels.
-DISTRIBUTIONS = {"fla": "fla-core", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
-_INSIDE = {"func_name", "package", "is_new_implementation", "torch_function"}  # of transformers' decorator
+KERNEL_PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")  # by import name; transformers calls those it can import
+FLA_CORE = "fla-core"  # the part of flash-linear-attention that has the kernels, which is imported as fla
+_INSIDE = {"func_name", "is_new_implementation", "torch_function"}  # of transformers' decorator
 
 
 class StateFunction(NamedTuple):
@@ -53,15 +59,17 @@ class StateFunction(NamedTuple):
     name: str
     own: Callable[..., Any]  # what transformers calls
     kernel: str  # the kernel's own name
-    distribution: str
     reference: Callable[..., Any]  # the computation in PyTorch, for a row of one document
     has_kernel: bool
 
 
 def isolate_documents(model: nn.Module, *, is_on_cpu: bool) -> Callable[[], None]:
     """Replace the functions of a model's layers that refuse packed rows; calling the result puts them back."""
+    linear_attention = None if is_on_cpu else _linear_attention_kernel()
 
     def replacement(each: StateFunction) -> Callable[..., Any] | None:
+        if linear_attention is not None and each.kernel in (MAMBA_SCAN, MAMBA_FUSED):
+            return mamba_in_steps(linear_attention, each)
         if each.has_kernel and not is_on_cpu:  # the kernels are for GPUs
             return None
         if each.kernel == _CONVOLUTION:
@@ -90,8 +98,15 @@ def replace_functions(
 
 def packages_for_packing(model: nn.Module) -> list[str]:
     """The distributions whose kernels a model's layers need on a GPU for packed rows."""
-    kernels = {each.kernel: each.distribution for each in _functions(model) if each.kernel != _CONVOLUTION}
-    return sorted({*kernels.values(), *({DISTRIBUTIONS["causal_conv1d"]} if _FUSED in kernels else ())})
+    return [FLA_CORE] if any(each.kernel != _CONVOLUTION for each in _functions(model)) else []
+
+
+def _linear_attention_kernel() -> Callable[..., Any] | None:
+    """The kernel of fla-core for linear attention with one gate per head; None if fla-core is not installed."""
+    if importlib.util.find_spec("fla") is None:
+        return None
+    kernel: Callable[..., Any] = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
+    return kernel
 
 
 def _functions(model: nn.Module) -> Iterator[StateFunction]:
@@ -110,7 +125,6 @@ def _functions(model: nn.Module) -> Iterator[StateFunction]:
                     name=name,
                     own=function,
                     kernel=inside["func_name"],
-                    distribution=DISTRIBUTIONS.get(inside["package"], inside["package"]),
                     reference=inside["torch_function"],
                     has_kernel=inside["is_new_implementation"],
                 )
@@ -174,3 +188,60 @@ def by_document(told_by: str, reference: Callable[..., Any], *args: Any, **kwarg
     if isinstance(results[0], tuple):
         return torch.cat([result[0] for result in results], dim=1), None
     return torch.cat(results, dim=1)
+
+
+def mamba_in_steps(linear_attention: Callable[..., Any], function: StateFunction) -> Callable[..., Any]:
+    """The replacement of a function of a Mamba-2 layer, so that a kernel of linear attention computes its states.
+
+    The reference of the fused kernel returns None, which makes the layer compute step by step.
+    """
+    if function.kernel == MAMBA_FUSED:
+        return function.reference
+    return functools.partial(scan_documents, linear_attention, function.reference)
+
+
+def scan_documents(
+    linear_attention: Callable[..., Any],
+    reference: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    rates: torch.Tensor,
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    *,
+    seq_idx: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **others: Any,
+) -> Any:
+    """Mamba-2's states as those of linear attention: hidden states (B, T, H, P), steps `dt` (B, T, H) -> (B, T, H, P).
+
+    Mamba-2's B and C (B, T, G, S) are keys and queries, hidden states times steps are values, and its A (H), the
+    `rates`, times steps are logarithms of gates. PyTorch computes a row that starts or ends with a state, which is not
+    for training, and fp32, whose products the kernel would round to tf32.
+    """
+    is_cached = others.get("initial_states") is not None or others.get("return_final_states")
+    if is_cached or hidden_states.dtype == torch.float32:
+        others["seq_idx"] = seq_idx
+        return by_document(_DOCUMENTS, reference, hidden_states, dt, rates, keys, queries, **others)
+    ends = None
+    if seq_idx is not None:
+        ends = ends_of(seq_idx) if cu_seq_lens_q is None else cu_seq_lens_q
+    bias, skip = others.get("dt_bias"), others.get("D")
+    steps = dt.float() if bias is None else dt.float() + bias.float()
+    if others.get("dt_softplus"):
+        steps = nn.functional.softplus(steps)
+    steps = steps.clamp(*others.get("dt_limit", (0.0, None)))
+    heads_per_group = hidden_states.shape[2] // keys.shape[2]
+    keys, queries = (each.repeat_interleave(heads_per_group, dim=2) for each in (keys, queries))
+    values = (hidden_states * steps[..., None]).to(hidden_states.dtype)
+    states, _ = linear_attention(queries, keys, values, rates.float() * steps, scale=1.0, cu_seqlens=ends)
+    if skip is not None:
+        states = (states + hidden_states * skip[:, None].float()).to(hidden_states.dtype)
+    return states.contiguous()
+
+
+def ends_of(documents: torch.Tensor) -> torch.Tensor:
+    """Where documents start and end in a row (N + 1,), from each token's document (1, T)."""
+    numbers: Any = documents[0]  # torch's next method has no types
+    lengths = numbers.unique_consecutive(return_counts=True)[1]
+    return nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)

@@ -316,8 +316,9 @@ def _load(
 
 def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: RecipeTrainer) -> list[str]:
     """Convert and compile the layers once the trainer has changed the blocks (adapters, Liger); the layers in fp8."""
-    if config.packing.mode is PackingMode.isolated:
-        isolate_documents(model, is_on_cpu=config.hardware.generation is Generation.cpu)
+    is_on_cpu = config.hardware.generation is Generation.cpu
+    if config.packing.mode is PackingMode.isolated or not is_on_cpu:  # a GPU's kernels are for padded rows, too
+        isolate_documents(model, is_on_cpu=is_on_cpu)
     if config.activation.mlp_tile_tokens is not None:
         tile_mlps(model, config.activation.mlp_tile_tokens)
     is_fp8 = config.precision.compute is Compute.fp8

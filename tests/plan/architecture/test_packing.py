@@ -7,6 +7,7 @@ import copy
 import pytest
 import yaml
 from transformers import AutoConfig, Qwen3NextConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tunebook.config.book import book_root
@@ -29,17 +30,17 @@ LEAKING = (
 )  # fmt: skip
 # They carry a state, too, and are told. The packages that they need for it on a GPU.
 HYBRID = {
-    "BambaForCausalLM": ["causal-conv1d", "mamba-ssm"],
-    "FalconH1ForCausalLM": ["causal-conv1d", "mamba-ssm"],
-    "GraniteMoeHybridForCausalLM": ["causal-conv1d", "mamba-ssm"],
+    "BambaForCausalLM": ["fla-core"],
+    "FalconH1ForCausalLM": ["fla-core"],
+    "GraniteMoeHybridForCausalLM": ["fla-core"],
     "Lfm2ForCausalLM": [],
     "Lfm2MoeForCausalLM": [],
-    "NemotronHForCausalLM": ["causal-conv1d", "mamba-ssm"],
+    "NemotronHForCausalLM": ["fla-core"],
     "OlmoHybridForCausalLM": ["fla-core"],
     "Qwen3NextForCausalLM": ["fla-core"],
     "Qwen3_5ForCausalLM": ["fla-core"],
     "Qwen3_5MoeForCausalLM": ["fla-core"],
-    "Zamba2ForCausalLM": ["causal-conv1d", "mamba-ssm"],
+    "Zamba2ForCausalLM": ["fla-core"],
 }
 
 
@@ -64,8 +65,26 @@ def test_documents_do_not_reach_each_other(architecture):
 
 @pytest.mark.parametrize("architecture", HYBRID)
 def test_states_are_kept_apart_by_packages(architecture):
-    expected = {"isolates": {"mask": True, "lengths": True}, "packing_packages": HYBRID[architecture]}
+    by_mask = architecture != "GraniteMoeHybridForCausalLM"  # see test_hybrids_of_published_sizes_are_tried
+    expected = {"isolates": {"mask": by_mask, "lengths": True}, "packing_packages": HYBRID[architecture]}
     assert facts_of(architecture) == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "by_mask", "sizes"),
+    [
+        ("GraniteMoeHybridForCausalLM", False, {"layer_types": ["mamba", "attention"] * 2, "num_hidden_layers": 4}),
+        ("GraniteMoeHybridForCausalLM", True, {"layer_types": ["mamba"] * 4, "num_hidden_layers": 4}),
+        ("NemotronHForCausalLM", True, {"layers_block_type": ["mamba", "mlp", "attention"]}),
+        ("FalconH1ForCausalLM", True, {"mamba_d_ssm": 1536, "mamba_n_heads": 24, "mamba_d_head": 64}),
+    ],
+)
+def test_hybrids_of_published_sizes_are_tried(architecture, by_mask, sizes):
+    """Granite's attention gives transformers' mask no positions, from which it finds where a document starts."""
+    kind = next(kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture)
+    config = AutoConfig.for_model(kind, **sizes)
+    facts = packing_facts(architecture, config)
+    assert facts == {"isolates": {"mask": by_mask, "lengths": True}, "packing_packages": ["fla-core"]}
 
 
 @pytest.mark.parametrize(

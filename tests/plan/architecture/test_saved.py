@@ -9,7 +9,8 @@ import pytest
 import torch
 import yaml
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5TextConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BambaConfig, Qwen3_5TextConfig
+from transformers.models.bamba import modeling_bamba
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from tunebook.config.book import book_root
@@ -17,7 +18,7 @@ from tunebook.config.model_facts import ModelFacts
 from tunebook.model.load import architecture_from_facts
 from tunebook.plan.architecture import ALL_WAYS, layers, saved, trace_file
 from tunebook.plan.architecture.compiled import compile_layers
-from tunebook.plan.architecture.kernels import CudaAutocast, gated_delta_rule
+from tunebook.plan.architecture.kernels import CudaAutocast, gated_delta_rule, linear_attention
 
 from .conftest import ARCHITECTURES, QUIET, SIZES
 
@@ -253,6 +254,36 @@ def test_gated_delta_rule_saves_what_its_kernel_saves():
         output, last = gated_delta_rule(query, key, value, g=gates, beta=beta, cu_seqlens=None)
     assert (output.shape, last) == (value.shape, None)
     assert sum(sizes) == tokens * (2 * (2 * 2 * 16 + 4 * 32 + 4 + 4 * 64) + 4 * (2 * 2 + 4))
+
+
+def test_linear_attention_saves_what_its_kernel_saves():
+    """4 heads, in bf16: for each token query and key of 16 and a value of 32, and in fp32 the sum of the gates."""
+    tokens, form = 100, {"dtype": torch.bfloat16, "requires_grad": True}
+    query, key = torch.zeros(1, tokens, 4, 16, **form), torch.zeros(1, tokens, 4, 16, **form)
+    value, gates, sizes = torch.zeros(1, tokens, 4, 32, **form), torch.zeros(1, tokens, 4, requires_grad=True), []
+
+    def note(tensor):
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output, last = linear_attention(query, key, value, gates, scale=1.0, cu_seqlens=None)
+    assert (output.shape, last) == (value.shape, None)
+    assert sum(sizes) == tokens * (2 * (2 * 4 * 16 + 4 * 32) + 4 * 4)
+
+
+def test_mamba_keeps_memory_in_proportion_to_the_tokens_and_is_put_back():
+    config = BambaConfig(
+        **SIZES, **QUIET, num_hidden_layers=4, num_key_value_heads=2, head_dim=16, mamba_n_heads=8, mamba_n_groups=2,
+        mamba_d_state=16, mamba_chunk_size=256,
+    )  # fmt: skip
+    own = modeling_bamba.mamba2_chunk_scan
+    constant, per_token, squared, *_ = numbers_of(config, ("bf16", "full", "flash"))["bf16/full/flash"]
+    assert modeling_bamba.mamba2_chunk_scan is own
+    assert squared == 0
+    assert 0 <= constant < 50 * per_token
+    size = config.mamba_expand * config.hidden_size
+    assert per_token > 4 * 2 * (2 * 8 * 16 + size)  # the kernel's part alone
 
 
 def test_states_keep_memory_in_proportion_to_the_tokens_and_are_put_back():

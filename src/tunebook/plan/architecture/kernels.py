@@ -102,6 +102,24 @@ def gated_delta_rule(query: Any, key: Any, value: Any, *, g: Any, beta: Any, **_
     return kernel.apply(*_in_autocast_dtype(query, key, value), g, beta), None
 
 
+class _LinearAttention(torch.autograd.Function):
+    """Saves what fla-core's kernel saves, and computes nothing: query, key, value, and the gates' running sum in fp32.
+
+    Source: fla-core 0.6.0, ops/simple_gla/chunk.py.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, gates: Any) -> Any:
+        ctx.save_for_backward(query, key, value, torch.empty_like(gates, dtype=torch.float32))
+        return torch.empty_like(value)
+
+
+def linear_attention(query: Any, key: Any, value: Any, gates: Any, **_: Any) -> tuple[Any, None]:
+    """Compute (B, T, heads, size) as `chunk_simple_gla` does for a row of any number of documents."""
+    kernel: Any = _LinearAttention
+    return kernel.apply(*_in_autocast_dtype(query, key, value), gates), None
+
+
 def _varlen_kernel(on_call: Callable[[bool], None]) -> Any:
     """torch's own kernel for packed rows, which is one operation in a compiled block's graph, as on a GPU."""
     from torch.nn.attention.varlen import varlen_attn

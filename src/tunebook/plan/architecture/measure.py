@@ -47,7 +47,7 @@ from tunebook.errors import nearest
 from tunebook.facts.architectures import CHOSEN_EXPERTS, COMPILED_ARCHITECTURES
 from tunebook.facts.attention import ATTENTIONS, FLEX, LARGEST_FLASH_HEAD, MASKED, WITHOUT_KERNEL
 from tunebook.files import sha256_file
-from tunebook.model.linear_attention import DISTRIBUTIONS
+from tunebook.model.linear_attention import KERNEL_PACKAGES
 from tunebook.model.load import architecture_from_facts, largest
 from tunebook.plan.architecture import ALL_WAYS, STATED_FACTS, progress_file
 from tunebook.plan.architecture.layers import decoder_layers, text_decoder
@@ -471,7 +471,7 @@ def main() -> None:
     )
     parser.add_argument("--book", nargs="*", metavar="NAME")
     arguments = parser.parse_args()
-    for package in DISTRIBUTIONS:  # their kernels cannot compute on tensors without memory
+    for package in KERNEL_PACKAGES:  # their kernels cannot compute on tensors without memory
         sys.modules[package] = None  # type: ignore[assignment]  # importing it fails
     if arguments.book is not None:
         trace_book(arguments.book)

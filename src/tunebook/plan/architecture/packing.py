@@ -35,11 +35,15 @@ SMALL: dict[str, Any] = {
     "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
     "v_head_dim": 16, "d_model": 64, "n_heads": 4, "n_layers": 4, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
     "embd_pdrop": 0.0, "hidden_dropout": 0.0, "attention_dropout": 0.0, "mamba_chunk_size": 16, "mamba_d_state": 16,
-    "top_k_experts": 2, "vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 16,
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_n_groups": 2, "mamba_num_heads": 8,
+    "mamba_head_dim": 16, "ssm_state_size": 16, "top_k_experts": 2, "vocab_size_per_layer_input": 128,
+    "hidden_size_per_layer_input": 16,
 }  # fmt: skip
 _CONVOLVING = ["conv", "full_attention"] * 2
 _MAMBA = {"mamba_d_state": 16, "mamba_headdim": 16, "chunk_size": 16, "layers_block_type": ["mamba", "hybrid"] * 2}
 _MORE: dict[str, dict[str, Any]] = {
+    "BambaForCausalLM": {"attn_layer_indices": [1, 3]},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"] * 2},
     "Lfm2ForCausalLM": {"layer_types": _CONVOLVING},
     "Lfm2MoeForCausalLM": {"layer_types": _CONVOLVING, "num_dense_layers": 1},
     "Mamba2ForCausalLM": {"num_heads": 8, "expand": 2},

@@ -29,7 +29,14 @@ from tunebook.config.choices import Attention
 from tunebook.config.model_facts import OFFLOADED, TILED
 from tunebook.config.unreached import expression
 from tunebook.facts.attention import ATTENTIONS, WITH_SINKS
-from tunebook.model.linear_attention import GATED_DELTA_RULE, replace_functions
+from tunebook.model.linear_attention import (
+    GATED_DELTA_RULE,
+    MAMBA_FUSED,
+    MAMBA_SCAN,
+    StateFunction,
+    mamba_in_steps,
+    replace_functions,
+)
 from tunebook.model.tiled_mlp import mlps_of
 from tunebook.plan.architecture import ALL_WAYS
 from tunebook.plan.architecture.compiled import Receiver, compile_layers, load_compiler
@@ -40,6 +47,7 @@ from tunebook.plan.architecture.kernels import (
     CudaAutocast,
     gated_delta_rule,
     grouped_product,
+    linear_attention,
     register_kernels,
 )
 from tunebook.plan.architecture.layers import decoder_layers, kinds_of, shortened, text_decoder, traced_places
@@ -261,8 +269,15 @@ def _build(
 @contextlib.contextmanager
 def _state_kernels(model: Any, mode: tuple[str, str, str]) -> Iterator[None]:
     """Stand-ins for fla-core's kernels, which compute in 16 bits; in fp32 PyTorch computes the states."""
-    kernels = {} if mode[0] == "fp32" else {GATED_DELTA_RULE: gated_delta_rule}
-    put_back = replace_functions(model, lambda each: kernels.get(each.kernel))
+
+    def stand_in(each: StateFunction) -> Callable[..., Any] | None:
+        if mode[0] == "fp32":
+            return None
+        if each.kernel in (MAMBA_SCAN, MAMBA_FUSED):
+            return mamba_in_steps(linear_attention, each)
+        return gated_delta_rule if each.kernel == GATED_DELTA_RULE else None
+
+    put_back = replace_functions(model, stand_in)
     try:
         yield
     finally:
