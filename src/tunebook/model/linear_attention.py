@@ -65,11 +65,11 @@ class StateFunction(NamedTuple):
 
 def isolate_documents(model: nn.Module, *, is_on_cpu: bool) -> Callable[[], None]:
     """Replace the functions of a model's layers that refuse packed rows; calling the result puts them back."""
-    linear_attention = None if is_on_cpu else _linear_attention_kernel()
 
     def replacement(each: StateFunction) -> Callable[..., Any] | None:
-        if linear_attention is not None and each.kernel in (MAMBA_SCAN, MAMBA_FUSED):
-            return mamba_in_steps(linear_attention, each)
+        is_mamba = each.kernel in (MAMBA_SCAN, MAMBA_FUSED)
+        if is_mamba and not is_on_cpu and (kernel := _linear_attention_kernel()) is not None:
+            return mamba_in_steps(kernel, each)
         if each.has_kernel and not is_on_cpu:  # the kernels are for GPUs
             return None
         if each.kernel == _CONVOLUTION:
