@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -212,8 +213,9 @@ FOLDER = Path("/runs/1")
 
 def test_two_nodes_of_eight_gpus(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
     config = config_of("llama2_70b_fsdp", "launcher.partition=gpu", "launcher.time_limit=24:00:00")
-    lines = job_script(config, FOLDER, "/venv/bin/python").splitlines()
+    lines = job_script(config, FOLDER).splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     assert [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")] == [
         *["--job-name=llama2_70b_fsdp", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8"],
@@ -244,7 +246,8 @@ def test_the_shell_reads_it_whatever_the_folders_are_called(monkeypatch, tmp_pat
     program = place / "python"
     program.write_text('#!/bin/sh\nprintf "%s|" "$PWD" "$SRUN_CPUS_PER_TASK" "$@"\n')
     program.chmod(0o755)
-    script = job_script(config_of("quickstart", "launcher=slurm"), place / "run", str(program))
+    monkeypatch.setattr(sys, "executable", str(program))
+    script = job_script(config_of("quickstart", "launcher=slurm"), place / "run")
     answer = subprocess.run(
         ["bash", "-c", script], env={"SLURM_CPUS_ON_NODE": "4", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
     )
@@ -259,7 +262,7 @@ def test_no_part_of_a_script_may_begin_another_line(monkeypatch, sign, part):
     """sbatch reads no option after a line that is none, and the node would run it."""
     config = config_of("quickstart", "launcher=slurm")
     text = f"x{sign}touch /tmp/injected"
-    folder, python = "/runs/a", "python"
+    folder = "/runs/a"
     if part in ("title", "recipe"):
         setattr(config, part, text)
     elif part == "extra_args":
@@ -267,13 +270,13 @@ def test_no_part_of_a_script_may_begin_another_line(monkeypatch, sign, part):
     elif part == "folder":
         folder = f"/runs/{text}"
     elif part == "python":
-        python = text
+        monkeypatch.setattr(sys, "executable", text)
     elif part == "cwd":
         monkeypatch.setattr(Path, "cwd", lambda: Path(f"/home/{text}"))
     else:
         setattr(config.launcher, part, text)
     with pytest.raises(RequestError) as caught:
-        job_script(config, Path(folder), python)
+        job_script(config, Path(folder))
     assert (caught.value.exit_code, caught.value.problem_id) == (2, "control-characters")
     assert sign not in caught.value.message
     assert f"(U+{ord(sign):04X}), which could begin another line" in caught.value.message

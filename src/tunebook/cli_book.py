@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from tunebook.cli_options import NewBase, NewData, NewModel, NewParallelism, Overwrite, RecipesDir
 from tunebook.cli_records import make_console
+from tunebook.terminal import print_text
 
 book_app = typer.Typer()
 
@@ -64,7 +64,7 @@ def explain(
     from tunebook.explain import all_ids
     from tunebook.explain import explain as text_of
 
-    make_console().print(Text("\n".join(all_ids()) if id == "all" else text_of(id)), soft_wrap=True)
+    print_text("\n".join(all_ids()) if id == "all" else text_of(id), make_console())
 
 
 @book_app.command()
@@ -80,4 +80,4 @@ def gallery(
     from tunebook.evidence.gallery import write_gallery
 
     files = {name: evidence_files(name, recipes_dir or []) for name in find_recipes(recipes_dir or [])}
-    make_console().print(Text(f"written: {write_gallery(files, folder)}"), soft_wrap=True)
+    print_text(f"written: {write_gallery(files, folder)}", make_console())

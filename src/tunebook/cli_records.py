@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tunebook.cli_options import ExportFormat, Outputs, RecipesDir, named_run
-from tunebook.terminal import outlive_readers
+from tunebook.terminal import outlive_readers, print_text
 
 records_app = typer.Typer()
 
@@ -34,7 +34,7 @@ def report(
     folders = resolve_runs(list(map(named_run, runs)), outputs)
     file = output or (folders[0] / "report.html" if len(folders) == 1 else outputs / "comparison.html")
     write_report(folders, file, makes_folder=output is None)
-    make_console().print(Text(f"written: {file}"), soft_wrap=True)
+    print_text(f"written: {file}", make_console())
 
 
 @records_app.command()
@@ -120,12 +120,14 @@ def export(
     outputs: Outputs = Path("outputs"),
 ) -> None:
     """Write one plain Hugging Face folder from a run's model or any of its checkpoints, and check it. Needs no GPU."""
-    from tunebook.checkpoint.export.run import export_command
+    console = make_console()
+    with console.status(Text("loading libraries")):
+        from tunebook.checkpoint.export.run import export_command
 
     export_command(
         named_run(run),
         outputs,
-        make_console(),
+        console,
         checkpoint=checkpoint,
         to=to,
         merge=merge,

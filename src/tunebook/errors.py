@@ -16,7 +16,7 @@ the argument of `tunebook explain`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -102,6 +102,17 @@ def causes(error: BaseException) -> Iterator[BaseException]:
     while seen is not None:
         yield seen
         seen = seen.__cause__ or seen.__context__
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; of one without a text, its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def first_few(names: Sequence[str], most: int, separator: str = ", ") -> str:
+    """The first names of a list, and how many more there are."""
+    more = len(names) - most
+    return separator.join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def nearest(word: str, known: Iterable[str], *, least_alike: float = 0.6) -> str | None:

@@ -44,6 +44,13 @@ _LONGEST_ANSWER = 1 << 20  # bytes
 _DYING_S = 2.0  # how long a killed program is given to go, so that it leaves no zombie
 
 
+def own_cores() -> list[int]:
+    """The cores that this process may use; a scheduler may have assigned it only some of the machine's."""
+    if hasattr(os, "sched_getaffinity"):  # honours taskset and cpusets; Linux only
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
 def prctl(option: int, value: int) -> None:
     """Set an option of this process in the kernel (Linux only)."""
     if sys.platform == "linux":

@@ -23,7 +23,12 @@ def print_lines(lines: Iterable[str], console: Console, *, separator: str = " ",
     """
     if console.is_terminal:
         lines = [part for line in lines for part in wrapped(line, console.width, separator)]
-    console.print(Text("\n".join(lines), style=style), soft_wrap=True)
+    print_text("\n".join(lines), console, style=style)
+
+
+def print_text(text: str, console: Console, *, style: str = "") -> None:
+    """Print text as it is: brackets are no markup, and no line is broken where someone may copy or search it."""
+    console.print(Text(text, style=style), soft_wrap=True)
 
 
 def outlive_readers() -> None:

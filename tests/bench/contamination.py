@@ -66,7 +66,7 @@ def write_data(folder: Path, num_documents: int, num_items: int) -> None:
 def measure(folder: Path) -> None:
     """Look for the items, and print what it took."""
     from tunebook.config.schema import DatasetConfig, ModelConfig, RunConfig
-    from tunebook.evaluate.contamination.documents import open_documents
+    from tunebook.evaluate.contamination.check import open_documents
     from tunebook.evaluate.contamination.index import build_index
     from tunebook.evaluate.contamination.items import Item, ItemGroup
     from tunebook.evaluate.contamination.result import group_results

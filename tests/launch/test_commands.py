@@ -1,5 +1,6 @@
 """Launch commands, word by word."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,16 +21,21 @@ NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 FOLDER = Path("/runs/1")
 
 
+@pytest.fixture(autouse=True)
+def plain_python(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "python")
+
+
 def config_of(recipe, *overrides):
     return resolve_auto(compose(recipe, list(overrides)).config, NO_GPU).config
 
 
 def command_of(recipe, *overrides):
-    return launch_command(config_of(recipe, *overrides), FOLDER, python="python")
+    return launch_command(config_of(recipe, *overrides), FOLDER)
 
 
 def ranks_of(recipe, *overrides):
-    return ranks_command(config_of(recipe, *overrides), FOLDER, "a,b:1", python="python")
+    return ranks_command(config_of(recipe, *overrides), FOLDER, "a,b:1")
 
 
 def test_one_rank_needs_no_torchrun():
@@ -46,7 +52,7 @@ def test_eight_gpus_of_one_machine():
 def test_a_node_of_several_calls_the_launcher_and_then_starts_torchrun():
     words = ["qwen3b_zero2", "hardware.num_nodes=2", "launcher.start_timeout_s=60"]
     assert ranks_of(*words) == ["python", "-m", "tunebook.launch.node", "/runs/1", "--endpoint", "a,b:1", "--node", "0"]
-    assert torchrun_command(config_of(*words), FOLDER, 1, "10.0.0.1", 4711, "python") == [
+    assert torchrun_command(config_of(*words), FOLDER, 1, "10.0.0.1", 4711) == [
         *["python", "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", "1", "--nproc_per_node", "8"],
         *["--master_addr", "10.0.0.1", "--master_port", "4711", "--rdzv_conf", "timeout=60"],
         *["-m", "tunebook.launch.rank", "/runs/1"],
@@ -69,7 +75,7 @@ def test_rays_trainer_is_a_program_that_its_workers_call_back():
     words = ["python", "-m", "tunebook.launch.ray", "/runs/1", "--endpoint"]
     assert command_of("dolly3b_ray_zero3_offload") == [*words, "<address>:<port>"]
     assert ranks_of("dolly3b_ray_zero3_offload") == [*words, "a,b:1"]
-    assert rank_command(FOLDER, "python")[-1] == "--dies-with-parent"
+    assert rank_command(FOLDER)[-1] == "--dies-with-parent"
 
 
 @pytest.mark.parametrize(

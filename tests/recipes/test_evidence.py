@@ -58,7 +58,7 @@ def test_the_books_table_of_recipes_names_it(folder: Path) -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.parent.name}/{file.stem}")
 def test_a_lock_is_claimed_only_where_every_package_was_the_locks(file: Path) -> None:
     software = read_evidence(file).software
-    assert software.lock is not None, "correct it: python -m tunebook.evidence.software"
+    assert software.lock is not None
     assert (software.lock_sha256 is None) == (software.deviation() is not None)
 
 

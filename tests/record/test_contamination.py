@@ -10,11 +10,13 @@ import pytest
 from tunebook.config.choices import Contamination, Source
 from tunebook.config.schema import DatasetConfig, EvaluationConfig, RunConfig
 from tunebook.errors import DataError
+from tunebook.evaluate.contamination.result import write_result
 from tunebook.record.contamination import (
     describe_group,
     is_warning,
     needs_check,
     read_contamination,
+    refuse_contaminated,
     result_lines,
     score_lines,
 )
@@ -91,3 +93,47 @@ def test_what_needs_no_check(run_config: RunConfig) -> None:
     assert not needs_check(replace(asked, dataset=DatasetConfig(source=Source.synthetic)))
     held = DatasetConfig(path="x.jsonl", validation_share=0.1)
     assert needs_check(replace(asked, dataset=held, evaluation=EvaluationConfig(tasks=[])))
+
+
+def result(exact: int, overlapping: int, passages: int = 0) -> dict[str, Any]:
+    example = {"item": 4, "kind": "exact", "share": 1.0, "text": "is it", "document": "train.jsonl:17"}
+    group = {
+        "num_items": 1000, "num_exact": exact, "num_overlapping": overlapping, "num_shared_passage": passages,
+        "num_clean": 1000 - exact - overlapping - passages, "num_half": overlapping, "examples": [example],
+    }  # fmt: skip
+    return {"not_checked": None, "groups": {"boolq": group}}
+
+
+def config(choice: Contamination, run_config: RunConfig) -> RunConfig:
+    return replace(run_config, evaluation=replace(run_config.evaluation, contamination=choice))
+
+
+@pytest.mark.parametrize(
+    ("found", "is_refused"),
+    [
+        (result(1, 0), True),
+        (result(0, 10), True),
+        (result(0, 9), False),
+        (result(0, 0, 400), False),
+        (result(0, 0), False),
+    ],
+)
+def test_a_whole_item_or_one_of_a_hundred_in_part_is_refused(
+    found: dict[str, Any], is_refused: bool, tmp_path: Path, run_config: RunConfig
+) -> None:
+    write_result(tmp_path, found)
+    refuse_contaminated(tmp_path, config(Contamination.report, run_config))
+    asked = config(Contamination.refuse, run_config)
+    if not is_refused:
+        refuse_contaminated(tmp_path, asked)
+        return
+    with pytest.raises(DataError, match=r"boolq: \d+ of 1,000 items") as error:
+        refuse_contaminated(tmp_path, asked)
+    assert (error.value.exit_code, error.value.problem_id) == (4, "contaminated")
+    assert "train.jsonl:17 has item 4" in error.value.message
+    assert "evaluation.contamination=report" in error.value.message
+
+
+def test_a_check_that_left_nothing_is_refused(tmp_path: Path, run_config: RunConfig) -> None:
+    with pytest.raises(DataError, match="the check failed, and its message is above"):
+        refuse_contaminated(tmp_path, config(Contamination.refuse, run_config))

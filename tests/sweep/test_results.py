@@ -1,15 +1,30 @@
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from optuna.distributions import CategoricalDistribution
+from rich.console import Console
+from rich.table import Table
 
 from tunebook.record.page.overview import summarize
 from tunebook.record.run_record import read_run
 from tunebook.sweep.options import Direction
-from tunebook.sweep.results import Goal, Measure, TrialResult, _evaluation_score, rank, sweep_exit_code
+from tunebook.sweep.results import (
+    Goal,
+    TrialResult,
+    _evaluation_score,
+    best_line,
+    rank,
+    sweep_exit_code,
+    sweep_table,
+    trial_table,
+    write_csv,
+)
 
 MakeResult = Callable[..., TrialResult]
 
@@ -38,7 +53,7 @@ def test_the_validation_loss_is_that_of_the_model_which_was_kept(make_result: Ma
     kept_best = make_result(0, losses=(3.0, 2.0), validation_loss=33.5, best_step=1)
     kept_last = make_result(1, losses=(3.0, 2.0), validation_loss=12.0)
     assert (kept_best.validation_loss, kept_last.validation_loss) == (9.0, 12.0)  # 9.0 was measured at step 1
-    assert order([kept_last, kept_best]) == (Measure.validation_loss.value, [0, 1], [])
+    assert order([kept_last, kept_best]) == ("validation loss", [0, 1], [])
 
 
 def test_the_speed_is_the_one_that_a_report_tells(make_result: MakeResult) -> None:
@@ -66,12 +81,12 @@ def test_ranked_by_the_evaluation_score_before_any_loss(make_result: MakeResult)
         make_result(1, losses=(2.0,), validation_loss=2.0, score=0.9),
         make_result(2, losses=(0.1,), score=0.7),
     ]
-    assert order(results) == (Measure.evaluation_score.value, [1, 2, 0], [])
+    assert order(results) == ("evaluation score", [1, 2, 0], [])
 
 
 def test_a_score_that_is_better_low_is_ranked_low_first(make_result: MakeResult) -> None:
     results = [make_result(n, losses=(1.0,), score=s, is_higher_better=False) for n, s in enumerate((12.0, 8.0))]
-    assert order(results) == (Measure.evaluation_score.value, [1, 0], [])
+    assert order(results) == ("evaluation score", [1, 0], [])
 
 
 def test_without_a_score_for_all_the_validation_loss_decides(make_result: MakeResult) -> None:
@@ -79,18 +94,18 @@ def test_without_a_score_for_all_the_validation_loss_decides(make_result: MakeRe
         make_result(0, losses=(0.1,), validation_loss=1.5, score=0.9),
         make_result(1, losses=(0.2,), validation_loss=1.4),
     ]
-    assert order(results) == (Measure.validation_loss.value, [1, 0], [])
+    assert order(results) == ("validation loss", [1, 0], [])
 
 
 def test_equal_scores_are_ordered_by_the_loss(make_result: MakeResult) -> None:
     losses = (0.5, 0.3, 0.4)
     results = [make_result(n, losses=(loss,), score=1.0) for n, loss in enumerate(losses)]
-    assert order(results) == (Measure.evaluation_score.value, [1, 2, 0], [])
+    assert order(results) == ("evaluation score", [1, 2, 0], [])
 
 
 def test_otherwise_the_final_loss_and_equal_ones_stay_in_order(make_result: MakeResult) -> None:
     results = [make_result(n, losses=(9.0, loss)) for n, loss in enumerate((0.5, 0.3, 0.5))]
-    assert order(results) == (Measure.final_loss.value, [1, 0, 2], [])
+    assert order(results) == ("final loss", [1, 0, 2], [])
 
 
 def test_failed_trials_are_last_however_good_their_loss(make_result: MakeResult) -> None:
@@ -100,7 +115,7 @@ def test_failed_trials_are_last_however_good_their_loss(make_result: MakeResult)
         make_result(2, exit_code=None),
         make_result(3, losses=(0.4,)),
     ]
-    assert order(results) == (Measure.final_loss.value, [3, 1], [0, 2])
+    assert order(results) == ("final loss", [3, 1], [0, 2])
 
 
 def test_without_a_common_measurement_nothing_is_ranked(make_result: MakeResult) -> None:
@@ -161,3 +176,72 @@ def test_a_mean_over_the_tasks_that_did_not_fail_is_no_score(tmp_path: Path) -> 
         record = {"tasks": {"words": task}, "failed": failed}
         (tmp_path / "evaluation" / "after.json").write_text(json.dumps(record))
         assert _evaluation_score(tmp_path) == (expected, True)
+
+
+def test_the_csv_has_every_override_and_every_measurement_best_first(make_result: MakeResult, tmp_path: Path) -> None:
+    results = [
+        make_result(0, losses=(0.5,), speeds=(100.0,)),
+        make_result(1, exit_code=7, state="invalid", reason='a "bad", loss'),
+        make_result(2, losses=(0.25,), speeds=(90.0,)),
+    ]
+    write_csv(rank(results), tmp_path / "sweep.csv")
+    header, *rows = csv.reader((tmp_path / "sweep.csv").read_text().splitlines())
+    assert header == [
+        "rank", "training.seed", "optimizer", "exit_code", "how_it_ended", "final_loss", "validation_loss",
+        "evaluation_score", "tokens_per_second_per_gpu", "seconds", "run_folder",
+    ]  # fmt: skip
+    folders = [str(result.run_folder) for result in results]
+    assert rows == [
+        ["1", "2", "adamw", "0", "finished", "0.25", "", "", "90.0", "1.5", folders[2]],
+        ["2", "0", "adamw", "0", "finished", "0.5", "", "", "100.0", "1.5", folders[0]],
+        ["", "1", "adamw", "7", 'invalid: a "bad", loss', "", "", "", "", "1.5", folders[1]],
+    ]
+
+
+def printed(table: Table) -> str:
+    console = Console(width=140)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def shown(results: list[TrialResult]) -> str:
+    return printed(sweep_table(rank(results)))
+
+
+def test_the_table_says_what_it_is_ranked_by_and_hides_what_nobody_has(make_result: MakeResult) -> None:
+    text = shown([make_result(0, losses=(0.5,), score=0.5), make_result(1, losses=(0.7,), score=0.9)])
+    assert "Sweep, ranked by evaluation score" in text
+    assert "validation loss" not in text
+    assert "optimizer" not in text  # the same in every trial
+    assert text.index("trial-001") < text.index("trial-000")
+
+
+def test_the_table_of_failures_gives_the_reasons(make_result: MakeResult) -> None:
+    text = shown([make_result(0, exit_code=4, state="failed", reason="line 17 is broken")])
+    assert "not ranked: no trial finished" in text
+    assert "failed: line 17 is broken" in text
+
+
+@pytest.mark.parametrize("value", ["[q_proj]", "[k_proj,v_proj]", "/tmp/a[/b].jsonl", ":smile:"])
+def test_a_value_that_looks_like_markup_is_shown_as_it_is(value: str, make_result: MakeResult) -> None:
+    result = make_result(0, losses=(0.5,))
+    trial = replace(result.trial, swept={"dataset.path": value})
+    assert value in printed(sweep_table(rank([replace(result, trial=trial)])))
+    assert value in printed(trial_table([trial], None))
+
+
+def test_what_a_search_chooses_from_is_shown_as_it_is() -> None:
+    space = {"dataset.path": CategoricalDistribution(["a[/b].jsonl", "[bold]"])}
+    assert "a[/b].jsonl, [bold]" in printed(trial_table([], space))
+
+
+def test_trials_are_called_what_their_folders_are(make_result: MakeResult) -> None:
+    best = make_result(2, losses=(0.5,))
+    again = "best: trial-002, again: tunebook train quickstart optimizer=adamw training.seed=2"
+    assert best_line("quickstart", best, []) == again
+    assert best_line("quickstart", best, [Path("/my book"), Path("b")]) == (
+        f"{again} --recipes-dir '/my book' --recipes-dir b"
+    )
+    assert best.run_folder.name == "trial-002"
+    assert "trial-002" in printed(trial_table([best.trial], None))

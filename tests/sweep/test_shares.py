@@ -33,7 +33,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
         gpus = [Gpu(**gpu, index=number, uuid=f"GPU-{number}") for number in range(num_gpus)]  # type: ignore[arg-type]
         found = Machine(gpus=gpus, driver="580", num_cpus=num_cores, host_memory_gib=100.0)
         monkeypatch.setattr(module, "detect_machine", lambda: found)
-        monkeypatch.setattr(module.os, "sched_getaffinity", lambda _process: set(range(num_cores)))
+        monkeypatch.setattr(module, "own_cores", lambda: list(range(num_cores)))
 
     return have
 

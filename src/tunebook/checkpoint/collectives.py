@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from tunebook.errors import TunebookError
+from tunebook.errors import TunebookError, first_line
 
 if TYPE_CHECKING:
     import torch.distributed
@@ -42,7 +42,7 @@ def background_group(timeout_s: float) -> Group:
         return made
     except Exception as error:
         raise TunebookError(
-            f"the ranks cannot connect over gloo, which saving in the background needs: {str(error).splitlines()[0]}. "
+            f"the ranks cannot connect over gloo, which saving in the background needs: {first_line(error)}. "
             "Name the network interface between the nodes with GLOO_SOCKET_IFNAME, or let training wait for its "
             "saves: training.save_in_background=false",
             problem_id="no-talk-beside-training",

@@ -17,7 +17,7 @@ from tunebook.config.identity import HASH_VERSION, changed_settings, config_hash
 from tunebook.config.override_text import as_typed, typed, typed_list, typed_mapping
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.prepared import Prepared
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, first_few
 from tunebook.model.weights_fingerprint import recorded_in
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import is_fsdp
@@ -112,8 +112,7 @@ def differences(theirs: Identity, own: Identity) -> Iterator[Difference]:
         text = f"it was saved by {_ranks(theirs.world_size)} and this run has {_ranks(own.world_size)}"
         yield Difference(text=text, allowed_by=ResumeAnyway.world_size)
     if keys := sorted(_changed_keys(theirs.settings, own.settings)):
-        more = f" and {len(keys) - _NUM_KEYS_NAMED} more" if len(keys) > _NUM_KEYS_NAMED else ""
-        yield Difference(text=", ".join(keys[:_NUM_KEYS_NAMED]) + more, allowed_by=ResumeAnyway.config)
+        yield Difference(text=first_few(keys, _NUM_KEYS_NAMED), allowed_by=ResumeAnyway.config)
 
 
 def has_same_data(theirs: Identity, own: Identity) -> bool:

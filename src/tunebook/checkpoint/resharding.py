@@ -13,6 +13,8 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tunebook.checkpoint.export.zero_weights import partitioned_weights
 from tunebook.checkpoint.record import Identity
 from tunebook.checkpoint.unpickling import restricted_unpickling
@@ -66,8 +68,6 @@ def write_universal(checkpoint: Path, place: Path) -> Path:
 
 def _require_same(shards: Path, parameters: Path, checkpoint: Path) -> None:
     """Compare DeepSpeed's result with the shards as an export reads them. Raises: TunebookError."""
-    import torch
-
     for name, stored in partitioned_weights(shards).items():
         file = parameters / name / "fp32.pt"
         if not file.is_file():

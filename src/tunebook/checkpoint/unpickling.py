@@ -20,6 +20,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
 from tunebook.errors import DataError
 
 METADATA_FILE = ".metadata"
@@ -64,7 +67,6 @@ class _ListUnpickler(pickle.Unpickler):
         if (module, name) == _GETATTR:
             return enum_member
         is_list = module in _LIST_MODULES and name in _LIST_CLASSES
-        import torch
 
         is_format = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_list or is_format or (module, name) in _OF_LISTS:
@@ -83,9 +85,6 @@ def restricted_unpickling() -> Iterator[None]:
 
     Raises: DataError for a file that names any other class, also if a library wrapped that error.
     """
-    import torch
-    from torch.distributed.checkpoint.api import CheckpointException
-
     filesystem: Any = import_module("torch.distributed.checkpoint.filesystem")
     upstream = torch.load, filesystem.pickle
     refused: list[DataError] = []
@@ -123,8 +122,6 @@ def root_cause(error: BaseException) -> BaseException:
 def _load_restricted(upstream: Callable[..., Any]) -> Callable[..., Any]:
     def load(f: Any, map_location: Any = None, *_pickle_module: Any, **options: Any) -> Any:
         """As `torch.load`, but always with `weights_only`."""
-        import torch
-
         options |= {"weights_only": True}
         options.pop("pickle_module", None)
         with torch.serialization.safe_globals([*_deepspeeds_classes(), (enum_member, ".".join(_GETATTR))]):

@@ -25,7 +25,6 @@ from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, DoesNotFitError, StoppedError, TunebookError
 from tunebook.evaluate.code.checks import check_code
 from tunebook.evaluate.command import run_worker, score_table, worker_command, worker_environment, worker_error
-from tunebook.evaluate.contamination.refuse import refuse_contaminated
 from tunebook.evaluate.results import is_evaluated
 from tunebook.evaluate.resume import BEFORE, resume_command
 from tunebook.files import read_json
@@ -45,6 +44,7 @@ from tunebook.record.contamination import (
     is_checked,
     is_checked_by_evaluation,
     needs_check,
+    refuse_contaminated,
     score_lines,
 )
 from tunebook.record.manifest import finish_manifest, state_of_exit_code
@@ -60,6 +60,7 @@ from tunebook.record.run_folder import (
 )
 from tunebook.record.start_up import StartClock, note_launch
 from tunebook.supervise import ProcessEnd, run_and_wait
+from tunebook.terminal import print_text
 from tunebook.train.environment import rank_environment
 
 REPORT_FILE = "report.html"
@@ -142,7 +143,7 @@ class Attempt:
 
     def _warn_if_not_compared(self, exit_code: int) -> None:
         if exit_code != 0:
-            self.console.print(Text(f"warning: {NOT_COMPARED}", style="yellow"), soft_wrap=True)
+            print_text(f"warning: {NOT_COMPARED}", self.console, style="yellow")
 
     def _evaluate(self, when: str) -> None:
         end = self._run_worker(when)
@@ -283,7 +284,7 @@ class Attempt:
     def _quote(self, log: Path) -> None:
         """Print the end of a log, which says more than the one sentence of a record."""
         if quoted := quote_log(log, self.folder):
-            self.console.print(Text(quoted), soft_wrap=True)
+            print_text(quoted, self.console)
 
     def _error_without_outcome(self, end: ProcessEnd) -> TunebookError:
         """Return the error for a training in which no rank could record how it ended."""
@@ -390,6 +391,6 @@ def show_scores(folder: Path, console: Console) -> None:
         console.print(score_table(records, folder))
         before, after = [None, *records][-2:]
         for line in score_lines(after):
-            console.print(Text(line), soft_wrap=True)
+            print_text(line, console)
         for line in fault_warnings(before, after):
-            console.print(Text(f"warning: {line}", style="yellow"), soft_wrap=True)
+            print_text(f"warning: {line}", console, style="yellow")

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.text import Text
 
 from tunebook.commands.train import plan_job, prepare_data
 from tunebook.errors import RequestError
+from tunebook.terminal import print_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +33,7 @@ def show_data(
     job = plan_job(recipe, [*overrides], [*recipes_dirs])
     for warning in job.problems:
         if warning.key.startswith("dataset."):
-            console.print(Text(f"warning: {warning.text()}", style="yellow"), soft_wrap=True)
+            print_text(f"warning: {warning.text()}", console, style="yellow")
     if page is not None and not page.absolute().parent.is_dir():
         raise RequestError(
             f"--page {page}: there is no folder {page.absolute().parent}; make it first", problem_id="page-not-writable"
@@ -49,7 +49,7 @@ def show_data(
     show_prepared(prepared, tokenizer, console, num_samples)
     if page is not None:
         _write_page(page, recipe or "data", prepared, tokenizer, num_samples)
-        console.print(Text(f"page: {page}"), soft_wrap=True)
+        print_text(f"page: {page}", console)
 
 
 def _write_page(

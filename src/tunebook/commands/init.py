@@ -10,7 +10,6 @@ from pathlib import Path
 
 import yaml
 from rich.console import Console
-from rich.text import Text
 
 from tunebook.config.book import (
     find_recipes,
@@ -26,6 +25,7 @@ from tunebook.config.recipe_files import group_choices, refuse_unreadable_name
 from tunebook.data.files import SUFFIXES, find_files
 from tunebook.errors import RequestError, TunebookError, did_you_mean
 from tunebook.files import atomic_write_text
+from tunebook.terminal import print_text
 
 DEFAULT_FOLDER = Path("my_recipes")  # not recipes/: in a checkout that is the book, whose tests ask for a card
 GLOBAL_SAMPLES = 64  # documents per optimizer step; the size that docs/data.md trains with
@@ -79,7 +79,7 @@ def init_command(
     compose(base, overrides, known_dirs)
     file.parent.mkdir(parents=True, exist_ok=True)
     atomic_write_text(file, recipe_text(name, decisions, base))
-    console.print(Text(f"written: {file}\nNext:\n{next_commands(name, folder)}"), soft_wrap=True, highlight=False)
+    print_text(f"written: {file}\nNext:\n{next_commands(name, folder)}", console)
     return file
 
 
@@ -249,7 +249,7 @@ def _decide(
 def _ask(question: str, check: Callable[[str], Decision], console: Console, default: str | None = None) -> Decision:
     """Ask until the answer can be used. Raises: RequestError at the end of the input."""
     while True:
-        console.print(Text(question), soft_wrap=True, highlight=False)
+        print_text(question, console)
         try:
             answer = console.input("> ").strip() or default
         except EOFError:
@@ -259,7 +259,7 @@ def _ask(question: str, check: Callable[[str], Decision], console: Console, defa
         try:
             return check(answer)
         except TunebookError as error:
-            console.print(Text(error.message, style="red"), soft_wrap=True, highlight=False)
+            print_text(error.message, console, style="red")
 
 
 def _incomplete(missing: list[str]) -> RequestError:

@@ -19,13 +19,13 @@ from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, StoppedError
 from tunebook.files import atomic_write_json
 from tunebook.parity.cases import Case, list_cases, mark_refused, weights_alike, words_set_aside
-from tunebook.parity.page import write_page
-from tunebook.parity.result import CaseResult, exit_code_of, parity_table, read_case, to_json
+from tunebook.parity.result import CaseResult, exit_code_of, parity_table, read_case, to_json, write_page
 from tunebook.record.losses import check_tolerance, tolerance_of
 from tunebook.record.provenance import describe_hardware
 from tunebook.record.run_folder import WITHOUT_RECIPE, make_run_folder
 from tunebook.sweep.options import SweepOptions
 from tunebook.sweep.trial_process import Stopping, run_trial, train_command, write_trial_end
+from tunebook.terminal import print_text
 
 
 def check_attended(config: RunConfig) -> None:
@@ -69,7 +69,6 @@ def parity_command(
 
     `over` are words such as `parallelism=ddp,zero2`, `gpus` such as `1,2,4`. Raises: RequestError before anything runs.
     """
-
     planned: list[RunConfig] = []
 
     def plan(case: Case) -> RunConfig:
@@ -86,10 +85,10 @@ def parity_command(
     folder = make_run_folder(
         Path(reference.outputs).expanduser().absolute() / (recipe or WITHOUT_RECIPE) / f"parity-{time}"
     )
-    console.print(Text(f"parity of {len(cases)} configurations: {folder}"), soft_wrap=True)
+    print_text(f"parity of {len(cases)} configurations: {folder}", console)
     if aside := words_set_aside(overrides, over, gpus):
         why = "runs are not evaluated, saved before their end, stopped early or resumed, and --over and --gpus go first"
-        console.print(Text(f"set aside: {' '.join(aside)} ({why})"), soft_wrap=True)
+        print_text(f"set aside: {' '.join(aside)} ({why})", console)
     results, was_stopped = _run_all(cases, folder, recipe, recipes_dirs, console)
     atomic_write_json(
         folder / JSON_FILE, {"recipe": recipe, "hardware": describe_hardware(None)} | to_json(results, allowed)
@@ -97,7 +96,7 @@ def parity_command(
     console.print(parity_table(results, allowed))
     if any(result.losses for result in results):
         write_page(results, allowed, recipe or WITHOUT_RECIPE, folder / PAGE_FILE)
-    console.print(Text(f"written: {folder / JSON_FILE}"), soft_wrap=True)
+    print_text(f"written: {folder / JSON_FILE}", console)
     return StoppedError.exit_code if was_stopped else exit_code_of(results, allowed)
 
 

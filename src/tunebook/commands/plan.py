@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from tunebook.commands.train import require_machine, show_decisions, show_job
 from tunebook.errors import RequestError
@@ -16,11 +15,10 @@ from tunebook.model.load import check_model
 from tunebook.plan.advice.changes import FittingChange, changes_that_fit
 from tunebook.plan.draft import Draft, draft_json, draft_run, draft_yaml
 from tunebook.plan.longest import longest_rows
-from tunebook.plan.memory.gpu import plan_memory
-from tunebook.plan.memory.two_steps import judge_measurement
+from tunebook.plan.memory.gpu import judge_measurement, plan_memory
 from tunebook.plan.show import show_host_memory, show_memory, show_time, show_warnings
 from tunebook.record.run_folder import WITHOUT_RECIPE
-from tunebook.terminal import print_lines
+from tunebook.terminal import print_lines, print_text
 
 
 def plan_command(
@@ -119,10 +117,10 @@ def _show_change(change: FittingChange, console: Console) -> None:
     """Print a change on one line; if a terminal is too narrow for it, its effect goes below what is typed."""
     line = f"  {change.line()}"
     if console.is_terminal and len(line) > console.width:
-        console.print(Text(f"  {change.typed}"), soft_wrap=True)
+        print_text(f"  {change.typed}", console)
         print_lines([f"      {change.effect}"], console)
     else:
-        console.print(Text(line), soft_wrap=True)
+        print_text(line, console)
 
 
 def _advice(fitting: list[FittingChange], draft: Draft) -> str:

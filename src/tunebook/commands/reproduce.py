@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from tunebook.commands.recorded_evidence import recorded_evidence
 from tunebook.commands.train import plan_job, prepare_data, run_job
@@ -55,6 +54,7 @@ from tunebook.record.manifest_schema import check_read_manifest
 from tunebook.record.provenance import describe_code, describe_environment, describe_hardware
 from tunebook.record.run_folder import RUN_FILE, WITHOUT_RECIPE, create_run_folder, remove_if_empty, resolve_run
 from tunebook.record.run_record import RunRecord, broken_records_named, read_run
+from tunebook.terminal import print_text
 
 # Compared before the run: sections that can change a loss or a speed, except keys that always differ. The lock is left
 # out because its differences are those of the packages.
@@ -121,14 +121,12 @@ def _in_original_folder(original: Original, console: Console) -> Iterator[None]:
     if there is None or there == Path.cwd():
         yield
     elif there.is_dir():
-        console.print(Text(f"relative paths start at {there}, where the run was started"), soft_wrap=True)
+        print_text(f"relative paths start at {there}, where the run was started", console)
         with contextlib.chdir(there):
             yield
     else:
         warning = f"WARNING: {there}, where the run was started, is missing: relative paths start at {Path.cwd()}"
-        console.print(
-            Text(f"{warning}; change into the folder that holds what they name", style="yellow"), soft_wrap=True
-        )
+        print_text(f"{warning}; change into the folder that holds what they name", console, style="yellow")
         yield
 
 
@@ -146,23 +144,23 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
     job = plan_job(recipe, words, recipes_dirs)
     with broken_records_named(original.run or original.file):
         for line in require_same_config(original, job.config, recipes_dirs):
-            console.print(Text(line, style="yellow"), soft_wrap=True)
+            print_text(line, console, style="yellow")
         require_same_files(original.manifest, job.config)
         require_same_weights(original.manifest, job.config)
         for line in describe_differences(original.manifest, job.config):
-            console.print(Text(line), soft_wrap=True)
+            print_text(line, console)
         if dry_run:
             _print_plan(original, job, recipes_dirs, console)
             return 0
         recorded = choose_recorded(original, job.config, recipes_dirs)
-    console.print(Text(f"to be compared with {recorded.name}"), soft_wrap=True)
+    print_text(f"to be compared with {recorded.name}", console)
     require_same_data(original, job, console)
     folder = create_run_folder(outputs, recipe or WITHOUT_RECIPE)
     if (code := _train(original, job, folder, recipes_dirs, console)) != 0:
         return code
     if isinstance(job.config.launcher, SlurmConfig) and not job.config.launcher.wait:
         compare = shlex.join(["tunebook", *_compare_command(original, folder, recipes_dirs)])
-        console.print(Text(f"to compare it when the job has ended: {compare}"), soft_wrap=True)
+        print_text(f"to compare it when the job has ended: {compare}", console)
         return 0
     record = read_finished(folder)
     return show_verification(compare_run(recorded, record), record, console)
@@ -170,14 +168,14 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
 
 def _print_plan(original: Original, job: Draft, recipes_dirs: list[Path], console: Console) -> None:
     """Print what would run and what it would be compared with; a dry run continues if there is nothing to compare."""
-    console.print(Text(f"to be run: {_train_command(job, job.overrides, recipes_dirs)}"), soft_wrap=True)
+    print_text(f"to be run: {_train_command(job, job.overrides, recipes_dirs)}", console)
     try:
         note, style = f"to be compared with {choose_recorded(original, job.config, recipes_dirs).name}", ""
     except RequestError as error:
         if error.problem_id not in _NOTHING_RECORDED:
             raise
         note, style = f"WARNING: there is nothing to verify it against, so it is not run: {error.message}", "yellow"
-    console.print(Text(note, style=style), soft_wrap=True)
+    print_text(note, console, style=style)
 
 
 def _train(original: Original, job: Draft, folder: Path, recipes_dirs: list[Path], console: Console) -> int:
@@ -185,13 +183,13 @@ def _train(original: Original, job: Draft, folder: Path, recipes_dirs: list[Path
     try:
         code = run_job(job, console, folder=folder)
     except (StoppedError, KeyboardInterrupt):
-        console.print(Text(resume_instructions(original, job, folder, recipes_dirs)), soft_wrap=True)
+        print_text(resume_instructions(original, job, folder, recipes_dirs), console)
         raise
     except Exception:
         remove_if_empty(folder)
         raise
     if code == StoppedError.exit_code:
-        console.print(Text(resume_instructions(original, job, folder, recipes_dirs)), soft_wrap=True)
+        print_text(resume_instructions(original, job, folder, recipes_dirs), console)
     return code
 
 

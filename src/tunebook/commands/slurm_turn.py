@@ -22,6 +22,7 @@ from tunebook.record.manifest import RunState, read_manifest, update_manifest
 from tunebook.record.provenance import describe_hardware
 from tunebook.record.run_folder import RUN_FILE, clear_outcomes, working_in
 from tunebook.slurm import JobState, patient_job_state, patient_requeue
+from tunebook.terminal import print_text
 from tunebook.train.other_launchers import removal_notice, remove_other_launchers
 
 _LOCK_WITHIN_S = 60.0  # the submitting process still locks the folder for a moment
@@ -33,7 +34,7 @@ def carry_out_turn(folder: Path, stop_requests: Sequence[signal.Signals] = ()) -
     """Run one turn of the job; return the run's exit code. No step has handled `stop_requests` yet."""
     console = Console(width=160)
     if removed := remove_other_launchers(os.environ):  # of the shell in which sbatch was typed, or of the site's own
-        console.print(removal_notice(removed), markup=False, highlight=False, soft_wrap=True)
+        print_text(removal_notice(removed), console)
     try:
         if problem := folder_problem(folder):
             raise RequestError(problem, problem_id="folder-not-shared")
@@ -46,13 +47,13 @@ def carry_out_turn(folder: Path, stop_requests: Sequence[signal.Signals] = ()) -
             try:
                 code = attempt.carry_out()
             except TunebookError as error:
-                console.print(f"error: {error.message}", markup=False, highlight=False, soft_wrap=True)
+                print_text(f"error: {error.message}", console)
                 code = error.exit_code
             has_progress = newest_checkpoint(folder) != before or is_trained(folder, config)
         if code == StoppedError.exit_code and attempt.stopped_by == _BY_SLURM and config.launcher.requeue:
             _requeue(config.launcher, console, has_progress=has_progress)
     except TunebookError as error:
-        console.print(f"error: {error.message}", markup=False, highlight=False, soft_wrap=True)
+        print_text(f"error: {error.message}", console)
         return error.exit_code
     return code
 
@@ -88,7 +89,7 @@ def _requeue(settings: SlurmConfig, console: Console, *, has_progress: bool) -> 
     job_id = os.environ["SLURM_JOB_ID"]
 
     def say(text: str) -> None:
-        console.print(f"job {job_id}: {text}", markup=False, highlight=False, soft_wrap=True)
+        print_text(f"job {job_id}: {text}", console)
 
     try:
         if not has_progress and _is_used_up(settings, patient_job_state(job_id, say)):
@@ -98,7 +99,7 @@ def _requeue(settings: SlurmConfig, console: Console, *, has_progress: bool) -> 
     except TunebookError as error:
         refused = error.message
     result = "requeued: it resumes in this folder" if refused is None else f"not requeued: {refused}"
-    console.print(f"job {job_id} {result}", markup=False, highlight=False, soft_wrap=True)
+    print_text(f"job {job_id} {result}", console)
 
 
 def _is_used_up(settings: SlurmConfig, state: JobState | None) -> bool:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from tunebook.checkpoint.choose import same_command
 from tunebook.commands.sweep_planning import SweepPlan, plan_sweep
@@ -22,12 +21,22 @@ from tunebook.record.run_folder import WITHOUT_RECIPE
 from tunebook.sweep.folder import Request, SweepFolder, create, newest_with, working_on
 from tunebook.sweep.launching import CommandOf, RunLocally, RunTrial, TrialList, TrialSource, run_trials
 from tunebook.sweep.options import SweepLauncher, SweepOptions, check_options
-from tunebook.sweep.results import Ranking, TrialResult, rank, read_result, sweep_exit_code
+from tunebook.sweep.results import (
+    Ranking,
+    TrialResult,
+    best_line,
+    rank,
+    read_result,
+    sweep_exit_code,
+    sweep_table,
+    trial_table,
+    write_csv,
+)
 from tunebook.sweep.shares import machine_shares
 from tunebook.sweep.slurm_trials import RunInSlurm
-from tunebook.sweep.table import best_line, sweep_table, trial_table, write_csv
 from tunebook.sweep.trial_process import EXIT_STOPPED, Stopping, TrialEnd, wait_until_free
 from tunebook.sweep.trials import Trial, without_resume_override
+from tunebook.terminal import print_text
 
 CSV_FILE = "sweep.csv"
 _MANY = 50  # trials: from this number on, checking takes seconds
@@ -58,9 +67,9 @@ def sweep_command(
         plan = plan_sweep(recipe, words, recipes_dirs, options, is_started=not dry_run, progress=progress)
     if dry_run:
         console.print(trial_table(plan.trials, plan.space))
-        console.print(Text(plan.describe()), soft_wrap=True)
+        print_text(plan.describe(), console)
         for why, names in plan.too_large().items():
-            console.print(Text(f"warning: {', '.join(names)}: {why}", style="yellow"), soft_wrap=True)
+            print_text(f"warning: {', '.join(names)}: {why}", console, style="yellow")
         return 0
     stopping = Stopping()
     with _locked_sweep(plan, console) as (folder, source), stopping.listening():
@@ -91,12 +100,12 @@ def _locked_sweep(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFold
             if num_done < plan.num_trials:
                 notice = f"resuming the sweep in {earlier.path}: {num_done} of {plan.num_trials} trials are done"
                 notice += f"; to start over: training.resume=never\n{plan.describe()}"
-                console.print(Text(notice), soft_wrap=True)
+                print_text(notice, console)
                 yield earlier, source
                 return
     folder = create(request, outputs, recipe)
     with working_on(folder):
-        console.print(Text(f"sweep of {plan.num_trials} trials: {folder.path}\n{plan.describe()}"), soft_wrap=True)
+        print_text(f"sweep of {plan.num_trials} trials: {folder.path}\n{plan.describe()}", console)
         yield folder, _source(plan, folder)
 
 
@@ -153,8 +162,8 @@ def _conclude(plan: SweepPlan, folder: SweepFolder, trials: list[Trial], console
         write_csv(ranking, folder.path / CSV_FILE)
         console.print(sweep_table(ranking))
         if ranking.ranked:
-            console.print(Text(best_line(plan.recipe, ranking.ranked[0], plan.recipes_dirs)), soft_wrap=True)
-        console.print(Text(f"written: {folder.path / CSV_FILE}"), soft_wrap=True)
+            print_text(best_line(plan.recipe, ranking.ranked[0], plan.recipes_dirs), console)
+        print_text(f"written: {folder.path / CSV_FILE}", console)
     again = same_command(plan.configs[0])
     if was_stopped and (len(trials) < plan.num_trials or any(map(_was_cut_short, ends))):
         console.print(f"stopped; {again} resumes it")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.text import Text
 
 from tunebook.checkpoint.choose import expected_checkpoint
 from tunebook.checkpoint.identity import identity_of
@@ -44,9 +43,8 @@ from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.plan.auto.decisions import asked_keys
 from tunebook.plan.auto.resolve import Resolution
 from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time, refuse_too_large
-from tunebook.plan.memory.gpu import plan_memory
+from tunebook.plan.memory.gpu import measured_memory, plan_memory
 from tunebook.plan.memory.host_memory import plan_host_memory
-from tunebook.plan.memory.two_steps import measured_memory
 from tunebook.plan.show import LastRun, show_batch, show_choices, show_warnings
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, start_manifest
 from tunebook.record.run_folder import (
@@ -62,6 +60,7 @@ from tunebook.record.run_folder import (
 )
 from tunebook.record.start_up import StartClock
 from tunebook.slurm import check_job
+from tunebook.terminal import print_text
 from tunebook.train.requirements import check_environment
 
 if TYPE_CHECKING:
@@ -104,11 +103,11 @@ def show_job(job: Draft, console: Console, folder: Path) -> None:
     show_batch(job.batch, console)
     show_command(launch_command(job.config, folder), console)
     if isinstance(job.config.launcher, SlurmConfig):
-        console.print(Text(f"{folder / JOB_SCRIPT}:\n{job_script(job.config, folder)}".rstrip()), soft_wrap=True)
+        print_text(f"{folder / JOB_SCRIPT}:\n{job_script(job.config, folder)}".rstrip(), console)
         for command in job_commands(job.config, folder):
             show_command(command, console, "in the job")
         if is_contained(job.config) and not (folder / PREPARED_FILE).is_file():
-            console.print(Text("  with the folder of the prepared data, known once that is prepared"), soft_wrap=True)
+            print_text("  with the folder of the prepared data, known once that is prepared", console)
 
 
 def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: StartClock | None = None) -> int:
@@ -135,13 +134,13 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
         show_summary(prepared, console)
         plan = solve_batch(config, prepared.train.load_lengths().astype("int64"))
         show_batch(plan, console)
-        found = folder or unfinished_run(config, lambda text: console.print(Text(text), soft_wrap=True), asked)
+        found = folder or unfinished_run(config, lambda text: print_text(text, console), asked)
         is_done = found is not None and is_trained(found, config)
         checkpoint = None if is_done else expected_checkpoint(config, found, _identity(config, prepared))
         folder = _make_folder(config, found)
         lock = stack.enter_context(working_in(folder))
         set_up_folder(job, plan, prepared, folder)
-        console.print(Text(f"run folder: {folder}{_resume_note(config, folder, checkpoint)}"), soft_wrap=True)
+        print_text(f"run folder: {folder}{_resume_note(config, folder, checkpoint)}", console)
         clock.passed("run_folder")
         if not isinstance(config.launcher, SlurmConfig):
             attempt = Attempt(config=config, folder=folder, lock=lock, console=console, nodes=nodes, clock=clock)

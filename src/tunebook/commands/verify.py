@@ -25,6 +25,7 @@ from tunebook.record.page.comparison import config_differences
 from tunebook.record.page.overview import Summary, summarize
 from tunebook.record.run_folder import resolve_run, resolve_runs
 from tunebook.record.run_record import RunRecord, broken_records_named, read_run
+from tunebook.terminal import print_text
 
 NOT_SET = "not set"
 # Keys, with all keys below them, that differ between any two runs.
@@ -93,12 +94,12 @@ def _record(
         folder = evidence_folder(recipe, recipes_dirs)
         check_card(folder.parent / "README.md", evidence_files(recipe, recipes_dirs))
     file = record_evidence(records, label, recipes_dirs, target)
-    console.print(Text(f"written: {file}"), soft_wrap=True)
+    print_text(f"written: {file}", console)
     card = file.parent.parent / "README.md"
     files = sorted(file.parent.glob("*.json"))
     update_card(card, files)
     update_overview(card.parents[2] / "README.md", card.parent.name, files)
-    console.print(Text(f"shown on {card}"), soft_wrap=True)
+    print_text(f"shown on {card}", console)
     return 0
 
 
@@ -118,7 +119,7 @@ def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_j
     for record in (one, other):
         for name in record.changed_files:
             changed = f"{record.name}: {name} was changed after the run, by the hash in its manifest"
-            console.print(Text(changed, style="yellow"), soft_wrap=True)
+            print_text(changed, console, style="yellow")
     without = [record.name for record in (one, other) if record.config is None]
     if any(found.values()):
         console.print(difference_table(found, (one.name, other.name)))
@@ -126,7 +127,7 @@ def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_j
         console.print(f"no difference in {'' if without else 'configuration, '}manifest and results")
     if without:
         missing = f"configurations are not compared: {' and '.join(without)} lacks run.yaml"
-        console.print(Text(missing, style="yellow"), soft_wrap=True)
+        print_text(missing, console, style="yellow")
     return 0
 
 

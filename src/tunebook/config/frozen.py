@@ -43,7 +43,7 @@ from tunebook.config.schema import (
 )
 from tunebook.config.unsafe_text import shown
 from tunebook.config.walk import field_types, texts_of
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, first_line
 
 _INTERPOLATION = "${"  # how one begins
 _COMMENT_COLUMN = 40  # where comments start, behind all but the longest values
@@ -165,7 +165,7 @@ def load_config(file: Path) -> RunConfig:
         raise RequestError(f"{file} is not there, so this is no run folder", problem_id="no-run-folder") from error
     except (OmegaConfBaseException, YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise RequestError(
-            f"{file} cannot be read as a run's configuration: {str(error).splitlines()[0]}; it was edited by hand or "
+            f"{file} cannot be read as a run's configuration: {first_line(error)}; it was edited by hand or "
             "written by another version of Tunebook",
             problem_id="no-run-folder",
         ) from error

@@ -16,7 +16,7 @@ from tunebook.config.recipe_files import choice_schema, group_choices
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS
 from tunebook.config.unsafe_text import without_secrets
 from tunebook.config.walk import all_keys, describe_type, field_types, mapping_type, schemas_of
-from tunebook.errors import RequestError, did_you_mean, nearest
+from tunebook.errors import RequestError, did_you_mean, first_line, nearest
 
 # Examples for values that only the user can give.
 _MISSING_HINTS = {
@@ -221,7 +221,7 @@ def explain_value(error: BaseException, origins: Origins) -> RequestError:
     cause = next((e for e in (error, error.__cause__, error.__context__) if getattr(e, "full_key", None)), error)
     named = re.search(r"full_key: (\S+)", str(error))  # in an error that is not OmegaConf's own
     if cause is error and not getattr(error, "full_key", None) and named is None:
-        return RequestError(str(error).splitlines()[0], problem_id="cannot-compose")
+        return RequestError(first_line(error), problem_id="cannot-compose")
     key = str(getattr(cause, "full_key", None) or (named and named[1]))
     if (outside := outside_error(error)) is not None:
         message = f"{key} {outside.message}; type {outside.advice.replace('{key}', key)}"

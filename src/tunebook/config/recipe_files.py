@@ -20,7 +20,7 @@ from yaml import YAMLError
 
 from tunebook.config.book import book_root, find_recipes, recipe_file
 from tunebook.config.schema import GROUPS
-from tunebook.errors import RequestError, did_you_mean
+from tunebook.errors import RequestError, did_you_mean, first_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def _load_yaml(file: Path) -> DictConfig:
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{file}:{mark.line + 1}" if mark else str(file)
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        reason = getattr(error, "problem", None) or first_line(error)
         raise RequestError(f"{place}: this is not YAML: {reason}", problem_id="recipe-not-yaml") from error
     except OSError as error:
         raise RequestError(f"{file}: cannot be read: {error.strerror}", problem_id="recipe-not-yaml") from error

@@ -29,6 +29,7 @@ from tunebook.data.prepared import PartCounts
 from tunebook.data.problems import Skipped
 from tunebook.errors import DataError, TunebookError
 from tunebook.model.tokenizer import fix_template_date
+from tunebook.processes import own_cores
 
 TOO_LONG = "longer than training.max_length (dataset.overlong=drop)"
 NOTHING_TRAINED = "nothing left to train on after cutting to training.max_length"
@@ -130,8 +131,7 @@ def prepared_schema() -> pa.Schema:
 
 def choose_num_workers(num_documents: int, num_workers: int | None) -> int:
     """The number of processes: as asked for, or one for each core, but only as many as save time."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(num_workers or cores, num_documents // _DOCUMENTS_PER_WORKER))
+    return max(1, min(num_workers or len(own_cores()), num_documents // _DOCUMENTS_PER_WORKER))
 
 
 def encode_chunks(documents: datasets.Dataset, settings: ChunkSettings, num_workers: int | None) -> Iterator[Chunk]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from tunebook.config.book import is_in_book, resolve_path
 from tunebook.config.choices import Source
 from tunebook.config.schema import DatasetConfig, sources_of
-from tunebook.errors import DataError
+from tunebook.errors import DataError, first_few
 from tunebook.files import sha256_file
 
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
@@ -23,6 +23,7 @@ TSV_SUFFIXES = (".tsv", ".tsv.gz")
 SUFFIXES = LINES_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES + CSV_SUFFIXES + TSV_SUFFIXES
 
 _WILDCARDS = "*?["
+_NUM_NAMED = 8  # files in a message; the others are counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ def _location(path: Path, text: str) -> str:
 def _folder_error(folder: Path, key: str) -> DataError:
     names = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(SUFFIXES))
     ending = next((suffix for name in names for suffix in SUFFIXES if name.lower().endswith(suffix)), ".jsonl")
-    found = f"it holds {_listing(names)}" if names else f"it holds no file ending in {', '.join(SUFFIXES)}"
+    found = f"it holds {first_few(names, _NUM_NAMED)}" if names else f"it holds no file ending in {', '.join(SUFFIXES)}"
     return DataError(
         f"{key}: {folder} is a folder, and files of it may be meant for training or for testing: {found}. "
         f"Name a file, or a glob such as '{folder / f'*{ending}'}'; a folder in the layout of the hub is "
@@ -112,9 +113,9 @@ def _not_found_error(pattern: Path, key: str) -> DataError:
         near = difflib.get_close_matches(pattern.name, names, n=3, cutoff=0.5)
         data_names = [name for name in names if name.lower().endswith(SUFFIXES)]
         if near:
-            advice = f"Close to it in that folder: {_listing(near)}"
+            advice = f"Close to it in that folder: {first_few(near, _NUM_NAMED)}"
         elif data_names:
-            advice = f"Files of documents in {folder}: {_listing(data_names)}"
+            advice = f"Files of documents in {folder}: {first_few(data_names, _NUM_NAMED)}"
         else:
             advice = f"{folder} holds no file ending in {', '.join(SUFFIXES)}"
     else:
@@ -124,8 +125,3 @@ def _not_found_error(pattern: Path, key: str) -> DataError:
         f"{key}: {what} {pattern}. {advice}. Relative paths start where the command is typed ({Path.cwd()})",
         problem_id="data-file-not-found",
     )
-
-
-def _listing(names: list[str], limit: int = 8) -> str:
-    rest = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest

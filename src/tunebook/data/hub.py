@@ -25,7 +25,7 @@ from tunebook.data.json_file import Record
 from tunebook.data.keys import KeyAccount
 from tunebook.data.problems import DocumentProblems
 from tunebook.data.readers import Layout, Part, read_records, without_nulls
-from tunebook.errors import DataError, RequestError, did_you_mean
+from tunebook.errors import DataError, RequestError, did_you_mean, first_line
 from tunebook.files import CACHE_VARIABLE
 from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.model.hub import local_problem
@@ -205,7 +205,7 @@ def split_location(source: DatasetSource, split: str) -> str:
 def unreachable_error(source: DatasetSource, key: str, error: Exception) -> RequestError:
     """The error for an unreachable hub."""
     offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-    why = "HF_HUB_OFFLINE is set" if offline else f"{type(error).__name__}: {_first_line(error)}"
+    why = "HF_HUB_OFFLINE is set" if offline else f"{type(error).__name__}: {first_line(error)}"
     at = f" --revision {source.revision}" if source.revision else ""
     return RequestError(
         f"{key}.name={source.name}: the Hugging Face hub cannot be reached ({why}) and the data set is not in this "
@@ -254,7 +254,7 @@ def _load_builder(source: DatasetSource, repository: Repository, key: str, cache
         raise
     except FileNotFoundError as error:
         raise RequestError(
-            f"{key}.name={source.name} holds no files of documents ({_first_line(error)})", problem_id="hub-not-found"
+            f"{key}.name={source.name} holds no files of documents ({first_line(error)})", problem_id="hub-not-found"
         ) from error
     except ValueError as error:  # an unknown or missing subset; the message lists those there are
         raise RequestError(
@@ -384,10 +384,6 @@ def _check_split(source: DatasetSource, split: str, known: list[str], key: str) 
             f"Its splits: {', '.join(known)}",
             problem_id="hub-unknown-split",
         )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _summary(error: BaseException, limit: int = 400) -> str:

@@ -30,7 +30,7 @@ from tunebook.data.json_file import (
 )
 from tunebook.data.keys import KeyAccount
 from tunebook.data.problems import DocumentError, DocumentProblems
-from tunebook.errors import DataError
+from tunebook.errors import DataError, first_line
 
 UTF8_BOM = b"\xef\xbb\xbf"
 
@@ -246,7 +246,7 @@ def _read_parquet(path: Path, problems: DocumentProblems, keys: KeyAccount) -> I
                     number += 1
                     yield number, without_nulls(record)
         except (pa.ArrowException, UnicodeDecodeError) as error:
-            message = f"{path} is not a readable Parquet file: {_first_line(error)}"
+            message = f"{path} is not a readable Parquet file: {first_line(error)}"
             raise DataError(message, problem_id="data-file-broken") from error
 
 
@@ -263,7 +263,3 @@ def without_nulls(value: Any) -> Any:
 def _has_objects(values: list[Any]) -> bool:
     """Whether a list may hold objects: not one of numbers, such as tokens."""
     return bool(values) and isinstance(values[0], dict | list)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

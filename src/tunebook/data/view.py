@@ -21,7 +21,7 @@ from tunebook.data.corpus import IGNORED_LABEL
 from tunebook.data.encode import num_shared
 from tunebook.data.prepared import PartCounts, Prepared, PreparedPart
 from tunebook.data.problems import skipped_lines
-from tunebook.terminal import print_lines
+from tunebook.terminal import print_lines, print_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ def show_prepared(
     for name, part in prepared.parts().items():
         for sample in render_samples(name, part, tokenizer, num_samples, has_color=has_color):
             console.print(sample)
-    console.print(Text(f"prepared data: {prepared.folder}", style="dim"), soft_wrap=True)
+    print_text(f"prepared data: {prepared.folder}", console, style="dim")
 
 
 def show_summary(prepared: Prepared, console: Console) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.errors import TunebookError
+from tunebook.errors import TunebookError, first_line
 from tunebook.processes import ask
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def read_torch() -> dict[str, Any]:
         torch.cuda.current_device()  # raises with the reason, unlike is_available()
         facts["devices"] = [_compute(torch, index) for index in range(torch.cuda.device_count())]
     except (RuntimeError, AssertionError) as error:
-        facts["cuda_problem"] = _first_line(error)
+        facts["cuda_problem"] = first_line(error)
     return facts
 
 
@@ -192,13 +192,8 @@ def _compute(torch: Any, index: int) -> dict[str, Any]:
             "seconds": round(time.perf_counter() - start, 2),
         }
     except RuntimeError as error:  # torch's AcceleratorError and OutOfMemoryError are subclasses
-        facts["problem"] = _first_line(error)
+        facts["problem"] = first_line(error)
     return facts
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def read_tokenizer(config: RunConfig) -> dict[str, Any]:

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.text import Text
 
 from tunebook.config.choices import Source
 from tunebook.config.compose import compose
 from tunebook.config.frozen import plain_config
 from tunebook.config.schema import DatasetSource, RunConfig
-from tunebook.errors import DoesNotFitError, RequestError, TunebookError
+from tunebook.errors import DoesNotFitError, RequestError, TunebookError, first_line
 from tunebook.evaluate.preflight import Hub, describe_missing, download_nltk_package, find_missing
 from tunebook.evaluate.task_files import check_tasks, suite_settings
 from tunebook.model.hub import is_out_of_reach, local_problem
+from tunebook.terminal import print_text
 
 if TYPE_CHECKING:
     from tunebook.evaluate.task_requirements import DataSet
@@ -44,7 +44,7 @@ def fetch_command(
     """
 
     def say(line: str) -> None:
-        console.print(Text(line), soft_wrap=True)
+        print_text(line, console)
 
     if suite is not None and tasks is not None:
         raise RequestError(
@@ -165,7 +165,7 @@ def _problem(error: BaseException, name: str) -> TunebookError:
             "the hub is out of reach; type the same where there is a network, and bring HF_HOME from there",
             problem_id="not-fetched",
         )
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    reason = first_line(error)
     return RequestError(
         f"{reason}; if it is gated, ask for access on its page on the hub and type `hf auth login`",
         problem_id="not-fetched",

@@ -21,7 +21,7 @@ from tunebook.config.choices import Format
 from tunebook.data.formats import FormatSettings, Normalizer
 from tunebook.data.problems import DocumentError, DocumentProblems
 from tunebook.data.readers import read_records
-from tunebook.errors import DataError, RequestError, TunebookError
+from tunebook.errors import DataError, RequestError, TunebookError, first_line
 from tunebook.evaluate.code.checks import check_context
 from tunebook.evaluate.preflight import search_path
 from tunebook.evaluate.task_files import TaskFile
@@ -171,25 +171,22 @@ def _load(task: TaskFile | str, settings: HarnessSettings) -> dict[str, Any]:
         if str(error).startswith(_NO_CACHE):
             raise _missing(name, error) from error
         raise RequestError(
-            f"lm-evaluation-harness refuses task {name}: {_first_line(error)}", problem_id="task-file"
+            f"lm-evaluation-harness refuses task {name}: {_reason(error)}", problem_id="task-file"
         ) from error
     return found
 
 
 def _missing(name: str, error: Exception) -> RequestError:
     return RequestError(
-        f"the data of task {name} is not on this machine and cannot be fetched ({_first_line(error)}); with a "
+        f"the data of task {name} is not on this machine and cannot be fetched ({_reason(error)}); with a "
         "network, unset HF_HUB_OFFLINE; without one, take the task out of evaluation.tasks",
         problem_id="task-data-missing",
     )
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """Return the first line of an error; with the type for a KeyError, whose message is only the key."""
-    kind = type(error).__name__
-    if isinstance(error, KeyError):
-        return f"{kind}: {error}"
-    return (str(error).splitlines() or [kind])[0]
+    return f"KeyError: {error}" if isinstance(error, KeyError) else first_line(error)
 
 
 def seed_libraries() -> None:

@@ -14,7 +14,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, first_few, first_line
 from tunebook.evaluate.code.code_task import book_task_files
 from tunebook.evaluate.task_files import TaskFile, resolve_task
 from tunebook.files import cache_root
@@ -64,7 +64,7 @@ class Hub:
         try:
             download_nltk_package(package)
         except RequestError as error:
-            return f"it cannot be fetched ({str(error.__cause__).splitlines()[0]})"
+            return f"it cannot be fetched ({first_line(error.__cause__ or error)})"
         return None
 
     def _ask(self, repository: str) -> str | None:
@@ -86,7 +86,7 @@ class Hub:
             if token := token_problem(error):
                 return f"{token.what}; type: {token.fix}"
             self.is_reached = isinstance(error, HfHubHTTPError) and not is_out_of_reach(error)
-            return str(error).splitlines()[0] if self.is_reached else _OUT_OF_REACH
+            return first_line(error) if self.is_reached else _OUT_OF_REACH
         return None
 
 
@@ -176,8 +176,7 @@ def _enumerate(names: list[str], kind: str) -> str:
     """`the data set A is`, `the data sets A, B, C and 21 more are`."""
     if len(names) == 1:
         return f"the {kind} {names[0]} is"
-    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-    return f"the {kind}s {', '.join(names[:_NUM_NAMED])}{more} are"
+    return f"the {kind}s {first_few(names, _NUM_NAMED)} are"
 
 
 def nltk_folder() -> Path:
@@ -215,7 +214,7 @@ def download_nltk_package(package: str) -> None:
         with _nltk_environment():
             Downloader(download_dir=str(folder)).download(package, **options)
     except (ValueError, OSError) as error:  # no network, or an index without the package
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise RequestError(
             f"nltk data {package} cannot be downloaded ({reason}); with a network, type the same again, or copy "
             f"{_NLTK_KIND}/{package}/ from another machine into {folder}",

@@ -20,7 +20,7 @@ from tunebook.checkpoint.choose import same_command
 from tunebook.config.choices import Weights
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
-from tunebook.errors import DataError
+from tunebook.errors import DataError, first_line
 from tunebook.evaluate.results import Answer
 from tunebook.facts.attention import WITHOUT_KERNEL
 from tunebook.files import atomic_write_text, read_json, sha256_file, sha256_text
@@ -77,7 +77,7 @@ class ResultCache:
             answers = [Answer(**answer) for answer in stored.pop("answers")]
             return TaskResult(**stored, answers=answers)
         except (DataError, OSError, KeyError, TypeError) as error:
-            self.damaged.append(f"{file} is damaged ({str(error).splitlines()[0]}); {task} is evaluated again")
+            self.damaged.append(f"{file} is damaged ({first_line(error)}); {task} is evaluated again")
             return None
 
     def write(self, result: TaskResult) -> None:

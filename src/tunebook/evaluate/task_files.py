@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tunebook.config.book import book_root, is_task_file, problems_of, recipe_folders, resolve_path
 from tunebook.config.interpolation import to_object
 from tunebook.config.schema import EvaluationConfig, RunConfig
-from tunebook.errors import RequestError, TunebookError, did_you_mean, nearest
+from tunebook.errors import RequestError, TunebookError, did_you_mean, first_line, nearest
 from tunebook.evaluate.code.code_task import CodeTask, book_task_files, read_code_task
 from tunebook.files import cache_root, remember, sha256_text
 
@@ -158,7 +158,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{file}, line {mark.line + 1}" if mark is not None else str(file)
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        reason = getattr(error, "problem", None) or first_line(error)
         raise RequestError(f"{place}: this is not YAML: {reason}", problem_id="task-file") from error
     if not isinstance(config, dict):
         raise RequestError(f"{file} holds no keys, so it is not a task", problem_id="task-file")
@@ -222,7 +222,7 @@ def _read_group(file: Path) -> EvaluationConfig | None:
         settings = to_object(merged)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise RequestError(
-            f"{file} is not an evaluation group: {str(error).splitlines()[0]}; its keys are those of `evaluation`",
+            f"{file} is not an evaluation group: {first_line(error)}; its keys are those of `evaluation`",
             problem_id="suite-file",
         ) from error
     assert isinstance(settings, EvaluationConfig)

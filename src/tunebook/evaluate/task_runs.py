@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from tunebook.errors import TunebookError
+from tunebook.errors import TunebookError, first_few
 from tunebook.evaluate.harness import (
     SEEDS,
     HarnessSettings,
@@ -192,12 +192,11 @@ def _describe_score(score: dict[str, Any] | None) -> str:
 
 
 def _describe_reused(reused: dict[str, str], num_tasks: int) -> str:
-    named = ", ".join(list(reused)[:_NUM_NAMED])
-    more = f" and {len(reused) - _NUM_NAMED} more" if len(reused) > _NUM_NAMED else ""
+    named = first_few(list(reused), _NUM_NAMED)
     count = "the only task is" if num_tasks == 1 else f"{len(reused)} of {num_tasks} tasks are"
     when = max(reused.values()).replace("T", " ").replace("+00:00", " UTC")
     return (
-        f"{count} taken from an evaluation of the same model and request, the last of {when}: {named}{more}; --fresh "
+        f"{count} taken from an evaluation of the same model and request, the last of {when}: {named}; --fresh "
         "evaluates again"
     )
 

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 
 from rich.console import Console
-from rich.text import Text
 
 from tunebook.evidence.tolerances import LOSS, loss_differences
 from tunebook.evidence.verifying import Verification
@@ -15,6 +14,7 @@ from tunebook.record.page.charts import Chart, Line, Point
 from tunebook.record.page.curves import dash_of_run
 from tunebook.record.report import render_page
 from tunebook.record.run_record import RunRecord
+from tunebook.terminal import print_text
 
 PAGE_FILE = "verify.html"
 
@@ -25,7 +25,7 @@ def show_verification(found: Verification, record: RunRecord, console: Console) 
     page = draw_page(found, record, console)
     verdict = "agrees with" if found.exit_code == 0 else "DIFFERS from"
     drawn = "" if page is None else f"; drawn in {page}"
-    console.print(Text(f"the run {verdict} {found.name}{drawn}"), soft_wrap=True)
+    print_text(f"the run {verdict} {found.name}{drawn}", console)
     return found.exit_code
 
 
@@ -36,7 +36,7 @@ def draw_page(found: Verification, record: RunRecord, console: Console) -> Path 
         write_page(found, record.name, page)
     except OSError as error:
         warning = f"warning: {page} cannot be written: {error.strerror or error}"
-        console.print(Text(warning, style="yellow"), soft_wrap=True)
+        print_text(warning, console, style="yellow")
         return None
     return page
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from tunebook.config.choices import Generation
 from tunebook.facts.generations import OLDEST_SUPPORTED, ComputeCapability, generation_of
+from tunebook.processes import own_cores
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 MIXED_NOTE = "different GPUs in one machine"
@@ -73,7 +74,7 @@ def detect_machine(no_gpu_because: str | None = None) -> Machine:
     return Machine(
         gpus=gpus,
         driver=driver,
-        num_cpus=_num_cpus(),
+        num_cpus=len(own_cores()),
         host_memory_gib=_host_memory_gib(),
         notes=notes,
         missing_for_triton=_missing_for_triton(),
@@ -225,12 +226,6 @@ def _missing_headers() -> str | None:
     if not (Path(sysconfig.get_paths(scheme)["include"]) / "Python.h").is_file():
         return "Python's headers are not installed here (apt install python3-dev)"
     return None
-
-
-def _num_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):  # honours taskset and cpusets; Linux only
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _host_memory_gib() -> float:

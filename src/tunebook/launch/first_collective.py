@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from tunebook.config.choices import Generation
 from tunebook.config.schema import RunConfig
+from tunebook.errors import first_line
 from tunebook.record.run_folder import write_outcome
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class StartWatch(threading.Thread):
             store = self.connect()
             absent = [rank for rank in range(self._num_ranks) if not store.check([f"{_PREFIX}/{rank}"])]
         except RuntimeError as error:
-            return f"rank 0 cannot be reached ({str(error).splitlines()[0]})"
+            return f"rank 0 cannot be reached ({first_line(error)})"
         if absent:
             names = ", ".join(map(str, absent))
             return f"rank{'s' if len(absent) > 1 else ''} {names} did not connect"

@@ -14,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
-from rich.text import Text
 
 from tunebook.config.frozen import architecture_json, config_to_yaml
 from tunebook.config.model_facts import ARCHITECTURE_FILE
@@ -40,6 +39,7 @@ from tunebook.record.measurement import (
 from tunebook.record.metrics import is_training_line, read_metrics
 from tunebook.record.run_folder import PLAN_FILE, PREPARED_FILE, RUN_FILE, UNSAVED_FILE, Outcome, read_outcomes
 from tunebook.supervise import run_and_wait
+from tunebook.terminal import print_text
 from tunebook.train.environment import rank_environment
 
 
@@ -66,17 +66,17 @@ def measure(
     file = measurement_file(config, batch, machine)
     known = recall_measurement(config, batch, machine)
     if known is not None:
-        console.print(Text(f"measured on {known.date}; to measure again, remove {file}"), soft_wrap=True)
+        print_text(f"measured on {known.date}; to measure again, remove {file}", console)
         return known
     taken = measure_steps(measured_config(config, batch), batch.row_length, console, plan)
     keep_measurement(taken, config, batch, machine)
-    console.print(Text(f"kept for later plans and runs: {file}"), soft_wrap=True)
+    print_text(f"kept for later plans and runs: {file}", console)
     return taken
 
 
 def measure_steps(config: RunConfig, row_length: int, console: Console, plan: dict[str, object]) -> Measurement:
     """Train the two steps of `measured_config` in a temporary run folder, and read the measurement."""
-    console.print(Text(f"measuring: {NUM_STEPS} optimizer steps with full rows of made-up tokens"), soft_wrap=True)
+    print_text(f"measuring: {NUM_STEPS} optimizer steps with full rows of made-up tokens", console)
     with TemporaryDirectory(prefix="tunebook-measure-") as name:
         folder = Path(name)
         outcome = _train(config, folder, plan)
@@ -129,7 +129,7 @@ def _printing_to_stderr() -> Iterator[None]:
 
 def _failed(outcome: Outcome, folder: Path, console: Console) -> TunebookError:
     if quoted := quote_log(rank_log(folder, outcome.rank), folder):
-        console.print(Text(quoted), soft_wrap=True)
+        print_text(quoted, console)
     return TunebookError(
         f"the two steps of --measure failed, and nothing was measured: {outcome.reason}", problem_id="measure-failed"
     )

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from tunebook.config.frozen import load_config
 from tunebook.config.identity import config_hash
@@ -46,7 +45,7 @@ from tunebook.launch.slurm.container import describe_container
 from tunebook.processes import adopting_orphans, ask_to_stop_when_parent_dies, children_of, end_children
 from tunebook.record.run_folder import RUN_FILE, read_outcomes
 from tunebook.supervise import POLL_S, Started, StopRequests, start_command
-from tunebook.terminal import outlive_readers
+from tunebook.terminal import outlive_readers, print_text
 from tunebook.train.environment import evaluation_environment, rank_environment
 
 _ANSWER_WITHIN_S = 30.0  # a launcher replies at once, even while it prepares
@@ -204,7 +203,7 @@ def join_run(config: RunConfig, console: Console) -> int:
     endpoint = f"{launcher.master_address}:{launcher.master_port}"
 
     def say(text: str) -> None:
-        console.print(Text(text), soft_wrap=True)
+        print_text(text, console)
 
     return take_part(config, endpoint, launcher.node_rank, say, config_hash(config))
 

@@ -8,7 +8,6 @@ import socket
 import struct
 from contextlib import suppress
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.launch.rendezvous import is_loopback
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.record.run_folder import RUN_FILE
+from tunebook.train.packages import installed_version
 from tunebook.train.requirements import check_environment
 
 _SAME_EVERYWHERE = ("tunebook", "torch", "transformers", "accelerate", "deepspeed")
@@ -44,14 +44,9 @@ def node_facts(config: RunConfig, *, checks_machine: bool = True) -> dict[str, A
 
 def software() -> str:
     """The package versions that all ranks of a run must share."""
-    return ", ".join(f"{name} {version}" for name in _SAME_EVERYWHERE if (version := _version(name)) is not None)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    return ", ".join(
+        f"{name} {version}" for name in _SAME_EVERYWHERE if (version := installed_version(name)) is not None
+    )
 
 
 def code_hash() -> str:

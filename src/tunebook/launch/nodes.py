@@ -18,7 +18,6 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 
 from rich.console import Console
-from rich.text import Text
 
 from tunebook.config.choices import LauncherName
 from tunebook.config.identity import config_hash
@@ -39,6 +38,7 @@ from tunebook.launch.slurm.container import required_code, why_not_started
 from tunebook.processes import adopting_orphans, children_of, end_children
 from tunebook.slurm import node_names
 from tunebook.supervise import POLL_S, Failure, ProcessEnd, Started, StopRequests, start_command
+from tunebook.terminal import print_text
 
 # Seconds that ranks get to end after one of them has failed: no save can succeed without it. torchrun uses the same.
 KILL_AFTER_S = 30.0
@@ -451,7 +451,7 @@ def open_to_nodes(config: RunConfig, console: Console) -> NodeGroup:
     name = launcher.master_address or socket.gethostname()
     others, number = ("1", "1") if num_nodes == 2 else (f"N of 1 to {num_nodes - 1}", "N")
     text = f"on node {others}, type the same with: launcher.node_rank={number} launcher.master_address={name}"
-    console.print(Text(text), soft_wrap=True)
+    print_text(text, console)
     try:
         socket.getaddrinfo(name, launcher.master_port)
     except (OSError, UnicodeError) as error:  # later nodes retry: a scheduler may publish names only once nodes are up
@@ -459,5 +459,5 @@ def open_to_nodes(config: RunConfig, console: Console) -> NodeGroup:
             message = f"node 0 cannot resolve {name} itself ({error}); nodes that cannot resolve it do not reach node 0"
             key = "launcher.master_address"
             problem = Problem(id="master-address-unknown", key=key, message=message, fix=f"{key}=null", is_error=False)
-            console.print(Text(f"warning: {problem.text()}", style="yellow"), soft_wrap=True)
+            print_text(f"warning: {problem.text()}", console, style="yellow")
     return group

@@ -7,6 +7,11 @@ transformers recomputes activations inside that, so the compiler handles it, exc
 
 torch decides what a compiled block keeps for the backward pass: whatever takes time to recompute. With `recomputes`
 (selective activation checkpointing) norms and activation functions are computed twice, products and attention once.
+
+The routers of a mixture of experts: transformers' hooks find the list to record logits into through a `ContextVar`
+(utils/output_capturing.py, 5.23), which torch's compiler cannot trace: it cut each block of Qwen3-MoE into several
+graphs. So a list of the block's own is part of the graph, and what it holds is handed on outside. Activation
+checkpointing is outside, too: inside, the compiler refuses to change a list.
 """
 
 from __future__ import annotations
@@ -15,14 +20,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils.output_capturing import _active_collector
 
 from tunebook.config.choices import Fp8Scaling
 from tunebook.errors import RequestError
+from tunebook.facts.architectures import CHOSEN_EXPERTS, EXPERTS
 from tunebook.facts.compiling import set_up_compiler
-
-if TYPE_CHECKING:
-    from torch import nn
 
 ALIGNMENT = 16  # sizes of fp8 products are multiples of this: of features, and of tokens in the weights' gradients
 
@@ -33,8 +40,6 @@ def compile_layers(model: nn.Module, *, recomputes: bool = False, backend: str =
     `recomputes`: cheap results are recomputed in the backward pass instead of being kept.
     Raises: RequestError if transformers does not declare the blocks' classes.
     """
-    import torch
-
     blocks: list[Any] = list(transformer_blocks(model).values())
     if not blocks:
         raise RequestError(
@@ -50,8 +55,6 @@ def compile_layers(model: nn.Module, *, recomputes: bool = False, backend: str =
         has_frozen = any(not parameter.requires_grad for parameter in block.parameters())
         forward = _OutsideTheGraph(block, compiled) if has_frozen else compiled
         if has_routers and own is None:
-            from tunebook.model.router_logits import WithRouterLogits, forward_with_logits
-
             recorded = torch.compile(MethodType(forward_with_logits, block), backend=backend)
             forward = WithRouterLogits(forward, _OutsideTheGraph(block, recorded))
         block.forward = forward
@@ -116,8 +119,6 @@ def pays(scaling: Fp8Scaling, in_features: int, out_features: int) -> bool:
 
 def layers_for_fp8(model: nn.Module, scaling: Fp8Scaling) -> list[str]:
     """The names of the linear layers that multiply in fp8 once converted."""
-    from torch import nn
-
     return [
         f"{block}.{name}"
         for block, module in transformer_blocks(model).items()
@@ -167,8 +168,6 @@ def plain_products(model: nn.Module) -> Iterator[None]:
     One scale for a whole row of documents changes with each of them, by less than fp8 rounds to and by far more than
     bf16 does, so such products cannot show whether documents affect each other.
     """
-    from torch import nn
-
     converted = _converted(model)
     classes = [type(layer) for layer in converted]
     try:
@@ -185,3 +184,47 @@ def _converted(model: nn.Module) -> list[nn.Module]:
 
     module = sys.modules.get("torchao.float8.float8_linear")  # never imported: nothing was converted
     return [layer for layer in model.modules() if isinstance(layer, module.Float8Linear)] if module else []
+
+
+_KEY = "router_logits"
+_collector: Any = _active_collector
+
+
+def name_experts(text: Any) -> bool:
+    """Let a config answer to TRL's keys for the numbers of experts (trl 1.16, _fused_forward); False if it has none.
+
+    Saved configs keep their own keys.
+    """
+    for keys in (EXPERTS, CHOSEN_EXPERTS):
+        own = next((key for key in keys if getattr(text, key, None)), None)
+        if own is None:
+            return False
+        if own != keys[0]:
+            type(text).attribute_map = {**type(text).attribute_map, keys[0]: own}
+    return True
+
+
+def forward_with_logits(self: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
+    """A block's forward pass, and the logits of its routers."""
+    found: dict[str, list[Any]] = {_KEY: []}
+    before = _collector.compiling, _collector.global_var
+    _collector.compiling, _collector.global_var = True, found
+    output = type(self).forward(self, *args, **kwargs)
+    _collector.compiling, _collector.global_var = before
+    return output, found[_KEY]
+
+
+class WithRouterLogits:
+    """The compiled forward pass of a block with experts: `recorded` if the pass asks for router logits."""
+
+    def __init__(self, compiled: Any, recorded: Any) -> None:
+        self._compiled, self._recorded = compiled, recorded
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block, and hand on the logits that the pass asks for."""
+        wanted = _collector.get()
+        if wanted is None or _KEY not in wanted:
+            return self._compiled(*args, **kwargs)
+        output, logits = self._recorded(*args, **kwargs)
+        wanted[_KEY].extend(logits)
+        return output

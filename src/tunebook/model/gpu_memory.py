@@ -16,7 +16,6 @@ import torch
 from tunebook.errors import DoesNotFitError
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
 GIB = 2**30
@@ -66,8 +65,6 @@ def choose_placement(num_parameters: int, bytes_each: int, rounded_bytes: int, f
 
 def place_on_gpus(model: PreTrainedModel, compute_dtype: torch.dtype | None) -> tuple[PreTrainedModel, str | None]:
     """Move the model to the GPUs of this process; also returns a note if it was rounded or split."""
-    import torch
-
     placed: Any = model
     if getattr(model, "quantization_method", None) is not None:  # it was loaded onto the GPU already
         return model, None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tunebook.config.schema import ModelConfig
-from tunebook.errors import RequestError, TunebookError, causes
+from tunebook.errors import RequestError, TunebookError, causes, first_line
 from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.model.weight_files import STORED_PATTERNS, find_weight_files
 
@@ -133,7 +133,7 @@ def hub_problem(
             "HF_HUB_OFFLINE=1",
             problem_id="hub-out-of-reach",
         )
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = first_line(error)
     return RequestError(
         f"the {kind} '{name}' cannot be loaded: {reason}; check the name and the revision, and for a gated one "
         "run `hf auth login` with an account that may read it",

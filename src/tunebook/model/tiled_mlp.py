@@ -13,15 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tunebook.errors import RequestError
 from tunebook.model.blocks import transformer_blocks
 from tunebook.model.parameters import MLP_INPUT_LAYERS, MLP_OUTPUT_LAYERS
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 
 def tile_mlps(model: nn.Module, tile_tokens: int) -> int:
@@ -65,9 +65,6 @@ class _InTiles:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states (B, T, H) of any batch; the result has the same shape."""
-        import torch
-        from torch.utils.checkpoint import checkpoint
-
         tokens = hidden.flatten(0, -2)[None]
         if tokens.shape[1] <= self._tile_tokens:
             return self._forward(hidden)

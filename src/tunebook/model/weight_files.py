@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -96,14 +96,13 @@ def _in_pickle(file: Path) -> Shapes:
     return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
-def damaged_file(file: Path, error: Exception) -> RequestError:
+def damaged_file(
+    file: Path, error: Exception | str, advice: str = "it is damaged or was cut off. Copy or download it again"
+) -> RequestError:
     """The error for a file of weights that cannot be read."""
     size = f"{file.stat().st_size:,} bytes" if file.is_file() else "not there"
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return RequestError(
-        f"{file} ({size}) cannot be read: {reason}; it is damaged or was cut off. Copy or download it again",
-        problem_id="weights-file-damaged",
-    )
+    reason = error if isinstance(error, str) else first_line(error)
+    return RequestError(f"{file} ({size}) cannot be read: {reason}; {advice}", problem_id="weights-file-damaged")
 
 
 def check_stored_weights(model: PreTrainedModel, folder: Path) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tunebook.config.choices import Compute, PeftMethod, Strategy
@@ -28,8 +30,6 @@ def find_parallelism(model: nn.Module) -> Found:
 
     `model` is the outermost module, as the training loop calls it.
     """
-    from torch.distributed.fsdp import FSDPModule
-
     if isinstance(model, DistributedDataParallel):
         ranks = model.process_group.size()
         return {"strategy": Strategy.ddp.name, "wrapper": type(model).__name__, "ranks": ranks}
@@ -41,8 +41,6 @@ def find_parallelism(model: nn.Module) -> Found:
 
 
 def _find_fsdp(model: Any) -> Found:
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
 
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]

@@ -12,7 +12,7 @@ from rich.text import Text
 from tunebook.config.override_text import split_values
 from tunebook.errors import DataError, RequestError
 from tunebook.plan.draft import Draft, draft_run
-from tunebook.terminal import print_lines
+from tunebook.terminal import print_lines, print_text
 
 _PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "overhead", "total")
 _UNBOUNDED = 1000  # columns, wider than any table
@@ -28,7 +28,7 @@ def compare_plans(
     key, values = split_compared(compared)
     drafts = {value: draft_run(recipe, [*overrides, f"{key}={value}"], recipes_dirs) for value in values}
     title = f"Each GPU or rank (estimated): memory in GiB and tokens/s by {key}"
-    console.print(Text(title, style="italic"), soft_wrap=True)
+    print_text(title, console, style="italic")
     table = _table(key, drafts, _PARTS)
     unbounded = console.options.update(max_width=_UNBOUNDED)
     if (width := Measurement.get(console, unbounded, table).maximum) > console.width:

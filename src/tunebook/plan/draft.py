@@ -23,9 +23,8 @@ from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.plan.advice.links import slow_links
 from tunebook.plan.auto.decisions import AS_ASKED, ChoiceValue
 from tunebook.plan.auto.resolve import Resolution, resolve_auto
-from tunebook.plan.memory.gpu import MemoryPlan, plan_memory
+from tunebook.plan.memory.gpu import MemoryPlan, measured_memory, plan_memory
 from tunebook.plan.memory.host_memory import HostPlan, plan_host_memory
-from tunebook.plan.memory.two_steps import measured_memory
 from tunebook.plan.rules import check, located
 from tunebook.plan.speed.throughput import TimePlan, plan_time
 

@@ -26,7 +26,7 @@ from tunebook.plan.memory.gpu import Memory, MemoryPlan
 from tunebook.plan.memory.host_memory import HostPlan
 from tunebook.plan.speed.throughput import TimePlan
 from tunebook.record.run_folder import Outcome
-from tunebook.terminal import print_lines
+from tunebook.terminal import print_lines, print_text
 
 _WIDTH_WITHOUT_TERMINAL = 100  # columns, as in a log
 _WIDEST_VALUE = 24  # columns; a longer one wraps
@@ -56,7 +56,7 @@ def show_choices(choices: list[Choice], console: Console, *, last: LastRun | Non
         console.print(Text("Choices" if command is None else title, style="italic"))
         _print_choices(listed, console)
     if len(listed) < len(choices):  # on one line, so that the command can be copied
-        console.print(Text(shown(f"{rest} {alike}: {command}")), soft_wrap=True)
+        print_text(shown(f"{rest} {alike}: {command}"), console)
 
 
 def _is_shown_by_default(choice: Choice, last: LastRun | None) -> bool:
@@ -263,8 +263,8 @@ def show_end(outcome: Outcome, folder: Path, report: Path | None, console: Conso
     if outcome.exit_code == 0:
         console.print(Text("finished", style="green"))
     else:
-        console.print(Text(outcome.reason, style="red"), soft_wrap=True)
-    console.print(Text(f"run folder: {folder}" + (f"\nreport: {report}" if report else "")), soft_wrap=True)
+        print_text(outcome.reason, console, style="red")
+    print_text(f"run folder: {folder}" + (f"\nreport: {report}" if report else ""), console)
 
 
 @contextmanager

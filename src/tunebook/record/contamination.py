@@ -1,7 +1,8 @@
 """What a run folder records about items that are in the training documents, in words for terminal and report.
 
 `contamination.json` is written by `evaluate.contamination`, which also puts the scores on clean and on other items into
-the record of each evaluation.
+the record of each evaluation. `evaluation.contamination=refuse` allows no training on documents that hold items of its
+evaluation.
 """
 
 from __future__ import annotations
@@ -179,3 +180,28 @@ def _score(score: Mapping[str, Any]) -> str:
     if not 0 <= value <= 1:
         return f"{value:.4g}" + ("" if error is None else f" ± {error:.2g}")
     return f"{100 * value:.1f}%" + ("" if error is None else f" ± {100 * error:.1f}")
+
+
+def refuse_contaminated(run: Path, config: RunConfig) -> None:
+    """Raises: DataError if this is asked for and items were found, or could not be looked for."""
+    if config.evaluation.contamination is not Contamination.refuse:
+        return
+    result = read_contamination(run)
+    if result is None or result["not_checked"]:
+        why = result["not_checked"] if result else "the check failed, and its message is above"
+        raise DataError(
+            f"evaluation.contamination=refuse, and the training documents could not be compared with the evaluation: "
+            f"{why}. Train without the comparison: evaluation.contamination=disabled",
+            problem_id="contamination-not-checked",
+        )
+    found = [describe_group(name, group) for name, group in result["groups"].items() if is_refused(group)]
+    if found:
+        examples = [one for group in result["groups"].values() for one in group["examples"]]
+        first = "; ".join(f"{one['document']} has item {one['item']}" for one in examples[:3])
+        raise DataError(
+            f"evaluation.contamination=refuse, and the training documents hold items of the evaluation. "
+            f"{'. '.join(found)}. For example: {first}. Take these documents out of the training data ("
+            f"{run / CONTAMINATION_FILE} numbers the items), or train with evaluation.contamination=report, which "
+            "reports the scores on clean items too",
+            problem_id="contaminated",
+        )

@@ -52,7 +52,7 @@ def create_run_folder(outputs: Path, recipe: str, now: datetime | None = None) -
     name = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H-%M-%SZ")
     try:
         recipe_folder.mkdir(parents=True, exist_ok=True)
-        folder = _make_unique(recipe_folder, name)
+        folder = make_unique(recipe_folder, name)
     except OSError as error:
         raise _cannot_write(outputs, error) from error
     _point_latest_at(folder)
@@ -123,7 +123,7 @@ def find_runs(outputs: Path, recipe: str | None = None) -> list[Path]:
     """Every run under `outputs`, of one recipe or of all, oldest first."""
     outputs = outputs.expanduser().absolute()
     folders = outputs.glob("*/*") if recipe is None else (outputs / recipe).glob("*")  # a name is not a pattern
-    return sorted((f for f in folders if _RUN_NAME.fullmatch(f.name) and is_run(f)), key=_age)
+    return sorted((f for f in folders if _RUN_NAME.fullmatch(f.name) and is_run(f)), key=age_key)
 
 
 def latest_run(outputs: Path, recipe: str | None = None) -> Path | None:
@@ -250,12 +250,14 @@ def _unknown_run(text: str, outputs: Path) -> str:
     )
 
 
-def _age(run: Path) -> tuple[str, int]:
+def age_key(run: Path) -> tuple[str, int]:
+    """What sorts the folders of runs, or of sweeps, by their age."""
     second, _, number = run.name.partition("Z")
     return second, int(number[1:] or 0) if number else 0
 
 
-def _make_unique(recipe_folder: Path, name: str) -> Path:
+def make_unique(recipe_folder: Path, name: str) -> Path:
+    """Make a new folder of this name, with a number added if it is taken."""
     number = 1
     while True:
         folder = recipe_folder / (name if number == 1 else f"{name}-{number:03d}")

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from tunebook.errors import DataError, RequestError
+from tunebook.errors import DataError, RequestError, first_line
 from tunebook.files import read_json
 from tunebook.record.contamination import read_contamination
 from tunebook.record.manifest import MANIFEST_FILE, changed_files, read_manifest
@@ -153,7 +153,7 @@ def _read_config(path: Path) -> dict[str, Any] | None:
     try:
         config: Any = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        raise _broken(path, f"it cannot be read: {str(error).splitlines()[0]}") from error
+        raise _broken(path, f"it cannot be read: {first_line(error)}") from error
     if not isinstance(config, dict) or not config:
         raise _broken(path, "it is empty" if not config else "it is not a mapping of keys to values")
     for section in _CONFIG_SECTIONS:

@@ -3,7 +3,7 @@
 commands.sweep: options (checked) -> commands.sweep_planning: trials (a list, combined like Hydra's multirun) or space
   (for a search), and commands.sweep_dividing (GPUs per trial) -> folder (sweep.json; whether an interrupted sweep
   resumes) -> study (Optuna's proposals) -> launching (one after the other, in parallel through joblib, or
-  slurm_trials: as Slurm jobs) -> trial_process (one `tunebook train` each, on its share) -> results -> table
+  slurm_trials: as Slurm jobs) -> trial_process (one `tunebook train` each, on its share) -> results
 
 Values are written and combined as in Hydra's multirun, by Hydra's own parser and sweeper. Hydra's launcher plugins are
 not used. hydra-joblib-launcher kills its workers on Ctrl-C, so that no trial could save. With hydra-submitit-launcher

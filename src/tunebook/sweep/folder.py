@@ -14,10 +14,9 @@ costs only seconds.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from tunebook.errors import (
 from tunebook.files import atomic_write_json, read_json
 from tunebook.hardware.disk import tells_of_full_disk
 from tunebook.record.manifest import MANIFEST_FILE, RunState, read_manifest
-from tunebook.record.run_folder import working_in
+from tunebook.record.run_folder import age_key, make_unique, working_in
 from tunebook.sweep.trial_process import TrialEnd, read_trial_end, write_trial_end
 from tunebook.sweep.trials import Trial, parse_sweep_overrides
 
@@ -123,7 +122,7 @@ def newest_with(request: Request, outputs: Path, recipe: str) -> SweepFolder | N
     """Return the newest sweep with an equal request, in whatever order its overrides were typed; else None."""
     wanted, words = asdict(request), _in_order(request.overrides)
     found = (outputs.expanduser().absolute() / recipe).glob(f"sweep-*/{SWEEP_FILE}")
-    for file in sorted(found, key=lambda file: _age(file.parent), reverse=True):
+    for file in sorted(found, key=lambda file: age_key(file.parent), reverse=True):
         try:
             record = read_json(file)
         except DataError:
@@ -155,7 +154,7 @@ def create(request: Request, outputs: Path, recipe: str) -> SweepFolder:
     time = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
     try:
         recipe_folder.mkdir(parents=True, exist_ok=True)
-        folder = _make_unique(recipe_folder, f"sweep-{time}")
+        folder = make_unique(recipe_folder, f"sweep-{time}")
         atomic_write_json(folder / SWEEP_FILE, {"format": FORMAT, **asdict(request), "created": time})
     except OSError as error:
         raise RequestError(
@@ -169,32 +168,13 @@ def create(request: Request, outputs: Path, recipe: str) -> SweepFolder:
 @contextmanager
 def working_on(folder: SweepFolder) -> Iterator[None]:
     """Lock a sweep's folder. Raises: RequestError while another process holds it."""
-    context = working_in(folder.path)
-    try:
-        context.__enter__()
-    except RequestError as error:
-        raise RequestError(
-            f"this sweep is at work in {folder.path}, started by another process; wait for it, or start another in "
-            "addition: training.resume=never",
-            problem_id="sweep-is-running",
-        ) from error
-    try:
-        yield
-    finally:
-        context.__exit__(None, None, None)
-
-
-def _make_unique(recipe_folder: Path, name: str) -> Path:
-    for number in count(1):
-        folder = recipe_folder / (name if number == 1 else f"{name}-{number:03d}")
+    with ExitStack() as stack:
         try:
-            folder.mkdir()
-        except FileExistsError:
-            continue
-        return folder
-    raise AssertionError("there is always a next number")
-
-
-def _age(folder: Path) -> tuple[str, int]:
-    second, _, number = folder.name.partition("Z")
-    return second, int(number[1:] or 0) if number else 0
+            stack.enter_context(working_in(folder.path))
+        except RequestError as error:
+            raise RequestError(
+                f"this sweep is at work in {folder.path}, started by another process; wait for it, or start another in "
+                "addition: training.resume=never",
+                problem_id="sweep-is-running",
+            ) from error
+        yield

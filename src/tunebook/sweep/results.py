@@ -1,15 +1,23 @@
-"""Results of a sweep's trials, read from their run folders, and their ranking."""
+"""Results of a sweep's trials, read from their run folders, their ranking, and its tables: terminal and `sweep.csv`."""
 
 from __future__ import annotations
 
+import csv
+import io
 import math
+import shlex
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
+from itertools import filterfalse
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
 
 from tunebook.errors import DataError
-from tunebook.files import read_json
+from tunebook.files import atomic_write_text, read_json
 from tunebook.record.differences import mean_score
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest
 from tunebook.record.metrics import is_training_line, median_after_warm_up, read_metrics
@@ -17,15 +25,13 @@ from tunebook.sweep.options import Direction
 from tunebook.sweep.trial_process import EXIT_STOPPED, TrialEnd
 from tunebook.sweep.trials import Trial
 
+if TYPE_CHECKING:
+    from tunebook.sweep.space import Space
+
+
 _MEANINGS = {2: "the request is wrong", 3: "it does not fit", 4: "the data is wrong", EXIT_STOPPED: "it was stopped"}
-
-
-class Measure(Enum):
-    """Measures for ranking trials, most informative first."""
-
-    evaluation_score = "evaluation score"
-    validation_loss = "validation loss"
-    final_loss = "final loss"
+# Measures that rank trials if no metric was chosen, the most informative first.
+_MEASURES = ("evaluation_score", "validation_loss", "final_loss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,25 +106,17 @@ def rank(results: list[TrialResult], goal: Goal | None = None) -> Ranking:
 
     Without a goal, rank by the first measure that every finished trial has; further such measures break ties.
     """
-    if goal is not None:
-        return _rank_by(goal, results)
     finished = [result for result in results if result.has_finished]
-    others = [result for result in results if not result.has_finished]
-    measures = [measure for measure in Measure if all(_value(result, measure) is not None for result in finished)]
-    if not finished or not measures:
-        return Ranking(measure=None, ranked=[], unranked=[*finished, *others])
-    ranked = sorted(finished, key=lambda result: [_sort_key(result, measure) for measure in measures])
-    return Ranking(measure=measures[0].value, ranked=ranked, unranked=others)
+    measures = [name for name in _MEASURES if all(getattr(result, name) is not None for result in finished)]
+    if goal is not None:
+        measures = [goal.metric]
 
+    def is_ranked(result: TrialResult) -> bool:
+        return result.has_finished and bool(measures) and getattr(result, measures[0]) is not None
 
-def _rank_by(goal: Goal, results: list[TrialResult]) -> Ranking:
-    values = {id(result): goal.value_of(result) for result in results}
-    sign = -1 if goal.direction is Direction.maximize else 1
-    keyed = [(sign * value, result) for result in results if (value := values[id(result)]) is not None]
-    ranked = [result for _, result in sorted(keyed, key=lambda pair: pair[0])]
-    unranked = [result for result in results if values[id(result)] is None]
-    unranked.sort(key=lambda result: not result.has_finished)
-    return Ranking(measure=goal.metric.replace("_", " ") if ranked else None, ranked=ranked, unranked=unranked)
+    ranked = sorted(filter(is_ranked, results), key=lambda result: [_sort_key(result, name, goal) for name in measures])
+    unranked = sorted(filterfalse(is_ranked, results), key=lambda result: not result.has_finished)
+    return Ranking(measure=measures[0].replace("_", " ") if ranked else None, ranked=ranked, unranked=unranked)
 
 
 def sweep_exit_code(results: list[TrialResult]) -> int:
@@ -128,16 +126,12 @@ def sweep_exit_code(results: list[TrialResult]) -> int:
     return next((code for code in codes if code != 0), 0)
 
 
-def _value(result: TrialResult, measure: Measure) -> float | None:
-    value: float | None = getattr(result, measure.name)
-    return value
-
-
-def _sort_key(result: TrialResult, measure: Measure) -> float:
+def _sort_key(result: TrialResult, measure: str, goal: Goal | None) -> float:
     """Return a number that is smaller for the better trial."""
-    value = _value(result, measure)
-    assert value is not None
-    return -value if measure is Measure.evaluation_score and result.is_higher_better else value
+    value: float = getattr(result, measure)
+    if goal is not None:
+        return -value if goal.direction is Direction.maximize else value
+    return -value if measure == "evaluation_score" and result.is_higher_better else value
 
 
 def _ending(end: TrialEnd | None, run_folder: Path) -> tuple[int | None, str]:
@@ -191,3 +185,106 @@ def _number(line: dict[str, Any], key: str) -> float | None:
     if not isinstance(value, int | float):
         raise DataError(f"{key} is {value!r} in the metrics of a trial", problem_id="broken-record")
     return float(value) if math.isfinite(value) else None
+
+
+_MEASUREMENTS = ("exit_code", "how_it_ended", "final_loss", "validation_loss", "evaluation_score")
+_MAX_DIGITS = 9
+_COSTS = ("tokens_per_second_per_gpu", "seconds", "run_folder")
+
+
+def write_csv(ranking: Ranking, file: Path) -> None:
+    """Write one line per trial, best first: rank, a column for each override, and all measurements."""
+    keys = _override_keys(ranking)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["rank", *keys, *_MEASUREMENTS, *_COSTS])
+    for rank, result in _lines(ranking):
+        values = dict(override.split("=", 1) for override in result.trial.overrides)
+        measured = [getattr(result, name) for name in (*_MEASUREMENTS, *_COSTS)]
+        writer.writerow([rank, *(values[key] for key in keys), *("" if v is None else v for v in measured)])
+    atomic_write_text(file, text.getvalue())
+
+
+def sweep_table(ranking: Ranking) -> Table:
+    """Return a table for a terminal: only swept keys, and only measurements that some trial has."""
+    by = f"ranked by {ranking.measure}" if ranking.measure else "not ranked: no trial finished with a measurement"
+    table = Table(title=f"Sweep, {by}")
+    results = [result for _, result in _lines(ranking)]
+    swept = list(results[0].trial.swept)
+    table.add_column("rank", justify="right")
+    for key in swept:
+        table.add_column(key, justify="right", overflow="fold")
+    shown = [column for column in _COLUMNS if any(getattr(result, column) is not None for result in results)]
+    for column in shown:
+        table.add_column(_COLUMNS[column][0], justify="right")
+    table.add_column("how it ended", overflow="fold")
+    table.add_column("folder", overflow="fold")
+    for rank, result in _lines(ranking):
+        cells = [_cell(getattr(result, column), _COLUMNS[column][1]) for column in shown]
+        values = [_shortened(result.trial.swept[key]) for key in swept]
+        row = (rank, *values, *cells, result.how_it_ended, result.run_folder.name)
+        table.add_row(*map(Text, row))  # brackets of a list are not markup
+    return table
+
+
+def trial_table(trials: list[Trial], space: Space | None) -> Table:
+    """Return a table of the trials of a list, or of what a search chooses from."""
+    if space is not None:
+        from tunebook.sweep.space import chosen_from
+
+        table = Table("key", "chosen from", title="search")
+        for key, distribution in space.items():
+            table.add_row(Text(key), Text(chosen_from(distribution)))
+        return table
+    table = Table(title=f"{len(trials)} trials")
+    table.add_column("trial", justify="right")
+    for key in trials[0].swept:
+        table.add_column(key, justify="right", overflow="fold")
+    for trial in trials:
+        table.add_row(*map(Text, (trial.name, *trial.swept.values())))
+    return table
+
+
+def best_line(recipe: str | None, best: TrialResult, recipes_dirs: list[Path]) -> str:
+    """Return the command that trains the best trial again."""
+    words = [*([recipe] if recipe else []), *best.trial.overrides]
+    for folder in recipes_dirs:
+        words += ["--recipes-dir", str(folder)]
+    return f"best: {best.trial.name}, again: {shlex.join(['tunebook', 'train', *words])}"
+
+
+# Attribute of a result -> heading, format.
+_COLUMNS = {
+    "evaluation_score": ("score", ".4g"),
+    "validation_loss": ("validation loss", ".4f"),
+    "final_loss": ("loss", ".4f"),
+    "tokens_per_second_per_gpu": ("tokens/s/GPU", ",.0f"),
+    "seconds": ("seconds", ",.0f"),
+}
+
+
+def _lines(ranking: Ranking) -> Iterator[tuple[str, TrialResult]]:
+    for number, result in enumerate(ranking.ranked, 1):
+        yield str(number), result
+    for result in ranking.unranked:
+        yield "", result
+
+
+def _override_keys(ranking: Ranking) -> list[str]:
+    """Return the key of every override, swept keys first."""
+    first = next(result for _, result in _lines(ranking)).trial
+    constant = [override.split("=", 1)[0] for override in first.overrides]
+    return [*first.swept, *(key for key in constant if key not in first.swept)]
+
+
+def _shortened(value: str) -> str:
+    """Shorten a proposed number, which has 17 digits; the file has all of them."""
+    if len(value) <= _MAX_DIGITS:
+        return value
+    with suppress(ValueError):
+        return f"{float(value):.6g}"
+    return value
+
+
+def _cell(value: float | None, style: str) -> str:
+    return "-" if value is None else format(value, style)

@@ -6,7 +6,6 @@ workers do not use another trial's cores.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from tunebook.config.choices import Generation, LauncherName
 from tunebook.config.schema import RayConfig, RunConfig
 from tunebook.errors import RequestError
 from tunebook.hardware.detect import VISIBLE_VARIABLE, detect_machine
+from tunebook.processes import own_cores
 from tunebook.sweep.options import SweepLauncher, SweepOptions
 
 _T = TypeVar("_T")
@@ -88,7 +88,7 @@ def machine_shares(num_at_once: int) -> Shares:
     """Return the shares of this machine, limited to what this process may use."""
     # By UUID: CUDA and the driver number GPUs differently unless CUDA_DEVICE_ORDER is set.
     gpus = [gpu.uuid or str(gpu.index) for gpu in detect_machine().gpus]
-    return Shares(gpus, _cores(), num_at_once)
+    return Shares(gpus, own_cores(), num_at_once)
 
 
 def uses_this_machine(config: RunConfig) -> bool:
@@ -112,7 +112,7 @@ def num_at_once(
         return min(options.jobs or _MAX_CLUSTER_TRIALS, num_trials)
     most_needed = max(config.hardware.gpus_per_node or 1 for config in here)
     is_on_cpu = all(config.hardware.generation is Generation.cpu for config in here)
-    available = len(_cores()) if is_on_cpu else len(detect_machine().gpus)
+    available = len(own_cores()) if is_on_cpu else len(detect_machine().gpus)
     fit = max(1, available // most_needed)
     wanted = options.jobs or fit
     if most_divided is not None:
@@ -128,13 +128,6 @@ def num_at_once(
             problem_id="sweep-jobs",
         )
     return min(wanted, num_trials)
-
-
-def _cores() -> list[int]:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):  # Linux only
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def _count(number: int, unit: str) -> str:

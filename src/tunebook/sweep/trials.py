@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 
 from tunebook.config.choices import RESUME_WORDS
 from tunebook.config.compose import parse_overrides
-from tunebook.errors import RequestError, TunebookError
+from tunebook.errors import RequestError, TunebookError, first_few
 
 _LOOKS_LIKE_A_RANGE = re.compile(r"=.*\b(interval|range|choice|tag|log|int)\(")
 MAX_TRIALS = 2000  # of a list: each is checked before any runs, in 0.2 s of one core
@@ -211,6 +211,5 @@ def _trial(number: int, words: list[str], swept_keys: list[str]) -> Trial:
 def _which(trials: list[Trial], num_all: int) -> str:
     if len(trials) == num_all:
         return f"all {num_all} trials" if num_all > 1 else "its only trial"
-    named = "; ".join(trial.title for trial in trials[:_MAX_EXAMPLES])
-    more = f" and {len(trials) - _MAX_EXAMPLES} more" if len(trials) > _MAX_EXAMPLES else ""
-    return f"{len(trials)} of {num_all} trials ({named}{more})"
+    named = first_few([trial.title for trial in trials], _MAX_EXAMPLES, "; ")
+    return f"{len(trials)} of {num_all} trials ({named})"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather, reduce
+from torch._dynamo.utils import calculate_time_spent, counters
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
@@ -307,8 +308,6 @@ def _memory_of_every_rank() -> dict[str, list[float]]:
 
 def compiled_graphs() -> tuple[int, float]:
     """The graphs that torch has compiled in this process, and the seconds that it took, cached code included."""
-    from torch._dynamo.utils import calculate_time_spent, counters
-
     return counters["stats"]["unique_graphs"], calculate_time_spent().get("entire_frame_compile", 0.0)
 
 

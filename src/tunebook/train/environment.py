@@ -11,6 +11,7 @@ from pathlib import Path
 from tunebook.config.choices import Generation
 from tunebook.config.schema import RunConfig
 from tunebook.hardware.detect import VISIBLE_VARIABLE
+from tunebook.processes import own_cores
 from tunebook.train.other_launchers import without_other_launchers
 
 _HANDED_ON = (
@@ -37,7 +38,7 @@ def rank_environment(config: RunConfig, inherited: Mapping[str, str]) -> dict[st
     ranks = config.hardware.gpus_per_node
     assert ranks is not None
     if ranks > 1:  # torchrun would set 1 on every machine
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, _num_cores() // ranks)))
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, len(own_cores()) // ranks)))
     if config.hardware.generation is Generation.cpu:
         environment.setdefault("DS_ACCELERATOR", "cpu")  # without it, DeepSpeed warns on import that it found no GPU
     else:
@@ -60,11 +61,6 @@ def handed_on(environment: Mapping[str, str]) -> dict[str, str]:
 def _is_wsl() -> bool:
     """Whether this is Linux in Windows (WSL), where the first such allocation can fail (pytorch#192330)."""
     return "microsoft" in platform.release().lower()
-
-
-def _num_cores() -> int:
-    """The number of cores that this process may use; a scheduler may have assigned it only some of the machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpus(config: RunConfig, environment: Mapping[str, str]) -> list[str]:

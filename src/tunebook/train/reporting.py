@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from transformers.utils import logging as transformers_logging
 
 from tunebook.config.choices import TrackerName
 from tunebook.config.schema import TrackingConfig
@@ -105,7 +106,6 @@ def quiet_libraries(log_file: Path) -> Iterator[None]:
 def hide_progress_bars() -> None:
     """Turn off the libraries' own progress bars."""
     import datasets
-    from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     datasets.disable_progress_bars()

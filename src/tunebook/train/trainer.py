@@ -34,7 +34,7 @@ from tunebook.checkpoint.retention import estimate_bytes
 from tunebook.checkpoint.save import CheckpointSaver, publish_folder, seal_files
 from tunebook.data.sampler import DocumentRows, RankBatches
 from tunebook.errors import InvalidTrainingError, RequestError, TunebookError
-from tunebook.model.router_logits import name_experts
+from tunebook.model.blocks import name_experts
 from tunebook.train.callbacks import StopOnRequest, loss_not_finite
 from tunebook.train.offloading import gather_head, keep_scale_on_host, keep_weights
 from tunebook.train.one_pass_head import one_pass_head

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunebook.checkpoint.export import run as exporting
-from tunebook.checkpoint.export.check import compare_numbers
+from tunebook.checkpoint.export.kinds import compare_numbers
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import DataError, DifferenceError, DoesNotFitError, RequestError
@@ -391,7 +391,7 @@ def test_a_disk_that_fills_up_leaves_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     layouts.write_checkpoint(run, "whole")
-    monkeypatch.setattr("safetensors.torch.save_file", fill_up)
+    monkeypatch.setattr("tunebook.checkpoint.export.write.save_file", fill_up)
     with pytest.raises(DoesNotFitError, match=r"filled up during the export.*--to"):
         export(run)
     assert left_in(run) == ["checkpoints", "manifest.json", "run.yaml"]

@@ -33,7 +33,8 @@ class FakeHub:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> type[FakeHub]:
-    monkeypatch.setattr("huggingface_hub.HfApi", FakeHub)
+    for name in ("huggingface_hub.HfApi", "tunebook.checkpoint.export.run.HfApi"):
+        monkeypatch.setattr(name, FakeHub)
     monkeypatch.setattr(FakeHub, "calls", [], raising=False)
     monkeypatch.setattr(FakeHub, "error", None, raising=False)
     return FakeHub

@@ -53,7 +53,7 @@ def test_only_weights_that_do_not_stay_are_copied(
         written.update({name: tensor.data_ptr() for name, tensor in tensors.items()})
         save(tensors, *words, **settings)
 
-    monkeypatch.setattr(safetensors.torch, "save_file", note)
+    monkeypatch.setattr("tunebook.checkpoint.export.write.save_file", note)
     weights = {name: replace(one, is_in_memory=is_in_memory) for name, one in held_weights(WEIGHTS).items()}
     write_weights(weights, tmp_path, dtype=None, place="x")
     same = [name for name, tensor in WEIGHTS.items() if written[name] == tensor.data_ptr()]

@@ -15,9 +15,8 @@ from tunebook.errors import DataError
 from tunebook.evaluate import worker
 from tunebook.evaluate.contamination import check as check_module
 from tunebook.evaluate.contamination.check import check_evaluated
-from tunebook.evaluate.contamination.refuse import refuse_contaminated
 from tunebook.evaluate.contamination.result import from_ranges
-from tunebook.record.contamination import is_checked
+from tunebook.record.contamination import is_checked, refuse_contaminated
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 MakeRun = Callable[..., tuple[Path, RunConfig]]

@@ -71,7 +71,7 @@ def test_it_is_asked_once_for_the_same_file_in_the_same_environment(file, asked,
     assert asked == [(file, False)]
     file.write_text('{"model_type": "x", "vocab_size": 33}')
     meta_device.trace_file(file)
-    monkeypatch.setattr(meta_device, "_version", lambda package: "99.0")
+    monkeypatch.setattr(meta_device, "installed_version", lambda package: "99.0")
     meta_device.trace_file(file, trust_remote_code=True)
     assert asked == [(file, False), (file, False), (file, True)]
     assert len(list(cache.iterdir())) == 3
@@ -130,7 +130,7 @@ def test_nothing_is_remembered_where_nothing_can_be_written(file, asked, cache):
 
 
 def test_nothing_is_asked_without_torch(file, asked, monkeypatch):
-    monkeypatch.setattr(meta_device, "_version", lambda package: None if package == "torch" else "1.0")
+    monkeypatch.setattr(meta_device, "installed_version", lambda package: None if package == "torch" else "1.0")
     assert meta_device.trace_file(file) is None
     assert asked == []
 

@@ -9,9 +9,14 @@ import torch
 
 from tunebook.config.choices import Checkpointing, Compute, MasterWeights, PeftMethod
 from tunebook.config.compose import compose
-from tunebook.plan.memory.experts import experts_backward_bytes, experts_forward_bytes, routes_tokens
 from tunebook.plan.memory.kept import kept_by_one_layer, tokens_per_pass
-from tunebook.plan.memory.work import backward_work, forward_work
+from tunebook.plan.memory.work import (
+    backward_work,
+    experts_backward_bytes,
+    experts_forward_bytes,
+    forward_work,
+    routes_tokens,
+)
 
 from .layers import measured
 from .live_experts import CHOSEN, HIDDEN, experts_at_work

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
 
 from tunebook.config.book import BOOK_PREFIX, is_relative, resolve_path
 from tunebook.config.choices import PeftMethod, ScheduleName, Source, TrainOn, Weights
@@ -16,9 +18,6 @@ from tunebook.model.adapters import trains_in_fp32
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.record.model_origin import ORIGIN_FILE, Origin
 from tunebook.record.run_record import RunRecord
-
-if TYPE_CHECKING:
-    from huggingface_hub import ModelCardData
 
 _FINAL = "model"  # the run's folder with the trained model
 _LOSS_ON = {
@@ -49,8 +48,6 @@ class ExportOrigin(Origin):
 
 def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
     """The model card as Markdown with the hub's header."""
-    from huggingface_hub import ModelCard
-
     found = [item for item in evaluations(origin, record) if item.get("tasks")]
     turns = [{"role": "user", "content": "..."}]
     if config.dataset.system_prompt is not None:
@@ -76,7 +73,6 @@ def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
 
 
 def _header(origin: ExportOrigin, config: RunConfig) -> ModelCardData:
-    from huggingface_hub import ModelCardData
 
     parts = (config.dataset, *config.dataset.parts.values())
     names = [str(part.name) for part in parts if part.name and _is_on_hub(part.name)]

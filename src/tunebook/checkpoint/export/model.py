@@ -14,12 +14,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.initialization import no_init_weights
+
 from tunebook.checkpoint.export.stored_weights import Weights, close
 from tunebook.checkpoint.export.write import compare_with, refuse
 from tunebook.config.choices import Attention, MasterWeights, PeftMethod
 from tunebook.config.choices import Weights as Origin
 from tunebook.config.schema import AttentionConfig, ModelConfig, PeftSettings, RunConfig
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, first_line
 from tunebook.facts.attention import MASKED, WITHOUT_KERNEL
 from tunebook.model.adapters import ADAPTER_FILE, IGNORED_PATTERNS, UNTIED, adapter_config, adapter_shapes
 from tunebook.model.hub import hub_problem
@@ -35,9 +46,7 @@ from tunebook.model.tokenizer import agree_on_tokens, load_tokenizer, trainer_to
 from tunebook.model.tokenizer_files import VOCABULARY_FILES
 
 if TYPE_CHECKING:
-    import torch
     from peft import PeftConfig
-    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _ADAPTER_NAME = "default"  # PEFT's name for the one adapter of a model
 _OF_THE_BASE = (".base_layer.", ".original_module.")
@@ -78,9 +87,6 @@ def blueprint_of(config: RunConfig, folder: Path, *, has_base: bool = True) -> B
 
 def without_weights(architecture: PretrainedConfig, config: RunConfig) -> PreTrainedModel:
     """A model whose weights are not initialized; its buffers are computed, since they are not stored."""
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
     loader: Any = AutoModelForCausalLM
     with no_init_weights():
         model: PreTrainedModel = loader.from_config(
@@ -94,8 +100,6 @@ def without_weights(architecture: PretrainedConfig, config: RunConfig) -> PreTra
 
 def load_folder(folder: Path, config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a checkpoint's folder, loaded by transformers in a number format."""
-    from transformers import AutoModelForCausalLM
-
     loader: Any = AutoModelForCausalLM
     model: PreTrainedModel = loader.from_pretrained(
         str(folder),
@@ -111,8 +115,6 @@ def load_base(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
 
     Random weights are drawn as the run drew them. The base of a QLoRA run is loaded as published.
     """
-    import torch
-
     precision = config.precision
     if config.model.weights is Origin.pretrained:  # read in the requested format, without another copy
         master = MasterWeights.bf16 if dtype is torch.bfloat16 else MasterWeights.fp32
@@ -154,8 +156,6 @@ def in_format(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 def filled(model: PreTrainedModel, weights: Weights) -> PreTrainedModel:
     """The model with stored weights in their stored format; mapped files are not copied."""
-    import torch
-
     for name, stored in weights.items():
         tensor = stored.load()
         owner, _, leaf = name.rpartition(".")
@@ -207,7 +207,7 @@ def _adapter(config: RunConfig, folder: Path) -> PeftConfig | None:
             found: PeftConfig = PeftConfig.from_pretrained(str(folder))
         except (ValueError, KeyError, TypeError) as error:
             raise RequestError(
-                f"{folder / ADAPTER_FILE} cannot be read ({str(error).splitlines()[0]}); name another checkpoint with "
+                f"{folder / ADAPTER_FILE} cannot be read ({first_line(error)}); name another checkpoint with "
                 "--checkpoint",
                 problem_id="weights-file-damaged",
             ) from error
@@ -216,7 +216,6 @@ def _adapter(config: RunConfig, folder: Path) -> PeftConfig | None:
 
 
 def _read_architecture(folder: Path, config: RunConfig) -> PretrainedConfig:
-    from transformers import AutoConfig
 
     try:
         architecture: PretrainedConfig = AutoConfig.from_pretrained(
@@ -238,7 +237,6 @@ def _planned_architecture(config: RunConfig) -> PretrainedConfig:
 
 
 def _generation(location: str, revision: str | None) -> Any:
-    from transformers import GenerationConfig
 
     kind: Any = GenerationConfig
     try:
@@ -267,8 +265,6 @@ def require_whole_adapter(blueprint: Blueprint, weights: Weights, place: str) ->
 
     Raises: RequestError naming tensors that are empty, missing, misshapen or of another adapter.
     """
-    import torch
-
     assert blueprint.adapter is not None
     on_meta = blueprint.model.to(device=torch.device("meta"))  # type: ignore[call-arg]  # as upstream's own wrapper
     adapted = _attached(copy.deepcopy(on_meta), blueprint.adapter)

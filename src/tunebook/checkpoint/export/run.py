@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
 from rich.console import Console
-from rich.text import Text
+from transformers.utils import logging
 
 from tunebook.checkpoint.export.card import ExportOrigin, card
 from tunebook.checkpoint.export.folder import check_free_space, check_target, new_folder
@@ -26,7 +29,7 @@ from tunebook.checkpoint.export.zero_weights import partitioned_weights
 from tunebook.config.choices import PeftMethod, Weights
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
-from tunebook.errors import RequestError, TunebookError
+from tunebook.errors import RequestError, TunebookError, first_line
 from tunebook.files import atomic_write_text
 from tunebook.model.adapters import is_adapter
 from tunebook.model.hub import why_no_upload
@@ -43,9 +46,7 @@ from tunebook.record.model_origin import (
 )
 from tunebook.record.run_folder import RUN_FILE, resolve_run
 from tunebook.record.run_record import RunRecord, read_run
-
-if TYPE_CHECKING:
-    import torch
+from tunebook.terminal import print_text
 
 _EXPORTS_FOLDER = "exports"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # our names, and torch's
@@ -66,10 +67,8 @@ def export_command(
     """Export and print the result. Raises: as `export_run`."""
 
     def say(line: str) -> None:
-        console.print(Text(line), soft_wrap=True)
+        print_text(line, console)
 
-    with console.status(Text("loading libraries")):
-        from transformers.utils import logging
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     exported = export_run(run, outputs, say, checkpoint=checkpoint, to=to, merge=merge, dtype=dtype, push_to=push_to)
@@ -152,8 +151,6 @@ def _default_place(run: RunRecord, source: Source, merge: bool, dtype: str | Non
 
 def _plan(run: RunRecord, config: RunConfig, source: Source, *, merge: bool, dtype: str | None) -> Work:
     """Check names, shapes, tokenizer and settings. Raises: RequestError, DataError."""
-    import torch
-
     stored = find_stored(source.folder)
     trained = recorded_by_run(run.folder)
     has_base = _has_base(trained, config, source, merge=merge)
@@ -230,8 +227,6 @@ def _check_push(name: str | None, work: Work) -> None:
 
 def _bytes_of_base(work: Work) -> int:
     """The size of a merged model without its adapter."""
-    import torch
-
     if not work.is_merged:
         return 0
     size = (work.dtype or torch.float32).itemsize
@@ -277,14 +272,11 @@ def _origin(work: Work, written: Written) -> ExportOrigin:
 
 def _check_push_name(name: str) -> None:
     """Refuse --push with an invalid name, without a network or without an account. Raises: RequestError."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
-
     try:
         validate_repo_id(name)
     except HFValidationError as error:
         raise RequestError(
-            f"--push {name}: {str(error).splitlines()[0]}; write it as ORGANIZATION/NAME",
+            f"--push {name}: {first_line(error)}; write it as ORGANIZATION/NAME",
             problem_id="upload-not-possible",
         ) from error
     if name.count("/") != 1:
@@ -301,14 +293,12 @@ def _push(folder: Path, name: str, message: str) -> str:
 
     Raises: TunebookError if the upload fails; the folder stays.
     """
-    from huggingface_hub import HfApi
-
     api = HfApi()
     try:
         made = api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(folder_path=str(folder), repo_id=name, commit_message=message)
     except Exception as error:  # the hub's errors and those of its HTTP library
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         raise TunebookError(
             f"the export is complete in {folder}, but it was not uploaded to {name}: {reason}; to upload it, type: "
             f"hf upload {name} {folder}",

@@ -30,7 +30,7 @@ from tunebook.checkpoint.verify import (
 )
 from tunebook.errors import RequestError
 from tunebook.model.adapters import ADAPTER_FILE, holds_model
-from tunebook.model.weight_files import find_weight_files, read_shapes
+from tunebook.model.weight_files import damaged_file, find_weight_files, read_shapes
 from tunebook.record.run_record import RunRecord
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -211,10 +211,5 @@ def _leads_out(path: Path, folder: Path, end: Path) -> RequestError:
 
 def damaged(file: Path, error: Exception | str) -> RequestError:
     """The error for a file that cannot be read."""
-    size = f"{file.stat().st_size:,} bytes" if file.is_file() else "not there"
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return RequestError(
-        f"{file} ({size}) cannot be read: {reason}; it is damaged, was cut off, or was not written by Tunebook. Name "
-        "another checkpoint with --checkpoint, or restore this one from a copy",
-        problem_id="weights-file-damaged",
-    )
+    advice = "Name another checkpoint with --checkpoint, or restore this one from a copy"
+    return damaged_file(file, error, f"it is damaged, was cut off, or was not written by Tunebook. {advice}")

@@ -16,14 +16,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import _TYPES
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 
 from tunebook.checkpoint.export.source import damaged
 from tunebook.checkpoint.unpickling import METADATA_FILE, load_list, restricted_unpickling, root_cause
 from tunebook.model.weight_files import Shapes
-
-if TYPE_CHECKING:
-    import torch
 
 Files = TypeVar("Files")
 
@@ -124,7 +129,6 @@ def _load_from_file(mapped: Mapped[Any], name: str, num_bytes: int) -> torch.Ten
 
 
 def _open_safetensors(file: Path) -> Any:
-    from safetensors import safe_open
 
     try:
         return safe_open(file, framework="pt")
@@ -133,7 +137,6 @@ def _open_safetensors(file: Path) -> Any:
 
 
 def _torch_dtype(name: str, file: Path) -> torch.dtype:
-    from safetensors.torch import _TYPES
 
     found: torch.dtype | None = _TYPES.get(name)
     if found is None:
@@ -143,8 +146,6 @@ def _torch_dtype(name: str, file: Path) -> torch.dtype:
 
 def sharded_weights(folder: Path) -> Weights:
     """The tensors of an FSDP checkpoint, each assembled from the pieces of all ranks."""
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
     metadata = read_metadata(folder)
     reader = _reader(folder, metadata)
     weights: Weights = {}
@@ -159,15 +160,12 @@ def sharded_weights(folder: Path) -> Weights:
 
 
 def _load_sharded(reader: Any, folder: Path, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    import torch
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_loader import load
 
     tensor = torch.empty(shape, dtype=dtype)
     try:
         with restricted_unpickling(), warnings.catch_warnings():  # reading without a process group is intended
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            load({name: tensor}, storage_reader=reader, no_dist=True)
+            state_dict_loader.load({name: tensor}, storage_reader=reader, no_dist=True)
     except (Exception, CheckpointException) as error:  # CheckpointException is no Exception
         cause = root_cause(error)
         if not isinstance(cause, Exception):  # Ctrl-C is wrapped, too
@@ -187,8 +185,6 @@ def read_metadata(folder: Path) -> Any:
 
 
 def _reader(folder: Path, metadata: Any) -> Any:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import StorageMeta
 
     if metadata.storage_meta is None:
         metadata.storage_meta = StorageMeta()

@@ -15,16 +15,18 @@ import json
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from tunebook.checkpoint.export.stored_weights import Weights, close, shapes_of
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, first_few
 from tunebook.files import sha256_file
 from tunebook.model.weight_files import Shapes
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel
 
 SHARD_BYTES = 2 * 10**9
 Problems = dict[str, list[str]]  # tensors by problem
@@ -42,7 +44,7 @@ _EMPTY, _MISSING, _MISSHAPEN, _UNEXPECTED, _NOT_FINITE, _TOO_LARGE = (
 
 def refuse(problems: Problems, place: str) -> None:
     """Raise a RequestError that names the tensors with problems, if there are any."""
-    found = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems.items() if names]
+    found = [f"{len(names)} {kind}: {first_few(names, _NUM_NAMED)}" for kind, names in problems.items() if names]
     if not found:
         return
     is_only_large = problems.get(_TOO_LARGE) and len(found) == 1
@@ -87,8 +89,6 @@ def without_tied(model: PreTrainedModel, weights: Weights, place: str) -> Weight
 
     Raises: RequestError if stored copies of one tensor differ.
     """
-    import torch
-
     tied = {name: kept for name, kept in model.all_tied_weights_keys.items() if {name, kept} <= set(weights)}
     for name, kept in tied.items():
         if not torch.equal(weights[name].load(), weights[kept].load()):
@@ -121,9 +121,6 @@ def write_weights(
     `convert` is that of `as_stored`. Raises: RequestError naming every tensor that is not finite, before or after the
     cast. The caller removes the folder with the files written so far.
     """
-    from huggingface_hub import split_state_dict_into_shards_factory
-    from safetensors.torch import save_file
-
     layers: dict[str, list[str]] = {}  # tensors by layer, kept together for the conversion
     for name in weights:
         layers.setdefault(layer_of(name) if convert is not None else name, []).append(name)
@@ -162,8 +159,6 @@ def as_stored(model: PreTrainedModel, names: Collection[str]) -> Callable[[Tenso
 
     It needs whole layers: some tensors of a file are made of several tensors of a layer.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
     if not set(names) <= set(model.state_dict()):
         return None
 
@@ -231,8 +226,3 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 def _empty(weights: Weights) -> list[str]:
     return sorted(name for name, tensor in weights.items() if 0 in tensor.shape)
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _NUM_NAMED
-    return ", ".join(names[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")

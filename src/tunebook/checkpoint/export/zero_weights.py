@@ -18,14 +18,13 @@ from enum import IntEnum
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from tunebook.checkpoint.export.source import damaged
 from tunebook.checkpoint.export.stored_weights import Mapped, StoredTensor, Weights
 from tunebook.checkpoint.unpickling import enum_member
-
-if TYPE_CHECKING:
-    import torch
 
 Ranks = list[list["torch.Tensor"]]  # of each rank, its groups or subgroups
 # Where a parameter lies: its group (stages 1 and 2), and elements of the joined vector or of each rank's (stage 3).
@@ -49,8 +48,6 @@ class _Ignored:
 
 def partitioned_weights(folder: Path) -> Weights:
     """The parameters of a ZeRO checkpoint in their master precision. Raises: RequestError for damaged files."""
-    import torch
-
     files = _files(folder, "*_optim_states.pt")
     files = sorted(files, key=lambda file: int(match[1]) if (match := _RANK.search(file.name)) else -1)
     model_file = _files(folder, "*mp_rank_00_model_states.pt")[0]
@@ -84,7 +81,6 @@ def partitioned_weights(folder: Path) -> Weights:
 
 
 def _assemble(mapped: Mapped[Ranks], place: Place, shape: tuple[int, ...], *, is_stage_3: bool) -> torch.Tensor:
-    import torch
 
     group, start, length = place
     count = math.prod(shape)
@@ -157,8 +153,6 @@ def _load_ranks(files: list[Path], stage: int) -> Ranks:
 
 def _load(file: Path) -> dict[str, Any]:
     """A file with its tensors mapped. Raises: RequestError for a damaged file, or one that names any other class."""
-    import torch
-
     known: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
         (_Ignored, "deepspeed.utils.tensor_fragment.fragment_address"),
         (_Ignored, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),

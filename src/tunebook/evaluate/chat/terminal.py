@@ -23,6 +23,7 @@ from tunebook.evaluate.chat import Sampling
 from tunebook.evaluate.chat.session import Session, checked_text
 from tunebook.evaluate.target import Target, find_target
 from tunebook.second_interrupt import forget_interrupts
+from tunebook.terminal import print_text
 
 PROMPT = "> "
 HELP = """\
@@ -77,7 +78,7 @@ def chat_command(
             return _answer_once(session, question)
         console = Console(highlight=False)
         lines = [found.name, *notes, "/help lists the commands, Ctrl-D ends"]
-        console.print(Text("\n".join(lines), style="dim"), soft_wrap=True)
+        print_text("\n".join(lines), console, style="dim")
         with suppress(ImportError):  # Python may lack it: no arrow keys, history or multi-line paste
             import readline
 
@@ -240,7 +241,7 @@ class Terminal:
         raise EOFError
 
     def _say(self, text: str, style: str = "dim") -> None:
-        self._console.print(Text(printable(text), style=style), soft_wrap=True)
+        print_text(printable(text), self._console, style=style)
 
 
 def _unquoted(argument: str) -> str:

@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tunebook.config.interpolation import to_object
 from tunebook.config.ranges import RANGES
 from tunebook.config.schema import CodeConfig, EvaluationConfig
-from tunebook.errors import RequestError, did_you_mean
+from tunebook.errors import RequestError, did_you_mean, first_line
 from tunebook.evaluate.code.code_task import CodeTask, with_choice
 from tunebook.evaluate.sandbox.client import open_backend
 from tunebook.evaluate.task_files import TaskFile, resolve_task
@@ -88,7 +88,7 @@ def _take(code: CodeConfig, override: str) -> CodeConfig:
         taken = to_object(merged)
     except OmegaConfBaseException as error:
         raise RequestError(
-            f"{override} cannot be read: {str(error).splitlines()[0]}; try {PREFIX}num_samples=20, "
+            f"{override} cannot be read: {first_line(error)}; try {PREFIX}num_samples=20, "
             f"{PREFIX}temperature=0.8 or {PREFIX}pass_at_k=[1,10]",
             problem_id="unknown-key",
         ) from error

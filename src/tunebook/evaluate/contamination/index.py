@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from tunebook.evaluate.contamination.items import Item, ItemGroup
 from tunebook.evaluate.contamination.words import (
@@ -17,10 +19,6 @@ from tunebook.evaluate.contamination.words import (
     starts_without_gap,
     words_of,
 )
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 _SLOTS_PER_HASH = 16  # of the table that distinguishes most of the documents' runs without a search
 MAX_WORDS = 2000  # of a text whose runs are looked for; the whole question is always compared
@@ -40,8 +38,6 @@ class Runs:
         self, ids: npt.NDArray[np.int32], hashes: npt.NDArray[np.uint64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return positions in a text whose run of words is one of these, and which one it is. Shapes: (num_found,)."""
-        import numpy as np
-
         bits = np.uint64(64 - (len(self.table).bit_length() - 1))
         near = np.flatnonzero(self.table[(hashes >> bits).astype(np.int64)] & starts_without_gap(ids, self.length))
         runs = np.searchsorted(self.hashes, hashes[near])
@@ -86,8 +82,6 @@ class ItemIndex:
 
 def build_index(groups: Sequence[ItemGroup]) -> ItemIndex:
     """Index the items of all groups. Memory grows by about 100 bytes for each of a text's first 2000 words."""
-    import numpy as np
-
     items = [item for group in groups for item in group.items]
     limits = np.array([group.max_items_with_run for group in groups for _ in group.items], dtype=np.int64)
     which = np.array([place for place, group in enumerate(groups) for _ in group.items], dtype=np.int64)
@@ -124,8 +118,6 @@ def _distinct_pairs(
     items: npt.NDArray[np.int64], runs: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return each pair of an item and a run once, and where it is first. Shapes: (2, num_pairs), (num_pairs,)."""
-    import numpy as np
-
     order = np.lexsort((runs, items))
     pairs = np.stack([items[order], runs[order]])
     is_new = np.ones(len(order), dtype=bool)
@@ -139,8 +131,6 @@ def _encode(
     """Return the word ids of all texts with a 0 after each, and of each word its item, whether it is asked, and whether
     it is in the passage that a question is about.
     """
-    import numpy as np
-
     ids: list[int] = []
     owners, lengths, asked, passages = [], [], [], []
     for number, item in enumerate(items):
@@ -168,8 +158,6 @@ def _is_rare(
     limits: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.bool_]:
     """Whether each run is in few distinct items of its group; `which` group and which limit an item has."""
-    import numpy as np
-
     order = np.lexsort((owners, hashes, which[owners]))
     group, sorted_hashes, item = which[owners][order], hashes[order], owners[order]
     is_new = np.ones(len(order), dtype=bool)  # the first of a run in a group
@@ -187,8 +175,6 @@ def _runs(
     ids: npt.NDArray[np.int32], hashes: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64], length: int
 ) -> tuple[Runs, npt.NDArray[np.int64]]:
     """Return the distinct runs that begin at `starts`, and which one each of them is."""
-    import numpy as np
-
     distinct, first, run = np.unique(hashes[starts], return_index=True, return_inverse=True)
     bits = min(_MOST_BITS, max(_FEWEST_BITS, (_SLOTS_PER_HASH * len(distinct)).bit_length()))
     table = np.zeros(1 << bits, dtype=bool)
@@ -207,8 +193,6 @@ def _choose_anchors(
 
     A run that begins many questions would be in many documents, and each would have to be compared with each of them.
     """
-    import numpy as np
-
     starts = np.flatnonzero(starts_without_gap(ids, ANCHOR) & is_asked[: max(0, len(ids) - ANCHOR + 1)])
     if not len(starts):
         return starts

@@ -1,25 +1,28 @@
 """`contamination.json` in a run folder: which evaluation and validation items are in the training documents.
 
-It is written before the training, and extended by later evaluations of other tasks.
+It is written before the training, and extended by later evaluations of other tasks. Evaluations report their scores on
+clean items and on those that are in the training documents.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from tunebook.evaluate.contamination.items import MAX_ITEMS_WITH_RUN, Item, ItemGroup
 from tunebook.evaluate.contamination.search import MAX_DOCUMENTS_WITH_RUN, MAX_SHARE_WITH_RUN, NONE, Found
 from tunebook.evaluate.contamination.words import ANCHOR, GRAM, words_of
+from tunebook.evaluate.results import Answer
 from tunebook.files import atomic_write_json
 from tunebook.record.contamination import CONTAMINATION_FILE, FORMAT, KINDS
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 NUM_EXAMPLES = 3  # of each group
 _EXCERPT = 200  # characters of an item
@@ -56,7 +59,6 @@ def group_results(groups: Sequence[ItemGroup], found: Found, origin: Callable[[i
 
 
 def _group_result(group: ItemGroup, found: Found, origin: Callable[[int], str]) -> dict[str, Any]:
-    import numpy as np
 
     is_exact = found.exact_in != NONE
     is_part = ~is_exact & (found.num_found > 0)
@@ -91,8 +93,6 @@ def _examples(
     origin: Callable[[int], str],
 ) -> list[dict[str, Any]]:
     """A few items: exact ones first, then those with the largest share."""
-    import numpy as np
-
     examples: list[dict[str, Any]] = []
     for kind in KINDS:
         chosen = np.flatnonzero(masks[kind])
@@ -129,3 +129,44 @@ def from_ranges(text: str) -> set[int]:
     """The numbers that `as_ranges` wrote."""
     ends = [tuple(map(int, part.split("-"))) for part in text.split()]
     return {number for end in ends for number in range(end[0], end[-1] + 1)}
+
+
+_TOLERANCE = 1e-6  # between a score and the mean of its items' values. Metrics that are no means fail this check
+
+
+def with_scores(
+    result: Mapping[str, Any] | None, answers: Mapping[str, Sequence[Answer]], scores: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """Return what an evaluation's record says about contamination: counts and scores of each task."""
+    if result is None:
+        return None
+    tasks = {
+        name: {key: value for key, value in group.items() if key.startswith("num_") or key == "examples"}
+        | {"scores": split_scores(group, answers.get(name, []), scores.get(name))}
+        for name, group in result["groups"].items()
+        if name in answers
+    }
+    return {"not_checked": result["not_checked"], "num_documents": result["num_documents"], "tasks": tasks}
+
+
+def split_scores(
+    group: Mapping[str, Any], answers: Sequence[Answer], score: Mapping[str, Any] | None
+) -> dict[str, dict[str, Any]]:
+    """The mean with its standard error on the items of each kind that there are.
+
+    Empty if every item is of one kind, and for a metric that is no mean of its items' values, such as a perplexity.
+    """
+    values = {answer.item: answer.value for answer in answers if answer.value is not None}
+    if score is None or not values or abs(statistics.fmean(values.values()) - score["value"]) > _TOLERANCE:
+        return {}
+    kinds = {number: kind for kind in KINDS for number in from_ranges(group["items"][kind])}
+    found = {
+        kind: [value for number, value in values.items() if kinds.get(number, "clean") == kind]
+        for kind in ("clean", *KINDS)
+    }
+    return {kind: _mean(some) for kind, some in found.items() if some} if kinds.keys() & values.keys() else {}
+
+
+def _mean(values: Sequence[float]) -> dict[str, Any]:
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return {"value": statistics.fmean(values), "stderr": error, "num_items": len(values)}

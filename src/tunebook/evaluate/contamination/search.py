@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 
 from tunebook.evaluate.contamination.index import ItemIndex, Question
 from tunebook.evaluate.contamination.words import ANCHOR, hash_runs, join, words_of
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 MAX_DOCUMENTS_WITH_RUN = 10  # a run of words in more documents is common text ...
 MAX_SHARE_WITH_RUN = 0.01  # ... if it is also in more than this share of them: upsampled items are still found
@@ -35,7 +33,6 @@ class Search:
     """Collects what documents share with the items."""
 
     def __init__(self, index: ItemIndex) -> None:
-        import numpy as np
 
         self.index = index
         self.num_documents = 0
@@ -45,8 +42,6 @@ class Search:
 
     def add(self, documents: Sequence[Texts]) -> None:
         """Look for the items in a batch of documents, which are numbered in the order in which they are added."""
-        import numpy as np
-
         words = [[words_of(text) for text in document] for document in documents]
         get = self.index.vocabulary.get
         ids: list[int] = []
@@ -65,7 +60,6 @@ class Search:
     def _add_runs(
         self, ids: npt.NDArray[np.int32], owners: npt.NDArray[np.int64], words: Sequence[Sequence[list[str]]]
     ) -> None:
-        import numpy as np
 
         eights, thirteens = hash_runs(ids, self.index.numbers)
         positions, grams = self.index.grams.find(ids, thirteens)
@@ -97,8 +91,6 @@ class Search:
 
     def finish(self) -> Found:
         """Return what was found."""
-        import numpy as np
-
         index = self.index
         most = max(MAX_DOCUMENTS_WITH_RUN, int(MAX_SHARE_WITH_RUN * self.num_documents))
         kept = self._num_with[index.pair_grams] <= most

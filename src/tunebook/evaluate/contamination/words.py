@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+import numpy as np
+import numpy.typing as npt
 
 GRAM = 13  # words of a run that marks an item
 ANCHOR = 8  # words of a run by which a whole question is found; shorter questions are compared as a whole
@@ -35,8 +33,6 @@ def join(words: list[str]) -> str:
 
 def random_numbers(num_words: int) -> npt.NDArray[np.uint64]:
     """A random number for each word id, always the same. Shape: (num_words + 1,), where id 0 is an unknown word."""
-    import numpy as np
-
     return np.random.default_rng(_SEED).integers(0, 2**64, num_words + 1, dtype=np.uint64)
 
 
@@ -47,8 +43,6 @@ def hash_runs(
 
     Shapes: (num_words,) -> (num_words - 7,) and (num_words - 12,); both empty for a shorter text.
     """
-    import numpy as np
-
     base = np.uint64(0x9E3779B97F4A7C15)
     powers = [np.uint64(1)]
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64
@@ -67,7 +61,5 @@ def hash_runs(
 
 def starts_without_gap(ids: npt.NDArray[np.int32], length: int) -> npt.NDArray[np.bool_]:
     """Whether a run of `length` words from each position has no id 0: no unknown word, and no end of a text."""
-    import numpy as np
-
     gaps = np.concatenate([[0], np.cumsum(ids == 0)])
     return np.asarray(gaps[length:] == gaps[:-length])

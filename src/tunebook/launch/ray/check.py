@@ -18,7 +18,7 @@ from typing import Any
 from tunebook.config.book import book_root
 from tunebook.config.choices import Generation
 from tunebook.config.schema import RayConfig, RunConfig
-from tunebook.errors import Problem, RequestError, RulesError, TunebookError
+from tunebook.errors import Problem, RequestError, RulesError, TunebookError, first_line
 from tunebook.hardware.image import read_image
 
 _RAY_LOCK = "docker/requirements-ray.lock"
@@ -151,7 +151,7 @@ def main() -> None:
         if sys.argv[1] == "local":
             ray.shutdown()  # it was started only for this query
     except Exception as error:  # from Ray, which documents no base class
-        answered = {"error": str(error).strip().splitlines()[0]}
+        answered = {"error": first_line(error)}
     print(json.dumps(answered), flush=True)
     os._exit(0)  # skips Ray's own shutdown, which waits for the head
 

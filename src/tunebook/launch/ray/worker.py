@@ -7,7 +7,6 @@ hangs must be ended without losing the process that reports it.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -56,7 +55,7 @@ def work(settings: dict[str, str]) -> None:
         environment |= _rank_variables(context, *agent.add_addresses(environment))
         working_folder = Path(settings["working_folder"])
         started = start_command(
-            rank_command(folder, sys.executable),
+            rank_command(folder),
             environment,
             working_folder=working_folder if working_folder.is_dir() else folder,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from types import FrameType
 from typing import NoReturn
 
 from rich.console import Console
-from rich.text import Text
 
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.config.unsafe_text import require_printable
@@ -35,6 +33,7 @@ from tunebook.slurm import (
     submit_script,
     take_back_hopeless,
 )
+from tunebook.terminal import print_text
 from tunebook.train.rank_process import RequestCount, handling_signals
 
 _POLL_S = 2.0
@@ -42,7 +41,7 @@ _HELD = "JobHeldUser"
 _OWN_RECORDS_WITHIN_S = 20.0  # for a network file system to show the job's files
 
 
-def job_script(config: RunConfig, folder: Path, python: str = sys.executable) -> str:
+def job_script(config: RunConfig, folder: Path) -> str:
     """Return the script for `sbatch`: one task per node, of which the first starts everything.
 
     Raises: RequestError for a control character in any input.
@@ -57,7 +56,7 @@ def job_script(config: RunConfig, folder: Path, python: str = sys.executable) ->
         f"Slurm sends USR1 {settings.stop_timeout_s} s before the time limit, and on preemption where set to; the run",
         f"saves, and {'asks to be requeued: it then resumes in this folder' if settings.requeue else 'ends'}.",
     ]
-    return script_text(comments, option_words(config, folder), job_body(folder, python))
+    return script_text(comments, option_words(config, folder), job_body(folder))
 
 
 def submit(config: RunConfig, folder: Path, console: Console) -> str:
@@ -80,7 +79,7 @@ def submit(config: RunConfig, folder: Path, console: Console) -> str:
         f"  stop and save:   scancel --batch --signal=TERM {job_id}",
         f"  take it back while it waits: scancel {job_id}",
     ]
-    console.print(Text("\n".join(lines)), soft_wrap=True)
+    print_text("\n".join(lines), console)
     return job_id
 
 
@@ -123,11 +122,11 @@ def follow(job_id: str, folder: Path, console: Console) -> int:
     hopeless = HopelessWait()
     with _stopping(job_id, console):
         while True:
-            state = patient_job_state(job_id, lambda text: console.print(Text(f"job {job_id}: {text}"), soft_wrap=True))
+            state = patient_job_state(job_id, lambda text: print_text(f"job {job_id}: {text}", console))
             printed.show(console)
             text = state.text() if state is not None else None
             if text is not None and text != last:
-                console.print(Text(f"job {job_id}: {text}{_advice(job_id, state)}"), soft_wrap=True)
+                print_text(f"job {job_id}: {text}{_advice(job_id, state)}", console)
             last = text
             if state is not None and hopeless.is_long(state):
                 _give_up(job_id, folder, state)
@@ -193,7 +192,7 @@ def _stopping(job_id: str, console: Console) -> Iterator[None]:
         answer = slurm(*words)
         if answer.returncode != 0:
             said = f"the job was not reached: {answer.stderr.strip()}; type it again: {' '.join(words)}"
-            console.print(Text(said), soft_wrap=True)
+            print_text(said, console)
 
     with handling_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), ask, takes_ignored=True):
         yield

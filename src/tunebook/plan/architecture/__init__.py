@@ -27,7 +27,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from tunebook.errors import RequestError, RulesError
 from tunebook.facts.architectures import COMPILED_ARCHITECTURES
 from tunebook.files import cache_root, remember, sha256_file
 from tunebook.processes import stopping_with_parent
+from tunebook.train.packages import installed_version
 
 # Increase when the answer to the same config.json changes, so that cached answers are not reused.
 _FORM = 11
@@ -70,7 +70,7 @@ def trace_file(
     """
     if (shipped := _shipped(config_file)) is not None:
         return shipped
-    versions = {package: _version(package) for package in _PACKAGES}
+    versions = {package: installed_version(package) for package in _PACKAGES}
     if versions["torch"] is None or versions["transformers"] is None:
         return None
     made_with = json.dumps([_FORM, versions, sorted(COMPILED_ARCHITECTURES)], sort_keys=True)
@@ -133,13 +133,6 @@ def _say_once(text: str) -> None:
     """Print to a terminal only, to keep JSON output and logs clean."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _read(file: Path) -> dict[str, Any] | None:
@@ -227,7 +220,7 @@ def _refusal(config_file: Path, answer: dict[str, Any], trust_remote_code: bool)
         meant = f" (did you mean '{answer['meant']}'?)" if "meant" in answer else ""
         code = "" if trust_remote_code else ", or set model.trust_remote_code=true where the model brings its own code"
         return RequestError(
-            f"{config_file}: transformers {_version('transformers')} has no causal language model of this "
+            f"{config_file}: transformers {installed_version('transformers')} has no causal language model of this "
             f"architecture: {reason[0]}; correct model_type in the file{meant}, or use a newer transformers{code}",
             problem_id="unknown-architecture",
         )

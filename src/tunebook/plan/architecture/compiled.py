@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import reset
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tunebook.facts.compiling import set_up_compiler
@@ -34,11 +38,6 @@ def compile_layers(layers: nn.ModuleList, *, recomputes: bool = False, receivers
     `recomputes`: with selective checkpointing. `receivers`: called in each pass with each tensor that the layer would
     keep the other way; the list may change between passes.
     """
-    from torch._dynamo import reset
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-    from torch._inductor.decomposition import select_decomp_table
-
     waiting: list[Callable[[Any], Callable[..., Any]]] = []  # for the forward graph that torch makes next
 
     def split(graph: Any, inputs: Any, **options: Any) -> Any:

@@ -11,7 +11,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
 from tunebook.model.varlen_attention import attention_with_sinks
 
@@ -24,9 +27,6 @@ def register_kernels(on_call: Callable[[bool], None]) -> None:
 
     `on_call` runs when the varlen kernel is called, with whether the model has attention sinks.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
     for name, attend in ((MASKED, _attend), (UNMASKED, _attend), (VARLEN, _varlen_kernel(on_call))):
         AttentionInterface.register(name, attend)
         AttentionMaskInterface.register(name, sdpa_mask if name == MASKED else lambda *_, **__: None)
@@ -122,8 +122,6 @@ def linear_attention(query: Any, key: Any, value: Any, gates: Any, **_: Any) -> 
 
 def _varlen_kernel(on_call: Callable[[bool], None]) -> Any:
     """torch's own kernel for packed rows, which is one operation in a compiled block's graph, as on a GPU."""
-    from torch.nn.attention.varlen import varlen_attn
-
     groups = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     return partial(_attend_varlen, on_call=on_call, kernel=varlen_attn, groups=groups)
 

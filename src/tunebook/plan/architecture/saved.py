@@ -20,10 +20,12 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
+from transformers.integrations import moe
 
 from tunebook.config.choices import Attention
 from tunebook.config.model_facts import OFFLOADED, TILED
@@ -228,8 +230,6 @@ def quiet(
     on_call: Callable[[bool], None] = lambda has_sinks: None, *, has_frozen_experts: bool = False
 ) -> Iterator[None]:
     """Suppress warnings, and use an expert product that has a fake kernel in every number format."""
-    from transformers.integrations import moe
-
     register_kernels(on_call)
     instead: dict[str, Any] = {"_can_use_grouped_mm": lambda *_: False}  # the fallback keeps as much of trained experts
     if has_frozen_experts:
@@ -305,8 +305,6 @@ def adapted(
 
     Module moves are disabled because a tensor without memory cannot be swapped.
     """
-    from peft import LoraConfig, get_peft_model
-
     lora = LoraConfig(
         r=rank,
         target_modules=list(names) or "all-linear",

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from peft import LoraConfig
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 
 from tunebook.model.parameters import last_name
@@ -61,9 +63,6 @@ def sizes_of_adapted(wrapped: Any, stacked: dict[str, tuple[str, ...]]) -> tuple
 
 def stacked_names(model: Any) -> dict[str, tuple[str, ...]]:
     """Map each parameter that PEFT adapts like a module to the names that PEFT accepts for it."""
-    from peft import LoraConfig
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-
     found: dict[str, tuple[str, ...]] = {}
     for names in _STACKED:
         lora = LoraConfig(target_modules=list(names))
