@@ -32,12 +32,7 @@ from torch._subclasses.fake_tensor import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tunebook.config.book import book_root, resolve_path
 from tunebook.config.choices import Attention
@@ -47,6 +42,7 @@ from tunebook.errors import nearest
 from tunebook.facts.architectures import CHOSEN_EXPERTS, COMPILED_ARCHITECTURES
 from tunebook.facts.attention import ATTENTIONS, FLEX, LARGEST_FLASH_HEAD, MASKED, WITHOUT_KERNEL
 from tunebook.files import sha256_file
+from tunebook.model.base_config import kind_without_causal_class
 from tunebook.model.linear_attention import DISTRIBUTIONS
 from tunebook.model.load import architecture_from_facts, largest
 from tunebook.plan.architecture import ALL_WAYS, STATED_FACTS, progress_file
@@ -86,12 +82,6 @@ _FAKE_TENSOR_ERRORS = (
     DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )  # fmt: skip
-# Other kinds of models that transformers has for a model_type, the most informative first.
-_OTHER_KINDS: tuple[tuple[Any, str], ...] = (
-    (MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, "a model of images or sound and text"),
-    (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "an encoder-decoder"),
-    (MODEL_FOR_MASKED_LM_MAPPING_NAMES, "an encoder"),
-)
 
 
 class _NoPassError(Exception):
@@ -149,7 +139,7 @@ def _unknown(config_file: Path) -> dict[str, str]:
     kind = str(config.get("model_type") or "")
     architectures = config.get("architectures")
     named = f"model_type={kind}" + (f", architectures={json.dumps(architectures)}" if architectures else "")
-    if other := next((words for kinds, words in _OTHER_KINDS if kind in kinds), None):
+    if other := kind_without_causal_class(kind):
         return {"error": "not-causal", "reason": named, "kind": other}
     meant = (
         nearest(kind, set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {kind}, least_alike=_MIN_SIMILARITY) if kind else None
