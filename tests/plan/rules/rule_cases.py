@@ -540,7 +540,7 @@ CASES = [
     case("adapter-settings-ignored", "method=full", {"peft.target_parameters": EXPERTS}),
     case(
         "adapter-module-refused",
-        "PEFT puts no adapter on out_proj of",
+        "PEFT has no adapter for out_proj of",
         {"peft.target_modules": []},
         LORA | {"model.facts.measured": WITH_REFUSED, "peft.target_modules": ["in_proj"]},
     ),

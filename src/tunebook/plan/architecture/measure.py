@@ -58,10 +58,12 @@ from tunebook.plan.architecture.saved import (
 from tunebook.plan.architecture.targets import (
     has_stacked_experts,
     is_linear,
+    names_to_adapt,
     num_inputs,
     sizes_of,
     sizes_of_adapted,
     stacked_names,
+    unlike_linear,
 )
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"  # transformers' layer types
@@ -376,14 +378,14 @@ def _whole(config: Any, *names: str) -> int | None:
 def _adapters(model: Any, layers: nn.ModuleList, unreached: list[str]) -> dict[str, Any]:
     """Sizes of PEFT's rank-1 adapters on all layers that text reaches, and names of those that it refuses.
 
-    Changes the model. It refuses some of Mamba's.
+    Changes the model. PEFT refuses some of Mamba's, and fails later with some routers.
     """
-    stacked, every = stacked_names(model), sizes_of(layers)
-    refused: list[str] = []
+    stacked, every, refused = stacked_names(model), sizes_of(layers), unlike_linear(layers)
     try:
-        linear, experts = sizes_of_adapted(adapted(model, rank=1, unreached=unreached), stacked)
+        names = names_to_adapt(model)
+        linear, experts = sizes_of_adapted(adapted(model, rank=1, unreached=unreached, names=names), stacked)
     except ValueError:
-        refused = [name for name in every if not _takes_adapter(model, name)]
+        refused += [name for name in every if name not in refused and not _takes_adapter(model, name)]
         linear, experts = {name: sizes for name, sizes in every.items() if name not in refused}, {}
     both = (*linear.values(), *experts.values())
     found = {"adapter_parameters": sum(map(sum, both)), "adapters": linear, "expert_adapters": experts}
