@@ -28,7 +28,7 @@ from .test_train import PREPARED
 TOO_LARGE = ("hardware=cpu", "parallelism=single", "model.liger_kernel=false")  # 46 GiB of states on 8 GiB
 KEYS = {
     "recipe", "hardware", "precision", "attention", "packing", "batch", "memory_gib", "fits", "choices", "problems",
-    "would_fit", "host_memory_gib", "nvme_gib", "time", "memory_source", "measured",
+    "would_fit", "ways_to_keep_less", "host_memory_gib", "nvme_gib", "time", "memory_source", "measured",
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from tunebook.config.compose import compose
 from tunebook.data.batch import solve_batch
 from tunebook.hardware.detect import Machine
 from tunebook.plan.auto.resolve import resolve_auto
-from tunebook.plan.longest import TILE_TOKENS, longest_rows
+from tunebook.plan.longest import TILE_TOKENS, longest_rows, ways_to_keep_less
 from tunebook.plan.memory import estimate_memory, fits_into
 from tunebook.plan.memory.kept import tokens_per_pass
 from tunebook.plan.speed.throughput import exchanged_bytes, plan_time
@@ -149,3 +149,29 @@ def test_the_longest_padded_row_is_not_limited_by_the_documents_that_would_be_ge
         for tokens in (100_000, 256)
     )
     assert long == short and long.rows[-1].tokens > 256
+
+
+LONG_ROWS = ("training.max_length=65536", "packing.row_length=65536")
+SHORT_ROWS = f"packing.row_length={2 * TILE_TOKENS}"  # of two tiles
+IN_TILES = "activation.mlp_tile_tokens=4096"
+OFFLOADED = f"{IN_TILES} activation.offload=true"
+
+
+@pytest.mark.parametrize(
+    ("words", "ways"),
+    [
+        (("activation=stored", SHORT_ROWS), ["selective", "enabled"]),
+        (("activation=stored", "model.compile_layers=false", SHORT_ROWS), ["enabled"]),
+        (("activation=checkpointing", SHORT_ROWS), []),
+        (("activation=checkpointing", *LONG_ROWS), [IN_TILES, OFFLOADED]),
+        (("activation=selective", *LONG_ROWS), ["enabled", f"enabled {IN_TILES}", f"enabled {OFFLOADED}"]),
+        (("activation=checkpointing", "model.compile_layers=true", *LONG_ROWS), []),  # rules refuse compiled tiles
+        (("activation=checkpointing", IN_TILES, *LONG_ROWS), ["activation.offload=true"]),
+    ],
+    ids=str,
+)
+def test_ways_that_keep_less_are_those_that_come_after_the_present_one(words, ways):
+    """They are in a run's plan.json, from which a rank that runs out of memory takes its advice."""
+    on_a_gpu = ("hardware=hopper", "hardware.memory_gib=79.6", "parallelism=single")
+    found = ways_to_keep_less(resolve_auto(compose("qwen3_4b_lora", [*on_a_gpu, *words], []).config, MACHINE))
+    assert [way.replace("activation.checkpointing=", "") for way in found] == ways

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from tunebook.train.isolation import (
     LENGTHS,
     LENGTHS_FOR_FLEX,
     Isolation,
+    all_tokens_chosen,
     leaks,
     measure_isolation,
     tolerance,
@@ -42,6 +44,9 @@ class Embedding:
             parts.append(seen + self.leak * before)
             before = own.mean(0)
         return torch.cat(parts)
+
+    def all_tokens_chosen(self):
+        return contextlib.nullcontext(False)
 
     def loss(self, documents):
         logits = self.logits(documents)
@@ -154,7 +159,7 @@ def test_documents_differ_in_every_token_and_keep_their_lengths(lengths):
     model, (first, second) = Embedding(), lengths
     measure_isolation(model, VOCAB, lengths)
     pair, joined = [first, second], [first + second]
-    assert model.rows == [pair, pair, [second], joined, pair, [first], [second]]
+    assert model.rows == [pair, pair, joined, [second], pair, [first], [second]]
     assert min(LENGTHS_FOR_FLEX) >= 128  # below which flex_attention takes the kernel of decoding
 
 
@@ -191,3 +196,36 @@ def test_bounds_are_below_all_measured_leaks():
     assert len(leaking) > 60
     for line, compute, uses_tf32 in leaking:
         assert line["moved"] > 3 * tolerance(compute, uses_tf32=uses_tf32).moved, line
+
+
+class Indexed(Embedding):
+    """Chooses tokens: which ones depends on the row's length, unless all are chosen."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.model = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()])
+        self.model[0].index_topk = 4
+
+    def logits(self, documents):
+        num_tokens = sum(map(len, documents))
+        return super().logits(documents) + (0 if num_tokens <= self.model[0].index_topk else num_tokens / 100)
+
+    def all_tokens_chosen(self):
+        return all_tokens_chosen(self.model)
+
+
+def test_rows_of_other_lengths_are_compared_with_all_tokens_chosen(monkeypatch):
+    model = Indexed()
+    found, allowed = measure_isolation(model, VOCAB), tolerance(Compute.fp32, uses_tf32=False)
+    assert leaks(found, allowed) == [] and len(model.rows) == 8
+    assert model.model[0].index_topk == 4 and not hasattr(model.model[1], "index_topk")
+    assert len(leaks(measure_isolation(Indexed(leak=0.5), VOCAB), allowed)) == 3
+    monkeypatch.setattr(Indexed, "all_tokens_chosen", lambda _: contextlib.nullcontext(False))
+    assert [wrong[:11] for wrong in leaks(measure_isolation(Indexed(), VOCAB), allowed)] == ["they differ"]
+
+
+def test_a_model_that_chooses_more_tokens_than_a_row_has_stays_as_it_is():
+    model = Indexed()
+    model.model[0].index_topk = 2048
+    with model.all_tokens_chosen() as has_indexers:
+        assert (has_indexers, model.model[0].index_topk) == (False, 2048)

@@ -62,7 +62,7 @@ class MeasuredLayers:
     # Inputs and outputs of linear layers, and of stacked experts, by the names that `peft.target_modules` matches
     adapters: dict[str, list[int]] = field(default_factory=dict)
     expert_adapters: dict[str, list[int]] = field(default_factory=dict)
-    not_adapted: list[str] = field(default_factory=list)  # names of linear layers that PEFT refuses
+    not_adapted: list[str] = field(default_factory=list)  # names of linear layers that PEFT cannot adapt
     # Six numbers by "format/method/kernels" (fp32, autocast, bf16; full, adapter, dropout; sdpa, flash, eager,
     # compiled, selective): the bytes that all layers keep per row, per token and per pair of tokens, then the same
     # three for the largest layer. With "/offloaded": the bytes that stay on the GPU with activation offloading. With

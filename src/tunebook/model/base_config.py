@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,16 @@ ENCODER_DECODERS = frozenset({
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 _PURPOSE = re.compile(r"\w+?For([A-Z]\w+)")
 _TEXT_PURPOSES = ("CausalLM", "ConditionalGeneration")  # the second also for models of text and images
+# transformers' tables of a class for each model_type: of causal language models, and of other kinds of models, the
+# most informative first.
+_AUTO_FILE = ("models", "auto", "modeling_auto.py")
+_CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+_OTHER_KINDS = {
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES": "a model of images or sound and text",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": "an encoder-decoder",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES": "an encoder",
+    "MODEL_MAPPING_NAMES": "a model without an output head over words",
+}
 
 
 def model_folder_problem(model: ModelConfig) -> str | None:
@@ -180,7 +193,58 @@ def why_config_is_not_causal(model: ModelConfig, config: dict[str, Any]) -> str 
         return f"{architecture or config['model_type']} is an encoder: its attention looks both ways"
     if config.get("model_type") in ENCODER_DECODERS:
         return f"{architecture or config['model_type']} is an encoder-decoder: it reads all of a text before it writes"
-    return None
+    kind = str(config.get("model_type"))
+    if (other := kind_without_causal_class(kind)) is None:
+        return None
+    return f"{architecture or kind} is {other}: AutoModelForCausalLM of transformers loads no model_type={kind}"
+
+
+def causal_text_part(model: ModelConfig) -> str | None:
+    """The model_type of the text part of a model of more than text, if AutoModelForCausalLM loads that part alone."""
+    part = str(((_config_at_hand(model) or {}).get("text_config") or {}).get("model_type"))
+    return part if part in causal_classes() else None
+
+
+def kind_without_causal_class(model_type: str) -> str | None:
+    """What a model is that transformers knows and AutoModelForCausalLM does not load; None for all others."""
+    if model_type in causal_classes():
+        return None
+    return next((words for table, words in _OTHER_KINDS.items() if model_type in _auto_classes(table)), None)
+
+
+def causal_classes() -> dict[str, list[str]]:
+    """The classes that AutoModelForCausalLM loads, by model_type; empty without transformers."""
+    return _auto_classes(_CAUSAL)
+
+
+@cache
+def _auto_classes(table: str) -> dict[str, list[str]]:
+    """One of transformers' tables of classes by model_type, from its source: importing it would import torch."""
+    if (stated := _auto_tables().get(table)) is None:
+        return {}
+    found: dict[str, list[str]] = {}
+    within: set[ast.AST] = set()
+    for node in ast.walk(stated):
+        if isinstance(node, ast.Name):  # another table, whose entries this one has too
+            found |= _auto_classes(node.id)
+        if isinstance(node, ast.Tuple) and node not in within:
+            within |= {*ast.walk(node)}  # several classes of one model_type
+            name, *classes = [each.value for each in ast.walk(node) if isinstance(each, ast.Constant)]
+            found[str(name)] = [str(each) for each in classes]
+    return found
+
+
+@cache
+def _auto_tables() -> dict[str, ast.expr]:
+    """What transformers' source assigns to the names of its tables; empty without transformers."""
+    package = find_spec("transformers")
+    folder = next(iter(package.submodule_search_locations or ()), None) if package is not None else None
+    file = Path(folder, *_AUTO_FILE) if folder is not None else None
+    if file is None or not file.is_file():
+        return {}
+    statements = ast.parse(file.read_text(encoding="utf-8")).body
+    assigned = (each for each in statements if isinstance(each, ast.Assign))
+    return {each.targets[0].id: each.value for each in assigned if isinstance(each.targets[0], ast.Name)}
 
 
 def _in_words(name: str) -> str:

@@ -23,6 +23,7 @@ from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.plan.advice.links import slow_links
 from tunebook.plan.auto.decisions import AS_ASKED, ChoiceValue
 from tunebook.plan.auto.resolve import Resolution, resolve_auto
+from tunebook.plan.longest import ways_to_keep_less
 from tunebook.plan.memory.gpu import MemoryPlan, measured_memory, plan_memory
 from tunebook.plan.memory.host_memory import HostPlan, plan_host_memory
 from tunebook.plan.rules import check, located
@@ -192,6 +193,7 @@ def draft_json(draft: Draft, advice: str | None = None) -> dict[str, Any]:
         "host_memory_gib": draft.host.memory.to_json() if draft.host else None,
         "nvme_gib": round(draft.host.nvme_gib, 3) if draft.host and draft.host.nvme_gib is not None else None,
         "fits": draft.fits,
+        "ways_to_keep_less": ways_to_keep_less(draft.resolution) if draft.resolution else [],
         "time": draft.time.to_json() if draft.time else None,
         "choices": [{"key": choice.key, "value": _plain(choice.value), "why": choice.why} for choice in choices],
         "problems": _problems_json(draft, advice),

@@ -1,4 +1,4 @@
-"""Search for the longest row that fits a planned run: `tunebook plan --longest`.
+"""Ways to keep less of a pass, and the longest row that fits a planned run with each: `tunebook plan --longest`.
 
 A row holds one document as long as itself, which is the worst case for memory. Everything else stays as planned, except
 what is kept of a pass, if that is left to `auto`: each way has a row of its own in the answer. If whole layers are
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tunebook.config.choices import Checkpointing
+from tunebook.config.choices import Checkpointing, PackingMode
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import ActivationConfig, RunConfig
 from tunebook.model.parameters import known_facts
@@ -108,16 +108,44 @@ def _ways(resolution: Resolution) -> list[RunConfig]:
     ways = [_kept_so(config, replace(now, checkpointing=each)) for each in every]
     if Checkpointing.enabled not in every:
         return ways
+    return ways + [way for way in _further_ways(resolution) if way not in ways]
+
+
+def _further_ways(resolution: Resolution) -> list[RunConfig]:
+    """The run with layers recomputed and MLPs in tiles, and with activations in host memory too, as rules allow."""
+    config = resolution.config
+    now, typed = config.activation, asked_keys(resolution.choices)
     tiled = replace(now, checkpointing=Checkpointing.enabled, mlp_tile_tokens=now.mlp_tile_tokens or TILE_TOKENS)
-    further = [replace(tiled, offload=is_offloaded) for is_offloaded in (now.offload, True)]
     is_compiled = bool(config.model.compile_layers) and COMPILING in typed  # else `auto` does not compile tiles
-    for activation in further:
-        way = _kept_so(config, activation, is_compiled=is_compiled)
-        if way not in ways and not any(
-            problem.is_error and problem.key.startswith("activation.") for problem in check(way)
-        ):
-            ways.append(way)
-    return ways
+    further = [replace(tiled, offload=is_offloaded) for is_offloaded in dict.fromkeys((now.offload, True))]
+    ways = [_kept_so(config, activation, is_compiled=is_compiled) for activation in further]
+    return [way for way in ways if not any(each.is_error and each.key.startswith("activation.") for each in check(way))]
+
+
+def ways_to_keep_less(resolution: Resolution) -> list[str]:
+    """What to type if the run's pass keeps too much, whatever was typed: from the fastest way on."""
+    config, now = resolution.config, resolution.config.activation
+    order = [
+        Checkpointing.disabled,
+        *[Checkpointing.selective] * bool(config.model.compile_layers),
+        Checkpointing.enabled,
+    ]
+    later = order[order.index(now.checkpointing) + 1 :] if now.checkpointing in order else []
+    ways = [replace(now, checkpointing=each) for each in later]
+    ways += [way.activation for way in _further_ways(resolution) if tiles_pay(config)]
+    present = _words_of(now)
+    typed = [" ".join(word for word in _words_of(way) if word not in present) for way in ways]
+    return [words for words in typed if words]
+
+
+def tiles_pay(config: RunConfig) -> bool:
+    """Whether the rows of a pass are long enough for tiles: packed rows, of which each GPU has more than two tiles."""
+    on_each_gpu = (config.packing.row_length or 0) // config.parallelism.sequence_group_size
+    return config.packing.mode is PackingMode.isolated and on_each_gpu > 2 * TILE_TOKENS
+
+
+def _words_of(activation: ActivationConfig) -> list[str]:
+    return _words(activation.checkpointing.name, activation.mlp_tile_tokens, is_offloaded=activation.offload)
 
 
 def _kept_so(config: RunConfig, activation: ActivationConfig, *, is_compiled: bool | None = None) -> RunConfig:
@@ -139,7 +167,6 @@ def _longest(resolution: Resolution, facts: ModelFacts, positions: int, config: 
     by_memory = _most(fits) * unit
     tokens = min(by_memory, positions // unit * unit)
     overrides = [f"training.max_length={tokens}", f"packing.row_length={tokens}", "training.micro_batch_size=1"]
-    words = _words(activation.checkpointing.name, activation.mlp_tile_tokens, is_offloaded=activation.offload)
     return LongestRow(
         checkpointing=activation.checkpointing.name,
         mlp_tile_tokens=activation.mlp_tile_tokens,
@@ -147,7 +174,7 @@ def _longest(resolution: Resolution, facts: ModelFacts, positions: int, config: 
         tokens=tokens,
         tokens_by_memory=by_memory,
         memory_gib=round(estimate_memory(_with_rows(config, tokens), facts).total_gib, 3) if tokens else None,
-        overrides=[*overrides, *words] if tokens else [],
+        overrides=[*overrides, *_words_of(activation)] if tokens else [],
     )
 
 

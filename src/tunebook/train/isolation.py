@@ -11,10 +11,16 @@ mean; the largest over all tokens. They do not depend on the size of the vocabul
 With experts, rounding may send a token to another expert, which changes its logits entirely. Rows of other shapes round
 otherwise, so for these the median over the tokens is judged: wrong positions move all of them. A leak also moves logits
 in rows of the same shape, where rounding is equal.
+
+An indexer, as in DeepSeek V3.2, chooses the tokens that each token attends to by a sum of ReLUs, which is exactly 0 for
+many. Which of equal ones are chosen depends on the row's length, and not on what is in it. So rows of other shapes are
+compared with all tokens chosen, and rows of the same shape as the model chooses.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,6 +54,8 @@ _LOSS_ROUNDOFFS = 8.0  # a mean over many tokens, in which single errors cancel
 # which adds up to sqrt(K) roundoffs for K terms: 128 for the 16,384 terms of a 7B model's feed-forward network.
 # Measured on an H200 without TF32: 145 roundoffs (Qwen2.5-3B), 116 (6 layers of the 7B).
 _FP32_SUM_ROUNDOFFS = 128.0
+_NUM_CHOSEN = "index_topk"  # by this name, how many tokens each indexer chooses
+_MOST_TOKENS = 2 * sum(LENGTHS_FOR_FLEX)  # more than any row here has
 
 
 class Forward(Protocol):
@@ -58,6 +66,23 @@ class Forward(Protocol):
 
     def loss(self, documents: list[list[int]]) -> tuple[float, int]:
         """The summed negative log-likelihood as training computes it, and how many tokens it counts."""
+
+    def all_tokens_chosen(self) -> AbstractContextManager[bool]:
+        """While it lasts, no indexer leaves out a token; its value says whether one otherwise does."""
+
+
+@contextmanager
+def all_tokens_chosen(model: torch.nn.Module) -> Iterator[bool]:
+    """`Forward.all_tokens_chosen` for a model."""
+    chosen = {each: number for each in model.modules() if isinstance(number := getattr(each, _NUM_CHOSEN, None), int)}
+    choosing = {each: number for each, number in chosen.items() if number < _MOST_TOKENS}
+    try:
+        for each in choosing:
+            setattr(each, _NUM_CHOSEN, _MOST_TOKENS)
+        yield bool(choosing)
+    finally:
+        for each, number in choosing.items():
+            setattr(each, _NUM_CHOSEN, number)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +140,7 @@ def compile_kernels(forward: Forward, lengths: tuple[int, int] = LENGTHS) -> Non
 
 
 def measure_isolation(forward: Forward, vocab_size: int, lengths: tuple[int, int] = LENGTHS) -> Isolation:
-    """Measure with seven forward passes over at most two documents. It uses its own random generator."""
+    """Measure with seven or eight forward passes over at most two documents. It uses its own random generator."""
     draw, length = np.random.default_rng(0), lengths[0]
     first = draw.integers(0, vocab_size, length)
     second = draw.integers(0, vocab_size, lengths[1]).tolist()
@@ -123,10 +148,13 @@ def measure_isolation(forward: Forward, vocab_size: int, lengths: tuple[int, int
     first = first.tolist()
     together = forward.logits([first, second])[length:]
     moved = _distances(forward.logits([other, second])[length:], together).max()
-    alone = _distances(together, forward.logits([second]))
     leaking = _distances(forward.logits([first + second])[length:], together).max()
-    (loss_together, tokens_together) = forward.loss([first, second])
-    apart = [forward.loss([document]) for document in (first, second)]
+    with forward.all_tokens_chosen() as has_indexers:
+        if has_indexers:
+            together = forward.logits([first, second])[length:]
+        alone = _distances(together, forward.logits([second]))
+        (loss_together, tokens_together) = forward.loss([first, second])
+        apart = [forward.loss([document]) for document in (first, second)]
     return Isolation(
         moved=float(moved),
         alone=float(alone.max()),

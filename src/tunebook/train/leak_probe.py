@@ -10,7 +10,7 @@ import math
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from tunebook.train.isolation import (
     LENGTHS_FOR_FLEX,
     Isolation,
     Tolerance,
+    all_tokens_chosen,
     compile_kernels,
     leaks,
     measure_isolation,
@@ -154,6 +155,10 @@ class TrainingForward:
         totals = torch.stack([-outputs.log_probs.double().sum(), outputs.label_mask.sum().double()])
         loss, num_tokens = (totals if self.sequence is None else self.sequence.summed(totals)).tolist()
         return loss, int(num_tokens)
+
+    def all_tokens_chosen(self) -> AbstractContextManager[bool]:
+        """As `isolation.Forward`."""
+        return all_tokens_chosen(self.trainer.model_wrapped)
 
     def _inputs(self, documents: list[list[int]]) -> dict[str, Any]:
         tokens = [token for document in documents for token in document]

@@ -14,13 +14,14 @@ from tunebook.model import base_config
 from tunebook.model.base_config import (
     ENCODER_DECODERS,
     ENCODERS,
+    causal_text_part,
     model_folder_problem,
     read_dtype,
     read_quantizer,
     why_not_causal,
 )
 from tunebook.plan.architecture import base_model
-from tunebook.plan.architecture.base_model import read_facts
+from tunebook.plan.architecture.base_model import about_parameters, read_facts
 
 from ..memory.layers import measured as traced
 
@@ -282,6 +283,8 @@ def test_the_cache_is_asked_where_the_layers_were_measured(model, monkeypatch, t
         ({"architectures": None, "model_type": "roberta"}, "roberta is an encoder"),
         ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "T5ForConditionalGeneration is an enc"),
         ({"architectures": None, "model_type": "mt5"}, "mt5 is an encoder-decoder: it reads all of a text before"),
+        ({"architectures": None, "model_type": "kimi_k25"}, "kimi_k25 is a model of images or sound and text: Auto"),
+        ({"architectures": ["Qwen3VLTextModel"], "model_type": "qwen3_vl_text"}, "is a model without an output head"),
         ({"architectures": ["BertLMHeadModel"], "model_type": "bert", "is_decoder": True}, None),
         ({}, None),
         ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, None),
@@ -324,6 +327,46 @@ def test_an_encoder_decoder_is_one_that_transformers_has_no_causal_head_for():
 
     assert MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.keys() >= ENCODER_DECODERS
     assert not MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & ENCODER_DECODERS
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 16 * (32 + 2 * 2 * (16 + 24))),
+        ({"num_local_experts": 8}, 16 * (32 + 2 * 2 * (16 + 8 * 24))),
+        ({"n_routed_experts": 8, "moe_intermediate_size": 5}, 16 * (32 + 2 * 2 * (16 + 8 * 5))),
+        ({"num_experts": 1, "moe_intermediate_size": 5}, 16 * (32 + 2 * 2 * (16 + 24))),  # a dense model
+        ({"hidden_size": None}, 0),
+    ],
+    ids=str,
+)
+def test_about_as_many_parameters_as_the_sizes_of_layers_and_experts_make(model, changes, expected):
+    assert about_parameters(model(**changes)) == expected
+
+
+@pytest.mark.parametrize("table", [base_config._CAUSAL, *base_config._OTHER_KINDS])
+def test_the_classes_of_transformers_are_read_from_its_source(table):
+    from transformers.models.auto import modeling_auto
+
+    imported = vars(modeling_auto)[table].items()
+    expected = {name: [found] if isinstance(found, str) else list(found) for name, found in imported}
+    assert base_config._auto_classes(table) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"), [("mistral", "mistral"), ("deepseek_v3", "deepseek_v3"), ("qwen3_vl_text", None)]
+)
+def test_a_text_part_is_named_where_transformers_loads_it_alone(model, kind, part):
+    assert causal_text_part(model(model_type="mistral3", text_config={"model_type": kind})) == part
+
+
+def test_without_transformers_no_class_is_refused(model, monkeypatch):
+    monkeypatch.setattr(base_config, "_auto_classes", lambda _: {})
+    assert why_not_causal(model(architectures=None, model_type="kimi_k25")) is None
+
+
+def test_a_model_that_a_rule_refuses_is_not_traced(model, built):
+    assert read_facts(model(architectures=None, model_type="kimi_k25")) is None and built == []
 
 
 @pytest.mark.parametrize(

@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
+import torch
 import yaml
 from transformers import AutoConfig, Qwen3NextConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.deepseek_v32 import modeling_deepseek_v32
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tunebook.config.book import book_root
 from tunebook.config.model_facts import ModelFacts
 from tunebook.facts.architectures import VARLEN_ARCHITECTURES
 from tunebook.model.load import architecture_from_facts
+from tunebook.plan.architecture import packing
 from tunebook.plan.architecture.packing import packing_facts, small_model
+from tunebook.train import isolation
+from tunebook.train.isolation import LENGTHS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of architectures, about sizes that no published model has
 
 # Of all causal language models of transformers 5.23, with attention by a mask. Some take no positions, from which
 # transformers finds where a document starts, or do not use them for the mask. Others carry a state along the row, and
-# no kernel of theirs is told where documents end.
+# no kernel of theirs is told where documents end. MiniMax M3 compares positions in a document with places in the row.
 LEAKING = (
     "AfmoeForCausalLM", "BailingHybridForCausalLM", "BioGptForCausalLM", "BloomForCausalLM", "CpmAntForCausalLM",
-    "DeepseekV4ForCausalLM", "FalconForCausalLM", "FalconMambaForCausalLM", "GptOssForCausalLM", "InklingForCausalLM",
-    "Inkling2ForCausalLM", "JambaForCausalLM", "Lfm3ForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM",
-    "MiniMaxForCausalLM", "MptForCausalLM", "OPTForCausalLM", "OpenAIGPTLMHeadModel", "RecurrentGemmaForCausalLM",
-    "RwkvForCausalLM", "XGLMForCausalLM", "ZambaForCausalLM", "xLSTMForCausalLM",
+    "DeepseekV4ForCausalLM", "FalconForCausalLM", "FalconMambaForCausalLM", "GptOssForCausalLM",
+    "InklingForCausalLM",     "Inkling2ForCausalLM", "JambaForCausalLM", "Lfm3ForCausalLM", "Mamba2ForCausalLM",
+    "MambaForCausalLM",     "MiniMaxForCausalLM", "MiniMaxM3VLForCausalLM", "MptForCausalLM", "OPTForCausalLM",
+    "OpenAIGPTLMHeadModel", "RecurrentGemmaForCausalLM",     "RwkvForCausalLM", "XGLMForCausalLM",
+    "ZambaForCausalLM", "xLSTMForCausalLM",
 )  # fmt: skip
 # They carry a state, too, and are told. The packages that they need for it on a GPU.
 HYBRID = {
@@ -68,6 +75,49 @@ def test_states_are_kept_apart_by_packages(architecture):
     by_mask = architecture != "GraniteMoeHybridForCausalLM"  # see test_hybrids_of_published_sizes_are_tried
     expected = {"isolates": {"mask": by_mask, "lengths": True}, "packing_packages": HYBRID[architecture]}
     assert facts_of(architecture) == expected
+
+
+# They choose the tokens that each token attends to.
+INDEXED = ("AXK2ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM")
+
+
+@pytest.mark.parametrize("architecture", INDEXED)
+def test_chosen_tokens_are_of_the_same_document(architecture):
+    assert small_model(architecture, None, "eager").config.index_topk < min(LENGTHS)
+    assert packing_facts(architecture, None, has_experts=True)["isolates"]["mask"] is True
+
+
+@pytest.mark.parametrize("architecture", INDEXED)
+def test_only_the_choice_among_equal_scores_depends_on_the_rows_length(monkeypatch, architecture):
+    """With the earliest of equal ones, which is the same in any row, a document has the logits that it has alone."""
+
+    def earliest(scores, number, dim=-1, **_):
+        values, places = torch.sort(scores, dim=dim, descending=True, stable=True)
+        return torch.return_types.topk((values.narrow(dim, 0, number), places.narrow(dim, 0, number)))
+
+    def measured():
+        forward = packing._Forward(model := small_model(architecture, None, "eager"))
+        monkeypatch.setattr(packing, "all_tokens_chosen", lambda _: contextlib.nullcontext(False))
+        with torch.no_grad():
+            return isolation.measure_isolation(forward, model.config.vocab_size)
+
+    by_torch = measured()
+    monkeypatch.setattr(torch.Tensor, "topk", earliest)
+    found = measured()
+    assert (by_torch.moved, by_torch.alone_median, found.moved, found.alone) == (0.0, 0.0, 0.0, 0.0)
+    assert by_torch.alone > 0.01
+
+
+def test_an_indexer_that_ranks_the_tokens_of_other_documents_is_found(monkeypatch):
+    """They would take the places of a document's own tokens; the mask is applied to what was chosen only."""
+    forward = modeling_deepseek_v32.DeepseekV32Indexer.forward
+
+    def without_mask(self, hidden, residual, positions, mask, *args, **kwargs):
+        causal = torch.full_like(mask, torch.finfo(mask.dtype).min).triu(1)
+        return forward(self, hidden, residual, positions, causal, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_deepseek_v32.DeepseekV32Indexer, "forward", without_mask)
+    assert packing_facts("DeepseekV32ForCausalLM", None, has_experts=True)["isolates"]["mask"] is False
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.choices import Attention, MasterWeights, PeftMethod
 from tunebook.config.model_facts import facts_from_json
 from tunebook.model.parameters import count_parameters
 from tunebook.plan.architecture import measure, saved, targets
 from tunebook.plan.architecture.kernels import CudaAutocast
+from tunebook.plan.architecture.layers import decoder_layers, kinds_of, text_decoder, traced_places
 from tunebook.plan.memory.kept import kept_by_layers
+
+from .conftest import GROUPED, QUIET, SIZES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft, about what it makes of experts
 
@@ -141,3 +144,61 @@ def test_names_of_experts_are_those_before_they_were_stacked(config_of):
         "mixtral": True, "qwen3_moe": True, "llama": False,
     }  # fmt: skip
     assert targets.names_beside_experts(found["qwen3_moe"]) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+
+
+# Architectures with a linear layer that returns something else: its name, and sizes.
+UNLIKE = {
+    "phimoe": ("router", {"num_local_experts": 4}),
+    "llama4_text": ("router", {"num_local_experts": 4, "interleave_moe_layer_step": 1}),
+    "deepseek_v4": (
+        "o_a_proj",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 1, "o_groups": 2},
+    ),
+}
+
+
+@pytest.fixture
+def config_unlike():
+    """`config_unlike("phimoe")`: a small config of one of `UNLIKE`."""
+    common = {**SIZES, **GROUPED, **QUIET, "num_hidden_layers": 4}
+    return lambda kind: AutoConfig.for_model(kind, **common | UNLIKE[kind][1])
+
+
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_a_linear_layer_that_returns_something_else_is_not_adapted(config_unlike, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(saved, "_MODES", ())
+    config_unlike(kind).save_pretrained(tmp_path)
+    found = measure.describe(tmp_path / "config.json", trust_remote_code=False)["measured"]
+    assert found["not_adapted"] == [UNLIKE[kind][0]]
+    assert not {UNLIKE[kind][0]} & {*found["adapters"], *found["expert_adapters"]} and found["adapters"]
+    adapters = found["adapters"].values(), found["expert_adapters"].values()
+    assert found["adapter_parameters"] == sum(sum(sizes) for each in adapters for sizes in each)
+
+
+def test_an_adapter_on_it_fails_in_the_first_pass_and_those_on_all_others_do_not(config_unlike):
+    words, config = {"input_ids": torch.ones(1, 5, dtype=torch.long)}, config_unlike("phimoe")
+    names = targets.names_to_adapt(model_of(config))
+    assert names == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert with_adapters(config, names)(**words).logits.shape == (1, 5, 100)
+    with pytest.raises(AttributeError, match="tuple"):
+        with_adapters(config, [])(**words)
+
+
+@pytest.mark.parametrize("method", ["adapter", "beside"])
+def test_layers_with_such_a_router_are_traced_with_adapters(config_unlike, method):
+    config = config_unlike("phimoe")
+    layers = decoder_layers(text_decoder(model_of(config)), 4)
+    kinds = kinds_of(config, layers)
+    places = traced_places(config, kinds, {})
+    found = saved._measure(config, kinds, places, ("bf16", method, "sdpa"), {})
+    assert found[f"bf16/{method}/sdpa"][1] > 0
+
+
+def model_of(config):
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_layers_that_compute_a_linear_layer_in_their_own_way_are_adapted():
+    config = AutoConfig.for_model("falcon", hidden_size=64, num_attention_heads=4, num_hidden_layers=2, vocab_size=100)
+    assert type(model_of(config).transformer.h[0].mlp.dense_h_to_4h).__name__ == "FalconLinear"
+    assert targets.unlike_linear(model_of(config)) == targets.names_to_adapt(model_of(config)) == []

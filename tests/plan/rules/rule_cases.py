@@ -126,6 +126,17 @@ CASES = [
     case("model-name-form", "'a/b/c' does not have the form", {"model.name": "a/b/c"}),
     case("model-folder", "not/there does not exist", {"model.name": None, "model.path": "not/there"}),
     case("model-not-causal", "is made for masked LM", {"model.name": None, "model.path": "masked"}),
+    case(
+        "model-not-causal",
+        "Mistral3.* is a model of images or sound and text: AutoModelForCausalLM of transformers loads no "
+        r"model_type=mistral3; name a causal language model, .* text part alone \(model_type=mistral\)",
+        {"model.name": None, "model.path": "images"},
+    ),
+    case(
+        "unknown-architecture",
+        "loads no Qwen3VLForConditionalGeneration",
+        {"model.facts.architecture": "Qwen3VLForConditionalGeneration", "model.facts.measured": MEASURED},
+    ),
     case("length-beyond-model", "40000 .* 32768", {"training.max_length": 40_000, "packing.row_length": 40_000}),
     case(
         "length-beyond-config",
@@ -529,7 +540,7 @@ CASES = [
     case("adapter-settings-ignored", "method=full", {"peft.target_parameters": EXPERTS}),
     case(
         "adapter-module-refused",
-        "PEFT puts no adapter on out_proj of",
+        "PEFT has no adapter for out_proj of",
         {"peft.target_modules": []},
         LORA | {"model.facts.measured": WITH_REFUSED, "peft.target_modules": ["in_proj"]},
     ),

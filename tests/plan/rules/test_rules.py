@@ -47,6 +47,11 @@ from .rule_cases import CASES, DDP, IN_TOKENS, LEAKING, ON_1, PADDED_DDP, SLURM,
 # What the config.json of some models says, each in a folder of this name.
 MODELS = {
     "masked": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+    "images": {
+        "model_type": "mistral3",
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": {"model_type": "mistral"},
+    },
     "gptq": {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
     "four_bit": {"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
     "mxfp4": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},

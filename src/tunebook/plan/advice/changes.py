@@ -34,7 +34,7 @@ from tunebook.facts.strategies import COPIED, DIVIDED, OFFLOADING_OPTIMIZER, UND
 from tunebook.model.parameters import known_facts
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.draft import Draft, draft_run
-from tunebook.plan.longest import TILE_TOKENS
+from tunebook.plan.longest import TILE_TOKENS, tiles_pay
 from tunebook.plan.memory import estimate_memory
 from tunebook.plan.speed.measured_speed import RECOMPUTED_SPEED, SELECTIVE, STORED_SPEED, rate_on_8, relative_speed
 
@@ -304,6 +304,8 @@ def _fitting(change: Change, tried: Draft, asked: Draft, left_out: tuple[str, ..
     assert tried.memory is not None and tried.memory.memory.total is not None and tried.host is not None
     speed = tried.time.tokens_per_second_per_gpu if tried.time else None
     before = asked.time.tokens_per_second_per_gpu if asked.time else None
+    if _is_compiled(asked) and not _is_compiled(tried):  # which is most of what it costs
+        change = replace(change, note="; ".join(filter(None, [change.note, "blocks are not compiled with it"])))
     return FittingChange(
         change=change,
         total_gib=tried.memory.memory.total,
@@ -315,6 +317,10 @@ def _fitting(change: Change, tried: Draft, asked: Draft, left_out: tuple[str, ..
         is_in_host_memory=bool(tried.host.memory.offload),
         host_fits=tried.host.fits,
     )
+
+
+def _is_compiled(draft: Draft) -> bool:
+    return draft.resolution is not None and bool(draft.resolution.config.model.compile_layers)
 
 
 def _candidates(draft: Draft) -> list[Change]:
@@ -442,9 +448,7 @@ def _keeping_less(config: RunConfig) -> list[Change]:
 
 def _tiles(config: RunConfig, recomputing: list[Change]) -> list[Change]:
     """MLPs in tiles, for packed rows that one long document may fill."""
-    on_each_gpu = (config.packing.row_length or 0) // config.parallelism.sequence_group_size
-    is_long = config.packing.mode is PackingMode.isolated and on_each_gpu > 2 * TILE_TOKENS
-    if not is_long or config.activation.mlp_tile_tokens is not None:
+    if not tiles_pay(config) or config.activation.mlp_tile_tokens is not None:
         return []
     again = [word for change in recomputing for word in change.overrides]
     return [Change((*again, f"{_TILES}={TILE_TOKENS}"), note="MLPs in tiles")]

@@ -32,12 +32,7 @@ from torch._subclasses.fake_tensor import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tunebook.config.book import book_root, resolve_path
 from tunebook.config.choices import Attention
@@ -47,6 +42,7 @@ from tunebook.errors import nearest
 from tunebook.facts.architectures import CHOSEN_EXPERTS, COMPILED_ARCHITECTURES
 from tunebook.facts.attention import ATTENTIONS, FLEX, LARGEST_FLASH_HEAD, MASKED, WITHOUT_KERNEL
 from tunebook.files import sha256_file
+from tunebook.model.base_config import kind_without_causal_class
 from tunebook.model.linear_attention import KERNEL_PACKAGES
 from tunebook.model.load import architecture_from_facts, largest
 from tunebook.plan.architecture import ALL_WAYS, STATED_FACTS, progress_file
@@ -62,10 +58,12 @@ from tunebook.plan.architecture.saved import (
 from tunebook.plan.architecture.targets import (
     has_stacked_experts,
     is_linear,
+    names_to_adapt,
     num_inputs,
     sizes_of,
     sizes_of_adapted,
     stacked_names,
+    unlike_linear,
 )
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"  # transformers' layer types
@@ -86,12 +84,6 @@ _FAKE_TENSOR_ERRORS = (
     DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )  # fmt: skip
-# Other kinds of models that transformers has for a model_type, the most informative first.
-_OTHER_KINDS: tuple[tuple[Any, str], ...] = (
-    (MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, "a model of images or sound and text"),
-    (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "an encoder-decoder"),
-    (MODEL_FOR_MASKED_LM_MAPPING_NAMES, "an encoder"),
-)
 
 
 class _NoPassError(Exception):
@@ -149,7 +141,7 @@ def _unknown(config_file: Path) -> dict[str, str]:
     kind = str(config.get("model_type") or "")
     architectures = config.get("architectures")
     named = f"model_type={kind}" + (f", architectures={json.dumps(architectures)}" if architectures else "")
-    if other := next((words for kinds, words in _OTHER_KINDS if kind in kinds), None):
+    if other := kind_without_causal_class(kind):
         return {"error": "not-causal", "reason": named, "kind": other}
     meant = (
         nearest(kind, set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - {kind}, least_alike=_MIN_SIMILARITY) if kind else None
@@ -386,14 +378,14 @@ def _whole(config: Any, *names: str) -> int | None:
 def _adapters(model: Any, layers: nn.ModuleList, unreached: list[str]) -> dict[str, Any]:
     """Sizes of PEFT's rank-1 adapters on all layers that text reaches, and names of those that it refuses.
 
-    Changes the model. It refuses some of Mamba's.
+    Changes the model. PEFT refuses some of Mamba's, and fails later with some routers.
     """
-    stacked, every = stacked_names(model), sizes_of(layers)
-    refused: list[str] = []
+    stacked, every, refused = stacked_names(model), sizes_of(layers), unlike_linear(layers)
     try:
-        linear, experts = sizes_of_adapted(adapted(model, rank=1, unreached=unreached), stacked)
+        names = names_to_adapt(model)
+        linear, experts = sizes_of_adapted(adapted(model, rank=1, unreached=unreached, names=names), stacked)
     except ValueError:
-        refused = [name for name in every if not _takes_adapter(model, name)]
+        refused += [name for name in every if name not in refused and not _takes_adapter(model, name)]
         linear, experts = {name: sizes for name, sizes in every.items() if name not in refused}, {}
     both = (*linear.values(), *experts.values())
     found = {"adapter_parameters": sum(map(sum, both)), "adapters": linear, "expert_adapters": experts}

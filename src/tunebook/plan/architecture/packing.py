@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from tunebook.model.linear_attention import isolate_documents, packages_for_pack
 from tunebook.model.varlen_attention import register
 from tunebook.plan.architecture.layers import shortened, stated_kinds
 from tunebook.plan.architecture.saved import quiet
-from tunebook.train.isolation import leaks, measure_isolation, tolerance
+from tunebook.train.isolation import all_tokens_chosen, leaks, measure_isolation, tolerance
 
 # By the names that architectures have for them; each takes those that it knows.
 SMALL: dict[str, Any] = {
@@ -37,7 +38,8 @@ SMALL: dict[str, Any] = {
     "embd_pdrop": 0.0, "hidden_dropout": 0.0, "attention_dropout": 0.0, "mamba_chunk_size": 16, "mamba_d_state": 16,
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_n_groups": 2, "mamba_num_heads": 8,
     "mamba_head_dim": 16, "ssm_state_size": 16, "top_k_experts": 2, "vocab_size_per_layer_input": 128,
-    "hidden_size_per_layer_input": 16,
+    "hidden_size_per_layer_input": 16, "index_topk": 8, "index_n_heads": 4, "index_head_dim": 32,
+    "index_block_size": 8, "index_topk_blocks": 2,
 }  # fmt: skip
 _CONVOLVING = ["conv", "full_attention"] * 2
 _MAMBA = {"mamba_d_state": 16, "mamba_headdim": 16, "chunk_size": 16, "layers_block_type": ["mamba", "hybrid"] * 2}
@@ -47,6 +49,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "Lfm2ForCausalLM": {"layer_types": _CONVOLVING},
     "Lfm2MoeForCausalLM": {"layer_types": _CONVOLVING, "num_dense_layers": 1},
     "Mamba2ForCausalLM": {"num_heads": 8, "expand": 2},
+    "MiniMaxM3VLForCausalLM": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "ZambaForCausalLM": {"num_hidden_layers": 6, "attn_layer_period": 2, "attn_layer_offset": 1, "n_mamba_heads": 2},
     "Zamba2ForCausalLM": {"n_mamba_heads": 8, **_MAMBA},
     "xLSTMForCausalLM": {"num_heads": 4, "num_blocks": 2},
@@ -174,3 +177,7 @@ class _Forward:
             for part, document in zip(parts, documents, strict=True)
         ]
         return float(sum(losses)), sum(len(document) - 1 for document in documents)
+
+    def all_tokens_chosen(self) -> AbstractContextManager[bool]:
+        """As `isolation.Forward`."""
+        return all_tokens_chosen(self._model)

@@ -53,7 +53,7 @@ from tunebook.plan.architecture.kernels import (
     register_kernels,
 )
 from tunebook.plan.architecture.layers import decoder_layers, kinds_of, shortened, text_decoder, traced_places
-from tunebook.plan.architecture.targets import names_beside_experts
+from tunebook.plan.architecture.targets import names_beside_experts, names_to_adapt
 from tunebook.processes import die_with_parent
 
 LENGTHS = (62, 124, 186)  # tokens; unlike any size of a real model, so that shapes identify copies of weights
@@ -257,7 +257,7 @@ def _build(
     with no_init_weights():  # some initializers fail on a tensor without memory
         model = loader.from_config(shorter, dtype=FORMATS[number_format][0], attn_implementation=attention, **options)
     if method != "full":
-        names = names_beside_experts(model) if method == _BESIDE else ()
+        names = names_beside_experts(model) if method == _BESIDE else names_to_adapt(model)
         model = adapted(model, rank=LORA_RANK, dropout=_DROPOUT if method == "dropout" else 0.0, names=names)
         if number_format == "cast":
             _cast_trained(model)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from peft import LoraConfig
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
@@ -82,7 +83,38 @@ def names_beside_experts(model: Any) -> list[str]:
     taken = {name for names in stacked_names(model).values() for name in names}
     head = model.get_output_embeddings()
     linear = {last_name(name) for name, each in model.named_modules() if is_linear(each) and each is not head}
-    return sorted(linear - taken)
+    return sorted(linear - taken - {*unlike_linear(model)})
+
+
+def names_to_adapt(model: Any) -> list[str]:
+    """Names of all modules and experts that an adapter computes with; empty if those are all: PEFT's "all-linear"."""
+    if not unlike_linear(model):
+        return []
+    return sorted({*names_beside_experts(model)}.union(*stacked_names(model).values()))
+
+
+def unlike_linear(layers: nn.Module) -> list[str]:
+    """Names of linear layers that return something else than a linear layer.
+
+    The routers of PhiMoE and Llama 4 return the chosen experts too, and DeepSeek V4's grouped output projection takes
+    each group of heads by itself. PEFT 0.21 puts an adapter on them, which fails in the first pass.
+    """
+    found = {last_name(name): each for name, each in layers.named_modules() if _overrides_linear(each)}
+    return [name for name, each in found.items() if not _returns_product(each)]
+
+
+def _overrides_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+
+
+def _returns_product(module: Any) -> bool:
+    weight, shape = module.weight, (1, 3, num_inputs(module))
+    try:
+        with torch.no_grad():
+            output = module(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
+    except Exception:  # of any type: it is for inputs of another shape
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (*shape[:2], len(weight))
 
 
 def _names(module: str, parameter: str, stacked: dict[str, tuple[str, ...]]) -> tuple[str, ...]:

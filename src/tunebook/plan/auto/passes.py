@@ -32,6 +32,7 @@ _FULL_COMPILED_ROW_TOKENS = 32_768
 # and longer rows gave it no measured gain.
 _WORTH_COMPUTING_AGAIN = 1.5
 SHORT_ROW_TOKENS = 8192
+_MUCH_LONGER = 32  # times the mean: few data sets have a document so long
 _SHORTEST_ROW_TOKENS = 2  # minimum of training.max_length; its range rule refuses less
 
 
@@ -66,7 +67,11 @@ def _row_length(config: RunConfig) -> tuple[int, str]:
         if _is_worth_recomputing_parts(config, row, longer):
             row, again = longer, " with norms and activation functions recomputed"
     if row == length:
-        return row, "training.max_length: a step fills no longer row, or none would divide the batch or fit into memory"
+        why = "training.max_length: a step fills no longer row, or none would divide the batch or fit into memory"
+        mean = config.dataset.mean_tokens
+        if mean is not None and mean * _MUCH_LONGER <= row:
+            why += f"; of documents of {mean:,.0f} tokens the longest may need less of training.max_length"
+        return row, why
     times = f"{row // length} x training.max_length"
     return row, f"{times}: a longer pass keeps the GPU busy, and is estimated to fit{again}"
 

@@ -85,7 +85,7 @@ def adapter_without_targets(config: RunConfig) -> Finding | None:
 
 @rule("adapter-module-refused", "peft.target_modules")
 def adapter_module_refused(config: RunConfig) -> Finding | None:
-    """Refuse linear layers that PEFT does not adapt in this architecture."""
+    """Refuse linear layers that PEFT cannot adapt in this architecture."""
     peft, facts = config.peft, config.model.facts
     if peft.method is PeftMethod.full or facts is None or facts.measured is None:
         return None
@@ -93,9 +93,9 @@ def adapter_module_refused(config: RunConfig) -> Finding | None:
     named = [name for name in peft.target_modules if last_name(name) in refused] if peft.target_modules else refused
     if not named:
         return None
-    message = f"PEFT puts no adapter on {', '.join(named)} of {facts.architecture}"
-    rest = [name for name in peft.target_modules or facts.measured.adapters if name not in named]
-    return Finding(message, typed_list("peft.target_modules", rest))
+    message = f"PEFT has no adapter for {', '.join(named)} of {facts.architecture}"
+    rest = [name for name in peft.target_modules if name not in named]
+    return Finding(message, typed_list("peft.target_modules", rest or list(facts.measured.adapters)))
 
 
 @rule("adapter-dropout-on-experts", "peft.dropout")

@@ -13,7 +13,13 @@ from tunebook.config.override_text import typed
 from tunebook.config.schema import DatasetSource, ModelConfig, RunConfig, sources_of
 from tunebook.data.formats import templates_problem
 from tunebook.errors import nearest
-from tunebook.model.base_config import model_folder_problem, stated_positions, why_not_causal
+from tunebook.model.base_config import (
+    causal_classes,
+    causal_text_part,
+    model_folder_problem,
+    stated_positions,
+    why_not_causal,
+)
 from tunebook.model.chat_templates import library_templates
 from tunebook.plan.rules.frame import Finding, another_model, rule
 
@@ -77,15 +83,36 @@ def model_folder(config: RunConfig) -> Finding | None:
 
 @rule("model-not-causal")
 def model_not_causal(config: RunConfig) -> Finding | None:
-    """Refuse a config.json that names another head or an encoder.
+    """Refuse a config.json that names another head, an encoder, or a model that transformers has no causal head for.
 
-    Classes that transformers lacks are found earlier.
+    What transformers does not know at all is found earlier.
     """
     reason = why_not_causal(config.model)
     if reason is None:
         return None
     key = "model.path" if config.model.path else "model.name"
-    return Finding(f"{reason}; name a causal language model", another_model(config), key=key)
+    part = causal_text_part(config.model)
+    such_as = f", such as a checkpoint of its text part alone (model_type={part})" if part is not None else ""
+    return Finding(f"{reason}; name a causal language model{such_as}", another_model(config), key=key)
+
+
+@rule("unknown-architecture", "model.facts.architecture")
+def unknown_architecture(config: RunConfig) -> Finding | None:
+    """Refuse stated facts of a class that AutoModelForCausalLM does not load; traced facts name one that it does."""
+    facts, model = config.model.facts, config.model
+    known = {name for names in causal_classes().values() for name in names} if _states_class(model) else set()
+    if facts is None or not known or facts.architecture in known:
+        return None
+    meant = nearest(facts.architecture, known) if facts.architecture.endswith("ForCausalLM") else None
+    message = f"AutoModelForCausalLM of the installed transformers loads no {facts.architecture}"
+    fix = f"model.facts.architecture={meant}" if meant else f"{another_model(config)} model.facts=null"
+    return Finding(message, fix)
+
+
+def _states_class(model: ModelConfig) -> bool:
+    """Whether a user states the class, and transformers has to have it."""
+    is_shipped = model.facts is None or (model.facts.measured is not None and model.facts.measured.is_of_the_book)
+    return not is_shipped and not model.trust_remote_code
 
 
 @rule("length-beyond-model", "training.max_length")

@@ -37,10 +37,8 @@ from tunebook.plan.speed.measured_speed import (
     EXPERTS_SHARE,
     MEASURED_ON,
     RECOMPUTED_GAIN,
-    RECOMPUTED_SPEED,
     SELECTIVE,
     SELECTIVE_LORA,
-    STORED_SPEED,
     USUAL_PADDING_SHARE,
     AdapterSpeed,
     OneGpuSpeed,
@@ -154,8 +152,9 @@ def _estimate(
     if row.padding_share is None:
         padding = 0.0  # the share of peak includes the padding of that measurement
     is_recomputed = config.activation.checkpointing is Checkpointing.enabled
-    if is_recomputed:
-        flops += recomputed_flops_per_token(facts, attended) + tiled_flops_per_token(facts, _num_tiles(config, batch))
+    recomputed = recomputed_flops_per_token(facts, attended) if is_recomputed else 0.0
+    tiled = tiled_flops_per_token(facts, _num_tiles(config, batch)) if is_recomputed else 0.0
+    once, flops = flops, flops + recomputed + tiled
     # In fp32 all measured variants reached two thirds of the peak: products take so long that nothing else shows.
     adapter = None if row.compute is Compute.fp32 else nearest_adapter_speed(config, facts)
     gain = 1.0 if row.compute is Compute.fp32 else RECOMPUTED_GAIN ** (is_recomputed - row.is_recomputed)
@@ -177,7 +176,17 @@ def _estimate(
         gpu_hours=None if hours is None else hours * ranks,
         efficiency=work * speed / real,
         peak_tflops=peak.tflops,
-        assumption=_assumption(config, batch, peak, row, strategy_speed, adapter, is_launch_bound=waiting > computing)
+        assumption=_assumption(
+            config,
+            batch,
+            peak,
+            row,
+            strategy_speed,
+            adapter,
+            is_launch_bound=waiting > computing,
+            left_by_recomputing=RECOMPUTED_GAIN * once / (once + recomputed),
+            left_by_tiles=(once + recomputed) / flops,
+        )
         + _exchange_text(config, exchanged_bytes(config, facts, real), exchanging),
     )
 
@@ -275,8 +284,10 @@ def _assumption(
     adapter: AdapterSpeed | None,
     *,
     is_launch_bound: bool,
+    left_by_recomputing: float,
+    left_by_tiles: float,
 ) -> str:
-    """All assumptions of the estimate, the most doubtful first."""
+    """All assumptions of the estimate, the most doubtful first. `left_by_...`: shares of the speed, 0 to 1."""
     generation, compute, strategy = config.hardware.generation, config.precision.compute, config.parallelism.strategy
     parts = [f"the share of its peak that {row.text} reached"]
     if is_launch_bound:
@@ -313,9 +324,9 @@ def _assumption(
         and not row.is_recomputed
         and row.compute is not Compute.fp32
     ):
-        parts.append(f"activation checkpointing leaves {RECOMPUTED_SPEED / STORED_SPEED:.0%} of the speed")
+        parts.append(f"activation checkpointing leaves {left_by_recomputing:.0%} of the speed")
     if config.activation.mlp_tile_tokens is not None:
-        parts.append("MLPs in tiles compute as fast as whole ones")
+        parts.append(f"MLPs in tiles, which are computed once more, leave {left_by_tiles:.0%} of that")
     if _is_selective(config) and not row.is_selective:
         parts.append(f"activation=selective leaves {_selective(config).gain:.1%} of the speed")
     if config.training.deterministic:
