@@ -112,7 +112,7 @@ from tunebook.train.trainer import RecipeTrainer
 print(RecipeTrainer().train())
 """
 RANK = """
-from tunebook.launch.rank import meet
+from tunebook.launch.first_collective import meet
 print("starts", flush=True)
 meet()
 """
