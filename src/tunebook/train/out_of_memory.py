@@ -67,7 +67,7 @@ def _smaller_setting(config: RunConfig, plan: dict[str, Any]) -> str:
         return f"use fewer rows in a pass: training.micro_batch_size={less} (now {micro})"
     if ways := plan.get("ways_to_keep_less"):
         return f"keep fewer activations: {ways[0]}"
-    if not plan and config.activation.checkpointing is not Checkpointing.enabled:
+    if "ways_to_keep_less" not in plan and config.activation.checkpointing is not Checkpointing.enabled:
         return "keep fewer activations: activation=checkpointing"
     return "shard or offload more: tunebook plan --compare parallelism=zero3,fsdp,fsdp_offload shows what would fit"
 

@@ -272,16 +272,22 @@ def test_linear_attention_saves_what_its_kernel_saves():
     assert sum(sizes) == tokens * (2 * (2 * 4 * 16 + 4 * 32) + 4 * 4)
 
 
+def bytes_per_token(config):
+    """Of layers with states, which keep bytes in proportion to the tokens."""
+    constant, per_token, squared, *_ = numbers_of(config, ("bf16", "full", "flash"))["bf16/full/flash"]
+    assert squared == 0
+    assert 0 <= constant < 50 * per_token
+    return per_token
+
+
 def test_mamba_keeps_memory_in_proportion_to_the_tokens_and_is_put_back():
     config = BambaConfig(
         **SIZES, **QUIET, num_hidden_layers=4, num_key_value_heads=2, head_dim=16, mamba_n_heads=8, mamba_n_groups=2,
         mamba_d_state=16, mamba_chunk_size=256,
     )  # fmt: skip
     own = modeling_bamba.mamba2_chunk_scan
-    constant, per_token, squared, *_ = numbers_of(config, ("bf16", "full", "flash"))["bf16/full/flash"]
+    per_token = bytes_per_token(config)
     assert modeling_bamba.mamba2_chunk_scan is own
-    assert squared == 0
-    assert 0 <= constant < 50 * per_token
     size = config.mamba_expand * config.hidden_size
     assert per_token > 4 * 2 * (2 * 8 * 16 + size)  # the kernel's part alone
 
@@ -293,10 +299,8 @@ def test_states_keep_memory_in_proportion_to_the_tokens_and_are_put_back():
         layer_types=["linear_attention"] * 4,
     )  # fmt: skip
     own = modeling_qwen3_5.torch_chunk_gated_delta_rule
-    constant, per_token, squared, *_ = numbers_of(config, ("bf16", "full", "flash"))["bf16/full/flash"]
+    per_token = bytes_per_token(config)
     assert modeling_qwen3_5.torch_chunk_gated_delta_rule is own
-    assert squared == 0
-    assert 0 <= constant < 50 * per_token
     assert per_token > 4 * 2 * (2 * 2 * 16 + 4 * 16 + 4 * 64)  # the kernel's part alone
 
 
