@@ -120,7 +120,8 @@ def _train_in_turn(module: Any) -> None:
             _make_room(self)
             return done
         finally:
-            if "TUNEBOOK_BENCH_KEEPS_GPUS" not in os.environ:
+            # DeepSpeed's engine holds its weights and states until the process ends.
+            if "TUNEBOOK_BENCH_KEEPS_GPUS" not in os.environ and not getattr(self, "is_deepspeed_enabled", False):
                 (_turn() / f"done-{_rank()}").touch()
 
     trainer.train = train_in_turn
