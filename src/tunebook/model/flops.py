@@ -44,7 +44,12 @@ def flops_per_token(facts: ModelFacts, attended_length: float, num_trained_param
     """
     active = active_parameters(facts)
     weights = 4 * active + 2 * (active if num_trained_parameters is None else num_trained_parameters)
-    return weights + 12 * _compared(facts, attended_length)
+    return weights + attention_flops_per_token(facts, attended_length)
+
+
+def attention_flops_per_token(facts: ModelFacts, attended_length: float) -> float:
+    """The part of `flops_per_token` that grows with the length of documents."""
+    return 12 * _compared(facts, attended_length)
 
 
 def recomputed_flops_per_token(facts: ModelFacts, attended_length: float) -> float:

@@ -332,6 +332,13 @@ ADAPTER_SPEEDS = (
 )  # fmt: skip
 
 
+# Share of its peak that a GPU reaches in the attention of long documents, where an operation counts as in the MFU: of
+# Qwen3-4B in rows of 73,472 and 144,128 tokens on two H100s, once the products had their share. Flash attention 4 is
+# quicker, and was not measured.
+LONG_ATTENTION_SOURCE = f"{RESULTS}h100x2_sequence.jsonl longest_4b"
+LONG_ATTENTION_SHARE = 0.27
+LONG_ATTENTIONS = (Attention.varlen_attention, Attention.flash_attention_2)
+
 # Remaining share of the speed with deterministic kernels and the same attention: Qwen2.5-0.5B on an H200.
 DETERMINISTIC_SOURCE = f"{RESULTS}h200_deterministic.jsonl qwen05b_single_deterministic_1-2"
 DETERMINISTIC_SHARE = 7_189.5 / 20_927.75

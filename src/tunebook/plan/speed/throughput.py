@@ -23,7 +23,12 @@ from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.batch import BatchPlan
 from tunebook.data.mean_length import longest_document
 from tunebook.facts.peaks import Peak, peak_of
-from tunebook.model.flops import flops_per_token, recomputed_flops_per_token, tiled_flops_per_token
+from tunebook.model.flops import (
+    attention_flops_per_token,
+    flops_per_token,
+    recomputed_flops_per_token,
+    tiled_flops_per_token,
+)
 from tunebook.model.parameters import attention_width, count_parameters, has_experts, of_layers
 from tunebook.plan.speed.comparable import (
     SEVERAL_NODES,
@@ -37,6 +42,8 @@ from tunebook.plan.speed.comparable import (
 from tunebook.plan.speed.measured_speed import (
     DETERMINISTIC_SHARE,
     EXPERTS_SHARE,
+    LONG_ATTENTION_SHARE,
+    LONG_ATTENTIONS,
     MEASURED_ON,
     RECOMPUTED_GAIN,
     SELECTIVE,
@@ -166,8 +173,10 @@ def _estimate(
     flops = useful + again + tiled
     factors = _factors(config, facts, row, useful / (useful + again), (useful + again) / flops)
     work = real / (1 - padding) * flops / (peak.tflops * 1e12)  # seconds at the peak
-    slower = 1 + _expert_overhead_flops(facts, trained) / flops
-    computing = work * slower / (row.efficiency * math.prod(factor.gain for factor in factors))
+    long = _long_attention_flops(config, facts, attended, row) / flops  # the share of it at a rate of its own
+    others = 1 - long + _expert_overhead_flops(facts, trained) / flops
+    share = row.efficiency * math.prod(factor.gain for factor in factors)
+    computing = work * (others / share + long / LONG_ATTENTION_SHARE)
     waiting = _launch_bound_seconds(config, facts)
     strategy_speed = nearest_strategy_speed(config, facts)
     ending = _step_end_seconds(strategy_speed, batch, facts.num_parameters if trained is None else trained)
@@ -182,6 +191,7 @@ def _estimate(
         *_texts_of_peak(config, peak, row),
         *_texts_of_rows(config, batch, row),
         *(factor.text for factor in factors if not is_waiting),
+        _long_attention_text(long),
         _strategy_text(config, strategy_speed, ending),
         _exchange_text(config, exchanged_bytes(config, facts, real), exchanging),
     ]
@@ -278,6 +288,22 @@ def _expert_overhead_flops(facts: ModelFacts, trained: int | None) -> float:
     per_parameter = 6 if trained is None else 4
     in_layers = of_layers(facts, facts.measured.active_parameters or 0)
     return per_parameter * in_layers * (1 / EXPERTS_SHARE - 1)
+
+
+def _long_attention_flops(config: RunConfig, facts: ModelFacts, attended: float, row: OneGpuSpeed) -> float:
+    """Operations per token of the attention beyond that in the measured row, whose documents were short."""
+    if config.attention.implementation not in LONG_ATTENTIONS:
+        return 0.0
+    beyond = attention_flops_per_token(facts, attended) - attention_flops_per_token(facts, row.attended_length)
+    return max(0.0, beyond) * (1 + 1 / 3 if _is_recomputed(config) else 1)
+
+
+def _long_attention_text(share_of_work: float) -> str:
+    """The assumption for long documents, if they are a part of the work."""
+    if share_of_work < 0.05:
+        return ""
+    what = f"the attention of long documents, {share_of_work:.0%} of the work"
+    return f"{what}, reaches {LONG_ATTENTION_SHARE:.0%} of the peak"
 
 
 def _is_recomputed(config: RunConfig) -> bool:
