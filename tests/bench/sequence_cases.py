@@ -3,12 +3,13 @@
     python tests/bench/sequence_cases.py --cases CASES.jsonl --memory-gib 79.6 [--stretch 1.2]
     python tests/bench/gpu_runs.py CASES.jsonl --output DIR --gpus 2 --series sequence_fp32 sequence_bf16
     python tests/bench/gpu_runs.py CASES.jsonl --output DIR --gpus 2 --series longest_4b
+    python tests/bench/gpu_runs.py CASES.jsonl --output DIR --gpus 2 --series recipe --profile qwen3_4b_long
 
 `sequence_fp32` and `sequence_bf16` train the same packed rows for 50 steps on one GPU (`single`) and on two that share
 each row, and with MLPs in tiles; losses may differ by 1e-4 and 2e-3. `longest_4b` (Qwen3-4B, every weight) and
 `longest_8b` (Llama 3.1 8B, LoRA) train three steps of one document that is as long as `plan --longest` says, times
 `--stretch`. The model's number of positions is raised, so that memory is the limit. A run that fails because memory ran
-out has found the limit.
+out has found the limit. `recipe` is qwen3_4b_long with 4 rows a step, and the same with compiled blocks.
 """
 
 from __future__ import annotations
@@ -66,6 +67,13 @@ LONGEST: dict[str, tuple[str, list[str], dict[str, list[str]]]] = {
         "fsdp_tiled_offload": [*SHARED, "parallelism=fsdp", TILES, OFFLOADED],
     }),
 }  # fmt: skip
+# qwen3_4b_long with an eighth of its rows a step, each of one document.
+RECIPE = [
+    "model.weights=random", "dataset=synthetic", "dataset.synthetic.num_documents=64",
+    "dataset.synthetic.min_tokens=32768", "dataset.synthetic.max_tokens=32768", *PLAIN[:2],
+    "training.evaluate_every_steps=null", "training.log_every_steps=1", "training.global_tokens=131072",
+    "training.max_steps=10",
+]  # fmt: skip
 _POSITIONS, _UNIT = 2**20, 256
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=120.0)
 
@@ -84,6 +92,9 @@ def parity_cases() -> Iterator[dict[str, Any]]:
                "overrides": [*FP32, *where, "activation.mlp_tile_tokens=128"]}  # fmt: skip
         yield {"series": "sequence_bf16", "name": name, "gpus": gpus, "recipe": "qwen05b_single",
                "overrides": [*BF16, NOT_COMPILED, *where, "activation.mlp_tile_tokens=1024"]}  # fmt: skip
+    for name, word in (("qwen3_4b_long", NOT_COMPILED), ("qwen3_4b_long_compiled", COMPILED)):
+        yield {"series": "recipe", "name": name, "gpus": 2, "recipe": "qwen3_4b_long", "against": "qwen3_4b_long",
+               "weights": "random", "overrides": [*RECIPE, word]}  # fmt: skip
     yield {"series": "sequence_bf16", "name": "fsdp_compiled", "gpus": 2, "recipe": "qwen05b_single",
            "overrides": [*BF16, COMPILED, *SHARED, "parallelism=fsdp"]}  # fmt: skip
 

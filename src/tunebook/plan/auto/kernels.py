@@ -83,7 +83,7 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
         known = " and ".join(one.name for one in (_COMPILED_WITH, *_COMPILED_TOO))
         yield f"blocks were compiled with {known} only, and {kernel.name} is asked for"
     if config.parallelism.sequence_group_size > 1:
-        yield "blocks were not compiled yet where GPUs share rows (parallelism.sequence_group_size)"
+        yield "blocks were compiled in short rows only where GPUs share them (parallelism.sequence_group_size)"
     if config.activation.mlp_tile_tokens is not None:
         yield "blocks would be compiled once more for each number of tiles (activation.mlp_tile_tokens)"
     if config.training.deterministic:
