@@ -284,10 +284,10 @@ STRATEGY_SPEEDS = (
 )  # fmt: skip
 
 # Seconds per trained parameter that the end of a step takes on several GPUs, beyond what the rows above lost to it in
-# their passes: of 12 layers of Llama 3 8B under DDP, one pass of 1,864 tokens a step, four H200s. The evidence of
-# llama2_70b_fsdp, llama3_8b_fp8 and qwen3b_zero2 on two H100s and in fp32 gives 73, 77, 53 and 27 ps.
-STEP_END_SOURCE = "recipes/llama3_8b_ddp/evidence/hopper-4-random_weights_12_layers.json"
-STEP_END_SECONDS = 53e-12
+# their passes. Of steps with fewer passes, these would be estimated exactly with 53, 50, 37, 27 and 7 ps: the fastest
+# runs of llama3_8b_ddp (12 layers), qwen3b_zero2 (two H100), llama3_8b_fp8, qwen3b_zero2 in fp32 and llama2_70b_fsdp
+# (8 layers) in recipes/*/evidence; and with 20 ps llama3_8b_fp8 (4 layers) of h200x2_recipes.jsonl. About the median.
+STEP_END_SECONDS = 30e-12
 
 
 @dataclass(frozen=True)
