@@ -30,10 +30,12 @@ from tunebook.plan.speed.measured_speed import (
     RECOMPUTED_SPEED,
     SELECTIVE,
     SELECTIVE_LORA,
+    SHORT_PASSES,
     STORED_SPEED,
     STRATEGY_SPEEDS,
     USUAL_PADDING_SHARE,
     OneGpuSpeed,
+    ShortPass,
     StrategySpeed,
     rate_on_8,
     relative_speed,
@@ -50,7 +52,7 @@ def result(source: str) -> dict[str, Any]:
     return dict(found)
 
 
-def name_of(row: OneGpuSpeed | StrategySpeed) -> str:
+def name_of(row: OneGpuSpeed | ShortPass | StrategySpeed) -> str:
     return row.source.rpartition("/")[2].replace(" ", ":")
 
 
@@ -66,6 +68,17 @@ def test_what_one_gpu_reached_is_what_was_recorded(row: OneGpuSpeed) -> None:
     peak = {Compute.fp32: FP32_PEAK, Compute.fp8: FP8_PEAK}.get(row.compute, BF16_PEAK)
     useful = model_flops_utilization(row.tokens_per_second, flops_per_token(row.model, row.attended_length), peak)
     assert useful == pytest.approx(line["mfu"], rel=0.015)  # recorded with one to three digits
+
+
+@pytest.mark.parametrize("row", SHORT_PASSES, ids=map(name_of, SHORT_PASSES))
+def test_short_passes_are_recorded(row: ShortPass) -> None:
+    file, name = row.source.split()
+    lines = map(json.loads, (ROOT / file).read_text().splitlines())
+    speeds = {line.get("tokens_per_second_per_gpu", line.get("tokens_per_second")) for line in lines
+              if line["name"] == name and line.get("gpus", 1) in (1, 2)}  # fmt: skip
+    assert row.tokens_per_second in speeds
+    assert row.has_adapter is ("lora" in name)
+    assert row.has_mask is (name == "sdpa")
 
 
 @pytest.mark.parametrize("row", STRATEGY_SPEEDS, ids=map(name_of, STRATEGY_SPEEDS))

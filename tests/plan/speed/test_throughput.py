@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
 from functools import cache
 from typing import Any
 
@@ -226,16 +228,18 @@ def test_padding_is_computed_and_does_not_count() -> None:
 
 def test_the_published_padded_run_in_bf16_on_one_and_on_8_h200() -> None:
     run = PADDED | {"activation__checkpointing": Checkpointing.enabled, "training__micro_batch_size": 11}
-    one = timed(qwen_3b(**run), tokens_per_step=4 * 11 * 458.0)
+    steps = {"accumulation": 6, "rows_per_step": 6 * 11}
+    one = timed(qwen_3b(**run), tokens_per_step=6 * 11 * 458.0, **steps)
     assert one.tokens_per_second_per_gpu == pytest.approx(3_886, rel=1e-3)
     assert "the share of padding is that of the measurement" in one.assumption
-    eight = timed(qwen_3b(strategy=Strategy.zero2, gpus=8, **run), tokens_per_step=8 * 4 * 11 * 458.0)
+    steps["rows_per_step"] *= 8
+    eight = timed(qwen_3b(strategy=Strategy.zero2, gpus=8, **run), tokens_per_step=8 * 6 * 11 * 458.0, **steps)
     assert eight.tokens_per_second_per_gpu == pytest.approx(1_863, rel=1e-3)
 
 
 def test_an_adapter_saves_the_gradients_of_the_frozen_weights_only() -> None:
-    full = timed(qwen_3b(strategy=Strategy.zero2, gpus=8))
-    lora = timed(qwen_3b(strategy=Strategy.zero2, gpus=8, peft__method=PeftMethod.lora))
+    passes = {"strategy": Strategy.zero2, "gpus": 8, "training__micro_batch_size": 8}  # with work enough for adapters
+    full, lora = timed(qwen_3b(**passes)), timed(qwen_3b(**passes, peft__method=PeftMethod.lora))
     assert lora.tokens_per_second_per_gpu is not None and full.tokens_per_second_per_gpu is not None
     # Two thirds of the work at 70% of the share: as measured, about as fast.
     assert lora.tokens_per_second_per_gpu / full.tokens_per_second_per_gpu == pytest.approx(1.04, abs=0.02)
@@ -267,10 +271,10 @@ def generated(most_tokens: int) -> Lengths:
 @pytest.mark.parametrize(
     ("recipe", "words", "measured", "error"),
     [
-        ("qwen3b_zero2", ("hardware.gpus_per_node=4", *SDPA, *SLICE), 13_649.8, 0.0),
+        ("qwen3b_zero2", ("hardware.gpus_per_node=4", *SDPA, *SLICE), 13_649.8, -0.02),
         ("qwen3b_zero2", ("hardware.gpus_per_node=4", "parallelism=fsdp", *SDPA, *SLICE), 14_716.1, 0.05),
         ("qwen3b_zero2", ("hardware.gpus_per_node=4", "parallelism=zero3", *SDPA, *SLICE), 8_965.5, -0.32),
-        ("qwen3b_zero2", ("hardware.gpus_per_node=4", *SDPA), 6_503.0, -0.18),
+        ("qwen3b_zero2", ("hardware.gpus_per_node=4", *SDPA), 6_503.0, -0.19),
         ("zero1_lora", ("hardware.gpus_per_node=2", "attention=sdpa"), 2_703.1, 0.94),  # one pass a step
     ],
     ids=["zero2", "fsdp", "zero3", "whole_zero2", "lora"],
@@ -281,6 +285,65 @@ def test_runs_in_neither_table(recipe: str, words: tuple[str, ...], measured: fl
     time = plan_time(config, solve_batch(config, generated(config.training.max_length)))
     assert time.tokens_per_second_per_gpu is not None
     assert time.tokens_per_second_per_gpu / measured - 1 == pytest.approx(error, abs=0.02)
+
+
+EIGHTH_OF_70B = ("model.facts.num_layers=8", "model.facts.num_parameters=7369408512")
+
+
+# The faster of two runs in recipes/*/evidence; only the last two had a part in a constant, the end of a step. Before
+# short passes were told apart by adapters and compiling, and this end was counted, the errors were 0.39, 0.20, 0.63,
+# -0.28, -0.36, 0.04 and 0.10.
+@pytest.mark.parametrize(
+    ("recipe", "words", "measured", "error"),
+    [
+        ("zero1_lora", ("hardware.gpus_per_node=2", "packing.row_length=8192"), 5_783.5, 0.16),
+        ("zero1_lora", ("hardware.gpus_per_node=4", "packing.row_length=20480"), 3_530.9, -0.05),
+        ("smollm2_135m_lora", ("packing.row_length=24576",), 76_766.5, 0.06),
+        ("smollm2_135m_boolq", ("packing.row_length=24576",), 173_699.5, -0.02),
+        ("qwen05b_single", ("packing.row_length=32768", "training.global_samples=64"), 119_018.8, 0.22),
+        ("llama2_70b_fsdp", ("hardware.gpus_per_node=4", "packing.row_length=8192", *EIGHTH_OF_70B), 11_933.0, -0.11),
+        ("qwen3b_zero2", ("hardware.gpus_per_node=2", "packing.row_length=9216", "training.global_samples=64",
+                          "activation=selective"), 16_580.15, 0.04),
+    ],
+    ids=["lora_2", "lora_4", "small_lora", "small", "short_rows", "wide", "two_passes"],
+)  # fmt: skip
+def test_short_passes_and_single_ones_are_near(
+    recipe: str, words: tuple[str, ...], measured: float, error: float
+) -> None:
+    kept = () if "activation=selective" in words else ("activation=stored",)
+    data = () if recipe.startswith("smollm2") else ("dataset=synthetic",)
+    compiled = ("model.compile_layers=true", "attention=varlen_attention", "launcher=local", "hardware.num_nodes=1")
+    config = resolved(recipe, *H200, *compiled, *kept, *data, *words)
+    time = plan_time(config, solve_batch(config, generated(config.training.max_length) if data else None))
+    assert time.tokens_per_second_per_gpu is not None
+    assert time.tokens_per_second_per_gpu / measured - 1 == pytest.approx(error, abs=0.02)
+
+
+def test_an_adapter_makes_more_kernels_and_compiling_fewer() -> None:
+    """Gemma 3 4B by LoRA took 2,048 tokens in 471 ms, and compiled in 217 ms."""
+    one_row = {"training__micro_batch_size": 1, "packing__row_length": 1024}
+    lora = timed(qwen_3b(**one_row, peft__method=PeftMethod.lora))
+    assert "13.6 ms per layer, with LoRA and not compiled (13.3 to 13.9 measured); hosts differ" in lora.assumption
+    compiled = timed(qwen_3b(**one_row, **COMPILED, peft__method=PeftMethod.lora))
+    assert "4.8 ms per layer, with LoRA and compiled (3.7 to 6.4 measured); hosts differ" in compiled.assumption
+    full = timed(qwen_3b(**one_row))
+    assert "5.2 ms per layer, not compiled (2.6 to 10.7 measured); hosts differ" in full.assumption
+
+
+def test_the_end_of_a_step_counts_where_few_passes_hide_it() -> None:
+    """12 layers of Llama 3 8B under DDP, one pass a step: measured 10,362, and estimated at 21,960 before."""
+    words = ("dataset=synthetic", "packing.row_length=20480", "activation=stored", "model.compile_layers=true")
+    layers = ("model.facts.num_layers=12", "model.facts.num_parameters=3668021248", "hardware.gpus_per_node=4")
+    config = resolved("llama3_8b_ddp", *H200, *words, *layers, "attention=varlen_attention")
+    batch = solve_batch(config, generated(config.training.max_length))
+    plans = {passes: plan_time(config, dataclasses.replace(batch, accumulation=passes)) for passes in (1, 2, 4)}
+    one, two, four = (plan.tokens_per_second_per_gpu or 0.0 for plan in plans.values())
+    assert (one / 10_362.1, two == four) == (pytest.approx(1.29, abs=0.02), True)  # the measured loss is of two passes
+    seconds = (batch.tokens_per_step or 0) / 4 * (1 / one - 1 / two)
+    assert seconds == pytest.approx(30e-12 * 3_668_021_248 / 2)
+    assert f"and {1000 * seconds:.0f} ms to end a step of few passes" in plans[1].assumption
+    adapter = changed(config, {"peft.method": PeftMethod.lora})
+    assert "to end a step" not in plan_time(adapter, batch).assumption  # few gradients are sent
 
 
 OFFLOADED = ZeroConfig(strategy=Strategy.zero2, offload_optimizer=Offload.cpu)
@@ -346,10 +409,11 @@ def test_a_row_that_is_a_little_longer_is_no_step_in_speed() -> None:
     for row, slower, faster in zip(plans, speeds, speeds[1:], strict=False):
         assert 0.97 <= faster / slower <= max(1.05, (row + 512) / row + 1e-6)
     short, long = plans[1024], plans[8192]
-    assert "a pass with little work takes, per layer, the 3.2 ms of one H200 with Qwen2.5-0.5B" in short.assumption
-    # 36 layers, each of which takes a 24th of what 1,024 tokens took at 13,509.9 a second
-    assert short.tokens_per_second_per_gpu == pytest.approx(13_509.9 * 24 / 36)
-    assert "so little work" not in long.assumption
+    assert "2.3 ms per layer, compiled (2.0 to 2.7 measured); hosts differ" in short.assumption
+    # 30 layers took 11,840 tokens at 146,379.2 and 197,409.7 a second
+    seconds = 36 / 30 * 11_840 / math.sqrt(146_379.2 * 197_409.7)
+    assert short.tokens_per_second_per_gpu == pytest.approx(1024 / seconds)
+    assert "with little work" not in long.assumption
 
 
 def test_fp32_without_tf32_is_measured() -> None:
@@ -373,7 +437,7 @@ def test_an_adapter_in_fp32_reaches_what_a_full_fine_tune_does_and_computes_less
 def test_what_recomputing_leaves_is_more_of_a_full_fine_tune(method: PeftMethod, left: int) -> None:
     """The forward pass once more adds a third to a full fine-tune's work, and a half to that of an adapter."""
     stored, again = (
-        timed(qwen_3b(peft__method=method, activation__checkpointing=each))
+        timed(qwen_3b(peft__method=method, activation__checkpointing=each, training__micro_batch_size=8))
         for each in (Checkpointing.disabled, Checkpointing.enabled)
     )
     assert again.tokens_per_second is not None and stored.tokens_per_second is not None

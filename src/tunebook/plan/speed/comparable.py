@@ -22,12 +22,12 @@ from tunebook.facts.strategies import STRATEGIES, strategy_facts
 from tunebook.model.parameters import adapts_parameters, has_dora
 from tunebook.plan.speed.measured_speed import (
     ADAPTER_SPEEDS,
-    FLASH_LAUNCH_BOUND,
     ONE_GPU_SPEEDS,
-    SDPA_LAUNCH_BOUND,
+    SHORT_PASSES,
     STRATEGY_SPEEDS,
     AdapterSpeed,
     OneGpuSpeed,
+    ShortPass,
     StrategySpeed,
 )
 
@@ -95,9 +95,8 @@ def nearest_one_gpu_speed(config: RunConfig, facts: ModelFacts, flops_per_pass: 
     rows = [row for row in ONE_GPU_SPEEDS if row.compute is compute and row.is_packed == is_packed]
     if compute is not Compute.fp32:  # fp32 has no such kernels
         rows = [row for row in rows if ATTENTIONS[row.attention].is_flash == ATTENTIONS[kernel].is_flash]
-        # Compiled blocks were measured with two models only. Other models count as not compiled.
         is_compiled = bool(config.model.compile_layers)
-        rows = [row for row in rows if is_compiled or not row.is_compiled]
+        rows = [row for row in rows if row.is_compiled is is_compiled] or rows
 
     def distance(row: OneGpuSpeed) -> tuple[float | bool, ...]:
         work = _distance(row.flops_per_pass, flops_per_pass)
@@ -112,9 +111,16 @@ def nearest_one_gpu_speed(config: RunConfig, facts: ModelFacts, flops_per_pass: 
     return min(rows, key=distance)
 
 
-def launch_bound_pass(config: RunConfig) -> OneGpuSpeed:
-    """The measured pass that only waited for kernel launches: a lower bound on the time of any pass."""
-    return SDPA_LAUNCH_BOUND if attention_facts(config).has_mask else FLASH_LAUNCH_BOUND
+def short_passes(config: RunConfig) -> list[ShortPass]:
+    """The measured passes that only waited for kernel launches and whose layers launch about as many.
+
+    In fp32 an adapter adds few: no number is cast for its products.
+    """
+    has_adapter = config.peft.method is not PeftMethod.full and config.precision.compute is not Compute.fp32
+    rows = [row for row in SHORT_PASSES if row.has_mask == attention_facts(config).has_mask]
+    for key, wanted in (("has_adapter", has_adapter), ("is_compiled", bool(config.model.compile_layers))):
+        rows = [row for row in rows if getattr(row, key) is wanted] or rows
+    return rows
 
 
 def nearest_strategy_speed(config: RunConfig, facts: ModelFacts) -> StrategySpeed | None:

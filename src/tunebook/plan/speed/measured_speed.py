@@ -20,6 +20,7 @@ _SPEED, _SMALL = f"{RESULTS}h200_speed.jsonl", f"{RESULTS}h200_qwen05b_single.js
 _ONE_GPU, _FOUR = f"{RESULTS}h200_speed_one_gpu.jsonl", f"{RESULTS}h200x4_speed.jsonl"
 _WITH_PEERS = f"{RESULTS}h200x4_beside_peers.jsonl"
 _ONE_PASS, _FLASH_4 = f"{RESULTS}h200_one_pass_head.jsonl", f"{RESULTS}h200_flash_attention_4.jsonl"
+_SMOLLM2, _MODELS = f"{RESULTS}h100_smollm2.jsonl", f"{RESULTS}h100_models.jsonl"
 _SELECTIVE, _SELECTIVE_FOUR = f"{RESULTS}h200_selective.jsonl", f"{RESULTS}h200x4_selective.jsonl"
 BF16_PEAK, FP32_PEAK, FP8_PEAK = 989.0, 67.0, 1979.0  # TFLOP/s of the measured GPU
 MEASURED_ON = "H200"
@@ -75,11 +76,6 @@ class OneGpuSpeed:
             flops += recomputed_flops_per_token(self.model, self.attended_length)
         peak = {Compute.fp32: FP32_PEAK, Compute.fp8: FP8_PEAK}.get(self.compute, BF16_PEAK)
         return model_flops_utilization(self.tokens_per_second / (1 - (self.padding_share or 0.0)), flops, peak)
-
-    @property
-    def seconds_of_a_layer(self) -> float:
-        """Seconds of a pass per layer, forward and backward."""
-        return self.tokens_per_pass / self.tokens_per_second / self.model.num_layers
 
     @property
     def flops_per_pass(self) -> float:
@@ -156,12 +152,42 @@ ONE_GPU_SPEEDS = (
         padding_share=0.3169, is_recomputed=True,
     ),
 )  # fmt: skip
-# Passes with so little work that the GPU waited for kernel launches: the minimum time of a pass with as many layers. In
-# rows of 8,192 and 4,096 tokens the same layers took 1.4 and 1.2 times as long.
-FLASH_LAUNCH_BOUND = OneGpuSpeed(
-    f"{_SMALL} flash_attention_4", QWEN_05B, 13_509.9, 1024, Attention.flash_attention_4, attended_length=_CUT_LENGTH
+
+
+@dataclass(frozen=True)
+class ShortPass:
+    """A measured pass with so little work that the GPU waited for kernel launches."""
+
+    source: str
+    tokens_per_second: float
+    tokens_per_pass: int
+    num_layers: int
+    has_adapter: bool = False
+    is_compiled: bool = False
+    has_mask: bool = False  # attention by the mask of a whole row
+
+    @property
+    def seconds_of_a_layer(self) -> float:
+        """Seconds of a pass per layer, forward and backward."""
+        return self.tokens_per_pass / self.tokens_per_second / self.num_layers
+
+
+# Their time hardly depends on the tokens, but on the kernels of a layer and on the host that launches them. Plans take
+# the geometric mean of several hosts and models. Tokens are real ones: BoolQ's 64 documents of 185 in the mean; 132 of
+# 424 in 67 rows of 1,024, as they are packed today; 4 of 512; the recorded 3,978 on two GPUs.
+_BOOLQ_PASS, _SHORT_ROW = 64 * 185, 132 * 424 // 67
+SHORT_PASSES = (
+    ShortPass(f"{_SMALL} flash_attention_4", 13_509.9, _SHORT_ROW, 24),
+    ShortPass(f"{RESULTS}h100_hopper_image.jsonl boolq-uncompiled", 37_041.4, _BOOLQ_PASS, 30),
+    ShortPass(f"{_SMOLLM2} smollm2_135m_boolq-seed-42", 146_379.2, _BOOLQ_PASS, 30, is_compiled=True),
+    ShortPass(f"{_SMOLLM2} smollm2_135m_boolq-seed-42-again", 197_409.7, _BOOLQ_PASS, 30, is_compiled=True),
+    ShortPass(f"{_SMALL} sdpa", 11_359.6, _SHORT_ROW, 24, has_mask=True),
+    ShortPass(f"{_MODELS} gemma3_4b_lora", 4_345.5, 2048, 34, has_adapter=True),
+    # Of two GPUs: at most this, since ZeRO-2 and an optimizer on the host take a part of it.
+    ShortPass(f"{RESULTS}h200x2_recipes.jsonl zero2_lora", 4_145.1, 3978 // 2, 36, has_adapter=True),
+    ShortPass(f"{_MODELS} gemma3_4b_lora_compiled", 9_419.8, 2048, 34, has_adapter=True, is_compiled=True),
+    ShortPass(f"{_SMOLLM2} smollm2_135m_lora-seed-42", 107_831.8, _BOOLQ_PASS, 30, has_adapter=True, is_compiled=True),
 )
-SDPA_LAUNCH_BOUND = OneGpuSpeed(f"{_SMALL} sdpa", QWEN_05B, 11_359.6, 1024, Attention.sdpa, attended_length=_CUT_LENGTH)
 # Padding if the documents' lengths are unknown: measured with generated documents of up to 1,024 tokens, 6 per pass.
 USUAL_PADDING_SHARE = 0.4983
 
@@ -208,6 +234,7 @@ class StrategySpeed:
     tokens_per_pass: int  # real tokens of one GPU
     speed_per_gpu: float  # tokens per second of each GPU
     one_gpu_speed: float
+    passes_per_step: int  # of h200_speed.jsonl for 528 documents, as published: its steps are not recorded
     is_packed: bool = True
     is_one_gpu_extrapolated: bool = False  # extrapolated from the share of peak of some layers, if all do not fit
 
@@ -227,34 +254,40 @@ class StrategySpeed:
 
 
 STRATEGY_SPEEDS = (
-    StrategySpeed(f"{_SPEED} zero2", Strategy.zero2, 8, QWEN_3B, 8192, 17_289, 22_233),
-    StrategySpeed(f"{_SELECTIVE_FOUR} fsdp_16384", Strategy.fsdp, 4, QWEN_3B, 16384, 25_393.55, 27_391.05),
-    StrategySpeed(f"{_SPEED} fsdp", Strategy.fsdp, 8, QWEN_3B, 8192, 17_578, 22_233),
+    StrategySpeed(f"{_SPEED} zero2", Strategy.zero2, 8, QWEN_3B, 8192, 17_289, 22_233, 4),
+    StrategySpeed(f"{_SELECTIVE_FOUR} fsdp_16384", Strategy.fsdp, 4, QWEN_3B, 16384, 25_393.55, 27_391.05, 2),
+    StrategySpeed(f"{_SPEED} fsdp", Strategy.fsdp, 8, QWEN_3B, 8192, 17_578, 22_233, 4),
     # No single GPU holds this model's states. The speed alone is computed from the share of peak that 12 of the 32
     # layers reached in rows of 16,384. The second was measured in shorter rows, and before blocks knew their own sizes
     # under FSDP, which explains part of its loss.
     StrategySpeed(
-        f"{_WITH_PEERS} llama8b_fsdp_16384", Strategy.fsdp, 4, LLAMA_8B, 16384, 11_348.05, 12_502,
+        f"{_WITH_PEERS} llama8b_fsdp_16384", Strategy.fsdp, 4, LLAMA_8B, 16384, 11_348.05, 12_502, 2,
         is_one_gpu_extrapolated=True,
     ),
     StrategySpeed(
-        f"{_FOUR} llama8b_grad_op_sizes_open", Strategy.fsdp_grad_op, 4, LLAMA_8B, 8192, 10_594.05, 12_502,
+        f"{_FOUR} llama8b_grad_op_sizes_open", Strategy.fsdp_grad_op, 4, LLAMA_8B, 8192, 10_594.05, 12_502, 4,
         is_one_gpu_extrapolated=True,
     ),
-    StrategySpeed(f"{_SELECTIVE_FOUR} ddp_16384", Strategy.ddp, 4, QWEN_3B, 16384, 26_205.55, 27_391.05),
-    StrategySpeed(f"{_SPEED} zero3", Strategy.zero3, 8, QWEN_3B, 8192, 7_969, 22_233),
-    StrategySpeed(f"{_SPEED} fsdp_grad_op_compiled", Strategy.fsdp_grad_op, 8, QWEN_3B, 8192, 22_356, 23_171),
+    StrategySpeed(f"{_SELECTIVE_FOUR} ddp_16384", Strategy.ddp, 4, QWEN_3B, 16384, 26_205.55, 27_391.05, 2),
+    StrategySpeed(f"{_SPEED} zero3", Strategy.zero3, 8, QWEN_3B, 8192, 7_969, 22_233, 4),
+    StrategySpeed(f"{_SPEED} fsdp_grad_op_compiled", Strategy.fsdp_grad_op, 8, QWEN_3B, 8192, 22_356, 23_171, 4),
     StrategySpeed(
-        f"{_SPEED} padded_as_published_zero2", Strategy.zero2, 8, QWEN_3B, _PADDED_PASS, 1_863, 3_886,
+        f"{_SPEED} padded_as_published_zero2", Strategy.zero2, 8, QWEN_3B, _PADDED_PASS, 1_863, 3_886, 6,
         is_packed=False,
     ),
     # OneGpuSpeed: the same 132 documents a step, sdpa_rows_4096 of the same file. Both ZeRO rows used
     # parallelism.mixed_precision=cast, the only option then.
-    StrategySpeed(f"{_SMALL} ddp", Strategy.ddp, 2, QWEN_05B, _SMALL_PASS, 23_025.4, 28_746.9),
-    StrategySpeed(f"{_SMALL} fsdp", Strategy.fsdp, 2, QWEN_05B, _SMALL_PASS, 19_803.4, 28_746.9),
-    StrategySpeed(f"{_SMALL} zero2", Strategy.zero2, 2, QWEN_05B, _SMALL_PASS, 17_422.1, 28_746.9),
-    StrategySpeed(f"{_SMALL} zero3", Strategy.zero3, 2, QWEN_05B, _SMALL_PASS, 8_750.7, 28_746.9),
+    StrategySpeed(f"{_SMALL} ddp", Strategy.ddp, 2, QWEN_05B, _SMALL_PASS, 23_025.4, 28_746.9, 8),
+    StrategySpeed(f"{_SMALL} fsdp", Strategy.fsdp, 2, QWEN_05B, _SMALL_PASS, 19_803.4, 28_746.9, 8),
+    StrategySpeed(f"{_SMALL} zero2", Strategy.zero2, 2, QWEN_05B, _SMALL_PASS, 17_422.1, 28_746.9, 8),
+    StrategySpeed(f"{_SMALL} zero3", Strategy.zero3, 2, QWEN_05B, _SMALL_PASS, 8_750.7, 28_746.9, 8),
 )  # fmt: skip
+
+# Seconds per trained parameter that the end of a step takes on several GPUs, beyond what the rows above lost to it in
+# their passes. Of steps with fewer passes, these would be estimated exactly with 53, 50, 37, 27 and 7 ps: the fastest
+# runs of llama3_8b_ddp (12 layers), qwen3b_zero2 (two H100), llama3_8b_fp8, qwen3b_zero2 in fp32 and llama2_70b_fsdp
+# (8 layers) in recipes/*/evidence; and with 20 ps llama3_8b_fp8 (4 layers) of h200x2_recipes.jsonl. About the median.
+STEP_END_SECONDS = 30e-12
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
     seconds of a pass = work / (peak x share of it that one GPU reached) + what the strategy lost in a pass
 
-The first term is at least the time of a GPU that only waits for kernel launches. Work is everything computed, including
+The first term is at least the time of a GPU that only waits for kernel launches. The end of a step is added where few
+passes hide it. Work is everything computed, including
 padding and recomputed layers. Shares and losses come from the nearest measurement in `measured_speed`; the result
 states the assumptions. Without a comparable measurement, the result is the reason instead of an estimate. Several nodes
 get a bound: the speed of one node with all their GPUs. Loading, validation, saving and evaluation are not included.
@@ -11,7 +12,9 @@ get a bound: the speed of one node with all their GPUs. Loading, validation, sav
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from statistics import geometric_mean
 from typing import Any
 
 from tunebook.config.choices import Checkpointing, Compute, Generation, PackingMode, PeftMethod, Switch
@@ -25,11 +28,10 @@ from tunebook.model.parameters import attention_width, count_parameters, has_exp
 from tunebook.plan.speed.comparable import (
     SEVERAL_NODES,
     as_on_one_node,
-    launch_bound_pass,
-    measured_strategy,
     nearest_adapter_speed,
     nearest_one_gpu_speed,
     nearest_strategy_speed,
+    short_passes,
     why_not_estimated,
 )
 from tunebook.plan.speed.measured_speed import (
@@ -39,16 +41,17 @@ from tunebook.plan.speed.measured_speed import (
     RECOMPUTED_GAIN,
     SELECTIVE,
     SELECTIVE_LORA,
+    STEP_END_SECONDS,
     USUAL_PADDING_SHARE,
-    AdapterSpeed,
     OneGpuSpeed,
-    Selective,
     StrategySpeed,
 )
 
 _DIGITS = {
     "tokens_per_second_per_gpu": 1, "tokens_per_second": 1, "most_tokens_per_second": 1, "tokens": 0, "efficiency": 4,
 }  # others: 3  # fmt: skip
+
+_WORTH_PRINTING_S = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +137,14 @@ def tokens_of_the_run(config: RunConfig, batch: BatchPlan) -> float | None:
     return tokens
 
 
+@dataclass(frozen=True)
+class _Factor:
+    """A difference to the measured row: its gain in the share of the peak, and a text if it is an assumption."""
+
+    gain: float
+    text: str = ""
+
+
 def _estimate(
     config: RunConfig,
     batch: BatchPlan,
@@ -144,30 +155,36 @@ def _estimate(
 ) -> TimePlan:
     attended = batch.attended_length or longest_document(config)
     trained = None if config.peft.method is PeftMethod.full else count_parameters(config, facts).trained
-    flops = flops_per_token(facts, attended, trained)
+    useful = flops_per_token(facts, attended, trained)
     padding = _padding_share(config, batch)
     real = _real_tokens_per_pass(batch, padding)
-    row = nearest_one_gpu_speed(config, facts, flops * real / (1 - padding))
-    waited = _expert_overhead_flops(facts, trained)
+    row = nearest_one_gpu_speed(config, facts, useful * real / (1 - padding))
     if row.padding_share is None:
         padding = 0.0  # the share of peak includes the padding of that measurement
-    is_recomputed = config.activation.checkpointing is Checkpointing.enabled
-    recomputed = recomputed_flops_per_token(facts, attended) if is_recomputed else 0.0
-    tiled = tiled_flops_per_token(facts, _num_tiles(config, batch)) if is_recomputed else 0.0
-    once, flops = flops, flops + recomputed + tiled
-    # In fp32 all measured variants reached two thirds of the peak: products take so long that nothing else shows.
-    adapter = None if row.compute is Compute.fp32 else nearest_adapter_speed(config, facts)
-    gain = 1.0 if row.compute is Compute.fp32 else RECOMPUTED_GAIN ** (is_recomputed - row.is_recomputed)
-    gain *= (_selective(config).gain if _is_selective(config) else 1) / (SELECTIVE.gain if row.is_selective else 1)
-    gain *= DETERMINISTIC_SHARE if config.training.deterministic else 1
-    share = row.efficiency * gain * (adapter.gain if adapter else 1)
+    again = recomputed_flops_per_token(facts, attended) if _is_recomputed(config) else 0.0
+    tiled = tiled_flops_per_token(facts, _num_tiles(config, batch)) if _is_recomputed(config) else 0.0
+    flops = useful + again + tiled
+    factors = _factors(config, facts, row, useful / (useful + again), (useful + again) / flops)
     work = real / (1 - padding) * flops / (peak.tflops * 1e12)  # seconds at the peak
+    slower = 1 + _expert_overhead_flops(facts, trained) / flops
+    computing = work * slower / (row.efficiency * math.prod(factor.gain for factor in factors))
+    waiting = _launch_bound_seconds(config, facts)
     strategy_speed = nearest_strategy_speed(config, facts)
-    computing, waiting = work * (1 + waited / flops) / share, _launch_bound_seconds(config, facts)
+    ending = _step_end_seconds(strategy_speed, batch, facts.num_parameters if trained is None else trained)
+    lost = _lost_seconds(strategy_speed, facts) + ending
     exchanging = exchanged_bytes(config, facts, real) / (gb_per_s * 1e9) if gb_per_s else 0.0
-    speed = real / (max(computing, waiting) + exchanging + _lost_seconds(strategy_speed, facts))
+    speed = real / (max(computing, waiting) + exchanging + lost)
     ranks = world_size(config)
     hours = None if tokens is None else tokens / (speed * ranks) / 3600
+    is_waiting = waiting > computing
+    texts = [
+        _waiting_text(config) if is_waiting else f"the share of its peak that {row.text} reached",
+        *_texts_of_peak(config, peak, row),
+        *_texts_of_rows(config, batch, row),
+        *(factor.text for factor in factors if not is_waiting),
+        _strategy_text(config, strategy_speed, ending),
+        _exchange_text(config, exchanged_bytes(config, facts, real), exchanging),
+    ]
     return TimePlan(
         tokens_per_second_per_gpu=speed,
         tokens_per_second=speed * ranks,
@@ -176,19 +193,38 @@ def _estimate(
         gpu_hours=None if hours is None else hours * ranks,
         efficiency=work * speed / real,
         peak_tflops=peak.tflops,
-        assumption=_assumption(
-            config,
-            batch,
-            peak,
-            row,
-            strategy_speed,
-            adapter,
-            is_launch_bound=waiting > computing,
-            left_by_recomputing=RECOMPUTED_GAIN * once / (once + recomputed),
-            left_by_tiles=(once + recomputed) / flops,
-        )
-        + _exchange_text(config, exchanged_bytes(config, facts, real), exchanging),
+        assumption=f"assumed: {'; '.join(text for text in texts if text)}",
     )
+
+
+def _factors(
+    config: RunConfig, facts: ModelFacts, row: OneGpuSpeed, left_by_recomputing: float, left_by_tiles: float
+) -> list[_Factor]:
+    """Everything that changes the share of the peak. `left_by_...`: of the operations, 0 to 1."""
+    found = []
+    # In fp32 all measured variants reached two thirds of the peak: products take so long that nothing else shows.
+    is_fp32 = row.compute is Compute.fp32
+    if not is_fp32 and (adapter := nearest_adapter_speed(config, facts)) is not None:
+        text = f"LoRA computes at {adapter.gain:.0%} of a full fine-tune's share ({adapter.text})"
+        found.append(_Factor(adapter.gain, text))
+    if has_experts(facts):
+        measured = f"2 of Qwen3-30B-A3B on one {MEASURED_ON}"
+        found.append(_Factor(1.0, f"layers with experts reach {EXPERTS_SHARE:.0%} of that share ({measured})"))
+    if not is_fp32 and _is_recomputed(config) is not row.is_recomputed:
+        left = f"activation checkpointing leaves {RECOMPUTED_GAIN * left_by_recomputing:.0%} of the speed"
+        found.append(_Factor(RECOMPUTED_GAIN, left) if _is_recomputed(config) else _Factor(1 / RECOMPUTED_GAIN))
+    if config.activation.mlp_tile_tokens is not None:
+        found.append(_Factor(1.0, f"MLPs in tiles, which are computed once more, leave {left_by_tiles:.0%} of that"))
+    if row.is_selective:
+        found.append(_Factor(1 / SELECTIVE.gain))
+    if config.activation.checkpointing is Checkpointing.selective:
+        gain = (SELECTIVE if config.peft.method is PeftMethod.full else SELECTIVE_LORA).gain
+        leaves = f"activation=selective leaves {gain:.1%} of the speed"
+        found.append(_Factor(gain, "" if row.is_selective else leaves))
+    if config.training.deterministic:
+        left = f"training.deterministic leaves {DETERMINISTIC_SHARE:.0%} of the speed"
+        found.append(_Factor(DETERMINISTIC_SHARE, left))
+    return found
 
 
 def exchanged_bytes(config: RunConfig, facts: ModelFacts, tokens: float) -> float:
@@ -198,27 +234,40 @@ def exchanged_bytes(config: RunConfig, facts: ModelFacts, tokens: float) -> floa
     once more if it is recomputed.
     """
     group = config.parallelism.sequence_group_size
-    is_recomputed = config.activation.checkpointing is Checkpointing.enabled
     width = 2 * attention_width(facts) * (1 + facts.num_key_value_heads / facts.num_attention_heads)
     element = 4 if config.precision.compute is Compute.fp32 else 2
-    return tokens * facts.num_layers * width * element * (3 if is_recomputed else 2) * (group - 1) / group
+    return tokens * facts.num_layers * width * element * (3 if _is_recomputed(config) else 2) * (group - 1) / group
 
 
 def _exchange_text(config: RunConfig, num_bytes: float, seconds: float) -> str:
-    """The end of the assumptions for a sequence group."""
+    """The assumption for a sequence group."""
     if config.parallelism.sequence_group_size == 1:
         return ""
     moved = f"{num_bytes / 1e9:.3g} GB that each GPU sends in the attention of a pass"
     if not seconds:
-        return f"; the {moved} are not counted: the links were not measured (tunebook doctor --bandwidth)"
-    return f"; the {moved} take {1000 * seconds:,.0f} ms and hide behind nothing"
+        return f"the {moved} are not counted: the links were not measured (tunebook doctor --bandwidth)"
+    return f"the {moved} take {1000 * seconds:,.0f} ms and hide behind nothing"
 
 
 def _launch_bound_seconds(config: RunConfig, facts: ModelFacts) -> float:
-    """Minimum time of a pass, whatever it computes. A recomputed forward pass adds a third."""
-    is_recomputed = config.activation.checkpointing is Checkpointing.enabled
-    passes = 1 + 1 / 3 if is_recomputed else 1.0
-    return launch_bound_pass(config).seconds_of_a_layer * facts.num_layers * passes
+    """Time of a pass that only waits for kernel launches: the geometric mean of those measured, by layers.
+
+    A recomputed forward pass adds a third.
+    """
+    passes = 1 + 1 / 3 if _is_recomputed(config) else 1.0
+    return geometric_mean(row.seconds_of_a_layer for row in short_passes(config)) * facts.num_layers * passes
+
+
+def _waiting_text(config: RunConfig) -> str:
+    """The first assumption of a pass with little work."""
+    rows = short_passes(config)
+    each = [1000 * row.seconds_of_a_layer for row in rows]
+    kind = ("with LoRA and " if rows[0].has_adapter else "") + ("compiled" if rows[0].is_compiled else "not compiled")
+    between = f" ({min(each):.1f} to {max(each):.1f} measured)" if len(each) > 1 else ""
+    return (
+        "a pass with little work takes as long as the host needs to launch its kernels: "
+        f"{geometric_mean(each):.1f} ms per layer, {kind}{between}; hosts differ"
+    )
 
 
 def _expert_overhead_flops(facts: ModelFacts, trained: int | None) -> float:
@@ -231,12 +280,8 @@ def _expert_overhead_flops(facts: ModelFacts, trained: int | None) -> float:
     return per_parameter * in_layers * (1 / EXPERTS_SHARE - 1)
 
 
-def _is_selective(config: RunConfig) -> bool:
-    return config.activation.checkpointing is Checkpointing.selective
-
-
-def _selective(config: RunConfig) -> Selective:
-    return SELECTIVE if config.peft.method is PeftMethod.full else SELECTIVE_LORA
+def _is_recomputed(config: RunConfig) -> bool:
+    return config.activation.checkpointing is Checkpointing.enabled
 
 
 def _padding_share(config: RunConfig, batch: BatchPlan) -> float:
@@ -275,65 +320,42 @@ def _lost_seconds(strategy_speed: StrategySpeed | None, facts: ModelFacts) -> fl
     return strategy_speed.lost_seconds * math.sqrt(growth)
 
 
-def _assumption(
-    config: RunConfig,
-    batch: BatchPlan,
-    peak: Peak,
-    row: OneGpuSpeed,
-    strategy_speed: StrategySpeed | None,
-    adapter: AdapterSpeed | None,
-    *,
-    is_launch_bound: bool,
-    left_by_recomputing: float,
-    left_by_tiles: float,
-) -> str:
-    """All assumptions of the estimate, the most doubtful first. `left_by_...`: shares of the speed, 0 to 1."""
-    generation, compute, strategy = config.hardware.generation, config.precision.compute, config.parallelism.strategy
-    parts = [f"the share of its peak that {row.text} reached"]
-    if is_launch_bound:
-        of = launch_bound_pass(config)
-        parts = [f"a pass with little work takes, per layer, the {1000 * of.seconds_of_a_layer:.1f} ms of {of.text}"]
+def _step_end_seconds(strategy_speed: StrategySpeed | None, batch: BatchPlan, trained: int) -> float:
+    """Additional seconds per pass if a step has fewer passes than the measured one, which hide less of its end."""
+    if strategy_speed is None or not batch.accumulation:
+        return 0.0
+    return STEP_END_SECONDS * trained * max(0.0, 1 / batch.accumulation - 1 / strategy_speed.passes_per_step)
+
+
+def _strategy_text(config: RunConfig, strategy_speed: StrategySpeed | None, ending: float) -> str:
+    if strategy_speed is None:
+        return ""
+    name, measured = config.parallelism.strategy.name, strategy_speed.strategy
+    taken = f", taken as {measured.name}," if measured is not config.parallelism.strategy else ""
+    few = f", and {1000 * ending:,.0f} ms to end a step of few passes" if ending >= _WORTH_PRINTING_S else ""
+    return f"{name}{taken} loses the same time per pass as on {MEASURED_ON}s ({strategy_speed.text}){few}"
+
+
+def _texts_of_peak(config: RunConfig, peak: Peak, row: OneGpuSpeed) -> Iterator[str]:
+    """How the GPU and its products differ from those measured."""
+    generation, compute = config.hardware.generation, config.precision.compute
     if generation is not Generation.hopper:
-        parts.append(f"never measured on {generation.name}, whose peak is taken from the {peak.gpu}")
+        yield f"never measured on {generation.name}, whose peak is taken from the {peak.gpu}"
     elif not peak.is_of_this_model:
-        parts.append(f"its peak is that of the {peak.gpu}")
+        yield f"its peak is that of the {peak.gpu}"
     if compute not in (row.compute, Compute.fp32):
-        parts.append(f"{compute.name} is as {row.compute.name}")
+        yield f"{compute.name} is as {row.compute.name}"
     if config.model.compile_layers and not row.is_compiled:
-        parts.append("compiled blocks are no faster than in that measurement")
-    if adapter is not None:
-        parts.append(f"LoRA computes at {adapter.gain:.0%} of a full fine-tune's share ({adapter.text})")
-    facts = config.model.facts
-    if facts is not None and has_experts(facts):
-        parts.append(
-            f"layers with experts reach {EXPERTS_SHARE:.0%} of that share (2 of Qwen3-30B-A3B on one {MEASURED_ON})"
-        )
+        yield "compiled blocks are no faster than in that measurement"
+
+
+def _texts_of_rows(config: RunConfig, batch: BatchPlan, row: OneGpuSpeed) -> Iterator[str]:
+    """How the rows differ from those measured, and what is not known about them."""
     if row.is_packed != batch.is_packed:
-        parts.append("padded rows reach the same share as packed ones")
+        yield "padded rows reach the same share as packed ones"
     if batch.padding_share is None and not batch.is_packed and batch.micro_batch_size > 1:
-        known = row.padding_share is not None
-        parts.append(
-            f"{USUAL_PADDING_SHARE:.0%} of a pass is padding"
-            if known
-            else "the share of padding is that of the measurement"
-        )
+        is_known = row.padding_share is not None
+        usual = f"{USUAL_PADDING_SHARE:.0%} of a pass is padding"
+        yield usual if is_known else "the share of padding is that of the measurement"
     if batch.tokens_per_step is None and batch.is_packed:
-        parts.append("rows are full")
-    if (
-        config.activation.checkpointing is Checkpointing.enabled
-        and not row.is_recomputed
-        and row.compute is not Compute.fp32
-    ):
-        parts.append(f"activation checkpointing leaves {left_by_recomputing:.0%} of the speed")
-    if config.activation.mlp_tile_tokens is not None:
-        parts.append(f"MLPs in tiles, which are computed once more, leave {left_by_tiles:.0%} of that")
-    if _is_selective(config) and not row.is_selective:
-        parts.append(f"activation=selective leaves {_selective(config).gain:.1%} of the speed")
-    if config.training.deterministic:
-        parts.append(f"training.deterministic leaves {DETERMINISTIC_SHARE:.0%} of the speed")
-    if strategy_speed is not None:
-        taken = f", taken as {strategy_speed.strategy.name}," if measured_strategy(strategy) is not strategy else ""
-        parts.append(
-            f"{strategy.name}{taken} loses the same time per pass as on {MEASURED_ON}s ({strategy_speed.text})"
-        )
-    return f"assumed: {'; '.join(parts)}"
+        yield "rows are full"
