@@ -226,10 +226,29 @@ def test_of_short_documents_the_length_is_named_with_which_they_train_faster(
     assert found[3].endswith(f"activation.checkpointing={advised.activation.checkpointing.name}")
 
 
+def test_documents_that_are_a_little_shorter_can_make_a_large_difference(capsys: pytest.CaptureFixture[str]) -> None:
+    """One row of 3,584 tokens fits into 24 GiB without whole layers being recomputed, and one of 4,096 does not."""
+    said = said_of(3500, "hardware.memory_gib=24", "training.max_length=4096", capsys=capsys)
+    found = re.search(r"training.max_length=3584 .* at ([\d,]+) tokens/s per GPU instead of ([\d,]+) ", said)
+    assert found is not None
+    then, now = (int(number.replace(",", "")) for number in found.groups())
+    assert then / now == pytest.approx(1.33, abs=0.03)
+    assert "(packing.row_length=3584, activation.checkpointing=selective)" in said
+
+
+def test_without_an_estimate_the_recomputing_that_is_saved_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    said = said_of(1900, "parallelism=zero3_offload", capsys=capsys)
+    assert (
+        "With training.max_length=2048 whole layers are not computed again, which takes up to a third of the speed ("
+        in said
+    )
+    assert "activation.checkpointing=disabled)" in said
+
+
 @pytest.mark.parametrize(
     ("longest", "words"),
     [
-        (20_000, ()),  # more than half
+        (20_000, ()),  # whole layers are recomputed for them, too
         (1900, ("training.max_length=2048",)),
         (1900, ("packing.row_length=32768", "activation=checkpointing")),  # as asked, whatever the documents are
         (1900, ("hardware=cpu",)),  # no speed is estimated
