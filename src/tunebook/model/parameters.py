@@ -6,7 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from tunebook.config.choices import PeftMethod
-from tunebook.config.model_facts import ModelFacts
+from tunebook.config.model_facts import MeasuredLayers, ModelFacts
 from tunebook.config.schema import RunConfig
 
 
@@ -44,7 +44,16 @@ def known_facts(config: RunConfig) -> ModelFacts | None:
     """The model's facts if memory can be estimated of them, with traced layers and plain LoRA; or else None."""
     facts = config.model.facts
     is_unmeasured = has_dora(config) or adapts_parameters(config)
-    return None if facts is None or facts.measured is None or is_unmeasured else facts
+    if facts is None or facts.measured is None or is_unmeasured or lacks_traces(config, facts.measured):
+        return None
+    return facts
+
+
+def lacks_traces(config: RunConfig, measured: MeasuredLayers) -> bool:
+    """Whether no way to compute the layers, as they are trained, could be traced: then what they keep is unknown."""
+    method = "full" if config.peft.method is PeftMethod.full else "adapter"
+    modes = (*measured.saved, *measured.saved_without_autocast, *measured.saved_beside_experts)
+    return not any(mode.split("/")[1] == method for mode in modes)
 
 
 def has_dora(config: RunConfig) -> bool:

@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM
 
 _SHARING = "num_kv_shared_layers"  # the key of configs for layers that share keys and values
 _MAX_LAYERS = 12  # most layers that are traced
+# The keys of configs that list the places of layers of a kind. Llama 4's and Zamba2's follow from others when a config
+# is made, and are not made again.
+_PLACES = ("attn_layer_indices", "hybrid_layer_ids", "local_layer_ids", "mlp_only_layers", "moe_layers")
 
 
 def text_decoder(model: Any) -> Any:
@@ -87,6 +90,9 @@ def shortened(config: Any, places: list[int]) -> Any:
     text = shorter.get_text_config(decoder=True)
     for name, values in _lists(text).items():
         setattr(text, name, [values[place] for place in places])
+    for name in _PLACES:
+        if of_kind := getattr(text, name, None):
+            setattr(text, name, [index for index, place in enumerate(places) if place in of_kind])
     if _SHARING in vars(text):
         setattr(text, _SHARING, sum(shares for place, shares in enumerate(_sharing(text)) if place in places))
     own = text.to_dict().get("per_layer_config") or {}  # sizes of some layers, by place

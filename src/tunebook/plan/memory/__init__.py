@@ -21,7 +21,7 @@ from tunebook.config.choices import Checkpointing, PackingMode
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig, data_ranks
 from tunebook.data.mean_length import longest_document
-from tunebook.model.parameters import adapts_parameters, has_dora
+from tunebook.model.parameters import adapts_parameters, has_dora, lacks_traces
 from tunebook.plan.memory.ledger import Kind
 from tunebook.plan.memory.overhead import overhead_bytes
 from tunebook.plan.memory.rows import step_ledger
@@ -82,6 +82,8 @@ def unknown_size(config: RunConfig) -> str:
         return "what DoRA holds was not measured yet; `tunebook plan --measure` trains two steps"
     if adapts_parameters(config):
         return "what adapters on parameters hold was not measured yet; `tunebook plan --measure` trains two steps"
+    if (measured := config.model.facts.measured) is not None and lacks_traces(config, measured):
+        return "what such layers keep could not be traced; `tunebook plan --measure` trains two steps"
     return "the layers of the stated sizes are traced with torch and transformers, which are not installed here"
 
 
