@@ -17,7 +17,7 @@ from tunebook.config.schema import RayConfig, RunConfig
 from tunebook.errors import RequestError
 from tunebook.hardware.detect import VISIBLE_VARIABLE, detect_machine
 from tunebook.processes import own_cores
-from tunebook.sweep.options import SweepLauncher, SweepOptions
+from tunebook.sweep.options import SweepOptions
 
 _T = TypeVar("_T")
 _MAX_CLUSTER_TRIALS = 8  # trials that run on a cluster only wait here
@@ -105,10 +105,10 @@ def num_at_once(
 
     Raises: RequestError if that many do not fit on this machine.
     """
-    if options.launcher_kind is SweepLauncher.basic:
+    if options.launcher == "basic":
         return 1
     here = [config for config in configs if uses_this_machine(config)]
-    if options.launcher_kind is SweepLauncher.slurm or not here:
+    if options.launcher == "slurm" or not here:
         return min(options.jobs or _MAX_CLUSTER_TRIALS, num_trials)
     most_needed = max(config.hardware.gpus_per_node or 1 for config in here)
     is_on_cpu = all(config.hardware.generation is Generation.cpu for config in here)
