@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tunebook.commands.recorded_evidence import recorded_evidence
+from tunebook.commands.recorded_evidence import claim_of_evidence
 from tunebook.commands.train import plan_job, prepare_data, run_job
 from tunebook.commands.typed_command import machine_of_manifest
 from tunebook.config.book import book_root
@@ -34,11 +34,11 @@ from tunebook.config.override_text import quoted
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.data.files import SUFFIXES, find_files
 from tunebook.errors import RequestError, StoppedError
-from tunebook.evidence.compare import config_differences, named_differences
-from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, read_finished, training_overrides
+from tunebook.evidence.compare import Claim, config_differences, named_differences
+from tunebook.evidence.gather import RunFacts, config_of, read_finished, training_overrides
 from tunebook.evidence.page import show_verification
 from tunebook.evidence.run_checks import require_first_step, require_first_step_by_manifest, require_unchanged
-from tunebook.evidence.verifying import Recorded, compare_run, recorded_run
+from tunebook.evidence.verifying import claim_of_run, compare_run
 from tunebook.files import remembered_hash
 from tunebook.model.load import model_location
 from tunebook.model.weights_fingerprint import fingerprint_text, weights_fingerprint
@@ -162,8 +162,7 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
         compare = shlex.join(["tunebook", *_compare_command(original, folder, recipes_dirs)])
         print_text(f"to compare it when the job has ended: {compare}", console)
         return 0
-    record = read_finished(folder)
-    return show_verification(compare_run(recorded, record), record, console)
+    return show_verification(compare_run(recorded, read_finished(folder)), console)
 
 
 def _print_plan(original: Original, job: Draft, recipes_dirs: list[Path], console: Console) -> None:
@@ -283,15 +282,14 @@ def _config_differs(manifest: dict[str, Any], differing: str) -> RequestError:
     )
 
 
-def choose_recorded(original: Original, config: RunConfig, recipes_dirs: list[Path]) -> Recorded:
+def choose_recorded(original: Original, config: RunConfig, recipes_dirs: list[Path]) -> Claim:
     """Return what the run will be compared with, before hours of training. Raises: RequestError if there is nothing."""
     if original.has_curve:
         assert original.run is not None
-        return recorded_run(read_finished(original.run), recipes_dirs)
+        return claim_of_run(read_finished(original.run), recipes_dirs)
     here = original.manifest | {"hardware": describe_hardware(original.manifest["hardware"]["nccl"])}
     record = RunRecord(folder=original.run or Path(), manifest=here)
-    inputs, hardware = gather_inputs(record, config), gather_hardware(record, config)
-    return recorded_evidence(config, inputs, hardware, recipes_dirs)
+    return claim_of_evidence(RunFacts(record=record, config=config, manifest=here), recipes_dirs)
 
 
 def require_same_files(manifest: dict[str, Any], config: RunConfig) -> None:
