@@ -199,8 +199,10 @@ def test_eval_hands_on_what_was_asked(run, monkeypatch, tmp_path):
     )
     assert asked.pop() == (expected, tmp_path)
     run("eval", "a/b", "evaluation.code.num_samples=5", "--fresh", "--processes", "2", "--confirm_run_unsafe_code")
-    words = ["--code", "evaluation.code.num_samples=5", "--fresh", "--processes", "2", "--confirm_run_unsafe_code"]
-    assert asked.pop() == (EvaluationRequest(run="a/b", options=words), Path("outputs"))
+    expected = EvaluationRequest(
+        run="a/b", code=["evaluation.code.num_samples=5"], is_fresh=True, processes=2, confirm_run_unsafe_code=True
+    )
+    assert asked.pop() == (expected, Path("outputs"))
     code, _, said = run("eval", "suit=quick")
     assert code == 2
     assert "there is no setting 'suit' here. Did you mean 'suite'?" in said

@@ -228,12 +228,10 @@ def evaluate(
         num_fewshot=num_fewshot,
         batch_size=batch_size,
         allow_mismatch=allow_mismatch,
-        options=[
-            *(part for word in code_words for part in ("--code", word)),
-            *(["--fresh"] if fresh else []),
-            *([] if processes is None else ["--processes", str(processes)]),
-            *(["--confirm_run_unsafe_code"] if confirm_run_unsafe_code else []),
-        ],
+        code=code_words,
+        is_fresh=fresh,
+        processes=processes,
+        confirm_run_unsafe_code=confirm_run_unsafe_code,
     )
     outlive_readers()
     report = evaluate_command(request, outputs)

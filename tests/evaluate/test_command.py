@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
+from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate import command
 from tunebook.evaluate.command import (
@@ -24,6 +26,7 @@ from tunebook.evaluate.command import (
     worker_error,
 )
 from tunebook.evaluate.preflight import Missing
+from tunebook.evaluate.worker import _settings_of
 from tunebook.record.model_origin import ORIGIN_FILE
 from tunebook.supervise import ProcessEnd
 
@@ -53,8 +56,12 @@ class Worker:
         return self.words[self.words.index(name) + 1]
 
     @property
+    def settings(self) -> EvaluationConfig:
+        return _settings_of(json.loads(self.value("--evaluation")))
+
+    @property
     def tasks(self) -> list[str]:
-        return [self.words[index + 1] for index, word in enumerate(self.words) if word == "--task"]
+        return self.settings.tasks
 
 
 @pytest.fixture
@@ -127,14 +134,28 @@ def test_what_was_asked_reaches_the_worker(run: Path, outputs: Path, worker: Wor
         num_fewshot=0,
         batch_size="auto",
         allow_mismatch="template,tokenizer",
-        options=["--fresh"],
+        is_fresh=True,
+        processes=2,
+        code=["evaluation.code.num_samples=3"],
     )
     evaluate_command(request, outputs)
-    words = ["--suite", "quick", "--limit", "7", "--num-fewshot", "0", "--batch-size", "auto"]
-    words += ["--allow-mismatch", "template", "--allow-mismatch", "tokenizer", "--fresh"]
-    start = worker.words.index("--suite")
-    assert worker.words[start : start + len(words)] == words
+    words = ["--allow-mismatch", "template", "--allow-mismatch", "tokenizer", "--fresh", "--processes", "2"]
+    assert worker.words[-len(words) :] == words
+    expected = load_config(run / "run.yaml").evaluation
+    expected = replace(expected, limit=7, num_fewshot=0, batch_size=None, code=CodeConfig(num_samples=3))
+    assert worker.settings == replace(expected, tasks=worker.tasks)
     assert [Path(task).name for task in worker.tasks] == ["quickstart.yaml"]
+
+
+@pytest.mark.parametrize("is_confirmed", [False, True])
+def test_what_a_training_confirmed_is_not_confirmed_for_later(
+    run: Path, outputs: Path, worker: Worker, is_confirmed: bool
+) -> None:
+    config = load_config(run / "run.yaml")
+    config.evaluation.confirm_run_unsafe_code = True
+    (run / "run.yaml").write_text(config_to_yaml(config))
+    evaluate_command(asked(confirm_run_unsafe_code=is_confirmed), outputs)
+    assert worker.settings.confirm_run_unsafe_code is is_confirmed
 
 
 def test_a_model_without_a_run_has_a_folder_of_its_own(
@@ -309,8 +330,8 @@ def test_a_request_to_stop_ends_an_evaluation_with_6() -> None:
 
 
 def test_the_workers_arguments() -> None:
-    assert worker_command(Path("/run"), "after", ["--limit", "7"]) == [
-        *(sys.executable, "-m", "tunebook.evaluate", "--run", "/run", "--when", "after", "--limit", "7"),
+    assert worker_command(Path("/run"), "after", ["--fresh"]) == [
+        *(sys.executable, "-m", "tunebook.evaluate", "--run", "/run", "--when", "after", "--fresh"),
     ]
 
 

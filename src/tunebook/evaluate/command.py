@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -15,10 +16,10 @@ from rich.text import Text
 
 from tunebook.config.book import as_word
 from tunebook.config.frozen import config_to_yaml, load_config
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.batch_size import read_batch_size
-from tunebook.evaluate.code.checks import apply_options, check_code
+from tunebook.evaluate.code.checks import apply_overrides, check_code
 from tunebook.evaluate.preflight import Missing, describe_missing, find_missing, harness_environment, missing_error
 from tunebook.evaluate.target import (
     MODEL_FILE,
@@ -31,7 +32,7 @@ from tunebook.evaluate.task_files import check_tasks, suite_settings
 from tunebook.files import atomic_write_json, atomic_write_text, read_json
 from tunebook.record.answer_faults import fault_warnings
 from tunebook.record.contamination import result_lines, score_lines
-from tunebook.record.differences import Answers, answers_of, task_difference
+from tunebook.record.differences import Answers, answers_of, is_share, score_in_words, task_difference
 from tunebook.record.model_origin import allowed_mismatches
 from tunebook.record.page.numbers import Unit
 from tunebook.record.page.scores import change_text
@@ -53,7 +54,10 @@ class EvaluationRequest:
     num_fewshot: int | None = None  # examples before each item
     batch_size: str | None = None  # of requests, or auto
     allow_mismatch: str = ""  # comma-separated differences from training to allow
-    options: list[str] = field(default_factory=list)  # additional worker options
+    code: list[str] = field(default_factory=list)  # overrides such as evaluation.code.num_samples=20
+    is_fresh: bool = False  # evaluate finished tasks once more
+    processes: int | None = None  # that share the requests
+    confirm_run_unsafe_code: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,15 +70,6 @@ class EvaluationReport:
     error: TunebookError | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Subject:
-    """The model under evaluation."""
-
-    folder: Path  # the run's folder, or the results folder of a model without a run
-    config: RunConfig
-    options: list[str]  # options of the worker
-
-
 def evaluate_command(request: EvaluationRequest, outputs: Path) -> EvaluationReport:
     """Evaluate a run, one of its checkpoints, or a model that belongs to no run.
 
@@ -83,28 +78,32 @@ def evaluate_command(request: EvaluationRequest, outputs: Path) -> EvaluationRep
     another model in `<outputs>/evaluations/<name>/`. Tasks with missing requirements are reported first and skipped.
     Raises: RequestError for what cannot be evaluated.
     """
-    options = _options(request)
+    _check(request)
+    allowed = allowed_mismatches(request.allow_mismatch)
     refuse_wrong_image()
-    subject = _find_subject(request, outputs)
-    asked = request.tasks or subject.config.evaluation.tasks
-    if not asked:
+    folder, config, options = _find_subject(request, outputs)
+    settings = _settings(request, config)
+    if not settings.tasks:
         raise RequestError(
-            f"{request.model or subject.folder} names no tasks of its own to evaluate; try suite=leaderboard, or "
+            f"{request.model or folder} names no tasks of its own to evaluate; try suite=leaderboard, or "
             "tasks=gsm8k,arc_easy of lm-evaluation-harness, or the YAML file of a task of yours",
             problem_id="no-tasks",
         )
-    check_tasks(asked)
-    missing = find_missing(asked)
-    tasks = _without(asked, missing)
-    check_code(apply_options(subject.config.evaluation, request.options), tasks)
+    check_tasks(settings.tasks)
+    missing = find_missing(settings.tasks)
+    tasks = _without(settings.tasks, missing)
+    check_code(settings, tasks)
     when = f"eval-{datetime.now(UTC):%Y-%m-%dT%H-%M-%SZ}-{os.getpid()}"
-    options = [*subject.options, *options, *(part for task in tasks for part in ("--task", as_word(task)))]
-    end = _run(worker_command(subject.folder, when, options), subject.config, tasks)
-    return _report(subject.folder / "evaluation" / f"{when}.json", end, when, missing)
+    options += ["--evaluation", settings_as_json(replace(settings, tasks=[as_word(task) for task in tasks]))]
+    options += [part for name in allowed for part in ("--allow-mismatch", name)]
+    options += ["--fresh"] if request.is_fresh else []
+    options += [] if request.processes is None else ["--processes", str(request.processes)]
+    end = _run(worker_command(folder, when, options), config, tasks)
+    return _report(folder / "evaluation" / f"{when}.json", end, when, missing)
 
 
-def _options(request: EvaluationRequest) -> list[str]:
-    """Return the worker's options that do not depend on the model. Raises: RequestError for invalid ones."""
+def _check(request: EvaluationRequest) -> None:
+    """Refuse arguments that are wrong for every model. Raises: RequestError."""
     if request.run is not None and request.model is not None:
         raise RequestError(
             f"run={request.run} and model={request.model} exclude each other; type one of them",
@@ -129,19 +128,32 @@ def _options(request: EvaluationRequest) -> list[str]:
             )
     if request.batch_size is not None:
         read_batch_size(request.batch_size)
-    given = {
-        "--suite": request.suite,
-        "--limit": request.limit,
-        "--num-fewshot": request.num_fewshot,
-        "--batch-size": request.batch_size,
-    }
-    options = [part for name, value in given.items() if value is not None for part in (name, str(value))]
-    allowed = allowed_mismatches(request.allow_mismatch)
-    return [*options, *(part for name in allowed for part in ("--allow-mismatch", name)), *request.options]
 
 
-def _find_subject(request: EvaluationRequest, outputs: Path) -> _Subject:
-    """Find the model and its configuration. A model named by `model=` may still belong to a run."""
+def _settings(request: EvaluationRequest, config: RunConfig) -> EvaluationConfig:
+    """Return the settings of this evaluation. Raises: RequestError for an unknown suite or an invalid override.
+
+    Permission to run programs without a sandbox during a training does not carry over to later evaluations.
+    """
+    settings = config.evaluation if request.suite is None else suite_settings(request.suite, config)
+    asked = {"tasks": request.tasks, "limit": request.limit, "num_fewshot": request.num_fewshot}
+    given: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
+    if request.batch_size is not None:
+        given["batch_size"] = read_batch_size(request.batch_size)
+    settings = replace(settings, **given, confirm_run_unsafe_code=request.confirm_run_unsafe_code)
+    return apply_overrides(settings, request.code)
+
+
+def settings_as_json(settings: EvaluationConfig) -> str:
+    """Return settings as the worker's option `--evaluation`."""
+    return json.dumps(asdict(settings), default=lambda choice: choice.name)
+
+
+def _find_subject(request: EvaluationRequest, outputs: Path) -> tuple[Path, RunConfig, list[str]]:
+    """Find the model: the folder of its run or its results, its configuration, and the worker's options that name it.
+
+    A model named by `model=` may still belong to a run.
+    """
     is_model = request.model is not None
     target = find_target(request.model or request.run or LATEST, outputs, is_model=is_model)
     if target.run is not None:
@@ -161,9 +173,7 @@ def _find_subject(request: EvaluationRequest, outputs: Path) -> _Subject:
         file = folder / MODEL_FILE
         atomic_write_text(file, config_to_yaml(config))
         options = ["--config", str(file), *(["--model", str(target.folder)] if target.folder else [])]
-    if request.suite is not None:
-        config = replace(config, evaluation=suite_settings(request.suite, config))
-    return _Subject(folder=folder, config=config, options=options)
+    return folder, config, options
 
 
 def _without(asked: list[str], missing: list[Missing]) -> list[str]:
@@ -287,22 +297,13 @@ def _change(
     old, new = (record["tasks"] for record in records)
     if name not in old or (group is not None and group not in old[name]["groups"]):
         return ["-"]
-    unit = Unit.share if all(_is_share(tasks[name]) for tasks in (old, new)) else Unit.plain
+    unit = Unit.share if is_share(old[name], new[name]) else Unit.plain
     return [change_text(task_difference(name, old, new, answers[0], answers[1], group), unit)]
 
 
 def _score(record: dict[str, Any], name: str) -> str:
     task = record["tasks"].get(name)
-    if task is None:
-        return "-"
-    if not _is_share(task):
-        return f"{task['value']:.4g}" + ("" if task["stderr"] is None else f" ± {task['stderr']:.2g}")
-    return _percent(task) if task["stderr"] is None else f"{_percent(task)} ± {100 * task['stderr']:.1f}"
-
-
-def _is_share(task: dict[str, Any]) -> bool:
-    """Return whether a score is a share of right answers, unlike a perplexity."""
-    return task["higher_is_better"] is not False and 0 <= task["value"] <= 1
+    return "-" if task is None else score_in_words(task, as_share=is_share(task))
 
 
 def _percent(score: dict[str, Any] | None) -> str:

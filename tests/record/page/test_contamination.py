@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tunebook.errors import DataError
+from tunebook.record.contamination import score_lines
 from tunebook.record.page.contamination import contamination_notes, scores_by_kind
 from tunebook.record.page.numbers import NO_VALUE
 from tunebook.record.report import render_run, write_report
@@ -50,6 +51,17 @@ def test_counts_scores_and_examples(make_run: Callable[..., Path]) -> None:
     notes = contamination_notes(record)
     assert "validation: 50 of 70 documents were looked for." in notes
     assert notes[-1] == "eval-1: example: 50.0% ± 7.0 on 45 items (clean), 80.0% on 5 items (part found)"
+
+
+def test_what_is_better_low_is_no_share_although_it_is_below_1(make_run: Callable[..., Path]) -> None:
+    run = checked(make_run())
+    file = run / "evaluation" / "after.json"
+    record = json.loads(file.read_text())
+    record["tasks"]["example"] |= {"higher_is_better": False}
+    file.write_text(json.dumps(record))
+    found = read_run(run)
+    assert [row[-1] for row in scores_by_kind(found)][1:] == ["0.5 ± 0.07", "0.8 ± 0.2"]
+    assert score_lines(found.after) == ["example: 0.5 ± 0.07 on 45 items (clean), 0.8 on 5 items (part found)"]
 
 
 def test_a_group_without_its_examples_is_a_broken_record(make_run: Callable[..., Path], tmp_path: Path) -> None:

@@ -80,6 +80,13 @@ def test_different_metrics_of_a_task_are_both_named() -> None:
     assert [row.metric for row in score_rows(evaluation(0.2), after)] == ["exact match / acc"] * 2
 
 
+def test_what_is_better_low_is_no_share_although_it_is_below_1() -> None:
+    after = evaluation(0.72)
+    after["tasks"]["example"] |= {"metric": "bits_per_byte", "higher_is_better": False}
+    task, group = score_rows(None, after)
+    assert (task.has_bar, texts(task), texts(group)) == (False, [None, "0.72 ± 0.02"], [None, "0.72 ± 0.224"])
+
+
 def test_the_baseline_is_drawn_beside_a_single_task_and_its_groups() -> None:
     baseline = {"name": "look-up", "value": 0.25, "groups": {"sort": {"value": 0.4, "num_items": 5}}}
     after = evaluation(0.8, baseline=baseline)

@@ -16,7 +16,6 @@ from tunebook.evaluate.code.code_task import CodeTask, with_choice
 from tunebook.evaluate.sandbox.client import open_backend
 from tunebook.evaluate.task_files import TaskFile, resolve_task
 
-UNSAFE = "--confirm_run_unsafe_code"
 PREFIX = "evaluation.code."
 
 
@@ -54,15 +53,6 @@ def check_context(name: str, code: CodeTask, *, max_gen_toks: int, max_length: i
             f"is {max_length}; try evaluation.code.max_new_tokens={max(max_length // 2, 1)}",
             problem_id="code-context",
         )
-
-
-def apply_options(evaluation: EvaluationConfig, options: Sequence[str]) -> EvaluationConfig:
-    """Apply the worker's options about programs to the settings.
-
-    Permission to run programs without a sandbox during a training does not carry over to later evaluations.
-    """
-    settings = apply_overrides(evaluation, [option for option in options if option.startswith(PREFIX)])
-    return replace(settings, confirm_run_unsafe_code=UNSAFE in options)
 
 
 def apply_overrides(evaluation: EvaluationConfig, overrides: Sequence[str]) -> EvaluationConfig:

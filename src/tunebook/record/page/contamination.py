@@ -22,7 +22,8 @@ def scores_by_kind(record: RunRecord) -> list[tuple[str, ...]]:
         for kind in (_WHOLE, "clean", *KINDS):
             pair = [before.get(kind), after.get(kind)]
             if any(pair):
-                texts = [score_text(score, unit_of(score)) if score else NO_VALUE for score in pair]
+                unit = unit_of(*filter(None, pair), *(scores[_WHOLE] for scores in (before, after) if scores))
+                texts = [score_text(score, unit) if score else NO_VALUE for score in pair]
                 number = next(score["num_items"] for score in reversed(pair) if score)
                 rows.append((task, NAMES.get(kind, kind), f"{number:,}", *texts))
     return rows

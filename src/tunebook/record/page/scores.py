@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tunebook.record.differences import Answers, Difference, answers_of, standard_error, task_difference
+from tunebook.record.differences import Answers, Difference, answers_of, is_share, standard_error, task_difference
 from tunebook.record.page.numbers import MINUS, Unit, format_value
 from tunebook.record.run_record import RunRecord
 
@@ -98,7 +98,7 @@ def _row(name: str, columns: Sequence[_Column], group: str | None = None, *, bas
         else (source[0][name].get("groups") or {}).get(group)
         for source in sources
     ]
-    unit = unit_of(*filter(None, found))
+    unit = unit_of(*filter(None, found), *(source[0][name] for source in sources if source is not None))
     scores: list[Score | None] = []
     for score, source in zip(found, sources, strict=True):
         if score is None or source is None:
@@ -124,7 +124,7 @@ def _row(name: str, columns: Sequence[_Column], group: str | None = None, *, bas
 
 def unit_of(*scores: Mapping[str, Any]) -> Unit:
     """Percent for shares of right answers; plain for other scores, such as a perplexity."""
-    return Unit.share if all(0 <= score["value"] <= 1 for score in scores) else Unit.plain
+    return Unit.share if is_share(*scores) else Unit.plain
 
 
 def score_text(score: Mapping[str, Any], unit: Unit) -> str:
