@@ -27,7 +27,7 @@ from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.prepared import PREPARED_FILE
 from tunebook.data.view import show_summary
 from tunebook.errors import DataError, RequestError, RulesError
-from tunebook.evaluate.code.checks import check_code, has_code
+from tunebook.evaluate.code.checks import check_code
 from tunebook.evaluate.preflight import require_task_data
 from tunebook.evaluate.sandbox.client import HANDOVER_VARIABLE, SERVICE_HANDOVER
 from tunebook.evaluate.task_files import check_tasks, resolve_task
@@ -257,7 +257,7 @@ def refuse_code_inside(config: RunConfig) -> None:
     handover = os.environ.get(HANDOVER_VARIABLE) or str(SERVICE_HANDOVER)
     if evaluation.confirm_run_unsafe_code or handover in settings.container_mounts:
         return
-    tasks = [task for task in evaluation.tasks if has_code([resolve_task(task)])]
+    tasks = [task for task in evaluation.tasks if resolve_task(task).code is not None]
     if tasks and (evaluation.before or evaluation.after):
         raise RequestError(
             f"evaluation.tasks: {', '.join(tasks)} has programs executed that a model wrote, and a container of "

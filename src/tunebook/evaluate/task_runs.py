@@ -88,7 +88,9 @@ class TaskRuns:
 
     def scores(self) -> dict[str, dict[str, Any]]:
         """Return scores of finished tasks, and of groups whose tasks are all finished, each group before its tasks."""
-        finished = {name: result.harness for name, result in self.done.items() if not self.loaded.tasks[name].is_code}
+        finished = {
+            name: result.harness for name, result in self.done.items() if self.loaded.tasks[name].source.code is None
+        }
         scores = task_scores(aggregate(finished, self.loaded.groups))
         ordered: dict[str, dict[str, Any]] = {}
         for name, loaded in self.loaded.tasks.items():
@@ -141,7 +143,8 @@ class TaskRuns:
         started = time.monotonic()
         model.sizes.begin_task()
         results = run_task(model, task, self.settings)
-        score = None if task.is_code else task_scores(results).get(task.name)  # programs are judged at the end
+        is_code = task.source.code is not None
+        score = None if is_code else task_scores(results).get(task.name)  # programs are judged at the end
         result = TaskResult(
             task=task.name,
             key=self.key_of(task),
@@ -149,7 +152,7 @@ class TaskRuns:
             harness=as_stored(group_inputs(task.name, results)),
             score=score,
             answers=task_answers(task.name, results),
-            generated=as_stored({key: results[key] for key in _GENERATED}) if task.is_code else None,
+            generated=as_stored({key: results[key] for key in _GENERATED}) if is_code else None,
             batch_size=model.sizes.smallest,
             seconds=round(time.monotonic() - started, 1),
             finished=datetime.now(UTC).isoformat(timespec="seconds"),

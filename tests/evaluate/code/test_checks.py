@@ -131,7 +131,7 @@ def test_the_suites(suite: str, tasks: list[str]) -> None:
     found = suite_settings(suite, compose("quickstart", []).config)
     assert found.tasks == tasks
     assert found.confirm_run_unsafe_code is False
-    assert [resolve_task(task).name for task in tasks] == tasks  # type: ignore[union-attr]
+    assert [resolve_task(task).name for task in tasks] == tasks
 
 
 @pytest.mark.usefixtures("no_sandbox")

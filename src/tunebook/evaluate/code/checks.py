@@ -14,7 +14,7 @@ from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import RequestError, did_you_mean, first_line
 from tunebook.evaluate.code.code_task import CodeTask, with_choice
 from tunebook.evaluate.sandbox.client import open_backend
-from tunebook.evaluate.task_files import TaskFile, resolve_task
+from tunebook.evaluate.task_files import Task, resolve_task
 
 PREFIX = "evaluation.code."
 
@@ -25,21 +25,14 @@ def check_code(evaluation: EvaluationConfig, tasks: Iterable[str]) -> None:
     require_sandbox(chosen, confirm_run_unsafe_code=evaluation.confirm_run_unsafe_code)
 
 
-def with_samples(task: TaskFile | str, choice: CodeConfig) -> TaskFile | str:
+def with_samples(task: Task, choice: CodeConfig) -> Task:
     """Apply the configured samples to a code task. Raises: RequestError for a contradiction."""
-    if isinstance(task, str) or task.code is None:
-        return task
-    return replace(task, code=with_choice(task.name, task.code, choice))
+    return task if task.code is None else replace(task, code=with_choice(task.name, task.code, choice))
 
 
-def has_code(tasks: Iterable[TaskFile | str]) -> bool:
-    """Return whether any task is a code task."""
-    return any(isinstance(task, TaskFile) and task.code is not None for task in tasks)
-
-
-def require_sandbox(tasks: Iterable[TaskFile | str], *, confirm_run_unsafe_code: bool) -> None:
+def require_sandbox(tasks: Iterable[Task], *, confirm_run_unsafe_code: bool) -> None:
     """Refuse code tasks if no sandbox can execute programs. Raises: RequestError with the reason and the fix."""
-    if has_code(tasks):
+    if any(task.code is not None for task in tasks):
         with open_backend(confirm_run_unsafe_code=confirm_run_unsafe_code):
             pass
 

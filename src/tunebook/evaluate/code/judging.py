@@ -26,7 +26,7 @@ from tunebook.evaluate.code.code_task import BUILDERS, CodeTask
 from tunebook.evaluate.sandbox.client import check_programs, open_backend, run_programs
 from tunebook.evaluate.sandbox.limits import Limits
 from tunebook.evaluate.sandbox.protocol import Outcome, Program, Status
-from tunebook.evaluate.task_files import TaskFile
+from tunebook.evaluate.task_files import Task
 from tunebook.files import atomic_write_text
 
 SAY_EVERY_S = 5.0
@@ -77,7 +77,7 @@ class Sample:
 
 def judge_programs(
     results: dict[str, Any],
-    tasks: Sequence[TaskFile | str],
+    tasks: Sequence[Task],
     file: Path,
     *,
     confirm_run_unsafe_code: bool,
@@ -87,7 +87,7 @@ def judge_programs(
 
     `file` gets the samples. Raises: RequestError if the sandbox is gone; the samples are written by then.
     """
-    codes = {task.name: task.code for task in tasks if isinstance(task, TaskFile) and task.code is not None}
+    codes = {task.name: task.code for task in tasks if task.code is not None}
     if not codes:
         return None
     by_task = {name: collect_samples(name, code, results["samples"][name]) for name, code in codes.items()}
