@@ -30,7 +30,7 @@ from tunebook.config.identity import (
     has_hash,
     result_settings,
 )
-from tunebook.config.override_text import quoted
+from tunebook.config.override_text import command_words, quoted
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.data.files import SUFFIXES, find_files
 from tunebook.errors import RequestError, StoppedError
@@ -159,7 +159,7 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
     if (code := _train(original, job, folder, recipes_dirs, console)) != 0:
         return code
     if isinstance(job.config.launcher, SlurmConfig) and not job.config.launcher.wait:
-        compare = shlex.join(["tunebook", *_compare_command(original, folder, recipes_dirs)])
+        compare = _compare_command(original, folder, recipes_dirs)
         print_text(f"to compare it when the job has ended: {compare}", console)
         return 0
     return show_verification(compare_run(recorded, read_finished(folder)), console)
@@ -198,27 +198,22 @@ def resume_instructions(original: Original, job: Draft, folder: Path, recipes_di
     lines = (
         "the same `tunebook reproduce` would start over; to resume this run and compare it:",
         _train_command(job, words, recipes_dirs, "--run-folder", str(folder)),
-        shlex.join(["tunebook", *_compare_command(original, folder, recipes_dirs)]),
+        _compare_command(original, folder, recipes_dirs),
     )
     return "\n  ".join(lines)
 
 
 def _train_command(job: Draft, words: Sequence[str], recipes_dirs: list[Path], *options: str) -> str:
     """Return the command that trains it from any folder: relative paths start at the current folder."""
-    recipe = [job.config.recipe] if job.config.recipe is not None else []
-    train = shlex.join(["tunebook", "train", *recipe, *words, *_options(recipes_dirs), *options])
+    train = shlex.join([*command_words("train", job.config.recipe, words, recipes_dirs), *options])
     return train if typed_in(job.config) is None else f"cd {shlex.quote(str(Path.cwd()))} && {train}"
 
 
-def _compare_command(original: Original, folder: Path, recipes_dirs: list[Path]) -> list[str]:
+def _compare_command(original: Original, folder: Path, recipes_dirs: list[Path]) -> str:
     """Return the command that compares a finished reproduction with the original."""
     if original.has_curve:
-        return ["diff", str(original.run), str(folder)]
-    return ["verify", str(folder), *_options(recipes_dirs)]
-
-
-def _options(recipes_dirs: list[Path]) -> list[str]:
-    return [part for named in recipes_dirs for part in ("--recipes-dir", str(named))]
+        return shlex.join(["tunebook", "diff", str(original.run), str(folder)])
+    return shlex.join(command_words("verify", None, [str(folder)], recipes_dirs))
 
 
 def require_same_config(original: Original, config: RunConfig, recipes_dirs: list[Path]) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 from tunebook.config.choices import Generation, LauncherName
 from tunebook.config.frozen import typed_in_of
 from tunebook.config.identity import comparable_config
+from tunebook.config.override_text import command_words
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.evidence.compare import config_differences, input_differences, named_differences
@@ -36,7 +37,7 @@ def command_of(evidence: Evidence, recipes_dirs: list[Path]) -> str | None:
     # Older evidence does not record the launcher. A run on one node needs no cluster, which not everyone has.
     has_launcher = config.launcher.name is LauncherName.local or any(w.startswith("launcher=") for w in ran.overrides)
     local = [] if has_launcher or evidence.hardware.nodes > 1 else ["launcher=local"]
-    return shlex.join(["tunebook", "train", ran.recipe, *ran.overrides, *local])
+    return shlex.join(command_words("train", ran.recipe, [*ran.overrides, *local]))
 
 
 def require_same_run(run: RunFacts, recipes_dirs: list[Path]) -> None:
@@ -58,7 +59,7 @@ def require_same_run(run: RunFacts, recipes_dirs: list[Path]) -> None:
     else:
         return
     moved = f"{folder}, where it was typed, does not exist, so relative paths start here. " if is_gone else ""
-    command = shlex.join(["tunebook", "train", *([recipe] if recipe else []), *words])
+    command = shlex.join(command_words("train", recipe, words))
     raise RequestError(
         f"{run.record.folder}: `{command}` {what}. {moved}The recipe, or a file that it reads, was changed since the "
         "run: undo that change, or train again as it is now (training.resume=never)",

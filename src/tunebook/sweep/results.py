@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from tunebook.config.override_text import command_words
 from tunebook.files import atomic_write_text, read_json
 from tunebook.record.differences import mean_score
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest
@@ -230,10 +231,8 @@ def trial_table(trials: list[Trial], space: Space | None) -> Table:
 
 def best_line(recipe: str | None, best: TrialResult, recipes_dirs: list[Path]) -> str:
     """Return the command that trains the best trial again."""
-    words = [*([recipe] if recipe else []), *best.trial.overrides]
-    for folder in recipes_dirs:
-        words += ["--recipes-dir", str(folder)]
-    return f"best: {best.trial.name}, again: {shlex.join(['tunebook', 'train', *words])}"
+    again = shlex.join(command_words("train", recipe, best.trial.overrides, recipes_dirs))
+    return f"best: {best.trial.name}, again: {again}"
 
 
 # Attribute of a result -> heading, format.

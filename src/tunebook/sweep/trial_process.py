@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from tunebook.config.override_text import command_words
 from tunebook.files import atomic_write_json, read_json
 from tunebook.processes import stopping_with_parent
 from tunebook.record.run_folder import LOCK_FILE, is_worked_in
@@ -53,10 +54,8 @@ class TrialEnd:
 
 def train_command(recipe: str | None, overrides: Collection[str], run_folder: Path, dirs: list[Path]) -> list[str]:
     """Return the argument list that trains one trial."""
-    command = [sys.executable, "-m", "tunebook", "train", *([recipe] if recipe else []), *overrides]
-    for folder in dirs:
-        command += ["--recipes-dir", str(folder)]
-    return [*command, "--run-folder", str(run_folder)]
+    words = command_words("train", recipe, overrides, dirs)
+    return [sys.executable, "-m", *words, "--run-folder", str(run_folder)]
 
 
 def run_trial(
