@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tunebook.commands.sweep_dividing import Division, TrialDrafts, divide
 from tunebook.config.schema import RunConfig, SlurmConfig
@@ -19,9 +19,11 @@ from tunebook.sweep.options import METRICS, SHOWN_WHILE_RUNNING, SweepOptions
 from tunebook.sweep.results import Goal
 from tunebook.sweep.shares import num_at_once, uses_this_machine
 from tunebook.sweep.slurm_trials import check_jobs, split_overrides
-from tunebook.sweep.space import Space, corners, describe, read_space
 from tunebook.sweep.trial_process import train_command
 from tunebook.sweep.trials import Trial, check_trials, expand_trials, without_resume_override
+
+if TYPE_CHECKING:  # loading Optuna takes a moment that lists need not wait
+    from tunebook.sweep.space import Space
 
 Progress = Callable[[int, int], None]
 
@@ -84,6 +86,8 @@ class SweepPlan:
         """Return the search as JSON; sweeps with equal records resume each other's trials."""
         if self.space is None or self.goal is None:
             return None
+        from tunebook.sweep.space import describe
+
         return {
             "search": self.options.search,
             "space": describe(self.space),
@@ -138,6 +142,8 @@ def plan_sweep(
     if options.search is None:
         trials = expand_trials(words)
     else:
+        from tunebook.sweep.space import corners, read_space
+
         fixed, space = read_space(words)
         trials = corners(fixed, space)
     num_trials = len(trials) if space is None else options.num_trials or 0

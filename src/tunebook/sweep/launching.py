@@ -13,7 +13,15 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import TunebookError
 from tunebook.sweep.folder import SweepFolder
 from tunebook.sweep.shares import Shares
-from tunebook.sweep.trial_process import Stopping, TrialEnd, Watch, run_trial, wait_until_free, write_trial_end
+from tunebook.sweep.trial_process import (
+    Stopping,
+    TrialEnd,
+    Watch,
+    begin_trial,
+    run_trial,
+    wait_until_free,
+    write_trial_end,
+)
 from tunebook.sweep.trials import Trial
 
 CommandOf = Callable[[Trial, Path], list[str]]  # builds a trial's command, given its run folder
@@ -120,7 +128,7 @@ class RunLocally(Runner):
                 return
             self.say(trial, trial.title)
             run_folder = self.folder.run_folder(trial)
-            earlier_s = self.folder.begin(trial)
+            earlier_s = begin_trial(self.folder.end_file(trial))
             end = run_trial(
                 self.command_of(trial, run_folder),
                 self.stopping,

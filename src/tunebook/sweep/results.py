@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import shlex
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import filterfalse
@@ -61,6 +60,11 @@ class Ranking:
     measure: str | None  # None: no measure that all finished trials have
     ranked: list[TrialResult]
     unranked: list[TrialResult]
+
+    @property
+    def lines(self) -> list[tuple[str, TrialResult]]:
+        """Every trial with its rank, which is empty for those that are not ranked."""
+        return [*((str(rank), one) for rank, one in enumerate(self.ranked, 1)), *(("", one) for one in self.unranked)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,21 +175,26 @@ def _evaluation_score(run_folder: Path) -> tuple[float | None, bool]:
     return (None, True) if found is None else found
 
 
-_MEASUREMENTS = ("exit_code", "how_it_ended", "final_loss", "validation_loss", "evaluation_score")
+_MEASUREMENTS = (
+    "exit_code", "how_it_ended", "final_loss", "validation_loss", "evaluation_score", "tokens_per_second_per_gpu",
+    "seconds", "run_folder",
+)  # fmt: skip
 _MAX_DIGITS = 9
-_COSTS = ("tokens_per_second_per_gpu", "seconds", "run_folder")
 
 
 def write_csv(ranking: Ranking, file: Path) -> None:
-    """Write one line per trial, best first: rank, a column for each override, and all measurements."""
-    keys = _override_keys(ranking)
+    """Write one line per trial, best first: rank, a column for each override (swept ones first), all measurements."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["rank", *keys, *_MEASUREMENTS, *_COSTS])
-    for rank, result in _lines(ranking):
-        values = dict(override.split("=", 1) for override in result.trial.overrides)
-        measured = [getattr(result, name) for name in (*_MEASUREMENTS, *_COSTS)]
-        writer.writerow([rank, *(values[key] for key in keys), *("" if v is None else v for v in measured)])
+    rows = [
+        {"rank": rank}
+        | result.trial.swept
+        | dict(override.split("=", 1) for override in result.trial.overrides)
+        | {name: getattr(result, name) for name in _MEASUREMENTS}
+        for rank, result in ranking.lines
+    ]
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")  # None is an empty cell
+    writer.writeheader()
+    writer.writerows(rows)
     atomic_write_text(file, text.getvalue())
 
 
@@ -193,7 +202,7 @@ def sweep_table(ranking: Ranking) -> Table:
     """Return a table for a terminal: only swept keys, and only measurements that some trial has."""
     by = f"ranked by {ranking.measure}" if ranking.measure else "not ranked: no trial finished with a measurement"
     table = Table(title=f"Sweep, {by}")
-    results = [result for _, result in _lines(ranking)]
+    results = [result for _, result in ranking.lines]
     swept = list(results[0].trial.swept)
     table.add_column("rank", justify="right")
     for key in swept:
@@ -203,7 +212,7 @@ def sweep_table(ranking: Ranking) -> Table:
         table.add_column(_COLUMNS[column][0], justify="right")
     table.add_column("how it ended", overflow="fold")
     table.add_column("folder", overflow="fold")
-    for rank, result in _lines(ranking):
+    for rank, result in ranking.lines:
         cells = [_cell(getattr(result, column), _COLUMNS[column][1]) for column in shown]
         values = [_shortened(result.trial.swept[key]) for key in swept]
         row = (rank, *values, *cells, result.how_it_ended, result.run_folder.name)
@@ -243,20 +252,6 @@ _COLUMNS = {
     "tokens_per_second_per_gpu": ("tokens/s/GPU", ",.0f"),
     "seconds": ("seconds", ",.0f"),
 }
-
-
-def _lines(ranking: Ranking) -> Iterator[tuple[str, TrialResult]]:
-    for number, result in enumerate(ranking.ranked, 1):
-        yield str(number), result
-    for result in ranking.unranked:
-        yield "", result
-
-
-def _override_keys(ranking: Ranking) -> list[str]:
-    """Return the key of every override, swept keys first."""
-    first = next(result for _, result in _lines(ranking)).trial
-    constant = [override.split("=", 1)[0] for override in first.overrides]
-    return [*first.swept, *(key for key in constant if key not in first.swept)]
 
 
 def _shortened(value: str) -> str:

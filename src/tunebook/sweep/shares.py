@@ -46,29 +46,24 @@ class Shares:
 
     def __init__(self, gpus: list[str], cores: list[int], num_at_once: int) -> None:
         size = max(1, len(cores) // num_at_once)
-        self._gpus = list(gpus)
-        self._num_gpus = len(gpus)
-        self._num_cores = len(cores)
+        self._gpus, self._num_gpus = list(gpus), len(gpus)
         self._slots = [tuple(cores[start : start + size]) for start in range(0, size * num_at_once, size)]
-        self._num_at_once = num_at_once
+        self._num_cores = size if num_at_once > 1 else None  # of each trial; None: nothing is divided
         self._changed = threading.Condition()
 
     @contextmanager
     def share_of(self, config: RunConfig) -> Iterator[Share]:
         """Hold the share of a trial until it has ended; wait while others hold it."""
         num_ranks = config.hardware.gpus_per_node or 1
+        threads = None if self._num_cores is None else max(1, self._num_cores // num_ranks)
         if not uses_this_machine(config):
             yield Share()
-            return
-        if config.hardware.generation is Generation.cpu:
+        elif config.hardware.generation is Generation.cpu:
             with self._taken(self._slots, 1) as slots:
-                is_divided = self._num_at_once > 1
-                threads = max(1, len(slots[0]) // num_ranks) if is_divided else None
-                yield Share(cores=slots[0] if is_divided else (), num_threads=threads)
-            return
-        with self._taken(self._gpus, min(num_ranks, self._num_gpus)) as gpus:
-            threads = max(1, self._num_cores // (self._num_at_once * num_ranks)) if self._num_at_once > 1 else None
-            yield Share(gpus=tuple(gpus), num_threads=threads)
+                yield Share(cores=() if threads is None else slots[0], num_threads=threads)
+        else:
+            with self._taken(self._gpus, min(num_ranks, self._num_gpus)) as gpus:
+                yield Share(gpus=tuple(gpus), num_threads=threads)
 
     @contextmanager
     def _taken(self, free: list[_T], count: int) -> Iterator[list[_T]]:

@@ -26,10 +26,9 @@ from tunebook.slurm import (
     submit_script,
     take_back_hopeless,
 )
-from tunebook.sweep.folder import is_final
 from tunebook.sweep.launching import Runner
 from tunebook.sweep.slurm_job import TrialJob
-from tunebook.sweep.trial_process import TrialEnd, Watch, write_trial_end
+from tunebook.sweep.trial_process import TrialEnd, Watch, begin_trial, write_trial_end
 from tunebook.sweep.trials import Trial
 
 _POLL_S = 2.0
@@ -96,7 +95,8 @@ class RunInSlurm(Runner):
 
     def _leave(self, trial: Trial, job_id: str | None, error: TunebookError) -> None:
         """Leave a trial and its job, if any, to the next sweep, unless the trial has ended for good."""
-        if is_final(self.folder.end_of(trial)):
+        end = self.folder.end_of(trial)
+        if end is not None and end.is_final:
             self.say(trial, f"ended, as its job recorded; {error.message}")
         elif job_id is None:
             passes = any(text in error.message.lower() for text in _PASSES)
@@ -120,13 +120,13 @@ class RunInSlurm(Runner):
             return None
         end = self.folder.end_of(trial)
         if end is not None and (end.exit_code, end.seconds) == (_NOT_NOW, 0.0):  # written by this sweep, not by the job
-            self.folder.begin(trial)
+            begin_trial(self.folder.end_file(trial))
         self.say(trial, f"{trial.title}: is job {job_id}, {state.text()}")
         return job_id
 
     def _submit(self, trial: Trial, config: RunConfig) -> str:
         assert isinstance(config.launcher, SlurmConfig)
-        earlier_s = self.folder.begin(trial)
+        earlier_s = begin_trial(self.folder.end_file(trial))
         self._stop_file(trial).unlink(missing_ok=True)
         run_folder = self.folder.run_folder(trial)
         job = TrialJob(
@@ -187,7 +187,7 @@ class RunInSlurm(Runner):
         if state.name != "COMPLETING" or not self.folder.end_file(trial).is_file():
             return None
         end = self.folder.end_of(trial)
-        return end if was_asked or is_final(end) else None
+        return end if end is not None and (was_asked or end.is_final) else None
 
     def _ask_to_stop(self, trial: Trial, job_id: str, num_requests: int, *, is_running: bool) -> None:
         """Let a running trial save; cancel a job that is pending, or that was asked more than twice."""

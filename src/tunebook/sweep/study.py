@@ -18,7 +18,7 @@ from optuna.trial import TrialState
 
 from tunebook.errors import RequestError
 from tunebook.record.metrics import read_metrics
-from tunebook.sweep.folder import SweepFolder, is_done
+from tunebook.sweep.folder import SweepFolder
 from tunebook.sweep.launching import TrialList
 from tunebook.sweep.options import SHOWN_WHILE_RUNNING, SweepOptions
 from tunebook.sweep.results import Goal, TrialResult, read_result
@@ -135,7 +135,7 @@ class Search(TrialList):
         """Report the trials that an earlier sweep left open: by their end if they have one, else as failed."""
         for trial in self.trials:
             entry, end = self._earlier[trial.number], self._folder.end_of(trial)
-            if entry.state is TrialState.RUNNING and end is not None and is_done(end):
+            if entry.state is TrialState.RUNNING and end is not None and end.is_done:
                 self._tell(trial, end, entry.number)
         for entry in self._study.get_trials(deepcopy=False, states=(TrialState.WAITING, TrialState.RUNNING)):
             study_number = entry.number
