@@ -98,7 +98,7 @@ def evaluate_command(request: EvaluationRequest, outputs: Path) -> EvaluationRep
     options += [part for name in allowed for part in ("--allow-mismatch", name)]
     options += ["--fresh"] if request.is_fresh else []
     options += [] if request.processes is None else ["--processes", str(request.processes)]
-    end = _run(worker_command(folder, when, options), config, tasks)
+    end = run_and_wait(worker_command(folder, when, options), worker_environment(config, tasks))
     return _report(folder / "evaluation" / f"{when}.json", end, when, missing)
 
 
@@ -243,8 +243,7 @@ def worker_error(end: ProcessEnd, when: str, command: str) -> TunebookError:
 
 def run_worker(run: Path, when: str) -> ProcessEnd:
     """Evaluate a run's configuration in a separate process and wait for it."""
-    config = load_config(run / RUN_FILE)
-    return _run(worker_command(run, when), config, config.evaluation.tasks)
+    return run_and_wait(worker_command(run, when), worker_environment(load_config(run / RUN_FILE)))
 
 
 def worker_command(run: Path, when: str, options: Sequence[str] = ()) -> list[str]:
@@ -256,10 +255,6 @@ def worker_environment(config: RunConfig, tasks: Sequence[str] | None = None) ->
     """Return the worker's environment for `tasks`, by default the configuration's."""
     tasks = config.evaluation.tasks if tasks is None else tasks
     return evaluation_environment(config, os.environ) | harness_environment(tasks)
-
-
-def _run(command: list[str], config: RunConfig, tasks: list[str]) -> ProcessEnd:
-    return run_and_wait(command, worker_environment(config, tasks))
 
 
 def score_table(records: list[dict[str, Any]], run: Path | None = None) -> Table:
