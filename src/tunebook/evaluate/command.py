@@ -32,10 +32,9 @@ from tunebook.evaluate.task_files import check_tasks, suite_settings
 from tunebook.files import atomic_write_json, atomic_write_text, read_json
 from tunebook.record.answer_faults import fault_warnings
 from tunebook.record.contamination import result_lines, score_lines
-from tunebook.record.differences import Answers, answers_of, is_share, score_in_words, task_difference
+from tunebook.record.differences import answers_of, score_in_words
 from tunebook.record.model_origin import allowed_mismatches
-from tunebook.record.page.numbers import Unit
-from tunebook.record.page.scores import change_text
+from tunebook.record.page.scores import Score, ScoreRow, score_rows
 from tunebook.record.run_folder import LATEST, RUN_FILE
 from tunebook.supervise import ProcessEnd, run_and_wait
 from tunebook.train.environment import evaluation_environment
@@ -258,7 +257,7 @@ def worker_environment(config: RunConfig, tasks: Sequence[str] | None = None) ->
 
 
 def score_table(records: list[dict[str, Any]], run: Path | None = None) -> Table:
-    """Compare evaluations in a table: a row per task and group, a column per evaluation, and the change between two.
+    """Show one or two evaluations in a table: a row per task and group, a column per evaluation, and the change.
 
     With `run`, the error of the change is that of the items' paired differences.
     """
@@ -269,37 +268,22 @@ def score_table(records: list[dict[str, Any]], run: Path | None = None) -> Table
         table.add_column(Text(record["when"]), justify="right")
     if len(records) == 2:
         table.add_column("change", justify="right")
-    answers = [answers_of(run, record) if run and len(records) == 2 else {} for record in records]
+    is_pair = len(records) == 2
+    answers = [answers_of(run, record) if run and is_pair else {} for record in records]
     last = records[-1]
-    for name, task in last["tasks"].items():
-        cells = [*(_score(r, name) for r in records), *_change(records, answers, name)]
-        table.add_row(Text(f"{name} ({task['metric']})"), str(task["num_items"]), *cells)  # names may have brackets
-        for group, score in task["groups"].items():
-            cells = [_percent(r["tasks"].get(name, {}).get("groups", {}).get(group)) for r in records]
-            table.add_row(Text(f"  {group}"), str(score["num_items"]), *cells, *_change(records, answers, name, group))
+    for row in score_rows(records[0], last, *answers) if is_pair else score_rows(None, last):
+        name = f"  {row.name}" if row.is_group else f"{row.name} ({row.metric})"
+        cells = [_cell(row, score) for score in row.scores[-len(records) :]]
+        change = [row.scores[1].change or "-" if row.scores[1] is not None else "-"] if is_pair else []
+        table.add_row(Text(name), row.num_items, *cells, *change)  # names may have brackets
     if last["baseline"] is not None:
-        cells = ["" for _ in records[:-1]] + [_percent(last["baseline"])]
+        cells = ["" for _ in records[:-1]] + [score_in_words(last["baseline"], as_share=True)]
         table.add_row(Text(f"baseline: {last['baseline']['name']}"), "", *cells)
     return table
 
 
-def _change(
-    records: list[dict[str, Any]], answers: Sequence[Answers], name: str, group: str | None = None
-) -> list[str]:
-    """Return the change between two evaluations, with its standard error; empty for any other number."""
-    if len(records) != 2:
-        return []
-    old, new = (record["tasks"] for record in records)
-    if name not in old or (group is not None and group not in old[name]["groups"]):
-        return ["-"]
-    unit = Unit.share if is_share(old[name], new[name]) else Unit.plain
-    return [change_text(task_difference(name, old, new, answers[0], answers[1], group), unit)]
-
-
-def _score(record: dict[str, Any], name: str) -> str:
-    task = record["tasks"].get(name)
-    return "-" if task is None else score_in_words(task, as_share=is_share(task))
-
-
-def _percent(score: dict[str, Any] | None) -> str:
-    return "-" if score is None else f"{100 * score['value']:.1f}%"
+def _cell(row: ScoreRow, score: Score | None) -> str:
+    if score is None:
+        return "-"
+    error = None if row.is_group else score.standard_error
+    return score_in_words({"value": score.value, "stderr": error}, as_share=row.has_bar)

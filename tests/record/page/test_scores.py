@@ -42,7 +42,7 @@ def sample(prompt: str, answer: str, correct: bool | None) -> dict[str, Any]:
 
 def test_rows_of_tasks_and_groups_have_scores_with_errors() -> None:
     task, group = score_rows(evaluation(0.0), evaluation(0.8))
-    assert (task.name, task.is_group, task.metric) == ("example", False, "exact match")
+    assert (task.name, task.is_group, task.metric) == ("example", False, "exact_match")
     assert texts(task) == ["0.0 % ± 2.0", "80.0 % ± 2.0"]
     assert changes(task) == ["", "+80.0 ± 2.8 points"]
     assert (group.name, group.is_group, group.num_items) == ("sort", True, "5")
@@ -77,7 +77,7 @@ def test_only_shares_have_a_bar_and_a_percent_sign() -> None:
 def test_different_metrics_of_a_task_are_both_named() -> None:
     after = evaluation(0.8)
     after["tasks"]["example"]["metric"] = "acc"
-    assert [row.metric for row in score_rows(evaluation(0.2), after)] == ["exact match / acc"] * 2
+    assert [row.metric for row in score_rows(evaluation(0.2), after)] == ["exact_match / acc"] * 2
 
 
 def test_what_is_better_low_is_no_share_although_it_is_below_1() -> None:
@@ -156,7 +156,7 @@ def test_runs_stand_side_by_side_with_paired_differences_to_the_first(tmp_path: 
         for name, values in (("a", [0, 0, 1, 1]), ("b", [0, 1, 1, 1]), ("c", [0, 0, 1]))
     ]
     (line,) = compare_scores(runs)
-    assert (line.name, line.metric, line.num_items) == ("words", "exact match", "4 / 4 / 3")
+    assert (line.name, line.metric, line.num_items) == ("words", "exact_match", "4 / 4 / 3")
     assert texts(line) == ["50.0 % ± 10.0", "75.0 % ± 10.0", "33.3 % ± 10.0"]
     # b: one of four items differs; c answered other items: both errors of 10 together
     assert changes(line) == ["", "+25.0 ± 25.0 points", f"{MINUS}16.7 ± 14.1 points"]
@@ -196,7 +196,7 @@ def test_later_evaluations_are_listed_the_newest_first(tmp_path: Path) -> None:
     newest, oldest = later_evaluations(RunRecord(folder=tmp_path, evaluations=records))
     assert newest[:2] == ("eval-2", "model, the first 2 items")
     assert [(row.name, row.metric, texts(row), row.num_items) for row in newest[2]] == [
-        ("words", "exact match", ["100.0 % ± 10.0"], "2")
+        ("words", "exact_match", ["100.0 % ± 10.0"], "2")
     ]
     assert oldest[:2] == ("eval-1", "model")
 

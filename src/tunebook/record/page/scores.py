@@ -111,7 +111,7 @@ def _row(name: str, columns: Sequence[_Column], group: str | None = None, *, bas
         scores.append(
             Score(value=score["value"], standard_error=error, text=text, num_items=score["num_items"], change=change)
         )
-    metrics = dict.fromkeys(source[0][name]["metric"].replace("_", " ") for source in sources if source is not None)
+    metrics = dict.fromkeys(source[0][name]["metric"] for source in sources if source is not None)
     return ScoreRow(
         name=name if group is None else group,
         is_group=group is not None,
