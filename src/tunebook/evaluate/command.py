@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -37,6 +38,7 @@ from tunebook.record.model_origin import allowed_mismatches
 from tunebook.record.page.scores import Score, ScoreRow, score_rows
 from tunebook.record.run_folder import LATEST, RUN_FILE
 from tunebook.supervise import ProcessEnd, run_and_wait
+from tunebook.terminal import print_text
 from tunebook.train.environment import evaluation_environment
 from tunebook.train.image import refuse_wrong_image
 
@@ -59,23 +61,13 @@ class EvaluationRequest:
     confirm_run_unsafe_code: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationReport:
-    """The record of an evaluation, its file, its table, and the error if something failed."""
-
-    file: Path
-    record: dict[str, Any]
-    table: Table
-    error: TunebookError | None = None
-
-
-def evaluate_command(request: EvaluationRequest, outputs: Path) -> EvaluationReport:
+def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console) -> None:
     """Evaluate a run, one of its checkpoints, or a model that belongs to no run.
 
     A run's model gets the tokenizer, template and system prompt that it was trained with. A `suite` or `tasks` replace
     the run's own. Writes `evaluation/eval-<time>.json` in the run's folder, next to `before.json` and `after.json`; for
     another model in `<outputs>/evaluations/<name>/`. Tasks with missing requirements are reported first and skipped.
-    Raises: RequestError for what cannot be evaluated.
+    Raises: RequestError for what cannot be evaluated; after the results are printed, the error of what failed.
     """
     _check(request)
     allowed = allowed_mismatches(request.allow_mismatch)
@@ -98,7 +90,7 @@ def evaluate_command(request: EvaluationRequest, outputs: Path) -> EvaluationRep
     options += ["--fresh"] if request.is_fresh else []
     options += [] if request.processes is None else ["--processes", str(request.processes)]
     end = run_and_wait(worker_command(folder, when, options), worker_environment(config, tasks))
-    return _report(folder / "evaluation" / f"{when}.json", end, when, missing)
+    _report(folder / "evaluation" / f"{when}.json", end, when, missing, console)
 
 
 def _check(request: EvaluationRequest) -> None:
@@ -187,8 +179,8 @@ def _without(asked: list[str], missing: list[Missing]) -> list[str]:
     return left
 
 
-def _report(file: Path, end: ProcessEnd, when: str, missing: list[Missing]) -> EvaluationReport:
-    """Return the report. Raises: the worker's error if it wrote no record."""
+def _report(file: Path, end: ProcessEnd, when: str, missing: list[Missing], console: Console) -> None:
+    """Print the results. Raises: the worker's error, at once if it wrote no record, or the error of missing tasks."""
     error = None if end.exit_code == 0 else worker_error(end, when, "the same command")
     if error is not None and not file.is_file():
         raise error
@@ -204,7 +196,10 @@ def _report(file: Path, end: ProcessEnd, when: str, missing: list[Missing]) -> E
             f"not evaluated, for what this machine lacks: {names}; what to type is above, and under left_out in {file}",
             problem_id="task-data-missing",
         )
-    return EvaluationReport(file=file, record=record, table=score_table([record]), error=error)
+    console.print(score_table([record]))
+    print_text(f"written: {file}", console)
+    if error is not None:
+        raise error
 
 
 def _print_checks(before: Path, record: dict[str, Any]) -> None:
