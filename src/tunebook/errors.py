@@ -18,18 +18,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 
 class TunebookError(Exception):
-    """Base of everything Tunebook raises on purpose."""
+    """Base of everything Tunebook raises on purpose. `exit_code` replaces that of the class, as of another process."""
 
-    exit_code: ClassVar[int] = 1
+    exit_code: int = 1
 
-    def __init__(self, message: str, *, problem_id: str | None = None) -> None:
+    def __init__(self, message: str, *, problem_id: str | None = None, exit_code: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.problem_id = problem_id
+        if exit_code is not None:
+            self.exit_code = exit_code
 
 
 class RequestError(TunebookError):

@@ -16,10 +16,9 @@ from rich.console import Console
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import CodeConfig, EvaluationConfig
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate import command
 from tunebook.evaluate.command import (
-    EvaluationFailedError,
     EvaluationRequest,
     evaluate_command,
     run_worker,
@@ -335,7 +334,7 @@ def test_a_failed_worker_hands_on_its_exit_code_and_what_it_wrote(
 ) -> None:
     worker.exit_code = 4
     for shows in (True, False):
-        with pytest.raises(EvaluationFailedError, match="its message is above") as raised:
+        with pytest.raises(TunebookError, match="its message is above") as raised:
             evaluate_command(asked(), outputs, console)
         assert raised.value.exit_code == 4
         assert ("words (exact_match)" in console.export_text()) is shows

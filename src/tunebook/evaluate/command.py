@@ -214,15 +214,6 @@ def _print_checks(before: Path, record: dict[str, Any]) -> None:
         print(f"warning: {line}", file=sys.stderr)
 
 
-class EvaluationFailedError(TunebookError):
-    """The worker failed and printed the reason; the command ends with the worker's exit code."""
-
-    def __init__(self, exit_code: int, when: str) -> None:
-        end = f"ended with exit code {exit_code}" if exit_code > 0 else f"was killed by signal {-exit_code}"
-        super().__init__(f"the evaluation {when} {end}; its message is above", problem_id="evaluation-failed")
-        self.exit_code = exit_code if exit_code > 0 else 1  # type: ignore[misc]
-
-
 def worker_error(end: ProcessEnd, when: str, command: str) -> TunebookError:
     """Return the error for a worker that failed or was stopped; `command` resumes its evaluation."""
     if end.stopped_by is not None or end.exit_code == StoppedError.exit_code:
@@ -232,7 +223,10 @@ def worker_error(end: ProcessEnd, when: str, command: str) -> TunebookError:
             "others",
             problem_id="stopped",
         )
-    return EvaluationFailedError(end.exit_code, when)
+    code = end.exit_code
+    how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
+    message = f"the evaluation {when} {how}; its message is above"  # the worker printed it
+    return TunebookError(message, problem_id="evaluation-failed", exit_code=code if code > 0 else 1)
 
 
 def run_worker(run: Path, when: str) -> ProcessEnd:

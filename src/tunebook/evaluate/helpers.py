@@ -38,13 +38,6 @@ Answer = Callable[[str, Sequence["Instance"]], list[Any]]  # kind of request, re
 Load = Callable[[AnswerProgress], Answer]  # first call in a helper; a module-level function, because it is pickled
 
 
-class HelperError(TunebookError):
-    """A helper process of an evaluation failed or died."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, problem_id="evaluation-helper")
-
-
 @dataclass(kw_only=True)
 class _Helper:
     number: int
@@ -92,7 +85,7 @@ class Helpers:
     def share(self, kind: str, requests: Sequence[Instance], answer: Answer) -> list[Any]:
         """Return answers in the order of the requests, computed here and by every live helper.
 
-        Raises: HelperError if a helper failed, DoesNotFitError if a helper ran out of memory.
+        Raises: TunebookError if a helper failed, DoesNotFitError if a helper ran out of memory.
         """
         self._working = [helper for helper in self._helpers if not helper.is_lost]
         self._results = {}
@@ -135,11 +128,11 @@ class Helpers:
                 self._results[helper.number] = DoesNotFitError(content, problem_id="batch-does-not-fit")
             elif kind == _FAILED:
                 message = f"process {helper.number} of the evaluation failed: {content}"
-                self._results[helper.number] = HelperError(message)
+                self._results[helper.number] = TunebookError(message, problem_id="evaluation-helper")
             else:
                 self._results[helper.number] = content
 
-    def _lose(self, helper: _Helper) -> HelperError:
+    def _lose(self, helper: _Helper) -> TunebookError:
         """Return the error for a helper that died; it gets no more requests."""
         helper.is_lost = True
         helper.connection.close()
@@ -148,7 +141,8 @@ class Helpers:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         lines = helper.log.read_text(encoding="utf-8", errors="replace").splitlines() if helper.log.exists() else []
         last = "".join(f"\n  {line}" for line in lines[-_NUM_LINES_QUOTED:])
-        return HelperError(f"process {helper.number} of the evaluation {how}" + (last and f"\nIts last output:{last}"))
+        message = f"process {helper.number} of the evaluation {how}" + (last and f"\nIts last output:{last}")
+        return TunebookError(message, problem_id="evaluation-helper")
 
 
 def deal(requests: Sequence[Instance], num_shares: int) -> list[list[int]]:

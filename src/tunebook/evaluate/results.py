@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,12 @@ def _group_scores(answers: list[Answer]) -> dict[str, dict[str, Any]]:
     return {
         group: {"value": sum(found) / len(found), "num_items": len(found)} for group, found in sorted(values.items())
     }
+
+
+def mean_with_error(values: Sequence[float]) -> dict[str, float | None]:
+    """Return the mean and its standard error; one value has none."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return {"value": statistics.fmean(values), "stderr": error}
 
 
 def as_stored(results: Any) -> Any:

@@ -39,14 +39,6 @@ _GENERATED = ("results", "configs", "versions", "n-shot", "higher_is_better", "n
 _NUM_NAMED = 3  # reused tasks named in a message; the others are counted
 
 
-class TasksFailedError(TunebookError):
-    """Some tasks of an evaluation failed; it ends with the first one's exit code."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message, problem_id="evaluation-incomplete")
-        self.exit_code = exit_code  # type: ignore[misc]
-
-
 @dataclass(kw_only=True)
 class TaskRuns:
     """The tasks of one evaluation and their results."""
@@ -164,7 +156,10 @@ class TaskRuns:
 
 
 def failure(runs: TaskRuns, record_file: str, command: str) -> TunebookError | None:
-    """Return the error of an evaluation with failed tasks, or None; `command` resumes it."""
+    """Return the error of an evaluation with failed tasks, with the first one's exit code, or None.
+
+    `command` resumes the evaluation.
+    """
     if not runs.failed:
         return None
     first = next(iter(runs.failed.values()))
@@ -177,7 +172,8 @@ def failure(runs: TaskRuns, record_file: str, command: str) -> TunebookError | N
         else "Nothing was written"
     )
     count = f"{len(runs.failed)} of {len(runs.failed) + len(runs.done)} tasks failed"
-    return TasksFailedError(f"{count}: {failures}. {kept}", getattr(first, "exit_code", 1))
+    code = getattr(first, "exit_code", 1)
+    return TunebookError(f"{count}: {failures}. {kept}", problem_id="evaluation-incomplete", exit_code=code)
 
 
 def describe_error(error: Exception) -> str:
