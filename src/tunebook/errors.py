@@ -116,6 +116,11 @@ def first_few(names: Sequence[str], most: int, separator: str = ", ") -> str:
     return separator.join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
+def counted(number: int, unit: str, units: str | None = None) -> str:
+    """A number of things, such as `1 GPU` and `2 GPUs`."""
+    return f"{number:,} {unit if number == 1 else units or f'{unit}s'}"
+
+
 def nearest(word: str, known: Iterable[str], *, least_alike: float = 0.6) -> str | None:
     """The known word most similar to `word`; None if its similarity (1 for equal words) is below `least_alike`."""
     by_lower = {name.lower(): name for name in known}

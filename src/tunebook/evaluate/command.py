@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,15 @@ from tunebook.evaluate.target import (
     results_folder,
     without_overrides,
 )
-from tunebook.evaluate.task_files import check_tasks, suite_settings
+from tunebook.evaluate.task_files import check_tasks, refuse_suite_and_tasks, suite_settings
 from tunebook.files import atomic_write_json, atomic_write_text, read_json
+from tunebook.processes import ending
 from tunebook.record.answer_faults import fault_warnings
 from tunebook.record.contamination import result_lines, score_lines
 from tunebook.record.differences import answers_of, score_in_words
 from tunebook.record.model_origin import allowed_mismatches
 from tunebook.record.page.scores import Score, ScoreRow, score_rows
-from tunebook.record.run_folder import LATEST, RUN_FILE
+from tunebook.record.run_folder import LATEST, RUN_FILE, time_name
 from tunebook.supervise import ProcessEnd, run_and_wait
 from tunebook.terminal import print_text
 from tunebook.train.environment import evaluation_environment
@@ -84,7 +84,7 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
     missing = find_missing(settings.tasks)
     tasks = _without(settings.tasks, missing)
     check_code(settings, tasks)
-    when = f"eval-{datetime.now(UTC):%Y-%m-%dT%H-%M-%SZ}-{os.getpid()}"
+    when = f"eval-{time_name()}-{os.getpid()}"
     options += ["--evaluation", settings_as_json(replace(settings, tasks=[as_word(task) for task in tasks]))]
     options += [part for name in allowed for part in ("--allow-mismatch", name)]
     options += ["--fresh"] if request.is_fresh else []
@@ -100,11 +100,7 @@ def _check(request: EvaluationRequest) -> None:
             f"run={request.run} and model={request.model} exclude each other; type one of them",
             problem_id="run-and-model",
         )
-    if request.suite is not None and request.tasks is not None:
-        raise RequestError(
-            f"suite={request.suite} and tasks={','.join(request.tasks)} exclude each other; type one of them",
-            problem_id="suite-and-tasks",
-        )
+    refuse_suite_and_tasks(request.suite, request.tasks)
     if request.tasks is not None and not request.tasks:
         raise RequestError(
             "tasks= names no task; type tasks=gsm8k,arc_easy of lm-evaluation-harness, or YAML files of yours",
@@ -223,10 +219,8 @@ def worker_error(end: ProcessEnd, when: str, command: str) -> TunebookError:
             "others",
             problem_id="stopped",
         )
-    code = end.exit_code
-    how = f"ended with exit code {code}" if code > 0 else f"was killed by signal {-code}"
-    message = f"the evaluation {when} {how}; its message is above"  # the worker printed it
-    return TunebookError(message, problem_id="evaluation-failed", exit_code=code if code > 0 else 1)
+    message = f"the evaluation {when} {ending(end.exit_code)}; its message is above"  # the worker printed it
+    return TunebookError(message, problem_id="evaluation-failed", exit_code=max(1, end.exit_code))
 
 
 def run_worker(run: Path, when: str) -> ProcessEnd:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tunebook.errors import DoesNotFitError, TunebookError
 from tunebook.evaluate.progress import AnswerProgress
-from tunebook.processes import ask_to_stop_when_parent_dies
+from tunebook.processes import ask_to_stop_when_parent_dies, ending
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -137,8 +137,7 @@ class Helpers:
         helper.is_lost = True
         helper.connection.close()
         helper.process.join()
-        code = helper.process.exitcode or 0
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        how = ending(helper.process.exitcode or 0)
         lines = helper.log.read_text(encoding="utf-8", errors="replace").splitlines() if helper.log.exists() else []
         last = "".join(f"\n  {line}" for line in lines[-_NUM_LINES_QUOTED:])
         message = f"process {helper.number} of the evaluation {how}" + (last and f"\nIts last output:{last}")

@@ -184,6 +184,15 @@ class _FunctionsAsText(yaml.SafeLoader):
 _FunctionsAsText.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))  # type: ignore[arg-type]
 
 
+def refuse_suite_and_tasks(suite: str | None, tasks: list[str] | None) -> None:
+    """Raises: RequestError if both are named."""
+    if suite is not None and tasks is not None:
+        raise RequestError(
+            f"suite={suite} and tasks={','.join(tasks)} exclude each other; type one of them",
+            problem_id="suite-and-tasks",
+        )
+
+
 def suite_settings(name: str, config: RunConfig) -> EvaluationConfig:
     """Return a suite's evaluation settings for a run with this configuration.
 

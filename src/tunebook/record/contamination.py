@@ -13,7 +13,7 @@ from typing import Any
 
 from tunebook.config.choices import Contamination, Source
 from tunebook.config.schema import RunConfig
-from tunebook.errors import DataError
+from tunebook.errors import DataError, counted
 from tunebook.files import read_json
 from tunebook.record.differences import is_share, score_in_words
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest
@@ -166,16 +166,12 @@ def score_lines(evaluation: Mapping[str, Any] | None) -> list[str]:
         whole = ((evaluation or {}).get("tasks") or {}).get(name)
         as_share = is_share(*group["scores"].values(), *([whole] if whole else []))
         parts = [
-            f"{score_in_words(score, as_share=as_share)} on {_items(score['num_items'])} ({NAMES[kind]})"
+            f"{score_in_words(score, as_share=as_share)} on {counted(score['num_items'], 'item')} ({NAMES[kind]})"
             for kind, score in group["scores"].items()
         ]
         if parts:
             lines.append(f"{name}: {', '.join(parts)}")
     return lines
-
-
-def _items(number: int) -> str:
-    return f"{number:,} item{'' if number == 1 else 's'}"
 
 
 def refuse_contaminated(run: Path, config: RunConfig) -> None:

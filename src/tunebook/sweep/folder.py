@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from tunebook.errors import (
 from tunebook.files import atomic_write_json, read_json
 from tunebook.hardware.disk import tells_of_full_disk
 from tunebook.record.manifest import MANIFEST_FILE, RunState, read_manifest
-from tunebook.record.run_folder import age_key, make_unique, working_in
+from tunebook.record.run_folder import age_key, make_unique, time_name, working_in
 from tunebook.sweep.trial_process import TrialEnd, read_trial_end, write_trial_end
 from tunebook.sweep.trials import Trial, parse_sweep_overrides
 
@@ -131,7 +130,7 @@ def _in_order(words: list[str]) -> list[str]:
 def create(request: Request, outputs: Path, recipe: str) -> SweepFolder:
     """Make `outputs/<recipe>/sweep-<UTC time>[-NNN]/`. Raises: RequestError if it cannot be written."""
     recipe_folder = outputs.expanduser().absolute() / recipe
-    time = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
+    time = time_name()
     try:
         recipe_folder.mkdir(parents=True, exist_ok=True)
         folder = make_unique(recipe_folder, f"sweep-{time}")

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from tunebook.config.choices import Generation, LauncherName
 from tunebook.config.schema import RayConfig, RunConfig
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, counted
 from tunebook.hardware.detect import VISIBLE_VARIABLE, detect_machine
 from tunebook.processes import own_cores
 from tunebook.sweep.options import SweepOptions
@@ -117,13 +117,9 @@ def num_at_once(
         each = max(1, available // wanted)
         fewer = f", or fewer {rank}s per trial: hardware.gpus_per_node={each}" if most_needed > 1 else ""
         raise RequestError(
-            f"--jobs={options.jobs}: a trial takes {_count(most_needed, rank)}, and this machine has "
-            f"{_count(available, unit)} for them, so {fit} at a time fit and more would share what they compute on; "
+            f"--jobs={options.jobs}: a trial takes {counted(most_needed, rank)}, and this machine has "
+            f"{counted(available, unit)} for them, so {fit} at a time fit and more would share what they compute on; "
             f"type --jobs={fit}{fewer}",
             problem_id="sweep-jobs",
         )
     return min(wanted, num_trials)
-
-
-def _count(number: int, unit: str) -> str:
-    return f"{number} {unit}{'' if number == 1 else 's'}"
