@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import statistics
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.errors import TunebookError
-from tunebook.files import read_json
+from tunebook.files import read_json, sha256_text
 
 NUM_SAMPLES = 5
 # The location of a task's data does not change what it measures: its items are hashed separately.
@@ -87,7 +86,7 @@ def choose_samples(answers: list[Answer], num_samples: int = NUM_SAMPLES) -> lis
 
     If all chosen answers are right although some answer is wrong, a wrong one replaces the last.
     """
-    ordered = sorted(answers, key=lambda answer: hashlib.sha256(answer.prompt.encode()).hexdigest())
+    ordered = sorted(answers, key=lambda answer: sha256_text(answer.prompt))
     by_group: defaultdict[tuple[str, str], list[Answer]] = defaultdict(list)
     for answer in ordered:
         by_group[answer.task, answer.group or ""].append(answer)
@@ -197,10 +196,10 @@ def settings_hash(config: dict[str, Any] | None) -> str | None:
     if config is None:
         return None
     kept = {key: value for key, value in config.items() if key not in _NOT_HASHED}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+    return sha256_text(json.dumps(kept, sort_keys=True, default=str))
 
 
 def _items_hash(samples: list[dict[str, Any]]) -> str | None:
     if not samples:
         return None
-    return hashlib.sha256("".join(sample["doc_hash"] for sample in samples).encode()).hexdigest()
+    return sha256_text("".join(sample["doc_hash"] for sample in samples))

@@ -6,7 +6,6 @@ origin nor the text that was cut off.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from tunebook.evaluate.contamination.result import group_results, items_hash, wr
 from tunebook.evaluate.contamination.search import Search, Texts
 from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks
 from tunebook.evaluate.task_files import Task
-from tunebook.files import atomic_write_json, cache_root
+from tunebook.files import atomic_write_json, cache_root, sha256_text
 from tunebook.model.tokenizer_files import tokenizer_files_hash
 from tunebook.record.contamination import FORMAT, dataset_of, read_contamination, request_of, result_lines
 from tunebook.record.run_folder import RUN_FILE
@@ -113,7 +112,7 @@ def _result_file(config: RunConfig, groups: Sequence[ItemGroup], *, with_validat
         "format": FORMAT,
         "version": __version__,
     }
-    name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    name = sha256_text(json.dumps(asked, sort_keys=True))
     return results_folder() / f"{name}.json"
 
 
