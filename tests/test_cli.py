@@ -11,11 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.table import Table
 
 from tunebook import cli
-from tunebook.errors import DataError, RequestError
-from tunebook.evaluate.command import EvaluationReport, EvaluationRequest
+from tunebook.errors import DataError
+from tunebook.evaluate.command import EvaluationRequest
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +186,7 @@ def test_a_plan_that_does_not_fit_is_shown_and_ends_with_3(run, words):
 def test_eval_hands_on_what_was_asked(run, monkeypatch, tmp_path):
     asked = []
 
-    def evaluate(request, outputs):
+    def evaluate(request, outputs, _console):
         asked.append((request, outputs))
         raise DataError("that is all")
 
@@ -199,8 +198,10 @@ def test_eval_hands_on_what_was_asked(run, monkeypatch, tmp_path):
     )
     assert asked.pop() == (expected, tmp_path)
     run("eval", "a/b", "evaluation.code.num_samples=5", "--fresh", "--processes", "2", "--confirm_run_unsafe_code")
-    words = ["--code", "evaluation.code.num_samples=5", "--fresh", "--processes", "2", "--confirm_run_unsafe_code"]
-    assert asked.pop() == (EvaluationRequest(run="a/b", options=words), Path("outputs"))
+    expected = EvaluationRequest(
+        run="a/b", code=["evaluation.code.num_samples=5"], is_fresh=True, processes=2, confirm_run_unsafe_code=True
+    )
+    assert asked.pop() == (expected, Path("outputs"))
     code, _, said = run("eval", "suit=quick")
     assert code == 2
     assert "there is no setting 'suit' here. Did you mean 'suite'?" in said
@@ -218,21 +219,12 @@ def test_eval_hands_on_what_was_asked(run, monkeypatch, tmp_path):
 )
 def test_eval_takes_tasks_in_either_spelling(run, monkeypatch, words, tasks):
     asked = []
-    monkeypatch.setattr("tunebook.evaluate.command.evaluate_command", lambda request, _: asked.append(request) or 1 / 0)
+    monkeypatch.setattr(
+        "tunebook.evaluate.command.evaluate_command", lambda request, *_: asked.append(request) or 1 / 0
+    )
     with pytest.raises(ZeroDivisionError):
         run("eval", *words)
     assert asked[0].tasks == tasks
-
-
-def test_eval_prints_results_before_failures(run, monkeypatch, tmp_path):
-    report = EvaluationReport(
-        file=tmp_path / "eval.json", record={}, table=Table("task", "items"), error=RequestError("gpqa was left out")
-    )
-    monkeypatch.setattr("tunebook.evaluate.command.evaluate_command", lambda *_: report)
-    code, shown, said = run("eval")
-    assert code == 2
-    assert f"written: {tmp_path / 'eval.json'}" in shown
-    assert "error: gpqa was left out" in said
 
 
 def test_fetch_tells_a_recipe_from_a_suite(run, monkeypatch):

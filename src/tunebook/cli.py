@@ -51,7 +51,7 @@ from tunebook.config.unsafe_text import shown, without_secrets
 from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError
 from tunebook.hardware.disk import is_disk_full
 from tunebook.second_interrupt import watching_interrupts
-from tunebook.terminal import outlive_readers, print_text
+from tunebook.terminal import outlive_readers
 from tunebook.train.other_launchers import is_read_only, refuse_inside_launcher, removal_notice, remove_other_launchers
 
 app = typer.Typer(
@@ -228,20 +228,13 @@ def evaluate(
         num_fewshot=num_fewshot,
         batch_size=batch_size,
         allow_mismatch=allow_mismatch,
-        options=[
-            *(part for word in code_words for part in ("--code", word)),
-            *(["--fresh"] if fresh else []),
-            *([] if processes is None else ["--processes", str(processes)]),
-            *(["--confirm_run_unsafe_code"] if confirm_run_unsafe_code else []),
-        ],
+        code=code_words,
+        is_fresh=fresh,
+        processes=processes,
+        confirm_run_unsafe_code=confirm_run_unsafe_code,
     )
     outlive_readers()
-    report = evaluate_command(request, outputs)
-    console = make_console()
-    console.print(report.table)
-    print_text(f"written: {report.file}", console)
-    if report.error is not None:
-        raise report.error
+    evaluate_command(request, outputs, make_console())
 
 
 @app.command()

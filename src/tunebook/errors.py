@@ -18,18 +18,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 
 class TunebookError(Exception):
-    """Base of everything Tunebook raises on purpose."""
+    """Base of everything Tunebook raises on purpose. `exit_code` replaces that of the class, as of another process."""
 
-    exit_code: ClassVar[int] = 1
+    exit_code: int = 1
 
-    def __init__(self, message: str, *, problem_id: str | None = None) -> None:
+    def __init__(self, message: str, *, problem_id: str | None = None, exit_code: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.problem_id = problem_id
+        if exit_code is not None:
+            self.exit_code = exit_code
 
 
 class RequestError(TunebookError):
@@ -113,6 +114,11 @@ def first_few(names: Sequence[str], most: int, separator: str = ", ") -> str:
     """The first names of a list, and how many more there are."""
     more = len(names) - most
     return separator.join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def counted(number: int, unit: str, units: str | None = None) -> str:
+    """A number of things, such as `1 GPU` and `2 GPUs`."""
+    return f"{number:,} {unit if number == 1 else units or f'{unit}s'}"
 
 
 def nearest(word: str, known: Iterable[str], *, least_alike: float = 0.6) -> str | None:

@@ -206,7 +206,7 @@ def ask(command: Sequence[str], *, timeout_s: float, environment: Mapping[str, s
         except BaseException:  # Ctrl-C
             _kill(process)
             raise
-        return Answer(text=_read(output), errors=_read(errors), problem=_ending(code))
+        return Answer(text=_read(output), errors=_read(errors), problem=None if code == 0 else f"it {ending(code)}")
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -222,7 +222,6 @@ def _read(stream: IO[bytes]) -> str:
     return stream.read(_LONGEST_ANSWER).decode(errors="replace")
 
 
-def _ending(code: int) -> str | None:
-    if code == 0:
-        return None
-    return f"it was killed by signal {-code}" if code < 0 else f"it ended with exit code {code}"
+def ending(code: int) -> str:
+    """How a process ended, by its exit code: negative for a signal."""
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

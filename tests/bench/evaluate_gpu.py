@@ -19,12 +19,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tunebook.config.frozen import config_to_yaml
 from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate.batch_size import read_batch_size
+from tunebook.evaluate.command import settings_as_json
 from tunebook.evaluate.preflight import harness_environment
 from tunebook.evaluate.target import bare_config, find_target
 from tunebook.evaluate.task_files import check_tasks
@@ -67,9 +69,10 @@ def lines(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for number, size in enumerate(asked.batch_size):
                 folder = Path(scratch) / f"{Path(task).stem}-{number}"
                 folder.mkdir()
+                batch_size = read_batch_size(size)
+                settings = replace(config.evaluation, tasks=[task], batch_size=batch_size, limit=asked.limit)
                 words = ["--run", str(folder), "--when", "bench", "--config", str(file), "--model", str(target.folder),
-                         "--task", task, "--batch-size", size, "--processes", "1"]  # fmt: skip
-                words += [] if asked.limit is None else ["--limit", str(asked.limit)]
+                         "--evaluation", settings_as_json(settings), "--processes", "1"]  # fmt: skip
                 line = {"model": str(asked.model), "task": task, "batch_size": size, "limit": asked.limit}
                 yield line | measure(folder, words, environment, asked.timeout_s)
 

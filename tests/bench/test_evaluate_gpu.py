@@ -40,8 +40,8 @@ def test_a_choice_and_a_generation_are_evaluated(folder, task_file, tmp_path, ca
 
 def test_every_batch_size_is_tried_although_one_fails(folder, task_file, monkeypatch, capsys):  # noqa: F811
     def measure(folder, words, environment, timeout_s):
-        size = words[words.index("--batch-size") + 1]
-        return {"error": "no memory"} if size == "8" else {"items": 1}
+        size = json.loads(words[words.index("--evaluation") + 1])["batch_size"]
+        return {"error": "no memory"} if size == 8 else {"items": 1}
 
     monkeypatch.setattr(evaluate_gpu, "measure", measure)
     assert evaluate_gpu.main([str(folder), str(task_file("choice")), "--batch-size", "8", "auto"]) == 1

@@ -52,7 +52,8 @@ state = ("failed", 4, "line 17 is broken") if seed == 13 else ("finished", 0, No
 if seed == 31 and is_first:
     state = ("failed", 3, "the disk of /runs is full; free some space")
 status = dict(zip(("state", "exit_code", "reason"), state)) | {"seconds": 1.0}
-(folder / "manifest.json").write_text(json.dumps({"format": 1, "status": status}))
+(folder / ".manifest").write_text(json.dumps({"format": 1, "status": status}))
+(folder / ".manifest").replace(folder / "manifest.json")  # in one step, as a run does: its sweep may be killed now
 sys.exit(status["exit_code"])
 """
 

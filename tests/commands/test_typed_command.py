@@ -18,7 +18,7 @@ from tunebook.config.compose import compose
 from tunebook.errors import RequestError
 from tunebook.evidence.compare import input_differences
 from tunebook.evidence.files import evidence_files, read_evidence
-from tunebook.evidence.gather import config_of, gather_inputs, read_finished
+from tunebook.evidence.gather import read_finished
 
 from ..evidence.conftest import MakeRun
 
@@ -110,7 +110,7 @@ def test_typed_launcher_and_several_nodes_are_kept(project_root: Path, monkeypat
 
 def test_location_of_known_weights_is_no_difference(make_run: MakeRun) -> None:
     run = make_run()
-    inputs = gather_inputs(read_finished(run), config_of(run))
+    inputs = read_finished(run).inputs
     here, there = (
         inputs.model_copy(
             update={

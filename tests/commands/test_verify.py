@@ -20,10 +20,10 @@ from tunebook.commands.verify import verify_command
 from tunebook.errors import DataError, RequestError
 from tunebook.evidence.compare import input_differences
 from tunebook.evidence.files import content_hash, read_evidence
-from tunebook.evidence.gather import config_of, gather_inputs, gather_results, read_finished
+from tunebook.evidence.gather import read_finished
 from tunebook.evidence.page import PAGE_FILE
 from tunebook.evidence.schema import Inputs
-from tunebook.evidence.verifying import compare_run, recorded_run
+from tunebook.evidence.verifying import claim_of_run, compare_run
 
 from ..evidence.conftest import NUM_STEPS, MakeRun, curve
 
@@ -126,8 +126,8 @@ def test_missing_step_is_infinitely_different(evidence: Path, make_run: MakeRun)
 
 def test_evidence_of_the_same_machine_is_preferred(on_gpus: Path, make_run: MakeRun) -> None:
     on_cpu = record(make_run(), make_run(), label="aaa")
-    assert verify(read_finished(make_run(gpus=1)), []).name == on_gpus.name
-    assert verify(read_finished(make_run()), []).name == on_cpu.name
+    assert verify(read_finished(make_run(gpus=1)), []).claim.name == on_gpus.name
+    assert verify(read_finished(make_run()), []).claim.name == on_cpu.name
 
 
 def test_different_configuration_names_keys_and_a_command(evidence: Path, make_run: MakeRun) -> None:
@@ -145,8 +145,7 @@ def test_other_data_is_another_thing(evidence: Path, make_run: MakeRun) -> None:
 
 def test_same_data_in_another_folder_is_equal(make_run: MakeRun) -> None:
     def inputs_of(*words: str, sha256: str | None) -> Inputs:
-        run = read_finished(make_run(*words, manifest={"dataset": {"content_sha256": sha256}}))
-        return gather_inputs(run, config_of(run.folder))
+        return read_finished(make_run(*words, manifest={"dataset": {"content_sha256": sha256}})).inputs
 
     here, there = "dataset.path=/here/a.jsonl", "dataset.path=/there/b.jsonl"
     assert input_differences(inputs_of(here, sha256="1"), inputs_of(there, sha256="1")) == []
@@ -182,7 +181,7 @@ def test_a_recipe_without_evidence_says_how_to_record_some(make_run: MakeRun, re
 
 def test_comparison_with_one_run_uses_minimum_tolerances(make_run: MakeRun) -> None:
     original, other = read_finished(make_run(gpus=1)), read_finished(make_run(gpus=1, speed=960.0))
-    claim = recorded_run(original, [])
+    claim = claim_of_run(original, [])
     found = compare_run(claim, other)
     assert found.exit_code == 0
     assert all("runs differ" not in row.why for row in found.rows)
@@ -344,7 +343,7 @@ def test_a_loss_that_is_null_is_named_by_its_own_step(make_run: MakeRun) -> None
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 61, "loss": null}\n')
     with pytest.raises(RequestError, match="not finite at step 61"):
-        gather_results(read_finished(run))
+        assert read_finished(run).results
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.identity import config_hash
 from tunebook.config.interpolation import escaped, may_read
 from tunebook.errors import RequestError
-from tunebook.evaluate.code.checks import apply_options
+from tunebook.evaluate.code.checks import apply_overrides
 from tunebook.hardware.detect import Machine
 from tunebook.plan.auto.resolve import resolve_auto
 
@@ -128,5 +128,5 @@ def test_run_yaml_of_others_cannot_read_variables(tmp_path):
 
 def test_options_of_an_evaluation_cannot_read_variables(sound):
     with pytest.raises(RequestError, match=r"cannot be read: .*takes") as caught:
-        apply_options(sound.evaluation, ["--code", "evaluation.code.temperature=${oc.env:HF_TOKEN}"])
+        apply_overrides(sound.evaluation, ["evaluation.code.temperature=${oc.env:HF_TOKEN}"])
     assert TOKEN not in caught.value.message

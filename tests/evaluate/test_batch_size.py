@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from lm_eval.api.instance import Instance
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from tunebook.config.frozen import load_config
 from tunebook.errors import DoesNotFitError, RequestError
 from tunebook.evaluate import worker
 from tunebook.evaluate.batch_size import BatchSize, read_batch_size
+from tunebook.evaluate.command import settings_as_json
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.request_model import RequestModel
 
@@ -202,5 +205,6 @@ def test_what_was_found_is_recorded(
     record = json.loads((run / "evaluation" / "before.json").read_text())
     assert (record["batch_size"], record["batch_sizes"]) == ("auto", {"continuation": 2})
     assert record["tasks"]["continuation"]["value"] == 0.75
-    assert worker.main(["--run", str(run), "--when", "again", "--fresh", "--batch-size", "3"]) == 3
+    settings = settings_as_json(replace(load_config(run / "run.yaml").evaluation, batch_size=3))
+    assert worker.main(["--run", str(run), "--when", "again", "--fresh", "--evaluation", settings]) == 3
     assert "a batch of 3 requests does not fit" in capfd.readouterr().err

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from rich.console import Console
 
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
-from tunebook.errors import RequestError
+from tunebook.config.schema import CodeConfig, EvaluationConfig
+from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate import command
 from tunebook.evaluate.command import (
     EvaluationRequest,
@@ -24,6 +27,7 @@ from tunebook.evaluate.command import (
     worker_error,
 )
 from tunebook.evaluate.preflight import Missing
+from tunebook.evaluate.worker import _settings_of
 from tunebook.record.model_origin import ORIGIN_FILE
 from tunebook.supervise import ProcessEnd
 
@@ -53,8 +57,12 @@ class Worker:
         return self.words[self.words.index(name) + 1]
 
     @property
+    def settings(self) -> EvaluationConfig:
+        return _settings_of(json.loads(self.value("--evaluation")))
+
+    @property
     def tasks(self) -> list[str]:
-        return [self.words[index + 1] for index, word in enumerate(self.words) if word == "--task"]
+        return self.settings.tasks
 
 
 @pytest.fixture
@@ -90,6 +98,11 @@ def run(make_run: MakeRun, run_yaml: str) -> Path:
 
 
 @pytest.fixture
+def console() -> Console:
+    return Console(width=200, record=True, file=StringIO())
+
+
+@pytest.fixture
 def outputs(tmp_path: Path) -> Path:
     return tmp_path / "outputs"
 
@@ -98,64 +111,80 @@ def asked(**settings: Any) -> EvaluationRequest:
     return EvaluationRequest(**settings)
 
 
-def test_a_run_is_evaluated_on_its_own_tasks_with_its_own_model(run: Path, outputs: Path, worker: Worker) -> None:
-    report = evaluate_command(asked(), outputs)
+def test_a_run_is_evaluated_on_its_own_tasks_with_its_own_model(
+    run: Path, outputs: Path, console: Console, worker: Worker
+) -> None:
+    evaluate_command(asked(), outputs, console)
     assert (worker.value("--run"), worker.value("--model"), worker.tasks) == (
         str(run), str(run / "model"), [QUICKSTART],
     )  # fmt: skip
     assert worker.value("--when").startswith("eval-20")
-    assert report.file == run / "evaluation" / f"{worker.value('--when')}.json"
-    assert report.record["tasks"]["words"]["value"] == 0.5
-    assert report.error is None
+    shown = console.export_text()
+    assert f"written: {run / 'evaluation' / worker.value('--when')}.json\n" in shown
+    assert "words (exact_match)" in shown and "50.0% ± 2.5" in shown
     assert "--config" not in worker.words
 
 
-def test_a_checkpoint_is_evaluated_in_its_run(run: Path, outputs: Path, worker: Worker) -> None:
+def test_a_checkpoint_is_evaluated_in_its_run(run: Path, outputs: Path, console: Console, worker: Worker) -> None:
     checkpoint = model_folder(run / "checkpoints" / "checkpoint-20")
     for request in (asked(run=str(checkpoint)), asked(model=str(checkpoint))):
-        evaluate_command(request, outputs)
+        evaluate_command(request, outputs, console)
         assert (worker.value("--run"), worker.value("--model")) == (str(run), str(checkpoint))
         for file in (run / "evaluation").iterdir():
             file.unlink()
         (run / "evaluation").rmdir()
 
 
-def test_what_was_asked_reaches_the_worker(run: Path, outputs: Path, worker: Worker) -> None:
+def test_what_was_asked_reaches_the_worker(run: Path, outputs: Path, console: Console, worker: Worker) -> None:
     request = asked(
         suite="quick",
         limit=7,
         num_fewshot=0,
         batch_size="auto",
         allow_mismatch="template,tokenizer",
-        options=["--fresh"],
+        is_fresh=True,
+        processes=2,
+        code=["evaluation.code.num_samples=3"],
     )
-    evaluate_command(request, outputs)
-    words = ["--suite", "quick", "--limit", "7", "--num-fewshot", "0", "--batch-size", "auto"]
-    words += ["--allow-mismatch", "template", "--allow-mismatch", "tokenizer", "--fresh"]
-    start = worker.words.index("--suite")
-    assert worker.words[start : start + len(words)] == words
+    evaluate_command(request, outputs, console)
+    words = ["--allow-mismatch", "template", "--allow-mismatch", "tokenizer", "--fresh", "--processes", "2"]
+    assert worker.words[-len(words) :] == words
+    expected = load_config(run / "run.yaml").evaluation
+    expected = replace(expected, limit=7, num_fewshot=0, batch_size=None, code=CodeConfig(num_samples=3))
+    assert worker.settings == replace(expected, tasks=worker.tasks)
     assert [Path(task).name for task in worker.tasks] == ["quickstart.yaml"]
 
 
+@pytest.mark.parametrize("is_confirmed", [False, True])
+def test_what_a_training_confirmed_is_not_confirmed_for_later(
+    run: Path, outputs: Path, console: Console, worker: Worker, is_confirmed: bool
+) -> None:
+    config = load_config(run / "run.yaml")
+    config.evaluation.confirm_run_unsafe_code = True
+    (run / "run.yaml").write_text(config_to_yaml(config))
+    evaluate_command(asked(confirm_run_unsafe_code=is_confirmed), outputs, console)
+    assert worker.settings.confirm_run_unsafe_code is is_confirmed
+
+
 def test_a_model_without_a_run_has_a_folder_of_its_own(
-    tmp_path: Path, outputs: Path, worker: Worker, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, outputs: Path, console: Console, worker: Worker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = model_folder(tmp_path / "some model")
     for request in (asked(model=str(model), tasks=[QUICKSTART]), asked(run=str(model), tasks=[QUICKSTART])):
-        report = evaluate_command(request, outputs)
+        evaluate_command(request, outputs, console)
         folder = Path(worker.value("--run"))
         assert folder.parent == outputs / "evaluations"
         assert folder.name.startswith("some-model-")
         assert (worker.value("--model"), worker.value("--config")) == (str(model), str(folder / "model.yaml"))
         assert load_config(folder / "model.yaml").model.path == str(model)
-        assert report.file.parent == folder / "evaluation"
+        (file,) = (folder / "evaluation").iterdir()
         assert "without a run: nothing to compare with" in capsys.readouterr().err
-        report.file.unlink()
-        report.file.parent.rmdir()
+        file.unlink()
+        file.parent.rmdir()
 
 
 def test_an_exported_model_says_whose_it_is_and_brings_its_prompt_and_recipe(
-    tmp_path: Path, outputs: Path, worker: Worker, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, outputs: Path, console: Console, worker: Worker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = {
         "format": 1, "run": "quickstart/now", "recipe": "quickstart", "config_sha256": "c", "tokenizer_sha256": "t",
@@ -163,25 +192,25 @@ def test_an_exported_model_says_whose_it_is_and_brings_its_prompt_and_recipe(
     }  # fmt: skip
     exported = model_folder(tmp_path / "exported")
     (exported / ORIGIN_FILE).write_text(json.dumps(said))
-    evaluate_command(asked(model=str(exported), suite="quick"), outputs)
+    evaluate_command(asked(model=str(exported), suite="quick"), outputs, console)
     config = load_config(Path(worker.value("--config")))
     assert (config.dataset.system_prompt, config.recipe) == ("Be short.", "quickstart")
     assert [Path(task).name for task in worker.tasks] == ["quickstart.yaml"]
     assert "exported from the run quickstart/now" in capsys.readouterr().err
 
 
-def test_a_model_without_a_run_names_its_tasks(tmp_path: Path, outputs: Path, worker: Worker) -> None:
+def test_a_model_without_a_run_names_its_tasks(tmp_path: Path, outputs: Path, console: Console, worker: Worker) -> None:
     model = model_folder(tmp_path / "model")
     with pytest.raises(RequestError, match=rf"{model} names no tasks of its own.*tasks=gsm8k") as raised:
-        evaluate_command(asked(model=str(model)), outputs)
+        evaluate_command(asked(model=str(model)), outputs, console)
     assert raised.value.problem_id == "no-tasks"
 
 
 def test_a_hub_model_out_of_reach_says_what_to_type(
-    outputs: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    outputs: Path, console: Console, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(RequestError, match=r"hf download someone/model.*tunebook eval model=DIR") as raised:
-        evaluate_command(asked(model="someone/model", tasks=[QUICKSTART]), outputs)
+        evaluate_command(asked(model="someone/model", tasks=[QUICKSTART]), outputs, console)
     assert raised.value.problem_id == "hub-out-of-reach"
 
 
@@ -201,16 +230,22 @@ def test_a_hub_model_out_of_reach_says_what_to_type(
     ],
 )
 def test_what_cannot_be_evaluated_is_said_before_anything_is_loaded(
-    run: Path, outputs: Path, worker: Worker, request_: EvaluationRequest, problem_id: str, message: str
+    run: Path,
+    outputs: Path,
+    console: Console,
+    worker: Worker,
+    request_: EvaluationRequest,
+    problem_id: str,
+    message: str,
 ) -> None:
     with pytest.raises(RequestError, match=message) as raised:
-        evaluate_command(request_, outputs)
+        evaluate_command(request_, outputs, console)
     assert raised.value.problem_id == problem_id
     assert worker.words == []
 
 
 def test_a_runs_own_task_file_is_found_from_another_folder(
-    run: Path, outputs: Path, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, outputs: Path, console: Console, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "typed here"
     own.mkdir()
@@ -221,76 +256,91 @@ def test_a_runs_own_task_file_is_found_from_another_folder(
     monkeypatch.chdir(own)
     (run / "run.yaml").write_text(config_to_yaml(config))
     monkeypatch.chdir(tmp_path)
-    evaluate_command(asked(), outputs)
+    evaluate_command(asked(), outputs, console)
     assert worker.tasks == [str(own / "mine.yaml")]
 
 
-def test_a_run_without_tasks_of_its_own_says_what_to_type(run: Path, outputs: Path, worker: Worker) -> None:
+def test_a_run_without_tasks_of_its_own_says_what_to_type(
+    run: Path, outputs: Path, console: Console, worker: Worker
+) -> None:
     config = load_config(run / "run.yaml")
     config.evaluation.tasks = []
     (run / "run.yaml").write_text(config_to_yaml(config))
     with pytest.raises(RequestError, match=r"names no tasks of its own.*suite=leaderboard") as raised:
-        evaluate_command(asked(), outputs)
+        evaluate_command(asked(), outputs, console)
     assert raised.value.problem_id == "no-tasks"
 
 
 def test_tasks_that_lack_something_are_named_and_left_out_and_the_others_run(
-    run: Path, outputs: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    outputs: Path,
+    console: Console,
+    worker: Worker,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     missing = [
         Missing(task="gsm8k", lacks="its data is not here"),
         Missing(task="arc_easy", lacks="no package", fix="get it"),
     ]
     monkeypatch.setattr(command, "find_missing", lambda _: missing)
-    report = evaluate_command(asked(tasks=["gsm8k", QUICKSTART, "arc_easy"]), outputs)
+    with pytest.raises(RequestError, match="not evaluated, for what this machine lacks: gsm8k, arc_easy"):
+        evaluate_command(asked(tasks=["gsm8k", QUICKSTART, "arc_easy"]), outputs, console)
     assert worker.tasks == [QUICKSTART]
     said = capsys.readouterr().err
     assert "left out:\n  gsm8k: its data is not here\n  arc_easy: no package\n" in said
     assert "  with a network, type: tunebook fetch tasks=gsm8k\n  get it\n" in said
-    written = json.loads(report.file.read_text())
+    (file,) = (run / "evaluation").iterdir()
+    assert f"written: {file}\n" in console.export_text(), "results are shown before what failed"
+    written = json.loads(file.read_text())
     assert [entry["task"] for entry in written["left_out"]] == ["gsm8k", "arc_easy"]
     assert written["tasks"]["words"]["value"] == 0.5
-    assert isinstance(report.error, RequestError)
-    assert "not evaluated, for what this machine lacks: gsm8k, arc_easy" in report.error.message
 
 
 def test_where_every_task_lacks_something_nothing_is_started(
-    run: Path, outputs: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
+    run: Path, outputs: Path, console: Console, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "find_missing", lambda _: [Missing(task="gsm8k", lacks="its data is not here")])
     with pytest.raises(RequestError, match=r"a task cannot be evaluated.*\n  gsm8k: its data") as raised:
-        evaluate_command(asked(tasks=["gsm8k"]), outputs)
+        evaluate_command(asked(tasks=["gsm8k"]), outputs, console)
     assert raised.value.problem_id == "task-data-missing"
     assert worker.words == []
 
 
 def test_nothing_is_evaluated_in_an_image_that_cannot_run_it(
-    run: Path, outputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, outputs: Path, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TUNEBOOK_IMAGE_FILE", str(tmp_path / "image.json"))
     with pytest.raises(RequestError, match="make image"):
-        evaluate_command(asked(run=str(run)), outputs)
+        evaluate_command(asked(run=str(run)), outputs, console)
 
 
 def test_what_was_allowed_to_differ_and_does_is_said(
-    run: Path, outputs: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    outputs: Path,
+    console: Console,
+    worker: Worker,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     differing = record("now", 0.5) | {"bound": {"mismatches": ["template"]}}
     monkeypatch.setattr(command, "read_json", lambda _: differing)
-    evaluate_command(asked(allow_mismatch="template,tokenizer"), outputs)
+    evaluate_command(asked(allow_mismatch="template,tokenizer"), outputs, console)
     assert "not as in training: template\n" in capsys.readouterr().err
 
 
-def test_a_failed_worker_hands_on_its_exit_code_and_what_it_wrote(run: Path, outputs: Path, worker: Worker) -> None:
+def test_a_failed_worker_hands_on_its_exit_code_and_what_it_wrote(
+    run: Path, outputs: Path, console: Console, worker: Worker
+) -> None:
     worker.exit_code = 4
-    report = evaluate_command(asked(), outputs)
-    assert report.error is not None
-    assert (report.error.exit_code, report.record["tasks"]["words"]["value"]) == (4, 0.5)
-    report.file.unlink()
-    worker.is_written = False
-    with pytest.raises(type(report.error), match="its message is above") as raised:
-        evaluate_command(asked(), outputs)
-    assert raised.value.exit_code == 4
+    for shows in (True, False):
+        with pytest.raises(TunebookError, match="its message is above") as raised:
+            evaluate_command(asked(), outputs, console)
+        assert raised.value.exit_code == 4
+        assert ("words (exact_match)" in console.export_text()) is shows
+        for file in (run / "evaluation").iterdir():
+            file.unlink()
+        worker.is_written = False
 
 
 def test_a_request_to_stop_ends_an_evaluation_with_6() -> None:
@@ -309,8 +359,8 @@ def test_a_request_to_stop_ends_an_evaluation_with_6() -> None:
 
 
 def test_the_workers_arguments() -> None:
-    assert worker_command(Path("/run"), "after", ["--limit", "7"]) == [
-        *(sys.executable, "-m", "tunebook.evaluate", "--run", "/run", "--when", "after", "--limit", "7"),
+    assert worker_command(Path("/run"), "after", ["--fresh"]) == [
+        *(sys.executable, "-m", "tunebook.evaluate", "--run", "/run", "--when", "after", "--fresh"),
     ]
 
 

@@ -21,7 +21,7 @@ from tunebook.evaluate.harness import (
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.request_model import RequestModel
 from tunebook.evaluate.results import task_answers, task_scores
-from tunebook.evaluate.task_files import TaskFile, read_task_file
+from tunebook.evaluate.task_files import Task, read_task_file
 from tunebook.evaluate.task_runs import requests_in, requests_of
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
@@ -101,7 +101,7 @@ def run_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Req
     return RequestModel(model, tokenizer, batch_size=BatchSize(2), compute_dtype=None, progress=AnswerProgress("test"))
 
 
-def run_harness(model: RequestModel, tasks: list[TaskFile], settings: HarnessSettings) -> dict[str, Any]:
+def run_harness(model: RequestModel, tasks: list[Task], settings: HarnessSettings) -> dict[str, Any]:
     (task,) = load_tasks(tasks, settings).tasks.values()
     return run_task(model, task, settings)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tunebook.errors import DoesNotFitError, RequestError
-from tunebook.evaluate.helpers import HelperError, Helpers, deal
+from tunebook.errors import DoesNotFitError, RequestError, TunebookError
+from tunebook.evaluate.helpers import Helpers, deal
 from tunebook.evaluate.progress import AnswerProgress
 
 
@@ -87,7 +87,7 @@ def test_fewer_requests_than_processes_are_answered(helpers: Helpers) -> None:
 def test_one_that_dies_costs_what_it_was_asked_and_is_not_asked_again() -> None:
     with Helpers(AnswerProgress("test")) as helpers:
         helpers.start(load, [{"NUMBER": "1"}, {"NUMBER": "2"}])
-        with pytest.raises(HelperError, match=r"was killed by signal 9\nIts last output:\n  helper at work"):
+        with pytest.raises(TunebookError, match=r"was killed by signal 9\nIts last output:\n  helper at work"):
             helpers.share("k", requests("a long text of ours", "another of theirs", "die"), answer)
         assert len([helper for helper in helpers._helpers if helper.is_lost]) == 1
         answers = helpers.share("k", requests("a", "b", "c", "d"), answer)
@@ -98,7 +98,7 @@ def test_one_that_dies_costs_what_it_was_asked_and_is_not_asked_again() -> None:
 @pytest.mark.parametrize(
     ("text", "error", "message"),
     [
-        ("fail", HelperError, r"process 2 of the evaluation failed: ValueError: no"),
+        ("fail", TunebookError, r"process 2 of the evaluation failed: ValueError: no"),
         ("large", DoesNotFitError, "a batch of 8 does not fit"),
     ],
 )
@@ -147,5 +147,5 @@ def test_the_cards_are_dealt_evenly_and_contexts_stay_together() -> None:
 def test_one_that_cannot_load_the_model_says_why() -> None:
     with Helpers(AnswerProgress("test")) as helpers:
         helpers.start(load, [{"NUMBER": "none"}])
-        with pytest.raises(HelperError, match=r"ended with exit code 2\nIts last output:\n.*\n  evaluation: no such"):
+        with pytest.raises(TunebookError, match=r"ended with exit code 2\nIts last output:\n.*\n  evaluation: no such"):
             helpers.share("k", requests("a", "b"), answer)

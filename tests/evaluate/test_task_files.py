@@ -15,7 +15,6 @@ from tunebook.errors import RequestError
 from tunebook.evaluate import task_files
 from tunebook.evaluate.task_files import (
     HarnessTasks,
-    TaskFile,
     check_harness_name,
     check_tasks,
     read_task_file,
@@ -41,7 +40,7 @@ def test_a_file_is_told_from_a_name(task: str, expected: bool) -> None:
 
 def test_the_quickstarts_task_names_its_conversations_and_baseline() -> None:
     task = resolve_task(QUICKSTART)
-    assert isinstance(task, TaskFile)
+    assert task.file is not None
     assert task.name == "quickstart"
     assert task.conversations == resolve_path("book:recipes/quickstart/data/heldout.jsonl")
     assert task.baseline == resolve_path("book:recipes/quickstart/baseline.py")
@@ -128,7 +127,7 @@ def test_quick_is_what_the_recipe_ships(config: RunConfig) -> None:
     settings = suite_settings("quick", config)
     assert settings.tasks == [str(book_root() / "recipes" / "quickstart" / "tasks" / "quickstart.yaml")]
     assert settings.batch_size == 8
-    assert not isinstance(resolve_task(settings.tasks[0]), str)
+    assert resolve_task(settings.tasks[0]).file is not None
 
 
 def test_quick_finds_tasks_beside_a_recipe_of_the_users(

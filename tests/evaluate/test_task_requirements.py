@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tunebook.evaluate.task_files import read_task_file, task_folder
+from tunebook.evaluate.task_files import Task, read_task_file, task_folder
 from tunebook.evaluate.task_requirements import (
     DataSet,
     LeafTask,
@@ -30,14 +30,15 @@ def write(folder: Path, name: str, text: str) -> Path:
 def found(name: str) -> dict[str, tuple[object, object]]:
     """Each leaf's data set."""
     return {
-        leaf.task_name: (leaf.config.get("dataset_path"), leaf.config.get("dataset_name")) for leaf in leaf_tasks(name)
+        leaf.task_name: (leaf.config.get("dataset_path"), leaf.config.get("dataset_name"))
+        for leaf in leaf_tasks(Task(name=name))
     }
 
 
 def test_a_task_has_what_it_includes(tasks: Path) -> None:
     write(tasks, "animals/_template_yaml", "dataset_path: zoo/animals\ndataset_name: all\n")
     write(tasks, "animals/cats.yaml", "include: _template_yaml\ntask: cats\ndataset_name: cats\n")
-    (leaf,) = leaf_tasks("cats")
+    (leaf,) = leaf_tasks(Task(name="cats"))
     assert (leaf.config["dataset_path"], leaf.config["dataset_name"]) == ("zoo/animals", "cats")
 
 
@@ -49,7 +50,7 @@ def test_a_group_is_its_members_with_what_it_says_for_them(tasks: Path) -> None:
     write(tasks, "outer.yaml", group)
     leaves = [
         (leaf.task_name, leaf.config.get("dataset_path"), leaf.config.get("dataset_name"))
-        for leaf in leaf_tasks("outer")
+        for leaf in leaf_tasks(Task(name="outer"))
     ]
     assert leaves == [
         ("a", "zoo/a", None), ("a", "zoo/a", "x"), ("b", "zoo/b", "winter"), ("own", "zoo/own", None),
@@ -66,7 +67,7 @@ def test_a_group_within_a_group_may_be_written_in_place(tasks: Path) -> None:
 def test_what_the_harness_cannot_build_is_left_to_it(tasks: Path) -> None:
     write(tasks, "a.yaml", "task: a\ndataset_path: zoo/a\n")
     write(tasks, "loop.yaml", "group: loop\ntask: [a, loop]\n")
-    assert leaf_tasks("loop") == leaf_tasks("gone") == []
+    assert leaf_tasks(Task(name="loop")) == leaf_tasks(Task(name="gone")) == []
 
 
 def test_a_tag_is_every_task_that_carries_it_also_through_what_it_includes(tasks: Path) -> None:
@@ -105,7 +106,7 @@ def test_a_file_of_ones_own_comes_before_a_task_of_that_name(tasks: Path, tmp_pa
     ],
 )
 def test_the_installed_leaderboard(group: str, num_tasks: int, data: set[str]) -> None:
-    leaves = leaf_tasks(group)
+    leaves = leaf_tasks(Task(name=group))
     assert len({leaf.task_name for leaf in leaves}) == len(leaves) == num_tasks
     assert {leaf.config["dataset_path"] for leaf in leaves} == data
 
@@ -223,11 +224,11 @@ def test_a_task_without_functions_imports_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["leaderboard_bbh", "leaderboard_gpqa", "leaderboard_mmlu_pro", "leaderboard_musr"])
 def test_the_installed_leaderboard_needs_no_package_more(name: str) -> None:
-    assert {package for leaf in leaf_tasks(name) for package in missing_packages(leaf)} == set()
+    assert {package for leaf in leaf_tasks(Task(name=name)) for package in missing_packages(leaf)} == set()
 
 
 def test_the_installed_ifeval_imports_the_code_that_it_is_scored_with() -> None:
-    (leaf,) = leaf_tasks("leaderboard_ifeval")
+    (leaf,) = leaf_tasks(Task(name="leaderboard_ifeval"))
     names = {"/".join(file.parts[-2:]) for file in imported_files(leaf)}
     assert names == {"ifeval/utils.py", "ifeval/instructions_registry.py", "ifeval/instructions.py",
                      "ifeval/instructions_util.py"}  # fmt: skip
@@ -235,8 +236,8 @@ def test_the_installed_ifeval_imports_the_code_that_it_is_scored_with() -> None:
 
 def test_of_the_leaderboard_only_ifeval_needs_it() -> None:
     names = ("bbh", "gpqa", "ifeval", "mmlu_pro", "musr")
-    needed = {name: [package for leaf in leaf_tasks(f"leaderboard_{name}") for package in nltk_packages(leaf)]
-              for name in names}  # fmt: skip
+    leaves = {name: leaf_tasks(Task(name=f"leaderboard_{name}")) for name in names}
+    needed = {name: [package for leaf in found for package in nltk_packages(leaf)] for name, found in leaves.items()}
     assert needed == {"bbh": [], "gpqa": [], "ifeval": ["punkt_tab"], "mmlu_pro": [], "musr": []}
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tunebook.config.frozen import load_config
 from tunebook.evaluate import evaluation, harness, resume, task_runs, worker
+from tunebook.evaluate.command import settings_as_json
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 
@@ -104,9 +107,10 @@ def test_an_evaluation_of_which_everything_is_there_loads_no_model(
 
 def test_another_request_is_evaluated(task_file: TaskFile, known_run: KnownRun, ran: list[str]) -> None:
     run = known_run([task_file("choice")])
-    requests = [(), ("--fresh",), ("--limit", "2"), ("--num-fewshot", "1"), ("--batch-size", "1")]
+    own = load_config(run / "run.yaml").evaluation
+    changed = [replace(own, **change) for change in ({"limit": 2}, {"num_fewshot": 1}, {"batch_size": 1})]
     counts = []
-    for words in requests:
+    for words in [(), ("--fresh",), *(("--evaluation", settings_as_json(settings)) for settings in changed)]:
         assert evaluate(run, *words) == 0
         counts.append(len(ran))
     assert counts == [1, 2, 3, 4, 4]  # the size of a batch decides nothing

@@ -15,7 +15,7 @@ import pytest
 from huggingface_hub import constants
 from transformers import PreTrainedTokenizerBase
 
-from tunebook.config.choices import Attention, Compute, Generation, PackingMode, Weights
+from tunebook.config.choices import Attention, Compute, Contamination, Generation, PackingMode, Weights
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import RunConfig
@@ -23,8 +23,9 @@ from tunebook.data.template import template_hash
 from tunebook.errors import DataError
 from tunebook.evaluate import __main__ as program
 from tunebook.evaluate import worker
+from tunebook.evaluate.command import settings_as_json
 from tunebook.evaluate.evaluation import Evaluation, _bound_tokenizer, score_first_baseline
-from tunebook.evaluate.task_files import resolve_task
+from tunebook.evaluate.task_files import resolve_task, suite_settings
 from tunebook.evaluate.worker import full_disk_error
 from tunebook.model.load import load_model
 from tunebook.record.contamination import CHECK
@@ -67,7 +68,8 @@ def record(run: Path, when: str) -> dict[str, Any]:
 def test_an_untrained_model_is_evaluated_before_and_the_same_weights_give_the_same_after(
     run: Path, config: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    assert worker.main(["--run", str(run), "--when", "before", "--limit", "40"]) == 0
+    limited = ["--evaluation", settings_as_json(replace(config.evaluation, limit=40))]
+    assert worker.main(["--run", str(run), "--when", "before", *limited]) == 0
     before = record(run, "before")
     assert {key: before[key] for key in ("when", "model", "limit", "device", "harness_version")} == {
         "when": "before",
@@ -85,7 +87,7 @@ def test_an_untrained_model_is_evaluated_before_and_the_same_weights_give_the_sa
 
     for part in (load_model(config), tokenizer):
         part.save_pretrained(run / "model")
-    assert worker.main(["--run", str(run), "--when", "after", "--limit", "40"]) == 0
+    assert worker.main(["--run", str(run), "--when", "after", *limited]) == 0
     after = record(run, "after")
     assert after["model"] == "model"
     assert {**after, "when": 0, "model": 0, "seconds": 0} == {**before, "when": 0, "model": 0, "seconds": 0}
@@ -109,14 +111,15 @@ def test_a_run_without_a_trained_model_has_no_after(run: Path, capsys: pytest.Ca
     assert f"{run / 'model'} has neither config.json nor adapter_config.json" in capsys.readouterr().err
 
 
-def test_a_suite_takes_the_place_of_the_runs_own_evaluation(run: Path, config: RunConfig) -> None:
+def test_named_settings_take_the_place_of_the_runs_own_evaluation(run: Path, config: RunConfig) -> None:
     small = replace(config, evaluation=replace(config.evaluation, tasks=[], batch_size=2))
     (run / "run.yaml").write_text(config_to_yaml(small))
-    asked = worker._evaluation_of(
-        worker._parse(["--run", str(run), "--when", "before", "--suite", "quickstart", "--limit", "3"])
-    )
-    assert [task.name for task in asked.tasks if not isinstance(task, str)] == ["quickstart"]
-    assert (asked.config.evaluation.batch_size, asked.config.evaluation.limit) == (64, 3)
+    settings = replace(suite_settings("quickstart", small), limit=3, contamination=Contamination.disabled)
+    words = ["--evaluation", settings_as_json(settings)]
+    asked = worker._evaluation_of(worker._parse(["--run", str(run), "--when", "before", *words]))
+    assert [task.name for task in asked.tasks] == ["quickstart"]
+    assert asked.config.evaluation == settings
+    assert (settings.batch_size, settings.limit) == (64, 3)
 
 
 def test_a_folder_without_run_yaml_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

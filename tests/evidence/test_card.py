@@ -174,7 +174,7 @@ def test_real_evidence_comes_first_in_a_card_and_its_score_counts(make_run: Make
     lower = found[2].results.scores["words"].model_copy(update={"value": 0.125})
     found[2] = found[2].model_copy(update={"results": found[2].results.model_copy(update={"scores": {"words": lower}})})
     kinds = ["real evidence", "from-scratch evidence", "machinery evidence"]
-    rows = [line for line in section(files, found).splitlines() if line.startswith("| [")]
+    rows = [line for line in section(list(zip(files, found, strict=True))).splitlines() if line.startswith("| [")]
     assert [row.split(" | ")[1].partition(":")[0] for row in rows] == kinds
     assert cells("quickstart", found) == (
         "[1 real, 1 from-scratch, 1 machinery](recipes/quickstart/README.md#evidence) | words 0.125"
@@ -197,7 +197,7 @@ def test_recipes_with_real_evidence_come_first_in_the_table(tmp_path: Path, evid
 def test_a_card_shows_a_target_and_when_it_was_reached(make_run: MakeRun, recipes_dir: Path) -> None:
     runs = [read_finished(make_run()) for _ in range(2)]
     file = record_evidence(runs, "try", [], parse_target("words:exact_match>=0.9"))
-    header, _, row = section([file], [read_evidence(file)]).splitlines()[2:5]
+    header, _, row = section([(file, read_evidence(file))]).splitlines()[2:5]
     assert header.endswith("| loss may differ by | target |")
     assert row.endswith("| words:exact_match >= 0.9: reached at step 60, after 6 to 6.1 s of training |")
 

@@ -9,7 +9,7 @@ import pytest
 from tunebook.commands.record_evidence import record_evidence
 from tunebook.errors import DataError, RequestError
 from tunebook.evidence.files import read_evidence
-from tunebook.evidence.gallery import exhibit, write_gallery
+from tunebook.evidence.gallery import facts, write_gallery
 from tunebook.evidence.gather import read_finished
 
 from .conftest import MakeRun
@@ -27,16 +27,16 @@ def test_the_page_shows_every_file_with_its_numbers_and_command(evidence: Path, 
     assert "Evidence of 1 recipe<" in page
     for text in ("From-scratch evidence", "quickstart: try", "2.00 GiB", "1,000"):
         assert text in page
+    assert all(f"</svg>{name}</li>" in page for name in ("each step", "mean"))
     assert "tunebook train quickstart training.seed=1" in page
     assert "Real evidence" not in page, "a kind that nothing is of"
 
 
 def test_an_exhibit_begins_with_its_scores(evidence: Path) -> None:
-    shown = exhibit("quickstart", read_evidence(evidence))
+    shown = facts(read_evidence(evidence))
     score = read_evidence(evidence).results.scores["words"]
-    assert shown.facts[0] == ("words", f"{score.metric} 0.900 ± {score.stderr:.3f}")
-    assert dict(shown.facts)["layers"] == "all 2"
-    assert [line.name for line in shown.chart.lines] == ["each step", "mean"]
+    assert shown[0] == ("words", f"{score.metric} 0.900 ± {score.stderr:.3f}")
+    assert dict(shown)["layers"] == "all 2"
 
 
 def test_without_evidence_or_with_a_damaged_file_nothing_is_written(evidence: Path, tmp_path: Path) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tunebook.config.compose import compose
+from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.evidence.gather import (
+    RunFacts,
     claim_overrides,
-    gather_description,
     gather_results,
     read_finished,
     training_overrides,
@@ -21,13 +23,15 @@ from tunebook.record.run_record import RunRecord, read_run
 from .conftest import MakeRun
 
 
+def run_of(config: RunConfig, manifest: dict[str, Any]) -> RunFacts:
+    return RunFacts(record=RunRecord(folder=Path("/x"), training=[{"step": 3}]), config=config, manifest=manifest)
+
+
 def test_a_slice_of_a_model_is_called_one() -> None:
     words = ["model.facts.num_layers=4", "model.facts.num_parameters=200000000", "outputs=/x", "training.max_steps=3"]
     config = compose("qwen05b_single", words).config
     command = ["tunebook", "train", "qwen05b_single", *words]
-    ran = gather_description(
-        RunRecord(folder=Path("/x"), manifest={"command": command}, training=[{"step": 3}]), config, []
-    )
+    ran = run_of(config, {"command": command}).description([])
     assert (ran.layers, ran.weights, ran.data) == ("4 of 24", "pretrained", "real")
     assert ran.overrides == [*words[:2], "training.max_steps=3"]
 
@@ -38,9 +42,7 @@ def test_slice_in_a_user_recipe_is_named(tmp_path: Path) -> None:
     )
     config = compose("thin", [], [tmp_path]).config
     manifest = {"command": ["tunebook", "train", "thin", "--recipes-dir", str(tmp_path)]}
-    ran = gather_description(
-        RunRecord(folder=Path("/x"), manifest=manifest, training=[{"step": 3}]), config, [tmp_path]
-    )
+    ran = run_of(config, manifest).description([tmp_path])
     assert (ran.recipe, ran.layers, ran.overrides) == ("thin", "6 of 24", [])
 
 

@@ -16,9 +16,9 @@ from tunebook.commands.recorded_evidence import verify
 from tunebook.commands.reproduce import reproduce_command
 from tunebook.commands.verify import diff_command
 from tunebook.errors import RequestError
-from tunebook.evidence.compare import steps_text
 from tunebook.evidence.gather import read_finished
-from tunebook.evidence.verifying import compare_run, recorded_run
+from tunebook.evidence.run_checks import steps_text
+from tunebook.evidence.verifying import claim_of_run, compare_run
 from tunebook.files import sha256_file
 from tunebook.record.manifest import RunState, finish_manifest
 
@@ -90,13 +90,13 @@ def test_a_run_that_was_killed_is_compared_at_the_steps_that_it_has(make_run: Ma
     (killed / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     change_manifest(killed, earlier_attempts=EARLIER)
     for claim, found in ((whole, killed), (killed, whole)):
-        row = compare_run(recorded_run(read_finished(claim), []), read_finished(found)).rows[0]
+        row = compare_run(claim_of_run(read_finished(claim), []), read_finished(found)).rows[0]
         assert (row.verdict.value, row.difference) == ("within tolerance", 0.0)
         assert row.why.endswith("; 1 of 6 left out (30): killed and resumed around it")
 
 
 def test_missing_step_without_a_kill_is_different(make_run: MakeRun) -> None:
-    claim = recorded_run(read_finished(make_run()), [])
+    claim = claim_of_run(read_finished(make_run()), [])
     found = compare_run(claim, read_finished(relog(make_run(), [1, 2, 3, *range(5, 61)])))
     row = found.rows[0]
     assert (found.exit_code, row.difference) == (5, None)
@@ -104,7 +104,7 @@ def test_missing_step_without_a_kill_is_different(make_run: MakeRun) -> None:
 
 
 def test_one_kill_loses_one_logged_step_and_no_more(make_run: MakeRun) -> None:
-    claim = recorded_run(read_finished(make_run()), [])
+    claim = claim_of_run(read_finished(make_run()), [])
     run = change_manifest(relog(make_run(), [*range(3, 61)], first=2), earlier_attempts=EARLIER)
     assert compare_run(claim, read_finished(run)).rows[0].why == "recorded at steps 1-60, this run logged 3-60"
 

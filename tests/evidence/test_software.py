@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tunebook.commands.record_evidence import record_evidence
 from tunebook.commands.recorded_evidence import verify
+from tunebook.config.frozen import plain_config
 from tunebook.errors import RequestError
-from tunebook.evidence.gather import read_finished
+from tunebook.evidence.gather import RunFacts, read_finished
 from tunebook.evidence.page import write_page
 from tunebook.evidence.schema import Software
-from tunebook.evidence.software import gather_software, packages_row
+from tunebook.record.run_record import RunRecord
 
 from .conftest import MakeRun
 
@@ -27,9 +29,8 @@ def environment(differences: dict[str, dict[str, str | None]] | None, **changes:
 
 def software(differences: dict[str, dict[str, str | None]] | None, **changes: Any) -> Software:
     rest = {"image_digest": None, "python": "3.11.2", "packages": {}}
-    return gather_software(
-        {"code": {"git_commit": "a" * 40}, "environment": rest | environment(differences, **changes)}
-    )
+    manifest = {"code": {"git_commit": "a" * 40}, "environment": rest | environment(differences, **changes)}
+    return RunFacts(record=RunRecord(folder=Path("/x")), config=plain_config(), manifest=manifest).software
 
 
 def test_run_as_locked_has_no_deviation() -> None:
@@ -66,7 +67,7 @@ def test_an_image_that_compared_its_packages_when_it_was_built_has_its_lock() ->
 # --- shown
 
 
-def test_verify_shows_both_sides_and_judges_neither(make_run: MakeRun, recipes_dir: Path, tmp_path: Path) -> None:
+def test_verify_shows_both_sides_and_judges_neither(make_run: MakeRun, recipes_dir: Path) -> None:
     changed = {"environment": environment(TORCH)}
     record_evidence([read_finished(make_run(manifest=changed)) for _ in range(2)], "try", [])
     found = verify(read_finished(make_run()), [])
@@ -74,14 +75,15 @@ def test_verify_shows_both_sides_and_judges_neither(make_run: MakeRun, recipes_d
     why = "recorded: torch 2.11.0 where the lock has 2.13.0; this run: as locked"
     assert (row.verdict.value, row.why, found.exit_code) == ("not judged", why, 0)
     assert {"name": "packages", "verdict": "not judged", "why": why}.items() <= found.to_json()["rows"][-1].items()
-    write_page(found, "run", tmp_path / "page.html")
-    assert why in (tmp_path / "page.html").read_text()
+    page = write_page(found, Console())
+    assert page is not None and why in page.read_text()
     (row,) = [row for row in verify(read_finished(make_run(manifest=changed)), []).rows if row.name == "packages"]
     assert row.why.endswith("; this run: torch 2.11.0 where the lock has 2.13.0")
 
 
-def test_where_both_are_as_locked_there_is_no_row() -> None:
-    assert packages_row(software({}), software({})) is None
+def test_where_both_are_as_locked_there_is_no_row(make_run: MakeRun, recipes_dir: Path) -> None:
+    record_evidence([read_finished(make_run()) for _ in range(2)], "try", [])
+    assert not [row for row in verify(read_finished(make_run()), []).rows if row.name == "packages"]
 
 
 def test_runs_of_other_packages_are_no_repetitions(make_run: MakeRun, recipes_dir: Path) -> None:

@@ -14,14 +14,13 @@ from tunebook.commands.record_evidence import record_evidence
 from tunebook.commands.recorded_evidence import verify
 from tunebook.config.frozen import plain_config
 from tunebook.errors import RequestError
-from tunebook.evidence.compare import Claim, Row, Verdict, compare
+from tunebook.evidence.compare import Row, Verdict
 from tunebook.evidence.files import content_hash, read_evidence
-from tunebook.evidence.gather import read_finished
-from tunebook.evidence.schema import Hardware, Results
+from tunebook.evidence.gather import RunFacts, read_finished
+from tunebook.evidence.schema import Results
 from tunebook.evidence.target import parse_target, recorded_text
 from tunebook.evidence.tolerances import MEMORY, SPEED, compute_tolerances
-from tunebook.evidence.verifying import compare_run, recorded_run
-from tunebook.record.run_record import RunRecord
+from tunebook.evidence.verifying import claim_of_run, compare_run
 
 from .conftest import EPYC, MakeRun, curve
 
@@ -43,13 +42,9 @@ def test_speeds_that_are_far_apart_support_no_tolerance(again: float, expected: 
     assert found[MEMORY].value == 0.02
 
 
-def test_a_speed_that_cannot_be_judged_is_shown() -> None:
-    runs = [results(1000.0), results(2500.0)]
-    machine = Hardware(
-        generation="hopper", gpu="NVIDIA H200", gpus=1, nodes=1, memory_gib=140.0, driver="580", nccl=None, cpus=8
-    )
-    claim = Claim(results=runs[0], hardware=machine, tolerances=compute_tolerances(runs, plain_config()))
-    rows = {row.name: row for row in compare(claim, results(10.0), machine, is_split_equally=True)}
+def test_a_speed_that_cannot_be_judged_is_shown(make_run: MakeRun, recipes_dir: Path) -> None:
+    record_evidence([read_finished(make_run(gpus=1, speed=speed)) for speed in (1000.0, 2500.0)], "try", [])
+    rows = rows_of(read_finished(make_run(gpus=1, speed=10.0)))
     assert rows["tokens/s/GPU"].verdict is Verdict.shown
     assert rows["tokens/s/GPU"].why == "the recorded runs differ too much to judge by"
     assert rows["memory GiB"].verdict is Verdict.same
@@ -71,7 +66,7 @@ def test_tolerance_of_scattered_speeds_is_ignored(make_run: MakeRun, recipes_dir
 # --- on a CPU with a known processor
 
 
-def on(make_run: MakeRun, *words: str, scale: float = 1.0, **numbers: Any) -> RunRecord:
+def on(make_run: MakeRun, *words: str, scale: float = 1.0, **numbers: Any) -> RunFacts:
     """A run on a CPU; `numbers` may replace keys of its processor."""
     processor = EPYC | {key: numbers.pop(key) for key in list(numbers) if key in EPYC}
     manifest = {"processor": processor} | numbers.pop("manifest", {})
@@ -85,8 +80,8 @@ def on_epyc(make_run: MakeRun, recipes_dir: Path) -> Path:
     return record_evidence([*same, on(make_run, threads=1, scale=1.1, score=0.88, speed=500.0)], "try", [])
 
 
-def rows_of(record: RunRecord) -> dict[str, Row]:
-    return {row.name: row for row in verify(record, []).rows}
+def rows_of(run: RunFacts) -> dict[str, Row]:
+    return {row.name: row for row in verify(run, []).rows}
 
 
 def test_the_same_processor_is_held_to_the_same_losses_and_others_to_the_measured_spread(on_epyc: Path) -> None:
@@ -178,7 +173,7 @@ def test_the_first_processor_needs_two_runs(make_run: MakeRun, recipes_dir: Path
 
 
 def test_a_single_run_does_not_show_the_speed_of_a_cpu(make_run: MakeRun) -> None:
-    found = compare_run(recorded_run(on(make_run), []), on(make_run, speed=1.0))
+    found = compare_run(claim_of_run(on(make_run), []), on(make_run, speed=1.0))
     (row,) = [row for row in found.rows if row.name == "tokens/s/GPU"]
     assert (row.verdict, row.why) == (Verdict.shown, "only repeated runs show the speed of a CPU")
     assert found.rows[0].tolerance == 1e-5

@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from tunebook.commands.record_evidence import record_evidence
-from tunebook.commands.recorded_evidence import recorded_evidence, verify
+from tunebook.commands.recorded_evidence import claim_of_evidence, verify
 from tunebook.commands.verify import verify_command
 from tunebook.errors import DataError, RequestError
 from tunebook.evidence.files import content_hash
-from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, read_finished
+from tunebook.evidence.gather import read_finished
 from tunebook.evidence.page import PAGE_FILE
 
 from .conftest import MakeRun
@@ -41,11 +41,10 @@ def test_evidence_of_another_recipe_is_named_with_both(make_run: MakeRun, projec
 
 
 def test_a_run_without_a_recipe_is_not_sent_to_record_what_would_be_refused(make_run: MakeRun) -> None:
-    record = read_finished(make_run())
-    config, inputs = config_of(record.folder), gather_inputs(record, config_of(record.folder))
-    config.recipe = None
+    run = read_finished(make_run())
+    run.config.recipe = None
     with pytest.raises(RequestError, match=r"no recipe, and evidence belongs to one: put its settings") as error:
-        recorded_evidence(config, inputs, gather_hardware(record, config), [])
+        claim_of_evidence(run, [])
     assert error.value.problem_id == "evidence-without-recipe"
     assert "--record" not in error.value.message
 
@@ -56,10 +55,10 @@ def test_of_one_machine_the_file_with_the_same_split_is_taken(make_run: MakeRun,
         runs = [make_run(gpus=1, replaced=replaced) for _ in range(2)]
         record_evidence([read_finished(run) for run in runs], label, [])
     found = verify(read_finished(make_run(gpus=1)), [])
-    assert found.name == "cpu-1-b.json"  # the first by name would leave speed and memory unjudged
+    assert found.claim.name == "cpu-1-b.json"  # the first by name would leave speed and memory unjudged
     assert {row.name: row.verdict.value for row in found.rows}["tokens/s/GPU"] == "within tolerance"
-    assert verify(read_finished(make_run(gpus=1, replaced=other_split)), []).name == "cpu-1-a.json"
-    assert verify(read_finished(make_run(replaced=other_split)), []).name == "cpu-1-a.json"
+    assert verify(read_finished(make_run(gpus=1, replaced=other_split)), []).claim.name == "cpu-1-a.json"
+    assert verify(read_finished(make_run(replaced=other_split)), []).claim.name == "cpu-1-a.json"
 
 
 def test_wrong_types_of_numbers_are_a_damaged_record(evidence: Path, make_run: MakeRun, tmp_path: Path) -> None:

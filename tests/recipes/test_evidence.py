@@ -35,10 +35,10 @@ def test_its_words_still_compose_to_what_was_run(file: Path) -> None:
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)
 def test_its_card_shows_what_the_files_say(folder: Path) -> None:
     files = sorted(folder.glob("*.json"))
-    evidence = [read_evidence(file) for file in files]
+    recorded = [(file, read_evidence(file)) for file in files]
     card = (folder.parent / "README.md").read_text(encoding="utf-8")
-    assert section(files, evidence) in card, "write the card again: tunebook verify RUN RUN --record"
-    for file, found in zip(files, evidence, strict=True):
+    assert section(recorded) in card, "write the card again: tunebook verify RUN RUN --record"
+    for file, found in recorded:
         assert plot_file(file).read_text(encoding="utf-8") == draw(found)
     assert {file.name for file in folder.iterdir()} == {
         name for file in files for name in (file.name, plot_file(file).name)

@@ -11,7 +11,7 @@ import pytest
 from tunebook.errors import RequestError
 from tunebook.hardware.disk import disk_full
 from tunebook.sweep.folder import Request, SweepFolder, create, newest_with, working_on
-from tunebook.sweep.trial_process import TrialEnd, write_trial_end
+from tunebook.sweep.trial_process import TrialEnd, begin_trial, write_trial_end
 from tunebook.sweep.trials import Trial
 
 REQUEST = Request(recipe="quickstart", overrides=["training.seed=0,1"], config_sha256="ab", search=None)
@@ -98,9 +98,9 @@ def test_what_finished_or_would_end_in_the_same_loss_again_is_done(
     record = TrialEnd(exit_code=end[0], seconds=1.0, was_interrupted=False, was_pruned=end[1])
     write_trial_end(record, folder.end_file(TRIAL))
     assert folder.is_done(TRIAL) is is_done
-    assert folder.begin(TRIAL) == 1.0
+    assert begin_trial(folder.end_file(TRIAL)) == 1.0
     assert folder.end_of(TRIAL) is None
-    assert folder.begin(TRIAL) == 0.0
+    assert begin_trial(folder.end_file(TRIAL)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -134,11 +134,11 @@ def test_a_trial_that_outlived_its_sweep_is_read_from_its_run(tmp_path: Path) ->
     manifest.write_text(json.dumps({"format": 1, "status": {"state": "finished", "exit_code": 0, "seconds": 8.0}}))
     assert folder.end_of(TRIAL) == TrialEnd(exit_code=0, seconds=8.0, was_interrupted=False)
     assert folder.end_file(TRIAL).is_file()
-    folder.begin(TRIAL)
+    begin_trial(folder.end_file(TRIAL))
     manifest.write_text(json.dumps({"format": 1, "status": {"state": "stopped", "exit_code": 6, "seconds": 8.0}}))
     assert folder.end_of(TRIAL) == TrialEnd(exit_code=6, seconds=8.0, was_interrupted=True)
     assert not folder.is_done(TRIAL)
-    folder.begin(TRIAL)
+    begin_trial(folder.end_file(TRIAL))
     turns = {
         "status": {"state": "finished", "exit_code": 0, "seconds": 8.0},
         "earlier_attempts": [{"seconds": 30.0}, {"seconds": None}],  # the second was killed

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from tunebook.record.page.overview import summarize
 from tunebook.record.run_record import read_run
-from tunebook.sweep.options import Direction
 from tunebook.sweep.results import (
     Goal,
     TrialResult,
@@ -133,9 +132,9 @@ def test_the_exit_code_is_that_of_the_first_trial_that_did_not_finish(
 def test_a_goal_decides_alone_and_in_its_direction(make_result: MakeResult) -> None:
     speeds = (10.0, 30.0, 20.0)
     results = [make_result(n, losses=(1.0 + n,), speeds=(speed,), score=0.5) for n, speed in enumerate(speeds)]
-    fastest = Goal(metric="tokens_per_second_per_gpu", direction=Direction.maximize)
+    fastest = Goal(metric="tokens_per_second_per_gpu", direction="maximize")
     assert order(results, fastest) == ("tokens per second per gpu", [1, 2, 0], [])
-    worst = Goal(metric="final_loss", direction=Direction.maximize)
+    worst = Goal(metric="final_loss", direction="maximize")
     assert order(results, worst) == ("final loss", [2, 1, 0], [])
 
 
@@ -146,7 +145,7 @@ def test_a_trial_without_the_goals_metric_is_not_ranked(make_result: MakeResult)
         make_result(2, losses=(0.4,)),
         make_result(3, losses=(0.3,)),
     ]
-    goal = Goal(metric="final_loss", direction=Direction.minimize)
+    goal = Goal(metric="final_loss", direction="minimize")
     assert [goal.value_of(result) for result in results] == [None, None, 0.4, 0.3]
     assert order(results, goal) == ("final loss", [3, 2], [1, 0])
     assert order(results[:2], goal) == (None, [], [1, 0])

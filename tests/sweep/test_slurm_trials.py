@@ -17,7 +17,7 @@ from tunebook.slurm import JobState
 from tunebook.sweep import slurm_trials as module
 from tunebook.sweep.folder import SweepFolder
 from tunebook.sweep.slurm_trials import RunInSlurm, check_jobs, split_overrides
-from tunebook.sweep.trial_process import Stopping, TrialEnd, write_trial_end
+from tunebook.sweep.trial_process import Stopping, TrialEnd, begin_trial, write_trial_end
 from tunebook.sweep.trials import Trial
 
 TRIAL = Trial(number=2, overrides=("training.seed=0",), swept={"training.seed": "0"})
@@ -200,7 +200,7 @@ def test_a_controller_that_is_silent_for_a_while_ends_nothing(
     assert folder.is_done(TRIAL)
     monkeypatch.setattr(client, "SILENT_WITHIN_S", 0.01)
     run, _ = following("RUNNING", *[silent] * 1000)
-    folder.begin(TRIAL)
+    begin_trial(folder.end_file(TRIAL))
     run(TRIAL, None)
     left = folder.end_of(TRIAL)
     assert left is not None
@@ -209,7 +209,7 @@ def test_a_controller_that_is_silent_for_a_while_ends_nothing(
     never.training.resume = "never"
     run, _ = following("RUNNING", *[silent] * 1000)
     run.config_of = lambda _: never
-    folder.begin(TRIAL)
+    begin_trial(folder.end_file(TRIAL))
     run(TRIAL, None)
     assert "the same command without training.resume=never finds it" in (folder.end_of(TRIAL) or left).reason
     (folder.path / "trial-002.slurm.json").write_text('{"job_id": "17"}')
@@ -384,7 +384,7 @@ def test_a_trial_that_slurm_requeues_is_followed_to_the_end_of_its_last_turn(
         return "COMPLETING"
 
     def begin() -> str:
-        folder.begin(TRIAL)  # as the job itself does
+        begin_trial(folder.end_file(TRIAL))  # as the job itself does
         return "RUNNING"
 
     def end() -> str:

@@ -5,41 +5,27 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
 
 from tunebook.errors import RequestError
 from tunebook.sweep.folder import SweepFolder
-from tunebook.sweep.options import Direction
+from tunebook.sweep.options import METRICS, SweepOptions
 from tunebook.sweep.results import Goal
 from tunebook.sweep.space import read_space
-from tunebook.sweep.study import NUM_NEVER_PRUNED, Search, SearchPlan
+from tunebook.sweep.study import NUM_NEVER_PRUNED, Search
 from tunebook.sweep.trial_process import TrialEnd, write_trial_end
 from tunebook.sweep.trials import Trial
 
 WORDS = ["training.max_steps=3", "optimizer.learning_rate=tag(log,interval(1e-5,1e-1))", "schedule=cosine,linear"]
 
 
-def plan(
-    num_trials: int = 20,
-    *,
-    seed: int = 0,
-    prune_from: int | None = None,
-    metric: str = "final_loss",
-    named: bool = False,
-) -> SearchPlan:
+def search_in(folder: SweepFolder, num_trials: int = 20, *, metric: str = "final_loss", **options: Any) -> Search:
     fixed, space = read_space(WORDS)
-    direction = Direction.maximize if metric == "evaluation_score" else Direction.minimize
-    return SearchPlan(
-        fixed=fixed,
-        space=space,
-        goal=Goal(metric=metric, direction=direction),
-        num_trials=num_trials,
-        seed=seed,
-        prune_from=prune_from,
-        is_direction_named=named,
-    )
+    goal = Goal(metric=metric, direction=METRICS[metric])
+    return Search(fixed, space, goal, SweepOptions(search="optuna", num_trials=num_trials, **options), folder)
 
 
 def loss_of(trial: Trial) -> float:
@@ -79,7 +65,7 @@ def folder(tmp_path: Path) -> SweepFolder:
 
 
 def test_a_search_comes_close_to_the_best(folder: SweepFolder) -> None:
-    trials = run_trials(Search(plan(30), folder), folder)
+    trials = run_trials(search_in(folder, 30), folder)
     assert [trial.number for trial in trials] == list(range(30))
     assert trials[0].overrides[0] == "training.max_steps=3"
     early, late = (sum(map(loss_of, part)) / 10 for part in (trials[:10], trials[-10:]))
@@ -91,12 +77,12 @@ def test_an_interrupted_search_proposes_what_it_would_have_proposed(tmp_path: Pa
     one, other = (SweepFolder(path=tmp_path / name) for name in ("one", "other"))
     one.path.mkdir()
     other.path.mkdir()
-    through = run_trials(Search(plan(16), one), one)
-    parts = [*run_trials(Search(plan(16), other), other, up_to=12), *run_trials(Search(plan(16), other), other)]
+    through = run_trials(search_in(one, 16), one)
+    parts = [*run_trials(search_in(other, 16), other, up_to=12), *run_trials(search_in(other, 16), other)]
     assert parts == through
-    assert run_trials(Search(plan(16), other), other) == []
-    assert Search(plan(16), other).trials == through
-    assert [trial.number for trial in run_trials(Search(plan(18), other), other)] == [16, 17]  # more were asked for
+    assert run_trials(search_in(other, 16), other) == []
+    assert search_in(other, 16).trials == through
+    assert [trial.number for trial in run_trials(search_in(other, 18), other)] == [16, 17]  # more were asked for
 
 
 def test_another_seed_proposes_other_values(tmp_path: Path) -> None:
@@ -104,12 +90,12 @@ def test_another_seed_proposes_other_values(tmp_path: Path) -> None:
     for seed in (0, 50):
         folder = SweepFolder(path=tmp_path / str(seed))
         folder.path.mkdir()
-        found.append([trial.swept for trial in run_trials(Search(plan(3, seed=seed), folder), folder)])
+        found.append([trial.swept for trial in run_trials(search_in(folder, 3, seed=seed), folder)])
     assert not any(one == other for one, other in zip(*found, strict=True))
 
 
 def test_failed_trials_are_told_as_failed_and_count(folder: SweepFolder) -> None:
-    search = Search(plan(4), folder)
+    search = search_in(folder, 4)
     for exit_code, loss in ((0, 0.5), (7, 0.1), (0, None), (2, None)):
         trial = search.next_trial()
         assert trial is not None
@@ -117,20 +103,20 @@ def test_failed_trials_are_told_as_failed_and_count(folder: SweepFolder) -> None
         search.tell(trial)
     assert search.next_trial() is None
     assert states(folder) == ["COMPLETE", "FAIL", "FAIL", "FAIL"]
-    again = Search(plan(4), folder)
+    again = search_in(folder, 4)
     assert again.next_trial() == trial  # what refused the last one may have been put right by now
     assert again.next_trial() is None
 
 
 @pytest.mark.parametrize("how", ["under way", "stopped", "unexpected"])
 def test_a_trial_that_did_not_come_to_its_end_is_taken_up_with_its_values(folder: SweepFolder, how: str) -> None:
-    search = Search(plan(3), folder)
+    search = search_in(folder, 3)
     first, second = run_trials(search, folder, up_to=1)[0], search.next_trial()
     assert second is not None
     if how != "under way":
         end(folder, second, exit_code=6 if how == "stopped" else 1, interrupted=how == "stopped")
         search.tell(second)
-    again = Search(plan(3), folder)
+    again = search_in(folder, 3)
     assert again.trials == [first, second]
     taken_up = run_trials(again, folder)
     assert [trial.number for trial in taken_up] == [1, 2]
@@ -139,23 +125,23 @@ def test_a_trial_that_did_not_come_to_its_end_is_taken_up_with_its_values(folder
 
 
 def test_a_trial_that_finished_unseen_is_told_and_not_run_again(folder: SweepFolder) -> None:
-    search = Search(plan(2), folder)
+    search = search_in(folder, 2)
     trial = search.next_trial()
     assert trial is not None
     end(folder, trial, loss=0.25)
-    again = Search(plan(2), folder)
+    again = search_in(folder, 2)
     assert states(folder) == ["COMPLETE"]
     assert [trial.number for trial in run_trials(again, folder)] == [1]
 
 
 def test_a_lock_that_a_killed_sweep_left_behind_is_no_lock(folder: SweepFolder) -> None:
-    run_trials(Search(plan(1), folder), folder)
+    run_trials(search_in(folder, 1), folder)
     (folder.path / "study.jsonl.lock").symlink_to(folder.path / "study.jsonl")
-    assert len(run_trials(Search(plan(2), folder), folder)) == 1
+    assert len(run_trials(search_in(folder, 2), folder)) == 1
 
 
 def test_trials_side_by_side_get_different_values(folder: SweepFolder) -> None:
-    search = Search(plan(20), folder)
+    search = search_in(folder, 20)
     run_trials(search, folder, up_to=12)
     together = [search.next_trial() for _ in range(3)]
     rates = {trial.swept["optimizer.learning_rate"] for trial in together if trial is not None}
@@ -163,7 +149,7 @@ def test_trials_side_by_side_get_different_values(folder: SweepFolder) -> None:
 
 
 def test_a_trial_worse_than_the_median_is_pruned_at_the_step_where_it_is(folder: SweepFolder) -> None:
-    search = Search(plan(20, prune_from=2), folder)
+    search = search_in(folder, 20, prune=2)
 
     def curve(trial: Trial, losses: list[float]) -> str | None:
         folder.run_folder(trial).mkdir()
@@ -191,11 +177,11 @@ def test_a_trial_worse_than_the_median_is_pruned_at_the_step_where_it_is(folder:
     write_trial_end(record, folder.end_file(bad))
     search.tell(bad)
     assert states(folder)[-1] == "PRUNED"
-    assert bad not in [Search(plan(7, prune_from=2), folder).next_trial()]
+    assert bad not in [search_in(folder, 7, prune=2).next_trial()]
 
 
 def test_nobody_watches_where_pruning_was_not_asked_for(folder: SweepFolder) -> None:
-    search = Search(plan(2), folder)
+    search = search_in(folder, 2)
     trial = search.next_trial()
     assert trial is not None
     assert search.watch(trial) is None
@@ -203,7 +189,7 @@ def test_nobody_watches_where_pruning_was_not_asked_for(folder: SweepFolder) -> 
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_score_that_is_better_low_is_not_searched_high_by_accident(folder: SweepFolder, named: bool) -> None:
-    search = Search(plan(2, metric="evaluation_score", named=named), folder)
+    search = search_in(folder, 2, metric="evaluation_score", direction="maximize" if named else None)
     trial = search.next_trial()
     assert trial is not None
     end(folder, trial, loss=1.0)

@@ -36,6 +36,7 @@ from tunebook.launch.pulse import PulseWatch
 from tunebook.launch.resume import is_trained
 from tunebook.launch.slurm.container import is_contained, record_container, remove_containers
 from tunebook.plan.show import show_end
+from tunebook.processes import ending
 from tunebook.record.answer_faults import fault_warnings
 from tunebook.record.contamination import (
     CHECK,
@@ -300,11 +301,10 @@ class Attempt:
             return disk_full(self.folder)
         failed = first_failure(self.folder) or end.failed
         code = failed.exit_code if failed is not None else end.exit_code
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         who = where(failed.rank, self.hosts) if failed is not None else "the training"
         log = rank_log(self.folder, failed.rank) if failed is not None else torchrun_log(self.folder, 0)
         self._quote(log)
-        message = f"{who} {how} and recorded no reason; its output is above, and in {self.folder / 'log.txt'}"
+        message = f"{who} {ending(code)} and recorded no reason; its output is above, and in {self.folder / 'log.txt'}"
         if -code == signal.SIGKILL:
             message += ". A kill by signal 9 is most often the system's, which ran out of memory"
         return TunebookError(message, problem_id="run-lost")

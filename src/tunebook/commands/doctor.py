@@ -228,17 +228,11 @@ def _check_links(
     if found.bandwidth.backend == "nccl" and request.config is not None and request.batch is not None:
         advice = advise(request.config, request.batch, found.bandwidth, machine.gpus[0].name)
         if advice is not None:
-            level = Level.ok if advice.fix is None else Level.warning
-            found.findings.append(
-                Finding(
-                    id="sharding-advice",
-                    kind=Kind.links,
-                    level=level,
-                    what=advice.text,
-                    fix=advice.fix,
-                    data=advice.data,
-                )
+            level, what = Level.ok if advice.fix is None else Level.warning, advice.text
+            advised = Finding(
+                id="sharding-advice", kind=Kind.links, level=level, what=what, fix=advice.fix, data=advice.data
             )
+            found.findings.append(advised)
 
 
 def host_memory(machine: Machine, config: RunConfig | None, memory: dict[str, int]) -> Finding:
@@ -251,28 +245,15 @@ def host_memory(machine: Machine, config: RunConfig | None, memory: dict[str, in
     free = min(memory.get("MemAvailable", 0) / GIB, machine.host_memory_gib)
     needed = offloaded_gib(config) if config is not None else 0.0
     what = f"host memory: {machine.host_memory_gib:g} GiB may be used, {free:.1f} are free"
+    what += f"; {needed:.1f} GiB of states are offloaded to it" if needed else ""
     data = {"usable_gib": machine.host_memory_gib, "free_gib": round(free, 2), "offloaded_gib": round(needed, 2)}
+    level, fix = Level.ok, None
     if config is not None and needed > machine.host_memory_gib:
-        return Finding(
-            id="host-memory",
-            kind=Kind.system,
-            level=Level.error,
-            what=f"{what}; {needed:.1f} GiB of states are offloaded to it",
-            fix=_offload_advice(config, machine.host_memory_gib),
-            data=data,
-        )
-    if free < max(_MIN_FREE_GIB, needed):
-        return Finding(
-            id="host-memory",
-            kind=Kind.system,
-            level=Level.warning,
-            what=what + (f"; {needed:.1f} GiB of states are offloaded to it" if needed else ""),
-            fix="end what else runs here (top -o %MEM shows it); in a container, raise its memory limit",
-            data=data,
-        )
-    if needed:
-        what += f"; {needed:.1f} GiB of states are offloaded to it"
-    return Finding(id="host-memory", kind=Kind.system, what=what, data=data)
+        level, fix = Level.error, _offload_advice(config, machine.host_memory_gib)
+    elif free < max(_MIN_FREE_GIB, needed):
+        level = Level.warning
+        fix = "end what else runs here (top -o %MEM shows it); in a container, raise its memory limit"
+    return Finding(id="host-memory", kind=Kind.system, level=level, what=what, fix=fix, data=data)
 
 
 def _nodes_memory(config: RunConfig) -> Finding:

@@ -20,7 +20,7 @@ from tunebook.config.book import (
     users_folders,
 )
 from tunebook.config.compose import compose
-from tunebook.config.override_text import quoted
+from tunebook.config.override_text import command_words, quoted
 from tunebook.config.recipe_files import group_choices, refuse_unreadable_name
 from tunebook.data.files import SUFFIXES, find_files
 from tunebook.errors import RequestError, TunebookError, did_you_mean
@@ -172,9 +172,8 @@ def recipe_text(name: str, decisions: list[Decision], base: str | None) -> str:
 
 def next_commands(name: str, folder: Path) -> str:
     """The commands to type after a recipe was written into `folder`, one per line."""
-    words = [name, "--recipes-dir", str(folder)]
-    commands = (["data", *words], ["plan", *words], ["train", *words, "--dry-run"], ["train", *words])
-    return "\n".join(f"  {shlex.join(['tunebook', *command])}" for command in commands)
+    data, plan, train = (command_words(command, name, [], [folder]) for command in ("data", "plan", "train"))
+    return "\n".join(f"  {shlex.join(words)}" for words in (data, plan, [*train, "--dry-run"], train))
 
 
 def _check_name(name: str, file: Path, recipes_dirs: list[Path], *, overwrite: bool) -> None:
@@ -225,25 +224,18 @@ def _decide(
     missing = [flag for flag, text in (("--model", model), ("--data", data)) if text is None and base is None]
     if missing and not is_terminal:
         raise _incomplete(missing)
-    decisions = []
-    if model is not None:
-        decisions.append(decide_model(model))
-    elif missing:
-        known = ", ".join(choice for choice in group_choices("model") if choice != "hub")
-        decisions.append(
-            _ask(f"Model: ORGANIZATION/NAME of the hub, a folder, or one of {known}", decide_model, console)
-        )
-    if data is not None:
-        decisions.append(decide_data(data))
-    elif missing:
-        question = "Data: a file or a glob, ORGANIZATION/NAME of the hub, or one of the book's data sets"
-        decisions.append(_ask(question, decide_data, console))
-    if parallelism is not None:
-        decisions.append(decide_parallelism(parallelism))
-    elif missing:
-        question = "Parallelism (auto: the fastest that fits; Enter takes it)"
-        decisions.append(_ask(question, decide_parallelism, console, default="auto"))
-    return decisions
+    models = ", ".join(choice for choice in group_choices("model") if choice != "hub")
+    hub = "ORGANIZATION/NAME of the hub"
+    questions: list[tuple[str | None, Callable[[str], Decision], str, str | None]] = [
+        (model, decide_model, f"Model: {hub}, a folder, or one of {models}", None),
+        (data, decide_data, f"Data: a file or a glob, {hub}, or one of the book's data sets", None),
+        (parallelism, decide_parallelism, "Parallelism (auto: the fastest that fits; Enter takes it)", "auto"),
+    ]
+    return [
+        decide(text) if text is not None else _ask(question, decide, console, default)
+        for text, decide, question, default in questions
+        if text is not None or missing
+    ]
 
 
 def _ask(question: str, check: Callable[[str], Decision], console: Console, default: str | None = None) -> Decision:

@@ -7,7 +7,6 @@ reference by more than the tolerance, the run's own code if one failed, 6 if sto
 from __future__ import annotations
 
 import shutil
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +21,7 @@ from tunebook.parity.cases import Case, list_cases, mark_refused, weights_alike,
 from tunebook.parity.result import CaseResult, exit_code_of, parity_table, read_case, to_json, write_page
 from tunebook.record.losses import check_tolerance, tolerance_of
 from tunebook.record.provenance import describe_hardware
-from tunebook.record.run_folder import WITHOUT_RECIPE, make_run_folder
+from tunebook.record.run_folder import WITHOUT_RECIPE, make_run_folder, time_name
 from tunebook.sweep.options import SweepOptions
 from tunebook.sweep.trial_process import Stopping, run_trial, train_command, write_trial_end
 from tunebook.terminal import print_text
@@ -81,10 +80,8 @@ def parity_command(
     cases, reference = mark_refused(list_cases(overrides, over, gpus, num_steps), plan)
     cases = weights_alike(cases, [config.precision.master_weights for config in planned])
     allowed = tolerance_of(reference) if tolerance is None else tolerance
-    time = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
-    folder = make_run_folder(
-        Path(reference.outputs).expanduser().absolute() / (recipe or WITHOUT_RECIPE) / f"parity-{time}"
-    )
+    outputs = Path(reference.outputs).expanduser().absolute()
+    folder = make_run_folder(outputs / (recipe or WITHOUT_RECIPE) / f"parity-{time_name()}")
     print_text(f"parity of {len(cases)} configurations: {folder}", console)
     if aside := words_set_aside(overrides, over, gpus):
         why = "runs are not evaluated, saved before their end, stopped early or resumed, and --over and --gpus go first"

@@ -7,25 +7,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tunebook.commands.typed_command import machine_of_manifest, require_same_run
+from tunebook.commands.typed_command import require_same_run
 from tunebook.config.book import book_root
 from tunebook.config.identity import flat_differences
 from tunebook.config.recipe_files import load_recipes
-from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.evidence.compare import input_differences, split_differences
 from tunebook.evidence.files import check_label, evidence_folder, write_evidence
-from tunebook.evidence.gather import (
-    claim_overrides,
-    config_of,
-    gather_description,
-    gather_hardware,
-    gather_inputs,
-    gather_results,
-)
+from tunebook.evidence.gather import RunFacts
 from tunebook.evidence.run_checks import require_every_loss, require_first_step
-from tunebook.evidence.schema import FORMAT, Repeat, Results, Target, Tolerance
-from tunebook.evidence.software import gather_software
+from tunebook.evidence.schema import FORMAT, Repeat, Target, Tolerance
 from tunebook.evidence.target import Progress, describe_target, progress_of, require_measured
 from tunebook.evidence.tolerances import (
     SAME_PROCESSOR_FLOOR,
@@ -35,7 +26,6 @@ from tunebook.evidence.tolerances import (
     why_slowed,
 )
 from tunebook.files import sha256_file
-from tunebook.record.manifest_schema import Processor
 from tunebook.record.metrics import METRICS_FILE
 from tunebook.record.provenance import why_not_committed
 from tunebook.record.run_record import RunRecord
@@ -45,7 +35,7 @@ MIN_RUNS = 2
 
 
 def record_evidence(
-    records: Sequence[RunRecord], label: str, recipes_dirs: list[Path], target: Target | None = None
+    runs: Sequence[RunFacts], label: str, recipes_dirs: list[Path], target: Target | None = None
 ) -> Path:
     """Write the evidence of repeated runs; the claim is the first one's numbers.
 
@@ -54,62 +44,56 @@ def record_evidence(
     a loss or score that is not finite, for a target that a run missed or does not measure, and if the file exists.
     """
     check_label(label)
-    refuse_too_few(records)
-    for record in records:
-        _require_committed(record)
-        require_first_step(record, config_of(record.folder))
-    _require_same(records)
-    _refuse_copies(records)
-    first = records[0]
-    config = config_of(first.folder)
-    _require_committed_recipe(config.recipe, recipes_dirs)
-    results = [gather_results(record) for record in records]
-    for record, found in zip(records, results, strict=True):
-        require_every_loss(record, found)
-    manifest, inputs = first.manifest or {}, gather_inputs(first, config)
-    machine = machine_of_manifest(manifest["hardware"])
-    require_same_run(first.folder, config.recipe, claim_overrides(manifest), inputs, machine, recipes_dirs)
-    if config.recipe is None:
+    refuse_too_few(runs)
+    for run in runs:
+        _require_committed(run)
+        require_first_step(run.record, run.config)
+    _require_same(runs)
+    _refuse_copies(runs)
+    first = runs[0]
+    recipe = first.config.recipe
+    _require_committed_recipe(recipe, recipes_dirs)
+    for run in runs:
+        require_every_loss(run.record, run.results)
+    require_same_run(first, recipes_dirs)
+    if recipe is None:
         raise RequestError(
-            f"{first.folder} has no recipe, and evidence belongs to one: put its settings into recipes/NAME.yaml",
+            f"{first.record.folder} has no recipe, and evidence belongs to one: put its settings into "
+            "recipes/NAME.yaml",
             problem_id="evidence-without-recipe",
         )
     content: dict[str, Any] = {
         "format": FORMAT,
-        "ran": gather_description(first, config, recipes_dirs).model_dump(mode="json"),
-        "hardware": gather_hardware(first, config).model_dump(mode="json"),
+        "ran": first.description(recipes_dirs).model_dump(mode="json"),
+        "hardware": first.hardware.model_dump(mode="json"),
         "label": label,
         "recorded": f"{datetime.now(UTC):%Y-%m-%d}",
-        "repeats": _repeats(records, results, target),
-        "results": results[0].model_dump(mode="json"),
+        "repeats": _repeats(runs, target),
+        "results": first.results.model_dump(mode="json"),
         "target": None if target is None else target.model_dump(mode="json"),
-        **_tolerances(records, results, config),
-        "inputs": inputs.model_dump(mode="json"),
-        "software": gather_software(manifest).model_dump(mode="json"),
+        **_tolerances(runs),
+        "inputs": first.inputs.model_dump(mode="json"),
+        "software": first.software.model_dump(mode="json"),
     }
-    return write_evidence(content, evidence_folder(config.recipe, recipes_dirs))
+    return write_evidence(content, evidence_folder(recipe, recipes_dirs))
 
 
-def _repeats(records: Sequence[RunRecord], results: Sequence[Results], target: Target | None) -> list[dict[str, Any]]:
+def _repeats(runs: Sequence[RunFacts], target: Target | None) -> list[dict[str, Any]]:
     """A summary of each run. Raises: RequestError if one missed the target."""
-    progress = [Progress(best=None) if target is None else _reached(target, record) for record in records]
-    processors = [_processor(record) for record in records]
+    progress = [Progress(best=None) if target is None else _reached(target, run.record) for run in runs]
+    first = runs[0].hardware.processor
     return [
         Repeat(
-            run=record.name,
-            started=record.status["started"],
-            final_loss=result.losses[-1],
-            tokens_per_second_per_gpu=result.tokens_per_second_per_gpu,
-            processor=None if processor == processors[0] else processor,
+            run=run.record.name,
+            started=run.record.status["started"],
+            final_loss=run.results.losses[-1],
+            tokens_per_second_per_gpu=run.results.tokens_per_second_per_gpu,
+            processor=None if run.hardware.processor == first else run.hardware.processor,
             steps_to_target=found.steps,
             time_to_target_s=found.seconds,
         ).model_dump(mode="json")
-        for record, result, processor, found in zip(records, results, processors, progress, strict=True)
+        for run, found in zip(runs, progress, strict=True)
     ]
-
-
-def _processor(record: RunRecord) -> Processor | None:
-    return gather_hardware(record, config_of(record.folder)).processor
 
 
 def _reached(target: Target, record: RunRecord) -> Progress:
@@ -126,15 +110,15 @@ def _reached(target: Target, record: RunRecord) -> Progress:
     return found
 
 
-def _tolerances(records: Sequence[RunRecord], results: Sequence[Results], config: RunConfig) -> dict[str, Any]:
+def _tolerances(runs: Sequence[RunFacts]) -> dict[str, Any]:
     """The tolerances, and on a CPU those for other processors. Raises: RequestError if the first one was used once."""
-    processors = [_processor(record) for record in records]
-    same = [result for result, processor in zip(results, processors, strict=True) if processor == processors[0]]
-    if processors[0] is None and len(same) == len(results):  # GPUs, or runs from before processors were recorded
+    first, config, results = runs[0].hardware.processor, runs[0].config, [run.results for run in runs]
+    same = [run.results for run in runs if run.hardware.processor == first]
+    if first is None and len(same) == len(results):  # GPUs, or runs from before processors were recorded
         return {"tolerances": _dumped(compute_tolerances(results, config))}
     if len(same) < MIN_RUNS:
         raise RequestError(
-            f"only {records[0].folder} ran with its processor, instructions and threads: name another run like it; "
+            f"only {runs[0].record.folder} ran with its processor, instructions and threads: name another run like it; "
             "runs with others may follow",
             problem_id="evidence-not-repeated",
         )
@@ -142,23 +126,20 @@ def _tolerances(records: Sequence[RunRecord], results: Sequence[Results], config
     if any(why_slowed(result) is not None for result in same):
         tolerances.pop(SPEED, None)
     elsewhere = elsewhere_tolerances(results, config, num_others=len(results) - len(same))
-    return {
-        "tolerances": _dumped(tolerances),
-        "tolerances_elsewhere": _dumped(elsewhere),
-    }
+    return {"tolerances": _dumped(tolerances), "tolerances_elsewhere": _dumped(elsewhere)}
 
 
 def _dumped(tolerances: dict[str, Tolerance]) -> dict[str, Any]:
     return {key: tolerance.model_dump(mode="json") for key, tolerance in tolerances.items()}
 
 
-def refuse_too_few(records: Sequence[RunRecord]) -> None:
+def refuse_too_few(runs: Sequence[RunFacts]) -> None:
     """Raises: RequestError for fewer than two different runs."""
-    folders = {record.folder for record in records}
-    if len(folders) < len(records):
+    folders = {run.record.folder for run in runs}
+    if len(folders) < len(runs):
         problem = "the same one is named twice"
     elif len(folders) < MIN_RUNS:
-        problem = f"{len(records)} was named"
+        problem = f"{len(runs)} was named"
     else:
         return
     raise RequestError(
@@ -168,15 +149,15 @@ def refuse_too_few(records: Sequence[RunRecord]) -> None:
     )
 
 
-def _refuse_copies(records: Sequence[RunRecord]) -> None:
+def _refuse_copies(runs: Sequence[RunFacts]) -> None:
     """Raises: RequestError for a copy of another run.
 
     Each line of the metrics has times, so no two trainings write equal metrics. A copy with edited metrics still has
     the other's start: its second, and the milliseconds of its phases.
     """
     folders: dict[str, Path] = {}
-    for record in records:
-        manifest = record.manifest or {}
+    for run in runs:
+        record, manifest = run.record, run.manifest
         start = (manifest["hardware"]["host"], record.status["started"], manifest.get(START_UP_KEY))
         for kept, same in (
             (sha256_file(record.folder / METRICS_FILE), f"every line of their {METRICS_FILE} is the same"),
@@ -191,8 +172,8 @@ def _refuse_copies(records: Sequence[RunRecord]) -> None:
                 )
 
 
-def _require_committed(record: RunRecord) -> None:
-    code = (record.manifest or {}).get("code") or {}
+def _require_committed(run: RunFacts) -> None:
+    code = run.manifest.get("code") or {}
     if code.get("git_commit") is None:
         why = f"its code is of no known commit ({code.get('reason') or 'its manifest says none'})"
     elif not code.get("is_clean"):
@@ -200,7 +181,7 @@ def _require_committed(record: RunRecord) -> None:
     else:
         return
     raise RequestError(
-        f"{record.folder}: {why}, so nobody could repeat it; commit the changes and train again",
+        f"{run.record.folder}: {why}, so nobody could repeat it; commit the changes and train again",
         problem_id="evidence-of-changed-code",
     )
 
@@ -216,29 +197,26 @@ def _require_committed_recipe(recipe: str | None, recipes_dirs: list[Path]) -> N
             )
 
 
-def _require_same(records: Sequence[RunRecord]) -> None:
+def _require_same(runs: Sequence[RunFacts]) -> None:
     """Raises: RequestError unless inputs, split, software and hardware are the same in all runs."""
-    first, *others = ((record, config_of(record.folder)) for record in records)
-    inputs, hardware = gather_inputs(*first), gather_hardware(*first)
-    # The packages must be the same, the image need not be.
-    software = gather_software(first[0].manifest or {}).model_dump(exclude={"image_digest"})
+    first, *others = runs
     for other in others:
-        found_inputs = gather_inputs(*other)
-        found_software = gather_software(other[0].manifest or {}).model_dump(exclude={"image_digest"})
+        # The packages must be the same, the image need not be.
+        software, found = (run.software.model_dump(exclude={"image_digest"}) for run in (first, other))
         if differing := [
-            *input_differences(inputs, found_inputs),
-            *split_differences(inputs, found_inputs),
-            *flat_differences(software, found_software),
+            *input_differences(first.inputs, other.inputs),
+            *split_differences(first.inputs, other.inputs),
+            *flat_differences(software, found),
         ]:
             key, one, two = differing[0]
             raise RequestError(
-                f"{other[0].folder} is not a repetition of {first[0].folder}: {key} is {two}, not {one}",
+                f"{other.record.folder} is not a repetition of {first.record.folder}: {key} is {two}, not {one}",
                 problem_id="evidence-not-repeated",
             )
-        found = gather_hardware(*other)
-        if (found.gpu, found.gpus, found.nodes) != (hardware.gpu, hardware.gpus, hardware.nodes):
+        here, there = first.hardware, other.hardware
+        if (there.gpu, there.gpus, there.nodes) != (here.gpu, here.gpus, here.nodes):
             raise RequestError(
-                f"{other[0].folder} ran on other hardware than {first[0].folder}: {found.gpus} x {found.gpu or 'CPU'}, "
-                f"not {hardware.gpus} x {hardware.gpu or 'CPU'}",
+                f"{other.record.folder} ran on other hardware than {first.record.folder}: {there.gpus} x "
+                f"{there.gpu or 'CPU'}, not {here.gpus} x {here.gpu or 'CPU'}",
                 problem_id="evidence-not-repeated",
             )

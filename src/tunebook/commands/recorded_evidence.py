@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from tunebook.commands.typed_command import command_of
-from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.evidence.compare import (
     Claim,
@@ -17,68 +16,57 @@ from tunebook.evidence.compare import (
     split_differences,
 )
 from tunebook.evidence.files import evidence_files, read_evidence
-from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs
-from tunebook.evidence.schema import Evidence, Hardware, Inputs, Target
+from tunebook.evidence.gather import RunFacts
+from tunebook.evidence.schema import Evidence, Inputs, Target
 from tunebook.evidence.target import require_measured
 from tunebook.evidence.tolerances import judged_tolerances
-from tunebook.evidence.verifying import Recorded, Verification, compare_run, describe
+from tunebook.evidence.verifying import Verification, compare_run, describe
 from tunebook.record.run_folder import WITHOUT_RECIPE
-from tunebook.record.run_record import RunRecord
 
 
 def verify(
-    record: RunRecord, recipes_dirs: list[Path], against: Path | None = None, target: Target | None = None
+    run: RunFacts, recipes_dirs: list[Path], against: Path | None = None, target: Target | None = None
 ) -> Verification:
     """Compare a finished run with the recipe's evidence, or with one file; `target` replaces the recorded target.
 
     Raises: RequestError if there is no evidence of the same run or the run does not measure the target, DataError for a
     damaged file.
     """
-    config = config_of(record.folder)
-    inputs, hardware = gather_inputs(record, config), gather_hardware(record, config)
-    recorded = recorded_evidence(config, inputs, hardware, recipes_dirs, against)
+    claim = claim_of_evidence(run, recipes_dirs, against)
     if target is not None:
-        require_measured(target, record)
-        claim = recorded.claim
+        require_measured(target, run.record)
         repeats = [one.model_copy(update={"steps_to_target": None}) for one in claim.repeats]  # of another target
-        recorded = replace(recorded, claim=replace(claim, target=target, repeats=repeats))
-    return compare_run(recorded, record)
+        claim = replace(claim, target=target, repeats=repeats)
+    return compare_run(claim, run)
 
 
-def recorded_evidence(
-    config: RunConfig, inputs: Inputs, hardware: Hardware, recipes_dirs: list[Path], against: Path | None = None
-) -> Recorded:
+def claim_of_evidence(run: RunFacts, recipes_dirs: list[Path], against: Path | None = None) -> Claim:
     """The evidence of the same run, preferably on the same machine. Raises: RequestError if there is none."""
-    file, found = _choose(config, inputs, hardware, recipes_dirs, against)
-    return Recorded(
+    file, found = _choose(run, recipes_dirs, against)
+    return Claim(
         name=file.name,
         what=f"{found.kind}, recorded on {found.recorded}: {describe(found.ran)}",
-        claim=Claim(
-            results=found.results,
-            hardware=found.hardware,
-            tolerances=judged_tolerances(found),
-            elsewhere=found.tolerances_elsewhere,
-            packages=found.software.packages,
-            target=found.target,
-            repeats=found.repeats,
-        ),
+        results=found.results,
+        hardware=found.hardware,
         inputs=found.inputs,
         software=found.software,
+        tolerances=judged_tolerances(found),
+        elsewhere=found.tolerances_elsewhere,
+        target=found.target,
+        repeats=found.repeats,
     )
 
 
-def _choose(
-    config: RunConfig, inputs: Inputs, hardware: Hardware, recipes_dirs: list[Path], against: Path | None
-) -> tuple[Path, Evidence]:
+def _choose(run: RunFacts, recipes_dirs: list[Path], against: Path | None) -> tuple[Path, Evidence]:
     """The evidence of the same run, preferably of the same machine and then of a step that is split alike."""
-    recipe = config.recipe or WITHOUT_RECIPE
+    recipe = run.config.recipe or WITHOUT_RECIPE
     if against is not None and not against.is_file():
         raise RequestError(
             f"--against {against} is not a file; name one of recipes/NAME/evidence, or omit --against to compare with "
             "the recipe's own evidence",
             problem_id="no-evidence",
         )
-    if config.recipe is None and against is None:
+    if run.config.recipe is None and against is None:
         raise RequestError(
             "this run has no recipe, and evidence belongs to one: put its settings into recipes/NAME.yaml and train "
             "that twice to record evidence, or compare this run with another: tunebook diff RUN RUN",
@@ -92,14 +80,14 @@ def _choose(
             problem_id="no-evidence",
         )
     known = [(file, read_evidence(file)) for file in files]
-    fitting = [(file, found) for file, found in known if not input_differences(found.inputs, inputs)]
+    fitting = [(file, found) for file, found in known if not input_differences(found.inputs, run.inputs)]
     if not fitting:
-        raise _no_evidence_of_this_run(recipe, known, inputs, recipes_dirs)
+        raise _no_evidence_of_this_run(recipe, known, run.inputs, recipes_dirs)
 
     def nearness(one: tuple[Path, Evidence]) -> tuple[bool, bool, str]:
         file, found = one
-        is_elsewhere = same_machine(found.hardware, hardware) is not None
-        return is_elsewhere, bool(split_differences(found.inputs, inputs)), file.name
+        is_elsewhere = same_machine(found.hardware, run.hardware) is not None
+        return is_elsewhere, bool(split_differences(found.inputs, run.inputs)), file.name
 
     return min(fitting, key=nearness)
 

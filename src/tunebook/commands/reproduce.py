@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from tunebook.commands.recorded_evidence import recorded_evidence
+from tunebook.commands.recorded_evidence import claim_of_evidence
 from tunebook.commands.train import plan_job, prepare_data, run_job
 from tunebook.commands.typed_command import machine_of_manifest
 from tunebook.config.book import book_root
@@ -30,15 +30,15 @@ from tunebook.config.identity import (
     has_hash,
     result_settings,
 )
-from tunebook.config.override_text import quoted
+from tunebook.config.override_text import command_words, quoted
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.data.files import SUFFIXES, find_files
 from tunebook.errors import RequestError, StoppedError
-from tunebook.evidence.compare import config_differences, named_differences
-from tunebook.evidence.gather import config_of, gather_hardware, gather_inputs, read_finished, training_overrides
+from tunebook.evidence.compare import Claim, config_differences, named_differences
+from tunebook.evidence.gather import RunFacts, config_of, read_finished, training_overrides
 from tunebook.evidence.page import show_verification
 from tunebook.evidence.run_checks import require_first_step, require_first_step_by_manifest, require_unchanged
-from tunebook.evidence.verifying import Recorded, compare_run, recorded_run
+from tunebook.evidence.verifying import claim_of_run, compare_run
 from tunebook.files import remembered_hash
 from tunebook.model.load import model_location
 from tunebook.model.weights_fingerprint import fingerprint_text, weights_fingerprint
@@ -159,11 +159,10 @@ def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], cons
     if (code := _train(original, job, folder, recipes_dirs, console)) != 0:
         return code
     if isinstance(job.config.launcher, SlurmConfig) and not job.config.launcher.wait:
-        compare = shlex.join(["tunebook", *_compare_command(original, folder, recipes_dirs)])
+        compare = _compare_command(original, folder, recipes_dirs)
         print_text(f"to compare it when the job has ended: {compare}", console)
         return 0
-    record = read_finished(folder)
-    return show_verification(compare_run(recorded, record), record, console)
+    return show_verification(compare_run(recorded, read_finished(folder)), console)
 
 
 def _print_plan(original: Original, job: Draft, recipes_dirs: list[Path], console: Console) -> None:
@@ -199,27 +198,22 @@ def resume_instructions(original: Original, job: Draft, folder: Path, recipes_di
     lines = (
         "the same `tunebook reproduce` would start over; to resume this run and compare it:",
         _train_command(job, words, recipes_dirs, "--run-folder", str(folder)),
-        shlex.join(["tunebook", *_compare_command(original, folder, recipes_dirs)]),
+        _compare_command(original, folder, recipes_dirs),
     )
     return "\n  ".join(lines)
 
 
 def _train_command(job: Draft, words: Sequence[str], recipes_dirs: list[Path], *options: str) -> str:
     """Return the command that trains it from any folder: relative paths start at the current folder."""
-    recipe = [job.config.recipe] if job.config.recipe is not None else []
-    train = shlex.join(["tunebook", "train", *recipe, *words, *_options(recipes_dirs), *options])
+    train = shlex.join([*command_words("train", job.config.recipe, words, recipes_dirs), *options])
     return train if typed_in(job.config) is None else f"cd {shlex.quote(str(Path.cwd()))} && {train}"
 
 
-def _compare_command(original: Original, folder: Path, recipes_dirs: list[Path]) -> list[str]:
+def _compare_command(original: Original, folder: Path, recipes_dirs: list[Path]) -> str:
     """Return the command that compares a finished reproduction with the original."""
     if original.has_curve:
-        return ["diff", str(original.run), str(folder)]
-    return ["verify", str(folder), *_options(recipes_dirs)]
-
-
-def _options(recipes_dirs: list[Path]) -> list[str]:
-    return [part for named in recipes_dirs for part in ("--recipes-dir", str(named))]
+        return shlex.join(["tunebook", "diff", str(original.run), str(folder)])
+    return shlex.join(command_words("verify", None, [str(folder)], recipes_dirs))
 
 
 def require_same_config(original: Original, config: RunConfig, recipes_dirs: list[Path]) -> list[str]:
@@ -283,15 +277,14 @@ def _config_differs(manifest: dict[str, Any], differing: str) -> RequestError:
     )
 
 
-def choose_recorded(original: Original, config: RunConfig, recipes_dirs: list[Path]) -> Recorded:
+def choose_recorded(original: Original, config: RunConfig, recipes_dirs: list[Path]) -> Claim:
     """Return what the run will be compared with, before hours of training. Raises: RequestError if there is nothing."""
     if original.has_curve:
         assert original.run is not None
-        return recorded_run(read_finished(original.run), recipes_dirs)
+        return claim_of_run(read_finished(original.run), recipes_dirs)
     here = original.manifest | {"hardware": describe_hardware(original.manifest["hardware"]["nccl"])}
     record = RunRecord(folder=original.run or Path(), manifest=here)
-    inputs, hardware = gather_inputs(record, config), gather_hardware(record, config)
-    return recorded_evidence(config, inputs, hardware, recipes_dirs)
+    return claim_of_evidence(RunFacts(record=record, config=config, manifest=here), recipes_dirs)
 
 
 def require_same_files(manifest: dict[str, Any], config: RunConfig) -> None:

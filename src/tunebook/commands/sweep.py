@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -19,8 +20,8 @@ from tunebook.errors import RequestError
 from tunebook.plan.show import preparing
 from tunebook.record.run_folder import WITHOUT_RECIPE
 from tunebook.sweep.folder import Request, SweepFolder, create, newest_with, working_on
-from tunebook.sweep.launching import CommandOf, RunLocally, RunTrial, TrialList, TrialSource, run_trials
-from tunebook.sweep.options import SweepLauncher, SweepOptions, check_options
+from tunebook.sweep.launching import CommandOf, RunLocally, Runner, TrialList, run_trials
+from tunebook.sweep.options import SweepOptions, check_options
 from tunebook.sweep.results import (
     Ranking,
     TrialResult,
@@ -73,15 +74,15 @@ def sweep_command(
         return 0
     stopping = Stopping()
     with _locked_sweep(plan, console) as (folder, source), stopping.listening():
-        if plan.options.launcher_kind is not SweepLauncher.slurm:
+        if options.launcher != "slurm":
             _wait_for_leftovers(folder, source.trials, console)
-        run_one = _run_one(plan, folder, stopping, command_of or plan.command)
+        run_one = _runner(plan, folder, stopping, command_of or plan.command)
         run_trials(source, run_one, stopping, plan.num_at_once, folder.has_filled_disk)
         return _conclude(plan, folder, source.trials, console, was_stopped=stopping.num_requests > 0)
 
 
 @contextmanager
-def _locked_sweep(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFolder, TrialSource]]:
+def _locked_sweep(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFolder, TrialList]]:
     """Lock the folder of an interrupted sweep with an equal request, or a new one; yield it and the trials to run."""
     config = plan.configs[0]
     request = Request(
@@ -109,12 +110,12 @@ def _locked_sweep(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFold
         yield folder, _source(plan, folder)
 
 
-def _source(plan: SweepPlan, folder: SweepFolder) -> TrialSource:
-    if plan.space is None:
+def _source(plan: SweepPlan, folder: SweepFolder) -> TrialList:
+    if plan.space is None or plan.goal is None:
         return TrialList(plan.trials, folder)
     from tunebook.sweep.study import Search
 
-    return Search(plan.search_plan(), folder)
+    return Search(plan.fixed, plan.space, plan.goal, plan.options, folder)
 
 
 def _wait_for_leftovers(folder: SweepFolder, trials: list[Trial], console: Console) -> None:
@@ -133,24 +134,17 @@ def _wait_for_leftovers(folder: SweepFolder, trials: list[Trial], console: Conso
             )
 
 
-def _run_one(plan: SweepPlan, folder: SweepFolder, stopping: Stopping, command_of: CommandOf) -> RunTrial:
-    if plan.options.launcher_kind is SweepLauncher.slurm:
-        return RunInSlurm(
-            folder=folder,
-            command_of=command_of,
-            config_of=plan.config_of,
-            stopping=stopping,
-            num_trials=plan.num_trials,
-        )
-    return RunLocally(
-        folder=folder,
-        command_of=command_of,
-        config_of=plan.config_of,
-        shares=machine_shares(plan.num_at_once),
-        stopping=stopping,
-        num_trials=plan.num_trials,
-        prints_to_files=plan.num_at_once > 1,
-    )
+def _runner(plan: SweepPlan, folder: SweepFolder, stopping: Stopping, command_of: CommandOf) -> Runner:
+    common: dict[str, Any] = {
+        "folder": folder,
+        "command_of": command_of,
+        "config_of": plan.config_of,
+        "stopping": stopping,
+        "num_trials": plan.num_trials,
+    }
+    if plan.options.launcher == "slurm":
+        return RunInSlurm(**common)
+    return RunLocally(**common, shares=machine_shares(plan.num_at_once), prints_to_files=plan.num_at_once > 1)
 
 
 def _conclude(plan: SweepPlan, folder: SweepFolder, trials: list[Trial], console: Console, *, was_stopped: bool) -> int:

@@ -14,7 +14,7 @@ from tunebook.config.choices import Generation
 from tunebook.hardware.detect import Machine
 from tunebook.plan.auto.decisions import asked_keys
 from tunebook.plan.draft import Draft, draft_composition, draft_run
-from tunebook.sweep.options import SweepLauncher, SweepOptions
+from tunebook.sweep.options import SweepOptions
 from tunebook.sweep.shares import uses_this_machine
 from tunebook.sweep.trials import Trial
 
@@ -81,7 +81,7 @@ def divide(
     fit into memory by estimate. `most_at_once` is the number of trials, if known.
     """
     num_gpus = len(drafts.machine.gpus)
-    if options.launcher_kind is not SweepLauncher.joblib or num_gpus < 2:
+    if options.launcher != "joblib" or num_gpus < 2:
         return None
     is_open = {trial.overrides: _takes_all(drafts.whole(trial.overrides), num_gpus) for trial in trials}
     if not any(is_open.values()):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +15,15 @@ from tunebook.hardware.detect import detect_machine
 from tunebook.plan.auto.decisions import asked_keys
 from tunebook.plan.draft import Draft
 from tunebook.slurm import check_job
-from tunebook.sweep.options import METRICS, SHOWN_WHILE_RUNNING, Direction, SweepLauncher, SweepOptions
+from tunebook.sweep.options import METRICS, SHOWN_WHILE_RUNNING, SweepOptions
 from tunebook.sweep.results import Goal
 from tunebook.sweep.shares import num_at_once, uses_this_machine
 from tunebook.sweep.slurm_trials import check_jobs, split_overrides
-from tunebook.sweep.space import Space, corners, describe, read_space
 from tunebook.sweep.trial_process import train_command
 from tunebook.sweep.trials import Trial, check_trials, expand_trials, without_resume_override
 
-if TYPE_CHECKING:
-    from tunebook.sweep.study import SearchPlan
+if TYPE_CHECKING:  # loading Optuna takes a moment that lists need not wait
+    from tunebook.sweep.space import Space
 
 Progress = Callable[[int, int], None]
 
@@ -60,9 +58,6 @@ class SweepPlan:
 
     def config_of(self, trial: Trial) -> RunConfig:
         """Return a trial's configuration. Raises: RequestError if its values together break a rule."""
-        for known, config in zip(self.trials, self.configs, strict=True):
-            if known.overrides == trial.overrides:
-                return config
         draft = self.drafts.divided(trial.overrides, self.division)
         draft.raise_errors()
         return draft.config
@@ -83,34 +78,21 @@ class SweepPlan:
         if self.config_of(trial).training.resume == "never":
             # `never` is about the sweep: in a trial's folder, Slurm's next turn or the same command resumes.
             overrides = [*without_resume_override(overrides), "training.resume=auto"]
-        if self.options.launcher_kind is SweepLauncher.slurm:
+        if self.options.launcher == "slurm":
             overrides = split_overrides(overrides)[1]
         return train_command(self.recipe, overrides, run_folder, self.recipes_dirs)
-
-    def search_plan(self) -> SearchPlan:
-        """Return the inputs of the study."""
-        from tunebook.sweep.study import SearchPlan
-
-        assert self.space is not None and self.goal is not None
-        return SearchPlan(
-            fixed=self.fixed,
-            space=self.space,
-            goal=self.goal,
-            num_trials=self.num_trials,
-            seed=self.options.seed or 0,
-            prune_from=self.options.prune,
-            is_direction_named=self.options.direction is not None,
-        )
 
     def search_record(self) -> dict[str, Any] | None:
         """Return the search as JSON; sweeps with equal records resume each other's trials."""
         if self.space is None or self.goal is None:
             return None
+        from tunebook.sweep.space import describe
+
         return {
             "search": self.options.search,
             "space": describe(self.space),
             "metric": self.goal.metric,
-            "direction": self.goal.direction.name,
+            "direction": self.goal.direction,
             "seed": self.options.seed or 0,
             "prune": self.options.prune,
         }
@@ -119,15 +101,13 @@ class SweepPlan:
         """Describe in a line or two how the sweep will run."""
         at_once = "one at a time" if self.num_at_once == 1 else f"{self.num_at_once} at a time"
         how = {
-            SweepLauncher.basic: at_once,
-            SweepLauncher.joblib: f"{at_once}, {self._shares}",
-            SweepLauncher.slurm: f"as Slurm jobs, {at_once}",
-        }[self.options.launcher_kind]
+            "basic": at_once,
+            "joblib": f"{at_once}, {self._shares}",
+            "slurm": f"as Slurm jobs, {at_once}",
+        }[self.options.launcher]
         if self.goal is None or self.space is None:
             return how
-        return (
-            f"{how}; searched by Optuna: {self.goal.direction.name} {self.goal.metric}, seed {self.options.seed or 0}"
-        )
+        return f"{how}; searched by Optuna: {self.goal.direction} {self.goal.metric}, seed {self.options.seed or 0}"
 
     @property
     def _shares(self) -> str:
@@ -155,14 +135,15 @@ def plan_sweep(
 
     `progress` gets the number of trials composed so far, and their total.
     """
-    _require_packages(options)
-    if options.launcher_kind is SweepLauncher.slurm:
+    if options.launcher == "slurm":
         words = split_overrides(words)[0]
     fixed: list[str] = []
     space: Space | None = None
     if options.search is None:
         trials = expand_trials(words)
     else:
+        from tunebook.sweep.space import corners, read_space
+
         fixed, space = read_space(words)
         trials = corners(fixed, space)
     num_trials = len(trials) if space is None else options.num_trials or 0
@@ -180,7 +161,7 @@ def plan_sweep(
         )
     except RequestError as error:
         raise (_with_whole_numbers(error, space) if space else error) from error
-    if options.launcher_kind is SweepLauncher.slurm and is_started:
+    if options.launcher == "slurm" and is_started:
         check_job(configs[0])
     return SweepPlan(
         recipe=recipe,
@@ -196,20 +177,6 @@ def plan_sweep(
         drafts=drafts,
         division=division,
     )
-
-
-def _require_packages(options: SweepOptions) -> None:
-    """Refuse options that need a missing package. Raises: RequestError with the install command."""
-    needed = {
-        "--launcher=joblib": ("joblib", "joblib>=1.4,<2", options.launcher_kind is SweepLauncher.joblib),
-        "--search=optuna": ("optuna", "optuna>=5,<6", options.search is not None),
-    }
-    for option, (package, requirement, is_needed) in needed.items():
-        if is_needed and find_spec(package) is None:
-            raise RequestError(
-                f"{option} needs the package {package}, which is not installed here; type: pip install '{requirement}'",
-                problem_id="sweep-package",
-            )
 
 
 def _with_whole_numbers(error: RequestError, space: Space) -> RequestError:
@@ -240,7 +207,7 @@ def _checked(draft: Draft, options: SweepOptions, is_started: bool) -> RunConfig
 
 def check_launch(config: RunConfig, options: SweepOptions) -> None:
     """Refuse trials whose end the sweep would not see. Raises: RequestError."""
-    if options.launcher_kind is SweepLauncher.slurm:
+    if options.launcher == "slurm":
         check_jobs(config)
     elif isinstance(config.launcher, SlurmConfig) and not config.launcher.wait:
         raise RequestError(
@@ -278,8 +245,7 @@ def _goal(options: SweepOptions, config: RunConfig) -> Goal | None:
             f"--prune: a running trial does not show its {metric} yet; type --metric=final_loss, or leave --prune out",
             problem_id="sweep-option",
         )
-    direction = METRICS[metric] if options.direction is None else Direction[options.direction]
-    return Goal(metric=metric, direction=direction)
+    return Goal(metric=metric, direction=options.direction or METRICS[metric])
 
 
 def _measured(config: RunConfig) -> list[str]:

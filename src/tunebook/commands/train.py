@@ -21,13 +21,14 @@ from tunebook.commands.attempt import Attempt
 from tunebook.config.choices import Checkpointing, Generation, PackingMode
 from tunebook.config.frozen import architecture_json, config_to_yaml
 from tunebook.config.model_facts import ARCHITECTURE_FILE
+from tunebook.config.override_text import command_words
 from tunebook.config.schema import RayConfig, RunConfig, SlurmConfig, world_size
 from tunebook.config.unsafe_text import require_printable
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.prepared import PREPARED_FILE
 from tunebook.data.view import show_summary
 from tunebook.errors import DataError, RequestError, RulesError
-from tunebook.evaluate.code.checks import check_code, has_code
+from tunebook.evaluate.code.checks import check_code
 from tunebook.evaluate.preflight import require_task_data
 from tunebook.evaluate.sandbox.client import HANDOVER_VARIABLE, SERVICE_HANDOVER
 from tunebook.evaluate.task_files import check_tasks, resolve_task
@@ -66,7 +67,6 @@ from tunebook.terminal import print_text
 from tunebook.train.requirements import check_environment
 
 if TYPE_CHECKING:
-    from tunebook.checkpoint.record import Identity
     from tunebook.data.prepared import Prepared
 
 _LENGTH_UNIT = 256  # tokens; an advised training.max_length is a multiple
@@ -85,9 +85,8 @@ def plan_job(recipe: str | None, overrides: list[str], recipes_dirs: list[Path])
 
 def show_decisions(job: Draft, console: Console, *, is_complete: bool = False) -> None:
     """Print the warnings and the choices: all, or those that differ from the last run or that `auto` made."""
-    words = [*([job.recipe] if job.recipe is not None else []), *job.overrides]
-    folders = [part for folder in job.recipes_dirs for part in ("--recipes-dir", str(folder))]
-    command = None if is_complete else shlex.join(["tunebook", "plan", *words, *folders, "--all"])
+    words = [*command_words("plan", job.recipe, job.overrides, job.recipes_dirs), "--all"]
+    command = None if is_complete else shlex.join(words)
     show_choices(job.resolved.choices, console, last=_last_run(job.config), command=command)
     show_warnings(job.problems, console)
 
@@ -142,7 +141,8 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
         show_if_documents_are_short(job, prepared, console)
         found = folder or unfinished_run(config, lambda text: print_text(text, console), asked)
         is_done = found is not None and is_trained(found, config)
-        checkpoint = None if is_done else expected_checkpoint(config, found, _identity(config, prepared))
+        identity = identity_of(config, prepared, weights_fingerprint(config.model))  # the ranks reuse the fingerprint
+        checkpoint = None if is_done else expected_checkpoint(config, found, identity)
         folder = _make_folder(config, found)
         lock = stack.enter_context(working_in(folder))
         set_up_folder(job, plan, prepared, folder)
@@ -261,7 +261,7 @@ def refuse_code_inside(config: RunConfig) -> None:
     handover = os.environ.get(HANDOVER_VARIABLE) or str(SERVICE_HANDOVER)
     if evaluation.confirm_run_unsafe_code or handover in settings.container_mounts:
         return
-    tasks = [task for task in evaluation.tasks if has_code([resolve_task(task)])]
+    tasks = [task for task in evaluation.tasks if resolve_task(task).code is not None]
     if tasks and (evaluation.before or evaluation.after):
         raise RequestError(
             f"evaluation.tasks: {', '.join(tasks)} has programs executed that a model wrote, and a container of "
@@ -278,11 +278,6 @@ def prepare_data(config: RunConfig, console: Console) -> Prepared:
 
     with preparing(console) as progress:
         return prepare(config, progress)
-
-
-def _identity(config: RunConfig, prepared: Prepared) -> Identity:
-    """Return the identity that the run's checkpoints record; caches the weights' fingerprint for the ranks."""
-    return identity_of(config, prepared, weights_fingerprint(config.model))
 
 
 def _make_folder(config: RunConfig, found: Path | None) -> Path:
@@ -316,7 +311,7 @@ def set_up_folder(job: Draft, plan: BatchPlan, prepared: Prepared, folder: Path)
         config,
         world_size=world_size(config),
         # Not what the user typed: `tunebook reproduce` is typed without the overrides that it trains with.
-        command=["tunebook", "train", *([config.recipe] if config.recipe is not None else []), *job.overrides],
+        command=command_words("train", config.recipe, job.overrides),
         typed=["tunebook", *sys.argv[1:]],
         model=known,
         tokenizer_sha256=prepared.tokenizer_sha256,

@@ -13,10 +13,12 @@ from typing import Any
 from tunebook.config.choices import Generation, LauncherName
 from tunebook.config.frozen import typed_in_of
 from tunebook.config.identity import comparable_config
+from tunebook.config.override_text import command_words
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.evidence.compare import config_differences, input_differences, named_differences
-from tunebook.evidence.schema import Evidence, Hardware, Inputs
+from tunebook.evidence.gather import RunFacts, claim_overrides
+from tunebook.evidence.schema import Evidence, Hardware
 from tunebook.facts.generations import GENERATIONS
 from tunebook.hardware.detect import Gpu, Machine
 from tunebook.plan.draft import Draft, draft_run
@@ -35,31 +37,32 @@ def command_of(evidence: Evidence, recipes_dirs: list[Path]) -> str | None:
     # Older evidence does not record the launcher. A run on one node needs no cluster, which not everyone has.
     has_launcher = config.launcher.name is LauncherName.local or any(w.startswith("launcher=") for w in ran.overrides)
     local = [] if has_launcher or evidence.hardware.nodes > 1 else ["launcher=local"]
-    return shlex.join(["tunebook", "train", ran.recipe, *ran.overrides, *local])
+    return shlex.join(command_words("train", ran.recipe, [*ran.overrides, *local]))
 
 
-def require_same_run(
-    run: Path, recipe: str | None, words: list[str], inputs: Inputs, machine: Machine, recipes_dirs: list[Path]
-) -> None:
+def require_same_run(run: RunFacts, recipes_dirs: list[Path]) -> None:
     """Raises: RequestError unless recipe and overrides still train what the run trained, on its machine."""
-    folder = typed_in_of(run / RUN_FILE)  # relative paths start here
+    recipe, words = run.config.recipe, claim_overrides(run.manifest)
+    folder = typed_in_of(run.record.folder / RUN_FILE)  # relative paths start here
     is_gone = folder is not None and not folder.is_dir()
     recipes_dirs = [one.expanduser().absolute() for one in recipes_dirs]
     with contextlib.nullcontext() if folder is None or is_gone else contextlib.chdir(folder):
-        draft = draft_run(recipe, words, recipes_dirs, machine)
+        draft = draft_run(recipe, words, recipes_dirs, machine_of_manifest(run.manifest["hardware"]))
     config = _config_of(draft)
     if config is None:
         problems = draft.error.message if draft.error else "; ".join(problem.message for problem in draft.problems)
         what = f"does not compose any more ({problems})"
-    elif differing := input_differences(inputs, inputs.model_copy(update={"config": comparable_config(config)})):
+    elif differing := input_differences(
+        run.inputs, run.inputs.model_copy(update={"config": comparable_config(config)})
+    ):
         what = f"composes to another run now: {named_differences(differing)}"
     else:
         return
     moved = f"{folder}, where it was typed, does not exist, so relative paths start here. " if is_gone else ""
-    command = shlex.join(["tunebook", "train", *([recipe] if recipe else []), *words])
+    command = shlex.join(command_words("train", recipe, words))
     raise RequestError(
-        f"{run}: `{command}` {what}. {moved}The recipe, or a file that it reads, was changed since the run: undo that "
-        "change, or train again as it is now (training.resume=never)",
+        f"{run.record.folder}: `{command}` {what}. {moved}The recipe, or a file that it reads, was changed since the "
+        "run: undo that change, or train again as it is now (training.resume=never)",
         problem_id="evidence-of-changed-code",
     )
 

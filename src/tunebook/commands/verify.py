@@ -16,8 +16,8 @@ from tunebook.config.identity import flat_differences
 from tunebook.errors import RequestError
 from tunebook.evidence.card import check_card, update_card, update_overview
 from tunebook.evidence.files import evidence_files, evidence_folder
-from tunebook.evidence.gather import config_of, read_finished
-from tunebook.evidence.page import draw_page, show_verification
+from tunebook.evidence.gather import RunFacts, read_finished
+from tunebook.evidence.page import show_verification, write_page
 from tunebook.evidence.schema import Target
 from tunebook.evidence.target import parse_target
 from tunebook.evidence.tolerances import relative
@@ -58,7 +58,7 @@ def verify_command(
     wanted = None if target is None else parse_target(target)
     folders = [resolve_run(run, outputs) for run in runs]
     with broken_records_named(*folders):
-        records = [read_finished(folder) for folder in folders]
+        found_runs = [read_finished(folder) for folder in folders]
     if record:
         if label is None or against is not None:
             raise RequestError(
@@ -66,18 +66,18 @@ def verify_command(
                 problem_id="evidence-label",
             )
         with broken_records_named(*folders):
-            return _record(records, label, recipes_dirs, console, wanted)
-    if len(records) != 1 or label is not None:
+            return _record(found_runs, label, recipes_dirs, console, wanted)
+    if len(found_runs) != 1 or label is not None:
         raise RequestError(
             "only one run can be compared; several runs and --label are for --record: "
             "tunebook verify RUN RUN --record --label NAME",
             problem_id="evidence-label",
         )
     with broken_records_named(*folders):
-        found = verify(records[0], recipes_dirs, against, wanted)
+        found = verify(found_runs[0], recipes_dirs, against, wanted)
     if not as_json:
-        return show_verification(found, records[0], console)
-    page = draw_page(found, records[0], Console(stderr=True))
+        return show_verification(found, console)
+    page = write_page(found, Console(stderr=True))
     _print_json(found.to_json() | {"page": None if page is None else str(page)})
     return found.exit_code
 
@@ -86,14 +86,12 @@ def _print_json(content: dict[str, Any]) -> None:
     print(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def _record(
-    records: list[RunRecord], label: str, recipes_dirs: list[Path], console: Console, target: Target | None
-) -> int:
+def _record(runs: list[RunFacts], label: str, recipes_dirs: list[Path], console: Console, target: Target | None) -> int:
     """Write the evidence and update the card. A card that cannot be updated is refused before anything is written."""
-    if (recipe := config_of(records[0].folder).recipe) is not None:
+    if (recipe := runs[0].config.recipe) is not None:
         folder = evidence_folder(recipe, recipes_dirs)
         check_card(folder.parent / "README.md", evidence_files(recipe, recipes_dirs))
-    file = record_evidence(records, label, recipes_dirs, target)
+    file = record_evidence(runs, label, recipes_dirs, target)
     print_text(f"written: {file}", console)
     card = file.parent.parent / "README.md"
     files = sorted(file.parent.glob("*.json"))

@@ -7,7 +7,6 @@ hash until it is set. Fields that do not change the result are marked in their m
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator
 from enum import Enum
@@ -17,6 +16,7 @@ from typing import Any
 from tunebook.config.book import BOOK_PREFIX, book_root
 from tunebook.config.schema import RunConfig, describes_claim, is_identity
 from tunebook.config.walk import schemas_of, texts_of
+from tunebook.files import sha256_text
 
 # Recorded with each hash. Version 1 also covered settings at their defaults; its hashes cannot be recomputed.
 HASH_VERSION = 2
@@ -33,7 +33,7 @@ def config_hash(config: RunConfig, book_folder: str | None = None) -> str:
     """SHA-256 of the settings that differ from their defaults: sorted keys, the book's paths as `book:...`."""
     changed = _changed(config, book_folder or _book_folder())
     text = json.dumps(changed, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return sha256_text(text)
 
 
 def hash_anywhere(config: RunConfig, asked: Collection[str]) -> str:

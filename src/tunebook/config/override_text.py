@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")  # needs no quotes in Hydra or a shell
 _OPENING, _CLOSING, _QUOTES = "[{(", ")}]", "'\""
@@ -32,6 +33,14 @@ def typed_list(key: str, values: Iterable[str]) -> str:
 def typed_mapping(key: str, mapping: Mapping[str, object]) -> str:
     """`key={name: value}` for names without special characters, as one argument of a shell command."""
     return shlex.quote(f"{key}={{{', '.join(f'{name}: {as_typed(value)}' for name, value in mapping.items())}}}")
+
+
+def command_words(
+    command: str, recipe: str | None, overrides: Iterable[str], recipes_dirs: Iterable[Path] = ()
+) -> list[str]:
+    """A command on a recipe, as the words that are typed."""
+    dirs = [part for folder in recipes_dirs for part in ("--recipes-dir", str(folder))]
+    return ["tunebook", command, *([recipe] if recipe is not None else []), *overrides, *dirs]
 
 
 def split_values(listed: str) -> list[str]:

@@ -11,7 +11,6 @@ loading a tokenizer. Every start computes it, so it imports neither torch nor tr
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import shutil
 import time
@@ -37,7 +36,7 @@ from tunebook.data.prepared import (
 )
 from tunebook.data.sources import corpus_identity
 from tunebook.errors import DataError, DoesNotFitError, RequestError
-from tunebook.files import CACHE_VARIABLE, cache_root, sha256_file
+from tunebook.files import CACHE_VARIABLE, cache_root, sha256_file, sha256_text
 from tunebook.hardware.disk import existing
 from tunebook.model.base_config import read_vocab_size
 from tunebook.model.tokenizer_files import tokenizer_files_hash
@@ -105,14 +104,14 @@ def made_from(config: RunConfig) -> dict[str, Any]:
 
 def fingerprint(content: dict[str, Any]) -> str:
     """The hash of `made_from`, as hexadecimal digits."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return sha256_text(json.dumps(content, sort_keys=True))
 
 
 def _code_hash() -> str:
     here = Path(__file__).parent
     files = [file for file in sorted(here.glob("*.py")) if file.name not in _READERS]
     files += [here.parent / "model" / name for name in ("tokenizer.py", "chat_templates.py")]
-    return hashlib.sha256("".join(sha256_file(file) for file in files).encode()).hexdigest()
+    return sha256_text("".join(sha256_file(file) for file in files))
 
 
 __all__ = ["Prepared", "PreparedPart", "Progress", "load_prepared", "prepare"]

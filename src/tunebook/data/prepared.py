@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.data.corpus import SourceRecord
 from tunebook.errors import DataError
+from tunebook.files import sha256_text
 
 if TYPE_CHECKING:
     import datasets
@@ -218,7 +219,7 @@ def hash_documents(parts: Iterable[Path]) -> str:
     `chunks.prepared_schema`. They are read batch by batch and not mapped: mapped data stays in memory.
     """
     hashes = (f"{part.name}:{_hash_part(part / ARROW_FILE)}" for part in sorted(parts))
-    return hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+    return sha256_text("\n".join(hashes))
 
 
 def _hash_part(file: Path) -> str:

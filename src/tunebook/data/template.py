@@ -9,7 +9,6 @@ is an error (`template_content.py`).
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from tunebook.data.conversation import Conversation, Messages, TemplateForm, spl
 from tunebook.data.special_tokens import Span, SpecialTokens
 from tunebook.data.template_content import ContentCheck, Missing
 from tunebook.errors import DataError, RequestError
+from tunebook.files import sha256_text
 from tunebook.model.chat_templates import GENERATION_MARKER, suggest_template
 from tunebook.model.tokenizer import stop_token_ids
 
@@ -63,7 +63,7 @@ def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The SHA-256 of the chat template's text; None without a template."""
     if not tokenizer.chat_template:
         return None
-    return hashlib.sha256(require_template(tokenizer).encode()).hexdigest()
+    return sha256_text(require_template(tokenizer))
 
 
 class ConversationRenderer:

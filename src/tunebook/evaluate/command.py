@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tunebook.config.book import as_word
 from tunebook.config.frozen import config_to_yaml, load_config
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.batch_size import read_batch_size
-from tunebook.evaluate.code.checks import apply_options, check_code
+from tunebook.evaluate.code.checks import apply_overrides, check_code
 from tunebook.evaluate.preflight import Missing, describe_missing, find_missing, harness_environment, missing_error
 from tunebook.evaluate.target import (
     MODEL_FILE,
@@ -27,16 +28,17 @@ from tunebook.evaluate.target import (
     results_folder,
     without_overrides,
 )
-from tunebook.evaluate.task_files import check_tasks, suite_settings
+from tunebook.evaluate.task_files import check_tasks, refuse_suite_and_tasks, suite_settings
 from tunebook.files import atomic_write_json, atomic_write_text, read_json
+from tunebook.processes import ending
 from tunebook.record.answer_faults import fault_warnings
 from tunebook.record.contamination import result_lines, score_lines
-from tunebook.record.differences import Answers, answers_of, task_difference
+from tunebook.record.differences import answers_of, score_in_words
 from tunebook.record.model_origin import allowed_mismatches
-from tunebook.record.page.numbers import Unit
-from tunebook.record.page.scores import change_text
-from tunebook.record.run_folder import LATEST, RUN_FILE
+from tunebook.record.page.scores import Score, ScoreRow, score_rows
+from tunebook.record.run_folder import LATEST, RUN_FILE, time_name
 from tunebook.supervise import ProcessEnd, run_and_wait
+from tunebook.terminal import print_text
 from tunebook.train.environment import evaluation_environment
 from tunebook.train.image import refuse_wrong_image
 
@@ -53,68 +55,52 @@ class EvaluationRequest:
     num_fewshot: int | None = None  # examples before each item
     batch_size: str | None = None  # of requests, or auto
     allow_mismatch: str = ""  # comma-separated differences from training to allow
-    options: list[str] = field(default_factory=list)  # additional worker options
+    code: list[str] = field(default_factory=list)  # overrides such as evaluation.code.num_samples=20
+    is_fresh: bool = False  # evaluate finished tasks once more
+    processes: int | None = None  # that share the requests
+    confirm_run_unsafe_code: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationReport:
-    """The record of an evaluation, its file, its table, and the error if something failed."""
-
-    file: Path
-    record: dict[str, Any]
-    table: Table
-    error: TunebookError | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Subject:
-    """The model under evaluation."""
-
-    folder: Path  # the run's folder, or the results folder of a model without a run
-    config: RunConfig
-    options: list[str]  # options of the worker
-
-
-def evaluate_command(request: EvaluationRequest, outputs: Path) -> EvaluationReport:
+def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console) -> None:
     """Evaluate a run, one of its checkpoints, or a model that belongs to no run.
 
     A run's model gets the tokenizer, template and system prompt that it was trained with. A `suite` or `tasks` replace
     the run's own. Writes `evaluation/eval-<time>.json` in the run's folder, next to `before.json` and `after.json`; for
     another model in `<outputs>/evaluations/<name>/`. Tasks with missing requirements are reported first and skipped.
-    Raises: RequestError for what cannot be evaluated.
+    Raises: RequestError for what cannot be evaluated; after the results are printed, the error of what failed.
     """
-    options = _options(request)
+    _check(request)
+    allowed = allowed_mismatches(request.allow_mismatch)
     refuse_wrong_image()
-    subject = _find_subject(request, outputs)
-    asked = request.tasks or subject.config.evaluation.tasks
-    if not asked:
+    folder, config, options = _find_subject(request, outputs)
+    settings = _settings(request, config)
+    if not settings.tasks:
         raise RequestError(
-            f"{request.model or subject.folder} names no tasks of its own to evaluate; try suite=leaderboard, or "
+            f"{request.model or folder} names no tasks of its own to evaluate; try suite=leaderboard, or "
             "tasks=gsm8k,arc_easy of lm-evaluation-harness, or the YAML file of a task of yours",
             problem_id="no-tasks",
         )
-    check_tasks(asked)
-    missing = find_missing(asked)
-    tasks = _without(asked, missing)
-    check_code(apply_options(subject.config.evaluation, request.options), tasks)
-    when = f"eval-{datetime.now(UTC):%Y-%m-%dT%H-%M-%SZ}-{os.getpid()}"
-    options = [*subject.options, *options, *(part for task in tasks for part in ("--task", as_word(task)))]
-    end = _run(worker_command(subject.folder, when, options), subject.config, tasks)
-    return _report(subject.folder / "evaluation" / f"{when}.json", end, when, missing)
+    check_tasks(settings.tasks)
+    missing = find_missing(settings.tasks)
+    tasks = _without(settings.tasks, missing)
+    check_code(settings, tasks)
+    when = f"eval-{time_name()}-{os.getpid()}"
+    options += ["--evaluation", settings_as_json(replace(settings, tasks=[as_word(task) for task in tasks]))]
+    options += [part for name in allowed for part in ("--allow-mismatch", name)]
+    options += ["--fresh"] if request.is_fresh else []
+    options += [] if request.processes is None else ["--processes", str(request.processes)]
+    end = run_and_wait(worker_command(folder, when, options), worker_environment(config, tasks))
+    _report(folder / "evaluation" / f"{when}.json", end, when, missing, console)
 
 
-def _options(request: EvaluationRequest) -> list[str]:
-    """Return the worker's options that do not depend on the model. Raises: RequestError for invalid ones."""
+def _check(request: EvaluationRequest) -> None:
+    """Refuse arguments that are wrong for every model. Raises: RequestError."""
     if request.run is not None and request.model is not None:
         raise RequestError(
             f"run={request.run} and model={request.model} exclude each other; type one of them",
             problem_id="run-and-model",
         )
-    if request.suite is not None and request.tasks is not None:
-        raise RequestError(
-            f"suite={request.suite} and tasks={','.join(request.tasks)} exclude each other; type one of them",
-            problem_id="suite-and-tasks",
-        )
+    refuse_suite_and_tasks(request.suite, request.tasks)
     if request.tasks is not None and not request.tasks:
         raise RequestError(
             "tasks= names no task; type tasks=gsm8k,arc_easy of lm-evaluation-harness, or YAML files of yours",
@@ -129,19 +115,32 @@ def _options(request: EvaluationRequest) -> list[str]:
             )
     if request.batch_size is not None:
         read_batch_size(request.batch_size)
-    given = {
-        "--suite": request.suite,
-        "--limit": request.limit,
-        "--num-fewshot": request.num_fewshot,
-        "--batch-size": request.batch_size,
-    }
-    options = [part for name, value in given.items() if value is not None for part in (name, str(value))]
-    allowed = allowed_mismatches(request.allow_mismatch)
-    return [*options, *(part for name in allowed for part in ("--allow-mismatch", name)), *request.options]
 
 
-def _find_subject(request: EvaluationRequest, outputs: Path) -> _Subject:
-    """Find the model and its configuration. A model named by `model=` may still belong to a run."""
+def _settings(request: EvaluationRequest, config: RunConfig) -> EvaluationConfig:
+    """Return the settings of this evaluation. Raises: RequestError for an unknown suite or an invalid override.
+
+    Permission to run programs without a sandbox during a training does not carry over to later evaluations.
+    """
+    settings = config.evaluation if request.suite is None else suite_settings(request.suite, config)
+    asked = {"tasks": request.tasks, "limit": request.limit, "num_fewshot": request.num_fewshot}
+    given: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
+    if request.batch_size is not None:
+        given["batch_size"] = read_batch_size(request.batch_size)
+    settings = replace(settings, **given, confirm_run_unsafe_code=request.confirm_run_unsafe_code)
+    return apply_overrides(settings, request.code)
+
+
+def settings_as_json(settings: EvaluationConfig) -> str:
+    """Return settings as the worker's option `--evaluation`."""
+    return json.dumps(asdict(settings), default=lambda choice: choice.name)
+
+
+def _find_subject(request: EvaluationRequest, outputs: Path) -> tuple[Path, RunConfig, list[str]]:
+    """Find the model: the folder of its run or its results, its configuration, and the worker's options that name it.
+
+    A model named by `model=` may still belong to a run.
+    """
     is_model = request.model is not None
     target = find_target(request.model or request.run or LATEST, outputs, is_model=is_model)
     if target.run is not None:
@@ -161,9 +160,7 @@ def _find_subject(request: EvaluationRequest, outputs: Path) -> _Subject:
         file = folder / MODEL_FILE
         atomic_write_text(file, config_to_yaml(config))
         options = ["--config", str(file), *(["--model", str(target.folder)] if target.folder else [])]
-    if request.suite is not None:
-        config = replace(config, evaluation=suite_settings(request.suite, config))
-    return _Subject(folder=folder, config=config, options=options)
+    return folder, config, options
 
 
 def _without(asked: list[str], missing: list[Missing]) -> list[str]:
@@ -178,8 +175,8 @@ def _without(asked: list[str], missing: list[Missing]) -> list[str]:
     return left
 
 
-def _report(file: Path, end: ProcessEnd, when: str, missing: list[Missing]) -> EvaluationReport:
-    """Return the report. Raises: the worker's error if it wrote no record."""
+def _report(file: Path, end: ProcessEnd, when: str, missing: list[Missing], console: Console) -> None:
+    """Print the results. Raises: the worker's error, at once if it wrote no record, or the error of missing tasks."""
     error = None if end.exit_code == 0 else worker_error(end, when, "the same command")
     if error is not None and not file.is_file():
         raise error
@@ -195,7 +192,10 @@ def _report(file: Path, end: ProcessEnd, when: str, missing: list[Missing]) -> E
             f"not evaluated, for what this machine lacks: {names}; what to type is above, and under left_out in {file}",
             problem_id="task-data-missing",
         )
-    return EvaluationReport(file=file, record=record, table=score_table([record]), error=error)
+    console.print(score_table([record]))
+    print_text(f"written: {file}", console)
+    if error is not None:
+        raise error
 
 
 def _print_checks(before: Path, record: dict[str, Any]) -> None:
@@ -210,15 +210,6 @@ def _print_checks(before: Path, record: dict[str, Any]) -> None:
         print(f"warning: {line}", file=sys.stderr)
 
 
-class EvaluationFailedError(TunebookError):
-    """The worker failed and printed the reason; the command ends with the worker's exit code."""
-
-    def __init__(self, exit_code: int, when: str) -> None:
-        end = f"ended with exit code {exit_code}" if exit_code > 0 else f"was killed by signal {-exit_code}"
-        super().__init__(f"the evaluation {when} {end}; its message is above", problem_id="evaluation-failed")
-        self.exit_code = exit_code if exit_code > 0 else 1  # type: ignore[misc]
-
-
 def worker_error(end: ProcessEnd, when: str, command: str) -> TunebookError:
     """Return the error for a worker that failed or was stopped; `command` resumes its evaluation."""
     if end.stopped_by is not None or end.exit_code == StoppedError.exit_code:
@@ -228,13 +219,13 @@ def worker_error(end: ProcessEnd, when: str, command: str) -> TunebookError:
             "others",
             problem_id="stopped",
         )
-    return EvaluationFailedError(end.exit_code, when)
+    message = f"the evaluation {when} {ending(end.exit_code)}; its message is above"  # the worker printed it
+    return TunebookError(message, problem_id="evaluation-failed", exit_code=max(1, end.exit_code))
 
 
 def run_worker(run: Path, when: str) -> ProcessEnd:
     """Evaluate a run's configuration in a separate process and wait for it."""
-    config = load_config(run / RUN_FILE)
-    return _run(worker_command(run, when), config, config.evaluation.tasks)
+    return run_and_wait(worker_command(run, when), worker_environment(load_config(run / RUN_FILE)))
 
 
 def worker_command(run: Path, when: str, options: Sequence[str] = ()) -> list[str]:
@@ -248,12 +239,8 @@ def worker_environment(config: RunConfig, tasks: Sequence[str] | None = None) ->
     return evaluation_environment(config, os.environ) | harness_environment(tasks)
 
 
-def _run(command: list[str], config: RunConfig, tasks: list[str]) -> ProcessEnd:
-    return run_and_wait(command, worker_environment(config, tasks))
-
-
 def score_table(records: list[dict[str, Any]], run: Path | None = None) -> Table:
-    """Compare evaluations in a table: a row per task and group, a column per evaluation, and the change between two.
+    """Show one or two evaluations in a table: a row per task and group, a column per evaluation, and the change.
 
     With `run`, the error of the change is that of the items' paired differences.
     """
@@ -264,46 +251,22 @@ def score_table(records: list[dict[str, Any]], run: Path | None = None) -> Table
         table.add_column(Text(record["when"]), justify="right")
     if len(records) == 2:
         table.add_column("change", justify="right")
-    answers = [answers_of(run, record) if run and len(records) == 2 else {} for record in records]
+    is_pair = len(records) == 2
+    answers = [answers_of(run, record) if run and is_pair else {} for record in records]
     last = records[-1]
-    for name, task in last["tasks"].items():
-        cells = [*(_score(r, name) for r in records), *_change(records, answers, name)]
-        table.add_row(Text(f"{name} ({task['metric']})"), str(task["num_items"]), *cells)  # names may have brackets
-        for group, score in task["groups"].items():
-            cells = [_percent(r["tasks"].get(name, {}).get("groups", {}).get(group)) for r in records]
-            table.add_row(Text(f"  {group}"), str(score["num_items"]), *cells, *_change(records, answers, name, group))
+    for row in score_rows(records[0], last, *answers) if is_pair else score_rows(None, last):
+        name = f"  {row.name}" if row.is_group else f"{row.name} ({row.metric})"
+        cells = [_cell(row, score) for score in row.scores[-len(records) :]]
+        change = [row.scores[1].change or "-" if row.scores[1] is not None else "-"] if is_pair else []
+        table.add_row(Text(name), row.num_items, *cells, *change)  # names may have brackets
     if last["baseline"] is not None:
-        cells = ["" for _ in records[:-1]] + [_percent(last["baseline"])]
+        cells = ["" for _ in records[:-1]] + [score_in_words(last["baseline"], as_share=True)]
         table.add_row(Text(f"baseline: {last['baseline']['name']}"), "", *cells)
     return table
 
 
-def _change(
-    records: list[dict[str, Any]], answers: Sequence[Answers], name: str, group: str | None = None
-) -> list[str]:
-    """Return the change between two evaluations, with its standard error; empty for any other number."""
-    if len(records) != 2:
-        return []
-    old, new = (record["tasks"] for record in records)
-    if name not in old or (group is not None and group not in old[name]["groups"]):
-        return ["-"]
-    unit = Unit.share if all(_is_share(tasks[name]) for tasks in (old, new)) else Unit.plain
-    return [change_text(task_difference(name, old, new, answers[0], answers[1], group), unit)]
-
-
-def _score(record: dict[str, Any], name: str) -> str:
-    task = record["tasks"].get(name)
-    if task is None:
+def _cell(row: ScoreRow, score: Score | None) -> str:
+    if score is None:
         return "-"
-    if not _is_share(task):
-        return f"{task['value']:.4g}" + ("" if task["stderr"] is None else f" ± {task['stderr']:.2g}")
-    return _percent(task) if task["stderr"] is None else f"{_percent(task)} ± {100 * task['stderr']:.1f}"
-
-
-def _is_share(task: dict[str, Any]) -> bool:
-    """Return whether a score is a share of right answers, unlike a perplexity."""
-    return task["higher_is_better"] is not False and 0 <= task["value"] <= 1
-
-
-def _percent(score: dict[str, Any] | None) -> str:
-    return "-" if score is None else f"{100 * score['value']:.1f}%"
+    error = None if row.is_group else score.standard_error
+    return score_in_words({"value": score.value, "stderr": error}, as_share=row.has_bar)

@@ -34,7 +34,7 @@ from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.results import Answer, choose_samples, task_answers, task_scores, with_finishes
 from tunebook.evaluate.resume import FOLDER as RESULTS_FOLDER
 from tunebook.evaluate.resume import ResultCache, model_identity, resume_command
-from tunebook.evaluate.task_files import TaskFile
+from tunebook.evaluate.task_files import Task
 from tunebook.evaluate.task_runs import TaskRuns, describe_error, failure
 from tunebook.evaluate.trained_model import (
     compute_dtype,
@@ -62,7 +62,7 @@ class Evaluation:
     when: str  # before, after, or the name of a later evaluation; names the files
     config: RunConfig
     model: Path | None  # None: the weights that training starts from
-    tasks: list[TaskFile | str]
+    tasks: list[Task]
     trained: Trained | None = None  # the training's tokenizer, template and system prompt; None: unknown
     allowed: tuple[str, ...] = ()  # those of `trained` that may differ
     is_fresh: bool = False  # evaluate finished tasks again
@@ -171,7 +171,7 @@ def _is_local(evaluation: Evaluation) -> bool:
     """Return whether the tasks, the model and its tokenizer are all local, so that the hub is not needed."""
     model = evaluation.config.model
     is_model_local = model.path is not None and model.tokenizer is None
-    return is_model_local and all(isinstance(task, TaskFile) and task.has_own_data for task in evaluation.tasks)
+    return is_model_local and all(task.has_own_data for task in evaluation.tasks)
 
 
 def _bound_tokenizer(evaluation: Evaluation) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
@@ -220,10 +220,10 @@ def _write_results(evaluation: Evaluation, runs: TaskRuns, bound: dict[str, Any]
     scores = runs.scores()
     answers = {name: result.answers for name, result in runs.done.items()}
     results = runs.generated()
-    is_finished = [task for task in evaluation.tasks if not isinstance(task, TaskFile) or task.name in runs.done]
+    finished = [task for task in evaluation.tasks if task.name in runs.done]
     code = judge_programs(
         results,
-        is_finished,
+        finished,
         evaluation.folder / f"{evaluation.when}-programs.jsonl",
         confirm_run_unsafe_code=evaluation.config.evaluation.confirm_run_unsafe_code,
         say=lambda line: print(f"evaluation {evaluation.when}: {line}", file=sys.stderr, flush=True),
@@ -241,7 +241,6 @@ def _write_results(evaluation: Evaluation, runs: TaskRuns, bound: dict[str, Any]
         evaluation.run,
         evaluation.config,
         {name: task for name, task in runs.loaded.tasks.items() if name in runs.done},
-        evaluation.tasks,
         evaluation.config.evaluation.limit,
     )
     record["contamination"] = with_scores(checked, answers, scores)
@@ -295,7 +294,7 @@ def score_first_baseline(evaluation: Evaluation) -> dict[str, Any] | None:
         return None
     train_file = resolve_path(dataset.path)
     for task in evaluation.tasks if train_file.is_file() else ():
-        if isinstance(task, TaskFile) and task.baseline is not None and task.conversations is not None:
+        if task.baseline is not None and task.conversations is not None:
             return score_baseline(task.baseline, train_file, task.conversations)
     return None
 

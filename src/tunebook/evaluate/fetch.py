@@ -19,7 +19,7 @@ from tunebook.config.frozen import plain_config
 from tunebook.config.schema import DatasetSource, RunConfig
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError, first_line
 from tunebook.evaluate.preflight import Hub, describe_missing, download_nltk_package, find_missing
-from tunebook.evaluate.task_files import check_tasks, suite_settings
+from tunebook.evaluate.task_files import check_tasks, refuse_suite_and_tasks, suite_settings
 from tunebook.model.hub import is_out_of_reach, local_problem
 from tunebook.terminal import print_text
 
@@ -46,11 +46,7 @@ def fetch_command(
     def say(line: str) -> None:
         print_text(line, console)
 
-    if suite is not None and tasks is not None:
-        raise RequestError(
-            f"suite={suite} and tasks={','.join(tasks)} exclude each other; type one of them",
-            problem_id="suite-and-tasks",
-        )
+    refuse_suite_and_tasks(suite, tasks)
     is_run = recipe is not None or bool(overrides)
     if not is_run and suite is None and not tasks:
         raise RequestError(

@@ -24,7 +24,7 @@ from tunebook.data.readers import read_records
 from tunebook.errors import DataError, RequestError, TunebookError, first_line
 from tunebook.evaluate.code.checks import check_context
 from tunebook.evaluate.preflight import search_path
-from tunebook.evaluate.task_files import TaskFile
+from tunebook.evaluate.task_files import Task
 from tunebook.files import atomic_write_text, sha256_file, sha256_text
 from tunebook.hardware.disk import is_disk_full
 from tunebook.train.rank_process import hide_import_warnings
@@ -59,10 +59,14 @@ class LoadedTask:
     """A task of the harness with its data."""
 
     name: str
-    task: Any
-    is_rendered: bool  # its prompts already went through the chat template
+    task: Any  # the harness' own object
+    source: Task  # it, or the group that it is in
     source_sha256: str | None  # of the user's file and those next to it; None: a task of the harness
-    is_code: bool = False  # the model writes programs, which are judged at the end
+
+    @property
+    def is_rendered(self) -> bool:
+        """Whether its prompts already went through the chat template."""
+        return self.source.conversations is not None
 
 
 @dataclass(kw_only=True)
@@ -89,7 +93,7 @@ def prepare_environment(is_offline: bool) -> None:
         os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 
-def load_tasks(tasks: Sequence[TaskFile | str], settings: HarnessSettings) -> LoadedTasks:
+def load_tasks(tasks: Sequence[Task], settings: HarnessSettings) -> LoadedTasks:
     """Load the harness' objects with their data; tasks without data are listed in `missing`.
 
     Raises: RequestError for a task that the harness refuses, and if no task has its data; DataError for unusable
@@ -102,17 +106,13 @@ def load_tasks(tasks: Sequence[TaskFile | str], settings: HarnessSettings) -> Lo
         except RequestError as error:
             if error.problem_id != "task-data-missing":
                 raise
-            loaded.missing[task if isinstance(task, str) else task.name] = error
+            loaded.missing[task.name] = error
             continue
         loaded.groups |= found["groups"]
         for child in found["tasks"].values():
             _set_fewshot(child, settings.num_fewshot)
             loaded.tasks[child.task_name] = LoadedTask(
-                name=child.task_name,
-                task=child,
-                is_rendered=isinstance(task, TaskFile) and task.conversations is not None,
-                source_sha256=_source_hash(task),
-                is_code=isinstance(task, TaskFile) and task.code is not None,
+                name=child.task_name, task=child, source=task, source_sha256=_source_hash(task.file)
             )
     if not loaded.tasks:
         raise RequestError(
@@ -145,22 +145,22 @@ def run_task(model: Any, loaded: LoadedTask, settings: HarnessSettings) -> dict[
     return results
 
 
-def _load(task: TaskFile | str, settings: HarnessSettings) -> dict[str, Any]:
+def _load(task: Task, settings: HarnessSettings) -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
 
     from tunebook.evaluate.task_requirements import harness_index
 
-    name = task if isinstance(task, str) else str(task.file)
-    if isinstance(task, TaskFile) and task.code is not None and task.code.problems is not None:
+    name = str(task.file or task.name)
+    if task.code is not None and task.code.problems is not None:
         name += f" with the problems in {task.code.problems}"
-    group = task if isinstance(task, TaskFile) and task.is_group else None
+    folder = task.file.parent if task.file is not None and task.is_group else None
     seed_libraries()  # tasks such as gpqa shuffle their choices while they are loaded
     try:
-        manager = TaskManager(include_path=group and str(group.file.parent), include_defaults=False)
-        if group or isinstance(task, str):
+        manager = TaskManager(include_path=folder and str(folder), include_defaults=False)
+        if folder or task.file is None:
             for known, entry in harness_index().items():
                 manager.task_index.setdefault(known, entry)
-        found: dict[str, Any] = manager.load([group.name if group else _task_spec(task, settings)])
+        found: dict[str, Any] = manager.load([task.name if folder else _task_spec(task, settings)])
     except TunebookError:
         raise
     except (ConnectionError, FileNotFoundError) as error:
@@ -233,11 +233,11 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> Any:
     return lambda *arguments, **options: HFLM.apply_chat_template(stand_in, *arguments, **options)
 
 
-def _source_hash(task: TaskFile | str) -> str | None:
+def _source_hash(file: Path | None) -> str | None:
     """Hash a task file and the YAML and Python files next to it, which it may use."""
-    if isinstance(task, str):
+    if file is None:
         return None
-    beside = [file for file in sorted(task.file.parent.iterdir()) if file.suffix in (".yaml", ".yml", ".py")]
+    beside = [file for file in sorted(file.parent.iterdir()) if file.suffix in (".yaml", ".yml", ".py")]
     return sha256_text("".join(f"{file.name} {sha256_file(file)}\n" for file in beside))
 
 
@@ -254,12 +254,12 @@ def _without_environment_report() -> Iterator[None]:
         evaluator.add_env_info, evaluator.get_git_commit_hash = originals
 
 
-def _task_spec(task: TaskFile | str, settings: HarnessSettings) -> dict[str, Any] | str:
+def _task_spec(task: Task, settings: HarnessSettings) -> dict[str, Any] | str:
     """Return what the harness loads: a task name, or a task's settings."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    if isinstance(task, str):
-        return task
+    if task.file is None:
+        return task.name
     config: dict[str, Any] = load_yaml(task.file)
     if task.code is not None:
         check_context(task.name, task.code, max_gen_toks=settings.max_gen_toks, max_length=settings.max_length)
@@ -275,7 +275,7 @@ def _task_spec(task: TaskFile | str, settings: HarnessSettings) -> dict[str, Any
     }
 
 
-def _render(task: TaskFile, config: dict[str, Any], settings: HarnessSettings) -> Path:
+def _render(task: Task, config: dict[str, Any], settings: HarnessSettings) -> Path:
     """Render the task's held-out conversations as this model's prompts; return the file."""
     assert task.conversations is not None
     items = render_conversations(task.conversations, settings.system_prompt, settings.tokenizer)

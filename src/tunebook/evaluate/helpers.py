@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tunebook.errors import DoesNotFitError, TunebookError
 from tunebook.evaluate.progress import AnswerProgress
-from tunebook.processes import ask_to_stop_when_parent_dies
+from tunebook.processes import ask_to_stop_when_parent_dies, ending
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -36,13 +36,6 @@ _NUM_LINES_QUOTED = 15
 _SPAWN = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
 Answer = Callable[[str, Sequence["Instance"]], list[Any]]  # kind of request, requests -> answers
 Load = Callable[[AnswerProgress], Answer]  # first call in a helper; a module-level function, because it is pickled
-
-
-class HelperError(TunebookError):
-    """A helper process of an evaluation failed or died."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, problem_id="evaluation-helper")
 
 
 @dataclass(kw_only=True)
@@ -92,7 +85,7 @@ class Helpers:
     def share(self, kind: str, requests: Sequence[Instance], answer: Answer) -> list[Any]:
         """Return answers in the order of the requests, computed here and by every live helper.
 
-        Raises: HelperError if a helper failed, DoesNotFitError if a helper ran out of memory.
+        Raises: TunebookError if a helper failed, DoesNotFitError if a helper ran out of memory.
         """
         self._working = [helper for helper in self._helpers if not helper.is_lost]
         self._results = {}
@@ -135,20 +128,20 @@ class Helpers:
                 self._results[helper.number] = DoesNotFitError(content, problem_id="batch-does-not-fit")
             elif kind == _FAILED:
                 message = f"process {helper.number} of the evaluation failed: {content}"
-                self._results[helper.number] = HelperError(message)
+                self._results[helper.number] = TunebookError(message, problem_id="evaluation-helper")
             else:
                 self._results[helper.number] = content
 
-    def _lose(self, helper: _Helper) -> HelperError:
+    def _lose(self, helper: _Helper) -> TunebookError:
         """Return the error for a helper that died; it gets no more requests."""
         helper.is_lost = True
         helper.connection.close()
         helper.process.join()
-        code = helper.process.exitcode or 0
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        how = ending(helper.process.exitcode or 0)
         lines = helper.log.read_text(encoding="utf-8", errors="replace").splitlines() if helper.log.exists() else []
         last = "".join(f"\n  {line}" for line in lines[-_NUM_LINES_QUOTED:])
-        return HelperError(f"process {helper.number} of the evaluation {how}" + (last and f"\nIts last output:{last}"))
+        message = f"process {helper.number} of the evaluation {how}" + (last and f"\nIts last output:{last}")
+        return TunebookError(message, problem_id="evaluation-helper")
 
 
 def deal(requests: Sequence[Instance], num_shares: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tunebook.config.choices import Generation, MasterWeights, PeftMethod, Weights
 from tunebook.config.schema import RunConfig
-from tunebook.errors import DoesNotFitError, RequestError
+from tunebook.errors import DoesNotFitError, RequestError, counted
 from tunebook.hardware.detect import GIB, VISIBLE_VARIABLE, Gpu
 from tunebook.model.adapters import is_adapter
 from tunebook.model.load import weights_folder
@@ -49,7 +49,7 @@ def choose_placement(weights_gib: float | None, gpus: Sequence[Gpu], asked: int 
     """
     if not gpus:
         count = asked or 1
-        return Placement(text=f"on the CPU, {_count(count, 'process', 'processes')}", num_processes=count)
+        return Placement(text=f"on the CPU, {counted(count, 'process', 'processes')}", num_processes=count)
     if asked is not None and asked > len(gpus):
         raise RequestError(
             f"--processes {asked}: there are {len(gpus)} GPUs visible here, and each process needs its own; "
@@ -66,7 +66,7 @@ def choose_placement(weights_gib: float | None, gpus: Sequence[Gpu], asked: int 
     if needed > everything:
         raise DoesNotFitError(
             f"the model's weights take {weights_gib:.1f} GiB, with working memory {needed:.1f} GiB, and the "
-            f"{_count(len(gpus), 'GPU', 'GPUs')} visible here have {everything:.1f} GiB; use more or larger GPUs, "
+            f"{counted(len(gpus), 'GPU')} visible here have {everything:.1f} GiB; use more or larger GPUs, "
             "or evaluate on the CPU, slowly: put CUDA_VISIBLE_DEVICES= before the command",
             problem_id="model-does-not-fit",
         )
@@ -99,7 +99,3 @@ def loaded_gib(config: RunConfig, folder: Path | None) -> float | None:
 def is_for_gpus(config: RunConfig) -> bool:
     """Return whether a run's model is evaluated on GPUs, if there are any."""
     return config.hardware.generation is not Generation.cpu
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"

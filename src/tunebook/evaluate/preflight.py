@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from tunebook.errors import RequestError, first_few, first_line
 from tunebook.evaluate.code.code_task import book_task_files
-from tunebook.evaluate.task_files import TaskFile, resolve_task
+from tunebook.evaluate.task_files import resolve_task
 from tunebook.files import cache_root
 from tunebook.model.hub import is_out_of_reach, token_problem
 
@@ -165,7 +165,7 @@ def harness_environment(tasks: Iterable[str]) -> dict[str, str]:
 def leaves_of(name: str) -> list[LeafTask]:
     """Return the tasks behind a name or file; none if its data is next to its file, so that nothing can be missing."""
     task = resolve_task(name)
-    if isinstance(task, TaskFile) and task.has_own_data:
+    if task.has_own_data:
         return []
     from tunebook.evaluate.task_requirements import leaf_tasks
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
+import statistics
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tunebook.errors import TunebookError
-from tunebook.files import read_json
+from tunebook.files import read_json, sha256_text
 
 NUM_SAMPLES = 5
 # The location of a task's data does not change what it measures: its items are hashed separately.
@@ -85,7 +86,7 @@ def choose_samples(answers: list[Answer], num_samples: int = NUM_SAMPLES) -> lis
 
     If all chosen answers are right although some answer is wrong, a wrong one replaces the last.
     """
-    ordered = sorted(answers, key=lambda answer: hashlib.sha256(answer.prompt.encode()).hexdigest())
+    ordered = sorted(answers, key=lambda answer: sha256_text(answer.prompt))
     by_group: defaultdict[tuple[str, str], list[Answer]] = defaultdict(list)
     for answer in ordered:
         by_group[answer.task, answer.group or ""].append(answer)
@@ -173,6 +174,12 @@ def _group_scores(answers: list[Answer]) -> dict[str, dict[str, Any]]:
     }
 
 
+def mean_with_error(values: Sequence[float]) -> dict[str, float | None]:
+    """Return the mean and its standard error; one value has none."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return {"value": statistics.fmean(values), "stderr": error}
+
+
 def as_stored(results: Any) -> Any:
     """Convert the harness' results to JSON: non-finite numbers become None, other objects text."""
     if isinstance(results, dict):
@@ -189,10 +196,10 @@ def settings_hash(config: dict[str, Any] | None) -> str | None:
     if config is None:
         return None
     kept = {key: value for key, value in config.items() if key not in _NOT_HASHED}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
+    return sha256_text(json.dumps(kept, sort_keys=True, default=str))
 
 
 def _items_hash(samples: list[dict[str, Any]]) -> str | None:
     if not samples:
         return None
-    return hashlib.sha256("".join(sample["doc_hash"] for sample in samples).encode()).hexdigest()
+    return sha256_text("".join(sample["doc_hash"] for sample in samples))

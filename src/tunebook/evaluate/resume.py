@@ -133,7 +133,7 @@ def _base_identity(config: RunConfig) -> dict[str, Any]:
         architecture = load_architecture(config.model).to_json_string(use_diff=False)
         return {
             "seed": config.training.seed,
-            "architecture": hashlib.sha256(architecture.encode()).hexdigest(),
+            "architecture": sha256_text(architecture),
             "drawn_by": torch.__version__,
         }
     return {"files": file_hashes(weights_folder(config.model))}

@@ -6,7 +6,6 @@ reason is reported. Such a run can still be named by its folder.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import sys
@@ -40,6 +39,7 @@ from tunebook.config.schema import (
 from tunebook.errors import DataError, RequestError
 from tunebook.facts.attention import MASKED
 from tunebook.facts.generations import GENERATIONS
+from tunebook.files import sha256_text
 from tunebook.hardware.detect import detect_machine
 from tunebook.model.adapters import ADAPTER_FILE, holds_model, is_adapter
 from tunebook.model.base_config import read_dtype
@@ -272,7 +272,7 @@ def results_folder(target: Target, outputs: Path) -> Path:
     if target.folder is None:
         name = (target.hub_name or "").replace("/", "--")
     else:
-        place = hashlib.sha256(str(target.folder.resolve()).encode()).hexdigest()[:8]
+        place = sha256_text(str(target.folder.resolve()))[:8]
         name = f"{re.sub(r'[^A-Za-z0-9._-]', '-', target.folder.resolve().name)}-{place}"
     return outputs.expanduser().absolute() / EVALUATIONS / name
 

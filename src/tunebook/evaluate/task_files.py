@@ -37,14 +37,14 @@ _METRIC = re.compile(r'^ *metric="([^"]+)"', re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskFile:
-    """One task file; its Python functions are not imported."""
+class Task:
+    """A task: one of the harness' own, or a file, whose Python functions are not imported."""
 
     name: str
-    file: Path
-    conversations: Path | None
-    baseline: Path | None
-    is_group: bool  # names other tasks, possibly the harness' own
+    file: Path | None = None  # None: the harness' own
+    conversations: Path | None = None
+    baseline: Path | None = None
+    is_group: bool = False  # a file that names other tasks, possibly the harness' own
     code: CodeTask | None = None  # the model writes programs, which the sandbox judges
 
     @property
@@ -65,8 +65,8 @@ def check_tasks(tasks: list[str]) -> None:
         raise RequestError("\n".join(error.message for error in errors), problem_id=errors[0].problem_id)
 
 
-def resolve_task(task: str) -> TaskFile | str:
-    """Return the task file, or the name if the harness knows it. Raises: RequestError."""
+def resolve_task(task: str) -> Task:
+    """Return the task of a file or of a name that the harness or the book knows. Raises: RequestError."""
     if is_task_file(task):
         return read_task_file(resolve_path(task))
     if (problems := problems_of(task)) is not None:
@@ -74,10 +74,10 @@ def resolve_task(task: str) -> TaskFile | str:
     if task in book_task_files():
         return read_task_file(book_task_files()[task])
     check_harness_name(task)
-    return task
+    return Task(name=task)
 
 
-def _with_problems(name: str, problems: Path) -> TaskFile:
+def _with_problems(name: str, problems: Path) -> Task:
     """Return one of the book's code tasks that reads its problems from a file. Raises: RequestError."""
     if name not in book_task_files():
         raise RequestError(
@@ -93,7 +93,7 @@ def _with_problems(name: str, problems: Path) -> TaskFile:
     return replace(task, code=replace(task.code, problems=problems))
 
 
-def read_task_file(file: Path) -> TaskFile:
+def read_task_file(file: Path) -> Task:
     """Read a task's YAML. Raises: RequestError if it is missing, is no task, or executes generated programs."""
     config = read_task_config(file)
     is_group = "group" in config
@@ -105,7 +105,7 @@ def read_task_file(file: Path) -> TaskFile:
     _check_metrics(file, config)
     metadata = config.get("metadata")
     metadata = metadata if isinstance(metadata, dict) else {}
-    return TaskFile(
+    return Task(
         name=name,
         file=file,
         conversations=_named_file(file, metadata, "conversations"),
@@ -182,6 +182,15 @@ class _FunctionsAsText(yaml.SafeLoader):
 
 
 _FunctionsAsText.add_constructor("!function", lambda loader, node: loader.construct_scalar(node))  # type: ignore[arg-type]
+
+
+def refuse_suite_and_tasks(suite: str | None, tasks: list[str] | None) -> None:
+    """Raises: RequestError if both are named."""
+    if suite is not None and tasks is not None:
+        raise RequestError(
+            f"suite={suite} and tasks={','.join(tasks)} exclude each other; type one of them",
+            problem_id="suite-and-tasks",
+        )
 
 
 def suite_settings(name: str, config: RunConfig) -> EvaluationConfig:

@@ -22,7 +22,7 @@ from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind, TaskIndex
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from tunebook.evaluate.task_files import TaskFile, harness_tasks, task_folder
+from tunebook.evaluate.task_files import Task, harness_tasks, task_folder
 
 # Arguments of `load_dataset` that do not select a part of a data set.
 _NOT_A_PART = frozenset(
@@ -118,11 +118,11 @@ def harness_index() -> dict[str, Entry]:
     }
 
 
-def leaf_tasks(task: TaskFile | str) -> list[LeafTask]:
+def leaf_tasks(task: Task) -> list[LeafTask]:
     """Return the tasks in a task, group or tag; empty if the harness cannot expand it: loading reports the reason."""
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # the harness warns of duplicate names
-    index = dict(harness_index()) if isinstance(task, str) or task.is_group else {}
-    if isinstance(task, TaskFile):
+    index = dict(harness_index()) if task.file is None or task.is_group else {}
+    if task.file is not None:
         own: dict[str, Entry] = {}
         for file in [task.file, *(task.file.parent.glob("*.yaml") if task.is_group else [])]:
             with suppress(Exception):  # as in the harness, skip a file that is no task
@@ -130,7 +130,7 @@ def leaf_tasks(task: TaskFile | str) -> list[LeafTask]:
         index |= own
     factory = _LeafFactory()
     try:
-        factory.build(index[task if isinstance(task, str) else task.name], overrides=None, registry=index)
+        factory.build(index[task.name], overrides=None, registry=index)
     except Exception:  # a broken group file can raise anything; a group that contains itself recurses
         return []
     return factory.leaves

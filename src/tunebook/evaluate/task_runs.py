@@ -39,14 +39,6 @@ _GENERATED = ("results", "configs", "versions", "n-shot", "higher_is_better", "n
 _NUM_NAMED = 3  # reused tasks named in a message; the others are counted
 
 
-class TasksFailedError(TunebookError):
-    """Some tasks of an evaluation failed; it ends with the first one's exit code."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message, problem_id="evaluation-incomplete")
-        self.exit_code = exit_code  # type: ignore[misc]
-
-
 @dataclass(kw_only=True)
 class TaskRuns:
     """The tasks of one evaluation and their results."""
@@ -88,7 +80,9 @@ class TaskRuns:
 
     def scores(self) -> dict[str, dict[str, Any]]:
         """Return scores of finished tasks, and of groups whose tasks are all finished, each group before its tasks."""
-        finished = {name: result.harness for name, result in self.done.items() if not self.loaded.tasks[name].is_code}
+        finished = {
+            name: result.harness for name, result in self.done.items() if self.loaded.tasks[name].source.code is None
+        }
         scores = task_scores(aggregate(finished, self.loaded.groups))
         ordered: dict[str, dict[str, Any]] = {}
         for name, loaded in self.loaded.tasks.items():
@@ -141,7 +135,8 @@ class TaskRuns:
         started = time.monotonic()
         model.sizes.begin_task()
         results = run_task(model, task, self.settings)
-        score = None if task.is_code else task_scores(results).get(task.name)  # programs are judged at the end
+        is_code = task.source.code is not None
+        score = None if is_code else task_scores(results).get(task.name)  # programs are judged at the end
         result = TaskResult(
             task=task.name,
             key=self.key_of(task),
@@ -149,7 +144,7 @@ class TaskRuns:
             harness=as_stored(group_inputs(task.name, results)),
             score=score,
             answers=task_answers(task.name, results),
-            generated=as_stored({key: results[key] for key in _GENERATED}) if task.is_code else None,
+            generated=as_stored({key: results[key] for key in _GENERATED}) if is_code else None,
             batch_size=model.sizes.smallest,
             seconds=round(time.monotonic() - started, 1),
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -161,7 +156,10 @@ class TaskRuns:
 
 
 def failure(runs: TaskRuns, record_file: str, command: str) -> TunebookError | None:
-    """Return the error of an evaluation with failed tasks, or None; `command` resumes it."""
+    """Return the error of an evaluation with failed tasks, with the first one's exit code, or None.
+
+    `command` resumes the evaluation.
+    """
     if not runs.failed:
         return None
     first = next(iter(runs.failed.values()))
@@ -174,7 +172,8 @@ def failure(runs: TaskRuns, record_file: str, command: str) -> TunebookError | N
         else "Nothing was written"
     )
     count = f"{len(runs.failed)} of {len(runs.failed) + len(runs.done)} tasks failed"
-    return TasksFailedError(f"{count}: {failures}. {kept}", getattr(first, "exit_code", 1))
+    code = getattr(first, "exit_code", 1)
+    return TunebookError(f"{count}: {failures}. {kept}", problem_id="evaluation-incomplete", exit_code=code)
 
 
 def describe_error(error: Exception) -> str:

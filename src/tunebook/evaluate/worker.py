@@ -9,6 +9,7 @@ training documents, and writes `contamination.json`. The evaluation before a tra
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -17,17 +18,18 @@ import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tunebook.checkpoint.verify import MODEL_FOLDER, require_unchanged_model
+from tunebook.config.choices import Contamination
 from tunebook.config.frozen import load_config
-from tunebook.config.schema import EvaluationConfig
+from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError
-from tunebook.evaluate.batch_size import read_batch_size
-from tunebook.evaluate.code.checks import apply_overrides, with_samples
+from tunebook.evaluate.code.checks import with_samples
 from tunebook.evaluate.evaluation import Evaluation, check_contamination, evaluate
 from tunebook.evaluate.placement import choose_placement, is_for_gpus, loaded_gib
 from tunebook.evaluate.resume import AFTER, BEFORE, resume_command
-from tunebook.evaluate.task_files import resolve_task, suite_settings
+from tunebook.evaluate.task_files import resolve_task
 from tunebook.hardware.detect import detect_machine
 from tunebook.hardware.disk import existing, is_disk_full, no_space
 from tunebook.model.adapters import holds_model
@@ -66,13 +68,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run", type=Path, required=True, help="the run folder, with its run.yaml")
     parser.add_argument("--when", required=True, help="before, after, or a name for a later evaluation")
     parser.add_argument("--model", type=Path, help="a model folder; default: model/ of the run when --when after")
-    parser.add_argument("--suite", help="instead of the run's own evaluation settings")
-    parser.add_argument("--task", action="append", help="instead of evaluation.tasks; may be repeated")
-    parser.add_argument("--limit", type=int, help="items per task; default: evaluation.limit")
-    parser.add_argument("--code", action="append", default=[], help="evaluation.code.KEY=VALUE, instead of the run's")
-    parser.add_argument("--confirm_run_unsafe_code", action="store_true", help="run programs without a sandbox")
-    parser.add_argument("--num-fewshot", type=int, help="examples before each item; default: the task's own")
-    parser.add_argument("--batch-size", help="requests at once, or auto; default: evaluation.batch_size")
+    parser.add_argument("--evaluation", help="evaluation settings as JSON; default: the run's own")
     parser.add_argument("--fresh", action="store_true", help="evaluate finished tasks once more")
     parser.add_argument("--processes", type=int, help="that share the requests; default: one for each GPU")
     parser.add_argument("--allow-mismatch", action="append", default=[], choices=MISMATCHES, help="what may differ")
@@ -83,10 +79,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 def _evaluation_of(request: argparse.Namespace) -> Evaluation:
     run: Path = request.run.absolute()
     config = load_config(request.config or run / RUN_FILE)
-    if request.suite is not None:
-        config = replace(config, evaluation=suite_settings(request.suite, config))
-    config = replace(config, evaluation=_with_options(config.evaluation, request))
-    named = request.task or config.evaluation.tasks
+    if request.evaluation is not None:
+        config = replace(config, evaluation=_settings_of(json.loads(request.evaluation)))
     model: Path | None = request.model
     if model is None and request.when == AFTER:
         model = run / MODEL_FOLDER
@@ -102,7 +96,7 @@ def _evaluation_of(request: argparse.Namespace) -> Evaluation:
         when=request.when,
         config=config,
         model=None if model is None else model.absolute(),
-        tasks=[with_samples(resolve_task(task), config.evaluation.code) for task in named],
+        tasks=[with_samples(resolve_task(task), config.evaluation.code) for task in config.evaluation.tasks],
         trained=recorded_by_run(run) if request.config is None else recorded_in_export(model),
         allowed=tuple(request.allow_mismatch),
         is_fresh=request.fresh,
@@ -131,15 +125,10 @@ def _with_placement(evaluation: Evaluation, num_processes: int | None) -> Evalua
     return replace(evaluation, placement=placement)
 
 
-def _with_options(settings: EvaluationConfig, request: argparse.Namespace) -> EvaluationConfig:
-    """Apply the command line's options to the settings."""
-    given = {key: getattr(request, key) for key in ("limit", "num_fewshot")}
-    settings = replace(settings, **{key: value for key, value in given.items() if value is not None})
-    is_unsafe = settings.confirm_run_unsafe_code or request.confirm_run_unsafe_code
-    settings = replace(apply_overrides(settings, request.code), confirm_run_unsafe_code=is_unsafe)
-    if request.batch_size is None:
-        return settings
-    return replace(settings, batch_size=read_batch_size(request.batch_size))
+def _settings_of(found: dict[str, Any]) -> EvaluationConfig:
+    """Return the settings that `command.settings_as_json` wrote."""
+    found |= {"code": CodeConfig(**found["code"]), "contamination": Contamination[found["contamination"]]}
+    return EvaluationConfig(**found)
 
 
 def full_disk_error(results: Path, command: str) -> DoesNotFitError:

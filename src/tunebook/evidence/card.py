@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from tunebook.config.override_text import command_words
 from tunebook.errors import DataError, RequestError
 from tunebook.evidence.files import read_evidence
 from tunebook.evidence.schema import Evidence, Kind
@@ -31,10 +32,10 @@ path.faint{stroke-width:1;opacity:.4}path.arrow{display:none}.cursor{display:non
 
 def update_card(card: Path, files: Sequence[Path]) -> None:
     """Write the plot of each file and the card's section. Raises: RequestError for a card without a section."""
-    evidence = [read_evidence(file) for file in files]
-    for file, found in zip(files, evidence, strict=True):
+    recorded = [(file, read_evidence(file)) for file in files]
+    for file, found in recorded:
         atomic_write_text(plot_file(file), draw(found))
-    atomic_write_text(card, with_section(_read_card(card), section(files, evidence), card))
+    atomic_write_text(card, with_section(_read_card(card), section(recorded), card))
 
 
 def check_card(card: Path, files: Sequence[Path]) -> None:
@@ -69,18 +70,18 @@ def with_section(text: str, made: str, card: Path) -> str:
     return f"{text[: heading.end()]}{made}\n{rest}"
 
 
-def section(files: Sequence[Path], evidence: Sequence[Evidence]) -> str:
+def section(recorded: Sequence[tuple[Path, Evidence]]) -> str:
     """A table with one row per file, the strongest kind of evidence first, its plot, and what to type, folded."""
-    files, evidence = _by_kind(files, evidence)
+    recorded = sorted(recorded, key=lambda one: list(Kind).index(one[1].kind))
     columns = ["evidence", "what was run", "final loss", "tokens/s/GPU", "GiB", "score", "loss may differ by"]
-    if has_target := any(found.target is not None for found in evidence):
+    if has_target := any(found.target is not None for _, found in recorded):
         columns.append("target")
     lines = [
         BEGIN, "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}",
-        *(_row(file, found, has_target=has_target) for file, found in zip(files, evidence, strict=True)), "",
-        *(f"![loss of {file.stem}](evidence/{plot_file(file).name})" for file in files[:1]), "",
+        *(_row(file, found, has_target=has_target) for file, found in recorded), "",
+        *(f"![loss of {file.stem}](evidence/{plot_file(file).name})" for file, _ in recorded[:1]), "",
         "<details>", "<summary>The commands, and the packages that they ran with</summary>", "",
-        *(line for file, found in zip(files, evidence, strict=True) for line in _repetition(file, found)),
+        *(line for file, found in recorded for line in _repetition(file, found)),
         "</details>", "",
         END,
     ]  # fmt: skip
@@ -100,14 +101,7 @@ def _repetition(file: Path, found: Evidence) -> list[str]:
 
 def command_of(found: Evidence) -> str:
     """What to type to run the same again."""
-    return shlex.join(["tunebook", "train", found.ran.recipe, *found.ran.overrides])
-
-
-def _by_kind(files: Sequence[Path], evidence: Sequence[Evidence]) -> tuple[list[Path], list[Evidence]]:
-    """Sort by kind, the strongest first, and keep the order of the files within one."""
-    kinds = list(Kind)
-    pairs = sorted(zip(files, evidence, strict=True), key=lambda pair: kinds.index(pair[1].kind))
-    return [file for file, _ in pairs], [found for _, found in pairs]
+    return shlex.join(command_words("train", found.ran.recipe, found.ran.overrides))
 
 
 def _row(file: Path, found: Evidence, *, has_target: bool) -> str:
@@ -123,7 +117,8 @@ def _row(file: Path, found: Evidence, *, has_target: bool) -> str:
         _loss_tolerance(found),
     ]  # fmt: skip
     if has_target:
-        cells.append(_target(found))
+        target = found.target
+        cells.append("-" if target is None else f"{describe_target(target)}: {recorded_text(found.repeats)}")
     return f"| {' | '.join(cells)} |"
 
 
@@ -132,13 +127,6 @@ def _loss_tolerance(found: Evidence) -> str:
     if found.tolerances_elsewhere is None:
         return here
     return f"{here}; on another processor {found.tolerances_elsewhere[LOSS].value:.2g}"
-
-
-def _target(found: Evidence) -> str:
-    """Return the target and when the runs reached it."""
-    if found.target is None:
-        return "-"
-    return f"{describe_target(found.target)}: {recorded_text(found.repeats)}"
 
 
 def speed_text(found: Evidence) -> str:

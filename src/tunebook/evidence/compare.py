@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from enum import Enum
-from itertools import pairwise
 from typing import Any
 
 from tunebook.config.choices import Weights
 from tunebook.config.identity import changed_settings, flat_differences
-from tunebook.evidence.schema import Hardware, Inputs, Repeat, Results, Target, Tolerance
+from tunebook.errors import first_few
+from tunebook.evidence.gather import RunFacts
+from tunebook.evidence.run_checks import steps_text
+from tunebook.evidence.schema import Hardware, Inputs, Repeat, Results, Software, Target, Tolerance
 from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, at_steps, loss_difference, relative, score_key, why_slowed
 
 # How a step is split over GPUs and memory, and which kernels compute it. The loss does not depend on them, as tests and
@@ -20,7 +22,6 @@ SPLITS = (
     "training.micro_batch_size", "packing.row_length", "activation", "parallelism", "attention.implementation",
     "model.compile_layers", "model.one_pass_head", "evaluation.batch_size",
 )  # fmt: skip
-_NUM_GROUPS = 4  # of steps that a reason lists
 _NUM_NAMED = 4  # differing keys that a message lists
 
 # Path keys by the hash of their content: if both hashes are known, they are compared instead of the paths. A model's
@@ -80,21 +81,22 @@ class Row:
 class Claim:
     """The reference of a comparison: recorded evidence, or another run."""
 
+    name: str
+    what: str  # the recipe, weights, data, layers and steps
     results: Results
     hardware: Hardware
+    inputs: Inputs
+    software: Software
     tolerances: dict[str, Tolerance]
-    num_resumed: int = 0  # number of times the other run resumed
     elsewhere: dict[str, Tolerance] | None = None  # on another processor; None if the same tolerances hold there
-    packages: dict[str, str] = field(default_factory=dict)
     target: Target | None = None
     repeats: Sequence[Repeat] = ()  # empty for another run
+    num_resumed: int = 0  # number of times the other run resumed
 
 
 def named_differences(differing: list[tuple[str, Any, Any]]) -> str:
     """The first few differing keys with both values, and the number of the others."""
-    named = [f"{key} is {two}, recorded with {one}" for key, one, two in differing[:_NUM_NAMED]]
-    more = f", and {len(differing) - _NUM_NAMED} more" if len(differing) > _NUM_NAMED else ""
-    return f"{'; '.join(named)}{more}"
+    return first_few([f"{key} is {two}, recorded with {one}" for key, one, two in differing], _NUM_NAMED, "; ")
 
 
 def config_differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -105,7 +107,7 @@ def config_differences(one: dict[str, Any], other: dict[str, Any]) -> list[tuple
 def input_differences(one: Inputs, other: Inputs) -> list[tuple[str, Any, Any]]:
     """Return the differences of two runs' configurations and inputs.
 
-    Data is equal if its tokens and labels are; `preparation_row` reports different preparation. Weights from a folder
+    Data is equal if its tokens and labels are; `remarks` has different preparation. Weights from a folder
     are compared only if both fingerprints are known: older evidence has none.
     """
     rest = {"config", "data_fingerprint"}
@@ -129,20 +131,6 @@ def _is_compared_by_hash(key: str, one: Inputs, other: Inputs) -> bool:
     return False
 
 
-def preparation_row(one: Inputs, other: Inputs) -> Row | None:
-    """Return a remark on data that was prepared differently; None if it was not, or if an older record lacks this.
-
-    The fingerprint changes with code and libraries even if no token does, so it is not judged.
-    """
-    then, now = one.data_fingerprint, other.data_fingerprint
-    if then is None or now is None or then == now:
-        return None
-    is_same = one.data_sha256 is not None and one.data_sha256 == other.data_sha256
-    result = "tokens and labels are the same" if is_same else "whether the tokens are the same is not recorded"
-    why = f"prepared from other files or by other code or libraries: fingerprint {now[:12]}..., recorded with "
-    return Row(name="prepared data", verdict=Verdict.shown, why=f"{why}{then[:12]}...; {result}")
-
-
 def split_differences(one: Inputs, other: Inputs) -> list[tuple[str, Any, Any]]:
     """The differences in how a step was split and computed. They change speed and memory but not the loss."""
     differing = changed_settings(one.config, other.config)
@@ -160,12 +148,11 @@ def same_machine(one: Hardware, other: Hardware) -> str | None:
         return other_processor(one, other)
     if one.gpu is None or other.gpu is None:
         return "a CPU and a GPU: speed and memory cannot be compared"
-    pairs: tuple[tuple[str, str | int, str | int], ...] = (
+    return _first_difference(
         ("GPU", one.gpu, other.gpu),
         ("number of GPUs", one.gpus, other.gpus),
         ("number of nodes", one.nodes, other.nodes),
     )
-    return next((f"another {name}: {two}, recorded on {first}" for name, first, two in pairs if first != two), None)
 
 
 def other_processor(one: Hardware, other: Hardware) -> str | None:
@@ -173,49 +160,41 @@ def other_processor(one: Hardware, other: Hardware) -> str | None:
     if one.processor is None or other.processor is None:
         whose = "the evidence" if one.processor is None else "the run"
         return f"a CPU: {whose} does not record its processor"
-    pairs: tuple[tuple[str, str | int, str | int], ...] = (
+    return _first_difference(
         ("processor", one.processor.name, other.processor.name),
         ("instruction set", one.processor.instructions, other.processor.instructions),
         ("number of threads", one.processor.threads, other.processor.threads),
         ("number of cores", one.cpus, other.cpus),
         ("number of ranks", one.gpus, other.gpus),
     )
+
+
+def _first_difference(*pairs: tuple[str, str | int, str | int]) -> str | None:
     return next((f"another {name}: {two}, recorded on {first}" for name, first, two in pairs if first != two), None)
 
 
-def _elsewhere(claim: Claim, hardware: Hardware, packages: dict[str, str], *, is_split_equally: bool) -> str | None:
-    """Return why a run cannot have the bits of the recorded one, if the claim has tolerances for that; else None."""
-    if claim.elsewhere is None:
-        return None
-    if (why := same_machine(claim.hardware, hardware)) is not None:
-        return why
-    if not is_split_equally:
-        return "the step is split differently"
-    differing = sorted(name for name in claim.packages | packages if claim.packages.get(name) != packages.get(name))
-    return f"other packages: {', '.join(differing)}" if differing else None
+def _elsewhere(claim: Claim, packages: dict[str, str], why_shown: str | None) -> str | None:
+    """Return why a run cannot have the bits of the recorded one; None if it can."""
+    recorded = claim.software.packages
+    differing = sorted(name for name in recorded | packages if recorded.get(name) != packages.get(name))
+    return why_shown or (f"other packages: {', '.join(differing)}" if differing else None)
 
 
-def compare(
-    claim: Claim,
-    results: Results,
-    hardware: Hardware,
-    *,
-    is_split_equally: bool,
-    num_resumed: int = 0,
-    packages: dict[str, str] | None = None,
-) -> list[Row]:
-    """Compare every number of the claim with those of a run that resumed `num_resumed` times."""
-    why_shown = same_machine(claim.hardware, hardware)
-    if why_shown is None and not is_split_equally:
+def compare(claim: Claim, run: RunFacts) -> list[Row]:
+    """Compare every number of the claim with those of a run, whose inputs are the same."""
+    why_shown = same_machine(claim.hardware, run.hardware)
+    if why_shown is None and split_differences(claim.inputs, run.inputs):
         why_shown = "the step is split differently"
-    expected, limits = claim.results, claim.tolerances
-    elsewhere = _elsewhere(claim, hardware, packages or {}, is_split_equally=is_split_equally)
-    of_results = limits if elsewhere is None or claim.elsewhere is None else _with_reason(claim.elsewhere, elsewhere)
-    why_speed = _why_no_speed(claim, results) if hardware.gpu is None else None
-    why_memory = "a CPU's memory is that of the whole process, with its libraries" if hardware.gpu is None else None
+    expected, results, limits = claim.results, run.results, claim.tolerances
+    of_results = limits
+    if claim.elsewhere is not None and (elsewhere := _elsewhere(claim, run.software.packages, why_shown)) is not None:
+        of_results = _with_reason(claim.elsewhere, elsewhere)
+    is_on_cpu = run.hardware.gpu is None
+    why_speed = _why_no_speed(claim, results) if is_on_cpu else None
+    why_memory = "a CPU's memory is that of the whole process, with its libraries" if is_on_cpu else None
     speeds = (expected.tokens_per_second_per_gpu, results.tokens_per_second_per_gpu)
     rows = [
-        _loss_row(claim, of_results[LOSS], results, num_resumed),
+        _loss_row(claim, of_results[LOSS], results, run.num_resumed),
         _row("tokens/s/GPU", *speeds, limits.get(SPEED), why_shown or why_speed),
         _row("memory GiB", expected.memory_gib, results.memory_gib, limits.get(MEMORY), why_shown or why_memory),
         # A property of the plan, which has its own bounds.
@@ -228,6 +207,30 @@ def compare(
         found = results.scores.get(task)
         rows.append(_row(task, score.value, found.value if found else None, of_results.get(score_key(task)), None))
     return [row for row in rows if row.expected is not None or row.found is not None]
+
+
+def remarks(claim: Claim, run: RunFacts) -> list[Row]:
+    """Return remarks on what is not judged: data that was prepared differently, and packages unlike the lock's."""
+    return [*_preparation_remark(claim.inputs, run.inputs), *_packages_remark(claim.software, run.software)]
+
+
+def _preparation_remark(one: Inputs, other: Inputs) -> list[Row]:
+    """The fingerprint changes with code and libraries even if no token does. Older records lack it."""
+    then, now = one.data_fingerprint, other.data_fingerprint
+    if then is None or now is None or then == now:
+        return []
+    is_same = one.data_sha256 is not None and one.data_sha256 == other.data_sha256
+    result = "tokens and labels are the same" if is_same else "whether the tokens are the same is not recorded"
+    why = f"prepared from other files or by other code or libraries: fingerprint {now[:12]}..., recorded with "
+    return [Row(name="prepared data", verdict=Verdict.shown, why=f"{why}{then[:12]}...; {result}")]
+
+
+def _packages_remark(recorded: Software, found: Software) -> list[Row]:
+    then, now = recorded.deviation(), found.deviation()
+    if then is None and now is None:
+        return []
+    why = f"recorded: {then or 'as locked'}; this run: {now or 'as locked'}"
+    return [Row(name="packages", verdict=Verdict.shown, why=why)]
 
 
 def _why_no_speed(claim: Claim, results: Results) -> str | None:
@@ -264,22 +267,6 @@ def _loss_row(claim: Claim, allowed: Tolerance, results: Results, num_resumed: i
     difference = loss_difference(results, expected)
     verdict = Verdict.same if difference <= allowed.value else Verdict.different
     return Row(name="loss", **last, difference=difference, verdict=verdict, why=why)
-
-
-def steps_text(steps: Sequence[int]) -> str:
-    """Abbreviate logged steps, such as `5-8`, or `10-40 and 60-90, every 10`."""
-    apart = min((two - one for one, two in pairwise(steps)), default=1)
-    groups: list[list[int]] = []
-    for step in steps:
-        if groups and step - groups[-1][-1] == apart:
-            groups[-1].append(step)
-        else:
-            groups.append([step])
-    texts = [f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups]
-    if len(texts) > _NUM_GROUPS:
-        texts = [*texts[: _NUM_GROUPS - 1], f"{len(texts) - _NUM_GROUPS + 1} more"]
-    named = " and ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
-    return f"{named}, every {apart}" if apart > 1 and len(groups) < len(steps) else named
 
 
 def _row(

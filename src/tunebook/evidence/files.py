@@ -82,16 +82,11 @@ def write_evidence(content: dict[str, Any], folder: Path) -> Path:
             f"{file} exists; remove it if this replaces it, or choose another --label", problem_id="evidence-exists"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    rewrite_evidence(content, file)
-    return file
-
-
-def rewrite_evidence(content: dict[str, Any], file: Path) -> None:
-    """Add the hash of the content, check it against the schema, and write the file."""
     sealed = content | {"content_sha256": content_hash(content)}
     Evidence.model_validate(sealed)
     text = json.dumps(sealed, indent=2, ensure_ascii=False, allow_nan=False)
     atomic_write_text(file, _NUMBERS.sub(_on_one_line, text) + "\n")
+    return file
 
 
 def _on_one_line(numbers: re.Match[str]) -> str:

@@ -1,10 +1,12 @@
-"""Build the sections of an evidence file from the folder of a finished run."""
+"""The sections of an evidence file, from the folder of a finished run."""
 
 from __future__ import annotations
 
 import math
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,10 +20,11 @@ from tunebook.config.frozen import load_config
 from tunebook.config.identity import comparable_config
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import RequestError
-from tunebook.evidence.run_checks import require_unchanged
-from tunebook.evidence.schema import CleanScore, Hardware, Inputs, Results, RunDescription, Score
+from tunebook.evidence.run_checks import num_resumed, require_unchanged
+from tunebook.evidence.schema import CleanScore, Hardware, Inputs, Lock, Results, RunDescription, Score, Software
 from tunebook.model.weights_fingerprint import recorded_in
 from tunebook.record.contamination import KINDS, contamination_of
+from tunebook.record.locks import matters
 from tunebook.record.manifest import MANIFEST_FILE, RunState
 from tunebook.record.manifest_schema import check_read_manifest
 from tunebook.record.page.overview import summarize
@@ -41,7 +44,88 @@ _RESULT_LOCATION_PREFIXES = (
 _CLUSTER_PREFIX = "launcher."  # a partition or an account is private; the launcher's name is not
 
 
-def read_finished(folder: Path) -> RunRecord:
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """A run as evidence compares it. Each part is built from the run's records when it is first asked for."""
+
+    record: RunRecord
+    config: RunConfig
+    manifest: dict[str, Any]
+
+    @property
+    def num_resumed(self) -> int:
+        """The number of times that the run resumed."""
+        return num_resumed(self.record)
+
+    def description(self, recipes_dirs: list[Path]) -> RunDescription:
+        """Return the first section of the file: what was run."""
+        config, overrides = self.config, claim_overrides(self.manifest)
+        return RunDescription(
+            recipe=config.recipe or WITHOUT_RECIPE,
+            title=config.title,
+            weights="random" if config.model.weights is Weights.random else "pretrained",
+            data="generated" if config.dataset.source is Source.synthetic else "real",
+            layers=_layers(config, overrides, recipes_dirs),
+            steps=int(self.record.training[-1]["step"]),
+            overrides=overrides,
+        )
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        """The machine, as it was detected at the start of the run."""
+        found: dict[str, Any] = self.manifest["hardware"]
+        processor = self.manifest.get("processor")
+        gpus = [] if processor is not None else found["gpus"]  # a run on a CPU leaves the machine's GPUs idle
+        names = sorted({gpu["name"] for gpu in gpus})
+        return Hardware(
+            generation=self.config.hardware.generation.name,
+            gpu=", ".join(names) or None,
+            gpus=world_size(self.config),
+            nodes=self.config.hardware.num_nodes,
+            memory_gib=gpus[0]["memory_gib"] if gpus else found["memory_gib"],
+            driver=found["driver"],
+            nccl=found["nccl"],
+            cpus=found["cpus"],
+            processor=processor,
+        )
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        """Everything except the code that determines the result."""
+        manifest, data = self.manifest, self.manifest["dataset"] or {}
+        return Inputs(
+            config=comparable_config(self.config),
+            seed=manifest["seed"],
+            model_sha256=manifest["model"]["config_sha256"],
+            model_revision=manifest["model"]["revision"],
+            weights_fingerprint=recorded_in(manifest["model"]),
+            tokenizer_sha256=manifest["tokenizer_sha256"],
+            chat_template_sha256=manifest["chat_template_sha256"],
+            data_sha256=data.get("content_sha256"),
+            data_fingerprint=data.get("fingerprint"),
+        )
+
+    @cached_property
+    def software(self) -> Software:
+        """The code and packages. Runs without a commit are refused as evidence."""
+        environment = self.manifest["environment"]
+        lock = _lock_of(environment)
+        return Software(
+            git_commit=str(self.manifest["code"]["git_commit"]),
+            lock_sha256=None if lock is None else environment["lock_sha256"],
+            lock=lock,
+            image_digest=environment["image_digest"],
+            python=environment["python"],
+            packages=environment["packages"],
+        )
+
+    @cached_property
+    def results(self) -> Results:
+        """The measured numbers. Raises: RequestError if there is no loss, or a number is not finite."""
+        return gather_results(self.record)
+
+
+def read_finished(folder: Path) -> RunFacts:
     """Read a finished run with everything that a comparison needs.
 
     Raises: RequestError if it is incomplete or was changed, DataError for a damaged file.
@@ -62,23 +146,9 @@ def read_finished(folder: Path) -> RunRecord:
         raise RequestError(f"{folder} lacks {missing}; name a complete run folder", problem_id="run-not-finished")
     assert record.manifest is not None
     check_read_manifest(record.manifest, record.folder / MANIFEST_FILE)
-    require_unchanged(record.folder, record.config, config_of(record.folder), record.manifest)
-    return record
-
-
-def gather_description(record: RunRecord, config: RunConfig, recipes_dirs: list[Path]) -> RunDescription:
-    """Return the first section of the file: what was run."""
-    assert record.manifest is not None
-    overrides = claim_overrides(record.manifest)
-    return RunDescription(
-        recipe=config.recipe or WITHOUT_RECIPE,
-        title=config.title,
-        weights="random" if config.model.weights is Weights.random else "pretrained",
-        data="generated" if config.dataset.source is Source.synthetic else "real",
-        layers=_layers(config, overrides, recipes_dirs),
-        steps=int(record.training[-1]["step"]),
-        overrides=overrides,
-    )
+    config = config_of(record.folder)
+    require_unchanged(record.folder, record.config, config, record.manifest)
+    return RunFacts(record=record, config=config, manifest=record.manifest)
 
 
 def claim_overrides(manifest: dict[str, Any]) -> list[str]:
@@ -121,41 +191,17 @@ def _layers(config: RunConfig, overrides: list[str], recipes_dirs: list[Path]) -
     return f"{facts.num_layers} of {'unknown' if total is None else total}"
 
 
-def gather_hardware(record: RunRecord, config: RunConfig) -> Hardware:
-    """The machine, as it was detected at the start of the run."""
-    assert record.manifest is not None
-    found: dict[str, Any] = record.manifest["hardware"]
-    processor = record.manifest.get("processor")
-    gpus = [] if processor is not None else found["gpus"]  # a run on a CPU leaves the machine's GPUs idle
-    names = sorted({gpu["name"] for gpu in gpus})
-    return Hardware(
-        generation=config.hardware.generation.name,
-        gpu=", ".join(names) or None,
-        gpus=world_size(config),
-        nodes=config.hardware.num_nodes,
-        memory_gib=gpus[0]["memory_gib"] if gpus else found["memory_gib"],
-        driver=found["driver"],
-        nccl=found["nccl"],
-        cpus=found["cpus"],
-        processor=processor,
-    )
-
-
-def gather_inputs(record: RunRecord, config: RunConfig) -> Inputs:
-    """Return everything except the code that determines the result."""
-    assert record.manifest is not None
-    manifest, data = record.manifest, record.manifest["dataset"] or {}
-    return Inputs(
-        config=comparable_config(config),
-        seed=manifest["seed"],
-        model_sha256=manifest["model"]["config_sha256"],
-        model_revision=manifest["model"]["revision"],
-        weights_fingerprint=recorded_in(manifest["model"]),
-        tokenizer_sha256=manifest["tokenizer_sha256"],
-        chat_template_sha256=manifest["chat_template_sha256"],
-        data_sha256=data.get("content_sha256"),
-        data_fingerprint=data.get("fingerprint"),
-    )
+def _lock_of(environment: dict[str, Any]) -> Lock | None:
+    """Return the lock that a run was compared with; None if it was not, as in manifests of earlier versions."""
+    found = environment.get("lock")
+    if found is None or (found["differences"] is None and environment["lock_sha256"] is None):
+        return None
+    differences = found["differences"] or {}  # None for an image that lists no packages: its build found no differences
+    important = {name: one for name, one in differences.items() if matters(name)}
+    return Lock(
+        name=found["name"], sha256=found["sha256"], differences=important,
+        num_other_differences=len(differences) - len(important), num_unknown=0,
+    )  # fmt: skip
 
 
 def gather_results(record: RunRecord) -> Results:

@@ -5,6 +5,8 @@ A run that resumes from another run's checkpoint has only half a loss curve, whi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,13 @@ from tunebook.config.choices import RESUME_WORDS
 from tunebook.config.identity import HASH_VERSION, has_hash
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
-from tunebook.evidence.compare import steps_text
 from tunebook.evidence.schema import Results
 from tunebook.record.manifest import changed_files
 from tunebook.record.run_folder import RUN_FILE
 from tunebook.record.run_record import RunRecord
 
 _RESUME = "training.resume="
+_NUM_GROUPS = 4  # of steps that a message lists
 
 
 def num_resumed(record: RunRecord) -> int:
@@ -93,3 +95,19 @@ def _changed(folder: Path, why: str) -> RequestError:
         "unknown; restore the file from a copy, or train again",
         problem_id="run-changed",
     )
+
+
+def steps_text(steps: Sequence[int]) -> str:
+    """Abbreviate logged steps, such as `5-8`, or `10-40 and 60-90, every 10`."""
+    apart = min((two - one for one, two in pairwise(steps)), default=1)
+    groups: list[list[int]] = []
+    for step in steps:
+        if groups and step - groups[-1][-1] == apart:
+            groups[-1].append(step)
+        else:
+            groups.append([step])
+    texts = [f"{group[0]}-{group[-1]}" if len(group) > 1 else str(group[0]) for group in groups]
+    if len(texts) > _NUM_GROUPS:
+        texts = [*texts[: _NUM_GROUPS - 1], f"{len(texts) - _NUM_GROUPS + 1} more"]
+    named = " and ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
+    return f"{named}, every {apart}" if apart > 1 and len(groups) < len(steps) else named

@@ -110,16 +110,12 @@ class Software(Section):
         """Describe the packages' differences from the lock; None if there are none."""
         if self.lock is None:
             return _NOT_COMPARED
-        parts = describe_differences(self._differences())
+        parts = describe_differences({name: one.model_dump() for name, one in self.lock.differences.items()})
         if self.lock.num_other_differences:
             parts.append(f"other packages that differ: {self.lock.num_other_differences}")
         if self.lock.num_unknown:
             parts.append(f"packages of the lock with no recorded version: {self.lock.num_unknown}")
         return ", ".join(parts) or None
-
-    def _differences(self) -> dict[str, dict[str, str | None]]:
-        assert self.lock is not None
-        return {name: one.model_dump() for name, one in self.lock.differences.items()}
 
 
 class CleanScore(Section):

@@ -47,20 +47,14 @@ def split_windows(values: Sequence[Value]) -> list[Sequence[Value]]:
     return [values[first:end] for first, end in pairwise(edges)]
 
 
-def window_means(results: Results) -> list[float]:
-    """Return the loss averaged over each window."""
-    return [fmean(window) for window in split_windows(results.losses)]
-
-
 def loss_differences(found: Results, expected: Results) -> list[float]:
     """Return the windows' differences, relative to the larger of the expected mean and the whole curve's mean.
 
     Where a curve has fallen to a hundredth, equal runs differ by several times their small loss, which means nothing.
     """
-    means = window_means(expected)
-    overall = fmean(means)
-    pairs = zip(window_means(found), means, strict=True)
-    return [abs(mine - mean) / max(mean, overall) if mine != mean else 0.0 for mine, mean in pairs]
+    mine, means = ([fmean(window) for window in split_windows(results.losses)] for results in (found, expected))
+    overall, pairs = fmean(means), zip(mine, means, strict=True)
+    return [abs(one - mean) / max(mean, overall) if one != mean else 0.0 for one, mean in pairs]
 
 
 def loss_difference(found: Results, expected: Results) -> float:

@@ -10,33 +10,19 @@ from rich.table import Table
 from rich.text import Text
 
 from tunebook.errors import DifferenceError, RequestError
-from tunebook.evidence.compare import (
-    Claim,
-    Row,
-    compare,
-    input_differences,
-    named_differences,
-    preparation_row,
-    split_differences,
-)
-from tunebook.evidence.gather import config_of, gather_description, gather_hardware, gather_inputs, gather_results
-from tunebook.evidence.run_checks import num_resumed
-from tunebook.evidence.schema import Hardware, Inputs, Results, RunDescription, Software
-from tunebook.evidence.software import gather_software, packages_row
+from tunebook.evidence.compare import Claim, Row, compare, input_differences, named_differences, remarks
+from tunebook.evidence.gather import RunFacts
+from tunebook.evidence.schema import RunDescription
 from tunebook.evidence.target import target_row
 from tunebook.evidence.tolerances import SPEED, compute_tolerances
-from tunebook.record.run_record import RunRecord
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
     """A run compared with a claim."""
 
-    name: str  # of the claim: a file of evidence, or a run
-    what: str  # description of the claim: the recipe, weights, data, layers and steps
     claim: Claim
-    results: Results
-    hardware: Hardware
+    run: RunFacts
     rows: list[Row]
 
     @property
@@ -48,15 +34,15 @@ class Verification:
     def to_json(self) -> dict[str, Any]:
         """The output of `verify --json`."""
         return {
-            "claim": self.name,
-            "what": self.what,
+            "claim": self.claim.name,
+            "what": self.claim.what,
             "agrees": self.exit_code == 0,
             "rows": [row.to_json() for row in self.rows],
         }
 
     def table(self) -> Table:
         """Format the verification for a terminal."""
-        title = Text(f"{self.name}: {self.what}")  # names and overrides may contain brackets
+        title = Text(f"{self.claim.name}: {self.claim.what}")  # names and overrides may contain brackets
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
         for heading in ("", "recorded", "this run", "difference", "tolerance", "verdict", "why"):
             is_number = heading in ("recorded", "this run", "difference", "tolerance")
@@ -68,62 +54,34 @@ class Verification:
         return table
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recorded:
-    """A reference for a run: evidence, or an earlier run."""
-
-    name: str
-    what: str
-    claim: Claim
-    inputs: Inputs
-    software: Software
-
-
-def recorded_run(original: RunRecord, recipes_dirs: list[Path]) -> Recorded:
+def claim_of_run(original: RunFacts, recipes_dirs: list[Path]) -> Claim:
     """Return a finished run as a reference for others; the tolerances are the floors."""
-    config, results = config_of(original.folder), gather_results(original)
-    hardware, tolerances = gather_hardware(original, config), compute_tolerances([results], config)
-    if hardware.gpu is None:  # one run does not show how much other work slows a CPU
+    tolerances = compute_tolerances([original.results], original.config)
+    if original.hardware.gpu is None:  # one run does not show how much other work slows a CPU
         tolerances.pop(SPEED, None)
-    return Recorded(
-        name=original.name,
-        what=describe(gather_description(original, config, recipes_dirs)),
-        claim=Claim(results=results, hardware=hardware, tolerances=tolerances, num_resumed=num_resumed(original)),
-        inputs=gather_inputs(original, config),
-        software=gather_software(original.manifest or {}),
+    return Claim(
+        name=original.record.name,
+        what=describe(original.description(recipes_dirs)),
+        results=original.results,
+        hardware=original.hardware,
+        inputs=original.inputs,
+        software=original.software,
+        tolerances=tolerances,
+        num_resumed=original.num_resumed,
     )
 
 
-def compare_run(recorded: Recorded, record: RunRecord) -> Verification:
+def compare_run(claim: Claim, run: RunFacts) -> Verification:
     """Compare a finished run with evidence or another run. Raises: RequestError if their inputs differ."""
-    config = config_of(record.folder)
-    inputs, hardware, results = gather_inputs(record, config), gather_hardware(record, config), gather_results(record)
-    if differing := input_differences(recorded.inputs, inputs):
+    if differing := input_differences(claim.inputs, run.inputs):
         raise RequestError(
-            f"{record.folder} is not a repetition of {recorded.name}: {named_differences(differing)}",
+            f"{run.record.folder} is not a repetition of {claim.name}: {named_differences(differing)}",
             problem_id="evidence-of-other-config",
         )
-    is_split_equally = not split_differences(recorded.inputs, inputs)
-    claim, software = recorded.claim, gather_software(record.manifest or {})
-    rows = compare(
-        claim,
-        results,
-        hardware,
-        is_split_equally=is_split_equally,
-        num_resumed=num_resumed(record),
-        packages=software.packages,
-    )
+    rows = compare(claim, run)
     if claim.target is not None:
-        rows.append(target_row(claim.target, record, claim.repeats))
-    remarks = (preparation_row(recorded.inputs, inputs), packages_row(recorded.software, software))
-    return Verification(
-        name=recorded.name,
-        what=recorded.what,
-        claim=claim,
-        results=results,
-        hardware=hardware,
-        rows=[*rows, *(row for row in remarks if row is not None)],
-    )
+        rows.append(target_row(claim.target, run.record, claim.repeats))
+    return Verification(claim=claim, run=run, rows=[*rows, *remarks(claim, run)])
 
 
 def describe(ran: RunDescription) -> str:

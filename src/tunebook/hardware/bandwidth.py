@@ -9,14 +9,13 @@ buffer, for all-gather of what every rank holds afterwards. GB are 1e9 bytes.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tunebook.files import atomic_write_json, cache_root
+from tunebook.files import atomic_write_json, cache_root, sha256_text
 from tunebook.hardware.detect import Machine
 
 ALL_REDUCE, ALL_GATHER = "all_reduce", "all_gather"
@@ -106,7 +105,7 @@ def _file(machine: Machine, num_gpus: int) -> Path:
     if variables := _nccl_variables():
         facts.append(variables)
     identity = json.dumps(facts)
-    return cache_root() / "links" / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+    return cache_root() / "links" / f"{sha256_text(identity)[:16]}.json"
 
 
 def _nccl_variables() -> dict[str, str]:

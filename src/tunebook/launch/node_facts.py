@@ -18,7 +18,7 @@ from tunebook.config.override_text import typed_list
 from tunebook.config.schema import LauncherConfig, RunConfig
 from tunebook.data.prepared import PREPARED_FILE
 from tunebook.errors import Problem, RequestError
-from tunebook.files import read_json
+from tunebook.files import read_json, sha256_file
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.launch.rendezvous import is_loopback
 from tunebook.model.weights_fingerprint import weights_fingerprint
@@ -60,7 +60,7 @@ def code_hash() -> str:
     files = {name.as_posix(): file for name, file in found.items() if name.parts[0] != INSTALLED_BOOK}
     whole = hashlib.sha256()
     for name in sorted(files):
-        whole.update(f"{name}\0{hashlib.sha256(files[name].read_bytes()).hexdigest()}\n".encode())
+        whole.update(f"{name}\0{sha256_file(files[name])}\n".encode())
     return whole.hexdigest()
 
 

@@ -6,7 +6,6 @@ special tokens that are missing in the vocabulary. No token is added: a model ha
 
 from __future__ import annotations
 
-import hashlib
 import json
 from contextlib import suppress
 from datetime import datetime
@@ -17,6 +16,7 @@ from tunebook.config.choices import PackingMode, Source, Weights
 from tunebook.config.override_text import typed
 from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.errors import RequestError, did_you_mean
+from tunebook.files import sha256_text
 from tunebook.model.chat_templates import read_chat_template
 from tunebook.model.tokenizer_files import tokenizer_folder
 
@@ -110,7 +110,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of the loaded tokenizer: its backend and its special tokens, without its chat template."""
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     backend: str = tokenizer.backend_tokenizer.to_str()
-    return hashlib.sha256(f"{backend}{json.dumps(special, sort_keys=True)}".encode()).hexdigest()
+    return sha256_text(f"{backend}{json.dumps(special, sort_keys=True)}")
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

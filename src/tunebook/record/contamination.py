@@ -13,8 +13,9 @@ from typing import Any
 
 from tunebook.config.choices import Contamination, Source
 from tunebook.config.schema import RunConfig
-from tunebook.errors import DataError
+from tunebook.errors import DataError, counted
 from tunebook.files import read_json
+from tunebook.record.differences import is_share, score_in_words
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest
 
 CONTAMINATION_FILE = "contamination.json"
@@ -162,24 +163,15 @@ def score_lines(evaluation: Mapping[str, Any] | None) -> list[str]:
     """The scores on clean and on other items, a line per task that has both."""
     lines = []
     for name, group in contamination_of(evaluation).items():
+        whole = ((evaluation or {}).get("tasks") or {}).get(name)
+        as_share = is_share(*group["scores"].values(), *([whole] if whole else []))
         parts = [
-            f"{_score(score)} on {_items(score['num_items'])} ({NAMES[kind]})"
+            f"{score_in_words(score, as_share=as_share)} on {counted(score['num_items'], 'item')} ({NAMES[kind]})"
             for kind, score in group["scores"].items()
         ]
         if parts:
             lines.append(f"{name}: {', '.join(parts)}")
     return lines
-
-
-def _items(number: int) -> str:
-    return f"{number:,} item{'' if number == 1 else 's'}"
-
-
-def _score(score: Mapping[str, Any]) -> str:
-    value, error = score["value"], score["stderr"]
-    if not 0 <= value <= 1:
-        return f"{value:.4g}" + ("" if error is None else f" ± {error:.2g}")
-    return f"{100 * value:.1f}%" + ("" if error is None else f" ± {100 * error:.1f}")
 
 
 def refuse_contaminated(run: Path, config: RunConfig) -> None:

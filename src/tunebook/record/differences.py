@@ -71,6 +71,19 @@ def _leaves(name: str, tasks: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return below or [name]
 
 
+def is_share(*scores: Mapping[str, Any]) -> bool:
+    """Whether all scores are shares of right answers, unlike a perplexity, or bits per byte, which may be below 1."""
+    return all(score.get("higher_is_better") is not False and 0 <= score["value"] <= 1 for score in scores)
+
+
+def score_in_words(score: Mapping[str, Any], *, as_share: bool) -> str:
+    """A score with its recorded standard error, for a terminal."""
+    value, error = score["value"], score.get("stderr")
+    if as_share:
+        return f"{100 * value:.1f}%" + ("" if error is None else f" ± {100 * error:.1f}")
+    return f"{value:.4g}" + ("" if error is None else f" ± {error:.2g}")
+
+
 def standard_error(score: Mapping[str, Any]) -> float | None:
     """The standard error of a score. A share of right answers without one gets it by the harness' formula."""
     error: float | None = score.get("stderr")

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
 from markupsafe import Markup
 
 from tunebook import __version__
@@ -21,9 +21,10 @@ from tunebook.errors import RequestError
 from tunebook.files import atomic_write_text
 from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.record.answer_faults import fault_rows
+from tunebook.record.contamination import NAMES, is_warning
 from tunebook.record.differences import answers_of
-from tunebook.record.page.comparison import compare, short_names
-from tunebook.record.page.contamination import contamination_view
+from tunebook.record.page.comparison import config_differences, number_rows, short_names
+from tunebook.record.page.contamination import contamination_notes, scores_by_kind
 from tunebook.record.page.curves import dash_of_run, loss_chart, other_charts, overlaid_charts
 from tunebook.record.page.details import (
     batch_facts,
@@ -109,7 +110,11 @@ def render_run(record: RunRecord) -> str:
         baseline=baseline_text(record.before, record.after),
         programs=program_lines(record.before, record.after),
         samples=pair_samples(record.before, record.after),
-        contamination=contamination_view(record),
+        contamination=record.contamination,
+        contamination_scores=scores_by_kind(record),
+        contamination_notes=contamination_notes(record),
+        is_contaminated=is_warning,
+        kind_names=NAMES,
         faults=fault_rows(record.before, record.after),
         loss=loss_chart(record),
         charts=charts,
@@ -120,7 +125,7 @@ def render_run(record: RunRecord) -> str:
         memory_note=memory_note,
         start_bars=started,
         start_note=start_note,
-        batch=batch_facts(record.plan),
+        batch=batch_facts(record),
         choices=choices(record.plan),
         problems=problems(record.plan),
         has_plan=record.plan is not None,
@@ -133,10 +138,16 @@ def render_run(record: RunRecord) -> str:
 
 def render_comparison(records: Sequence[RunRecord]) -> str:
     """The page of several runs."""
-    names = short_names(records)
+    names, summaries = short_names(records), [summarize(record) for record in records]
     return render_page(
         "comparison.html.jinja",
-        comparison=compare(records, names),
+        runs=[
+            (name, build_overview(record, summary))
+            for name, record, summary in zip(names, records, summaries, strict=True)
+        ],
+        numbers=number_rows(records, summaries),
+        differences=config_differences(records),
+        not_compared=[name for name, record in zip(names, records, strict=True) if record.config is None],
         scores=compare_scores(records),
         recipes=sorted({recipe_of(record) or NO_RECIPE for record in records}),
         charts=overlaid_charts(records, names),
@@ -155,7 +166,10 @@ def render_page(template: str, *, beside: Path | None = None, **view: Any) -> st
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # Markup, since these are our own files. The browser must get exactly the bytes of the digest.
     style = (TEMPLATES / "report.css").read_text(encoding="utf-8")
-    return environment.get_template(template).render(
-        **view, style=Markup(style), script=Markup(script), script_digest=digest, version=__version__,
-        written=format_time(datetime.now(UTC)),
-    )  # fmt: skip
+    try:
+        return environment.get_template(template).render(
+            **view, style=Markup(style), script=Markup(script), script_digest=digest, version=__version__,
+            written=format_time(datetime.now(UTC)),
+        )  # fmt: skip
+    except UndefinedError as error:
+        raise LookupError(error.message) from error  # as for a record's missing key in Python

@@ -41,6 +41,11 @@ PREPARED_FILE = "prepared.json"
 DEEPSPEED_FILE = "deepspeed.json"  # ZeRO only: what DeepSpeed was started with, every "auto" filled in
 
 
+def time_name(now: datetime | None = None) -> str:
+    """The time, UTC, as the names of runs, sweeps and evaluations have it."""
+    return (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H-%M-%SZ")
+
+
 def create_run_folder(outputs: Path, recipe: str, now: datetime | None = None) -> Path:
     """Make `outputs/<recipe>/<UTC time>[-NNN]/` and point `latest` at it. NNN separates runs of the same second.
 
@@ -49,10 +54,9 @@ def create_run_folder(outputs: Path, recipe: str, now: datetime | None = None) -
     outputs = outputs.expanduser().absolute()
     check_outputs(outputs)
     recipe_folder = outputs / recipe
-    name = (now or datetime.now(UTC)).strftime("%Y-%m-%dT%H-%M-%SZ")
     try:
         recipe_folder.mkdir(parents=True, exist_ok=True)
-        folder = make_unique(recipe_folder, name)
+        folder = make_unique(recipe_folder, time_name(now))
     except OSError as error:
         raise _cannot_write(outputs, error) from error
     _point_latest_at(folder)

@@ -16,30 +16,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tunebook.errors import (
     DataError,
     DoesNotFitError,
-    InvalidTrainingError,
     RequestError,
-    StoppedError,
     TunebookError,
 )
 from tunebook.files import atomic_write_json, read_json
 from tunebook.hardware.disk import tells_of_full_disk
 from tunebook.record.manifest import MANIFEST_FILE, RunState, read_manifest
-from tunebook.record.run_folder import age_key, make_unique, working_in
+from tunebook.record.run_folder import age_key, make_unique, time_name, working_in
 from tunebook.sweep.trial_process import TrialEnd, read_trial_end, write_trial_end
 from tunebook.sweep.trials import Trial, parse_sweep_overrides
 
 SWEEP_FILE = "sweep.json"
 FORMAT = 1
-_DONE = (0, InvalidTrainingError.exit_code)
-_OPEN = (1, StoppedError.exit_code)  # exit codes after which another turn of the Slurm job may resume the trial
-_COMPARED = ("recipe", "config_sha256", "search", "gpus_per_trial")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +86,8 @@ class SweepFolder:
 
     def is_done(self, trial: Trial) -> bool:
         """Whether a trial need not run (again)."""
-        return is_done(self.end_of(trial))
+        end = self.end_of(trial)
+        return end is not None and end.is_done
 
     def has_filled_disk(self, trial: Trial) -> bool:
         """Whether a trial ended because its disk is full, as the next one would."""
@@ -101,34 +96,18 @@ class SweepFolder:
             return False
         return tells_of_full_disk(end.reason or read_manifest(file.parent)["status"]["reason"] or "")
 
-    def begin(self, trial: Trial) -> float:
-        """Remove the record of how an earlier attempt ended; return the seconds of all attempts so far."""
-        end = read_trial_end(self.end_file(trial))
-        self.end_file(trial).unlink(missing_ok=True)
-        return 0.0 if end is None else end.seconds
-
-
-def is_done(end: TrialEnd | None) -> bool:
-    """Whether the same command does not run a trial again that ended like this."""
-    return end is not None and (end.was_pruned or end.exit_code in _DONE)
-
-
-def is_final(end: TrialEnd | None) -> bool:
-    """Whether a trial that ended like this would not resume in another turn of its Slurm job."""
-    return end is not None and (end.was_pruned or end.exit_code not in _OPEN)
-
 
 def newest_with(request: Request, outputs: Path, recipe: str) -> SweepFolder | None:
     """Return the newest sweep with an equal request, in whatever order its overrides were typed; else None."""
-    wanted, words = asdict(request), _in_order(request.overrides)
+    wanted = {"format": FORMAT, **asdict(request), "overrides": _in_order(request.overrides)}
     found = (outputs.expanduser().absolute() / recipe).glob(f"sweep-*/{SWEEP_FILE}")
     for file in sorted(found, key=lambda file: age_key(file.parent), reverse=True):
         try:
             record = read_json(file)
         except DataError:
             continue  # a damaged record of another sweep must not stop this one
-        is_same = record.get("format") == FORMAT and all(record.get(key) == wanted[key] for key in _COMPARED)
-        if is_same and _in_order(record.get("overrides", [])) == words:
+        record["overrides"] = _in_order(record.get("overrides", []))
+        if wanted == {key: record.get(key) for key in wanted}:
             return SweepFolder(path=file.parent)
     return None
 
@@ -151,7 +130,7 @@ def _in_order(words: list[str]) -> list[str]:
 def create(request: Request, outputs: Path, recipe: str) -> SweepFolder:
     """Make `outputs/<recipe>/sweep-<UTC time>[-NNN]/`. Raises: RequestError if it cannot be written."""
     recipe_folder = outputs.expanduser().absolute() / recipe
-    time = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
+    time = time_name()
     try:
         recipe_folder.mkdir(parents=True, exist_ok=True)
         folder = make_unique(recipe_folder, f"sweep-{time}")

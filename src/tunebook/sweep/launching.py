@@ -4,62 +4,53 @@ from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from tunebook.config.schema import RunConfig
 from tunebook.errors import TunebookError
 from tunebook.sweep.folder import SweepFolder
 from tunebook.sweep.shares import Shares
-from tunebook.sweep.trial_process import Stopping, TrialEnd, Watch, run_trial, wait_until_free, write_trial_end
+from tunebook.sweep.trial_process import (
+    Stopping,
+    TrialEnd,
+    Watch,
+    begin_trial,
+    run_trial,
+    wait_until_free,
+    write_trial_end,
+)
 from tunebook.sweep.trials import Trial
 
 CommandOf = Callable[[Trial, Path], list[str]]  # builds a trial's command, given its run folder
 RunTrial = Callable[[Trial, Watch | None], None]
 
 
-class TrialSource(Protocol):
-    """Provides the next trial and receives the end of each."""
+class TrialList:
+    """A list of trials, in order; finished trials do not run again. Thread-safe. A search adds proposals to it."""
 
-    @property
-    def trials(self) -> list[Trial]:
-        """The trials known so far, in order."""
+    def __init__(self, trials: list[Trial], folder: SweepFolder) -> None:
+        self.trials = list(trials)  # known so far
+        self._left = [trial for trial in trials if not folder.is_done(trial)]
+        self._lock = threading.Lock()
 
     def next_trial(self) -> Trial | None:
         """Return the next trial to run; None if none is left."""
+        with self._lock:
+            return self._left.pop(0) if self._left else None
 
     def tell(self, trial: Trial) -> None:
         """Record that a trial has ended."""
 
     def watch(self, trial: Trial) -> Watch | None:
         """Return a function that may end the trial early, or None."""
-
-
-class TrialList:
-    """A fixed list of trials, in order; finished trials do not run again."""
-
-    def __init__(self, trials: list[Trial], folder: SweepFolder) -> None:
-        self.trials = list(trials)
-        self._left = [trial for trial in trials if not folder.is_done(trial)]
-        self._lock = threading.Lock()
-
-    def next_trial(self) -> Trial | None:
-        """Return the next trial of the list."""
-        with self._lock:
-            return self._left.pop(0) if self._left else None
-
-    def tell(self, trial: Trial) -> None:
-        """Do nothing: a list does not depend on results."""
-
-    def watch(self, trial: Trial) -> Watch | None:
-        """Return None: no trial is ended early."""
         return None
 
 
 def run_trials(
-    source: TrialSource,
+    source: TrialList,
     run_one: RunTrial,
     stopping: Stopping,
     num_at_once: int,
@@ -90,33 +81,54 @@ def run_trials(
 
 
 @dataclass(kw_only=True)
-class RunLocally:
-    """Runs trials on this machine, each on its share of it."""
+class Runner(ABC):
+    """Runs trials of a sweep until they end, and records how they ended."""
 
     folder: SweepFolder
     command_of: CommandOf
     config_of: Callable[[Trial], RunConfig]
-    shares: Shares
     stopping: Stopping
     num_trials: int
-    prints_to_files: bool  # parallel trials would mix their output
-    _printing: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, trial: Trial, watch: Watch | None) -> None:
-        """Run one trial until it ends, and record how it ended."""
+        """Run one trial until it ends."""
         try:
             config = self.config_of(trial)
         except TunebookError as error:  # a combination of proposed values may break a rule
-            self._say(trial, trial.title)
-            end = TrialEnd(exit_code=error.exit_code, seconds=0.0, was_interrupted=False, reason=error.message)
-            write_trial_end(end, self.folder.end_file(trial))
-            return
+            self.fail(trial, error.exit_code, error.message)
+        else:
+            self.run(trial, config, watch)
+
+    @abstractmethod
+    def run(self, trial: Trial, config: RunConfig, watch: Watch | None) -> None:
+        """Run a trial whose values are valid."""
+
+    def fail(self, trial: Trial, exit_code: int, reason: str, how: str = "not started") -> None:
+        """Record and print why a trial did not start, or ended without a record of its own."""
+        end = TrialEnd(exit_code=exit_code, seconds=0.0, was_interrupted=False, reason=reason)
+        write_trial_end(end, self.folder.end_file(trial))
+        self.say(trial, f"{how}: {reason}")
+
+    def say(self, trial: Trial, text: str) -> None:
+        """Print a line about a trial, in one write, since trials run in threads."""
+        print(f"\ntrial {trial.number + 1} of {self.num_trials}: {text}\n", end="", flush=True)
+
+
+@dataclass(kw_only=True)
+class RunLocally(Runner):
+    """Runs trials on this machine, each on its share of it."""
+
+    shares: Shares
+    prints_to_files: bool  # parallel trials would mix their output
+
+    def run(self, trial: Trial, config: RunConfig, watch: Watch | None) -> None:
+        """Start the process of a trial when its share is free, and wait for its end."""
         with self.shares.share_of(config) as share:
             if self.stopping.num_requests:
                 return
-            self._say(trial, trial.title)
+            self.say(trial, trial.title)
             run_folder = self.folder.run_folder(trial)
-            earlier_s = self.folder.begin(trial)
+            earlier_s = begin_trial(self.folder.end_file(trial))
             end = run_trial(
                 self.command_of(trial, run_folder),
                 self.stopping,
@@ -129,8 +141,4 @@ class RunLocally:
             wait_until_free(run_folder)
             write_trial_end(end.after(earlier_s), self.folder.end_file(trial))
         if self.prints_to_files:
-            self._say(trial, end.text)
-
-    def _say(self, trial: Trial, text: str) -> None:
-        with self._printing:
-            print(f"\ntrial {trial.number + 1} of {self.num_trials}: {text}", flush=True)
+            self.say(trial, end.text)

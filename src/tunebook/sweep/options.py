@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from enum import Enum
 
 from tunebook.errors import RequestError, did_you_mean
 
-
-class SweepLauncher(Enum):
-    """What starts the trials."""
-
-    basic = "basic"  # one after the other, on this machine
-    joblib = "joblib"  # in parallel on this machine
-    slurm = "slurm"  # each as a Slurm job
-
-
-class Direction(Enum):
-    """Which values of a metric are better."""
-
-    minimize = "minimize"
-    maximize = "maximize"
-
-
+# What starts the trials: one after the other, in parallel on this machine, each as a Slurm job.
+LAUNCHERS = ("basic", "joblib", "slurm")
+DIRECTIONS = ("minimize", "maximize")
 # Metrics in a trial's results, and which values are better unless --direction is given.
 METRICS = {
-    "evaluation_score": Direction.maximize,
-    "validation_loss": Direction.minimize,
-    "final_loss": Direction.minimize,
-    "tokens_per_second_per_gpu": Direction.maximize,
-    "seconds": Direction.minimize,
+    "evaluation_score": "maximize",
+    "validation_loss": "minimize",
+    "final_loss": "minimize",
+    "tokens_per_second_per_gpu": "maximize",
+    "seconds": "minimize",
 }
 # Metrics that a running trial already reports, and their keys in the lines of metrics.jsonl.
 SHOWN_WHILE_RUNNING = {"final_loss": "loss", "validation_loss": "validation_loss"}
@@ -43,7 +30,7 @@ _EXAMPLE = (
 class SweepOptions:
     """The options as typed; None if omitted."""
 
-    launcher: str = SweepLauncher.basic.name
+    launcher: str = "basic"
     jobs: int | None = None
     search: str | None = None
     num_trials: int | None = None
@@ -52,26 +39,21 @@ class SweepOptions:
     seed: int | None = None
     prune: int | None = None  # first step at which a trial may be ended early
 
-    @property
-    def launcher_kind(self) -> SweepLauncher:
-        """The launcher, after its name was checked."""
-        return SweepLauncher[self.launcher]
-
 
 def check_options(options: SweepOptions) -> None:
     """Refuse invalid options and combinations. Raises: RequestError with what to type."""
-    _check_name("--launcher", options.launcher, [launcher.name for launcher in SweepLauncher])
+    _check_name("--launcher", options.launcher, LAUNCHERS)
     if options.jobs is not None and options.jobs < 1:
         raise _wrong(f"--jobs={options.jobs}: at least one trial must run at a time; type --jobs=2")
-    if options.launcher_kind is SweepLauncher.basic and (options.jobs or 1) > 1:
+    if options.launcher == "basic" and (options.jobs or 1) > 1:
         raise _wrong(
             f"--jobs={options.jobs}: the basic launcher runs one trial at a time; type --launcher=joblib "
             f"--jobs={options.jobs}, or --launcher=slurm --jobs={options.jobs}"
         )
     if options.metric is not None:
-        _check_name("--metric", options.metric, list(METRICS))
+        _check_name("--metric", options.metric, METRICS)
     if options.direction is not None:
-        _check_name("--direction", options.direction, [direction.name for direction in Direction])
+        _check_name("--direction", options.direction, DIRECTIONS)
         if options.metric is None:
             raise _wrong(f"--direction={options.direction} says nothing without a metric; add --metric=NAME")
     _check_search(options)
@@ -84,7 +66,7 @@ def _check_search(options: SweepOptions) -> None:
             if value is not None:
                 raise _wrong(f"{name} belongs to a search, and none was asked for; type {_EXAMPLE}")
         return
-    _check_name("--search", options.search, list(SEARCHES))
+    _check_name("--search", options.search, SEARCHES)
     if options.num_trials is None:
         raise _wrong("a search needs to know how many trials it may take; add --num-trials=20")
     if options.num_trials < 1:
@@ -93,14 +75,9 @@ def _check_search(options: SweepOptions) -> None:
         raise _wrong(f"--seed={options.seed}: a seed is a whole number from 0 to {2**31 - 1}; type --seed=0")
     if options.prune is not None and options.prune < 1:
         raise _wrong(f"--prune={options.prune}: this is the step from which trials may be ended early; type --prune=50")
-    if options.prune and options.metric is not None and options.metric not in SHOWN_WHILE_RUNNING:
-        raise _wrong(
-            f"--prune: a running trial does not show its {options.metric} yet; type --metric=validation_loss or "
-            "--metric=final_loss, or leave --prune out"
-        )
 
 
-def _check_name(option: str, value: str, known: list[str]) -> None:
+def _check_name(option: str, value: str, known: Collection[str]) -> None:
     if value not in known:
         raise _wrong(
             f"{option}={value}: there is no such choice.{did_you_mean(value, known)} Choose {', '.join(known)}"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import shlex
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import filterfalse
@@ -16,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from tunebook.errors import DataError
+from tunebook.config.override_text import command_words
 from tunebook.files import atomic_write_text, read_json
 from tunebook.record.differences import mean_score
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest
 from tunebook.record.metrics import is_training_line, median_after_warm_up, read_metrics
-from tunebook.sweep.options import Direction
 from tunebook.sweep.trial_process import EXIT_STOPPED, TrialEnd
 from tunebook.sweep.trials import Trial
 
@@ -64,13 +61,18 @@ class Ranking:
     ranked: list[TrialResult]
     unranked: list[TrialResult]
 
+    @property
+    def lines(self) -> list[tuple[str, TrialResult]]:
+        """Every trial with its rank, which is empty for those that are not ranked."""
+        return [*((str(rank), one) for rank, one in enumerate(self.ranked, 1)), *(("", one) for one in self.unranked)]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
     """The metric of a search, or the metric that ranks a list."""
 
     metric: str  # a key of options.METRICS
-    direction: Direction
+    direction: str  # of options.DIRECTIONS
 
     def value_of(self, result: TrialResult) -> float | None:
         """Return a trial's metric; None if it was not measured, is not finite, or the trial did not finish."""
@@ -80,22 +82,26 @@ class Goal:
 
 def read_result(trial: Trial, run_folder: Path, end: TrialEnd | None) -> TrialResult:
     """Read one trial's result from its folder, as far as recorded."""
-    exit_code, how_it_ended = _ending(end, run_folder)
+    has_manifest = (run_folder / MANIFEST_FILE).is_file()
+    status = read_manifest(run_folder)["status"] if has_manifest else None
+    exit_code, how_it_ended = _ending(end, status)
     metrics = read_metrics(run_folder)
     training = [line for line in metrics if is_training_line(line)]
     validation = [line for line in metrics if not is_training_line(line)]
     score, is_higher_better = _evaluation_score(run_folder)
-    speeds = [_number(line, "tokens_per_second_per_gpu") for line in training]
+    speeds = [
+        line["tokens_per_second_per_gpu"] for line in training if line.get("tokens_per_second_per_gpu") is not None
+    ]
     return TrialResult(
         trial=trial,
         run_folder=run_folder,
         exit_code=exit_code,
         how_it_ended=how_it_ended,
-        final_loss=_number(training[-1], "loss") if training else None,
-        validation_loss=_validation_loss(validation, run_folder),
+        final_loss=training[-1].get("loss") if training else None,
+        validation_loss=_validation_loss(validation, status),
         evaluation_score=score,
         is_higher_better=is_higher_better,
-        tokens_per_second_per_gpu=median_after_warm_up([speed for speed in speeds if speed is not None]),
+        tokens_per_second_per_gpu=median_after_warm_up(speeds),
         seconds=None if end is None else end.seconds,
         was_pruned=end is not None and end.was_pruned,
     )
@@ -130,15 +136,14 @@ def _sort_key(result: TrialResult, measure: str, goal: Goal | None) -> float:
     """Return a number that is smaller for the better trial."""
     value: float = getattr(result, measure)
     if goal is not None:
-        return -value if goal.direction is Direction.maximize else value
+        return -value if goal.direction == "maximize" else value
     return -value if measure == "evaluation_score" and result.is_higher_better else value
 
 
-def _ending(end: TrialEnd | None, run_folder: Path) -> tuple[int | None, str]:
+def _ending(end: TrialEnd | None, status: dict[str, Any] | None) -> tuple[int | None, str]:
     """Return the exit code and one line of text."""
     if end is None:
         return None, "not started: the sweep was stopped"
-    status = _status(run_folder)
     if end.exit_code == 0:
         early = status["reason"] if status is not None else None
         return 0, f"finished: {early.partition(';')[0]}" if early else "finished"
@@ -155,18 +160,11 @@ def _ending(end: TrialEnd | None, run_folder: Path) -> tuple[int | None, str]:
     return end.exit_code, f"{status['state']}: {' '.join(status['reason'].split())}"
 
 
-def _status(run_folder: Path) -> dict[str, Any] | None:
-    if not (run_folder / MANIFEST_FILE).is_file():
-        return None
-    status: dict[str, Any] = read_manifest(run_folder)["status"]
-    return status
-
-
-def _validation_loss(lines: list[dict[str, Any]], run_folder: Path) -> float | None:
+def _validation_loss(lines: list[dict[str, Any]], status: dict[str, Any] | None) -> float | None:
     """Return the loss of the saved model: after the last step, or of the best checkpoint if that was loaded."""
-    best = (_status(run_folder) or {}).get("best_step")
-    of_model = [line for line in lines if best is None or line["step"] == best]
-    return _number(of_model[-1], "validation_loss") if of_model else None
+    best = (status or {}).get("best_step")
+    losses = [line["validation_loss"] for line in lines if best is None or line["step"] == best]
+    return losses[-1] if losses else None
 
 
 def _evaluation_score(run_folder: Path) -> tuple[float | None, bool]:
@@ -177,31 +175,26 @@ def _evaluation_score(run_folder: Path) -> tuple[float | None, bool]:
     return (None, True) if found is None else found
 
 
-def _number(line: dict[str, Any], key: str) -> float | None:
-    """Return a metric of one line; None if it is not finite. Raises: DataError if it is not a number."""
-    value = line.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, int | float):
-        raise DataError(f"{key} is {value!r} in the metrics of a trial", problem_id="broken-record")
-    return float(value) if math.isfinite(value) else None
-
-
-_MEASUREMENTS = ("exit_code", "how_it_ended", "final_loss", "validation_loss", "evaluation_score")
+_MEASUREMENTS = (
+    "exit_code", "how_it_ended", "final_loss", "validation_loss", "evaluation_score", "tokens_per_second_per_gpu",
+    "seconds", "run_folder",
+)  # fmt: skip
 _MAX_DIGITS = 9
-_COSTS = ("tokens_per_second_per_gpu", "seconds", "run_folder")
 
 
 def write_csv(ranking: Ranking, file: Path) -> None:
-    """Write one line per trial, best first: rank, a column for each override, and all measurements."""
-    keys = _override_keys(ranking)
+    """Write one line per trial, best first: rank, a column for each override (swept ones first), all measurements."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["rank", *keys, *_MEASUREMENTS, *_COSTS])
-    for rank, result in _lines(ranking):
-        values = dict(override.split("=", 1) for override in result.trial.overrides)
-        measured = [getattr(result, name) for name in (*_MEASUREMENTS, *_COSTS)]
-        writer.writerow([rank, *(values[key] for key in keys), *("" if v is None else v for v in measured)])
+    rows = [
+        {"rank": rank}
+        | result.trial.swept
+        | dict(override.split("=", 1) for override in result.trial.overrides)
+        | {name: getattr(result, name) for name in _MEASUREMENTS}
+        for rank, result in ranking.lines
+    ]
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")  # None is an empty cell
+    writer.writeheader()
+    writer.writerows(rows)
     atomic_write_text(file, text.getvalue())
 
 
@@ -209,7 +202,7 @@ def sweep_table(ranking: Ranking) -> Table:
     """Return a table for a terminal: only swept keys, and only measurements that some trial has."""
     by = f"ranked by {ranking.measure}" if ranking.measure else "not ranked: no trial finished with a measurement"
     table = Table(title=f"Sweep, {by}")
-    results = [result for _, result in _lines(ranking)]
+    results = [result for _, result in ranking.lines]
     swept = list(results[0].trial.swept)
     table.add_column("rank", justify="right")
     for key in swept:
@@ -219,7 +212,7 @@ def sweep_table(ranking: Ranking) -> Table:
         table.add_column(_COLUMNS[column][0], justify="right")
     table.add_column("how it ended", overflow="fold")
     table.add_column("folder", overflow="fold")
-    for rank, result in _lines(ranking):
+    for rank, result in ranking.lines:
         cells = [_cell(getattr(result, column), _COLUMNS[column][1]) for column in shown]
         values = [_shortened(result.trial.swept[key]) for key in swept]
         row = (rank, *values, *cells, result.how_it_ended, result.run_folder.name)
@@ -247,10 +240,8 @@ def trial_table(trials: list[Trial], space: Space | None) -> Table:
 
 def best_line(recipe: str | None, best: TrialResult, recipes_dirs: list[Path]) -> str:
     """Return the command that trains the best trial again."""
-    words = [*([recipe] if recipe else []), *best.trial.overrides]
-    for folder in recipes_dirs:
-        words += ["--recipes-dir", str(folder)]
-    return f"best: {best.trial.name}, again: {shlex.join(['tunebook', 'train', *words])}"
+    again = shlex.join(command_words("train", recipe, best.trial.overrides, recipes_dirs))
+    return f"best: {best.trial.name}, again: {again}"
 
 
 # Attribute of a result -> heading, format.
@@ -261,20 +252,6 @@ _COLUMNS = {
     "tokens_per_second_per_gpu": ("tokens/s/GPU", ",.0f"),
     "seconds": ("seconds", ",.0f"),
 }
-
-
-def _lines(ranking: Ranking) -> Iterator[tuple[str, TrialResult]]:
-    for number, result in enumerate(ranking.ranked, 1):
-        yield str(number), result
-    for result in ranking.unranked:
-        yield "", result
-
-
-def _override_keys(ranking: Ranking) -> list[str]:
-    """Return the key of every override, swept keys first."""
-    first = next(result for _, result in _lines(ranking)).trial
-    constant = [override.split("=", 1)[0] for override in first.overrides]
-    return [*first.swept, *(key for key in constant if key not in first.swept)]
 
 
 def _shortened(value: str) -> str:

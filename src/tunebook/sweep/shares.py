@@ -14,10 +14,10 @@ from typing import TypeVar
 
 from tunebook.config.choices import Generation, LauncherName
 from tunebook.config.schema import RayConfig, RunConfig
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, counted
 from tunebook.hardware.detect import VISIBLE_VARIABLE, detect_machine
 from tunebook.processes import own_cores
-from tunebook.sweep.options import SweepLauncher, SweepOptions
+from tunebook.sweep.options import SweepOptions
 
 _T = TypeVar("_T")
 _MAX_CLUSTER_TRIALS = 8  # trials that run on a cluster only wait here
@@ -46,29 +46,24 @@ class Shares:
 
     def __init__(self, gpus: list[str], cores: list[int], num_at_once: int) -> None:
         size = max(1, len(cores) // num_at_once)
-        self._gpus = list(gpus)
-        self._num_gpus = len(gpus)
-        self._num_cores = len(cores)
+        self._gpus, self._num_gpus = list(gpus), len(gpus)
         self._slots = [tuple(cores[start : start + size]) for start in range(0, size * num_at_once, size)]
-        self._num_at_once = num_at_once
+        self._num_cores = size if num_at_once > 1 else None  # of each trial; None: nothing is divided
         self._changed = threading.Condition()
 
     @contextmanager
     def share_of(self, config: RunConfig) -> Iterator[Share]:
         """Hold the share of a trial until it has ended; wait while others hold it."""
         num_ranks = config.hardware.gpus_per_node or 1
+        threads = None if self._num_cores is None else max(1, self._num_cores // num_ranks)
         if not uses_this_machine(config):
             yield Share()
-            return
-        if config.hardware.generation is Generation.cpu:
+        elif config.hardware.generation is Generation.cpu:
             with self._taken(self._slots, 1) as slots:
-                is_divided = self._num_at_once > 1
-                threads = max(1, len(slots[0]) // num_ranks) if is_divided else None
-                yield Share(cores=slots[0] if is_divided else (), num_threads=threads)
-            return
-        with self._taken(self._gpus, min(num_ranks, self._num_gpus)) as gpus:
-            threads = max(1, self._num_cores // (self._num_at_once * num_ranks)) if self._num_at_once > 1 else None
-            yield Share(gpus=tuple(gpus), num_threads=threads)
+                yield Share(cores=() if threads is None else slots[0], num_threads=threads)
+        else:
+            with self._taken(self._gpus, min(num_ranks, self._num_gpus)) as gpus:
+                yield Share(gpus=tuple(gpus), num_threads=threads)
 
     @contextmanager
     def _taken(self, free: list[_T], count: int) -> Iterator[list[_T]]:
@@ -105,10 +100,10 @@ def num_at_once(
 
     Raises: RequestError if that many do not fit on this machine.
     """
-    if options.launcher_kind is SweepLauncher.basic:
+    if options.launcher == "basic":
         return 1
     here = [config for config in configs if uses_this_machine(config)]
-    if options.launcher_kind is SweepLauncher.slurm or not here:
+    if options.launcher == "slurm" or not here:
         return min(options.jobs or _MAX_CLUSTER_TRIALS, num_trials)
     most_needed = max(config.hardware.gpus_per_node or 1 for config in here)
     is_on_cpu = all(config.hardware.generation is Generation.cpu for config in here)
@@ -122,13 +117,9 @@ def num_at_once(
         each = max(1, available // wanted)
         fewer = f", or fewer {rank}s per trial: hardware.gpus_per_node={each}" if most_needed > 1 else ""
         raise RequestError(
-            f"--jobs={options.jobs}: a trial takes {_count(most_needed, rank)}, and this machine has "
-            f"{_count(available, unit)} for them, so {fit} at a time fit and more would share what they compute on; "
+            f"--jobs={options.jobs}: a trial takes {counted(most_needed, rank)}, and this machine has "
+            f"{counted(available, unit)} for them, so {fit} at a time fit and more would share what they compute on; "
             f"type --jobs={fit}{fewer}",
             problem_id="sweep-jobs",
         )
     return min(wanted, num_trials)
-
-
-def _count(number: int, unit: str) -> str:
-    return f"{number} {unit}{'' if number == 1 else 's'}"

@@ -12,7 +12,7 @@ from tunebook.checkpoint.verify import newest_checkpoint
 from tunebook.errors import StoppedError, TunebookError
 from tunebook.files import read_json
 from tunebook.slurm import patient_requeue
-from tunebook.sweep.trial_process import Stopping, read_trial_end, run_trial, wait_until_free, write_trial_end
+from tunebook.sweep.trial_process import Stopping, begin_trial, run_trial, wait_until_free, write_trial_end
 
 
 @dataclass(kw_only=True)
@@ -45,7 +45,7 @@ def carry_out(job: TrialJob) -> int:
     signal.signal(signal.SIGTERM, note)
     run_folder, end_file = Path(job.run_folder), Path(job.end_file)
     before = newest_checkpoint(run_folder)
-    earlier_s = _forget_end(job)
+    earlier_s = max(job.earlier_s, begin_trial(end_file))  # the record of an earlier turn has the seconds before it too
     wait_until_free(run_folder)
     end = run_trial(
         job.command,
@@ -63,13 +63,6 @@ def carry_out(job: TrialJob) -> int:
             end = replace(end, was_interrupted=False, reason=f"Slurm took the job away, and {why}")
             write_trial_end(end, end_file)
     return end.exit_code
-
-
-def _forget_end(job: TrialJob) -> float:
-    """Remove the end record of the previous turn of this job; return the seconds of all turns so far."""
-    end = read_trial_end(Path(job.end_file))
-    Path(job.end_file).unlink(missing_ok=True)
-    return job.earlier_s if end is None else max(job.earlier_s, end.seconds)
 
 
 def _why_not_requeued(job: TrialJob, *, has_progress: bool) -> str | None:

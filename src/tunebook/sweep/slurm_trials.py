@@ -8,8 +8,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from tunebook.checkpoint.choose import same_command
@@ -27,10 +26,9 @@ from tunebook.slurm import (
     submit_script,
     take_back_hopeless,
 )
-from tunebook.sweep.folder import SweepFolder, is_final
-from tunebook.sweep.launching import CommandOf
+from tunebook.sweep.launching import Runner
 from tunebook.sweep.slurm_job import TrialJob
-from tunebook.sweep.trial_process import Stopping, TrialEnd, Watch, write_trial_end
+from tunebook.sweep.trial_process import TrialEnd, Watch, begin_trial, write_trial_end
 from tunebook.sweep.trials import Trial
 
 _POLL_S = 2.0
@@ -79,23 +77,11 @@ def check_jobs(config: RunConfig) -> None:
         )
 
 
-@dataclass(kw_only=True)
-class RunInSlurm:
-    """Runs trials as Slurm jobs."""
+class RunInSlurm(Runner):
+    """Runs trials as Slurm jobs. Their configurations, with launcher=slurm, hold the jobs' options."""
 
-    folder: SweepFolder
-    command_of: CommandOf
-    config_of: Callable[[Trial], RunConfig]  # with launcher=slurm: holds the job's options
-    stopping: Stopping
-    num_trials: int
-
-    def __call__(self, trial: Trial, watch: Watch | None) -> None:
+    def run(self, trial: Trial, config: RunConfig, watch: Watch | None) -> None:
         """Submit a trial, or find its job, and wait until it has ended; errors of Slurm are recorded as its end."""
-        try:
-            config = self.config_of(trial)
-        except RequestError as error:  # a combination of proposed values may break a rule
-            self._fail(trial, error.exit_code, error.message)
-            return
         job_id = None
         try:
             job_id = self._find(trial) or self._submit(trial, config)
@@ -105,25 +91,20 @@ class RunInSlurm:
             return
         if end is not None:
             write_trial_end(end, self.folder.end_file(trial))
-        self._say(trial, "not started" if end is None else end.text)
-
-    def _fail(self, trial: Trial, exit_code: int, reason: str, how: str = "not started") -> None:
-        """Record why a trial did not become a job, or otherwise ended without one."""
-        end = TrialEnd(exit_code=exit_code, seconds=0.0, was_interrupted=False, reason=reason)
-        write_trial_end(end, self.folder.end_file(trial))
-        self._say(trial, f"{how}: {reason}")
+        self.say(trial, "not started" if end is None else end.text)
 
     def _leave(self, trial: Trial, job_id: str | None, error: TunebookError) -> None:
         """Leave a trial and its job, if any, to the next sweep, unless the trial has ended for good."""
-        if is_final(self.folder.end_of(trial)):
-            self._say(trial, f"ended, as its job recorded; {error.message}")
+        end = self.folder.end_of(trial)
+        if end is not None and end.is_final:
+            self.say(trial, f"ended, as its job recorded; {error.message}")
         elif job_id is None:
             passes = any(text in error.message.lower() for text in _PASSES)
-            self._fail(trial, _NOT_NOW if passes else error.exit_code, error.message)
+            self.fail(trial, _NOT_NOW if passes else error.exit_code, error.message)
         else:
             again = same_command(self.config_of(trial))
             reason = f"{error.message}; job {job_id} continues, and {again} finds it"
-            self._fail(trial, _NOT_NOW, reason, "left alone")
+            self.fail(trial, _NOT_NOW, reason, "left alone")
 
     def _find(self, trial: Trial) -> str | None:
         """Return the ID of the trial's earlier job if it is still pending or running."""
@@ -133,19 +114,19 @@ class RunInSlurm:
         if job_id is None or state is None or state.has_ended:
             return None
         if self._stop_file(trial).is_file():
-            self._say(trial, f"waits for job {job_id}, which was asked to stop")
+            self.say(trial, f"waits for job {job_id}, which was asked to stop")
             while (state := patient_job_state(job_id)) is not None and not state.has_ended:
                 time.sleep(_POLL_S)
             return None
         end = self.folder.end_of(trial)
         if end is not None and (end.exit_code, end.seconds) == (_NOT_NOW, 0.0):  # written by this sweep, not by the job
-            self.folder.begin(trial)
-        self._say(trial, f"{trial.title}: is job {job_id}, {state.text()}")
+            begin_trial(self.folder.end_file(trial))
+        self.say(trial, f"{trial.title}: is job {job_id}, {state.text()}")
         return job_id
 
     def _submit(self, trial: Trial, config: RunConfig) -> str:
         assert isinstance(config.launcher, SlurmConfig)
-        earlier_s = self.folder.begin(trial)
+        earlier_s = begin_trial(self.folder.end_file(trial))
         self._stop_file(trial).unlink(missing_ok=True)
         run_folder = self.folder.run_folder(trial)
         job = TrialJob(
@@ -168,7 +149,7 @@ class RunInSlurm:
         atomic_write_text(script, script_text([f"{trial.name} of {self.folder.path}"], options, body))
         job_id = submit_script(script, config)
         atomic_write_json(self._job_file(trial), {"job_id": job_id})
-        self._say(trial, f"{trial.title}: submitted as job {job_id}, prints to {self.folder.output(trial)}")
+        self.say(trial, f"{trial.title}: submitted as job {job_id}, prints to {self.folder.output(trial)}")
         return job_id
 
     def _follow(self, trial: Trial, job_id: str, watch: Watch | None) -> TrialEnd | None:
@@ -206,7 +187,7 @@ class RunInSlurm:
         if state.name != "COMPLETING" or not self.folder.end_file(trial).is_file():
             return None
         end = self.folder.end_of(trial)
-        return end if was_asked or is_final(end) else None
+        return end if end is not None and (was_asked or end.is_final) else None
 
     def _ask_to_stop(self, trial: Trial, job_id: str, num_requests: int, *, is_running: bool) -> None:
         """Let a running trial save; cancel a job that is pending, or that was asked more than twice."""
@@ -232,6 +213,3 @@ class RunInSlurm:
 
     def _stop_file(self, trial: Trial) -> Path:
         return self.folder.path / f"{trial.name}.stop"
-
-    def _say(self, trial: Trial, text: str) -> None:
-        print(f"\ntrial {trial.number + 1} of {self.num_trials}: {text}", flush=True)

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import shlex
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+    distribution_to_json,
+)
 
 from tunebook.errors import RequestError
 from tunebook.sweep.trials import Trial, num_values, parse_sweep_overrides
 
-if TYPE_CHECKING:
-    from optuna.distributions import BaseDistribution
-
-Space = dict[str, "BaseDistribution"]
+Space = dict[str, BaseDistribution]
 
 
 def read_space(words: list[str]) -> tuple[list[str], Space]:
@@ -62,15 +66,11 @@ def corners(fixed: list[str], space: Space) -> list[Trial]:
 
 def describe(space: Space) -> dict[str, Any]:
     """Return the space as JSON."""
-    from optuna.distributions import distribution_to_json
-
     return {key: distribution_to_json(distribution) for key, distribution in space.items()}
 
 
 def chosen_from(distribution: BaseDistribution) -> str:
     """Describe what a search chooses from, as text."""
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-
     if isinstance(distribution, CategoricalDistribution):
         return ", ".join(map(str, distribution.choices))
     assert isinstance(distribution, FloatDistribution | IntDistribution)
@@ -80,8 +80,6 @@ def chosen_from(distribution: BaseDistribution) -> str:
 
 
 def _ends(distribution: BaseDistribution) -> list[Any]:
-    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-
     if isinstance(distribution, CategoricalDistribution):
         return list(distribution.choices)
     assert isinstance(distribution, FloatDistribution | IntDistribution)
@@ -89,8 +87,6 @@ def _ends(distribution: BaseDistribution) -> list[Any]:
 
 
 def _distribution(override: Override, word: str) -> BaseDistribution:
-    from optuna.distributions import CategoricalDistribution
-
     sweep: Any = override.value()
     tags: set[str] = getattr(sweep, "tags", set())  # a glob has none
     if unknown := tags - {"log"}:
@@ -112,8 +108,6 @@ def _distribution(override: Override, word: str) -> BaseDistribution:
 
 
 def _interval(sweep: IntervalSweep, word: str) -> BaseDistribution:
-    from optuna.distributions import FloatDistribution, IntDistribution
-
     low, high, is_log = sweep.start, sweep.end, "log" in sweep.tags
     assert low is not None and high is not None
     if low >= high:
@@ -141,8 +135,6 @@ def _corrected_interval(sweep: IntervalSweep, word: str) -> str:
 
 
 def _steps(sweep: RangeSweep, word: str) -> BaseDistribution:
-    from optuna.distributions import FloatDistribution, IntDistribution
-
     num = num_values(sweep)
     if num < 2 or sweep.step <= 0:
         raise _bad_range(word, f"this range has {num} values going up", "range(start,stop,step)")

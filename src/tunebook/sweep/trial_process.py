@@ -18,12 +18,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 
+from tunebook.config.override_text import command_words
+from tunebook.errors import InvalidTrainingError, StoppedError
 from tunebook.files import atomic_write_json, read_json
 from tunebook.processes import stopping_with_parent
 from tunebook.record.run_folder import LOCK_FILE, is_worked_in
 from tunebook.train.rank_process import RequestCount, handling_signals
 
-EXIT_STOPPED = 6  # a run that was asked to stop
+EXIT_STOPPED = StoppedError.exit_code
 _WATCH_EVERY_S = 1.0
 _FREE_WITHIN_S = 600.0  # a killed trial's processes may save a large model first
 _POLL_S = 0.2
@@ -42,6 +44,16 @@ class TrialEnd:
     reason: str | None = None  # if the sweep knows it: the run's own records may lack it
 
     @property
+    def is_done(self) -> bool:
+        """Whether the same command does not run the trial again: it finished, was invalid or was pruned."""
+        return self.was_pruned or self.exit_code in (0, InvalidTrainingError.exit_code)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the trial would not resume in another turn of its Slurm job."""
+        return self.was_pruned or self.exit_code not in (1, EXIT_STOPPED)
+
+    @property
     def text(self) -> str:
         """Exit code and duration."""
         return f"ended with exit code {self.exit_code} after {self.seconds:.0f} s"
@@ -53,10 +65,8 @@ class TrialEnd:
 
 def train_command(recipe: str | None, overrides: Collection[str], run_folder: Path, dirs: list[Path]) -> list[str]:
     """Return the argument list that trains one trial."""
-    command = [sys.executable, "-m", "tunebook", "train", *([recipe] if recipe else []), *overrides]
-    for folder in dirs:
-        command += ["--recipes-dir", str(folder)]
-    return [*command, "--run-folder", str(run_folder)]
+    words = command_words("train", recipe, overrides, dirs)
+    return [sys.executable, "-m", *words, "--run-folder", str(run_folder)]
 
 
 def run_trial(
@@ -146,6 +156,13 @@ def write_trial_end(end: TrialEnd, end_file: Path) -> None:
 def read_trial_end(end_file: Path) -> TrialEnd | None:
     """Return how a trial ended; None if it has not ended or never started."""
     return TrialEnd(**read_json(end_file)) if end_file.is_file() else None
+
+
+def begin_trial(end_file: Path) -> float:
+    """Remove the record of how an earlier attempt ended; return the seconds of all attempts so far."""
+    end = read_trial_end(end_file)
+    end_file.unlink(missing_ok=True)
+    return 0.0 if end is None else end.seconds
 
 
 _REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -199,7 +199,13 @@ def change_config(run: Path, edit: Callable[[RunConfig], None]) -> None:
 
 
 def answer_of(target: Target) -> str:
-    return Session(load(target).model, SAMPLING, None).ask("rain", lambda _: None).text
+    return said(load(target).model)
+
+
+def said(model: ChatModel) -> str:
+    pieces: list[str] = []
+    Session(model, SAMPLING, None).ask("rain", pieces.append)
+    return "".join(pieces)
 
 
 def adapter_of(model: PreTrainedModel, folder: Path) -> Path:
@@ -221,7 +227,7 @@ def test_a_run_answers_with_its_own_tokenizer_and_says_so(target: Target) -> Non
     loaded = load(target)
     assert loaded.notes == ["the CPU in float32", "template and tokenizer are those of the run"]
     assert loaded.system_prompt is None
-    assert Session(loaded.model, SAMPLING, None).ask("rain", lambda _: None).text == "apple bird"
+    assert said(loaded.model) == "apple bird"
 
 
 def test_the_runs_system_prompt_comes_with_it(target: Target, run: Path) -> None:

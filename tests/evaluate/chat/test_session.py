@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -12,13 +12,20 @@ from tunebook.data.formats import FormatSettings, Normalizer
 from tunebook.data.problems import DocumentProblems
 from tunebook.data.readers import read_records
 from tunebook.errors import DataError, RequestError
-from tunebook.evaluate.chat.session import Answer, Session
+from tunebook.evaluate.chat.session import Session
 
 Sessions = Callable[..., Session]
 
 
+class Answer(NamedTuple):
+    text: str  # as it was shown
+    notes: list[str]
+
+
 def ask(session: Session, question: str, **more: Any) -> Answer:
-    return session.ask(question, lambda _: None, **more)
+    pieces: list[str] = []
+    notes = session.ask(question, pieces.append, **more)
+    return Answer(text="".join(pieces), notes=notes)
 
 
 def prompts(session: Session, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, str]]]:
@@ -145,8 +152,8 @@ def test_an_empty_answer_says_so(session: Sessions) -> None:
 def test_an_interrupted_answer_is_kept_as_far_as_it_came(session: Sessions) -> None:
     chat = session("apple bird cat")
     pieces: list[str] = []
-    answer = chat.ask("rain", pieces.append, lambda: bool(pieces))
-    assert answer == Answer(text="apple bird", notes=["stopped"])
+    notes = chat.ask("rain", pieces.append, lambda: bool(pieces))
+    assert ("".join(pieces), notes) == ("apple bird", ["stopped"])
     assert chat.turns[-1] == {"role": "assistant", "content": "apple bird"}
 
 

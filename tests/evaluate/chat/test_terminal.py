@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tunebook.errors import DataError, DoesNotFitError, RequestError
-from tunebook.evaluate.chat.session import Answer, Session
+from tunebook.evaluate.chat.session import Session
 from tunebook.evaluate.chat.terminal import HELP, Terminal, chat_command, printable
 
 Sessions = Callable[..., Session]
@@ -39,20 +39,20 @@ def talk(session: Any, lines: Iterable[str], *, color: bool = False) -> str:
 class Scene:
     """A session whose answer is what a test does."""
 
-    def __init__(self, act: Callable[[Callable[[str], None], Callable[[], bool]], Answer]) -> None:
+    def __init__(self, act: Callable[[Callable[[str], None], Callable[[], bool]], list[str]]) -> None:
         self._act = act
         self.system_prompt: str | None = None
 
-    def ask(self, _question: str, on_text: Callable[[str], None], is_interrupted: Callable[[], bool]) -> Answer:
+    def ask(self, _question: str, on_text: Callable[[str], None], is_interrupted: Callable[[], bool]) -> list[str]:
         return self._act(on_text, is_interrupted)
 
 
 def saying(text: str) -> Scene:
     """A session that always answers with this text."""
 
-    def act(on_text: Callable[[str], None], _is_interrupted: Callable[[], bool]) -> Answer:
+    def act(on_text: Callable[[str], None], _is_interrupted: Callable[[], bool]) -> list[str]:
         on_text(text)
-        return Answer(text=text, notes=[])
+        return []
 
     return Scene(act)
 
@@ -125,19 +125,19 @@ def test_an_error_does_not_end_the_chat(session: Sessions) -> None:
     assert "the question has" in shown
     assert shown.endswith("> rain\napple\n> \n")
 
-    def fail(*_: object) -> Answer:
+    def fail(*_: object) -> list[str]:
         raise DoesNotFitError("the GPU ran out of memory")
 
     assert "the GPU ran out of memory\n> \n" in talk(Scene(fail), ["x"])
 
 
 def test_ctrl_c_ends_the_answer_and_not_the_chat() -> None:
-    def act(on_text: Callable[[str], None], is_interrupted: Callable[[], bool]) -> Answer:
+    def act(on_text: Callable[[str], None], is_interrupted: Callable[[], bool]) -> list[str]:
         on_text("half")
         assert not is_interrupted()
         signal.raise_signal(signal.SIGINT)
         assert is_interrupted()
-        return Answer(text="half", notes=["stopped"])
+        return ["stopped"]
 
     before = signal.getsignal(signal.SIGINT)
     assert talk(Scene(act), ["one", "two"]) == "> one\nhalf\n(stopped)\n> two\nhalf\n(stopped)\n> \n"
@@ -145,7 +145,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat() -> None:
 
 
 def test_a_second_ctrl_c_ends_the_chat_when_no_token_comes() -> None:
-    def act(*_: object) -> Answer:
+    def act(*_: object) -> list[str]:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("the second one was not heard")

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tunebook.evaluate.code.code_task import FOLDER
 from tunebook.evaluate.harness import HarnessSettings, load_tasks, run_task
-from tunebook.evaluate.task_files import TaskFile, task_folder
+from tunebook.evaluate.task_files import Task, task_folder
 
 Answer = Callable[[dict[str, Any], int], Any]  # of a problem and the number of its sample
 
@@ -119,10 +119,10 @@ class ToldModel(LM):  # type: ignore[misc]  # the harness has no type marker
 @pytest.fixture
 def generate(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> Callable[[list[TaskFile | str], Answer, int | None], dict[str, Any]]:
+) -> Callable[[list[Task], Answer, int | None], dict[str, Any]]:
     """Have the harness ask for tasks' programs, and return its results as they are before anything is executed."""
 
-    def run(tasks: list[TaskFile | str], answer: Answer, limit: int | None = None) -> dict[str, Any]:
+    def run(tasks: list[Task], answer: Answer, limit: int | None = None) -> dict[str, Any]:
         settings = HarnessSettings(
             tokenizer=tokenizer, max_length=4096, num_fewshot=None, limit=limit, system_prompt=None,
             items_folder=tmp_path, cache_folder=tmp_path / "cache",

@@ -17,7 +17,8 @@ from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate import evaluation, worker
-from tunebook.evaluate.code.checks import apply_options, apply_overrides, check_code
+from tunebook.evaluate.code.checks import apply_overrides, check_code
+from tunebook.evaluate.command import settings_as_json
 from tunebook.evaluate.task_files import resolve_task, suite_settings
 
 
@@ -76,15 +77,17 @@ def test_the_worker_refuses_before_it_loads_a_model(
 
     monkeypatch.setattr(evaluation, "load_trained", load)
     monkeypatch.setattr(evaluation, "load_padded_tokenizer", load)
-    assert worker.main(["--run", str(run), "--when", "before", "--task", "small_python"]) == 2
+    words = ["--evaluation", settings_as_json(settings("small_python"))]
+    assert worker.main(["--run", str(run), "--when", "before", *words]) == 2
     assert "programs that a model wrote are not executed" in capsys.readouterr().err
     assert not (run / "evaluation").exists()
 
 
 @pytest.mark.usefixtures("nowhere", "quiet_harness")
 def test_a_program_that_does_not_fit_into_the_context_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--run", str(run), "--when", "before", "--task", "small_python", "--confirm_run_unsafe_code"]
-    assert worker.main([*words, "--code", "evaluation.code.max_new_tokens=1024"]) == 2
+    asked = settings("small_python", confirm_run_unsafe_code=True, code=CodeConfig(max_new_tokens=1024))
+    words = ["--run", str(run), "--when", "before", "--evaluation", settings_as_json(asked)]
+    assert worker.main(words) == 2
     said = capsys.readouterr().err
     assert "allows a program 1024 tokens, and the whole context of this model" in said
     assert "try evaluation.code.max_new_tokens=512" in said
@@ -128,7 +131,7 @@ def test_the_suites(suite: str, tasks: list[str]) -> None:
     found = suite_settings(suite, compose("quickstart", []).config)
     assert found.tasks == tasks
     assert found.confirm_run_unsafe_code is False
-    assert [resolve_task(task).name for task in tasks] == tasks  # type: ignore[union-attr]
+    assert [resolve_task(task).name for task in tasks] == tasks
 
 
 @pytest.mark.usefixtures("no_sandbox")
@@ -143,15 +146,6 @@ def test_a_training_is_refused_before_it_starts(launcher: list[str], monkeypatch
         job.require_runnable(planned)
     planned.config.evaluation.confirm_run_unsafe_code = True
     job.require_runnable(planned)
-
-
-@pytest.mark.usefixtures("no_sandbox")
-def test_what_a_training_confirmed_is_not_confirmed_for_later() -> None:
-    confirmed = settings("humaneval", confirm_run_unsafe_code=True)
-    assert apply_options(confirmed, ["--fresh"]).confirm_run_unsafe_code is False
-    later = apply_options(confirmed, ["--code", "evaluation.code.max_new_tokens=9", "--confirm_run_unsafe_code"])
-    assert later.confirm_run_unsafe_code is True
-    assert later.code.max_new_tokens == 9
 
 
 @pytest.mark.usefixtures("no_sandbox")

@@ -12,12 +12,12 @@ import pytest
 from tunebook.config.schema import CodeConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate.code.code_task import BUILDERS, CodeTask, book_task_files, with_choice
-from tunebook.evaluate.task_files import TaskFile, read_task_file, resolve_task
+from tunebook.evaluate.task_files import read_task_file, resolve_task
 
 
 def code_of(name: str) -> CodeTask:
     task = resolve_task(name)
-    assert isinstance(task, TaskFile) and task.code is not None and task.name == name
+    assert task.code is not None and task.name == name
     return task.code
 
 
@@ -195,7 +195,7 @@ def test_problems_are_read_from_a_named_file(tmp_path: Path, monkeypatch: pytest
     file = tmp_path / "mine.jsonl"
     file.write_text("{}\n")
     task, shipped = resolve_task("humaneval@mine.jsonl"), resolve_task("humaneval")
-    assert isinstance(task, TaskFile) and isinstance(shipped, TaskFile) and shipped.code is not None
+    assert shipped.code is not None
     assert (task.has_own_data, shipped.has_own_data) == (True, False)
     assert task == replace(shipped, code=replace(shipped.code, problems=file))
 

@@ -18,7 +18,7 @@ from tunebook.evaluate.code import judging
 from tunebook.evaluate.code.checks import with_samples
 from tunebook.evaluate.code.judging import MAX_PROGRAM_CHARS, estimate_pass_at_k, judge_programs
 from tunebook.evaluate.results import task_answers, task_scores
-from tunebook.evaluate.task_files import TaskFile, read_task_file, resolve_task
+from tunebook.evaluate.task_files import Task, read_task_file, resolve_task
 
 pytestmark = pytest.mark.usefixtures("quiet_harness", "nowhere")
 
@@ -27,13 +27,13 @@ PATIENT_S = 60.0  # a machine that is busy must not make a right program wrong
 RIGHT, WRONG, ENDLESS = object(), "    return 'wrong'\n", "    while True:\n        pass\n"
 
 
-def task_named(name: str, time_limit_s: float = PATIENT_S, **choice: Any) -> TaskFile:
+def task_named(name: str, time_limit_s: float = PATIENT_S, **choice: Any) -> Task:
     task = with_samples(resolve_task(name), CodeConfig(**choice))
-    assert isinstance(task, TaskFile) and task.code is not None
+    assert task.code is not None
     return replace(task, code=replace(task.code, time_limit_s=time_limit_s))
 
 
-def judge(results: dict[str, Any], tasks: list[TaskFile], file: Path) -> dict[str, Any]:
+def judge(results: dict[str, Any], tasks: list[Task], file: Path) -> dict[str, Any]:
     """Judge behind whatever wall there is: all programs here are harmless."""
     record = judge_programs(results, tasks, file, confirm_run_unsafe_code=True, say=lambda line: None)
     assert record is not None
@@ -138,7 +138,6 @@ def test_mbpp_on_local_data(tmp_path: Path, generate: Generate, mbpp: Path) -> N
         local = {"dataset_path": "json", "dataset_name": None, "test_split": "test"}
         local |= {"dataset_kwargs": {"data_files": {"test": str(mbpp)}, "cache_dir": str(tmp_path / "cache")}}
         own = resolve_task(name)
-        assert isinstance(own, TaskFile)
         file.write_text(json.dumps({"include": str(own.file), **local}))
         task = read_task_file(file)
         assert task.code is not None
@@ -167,7 +166,7 @@ def test_the_samples_are_written_before_anything_is_executed(
 def test_without_programs_nothing_is_done(tmp_path: Path) -> None:
     task = resolve_task("book:recipes/quickstart/tasks/quickstart.yaml")
     file = tmp_path / "programs.jsonl"
-    assert judge_programs({}, [task, "gsm8k"], file, confirm_run_unsafe_code=False, say=print) is None
+    assert judge_programs({}, [task, Task(name="gsm8k")], file, confirm_run_unsafe_code=False, say=print) is None
     assert not file.exists()
 
 

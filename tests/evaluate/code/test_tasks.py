@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from tunebook.errors import RequestError
 from tunebook.evaluate.code.code_task import FOLDER, book_task_files
 from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks
-from tunebook.evaluate.task_files import TaskFile, read_task_config, read_task_file, resolve_task, task_folder
+from tunebook.evaluate.task_files import Task, read_task_config, read_task_file, resolve_task, task_folder
 from tunebook.evaluate.task_runs import requests_of
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
@@ -50,7 +50,7 @@ def harness_task(name: str, data: dict[str, Any], harness_function: HarnessFunct
     config.pop("unsafe_code")
     spec = config | data | {"metric_list": NOTHING_SCORED}
     [task] = TaskManager(include_defaults=False).load([spec])["tasks"].values()
-    return LoadedTask(name=name, task=task, is_rendered=False, source_sha256=None)
+    return LoadedTask(name=name, task=task, source=Task(name=name), source_sha256=None)
 
 
 def own_task(name: str, data: dict[str, Any], settings: HarnessSettings, folder: Path) -> LoadedTask:
@@ -105,7 +105,7 @@ def test_problems_of_a_file_are_asked_as_those_of_the_hub(
     file.write_bytes(gzip.compress((FOLDER / "small_python.jsonl").read_bytes()))
     expected = own_task("humaneval", local_data("humaneval", tmp_path, mbpp), settings, tmp_path)
     [task] = load_tasks([resolve_task(f"humaneval@{file}")], settings).tasks.values()
-    assert task.is_code and requests_of(task, settings) == requests_of(expected, settings)
+    assert task.source.code is not None and requests_of(task, settings) == requests_of(expected, settings)
 
 
 def test_a_file_without_the_fields_of_the_task_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -124,7 +124,7 @@ def test_no_shipped_task_executes_or_imports_anything() -> None:
         assert config["metric_list"] == NOTHING_SCORED
         assert "unsafe_code" not in config
         task = read_task_file(file)
-        assert isinstance(task, TaskFile) and task.code is not None
+        assert task.code is not None
 
 
 def test_the_shipped_problems_are_in_humanevals_format(small_problems: dict[str, dict[str, Any]]) -> None:

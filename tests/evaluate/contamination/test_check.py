@@ -16,6 +16,8 @@ from tunebook.evaluate import worker
 from tunebook.evaluate.contamination import check as check_module
 from tunebook.evaluate.contamination.check import check_evaluated
 from tunebook.evaluate.contamination.result import from_ranges
+from tunebook.evaluate.harness import LoadedTask
+from tunebook.evaluate.task_files import Task
 from tunebook.record.contamination import is_checked, refuse_contaminated
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
@@ -176,36 +178,36 @@ def test_a_later_evaluation_of_the_same_items_reads_no_documents(
     before = check(run)
     loaded = load(passages.task)
     monkeypatch.setattr(module, "_search", lambda *_, **__: pytest.fail("documents were read"))
-    found = check_evaluated(run, config, loaded, [], None)
+    found = check_evaluated(run, config, loaded, None)
     assert found is not None
     assert found["groups"] == before["groups"]
     config.evaluation.contamination = Contamination.disabled
-    assert check_evaluated(run, config, loaded, [], None) is None
+    assert check_evaluated(run, config, loaded, None) is None
 
 
 def test_an_evaluation_of_another_task_is_checked_then(passages: Any, checked_run: MakeRun) -> None:
     run, config = checked_run(passages.write("train.jsonl", passages.dev[:9]))
-    found = check_evaluated(run, config, load(passages.task), [], None)
+    found = check_evaluated(run, config, load(passages.task), None)
     assert found is not None
     assert counts(found["groups"]["passages"]) == [9, 0, 0, 51]
     assert json.loads((run / "contamination.json").read_text())["groups"] == found["groups"]
     Path(str(config.dataset.path)).unlink()
-    again = check_evaluated(run, config, load(passages.task), [], None)
+    again = check_evaluated(run, config, load(passages.task), None)
     assert again is not None
     assert again["groups"] == found["groups"]
-    fewer = check_evaluated(run, config, load(passages.task), [], 10)
+    fewer = check_evaluated(run, config, load(passages.task), 10)
     assert fewer is not None
     assert "train.jsonl" in fewer["not_checked"]
 
 
-def load(task: Path) -> dict[str, Any]:
-    from types import SimpleNamespace
-
+def load(task: Path) -> dict[str, LoadedTask]:
     from lm_eval.tasks import TaskManager
 
     found = TaskManager(include_defaults=False).load([str(task)])["tasks"]
-    return {name: SimpleNamespace(task=one) for name, one in found.items()}
+    return {
+        name: LoadedTask(name=name, task=one, source=Task(name=name), source_sha256=None) for name, one in found.items()
+    }
 
 
 def test_a_model_without_a_run_has_no_documents(cpu_config: RunConfig, tmp_path: Path) -> None:
-    assert check_evaluated(tmp_path, cpu_config, {}, [], None) is None
+    assert check_evaluated(tmp_path, cpu_config, {}, None) is None

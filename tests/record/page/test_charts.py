@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tunebook.record.page.charts import Band, Chart, Line, Mark, Stroke, round_ticks, step_axis, thin, value_axis
+from tunebook.record.page.charts import Chart, Line, Mark, Stroke, round_ticks, step_axis, thin, value_axis
 from tunebook.record.page.numbers import Unit
 
 
@@ -51,10 +51,10 @@ def test_values_above_the_ceiling_lie_on_the_top_edge_under_an_arrow() -> None:
     assert "900" not in "".join(text.text or "" for text in ElementTree.fromstring(svg).iter("text"))
 
 
-def test_bands_reach_from_lowest_to_highest() -> None:
+def test_a_band_reaches_from_lowest_to_highest() -> None:
     chart = Chart(
         title="Memory", y_label="GiB", from_zero=True, lines=[Line(name="highest", points=[(1, 2.0), (2, 2.0)])],
-        bands=[Band(name="all", points=[(1, 1.0, 2.0), (2, 1.0, 2.0)])],
+        band=[(1, 1.0, 2.0), (2, 1.0, 2.0)],
     )  # fmt: skip
     polygon = next(ElementTree.fromstring(chart.draw(480, 270)).iter("polygon"))
     heights = {float(point.split(",")[1]) for point in polygon.get("points").split()}

@@ -2,9 +2,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tunebook.record.page.comparison import compare, config_differences, short_names
+from tunebook.record.page.comparison import config_differences, number_rows, short_names
+from tunebook.record.page.overview import summarize
 from tunebook.record.page.scores import compare_scores
+from tunebook.record.report import render_comparison
 from tunebook.record.run_record import RunRecord, read_run
+
+
+def rows_of(records: list[RunRecord]) -> dict[str, list[str]]:
+    return dict(number_rows(records, [summarize(record) for record in records]))
 
 
 def test_runs_stand_side_by_side(make_run) -> None:
@@ -13,22 +19,23 @@ def test_runs_stand_side_by_side(make_run) -> None:
         read_run(make_run("2026-11-21T07-18-06Z", rate=3e-5, ranks=8)),
         read_run(make_run("2026-11-21T07-18-07Z", state="failed", exit_code=1, reason="killed", num_steps=10)),
     ]
-    comparison = compare(records, short_names(records))
-    assert [run.name for run in comparison.runs] == [record.folder.name for record in records]
-    assert [bool(run.warning) for run in comparison.runs] == [False, False, True]
-    numbers = dict(comparison.numbers)
+    assert short_names(records) == [record.folder.name for record in records]
+    page = render_comparison(records)
+    assert page.count('role="alert"') == 1
+    assert f'<div class="banner failed" role="alert"><p>{records[2].folder.name}</p><p>This run failed after' in page
+    numbers = rows_of(records)
     assert numbers["Steps"] == ["240", "240", "10"]
     assert numbers["Duration"] == ["1 min 42 s", "1 min 42 s", "1 min 42 s"]
     assert "Tokens per second and GPU or rank" in numbers
     assert numbers["MFU"] == ["\N{EN DASH}", "42.0 %", "\N{EN DASH}"]
     (line,) = compare_scores(records)
-    assert (line.task, line.cells[0].text) == ("example", "97.3 % ± 1.3")
-    assert comparison.differences == [("optimizer.learning_rate", ["0.002", "3e-05", "0.002"])]
+    assert (line.name, line.scores[0] and line.scores[0].text) == ("example", "97.3 % ± 1.3")
+    assert config_differences(records) == [("optimizer.learning_rate", ["0.002", "3e-05", "0.002"])]
 
 
 def test_rows_that_no_run_recorded_are_left_out(make_run) -> None:
     records = [read_run(make_run(f"2026-11-21T07-18-0{second}Z")) for second in (1, 2)]
-    numbers = dict(compare(records, ["a", "b"]).numbers)
+    numbers = rows_of(records)
     assert "MFU" not in numbers
     assert "Tokens per second and rank" in numbers
 
@@ -37,7 +44,7 @@ def test_the_duration_is_that_of_all_attempts(make_run) -> None:
     records = [read_run(make_run(f"2026-11-21T07-18-0{second}Z")) for second in (1, 2)]
     assert records[1].manifest is not None
     records[1].manifest["earlier_attempts"] = [{"state": "stopped", "seconds": 8.0}]
-    assert dict(compare(records, ["a", "b"]).numbers)["Duration"] == ["1 min 42 s", "1 min 50 s, 2 attempts"]
+    assert rows_of(records)["Duration"] == ["1 min 42 s", "1 min 50 s, 2 attempts"]
 
 
 def test_missing_key_is_a_difference() -> None:
@@ -47,7 +54,7 @@ def test_missing_key_is_a_difference() -> None:
         RunRecord(folder=Path("c"), config=None),
     ]
     assert config_differences(records) == [("zero.stage", ["2", "not set", "\N{EN DASH}"])]
-    assert compare(records, ["a", "b", "c"]).not_compared == ["c"]
+    assert "Without a run.yaml, so not compared: c." in render_comparison(records)
 
 
 def test_short_names_are_unique() -> None:

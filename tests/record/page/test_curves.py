@@ -99,7 +99,7 @@ def test_memory_of_several_ranks_is_a_band_under_the_highest(make_run) -> None:
     charts, _ = other_charts(read_run(make_run(ranks=4)))
     memory = charts[-1]
     assert memory.lines[0].points[-1] == (240, 1.71)
-    assert memory.bands[0].points[-1] == (240, 1.5, 1.71)
+    assert memory.band[-1] == (240, 1.5, 1.71)
 
 
 def test_runs_are_overlaid_over_steps_and_over_tokens() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -29,12 +30,17 @@ START_UP = {
 }
 
 
+def planned(plan: dict[str, Any] | None) -> RunRecord:
+    return RunRecord(folder=Path("a/b"), plan=plan)
+
+
 def test_batch_facts_explain_the_number_of_rows() -> None:
     batch = {
         "global_samples": 528, "micro": 1, "accumulation": 3, "world_size": 8, "rows_per_step": 24, "is_packed": True,
         "row_length": 4096, "documents_per_step": 528.0, "tokens_per_step": 98_000.0, "total_steps": 1200,
     }  # fmt: skip
-    facts = batch_facts({"hardware": {"generation": "hopper"}, "batch": batch})
+    hopper = {"hardware": {"generation": "hopper"}}
+    facts = batch_facts(planned(hopper | {"batch": batch}))
     assert facts == [
         ("528", "documents per step", "528 asked for, several to a row"),
         ("24", "rows per step", f"8 GPUs {TIMES} 3 passes {TIMES} 1 row in a pass"),
@@ -42,14 +48,14 @@ def test_batch_facts_explain_the_number_of_rows() -> None:
         ("1,200", "steps in all", ""),
     ]
     shared = batch | {"sequence_group_size": 8, "accumulation": 24}
-    assert batch_facts({"hardware": {"generation": "hopper"}, "batch": shared})[1][2] == (
+    assert batch_facts(planned(hopper | {"batch": shared}))[1][2] == (
         f"1 group {TIMES} 24 passes {TIMES} 1 row in a pass; a group of 8 GPUs shares each row"
     )
-    assert batch_facts(None) == batch_facts({"recipe": "x"}) == []
+    assert batch_facts(planned(None)) == batch_facts(planned({"recipe": "x"})) == []
 
 
 def test_an_estimate_is_called_one() -> None:
-    assert batch_facts({"batch": {"tokens_per_step": 100.0, "is_estimate": True}}) == [
+    assert batch_facts(planned({"batch": {"tokens_per_step": 100.0, "is_estimate": True}})) == [
         ("100", "tokens per step", "estimated before the data was prepared")
     ]
 
@@ -70,7 +76,7 @@ def test_data_counts_name_what_was_dropped_and_why() -> None:
 def test_memory_is_drawn_against_the_gpus_size_and_the_plan() -> None:
     record = RunRecord(
         folder=Path("a/b"),
-        plan={"hardware": {"memory_gib": 80.0}, "memory_gib": {"total": 60.0}},
+        plan={"hardware": {"generation": "hopper", "memory_gib": 80.0}, "memory_gib": {"total": 60.0}},
         training=[{"step": 1, "memory_gib": [20.0, 40.0]}],
     )
     bars, note = memory_bars(record, summarize(record))

@@ -12,7 +12,6 @@ from tunebook.record.page.overview import (
     build_overview,
     describe_machine,
     format_time,
-    main_score,
     speed_unit,
     state_of,
     summarize,
@@ -268,8 +267,14 @@ def test_an_empty_run_has_no_numbers() -> None:
     assert (summary.num_steps, summary.final_loss, summary.peak_memory_gib) == (None, None, [])
 
 
-def test_the_main_score_is_the_first_tasks() -> None:
-    evaluation = {"tasks": {"a": {"metric": "exact_match", "value": 0.9}, "b": {"metric": "acc", "value": 0.1}}}
-    assert main_score(evaluation) == ("a", "exact_match", 0.9)
-    assert main_score({"tasks": {}}) is None
-    assert main_score(None) is None
+def test_the_main_score_is_the_first_tasks_with_its_own_before_training() -> None:
+    after = {"tasks": {"a": {"metric": "exact_match", "value": 0.9}, "b": {"metric": "acc", "value": 0.1}}}
+    earlier = {"tasks": {"b": {"metric": "acc", "value": 0.2}, "a": {"metric": "exact_match", "value": 0.5}}}
+
+    def figures(**evaluations: Any) -> list[tuple[str, str, str]]:
+        record = RunRecord(folder=Path("a/b"), **evaluations)
+        return [(one.label, one.value, one.note) for one in build_overview(record, summarize(record)).figures]
+
+    assert figures(after=after) == [("exact match", "90.0 %", "a")]
+    assert figures(after=after, before=earlier) == [("exact match", "90.0 %", "before training: 50.0 %")]
+    assert figures(after={"tasks": {}}) == figures() == []

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tunebook.record.page.scores import (
+    ScoreRow,
     baseline_text,
     compare_scores,
     failed_tasks,
@@ -27,23 +28,27 @@ def evaluation(value: float, **more: Any) -> dict[str, Any]:
     return {"tasks": {"example": task}, "samples": [], "baseline": None} | more
 
 
+def texts(row: ScoreRow) -> list[str | None]:
+    return [score and score.text for score in row.scores]
+
+
+def changes(row: ScoreRow) -> list[str | None]:
+    return [score and score.change for score in row.scores]
+
+
 def sample(prompt: str, answer: str, correct: bool | None) -> dict[str, Any]:
     return {"task": "example", "group": "sort", "prompt": prompt, "answer": answer, "expected": "x", "correct": correct}
 
 
 def test_rows_of_tasks_and_groups_have_scores_with_errors() -> None:
     task, group = score_rows(evaluation(0.0), evaluation(0.8))
-    assert (task.name, task.is_group, task.metric, task.change) == (
-        "example",
-        False,
-        "exact match",
-        "+80.0 ± 2.8 points",
-    )
-    assert task.after is not None and task.after.text == "80.0 % ± 2.0"
-    assert (group.name, group.is_group, group.num_items) == ("sort", True, 5)
+    assert (task.name, task.is_group, task.metric) == ("example", False, "exact_match")
+    assert texts(task) == ["0.0 % ± 2.0", "80.0 % ± 2.0"]
+    assert changes(task) == ["", "+80.0 ± 2.8 points"]
+    assert (group.name, group.is_group, group.num_items) == ("sort", True, "5")
     # sqrt(0.8 x 0.2 / (5 - 1)) = 0.2
-    assert group.after is not None and group.after.standard_error == pytest.approx(0.2)
-    assert group.after.text == "80.0 % ± 20.0"
+    assert group.scores[1] is not None and group.scores[1].standard_error == pytest.approx(0.2)
+    assert texts(group) == ["0.0 % ± 0.0", "80.0 % ± 20.0"]
 
 
 def test_the_change_of_a_task_and_its_groups_is_paired_item_by_item() -> None:
@@ -52,12 +57,12 @@ def test_the_change_of_a_task_and_its_groups_is_paired_item_by_item() -> None:
     keys = (("example", None), ("example", "sort"))
     task, group = score_rows(before, after, dict.fromkeys(keys, old), dict.fromkeys(keys, new))
     # 0 1 1 1 0: a standard deviation of sqrt(0.3), over sqrt(5)
-    assert (task.change, group.change) == ("+60.0 ± 24.5 points", "+60.0 ± 24.5 points")
+    assert (changes(task), changes(group)) == (["", "+60.0 ± 24.5 points"],) * 2
 
 
 def test_one_evaluation_alone_has_no_change() -> None:
     (task, _) = score_rows(None, evaluation(0.8))
-    assert (task.before, task.change) == (None, "")
+    assert (texts(task), changes(task)) == ([None, "80.0 % ± 2.0"], [None, ""])
     assert score_rows(None, None) == []
 
 
@@ -65,8 +70,21 @@ def test_only_shares_have_a_bar_and_a_percent_sign() -> None:
     before, after = evaluation(31.5), evaluation(12.25)
     task, _ = score_rows(before, after)
     assert not task.has_bar
-    assert task.after is not None and task.after.text == "12.2 ± 0.02"
-    assert task.change == "\N{MINUS SIGN}19.2 ± 0.0283"  # sqrt(0.02 x 0.02 + 0.02 x 0.02)
+    assert texts(task) == ["31.5 ± 0.02", "12.2 ± 0.02"]
+    assert changes(task) == ["", "\N{MINUS SIGN}19.2 ± 0.0283"]  # sqrt(0.02 x 0.02 + 0.02 x 0.02)
+
+
+def test_different_metrics_of_a_task_are_both_named() -> None:
+    after = evaluation(0.8)
+    after["tasks"]["example"]["metric"] = "acc"
+    assert [row.metric for row in score_rows(evaluation(0.2), after)] == ["exact_match / acc"] * 2
+
+
+def test_what_is_better_low_is_no_share_although_it_is_below_1() -> None:
+    after = evaluation(0.72)
+    after["tasks"]["example"] |= {"metric": "bits_per_byte", "higher_is_better": False}
+    task, group = score_rows(None, after)
+    assert (task.has_bar, texts(task), texts(group)) == (False, [None, "0.72 ± 0.02"], [None, "0.72 ± 0.224"])
 
 
 def test_the_baseline_is_drawn_beside_a_single_task_and_its_groups() -> None:
@@ -85,15 +103,14 @@ def test_answers_to_the_same_prompt_are_paired_and_five_are_shown() -> None:
     pairs = pair_samples(before, after)
     assert len(pairs) == 5
     assert pairs[0].before is None
-    assert pairs[1].before is not None and pairs[1].before.text == "no"
-    assert pairs[1].after is not None and pairs[1].after.is_right
+    assert (pairs[1].before, pairs[1].after) == (("no", False), ("yes", True))
     assert pairs[1].task == "example: sort"
     assert [pair.after for pair in pair_samples(before, None)] == [None] * 5
 
 
 def test_unjudged_answer_is_neither_right_nor_wrong() -> None:
     (pair,) = pair_samples(None, evaluation(0.5, samples=[sample("p", "text", None)]))
-    assert pair.after is not None and pair.after.is_right is None
+    assert pair.after == ("text", None)
 
 
 def test_known_templates_are_shown_as_turns() -> None:
@@ -139,21 +156,21 @@ def test_runs_stand_side_by_side_with_paired_differences_to_the_first(tmp_path: 
         for name, values in (("a", [0, 0, 1, 1]), ("b", [0, 1, 1, 1]), ("c", [0, 0, 1]))
     ]
     (line,) = compare_scores(runs)
-    assert (line.task, line.metric, line.num_items) == ("words", "exact match", "4 / 4 / 3")
-    assert [cell.text for cell in line.cells] == ["50.0 % ± 10.0", "75.0 % ± 10.0", "33.3 % ± 10.0"]
+    assert (line.name, line.metric, line.num_items) == ("words", "exact_match", "4 / 4 / 3")
+    assert texts(line) == ["50.0 % ± 10.0", "75.0 % ± 10.0", "33.3 % ± 10.0"]
     # b: one of four items differs; c answered other items: both errors of 10 together
-    assert [cell.change for cell in line.cells] == ["", "+25.0 ± 25.0 points", f"{MINUS}16.7 ± 14.1 points"]
+    assert changes(line) == ["", "+25.0 ± 25.0 points", f"{MINUS}16.7 ± 14.1 points"]
 
 
-def test_a_task_that_a_run_was_not_evaluated_on_is_a_dash(tmp_path: Path) -> None:
+def test_a_task_that_a_run_was_not_evaluated_on_has_no_score(tmp_path: Path) -> None:
     runs = [
         RunRecord(folder=tmp_path / "a", after=judged_evaluation("after", {"words": [0, 1]})),
         RunRecord(folder=tmp_path / "b", after=judged_evaluation("after", {"numbers": [1, 1]})),
         RunRecord(folder=tmp_path / "c"),
     ]
     words, numbers = compare_scores(runs)
-    assert [cell.text for cell in words.cells] == ["50.0 % ± 10.0", "\N{EN DASH}", "\N{EN DASH}"]
-    assert [cell.change for cell in numbers.cells] == ["", "", ""]
+    assert texts(words) == ["50.0 % ± 10.0", None, None]
+    assert changes(numbers) == [None, "", None]
     assert words.num_items == "2"
     assert compare_scores([RunRecord(folder=tmp_path / "c")]) == []
 
@@ -165,9 +182,9 @@ def test_later_evaluations_fill_in_missing_scores(tmp_path: Path) -> None:
         judged_evaluation("eval-3", {"numbers": [0, 1]}, model="checkpoints/checkpoint-20"),  # another model
     ]
     run = RunRecord(folder=tmp_path, after=judged_evaluation("after", {"words": [1, 1]}), evaluations=later)
-    assert {line.task: line.cells[0].text for line in compare_scores([run])} == {
-        "words": "100.0 % ± 10.0",
-        "numbers": "100.0 % ± 10.0",
+    assert {line.name: texts(line) for line in compare_scores([run])} == {
+        "words": ["100.0 % ± 10.0"],
+        "numbers": ["100.0 % ± 10.0"],
     }
 
 
@@ -177,9 +194,11 @@ def test_later_evaluations_are_listed_the_newest_first(tmp_path: Path) -> None:
         judged_evaluation("eval-2", {"words": [1, 1]}, limit=2),
     ]
     newest, oldest = later_evaluations(RunRecord(folder=tmp_path, evaluations=records))
-    assert (newest.name, newest.model, newest.limit) == ("eval-2", "model", "the first 2 items")
-    assert newest.lines == [("words", "exact match", "100.0 % ± 10.0", "2")]
-    assert (oldest.name, oldest.limit) == ("eval-1", "")
+    assert newest[:2] == ("eval-2", "model, the first 2 items")
+    assert [(row.name, row.metric, texts(row), row.num_items) for row in newest[2]] == [
+        ("words", "exact_match", ["100.0 % ± 10.0"], "2")
+    ]
+    assert oldest[:2] == ("eval-1", "model")
 
 
 def test_failed_tasks_are_named_with_why(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,14 +15,6 @@ from tunebook.files import atomic_write_text
 
 if TYPE_CHECKING:
     from tunebook.evaluate.chat.model import ChatModel
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """An answer, with notes for the user."""
-
-    text: str
-    notes: list[str]
 
 
 class Session:
@@ -54,8 +46,11 @@ class Session:
 
     def ask(
         self, question: str, on_text: Callable[[str], None], is_interrupted: Callable[[], bool] = lambda: False
-    ) -> Answer:
-        """Answer a question and keep both. Raises: RequestError, DataError, DoesNotFitError; then neither is kept."""
+    ) -> list[str]:
+        """Answer a question and keep both; return notes for the user.
+
+        Raises: RequestError, DataError, DoesNotFitError; then neither is kept.
+        """
         turns = [*self.turns, {"role": "user", "content": checked_text(question)}]
         tokens, num_left_out = self._fit(turns)
         space = self.model.context_tokens - len(tokens)
@@ -66,7 +61,7 @@ class Session:
         if generated.ending is Ending.interrupted:
             notes.append("stopped")
             if not generated.text:
-                return Answer(text="", notes=[*notes, "there was no answer yet, so the question is not kept"])
+                return [*notes, "there was no answer yet, so the question is not kept"]
         elif generated.ending is Ending.length and space <= self._sampling.max_new_tokens:
             notes.append(f"cut off: the context of {self.model.context_tokens} tokens is full; /reset empties it")
         elif generated.ending is Ending.length:
@@ -74,7 +69,7 @@ class Session:
         elif not generated.text:
             notes.append("the model gave an empty answer")
         self.turns = [*turns, {"role": "assistant", "content": generated.text}]
-        return Answer(text=generated.text, notes=notes)
+        return notes
 
     def save(self, text: str) -> Path:
         """Write the conversation as one line of JSONL in the format `messages`, which can be trained on.

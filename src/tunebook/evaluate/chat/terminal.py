@@ -126,12 +126,12 @@ def _answer_once(session: Session, question: str) -> int:
         sys.stdout.flush()
 
     try:
-        answer = session.ask(question, write)
+        notes = session.ask(question, write)
         write("\n")
     except BrokenPipeError:  # the reader closed the pipe; Python would raise again when it closes the stream
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    for note in answer.notes:
+    for note in notes:
         print(f"({note})", file=sys.stderr)
     return 0
 
@@ -212,10 +212,10 @@ class Terminal:
 
         try:
             with _interruptible() as is_interrupted:
-                answer = self._session.ask(question, show, is_interrupted)
+                notes = self._session.ask(question, show, is_interrupted)
         finally:
             self._console.print()
-        for note in answer.notes:
+        for note in notes:
             self._say(f"({note})")
 
     def _reset(self, _argument: str) -> None:

@@ -14,9 +14,8 @@ from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import RequestError, did_you_mean, first_line
 from tunebook.evaluate.code.code_task import CodeTask, with_choice
 from tunebook.evaluate.sandbox.client import open_backend
-from tunebook.evaluate.task_files import TaskFile, resolve_task
+from tunebook.evaluate.task_files import Task, resolve_task
 
-UNSAFE = "--confirm_run_unsafe_code"
 PREFIX = "evaluation.code."
 
 
@@ -26,21 +25,14 @@ def check_code(evaluation: EvaluationConfig, tasks: Iterable[str]) -> None:
     require_sandbox(chosen, confirm_run_unsafe_code=evaluation.confirm_run_unsafe_code)
 
 
-def with_samples(task: TaskFile | str, choice: CodeConfig) -> TaskFile | str:
+def with_samples(task: Task, choice: CodeConfig) -> Task:
     """Apply the configured samples to a code task. Raises: RequestError for a contradiction."""
-    if isinstance(task, str) or task.code is None:
-        return task
-    return replace(task, code=with_choice(task.name, task.code, choice))
+    return task if task.code is None else replace(task, code=with_choice(task.name, task.code, choice))
 
 
-def has_code(tasks: Iterable[TaskFile | str]) -> bool:
-    """Return whether any task is a code task."""
-    return any(isinstance(task, TaskFile) and task.code is not None for task in tasks)
-
-
-def require_sandbox(tasks: Iterable[TaskFile | str], *, confirm_run_unsafe_code: bool) -> None:
+def require_sandbox(tasks: Iterable[Task], *, confirm_run_unsafe_code: bool) -> None:
     """Refuse code tasks if no sandbox can execute programs. Raises: RequestError with the reason and the fix."""
-    if has_code(tasks):
+    if any(task.code is not None for task in tasks):
         with open_backend(confirm_run_unsafe_code=confirm_run_unsafe_code):
             pass
 
@@ -54,15 +46,6 @@ def check_context(name: str, code: CodeTask, *, max_gen_toks: int, max_length: i
             f"is {max_length}; try evaluation.code.max_new_tokens={max(max_length // 2, 1)}",
             problem_id="code-context",
         )
-
-
-def apply_options(evaluation: EvaluationConfig, options: Sequence[str]) -> EvaluationConfig:
-    """Apply the worker's options about programs to the settings.
-
-    Permission to run programs without a sandbox during a training does not carry over to later evaluations.
-    """
-    settings = apply_overrides(evaluation, [option for option in options if option.startswith(PREFIX)])
-    return replace(settings, confirm_run_unsafe_code=UNSAFE in options)
 
 
 def apply_overrides(evaluation: EvaluationConfig, overrides: Sequence[str]) -> EvaluationConfig:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.evaluate.code.code_task import BUILDERS, CodeTask
+from tunebook.evaluate.results import mean_with_error
 from tunebook.evaluate.sandbox.client import check_programs, open_backend, run_programs
 from tunebook.evaluate.sandbox.limits import Limits
 from tunebook.evaluate.sandbox.protocol import Outcome, Program, Status
-from tunebook.evaluate.task_files import TaskFile
+from tunebook.evaluate.task_files import Task
 from tunebook.files import atomic_write_text
 
 SAY_EVERY_S = 5.0
@@ -77,7 +77,7 @@ class Sample:
 
 def judge_programs(
     results: dict[str, Any],
-    tasks: Sequence[TaskFile | str],
+    tasks: Sequence[Task],
     file: Path,
     *,
     confirm_run_unsafe_code: bool,
@@ -87,7 +87,7 @@ def judge_programs(
 
     `file` gets the samples. Raises: RequestError if the sandbox is gone; the samples are written by then.
     """
-    codes = {task.name: task.code for task in tasks if isinstance(task, TaskFile) and task.code is not None}
+    codes = {task.name: task.code for task in tasks if task.code is not None}
     if not codes:
         return None
     by_task = {name: collect_samples(name, code, results["samples"][name]) for name, code in codes.items()}
@@ -135,7 +135,7 @@ def _score(code: CodeTask, problems: Sequence[Sequence[Sample]]) -> dict[str, An
         "num_samples": code.num_samples,
         "generation": dict(code.generation),
         "time_limit_s": code.time_limit_s,
-        "pass_at_k": {f"pass@{k}": _mean([_estimate(problem, k) for problem in problems]) for k in code.pass_at_k},
+        "pass_at_k": {f"pass@{k}": mean_with_error([_estimate(one, k) for one in problems]) for k in code.pass_at_k},
         "statuses": count_statuses(sample for problem in problems for sample in problem),
     }
 
@@ -149,11 +149,6 @@ def estimate_pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     if num_samples - num_right < k:
         return 1.0
     return 1.0 - math.prod(1.0 - k / n for n in range(num_samples - num_right + 1, num_samples + 1))
-
-
-def _mean(values: Sequence[float]) -> dict[str, float | None]:
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return {"value": math.fsum(values) / len(values), "stderr": error}
 
 
 def _put_scores(

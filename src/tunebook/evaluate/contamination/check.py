@@ -6,7 +6,6 @@ origin nor the text that was cut off.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import tempfile
@@ -31,8 +30,8 @@ from tunebook.evaluate.contamination.items import Item, ItemGroup, conversation_
 from tunebook.evaluate.contamination.result import group_results, items_hash, write_result
 from tunebook.evaluate.contamination.search import Search, Texts
 from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks
-from tunebook.evaluate.task_files import TaskFile
-from tunebook.files import atomic_write_json, cache_root
+from tunebook.evaluate.task_files import Task
+from tunebook.files import atomic_write_json, cache_root, sha256_text
 from tunebook.model.tokenizer_files import tokenizer_files_hash
 from tunebook.record.contamination import FORMAT, dataset_of, read_contamination, request_of, result_lines
 from tunebook.record.run_folder import RUN_FILE
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 _NO_CONTEXT = sys.maxsize  # no model reads the items here
 
 
-def check_run(run: Path, config: RunConfig, tasks: Sequence[TaskFile | str]) -> None:
+def check_run(run: Path, config: RunConfig, tasks: Sequence[Task]) -> None:
     """Check a run before its training, write the result, and print it."""
     started = time.monotonic()
     request = request_of(run, config)
@@ -56,12 +55,10 @@ def check_run(run: Path, config: RunConfig, tasks: Sequence[TaskFile | str]) -> 
     _print(result)
 
 
-def _groups_of(tasks: Sequence[TaskFile | str], limit: int | None) -> list[ItemGroup]:
+def _groups_of(tasks: Sequence[Task], limit: int | None) -> list[ItemGroup]:
     """The items of tasks, without a model or a chat template. Tasks whose data is missing are left out."""
-    local = {task.name: task for task in tasks if isinstance(task, TaskFile) and task.conversations is not None}
-    others = [task for task in tasks if isinstance(task, str) or task.name not in local]
-    groups = [conversation_items(name, cast(Path, task.conversations), limit) for name, task in local.items()]
-    if others:
+    groups = [conversation_items(task.name, task.conversations, limit) for task in tasks if task.conversations]
+    if others := [task for task in tasks if not task.conversations]:
         with TemporaryDirectory(prefix="tunebook-evaluation-") as folder:
             settings = HarnessSettings(
                 tokenizer=cast(Any, None),  # only prompts of conversations are rendered
@@ -115,7 +112,7 @@ def _result_file(config: RunConfig, groups: Sequence[ItemGroup], *, with_validat
         "format": FORMAT,
         "version": __version__,
     }
-    name = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    name = sha256_text(json.dumps(asked, sort_keys=True))
     return results_folder() / f"{name}.json"
 
 
@@ -145,7 +142,6 @@ def check_evaluated(
     run: Path,
     config: RunConfig,
     loaded: Mapping[str, LoadedTask],
-    tasks: Sequence[TaskFile | str],
     limit: int | None,
 ) -> dict[str, Any] | None:
     """Return the result for the tasks of an evaluation, of the same items as an earlier check or checked now.
@@ -155,11 +151,12 @@ def check_evaluated(
     is_off = config.evaluation.contamination is Contamination.disabled or config.dataset.source is Source.synthetic
     if is_off or not (run / RUN_FILE).is_file():
         return None
-    files = {task.name: task.conversations for task in tasks if isinstance(task, TaskFile)}
-    groups = []
-    for name, task in loaded.items():
-        file = files.get(name)
-        groups.append(task_items(name, task.task, limit) if file is None else conversation_items(name, file, limit))
+    groups = [
+        task_items(name, task.task, limit)
+        if task.source.conversations is None
+        else conversation_items(name, task.source.conversations, limit)
+        for name, task in loaded.items()
+    ]
     known = read_contamination(run) or {
         "not_checked": None,
         "num_documents": 0,

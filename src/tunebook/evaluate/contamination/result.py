@@ -7,7 +7,6 @@ clean items and on those that are in the training documents.
 from __future__ import annotations
 
 import hashlib
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -20,7 +19,7 @@ import numpy.typing as npt
 from tunebook.evaluate.contamination.items import MAX_ITEMS_WITH_RUN, Item, ItemGroup
 from tunebook.evaluate.contamination.search import MAX_DOCUMENTS_WITH_RUN, MAX_SHARE_WITH_RUN, NONE, Found
 from tunebook.evaluate.contamination.words import ANCHOR, GRAM, words_of
-from tunebook.evaluate.results import Answer
+from tunebook.evaluate.results import Answer, mean_with_error
 from tunebook.files import atomic_write_json
 from tunebook.record.contamination import CONTAMINATION_FILE, FORMAT, KINDS
 
@@ -164,9 +163,6 @@ def split_scores(
         kind: [value for number, value in values.items() if kinds.get(number, "clean") == kind]
         for kind in ("clean", *KINDS)
     }
-    return {kind: _mean(some) for kind, some in found.items() if some} if kinds.keys() & values.keys() else {}
-
-
-def _mean(values: Sequence[float]) -> dict[str, Any]:
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-    return {"value": statistics.fmean(values), "stderr": error, "num_items": len(values)}
+    if not kinds.keys() & values.keys():
+        return {}
+    return {kind: {**mean_with_error(some), "num_items": len(some)} for kind, some in found.items() if some}

@@ -116,15 +116,6 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Band:
-    """The area between the lowest and the highest of several values: (x, low, high)."""
-
-    name: str
-    points: list[tuple[float, float, float]]
-    color: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Mark:
     """An event at one x: a vertical line with a label."""
 
@@ -143,14 +134,14 @@ class Chart:
     unit: Unit = Unit.plain
     from_zero: bool = False
     ceiling: float | None = None  # larger values are drawn at the top edge with an arrow
-    bands: list[Band] = field(default_factory=list)
+    band: list[tuple[float, float, float]] = field(default_factory=list)  # x, low, high: the area between them
     marks: list[Mark] = field(default_factory=list)
     note: str = ""
 
     def draw(self, width: int, height: int) -> Markup:
         """The chart as one <svg> of this size, which the page scales."""
         plot = _Plot.of(self, width, height)
-        parts = [*_draw_axes(self, plot), *(_draw_band(band, plot) for band in self.bands)]
+        parts = [*_draw_axes(self, plot), *_draw_band(self.band, plot)]
         for line in self.lines:
             parts.extend(_draw_line(line, plot, self.ceiling))
         parts.extend(_draw_mark(mark, plot) for mark in self.marks)
@@ -204,7 +195,7 @@ class _Plot:
     def of(chart: Chart, width: int, height: int) -> _Plot:
         xs = [x for line in chart.lines for x, _ in line.points]
         ys = [y for line in chart.lines for _, y in line.points if y is not None]
-        ys += [edge for band in chart.bands for _, low, high in band.points for edge in (low, high)]
+        ys += [edge for _, low, high in chart.band for edge in (low, high)]
         if chart.ceiling is not None:
             ys = [min(y, chart.ceiling) for y in ys]
         y_axis = value_axis(ys or [0.0, 1.0], chart.unit, chart.from_zero)
@@ -237,10 +228,10 @@ def _draw_axes(chart: Chart, plot: _Plot) -> list[Markup]:
     return parts
 
 
-def _draw_band(band: Band, plot: _Plot) -> Markup:
-    upper = [f"{plot.x(x)},{plot.y(high)}" for x, _, high in band.points]
-    lower = [f"{plot.x(x)},{plot.y(low)}" for x, low, _ in reversed(band.points)]
-    return Markup('<polygon class="band c{}" points="{}"/>').format(band.color % NUM_COLORS, " ".join(upper + lower))
+def _draw_band(points: list[tuple[float, float, float]], plot: _Plot) -> list[Markup]:
+    upper = [f"{plot.x(x)},{plot.y(high)}" for x, _, high in points]
+    lower = [f"{plot.x(x)},{plot.y(low)}" for x, low, _ in reversed(points)]
+    return [Markup('<polygon class="band c0" points="{}"/>').format(" ".join(upper + lower))] if points else []
 
 
 def _draw_line(line: Line, plot: _Plot, ceiling: float | None) -> list[Markup]:

@@ -3,40 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tunebook.record.page.details import flatten
 from tunebook.record.page.numbers import NO_VALUE, Unit, format_value
-from tunebook.record.page.overview import (
-    describe_duration,
-    describe_machine,
-    explain_state,
-    speed_unit,
-    state_of,
-    state_word,
-    summarize,
-)
+from tunebook.record.page.overview import Summary, describe_duration, describe_machine, speed_unit
 from tunebook.record.run_record import RunRecord
-
-
-@dataclass(frozen=True, kw_only=True)
-class ComparedRun:
-    """One run as a column of the comparison."""
-
-    name: str
-    state: str
-    state_word: str
-    warning: str  # empty if the run finished
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Runs as columns, numbers as rows."""
-
-    runs: list[ComparedRun]
-    numbers: list[tuple[str, list[str]]]
-    differences: list[tuple[str, list[str]]]  # configuration keys whose values differ
-    not_compared: list[str]  # runs without a run.yaml
 
 
 def short_names(records: Sequence[RunRecord]) -> list[str]:
@@ -46,17 +17,9 @@ def short_names(records: Sequence[RunRecord]) -> list[str]:
     return names if len(set(names)) == len(names) else [str(record.folder) for record in records]
 
 
-def compare(records: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
-    """The comparison of the runs."""
-    summaries = [summarize(record) for record in records]
-    runs = [
-        ComparedRun(
-            name=name, state=state_of(record), state_word=state_word(record),
-            warning=" ".join(explain_state(record, summary)),
-        )
-        for record, name, summary in zip(records, names, summaries, strict=True)
-    ]  # fmt: skip
-    numbers = [
+def number_rows(records: Sequence[RunRecord], summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
+    """The runs' numbers as rows of a name and a value per run, without rows that no run recorded."""
+    rows = [
         ("Hardware", [describe_machine(record) for record in records]),
         ("Steps", [format_value(summary.num_steps, Unit.whole) for summary in summaries]),
         ("Tokens seen", [format_value(summary.num_tokens, Unit.whole) for summary in summaries]),
@@ -71,12 +34,7 @@ def compare(records: Sequence[RunRecord], names: Sequence[str]) -> Comparison:
         ("Peak memory", [format_value(max(s.peak_memory_gib, default=None), Unit.gib) for s in summaries]),
         ("Duration", [NO_VALUE if s.seconds is None else describe_duration(s) for s in summaries]),
     ]
-    return Comparison(
-        runs=runs,
-        numbers=[(label, row) for label, row in numbers if any(text != NO_VALUE for text in row)],
-        differences=config_differences(records),
-        not_compared=[name for record, name in zip(records, names, strict=True) if record.config is None],
-    )
+    return [(label, row) for label, row in rows if any(text != NO_VALUE for text in row)]
 
 
 def config_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from tunebook.record.page.charts import NUM_COLORS, NUM_DASHES, Band, Chart, Line, Mark, Point, Stroke
+from tunebook.record.page.charts import NUM_COLORS, NUM_DASHES, Chart, Line, Mark, Point, Stroke
 from tunebook.record.page.numbers import Unit, format_value
 from tunebook.record.page.overview import speed_unit
 from tunebook.record.run_record import RunRecord
@@ -173,11 +173,11 @@ def _memory_chart(record: RunRecord) -> Chart | None:
         return None
     highest: list[Point] = [(step, max(values)) for step, values in known]
     several = any(len(values) > 1 for _, values in known)
-    bands = [Band(name="lowest to highest", points=[(step, min(values), max(values)) for step, values in known])]
+    band: list[tuple[float, float, float]] = [(step, min(values), max(values)) for step, values in known]
     name = "highest of all ranks" if several else "memory"
     return Chart(
         title="Memory", y_label="peak GiB per rank", lines=[Line(name=name, points=highest)], unit=Unit.plain,
-        from_zero=True, bands=bands if several else [],
+        from_zero=True, band=band if several else [],
         note="The shaded area reaches down to the lowest rank." if several else "",
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from tunebook.config.choices import Weights
 from tunebook.config.override_text import as_typed
 from tunebook.record.page.numbers import NO_VALUE, TIMES, Unit, format_count, format_value
-from tunebook.record.page.overview import Summary
+from tunebook.record.page.overview import Summary, is_on_gpus, speed_unit
 from tunebook.record.run_record import RunRecord
 
 _WIDTH, _HEIGHT, _BASE = 480, 150, 112  # SVG units; the bars stand on the base, the labels are below it
@@ -100,10 +100,9 @@ def draw_histogram(edges: Sequence[int], counts: Sequence[int]) -> Markup:
     )
 
 
-def batch_facts(plan: dict[str, Any] | None) -> list[tuple[str, str, str]]:
+def batch_facts(record: RunRecord) -> list[tuple[str, str, str]]:
     """The batch arithmetic as (number, name, derivation)."""
-    batch = (plan or {}).get("batch") or {}
-    unit = "GPUs" if (plan or {}).get("hardware", {}).get("generation") not in (None, "cpu") else "ranks"
+    batch, unit = (record.plan or {}).get("batch") or {}, f"{speed_unit([record])}s"
     return [
         (format_count(batch[key]), name, _derivation(key, batch, unit))
         for key, name in _BATCH_ROWS
@@ -198,7 +197,7 @@ def memory_bars(record: RunRecord, summary: Summary) -> tuple[list[Bar], str]:
     if not peaks:
         return [], ""
     hardware, parts = plan.get("hardware") or {}, plan.get("memory_gib") or {}
-    is_gpu, capacity = hardware.get("generation") != "cpu", hardware.get("memory_gib")
+    is_gpu, capacity = is_on_gpus(record), hardware.get("memory_gib")
     planned = parts.get("allocated" if is_gpu else "total", parts.get("total"))  # as the peaks are recorded
     named = [(f"rank {rank}", peak) for rank, peak in enumerate(peaks)]
     if len(peaks) > _MAX_RANK_BARS:

@@ -14,6 +14,7 @@ from tunebook.config.choices import Generation
 from tunebook.record.locks import describe_differences
 from tunebook.record.metrics import median_after_warm_up
 from tunebook.record.page.numbers import TIMES, Unit, format_count, format_duration, format_value
+from tunebook.record.page.scores import unit_of
 from tunebook.record.run_record import RunRecord
 from tunebook.record.start_up import COMPILED_KEY
 
@@ -117,14 +118,6 @@ def _peaks_by_rank(lines: list[list[float | None]]) -> list[float]:
     return [max((line[rank] or 0.0 for line in lines if rank < len(line)), default=0.0) for rank in range(num_ranks)]
 
 
-def main_score(evaluation: dict[str, Any] | None) -> tuple[str, str, float] | None:
-    """The first task of an evaluation: its name, metric and value."""
-    if not evaluation or not evaluation["tasks"]:
-        return None
-    name, task = next(iter(evaluation["tasks"].items()))
-    return name, task["metric"], task["value"]
-
-
 def build_overview(record: RunRecord, summary: Summary) -> Overview:
     """The head of the report from the recorded facts."""
     state = state_of(record)
@@ -133,7 +126,7 @@ def build_overview(record: RunRecord, summary: Summary) -> Overview:
         name=record.name,
         state=state,
         state_word=_STATE_WORDS[state],
-        banner=explain_state(record, summary),
+        banner=[*_changed(record), *_explain_end(record, summary, state)],
         facts=_facts(record, summary),
         figures=_figures(record, summary),
     )
@@ -145,23 +138,16 @@ def state_of(record: RunRecord) -> str:
     return "invalid" if state == "finished" and record.first_invalid_step is not None else state
 
 
-def state_word(record: RunRecord) -> str:
-    """The state in words."""
-    return _STATE_WORDS[state_of(record)]
-
-
-def explain_state(record: RunRecord, summary: Summary) -> list[str]:
-    """What a reader must know before using the numbers of a run that did not finish normally."""
-    changed = [
+def _changed(record: RunRecord) -> list[str]:
+    return [
         f"{name} was changed after the run: its hash differs from the manifest's, so its numbers may not be those that "
         "were measured."
         for name in record.changed_files
     ]
-    return [*changed, *_explain_end(record, summary)]
 
 
-def _explain_end(record: RunRecord, summary: Summary) -> list[str]:
-    state, status = state_of(record), record.status
+def _explain_end(record: RunRecord, summary: Summary, state: str) -> list[str]:
+    status = record.status
     reason = status.get("reason") or ""
     reason = reason and reason[0].upper() + reason[1:] + ("" if reason.endswith((".", "!", "?")) else ".")
     until = f"after step {summary.num_steps}" if summary.num_steps else "before the first step was logged"
@@ -195,14 +181,14 @@ def _explain_end(record: RunRecord, summary: Summary) -> list[str]:
 
 def speed_unit(records: Sequence[RunRecord]) -> str:
     """The unit of these runs' speeds: `GPU`, `rank` for runs on a CPU, or both."""
-    return " or ".join(sorted({"GPU" if _is_on_gpus(record) else "rank" for record in records}))
+    return " or ".join(sorted({"GPU" if is_on_gpus(record) else "rank" for record in records}))
 
 
-def _is_on_gpus(record: RunRecord) -> bool:
-    """By the configuration, since a CPU run's machine may have GPUs; else by the detected hardware."""
-    generation = ((record.config or {}).get("hardware") or {}).get("generation")
-    if generation is not None:
-        return bool(generation != Generation.cpu.name)
+def is_on_gpus(record: RunRecord) -> bool:
+    """By configuration or plan, since a CPU run's machine may have GPUs; else by the detected hardware."""
+    for source in (record.config, record.plan):
+        if generation := ((source or {}).get("hardware") or {}).get("generation"):
+            return bool(generation != Generation.cpu.name)
     return bool(((record.manifest or {}).get("hardware") or {}).get("gpus"))
 
 
@@ -322,11 +308,8 @@ def _steps(record: RunRecord, summary: Summary) -> str:
 def _figures(record: RunRecord, summary: Summary) -> list[Figure]:
     figures = [*_score_figure(record), *_loss_figures(record, summary)]
     if summary.tokens_per_second_per_gpu is not None:
-        speed, note = (
-            format_value(summary.tokens_per_second_per_gpu),
-            f"per {speed_unit([record])}, median after warm-up",
-        )
-        figures.append(Figure(label="tokens per second", value=speed, note=note))
+        speed, per = format_value(summary.tokens_per_second_per_gpu), speed_unit([record])
+        figures.append(Figure(label="tokens per second", value=speed, note=f"per {per}, median after warm-up"))
     if summary.mfu is not None:
         peak = next((line["peak_tflops"] for line in record.training if line.get("peak_tflops")), None)
         note = f"of a peak of {format_value(peak)} TFLOP/s" if peak else "of the peak"
@@ -338,12 +321,13 @@ def _figures(record: RunRecord, summary: Summary) -> list[Figure]:
 
 
 def _score_figure(record: RunRecord) -> list[Figure]:
-    after, before = main_score(record.after), main_score(record.before)
-    if not after:
-        return []
-    unit = Unit.share if 0 <= after[2] <= 1 else Unit.plain
-    note = f"before training: {format_value(before[2], unit)}" if before and before[0] == after[0] else after[0]
-    return [Figure(label=after[1].replace("_", " "), value=format_value(after[2], unit), note=note)]
+    """The score of the first task, and the one before training."""
+    tasks, before = ((evaluation or {}).get("tasks") or {} for evaluation in (record.after, record.before))
+    for name, task in tasks.items():
+        unit = unit_of(task)
+        note = f"before training: {format_value(before[name]['value'], unit)}" if name in before else name
+        return [Figure(label=task["metric"].replace("_", " "), value=format_value(task["value"], unit), note=note)]
+    return []
 
 
 def _loss_figures(record: RunRecord, summary: Summary) -> list[Figure]:

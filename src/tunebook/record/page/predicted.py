@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from tunebook.record.page.details import Bar
 from tunebook.record.page.numbers import MINUS, NO_VALUE, Unit, format_count, format_value
-from tunebook.record.page.overview import Summary
+from tunebook.record.page.overview import Summary, is_on_gpus, speed_unit
 from tunebook.record.run_record import RunRecord
 
 _NOT_PARTS = ("total", "allocated", "capacity")
@@ -98,7 +98,7 @@ def draw_stack(stack: MemoryStack) -> Markup:
 def _peaks(record: RunRecord) -> dict[str, float]:
     """The highest rank's measured GiB by name. Each contains the one before."""
     names = {
-        "memory_gib": "measured peak of tensors" if _is_gpu(record) else "measured peak of the process",
+        "memory_gib": "measured peak of tensors" if is_on_gpus(record) else "measured peak of the process",
         "memory_reserved_gib": "measured peak reserved for them",
         "memory_device_gib": "measured in use of the GPU",
     }
@@ -109,14 +109,13 @@ def _peaks(record: RunRecord) -> dict[str, float]:
     return {name: max(values) for name, values in found.items() if values}
 
 
-def _is_gpu(record: RunRecord) -> bool:
-    return ((record.plan or {}).get("hardware") or {}).get("generation") != "cpu"
-
-
 def _scale_note(record: RunRecord, capacity: float | None, full: float) -> str:
     if capacity is None:
         return ""
-    whose, size = "one GPU" if _is_gpu(record) else "one rank's share of this machine", format_value(capacity, Unit.gib)
+    whose, size = (
+        "one GPU" if is_on_gpus(record) else "one rank's share of this machine",
+        format_value(capacity, Unit.gib),
+    )
     if full > capacity:
         return f"This is more than the {size} of {whose}."
     if full < capacity:
@@ -129,7 +128,7 @@ def _memory_rows(record: RunRecord) -> list[Compared]:
     if not planned:
         return []
     peaks = [*_peaks(record).values(), None, None, None]
-    if not _is_gpu(record):
+    if not is_on_gpus(record):
         return [_compared("Peak memory of a rank", planned.get("total"), peaks[0], Unit.gib)]
     return [
         _compared("Peak memory of tensors", planned.get("allocated"), peaks[0], Unit.gib),
@@ -139,10 +138,11 @@ def _memory_rows(record: RunRecord) -> list[Compared]:
 
 def _time_rows(record: RunRecord, summary: Summary, time: dict[str, Any]) -> list[Compared]:
     speed, total = time.get("tokens_per_second_per_gpu"), time.get("tokens_per_second")
-    unit = "GPU" if _is_gpu(record) else "rank"
     trained = sum(record.values("seconds")) or None
     is_complete = summary.num_steps is not None and summary.num_steps == summary.num_planned_steps
-    rows = [_compared(f"Tokens per second and {unit}", speed, summary.tokens_per_second_per_gpu, Unit.plain)]
+    rows = [
+        _compared(f"Tokens per second and {speed_unit([record])}", speed, summary.tokens_per_second_per_gpu, Unit.plain)
+    ]
     if not is_complete and summary.num_tokens:
         seconds = summary.num_tokens / total if total else None
         rows.append(_compared(f"Time for {format_count(summary.num_tokens)} tokens", seconds, trained, Unit.seconds))

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tunebook.record.differences import Answers, Difference, answers_of, standard_error, task_difference
-from tunebook.record.page.numbers import MINUS, NO_VALUE, Unit, format_value
+from tunebook.record.differences import Answers, Difference, answers_of, is_share, standard_error, task_difference
+from tunebook.record.page.numbers import MINUS, Unit, format_value
 from tunebook.record.run_record import RunRecord
 
 NUM_SAMPLES = 5
@@ -19,6 +19,7 @@ _TURN_PATTERNS = (
     re.compile(r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n\n(?P<text>.*?)(?:<\|eot_id\|>|\Z)", re.DOTALL),
 )
 _Scores = Mapping[str, Mapping[str, Any]]  # of one evaluation, by task
+_Column = Mapping[str, tuple[_Scores, Answers]]  # the evaluation of each task that a column of the table shows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,74 +29,37 @@ class Score:
     value: float
     standard_error: float | None
     text: str
+    num_items: int
+    change: str  # from the first score of the row; empty in it, and if either is missing
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRow:
-    """One line of the table: a task, or one group of its items."""
+    """One line of a table: a task, or one group of its items, with a score per column."""
 
     name: str
     is_group: bool
     metric: str
-    before: Score | None
-    after: Score | None
-    change: str
-    num_items: int
+    scores: list[Score | None]
     baseline: float | None  # drawn as a tick on the bar
     has_bar: bool  # only if every score is a share
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """A model's answer to a sample's prompt."""
-
-    text: str
-    is_right: bool | None  # None: the metric does not judge single answers
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One prompt, the expected answer, and the answers before and after training."""
-
-    task: str
-    turns: list[tuple[str, str]]  # role and text; one turn without a role if the prompt follows no known template
-    expected: str
-    before: Answer | None
-    after: Answer | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """One score in a table of several runs."""
-
-    text: str
-    change: str = ""  # from the first column; empty in it, and if either has no score
-    num_items: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScoreLine:
-    """One task in a table of several runs."""
-
-    task: str
-    metric: str
-    cells: list[Cell]
 
     @property
     def num_items(self) -> str:
         """The number of answered items if it is the same in all columns, else that of each column."""
-        numbers = [cell.num_items for cell in self.cells if cell.num_items is not None]
+        numbers = [score.num_items for score in self.scores if score is not None]
         return " / ".join(f"{number:,}" for number in (numbers[:1] if len(set(numbers)) == 1 else numbers))
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaterEvaluation:
-    """An evaluation of one of a run's models by `tunebook eval`."""
+class Sample:
+    """One prompt, the expected answer, and the answers before and after training: text and whether it is right."""
 
-    name: str
-    model: str
-    limit: str  # empty for all items
-    lines: list[tuple[str, str, str, str]]  # task, metric, score, items
+    task: str
+    turns: list[tuple[str, str]]  # role and text; one turn without a role if the prompt follows no known template
+    expected: str
+    before: tuple[str, bool | None] | None  # None in the pair: the metric does not judge single answers
+    after: tuple[str, bool | None] | None
 
 
 def score_rows(
@@ -106,53 +70,61 @@ def score_rows(
 ) -> list[ScoreRow]:
     """Every task, each followed by its groups. The change is paired by item if both evaluations have answers."""
     old, new = (before or {}).get("tasks", {}), (after or {}).get("tasks", {})
-    answers = (answers_before or {}, answers_after or {})
+    columns = [_column(old, answers_before or {}), _column(new, answers_after or {})]
     names = list(dict.fromkeys([*new, *old]))
     # A baseline does not name its task, so it is drawn only if there is a single one.
     baseline = (_baseline(before, after) or {}) if len(names) == 1 else {}
     rows = []
     for name in names:
-        rows.append(_score_row(name, None, old, new, answers, baseline.get("value")))
+        rows.append(_row(name, columns, baseline=baseline.get("value")))
         for group in dict.fromkeys(group for tasks in (new, old) for group in tasks.get(name, {}).get("groups") or {}):
             level = baseline.get("groups", {}).get(group, {}).get("value")
-            rows.append(_score_row(name, group, old, new, answers, level))
+            rows.append(_row(name, columns, group, baseline=level))
     return rows
 
 
-def _score_row(
-    name: str, group: str | None, old: _Scores, new: _Scores, answers: tuple[Answers, Answers], baseline: float | None
-) -> ScoreRow:
-    """The row of a task, or of a group of its items."""
-    tasks = [scores.get(name) for scores in (old, new)]
-    pair = tasks if group is None else [((task or {}).get("groups") or {}).get(group) for task in tasks]
-    scores = [score for score in pair if score]
-    unit = _unit(*scores)
-    change = ""
-    if len(scores) == 2:
-        change = change_text(task_difference(name, old, new, *answers, group), unit)
-    metric: str = (tasks[1] or tasks[0] or {})["metric"]
+def _column(tasks: _Scores, answers: Answers) -> _Column:
+    return dict.fromkeys(tasks, (tasks, answers))
+
+
+def _row(name: str, columns: Sequence[_Column], group: str | None = None, *, baseline: float | None = None) -> ScoreRow:
+    """The row of a task, or of a group of its items. Changes are from the first column."""
+    sources = [column.get(name) for column in columns]
+    found = [
+        None
+        if source is None
+        else source[0][name]
+        if group is None
+        else (source[0][name].get("groups") or {}).get(group)
+        for source in sources
+    ]
+    unit = unit_of(*filter(None, found), *(source[0][name] for source in sources if source is not None))
+    scores: list[Score | None] = []
+    for score, source in zip(found, sources, strict=True):
+        if score is None or source is None:
+            scores.append(None)
+            continue
+        change, first = "", sources[0]
+        if scores and found[0] is not None and first is not None:
+            change = change_text(task_difference(name, first[0], source[0], first[1], source[1], group), unit)
+        text, error = score_text(score, unit), standard_error(score)
+        scores.append(
+            Score(value=score["value"], standard_error=error, text=text, num_items=score["num_items"], change=change)
+        )
+    metrics = dict.fromkeys(source[0][name]["metric"] for source in sources if source is not None)
     return ScoreRow(
         name=name if group is None else group,
         is_group=group is not None,
-        metric=metric.replace("_", " "),
-        before=_score(pair[0], unit),
-        after=_score(pair[1], unit),
-        change=change,
-        num_items=scores[-1]["num_items"],
+        metric=" / ".join(metrics),
+        scores=scores,
         baseline=baseline if unit is Unit.share else None,
         has_bar=unit is Unit.share,
     )
 
 
-def _score(found: Mapping[str, Any] | None, unit: Unit) -> Score | None:
-    if found is None:
-        return None
-    return Score(value=found["value"], standard_error=standard_error(found), text=score_text(found, unit))
-
-
-def _unit(*scores: Mapping[str, Any]) -> Unit:
+def unit_of(*scores: Mapping[str, Any]) -> Unit:
     """Percent for shares of right answers; plain for other scores, such as a perplexity."""
-    return Unit.share if all(0 <= score["value"] <= 1 for score in scores) else Unit.plain
+    return Unit.share if is_share(*scores) else Unit.plain
 
 
 def score_text(score: Mapping[str, Any], unit: Unit) -> str:
@@ -179,7 +151,7 @@ def _baseline(before: dict[str, Any] | None, after: dict[str, Any] | None) -> di
 def baseline_text(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str | None:
     """The name and score of the baseline; None without one."""
     baseline = _baseline(before, after)
-    return None if baseline is None else f"{baseline['name']}: {format_value(baseline['value'], _unit(baseline))}"
+    return None if baseline is None else f"{baseline['name']}: {format_value(baseline['value'], unit_of(baseline))}"
 
 
 def pair_samples(before: dict[str, Any] | None, after: dict[str, Any] | None) -> list[Sample]:
@@ -194,9 +166,7 @@ def pair_samples(before: dict[str, Any] | None, after: dict[str, Any] | None) ->
 
 def _sample(shown: dict[str, Any], old: dict[str, Any] | None, new: dict[str, Any] | None) -> Sample:
     group = shown.get("group")
-    before, after = (
-        None if found is None else Answer(text=str(found["answer"]), is_right=found["correct"]) for found in (old, new)
-    )
+    before, after = (None if found is None else (str(found["answer"]), found["correct"]) for found in (old, new))
     return Sample(
         task=f"{shown['task']}: {group}" if group and group != shown["task"] else shown["task"],
         turns=split_turns(shown["prompt"]),
@@ -217,20 +187,14 @@ def split_turns(prompt: str) -> list[tuple[str, str]]:
     return [("", prompt)]
 
 
-def later_evaluations(record: RunRecord) -> list[LaterEvaluation]:
-    """The evaluations by `tunebook eval`, the newest first."""
-    return [
-        LaterEvaluation(
-            name=evaluation["when"],
-            model=evaluation["model"],
-            limit=f"the first {evaluation['limit']} items" if evaluation.get("limit") else "",
-            lines=[
-                (name, task["metric"].replace("_", " "), score_text(task, _unit(task)), f"{task['num_items']:,}")
-                for name, task in evaluation["tasks"].items()
-            ],
-        )
-        for evaluation in reversed(record.evaluations)
-    ]
+def later_evaluations(record: RunRecord) -> list[tuple[str, str, list[ScoreRow]]]:
+    """The evaluations by `tunebook eval`, the newest first: name, what was evaluated, a row per task."""
+    found = []
+    for evaluation in reversed(record.evaluations):
+        limit = f", the first {evaluation['limit']} items" if evaluation.get("limit") else ""
+        rows = [_row(name, [_column(evaluation["tasks"], {})]) for name in evaluation["tasks"]]
+        found.append((evaluation["when"], evaluation["model"] + limit, rows))
+    return found
 
 
 def failed_tasks(record: RunRecord) -> list[str]:
@@ -242,48 +206,24 @@ def failed_tasks(record: RunRecord) -> list[str]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Found:
-    """One task's score, with all scores and answers of the same evaluation."""
-
-    score: Mapping[str, Any]
-    tasks: _Scores
-    answers: Answers
-
-
-def compare_scores(records: Sequence[RunRecord]) -> list[ScoreLine]:
+def compare_scores(records: Sequence[RunRecord]) -> list[ScoreRow]:
     """Every task that any of the runs was evaluated on, a column per run. Changes are from the first run."""
-    found = [_scores_of(record) for record in records]
-    names = list(dict.fromkeys(name for scores in found for name in scores))
-    return [_line(name, [scores.get(name) for scores in found]) for name in names]
+    columns = [_column_of_run(record) for record in records]
+    names = dict.fromkeys(name for column in columns for name in column)
+    return [_row(name, columns) for name in names]
 
 
-def _scores_of(record: RunRecord) -> dict[str, _Found]:
+def _column_of_run(record: RunRecord) -> _Column:
     """Each task's score of the run's final model: after training, or from the newest later evaluation."""
-    found: dict[str, _Found] = {}
+    found: dict[str, tuple[_Scores, Answers]] = {}
     later = [evaluation for evaluation in record.evaluations if evaluation["model"] == FINAL_MODEL]
     for evaluation in (record.after, *reversed(later)):
         tasks = {} if evaluation is None else evaluation["tasks"]
         if any(name not in found for name in tasks):
             answers = answers_of(record.folder, evaluation)
-            for name, task in tasks.items():
-                found.setdefault(name, _Found(score=task, tasks=tasks, answers=answers))
+            for name in tasks:
+                found.setdefault(name, (tasks, answers))
     return found
-
-
-def _line(name: str, found: Sequence[_Found | None]) -> ScoreLine:
-    scores, first = [one.score for one in found if one is not None], found[0]
-    unit = _unit(*scores)
-    cells = []
-    for one in found:
-        if one is None:
-            cells.append(Cell(text=NO_VALUE))
-            continue
-        change = ""
-        if first is not None and one is not first:
-            change = change_text(task_difference(name, first.tasks, one.tasks, first.answers, one.answers), unit)
-        cells.append(Cell(text=score_text(one.score, unit), change=change, num_items=one.score["num_items"]))
-    return ScoreLine(task=name, metric=scores[0]["metric"].replace("_", " "), cells=cells)
 
 
 def program_lines(before: dict[str, Any] | None, after: dict[str, Any] | None) -> list[str]:
