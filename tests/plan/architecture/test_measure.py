@@ -367,6 +367,9 @@ def test_layers_attend_to_a_document_or_to_a_window(config_of, kind, expected):
 def test_layers_that_compare_no_tokens_have_no_width(config_of):
     config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=50, state_size=4)
     assert widths(config)[0] == 0
+    # Layers of Falcon-H1 and some of Zamba2 are both.
+    hybrid = AutoConfig.for_model("falcon_h1", **SIZES, num_hidden_layers=2, mamba_d_ssm=32, mamba_n_heads=4)
+    assert widths(hybrid) == (2 * 64, 0, 0)
     window = AutoConfig.for_model("mistral", **SIZES, num_key_value_heads=2, num_hidden_layers=2, sliding_window=16)
     assert widths(window) == (0, 2 * 64, 16)
 

@@ -190,6 +190,32 @@ def test_each_kind_of_layer_is_traced_twice():
     assert layers.places_to_trace(deep, lambda places: [deep[place] for place in places]) == [0, 1, 20]
 
 
+ZAMBA = {
+    "vocab_size": 50, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64, "mamba_d_state": 8,
+    "mamba_headdim": 16, "n_mamba_heads": 4, "adapter_rank": 4, "num_hidden_layers": 18,
+    "layers_block_type": [*["mamba"] * 5, "hybrid"] * 3,
+}  # fmt: skip
+
+
+def test_the_places_of_a_kind_follow_the_layers_that_are_traced():
+    zamba = AutoConfig.for_model("zamba2", **ZAMBA)
+    assert zamba.hybrid_layer_ids == [5, 11, 17]
+    assert layers.shortened(zamba, [0, 5, 1, 11]).hybrid_layer_ids == [1, 3]
+    experts = AutoConfig.for_model("qwen3_moe", num_hidden_layers=6, mlp_only_layers=[0, 3])
+    assert layers.shortened(experts, [0, 1, 3]).mlp_only_layers == [0, 2]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", [("bf16", "full", "flash"), ("autocast", "adapter", "sdpa")], ids="/".join)
+def test_layers_whose_kind_the_config_lists_by_place_are_traced(mode):
+    whole = numbers_of(AutoConfig.for_model("zamba2", **ZAMBA), mode)["/".join(mode)]
+    half = AutoConfig.for_model(
+        "zamba2", **ZAMBA | {"num_hidden_layers": 12, "layers_block_type": ZAMBA["layers_block_type"][:12]}
+    )
+    assert whole[1] == pytest.approx(1.5 * numbers_of(half, mode)["/".join(mode)][1], rel=0.01)
+    assert whole[1] > 18 * 2 * ZAMBA["hidden_size"]  # bytes of a token: more than the input of each layer
+
+
 DEEP = {"qwen3": 5, "gemma3_text": 13, "smollm3": 9, "gpt_oss": 6}
 
 

@@ -104,6 +104,19 @@ def test_a_model_of_unknown_size_has_no_numbers() -> None:
     assert "nor is the model's size" in plan.verdict
 
 
+@pytest.mark.parametrize(("words", "method"), [((), "full"), (("peft=lora",), "adapter")])
+def test_layers_that_could_not_be_traced_have_no_estimate(words: tuple[str, ...], method: str) -> None:
+    config = resolved("qwen05b_single", "hardware=hopper", *words)
+    facts = config.model.facts
+    assert facts is not None and facts.measured is not None
+    saved = {mode: numbers for mode, numbers in facts.measured.saved.items() if mode.split("/")[1] != method}
+    assert saved  # those of the other method are no substitute
+    measured = replace(facts.measured, saved=saved, saved_without_autocast={})
+    plan = plan_memory(replace(config, model=replace(config.model, facts=replace(facts, measured=measured))))
+    assert (plan.memory, plan.fits) == (Memory(capacity=config.hardware.memory_gib), None)
+    assert "what such layers keep could not be traced; `tunebook plan --measure` trains two steps" in plan.verdict
+
+
 def test_json_has_every_part_and_no_infinity() -> None:
     expected: dict[str, Any] = dict.fromkeys(
         ("weights", "gradients", "optimizer", "activations", "buffers", "overhead", "total", "capacity", "allocated")

@@ -67,7 +67,7 @@ from tunebook.plan.architecture.targets import (
 )
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"  # transformers' layer types
-_WINDOWED = (_SLIDING, "chunked_attention")
+_WINDOWED = (_SLIDING, "chunked_attention", "hybrid_sliding")
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _LONGEST = 2**20  # tokens, if an architecture has no highest position
 _FLASH_ATTN = [kernel for kernel, facts in ATTENTIONS.items() if facts.is_flash and not facts.needs_lengths]
@@ -331,8 +331,9 @@ def _attention_widths(layers: nn.ModuleList, text: Any) -> dict[str, int]:
     kinds = getattr(text, "layer_types", None) or [_SLIDING if window else _FULL] * len(layers)
     widths = {_FULL: 0.0, _SLIDING: 0.0}
     for kind, layer in zip(kinds, layers, strict=False):
-        if not (str(kind).endswith("attention") and kind != _LINEAR):
-            continue  # no comparison of each token with others: a recurrent layer or a convolution
+        # Others compare no token with all others: recurrent layers and convolutions. Hybrid layers also attend.
+        if kind == _LINEAR or not (str(kind).endswith("attention") or str(kind).startswith("hybrid")):
+            continue
         is_windowed = window is not None and kind in _WINDOWED
         widths[_SLIDING if is_windowed else _FULL] += (_whole(text, "num_attention_heads") or 0) * _head_size(
             layer, text
@@ -347,7 +348,8 @@ def _head_size(layer: nn.Module, text: Any) -> float:
         query, value = (_whole(module, name) for name in ("qk_head_dim", "v_head_dim"))
         if query and value:  # latent attention
             return (query + value) / 2
-        if own := _whole(module, "head_dim"):
+        own = _whole(module, "head_dim")
+        if own and not hasattr(module, "A_log"):  # Mamba's heads have a size, too
             return own
     heads, hidden = _whole(text, "num_attention_heads"), _whole(text, "hidden_size")
     return _whole(text, "head_dim") or (hidden / heads if hidden and heads else 0)
