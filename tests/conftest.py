@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -138,12 +138,14 @@ def composes_each_request_once() -> Iterator[None]:
     from hydra._internal import defaults_list
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
+    from omegaconf import DictConfig
 
     from tunebook.config import compose as module
 
     compose, composed = module._compose, dict[tuple[str | None, ...], bytes]()
     load, loaded = ConfigRepository.load_config, dict[str, Any]()
     merge, merged = ConfigLoaderImpl._compose_config_from_defaults_list, dict[str, bytes]()
+    read = ConfigLoaderImpl._load_single_config
     map_choices = defaults_list._create_interpolation_map
     is_of_this_book = [False]
 
@@ -170,11 +172,18 @@ def composes_each_request_once() -> Iterator[None]:
         return copy.deepcopy(found) if found is not None and found.header["package"] in tops else found
 
     def merge_once(loader: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> Any:
+        """The first files are those of many requests: up to the schemas, the data and the hardware."""
         if not is_of_this_book[0]:
             return merge(loader, defaults, repo)
         if (files := repr(defaults)) not in merged:
-            merged[files] = pickle.dumps(merge(loader, defaults, repo))
+            schemas = next(place for place, file in enumerate(defaults, 1) if file.config_path == "schema/config")
+            first = max((end for end in (schemas, schemas + 2, schemas + 4) if end < len(defaults)), default=0)
+            start = [merge_once(loader, defaults[:first], repo)] if first else []
+            merged[files] = pickle.dumps(merge(loader, [*start, *defaults[first:]], repo))
         return pickle.loads(merged[files])
+
+    def load_single(loader: ConfigLoaderImpl, default: Any, repo: Any) -> Any:
+        return SimpleNamespace(config=default) if isinstance(default, DictConfig) else read(loader, default, repo)
 
     def share(repository: CachingConfigRepository, delegate: Any) -> None:
         """Without its copy, which protects a repository that is used again: each request has its own."""
@@ -190,6 +199,7 @@ def composes_each_request_once() -> Iterator[None]:
         patch.setattr(ConfigRepository, "load_config", load_once)
         patch.setattr(CachingConfigRepository, "__init__", share)
         patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)
+        patch.setattr(ConfigLoaderImpl, "_load_single_config", load_single)
         yield
 
 
