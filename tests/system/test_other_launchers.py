@@ -17,7 +17,7 @@ LEFT_OVER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])  # torchrun sets its ranks' variables
 def test_what_is_left_over_changes_nothing_and_is_named_once(run, read_run, tmp_path, one_rank, ranks):
     assert "removed from the environment" not in one_rank.printed
     split = [] if ranks == 1 else ["parallelism=ddp", "hardware.gpus_per_node=2"]
