@@ -65,29 +65,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(message)
 
 
-def pytest_collection_finish() -> None:
-    """Keep what the imports of the test files made out of later garbage collections."""
-    _freeze_if_modules_were_imported()
-
-
 def pytest_runtest_logfinish() -> None:
-    """And what the imports of a test made."""
-    _freeze_if_modules_were_imported()
-
-
-def _freeze_if_modules_were_imported() -> None:
-    """Keep all objects out of later garbage collections, as a rank does, if there are many new ones.
+    """Keep all objects out of later collections of garbage, as a rank does, once there was one of all objects.
 
     Each training in this process collects all garbage. With the objects of torch, transformers, trl and deepspeed, a
     million, that takes 0.2 to 0.4 s, which was more than a third of the time of the tests of trainings.
     """
-    if len(sys.modules) > _num_frozen_modules[0] + 100:
+    if gc.get_stats()[2]["collections"] > _num_collections[0]:
         gc.collect()
         gc.freeze()
-        _num_frozen_modules[0] = len(sys.modules)
+        _num_collections[0] = gc.get_stats()[2]["collections"]
 
 
-_num_frozen_modules = [0]
+_num_collections = [0]
 
 
 @pytest.fixture
