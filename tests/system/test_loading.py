@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -127,14 +128,8 @@ def loaded(
     return load
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [  # one rank of those that keep whole weights loads as each of two does
-        *(pytest.param(strategy, 1, marks=pytest.mark.slow) for strategy in ("ddp", "zero2")),
-        *(("zero3", 1), ("fsdp", 1)),
-        *((strategy, 2) for strategy in STRATEGIES),
-    ],
-)
+# One rank of those that keep whole weights loads as each of two does.
+@pytest.mark.parametrize(("strategy", "ranks"), [*product(STRATEGIES, [2]), ("zero3", 1), ("fsdp", 1)])
 def test_stored_weights_arrive_and_damaged_ones_are_refused_on_every_rank(
     loaded: Callable[[str, int], Loaded], whole: Path, strategy: str, ranks: int
 ) -> None:
