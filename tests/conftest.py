@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -65,13 +65,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(message)
 
 
-def pytest_collection_finish() -> None:
-    """Keep what the imports made out of later garbage collections, as a rank does.
+def pytest_runtest_logfinish() -> None:
+    """Keep all objects out of later collections of garbage, as a rank does, once there was one of all objects.
 
-    Each training in this process collects all garbage, and a million objects of torch and transformers take 0.4 s.
+    Each training in this process collects all garbage. With the objects of torch, transformers, trl and deepspeed, a
+    million, that takes 0.2 to 0.4 s, which was more than a third of the time of the tests of trainings.
     """
-    gc.collect()
-    gc.freeze()
+    if gc.get_stats()[2]["collections"] > _num_collections[0]:
+        gc.collect()
+        gc.freeze()
+        _num_collections[0] = gc.get_stats()[2]["collections"]
+
+
+_num_collections = [0]
 
 
 @pytest.fixture
@@ -115,20 +121,29 @@ def composes_each_request_once() -> Iterator[None]:
     """Hydra takes 0.2 s to compose a run, which was most of the time of tests of plans, and half of those repeat one.
 
     Each test gets a copy. Only for the book of this checkout, whose files do not change during the tests. A refused
-    request is composed again each time. Hydra's files and schemas are read once, too, and its map of choices for
-    interpolated defaults, of which the book has none, is not made: together half of those 0.2 s.
+    request is composed again each time. Hydra's files and schemas are read once, too, those of a recipe and its choices
+    are merged once, before overrides of single keys apply, and its map of choices for interpolated defaults, of which
+    the book has none, is not made: together two thirds of those 0.2 s.
     """
     from hydra._internal import defaults_list
+    from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
+    from omegaconf import DictConfig
 
     from tunebook.config import compose as module
 
     compose, composed = module._compose, dict[tuple[str | None, ...], bytes]()
     load, loaded = ConfigRepository.load_config, dict[str, Any]()
+    merge, merged = ConfigLoaderImpl._compose_config_from_defaults_list, dict[str, bytes]()
+    read = ConfigLoaderImpl._load_single_config
     map_choices = defaults_list._create_interpolation_map
+    is_of_this_book = [False]
 
     def compose_once(recipe: str | None, overrides: list[str], recipes_dirs: list[Path]) -> module.Composition:
-        if recipes_dirs or {"TUNEBOOK_HOME", "TUNEBOOK_RECIPES"} & os.environ.keys() or module.book_root() != ROOT:
+        is_of_this_book[0] = not (
+            recipes_dirs or {"TUNEBOOK_HOME", "TUNEBOOK_RECIPES"} & os.environ.keys() or module.book_root() != ROOT
+        )
+        if not is_of_this_book[0]:
             return compose(recipe, overrides, recipes_dirs)
         words = (recipe, *overrides)
         if words not in composed:
@@ -146,6 +161,20 @@ def composes_each_request_once() -> Iterator[None]:
         tops = ("", "_global_") if "/" in config_path else (None, "", "_global_")
         return copy.deepcopy(found) if found is not None and found.header["package"] in tops else found
 
+    def merge_once(loader: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> Any:
+        """The first files are those of many requests: up to the schemas, the data and the hardware."""
+        if not is_of_this_book[0]:
+            return merge(loader, defaults, repo)
+        if (files := repr(defaults)) not in merged:
+            schemas = next(place for place, file in enumerate(defaults, 1) if file.config_path == "schema/config")
+            first = max((end for end in (schemas, schemas + 2, schemas + 4) if end < len(defaults)), default=0)
+            start = [merge_once(loader, defaults[:first], repo)] if first else []
+            merged[files] = pickle.dumps(merge(loader, [*start, *defaults[first:]], repo))
+        return pickle.loads(merged[files])
+
+    def load_single(loader: ConfigLoaderImpl, default: Any, repo: Any) -> Any:
+        return SimpleNamespace(config=default) if isinstance(default, DictConfig) else read(loader, default, repo)
+
     def share(repository: CachingConfigRepository, delegate: Any) -> None:
         """Without its copy, which protects a repository that is used again: each request has its own."""
         repository.delegate, repository.cache = delegate, {}
@@ -159,6 +188,8 @@ def composes_each_request_once() -> Iterator[None]:
         patch.setattr(defaults_list, "_create_interpolation_map", map_if_needed)
         patch.setattr(ConfigRepository, "load_config", load_once)
         patch.setattr(CachingConfigRepository, "__init__", share)
+        patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)
+        patch.setattr(ConfigLoaderImpl, "_load_single_config", load_single)
         yield
 
 

@@ -95,12 +95,19 @@ def ids(group):
     return [state.id for state in group.members.values()]
 
 
-def poll(group, times=3):
+def poll(group):
     """Let the launcher read, unless it still prepares, and the nodes what it publishes."""
     if group.has_begun:
-        for _ in range(times):
+        for _ in range(3):
             group.poll(0.02)
     time.sleep(0.05)
+
+
+def poll_until(group, condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        poll(group)
 
 
 def kill(agent):
@@ -185,20 +192,8 @@ def test_a_node_that_does_not_fit_sends_all_home(opened, facts, message, join):
     assert not group.has_unread_end()
 
 
-@pytest.mark.parametrize(
-    ("facts", "message"),
-    [
-        ({"config_sha256": "b"}, "node 1 (host9) was started for another run: type the same command on every node"),
-        ({"config_sha256": "a"}, "node 1 (host9) joined, and the run has already started with all its nodes"),
-        ({"node": 5}, "node 5 (host9) joined, and the run has 3"),
-        ({"versions": "torch 2"}, "node 1 (host9) joined, and the run has already started"),
-    ],
-    ids=["other-request", "same-request", "other-number", "other-software"],
-)
 @pytest.mark.parametrize("is_second_lost", [False, True])
-def test_a_node_that_comes_while_the_run_is_at_work_is_refused_and_ends_nothing(
-    opened, join, facts, message, is_second_lost
-):
+def test_nodes_that_come_while_the_run_is_at_work_are_refused_and_end_nothing(opened, join, is_second_lost):
     group = opened(3)
     group._config_sha256 = "a"
     first, second, third = (join(group, node) for node in range(3))
@@ -208,7 +203,13 @@ def test_a_node_that_comes_while_the_run_is_at_work_is_refused_and_ends_nothing(
         poll(group)
         assert [name for name, _ in first.launcher.stops] == ["SIGTERM"]
     failure = group.failure
-    assert refused(join(group, **({"node": 1, "host": "host9"} | facts))).startswith(message)
+    for facts, message in (
+        ({"config_sha256": "b"}, "node 1 (host9) was started for another run: type the same command on every node"),
+        ({"config_sha256": "a"}, "node 1 (host9) joined, and the run has already started with all its nodes"),
+        ({"node": 5}, "node 5 (host9) joined, and the run has 3"),
+        ({"versions": "torch 2"}, "node 1 (host9) joined, and the run has already started"),
+    ):
+        assert refused(join(group, **({"node": 1, "host": "host9"} | facts))).startswith(message)
     assert group.failure is failure
     assert (failure is not None, group.is_over, group.stopped_by) == (is_second_lost, False, None)
 
@@ -288,7 +289,7 @@ def test_a_stranger_changes_nothing(opened, join, monkeypatch, token):
 def test_a_missing_node_is_named_when_the_time_is_up(opened, join):
     group = opened(3, launcher="slurm", start_timeout_s=0.1, names=["gpu05", "gpu06", "gpu07"])
     join(group, 0)
-    poll(group, times=10)
+    poll_until(group, lambda: group.is_over)
     assert group.failure.message == (
         "node 1 (gpu06), node 2 (gpu07) of 3 nodes have not joined within 0.1 s (launcher.start_timeout_s)"
     )
@@ -309,7 +310,7 @@ def test_when_one_is_lost_the_others_get_time_to_save(opened, join, lose):
     group = opened(stop_timeout_s=40, ranks=3)
     first, second = join(group, 0), join(group, 1)
     lose(second)
-    poll(group, times=100)
+    poll_until(group, lambda: group.failure)
     assert first.launcher.stops == [["SIGTERM", 40]]
     assert (
         group.failure.message
@@ -427,7 +428,7 @@ def attempt_that_fails(group, join, ends):
     """Rank 1 ends in some way, and rank 0 after it."""
     first, second = join(group, 0), join(group, 1)
     ends(second)
-    poll(group, times=100)
+    poll_until(group, lambda: group.failure or group.failed)
     ended(first, 1)
     poll(group)
     assert not group.is_over  # others may come in their place
@@ -473,7 +474,7 @@ def test_lost_workers_that_are_not_replaced_are_named_when_the_time_is_up(opened
     group = opened(launcher="ray", start_timeout_s=3)
     attempt_that_fails(group, join, ends)
     join(group, 0)  # comes again, alone
-    poll(group, times=150)
+    poll_until(group, lambda: group.is_over)
     with pytest.raises(TunebookError, match=r"rank 1 of 2 ranks has not joined within 3 s \(.*\) " + reported):
         raise group.failure
 

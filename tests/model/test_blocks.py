@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -248,9 +249,14 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
-@pytest.mark.parametrize("form", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("has_router_loss", [False, True], ids=["", "router_loss"])
-@pytest.mark.parametrize("is_recomputed", [False, True], ids=["stored", "recomputed"])
+@pytest.mark.parametrize(
+    ("form", "has_router_loss", "is_recomputed"),
+    [  # each pair of these each time, and all three at night
+        pytest.param(*case, marks=[pytest.mark.nightly] if number in (1, 2, 4, 7) else [])
+        for number, case in enumerate(product([torch.float32, torch.bfloat16], [False, True], [False, True]))
+    ],
+    ids=str,
+)
 def test_blocks_with_experts_are_one_graph_and_compute_the_same(form, has_router_loss, is_recomputed):
     config = transformers.Qwen3MoeConfig(
         vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,

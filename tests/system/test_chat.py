@@ -56,7 +56,7 @@ class Screen:
         self.wait_for(question.split("\n")[-1] + "\n")
         return self.wait_for(PROMPT)
 
-    def end_by(self, keys: str, num_times: int = 4) -> int:
+    def end_by(self, keys: str, num_times: int = 12) -> int:
         """Press keys until it ends; the exit code.
 
         Python hears a Ctrl-C at its prompt only while it waits there, so one that comes a moment earlier is pressed
@@ -64,7 +64,7 @@ class Screen:
         """
         for _ in range(num_times):
             self.type(keys)
-            end = time.monotonic() + 30
+            end = time.monotonic() + 10
             while self.process.poll() is None and time.monotonic() < end:
                 self._read()
             if self.process.poll() is not None:

@@ -134,7 +134,6 @@ def test_a_checkpoint_of_zero_is_resumed_to_the_same_losses(run, read_run, saved
         ("global_step15/mp_rank_00_model_states.pt", 2),
         ("global_step15/zero_pp_rank_1_mp_rank_00_optim_states.pt", 2),
         ("global_step15/zero_pp_rank_1_mp_rank_00_optim_states.pt", 1),  # through DeepSpeed's universal checkpoint
-        ("rng_state_1.pth", 2),
     ],
 )
 def test_code_in_a_checkpoint_of_zero_is_not_run_though_its_record_fits(run, saved_by, tmp_path, name, ranks):

@@ -72,7 +72,7 @@ def answers(run: Path, when: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "evaluation" / f"{when}-answers.jsonl").read_text().splitlines()]
 
 
-def test_after_a_kill_it_goes_on_with_the_task_that_was_not_finished(run: Path, worker: Callable[..., Running]) -> None:
+def test_after_a_kill_or_by_two_processes_it_comes_to_the_same(run: Path, worker: Callable[..., Running]) -> None:
     folder = run.parent / "tasks"
     (folder / "waiting.py").write_text(WAITING)
     task = folder / "continuation.yaml"
@@ -100,14 +100,11 @@ def test_after_a_kill_it_goes_on_with_the_task_that_was_not_finished(run: Path, 
     assert whole.exit_code == 0, whole.output
     require_same(run, "before", "whole")
 
-
-def test_two_processes_come_to_the_same_as_one(run: Path, worker: Callable[..., Running]) -> None:
-    for when, words in (("one", ()), ("two", ("--processes", "2", "--fresh"))):
-        ended = worker(when, *words).wait(timeout_s=600)
-        assert ended.exit_code == 0, ended.output
+    ended = worker("two", "--processes", "2", "--fresh").wait(timeout_s=600)
+    assert ended.exit_code == 0, ended.output
     assert record(run, "two")["spread"] == {"text": "on the CPU, 2 processes", "processes": 2, "is_sharded": False}
     assert "is loaded on the CPU, 2 processes" in ended.output
-    require_same(run, "one", "two")
+    require_same(run, "whole", "two")
 
 
 def require_same(run: Path, one: str, two: str) -> None:

@@ -102,8 +102,7 @@ def with_tower(request: Any, tmp_path_factory: pytest.TempPathFactory, project_r
 @pytest.mark.parametrize(
     ("with_tower", "strategy"),
     [
-        pytest.param("gemma3", "ddp", marks=pytest.mark.slow),
-        ("gemma3", "zero3"),
+        *(pytest.param("gemma3", strategy, marks=pytest.mark.slow) for strategy in ("ddp", "zero3")),
         pytest.param("gemma4", "ddp", marks=pytest.mark.slow),
         ("gemma4", "zero3"),
     ],

@@ -17,11 +17,9 @@ LEFT_OVER = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_left_over_changes_nothing_and_is_named_once(run, read_run, tmp_path, one_rank, ranks):
+def test_what_is_left_over_changes_nothing_and_is_named_once(run, read_run, tmp_path, one_rank):
     assert "removed from the environment" not in one_rank.printed
-    split = [] if ranks == 1 else ["parallelism=ddp", "hardware.gpus_per_node=2"]
-    ended = run([*COMMAND, *split, f"outputs={tmp_path}"], **LEFT_OVER)
+    ended = run([*COMMAND, f"outputs={tmp_path}"], **LEFT_OVER)
     assert ended.exit_code == 0, ended.output
     assert ended.output.count(f"removed from the environment: {', '.join(sorted(LEFT_OVER))}.") == 1
     assert ended.output.count("removed from the environment") == 1

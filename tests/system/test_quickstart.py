@@ -101,12 +101,14 @@ def test_a_browser_shows_both_scores_the_baseline_and_the_curves(quickstart, ope
 
 def test_a_run_can_be_evaluated_and_reported_again(quickstart, run):
     before = set((quickstart.folder / "evaluation").glob("eval-*[Z0-9].json"))  # other tests evaluate it too
-    evaluated = run(["tunebook", "eval", f"run={quickstart.folder}"])
+    evaluated = run(["make", "eval", f"ARGS=--outputs {quickstart.outputs}"])
     assert evaluated.exit_code == 0, evaluated.output
+    assert "written: " in evaluated.output
     (file,) = set((quickstart.folder / "evaluation").glob("eval-*[Z0-9].json")) - before
     again = json.loads(file.read_text())
     assert again["tasks"]["quickstart"]["value"] == score(quickstart.folder, "after")
     (quickstart.folder / "report.html").unlink()
-    reported = run(["tunebook", "report", "quickstart", "--outputs", str(quickstart.outputs)])
+    reported = run(["make", "report", f"ARGS=quickstart --outputs {quickstart.outputs}"])
     assert reported.exit_code == 0, reported.output
+    assert "written: " in reported.output
     assert (quickstart.folder / "report.html").stat().st_size > 50_000

@@ -22,6 +22,7 @@ def latest(outputs: Path) -> Path:
     return outputs / "quickstart" / "latest"
 
 
+@pytest.mark.usefixtures("stalled")  # begins what takes half a minute to end, while other tests run
 def test_two_ranks_take_the_steps_of_one(saved_by, one_rank):
     """Packed; padded and accumulated ones are in test_same_loss.py."""
     trained = saved_by("ddp")
@@ -85,6 +86,8 @@ def test_a_request_to_stop_saves_on_both_and_the_same_command_goes_on(
     assert stopped.checkpoints == [f"checkpoint-{done}"]
     assert not (stopped.folder / "model").exists()
     assert (stopped.folder / "report.html").exists()
+    if how == "SIGTERM":
+        return  # a checkpoint is resumed whoever asked for it
 
     ended = run(words)
     assert ended.exit_code == 0, ended.output

@@ -90,12 +90,12 @@ def config(tiny_model, documents):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path, tmp_path_factory, monkeypatch):
     """Train a configuration in this process; returns the run folder, exit code and metrics.
 
     What accelerate writes into the environment of a run, such as that it is one of FSDP, is gone after it.
     """
-    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))  # prepared once for all tests
 
     def train(config, name="run"):
         folder = tmp_path / name

@@ -7,6 +7,7 @@ is not imported.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_origin
@@ -47,7 +48,7 @@ from tunebook.config.recipe_files import (
     store_recipes,
 )
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS, RunConfig
-from tunebook.config.unsafe_text import is_secret_name, secret_in
+from tunebook.config.unsafe_text import is_secret_name, known_secrets, secret_in
 from tunebook.config.walk import is_in_mapping, mapping_type, texts_of, unknown_keys
 from tunebook.errors import RequestError
 
@@ -215,9 +216,10 @@ def _typed(tree: DictConfig, origins: Origins) -> RunConfig:
 
 def _refuse_secrets(config: RunConfig, origins: Origins) -> None:
     """Raises: RequestError for a text that contains a secret of the environment, wherever it came from."""
+    secrets = known_secrets(os.environ)  # once, for a hundred texts
     for key, values, _ in texts_of(config):
         for value in values:
-            if found := secret_in(value):
+            if found := secret_in(value, secrets):
                 raise secret_in_configuration(key, found, origins)
     for variable in getattr(config.launcher, "env_vars", []):
         name, _, value = variable.partition("=")

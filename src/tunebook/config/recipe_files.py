@@ -32,6 +32,7 @@ class RecipeFile:
     parents: tuple[str, ...]
     choices: dict[str, str]
     body: dict[str, Any]
+    node: DictConfig  # the whole file, for Hydra
 
 
 def group_choices(group: str) -> list[str]:
@@ -110,8 +111,7 @@ def refuse_unreadable_name(name: str, file: Path) -> None:
 def store_recipes(chain: list[RecipeFile]) -> None:
     """Make the recipes known to Hydra as choices of the group `recipes`."""
     for recipe in chain:
-        node = _load_yaml(recipe.file)
-        ConfigStore.instance().store(group="recipes", name=recipe.name, node=node, package="_global_")
+        ConfigStore.instance().store(group="recipes", name=recipe.name, node=recipe.node, package="_global_")
 
 
 def _load_yaml(file: Path) -> DictConfig:
@@ -130,7 +130,8 @@ def _load_yaml(file: Path) -> DictConfig:
 
 
 def _read(name: str, file: Path, known: set[str]) -> RecipeFile:
-    content: dict[str, Any] = OmegaConf.to_container(_load_yaml(file), resolve=False)  # type: ignore[assignment]
+    node = _load_yaml(file)
+    content: dict[str, Any] = OmegaConf.to_container(node, resolve=False)  # type: ignore[assignment]
     parents: list[str] = []
     choices: dict[str, str] = {}
     for entry in content.pop("defaults", None) or []:
@@ -141,7 +142,7 @@ def _read(name: str, file: Path, known: set[str]) -> RecipeFile:
         for key, choice in entry.items():
             group = _overridden_group(str(key), file)
             choices[group] = _choice(group, choice, file)
-    return RecipeFile(name=name, file=file, parents=tuple(parents), choices=choices, body=content)
+    return RecipeFile(name=name, file=file, parents=tuple(parents), choices=choices, body=content, node=node)
 
 
 def _parent(entry: str, file: Path, known: set[str]) -> str:

@@ -75,9 +75,9 @@ def is_secret_name(variable: str) -> bool:
     return _SECRET_NAME.search(variable) is not None
 
 
-def secret_in(text: str, environment: Mapping[str, str] | None = None) -> str | None:
-    """A description of the secret in a text; None if it contains no known one."""
-    for name, value in _secrets(os.environ if environment is None else environment).items():
+def secret_in(text: str, secrets: Mapping[str, str]) -> str | None:
+    """A description of the secret in a text; None if it contains none of `known_secrets` and no access token."""
+    for name, value in secrets.items():
         if value in text:
             return f"the value of {name}"
     return "what looks like an access token" if _SECRET_TEXT.search(text) else None
@@ -85,12 +85,12 @@ def secret_in(text: str, environment: Mapping[str, str] | None = None) -> str | 
 
 def without_secrets(text: str, environment: Mapping[str, str] | None = None) -> str:
     """The text with *** for every known secret."""
-    for value in _secrets(os.environ if environment is None else environment).values():
+    for value in known_secrets(os.environ if environment is None else environment).values():
         text = text.replace(value, _HIDDEN)
     return _SECRET_TEXT.sub(_HIDDEN, text)
 
 
-def _secrets(environment: Mapping[str, str]) -> dict[str, str]:
+def known_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables with a secret: long enough not to be a word, and not a path or a sentence."""
     return {
         name: value

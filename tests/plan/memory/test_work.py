@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -120,9 +121,17 @@ def test_a_layer_that_is_computed_again_has_at_work_what_was_followed(sound, nam
     assert inner + kept.inner == alive.inner + (1 if name == "adapter in fp32, dropout" else 0)
 
 
-@pytest.mark.parametrize(("tokens", "tile"), [(5120, 640), (5120, 2560)])
-@pytest.mark.parametrize("name", [followed(name, True) for name in (*WAYS, *IN_FP32, "full in bf16")])
-def test_of_an_mlp_in_tiles_one_tile_is_at_work(sound, name, tokens, tile):
+def in_tiles(names, *tiles):
+    """Each way in tiles of one of the sizes each time, and of all of them at night."""
+    here = [name for name in names if name not in IN_THE_FORWARD_PASS]
+    each_time = [(name, tiles[place % len(tiles)]) for place, name in enumerate(here)]
+    others = [case for case in product(names, tiles) if case not in each_time]
+    return [*each_time, *(pytest.param(*case, marks=pytest.mark.nightly) for case in others)]
+
+
+@pytest.mark.parametrize(("name", "tile"), in_tiles([*WAYS, *IN_FP32, "full in bf16"], 640, 2560))
+def test_of_an_mlp_in_tiles_one_tile_is_at_work(sound, name, tile):
+    tokens = 5120
     way, parallelism = (WAYS | IN_FP32 | {"full in bf16": (Way(weights=BF16), SINGLE)})[name]
     set_to(sound, way, parallelism)
     way = replace(way, is_recomputed=True, tile_tokens=tile)
