@@ -216,6 +216,19 @@ def test_layers_whose_kind_the_config_lists_by_place_are_traced(mode):
     assert whole[1] > 18 * 2 * ZAMBA["hidden_size"]  # bytes of a token: more than the input of each layer
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["falcon_h1", "mamba2"])
+def test_where_peft_refuses_some_layers_adapters_on_the_others_are_traced(kind):
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2}
+    own = {
+        "falcon_h1": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "mamba_d_ssm": 32,
+                      "mamba_n_heads": 4, "mamba_d_state": 8},
+        "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
+    }  # fmt: skip
+    numbers = numbers_of(AutoConfig.for_model(kind, **sizes, **own[kind]), ("autocast", "adapter", "flash"))
+    assert numbers["autocast/adapter/flash"][1] > 2 * 2 * 32  # bytes of a token: more than the input of each layer
+
+
 DEEP = {"qwen3": 5, "gemma3_text": 13, "smollm3": 9, "gpt_oss": 6}
 
 

@@ -48,22 +48,15 @@ from tunebook.model.load import architecture_from_facts, largest
 from tunebook.plan.architecture import ALL_WAYS, STATED_FACTS, progress_file
 from tunebook.plan.architecture.layers import decoder_layers, text_decoder
 from tunebook.plan.architecture.packing import packing_facts
-from tunebook.plan.architecture.saved import (
-    LENGTHS,
-    adapted,
-    measuring,
-    quiet,
-    varlen_kernels,
-)
+from tunebook.plan.architecture.saved import LENGTHS, adapted, measuring, quiet, varlen_kernels
 from tunebook.plan.architecture.targets import (
     has_stacked_experts,
     is_linear,
     names_to_adapt,
+    not_adapted,
     num_inputs,
-    sizes_of,
     sizes_of_adapted,
     stacked_names,
-    unlike_linear,
 )
 
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"  # transformers' layer types
@@ -380,27 +373,13 @@ def _whole(config: Any, *names: str) -> int | None:
 def _adapters(model: Any, layers: nn.ModuleList, unreached: list[str]) -> dict[str, Any]:
     """Sizes of PEFT's rank-1 adapters on all layers that text reaches, and names of those that it refuses.
 
-    Changes the model. PEFT refuses some of Mamba's, and fails later with some routers.
+    Changes the model.
     """
-    stacked, every, refused = stacked_names(model), sizes_of(layers), unlike_linear(layers)
-    try:
-        names = names_to_adapt(model)
-        linear, experts = sizes_of_adapted(adapted(model, rank=1, unreached=unreached, names=names), stacked)
-    except ValueError:
-        refused += [name for name in every if name not in refused and not _takes_adapter(model, name)]
-        linear, experts = {name: sizes for name, sizes in every.items() if name not in refused}, {}
+    stacked, refused, names = stacked_names(model), not_adapted(model, layers), names_to_adapt(model)
+    linear, experts = sizes_of_adapted(adapted(model, rank=1, unreached=unreached, names=names), stacked)
     both = (*linear.values(), *experts.values())
     found = {"adapter_parameters": sum(map(sum, both)), "adapters": linear, "expert_adapters": experts}
     return found | ({"not_adapted": refused} if refused else {})
-
-
-def _takes_adapter(model: Any, name: str) -> bool:
-    """Whether PEFT adapts the linear layers of a name."""
-    try:
-        adapted(copy.deepcopy(model), rank=1, names=[name])
-    except ValueError:
-        return False
-    return True
 
 
 def trace_book(names: list[str]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
+from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 
@@ -31,16 +32,6 @@ def num_inputs(module: Any) -> int:
     """Number of inputs per token of a linear layer."""
     rows, columns = module.weight.shape
     return int(columns if isinstance(module, nn.Linear) else rows)
-
-
-def sizes_of(layers: nn.Module) -> Sizes:
-    """Input and output sizes of every linear layer."""
-    sizes: Sizes = {}
-    for name, module in layers.named_modules():
-        if is_linear(module):
-            inputs = num_inputs(module)
-            _add(sizes, last_name(name), inputs, sum(module.weight.shape) - inputs)
-    return sizes
 
 
 def sizes_of_adapted(wrapped: Any, stacked: dict[str, tuple[str, ...]]) -> tuple[Sizes, Sizes]:
@@ -83,14 +74,28 @@ def names_beside_experts(model: Any) -> list[str]:
     taken = {name for names in stacked_names(model).values() for name in names}
     head = model.get_output_embeddings()
     linear = {last_name(name) for name, each in model.named_modules() if is_linear(each) and each is not head}
-    return sorted(linear - taken - {*unlike_linear(model)})
+    return sorted(linear - taken - {*not_adapted(model, model)})
 
 
 def names_to_adapt(model: Any) -> list[str]:
     """Names of all modules and experts that an adapter computes with; empty if those are all: PEFT's "all-linear"."""
-    if not unlike_linear(model):
+    if not not_adapted(model, model):
         return []
     return sorted({*names_beside_experts(model)}.union(*stacked_names(model).values()))
+
+
+def not_adapted(model: Any, layers: nn.Module) -> list[str]:
+    """Names of a model's linear layers that get no adapter: PEFT refuses them, as some of Mamba's, or fails later."""
+    names = dict.fromkeys(last_name(name) for name, each in layers.named_modules() if is_linear(each))
+    return [*unlike_linear(layers), *(name for name in names if _is_refused(model, name))]
+
+
+def _is_refused(model: Any, name: str) -> bool:
+    try:
+        _check_lora_target_modules_mamba(LoraConfig(), model, name)
+    except ValueError:
+        return True
+    return False
 
 
 def unlike_linear(layers: nn.Module) -> list[str]:
