@@ -195,8 +195,6 @@ def _source_notes(normalizer: Normalizer, location: str, num_documents: int) -> 
     return notes
 
 
-__all__ = ["Corpus", "CorpusKind", "SourceRecord", "corpus_identity", "load_corpus"]
-
 # Fields of DatasetSource and DatasetConfig that decide the documents; hashes cover paths and names.
 _SOURCE_FIELDS = (
     "source",
