@@ -1,8 +1,6 @@
-"""The number and mean length that are planned with, against lengths that are drawn as the generator draws them."""
+"""The number and mean length that are planned with, against the documents that are generated."""
 
 from __future__ import annotations
-
-import functools
 
 import numpy as np
 import pytest
@@ -10,18 +8,12 @@ import pytest
 from tunebook.config.choices import Overlong, Source
 from tunebook.config.frozen import plain_config
 from tunebook.config.schema import DatasetConfig, RunConfig, SyntheticConfig, TrainingConfig
-from tunebook.data import synthetic
 from tunebook.data.mean_length import count_documents, longest_document, mean_tokens, with_file_estimate
+from tunebook.data.synthetic import generate
 
 
 def config_of(dataset: DatasetConfig, max_length: int = 1024) -> RunConfig:
     return plain_config(dataset=dataset, training=TrainingConfig(max_length=max_length, global_samples=8))
-
-
-@functools.cache
-def drawn_lengths(sigma: float, most: int) -> np.ndarray:
-    random, settings = np.random.default_rng(0), SyntheticConfig(log_sigma_tokens=sigma, max_tokens=most)
-    return np.concatenate([synthetic._draw_lengths(random, settings) for _ in range(200)])
 
 
 def after(lengths: np.ndarray, overlong: Overlong, longest: int) -> np.ndarray:
@@ -38,13 +30,13 @@ def after(lengths: np.ndarray, overlong: Overlong, longest: int) -> np.ndarray:
 @pytest.mark.parametrize("longest", [200, 1024, 8192])
 @pytest.mark.parametrize(("sigma", "most"), [(0.9, 4096), (0.9, 700), (0.0, 4096)])
 def test_it_is_that_of_the_documents_that_are_drawn(overlong: Overlong, longest: int, sigma: float, most: int) -> None:
-    settings = SyntheticConfig(log_sigma_tokens=sigma, max_tokens=most)
+    settings = SyntheticConfig(log_sigma_tokens=sigma, max_tokens=most, num_documents=2_500)
     config = config_of(DatasetConfig(source=Source.synthetic, synthetic=settings, overlong=overlong), longest)
-    drawn = drawn_lengths(sigma, most)
+    batches = generate(settings, num_documents=settings.num_documents, vocab_size=1000, eos_token_id=0)
+    drawn = np.concatenate([batch.column("input_ids").value_lengths().to_numpy() for batch in batches])
     lengths = after(drawn, overlong, longest)
-    assert mean_tokens(config) == (pytest.approx(float(lengths.mean()), rel=0.01) if len(lengths) else None)
-    kept = 20_000 * len(lengths) / len(drawn)
-    assert count_documents(config) == (pytest.approx(kept, rel=0.01) if len(lengths) else None)
+    assert mean_tokens(config) == (pytest.approx(float(lengths.mean()), rel=1e-9) if len(lengths) else None)
+    assert count_documents(config) == (len(lengths) or None)
 
 
 def test_what_is_stated_of_a_data_set_comes_first_and_otherwise_nothing_is_known() -> None:

@@ -228,6 +228,7 @@ def test_lines_in_a_json_file_stay_lines(tmp_path: Path) -> None:
         ("data.json", '{\n"data": [{"text": "a"}]', r"item 1 \(line 2\): broken JSON: it ends without the closing \}"),
         ("data.json", '{\n"text": "a"}\n{\n"text": "b"}', "a second JSON value after the first; .*`jq -c . FILE`"),
         ("data.json", '{\n"data": [7]\n}', "its format is not known: its keys are: data"),
+        ("data.json", '{\n"text": "a",\n"text": "b"\n}', r"\(line 3\): the key 'text' is twice .*; keep one value"),
         ("data.jsonl", '{\n "text": "a"\n}\n', "is one JSON value over several lines, .*name ending in .json"),
         ("data.jsonl", '[\n {"text": "a"}\n]\n', "is one JSON value over several lines, .*name ending in .json"),
     ],

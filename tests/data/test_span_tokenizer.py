@@ -60,15 +60,15 @@ def test_any_text_has_the_librarys_tokens_and_spans(expression: str) -> None:
         start, end = sorted(draw.choices(range(len(text) + 1), k=2))
         spans = [(start, end)]
         ids, ranges = by_library(backend, text, spans)
-        cut = cutter.cut(text)
+        cut = cutter.tokenize(text)
         if cut is None:
             continue
         num_cut += 1
         assert cut.ids == ids, text
-        found = cut.tokens_of_spans(spans)
+        found = cutter.tokenize(text, spans)
         if found is not None and start < end:
             num_spans += 1
-            assert found == ranges, (text, spans)
+            assert (found.ids, found.ranges) == (ids, ranges), (text, spans)
     assert num_cut > 200
     assert num_spans > 50
 
@@ -78,22 +78,21 @@ def test_ordinary_text_is_cut_by_pieces() -> None:
     cutter = piece_tokenizer(backend)
     assert cutter is not None
     text = "<|im_start|>The word, 2024: it's é and 日本!<|im_end|>\n\U0001f600"
-    cut = cutter.cut(text)
-    assert cut is not None
-    assert cut.ids == backend.encode(text).ids
-    assert "".join(cut.pieces) == text
     start = text.index(" word")
     end = text.index("<|im_end|>") + len("<|im_end|>")
-    assert cut.tokens_of_spans([(start, end)]) == by_library(backend, text, [(start, end)])[1]
-    assert cut.tokens_of_spans([(start + 2, end)]) is None
+    cut = cutter.tokenize(text, [(start, end)])
+    assert cut is not None
+    assert (cut.ids, cut.ranges) == by_library(backend, text, [(start, end)])
+    assert {" word", ",", " ", "2", "<|im_end|>"} <= cutter._known.keys()
+    assert cutter.tokenize(text, [(start + 2, end)]) is None
 
 
 @pytest.mark.parametrize("character", ["\xbd", "e\u0301", "\u0378", "\u017f", "\x1c"], ids=ascii)
 def test_what_the_engines_may_see_differently_is_left_to_the_library(character: str) -> None:
     cutter = piece_tokenizer(make_backend())
     assert cutter is not None
-    assert cutter.cut(f"a {character} b") is None
-    assert cutter.cut("a b") is not None
+    assert cutter.tokenize(f"a {character} b") is None
+    assert cutter.tokenize("a b") is not None
 
 
 def test_forgotten_pieces_are_learnt_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +101,7 @@ def test_forgotten_pieces_are_learnt_again(monkeypatch: pytest.MonkeyPatch) -> N
     cutter = piece_tokenizer(backend)
     assert cutter is not None
     for text in ("one two three four<|im_end|>", "five six seven", "one<|im_end|> two"):
-        cut = cutter.cut(text)
+        cut = cutter.tokenize(text)
         assert cut is not None
         assert cut.ids == backend.encode(text).ids
     assert len(cutter._known) < 10
@@ -121,17 +120,11 @@ def test_long_texts_that_come_again_are_one_piece_unless_a_span_begins_or_ends_i
         text = f"<|im_start|>{tools}<|im_end|>\n<|im_start|>user\nquestion {number} of them<|im_end|>"
         end = len(text) - len("<|im_end|>")
         for spans in ([], [(len("<|im_start|>"), end)], [(text.index(" word"), text.index(","))], [(0, 4), (9, end)]):
-            cut = cutter.cut(text, spans)
-            assert cut is not None
-            ids, ranges = by_library(backend, text, spans)
-            assert cut.ids == ids
+            cut = cutter.tokenize(text, spans)
             # The last spans end inside a special token and begin inside a word.
-            assert cut.tokens_of_spans(spans) == (ranges if spans != [(0, 4), (9, end)] else None)
-            is_whole = all(not 12 < position < 12 + len(tools) for span in spans for position in span)
-            assert (tools in cut.pieces) <= is_whole
-        again = cutter.cut(text)
-        assert again is not None
-        assert tools in again.pieces
+            assert (cut is None) == (spans == [(0, 4), (9, end)])
+            assert cut is None or (cut.ids, cut.ranges) == by_library(backend, text, spans)
+        assert tools in cutter._known
         assert len(cutter._seen) <= 12
 
 
@@ -143,7 +136,7 @@ def test_repeated_texts_are_forgotten_when_they_are_too_many(monkeypatch: pytest
     assert cutter is not None
     for number in range(40):
         for _ in range(3):
-            cut = cutter.cut(f"the text number {number}")
+            cut = cutter.tokenize(f"the text number {number}")
             assert cut is not None
             assert cut.ids == backend.encode(f"the text number {number}").ids
     assert sum(piece.startswith("the text") for piece in cutter._known) < 8

@@ -83,6 +83,7 @@ _SOURCE_RANGES = (
     Range(key="synthetic.log_sigma_tokens", low=0, high=5, usual="0.9"),
     _count("synthetic.min_tokens", "16", low=2),
     _count("synthetic.max_tokens", "4096", low=2),
+    _count("synthetic.seed", "0", low=0),
 )
 
 RANGES: tuple[Range, ...] = (

@@ -17,7 +17,7 @@ from tunebook.config.choices import PackingMode
 from tunebook.config.schema import RunConfig, data_ranks, world_size
 from tunebook.data.mean_length import count_documents, longest_document, mean_tokens
 from tunebook.data.packing import Lengths, at_most_in_a_row, longest_row, rows_needed
-from tunebook.data.sampler import Schedule, StepSize, cut_into_steps, documents_in_steps, epoch_order
+from tunebook.data.sampler import Schedule, StepSize, cut_into_steps, epoch_order
 from tunebook.errors import RequestError
 from tunebook.model.flops import attended_length_tokens
 
@@ -155,12 +155,13 @@ def _packed(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
         estimated = _estimated_rows(config, samples, ranks * micro, length)
         return _plan(config, micro=micro, rows=estimated, documents=float(samples), lengths=None)
     size = _step_size(config)
-    epochs = documents_in_steps(_unpacked_schedule(lengths, size, training.seed), _epochs_to_look_at(config, lengths))
-    rows = rows_needed([lengths[step] for epoch in epochs for step in epoch], length, ranks * micro)
+    orders = (epoch_order(len(lengths), training.seed, epoch) for epoch in range(_epochs_to_look_at(config, lengths)))
+    steps = [lengths[step] for order in orders for step in cut_into_steps(order, lengths, size)]
+    rows = rows_needed(steps, length, ranks * micro)
     rows = min(rows, math.ceil(samples / (ranks * micro)) * ranks * micro)
-    plan = _plan(config, micro=micro, rows=rows, documents=float(samples), lengths=lengths, num_steps=len(epochs[0]))
-    steps = [lengths[step] for epoch in epochs for step in epoch][: plan.total_steps]
-    return replace(plan, longest_row=min(length, _longest_row(steps, rows)))
+    per_epoch = math.ceil(len(lengths) / samples)
+    plan = _plan(config, micro=micro, rows=rows, documents=float(samples), lengths=lengths, num_steps=per_epoch)
+    return replace(plan, longest_row=min(length, _longest_row(steps[: plan.total_steps], rows)))
 
 
 def _longest_row(steps: list[Lengths], num_rows: int) -> int:
@@ -177,10 +178,6 @@ def _longest_row(steps: list[Lengths], num_rows: int) -> int:
             return bound
         longest, packed = max(longest, longest_row(step, num_rows)), packed + len(step)
     return longest
-
-
-def _unpacked_schedule(lengths: Lengths, size: StepSize, seed: int) -> Schedule:
-    return Schedule(lengths=lengths, size=size, rows_per_step=0, is_packed=False, seed=seed)
 
 
 def _epochs_to_look_at(config: RunConfig, lengths: Lengths) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tunebook.config.choices import Reasoning, SpecialText, TrainOn
 from tunebook.data.conversation import Conversation
 from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row
-from tunebook.data.span_tokenizer import SpanTokenizer, Tokenized
+from tunebook.data.span_tokenizer import SpanTokenizer, Tokenized, by_offsets
 from tunebook.data.special_tokens import Span, SpecialTokens
 from tunebook.data.template import ConversationRenderer, Rendered
 from tunebook.errors import DataError, RequestError
@@ -157,9 +157,7 @@ class Encoder:
         plain = [one for one in rendered if one.special is None]
         tokenized = iter(self._tokenizer.tokenize([one.text for one in plain], [one.spans for one in plain]))
         return [
-            next(tokenized)
-            if one.special is None
-            else self._tokenizer.tokenize_apart(self._special, one.text, one.spans)
+            next(tokenized) if one.special is None else by_offsets(*self._special.encode_apart(one.text, one.spans))
             for one in rendered
         ]
 

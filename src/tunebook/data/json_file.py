@@ -16,36 +16,55 @@ from tunebook.data.problems import DocumentError, DocumentProblems
 from tunebook.errors import DataError
 
 
-class RepeatedKeyError(ValueError):
-    """An object has one key twice. Python keeps the last value, other readers the first."""
+class BrokenJsonError(DocumentError):
+    """JSON or text after which the start of the next document is unknown."""
 
 
-def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = dict.fromkeys(name for name in names if names.count(name) > 1)
-        listed = " and ".join(f"'{name}'" for name in repeated)
-        raise RepeatedKeyError(f"the key {listed} is twice in one JSON object; keep one value")
-    return made
+class _Decoder(json.JSONDecoder):
+    """Python's decoder, and a check for a key twice, of which it keeps the last value and other readers the first."""
+
+    def __init__(self) -> None:
+        super().__init__(object_pairs_hook=self._make_object)
+        self._repeated: list[str] = []
+
+    def raw_decode(self, s: str, idx: int = 0) -> tuple[Any, int]:
+        self._repeated = []
+        return super().raw_decode(s, idx)
+
+    def check(self) -> None:
+        """Raises: DocumentError if an object in the last value has a key twice."""
+        if self._repeated:
+            raise _repeated_keys(self._repeated)
+
+    def _make_object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) < len(pairs) and not self._repeated:
+            names = [name for name, _ in pairs]
+            self._repeated = list(dict.fromkeys(name for name in names if names.count(name) > 1))
+        return made
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_object_of_unique_keys)
+_DECODER = _Decoder()
+
+
+def _repeated_keys(names: list[str]) -> DocumentError:
+    listed = "' and '".join(names)
+    message = f"the key '{listed}' is twice in one JSON object; keep one value"
+    return DocumentError(message, problem_id="data-repeated-key")
 
 
 def parse_object(text: str) -> dict[str, Any]:
     """One JSON object. Raises: DocumentError naming the column and the problem."""
     try:
-        value = DECODER.decode(text)
+        value = _DECODER.decode(text)
     except json.JSONDecodeError as error:
         near = error.doc[max(0, error.pos - 15) : error.pos + 15]
         hint = "; JSONL needs each document on one line" if text.strip() in ("{", "[") else ""
         message = f"broken JSON at column {error.pos + 1}: {lower_first(error.msg)}, near {near!r}{hint}"
         raise DocumentError(message, problem_id="data-broken-json") from error
-    except RepeatedKeyError as error:
-        raise DocumentError(str(error), problem_id="data-repeated-key") from error
     except (RecursionError, ValueError) as error:
         raise DocumentError(f"JSON that cannot be read: {error}", problem_id="data-broken-json") from error
+    _DECODER.check()
     return check_object(value, might_escape="\\u" in text)
 
 
@@ -140,6 +159,8 @@ def read_object(
         text.skip("{")
         while text.next_character() not in ("}", ""):
             key = text.take_key()
+            if key in pairs or key == array_key:
+                raise _repeated_keys([key])
             may_hold = key == field if field is not None else bool(known_keys) and known_keys.isdisjoint({*pairs, key})
             if text.next_character() == "[" and may_hold:
                 text.skip("[")
@@ -161,8 +182,6 @@ def read_object(
             yield 1, check_object(pairs, might_escape=True)
         else:
             _account_for(pairs, array_key, problems, known_keys if field is None else frozenset())
-    except RepeatedKeyError as error:
-        problems.add(text.item, _repeated(error), f" (line {text.line})")
     except DocumentError as error:
         problems.add(text.item, error, f" (line {text.line})")
 
@@ -173,14 +192,11 @@ def _items(text: _Text, problems: DocumentProblems) -> Iterator[Record]:
         text.item += 1
         place = f" (line {text.line})"
         try:
-            value = text.take_value()
-        except RepeatedKeyError as error:
-            problems.add(text.item, _repeated(error), place)
-        else:
-            try:
-                yield text.item, check_object(value, might_escape=True)
-            except DocumentError as error:
-                problems.add(text.item, error, place)
+            yield text.item, check_object(text.take_value(), might_escape=True)
+        except BrokenJsonError:
+            raise
+        except DocumentError as error:
+            problems.add(text.item, error, place)
         text.skip_separator("]")
     text.skip("]")
 
@@ -193,10 +209,6 @@ def _values(text: _Text) -> list[object]:
         text.skip_separator("]")
     text.skip("]")
     return values
-
-
-def _repeated(error: RepeatedKeyError) -> DocumentError:
-    return DocumentError(str(error), problem_id="data-repeated-key")
 
 
 def _several_arrays(location: str, first: str, second: str) -> DataError:
@@ -278,11 +290,11 @@ class _Text:
         return key
 
     def take_value(self) -> object:
-        """The next JSON value. Raises: DocumentError if it is broken; RepeatedKeyError, after skipping it."""
+        """The next JSON value. Raises: BrokenJsonError; DocumentError for a key twice in it, after skipping it."""
         chunk_bytes = _CHUNK_BYTES
         while True:
             try:
-                value, end = DECODER.raw_decode(self._buffer, self._position)
+                value, end = _DECODER.raw_decode(self._buffer, self._position)
             except json.JSONDecodeError as error:
                 is_cut = error.msg.startswith("Unterminated string") or error.pos >= len(self._buffer) - _LONGEST_TOKEN
                 offset = error.pos - self._position
@@ -291,36 +303,20 @@ class _Text:
                 if is_cut and self._read_more(chunk_bytes):
                     continue
                 raise self.error(lower_first(error.msg), offset) from error
-            except RepeatedKeyError:
-                self._skip_repeated()
-                raise
             except (RecursionError, ValueError) as error:
                 raise self.error(str(error), 0) from error
             if end == len(self._buffer) and self._read_more(chunk_bytes):
                 continue  # a number may continue
             self._advance(end)
+            _DECODER.check()
             return value
 
-    def _skip_repeated(self) -> None:
-        """Skip a value that has a key twice: a decoder that allows this finds its end."""
-        chunk_bytes = _CHUNK_BYTES
-        while True:
-            try:
-                _, end = json.JSONDecoder().raw_decode(self._buffer, self._position)
-            except ValueError as error:
-                chunk_bytes *= 2
-                if not self._read_more(chunk_bytes):
-                    raise self.error(str(error), 0) from error
-            else:
-                self._advance(end)
-                return
-
-    def error(self, message: str, offset: int) -> DocumentError:
+    def error(self, message: str, offset: int) -> BrokenJsonError:
         """A problem `offset` characters from here, with the text around it; moves there."""
         position = self._position + offset
         near = self._buffer[max(0, position - 15) : position + 15]
         self._advance(position)
-        return DocumentError(f"broken JSON: {message}, near {near!r}", problem_id="data-broken-json")
+        return BrokenJsonError(f"broken JSON: {message}, near {near!r}", problem_id="data-broken-json")
 
     def _advance(self, position: int) -> None:
         self.line += self._buffer.count("\n", self._position, position)
@@ -335,7 +331,7 @@ class _Text:
             decoded = self._decoder.decode(data, final=self._at_end)
         except UnicodeDecodeError as error:
             offset = self._num_bytes + len(data) - len(error.object) + error.start
-            raise DocumentError(
+            raise BrokenJsonError(
                 f"not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset} in the file; convert it, such "
                 "as with `iconv -f LATIN1 -t UTF-8`",
                 problem_id="data-not-utf8",

@@ -1,25 +1,28 @@
 """The number of documents, their mean and their longest length, as far as they are known before the data is prepared.
 
-They come from the data set's facts (`dataset.num_documents`, `.mean_tokens`), or follow from the settings of generated
-documents: lengths are drawn from a log-normal distribution, rounded and clipped to two bounds (`data.synthetic`). For
-local files there is an upper bound by their sizes (`with_file_estimate`), which only decides what a short run leaves.
+They come from the data set's facts (`dataset.num_documents`, `.mean_tokens`). The lengths of generated documents are
+drawn as `data.synthetic` draws them. For local files there is an upper bound by their sizes (`with_file_estimate`),
+which only decides what a short run leaves.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import lru_cache
 from pathlib import Path
-from statistics import NormalDist
+from typing import Any
+
+import numpy as np
 
 from tunebook.config.choices import Overlong, Source
 from tunebook.config.schema import DatasetConfig, RunConfig, SyntheticConfig
 from tunebook.data.files import CSV_SUFFIXES, JSON_SUFFIXES, LINES_SUFFIXES, TSV_SUFFIXES, find_files
+from tunebook.data.packing import Lengths
+from tunebook.data.synthetic import draw_lengths
 from tunebook.errors import DataError
 
-# One kept document for each; refuse allows no longer one, so a run that starts has none.
-_KEPT_WHOLE = (Overlong.cut, Overlong.refuse)
+_MOST_DRAWN = 100_000  # lengths of generated documents, in about 20 ms
 
 # Fewest bytes of a file per token, of the data sets tried: English and Chinese instructions, preferences and tool calls
 # with SmolLM2's tokenizer, 1.89 to 5.10 (LLaMA-Factory's demonstration files; Chinese is lowest, and counted in full).
@@ -73,7 +76,10 @@ def mean_tokens(config: RunConfig) -> float | None:
     dataset, longest = config.dataset, config.training.max_length
     if dataset.mean_tokens is not None:
         return min(dataset.mean_tokens, longest)  # the facts are of uncut documents
-    return _of_generated(dataset, longest) if dataset.source is Source.synthetic else None
+    if dataset.source is not Source.synthetic:
+        return None
+    kept, tokens = _generated(dataset, longest)
+    return tokens / kept if kept else None
 
 
 def count_documents(config: RunConfig) -> int | None:
@@ -84,55 +90,24 @@ def count_documents(config: RunConfig) -> int | None:
     if there_are is None:
         return None
     read = min(there_are, dataset.max_documents or there_are)
-    kept = _kept_of_generated(dataset, config.training.max_length) if is_generated else 1.0
+    kept = _generated(dataset, config.training.max_length)[0] if is_generated else 1.0
     return max(1, round(read * (1 - dataset.validation_share) * kept)) if kept else None
 
 
-def _kept_of_generated(dataset: DatasetConfig, longest: int) -> float:
-    """Mean number of kept documents per document: above one if it is split, below one if it may be dropped."""
+def _generated(dataset: DatasetConfig, longest: int) -> tuple[float, float]:
+    """Kept documents and their tokens for each generated one: long ones are cut, dropped or split."""
     drawn = dataset.synthetic
-    if drawn.max_tokens <= longest or dataset.overlong in _KEPT_WHOLE:
-        return 1.0
-    if dataset.overlong is Overlong.split:
-        return _pieces(drawn, longest)
-    return 1 - _share_above(drawn, longest)
+    read = min(drawn.num_documents, dataset.max_documents or drawn.num_documents, _MOST_DRAWN)
+    lengths = _drawn_lengths(tuple(asdict(drawn).items()), read)
+    num_drawn = len(lengths)
+    if dataset.overlong is Overlong.drop:
+        lengths = lengths[lengths <= longest]
+    elif dataset.overlong is not Overlong.split:  # refuse allows no longer one, so a run that starts has none
+        lengths = np.minimum(lengths, longest)
+    num_pieces = -(-lengths // longest)
+    return float(num_pieces.sum() / num_drawn), float(lengths.sum() / num_drawn)
 
 
-def _pieces(drawn: SyntheticConfig, longest: int) -> float:
-    return sum(_share_above(drawn, length) for length in range(0, drawn.max_tokens, longest))
-
-
-def _of_generated(dataset: DatasetConfig, longest: int) -> float | None:
-    drawn = dataset.synthetic
-    if drawn.max_tokens <= longest:
-        return _mean_up_to(drawn, drawn.max_tokens)
-    if dataset.overlong in _KEPT_WHOLE:
-        return _mean_up_to(drawn, longest)
-    if dataset.overlong is Overlong.split:
-        return _mean_up_to(drawn, drawn.max_tokens) / _pieces(drawn, longest)
-    dropped = _share_above(drawn, longest)
-    return (_mean_up_to(drawn, longest) - longest * dropped) / (1 - dropped) if dropped < 1 else None
-
-
-def _mean_up_to(drawn: SyntheticConfig, longest: int) -> float:
-    """Mean of lengths that are clipped to the lower bound and `longest`."""
-    low, high = min(drawn.min_tokens, longest), longest
-    center, sigma = drawn.log_mean_tokens, drawn.log_sigma_tokens
-    if sigma == 0:
-        return min(max(math.exp(center), low), high)
-    below, above = (NormalDist(center, sigma).cdf(math.log(length)) for length in (low, high))
-    # The partial expectation of a log-normal variable is the distribution with its center shifted by sigma squared.
-    first, last = (NormalDist(center + sigma**2, sigma).cdf(math.log(length)) for length in (low, high))
-    between = math.exp(center + sigma**2 / 2) * (last - first)
-    return low * below + between + high * (1 - above)
-
-
-def _share_above(drawn: SyntheticConfig, length: int) -> float:
-    """The share of longer documents."""
-    if length < drawn.min_tokens:
-        return 1.0
-    if length >= drawn.max_tokens:
-        return 0.0
-    if drawn.log_sigma_tokens == 0:
-        return float(math.exp(drawn.log_mean_tokens) > length)
-    return 1 - NormalDist(drawn.log_mean_tokens, drawn.log_sigma_tokens).cdf(math.log(length))
+@lru_cache(maxsize=8)
+def _drawn_lengths(settings: tuple[tuple[str, Any], ...], num_documents: int) -> Lengths:
+    return draw_lengths(SyntheticConfig(**dict(settings)), num_documents)

@@ -22,19 +22,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import BadDocuments, Format, Source
-from tunebook.config.schema import DatasetConfig, DatasetSource, RunConfig, sources_of
+from tunebook.config.schema import DatasetConfig, RunConfig, sources_of
 from tunebook.data.prepared import (
     ARROW_FILE,
     LENGTHS_FILE,
     PartCounts,
     Prepared,
-    PreparedPart,
     hash_documents,
     is_complete,
     load_prepared,
     write_prepared,
 )
-from tunebook.data.sources import corpus_identity
+from tunebook.data.sources import corpus_identity, load_corpus
 from tunebook.errors import DataError, DoesNotFitError, RequestError
 from tunebook.files import CACHE_VARIABLE, cache_root, sha256_file, sha256_text
 from tunebook.hardware.disk import existing
@@ -58,8 +57,10 @@ _LIBRARIES = ("transformers", "tokenizers", "jinja2", "datasets")
 
 def needs_tokenizer(dataset: DatasetConfig) -> bool:
     """Whether documents have to be tokenized; false only if the configuration says that they are tokens already."""
-    sources: list[DatasetSource] = list(dataset.parts.values()) if dataset.source is Source.mixture else [dataset]
-    return not all(source.source is Source.synthetic or source.format is Format.pretokenized for source in sources)
+    return not all(
+        source.source is Source.synthetic or source.format is Format.pretokenized
+        for source in sources_of(dataset).values()
+    )
 
 
 def vocabulary(config: RunConfig) -> tuple[int | None, int | None]:
@@ -69,17 +70,15 @@ def vocabulary(config: RunConfig) -> tuple[int | None, int | None]:
     since they are made for machines without the hub. Raises: RequestError if the vocabulary size is unknown.
     """
     vocab_size = read_vocab_size(config.model)
-    sources: list[DatasetSource] = [config.dataset, *config.dataset.parts.values()]
-    is_synthetic = any(source.source is Source.synthetic for source in sources)
-    if vocab_size is not None:
-        return vocab_size, vocab_size - 1 if is_synthetic else None
-    if is_synthetic:
+    if not any(source.source is Source.synthetic for source in sources_of(config.dataset).values()):
+        return vocab_size, None
+    if vocab_size is None:
         raise RequestError(
             "dataset=synthetic draws tokens from the model's vocabulary, whose size is not known here; choose a model "
             "group that has facts (such as model=qwen25_05b), or model.path=DIR with a config.json",
             problem_id="synthetic-without-vocabulary",
         )
-    return None, None
+    return vocab_size, vocab_size - 1
 
 
 def made_from(config: RunConfig) -> dict[str, Any]:
@@ -113,8 +112,6 @@ def _code_hash() -> str:
     files += [here.parent / "model" / name for name in ("tokenizer.py", "chat_templates.py")]
     return sha256_text("".join(sha256_file(file) for file in files))
 
-
-__all__ = ["Prepared", "PreparedPart", "Progress", "load_prepared", "prepare"]
 
 # Called with the progress: documents done, documents in all (None: unknown), and a description.
 Progress = Callable[[int, int | None, str], None]
@@ -199,8 +196,6 @@ def _remove_abandoned(root: Path) -> None:
 
 
 def _fill(config: RunConfig, content: dict[str, Any], name: str, folder: Path, report: Progress) -> None:
-    from tunebook.data.sources import load_corpus
-
     started = time.monotonic()
     report(0, None, "reading documents")
     corpus_folder = folder / "corpus"

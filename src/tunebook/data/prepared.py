@@ -37,6 +37,7 @@ _MOST_BINS = 20
 _SUMS = (
     "num_read", "num_documents", "num_tokens", "num_trained_tokens", "num_cut", "num_answers_cut", "num_tokens_lost",
 )  # fmt: skip
+_COUNTERS = ("dropped", "contents", "skipped", "notes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +81,8 @@ class PartCounts:
         """Add the counts of more documents; lengths are summed up once, at the end, by `measure`."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.contents.update(other.contents)
-        self.skipped.update(other.skipped)
-        self.dropped.update(other.dropped)
-        self.notes.update(other.notes)
+        for name in _COUNTERS:
+            getattr(self, name).update(getattr(other, name))
         self.first = other.first | self.first
 
     def measure(self, lengths: npt.NDArray[np.int32]) -> None:
@@ -198,14 +197,8 @@ def load_prepared(folder: Path, *, was_cached: bool = True) -> Prepared:
 
 def _read_counts(part: dict[str, Any]) -> PartCounts:
     plain = {name: value for name, value in part.items() if name not in ("bytes", "num_dropped")}
-    special = {
-        "dropped": Counter(part["dropped"]),
-        "contents": Counter(part["contents"]),
-        "skipped": Counter(part["skipped"]),
-        "notes": Counter(part["notes"]),
-        "lengths": Histogram(**part["lengths"]),
-    }
-    return PartCounts(**(plain | special))
+    counters = {name: Counter(part[name]) for name in _COUNTERS}
+    return PartCounts(**(plain | counters | {"lengths": Histogram(**part["lengths"])}))
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:

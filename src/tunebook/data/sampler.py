@@ -9,10 +9,10 @@ epoch may be smaller: the loss is weighted by tokens, so an empty row counts not
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from operator import add, sub
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -98,24 +98,16 @@ class Schedule:
         """Assign one step's documents to exactly `rows_per_step` rows; some are empty in a short last step."""
         if self.is_packed:
             lengths = self.lengths[documents]
-            within = self.size.row_length if self.size.tokens is not None else None
-            packed = (
-                pack_balanced(lengths, self.rows_per_step)
-                if within is None
-                else pack_within(lengths, self.rows_per_step, within)
-            )
+            if self.size.tokens is None:
+                packed = pack_balanced(lengths, self.rows_per_step)
+            else:
+                packed = pack_within(lengths, self.rows_per_step, self.size.row_length)
             return [[int(documents[position]) for position in row] for row in packed]
         rows: list[Row] = [[int(document)] for document in documents]
         return rows + [[] for _ in range(self.rows_per_step - len(rows))]
 
-    @cached_property
-    def num_documents(self) -> int:
-        """Documents in one epoch."""
-        return len(self.lengths)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Totals:
+class Totals(NamedTuple):
     """Totals of a range of optimizer steps, over all ranks; `computed_tokens` includes padding."""
 
     documents: int
@@ -159,12 +151,7 @@ class RankBatches:
 
     def totals(self, first: int, last: int) -> Totals:
         """Documents and tokens of the optimizer steps after `first` up to and including `last`, all ranks together."""
-        start, end = self._totals[first], self._totals[last]
-        return Totals(
-            documents=end.documents - start.documents,
-            tokens=end.tokens - start.tokens,
-            computed_tokens=end.computed_tokens - start.computed_tokens,
-        )
+        return Totals(*map(sub, self._totals[last], self._totals[first]))
 
     def _steps(self) -> Iterator[Lengths]:
         """The first `num_steps` optimizer steps, epoch after epoch."""
@@ -186,19 +173,7 @@ class RankBatches:
             micro = self.micro_batch_size
             passes = [rows[first : first + micro] for first in range(0, len(rows), micro)]
             computed = sum(micro * max((int(lengths[row[0]]) for row in rows_ if row), default=0) for rows_ in passes)
-        last = self._totals[-1]
-        self._totals.append(
-            Totals(
-                documents=last.documents + len(documents),
-                tokens=last.tokens + tokens,
-                computed_tokens=last.computed_tokens + computed,
-            )
-        )
-
-
-def documents_in_steps(schedule: Schedule, num_epochs: int) -> Sequence[Sequence[Lengths]]:
-    """Every step's documents for each of the first epochs."""
-    return [schedule.steps_of_epoch(epoch) for epoch in range(num_epochs)]
+        self._totals.append(Totals(*map(add, self._totals[-1], (len(documents), tokens, computed))))
 
 
 # A row without documents (in the short last step of an epoch): two tokens that the loss does not count.
@@ -223,8 +198,6 @@ class DocumentRows:
 
     def __getitem__(self, row: Row) -> dict[str, Any]:
         """Input ids and labels (num_tokens,) in int64 of the row's documents end to end, and each one's length."""
-        import numpy as np
-
         if not row:
             return self._filler(max(_EMPTY_ROW_LENGTH, self.multiple))
         found: Any = self.documents[row]
@@ -242,8 +215,6 @@ class DocumentRows:
 
     def _filler(self, num_tokens: int) -> dict[str, Any]:
         """A document that the loss does not count."""
-        import numpy as np
-
         return {
             "input_ids": np.full(num_tokens, self.filler_token_id),
             "labels": np.full(num_tokens, IGNORED_LABEL),

@@ -6,12 +6,11 @@ what the documents depend on, without reading them, so that the caller can tell 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tunebook.config.choices import BadDocuments, Format, Source
 from tunebook.config.schema import DatasetConfig, DatasetSource
@@ -19,7 +18,6 @@ from tunebook.data import hub
 from tunebook.data.corpus import CONTENT_HASH, Corpus, CorpusKind, Loaded, Progress, Row, SourceRecord, write_rows
 from tunebook.data.files import DataFile, find_files
 from tunebook.data.formats import FormatSettings, Normalizer, field_templates, known_columns
-from tunebook.data.json_file import Record
 from tunebook.data.keys import KeyAccount
 from tunebook.data.mixture import check_validation, count_repeated, count_shared, hold_out, mix
 from tunebook.data.problems import DocumentError, DocumentProblems, Skipped
@@ -27,9 +25,6 @@ from tunebook.data.readers import Part, read_records
 from tunebook.data.synthetic import load_synthetic
 from tunebook.errors import DataError, RequestError
 from tunebook.files import remembered_hash, sha256_file
-
-if TYPE_CHECKING:
-    import datasets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,16 +54,50 @@ class Loader:
         account = KeyAccount(known_columns(settings), source.ignore_keys, key)
         return Normalizer(source.format, settings, account)
 
-    def check(self, parts: Sequence[DocumentProblems], location: str) -> Skipped:
-        """The documents that were left out of some files. Raises: DataError if there are too many, or one is bad."""
+    def load(
+        self, parts: Sequence[Part], normalizer: Normalizer, limit: int | None, file: Path, location: str
+    ) -> Loaded:
+        """Write the first `limit` documents of some files or of a split; the caller adds records and notes.
+
+        The first document settles the kind, which the file's columns depend on. Raises: DataError for bad documents,
+        or without any document.
+        """
+        rows = self._rows(parts, normalizer)
+        first, kind, dataset = next(rows, None), normalizer.kind, None
+        if first is not None and kind is not None:
+            dataset = write_rows(islice(chain([first], rows), limit), kind, file, self.progress)
         skipped = Skipped()
-        for problems in parts:  # `max_documents` may have ended the reading before the end of a file
-            problems.raise_if_any()
-            skipped.update(problems.skipped or Skipped())
+        for part in parts:  # `limit` may have ended the reading before the end of a file
+            part.problems.raise_if_any()
+            skipped.update(part.problems.skipped or Skipped())
         if self.max_bad_share is not None:
-            num_documents = sum(problems.num_documents + problems.num_problems for problems in parts)
+            num_documents = sum(part.problems.num_documents + part.problems.num_problems for part in parts)
             skipped.check_share(num_documents, self.max_bad_share, location)
-        return skipped
+        if dataset is None or kind is None:
+            raise DataError("dataset.path: it holds no document", problem_id="data-file-empty")
+        return Loaded(kind=kind, dataset=dataset, records=[], skipped=skipped)
+
+    def _rows(self, parts: Sequence[Part], normalizer: Normalizer) -> Iterator[Row]:
+        """Rows with their origins. Raises: DataError at the end of a file or split, with all its problems together."""
+        for part in parts:
+            problems = part.problems
+            problems.skipped = None if self.max_bad_share is None else Skipped()
+            for number, record in part.records:
+                try:
+                    row = normalizer.row(record)
+                except DocumentError as error:
+                    problems.add(number, error)
+                    if error.problem_id == "data-unknown-format":  # the other documents cannot be read either
+                        problems.raise_if_any()
+                else:
+                    problems.num_documents += 1
+                    yield {**row, "origin": f"{part.label}:{number}"}
+            problems.raise_if_any()
+            if problems.num_documents == 0 and not problems.num_problems:
+                raise DataError(
+                    f"{problems.location} is empty: {problems.num_blank_lines:,} blank lines and no document",
+                    problem_id="data-file-empty",
+                )
 
 
 def load_source(source: DatasetSource, key: str, loader: Loader) -> Loaded:
@@ -111,18 +140,15 @@ def required_path(source: DatasetSource, key: str) -> str:
 def load_files(source: DatasetSource, key: str, files: list[DataFile], arrow_file: Path, loader: Loader) -> Loaded:
     """The documents of some files, up to `source.max_documents`; `key` is where they are configured."""
     normalizer = loader.normalizer(source, key)
-    all_problems = [DocumentProblems(str(file.path)) for file in files]
-    parts = (
-        Part(problems=problems, records=read_records(file.path, problems, normalizer.account), label=file.label)
-        for file, problems in zip(files, all_problems, strict=True)
-    )
+    parts = []
+    for file in files:
+        problems = DocumentProblems(str(file.path))
+        stored = read_records(file.path, problems, normalizer.account)
+        parts.append(Part(problems=problems, records=stored, label=file.label))
     location = files[0].location if len(files) == 1 else f"{key}: {len(files)} files"
-    check = partial(loader.check, all_problems, location)
-    rows = _read_parts(parts, normalizer, loader)
-    dataset, kind = _write(rows, normalizer, source.max_documents, arrow_file, loader.progress, check)
-    skipped = check()
+    loaded = loader.load(parts, normalizer, source.max_documents, arrow_file, location)
     # Files after the last document that `max_documents` allows were not read.
-    read = [(file, problems) for file, problems in zip(files, all_problems, strict=True) if problems.num_documents]
+    read = [(file, part.problems) for file, part in zip(files, parts, strict=True) if part.problems.num_documents]
     records = [
         SourceRecord(
             location=file.location,
@@ -133,12 +159,12 @@ def load_files(source: DatasetSource, key: str, files: list[DataFile], arrow_fil
         )
         for file, problems in read
     ]
-    notes = _source_notes(normalizer, read[0][0].location, len(dataset))
+    notes = _source_notes(normalizer, read[0][0].location, len(loaded.dataset))
     for file, problems in read:
         blank = problems.num_blank_lines
         notes += [f"{file.location}: skipped {blank:,} blank line{'s' if blank > 1 else ''}"] if blank else []
         notes += [f"{file.location}: {note}" for note in problems.notes]
-    return Loaded(kind=kind, dataset=dataset, records=records, notes=notes, skipped=skipped)
+    return replace(loaded, records=records, notes=notes)
 
 
 def load_hub_split(source: DatasetSource, split: str, key: str, loader: Loader) -> Loaded:
@@ -148,73 +174,17 @@ def load_hub_split(source: DatasetSource, split: str, key: str, loader: Loader) 
     normalizer = loader.normalizer(source, key)
     parts = list(hub.split_parts(source, repository, split, key, loader.cache_dir / "hub", normalizer.account))
     file = loader.file(key, "train" if split == source.train_split else "validation")
-    rows = _read_parts(parts, normalizer, loader)
-    check = partial(loader.check, [part.problems for part in parts], location)
-    dataset, kind = _write(rows, normalizer, source.max_documents, file, loader.progress, check)
-    skipped = check()
+    loaded = loader.load(parts, normalizer, source.max_documents, file, location)
     record = SourceRecord(
         location=location,
         revision=repository.revision,
         sha256=repository.sha256,
         format=normalizer.format.value,
-        num_documents=len(dataset),
+        num_documents=len(loaded.dataset),
     )
-    notes = _source_notes(normalizer, location, len(dataset))
+    notes = _source_notes(normalizer, location, len(loaded.dataset))
     notes += [f"{part.label}: {note}" for part in parts for note in part.problems.notes]
-    return Loaded(kind=kind, dataset=dataset, records=[record], notes=notes, skipped=skipped)
-
-
-def _read_parts(parts: Iterable[Part], normalizer: Normalizer, loader: Loader) -> Iterator[Row]:
-    """The rows of files or of a split, one after the other. Raises: DataError if one has no document."""
-    for part in parts:
-        part.problems.skipped = None if loader.max_bad_share is None else Skipped()
-        yield from _read_rows(part.records, normalizer, part.problems, part.label)
-        if part.problems.num_documents == 0 and not part.problems.num_problems:
-            raise DataError(
-                f"{part.problems.location} is empty: {part.problems.num_blank_lines:,} blank lines and no document",
-                problem_id="data-file-empty",
-            )
-
-
-def _read_rows(
-    records: Iterator[Record], normalizer: Normalizer, problems: DocumentProblems, label: str
-) -> Iterator[Row]:
-    """Rows with their origins. Raises: DataError at the end, with all problems of this file or split together."""
-    for number, record in records:
-        try:
-            row = normalizer.row(record)
-        except DocumentError as error:
-            if (
-                error.problem_id == "data-unknown-format" and problems.skipped is None
-            ):  # the other documents cannot be read either
-                raise DataError(
-                    f"{problems.location}, {problems.place(number)}: {error.message}", problem_id=error.problem_id
-                ) from error
-            problems.add(number, error)
-        else:
-            problems.num_documents += 1
-            yield {**row, "origin": f"{label}:{number}"}
-    problems.raise_if_any()
-
-
-def _write(
-    rows: Iterator[Row],
-    normalizer: Normalizer,
-    limit: int | None,
-    file: Path,
-    progress: Progress | None,
-    check: Callable[[], Skipped],
-) -> tuple[datasets.Dataset, CorpusKind]:
-    """Write the first `limit` rows; the first one settles the kind, which the file's columns depend on.
-
-    `check` raises if none is left because all are bad. Raises: DataError without any document.
-    """
-    first = next(rows, None)
-    if first is None or normalizer.kind is None:
-        check()
-        raise DataError("dataset.path: it holds no document", problem_id="data-file-empty")
-    dataset = write_rows(islice(chain([first], rows), limit), normalizer.kind, file, progress)
-    return dataset, normalizer.kind
+    return replace(loaded, records=[record], notes=notes)
 
 
 def _source_notes(normalizer: Normalizer, location: str, num_documents: int) -> list[str]:
@@ -224,8 +194,6 @@ def _source_notes(normalizer: Normalizer, location: str, num_documents: int) -> 
         notes.insert(0, f"{location}: format {normalizer.format.value}, by the keys of its first document")
     return notes
 
-
-__all__ = ["Corpus", "CorpusKind", "SourceRecord", "corpus_identity", "load_corpus"]
 
 # Fields of DatasetSource and DatasetConfig that decide the documents; hashes cover paths and names.
 _SOURCE_FIELDS = (

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Literal
 
-from tunebook.data.special_tokens import Span, SpecialTokens
+from tunebook.data.special_tokens import Span, any_of
 from tunebook.errors import TunebookError
 
 BY_LIBRARY = "TUNEBOOK_TOKENIZE_BY_LIBRARY"  # environment variable: if set, every text goes to the tokenizer
@@ -49,28 +49,19 @@ class SpanTokenizer:
 
     def tokenize(self, texts: Sequence[str], spans: Sequence[list[Span]]) -> list[Tokenized]:
         """The tokens of every text and of its spans. Raises: TunebookError if the two ways differ."""
-        done = [self._by_pieces(text, wanted) for text, wanted in zip(texts, spans, strict=True)]
+        done: list[Tokenized | None] = [None] * len(texts)
+        if self._pieces is not None:
+            done = [self._pieces.tokenize(text, wanted) for text, wanted in zip(texts, spans, strict=True)]
         left = [number for number, one in enumerate(done) if one is None]
         compared = [number for number, one in enumerate(done) if one is not None][::_COMPARE_EVERY]
         asked = left + compared
         encodings = self._backend.encode_batch([texts[number] for number in asked], add_special_tokens=False)
         for number, encoding in zip(asked, encodings, strict=True):
-            theirs = _by_offsets(encoding, spans[number])
+            theirs = by_offsets(encoding, spans[number])
             if done[number] not in (None, theirs):
                 raise _differs(texts[number])
             done[number] = theirs
         return [one for one in done if one is not None]
-
-    def tokenize_apart(self, special: SpecialTokens, text: str, spans: list[Span]) -> Tokenized:
-        """A text with hidden special tokens, which are tokenized as plain text."""
-        return _by_offsets(*special.encode_apart(text, spans))
-
-    def _by_pieces(self, text: str, spans: list[Span]) -> Tokenized | None:
-        if self._pieces is None:
-            return None
-        cut: CutText | None = self._pieces.cut(text, spans)
-        ranges = cut.tokens_of_spans(spans) if cut is not None else None
-        return Tokenized(cut.ids, ranges) if cut is not None and ranges is not None else None
 
 
 def tokens_of_span(starts: list[int], ends: list[int], span: Span) -> Span:
@@ -89,7 +80,8 @@ def _differs(text: str) -> TunebookError:
     )
 
 
-def _by_offsets(encoding: Any, spans: Sequence[Span]) -> Tokenized:
+def by_offsets(encoding: Any, spans: Sequence[Span]) -> Tokenized:
+    """The tokens of a `tokenizers.Encoding` and of spans of its text."""
     if not spans:
         return Tokenized(encoding.ids, [])
     offsets = encoding.offsets
@@ -127,35 +119,7 @@ _MOST_PIECES = 400_000  # remembered, about 100 MB; then all are forgotten
 _SHORTEST_REPEATED = 400  # characters
 _MOST_REPEATED_CHARACTERS = 4_000_000  # of such texts, with their tokens about 8 MB
 _MOST_SEEN = 100_000  # hashes of such texts, about 8 MB
-
-
 _TOKEN_BYTES = array("i").itemsize
-
-
-@dataclass(frozen=True)
-class CutText:
-    """A text as tokens and pieces. Shapes: `ids` (num_tokens,), the others (num_pieces,)."""
-
-    ids: list[int]
-    pieces: list[str]  # words, special tokens, and texts between special tokens that came before
-    tokens: list[bytes]  # of each piece, as 32-bit integers
-
-    def tokens_of_spans(self, spans: list[Span]) -> list[Span] | None:
-        """The first token of each span, and one after its last; None if a span begins or ends inside a piece.
-
-        No token crosses the boundary of two pieces, so the tokens of a span are those of its pieces.
-        """
-        if not spans:
-            return []
-        ends = list(accumulate(map(len, self.pieces), initial=0))
-        num_bytes = list(accumulate(map(len, self.tokens), initial=0))
-        found = []
-        for span in spans:
-            first, after_last = (bisect_left(ends, position) for position in span)
-            if (ends[first], ends[after_last]) != span:
-                return None
-            found.append((num_bytes[first] // _TOKEN_BYTES, num_bytes[after_last] // _TOKEN_BYTES))
-        return found
 
 
 class PieceTokenizer:
@@ -164,18 +128,14 @@ class PieceTokenizer:
     def __init__(self, backend: Any, settings: dict[str, Any], expression: str) -> None:
         self._form: Literal["NFC"] | None = "NFC" if settings["normalizer"] else None
         special = {token["content"]: token["id"] for token in settings["added_tokens"]}
-        longest_first = sorted(special, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # matches nothing
+        self._special = any_of(special)
         self._cut = re.compile(_CUTS[expression]).findall
         self._known = _KnownPieces(backend.model, special)
         self._seen: set[int] = set()  # hashes of long texts between special tokens that came once
         self._num_repeated_characters = 0
 
-    def cut(self, text: str, spans: Sequence[Span] = ()) -> CutText | None:
-        """The text as tokens; None if only the tokenizer itself can be trusted with it.
-
-        `spans`: no piece is longer than what the tokenizer's expression cuts where one of these begins or ends.
-        """
+    def tokenize(self, text: str, spans: Sequence[Span] = ()) -> Tokenized | None:
+        """A text's tokens; None if only the tokenizer itself can be trusted with it, or a span ends inside a piece."""
         known = self._known
         if len(known) > _MOST_PIECES or self._num_repeated_characters > _MOST_REPEATED_CHARACTERS:
             known.forget()
@@ -194,12 +154,14 @@ class PieceTokenizer:
             tokens = [known[piece] for piece in pieces]
         except _UnsureError:
             return None
-        return CutText(array("i", b"".join(tokens)).tolist(), pieces, tokens)
+        ranges = _tokens_of_spans(pieces, tokens, spans) if spans else []
+        return None if ranges is None else Tokenized(array("i", b"".join(tokens)).tolist(), ranges)
 
     def _add_pieces(self, text: str, start: int, boundaries: list[int], pieces: list[str]) -> None:
         """Add the pieces of a text without special tokens, which begins at `start` of the whole.
 
-        Raises: _UnsureError if it would be normalized first.
+        Where a span begins or ends, no piece is longer than what the tokenizer's expression cuts. Raises: _UnsureError
+        if the text would be normalized first.
         """
         inside = bisect_right(boundaries, start), bisect_left(boundaries, start + len(text))
         is_whole = len(text) >= _SHORTEST_REPEATED and inside[0] >= inside[1]  # no span begins or ends inside
@@ -215,6 +177,23 @@ class PieceTokenizer:
         elif is_whole:
             self._seen.add(hash(text))
         pieces += found
+
+
+def _tokens_of_spans(pieces: list[str], tokens: list[bytes], spans: Sequence[Span]) -> list[Span] | None:
+    """The first token of each span, and one after its last; None if a span begins or ends inside a piece.
+
+    No token crosses the boundary of two pieces, so the tokens of a span are those of its pieces. Shapes: `pieces` and
+    `tokens`, which are 32-bit integers, (num_pieces,).
+    """
+    ends = list(accumulate(map(len, pieces), initial=0))
+    num_bytes = list(accumulate(map(len, tokens), initial=0))
+    found = []
+    for span in spans:
+        first, after_last = (bisect_left(ends, position) for position in span)
+        if (ends[first], ends[after_last]) != span:
+            return None
+        found.append((num_bytes[first] // _TOKEN_BYTES, num_bytes[after_last] // _TOKEN_BYTES))
+    return found
 
 
 class _KnownPieces(dict[str, bytes]):

@@ -37,7 +37,7 @@ class SpecialTokens:
         added = sorted(tokenizer.added_tokens_decoder.items())
         self._names = [token.content for number, token in added if token.special or number in stops]
         self._numbers = {name: number for number, name in enumerate(self._names)}
-        self._pattern = _any_of(self._names)
+        self._pattern = any_of(self._names)
 
     def first_in(self, text: str) -> str | None:
         """The first special token whose text is in `text`; None if there is none."""
@@ -55,7 +55,7 @@ class SpecialTokens:
                 "for such text here; remove one of them",
                 problem_id="special-token-in-content",
             )
-        pattern = self._pattern if names is None else _any_of(names)
+        pattern = self._pattern if names is None else any_of(names)
         return pattern.sub(lambda found: chr(_HIDDEN + self._numbers[found.group()]), content)
 
     def show(self, text: str, spans: Sequence[Span]) -> tuple[str, list[Span]]:
@@ -116,7 +116,7 @@ class SpecialTokens:
         return renamed
 
 
-def _any_of(names: Collection[str]) -> re.Pattern[str]:
+def any_of(names: Collection[str]) -> re.Pattern[str]:
     """An expression for the longest of these names, from a tree of their letters: some tokenizers have thousands."""
     tree: dict[str, Any] = {}
     for name in names:

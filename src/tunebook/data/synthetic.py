@@ -73,9 +73,7 @@ def generate(
     token_ids = _choose_token_ids(table, vocab_size, eos_token_id)
     # Distinct successors, or a token could have fewer than four.
     successors = np.argsort(table.random((len(token_ids), len(token_ids))), axis=1)[:, : len(SUCCESSOR_SHARES)]
-    for first in range(0, num_documents, _DOCUMENTS_PER_CHUNK):
-        random = np.random.default_rng([config.seed, _CHUNK, first])
-        lengths = _draw_lengths(random, config)
+    for first, random, lengths in _draw_chunks(config, num_documents):
         steps = _walk(random, lengths, successors)
         num_kept = min(_DOCUMENTS_PER_CHUNK, num_documents - first)
         yield _to_batch(random, token_ids[steps], lengths, first, num_kept, eos_token_id)
@@ -107,11 +105,21 @@ def _choose_token_ids(random: np.random.Generator, vocab_size: int, eos_token_id
     return random.choice(candidates, min(NUM_TOKENS_USED, len(candidates)), replace=False)
 
 
-def _draw_lengths(random: np.random.Generator, config: SyntheticConfig) -> np.ndarray:
+def draw_lengths(config: SyntheticConfig, num_documents: int) -> np.ndarray:
+    """The lengths of the first documents in tokens. Shape: (num_documents,)."""
     import numpy as np
 
-    drawn = random.lognormal(config.log_mean_tokens, config.log_sigma_tokens, _DOCUMENTS_PER_CHUNK)
-    return np.clip(np.rint(drawn), config.min_tokens, config.max_tokens).astype(np.int64)
+    return np.concatenate([lengths for _, _, lengths in _draw_chunks(config, num_documents)])[:num_documents]
+
+
+def _draw_chunks(config: SyntheticConfig, num_documents: int) -> Iterator[tuple[int, np.random.Generator, np.ndarray]]:
+    """Each chunk's first document, its random numbers after the lengths, and its lengths."""
+    import numpy as np
+
+    for first in range(0, num_documents, _DOCUMENTS_PER_CHUNK):
+        random = np.random.default_rng([config.seed, _CHUNK, first])
+        drawn = random.lognormal(config.log_mean_tokens, config.log_sigma_tokens, _DOCUMENTS_PER_CHUNK)
+        yield first, random, np.clip(np.rint(drawn), config.min_tokens, config.max_tokens).astype(np.int64)
 
 
 def _walk(random: np.random.Generator, lengths: np.ndarray, successors: np.ndarray) -> np.ndarray:

@@ -256,7 +256,7 @@ class Records(TrainerCallback):
             {
                 "step": step,
                 "num_steps": num_steps,
-                "epoch": round(seen["documents"] / self.batches.schedule.num_documents, 4),
+                "epoch": round(seen["documents"] / len(self.batches.schedule.lengths), 4),
                 "loss": logs["loss"],
                 "grad_norm": logs.get("grad_norm"),
                 "learning_rate": logs["learning_rate"],

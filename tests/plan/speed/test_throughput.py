@@ -26,6 +26,7 @@ from tunebook.config.compose import compose
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.packing import Lengths
+from tunebook.data.synthetic import generate
 from tunebook.hardware.detect import Machine
 from tunebook.model.flops import flops_per_token, recomputed_flops_per_token
 from tunebook.plan.auto.resolve import resolve_auto
@@ -476,9 +477,13 @@ def test_generated_documents_have_steps_tokens_and_hours() -> None:
     # 10,560 documents in steps of 528, three times
     assert (batch.num_documents, batch.steps_per_epoch, batch.total_steps) == (10_560, 20, 60)
     time = plan_time(config, batch)
-    assert time.tokens == pytest.approx(60 * 223_636, rel=1e-5)
+    settings = config.dataset.synthetic
+    batches = generate(settings, num_documents=10_560, vocab_size=1000, eos_token_id=0)
+    lengths = np.concatenate([batch.column("input_ids").value_lengths().to_numpy() for batch in batches])
+    num_tokens = 3 * int(np.minimum(lengths, config.training.max_length).sum())
+    assert time.tokens == pytest.approx(num_tokens, rel=1e-5)
     assert time.tokens_per_second is not None
-    assert time.hours == pytest.approx(60 * 223_636 / time.tokens_per_second / 3600, rel=1e-5)
+    assert time.hours == pytest.approx(num_tokens / time.tokens_per_second / 3600, rel=1e-5)
 
 
 def test_json_is_rounded_and_keeps_what_is_not_known() -> None:

@@ -10,7 +10,6 @@ import logging
 import os
 import shlex
 import socket
-import subprocess
 import sys
 from importlib import import_module, metadata
 from typing import Any
@@ -20,6 +19,7 @@ from tunebook.config.choices import Generation
 from tunebook.config.schema import RayConfig, RunConfig
 from tunebook.errors import Problem, RequestError, RulesError, TunebookError, first_line
 from tunebook.hardware.image import read_image
+from tunebook.processes import ask
 
 _RAY_LOCK = "docker/requirements-ray.lock"
 CLUSTER_TIMEOUT_S = 60.0
@@ -67,17 +67,13 @@ def cluster_resources(address: str, timeout_s: float = CLUSTER_TIMEOUT_S) -> dic
 
 
 def _query(address: str, timeout_s: float) -> dict[str, float]:
+    answer = ask(_command(address), timeout_s=timeout_s)
+    if answer.is_late:
+        raise _out_of_reach(address, str(answer.problem))
     try:
-        answer = subprocess.run(
-            _command(address), capture_output=True, text=True, timeout=timeout_s, start_new_session=True
-        )
-    except subprocess.TimeoutExpired as error:
-        raise _out_of_reach(address, f"no answer within {timeout_s:g} s") from error
-    try:
-        answered: dict[str, Any] = json.loads(answer.stdout.strip().rpartition("\n")[2])
+        answered: dict[str, Any] = json.loads(answer.text.strip().rpartition("\n")[2])
     except ValueError:
-        last = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
-        raise _out_of_reach(address, last) from None
+        raise _out_of_reach(address, answer.last_words or str(answer.problem)) from None
     if "error" in answered:
         raise _out_of_reach(address, answered["error"])
     return {name: float(value) for name, value in answered["resources"].items()}
