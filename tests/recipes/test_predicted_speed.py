@@ -60,7 +60,7 @@ def test_the_page_names_these_bounds() -> None:
 def test_generated_documents_that_leave_rows_empty_are_not_planned_as_if_they_filled_them() -> None:
     """Two documents on each GPU a step: 3,531 tokens a second were measured, 16,865 planned with full rows."""
     batch, time = planned(ROOT / "recipes/zero1_lora/evidence/hopper-4-random_weights.json")
-    assert batch.tokens_per_step == pytest.approx(8 * 474.6, abs=1)
+    assert batch.tokens_per_step == pytest.approx(8 * 465.13, abs=1)  # the mean of the 1,500 that are generated
     assert time.tokens_per_second_per_gpu == pytest.approx(3_388, rel=0.02)
     assert "rows are full" not in time.assumption
 
