@@ -334,8 +334,7 @@ ADAPTER_SPEEDS = (
 
 # Share of its peak that a GPU reaches in the attention of long documents, where an operation counts as in the MFU: of
 # Qwen3-4B in rows of 73,472 and 144,128 tokens on two H100s, once the products had their share. Flash attention 4 is
-# quicker, and was not measured.
-LONG_ATTENTION_SOURCE = f"{RESULTS}h100x2_sequence.jsonl longest_4b"
+# quicker, and was not measured (tests/bench/results/h100x2_sequence.jsonl, longest_4b).
 LONG_ATTENTION_SHARE = 0.27
 LONG_ATTENTIONS = (Attention.varlen_attention, Attention.flash_attention_2)
 

@@ -2,11 +2,11 @@
 
     seconds of a pass = work / (peak x share of it that one GPU reached) + what the strategy lost in a pass
 
-The first term is at least the time of a GPU that only waits for kernel launches. The end of a step is added where few
-passes hide it. Work is everything computed, including
-padding and recomputed layers. Shares and losses come from the nearest measurement in `measured_speed`; the result
-states the assumptions. Without a comparable measurement, the result is the reason instead of an estimate. Several nodes
-get a bound: the speed of one node with all their GPUs. Loading, validation, saving and evaluation are not included.
+The first term is at least the time of a GPU that only waits for kernel launches. The attention of long documents has a
+share of its own. The end of a step is added where few passes hide it. Work is everything computed, including padding
+and recomputed layers. Shares and losses come from the nearest measurement in `measured_speed`; the result states the
+assumptions. Without a comparable measurement, the result is the reason instead of an estimate. Several nodes get a
+bound: the speed of one node with all their GPUs. Loading, validation, saving and evaluation are not included.
 """
 
 from __future__ import annotations
