@@ -126,6 +126,9 @@ def supervise(listener: socket.socket, wall: str, slots: list[Path]) -> None:
                 del workers[process]
             kill_below(spare=set(workers))
     finally:
+        # First nobody can connect: an evaluation sends a lost program again, and would lose it to this runner twice.
+        with suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
         kill_below()
 
 
