@@ -191,7 +191,7 @@ def _estimate(
         *_texts_of_peak(config, peak, row),
         *_texts_of_rows(config, batch, row),
         *(factor.text for factor in factors if not is_waiting),
-        _long_attention_text(long),
+        "" if is_waiting else _long_attention_text(long),
         _strategy_text(config, strategy_speed, ending),
         _exchange_text(config, exchanged_bytes(config, facts, real), exchanging),
     ]
