@@ -32,7 +32,6 @@ from tunebook.evaluate.code.code_task import CodeTask, book_task_files, read_cod
 from tunebook.files import cache_root, remember, sha256_text
 
 QUICK = "quick"  # the tasks that a run's recipe ships
-_SUFFIXES = (".yaml", ".yml")
 _METRIC = re.compile(r'^ *metric="([^"]+)"', re.MULTILINE)
 
 
