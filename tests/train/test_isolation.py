@@ -90,6 +90,8 @@ def test_small_leak_is_found_by_the_changed_document():
         moved=0.0073,
         alone=0.006,
         alone_median=0.003,
+        rounding=0.006,
+        rounding_median=0.003,
         leaking=1.0,
         loss_together=2.0,
         loss_apart=2.0,
@@ -103,11 +105,40 @@ def test_small_leak_is_found_by_the_changed_document():
     assert wrong == "the second document's logits move by 0.0073 when the first one changes"
 
 
+class Positions(Embedding):
+    """Logits depend on a token's place, in its document or wrongly in the row; rounding differs by the row's length."""
+
+    def __init__(self, counts_from_row=False, rounding=0.0):
+        super().__init__()
+        self.counts_from_row, self.rounding = counts_from_row, rounding
+
+    def logits(self, documents):
+        places = torch.cat([torch.arange(len(document)) for document in documents])
+        if self.counts_from_row:
+            places = torch.arange(len(places))
+        noise = torch.randn(VOCAB, generator=torch.Generator().manual_seed(len(places))) * self.rounding
+        return super().logits(documents) + self.table[places] + noise
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_amplified_rounding_is_told_from_wrong_positions(has_experts):
+    allowed = tolerance(Compute.bf16, uses_tf32=False, has_experts=has_experts)
+    found = measure_isolation(Positions(rounding=0.3), VOCAB)
+    assert found.alone_median > allowed.logits and found.rounding_median > allowed.logits
+    assert not [each for each in leaks(found, allowed) if "alone" in each]
+    found = measure_isolation(Positions(counts_from_row=True), VOCAB)
+    assert found.alone_median > allowed.logits > found.rounding == 0.0
+    assert [each for each in leaks(found, allowed) if "alone" in each]
+    found = measure_isolation(Positions(counts_from_row=True, rounding=0.3), VOCAB)
+    assert found.rounding > allowed.logits
+    assert [each for each in leaks(found, allowed) if "alone" in each], "at most half the effect of a leak is allowed"
+
+
 def test_a_token_at_another_expert_is_no_leak_but_wrong_positions_are():
     """As measured in bf16 for 4 layers of gpt-oss-20b on an H100, with random weights."""
     found = Isolation(
-        moved=0.0, alone=0.284, alone_median=0.01, leaking=1.37, loss_together=999.66, loss_apart=999.09,
-        tokens_together=78, tokens_apart=78,
+        moved=0.0, alone=0.284, alone_median=0.01, rounding=0.03, rounding_median=0.01, leaking=1.37,
+        loss_together=999.66, loss_apart=999.09, tokens_together=78, tokens_apart=78,
     )  # fmt: skip
     assert leaks(found, tolerance(Compute.bf16, uses_tf32=False)) == [
         "they differ by 0.28 from those that it has alone"
@@ -143,6 +174,8 @@ def test_insensitive_probe_is_reported():
         moved=0.0,
         alone=0.0,
         alone_median=0.0,
+        rounding=0.0,
+        rounding_median=0.0,
         leaking=0.003,
         loss_together=1.0,
         loss_apart=1.0,
@@ -159,7 +192,7 @@ def test_documents_differ_in_every_token_and_keep_their_lengths(lengths):
     model, (first, second) = Embedding(), lengths
     measure_isolation(model, VOCAB, lengths)
     pair, joined = [first, second], [first + second]
-    assert model.rows == [pair, pair, joined, [second], pair, [first], [second]]
+    assert model.rows == [pair, pair, joined, [second], pair[::-1], pair, [first], [second]]
     assert min(LENGTHS_FOR_FLEX) >= 128  # below which flex_attention takes the kernel of decoding
 
 
@@ -217,7 +250,7 @@ class Indexed(Embedding):
 def test_rows_of_other_lengths_are_compared_with_all_tokens_chosen(monkeypatch):
     model = Indexed()
     found, allowed = measure_isolation(model, VOCAB), tolerance(Compute.fp32, uses_tf32=False)
-    assert leaks(found, allowed) == [] and len(model.rows) == 8
+    assert leaks(found, allowed) == [] and len(model.rows) == 9
     assert model.model[0].index_topk == 4 and not hasattr(model.model[1], "index_topk")
     assert len(leaks(measure_isolation(Indexed(leak=0.5), VOCAB), allowed)) == 3
     monkeypatch.setattr(Indexed, "all_tokens_chosen", lambda _: contextlib.nullcontext(False))

@@ -230,6 +230,8 @@ def test_ranks_that_leak_are_worse_than_those_that_do_not(config):
         moved=0.0,
         alone=1e-7,
         alone_median=1e-8,
+        rounding=1e-7,
+        rounding_median=1e-8,
         leaking=1.0,
         loss_together=2.0,
         loss_apart=2.0,
