@@ -1,6 +1,7 @@
 """Settings of DDP, DeepSpeed and FSDP for every choice of the parallelism group; forgetting ZeRO-3's order."""
 
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -52,8 +53,9 @@ def test_zero3_with_everything_on_the_host():
 
 
 def test_nvme_names_its_folder():
-    zero = zero_of("parallelism=zero3_nvme", "parallelism.nvme_path=/mnt/nvme")
-    assert zero["offload_param"]["nvme_path"] == "/mnt/nvme"
+    for typed, folder in (("/mnt/nvme", "/mnt/nvme"), ('"~/nvme"', str(Path.home() / "nvme"))):
+        zero = zero_of("parallelism=zero3_nvme", f"parallelism.nvme_path={typed}")
+        assert zero["offload_param"]["nvme_path"] == folder
 
 
 def test_nvme_buffers_hold_what_a_rank_has_of_the_embedding():
@@ -77,6 +79,11 @@ def test_a_said_setting_is_written_and_a_silent_one_is_not():
     zero = zero_of("parallelism=zero3", "parallelism.max_live_parameters=1000", "parallelism.sub_group_size=5")
     assert (zero["stage3_max_live_parameters"], zero["sub_group_size"]) == (1000, 5)
     assert "stage3_max_reuse_distance" not in zero
+
+
+@pytest.mark.parametrize("key", ["prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters"])
+def test_a_setting_of_0_is_no_silent_one(key):
+    assert zero_of("parallelism=zero3", f"parallelism.{key}=0")[f"stage3_{key}"] == 0
 
 
 @pytest.mark.parametrize(("choice", "reshards"), [("fsdp", True), ("fsdp_grad_op", False)])

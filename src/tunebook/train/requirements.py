@@ -75,7 +75,7 @@ def _gpu_problem(config: RunConfig, machine: Machine) -> Problem | None:
         return Problem(id="too-few-gpus-here", key="hardware.gpus_per_node", message=message, fix=fix)
     oldest = min(gpu.compute_capability for gpu in used)
     if oldest < OLDEST_SUPPORTED:
-        message = f"{used[0].name} has compute capability {capability_text(oldest)}; torch starts at 7.0"
+        message = f"{used[0].name} has compute capability {capability_text(oldest)}; torch starts at {capability_text(OLDEST_SUPPORTED)}"
         return Problem(id="gpu-too-old", key=key, message=message, fix="hardware.generation=cpu")
     return None
 
@@ -139,14 +139,14 @@ def _nvme_problems(config: RunConfig, settings: ZeroConfig) -> Iterator[Problem]
     if not settings.nvme_path:
         return
     folder, facts = resolve_path(settings.nvme_path), known_facts(config)
-    if folder.is_dir() and facts is not None:
+    if not folder.is_dir():
+        message = f"there is no folder {folder} on this machine"
+        fix = f"mkdir -p {shlex.quote(str(folder))} or parallelism.nvme_path=FOLDER"
+        yield Problem(id="nvme-path-not-found", key="parallelism.nvme_path", message=message, fix=fix)
+    elif facts is not None:
         needed = (config.hardware.gpus_per_node or 1) * nvme_bytes(config, facts)
         free = shutil.disk_usage(folder).free
         if needed > free:
             message = f"{free / GIB:,.1f} GiB are free on the disk of {folder}, and the states take {needed / GIB:,.1f}"
             fix = "parallelism.nvme_path=FOLDER on a larger disk, or free some space"
             yield Problem(id="nvme-too-small", key="parallelism.nvme_path", message=message, fix=fix)
-    if not folder.is_dir():
-        message = f"there is no folder {settings.nvme_path} on this machine"
-        fix = f"mkdir -p {shlex.quote(settings.nvme_path)} or parallelism.nvme_path=FOLDER"
-        yield Problem(id="nvme-path-not-found", key="parallelism.nvme_path", message=message, fix=fix)
