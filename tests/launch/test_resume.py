@@ -376,7 +376,7 @@ def test_shards_that_another_strategy_cannot_load_are_named(tmp_path: Path, stop
     (told,) = said
     assert told.startswith(
         f"not resuming {folder}, which ended early: hardware.gpus_per_node was 2 and is 1, parallelism.strategy "
-        "was fsdp and is single; it was saved by parallelism=fsdp, and this run has parallelism=single. Resume with "
+        "was fsdp and is single; it was saved with parallelism=fsdp, and this run has parallelism=single. Resume with "
     )
     assert "to resume:" not in told
 
