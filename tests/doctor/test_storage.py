@@ -244,7 +244,9 @@ def test_a_token_in_the_environment(token, monkeypatch: pytest.MonkeyPatch, vari
 def test_a_model_to_download_and_a_machine_told_to_stay_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     found = only(look(), "hub-model")
-    assert (found.level, "hf download Qwen/Qwen2.5-3B" in found.fix) == (Level.error, True)
+    assert (found.level, "hf download Qwen/Qwen2.5-3B; then" in found.fix) == (Level.error, True)
+    pinned = only(look("model.revision=v1"), "hub-model").fix
+    assert pinned is not None and "hf download Qwen/Qwen2.5-3B --revision v1; then" in pinned
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert only(look(), "hub-model").level is Level.ok
     assert "hub-model" not in {found.id for found in look("model.weights=random")}

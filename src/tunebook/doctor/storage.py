@@ -245,13 +245,14 @@ def _hub_model(config: RunConfig | None) -> Iterator[Finding]:
     """Report a model that must be downloaded, on a machine that may be configured to stay offline."""
     if config is None or not _downloads(config):
         return
-    name = config.model.name
+    name, revision = config.model.name, config.model.revision
+    at = f" --revision {revision}" if revision else ""
     variable = _first_set(_OFFLINE_VARIABLES)
     if variable is not None and os.environ[variable].lower() in _OFFLINE:
         yield Kind.storage.error(
             id="hub-model",
             what=f"the weights of {name} are not in the hub's cache, and {variable} forbids to fetch them",
-            fix=f"where there is a network: hf download {name}; then copy the cache here, or unset {variable}",
+            fix=f"where there is a network: hf download {name}{at}; then copy the cache here, or unset {variable}",
             data={"name": name},
         )
     else:
