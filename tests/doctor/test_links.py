@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tunebook.doctor.findings import Level
@@ -139,6 +141,13 @@ def test_a_link_that_hangs_is_an_error_and_names_what_to_try() -> None:
     assert found.level is Level.error
     assert "no answer within 120 s (after 2 measurements)" in found.what
     assert "NCCL_P2P_DISABLE=1" in found.fix
+
+
+def test_links_too_slow_for_a_second_measurement_are_judged_by_the_first() -> None:
+    both = measured(0.1)
+    (found,) = check_bandwidth(replace(both, measurements=both.measurements[:1]), topology_of("h100x8"), EIGHT)
+    assert found.level is Level.warning
+    assert found.what.startswith("4 GPUs: all-reduce 0.1 GB/s at 1 GiB (bus bandwidth); such links reach")
 
 
 def test_ranks_that_fail() -> None:

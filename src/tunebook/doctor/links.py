@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tunebook.doctor.findings import Finding, Kind, size_text
 from tunebook.hardware.bandwidth import ALL_GATHER, ALL_REDUCE, Bandwidth, Measurement
@@ -173,15 +174,13 @@ def _not_measured(reason: str, fix: str) -> Finding:
 def check_bandwidth(bandwidth: Bandwidth, topology: Topology | None, machine: Machine) -> list[Finding]:
     """Compare the measured bandwidth with what the links between these GPUs should reach."""
     data = {"backend": bandwidth.backend, "num_ranks": bandwidth.num_ranks, "problem": bandwidth.problem}
-    findings = []
-    if bandwidth.wrong:
-        findings.append(_wrong(bandwidth.wrong))
-    if bandwidth.problem is not None:
-        findings.append(_failed(bandwidth))
-        return findings
+    findings = [_wrong(bandwidth.wrong)] if bandwidth.wrong else []
     reduce, gather = bandwidth.best(ALL_REDUCE), bandwidth.best(ALL_GATHER)
-    assert reduce is not None and gather is not None, "ranks that end well have measured both"
-    what = f"{_ranks(bandwidth)}: all-reduce {_speed(reduce)}, all-gather {_speed(gather)} (bus bandwidth)"
+    if bandwidth.problem is not None:
+        return [*findings, _failed(bandwidth, data)]
+    assert reduce is not None, "ranks that end well have measured it first"
+    what = f"{_ranks(bandwidth)}: all-reduce {_speed(reduce)}"
+    what += f", all-gather {_speed(gather)} (bus bandwidth)" if gather is not None else " (bus bandwidth)"
     if bandwidth.backend != "nccl":
         what += "; of this machine's memory: it says nothing about GPUs"
     expected = _expected(topology, machine) if bandwidth.backend == "nccl" else 0.0
@@ -225,7 +224,7 @@ def _wrong(wrong: list[str]) -> Finding:
     )
 
 
-def _failed(bandwidth: Bandwidth) -> Finding:
+def _failed(bandwidth: Bandwidth, data: dict[str, Any]) -> Finding:
     done = len(bandwidth.measurements)
     after = f"after {done} measurements" if done else "before the first measurement"
     what = f"{_ranks(bandwidth)} could not communicate: {bandwidth.problem} ({after})"
@@ -236,9 +235,4 @@ def _failed(bandwidth: Bandwidth) -> Finding:
         )
     else:
         advice += "a /dev/shm that is too small is the most frequent cause (see shm-size)"
-    return Kind.links.error(
-        id="bandwidth",
-        what=what,
-        fix=advice,
-        data={"backend": bandwidth.backend, "num_ranks": bandwidth.num_ranks, "problem": bandwidth.problem},
-    )
+    return Kind.links.error(id="bandwidth", what=what, fix=advice, data=data)
