@@ -75,7 +75,8 @@ def _gpu_problem(config: RunConfig, machine: Machine) -> Problem | None:
         return Problem(id="too-few-gpus-here", key="hardware.gpus_per_node", message=message, fix=fix)
     oldest = min(gpu.compute_capability for gpu in used)
     if oldest < OLDEST_SUPPORTED:
-        message = f"{used[0].name} has compute capability {capability_text(oldest)}; torch starts at {capability_text(OLDEST_SUPPORTED)}"
+        first = capability_text(OLDEST_SUPPORTED)
+        message = f"{used[0].name} has compute capability {capability_text(oldest)}; torch starts at {first}"
         return Problem(id="gpu-too-old", key=key, message=message, fix="hardware.generation=cpu")
     return None
 

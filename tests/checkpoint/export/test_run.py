@@ -59,6 +59,13 @@ def test_every_form_is_exported_as_the_same_weights(layouts: Any, run: Path, exp
     }  # fmt: skip
 
 
+def test_damaged_generation_settings_of_a_model_are_named(layouts: Any, run: Path, export: Any) -> None:
+    layouts.write_checkpoint(run, "whole").rename(run / "model")
+    (run / "model" / "generation_config.json").write_text("{")
+    with pytest.raises(RequestError, match=r"generation_config\.json is not JSON: .*; copy it again"):
+        export(run)
+
+
 @pytest.mark.parametrize("form", ["adapter", "zero3_adapter", "fsdp_adapter"])
 def test_an_adapter_stays_one_in_its_own_format(layouts: Any, lora_run: Path, export: Any, form: str) -> None:
     layouts.write_checkpoint(lora_run, form)

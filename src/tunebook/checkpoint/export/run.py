@@ -140,7 +140,7 @@ def export_run(
     check_free_space(place, num_bytes(work.weights, work.dtype) + _bytes_of_base(work))
     with new_folder(place) as unfinished:
         origin = _write(work, unfinished)
-    address = _push(place, push_to, f"{origin.recipe}, {origin.source} of {origin.run}") if push_to else None
+    address = _push(place, push_to, origin) if push_to else None
     return Exported(folder=place, origin=origin, address=address)
 
 
@@ -288,11 +288,12 @@ def _check_push_name(name: str) -> None:
         raise RequestError(f"--push {name}: {why}; or export without --push", problem_id="upload-not-possible")
 
 
-def _push(folder: Path, name: str, message: str) -> str:
+def _push(folder: Path, name: str, origin: ExportOrigin) -> str:
     """Upload a folder as one commit, into a new private repository if there is none. Returns its address.
 
     Raises: TunebookError if the upload fails; the folder stays.
     """
+    message = ", ".join(filter(None, (origin.recipe, f"{origin.source} of {origin.run}")))
     api = HfApi()
     try:
         made = api.create_repo(name, private=True, exist_ok=True)
