@@ -15,10 +15,8 @@ from tunebook.checkpoint.retention import (
     estimate_bytes,
     remove_checkpoint,
     remove_old,
-    require_free_space,
     steps_to_remove,
 )
-from tunebook.errors import DoesNotFitError
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -129,11 +127,3 @@ def test_a_rank_of_zero3_holds_a_part_only(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         parameter.ds_numel = 2 * parameter.numel()
     assert estimate_bytes(model, is_deepspeed=False) == 2 * (60 * (4 + 8) + 10 * 2)
-
-
-def test_room_is_asked_of_a_real_disk(tmp_path: Path) -> None:
-    require_free_space(tmp_path, 1, 1, last=None)
-    with pytest.raises(DoesNotFitError, match=r"another/disk\. Nothing was saved before"):
-        require_free_space(tmp_path, 1, 2**62, last=None)
-    with pytest.raises(DoesNotFitError, match=r"another/disk\. The last good checkpoint is /runs/checkpoint-4"):
-        require_free_space(tmp_path, 1, 2**62, last=Path("/runs/checkpoint-4"))

@@ -333,10 +333,12 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 0, 10 * 2**20))
     saver.begin(2, 10 * 2**20)
-    with pytest.raises(DoesNotFitError, match=r"has 10 MiB free and the checkpoint of step 2 takes about 11 MiB; free"):
+    with pytest.raises(DoesNotFitError, match=r"has 10 MiB free and the checkpoint of step 2 .*Nothing was saved"):
         saver.begin(2, 11 * 2**20)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, 0))
-    saver.begin(2, 2**50)  # a file system that does not count
+    last = save_step(saver, 2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(2**40, 0, 0))
+    with pytest.raises(DoesNotFitError, match=f"has 0 bytes free and .* The last good checkpoint is {last}"):
+        saver.begin(4, 0)
 
 
 def test_the_checkpoint_before_says_how_much_room_the_next_takes(
@@ -344,7 +346,7 @@ def test_the_checkpoint_before_says_how_much_room_the_next_takes(
 ) -> None:
     size = verified_record(save_step(saver, 2)).num_bytes
     needed: list[int] = []
-    monkeypatch.setattr(save, "require_free_space", lambda folder, step, bytes_, last: needed.append(bytes_))
+    monkeypatch.setattr(save, "require_space", lambda folder, num_bytes, *_: needed.append(num_bytes))
     saver.begin(4, 10**15)
     assert needed == [size]
 

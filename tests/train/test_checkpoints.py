@@ -223,7 +223,7 @@ def test_run_resumes_after_a_full_disk(config, run, changed, small_disk, tmp_pat
     assert code == 3, reason(folder)
     kept = folder / "checkpoints" / "checkpoint-2"
     assert f"The last good checkpoint is {kept}" in reason(folder)
-    assert ("MiB free and the checkpoint of step 4 takes about" in reason(folder)) == is_foreseen
+    assert ("iB free and the checkpoint of step 4 takes about" in reason(folder)) == is_foreseen
     assert newest_checkpoint(folder) == kept
     assert verified_record(kept).step == 2
     assert steps(folder) == [2]

@@ -20,11 +20,9 @@ from tunebook.checkpoint.record import (
     step_of,
 )
 from tunebook.checkpoint.verify import complete_checkpoints
-from tunebook.errors import DoesNotFitError
 
 _ADAM_BYTES = 8  # two moments in fp32, of each trained parameter
 _DEEPSPEED_BYTES = 4  # and the fp32 weights that it updates
-_MIB = 2**20
 
 
 def steps_to_remove(
@@ -94,20 +92,3 @@ def require_writable(folder: Path) -> None:
     probe = folder / ".writable"
     probe.touch()
     probe.unlink()
-
-
-def require_free_space(folder: Path, step: int, needed_bytes: int, *, last: Path | None) -> None:
-    """Raise DoesNotFitError if the disk of `folder` is too full for a checkpoint; `last` is the newest complete one.
-
-    Raises: OSError.
-    """
-    disk = shutil.disk_usage(folder)
-    # A total of zero: the file system, such as a network mount, does not report sizes. A full one fails on write.
-    if disk.total and disk.free < needed_bytes:
-        kept = f"The last good checkpoint is {last}" if last is not None else "Nothing was saved before"
-        raise DoesNotFitError(
-            f"the disk of {folder} has {disk.free / _MIB:,.0f} MiB free and the checkpoint of step {step} takes about "
-            f"{needed_bytes / _MIB:,.0f} MiB; free some space, keep fewer checkpoints (training.keep_checkpoints=1), "
-            f"or write elsewhere: outputs=/a/folder/on/another/disk. {kept}",
-            problem_id="disk-full",
-        )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tunebook.doctor.findings import Finding, Kind, size_text
+from tunebook.doctor.findings import Finding, Kind
 from tunebook.hardware.bandwidth import ALL_GATHER, ALL_REDUCE, Bandwidth, Measurement
 from tunebook.hardware.detect import VISIBLE_VARIABLE, Gpu, Machine, equal_gpus, visible_only
+from tunebook.hardware.disk import size_text
 from tunebook.hardware.nvidia_smi import Connection, Link, SmiAnswer, Topology, parse_topology
 
 # One link in one direction, NVLink 2 to 4 (V100, A100, H100); NVLink 5 has twice that. Source: NVIDIA's datasheets.

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from tunebook.config.choices import MasterWeights, PeftMethod, Weights
 from tunebook.config.schema import RunConfig, ZeroConfig
-from tunebook.doctor.findings import Finding, Kind, size_text
+from tunebook.doctor.findings import Finding, Kind
 from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.files import cache_root
-from tunebook.hardware.disk import existing
+from tunebook.hardware.disk import existing, size_text
 from tunebook.model.hub import unreadable_token
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")

@@ -11,8 +11,9 @@ from typing import Any
 
 from tunebook.config.choices import Offload
 from tunebook.config.schema import RunConfig, ZeroConfig
-from tunebook.doctor.findings import Finding, Kind, Level, size_text
+from tunebook.doctor.findings import Finding, Kind, Level
 from tunebook.hardware.detect import Machine
+from tunebook.hardware.disk import size_text
 
 GIB, MIB = 2**30, 2**20
 SHARED_MEMORY = Path("/dev/shm")

@@ -6,6 +6,7 @@ import errno
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -400,6 +401,9 @@ def test_a_disk_that_fills_up_leaves_nothing(
     layouts.write_checkpoint(run, "whole")
     monkeypatch.setattr("tunebook.checkpoint.export.write.save_file", fill_up)
     with pytest.raises(DoesNotFitError, match=r"filled up during the export.*--to"):
+        export(run)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=2**40, free=40 * 2**20))
+    with pytest.raises(DoesNotFitError, match=r"40 MiB free and the export takes about 4\d\.\d+ MiB; .*--to"):
         export(run)
     assert left_in(run) == ["checkpoints", "manifest.json", "run.yaml"]
 

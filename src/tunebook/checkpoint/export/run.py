@@ -19,7 +19,7 @@ from rich.console import Console
 from transformers.utils import logging
 
 from tunebook.checkpoint.export.card import ExportOrigin, card
-from tunebook.checkpoint.export.folder import check_free_space, check_target, new_folder
+from tunebook.checkpoint.export.folder import ELSEWHERE, check_target, new_folder
 from tunebook.checkpoint.export.kinds import Work, Written, base_dtype, write_adapter, write_merged, write_whole
 from tunebook.checkpoint.export.model import adapter_weights, blueprint_of, require_whole_adapter
 from tunebook.checkpoint.export.source import Form, Source, Stored, choose_source, find_stored
@@ -31,6 +31,7 @@ from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, TunebookError, first_line
 from tunebook.files import atomic_write_text
+from tunebook.hardware.disk import require_space
 from tunebook.model.adapters import is_adapter
 from tunebook.model.hub import why_no_upload
 from tunebook.model.load import check_model
@@ -49,6 +50,7 @@ from tunebook.record.run_record import RunRecord, read_run
 from tunebook.terminal import print_text
 
 _EXPORTS_FOLDER = "exports"
+_EXTRA_BYTES = 50_000_000  # for the tokenizer, the card and the file system itself
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # our names, and torch's
 _LARGEST_ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # relative to a weight; half of the format's eps
 
@@ -137,7 +139,8 @@ def export_run(
     work = _plan(run, config, source, merge=merge, dtype=dtype)
     _check_push(push_to, work)
     say(f"exporting {source.name_in(run.folder)} of {run.name} ({work.stored.form.value}) to {place}")
-    check_free_space(place, num_bytes(work.weights, work.dtype) + _bytes_of_base(work))
+    needed = num_bytes(work.weights, work.dtype) + _bytes_of_base(work) + _EXTRA_BYTES
+    require_space(place, needed, "the export", f"free some space, or {ELSEWHERE}")
     with new_folder(place) as unfinished:
         origin = _write(work, unfinished)
     address = _push(place, push_to, origin) if push_to else None
