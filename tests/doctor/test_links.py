@@ -18,7 +18,7 @@ EIGHT = machine_with(*(h200(index) for index in range(8)))
 def look(name: str, num_gpus: int, num_nodes: int = 1, first: int = 0):
     text = (TOPOLOGIES / f"{name}.txt").read_text()
     machine = machine_with(*(h200(index) for index in range(first, first + num_gpus)))
-    return check_topology(machine, SmiAnswer(text=text, problem=None), num_nodes).findings
+    return check_topology(machine, SmiAnswer(text=text, problem=None), num_nodes)[1]
 
 
 def test_nvlink_everywhere() -> None:
@@ -36,7 +36,7 @@ def test_nvlink_reaches_every_gpu_through_others() -> None:
 def test_two_gpus_of_the_mesh_without_nvlinks() -> None:
     text = (TOPOLOGIES / "v100x8.txt").read_text()
     machine = machine_with(h200(0), h200(7))
-    (found, _) = check_topology(machine, SmiAnswer(text=text, problem=None), 1).findings
+    _, (found, _) = check_topology(machine, SmiAnswer(text=text, problem=None), 1)
     assert found.level is Level.warning
     assert "GPU0 and GPU7 are on different CPU sockets" in found.what
 
@@ -69,8 +69,8 @@ def test_a_card_on_the_other_socket_matters_only_between_nodes() -> None:
         "\tGPU0\tGPU1\tNIC0\tCPU Affinity\nGPU0\t X \tNV4\tPIX\t0-3\nGPU1\tNV4\t X \tSYS\t4-7\nNIC0\tPIX\tSYS\t X \t\n"
     )
     machine, answer = machine_with(h200(0), h200(1)), SmiAnswer(text=text, problem=None)
-    assert only(check_topology(machine, answer, 1).findings, "network-cards").level is Level.ok
-    found = only(check_topology(machine, answer, 2).findings, "network-cards")
+    assert only(check_topology(machine, answer, 1)[1], "network-cards").level is Level.ok
+    found = only(check_topology(machine, answer, 2)[1], "network-cards")
     assert (found.level, "GPU1 reach one only over" in found.what) == (Level.warning, True)
 
 
@@ -84,15 +84,14 @@ def test_a_card_on_the_other_socket_matters_only_between_nodes() -> None:
     ],
 )
 def test_without_a_matrix_it_is_a_warning(answer: SmiAnswer, said: str) -> None:
-    look = check_topology(machine_with(h200(0), h200(1)), answer, 1)
-    assert look.topology is None
-    (found,) = look.findings
+    topology, (found,) = check_topology(machine_with(h200(0), h200(1)), answer, 1)
+    assert topology is None
     assert (found.id, found.level) == ("topology", Level.warning)
     assert said in found.what
-    assert check_topology(CPU_ONLY, answer, 1).findings == []
-    (alone,) = check_topology(machine_with(h200(0)), answer, 1).findings
+    assert check_topology(CPU_ONLY, answer, 1) == (None, [])
+    _, (alone,) = check_topology(machine_with(h200(0)), answer, 1)
     assert (alone.level, alone.what) == (Level.ok, "one GPU: it needs no link to another")
-    (of_several_nodes,) = check_topology(machine_with(h200(0)), answer, 2).findings
+    _, (of_several_nodes,) = check_topology(machine_with(h200(0)), answer, 2)
     assert of_several_nodes.level is Level.warning, "its link to a network card is not known"
 
 

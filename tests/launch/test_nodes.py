@@ -17,10 +17,10 @@ from tunebook.errors import RequestError, TunebookError
 from tunebook.hardware.detect import Machine
 from tunebook.launch import node, nodes, rendezvous
 from tunebook.launch.node import Agent
-from tunebook.launch.node_facts import free_port
 from tunebook.launch.nodes import NodeGroup, open_to_nodes
 from tunebook.launch.rendezvous import NodeState
 from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.processes import free_port
 
 FOLDER = Path("/runs/1")
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)

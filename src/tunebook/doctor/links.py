@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from tunebook.doctor.findings import Finding, Kind
@@ -19,16 +18,11 @@ _NVLINK_SHARE = 0.5
 _PCIE_GB_PER_S = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class TopologyFindings:
-    """The topology matrix, if there is one, and the findings about it."""
+def check_topology(machine: Machine, answer: SmiAnswer, num_nodes: int) -> tuple[Topology | None, list[Finding]]:
+    """Parse the output of nvidia-smi, and judge the links between the GPUs that this process sees.
 
-    topology: Topology | None
-    findings: list[Finding]
-
-
-def check_topology(machine: Machine, answer: SmiAnswer, num_nodes: int) -> TopologyFindings:
-    """Parse the output of nvidia-smi, and judge the links between the GPUs that this process sees."""
+    Returns the matrix, if there is one, and the findings.
+    """
     problem = answer.problem
     topology = None
     if answer.text is not None:
@@ -39,9 +33,9 @@ def check_topology(machine: Machine, answer: SmiAnswer, num_nodes: int) -> Topol
     if topology is None:
         needs_no_link = len(machine.gpus) == 1 and num_nodes == 1  # whatever the matrix would say
         unknown = _single() if needs_no_link else _unknown(str(problem))
-        return TopologyFindings(topology=None, findings=[unknown] if machine.gpus else [])
-    findings = [_cards(machine, topology, num_nodes)] if topology.cards else []
-    return TopologyFindings(topology=topology, findings=[_between(machine, topology), *findings])
+        return None, [unknown] if machine.gpus else []
+    cards = [_cards(machine, topology, num_nodes)] if topology.cards else []
+    return topology, [_between(machine, topology), *cards]
 
 
 def _single() -> Finding:
