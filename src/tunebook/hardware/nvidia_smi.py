@@ -34,19 +34,13 @@ class Link(Enum):
     sys = "SYS"  # the connection between CPU sockets
 
 
-_ORDER = {link: place for place, link in enumerate(Link)}
 _WORDS = {
-    Link.nvlink: "NVLink",
     Link.pix: "one PCIe switch",
     Link.pxb: "several PCIe switches",
     Link.phb: "PCIe through the CPU",
     Link.node: "PCIe through the CPU's own interconnect",
     Link.sys: "PCIe and the connection between CPU sockets",
 }
-
-
-def _nvlinks(count: int) -> str:
-    return f"{count} NVLink{'s' if count != 1 else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +58,13 @@ class Connection:
     @property
     def words(self) -> str:
         """The connection in words."""
-        return _nvlinks(self.num_nvlinks) if self.link is Link.nvlink else _WORDS[self.link]
+        nvlinks = f"{self.num_nvlinks} NVLink{'s' if self.num_nvlinks != 1 else ''}"
+        return nvlinks if self.link is Link.nvlink else _WORDS[self.link]
 
     @property
     def rank(self) -> tuple[int, int]:
         """Sorts the best first."""
-        return _ORDER[self.link], -self.num_nvlinks
+        return [*Link].index(self.link), -self.num_nvlinks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,15 +188,15 @@ def _connections(names: list[str], rows: dict[str, list[str]]) -> dict[tuple[str
 def _connection(cell: str, one: str, two: str) -> Connection:
     if match := re.fullmatch(r"NV(\d+)", cell):
         return Connection(link=Link.nvlink, num_nvlinks=int(match[1]))
-    for link in Link:
-        if cell == link.value:
-            return Connection(link=link)
+    if cell in [link.value for link in Link]:
+        return Connection(link=Link(cell))
     raise ValueError(f"the cell of {one} and {two} is {cell!r}")
 
 
 def _device(name: str, after: list[str], interfaces: dict[str, str]) -> Device:
     if not name.startswith("GPU"):
-        return Device(name=name, is_gpu=False, interface=interfaces.get(name, None if _is_numbered(name) else name))
+        own = None if name.startswith("NIC") else name
+        return Device(name=name, is_gpu=False, interface=interfaces.get(name, own))
     cpus, numa = ([*after, "", ""])[:2]
     return Device(
         name=name,
@@ -209,10 +204,6 @@ def _device(name: str, after: list[str], interfaces: dict[str, str]) -> Device:
         cpus=None if cpus in _NOTHING else cpus,
         numa=None if numa in _NOTHING else numa,
     )
-
-
-def _is_numbered(name: str) -> bool:
-    return name.startswith("NIC")
 
 
 def _interfaces(lines: list[str]) -> dict[str, str]:
