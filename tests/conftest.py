@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from tunebook.config.schema import RunConfig
+
 ROOT = Path(__file__).resolve().parent.parent
 
 os.environ.update(
@@ -54,6 +56,16 @@ def find_chromium() -> str | None:
     """The path of Chromium or Chrome, or None."""
     names = ("chromium", "chromium-browser", "google-chrome")
     return next((path for path in map(shutil.which, names) if path), None)
+
+
+def config_of(recipe: str, *overrides: str) -> RunConfig:
+    """A recipe as it is resolved on a machine without a GPU."""
+    from tunebook.config.compose import compose
+    from tunebook.hardware.detect import Machine
+    from tunebook.plan.auto.resolve import resolve_auto
+
+    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+    return resolve_auto(compose(recipe, list(overrides)).config, machine).config
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -11,21 +11,18 @@ import pytest
 from rich.console import Console
 
 from tunebook import slurm as client
-from tunebook.config.compose import compose
 from tunebook.errors import RequestError, TunebookError
-from tunebook.hardware.detect import Machine
 from tunebook.launch.slurm import submit as module
 from tunebook.launch.slurm.submit import follow, submit
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.record.manifest import RunState, finish_manifest, read_manifest, start_manifest
 from tunebook.slurm import JobState
 
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+from ...conftest import config_of
 
 
 @pytest.fixture
 def config():
-    return resolve_auto(compose("quickstart", ["launcher=slurm"]).config, NO_GPU).config
+    return config_of("quickstart", "launcher=slurm")
 
 
 @pytest.fixture
