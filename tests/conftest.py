@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,6 +67,15 @@ def config_of(recipe: str, *overrides: str) -> RunConfig:
 
     machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
     return resolve_auto(compose(recipe, list(overrides)).config, machine).config
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    """What a condition returns as soon as that is true."""
+    end = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < end, "the condition did not become true"
+        time.sleep(0.01)
+    return found
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -19,7 +19,7 @@ from tunebook.launch.nodes import NodeGroup, open_to_nodes
 from tunebook.launch.rendezvous import NodeState
 from tunebook.processes import free_port
 
-from ..conftest import config_of
+from ..conftest import config_of, wait_for
 
 FOLDER = Path("/runs/1")
 
@@ -78,13 +78,6 @@ def join():
         agent.close()
 
 
-def wait_for(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def ids(group):
     """The processes that take part."""
     return [state.id for state in group.members.values()]
@@ -99,10 +92,7 @@ def poll(group):
 
 
 def poll_until(group, condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        poll(group)
+    wait_for(lambda: condition() or poll(group))
 
 
 def kill(agent):
