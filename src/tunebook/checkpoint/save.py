@@ -147,7 +147,7 @@ class CheckpointSaver:
         """Whether this rank still works on a save."""
         return self._thread is not None and self._thread.is_busy
 
-    def begin(self, step: int, estimated_bytes: int) -> None:
+    def begin(self, step: int, estimated_bytes: float) -> None:
         """Settle the save before, make the folder and require free space.
 
         The space of the checkpoint before, or the estimate. Raises: the error of the save before; DoesNotFitError,
@@ -241,7 +241,7 @@ class CheckpointSaver:
         """False for a damaged checkpoint: one after the resumed step that this run has not saved."""
         return step <= self.resumed_step or step in self._saved
 
-    def _clear(self, step: int, estimated_bytes: int) -> None:
+    def _clear(self, step: int, estimated_bytes: float) -> None:
         try:
             clean_up(self.folder)
             self.unfinished.mkdir(parents=True, exist_ok=True)
