@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from datetime import timedelta
@@ -24,6 +23,8 @@ from tunebook.parallel.operator_builds import OperatorLock
 from tunebook.processes import free_port
 from tunebook.record.manifest import read_manifest, start_manifest
 from tunebook.train.spread import bound_deepspeed_groups, join_ranks
+
+from .conftest import outcome
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -58,7 +59,7 @@ def test_model_without_fsdp_ends_with_7(config, run, changed, without_launcher):
     asked.parallelism = FsdpConfig(strategy=Strategy.fsdp)
     folder, code, lines = run(asked)
     assert code == 7
-    reason = json.loads((folder / "outcome-0.json").read_text())["reason"]
+    reason = outcome(folder)["reason"]
     assert "on rank 0 strategy fsdp was asked for and ddp found" in reason
     assert "(DistributedDataParallel)" in reason
     assert lines == []
