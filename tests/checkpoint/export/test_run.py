@@ -248,8 +248,8 @@ def test_the_format_asked_for_wins_and_the_folder_says_so(layouts: Any, run: Pat
 def test_rounding_is_said_to_lose_small_updates(layouts: Any, run: Path, export: Any) -> None:
     layouts.write_checkpoint(run, "zero2")
     note = "rounding to bf16 can lose updates of up to 0.39% of a weight; --dtype fp32 keeps them"
-    assert exporting.rounding_note(export(run)) == note
-    assert exporting.rounding_note(export(run, dtype="fp32", to=run.parent / "fp32")) is None
+    assert exporting.rounding_note(export(run).origin) == note
+    assert exporting.rounding_note(export(run, dtype="fp32", to=run.parent / "fp32").origin) is None
 
 
 def test_what_is_recorded(layouts: Any, run: Path, export: Any) -> None:
