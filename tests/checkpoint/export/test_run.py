@@ -24,6 +24,7 @@ from tunebook.evaluate.target import find_target
 from tunebook.files import sha256_file
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.plan.architecture.base_model import read_facts
+from tunebook.record.manifest import update_manifest
 from tunebook.record.model_origin import ORIGIN_FILE, check_bound, recorded_by_origin
 
 # peft asks transformers by a name that has a newer one
@@ -121,9 +122,7 @@ def lora_over(layouts: Any, tmp_path: Path) -> tuple[Path, Path]:
     base = layouts.write_base(tmp_path / "base", layouts.TINY, "bfloat16")
     run = layouts.write_run(tmp_path / "outputs" / "tiny" / "lora", base, peft="lora")
     layouts.write_checkpoint(run, "adapter")
-    manifest = json.loads((run / "manifest.json").read_text())
-    manifest["model"] = {"weights_fingerprint": weights_fingerprint(ModelConfig(path=str(base)))}
-    (run / "manifest.json").write_text(json.dumps(manifest))
+    update_manifest(run, {"model": {"weights_fingerprint": weights_fingerprint(ModelConfig(path=str(base)))}})
     return run, base
 
 
@@ -429,8 +428,7 @@ def test_merge_of_a_whole_model_is_refused(layouts: Any, run: Path, export: Any)
 
 def test_another_template_than_in_training_is_refused(layouts: Any, run: Path, export: Any) -> None:
     layouts.write_checkpoint(run, "whole")
-    manifest = json.loads((run / "manifest.json").read_text())
-    (run / "manifest.json").write_text(json.dumps(manifest | {"chat_template_sha256": "0" * 64}))
+    update_manifest(run, {"chat_template_sha256": "0" * 64})
     with pytest.raises(DataError, match="the chat template is not the one"):
         export(run)
 
