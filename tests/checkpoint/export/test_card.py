@@ -14,7 +14,6 @@ from tunebook.config.choices import Source
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import MixturePart
-from tunebook.record.manifest import update_manifest
 
 
 def task(value: float) -> dict[str, Any]:
@@ -63,7 +62,7 @@ def test_the_best_model_is_of_its_own_step_and_loss(layouts: Any, run: Path, exp
     for step, validation in ((1, 9.0), (2, 7.0), (3, 8.0)):
         lines += [{"step": step, "loss": 4.0 - step}, {"step": step, "validation_loss": validation}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    update_manifest(run, {"status": {"best_step": 2}})
+    layouts.change_manifest(run, status={"best_step": 2})
     write_evaluation(run, "before", "base", 0.1)
     write_evaluation(run, "after", "model", 0.9)
     last = layouts.write_checkpoint(run, "whole", step=3)
@@ -82,7 +81,7 @@ def test_the_best_model_is_of_its_own_step_and_loss(layouts: Any, run: Path, exp
 
 def test_a_run_without_a_recipe_is_called_by_its_model(layouts: Any, card: Any, run: Path) -> None:
     layouts.forget_recipe(run)
-    update_manifest(run, {"title": ""})
+    layouts.change_manifest(run, title="")
     assert "\n# tiny, fine-tuned\n" in card(3)  # the folder of the base model
 
 

@@ -24,7 +24,6 @@ from tunebook.evaluate.target import find_target
 from tunebook.files import sha256_file
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.plan.architecture.base_model import read_facts
-from tunebook.record.manifest import update_manifest
 from tunebook.record.model_origin import ORIGIN_FILE, check_bound, recorded_by_origin
 
 # peft asks transformers by a name that has a newer one
@@ -122,7 +121,7 @@ def lora_over(layouts: Any, tmp_path: Path) -> tuple[Path, Path]:
     base = layouts.write_base(tmp_path / "base", layouts.TINY, "bfloat16")
     run = layouts.write_run(tmp_path / "outputs" / "tiny" / "lora", base, peft="lora")
     layouts.write_checkpoint(run, "adapter")
-    update_manifest(run, {"model": {"weights_fingerprint": weights_fingerprint(ModelConfig(path=str(base)))}})
+    layouts.change_manifest(run, model={"weights_fingerprint": weights_fingerprint(ModelConfig(path=str(base)))})
     return run, base
 
 
@@ -428,7 +427,7 @@ def test_merge_of_a_whole_model_is_refused(layouts: Any, run: Path, export: Any)
 
 def test_another_template_than_in_training_is_refused(layouts: Any, run: Path, export: Any) -> None:
     layouts.write_checkpoint(run, "whole")
-    update_manifest(run, {"chat_template_sha256": "0" * 64})
+    layouts.change_manifest(run, chat_template_sha256="0" * 64)
     with pytest.raises(DataError, match="the chat template is not the one"):
         export(run)
 

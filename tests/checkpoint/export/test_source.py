@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from tunebook.checkpoint.export.source import Form, choose_source, find_stored
 from tunebook.errors import DataError, RequestError
 from tunebook.files import sha256_file
-from tunebook.record.manifest import update_manifest
 from tunebook.record.run_record import read_run
 
 
@@ -37,7 +36,7 @@ def test_the_model_is_of_the_step_that_was_loaded_at_the_end(
 ) -> None:
     file = run / "run.yaml"
     file.write_text(file.read_text().replace("load_best_at_end: false", f"load_best_at_end: {loads_best}".lower()))
-    update_manifest(run, {"status": status})
+    layouts.change_manifest(run, status=status)
     layouts.write_checkpoint(run, "whole", step=2).rename(run / "model")
     for named in (None, str(run / "model")):
         source = choose_source(read_run(run), named)
@@ -48,7 +47,7 @@ def test_a_model_with_other_weights_than_its_run_wrote_is_not_exported(layouts: 
     layouts.write_checkpoint(run, "whole", step=2).rename(run / "model")
     (weights,) = (run / "model").glob("*.safetensors")
     entry = {"size": weights.stat().st_size, "sha256": sha256_file(weights)}
-    update_manifest(run, {"model_files": {weights.name: entry}})
+    layouts.change_manifest(run, model_files={weights.name: entry})
     assert choose_source(read_run(run), None).name_in(run) == "model"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
