@@ -91,8 +91,7 @@ def test_folders_that_variables_name_are_there_inside(monkeypatch, tmp_path):
     config = in_slurm("quickstart", "launcher.container_image=x")
     mounts = in_container(config, tmp_path / "run", COMMAND)[1]
     assert mounts.endswith("," + ",".join(f"{tmp_path / name}:{tmp_path / name}" for name in FOLDERS))
-    docker = in_slurm("quickstart", "launcher.container_image=x", "launcher.container_runtime=docker")
-    text = " ".join(in_container(docker, tmp_path / "run", COMMAND))
+    text = " ".join(in_container(in_docker(), tmp_path / "run", COMMAND))
     for name in FOLDERS:
         assert f"--volume {tmp_path / name}:{tmp_path / name}" in text
         assert f"--env {name}={tmp_path / name} " in text
@@ -104,8 +103,7 @@ def test_a_home_that_is_written_as_a_tilde_is_the_same_inside(monkeypatch, tmp_p
     (home / "hub").mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("HF_HUB_CACHE", "~/hub")
-    docker = in_slurm("quickstart", "launcher.container_image=x", "launcher.container_runtime=docker")
-    text = " ".join(in_container(docker, tmp_path / "run", COMMAND))
+    text = " ".join(in_container(in_docker(), tmp_path / "run", COMMAND))
     assert f"--volume {home / 'hub'}:{home / 'hub'} " in text
     assert f"--env HF_HUB_CACHE={home / 'hub'} " in text
     assert "~" not in text
@@ -114,8 +112,7 @@ def test_a_home_that_is_written_as_a_tilde_is_the_same_inside(monkeypatch, tmp_p
 def test_folders_that_are_not_there_are_not_named_inside(monkeypatch, tmp_path):
     for name in FOLDERS:
         monkeypatch.setenv(name, str(tmp_path / "nowhere" / name))
-    docker = in_slurm("quickstart", "launcher.container_image=x", "launcher.container_runtime=docker")
-    text = " ".join(in_container(docker, tmp_path / "run", COMMAND))
+    text = " ".join(in_container(in_docker(), tmp_path / "run", COMMAND))
     assert "nowhere" not in text
     assert [name for name in FOLDERS if f"--env {name}" in text] == []
 
