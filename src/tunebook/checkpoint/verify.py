@@ -22,7 +22,7 @@ from tunebook.checkpoint.record import (
 )
 from tunebook.errors import DataError
 from tunebook.files import sha256_file
-from tunebook.record.manifest import MANIFEST_FILE, MODEL_FILES, read_manifest
+from tunebook.record.manifest import MODEL_FILES, manifest_or_empty
 
 MODEL_FOLDER = "model"  # of a run: its trained model
 _WEIGHTS = ".safetensors"
@@ -125,8 +125,8 @@ def require_unchanged_model(run: Path, *, by_hash: bool = False) -> None:
 
     Older runs recorded nothing to compare with. Raises: DataError saying what is wrong.
     """
-    recorded = read_manifest(run).get(MODEL_FILES) if (run / MANIFEST_FILE).is_file() else None
-    weights = {name: FileEntry(**entry) for name, entry in (recorded or {}).items() if name.endswith(_WEIGHTS)}
+    recorded = manifest_or_empty(run).get(MODEL_FILES) or {}
+    weights = {name: FileEntry(**entry) for name, entry in recorded.items() if name.endswith(_WEIGHTS)}
     there = {name: run / MODEL_FOLDER / name for name in weights}
     why = _wrong_size({name: file.stat().st_size for name, file in there.items() if file.is_file()}, weights)
     if why is None and by_hash:

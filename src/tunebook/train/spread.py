@@ -23,7 +23,7 @@ from tunebook.parallel.deepspeed import uses_nvme, zero_stage
 from tunebook.parallel.operator_builds import build_operators_in_turn
 from tunebook.parallel.wrapped import find_parallelism, require_expected, require_fp8
 from tunebook.processes import free_port
-from tunebook.record.manifest import MANIFEST_FILE, update_manifest
+from tunebook.record.manifest import add_to_manifest
 from tunebook.record.run_folder import DEEPSPEED_FILE
 
 
@@ -105,5 +105,4 @@ class ParallelismCheck(TrainerCallback):
             # accelerate sets an infinite number of steps for "never print", which JSON cannot represent.
             settings = {key: value for key, value in plugin.deepspeed_config.items() if value != math.inf}
             atomic_write_json(self.folder / DEEPSPEED_FILE, settings)
-        if (self.folder / MANIFEST_FILE).exists():
-            update_manifest(self.folder, {"parallelism_found": found})
+        add_to_manifest(self.folder, {"parallelism_found": found})
