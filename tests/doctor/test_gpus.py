@@ -9,14 +9,14 @@ import pytest
 from tunebook.doctor.findings import Level
 from tunebook.doctor.gpus import PciGpu, check_gpus, gpus_on_bus
 from tunebook.hardware.detect import Machine
-from tunebook.hardware.nvidia_smi import SmiAnswer
+from tunebook.processes import Answer
 
 from .conftest import CPU_ONLY, h200, health, machine_with, only
 
 TWO = machine_with(h200(0), h200(1))
-NO_PROGRAM = SmiAnswer(text=None, problem="there is no nvidia-smi", is_absent=True)
-NOT_LOADED = SmiAnswer(
-    text=None,
+NO_PROGRAM = Answer(text="", problem="there is no nvidia-smi")
+NOT_LOADED = Answer(
+    text="",
     problem="it ended with exit code 9: NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver. "
     "Make sure that the latest NVIDIA driver is installed and running.",
 )
@@ -185,14 +185,14 @@ GPU 1: NVIDIA A100-SXM4-80GB (UUID: GPU-77aa0000-0000-1111-2222-333344445555)
 @pytest.mark.parametrize(
     ("answer", "level", "said"),
     [
-        (SmiAnswer(text=LISTING, problem=None), Level.error, "nvidia-smi lists 2 GPUs (GPU 0: NVIDIA A100"),
-        (SmiAnswer(text=None, problem="no answer within 40 s"), Level.warning, "no answer within 40 s"),
-        (SmiAnswer(text=None, problem="it ended with exit code 18: Driver/library version mismatch"), Level.warning,
+        (Answer(text=LISTING), Level.error, "nvidia-smi lists 2 GPUs (GPU 0: NVIDIA A100"),
+        (Answer(text="", problem="no answer within 40 s"), Level.warning, "no answer within 40 s"),
+        (Answer(text="", problem="it ended with exit code 18: Driver/library version mismatch"), Level.warning,
          "version mismatch"),
-        (SmiAnswer(text="\x00\x01 GPU?", problem=None), Level.warning, r"there are: it printed '\x00\x01 GPU?'"),
+        (Answer(text="\x00\x01 GPU?"), Level.warning, r"there are: it printed '\x00\x01 GPU?'"),
     ],
 )  # fmt: skip
-def test_an_nvidia_smi_where_python_finds_no_driver(answer: SmiAnswer, level: Level, said: str) -> None:
+def test_an_nvidia_smi_where_python_finds_no_driver(answer: Answer, level: Level, said: str) -> None:
     found = only(check_gpus(CPU_ONLY, [], None, answer), "nvidia-smi")
     assert found.level is level
     assert said in found.what
@@ -201,13 +201,13 @@ def test_an_nvidia_smi_where_python_finds_no_driver(answer: SmiAnswer, level: Le
 @pytest.mark.parametrize(
     "answer",
     [
-        SmiAnswer(text=None, problem="there is no nvidia-smi", is_absent=True),
-        SmiAnswer(text="No devices found.", problem=None),
-        SmiAnswer(text=None, problem="it ended with exit code 9: NVIDIA-SMI has failed because it couldn't communicate "
+        Answer(text="", problem="there is no nvidia-smi"),
+        Answer(text="No devices found."),
+        Answer(text="", problem="it ended with exit code 9: NVIDIA-SMI has failed because it couldn't communicate "
                   "with the NVIDIA driver. Make sure that the latest NVIDIA driver is installed and running."),
     ],
 )  # fmt: skip
-def test_an_nvidia_smi_that_says_that_there_is_no_gpu(answer: SmiAnswer) -> None:
+def test_an_nvidia_smi_that_says_that_there_is_no_gpu(answer: Answer) -> None:
     assert [finding.id for finding in check_gpus(CPU_ONLY, [], None, answer)] == ["gpus-found"]
 
 
@@ -248,12 +248,12 @@ def test_a_machine_without_such_a_bus_has_none(tmp_path: Path) -> None:
         (None, NO_PROGRAM, Level.warning, "install NVIDIA's driver, then sudo reboot"),
         ("nvidia", NO_PROGRAM, Level.warning, "in a container: start it with its GPUs (docker run --gpus all;"),
         ("nouveau", NO_PROGRAM, Level.warning, "install NVIDIA's driver, which takes the place of nouveau"),
-        (None, SmiAnswer(text="No devices found.", problem=None), Level.error, "sudo modprobe nvidia"),
+        (None, Answer(text="No devices found."), Level.error, "sudo modprobe nvidia"),
         (None, None, Level.warning, "install NVIDIA's driver"),
     ],
 )
 def test_a_gpu_whose_driver_does_not_answer_is_told_from_no_gpu(
-    driver: str | None, listing: SmiAnswer | None, level: Level, fix: str
+    driver: str | None, listing: Answer | None, level: Level, fix: str
 ) -> None:
     two = [PciGpu(address=f"0000:{bus}:00.0", driver=driver) for bus in ("3b", "5e")]
     (found,) = check_gpus(CPU_ONLY, [], None, listing, two)
@@ -274,7 +274,7 @@ def test_no_gpu_on_the_bus_is_no_problem() -> None:
 
 def test_more_specific_findings_replace_that_of_the_bus() -> None:
     """Other versions of the driver, working GPUs and hidden GPUs have their own findings."""
-    mismatch = SmiAnswer(text=None, problem="it ended with exit code 18: Driver/library version mismatch")
+    mismatch = Answer(text="", problem="it ended with exit code 18: Driver/library version mismatch")
     assert [found.id for found in check_gpus(CPU_ONLY, [], None, mismatch, ONE)] == ["gpus-found", "nvidia-smi"]
     works = check_gpus(machine_with(h200(0)), [health(0)], None, None, ONE)
     assert {found.level for found in works} == {Level.ok}

@@ -8,7 +8,8 @@ import pytest
 
 from tunebook.doctor.findings import Level
 from tunebook.doctor.links import check_bandwidth, check_topology, not_measured
-from tunebook.hardware.nvidia_smi import SmiAnswer, parse_topology
+from tunebook.hardware.nvidia_smi import parse_topology
+from tunebook.processes import Answer
 
 from .conftest import CPU_ONLY, TOPOLOGIES, h200, machine_with, measured, only, topology_of
 
@@ -18,7 +19,7 @@ EIGHT = machine_with(*(h200(index) for index in range(8)))
 def look(name: str, num_gpus: int, num_nodes: int = 1, first: int = 0):
     text = (TOPOLOGIES / f"{name}.txt").read_text()
     machine = machine_with(*(h200(index) for index in range(first, first + num_gpus)))
-    return check_topology(machine, SmiAnswer(text=text, problem=None), num_nodes)[1]
+    return check_topology(machine, Answer(text=text), num_nodes)[1]
 
 
 def test_nvlink_everywhere() -> None:
@@ -36,7 +37,7 @@ def test_nvlink_reaches_every_gpu_through_others() -> None:
 def test_two_gpus_of_the_mesh_without_nvlinks() -> None:
     text = (TOPOLOGIES / "v100x8.txt").read_text()
     machine = machine_with(h200(0), h200(7))
-    _, (found, _) = check_topology(machine, SmiAnswer(text=text, problem=None), 1)
+    _, (found, _) = check_topology(machine, Answer(text=text), 1)
     assert found.level is Level.warning
     assert "GPU0 and GPU7 are on different CPU sockets" in found.what
 
@@ -68,7 +69,7 @@ def test_a_card_on_the_other_socket_matters_only_between_nodes() -> None:
     text = (
         "\tGPU0\tGPU1\tNIC0\tCPU Affinity\nGPU0\t X \tNV4\tPIX\t0-3\nGPU1\tNV4\t X \tSYS\t4-7\nNIC0\tPIX\tSYS\t X \t\n"
     )
-    machine, answer = machine_with(h200(0), h200(1)), SmiAnswer(text=text, problem=None)
+    machine, answer = machine_with(h200(0), h200(1)), Answer(text=text)
     assert only(check_topology(machine, answer, 1)[1], "network-cards").level is Level.ok
     found = only(check_topology(machine, answer, 2)[1], "network-cards")
     assert (found.level, "GPU1 reach one only over" in found.what) == (Level.warning, True)
@@ -77,13 +78,13 @@ def test_a_card_on_the_other_socket_matters_only_between_nodes() -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (SmiAnswer(text=None, problem="there is no nvidia-smi"), "there is no nvidia-smi"),
-        (SmiAnswer(text=None, problem="no answer within 40 s"), "no answer within 40 s"),
-        (SmiAnswer(text="GPU is lost\n", problem=None), "something else than a matrix"),
-        (SmiAnswer(text="\x00\x7f", problem=None), "something else than a matrix"),
+        (Answer(text="", problem="there is no nvidia-smi"), "there is no nvidia-smi"),
+        (Answer(text="", problem="no answer within 40 s"), "no answer within 40 s"),
+        (Answer(text="GPU is lost\n"), "something else than a matrix"),
+        (Answer(text="\x00\x7f"), "something else than a matrix"),
     ],
 )
-def test_without_a_matrix_it_is_a_warning(answer: SmiAnswer, said: str) -> None:
+def test_without_a_matrix_it_is_a_warning(answer: Answer, said: str) -> None:
     topology, (found,) = check_topology(machine_with(h200(0), h200(1)), answer, 1)
     assert topology is None
     assert (found.id, found.level) == ("topology", Level.warning)

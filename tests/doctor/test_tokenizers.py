@@ -67,7 +67,7 @@ def add_bos(config: RunConfig) -> None:
 
 
 def look(config: RunConfig) -> list[Finding]:
-    return check_tokenizer(config, Probe(facts=read_tokenizer(config), problem=None))
+    return check_tokenizer(config, Probe(facts=read_tokenizer(config)))
 
 
 def test_one_without_fault(config: RunConfig) -> None:

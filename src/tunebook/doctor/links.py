@@ -8,7 +8,8 @@ from tunebook.doctor.findings import Finding, Kind
 from tunebook.hardware.bandwidth import ALL_GATHER, ALL_REDUCE, Bandwidth, Measurement
 from tunebook.hardware.detect import VISIBLE_VARIABLE, Gpu, Machine, equal_gpus, visible_only
 from tunebook.hardware.disk import size_text
-from tunebook.hardware.nvidia_smi import Connection, Link, SmiAnswer, Topology, parse_topology
+from tunebook.hardware.nvidia_smi import Connection, Link, Topology, parse_topology
+from tunebook.processes import Answer
 
 # One link in one direction, NVLink 2 to 4 (V100, A100, H100); NVLink 5 has twice that. Source: NVIDIA's datasheets.
 _NVLINK_GB_PER_S = 25.0
@@ -18,14 +19,14 @@ _NVLINK_SHARE = 0.5
 _PCIE_GB_PER_S = 5.0
 
 
-def check_topology(machine: Machine, answer: SmiAnswer, num_nodes: int) -> tuple[Topology | None, list[Finding]]:
+def check_topology(machine: Machine, answer: Answer, num_nodes: int) -> tuple[Topology | None, list[Finding]]:
     """Parse the output of nvidia-smi, and judge the links between the GPUs that this process sees.
 
     Returns the matrix, if there is one, and the findings.
     """
     problem = answer.problem
     topology = None
-    if answer.text is not None:
+    if problem is None:
         try:
             topology = parse_topology(answer.text)
         except ValueError as error:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from tunebook.processes import ask
+from tunebook.processes import Answer, ask
 
 _DEVICE = re.compile(r"GPU\d+|NIC\d+|\w+_\w+|[a-z]\w*\d")  # GPU0, NIC0; before driver 520 mlx5_0, mlx5_bond_0
 _NOTHING = ("", "N/A")
 PROGRAM = "nvidia-smi"
+ABSENT = f"there is no {PROGRAM}"
 TIMEOUT_S = 40.0  # 8 GPUs without persistence mode take 10 s and more
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")  # it underlines headers
 _GPU = re.compile(r"^GPU \d+: .+$", re.MULTILINE)  # GPU 0: NVIDIA H200 (UUID: GPU-...)
@@ -129,7 +130,7 @@ class Topology:
         }
 
 
-def ask_topology(timeout_s: float = TIMEOUT_S) -> SmiAnswer:
+def ask_topology(timeout_s: float = TIMEOUT_S) -> Answer:
     """The output of `nvidia-smi topo -m`. Never raises."""
     return ask_nvidia_smi("topo", "-m", timeout_s=timeout_s)
 
@@ -212,26 +213,18 @@ def _interfaces(lines: list[str]) -> dict[str, str]:
     return {match[1]: match[2] for match in found if match}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SmiAnswer:
-    """The output without escape codes, or why there is none."""
+def ask_nvidia_smi(*arguments: str, timeout_s: float = TIMEOUT_S) -> Answer:
+    """Run `nvidia-smi` with these arguments; the text is without escape codes, and empty if there is a problem.
 
-    text: str | None
-    problem: str | None
-    is_absent: bool = False
-
-
-def ask_nvidia_smi(*arguments: str, timeout_s: float = TIMEOUT_S) -> SmiAnswer:
-    """Run `nvidia-smi` with these arguments. Never raises, and never exceeds the time limit."""
+    Never raises, and never exceeds the time limit.
+    """
     if shutil.which(PROGRAM) is None:
-        return SmiAnswer(text=None, problem=f"there is no {PROGRAM}", is_absent=True)
+        return Answer(text="", problem=ABSENT)
     answer = ask([PROGRAM, *arguments], timeout_s=timeout_s)
     if answer.problem is not None:
-        return SmiAnswer(text=None, problem=answer.failure)
+        return Answer(text="", problem=answer.failure)
     text = plain(answer.text).strip("\n")
-    if not text.strip():
-        return SmiAnswer(text=None, problem="it printed nothing")
-    return SmiAnswer(text=text, problem=None)
+    return Answer(text=text, problem=None if text.strip() else "it printed nothing")
 
 
 def plain(text: str) -> str:
