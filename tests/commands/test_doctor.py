@@ -163,16 +163,8 @@ def test_an_nvml_that_hangs_is_not_asked_again(host: Host, as_json: Any) -> None
     assert levels(said)["torch-import"] == "error"
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        Answer(text="", problem="there is no nvidia-smi"),
-        Answer(text="", problem="no answer within 40 s"),
-        Answer(text="\x00 garbage"),
-    ],
-)
-def test_an_nvidia_smi_that_says_nothing_useful(host: Host, as_json: Any, answer: Answer) -> None:
-    host.topology = answer
+def test_an_nvidia_smi_that_says_nothing_useful(host: Host, as_json: Any) -> None:
+    host.topology = Answer(text="", problem="no answer within 40 s")
     _, said = as_json()
     assert (said["topology"], levels(said)["topology"]) == (None, "warning")
     assert levels(said)["bandwidth"] == "ok"  # measured all the same
