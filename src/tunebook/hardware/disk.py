@@ -20,7 +20,7 @@ _WORDS = (
     "iostream error",
 )
 # How messages with the id `disk-full` begin.
-_MESSAGE = re.compile(r"\bno space (is )?left\b|\bthe disk of .+ (is full;|has [\d.]+ \w+ free\b)", re.IGNORECASE)
+_MESSAGE = re.compile(r"\bno space (is )?left\b|\bthe disk of .+ (is full;|has [\d.,]+ \w+ free\b)", re.IGNORECASE)
 FREE_SPACE = (
     "free some space, keep fewer checkpoints (training.keep_checkpoints=1), or write elsewhere: "
     "outputs=/a/folder/on/another/disk"
