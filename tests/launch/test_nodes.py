@@ -490,10 +490,17 @@ def test_workers_on_other_machines_than_planned_are_refused(opened, join):
         raise group.failure
 
 
-def test_a_port_in_use_names_another(opened):
+def test_a_port_in_use_names_another(opened, monkeypatch):
     group = opened()
     with pytest.raises(RequestError, match=f"launcher.master_port={group.port}: .* Try launcher.master_port="):
         opened(master_port=group.port)
+
+    def refuse(*_words, **_options):
+        raise RuntimeError("EADDRINUSE")
+
+    monkeypatch.setattr(rendezvous, "open_store", refuse)
+    with pytest.raises(RequestError, match="Try launcher.master_port=65534 on every node"):
+        rendezvous.host_store(65535, "")
 
 
 @pytest.mark.parametrize(("known", "is_warned"), [("", True), ("head", False)])
