@@ -499,7 +499,7 @@ def test_a_port_in_use_names_another(opened, monkeypatch):
         raise RuntimeError("EADDRINUSE")
 
     monkeypatch.setattr(rendezvous, "open_store", refuse)
-    with pytest.raises(RequestError, match="Try launcher.master_port=65534 on every node"):
+    with pytest.raises(RequestError, match=r"Try launcher\.master_port=65534 on every node"):
         rendezvous.host_store(65535, "")
 
 
