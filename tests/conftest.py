@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ import pytest
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from tunebook.config.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,6 +57,25 @@ def find_chromium() -> str | None:
     """The path of Chromium or Chrome, or None."""
     names = ("chromium", "chromium-browser", "google-chrome")
     return next((path for path in map(shutil.which, names) if path), None)
+
+
+def config_of(recipe: str, *overrides: str) -> RunConfig:
+    """A recipe as it is resolved on a machine without a GPU."""
+    from tunebook.config.compose import compose
+    from tunebook.hardware.detect import Machine
+    from tunebook.plan.auto.resolve import resolve_auto
+
+    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+    return resolve_auto(compose(recipe, list(overrides)).config, machine).config
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    """What a condition returns as soon as that is true."""
+    end = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < end, "the condition did not become true"
+        time.sleep(0.01)
+    return found
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

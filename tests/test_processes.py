@@ -16,6 +16,8 @@ import tunebook
 from tunebook.processes import adopting_orphans, ask, children_of, descendants_of, end_children, stopping_with_parent
 from tunebook.train import rank_process
 
+from .conftest import wait_for
+
 # Starts a child in a session of its own, says who that is, and dies.
 PARENT = """
 import subprocess, sys
@@ -117,13 +119,6 @@ def test_urgent_end_does_not_wait():
         assert process not in children_of(os.getpid())
 
 
-def wait_for(file, text):
-    end = time.monotonic() + 30
-    while not file.exists() or file.read_text() != text:
-        assert time.monotonic() < end, file
-        time.sleep(0.02)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part of it is Linux's")
 def test_a_child_is_asked_to_stop_when_its_parent_is_killed(tmp_path):
     says = tmp_path / "says"
@@ -131,9 +126,9 @@ def test_a_child_is_asked_to_stop_when_its_parent_is_killed(tmp_path):
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         int(parent.stdout.readline())
-        wait_for(says, "there")
+        wait_for(lambda: says.exists() and says.read_text() == "there")
         parent.kill()
-    wait_for(says, "SIGTERM")
+    wait_for(lambda: says.read_text() == "SIGTERM")
 
 
 def test_command_replaces_the_starting_process():
@@ -236,11 +231,7 @@ def test_hanging_process_is_killed_with_its_children_and_its_output_kept(tmp_pat
     assert time.monotonic() - start < 60  # far below its 300 s
     assert (answer.problem, answer.is_late, answer.text) == ("no answer within 1 s", True, "before\n")
     pid = int(child.read_text())
-    for _ in range(100):
-        if not is_alive(pid):
-            break
-        time.sleep(0.1)
-    assert not is_alive(pid)
+    wait_for(lambda: not is_alive(pid))
 
 
 def is_alive(pid: int) -> bool:

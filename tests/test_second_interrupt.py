@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import wait_for
+
 APART_S = 0.5  # two requests, and not one that came twice
 # Starts a process of its own, says its number, and is then in the state that follows.
 PROGRAM = """
@@ -104,10 +106,7 @@ def test_the_second_ctrl_c_ends_the_command_and_what_it_started(start, state, sa
     send(running, signal.SIGINT)
     assert running.wait(30) == 6
     assert "interrupted twice: ended at once" in running.stderr.read()
-    end = time.monotonic() + 20
-    while is_at_work(child) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert not is_at_work(child)
+    wait_for(lambda: not is_at_work(child))
 
 
 def test_sigterm_counts_once_and_ctrl_c_after_it_is_the_second(start):

@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 
 from tunebook import slurm as client
-from tunebook.config.compose import compose
 from tunebook.errors import RequestError, TunebookError
-from tunebook.hardware.detect import Machine
 from tunebook.launch.slurm.submit import job_script
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.slurm import (
     check_job,
     job_state,
@@ -26,7 +23,7 @@ from tunebook.slurm import (
     unusable_sign,
 )
 
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+from .conftest import config_of
 
 
 @pytest.fixture
@@ -42,14 +39,14 @@ def says(monkeypatch, tmp_path):
     return make
 
 
-def config_of(recipe="llama2_70b_fsdp", *words):
-    return resolve_auto(compose(recipe, list(words)).config, NO_GPU).config
+def llama2(*words):
+    return config_of("llama2_70b_fsdp", *words)
 
 
 def test_without_slurm_it_is_said_where_to_type(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RequestError, match=r"needs Slurm's command sbatch, .* login node .* or use launcher=local"):
-        check_job(config_of())
+        check_job(llama2())
 
 
 def test_a_controller_that_does_not_answer_is_given_up(says, monkeypatch):
@@ -98,7 +95,7 @@ def test_refusals_say_what_to_change(says, said, words):
     says("sinfo", "cpu=up\ngpu=inact\ngpu=inact" if "partition" in said.lower() else "gpu\ncpu\ngpu")
     says("sbatch", errors=said, code=1)
     with pytest.raises(RequestError, match=words) as caught:
-        check_job(config_of("llama2_70b_fsdp", "launcher.partition=gpus", "launcher.account=chem"))
+        check_job(llama2("launcher.partition=gpus", "launcher.account=chem"))
     assert caught.value.problem_id == "slurm-refused"
 
 
@@ -110,7 +107,7 @@ def test_refusals_say_what_to_change(says, said, words):
     ],
 )
 def test_a_controller_that_is_down_is_no_refusal(said):
-    error = refusal(said, config_of())
+    error = refusal(said, llama2())
     assert (error.exit_code, error.problem_id) == (1, "slurm-out-of-reach")
 
 
@@ -149,9 +146,7 @@ def test_a_hint_is_left_out_where_the_controller_falls_silent(monkeypatch):
         raise TunebookError("no answer", problem_id="slurm-out-of-reach")
 
     monkeypatch.setattr(client, "slurm", silent)
-    error = refusal(
-        "sbatch: error: invalid partition specified: gpus", config_of("llama2_70b_fsdp", "launcher.partition=gpus")
-    )
+    error = refusal("sbatch: error: invalid partition specified: gpus", llama2("launcher.partition=gpus"))
     assert (error.exit_code, error.problem_id) == (2, "slurm-refused")
     assert error.message.endswith("launcher.partition=gpus: sinfo lists them")
 
@@ -169,20 +164,20 @@ INACTIVE = "sbatch: error: Batch job submission failed: Required partition not a
 )
 def test_a_partition_that_is_closed_for_now_is_not_what_is_named_instead(says, asked, states, words):
     says("sinfo", states)
-    error = refusal(INACTIVE, config_of("llama2_70b_fsdp", *asked))
+    error = refusal(INACTIVE, llama2(*asked))
     assert re.search(words, error.message)
     assert "None" not in error.message
 
 
 def test_an_account_that_was_left_out_is_written_as_it_is_typed():
-    said = refusal("allocation failure: Invalid account or account/partition combination specified", config_of())
+    said = refusal("allocation failure: Invalid account or account/partition combination specified", llama2())
     assert "launcher.account=null:" in said.message
 
 
 def test_a_folder_that_slurm_cannot_print_to_is_refused_before_anything_is_prepared(says):
     says("sbatch")
     with pytest.raises(RequestError, match=r"there is a backslash in the path; write elsewhere: outputs=/a/folder"):
-        check_job(config_of("llama2_70b_fsdp", "outputs='/a\\b'"))
+        check_job(llama2("outputs='/a\\b'"))
 
 
 def test_a_controller_that_is_silent_for_a_while_is_waited_for(monkeypatch):
@@ -214,7 +209,7 @@ FOLDER = Path("/runs/1")
 def test_two_nodes_of_eight_gpus(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", "/venv/bin/python")
-    config = config_of("llama2_70b_fsdp", "launcher.partition=gpu", "launcher.time_limit=24:00:00")
+    config = llama2("launcher.partition=gpu", "launcher.time_limit=24:00:00")
     lines = job_script(config, FOLDER).splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
     assert [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")] == [

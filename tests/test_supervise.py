@@ -9,17 +9,10 @@ from pathlib import Path
 import pytest
 
 from tunebook import processes as descendants
-from tunebook.config.compose import compose
-from tunebook.hardware.detect import Machine
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.supervise import TORCHRUN, StopRequests, run_and_wait
 from tunebook.train.environment import handed_on, rank_environment
 
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
-
-
-def config_of(recipe, *overrides):
-    return resolve_auto(compose(recipe, list(overrides)).config, NO_GPU).config
+from .conftest import config_of
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(None, "0"), ("3,5", "3"), ("GPU-aa,GPU-bb", "GPU-aa")])

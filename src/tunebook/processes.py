@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -49,6 +50,13 @@ def own_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):  # honours taskset and cpusets; Linux only
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
+
+
+def free_port() -> int:
+    """A free port of this machine."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def prctl(option: int, value: int) -> None:

@@ -10,21 +10,18 @@ from pathlib import Path
 import pytest
 
 from tunebook.checkpoint.record import Identity
-from tunebook.config.compose import compose
 from tunebook.config.identity import HASH_VERSION, config_hash, result_settings
 from tunebook.config.schema import RunConfig
-from tunebook.hardware.detect import Machine
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.record.manifest import describe_model
 
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+from ..conftest import config_of
 
 
 @pytest.fixture(scope="session")
 def resolved() -> RunConfig:
     """The quickstart, on two ranks of a CPU."""
     words = ["parallelism=ddp", "hardware=cpu", "hardware.gpus_per_node=2"]
-    return resolve_auto(compose("quickstart", words).config, NO_GPU).config
+    return config_of("quickstart", *words)
 
 
 @pytest.fixture

@@ -187,7 +187,7 @@ def test_one_of_another_run_is_refused_and_not_gone_back_behind(
 ) -> None:
     save(2)
     save(4, strategy="zero1")
-    with pytest.raises(RequestError, match="checkpoint-4 cannot be resumed from: it was saved by parallelism=zero1"):
+    with pytest.raises(RequestError, match="checkpoint-4 cannot be resumed from: it was saved with parallelism=zero1"):
         choose_checkpoint(config, run, identity, print)
 
 

@@ -109,7 +109,7 @@ def test_all_that_must_be_named_is_said_at_once(said: Callable[..., str]) -> Non
 @pytest.mark.parametrize(
     ("change", "text", "fix"),
     [
-        ({"strategy": "zero2"}, "it was saved by parallelism=zero2, and this run has parallelism=ddp", "zero2"),
+        ({"strategy": "zero2"}, "it was saved with parallelism=zero2, and this run has parallelism=ddp", "zero2"),
         ({"peft": "lora"}, "it was trained with peft=lora, and this run with peft=full", "Resume with peft=lora"),
         (
             {"model": {"name": "other/model", "revision": "main", "config_sha256": None, "weights": "pretrained"}},
@@ -159,6 +159,11 @@ def test_a_model_that_was_moved_is_the_same(said: Callable[..., str], identity: 
     assert "is of the model" in said(model=identity.model | {"config_sha256": "1" * 64})
 
 
+DEALT = ZeroConfig(strategy=Strategy.zero2, round_robin_gradients=True)
+SHARDED, FULL = (FsdpConfig(strategy=Strategy.fsdp, state_dict=kind) for kind in (StateDict.sharded, StateDict.full))
+ROUND_ROBIN, STATE = "parallelism.round_robin_gradients=", "parallelism.state_dict="
+
+
 def identity_with(identity: Identity, config: RunConfig, parallelism: ParallelismConfig, ranks: int) -> Identity:
     settings = result_settings(replace(config, parallelism=parallelism))
     return replace(identity, strategy=parallelism.strategy.name, world_size=ranks, settings=settings)
@@ -195,18 +200,22 @@ def test_what_is_on_nvme_disks_fits_its_number_of_ranks_only(identity: Identity,
     assert list(differences(two, two)) == []
 
 
-def test_a_checkpoint_that_is_laid_out_otherwise_cannot_be_loaded(identity: Identity, config: RunConfig) -> None:
-    dealt = ZeroConfig(strategy=Strategy.zero2, round_robin_gradients=True)
-    for one, other in (
-        (FsdpConfig(strategy=Strategy.fsdp), FsdpConfig(strategy=Strategy.fsdp, state_dict=StateDict.full)),
-        (dealt, ZeroConfig(strategy=Strategy.zero2)),
-    ):
-        found, *_ = differences(identity_with(identity, config, one, 2), identity_with(identity, config, other, 2))
-        assert found.allowed_by is None
-    assert found.text == (
-        "it was saved by zero2 with parallelism.round_robin_gradients=true, and this run is zero2 with "
-        "parallelism.round_robin_gradients=false"
-    )
+@pytest.mark.parametrize(
+    ("theirs", "own", "then", "now", "fix"),
+    [
+        (DEALT, ZeroConfig(strategy=Strategy.zero2), ROUND_ROBIN + "true", ROUND_ROBIN + "false", ROUND_ROBIN + "true"),
+        (SHARDED, FULL, STATE + "sharded", STATE + "full", STATE + "sharded"),
+        (SHARDED, DEALT, "parallelism=fsdp", "parallelism=zero2", f"parallelism=fsdp {STATE}sharded"),
+    ],
+    ids=["zero", "fsdp", "strategies"],
+)
+def test_a_checkpoint_that_is_laid_out_otherwise_cannot_be_loaded(
+    identity: Identity, config: RunConfig,
+    theirs: ParallelismConfig, own: ParallelismConfig, then: str, now: str, fix: str,
+) -> None:  # fmt: skip
+    found, *_ = differences(*(identity_with(identity, config, one, 2) for one in (theirs, own)))
+    assert (found.text, found.allowed_by) == (f"it was saved with {then}, and this run has {now}", None)
+    assert found.fix.startswith(f"Resume with {fix}. To start from its weights")
 
 
 def test_the_identity_of_a_run(config: RunConfig, tmp_path: Path, identity: Identity) -> None:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tunebook.checkpoint.record import Identity
 from tunebook.checkpoint.retention import (
     clean_up,
     estimate_bytes,
     remove_checkpoint,
     remove_old,
-    require_free_space,
     steps_to_remove,
 )
-from tunebook.errors import DoesNotFitError
 
 MakeCheckpoint = Callable[..., Path]
 
@@ -112,28 +112,29 @@ def model() -> torch.nn.Module:
     return layer
 
 
-def test_weights_and_an_adams_state(model: torch.nn.Module) -> None:
-    assert estimate_bytes(model, is_deepspeed=False) == 60 * (4 + 8) + 10 * 2
-
-
-def test_deepspeed_writes_the_weights_twice_and_its_own_copy(model: torch.nn.Module) -> None:
-    assert estimate_bytes(model, is_deepspeed=True) == 60 * (2 * 4 + 8 + 4) + 2 * 10 * 2
-
-
-def test_of_an_adapter_only_what_is_trained(model: torch.nn.Module) -> None:
-    model.peft_config = {}
-    assert estimate_bytes(model, is_deepspeed=False) == 60 * (4 + 8)
-
-
-def test_a_rank_of_zero3_holds_a_part_only(model: torch.nn.Module) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "is_deepspeed", "is_adapter", "is_bf16", "expected"),
+    [
+        ("adamw", False, False, False, 60 * (4 + 8) + 10 * 2),
+        ("adamw", False, False, True, 60 * (2 + 4) + 10 * 2),  # moments in the format of the weights
+        ("adamw_8bit", False, False, False, 60 * (4 + 2) + 10 * 2),
+        ("adafactor", False, False, False, 60 * 4 + 10 * 2),
+        ("adamw", True, False, False, 60 * (2 * 4 + 8 + 4) + 2 * 10 * 2),  # the weights twice, and its own copy
+        ("adamw", True, False, True, 60 * (2 * 2 + 8 + 4) + 2 * 10 * 2),
+        ("adamw", False, True, False, 60 * (4 + 8)),  # of an adapter only what is trained
+    ],
+)
+def test_the_least_that_a_first_checkpoint_takes(
+    model: torch.nn.Module, identity: Identity,
+    optimizer: str, is_deepspeed: bool, is_adapter: bool, is_bf16: bool, expected: int,
+) -> None:  # fmt: skip
+    settings = identity.settings | {"optimizer": {"name": optimizer}}
+    if is_adapter:
+        model.peft_config = {}
+    if is_bf16:
+        model.bfloat16()
+    own = replace(identity, settings=settings)
+    assert estimate_bytes(model, own, is_deepspeed=is_deepspeed) == expected
     for parameter in model.parameters():
-        parameter.ds_numel = 2 * parameter.numel()
-    assert estimate_bytes(model, is_deepspeed=False) == 2 * (60 * (4 + 8) + 10 * 2)
-
-
-def test_room_is_asked_of_a_real_disk(tmp_path: Path) -> None:
-    require_free_space(tmp_path, 1, 1, last=None)
-    with pytest.raises(DoesNotFitError, match=r"another/disk\. Nothing was saved before"):
-        require_free_space(tmp_path, 1, 2**62, last=None)
-    with pytest.raises(DoesNotFitError, match=r"another/disk\. The last good checkpoint is /runs/checkpoint-4"):
-        require_free_space(tmp_path, 1, 2**62, last=Path("/runs/checkpoint-4"))
+        parameter.ds_numel = 2 * parameter.numel()  # a rank of ZeRO-3 holds a part only
+    assert estimate_bytes(model, own, is_deepspeed=is_deepspeed) == 2 * expected

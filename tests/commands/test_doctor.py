@@ -18,7 +18,7 @@ from tunebook.doctor.gpus import PciGpu
 from tunebook.doctor.probes import Probe
 from tunebook.explain import all_ids
 from tunebook.hardware.detect import Machine
-from tunebook.hardware.nvidia_smi import SmiAnswer
+from tunebook.processes import Answer
 
 from ..doctor.conftest import TOPOLOGIES, h200, health, machine_with, measured
 
@@ -44,11 +44,11 @@ class Host:
 
     def __init__(self) -> None:
         self.machine: Machine | None = machine_with(*(h200(index) for index in range(4)))
-        self.nvml = Probe(facts={"gpus": [health(index) for index in range(4)]}, problem=None)
-        self.torch = Probe(facts=TORCH, problem=None)
-        self.topology = SmiAnswer(text=(TOPOLOGIES / "h100x8.txt").read_text(), problem=None)
+        self.nvml = Probe(facts={"gpus": [health(index) for index in range(4)]})
+        self.torch = Probe(facts=TORCH)
+        self.topology = Answer(text=(TOPOLOGIES / "h100x8.txt").read_text())
         self.bandwidth = measured(360.0)
-        self.listing = SmiAnswer(text=None, problem="there is no nvidia-smi", is_absent=True)
+        self.listing = Answer(text="", problem="there is no nvidia-smi")
         self.on_bus: list[PciGpu] = []
         self.asked: list[str] = []
 
@@ -75,7 +75,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     monkeypatch.setattr(command, "gpus_on_bus", lambda: host.on_bus)
     monkeypatch.setattr(command, "ask_topology", lambda: host.topology)
     monkeypatch.setattr(command, "measure_bandwidth", host.measure)
-    monkeypatch.setattr(command, "probe_tokenizer", lambda config: Probe(facts=TOKENIZER, problem=None))
+    monkeypatch.setattr(command, "probe_tokenizer", lambda config: Probe(facts=TOKENIZER))
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda folder: SimpleNamespace(free=2**40))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr("tunebook.train.requirements.installed_version", lambda name: "2.13.0")
@@ -139,14 +139,14 @@ def test_measuring_can_be_left_out(host: Host, as_json: Any) -> None:
 
 def test_gpus_that_are_full_are_not_measured(host: Host, as_json: Any) -> None:
     devices = [{"index": index, "problem": None, "free_gib": 0.5} for index in range(4)]
-    host.torch = Probe(facts=TORCH | {"devices": devices}, problem=None)
+    host.torch = Probe(facts=TORCH | {"devices": devices})
     _, said = as_json()
     assert (host.asked, levels(said)["bandwidth"]) == ([], "warning")
 
 
 def test_cpu_ranks_are_measured_only_when_asked(host: Host, as_json: Any) -> None:
     host.machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0, notes=["no driver"])
-    host.torch = Probe(facts=CPU_TORCH, problem=None)
+    host.torch = Probe(facts=CPU_TORCH)
     assert as_json()[1]["bandwidth"] is None
     host.bandwidth = measured(0.5, backend="gloo", num_ranks=2)
     _, said = as_json(cpu_ranks=2)
@@ -163,16 +163,8 @@ def test_an_nvml_that_hangs_is_not_asked_again(host: Host, as_json: Any) -> None
     assert levels(said)["torch-import"] == "error"
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        SmiAnswer(text=None, problem="there is no nvidia-smi"),
-        SmiAnswer(text=None, problem="no answer within 40 s"),
-        SmiAnswer(text="\x00 garbage", problem=None),
-    ],
-)
-def test_an_nvidia_smi_that_says_nothing_useful(host: Host, as_json: Any, answer: SmiAnswer) -> None:
-    host.topology = answer
+def test_an_nvidia_smi_that_says_nothing_useful(host: Host, as_json: Any) -> None:
+    host.topology = Answer(text="", problem="no answer within 40 s")
     _, said = as_json()
     assert (said["topology"], levels(said)["topology"]) == (None, "warning")
     assert levels(said)["bandwidth"] == "ok"  # measured all the same
@@ -180,16 +172,16 @@ def test_an_nvidia_smi_that_says_nothing_useful(host: Host, as_json: Any, answer
 
 def test_nvidia_smi_is_used_without_nvml(host: Host, as_json: Any) -> None:
     host.machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0, notes=["nvidia-ml-py is missing"])
-    host.torch = Probe(facts=CPU_TORCH, problem=None)
-    host.listing = SmiAnswer(text="GPU 0: NVIDIA H200 (UUID: GPU-1)", problem=None)
+    host.torch = Probe(facts=CPU_TORCH)
+    host.listing = Answer(text="GPU 0: NVIDIA H200 (UUID: GPU-1)")
     code, said = as_json()
     assert (code, levels(said)["nvidia-smi"]) == (2, "error")
 
 
 def test_a_gpu_on_the_bus_whose_driver_does_not_answer(host: Host, as_json: Any) -> None:
     host.machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0, notes=["no NVIDIA driver answers"])
-    host.torch = Probe(facts=CPU_TORCH, problem=None)
-    host.listing = SmiAnswer(text=None, problem=NOT_LOADED)
+    host.torch = Probe(facts=CPU_TORCH)
+    host.listing = Answer(text="", problem=NOT_LOADED)
     code, said = as_json()
     assert (code, levels(said)["gpus-found"]) == (0, "ok")
     host.on_bus = [PciGpu(address="0000:3b:00.0", driver=None)]

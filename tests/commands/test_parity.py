@@ -12,12 +12,11 @@ from rich.console import Console
 from tunebook.commands import parity as run
 from tunebook.commands.parity import check_attended
 from tunebook.config.choices import Compute, Generation, LauncherName, MasterWeights
-from tunebook.config.compose import compose
 from tunebook.errors import Problem, RequestError, RulesError
 from tunebook.files import read_json
-from tunebook.hardware.detect import Machine
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.sweep.trial_process import TrialEnd
+
+from ..conftest import config_of
 
 
 @pytest.fixture
@@ -113,8 +112,7 @@ def refused(tmp_path, monkeypatch, capsys):
 
     def command(*words, tolerance=None):
         def plan(recipe, overrides, recipes_dirs):
-            machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
-            return SimpleNamespace(config=resolve_auto(compose(recipe, overrides).config, machine).config)
+            return SimpleNamespace(config=config_of(recipe, *overrides))
 
         monkeypatch.setattr(run, "plan_job", plan)
         monkeypatch.setattr(run, "run_trial", None)
@@ -162,27 +160,24 @@ def test_ignored_overrides_are_printed(tmp_path, monkeypatch):
     assert "set aside: evaluation=quickstart training.save_every_steps=5 (" in capture.get()
 
 
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
-
-
-def config_of(*words):
-    return resolve_auto(compose("quickstart", ["hardware=cpu", *words]).config, NO_GPU).config
+def on_cpu(*words):
+    return config_of("quickstart", "hardware=cpu", *words)
 
 
 def test_a_job_that_nobody_waits_for_is_refused():
     with pytest.raises(RequestError, match=r"before there is a loss to compare; .*: launcher\.wait=true$") as caught:
-        check_attended(config_of("launcher=slurm"))
+        check_attended(on_cpu("launcher=slurm"))
     assert "--launcher" not in caught.value.message  # an option of sweeps
-    check_attended(config_of("launcher=slurm", "launcher.wait=true"))
+    check_attended(on_cpu("launcher=slurm", "launcher.wait=true"))
 
 
 @pytest.mark.parametrize("launcher", [["launcher=local"], ["launcher=ray", "launcher.address=local"]])
 def test_several_nodes_need_a_launcher_that_starts_all_of_them(launcher):
     name = launcher[0].removeprefix("launcher=")
     with pytest.raises(RequestError, match=rf"num_nodes=2: with launcher={name} on .*use launcher=slurm launcher.wait"):
-        check_attended(config_of(*launcher, "hardware.num_nodes=2"))
-    check_attended(config_of(*launcher))
+        check_attended(on_cpu(*launcher, "hardware.num_nodes=2"))
+    check_attended(on_cpu(*launcher))
 
 
 def test_a_cluster_of_several_nodes_is_no_hindrance():
-    check_attended(config_of("launcher=ray", "launcher.address=10.0.0.1:6379", "hardware.num_nodes=2"))
+    check_attended(on_cpu("launcher=ray", "launcher.address=10.0.0.1:6379", "hardware.num_nodes=2"))

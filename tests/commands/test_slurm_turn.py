@@ -12,22 +12,19 @@ from rich.console import Console
 from tunebook import slurm as client
 from tunebook.commands import slurm_turn as turn
 from tunebook.commands.slurm_turn import carry_out_turn
-from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
 from tunebook.errors import TunebookError
-from tunebook.hardware.detect import Machine
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.record.manifest import read_manifest, start_manifest
 from tunebook.slurm import JobState
 
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+from ..conftest import config_of
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A run's folder as its job finds it."""
     words = ["launcher=slurm", "launcher.stop_timeout_s=60", "launcher.start_timeout_s=100"]
-    config = resolve_auto(compose("quickstart", words).config, NO_GPU).config
+    config = config_of("quickstart", *words)
     run = tmp_path / "run"
     run.mkdir()
     (run / "run.yaml").write_text(config_to_yaml(config))
@@ -81,7 +78,7 @@ def test_one_that_the_user_stopped_is_not_asked_for_again(folder, asked_of_slurm
 
 
 def test_what_was_saved_is_gone_on_with_whatever_the_limit(folder, asked_of_slurm):
-    settings = resolve_auto(compose("quickstart", ["launcher=slurm"]).config, NO_GPU).config.launcher
+    settings = config_of("quickstart", "launcher=slurm").launcher
     turn._requeue(settings, Console(), has_progress=True)
     assert asked_of_slurm == [("scontrol", "requeue", "7")]
 

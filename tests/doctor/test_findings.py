@@ -16,7 +16,6 @@ from tunebook.doctor.findings import (
     finding_of_error,
     listed,
     show_findings,
-    size_text,
 )
 from tunebook.errors import Problem, RequestError
 from tunebook.hardware.bandwidth import Bandwidth
@@ -80,14 +79,6 @@ def test_error_refers_to_its_explanation() -> None:
 )
 def test_numbers_for_people(numbers: list[int], text: str) -> None:
     assert listed(numbers) == text
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (2**16, "64 KiB"), (2**26, "64 MiB"), (5 * 2**29, "2.5 GiB")],
-)
-def test_sizes_for_people(num_bytes: int, text: str) -> None:
-    assert size_text(num_bytes) == text
 
 
 def shown(findings: list[Finding], topology: Topology | None = None, bandwidth: Bandwidth | None = None) -> str:

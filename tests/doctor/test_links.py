@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tunebook.doctor.findings import Level
 from tunebook.doctor.links import check_bandwidth, check_topology, not_measured
-from tunebook.hardware.nvidia_smi import SmiAnswer, parse_topology
+from tunebook.hardware.nvidia_smi import parse_topology
+from tunebook.processes import Answer
 
 from .conftest import CPU_ONLY, TOPOLOGIES, h200, machine_with, measured, only, topology_of
 
@@ -16,7 +19,7 @@ EIGHT = machine_with(*(h200(index) for index in range(8)))
 def look(name: str, num_gpus: int, num_nodes: int = 1, first: int = 0):
     text = (TOPOLOGIES / f"{name}.txt").read_text()
     machine = machine_with(*(h200(index) for index in range(first, first + num_gpus)))
-    return check_topology(machine, SmiAnswer(text=text, problem=None), num_nodes).findings
+    return check_topology(machine, Answer(text=text), num_nodes)[1]
 
 
 def test_nvlink_everywhere() -> None:
@@ -34,7 +37,7 @@ def test_nvlink_reaches_every_gpu_through_others() -> None:
 def test_two_gpus_of_the_mesh_without_nvlinks() -> None:
     text = (TOPOLOGIES / "v100x8.txt").read_text()
     machine = machine_with(h200(0), h200(7))
-    (found, _) = check_topology(machine, SmiAnswer(text=text, problem=None), 1).findings
+    _, (found, _) = check_topology(machine, Answer(text=text), 1)
     assert found.level is Level.warning
     assert "GPU0 and GPU7 are on different CPU sockets" in found.what
 
@@ -66,31 +69,30 @@ def test_a_card_on_the_other_socket_matters_only_between_nodes() -> None:
     text = (
         "\tGPU0\tGPU1\tNIC0\tCPU Affinity\nGPU0\t X \tNV4\tPIX\t0-3\nGPU1\tNV4\t X \tSYS\t4-7\nNIC0\tPIX\tSYS\t X \t\n"
     )
-    machine, answer = machine_with(h200(0), h200(1)), SmiAnswer(text=text, problem=None)
-    assert only(check_topology(machine, answer, 1).findings, "network-cards").level is Level.ok
-    found = only(check_topology(machine, answer, 2).findings, "network-cards")
+    machine, answer = machine_with(h200(0), h200(1)), Answer(text=text)
+    assert only(check_topology(machine, answer, 1)[1], "network-cards").level is Level.ok
+    found = only(check_topology(machine, answer, 2)[1], "network-cards")
     assert (found.level, "GPU1 reach one only over" in found.what) == (Level.warning, True)
 
 
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (SmiAnswer(text=None, problem="there is no nvidia-smi"), "there is no nvidia-smi"),
-        (SmiAnswer(text=None, problem="no answer within 40 s"), "no answer within 40 s"),
-        (SmiAnswer(text="GPU is lost\n", problem=None), "something else than a matrix"),
-        (SmiAnswer(text="\x00\x7f", problem=None), "something else than a matrix"),
+        (Answer(text="", problem="there is no nvidia-smi"), "there is no nvidia-smi"),
+        (Answer(text="", problem="no answer within 40 s"), "no answer within 40 s"),
+        (Answer(text="GPU is lost\n"), "something else than a matrix"),
+        (Answer(text="\x00\x7f"), "something else than a matrix"),
     ],
 )
-def test_without_a_matrix_it_is_a_warning(answer: SmiAnswer, said: str) -> None:
-    look = check_topology(machine_with(h200(0), h200(1)), answer, 1)
-    assert look.topology is None
-    (found,) = look.findings
+def test_without_a_matrix_it_is_a_warning(answer: Answer, said: str) -> None:
+    topology, (found,) = check_topology(machine_with(h200(0), h200(1)), answer, 1)
+    assert topology is None
     assert (found.id, found.level) == ("topology", Level.warning)
     assert said in found.what
-    assert check_topology(CPU_ONLY, answer, 1).findings == []
-    (alone,) = check_topology(machine_with(h200(0)), answer, 1).findings
+    assert check_topology(CPU_ONLY, answer, 1) == (None, [])
+    _, (alone,) = check_topology(machine_with(h200(0)), answer, 1)
     assert (alone.level, alone.what) == (Level.ok, "one GPU: it needs no link to another")
-    (of_several_nodes,) = check_topology(machine_with(h200(0)), answer, 2).findings
+    _, (of_several_nodes,) = check_topology(machine_with(h200(0)), answer, 2)
     assert of_several_nodes.level is Level.warning, "its link to a network card is not known"
 
 
@@ -139,6 +141,13 @@ def test_a_link_that_hangs_is_an_error_and_names_what_to_try() -> None:
     assert found.level is Level.error
     assert "no answer within 120 s (after 2 measurements)" in found.what
     assert "NCCL_P2P_DISABLE=1" in found.fix
+
+
+def test_links_too_slow_for_a_second_measurement_are_judged_by_the_first() -> None:
+    both = measured(0.1)
+    (found,) = check_bandwidth(replace(both, measurements=both.measurements[:1]), topology_of("h100x8"), EIGHT)
+    assert found.level is Level.warning
+    assert found.what.startswith("4 GPUs: all-reduce 0.1 GB/s at 1 GiB (bus bandwidth); such links reach")
 
 
 def test_ranks_that_fail() -> None:

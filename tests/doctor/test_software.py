@@ -32,7 +32,7 @@ def torch(**changes: Any) -> Probe:
         "version": "2.13.0", "cuda": "13.0", "architectures": ["sm_80", "sm_90", "compute_120"], "nccl": "2.27.5",
         "cuda_problem": None, "devices": [device | {"index": 0}, device | {"index": 1}],
     }  # fmt: skip
-    return Probe(facts=facts | changes, problem=None)
+    return Probe(facts=facts | changes)
 
 
 CPU_BUILD = torch(version="2.13.0+cpu", cuda=None, architectures=[], nccl=None, devices=[])

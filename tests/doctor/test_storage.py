@@ -12,9 +12,8 @@ from huggingface_hub import constants
 from tunebook.doctor import storage
 from tunebook.doctor.findings import Level
 from tunebook.doctor.storage import (
-    CachedWeights,
     Space,
-    cached_weights,
+    cached_bytes,
     checkpoint_bytes,
     checkpoint_space,
     disk,
@@ -29,7 +28,6 @@ GIB = 2**30
 P = 3085938688  # of Qwen2.5-3B
 NAME, COMMIT = "some-organization/some-model", "0123456789abcdef0123456789abcdef01234567"
 INDEX = "model.safetensors.index.json"
-WHOLE, NONE = CachedWeights(is_complete=True), CachedWeights(is_complete=False)
 
 
 @pytest.mark.parametrize(
@@ -80,19 +78,18 @@ def test_downloads_are_in_the_published_format(tmp_path: Path) -> None:
 
 
 def test_what_is_in_the_cache_is_not_downloaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(storage, "is_cached", lambda name, revision: name == "Qwen/Qwen2.5-3B")
+    monkeypatch.setattr(storage, "cached_bytes", lambda name, revision: None if name == "Qwen/Qwen2.5-3B" else 0)
     assert hub_space(resolved("qwen3b_zero2"), tmp_path).needed == 0
 
 
 def test_partial_download_is_subtracted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(storage, "cached_weights", lambda *_: CachedWeights(is_complete=False, num_bytes=1000))
+    monkeypatch.setattr(storage, "cached_bytes", lambda *_: 1000)
     found = hub_space(resolved("qwen3b_zero2"), tmp_path)
     assert (found.needed, found.why) == (P * 2 - 1000, "the rest of Qwen/Qwen2.5-3B (5.748 GiB)")
 
 
 def test_a_name_that_the_hub_cannot_have_is_not_cached() -> None:
-    assert not storage.is_cached("no/such/form", None)
-    assert not storage.is_cached("some-organization/some-model", None)
+    assert cached_bytes("no/such/form", None) == cached_bytes("some-organization/some-model", None) == 0
 
 
 def space(needed: int) -> Space:
@@ -244,7 +241,9 @@ def test_a_token_in_the_environment(token, monkeypatch: pytest.MonkeyPatch, vari
 def test_a_model_to_download_and_a_machine_told_to_stay_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     found = only(look(), "hub-model")
-    assert (found.level, "hf download Qwen/Qwen2.5-3B" in found.fix) == (Level.error, True)
+    assert (found.level, "hf download Qwen/Qwen2.5-3B; then" in found.fix) == (Level.error, True)
+    pinned = only(look("model.revision=v1"), "hub-model").fix
+    assert pinned is not None and "hf download Qwen/Qwen2.5-3B --revision v1; then" in pinned
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert only(look(), "hub-model").level is Level.ok
     assert "hub-model" not in {found.id for found in look("model.weights=random")}
@@ -294,23 +293,23 @@ def snapshot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_an_index_counts_only_with_all_of_its_shards(snapshot: Path) -> None:
-    assert cached_weights(NAME, None) == NONE
+    assert cached_bytes(NAME, None) == 0
     (snapshot / INDEX).write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
-    assert cached_weights(NAME, None) == NONE
+    assert cached_bytes(NAME, None) == 0
     (snapshot / "1.safetensors").write_bytes(b"x" * 1000)
-    assert cached_weights(NAME, None) == CachedWeights(is_complete=False, num_bytes=1000)
+    assert cached_bytes(NAME, None) == 1000
     (snapshot / "2.safetensors").write_bytes(b"x")
-    assert cached_weights(NAME, None) == WHOLE
-    assert cached_weights(NAME, COMMIT) == WHOLE
-    assert cached_weights(NAME, "f" * 40) == NONE
+    assert cached_bytes(NAME, None) is None
+    assert cached_bytes(NAME, COMMIT) is None
+    assert cached_bytes(NAME, "f" * 40) == 0
 
 
 def test_a_single_file_is_all_of_them(snapshot: Path) -> None:
     (snapshot / "model.safetensors").write_bytes(b"x")
-    assert cached_weights(NAME, None) == WHOLE
+    assert cached_bytes(NAME, None) is None
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}'])
 def test_a_damaged_index_names_nothing(snapshot: Path, content: str) -> None:
     (snapshot / INDEX).write_text(content)
-    assert cached_weights(NAME, None) == NONE
+    assert cached_bytes(NAME, None) == 0

@@ -48,7 +48,7 @@ def set_template(config: RunConfig, text: str | None) -> None:
     file = folder_of(config) / "chat_template.jinja"
     file.unlink()
     if text is not None:
-        file.write_text(text)
+        file.write_text(text.replace("IS_EARLIER", "message.role == 'assistant' and not loop.last"))
 
 
 def add_bos(config: RunConfig) -> None:
@@ -67,7 +67,7 @@ def add_bos(config: RunConfig) -> None:
 
 
 def look(config: RunConfig) -> list[Finding]:
-    return check_tokenizer(config, Probe(facts=read_tokenizer(config), problem=None))
+    return check_tokenizer(config, Probe(facts=read_tokenizer(config)))
 
 
 def test_one_without_fault(config: RunConfig) -> None:
@@ -94,20 +94,14 @@ def test_a_template_without_markers_whose_answers_are_found(config: RunConfig) -
 
 
 def test_a_template_that_rewrites_earlier_answers(config: RunConfig) -> None:
-    is_earlier = "message.role == 'assistant' and not loop.last"
-    set_template(
-        config, CHATML.replace("{{ message.content }}", "{{ '...' if " + is_earlier + " }}{{ message.content }}")
-    )
+    set_template(config, CHATML.replace("{{ message.content }}", "{{ '...' if IS_EARLIER }}{{ message.content }}"))
     found = only(look(config), "tokenizer-template")
     assert (found.level, found.data["num_found"]) == (Level.warning, 1)
     assert "{% generation %}" in found.fix
 
 
 def test_a_template_that_leaves_out_earlier_answers(config: RunConfig) -> None:
-    is_earlier = "message.role == 'assistant' and not loop.last"
-    set_template(
-        config, CHATML.replace("{{ message.content }}", "{{ '...' if " + is_earlier + " else message.content }}")
-    )
+    set_template(config, CHATML.replace("{{ message.content }}", "{{ '...' if IS_EARLIER else message.content }}"))
     assert only(look(config), "template-leaves-out").level is Level.error
 
 

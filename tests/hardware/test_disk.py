@@ -1,13 +1,12 @@
 """Recognizing a full disk in errors of every library."""
 
 import errno
+from types import SimpleNamespace
 
 import pytest
 
-from tunebook.checkpoint.retention import require_free_space
 from tunebook.errors import DoesNotFitError
-from tunebook.hardware.disk import disk_full, is_disk_full, no_space, tells_of_full_disk
-from tunebook.record.run_folder import check_free_space
+from tunebook.hardware.disk import disk_full, is_disk_full, no_space, require_space, tells_of_full_disk
 
 
 def raised_from(cause):
@@ -42,15 +41,34 @@ def test_the_error_says_what_to_do(tmp_path):
     assert "training.keep_checkpoints=1" in disk_full(tmp_path).message
 
 
+@pytest.mark.parametrize(
+    ("needed", "free", "said"),
+    [
+        (2**30, 2**30, None),
+        (40.5 * 2**30, 3 * 2**30, "3 GiB free and this takes about 40.5 GiB; free some space, keep fewer"),
+        (2**20, 900 * 2**10, "900 KiB free and this takes about 1 MiB; "),
+        (2**60, 15_000 * 2**30, "14.65 TiB free and this takes about 1.049e+06 TiB; "),
+        (1024, 0, "0 bytes free and this takes about 1 KiB; "),
+    ],
+)
+def test_free_space_is_required_and_the_recorded_error_recognized(monkeypatch, tmp_path, needed, free, said):
+    folder, disk = tmp_path / "not" / "there" / "yet", SimpleNamespace(total=2**60, free=free)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: disk if path == tmp_path else None)
+    if said is None:
+        require_space(folder, needed, "this")
+    else:
+        with pytest.raises(DoesNotFitError) as raised:
+            require_space(folder, needed, "this")
+        assert raised.value.message.startswith(f"the disk of {folder} has {said}")
+        assert tells_of_full_disk(f"rank 1: {raised.value.message}")
+    disk.total = 0  # a file system that does not count
+    require_space(folder, needed, "this")
+
+
 def test_recorded_reason_of_a_full_disk_is_recognized(tmp_path):
-    reasons = [disk_full(tmp_path).message, no_space("the report", tmp_path, "x").message]
-    with pytest.raises(DoesNotFitError) as raised:
-        check_free_space(tmp_path, 2.0**40)
-    reasons.append(raised.value.message)
-    with pytest.raises(DoesNotFitError) as raised:
-        require_free_space(tmp_path, 3, 2**70, last=None)
-    reasons.append(f"rank 1: {raised.value.message}")
-    assert [tells_of_full_disk(reason) for reason in reasons] == [True] * 4
+    earlier = "the disk of /runs has 1,024 MiB free and the checkpoint of step 4 takes about 2,048 MiB; free some space"
+    reasons = [disk_full(tmp_path).message, no_space("the report", tmp_path, "x").message, earlier]
+    assert [tells_of_full_disk(reason) for reason in reasons] == [True] * 3
     assert not tells_of_full_disk("the plan needs 90 GiB per GPU, which has 80 GiB")
 
 

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.config.compose import compose
-from tunebook.hardware.detect import Machine
 from tunebook.launch.commands import (
     evaluation_command,
     has_rendezvous,
@@ -15,19 +13,15 @@ from tunebook.launch.commands import (
     ranks_command,
     torchrun_command,
 )
-from tunebook.plan.auto.resolve import resolve_auto
 
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+from ..conftest import config_of
+
 FOLDER = Path("/runs/1")
 
 
 @pytest.fixture(autouse=True)
 def plain_python(monkeypatch):
     monkeypatch.setattr(sys, "executable", "python")
-
-
-def config_of(recipe, *overrides):
-    return resolve_auto(compose(recipe, list(overrides)).config, NO_GPU).config
 
 
 def command_of(recipe, *overrides):

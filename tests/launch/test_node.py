@@ -14,6 +14,8 @@ from tunebook.launch import node, rendezvous
 from tunebook.launch.node import Agent, take_part
 from tunebook.launch.rendezvous import LauncherState, NodeState, host_store, publish, read_node
 
+from ..conftest import wait_for
+
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
@@ -47,13 +49,6 @@ def connected(agent_at):
     agent = agent_at(port)
     wait_for(lambda: agent._has_answered)
     return store, launcher, agent
-
-
-def wait_for(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def tell(store, launcher, agent, **values):

@@ -18,7 +18,6 @@ from tunebook.launch import rendezvous
 from tunebook.launch.node_facts import (
     code_hash,
     folder_problem,
-    free_port,
     node_facts,
     node_problems,
     socket_interface,
@@ -26,6 +25,7 @@ from tunebook.launch.node_facts import (
 from tunebook.launch.rendezvous import find_launcher
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.processes import free_port
 
 
 def machine_of(name, capability, generation):

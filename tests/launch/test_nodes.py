@@ -12,18 +12,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tunebook.config.compose import compose
 from tunebook.errors import RequestError, TunebookError
-from tunebook.hardware.detect import Machine
 from tunebook.launch import node, nodes, rendezvous
 from tunebook.launch.node import Agent
-from tunebook.launch.node_facts import free_port
 from tunebook.launch.nodes import NodeGroup, open_to_nodes
 from tunebook.launch.rendezvous import NodeState
-from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.processes import free_port
+
+from ..conftest import config_of, wait_for
 
 FOLDER = Path("/runs/1")
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +32,11 @@ def quick(monkeypatch):
     monkeypatch.setattr(rendezvous, "LOST_AFTER_S", 1.5)
 
 
-def config_of(*words):
-    return resolve_auto(compose("quickstart", list(words)).config, NO_GPU).config
-
-
 @pytest.fixture
 def opened(monkeypatch):
     def make(num_nodes=2, *, launcher="local", ranks=1, names=(), begins=True, **settings):
         config = config_of(
+            "quickstart",
             *["hardware=cpu", "parallelism=ddp", f"launcher={launcher}", f"hardware.num_nodes={num_nodes}"],
             *[f"hardware.gpus_per_node={ranks}", f"launcher.master_port={free_port()}"],
         )
@@ -83,13 +78,6 @@ def join():
         agent.close()
 
 
-def wait_for(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def ids(group):
     """The processes that take part."""
     return [state.id for state in group.members.values()]
@@ -104,10 +92,7 @@ def poll(group):
 
 
 def poll_until(group, condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        poll(group)
+    wait_for(lambda: condition() or poll(group))
 
 
 def kill(agent):
@@ -505,10 +490,17 @@ def test_workers_on_other_machines_than_planned_are_refused(opened, join):
         raise group.failure
 
 
-def test_a_port_in_use_names_another(opened):
+def test_a_port_in_use_names_another(opened, monkeypatch):
     group = opened()
     with pytest.raises(RequestError, match=f"launcher.master_port={group.port}: .* Try launcher.master_port="):
         opened(master_port=group.port)
+
+    def refuse(*_words, **_options):
+        raise RuntimeError("EADDRINUSE")
+
+    monkeypatch.setattr(rendezvous, "open_store", refuse)
+    with pytest.raises(RequestError, match=r"Try launcher\.master_port=65534 on every node"):
+        rendezvous.host_store(65535, "")
 
 
 @pytest.mark.parametrize(("known", "is_warned"), [("", True), ("head", False)])
@@ -519,7 +511,7 @@ def test_a_name_that_only_the_other_nodes_know_is_warned_of_and_printed(monkeypa
 
     monkeypatch.setattr(socket, "getaddrinfo", find)
     words = ["hardware.num_nodes=2", "launcher.master_address=head", f"launcher.master_port={free_port()}"]
-    config = resolve_auto(compose("quickstart", words).config, NO_GPU).config
+    config = config_of("quickstart", *words)
     out = StringIO()
     open_to_nodes(config, Console(file=out, width=200))
     lines = out.getvalue().splitlines()
@@ -573,7 +565,7 @@ def follow(tmp_path, monkeypatch):
     monkeypatch.setattr(nodes, "node_names", lambda: ["node1", "node2"])
     monkeypatch.setattr(nodes, "required_code", lambda config: None)
     words = ["launcher=slurm", "launcher.container_image=tunebook:cpu", "launcher.container_runtime=docker"]
-    group = NodeGroup(config_of(*words, "hardware.num_nodes=2"))
+    group = NodeGroup(config_of("quickstart", *words, "hardware.num_nodes=2"))
 
     def begin(*command):
         words = [str(group.port) if word == "PORT" else word for word in command]

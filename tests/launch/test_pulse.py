@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict
 
 import pytest
@@ -13,6 +12,8 @@ import pytest
 from tunebook.config.choices import LauncherName
 from tunebook.config.schema import LauncherConfig
 from tunebook.launch.pulse import Pulse, PulseWatch, interval_s, pulse_file
+
+from ..conftest import wait_for
 
 LAUNCHER = LauncherConfig(name=LauncherName.local, timeout_s=80)
 EVERY_S = 10.0  # an eighth of that
@@ -223,15 +224,11 @@ def start_writer(folder):
         started.append(process)
         file = pulse_file(folder, 1)
 
-        def wait_for(is_it):
-            end = time.monotonic() + 60
-            while time.monotonic() < end:
-                if file.is_file() and is_it(found := json.loads(file.read_text())):
-                    return found
-                time.sleep(0.05)
-            raise AssertionError(file.read_text())
+        def read(is_it):
+            found = json.loads(file.read_text()) if file.is_file() else None
+            return found if found is not None and is_it(found) else None
 
-        return process, wait_for
+        return process, lambda is_it: wait_for(lambda: read(is_it))
 
     yield begin
     for process in started:
@@ -240,16 +237,16 @@ def start_writer(folder):
 
 
 def test_a_rank_says_how_far_it_is_and_what_it_does(start_writer):
-    process, wait_for = start_writer(STEPS, 16)
-    found = wait_for(lambda found: found["doing"].startswith("wait (<string>:"))
+    process, wait = start_writer(STEPS, 16)
+    found = wait(lambda found: found["doing"].startswith("wait (<string>:"))
     facts = ("rank", "process", "step", "phase", "blocked_s")
     assert [found[fact] for fact in facts] == [1, process.pid, None, "meet", 0.0]
     process.stdin.write(b"\n")
     process.stdin.flush()
-    assert wait_for(lambda found: found["step"] is not None)["step"] == 4
+    assert wait(lambda found: found["step"] is not None)["step"] == 4
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.uname().machine != "x86_64", reason="a system call by its number")
 def test_an_uninterruptible_wait_is_seen(start_writer):
-    _, wait_for = start_writer(BLOCKED, 4)
-    assert wait_for(lambda found: found["blocked_s"] >= 1)["phase"] == "meet"
+    _, wait = start_writer(BLOCKED, 4)
+    assert wait(lambda found: found["blocked_s"] >= 1)["phase"] == "meet"

@@ -13,23 +13,20 @@ import pytest
 from tunebook.checkpoint.record import Identity
 from tunebook.checkpoint.verify import newest_checkpoint
 from tunebook.config.choices import Checkpointing, ResumeAnyway, Strategy
-from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.identity import HASH_VERSION, config_hash, result_settings
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, RequestError
-from tunebook.hardware.detect import Machine
 from tunebook.launch.resume import check_run_folder, machine_difference, unfinished_run
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.record.manifest import FORMAT
 from tunebook.record.run_folder import working_in, write_outcome
 
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+from ..conftest import config_of
 
 
 @pytest.fixture
 def config(tmp_path):
-    return resolve_auto(compose("quickstart", [f"outputs={tmp_path}"]).config, NO_GPU).config
+    return config_of("quickstart", f"outputs={tmp_path}")
 
 
 @pytest.fixture
@@ -290,7 +287,7 @@ Stop = Callable[..., Path]
 
 
 def resolved(outputs: Path, *words: str) -> RunConfig:
-    return resolve_auto(compose("quickstart", [f"outputs={outputs}", "hardware=cpu", *words]).config, NO_GPU).config
+    return config_of("quickstart", f"outputs={outputs}", "hardware=cpu", *words)
 
 
 @pytest.fixture
@@ -376,7 +373,7 @@ def test_shards_that_another_strategy_cannot_load_are_named(tmp_path: Path, stop
     (told,) = said
     assert told.startswith(
         f"not resuming {folder}, which ended early: hardware.gpus_per_node was 2 and is 1, parallelism.strategy "
-        "was fsdp and is single; it was saved by parallelism=fsdp, and this run has parallelism=single. Resume with "
+        "was fsdp and is single; it was saved with parallelism=fsdp, and this run has parallelism=single. Resume with "
     )
     assert "to resume:" not in told
 

@@ -117,8 +117,8 @@ def test_planned_facts_are_enough_for_random_weights_without_a_hub(monkeypatch: 
 
 
 def test_without_a_hub_pretrained_weights_say_how_to_work_offline() -> None:
-    config = compose("qwen05b_single", []).config
-    with pytest.raises(RequestError, match=r"hub is out of reach.*hf download Qwen/Qwen2.5-0.5B.*model.path=DIR"):
+    config = compose("qwen05b_single", ["model.revision=v1"]).config
+    with pytest.raises(RequestError, match=r"hf download Qwen/Qwen2.5-0.5B --revision v1 --local-dir DIR.*path=DIR"):
         load_architecture(config.model)
 
 

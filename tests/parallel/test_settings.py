@@ -1,6 +1,7 @@
 """Settings of DDP, DeepSpeed and FSDP for every choice of the parallelism group; forgetting ZeRO-3's order."""
 
 import inspect
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +9,6 @@ import torch
 from transformers import TrainingArguments
 
 from tunebook.config.choices import Strategy
-from tunebook.config.compose import compose
-from tunebook.hardware.detect import Machine
 from tunebook.parallel.deepspeed import deepspeed_settings, forget_parameter_order, zero_stage
 from tunebook.parallel.fsdp import (
     autocast_dtype,
@@ -19,22 +18,21 @@ from tunebook.parallel.fsdp import (
     is_fsdp,
     mixed_precision_policy,
 )
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.train.arguments import _parallelism
 
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+from ..conftest import config_of
 
 
-def config_of(*overrides):
-    return resolve_auto(compose("qwen3b_zero2", list(overrides)).config, NO_GPU).config
+def qwen3b(*overrides):
+    return config_of("qwen3b_zero2", *overrides)
 
 
 def zero_of(*overrides):
-    return deepspeed_settings(config_of(*overrides))["zero_optimization"]
+    return deepspeed_settings(qwen3b(*overrides))["zero_optimization"]
 
 
 def test_the_trainer_keeps_optimizer_and_schedule():
-    settings = deepspeed_settings(config_of())
+    settings = deepspeed_settings(qwen3b())
     assert "optimizer" not in settings and "scheduler" not in settings
     assert settings["zero_allow_untested_optimizer"] is True
 
@@ -52,14 +50,15 @@ def test_zero3_with_everything_on_the_host():
 
 
 def test_nvme_names_its_folder():
-    zero = zero_of("parallelism=zero3_nvme", "parallelism.nvme_path=/mnt/nvme")
-    assert zero["offload_param"]["nvme_path"] == "/mnt/nvme"
+    for typed, folder in (("/mnt/nvme", "/mnt/nvme"), ('"~/nvme"', str(Path.home() / "nvme"))):
+        zero = zero_of("parallelism=zero3_nvme", f"parallelism.nvme_path={typed}")
+        assert zero["offload_param"]["nvme_path"] == folder
 
 
 def test_nvme_buffers_hold_what_a_rank_has_of_the_embedding():
     """DeepSpeed ends a run whose largest parameter is above its default of 1e8 elements: 50,280 x 2,560 of Dolly's."""
-    one = config_of("model=dolly_v2_3b", "parallelism=zero3_nvme", "hardware.gpus_per_node=1")
-    two = config_of("model=dolly_v2_3b", "parallelism=zero3_nvme", "hardware.gpus_per_node=2")
+    one = qwen3b("model=dolly_v2_3b", "parallelism=zero3_nvme", "hardware.gpus_per_node=1")
+    two = qwen3b("model=dolly_v2_3b", "parallelism=zero3_nvme", "hardware.gpus_per_node=2")
     settings = [deepspeed_settings(config)["zero_optimization"] for config in (one, two)]
     assert settings[0]["offload_param"]["buffer_size"] == 128_716_800
     assert "buffer_size" not in settings[1]["offload_param"]
@@ -68,7 +67,7 @@ def test_nvme_buffers_hold_what_a_rank_has_of_the_embedding():
 
 def test_nvme_buffers_hold_what_a_rank_has_of_a_layers_stacked_experts():
     """Mixtral 8x7B's eight pairs of gate and up are one parameter, of 8 x 28,672 x 4,096; its embeddings have 131e6."""
-    config = config_of("model=dolly_v2_3b", "parallelism=zero3_nvme", "hardware.gpus_per_node=4")
+    config = qwen3b("model=dolly_v2_3b", "parallelism=zero3_nvme", "hardware.gpus_per_node=4")
     config.model.facts.measured.largest_parameter = 8 * 28_672 * 4096
     assert deepspeed_settings(config)["zero_optimization"]["offload_param"]["buffer_size"] == 234_881_024
 
@@ -79,50 +78,55 @@ def test_a_said_setting_is_written_and_a_silent_one_is_not():
     assert "stage3_max_reuse_distance" not in zero
 
 
+@pytest.mark.parametrize("key", ["prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters"])
+def test_a_setting_of_0_is_no_silent_one(key):
+    assert zero_of("parallelism=zero3", f"parallelism.{key}=0")[f"stage3_{key}"] == 0
+
+
 @pytest.mark.parametrize(("choice", "reshards"), [("fsdp", True), ("fsdp_grad_op", False)])
 def test_fsdp_reshards_or_keeps(choice, reshards):
-    assert fsdp_settings(config_of(f"parallelism={choice}"))["reshard_after_forward"] is reshards
+    assert fsdp_settings(qwen3b(f"parallelism={choice}"))["reshard_after_forward"] is reshards
 
 
 def test_fsdp_offload_sums_on_the_host_over_gloo():
-    arguments = fsdp_arguments(config_of("parallelism=fsdp_offload"))
+    arguments = fsdp_arguments(qwen3b("parallelism=fsdp_offload"))
     assert arguments["fsdp_config"]["cpu_offload"] is True
     assert arguments["ddp_backend"] == "cuda:nccl,cpu:gloo"
-    assert "ddp_backend" not in fsdp_arguments(config_of("parallelism=fsdp"))
+    assert "ddp_backend" not in fsdp_arguments(qwen3b("parallelism=fsdp"))
 
 
 def test_transformers_reads_every_setting_of_fsdp():
     """It drops those that it does not know in silence: `offload_params` was one."""
     read = inspect.getsource(TrainingArguments._process_fsdp_args)
-    assert [key for key in fsdp_settings(config_of("parallelism=fsdp_offload")) if f'"{key}"' not in read] == []
+    assert [key for key in fsdp_settings(qwen3b("parallelism=fsdp_offload")) if f'"{key}"' not in read] == []
 
 
 def test_hsdp_is_copies_times_shards():
-    config = config_of("parallelism=hsdp", "parallelism.shard_group_size=2", "hardware.gpus_per_node=8")
+    config = qwen3b("parallelism=hsdp", "parallelism.shard_group_size=2", "hardware.gpus_per_node=8")
     assert hsdp_sizes(config) == (4, 2)
     sizes = fsdp_arguments(config)["parallelism_config"]
     assert (sizes.dp_replicate_size, sizes.dp_shard_size) == (4, 2)
-    assert hsdp_sizes(config_of("parallelism=fsdp")) is None
+    assert hsdp_sizes(qwen3b("parallelism=fsdp")) is None
 
 
 BF16 = ("precision=bf16", "hardware=hopper")
 
 
 def test_zero_leaves_bf16_to_autocast_unless_told_to_cast():
-    autocast = deepspeed_settings(config_of("parallelism=zero2", *BF16))
+    autocast = deepspeed_settings(qwen3b("parallelism=zero2", *BF16))
     assert autocast["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
     assert "bf16" not in autocast  # accelerate would turn it on
-    cast = deepspeed_settings(config_of("parallelism=zero2", "parallelism.mixed_precision=cast", *BF16))
+    cast = deepspeed_settings(qwen3b("parallelism=zero2", "parallelism.mixed_precision=cast", *BF16))
     assert cast["bf16"] == {"enabled": "auto"}
     assert "torch_autocast" not in cast
-    assert "torch_autocast" not in deepspeed_settings(config_of("parallelism=zero2", "precision=fp32"))
+    assert "torch_autocast" not in deepspeed_settings(qwen3b("parallelism=zero2", "precision=fp32"))
 
 
 @pytest.mark.parametrize(("precision", "half"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 @pytest.mark.parametrize("is_cast", [False, True], ids=["autocast", "cast"])
 def test_fsdp_gathers_16_bits_and_sums_gradients_in_fp32(precision, half, is_cast):
     way = f"parallelism.mixed_precision={'cast' if is_cast else 'autocast'}"
-    config = config_of("parallelism=fsdp", f"precision={precision}", "hardware=hopper", way)
+    config = qwen3b("parallelism=fsdp", f"precision={precision}", "hardware=hopper", way)
     policy = mixed_precision_policy(config)
     formats = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs)
     assert formats == (half, torch.float32, None if is_cast else torch.float32, is_cast)
@@ -131,7 +135,7 @@ def test_fsdp_gathers_16_bits_and_sums_gradients_in_fp32(precision, half, is_cas
 
 @pytest.mark.parametrize("overrides", [["precision=fp32"], [*BF16, "precision.master_weights=bf16"]])
 def test_fsdp_mixes_nothing_where_there_is_one_format(overrides):
-    config = config_of("parallelism=fsdp", *overrides)
+    config = qwen3b("parallelism=fsdp", *overrides)
     assert mixed_precision_policy(config) is None
     assert autocast_dtype(config) is None
 
@@ -154,7 +158,7 @@ def test_families():
     ],
 )
 def test_ddp_sends_no_buffers_and_large_messages_inside_one_machine_with_gpus(words, bucket):
-    arguments = _parallelism(config_of("parallelism=ddp", "hardware.gpus_per_node=2", *words))
+    arguments = _parallelism(qwen3b("parallelism=ddp", "hardware.gpus_per_node=2", *words))
     assert arguments.get("ddp_bucket_cap_mb") == bucket
     assert arguments["ddp_broadcast_buffers"] is False
 

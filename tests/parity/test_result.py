@@ -5,12 +5,10 @@ import json
 import pytest
 from rich.console import Console
 
-from tunebook.hardware.detect import Machine
 from tunebook.parity.cases import Case
 from tunebook.parity.result import exit_code_of, parity_table, read_case, to_json, write_page
 
 TOLERANCE = 1e-5
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 
 
 @pytest.fixture

@@ -6,13 +6,11 @@ import os
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tunebook.errors import DoesNotFitError, RequestError
 from tunebook.record.run_folder import (
-    check_free_space,
     clear_outcomes,
     create_run_folder,
     find_runs,
@@ -85,15 +83,6 @@ def test_outputs_that_cannot_be_written_to_is_refused_and_nothing_is_made(
 def test_failed_write_despite_permission_is_refused() -> None:
     with pytest.raises(RequestError, match="no run folder can be made in /proc/outputs"):
         create_run_folder(Path("/proc/outputs"), "quickstart")
-
-
-def test_a_full_disk_says_how_much_is_free_and_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=9 * 2**30, free=3 * 2**30))
-    check_free_space(tmp_path / "not" / "there" / "yet", needed_gib=2.9)
-    with pytest.raises(
-        DoesNotFitError, match=r"3\.0 GiB free and this run writes about 40\.5 GiB; .*outputs=/a/folder"
-    ):
-        check_free_space(tmp_path / "not" / "there" / "yet", needed_gib=40.5)
 
 
 def test_a_disk_that_fills_up_in_between_is_reported_as_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tunebook.config.choices import (
     Attention,
@@ -49,6 +51,33 @@ SIZES = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
+
+
+def losses(lines):
+    """The loss of each logged step."""
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def outcome(folder):
+    """How the first rank of a run ended."""
+    return json.loads((folder / "outcome-0.json").read_text())
+
+
+def steps(folder):
+    """The steps of a run's checkpoints."""
+    return sorted(int(path.name.split("-")[1]) for path in (folder / "checkpoints").glob("checkpoint-*"))
+
+
+def weights(folder):
+    """The tensors of a folder with one file of weights."""
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
+
+
+def same_weights(one, other):
+    """True if two model folders contain the same tensors, and at least one."""
+    first, second = weights(one), weights(other)
+    return bool(first) and all(torch.equal(first[name], second[name]) for name in first.keys() | second.keys())
 
 
 @pytest.fixture(scope="session")

@@ -6,18 +6,15 @@ import numpy as np
 import pytest
 
 from tunebook.config.choices import ScheduleName
-from tunebook.config.compose import compose
 from tunebook.config.schema import ScheduleConfig
 from tunebook.data.batch import solve_batch
-from tunebook.hardware.detect import Machine
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.train.arguments import learning_rate_schedule, trainer_arguments
 
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+from ..conftest import config_of
 
 
 def arguments_of(recipe, *overrides, has_validation=False):
-    config = resolve_auto(compose(recipe, list(overrides)).config, NO_GPU).config
+    config = config_of(recipe, *overrides)
     lengths = None if config.dataset.num_documents else np.full(15_000, 33)
     plan = solve_batch(config, lengths)
     return trainer_arguments(config, plan, Path("/runs/r/1"), has_validation=has_validation)

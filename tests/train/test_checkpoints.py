@@ -5,21 +5,21 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.numpy import load_file
 from trl import SFTTrainer
 
 from tunebook.checkpoint import save
 from tunebook.checkpoint.verify import newest_checkpoint, verified_record
-from tunebook.config.choices import OptimizerName, PackingMode, PeftMethod, ResumeAnyway
+from tunebook.config.choices import OptimizerName, PackingMode, PeftMethod
 from tunebook.files import sha256_file
 from tunebook.record.metrics import by_schedule
 from tunebook.train.callbacks import Records
 from tunebook.train.trainer import RecipeTrainer
+
+from .conftest import losses, outcome, same_weights, steps
 
 pytestmark = pytest.mark.usefixtures("same_bits")  # a resumed run repeats what the kernels of another run computed
 NUM_STEPS = 6
@@ -27,18 +27,6 @@ LORA = {"peft": {"method": PeftMethod.lora, "rank": 4, "dropout": 0.2}}  # what 
 PADDED = {"packing": {"mode": PackingMode.padded}, "training": {"micro_batch_size": 4, "save_every_steps": 2}}
 SAVED = {"training": {"save_every_steps": 2}}
 of_upstream = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft over transformers
-
-
-def losses(lines):
-    return [line["loss"] for line in lines if "loss" in line]
-
-
-def reason(folder):
-    return json.loads((folder / "outcome-0.json").read_text())["reason"]
-
-
-def steps(folder):
-    return sorted(int(path.name.split("-")[1]) for path in (folder / "checkpoints").glob("checkpoint-*"))
 
 
 MUON, ADAFACTOR = ({"optimizer": {"name": name}} for name in (OptimizerName.muon, OptimizerName.adafactor))
@@ -55,13 +43,15 @@ def test_resumed_run_ends_with_the_same_bits(config, run, stopped, changed, grou
     whole, code, lines = run(config, "whole")
     assert code == 0
     folder = stopped(config, 3)  # in the middle of an epoch's last pass, or where the first epoch ends
+    assert outcome(folder)["reason"].startswith("stopped by SIGTERM after step 3, saved in ")
     record = verified_record(newest_checkpoint(folder))
     assert (record.step, record.identity.world_size) == (3, 1)
     assert {"trainer_state.json", "optimizer.pt", "scheduler.pt", "rng_state.pth"} <= set(record.files)
     folder, code, resumed = run(config)
-    assert code == 0, reason(folder)
+    assert code == 0, outcome(folder)["reason"]
     assert losses(resumed) == losses(lines)
     assert len(losses(resumed)) == NUM_STEPS
+    assert [line["tokens_seen"] for line in resumed] == [line["tokens_seen"] for line in lines]
     assert same_weights(whole / "model", folder / "model")
 
 
@@ -75,22 +65,16 @@ def test_a_stop_between_two_logged_steps_loses_none_of_them(config, run, changed
         folder, code, lines = run(every_second)
     assert code == 6
     assert [(line["step"], line["num_steps"]) for line in lines] == [(2, 2), (3, 1)]
-    assert json.loads((folder / "outcome-0.json").read_text())["step"] == 3
+    assert outcome(folder)["step"] == 3
     assert verified_record(newest_checkpoint(folder)).step == 3
     folder, code, resumed = run(every_second)
-    assert code == 0, reason(folder)
+    assert code == 0, outcome(folder)["reason"]
     assert [(line["step"], line["num_steps"]) for line in resumed] == [(2, 2), (3, 1), (4, 1), (6, 2)]
     assert losses(resumed)[1:3] == losses(each)[2:4]
     assert [line["tokens_seen"] for line in resumed] == [each[step - 1]["tokens_seen"] for step in (2, 3, 4, 6)]
     together = by_schedule(resumed, 2)
     assert together == [(line["step"], pytest.approx(line["loss"], rel=1e-6)) for line in whole]
     assert [together[0], together[2]] == [(line["step"], line["loss"]) for line in (whole[0], whole[2])]  # every bit
-
-
-def same_weights(one, other):
-    """True if two model folders contain the same tensors, and at least one."""
-    (first,), (second,) = ([load_file(file) for file in folder.glob("*.safetensors")] for folder in (one, other))
-    return bool(first) and all((first[name] == second[name]).all() for name in first.keys() | second.keys())
 
 
 @of_upstream
@@ -153,23 +137,6 @@ def test_the_newest_and_the_best_stay_and_the_best_is_loaded_after_a_resume(conf
     assert same_weights(whole / "model", moved / "model")
 
 
-def test_other_data_are_refused_unless_they_are_allowed(config, run, stopped, changed, documents, tmp_path):
-    file = tmp_path / "data.jsonl"
-    shutil.copy(documents, file)
-    config = changed(config, dataset={"path": str(file)})
-    stopped(config, 3)
-    file.write_text("\n".join(reversed(file.read_text().splitlines())) + "\n")
-    folder, code, lines = run(config)
-    assert code == 2
-    assert "its data have the hash" in reason(folder)
-    assert "'training.resume_anyway=[data]'" in reason(folder)
-    assert len(losses(lines)) == 3
-    allowed = changed(config, training={"resume_anyway": [ResumeAnyway.data]})
-    _, code, lines = run(allowed)
-    assert code == 0
-    assert len(losses(lines)) == NUM_STEPS
-
-
 def test_checkpoint_of_another_run_is_resumed_in_a_new_folder(config, run, stopped, changed, tmp_path):
     whole = losses(run(config, "whole")[2])
     earlier = stopped(config, 3, "earlier")
@@ -179,7 +146,7 @@ def test_checkpoint_of_another_run_is_resumed_in_a_new_folder(config, run, stopp
     other = changed(config, training={"resume": str(earlier)}, optimizer={"learning_rate": 1e-3})
     folder, code, _ = run(other, "other")
     assert code == 2
-    assert "optimizer.learning_rate was 0.01 and is 0.001" in reason(folder)
+    assert "optimizer.learning_rate was 0.01 and is 0.001" in outcome(folder)["reason"]
 
 
 @pytest.mark.usefixtures("saves_at_once")
@@ -201,7 +168,7 @@ def test_a_best_checkpoint_that_was_damaged_meanwhile_is_not_loaded(config, run,
     )  # fmt: skip
     folder, code, _ = run(best_first)
     assert code == 4
-    assert "checkpoint-4 cannot be loaded: optimizer.pt has 5 bytes" in reason(folder)
+    assert "checkpoint-4 cannot be loaded: optimizer.pt has 5 bytes" in outcome(folder)["reason"]
 
 
 @pytest.mark.usefixtures("saves_at_once")
@@ -220,17 +187,17 @@ def test_run_resumes_after_a_full_disk(config, run, changed, small_disk, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(Records, "on_step_begin", fill_up, raising=False)
         folder, code, _ = run(config)
-    assert code == 3, reason(folder)
+    assert code == 3, outcome(folder)["reason"]
     kept = folder / "checkpoints" / "checkpoint-2"
-    assert f"The last good checkpoint is {kept}" in reason(folder)
-    assert ("MiB free and the checkpoint of step 4 takes about" in reason(folder)) == is_foreseen
+    assert f"The last good checkpoint is {kept}" in outcome(folder)["reason"]
+    assert ("iB free and the checkpoint of step 4 takes about" in outcome(folder)["reason"]) == is_foreseen
     assert newest_checkpoint(folder) == kept
     assert verified_record(kept).step == 2
     assert steps(folder) == [2]
     assert not (folder / "checkpoints" / "_unfinished").exists()
     (folder / "filler").unlink()
     folder, code, resumed = run(config)
-    assert code == 0, reason(folder)
+    assert code == 0, outcome(folder)["reason"]
     assert losses(resumed) == losses(lines)
 
 
@@ -266,7 +233,7 @@ def test_the_best_is_loaded_once_it_is_complete(config, run, changed):
                   "load_best_at_end": True},
     )  # fmt: skip
     folder, code, lines = run(best_last)
-    assert code == 0, reason(folder)
+    assert code == 0, outcome(folder)["reason"]
     validation = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
     assert validation[4] < validation[2]  # the one that is still in the air when training has ended
     assert same_weights(folder / "model", folder / "checkpoints" / "checkpoint-4")
@@ -281,8 +248,9 @@ def test_non_finite_loss_completes_the_pending_save(config, run, changed, monkey
     monkeypatch.setattr(RecipeTrainer, "training_step", spoil)
     folder, code, _ = run(changed(config, **SAVED))
     assert code == 7
-    assert "not finite at step 3" in reason(folder)
-    assert reason(folder).endswith("checkpoint-2")
+    assert "the loss is not finite at step 3" in outcome(folder)["reason"]
+    assert not (folder / "model").exists()
+    assert outcome(folder)["reason"].endswith("checkpoint-2")
     assert verified_record(folder / "checkpoints" / "checkpoint-2").step == 2
 
 
@@ -297,8 +265,8 @@ def test_a_save_that_fails_in_the_background_ends_the_run_after_the_next_step(co
     monkeypatch.setattr(save, "_seal", fill)
     folder, code, lines = run(changed(config, training={"save_every_steps": 2, "num_epochs": 4}))
     assert code == 3
-    assert "is full; free some space" in reason(folder)
-    assert reason(folder).endswith("checkpoint-2")
+    assert "is full; free some space" in outcome(folder)["reason"]
+    assert outcome(folder)["reason"].endswith("checkpoint-2")
     assert len(losses(lines)) == 4  # the fifth step was not logged
     assert steps(folder) == [2]
     assert not (folder / "checkpoints" / "_unfinished").exists()
@@ -332,7 +300,7 @@ def test_what_is_uploaded_is_complete_and_named_by_its_step(config, run, changed
     for name in ("init_hf_repo", "push_to_hub"):
         monkeypatch.setattr(SFTTrainer, name, lambda trainer, **words: None)
     folder, code, _ = run(changed(config, training={"save_every_steps": 2, "push_to_hub": "me/tiny"}))
-    assert code == 0, reason(folder)
+    assert code == 0, outcome(folder)["reason"]
     assert uploaded == [(2, 2), (4, 4), (6, 6), "waited for"]
 
 
@@ -354,6 +322,7 @@ def test_code_in_a_checkpoint_is_never_run(config, run, stopped, changed, monkey
     monkeypatch.chdir(tmp_path)
     _, code, _ = run(config)
     assert (code, (tmp_path / "ran").exists()) == (4, False)
-    assert reason(folder).startswith(f"{checkpoint / name} names posix.system, which no checkpoint of a run does")
-    assert "proves that it was not damaged, not who wrote it" in reason(folder)
-    assert reason(folder).endswith("or start again with training.resume=never")
+    reason = outcome(folder)["reason"]
+    assert reason.startswith(f"{checkpoint / name} names posix.system, which no checkpoint of a run does")
+    assert "proves that it was not damaged, not who wrote it" in reason
+    assert reason.endswith("or start again with training.resume=never")

@@ -15,6 +15,8 @@ from tunebook.model import blocks
 from tunebook.record.manifest import read_manifest, start_manifest
 from tunebook.train import run as run_module
 
+from .conftest import outcome
+
 
 @pytest.fixture
 def wide_model(tiny_model, tmp_path):
@@ -68,7 +70,7 @@ def test_run_without_its_fp8_layers_ends_with_7(asked, run, monkeypatch):
     monkeypatch.setattr(run_module, "convert_to_fp8", lambda model, scaling: ["model.layers.0.mlp.up_proj"])
     folder, code, lines = run(asked)
     assert (code, lines) == (7, [])
-    reason = json.loads((folder / "outcome-0.json").read_text())["reason"]
+    reason = outcome(folder)["reason"]
     assert "on rank 0 0 linear layers multiply in fp8, and 1 were converted" in reason
 
 

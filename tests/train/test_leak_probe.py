@@ -22,6 +22,8 @@ from tunebook.train import leak_probe
 from tunebook.train.leak_probe import LeakProbe, TrainingForward
 from tunebook.train.trainer import RecipeTrainer
 
+from .conftest import outcome
+
 
 @pytest.fixture
 def probed(config, run, changed, tmp_path):
@@ -32,7 +34,7 @@ def probed(config, run, changed, tmp_path):
         asked = changed(config, **({"training": {"max_steps": 1}} | groups))
         start_manifest(tmp_path / "run", asked, world_size=1, command=["tunebook"])
         folder, code, lines = run(asked)
-        reason = json.loads((folder / "outcome-0.json").read_text())["reason"]
+        reason = outcome(folder)["reason"]
         return code, reason, read_manifest(folder).get("leak_probe"), lines
 
     return train

@@ -2,10 +2,7 @@
 
 import pytest
 
-from tunebook.config.compose import compose
 from tunebook.errors import RequestError
-from tunebook.hardware.detect import Machine
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.train.environment import rank_environment
 from tunebook.train.other_launchers import (
     is_of_another_launcher,
@@ -14,7 +11,8 @@ from tunebook.train.other_launchers import (
     remove_other_launchers,
 )
 
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+from ..conftest import config_of
+
 # What each launcher sets for a process, as found in its source.
 BY_TORCHRUN = {
     "LOCAL_RANK": "0", "RANK": "0", "GROUP_RANK": "0", "ROLE_RANK": "0", "ROLE_NAME": "default",
@@ -68,7 +66,7 @@ def test_variables_that_libraries_take_from_the_environment(name):
 
 
 def test_ranks_get_none_of_them_wherever_they_start():
-    config = resolve_auto(compose("quickstart", []).config, NO_GPU).config
+    config = config_of("quickstart")
     environment = rank_environment(config, KEPT | BY_TORCHRUN | BY_ACCELERATE | BY_SRUN)
     assert not [name for name in environment if is_of_another_launcher(name)]
     assert environment.items() >= (KEPT | {"SLURM_PROCID": "1"}).items() - {("PATH", "/usr/bin")}

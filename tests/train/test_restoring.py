@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,27 +20,11 @@ from tunebook.train.callbacks import Records
 from tunebook.train.restoring import apply_hyperparameters, hyperparameters, load_stored_weights
 from tunebook.train.trainer import RecipeTrainer
 
+from .conftest import losses, outcome, same_weights, steps, weights
+
 CONFIG = [ResumeAnyway.config]
 NIGHTLY = pytest.mark.nightly
 RANKED = {"global_samples": 4, "evaluate_every_steps": 1, "save_every_steps": 2, "keep_checkpoints": 1, "max_steps": 6}
-
-
-def outcome(folder):
-    return json.loads((folder / "outcome-0.json").read_text())
-
-
-def steps(folder):
-    return sorted(int(path.name.split("-")[1]) for path in (folder / "checkpoints").glob("checkpoint-*"))
-
-
-def weights(folder):
-    (file,) = folder.glob("*.safetensors")
-    return load_file(file)
-
-
-def is_same(one, other):
-    first, second = weights(one), weights(other)
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def rates(lines):
@@ -237,7 +220,7 @@ def test_better_step_without_a_checkpoint_keeps_the_best_checkpoint(run, ranked,
     assert code == 0, outcome(folder)["reason"]
     assert steps(folder) == [2, 6]
     assert outcome(folder)["best_step"] == 2
-    assert is_same(folder / "model", folder / "checkpoints" / "checkpoint-2")
+    assert same_weights(folder / "model", folder / "checkpoints" / "checkpoint-2")
     assert (
         "model/ is checkpoint-2 (2.0000), the best by validation loss; step 5 had 1.0000 and has no checkpoint "
         "(training.save_every_steps=2)"
@@ -277,7 +260,7 @@ def test_best_step_equals_that_of_an_uninterrupted_run(run, ranked, validating, 
     folder, code, _ = run(ranked())
     assert code == 0, outcome(folder)["reason"]
     assert outcome(folder)["best_step"] == outcome(whole)["best_step"]
-    assert is_same(folder / "model", whole / "model")
+    assert same_weights(folder / "model", whole / "model")
 
 
 def test_step_saved_by_a_stop_is_ranked(run, ranked, validating, stopped):
@@ -285,7 +268,7 @@ def test_step_saved_by_a_stop_is_ranked(run, ranked, validating, stopped):
     stopped(ranked(), 3)
     folder, code, _ = run(ranked())
     assert (code, outcome(folder)["best_step"], steps(folder)) == (0, 3, [3, 6])
-    assert is_same(folder / "model", folder / "checkpoints" / "checkpoint-3")
+    assert same_weights(folder / "model", folder / "checkpoints" / "checkpoint-3")
 
 
 def test_missing_best_checkpoint_is_an_error_unless_allowed(run, ranked, validating, stopped, capfd):
@@ -301,7 +284,7 @@ def test_missing_best_checkpoint_is_an_error_unless_allowed(run, ranked, validat
         assert not (folder / "model").exists()
     folder, code, _ = run(ranked(resume_anyway=[ResumeAnyway.best]))
     assert (code, outcome(folder)["best_step"]) == (0, 4)
-    assert is_same(folder / "model", folder / "checkpoints" / "checkpoint-4")
+    assert same_weights(folder / "model", folder / "checkpoints" / "checkpoint-4")
     assert "among those that exist: checkpoint-4 (2.5000)" in " ".join(capfd.readouterr().out.split())
 
 
@@ -310,18 +293,23 @@ def test_best_checkpoint_is_loaded_from_a_moved_folder(run, ranked, validating, 
     earlier = stopped(ranked(), 4, "earlier").rename(tmp_path / "moved")
     folder, code, _ = run(ranked(resume=str(earlier)), "later")
     assert (code, outcome(folder)["best_step"], steps(folder)) == (0, 2, [6])
-    assert is_same(folder / "model", earlier / "checkpoints" / "checkpoint-2")
+    assert same_weights(folder / "model", earlier / "checkpoints" / "checkpoint-2")
 
 
-def test_losses_on_other_data_are_not_compared(run, ranked, changed, validating, stopped, documents, tmp_path, capfd):
+def test_other_data_are_refused_or_their_losses_not_compared(
+    run, ranked, changed, validating, stopped, documents, tmp_path, capfd
+):
     file = tmp_path / "data.jsonl"
     shutil.copy(documents, file)
     validating(3.0, 1.0, 4.0, 2.5, 4.0, 3.5)
     both = {"early_stopping_patience": 3}
     stopped(changed(ranked(**both), dataset={"path": str(file)}), 4)
     file.write_text("\n".join(reversed(file.read_text().splitlines())) + "\n")
-    other = changed(ranked(**both, resume_anyway=[ResumeAnyway.data]), dataset={"path": str(file)})
-    folder, code, _ = run(other)
+    folder, code, lines = run(changed(ranked(**both), dataset={"path": str(file)}))
+    assert (code, len(losses(lines))) == (2, 4)
+    assert "its data have the hash" in outcome(folder)["reason"]
+    assert "'training.resume_anyway=[data]'" in outcome(folder)["reason"]
+    folder, code, _ = run(changed(ranked(**both, resume_anyway=[ResumeAnyway.data]), dataset={"path": str(file)}))
     assert (code, outcome(folder)["best_step"], outcome(folder)["step"]) == (0, 6, 6)
     assert "validation losses up to step 4 (4) were measured on other data" in " ".join(capfd.readouterr().out.split())
 
@@ -364,7 +352,7 @@ def test_patience_is_kept_over_a_stop(run, ranked, validating, stopped, stop, lo
     assert code == 0, outcome(folder)["reason"]
     assert outcome(folder)["reason"] == outcome(whole)["reason"]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4, 5]
-    assert is_same(folder / "model", whole / "model")
+    assert same_weights(folder / "model", whole / "model")
 
 
 @pytest.mark.parametrize(("before", "after", "last"), [(None, 2, 5), (9, 2, 5), (3, 4, 6), (9, 1, 4)])
@@ -430,8 +418,8 @@ def test_experts_are_resumed_to_the_same_bits(run, experts, stopped):
     stopped(experts, 3)
     folder, code, resumed = run(experts)
     assert code == 0, outcome(folder)["reason"]
-    assert [line["loss"] for line in resumed] == [line["loss"] for line in lines]
-    assert is_same(whole / "model", folder / "model")
+    assert losses(resumed) == losses(lines)
+    assert same_weights(whole / "model", folder / "model")
 
 
 def test_the_experts_of_the_best_step_are_loaded(run, experts, changed, validating):
@@ -439,4 +427,4 @@ def test_the_experts_of_the_best_step_are_loaded(run, experts, changed, validati
     ranked = changed(experts, dataset={"validation_share": 0.3}, training=RANKED | {"load_best_at_end": True})
     folder, code, _ = run(ranked)
     assert code == 0, outcome(folder)["reason"]
-    assert is_same(folder / "model", folder / "checkpoints" / "checkpoint-2")
+    assert same_weights(folder / "model", folder / "checkpoints" / "checkpoint-2")

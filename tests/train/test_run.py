@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import inspect
 import json
-import os
-import signal
 from pathlib import Path
 from unittest import mock
 
@@ -23,17 +21,10 @@ from tunebook.model.adapters import holds_model, is_adapter, with_adapter
 from tunebook.model.load import load_model
 from tunebook.record.manifest import read_manifest, start_manifest
 from tunebook.train import run as train_run
-from tunebook.train.callbacks import Records
 from tunebook.train.rank_process import StopRequest
 from tunebook.train.trainer import RecipeTrainer
 
-
-def losses(lines):
-    return [line["loss"] for line in lines if "loss" in line]
-
-
-def outcome(folder):
-    return json.loads((folder / "outcome-0.json").read_text())
+from .conftest import losses, outcome
 
 
 def test_upstream_still_has_the_methods_we_override():
@@ -184,34 +175,6 @@ def test_the_last_steps_are_logged_whatever_the_schedule(config, run, changed, e
     for line in lines:
         of_its_steps = whole[line["step"] - line["num_steps"] : line["step"]]
         assert line["loss"] == pytest.approx(sum(of_its_steps) / line["num_steps"], rel=1e-5)
-
-
-def test_a_loss_that_is_not_finite_ends_with_7_and_names_the_checkpoint(config, run, changed):
-    wild = changed(config, optimizer={"learning_rate": 1e30}, training={"save_every_steps": 1, "num_epochs": 4})
-    folder, code, _ = run(wild)
-    assert code == 7
-    assert "the loss is not finite at step" in outcome(folder)["reason"]
-    assert "checkpoint-1" in outcome(folder)["reason"]
-    assert not (folder / "model").exists()
-
-
-def test_a_request_to_stop_saves_and_the_next_start_goes_on_exactly(config, run, changed, monkeypatch, same_bits):
-    whole = losses(run(config, "whole")[2])
-
-    def stop_at_two(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(Records, "on_step_begin", stop_at_two, raising=False)
-    folder, code, lines = run(config, "stopped")
-    assert code == 6
-    assert "stopped by SIGTERM after step 3" in outcome(folder)["reason"]
-    assert losses(lines) == whole[:3]
-    monkeypatch.undo()
-    folder, code, lines = run(config, "stopped")
-    assert code == 0
-    assert losses(lines) == pytest.approx(whole, rel=1e-6)
-    assert lines[-1]["tokens_seen"] == 2 * lines[2]["tokens_seen"]
 
 
 def test_the_validation_loss_is_measured_at_the_end_when_nothing_says_how_often(config, run, changed):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from datetime import timedelta
@@ -21,8 +20,11 @@ from tunebook.config.choices import Generation, Offload, Strategy
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.errors import RequestError
 from tunebook.parallel.operator_builds import OperatorLock
+from tunebook.processes import free_port
 from tunebook.record.manifest import read_manifest, start_manifest
-from tunebook.train.spread import _free_port, bound_deepspeed_groups, join_ranks
+from tunebook.train.spread import bound_deepspeed_groups, join_ranks
+
+from .conftest import outcome
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -57,7 +59,7 @@ def test_model_without_fsdp_ends_with_7(config, run, changed, without_launcher):
     asked.parallelism = FsdpConfig(strategy=Strategy.fsdp)
     folder, code, lines = run(asked)
     assert code == 7
-    reason = json.loads((folder / "outcome-0.json").read_text())["reason"]
+    reason = outcome(folder)["reason"]
     assert "on rank 0 strategy fsdp was asked for and ddp found" in reason
     assert "(DistributedDataParallel)" in reason
     assert lines == []
@@ -86,7 +88,7 @@ def test_a_rank_that_was_launched_keeps_its_place(config, without_launcher, monk
 def launched(without_launcher, monkeypatch):
     """One rank as started by a launcher; its group is destroyed afterwards."""
     values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
-    for name, value in (values | {"MASTER_PORT": _free_port()}).items():
+    for name, value in (values | {"MASTER_PORT": free_port()}).items():
         monkeypatch.setenv(name, str(value))
     yield
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -22,11 +22,10 @@ from tunebook.checkpoint.record import (
     NewerRecordError,
     UnreadableRecordError,
     named_as_checkpoints,
-    read_record,
     step_of,
 )
 from tunebook.checkpoint.retention import clean_up
-from tunebook.checkpoint.verify import difference_of_files, why_not_complete, wrong_hash
+from tunebook.checkpoint.verify import complete_record, wrong_hash
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import RESUME_WORDS
 from tunebook.config.schema import RunConfig
@@ -133,9 +132,10 @@ def choose_checkpoint(config: RunConfig, run: Path, own: Identity, report: Calla
 
 def require_verified(checkpoint: Path) -> None:
     """Refuse a damaged best checkpoint; each rank reads a share of it. Raises: DataError."""
-    why = on_first_rank(lambda: why_not_complete(checkpoint))
-    if why is None:
-        why = _wrong_anywhere(checkpoint, on_first_rank(lambda: read_record(checkpoint)))
+    try:
+        why = _wrong_anywhere(checkpoint, on_first_rank(lambda: complete_record(checkpoint)))
+    except UnreadableRecordError as error:
+        why = str(error)
     if why is not None:
         raise DataError(
             f"{checkpoint} cannot be loaded: {why}. It is the best by validation loss, so no other takes its place. "
@@ -169,17 +169,14 @@ def _wrong_anywhere(checkpoint: Path, record: CheckpointRecord) -> str | None:
 
 def _candidate(path: Path) -> Candidate:
     try:
-        record = read_record(path)
-        why = difference_of_files(path, record)
-        if step_of(path) not in (None, record.step):
-            why = f"its record is of step {record.step}"
-        return Candidate(path=path, record=None if why else record, why_not=why)
+        record = complete_record(path)
     except NewerRecordError as error:
         raise RequestError(f"{path}: {error}", problem_id="checkpoint-of-newer-version") from error
     except UnreadableRecordError as error:
         return Candidate(path=path, record=None, why_not=str(error))
-    except OSError as error:
-        return Candidate(path=path, record=None, why_not=f"it cannot be read ({error.strerror})")
+    if step_of(path) not in (None, record.step):
+        return Candidate(path=path, record=None, why_not=f"its record is of step {record.step}")
+    return Candidate(path=path, record=record)
 
 
 def _why_refused(candidate: Candidate) -> str:

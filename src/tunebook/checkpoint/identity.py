@@ -108,7 +108,7 @@ def differences(theirs: Identity, own: Identity) -> Iterator[Difference]:
         yield Difference(text="its chat template is another", allowed_by=ResumeAnyway.template)
     if theirs.tokenizer_sha256 != own.tokenizer_sha256:
         yield Difference(text="its tokenizer is another", allowed_by=ResumeAnyway.data)
-    if theirs.world_size != own.world_size and layout(theirs) == layout(own) and not _why_rigid(theirs):
+    if theirs.world_size != own.world_size and _layout(theirs) == _layout(own) and not _why_rigid(theirs):
         text = f"it was saved by {_ranks(theirs.world_size)} and this run has {_ranks(own.world_size)}"
         yield Difference(text=text, allowed_by=ResumeAnyway.world_size)
     if keys := sorted(_changed_keys(theirs.settings, own.settings)):
@@ -131,14 +131,18 @@ def resumed_identity(theirs: Identity, own: Identity) -> Identity:
     return replace(own, model=own.model | {"weights_fingerprint": recorded_in(theirs.model)})
 
 
-def layout(identity: Identity) -> str:
-    """The layout of a checkpoint on disk; one of another layout cannot be loaded."""
-    strategy = Strategy[identity.strategy]
-    if zero_stage(strategy) is not None:
-        return f"{strategy.name} with parallelism.round_robin_gradients={as_typed(_is_dealt_out(identity))}"
+def _layout(identity: Identity) -> tuple[str, str | None]:
+    """The layout of a checkpoint on disk: what saved it, and the setting that decides it as it is typed.
+
+    A checkpoint of another layout cannot be loaded.
+    """
+    strategy, settings = Strategy[identity.strategy], identity.settings.get("parallelism", {})
+    if zero_stage(strategy) is not None:  # whose parameters may be assigned to the ranks one by one, in another order
+        is_dealt_out = bool(settings.get("round_robin_gradients"))
+        return strategy.name, f"parallelism.round_robin_gradients={as_typed(is_dealt_out)}"
     if is_fsdp(strategy):
-        return f"fsdp with {identity.settings['parallelism']['state_dict']} state"
-    return "whole"
+        return "fsdp", f"parallelism.state_dict={settings['state_dict']}"
+    return "whole", None
 
 
 def _cannot_load(theirs: Identity, own: Identity) -> Iterator[Difference]:
@@ -157,13 +161,14 @@ def _cannot_load(theirs: Identity, own: Identity) -> Iterator[Difference]:
         else:
             fix = typed_list(key, then) if isinstance(then, list) else typed(key, as_typed(then))
         yield Difference(text=_change(key, then, now), allowed_by=None, fix=f"Resume with {fix}. {from_weights}")
-    if layout(theirs) != layout(own):
-        text = f"it was saved by parallelism={theirs.strategy}, and this run has parallelism={own.strategy}"
-        if theirs.strategy == own.strategy:
-            text = f"it was saved by {layout(theirs)}, and this run is {layout(own)}"
-        fix = f"Resume with parallelism={layout(theirs) if theirs.strategy == own.strategy else theirs.strategy}"
-        fix = f"{fix}. {from_weights}"
-        yield Difference(text=text, allowed_by=None, fix=fix)
+    (kind, setting), (own_kind, own_setting) = _layout(theirs), _layout(own)
+    if (kind, setting) != (own_kind, own_setting):
+        then, now = setting, own_setting
+        if kind != own_kind:
+            then, now = f"parallelism={theirs.strategy}", f"parallelism={own.strategy}"
+        fix = " ".join(dict.fromkeys(filter(None, (then, setting))))
+        text = f"it was saved with {then}, and this run has {now}"
+        yield Difference(text=text, allowed_by=None, fix=f"Resume with {fix}. {from_weights}")
     elif theirs.world_size != own.world_size and (why := _why_rigid(theirs)):
         text = f"it holds the shards of {_ranks(theirs.world_size)}, and this run has {_ranks(own.world_size)}; {why}"
         yield Difference(text=text, allowed_by=None, fix=f"Resume with {_ranks(theirs.world_size)}. {from_weights}")
@@ -208,11 +213,6 @@ def _why_rigid(identity: Identity) -> str | None:
     if identity.settings.get("parallelism", {}).get("offload_optimizer") == Offload.nvme.name:
         return "state on NVMe disks is saved as each rank's files"
     return None
-
-
-def _is_dealt_out(identity: Identity) -> bool:
-    """Whether ZeRO assigned its parameters to the ranks one by one, which changes their order."""
-    return bool(identity.settings.get("parallelism", {}).get("round_robin_gradients"))
 
 
 def _model_name(identity: Identity) -> str:

@@ -67,7 +67,7 @@ class CheckpointRecord:
 
 
 class UnreadableRecordError(Exception):
-    """The record is missing or unreadable; the message gives the reason, to follow the checkpoint's name."""
+    """No complete checkpoint; the message gives the reason, to follow the checkpoint's name."""
 
 
 class NewerRecordError(UnreadableRecordError):

@@ -16,15 +16,15 @@ from tunebook.checkpoint.record import (
     PENDING_FILE,
     RECORD_FILE,
     UNFINISHED_FOLDER,
+    Identity,
     named_as_checkpoints,
     step_of,
 )
 from tunebook.checkpoint.verify import complete_checkpoints
-from tunebook.errors import DoesNotFitError
+from tunebook.config.choices import OptimizerName
+from tunebook.facts.optimizers import OPTIMIZERS
 
-_ADAM_BYTES = 8  # two moments in fp32, of each trained parameter
-_DEEPSPEED_BYTES = 4  # and the fp32 weights that it updates
-_MIB = 2**20
+_DEEPSPEED_BYTES = 4  # of each trained parameter: the fp32 weights that it updates
 
 
 def steps_to_remove(
@@ -73,19 +73,22 @@ def clean_up(checkpoints: Path) -> None:
             remove_checkpoint(checkpoint)
 
 
-def estimate_bytes(model: Any, *, is_deepspeed: bool) -> int:
-    """A lower bound for the first checkpoint of a run: the saved weights and the state of Adam in fp32.
+def estimate_bytes(model: Any, identity: Identity, *, is_deepspeed: bool) -> float:
+    """A lower bound for the first checkpoint of a run: the saved weights and the optimizer's state.
 
-    Of an adapter only trained parameters are saved. DeepSpeed saves the weights a second time.
+    Of an adapter only trained parameters are saved. DeepSpeed saves the weights a second time, and its state in fp32.
     """
+    optimizer = OPTIMIZERS[OptimizerName[identity.settings["optimizer"]["name"]]]
     is_adapter = hasattr(model, "peft_config")
-    total = 0
+    total = 0.0
     for parameter in model.parameters():
         count = getattr(parameter, "ds_numel", parameter.numel())  # under ZeRO-3 a rank holds a part
         if parameter.requires_grad or not is_adapter:
             total += count * parameter.element_size() * (2 if is_deepspeed else 1)
         if parameter.requires_grad:
-            total += count * (_ADAM_BYTES + (_DEEPSPEED_BYTES if is_deepspeed else 0))
+            moments = optimizer.matrix_moments * (4 if is_deepspeed else parameter.element_size())
+            state = moments if optimizer.state_bytes is None else optimizer.state_bytes
+            total += count * (state + (_DEEPSPEED_BYTES if is_deepspeed else 0))
     return total
 
 
@@ -94,20 +97,3 @@ def require_writable(folder: Path) -> None:
     probe = folder / ".writable"
     probe.touch()
     probe.unlink()
-
-
-def require_free_space(folder: Path, step: int, needed_bytes: int, *, last: Path | None) -> None:
-    """Raise DoesNotFitError if the disk of `folder` is too full for a checkpoint; `last` is the newest complete one.
-
-    Raises: OSError.
-    """
-    disk = shutil.disk_usage(folder)
-    # A total of zero: the file system, such as a network mount, does not report sizes. A full one fails on write.
-    if disk.total and disk.free < needed_bytes:
-        kept = f"The last good checkpoint is {last}" if last is not None else "Nothing was saved before"
-        raise DoesNotFitError(
-            f"the disk of {folder} has {disk.free / _MIB:,.0f} MiB free and the checkpoint of step {step} takes about "
-            f"{needed_bytes / _MIB:,.0f} MiB; free some space, keep fewer checkpoints (training.keep_checkpoints=1), "
-            f"or write elsewhere: outputs=/a/folder/on/another/disk. {kept}",
-            problem_id="disk-full",
-        )

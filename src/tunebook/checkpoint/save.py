@@ -38,11 +38,11 @@ from tunebook.checkpoint.record import (
     list_files,
     read_record,
 )
-from tunebook.checkpoint.retention import clean_up, remove_old, require_free_space, require_writable
-from tunebook.checkpoint.verify import complete_checkpoints, why_not_complete
+from tunebook.checkpoint.retention import clean_up, remove_old, require_writable
+from tunebook.checkpoint.verify import complete_checkpoints, is_complete
 from tunebook.errors import TunebookError
 from tunebook.files import atomic_write_json, flush_folder, sha256_file
-from tunebook.hardware.disk import is_disk_full
+from tunebook.hardware.disk import FREE_SPACE, is_disk_full, require_space
 
 
 class Stall:
@@ -147,7 +147,7 @@ class CheckpointSaver:
         """Whether this rank still works on a save."""
         return self._thread is not None and self._thread.is_busy
 
-    def begin(self, step: int, estimated_bytes: int) -> None:
+    def begin(self, step: int, estimated_bytes: float) -> None:
         """Settle the save before, make the folder and require free space.
 
         The space of the checkpoint before, or the estimate. Raises: the error of the save before; DoesNotFitError,
@@ -198,7 +198,7 @@ class CheckpointSaver:
     def has(self, step: int) -> bool:
         """Whether the checkpoint of a step is in the run's own folder. Raises: as `settle`."""
         self.settle()
-        return on_first_rank(lambda: why_not_complete(checkpoint_path(self.folder, step)) is None)
+        return on_first_rank(lambda: is_complete(checkpoint_path(self.folder, step)))
 
     def abandon(self, step: int) -> None:
         """Remove an unfinished checkpoint: on a full disk its space is needed for the records.
@@ -241,14 +241,15 @@ class CheckpointSaver:
         """False for a damaged checkpoint: one after the resumed step that this run has not saved."""
         return step <= self.resumed_step or step in self._saved
 
-    def _clear(self, step: int, estimated_bytes: int) -> None:
+    def _clear(self, step: int, estimated_bytes: float) -> None:
         try:
             clean_up(self.folder)
             self.unfinished.mkdir(parents=True, exist_ok=True)
             require_writable(self.unfinished)
             complete = complete_checkpoints(self.folder)
             needed = read_record(complete[0]).num_bytes if complete else estimated_bytes
-            require_free_space(self.folder, step, needed, last=complete[0] if complete else None)
+            kept = f"The last good checkpoint is {complete[0]}" if complete else "Nothing was saved before"
+            require_space(self.folder, needed, f"the checkpoint of step {step}", f"{FREE_SPACE}. {kept}")
         except OSError as error:
             if is_disk_full(error):
                 raise

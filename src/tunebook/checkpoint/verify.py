@@ -7,7 +7,7 @@ record. So loading runs no code (`checkpoint.unpickling`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tunebook.checkpoint.record import (
@@ -22,7 +22,7 @@ from tunebook.checkpoint.record import (
 )
 from tunebook.errors import DataError
 from tunebook.files import sha256_file
-from tunebook.record.manifest import MANIFEST_FILE, MODEL_FILES, read_manifest
+from tunebook.record.manifest import MODEL_FILES, manifest_or_empty
 
 MODEL_FOLDER = "model"  # of a run: its trained model
 _WEIGHTS = ".safetensors"
@@ -57,28 +57,39 @@ def passed_over(run: Path) -> dict[Path, str]:
 def why_not_complete(checkpoint: Path) -> str | None:
     """Why a folder is not a complete checkpoint; None if its record exists and every file has its size."""
     try:
-        record = read_record(checkpoint)
-        return difference_of_files(checkpoint, record)
+        complete_record(checkpoint)
     except UnreadableRecordError as error:
         return str(error)
+    return None
+
+
+def complete_record(checkpoint: Path) -> CheckpointRecord:
+    """The record of a checkpoint whose files have the recorded names and sizes.
+
+    Raises: UnreadableRecordError saying why it is not complete, NewerRecordError.
+    """
+    try:
+        record = read_record(checkpoint)
+        found = list_files(checkpoint)
     except OSError as error:
-        return f"it cannot be read ({error.strerror})"
-
-
-def difference_of_files(checkpoint: Path, record: CheckpointRecord) -> str | None:
-    """The first difference between a checkpoint's files and its record, by name and size. Raises: OSError."""
-    found = list_files(checkpoint)
+        raise UnreadableRecordError(f"it cannot be read ({error.strerror})") from error
+    why = _wrong_size(found.sizes, record.files)
     if found.others:
-        return f"{found.others[0]} in it is a link or no regular file, and may lead anywhere; checkpoints have none"
-    for name, entry in sorted(record.files.items()):
-        size = found.sizes.get(name)
-        if size is None:
+        why = f"{found.others[0]} in it is a link or no regular file, and may lead anywhere; checkpoints have none"
+    elif why is None and (added := sorted(found.sizes.keys() - record.files.keys())):
+        why = f"{added[0]} in it is not listed in its {RECORD_FILE}; remove it to use this checkpoint"
+    if why is not None:
+        raise UnreadableRecordError(why)
+    return record
+
+
+def _wrong_size(sizes: Mapping[str, int], files: Mapping[str, FileEntry]) -> str | None:
+    """The first file that is missing or has another size than recorded."""
+    for name, entry in sorted(files.items()):
+        if name not in sizes:
             return f"{name} is missing"
-        if size != entry.size:
-            return f"{name} has {size:,} bytes and was written with {entry.size:,}"
-    added = sorted(set(found.sizes) - set(record.files))
-    if added:
-        return f"{added[0]} in it is not listed in its {RECORD_FILE}; remove it to use this checkpoint"
+        if sizes[name] != entry.size:
+            return f"{name} has {sizes[name]:,} bytes and was written with {entry.size:,}"
     return None
 
 
@@ -96,12 +107,13 @@ def wrong_hash(checkpoint: Path, files: Iterable[tuple[str, FileEntry]]) -> str 
 
 def verified_record(checkpoint: Path) -> CheckpointRecord:
     """The record of a checkpoint after this process has verified every file. Raises: DataError saying what is wrong."""
-    why = why_not_complete(checkpoint)
-    if why is None:
-        record = read_record(checkpoint)
+    try:
+        record = complete_record(checkpoint)
         why = wrong_hash(checkpoint, record.files.items())
         if why is None:
             return record
+    except UnreadableRecordError as error:
+        why = str(error)
     raise DataError(
         f"{checkpoint} cannot be used: {why}; name an older checkpoint, or restore this one from a copy",
         problem_id="checkpoint-damaged",
@@ -113,9 +125,10 @@ def require_unchanged_model(run: Path, *, by_hash: bool = False) -> None:
 
     Older runs recorded nothing to compare with. Raises: DataError saying what is wrong.
     """
-    recorded = read_manifest(run).get(MODEL_FILES) if (run / MANIFEST_FILE).is_file() else None
-    weights = {name: FileEntry(**entry) for name, entry in (recorded or {}).items() if name.endswith(_WEIGHTS)}
-    why = _wrong_size(run / MODEL_FOLDER, weights)
+    recorded = manifest_or_empty(run).get(MODEL_FILES) or {}
+    weights = {name: FileEntry(**entry) for name, entry in recorded.items() if name.endswith(_WEIGHTS)}
+    there = {name: run / MODEL_FOLDER / name for name in weights}
+    why = _wrong_size({name: file.stat().st_size for name, file in there.items() if file.is_file()}, weights)
     if why is None and by_hash:
         why = wrong_hash(run / MODEL_FOLDER, weights.items())
     if why is not None:
@@ -124,12 +137,3 @@ def require_unchanged_model(run: Path, *, by_hash: bool = False) -> None:
             f"tunebook export {run} --checkpoint STEP",
             problem_id="model-changed",
         )
-
-
-def _wrong_size(folder: Path, files: dict[str, FileEntry]) -> str | None:
-    for name, entry in files.items():
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if size != entry.size:
-            found = "is missing" if size is None else f"has {size:,} bytes"
-            return f"{name} {found} and was written with {entry.size:,} bytes"
-    return None

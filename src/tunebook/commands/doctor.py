@@ -206,9 +206,8 @@ def _check_links(
 ) -> None:
     num_nodes = request.config.hardware.num_nodes if request.config is not None else request.num_nodes
     if machine.gpus:
-        look = check_topology(machine, ask_topology(), num_nodes)
-        found.topology = look.topology
-        found.findings += look.findings
+        found.topology, findings = check_topology(machine, ask_topology(), num_nodes)
+        found.findings += findings
     if cpu_ranks is not None:
         say("measuring the bandwidth between CPU ranks")
         found.bandwidth = measure_bandwidth(cpu_ranks, "gloo")

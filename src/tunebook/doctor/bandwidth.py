@@ -96,6 +96,7 @@ def _measure_all(folder: Path, backend: str) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
     try:
+        _slowest(torch, 0.0, device)  # the first collective, in which NCCL may look at the machine for many seconds
         start = time.perf_counter()
         for num_bytes in NCCL_SIZES if backend == "nccl" else GLOO_SIZES:
             for operation in OPERATIONS:

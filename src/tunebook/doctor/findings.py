@@ -12,6 +12,7 @@ from rich.text import Text
 
 from tunebook.errors import Problem, TunebookError
 from tunebook.hardware.bandwidth import ALL_GATHER, ALL_REDUCE, Bandwidth
+from tunebook.hardware.disk import size_text
 from tunebook.hardware.nvidia_smi import Topology
 
 
@@ -111,14 +112,6 @@ def listed(numbers: list[int]) -> str:
         else:
             parts.append([number])
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-
-
-def size_text(num_bytes: int) -> str:
-    """Bytes as 64 KiB, 256 MiB, 1 GiB."""
-    for exponent, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if num_bytes >= 2**exponent:
-            return f"{num_bytes / 2**exponent:.4g} {unit}"
-    return f"{num_bytes} bytes"
 
 
 def show_findings(

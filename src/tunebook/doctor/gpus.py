@@ -14,7 +14,8 @@ from typing import Any
 from tunebook.doctor.findings import Finding, Kind, Level, listed
 from tunebook.facts.generations import OLDEST_SUPPORTED, capability_text
 from tunebook.hardware.detect import MIXED_NOTE, VISIBLE_VARIABLE, Machine, equal_gpus, visible_only
-from tunebook.hardware.nvidia_smi import SmiAnswer, listed_gpus
+from tunebook.hardware.nvidia_smi import ABSENT, listed_gpus
+from tunebook.processes import Answer
 
 Health = list[dict[str, Any]]  # of `probes.nvml`, one per GPU of the machine
 
@@ -31,7 +32,7 @@ def check_gpus(
     machine: Machine,
     health: Health,
     problem: str | None,
-    listing: SmiAnswer | None,
+    listing: Answer | None,
     on_bus: Sequence[PciGpu] = (),
 ) -> list[Finding]:
     """Return the findings, without GPUs hidden from this process. `problem` is why NVML did not answer.
@@ -83,14 +84,14 @@ def _none(machine: Machine) -> Finding:
     )
 
 
-def _listed_elsewhere(machine: Machine, listing: SmiAnswer | None) -> Iterator[Finding]:
+def _listed_elsewhere(machine: Machine, listing: Answer | None) -> Iterator[Finding]:
     """Report a machine with nvidia-smi on which Python finds no GPUs; such a machine most often has GPUs."""
-    if listing is None or listing.is_absent or machine.driver is not None:
+    if listing is None or listing.problem == ABSENT or machine.driver is not None:
         return
-    said = listing.problem or listing.text or ""
+    said = listing.problem or listing.text
     if any(words in said for words in _WITHOUT_GPU):
         return
-    gpus = listed_gpus(listing.text) if listing.text is not None else []
+    gpus = listed_gpus(listing.text)
     if gpus:
         what = f"nvidia-smi lists {len(gpus)} GPUs ({gpus[0]}), and Python finds none: {'; '.join(machine.notes)}"
         fix = "pip install nvidia-ml-py in the environment that tunebook is in; ldconfig -p | grep nvidia-ml"
@@ -318,12 +319,12 @@ def _driver(device: Path) -> str | None:
     return link.resolve().name if link.exists() else None
 
 
-def without_answer(gpus: Sequence[PciGpu], notes: Sequence[str], listing: SmiAnswer | None) -> Finding:
+def without_answer(gpus: Sequence[PciGpu], notes: Sequence[str], listing: Answer | None) -> Finding:
     """The finding for GPUs on the bus that NVML does not find; `listing` is the output of `nvidia-smi -L`.
 
     An error if nvidia-smi is installed. Else it is most often a container without access to the GPUs.
     """
-    has_program = listing is not None and not listing.is_absent
+    has_program = listing is not None and listing.problem != ABSENT
     reasons = list(notes) or ["no NVIDIA driver answers"]
     if listing is not None and has_program:
         reasons.append(f"nvidia-smi: {listing.problem or listing.text}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
-from tunebook.doctor.findings import Finding, Kind, size_text
+from tunebook.doctor.findings import Finding, Kind
 from tunebook.hardware.bandwidth import ALL_GATHER, ALL_REDUCE, Bandwidth, Measurement
 from tunebook.hardware.detect import VISIBLE_VARIABLE, Gpu, Machine, equal_gpus, visible_only
-from tunebook.hardware.nvidia_smi import Connection, Link, SmiAnswer, Topology, parse_topology
+from tunebook.hardware.disk import size_text
+from tunebook.hardware.nvidia_smi import Connection, Link, Topology, parse_topology
+from tunebook.processes import Answer
 
 # One link in one direction, NVLink 2 to 4 (V100, A100, H100); NVLink 5 has twice that. Source: NVIDIA's datasheets.
 _NVLINK_GB_PER_S = 25.0
@@ -17,19 +19,14 @@ _NVLINK_SHARE = 0.5
 _PCIE_GB_PER_S = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class TopologyFindings:
-    """The topology matrix, if there is one, and the findings about it."""
+def check_topology(machine: Machine, answer: Answer, num_nodes: int) -> tuple[Topology | None, list[Finding]]:
+    """Parse the output of nvidia-smi, and judge the links between the GPUs that this process sees.
 
-    topology: Topology | None
-    findings: list[Finding]
-
-
-def check_topology(machine: Machine, answer: SmiAnswer, num_nodes: int) -> TopologyFindings:
-    """Parse the output of nvidia-smi, and judge the links between the GPUs that this process sees."""
+    Returns the matrix, if there is one, and the findings.
+    """
     problem = answer.problem
     topology = None
-    if answer.text is not None:
+    if problem is None:
         try:
             topology = parse_topology(answer.text)
         except ValueError as error:
@@ -37,9 +34,9 @@ def check_topology(machine: Machine, answer: SmiAnswer, num_nodes: int) -> Topol
     if topology is None:
         needs_no_link = len(machine.gpus) == 1 and num_nodes == 1  # whatever the matrix would say
         unknown = _single() if needs_no_link else _unknown(str(problem))
-        return TopologyFindings(topology=None, findings=[unknown] if machine.gpus else [])
-    findings = [_cards(machine, topology, num_nodes)] if topology.cards else []
-    return TopologyFindings(topology=topology, findings=[_between(machine, topology), *findings])
+        return None, [unknown] if machine.gpus else []
+    cards = [_cards(machine, topology, num_nodes)] if topology.cards else []
+    return topology, [_between(machine, topology), *cards]
 
 
 def _single() -> Finding:
@@ -173,15 +170,13 @@ def _not_measured(reason: str, fix: str) -> Finding:
 def check_bandwidth(bandwidth: Bandwidth, topology: Topology | None, machine: Machine) -> list[Finding]:
     """Compare the measured bandwidth with what the links between these GPUs should reach."""
     data = {"backend": bandwidth.backend, "num_ranks": bandwidth.num_ranks, "problem": bandwidth.problem}
-    findings = []
-    if bandwidth.wrong:
-        findings.append(_wrong(bandwidth.wrong))
-    if bandwidth.problem is not None:
-        findings.append(_failed(bandwidth))
-        return findings
+    findings = [_wrong(bandwidth.wrong)] if bandwidth.wrong else []
     reduce, gather = bandwidth.best(ALL_REDUCE), bandwidth.best(ALL_GATHER)
-    assert reduce is not None and gather is not None, "ranks that end well have measured both"
-    what = f"{_ranks(bandwidth)}: all-reduce {_speed(reduce)}, all-gather {_speed(gather)} (bus bandwidth)"
+    if bandwidth.problem is not None:
+        return [*findings, _failed(bandwidth, data)]
+    assert reduce is not None, "ranks that end well have measured it first"
+    what = f"{_ranks(bandwidth)}: all-reduce {_speed(reduce)}"
+    what += f", all-gather {_speed(gather)} (bus bandwidth)" if gather is not None else " (bus bandwidth)"
     if bandwidth.backend != "nccl":
         what += "; of this machine's memory: it says nothing about GPUs"
     expected = _expected(topology, machine) if bandwidth.backend == "nccl" else 0.0
@@ -225,7 +220,7 @@ def _wrong(wrong: list[str]) -> Finding:
     )
 
 
-def _failed(bandwidth: Bandwidth) -> Finding:
+def _failed(bandwidth: Bandwidth, data: dict[str, Any]) -> Finding:
     done = len(bandwidth.measurements)
     after = f"after {done} measurements" if done else "before the first measurement"
     what = f"{_ranks(bandwidth)} could not communicate: {bandwidth.problem} ({after})"
@@ -236,9 +231,4 @@ def _failed(bandwidth: Bandwidth) -> Finding:
         )
     else:
         advice += "a /dev/shm that is too small is the most frequent cause (see shm-size)"
-    return Kind.links.error(
-        id="bandwidth",
-        what=what,
-        fix=advice,
-        data={"backend": bandwidth.backend, "num_ranks": bandwidth.num_ranks, "problem": bandwidth.problem},
-    )
+    return Kind.links.error(id="bandwidth", what=what, fix=advice, data=data)

@@ -46,7 +46,7 @@ class Probe:
     """The answer of a probe, or why there is none."""
 
     facts: dict[str, Any] | None
-    problem: str | None
+    problem: str | None = None
 
 
 def run_probe(name: str, *arguments: str, timeout_s: float, variables: Mapping[str, str] | None = None) -> Probe:
@@ -62,7 +62,7 @@ def run_probe(name: str, *arguments: str, timeout_s: float, variables: Mapping[s
         return Probe(facts=None, problem=f"it printed no JSON but {answer.text.strip()[-80:]!r}")
     if not isinstance(facts, dict):
         return Probe(facts=None, problem=f"it printed no JSON object but {lines[-1][:80]!r}")
-    return Probe(facts=facts, problem=None)
+    return Probe(facts=facts)
 
 
 def read_health() -> list[dict[str, Any]]:

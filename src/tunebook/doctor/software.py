@@ -20,7 +20,7 @@ from tunebook.facts.generations import capability_text
 from tunebook.hardware.detect import Gpu, Machine
 from tunebook.hardware.image import IMAGE_FILE_VARIABLE, Image, read_image, runs_on_any
 from tunebook.processes import ask
-from tunebook.train.image import gpu_problem, no_gpu_problem
+from tunebook.train.image import image_problem
 from tunebook.train.requirements import check_environment, torch_problems
 
 _IMAGE_DIGEST_VARIABLE = "TUNEBOOK_IMAGE_DIGEST"
@@ -60,8 +60,7 @@ def _problems(machine: Machine, config: RunConfig | None, image: Image | None) -
     hardware = HardwareConfig(gpus_per_node=len(machine.gpus))
     recipe = config.recipe if config is not None else None
     if image is not None:
-        find = gpu_problem if machine.gpus else no_gpu_problem
-        problem = find(hardware, recipe, machine, image)
+        problem = image_problem(hardware, recipe, machine, image)
         return [problem] if problem is not None else []
     return [*torch_problems(machine.gpus[0].generation, machine)] if machine.gpus else []
 

@@ -14,37 +14,29 @@ from pathlib import Path
 
 from tunebook.config.choices import MasterWeights, PeftMethod, Weights
 from tunebook.config.schema import RunConfig, ZeroConfig
-from tunebook.doctor.findings import Finding, Kind, size_text
+from tunebook.doctor.findings import Finding, Kind
 from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.files import cache_root
-from tunebook.hardware.disk import existing
+from tunebook.hardware.disk import existing, size_text
 from tunebook.model.hub import unreadable_token
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
-@dataclass(frozen=True, kw_only=True)
-class CachedWeights:
-    """Whether all weights are cached, and the cached bytes if not."""
-
-    is_complete: bool
-    num_bytes: int = 0
-
-
-def cached_weights(name: str, revision: str | None) -> CachedWeights:
-    """Find the cached weights of a model: a single file, or every shard of an index."""
+def cached_bytes(name: str, revision: str | None) -> int | None:
+    """The cached bytes of a hub model's weights; None if all are cached: a single file, or every shard of an index."""
     if any(_cached(name, file, revision) is not None for file in _WHOLE):
-        return CachedWeights(is_complete=True)
+        return None
     num_bytes = 0
     for index in _INDICES:
         file = _cached(name, index, revision)
         shards = _shards(file) if file is not None else []
         found = [path for shard in shards if (path := _cached(name, shard, revision)) is not None]
         if shards and len(found) == len(shards):
-            return CachedWeights(is_complete=True)
+            return None
         num_bytes = max(num_bytes, sum(path.stat().st_size for path in found))
-    return CachedWeights(is_complete=False, num_bytes=num_bytes)
+    return num_bytes
 
 
 def _cached(name: str, file: str, revision: str | None) -> Path | None:
@@ -143,24 +135,20 @@ def hub_space(config: RunConfig | None, cache: Path) -> Space:
         elsewhere="HF_HOME=FOLDER in front of the command",
     )
     facts = config.model.facts if config is not None else None
-    if config is None or facts is None or not _downloads(config):
+    there = _begun_download(config)
+    if config is None or facts is None or there is None:
         return space
-    published = facts.num_parameters * _PUBLISHED_BYTES.get(facts.dtype, 4)
-    there = cached_weights(config.model.name, config.model.revision).num_bytes if config.model.name else 0
-    needed = max(0, published - there)
+    needed = max(0, facts.num_parameters * _PUBLISHED_BYTES.get(facts.dtype, 4) - there)
     rest = "the rest of " if there else ""
     return replace(space, needed=needed, why=f"{rest}{config.model.name} ({size_text(needed)})")
 
 
-def _downloads(config: RunConfig) -> bool:
-    """True if the weights come from the hub and are not in its cache."""
-    model = config.model
-    return model.name is not None and model.weights is Weights.pretrained and not is_cached(model.name, model.revision)
-
-
-def is_cached(name: str, revision: str | None) -> bool:
-    """True if all weights of a hub model are in the hub's cache."""
-    return cached_weights(name, revision).is_complete
+def _begun_download(config: RunConfig | None) -> int | None:
+    """The bytes in the hub's cache of weights that a run has to download; None if it downloads none."""
+    model = config.model if config is not None else None
+    if model is None or model.name is None or model.weights is not Weights.pretrained:
+        return None
+    return cached_bytes(model.name, model.revision)
 
 
 def disks(spaces: list[Space]) -> Iterator[Finding]:
@@ -243,15 +231,16 @@ def _mount_point(folder: Path) -> Path:
 
 def _hub_model(config: RunConfig | None) -> Iterator[Finding]:
     """Report a model that must be downloaded, on a machine that may be configured to stay offline."""
-    if config is None or not _downloads(config):
+    if config is None or _begun_download(config) is None:
         return
-    name = config.model.name
+    name, revision = config.model.name, config.model.revision
+    at = f" --revision {revision}" if revision else ""
     variable = _first_set(_OFFLINE_VARIABLES)
     if variable is not None and os.environ[variable].lower() in _OFFLINE:
         yield Kind.storage.error(
             id="hub-model",
             what=f"the weights of {name} are not in the hub's cache, and {variable} forbids to fetch them",
-            fix=f"where there is a network: hf download {name}; then copy the cache here, or unset {variable}",
+            fix=f"where there is a network: hf download {name}{at}; then copy the cache here, or unset {variable}",
             data={"name": name},
         )
     else:

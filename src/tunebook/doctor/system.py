@@ -9,10 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.choices import Offload
-from tunebook.config.schema import RunConfig, ZeroConfig
-from tunebook.doctor.findings import Finding, Kind, Level, size_text
+from tunebook.config.schema import RunConfig
+from tunebook.doctor.findings import Finding, Kind, Level
 from tunebook.hardware.detect import Machine
+from tunebook.hardware.disk import size_text
+from tunebook.parallel.deepspeed import uses_nvme
 
 GIB, MIB = 2**30, 2**20
 SHARED_MEMORY = Path("/dev/shm")
@@ -68,59 +69,46 @@ def shared_memory(size: int, free: int, *, num_gpus: int) -> Finding:
 
 def limits(config: RunConfig | None, *, has_cards: bool) -> list[Finding]:
     """Check the limits of locked memory, open files and stack, which the ranks inherit."""
-    locked, files, stack = (
-        resource.getrlimit(number)[0]
-        for number in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)
-    )
-    return [_locked(locked, _locks_memory(config, has_cards=has_cards)), _files(files), _stack(stack)]
+    kinds = (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE, resource.RLIMIT_STACK)
+    found = [resource.getrlimit(kind)[0] for kind in kinds]
+    locked, files, stack = (None if limit == resource.RLIM_INFINITY else limit for limit in found)
+    needed_by = _locks_memory(config, has_cards=has_cards)
+    enough = "" if needed_by or locked is None else "; nothing here needs more"
+    return [
+        _limit(
+            id="limit-memlock",
+            text=f"ulimit -l (locked memory): {'unlimited' if locked is None else size_text(locked)}{enough}",
+            data={"bytes": locked, "needed_by": needed_by},
+            too_little=f"{needed_by} locks gigabytes" if needed_by and locked is not None else None,
+            fix="ulimit -l unlimited; for good: `* - memlock unlimited` in /etc/security/limits.conf; in Docker: "
+            "--ulimit memlock=-1",
+        ),
+        _limit(
+            id="limit-nofile",
+            text=f"ulimit -n (open files): {'unlimited' if files is None else files}",
+            data={"limit": files},
+            too_little=None
+            if files is None or files >= _ENOUGH_FILES
+            else "many ranks, data workers and shards can need more than that",
+            fix="ulimit -n 65536; for good: `* - nofile 65536` in /etc/security/limits.conf",
+        ),
+        _limit(
+            id="limit-stack",
+            text=f"ulimit -s (stack): {'unlimited' if stack is None else size_text(stack)}",
+            data={"bytes": stack},
+            too_little=None
+            if stack is None or stack >= _ENOUGH_STACK
+            else f"less than the {size_text(_ENOUGH_STACK)} that libraries expect causes a crash without a message",
+            fix="ulimit -s 8192; in Docker: --ulimit stack=67108864",
+        ),
+    ]
 
 
 def _locks_memory(config: RunConfig | None, *, has_cards: bool) -> str | None:
     """Return this run's feature that locks host memory; None without one."""
-    if config is not None and isinstance(config.parallelism, ZeroConfig):
-        settings = config.parallelism
-        if Offload.nvme in (settings.offload_optimizer, settings.offload_parameters):
-            return "offload to NVMe"
+    if config is not None and uses_nvme(config):
+        return "offload to NVMe"
     return "InfiniBand" if has_cards else None
-
-
-def _locked(limit: int, needed_by: str | None) -> Finding:
-    is_limited = limit != resource.RLIM_INFINITY
-    text = f"ulimit -l (locked memory): {size_text(limit) if is_limited else 'unlimited'}"
-    return _limit(
-        id="limit-memlock",
-        text=text if needed_by or not is_limited else f"{text}; nothing here needs more",
-        data={"bytes": limit if is_limited else None, "needed_by": needed_by},
-        too_little=f"{needed_by} locks gigabytes" if needed_by and is_limited else None,
-        fix="ulimit -l unlimited; for good: `* - memlock unlimited` in /etc/security/limits.conf; in Docker: "
-        "--ulimit memlock=-1",
-    )
-
-
-def _files(limit: int) -> Finding:
-    is_limited = limit != resource.RLIM_INFINITY
-    return _limit(
-        id="limit-nofile",
-        text=f"ulimit -n (open files): {limit if is_limited else 'unlimited'}",
-        data={"limit": limit if is_limited else None},
-        too_little="many ranks, data workers and shards can need more than that"
-        if is_limited and limit < _ENOUGH_FILES
-        else None,
-        fix="ulimit -n 65536; for good: `* - nofile 65536` in /etc/security/limits.conf",
-    )
-
-
-def _stack(limit: int) -> Finding:
-    is_limited = limit != resource.RLIM_INFINITY
-    return _limit(
-        id="limit-stack",
-        text=f"ulimit -s (stack): {size_text(limit) if is_limited else 'unlimited'}",
-        data={"bytes": limit if is_limited else None},
-        too_little=f"less than the {size_text(_ENOUGH_STACK)} that libraries expect causes a crash without a message"
-        if is_limited and limit < _ENOUGH_STACK
-        else None,
-        fix="ulimit -s 8192; in Docker: --ulimit stack=67108864",
-    )
 
 
 def _limit(*, id: str, text: str, data: dict[str, Any], too_little: str | None, fix: str) -> Finding:

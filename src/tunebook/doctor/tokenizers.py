@@ -83,8 +83,8 @@ def _markers(facts: dict[str, Any]) -> Finding:
         how = "the chat template marks the assistant's text with {% generation %}"
     else:
         how = (
-            "the chat template has no {% generation %} markers: the assistant's text are found by comparing the text "
-            "with and without them"
+            "the chat template has no {% generation %} markers: the assistant's text is found by comparing the text "
+            "with and without it"
         )
     data = {"is_marked": facts["is_marked"], "num_answers": answers, "num_found": found}
     if found == answers:

@@ -54,12 +54,16 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class _Card:
-    """A physical GPU, or its MIG slices. Nothing can run on a GPU in MIG mode without a slice."""
+    """A physical GPU, and what programs can run on: the GPU itself, or its MIG slices, of which there may be none."""
 
     index: int
     uuid: str
-    whole: Gpu | None
-    slices: list[Gpu]
+    usable: list[Gpu]
+
+    @property
+    def seen(self) -> Gpu | None:
+        """What a program sees of it: the card, its first slice, or nothing."""
+        return next(iter(self.usable), None)
 
 
 def detect_machine(no_gpu_because: str | None = None) -> Machine:
@@ -133,10 +137,9 @@ def _read_card(nvml: ModuleType, index: int, notes: list[str]) -> _Card:
 
     uuid = _text(nvml.nvmlDeviceGetUUID(handle))
     if not _is_split(nvml, handle):
-        return _Card(index=index, uuid=uuid, whole=describe(handle, False), slices=[])
+        return _Card(index=index, uuid=uuid, usable=[describe(handle, False)])
     # Nothing else is asked of the card itself: a container with a slice may not see the card's memory.
-    slices = [describe(device, True) for device in _mig_handles(nvml, handle)]
-    return _Card(index=index, uuid=uuid, whole=None, slices=slices)
+    return _Card(index=index, uuid=uuid, usable=[describe(device, True) for device in _mig_handles(nvml, handle)])
 
 
 def _is_split(nvml: ModuleType, handle: Any) -> bool:
@@ -162,15 +165,15 @@ def _mig_handles(nvml: ModuleType, handle: Any) -> list[Any]:
 def _visible(cards: list[_Card], restriction: str | None, notes: list[str]) -> list[Gpu]:
     """The GPUs that a CUDA program sees, in its order."""
     for card in cards:
-        if card.whole is None and not card.slices:
+        if not card.usable:
             notes.append(f"GPU {card.index} is in MIG mode without a slice; make one with nvidia-smi mig -cgi")
-        elif len(card.slices) > 1:
+        elif len(card.usable) > 1:
             notes.append(
-                f"GPU {card.index} is split into {len(card.slices)} MIG slices; a process sees one of them, "
+                f"GPU {card.index} is split into {len(card.usable)} MIG slices; a process sees one of them, "
                 f"the first unless {VISIBLE_VARIABLE} names another by its MIG-... id"
             )
     if restriction is None:
-        return [gpu for card in cards if (gpu := _as_seen(card)) is not None]
+        return [gpu for card in cards if (gpu := card.seen) is not None]
     gpus = []
     for word in (part.strip() for part in restriction.split(",")):
         gpu = _named(cards, word)
@@ -182,21 +185,14 @@ def _visible(cards: list[_Card], restriction: str | None, notes: list[str]) -> l
     return gpus
 
 
-def _as_seen(card: _Card) -> Gpu | None:
-    """What a program sees of a card: the card, its first slice, or nothing."""
-    if card.whole is not None:
-        return card.whole
-    return card.slices[0] if card.slices else None
-
-
 def _named(cards: list[_Card], word: str) -> Gpu | None:
     """The GPU for one word of CUDA_VISIBLE_DEVICES: an index, or the start of a GPU-... or MIG-... id."""
     if word.isdecimal():
-        return _as_seen(cards[int(word)]) if int(word) < len(cards) else None
+        return cards[int(word)].seen if int(word) < len(cards) else None
     if word.startswith("GPU-"):
-        return next((_as_seen(card) for card in cards if card.uuid.startswith(word)), None)
+        return next((card.seen for card in cards if card.uuid.startswith(word)), None)
     if word.startswith("MIG-"):
-        return next((part for card in cards for part in card.slices if part.uuid.startswith(word)), None)
+        return next((part for card in cards for part in card.usable if part.uuid.startswith(word)), None)
     return None
 
 

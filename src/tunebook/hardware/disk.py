@@ -1,10 +1,11 @@
-"""Recognize a full disk, which each library that writes weights reports differently."""
+"""The free space of a disk, and errors of a full one, which each library that writes weights reports differently."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+import shutil
 from pathlib import Path
 
 from tunebook.errors import DoesNotFitError, causes
@@ -18,8 +19,12 @@ _WORDS = (
     "enforce fail at inline_container",
     "iostream error",
 )
-# How messages with the id `disk-full` begin: the two below, and those of checks before a write.
-_MESSAGE = re.compile(r"\bno space (is )?left\b|\bthe disk of .+ (is full;|has [\d.,]+ [GM]iB free\b)", re.IGNORECASE)
+# How messages with the id `disk-full` begin.
+_MESSAGE = re.compile(r"\bno space (is )?left\b|\bthe disk of .+ (is full;|has [\d.,]+ \w+ free\b)", re.IGNORECASE)
+FREE_SPACE = (
+    "free some space, keep fewer checkpoints (training.keep_checkpoints=1), or write elsewhere: "
+    "outputs=/a/folder/on/another/disk"
+)
 
 
 def existing(folder: Path) -> Path:
@@ -52,8 +57,24 @@ def no_space(what: str, folder: Path, advice: str) -> DoesNotFitError:
 
 def disk_full(folder: Path) -> DoesNotFitError:
     """The error for a disk that filled up during a run."""
-    return DoesNotFitError(
-        f"the disk of {folder} is full; free some space, keep fewer checkpoints (training.keep_checkpoints=1), or "
-        "write elsewhere: outputs=/a/folder/on/another/disk",
-        problem_id="disk-full",
-    )
+    return DoesNotFitError(f"the disk of {folder} is full; {FREE_SPACE}", problem_id="disk-full")
+
+
+def require_space(folder: Path, num_bytes: float, what: str, advice: str = FREE_SPACE) -> None:
+    """Raise DoesNotFitError unless the disk of a folder, which need not exist, has space for `what`."""
+    disk = shutil.disk_usage(existing(folder))
+    # A total of zero: the file system, such as a network mount, does not report sizes. A full one fails on write.
+    if disk.total and disk.free < num_bytes:
+        raise DoesNotFitError(
+            f"the disk of {folder} has {size_text(disk.free)} free and {what} takes about {size_text(num_bytes)}; "
+            f"{advice}",
+            problem_id="disk-full",
+        )
+
+
+def size_text(num_bytes: float) -> str:
+    """Bytes as 64 KiB, 256 MiB, 1.5 TiB."""
+    for exponent, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if num_bytes >= 2**exponent:
+            return f"{num_bytes / 2**exponent:.4g} {unit}"
+    return f"{num_bytes:g} bytes"

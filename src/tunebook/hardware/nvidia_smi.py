@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from tunebook.processes import ask
+from tunebook.processes import Answer, ask
 
 _DEVICE = re.compile(r"GPU\d+|NIC\d+|\w+_\w+|[a-z]\w*\d")  # GPU0, NIC0; before driver 520 mlx5_0, mlx5_bond_0
 _NOTHING = ("", "N/A")
 PROGRAM = "nvidia-smi"
+ABSENT = f"there is no {PROGRAM}"
 TIMEOUT_S = 40.0  # 8 GPUs without persistence mode take 10 s and more
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")  # it underlines headers
 _GPU = re.compile(r"^GPU \d+: .+$", re.MULTILINE)  # GPU 0: NVIDIA H200 (UUID: GPU-...)
@@ -34,19 +35,13 @@ class Link(Enum):
     sys = "SYS"  # the connection between CPU sockets
 
 
-_ORDER = {link: place for place, link in enumerate(Link)}
 _WORDS = {
-    Link.nvlink: "NVLink",
     Link.pix: "one PCIe switch",
     Link.pxb: "several PCIe switches",
     Link.phb: "PCIe through the CPU",
     Link.node: "PCIe through the CPU's own interconnect",
     Link.sys: "PCIe and the connection between CPU sockets",
 }
-
-
-def _nvlinks(count: int) -> str:
-    return f"{count} NVLink{'s' if count != 1 else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +59,13 @@ class Connection:
     @property
     def words(self) -> str:
         """The connection in words."""
-        return _nvlinks(self.num_nvlinks) if self.link is Link.nvlink else _WORDS[self.link]
+        nvlinks = f"{self.num_nvlinks} NVLink{'s' if self.num_nvlinks != 1 else ''}"
+        return nvlinks if self.link is Link.nvlink else _WORDS[self.link]
 
     @property
     def rank(self) -> tuple[int, int]:
         """Sorts the best first."""
-        return _ORDER[self.link], -self.num_nvlinks
+        return [*Link].index(self.link), -self.num_nvlinks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +130,7 @@ class Topology:
         }
 
 
-def ask_topology(timeout_s: float = TIMEOUT_S) -> SmiAnswer:
+def ask_topology(timeout_s: float = TIMEOUT_S) -> Answer:
     """The output of `nvidia-smi topo -m`. Never raises."""
     return ask_nvidia_smi("topo", "-m", timeout_s=timeout_s)
 
@@ -193,15 +189,15 @@ def _connections(names: list[str], rows: dict[str, list[str]]) -> dict[tuple[str
 def _connection(cell: str, one: str, two: str) -> Connection:
     if match := re.fullmatch(r"NV(\d+)", cell):
         return Connection(link=Link.nvlink, num_nvlinks=int(match[1]))
-    for link in Link:
-        if cell == link.value:
-            return Connection(link=link)
+    if cell in [link.value for link in Link]:
+        return Connection(link=Link(cell))
     raise ValueError(f"the cell of {one} and {two} is {cell!r}")
 
 
 def _device(name: str, after: list[str], interfaces: dict[str, str]) -> Device:
     if not name.startswith("GPU"):
-        return Device(name=name, is_gpu=False, interface=interfaces.get(name, None if _is_numbered(name) else name))
+        own = None if name.startswith("NIC") else name
+        return Device(name=name, is_gpu=False, interface=interfaces.get(name, own))
     cpus, numa = ([*after, "", ""])[:2]
     return Device(
         name=name,
@@ -211,36 +207,24 @@ def _device(name: str, after: list[str], interfaces: dict[str, str]) -> Device:
     )
 
 
-def _is_numbered(name: str) -> bool:
-    return name.startswith("NIC")
-
-
 def _interfaces(lines: list[str]) -> dict[str, str]:
     """The legend of the network cards: `  NIC0: mlx5_0`."""
     found = (re.fullmatch(r"\s*(NIC\d+):\s*(\S+)\s*", line) for line in lines)
     return {match[1]: match[2] for match in found if match}
 
 
-@dataclass(frozen=True, kw_only=True)
-class SmiAnswer:
-    """The output without escape codes, or why there is none."""
+def ask_nvidia_smi(*arguments: str, timeout_s: float = TIMEOUT_S) -> Answer:
+    """Run `nvidia-smi` with these arguments; the text is without escape codes, and empty if there is a problem.
 
-    text: str | None
-    problem: str | None
-    is_absent: bool = False
-
-
-def ask_nvidia_smi(*arguments: str, timeout_s: float = TIMEOUT_S) -> SmiAnswer:
-    """Run `nvidia-smi` with these arguments. Never raises, and never exceeds the time limit."""
+    Never raises, and never exceeds the time limit.
+    """
     if shutil.which(PROGRAM) is None:
-        return SmiAnswer(text=None, problem=f"there is no {PROGRAM}", is_absent=True)
+        return Answer(text="", problem=ABSENT)
     answer = ask([PROGRAM, *arguments], timeout_s=timeout_s)
     if answer.problem is not None:
-        return SmiAnswer(text=None, problem=answer.failure)
+        return Answer(text="", problem=answer.failure)
     text = plain(answer.text).strip("\n")
-    if not text.strip():
-        return SmiAnswer(text=None, problem="it printed nothing")
-    return SmiAnswer(text=text, problem=None)
+    return Answer(text=text, problem=None if text.strip() else "it printed nothing")
 
 
 def plain(text: str) -> str:

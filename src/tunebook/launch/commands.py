@@ -67,15 +67,8 @@ def one_node_command(config: RunConfig, folder: Path) -> list[str]:
 def torchrun_command(config: RunConfig, folder: Path, node: int, master_address: str, master_port: int) -> list[str]:
     """Return the torchrun command of one node of several; the rendezvous of the ranks is on node 0."""
     return [
-        *[
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nnodes",
-            str(config.hardware.num_nodes),
-            "--node_rank",
-            str(node),
-        ],
+        *[sys.executable, "-m", "torch.distributed.run"],
+        *["--nnodes", str(config.hardware.num_nodes), "--node_rank", str(node)],
         *["--nproc_per_node", str(config.hardware.gpus_per_node)],
         *["--master_addr", master_address, "--master_port", str(master_port)],
         *["--rdzv_conf", f"timeout={config.launcher.start_timeout_s}"],

@@ -27,7 +27,7 @@ from tunebook.config.schema import RunConfig, SlurmConfig, world_size
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.launch.commands import evaluation_worker, torchrun_command
 from tunebook.launch.logs import torchrun_log
-from tunebook.launch.node_facts import folder_problem, free_port, node_facts, socket_interface
+from tunebook.launch.node_facts import folder_problem, node_facts, socket_interface
 from tunebook.launch.rendezvous import (
     CONNECT_TIMEOUT_S,
     LOST_AFTER_S,
@@ -42,7 +42,7 @@ from tunebook.launch.rendezvous import (
     read_launcher,
 )
 from tunebook.launch.slurm.container import describe_container
-from tunebook.processes import adopting_orphans, ask_to_stop_when_parent_dies, children_of, end_children
+from tunebook.processes import adopting_orphans, ask_to_stop_when_parent_dies, children_of, end_children, free_port
 from tunebook.record.run_folder import RUN_FILE, read_outcomes
 from tunebook.supervise import POLL_S, Started, StopRequests, start_command
 from tunebook.terminal import outlive_readers, print_text

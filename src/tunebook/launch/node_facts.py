@@ -93,13 +93,6 @@ def folder_problem(folder: Path) -> str | None:
     return None
 
 
-def free_port() -> int:
-    """Return a free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def socket_interface(address: str) -> str | None:
     """Return the network interface that has an IPv4 address; None for loopback, or if no interface has it."""
     if is_loopback(address):

@@ -94,7 +94,7 @@ def host_store(port: int, token: str) -> tuple[PrefixStore, int]:
         why = "Address already in use" if "EADDRINUSE" in text else text.splitlines()[0]
         raise RequestError(
             f"launcher.master_port={port}: {why} on this machine; another program, or another run, listens there. Try "
-            f"launcher.master_port={port + 1} on every node",
+            f"launcher.master_port={port + 1 if port < 65535 else port - 1} on every node",
             problem_id="port-in-use",
         ) from error
     return _keys_of_run(store, token), store.port

@@ -67,7 +67,7 @@ def fetch_config(model: ModelConfig) -> Path:
     try:
         folder = Path(snapshot_download(model.name, revision=model.revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the hub's own errors are kinds of these
-        raise hub_problem(error, "model", model.name) from error
+        raise hub_problem(error, "model", model.name, model.revision) from error
     if not (folder / "config.json").is_file():
         raise hub_problem(FileNotFoundError("it has no config.json"), "model", model.name)
     return folder
@@ -87,7 +87,7 @@ def fetch_weights(model: ModelConfig) -> Path:
             if find_weight_files(folder):
                 break
     except (OSError, ValueError) as error:  # the hub's own errors are kinds of these
-        raise hub_problem(error, "model", model.name) from error
+        raise hub_problem(error, "model", model.name, model.revision) from error
     return folder
 
 
@@ -102,7 +102,7 @@ def check_hub_model(model: ModelConfig) -> None:
     try:
         HfApi().model_info(model.name, revision=model.revision, timeout=_TIMEOUT_S)
     except Exception as error:  # the hub's errors, and those of the HTTP library below it
-        raise hub_problem(error, "model", model.name) from error
+        raise hub_problem(error, "model", model.name, model.revision) from error
 
 
 def local_problem(error: BaseException, what: str) -> TunebookError | None:
@@ -120,15 +120,21 @@ def local_problem(error: BaseException, what: str) -> TunebookError | None:
 
 
 def hub_problem(
-    error: BaseException, kind: str, name: str, *, key: str = "model.name=null model.path"
+    error: BaseException,
+    kind: str,
+    name: str,
+    revision: str | None = None,
+    *,
+    key: str = "model.name=null model.path",
 ) -> TunebookError:
     """The error if a `kind` (model, tokenizer) called `name` cannot be loaded. `key` is the setting for a folder."""
     if problem := local_problem(error, f"the {kind} '{name}'"):
         return problem
     if is_out_of_reach(error):
+        at = f" --revision {revision}" if revision is not None else ""
         return RequestError(
             f"the hub is out of reach and the {kind} '{name}' is not in its cache. Work offline: on a machine with "
-            f"network run `hf download {name} --local-dir DIR`, copy DIR here and name it with "
+            f"network run `hf download {name}{at} --local-dir DIR`, copy DIR here and name it with "
             f"{key}=DIR, or copy that machine's cache, point HF_HUB_CACHE at it and set "
             "HF_HUB_OFFLINE=1",
             problem_id="hub-out-of-reach",

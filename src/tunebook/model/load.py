@@ -349,7 +349,7 @@ def _read(
             **options,
         )
     except (OSError, ValueError) as error:
-        raise hub_problem(error, "model", location) from error
+        raise hub_problem(error, "model", location, config.model.revision) from error
     # Also by the library's own report, which covers weights that are converted while they are read.
     kinds = {kind: sorted(map(str, info.get(f"{kind}_keys") or ())) for kind in ("missing", "unexpected", "mismatched")}
     require_complete(**kinds, place=location)

@@ -135,4 +135,4 @@ def _fetch(
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # the hub's own errors are subclasses of these
-        raise hub_problem(error, "tokenizer", name, key=key) from error
+        raise hub_problem(error, "tokenizer", name, revision, key=key) from error

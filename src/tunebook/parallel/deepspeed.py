@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from tunebook.config.book import resolve_path
 from tunebook.config.choices import MasterWeights, Offload, Strategy
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig, ZeroConfig, world_size
@@ -114,7 +115,7 @@ def _zero_optimization(zero: ZeroConfig, *, largest: int | None) -> dict[str, An
     values = {
         "overlap_comm": zero.overlap_comm,
         "allgather_bucket_size": zero.allgather_bucket_size,
-        "reduce_bucket_size": zero.reduce_bucket_size if zero.reduce_bucket_size is not None else "auto",
+        "reduce_bucket_size": _or_auto(zero.reduce_bucket_size),
         "round_robin_gradients": zero.round_robin_gradients,
         "sub_group_size": zero.sub_group_size,
     }
@@ -122,8 +123,8 @@ def _zero_optimization(zero: ZeroConfig, *, largest: int | None) -> dict[str, An
         values |= {
             "stage3_max_live_parameters": zero.max_live_parameters,
             "stage3_max_reuse_distance": zero.max_reuse_distance,
-            "stage3_prefetch_bucket_size": zero.prefetch_bucket_size or "auto",
-            "stage3_param_persistence_threshold": zero.param_persistence_threshold or "auto",
+            "stage3_prefetch_bucket_size": _or_auto(zero.prefetch_bucket_size),
+            "stage3_param_persistence_threshold": _or_auto(zero.param_persistence_threshold),
             "stage3_gather_16bit_weights_on_model_save": zero.gather_weights_on_save,
         }
     settings |= {key: value for key, value in values.items() if value is not None}
@@ -135,10 +136,15 @@ def _zero_optimization(zero: ZeroConfig, *, largest: int | None) -> dict[str, An
     return settings
 
 
+def _or_auto(value: int | None) -> int | str:
+    """A setting, which may be 0; "auto" without one."""
+    return "auto" if value is None else value
+
+
 def _offload(target: Offload, zero: ZeroConfig) -> dict[str, Any]:
     settings: dict[str, Any] = {"device": target.value}
     if zero.pin_memory is not None:
         settings["pin_memory"] = zero.pin_memory
     if target is Offload.nvme:
-        settings["nvme_path"] = zero.nvme_path
+        settings["nvme_path"] = zero.nvme_path and str(resolve_path(zero.nvme_path))  # DeepSpeed takes ~ for a name
     return settings

@@ -84,9 +84,9 @@ def _fsdp_formats(units: list[Any], sharded: list[Any]) -> Found:
     group = next((found for unit in units if (found := _parameter_group(unit)) is not None), None)
     weights = sharded[0].dtype
     return {
-        "weights": _name(weights),
-        "gathered": _name((group and group.mp_policy.param_dtype) or weights),
-        "reduced": _name((group and group.mp_policy.reduce_dtype) or weights),
+        "weights": format_name(weights),
+        "gathered": format_name((group and group.mp_policy.param_dtype) or weights),
+        "reduced": format_name((group and group.mp_policy.reduce_dtype) or weights),
     }
 
 
@@ -98,7 +98,7 @@ def _find_zero(engine: Any) -> Found:
         "wrapper": type(engine).__name__,
         "optimizer": type(optimizer).__name__,
         "ranks": engine.dp_world_size,
-        "autocast": _name(engine.torch_autocast_dtype()) if engine.torch_autocast_enabled() else None,
+        "autocast": format_name(engine.torch_autocast_dtype()) if engine.torch_autocast_enabled() else None,
     }
     if stage == 3:
         whole = [parameter for parameter in parameters if not hasattr(parameter, "ds_tensor")]
@@ -110,7 +110,7 @@ def _find_zero(engine: Any) -> Found:
             if optimizer.swap_optimizer
             else _offloaded(optimizer.fp32_partitioned_groups_flat, is_cpu, reported=optimizer.offload_optimizer),
             "offload_parameters": "nvme" if in_files else _offloaded(shards, is_cpu, reported=optimizer.offload_param),
-            "weights": _name(shards[0].dtype) if shards else None,
+            "weights": format_name(shards[0].dtype) if shards else None,
         }
     is_sharding = hasattr(optimizer, "partition_gradients")
     strategy = (Strategy.zero2 if optimizer.partition_gradients else Strategy.zero1).name if is_sharding else "no ZeRO"
@@ -119,7 +119,7 @@ def _find_zero(engine: Any) -> Found:
         "strategy": strategy,
         "offload_optimizer": _offloaded(shards, is_cpu, reported=is_sharding and optimizer.cpu_offload),
         "offload_parameters": "none",
-        "weights": _name(parameters[0].dtype),
+        "weights": format_name(parameters[0].dtype),
     }
 
 
@@ -131,8 +131,10 @@ def _offloaded(tensors: Iterable[torch.Tensor], is_cpu: bool, reported: bool = F
     return " and ".join(sorted(devices)) or "none"
 
 
-def _name(dtype: torch.dtype) -> str:
-    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, str(dtype))
+def format_name(dtype: torch.dtype) -> str:
+    """A number format by our name: fp32, bf16, fp16; others by torch's name."""
+    name = str(dtype).removeprefix("torch.")
+    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name, name)
 
 
 def expected_parallelism(config: RunConfig) -> dict[str, Any]:

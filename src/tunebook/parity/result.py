@@ -19,7 +19,7 @@ from tunebook.errors import DifferenceError, TunebookError
 from tunebook.files import atomic_write_text
 from tunebook.parity.cases import Case
 from tunebook.record.losses import Difference, compare_losses
-from tunebook.record.manifest import MANIFEST_FILE, read_manifest
+from tunebook.record.manifest import manifest_or_empty
 from tunebook.record.metrics import is_training_line, read_metrics
 from tunebook.record.page.charts import Chart, Line
 from tunebook.record.page.curves import dash_of_run
@@ -54,7 +54,6 @@ def read_case(case: Case, run_folder: Path, exit_code: int | None, reference: Ca
     lines = [line for line in read_metrics(run_folder) if is_training_line(line)]
     losses = [line["loss"] for line in lines]
     speeds = [speed for line in lines[len(lines) // 4 :] if (speed := line["tokens_per_second_per_gpu"]) is not None]
-    has_manifest = (run_folder / MANIFEST_FILE).is_file()
     is_compared = exit_code == 0 and bool(losses)
     return CaseResult(
         case=case,
@@ -64,7 +63,7 @@ def read_case(case: Case, run_folder: Path, exit_code: int | None, reference: Ca
         difference=compare_losses(losses, reference.losses if reference else losses) if is_compared else None,
         tokens_per_second_per_gpu=median(speeds) if speeds else None,
         memory_gib=max(lines[-1]["memory_gib"]) if lines else None,
-        found=read_manifest(run_folder).get("parallelism_found") if has_manifest else None,
+        found=manifest_or_empty(run_folder).get("parallelism_found"),
     )
 
 

@@ -16,7 +16,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError, counted
 from tunebook.files import read_json
 from tunebook.record.differences import is_share, score_in_words
-from tunebook.record.manifest import MANIFEST_FILE, read_manifest
+from tunebook.record.manifest import manifest_or_empty
 
 CONTAMINATION_FILE = "contamination.json"
 FORMAT = 1  # increment it when the method or a key changes, so that nothing older is reused
@@ -76,9 +76,7 @@ def is_checked(run: Path, config: RunConfig) -> bool:
 
 def dataset_of(run: Path) -> Mapping[str, Any]:
     """The manifest's section on the training documents; empty without a manifest."""
-    if not (run / MANIFEST_FILE).is_file():
-        return {}
-    return read_manifest(run).get("dataset") or {}
+    return manifest_or_empty(run).get("dataset") or {}
 
 
 def read_contamination(run: Path) -> dict[str, Any] | None:

@@ -75,7 +75,7 @@ def start_manifest(
     counts}` of the prepared data. A run that resumes in its folder keeps the status of its earlier attempts under
     `earlier_attempts`, its id at wandb and, if training had ended, the files of model/.
     """
-    earlier = read_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None
+    earlier = manifest_or_empty(folder)
     manifest = {
         "format": FORMAT,
         "recipe": config.recipe,
@@ -88,7 +88,7 @@ def start_manifest(
             "ended": None,
             "seconds": None,
         },
-        "earlier_attempts": [*earlier["earlier_attempts"], earlier["status"]] if earlier is not None else [],
+        "earlier_attempts": [*earlier["earlier_attempts"], earlier["status"]] if earlier else [],
         "code": describe_code(book_root()),
         "environment": describe_environment(config.hardware.generation.name),
         "config_sha256": config_hash(config),
@@ -106,7 +106,7 @@ def start_manifest(
     }
     if typed is not None:
         manifest["typed"] = describe_command(typed)
-    manifest |= {key: value for key in (WANDB_RUN_ID, MODEL_FILES) if (value := (earlier or {}).get(key)) is not None}
+    manifest |= {key: value for key in (WANDB_RUN_ID, MODEL_FILES) if (value := earlier.get(key)) is not None}
     _write(folder, manifest)
     return manifest
 
@@ -119,6 +119,17 @@ def update_manifest(folder: Path, facts: dict[str, Any]) -> dict[str, Any]:
         manifest[key] = manifest[key] | value if is_section else value
     _write(folder, manifest)
     return manifest
+
+
+def add_to_manifest(folder: Path, facts: dict[str, Any]) -> None:
+    """As `update_manifest`; nothing in a folder without a manifest, such as that of a measurement."""
+    if (folder / MANIFEST_FILE).is_file():
+        update_manifest(folder, facts)
+
+
+def manifest_or_empty(folder: Path) -> dict[str, Any]:
+    """The manifest of a run; empty without one. Raises: as `read_manifest`."""
+    return read_manifest(folder) if (folder / MANIFEST_FILE).is_file() else {}
 
 
 def finish_manifest(

@@ -175,7 +175,7 @@ def describe_hardware(nccl: str | None) -> dict[str, Any]:
         ],
         "driver": machine.driver,
         "nccl": nccl,
-        "topology": ask_topology().text if machine.gpus else None,
+        "topology": (ask_topology().text or None) if machine.gpus else None,
         "cpus": machine.num_cpus,
         "memory_gib": machine.host_memory_gib,
         "host": host_fingerprint(),

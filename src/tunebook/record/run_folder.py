@@ -10,7 +10,6 @@ import fcntl
 import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,13 +20,13 @@ from pathlib import Path
 from tunebook.config.book import require_possible
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError, did_you_mean
 from tunebook.files import atomic_write_json, read_json
-from tunebook.hardware.disk import existing
+from tunebook.hardware.disk import existing, require_space
 
 LATEST = "latest"
 LOCK_FILE = ".lock"
 WITHOUT_RECIPE = "custom"  # the folder of runs that name no recipe, and what evidence calls it
 FINISHED = "finished"  # the reason of a rank that trained to the last step
-MINIMUM_FREE_GIB = 0.1  # for metrics, manifest and report. Callers check the space for checkpoints
+_MINIMUM_FREE_BYTES = 100 * 2**20  # for metrics, manifest and report. Callers check the space for checkpoints
 _RUN_NAME = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ(-\d{3,})?")
 _NUM_RUNS_LISTED = 8
 _LOCK_POLL_S = 0.5
@@ -99,23 +98,9 @@ def check_outputs(folder: Path) -> None:
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise _cannot_write(folder, PermissionError(errno.EACCES, f"no permission to write in {nearest}"))
     try:
-        check_free_space(folder, MINIMUM_FREE_GIB)
+        require_space(folder, _MINIMUM_FREE_BYTES, "a run folder")
     except OSError as error:
         raise _cannot_write(folder, error) from error
-
-
-def check_free_space(path: Path, needed_gib: float) -> None:
-    """Raises: DoesNotFitError unless the disk of `path`, which need not exist yet, has `needed_gib` free."""
-    disk = shutil.disk_usage(existing(path))
-    free_gib = disk.free / 2**30
-    # Some network file systems report a total of zero. The writes will fail there if the disk is full.
-    if disk.total and free_gib < needed_gib:
-        raise DoesNotFitError(
-            f"the disk of {path} has {free_gib:.1f} GiB free and this run writes about {needed_gib:.1f} GiB; "
-            "free some space, keep fewer checkpoints (training.keep_checkpoints=1), "
-            "or write elsewhere: outputs=/a/folder/on/another/disk",
-            problem_id="disk-full",
-        )
 
 
 def is_run(folder: Path) -> bool:

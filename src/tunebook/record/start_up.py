@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tunebook.record.manifest import MANIFEST_FILE, read_manifest, update_manifest
+from tunebook.record.manifest import add_to_manifest, manifest_or_empty
 
 START_UP_KEY = "start_up"  # in the manifest
 COMPILED_KEY = "compiled"  # in the manifest: graphs of rank 0, those after its first step, and seconds of all
@@ -49,24 +49,21 @@ def process_begun() -> float:
 
 def note_launch(folder: Path, clock: StartClock) -> None:
     """Write the launcher's phases and the present time as the start of the ranks. Replaces an earlier attempt's."""
-    if (folder / MANIFEST_FILE).is_file():
-        launched = datetime.now(UTC).isoformat(timespec="milliseconds")
-        found = {"launched": launched, "launcher": _rounded(clock.phases), "rank": {}, "first_step_s": None}
-        update_manifest(folder, {START_UP_KEY: found})
+    launched = datetime.now(UTC).isoformat(timespec="milliseconds")
+    found = {"launched": launched, "launcher": _rounded(clock.phases), "rank": {}, "first_step_s": None}
+    add_to_manifest(folder, {START_UP_KEY: found})
 
 
 def note_first_step(folder: Path, clock: StartClock) -> None:
     """Write the phases of rank 0, whose first step has just ended, and the total."""
-    if not (folder / MANIFEST_FILE).is_file():
-        return
-    noted: dict[str, Any] = read_manifest(folder).get(START_UP_KEY) or {}
+    noted: dict[str, Any] = manifest_or_empty(folder).get(START_UP_KEY) or {}
     launched, launcher, phases = noted.get("launched"), noted.get("launcher", {}), clock.phases
     if launched is not None:
         waited = clock.begun - datetime.fromisoformat(launched).timestamp()
         phases = {"launch": max(0.0, waited)} | phases
     total = sum(launcher.values()) + sum(phases.values())
     found = {"launched": launched, "launcher": launcher, "rank": _rounded(phases), "first_step_s": round(total, 3)}
-    update_manifest(folder, {START_UP_KEY: found})
+    add_to_manifest(folder, {START_UP_KEY: found})
 
 
 def _rounded(phases: dict[str, float]) -> dict[str, float]:

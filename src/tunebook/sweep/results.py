@@ -17,7 +17,7 @@ from rich.text import Text
 from tunebook.config.override_text import command_words
 from tunebook.files import atomic_write_text, read_json
 from tunebook.record.differences import mean_score
-from tunebook.record.manifest import MANIFEST_FILE, read_manifest
+from tunebook.record.manifest import manifest_or_empty
 from tunebook.record.metrics import is_training_line, median_after_warm_up, read_metrics
 from tunebook.sweep.trial_process import EXIT_STOPPED, TrialEnd
 from tunebook.sweep.trials import Trial
@@ -82,8 +82,7 @@ class Goal:
 
 def read_result(trial: Trial, run_folder: Path, end: TrialEnd | None) -> TrialResult:
     """Read one trial's result from its folder, as far as recorded."""
-    has_manifest = (run_folder / MANIFEST_FILE).is_file()
-    status = read_manifest(run_folder)["status"] if has_manifest else None
+    status = manifest_or_empty(run_folder).get("status")
     exit_code, how_it_ended = _ending(end, status)
     metrics = read_metrics(run_folder)
     training = [line for line in metrics if is_training_line(line)]

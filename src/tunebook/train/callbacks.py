@@ -19,7 +19,7 @@ from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.data.sampler import RankBatches
 from tunebook.errors import InvalidTrainingError
 from tunebook.model.flops import model_flops_utilization
-from tunebook.record.manifest import MANIFEST_FILE, update_manifest
+from tunebook.record.manifest import add_to_manifest
 from tunebook.record.metrics import MetricsWriter
 from tunebook.record.start_up import COMPILED_KEY, StartClock, note_first_step
 from tunebook.train.rank_process import StopRequest
@@ -356,7 +356,7 @@ class StartRecord(TrainerCallback):
     ) -> None:
         """Record the compiled graphs of rank 0, if any."""
         graphs, seconds = compiled_graphs()
-        if graphs and state.is_world_process_zero and (self.folder / MANIFEST_FILE).exists():
+        if graphs and state.is_world_process_zero:
             later = graphs - self._graphs_at_start
             found = {"graphs": graphs, "after_first_step": later, "seconds": round(seconds, 3)}
-            update_manifest(self.folder, {COMPILED_KEY: found})
+            add_to_manifest(self.folder, {COMPILED_KEY: found})

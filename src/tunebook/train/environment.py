@@ -15,7 +15,8 @@ from tunebook.processes import own_cores
 from tunebook.train.other_launchers import without_other_launchers
 
 _HANDED_ON = (
-    *("HF_HOME", "HF_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE"),
+    *("HF_HOME", "HF_HUB_CACHE", "HF_TOKEN", "HF_HUB_OFFLINE", "HF_ENDPOINT"),
+    *("HUGGING_FACE_HUB_TOKEN", "TRANSFORMERS_OFFLINE"),  # older names, which the hub's library reads too
     *("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE"),
     *("OMP_NUM_THREADS", "PYTHONPATH"),
 )

@@ -17,7 +17,13 @@ _KEY = "hardware.generation"
 _CPU = GENERATIONS[Generation.cpu].image.name
 
 
-def no_gpu_problem(hardware: HardwareConfig, recipe: str | None, machine: Machine, image: Image) -> Problem | None:
+def image_problem(hardware: HardwareConfig, recipe: str | None, machine: Machine, image: Image) -> Problem | None:
+    """Why a run cannot start in this image: it got no GPU, has no code for the run's GPUs, or needs a newer driver."""
+    find = _gpu_problem if machine.gpus else _no_gpu_problem
+    return find(hardware, recipe, machine, image)
+
+
+def _no_gpu_problem(hardware: HardwareConfig, recipe: str | None, machine: Machine, image: Image) -> Problem | None:
     """The problem if no GPU is found: a GPU image got none, or a run for GPUs is in the CPU image."""
     reasons = "; ".join(machine.notes) or "none is listed"
     again = train_line(recipe) if recipe else "make"
@@ -40,7 +46,7 @@ def no_gpu_problem(hardware: HardwareConfig, recipe: str | None, machine: Machin
     return None
 
 
-def gpu_problem(hardware: HardwareConfig, recipe: str | None, machine: Machine, image: Image) -> Problem | None:
+def _gpu_problem(hardware: HardwareConfig, recipe: str | None, machine: Machine, image: Image) -> Problem | None:
     """Why the GPUs of the run cannot be used in this image: it has no code for them, or the driver is too old."""
     for gpu in machine.gpus[: max(1, hardware.gpus_per_node or 1)]:
         if not _serves(image, gpu):
@@ -69,9 +75,7 @@ def refuse_wrong_image() -> None:
     image = read_image()
     if image is None or not image.is_for_gpus:
         return
-    machine, nothing_said = detect_machine(), HardwareConfig(gpus_per_node=1)
-    find = gpu_problem if machine.gpus else no_gpu_problem
-    if problem := find(nothing_said, None, machine, image):
+    if problem := image_problem(HardwareConfig(gpus_per_node=1), None, detect_machine(), image):
         raise RequestError(f"{problem.message}; try {problem.fix}", problem_id=problem.id)
 
 

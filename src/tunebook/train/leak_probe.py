@@ -27,7 +27,7 @@ from tunebook.facts.attention import FLEX, MASKED, WITHOUT_KERNEL
 from tunebook.model.blocks import plain_products
 from tunebook.model.parameters import has_experts
 from tunebook.parallel.deepspeed import forget_parameter_order
-from tunebook.record.manifest import MANIFEST_FILE, update_manifest
+from tunebook.record.manifest import add_to_manifest
 from tunebook.train.isolation import (
     LENGTHS,
     LENGTHS_FOR_FLEX,
@@ -108,8 +108,8 @@ class LeakProbe(TrainerCallback):
         return found, middle - start, time.monotonic() - middle
 
     def _record(self, state: TrainerState, entry: dict[str, Any]) -> None:
-        if state.is_world_process_zero and (self.folder / MANIFEST_FILE).exists():
-            update_manifest(self.folder, {LEAK_PROBE_KEY: entry})
+        if state.is_world_process_zero:
+            add_to_manifest(self.folder, {LEAK_PROBE_KEY: entry})
 
     def _leak(self, wrong: list[str], found: Isolation, allowed: Tolerance, rank: int) -> InvalidTrainingError:
         implementation = self.config.attention.implementation

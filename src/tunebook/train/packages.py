@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
 
 from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, TrackerName
@@ -28,68 +27,24 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Need:
-    """A package that a setting needs: the setting's key, the condition, and the install command."""
-
-    package: str
-    key: str
-    is_needed: Callable[[RunConfig], bool]
-    install: str
-
-
-def _tracks_with(name: TrackerName) -> Callable[[RunConfig], bool]:
-    return lambda config: config.tracking.name is name
-
-
-_NEEDS: tuple[_Need, ...] = (
-    _Need(
-        package="deepspeed",
-        key="parallelism.strategy",
-        is_needed=lambda config: strategy_facts(config).is_zero,
-        install="DS_BUILD_OPS=0 pip install deepspeed",  # builds its operators on first use
-    ),
-    _Need(
-        package="bitsandbytes",
-        key="optimizer.name",
-        is_needed=lambda config: OPTIMIZERS[config.optimizer.name].package == "bitsandbytes",
-        install="pip install bitsandbytes",
-    ),
-    _Need(
-        package="bitsandbytes",
-        key="peft.method",
-        is_needed=lambda config: config.peft.method is PeftMethod.qlora,
-        install="pip install bitsandbytes",
-    ),
-    _Need(
-        package="peft",
-        key="peft.method",
-        is_needed=lambda config: config.peft.method is not PeftMethod.full,
-        install="pip install peft",
-    ),
-    _Need(
-        package="liger-kernel",
-        key="model.liger_kernel",
-        is_needed=lambda config: config.model.liger_kernel,
-        install="pip install liger-kernel",
-    ),
-    _Need(
-        package="torchao",
-        key="precision.compute",
-        is_needed=lambda config: config.precision.compute is Compute.fp8,
-        install="pip install torchao",
-    ),
-    _Need(
-        package="lm_eval",
-        key="evaluation.tasks",
-        is_needed=lambda config: bool(config.evaluation.tasks),
-        install="pip install lm-eval",
-    ),
-    *(
-        _Need(package=name.name, key="tracking.name", is_needed=_tracks_with(name), install=f"pip install {name.name}")
-        for name in (TrackerName.trackio, TrackerName.tensorboard, TrackerName.wandb)
-    ),
-)
+def _needed(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """Each package that a setting needs: its name, the setting's key, and the command that installs it."""
+    if strategy_facts(config).is_zero:  # builds its operators on first use
+        yield "deepspeed", "parallelism.strategy", "DS_BUILD_OPS=0 pip install deepspeed"
+    if OPTIMIZERS[config.optimizer.name].package == "bitsandbytes":
+        yield "bitsandbytes", "optimizer.name", "pip install bitsandbytes"
+    if config.peft.method is PeftMethod.qlora:
+        yield "bitsandbytes", "peft.method", "pip install bitsandbytes"
+    if config.peft.method is not PeftMethod.full:
+        yield "peft", "peft.method", "pip install peft"
+    if config.model.liger_kernel:
+        yield "liger-kernel", "model.liger_kernel", "pip install liger-kernel"
+    if config.precision.compute is Compute.fp8:
+        yield "torchao", "precision.compute", "pip install torchao"
+    if config.evaluation.tasks:
+        yield "lm_eval", "evaluation.tasks", "pip install lm-eval"
+    if config.tracking.name is not TrackerName.none:
+        yield config.tracking.name.name, "tracking.name", f"pip install {config.tracking.name.name}"
 
 
 def missing_state_kernels(config: RunConfig, version_of: Callable[[str], object]) -> list[str]:
@@ -108,11 +63,11 @@ _ATTENTION_INSTALL = {  # flash-attn-3 is not in the registry: it is built from 
 
 def missing_packages(config: RunConfig, version_of: VersionOf, image: Image | None) -> Iterator[Problem]:
     """Report each package that is needed and for which `version_of` returns no version."""
-    for need in _NEEDS:
-        if need.is_needed(config) and version_of(need.package) is None:
-            message = f"the package {need.package} is not installed in this {'image' if image else 'environment'}"
-            fix = need.install if image is None else _add_to(image, need.package)
-            yield Problem(id="missing-package", key=need.key, message=message, fix=fix)
+    for package, key, install in _needed(config):
+        if version_of(package) is None:
+            message = f"the package {package} is not installed in this {'image' if image else 'environment'}"
+            fix = install if image is None else _add_to(image, package)
+            yield Problem(id="missing-package", key=key, message=message, fix=fix)
     if config.packing.mode is PackingMode.isolated:
         for kernels in missing_state_kernels(config, version_of):
             assert config.model.facts is not None
@@ -121,12 +76,12 @@ def missing_packages(config: RunConfig, version_of: VersionOf, image: Image | No
             fix = f"packing.mode=padded packing.row_length=null or {add}"
             yield Problem(id="missing-package", key="packing.mode", message=message, fix=fix)
     kernel = config.attention.implementation
-    package = ATTENTIONS[kernel].package
-    if package is not None and version_of(package) is None:
+    kernels_package = ATTENTIONS[kernel].package
+    if kernels_package is not None and version_of(kernels_package) is None:
         where = f"; this is the {image.generation} image" if image else ""
-        message = f"{kernel.name} needs the package {package}, which is not installed{where}"
+        message = f"{kernel.name} needs the package {kernels_package}, which is not installed{where}"
         instead = _attention_at_hand(config, version_of).name
-        fix = " or ".join([f"attention.implementation={instead}", *_get_attention(config, package, image)])
+        fix = " or ".join([f"attention.implementation={instead}", *_get_attention(config, kernels_package, image)])
         yield Problem(id="missing-package", key="attention.implementation", message=message, fix=fix)
 
 

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from tunebook.config.choices import TrackerName
 from tunebook.config.schema import TrackingConfig
-from tunebook.record.manifest import MANIFEST_FILE, WANDB_RUN_ID, read_manifest, update_manifest
+from tunebook.record.manifest import WANDB_RUN_ID, add_to_manifest, manifest_or_empty
 
 _PROJECT, _FOLDER, _ID, _RESUME = "WANDB_PROJECT", "WANDB_DIR", "WANDB_RUN_ID", "WANDB_RESUME"
 _LOGGERS = ("transformers", "trl", "accelerate", "datasets", "peft", "deepspeed", "DeepSpeed", "py.warnings")
@@ -143,9 +143,8 @@ def tracker_environment(
 
 def _run_id(folder: Path) -> str:
     """The user's id, that of an earlier attempt, or a new one, which the manifest keeps for the next attempt."""
-    has_manifest = (folder / MANIFEST_FILE).is_file()
-    recorded = read_manifest(folder).get(WANDB_RUN_ID) if has_manifest else None
+    recorded = manifest_or_empty(folder).get(WANDB_RUN_ID)
     run_id = os.environ.get(_ID) or recorded or f"tunebook-{secrets.token_hex(8)}"
-    if has_manifest and run_id != recorded:
-        update_manifest(folder, {WANDB_RUN_ID: run_id})
+    if run_id != recorded:
+        add_to_manifest(folder, {WANDB_RUN_ID: run_id})
     return run_id

@@ -12,17 +12,16 @@ import shutil
 from collections.abc import Iterator
 
 from tunebook.config.book import resolve_path
-from tunebook.config.choices import Generation, Offload
+from tunebook.config.choices import Generation
 from tunebook.config.schema import RunConfig, ZeroConfig, starts_elsewhere
 from tunebook.errors import Problem
 from tunebook.facts.generations import OLDEST_SUPPORTED, capability_text, driver_major, image_for_driver
 from tunebook.hardware.detect import Machine, detect_machine, equal_gpus, visible_only
 from tunebook.hardware.image import read_image
 from tunebook.model.parameters import known_facts
-from tunebook.parallel.deepspeed import nvme_bytes
-from tunebook.train import image as image_rules
-from tunebook.train import packages
-from tunebook.train.packages import installed_version
+from tunebook.parallel.deepspeed import nvme_bytes, uses_nvme
+from tunebook.train.image import image_problem
+from tunebook.train.packages import installed_version, missing_packages
 
 # torch in the registry: up to 2.10 with CUDA 12.8 and code for 7.0, from 2.11 with CUDA 13.0 and code from 7.5.
 _FIRST_TORCH_ON_CUDA_13 = (2, 11)
@@ -38,14 +37,14 @@ def hardware_problem(config: RunConfig, machine: Machine) -> Problem | None:
         return None
     image = read_image()
     if image is not None and not machine.gpus:
-        problem = image_rules.no_gpu_problem(config.hardware, config.recipe, machine, image)
+        problem = image_problem(config.hardware, config.recipe, machine, image)
         if problem is not None:
             return problem
     if config.hardware.generation in (Generation.cpu, Generation.auto):
         return None
     problem = _gpu_problem(config, machine)
     if problem is None and image is not None:
-        problem = image_rules.gpu_problem(config.hardware, config.recipe, machine, image)
+        problem = image_problem(config.hardware, config.recipe, machine, image)
     return problem
 
 
@@ -75,7 +74,8 @@ def _gpu_problem(config: RunConfig, machine: Machine) -> Problem | None:
         return Problem(id="too-few-gpus-here", key="hardware.gpus_per_node", message=message, fix=fix)
     oldest = min(gpu.compute_capability for gpu in used)
     if oldest < OLDEST_SUPPORTED:
-        message = f"{used[0].name} has compute capability {capability_text(oldest)}; torch starts at 7.0"
+        first = capability_text(OLDEST_SUPPORTED)
+        message = f"{used[0].name} has compute capability {capability_text(oldest)}; torch starts at {first}"
         return Problem(id="gpu-too-old", key=key, message=message, fix="hardware.generation=cpu")
     return None
 
@@ -92,14 +92,11 @@ def check_environment(config: RunConfig, machine: Machine | None = None) -> list
     if hardware is not None:
         return [hardware]  # packages may well be installed on the machine with the GPUs
     image = read_image()
-    problems = [*packages.missing_packages(config, installed_version, image), *_compiler_problems(config, machine)]
+    problems = [*missing_packages(config, installed_version, image), *_compiler_problems(config, machine)]
     # An image's torch was checked when it was built. `hardware_problem` checks its GPU and driver.
     if image is None and config.hardware.generation not in (Generation.cpu, Generation.auto):
         problems += torch_problems(config.hardware.generation, machine)
-    settings = config.parallelism
-    if isinstance(settings, ZeroConfig) and Offload.nvme in (settings.offload_optimizer, settings.offload_parameters):
-        problems += _nvme_problems(config, settings)
-    return problems
+    return [*problems, *_nvme_problems(config)]
 
 
 def _compiler_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
@@ -135,18 +132,19 @@ def torch_problems(generation: Generation, machine: Machine) -> Iterator[Problem
         yield Problem(id="driver-too-old", key=key, message=message, fix=fix)
 
 
-def _nvme_problems(config: RunConfig, settings: ZeroConfig) -> Iterator[Problem]:
-    if not settings.nvme_path:
+def _nvme_problems(config: RunConfig) -> Iterator[Problem]:
+    settings = config.parallelism
+    if not (uses_nvme(config) and isinstance(settings, ZeroConfig) and settings.nvme_path):
         return
     folder, facts = resolve_path(settings.nvme_path), known_facts(config)
-    if folder.is_dir() and facts is not None:
+    if not folder.is_dir():
+        message = f"there is no folder {folder} on this machine"
+        fix = f"mkdir -p {shlex.quote(str(folder))} or parallelism.nvme_path=FOLDER"
+        yield Problem(id="nvme-path-not-found", key="parallelism.nvme_path", message=message, fix=fix)
+    elif facts is not None:
         needed = (config.hardware.gpus_per_node or 1) * nvme_bytes(config, facts)
         free = shutil.disk_usage(folder).free
         if needed > free:
             message = f"{free / GIB:,.1f} GiB are free on the disk of {folder}, and the states take {needed / GIB:,.1f}"
             fix = "parallelism.nvme_path=FOLDER on a larger disk, or free some space"
             yield Problem(id="nvme-too-small", key="parallelism.nvme_path", message=message, fix=fix)
-    if not folder.is_dir():
-        message = f"there is no folder {settings.nvme_path} on this machine"
-        fix = f"mkdir -p {shlex.quote(settings.nvme_path)} or parallelism.nvme_path=FOLDER"
-        yield Problem(id="nvme-path-not-found", key="parallelism.nvme_path", message=message, fix=fix)

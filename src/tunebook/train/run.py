@@ -54,7 +54,7 @@ from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import autocast_dtype, is_fsdp, mixed_precision_policy
 from tunebook.parallel.units import unit_classes
-from tunebook.record.manifest import MANIFEST_FILE, MODEL_FILES, update_manifest
+from tunebook.record.manifest import MODEL_FILES, add_to_manifest
 from tunebook.record.metrics import MetricsWriter, read_metrics
 from tunebook.record.provenance import describe_processor
 from tunebook.record.run_folder import FINISHED, UNSAVED_FILE, write_outcome
@@ -145,11 +145,11 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
         resumed = _resumed(config, trainer, folder)
         if patience is not None:
             trainer.add_callback(EarlyStopping(patience))  # uses the restored state
-        if writer is not None and (folder / MANIFEST_FILE).exists():
+        if writer is not None:
             facts: dict[str, Any] = {"hardware": {"nccl": nccl_version()}, "model": _loaded_model(trainer)}
             if trainer.args.device.type == "cpu":
                 facts["processor"] = describe_processor()
-            update_manifest(folder, facts)
+            add_to_manifest(folder, facts)
         _run_to_its_end(config, trainer, resumed, folder)
     trainer.accelerator.wait_for_everyone()  # rank 0 may still be saving and must not be killed
     if stopping.is_stopping:
@@ -163,8 +163,8 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
     if is_unsaved:
         return _ending_of(config, trainer)
     files = trainer.save_final_model(folder / "model")
-    if trainer.args.process_index == 0 and (folder / MANIFEST_FILE).exists():
-        update_manifest(folder, {MODEL_FILES: {name: asdict(entry) for name, entry in files.items()}})
+    if trainer.args.process_index == 0:
+        add_to_manifest(folder, {MODEL_FILES: {name: asdict(entry) for name, entry in files.items()}})
     return _ending_of(config, trainer)
 
 

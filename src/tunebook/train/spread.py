@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,8 @@ from tunebook.model.blocks import count_fp8_layers
 from tunebook.parallel.deepspeed import uses_nvme, zero_stage
 from tunebook.parallel.operator_builds import build_operators_in_turn
 from tunebook.parallel.wrapped import find_parallelism, require_expected, require_fp8
-from tunebook.record.manifest import MANIFEST_FILE, update_manifest
+from tunebook.processes import free_port
+from tunebook.record.manifest import add_to_manifest
 from tunebook.record.run_folder import DEEPSPEED_FILE
 
 
@@ -39,7 +39,7 @@ def join_ranks(config: RunConfig) -> None:
     timeout = timedelta(seconds=config.launcher.timeout_s)
     if not STRATEGIES[strategy].is_copied and "WORLD_SIZE" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())})
+        os.environ.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
     if is_zero:
         build_operators_in_turn(config.launcher.start_timeout_s)
     if is_zero and is_on_cpu:
@@ -71,13 +71,6 @@ def _require_libaio() -> None:
             "`apt install libaio-dev`, or parallelism=zero3_offload",
             problem_id="libaio-missing",
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port
 
 
 class ParallelismCheck(TrainerCallback):
@@ -112,5 +105,4 @@ class ParallelismCheck(TrainerCallback):
             # accelerate sets an infinite number of steps for "never print", which JSON cannot represent.
             settings = {key: value for key, value in plugin.deepspeed_config.items() if value != math.inf}
             atomic_write_json(self.folder / DEEPSPEED_FILE, settings)
-        if (self.folder / MANIFEST_FILE).exists():
-            update_manifest(self.folder, {"parallelism_found": found})
+        add_to_manifest(self.folder, {"parallelism_found": found})

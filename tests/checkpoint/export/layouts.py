@@ -45,7 +45,7 @@ from tunebook.data.template import template_hash
 from tunebook.files import atomic_write_json, sha256_file
 from tunebook.model.adapters import adapter_config
 from tunebook.model.tokenizer import load_tokenizer, tokenizer_hash
-from tunebook.record.manifest import system_prompt_hash
+from tunebook.record.manifest import read_manifest, system_prompt_hash
 
 ROOT = Path(__file__).resolve().parents[3]
 STEP = 3
@@ -98,6 +98,20 @@ def write_run(folder: Path, base: Path, *, peft: str = "full", state: str = "fin
     }  # fmt: skip
     atomic_write_json(folder / "manifest.json", manifest)
     return folder
+
+
+def change_manifest(run: Path, **facts: Any) -> None:
+    """Replace facts of a run's manifest, and add those of its status."""
+    manifest = read_manifest(run)
+    status = manifest["status"] | facts.pop("status", {})
+    atomic_write_json(run / "manifest.json", manifest | facts | {"status": status})
+
+
+def forget_recipe(run: Path) -> None:
+    """Make a run one of overrides alone."""
+    file = run / "run.yaml"
+    file.write_text(file.read_text().replace("recipe: tiny", "recipe: null"))
+    change_manifest(run, recipe=None)
 
 
 @functools.cache

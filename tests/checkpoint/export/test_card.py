@@ -62,9 +62,7 @@ def test_the_best_model_is_of_its_own_step_and_loss(layouts: Any, run: Path, exp
     for step, validation in ((1, 9.0), (2, 7.0), (3, 8.0)):
         lines += [{"step": step, "loss": 4.0 - step}, {"step": step, "validation_loss": validation}]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    manifest = json.loads((run / "manifest.json").read_text())
-    manifest["status"]["best_step"] = 2
-    (run / "manifest.json").write_text(json.dumps(manifest))
+    layouts.change_manifest(run, status={"best_step": 2})
     write_evaluation(run, "before", "base", 0.1)
     write_evaluation(run, "after", "model", 0.9)
     last = layouts.write_checkpoint(run, "whole", step=3)
@@ -81,11 +79,9 @@ def test_the_best_model_is_of_its_own_step_and_loss(layouts: Any, run: Path, exp
     assert "No evaluation of these weights is recorded." in of_the_last  # what was evaluated is the best
 
 
-def test_a_run_without_a_recipe_is_called_by_its_model(card: Any, run: Path) -> None:
-    manifest = json.loads((run / "manifest.json").read_text()) | {"recipe": None, "title": ""}
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    text = (run / "run.yaml").read_text()
-    (run / "run.yaml").write_text(text.replace("recipe: tiny", "recipe: null"))
+def test_a_run_without_a_recipe_is_called_by_its_model(layouts: Any, card: Any, run: Path) -> None:
+    layouts.forget_recipe(run)
+    layouts.change_manifest(run, title="")
     assert "\n# tiny, fine-tuned\n" in card(3)  # the folder of the base model
 
 

@@ -7,12 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tunebook.checkpoint.export.folder import check_free_space, check_target, new_folder
+from tunebook.checkpoint.export.folder import check_target, new_folder
 from tunebook.errors import DoesNotFitError, RequestError
 
 
@@ -30,19 +29,6 @@ def test_what_exists_is_never_written_over(tmp_path: Path) -> None:
 def test_a_place_in_what_is_exported_is_refused(tmp_path: Path, inside: str) -> None:
     with pytest.raises(RequestError, match="whose files are listed in its records"):
         check_target(tmp_path / inside, tmp_path)
-
-
-def test_room_is_asked_for_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = SimpleNamespace(total=10 * 2**30, free=2**30)
-    monkeypatch.setattr("shutil.disk_usage", lambda _: disk)
-    check_free_space(tmp_path / "a" / "b", 2**30 - 50_000_000)
-    with pytest.raises(DoesNotFitError, match=r"has 1\.00 GiB free and the export takes 3\.00 GiB; .*--to"):
-        check_free_space(tmp_path / "a" / "b", 3 * 2**30)
-    disk.free = 40 * 2**20  # enough for the weights of this one, and not for what comes with them
-    with pytest.raises(DoesNotFitError, match=r"has 40 MiB free and the export takes 4 MiB; 48 MiB have to stay free"):
-        check_free_space(tmp_path, 4 * 2**20)
-    disk.total = 0  # a file system that does not count
-    check_free_space(tmp_path, 3 * 2**30)
 
 
 def test_it_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,13 @@ def test_every_form_is_exported_as_the_same_weights(layouts: Any, run: Path, exp
         "README.md", "chat_template.jinja", "config.json", "generation_config.json", "model.safetensors",
         "tokenizer.json", "tokenizer_config.json", ORIGIN_FILE,
     }  # fmt: skip
+
+
+def test_damaged_generation_settings_of_a_model_are_named(layouts: Any, run: Path, export: Any) -> None:
+    layouts.write_checkpoint(run, "whole").rename(run / "model")
+    (run / "model" / "generation_config.json").write_text("{")
+    with pytest.raises(RequestError, match=r"generation_config\.json is not JSON: .*; copy it again"):
+        export(run)
 
 
 @pytest.mark.parametrize("form", ["adapter", "zero3_adapter", "fsdp_adapter"])
@@ -113,9 +121,7 @@ def lora_over(layouts: Any, tmp_path: Path) -> tuple[Path, Path]:
     base = layouts.write_base(tmp_path / "base", layouts.TINY, "bfloat16")
     run = layouts.write_run(tmp_path / "outputs" / "tiny" / "lora", base, peft="lora")
     layouts.write_checkpoint(run, "adapter")
-    manifest = json.loads((run / "manifest.json").read_text())
-    manifest["model"] = {"weights_fingerprint": weights_fingerprint(ModelConfig(path=str(base)))}
-    (run / "manifest.json").write_text(json.dumps(manifest))
+    layouts.change_manifest(run, model={"weights_fingerprint": weights_fingerprint(ModelConfig(path=str(base)))})
     return run, base
 
 
@@ -240,8 +246,8 @@ def test_the_format_asked_for_wins_and_the_folder_says_so(layouts: Any, run: Pat
 def test_rounding_is_said_to_lose_small_updates(layouts: Any, run: Path, export: Any) -> None:
     layouts.write_checkpoint(run, "zero2")
     note = "rounding to bf16 can lose updates of up to 0.39% of a weight; --dtype fp32 keeps them"
-    assert exporting.rounding_note(export(run)) == note
-    assert exporting.rounding_note(export(run, dtype="fp32", to=run.parent / "fp32")) is None
+    assert exporting.rounding_note(export(run).origin) == note
+    assert exporting.rounding_note(export(run, dtype="fp32", to=run.parent / "fp32").origin) is None
 
 
 def test_what_is_recorded(layouts: Any, run: Path, export: Any) -> None:
@@ -394,6 +400,9 @@ def test_a_disk_that_fills_up_leaves_nothing(
     monkeypatch.setattr("tunebook.checkpoint.export.write.save_file", fill_up)
     with pytest.raises(DoesNotFitError, match=r"filled up during the export.*--to"):
         export(run)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=2**40, free=40 * 2**20))
+    with pytest.raises(DoesNotFitError, match=r"40 MiB free and the export takes about 4\d\.\d+ MiB; .*--to"):
+        export(run)
     assert left_in(run) == ["checkpoints", "manifest.json", "run.yaml"]
 
 
@@ -418,8 +427,7 @@ def test_merge_of_a_whole_model_is_refused(layouts: Any, run: Path, export: Any)
 
 def test_another_template_than_in_training_is_refused(layouts: Any, run: Path, export: Any) -> None:
     layouts.write_checkpoint(run, "whole")
-    manifest = json.loads((run / "manifest.json").read_text())
-    (run / "manifest.json").write_text(json.dumps(manifest | {"chat_template_sha256": "0" * 64}))
+    layouts.change_manifest(run, chat_template_sha256="0" * 64)
     with pytest.raises(DataError, match="the chat template is not the one"):
         export(run)
 

@@ -53,6 +53,9 @@ def test_a_whole_folder_is_one_commit_in_a_private_repository(
         ("upload", ("me/tiny", "tiny, checkpoints/checkpoint-3 of tiny/run", files)),
     ]
     assert "model.safetensors" in files and "README.md" in files
+    layouts.forget_recipe(run)
+    export(run, push_to="me/tiny", to=run / "other")
+    assert hub.calls[-1][1][1] == "checkpoints/checkpoint-3 of tiny/run"
 
 
 @pytest.mark.parametrize(

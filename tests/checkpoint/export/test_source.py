@@ -36,9 +36,7 @@ def test_the_model_is_of_the_step_that_was_loaded_at_the_end(
 ) -> None:
     file = run / "run.yaml"
     file.write_text(file.read_text().replace("load_best_at_end: false", f"load_best_at_end: {loads_best}".lower()))
-    manifest = json.loads((run / "manifest.json").read_text())
-    manifest["status"] |= status
-    (run / "manifest.json").write_text(json.dumps(manifest))
+    layouts.change_manifest(run, status=status)
     layouts.write_checkpoint(run, "whole", step=2).rename(run / "model")
     for named in (None, str(run / "model")):
         source = choose_source(read_run(run), named)
@@ -48,9 +46,8 @@ def test_the_model_is_of_the_step_that_was_loaded_at_the_end(
 def test_a_model_with_other_weights_than_its_run_wrote_is_not_exported(layouts: Any, run: Path) -> None:
     layouts.write_checkpoint(run, "whole", step=2).rename(run / "model")
     (weights,) = (run / "model").glob("*.safetensors")
-    manifest = json.loads((run / "manifest.json").read_text())
-    manifest["model_files"] = {weights.name: {"size": weights.stat().st_size, "sha256": sha256_file(weights)}}
-    (run / "manifest.json").write_text(json.dumps(manifest))
+    entry = {"size": weights.stat().st_size, "sha256": sha256_file(weights)}
+    layouts.change_manifest(run, model_files={weights.name: entry})
     assert choose_source(read_run(run), None).name_in(run) == "model"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1

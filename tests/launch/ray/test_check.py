@@ -7,19 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.config.compose import compose
 from tunebook.errors import RequestError, RulesError
-from tunebook.hardware.detect import Machine
 from tunebook.launch.ray import check
 from tunebook.launch.ray.__main__ import runtime_env
 from tunebook.launch.ray.check import check_ray, cluster_resources, worker_resources
-from tunebook.plan.auto.resolve import resolve_auto
 
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
-
-
-def config_of(*words):
-    return resolve_auto(compose(words[0], list(words[1:])).config, NO_GPU).config
+from ...conftest import config_of
 
 
 @pytest.fixture

@@ -11,9 +11,7 @@ import pytest
 
 from tunebook.commands.train import refuse_code_inside
 from tunebook.config.book import book_root
-from tunebook.config.compose import compose
 from tunebook.errors import RequestError
-from tunebook.hardware.detect import Machine
 from tunebook.launch.node_facts import code_hash
 from tunebook.launch.rendezvous import NodeState
 from tunebook.launch.slurm import container
@@ -26,12 +24,12 @@ from tunebook.launch.slurm.container import (
     required_code,
     why_not_started,
 )
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.record.manifest import read_manifest, start_manifest
+
+from ...conftest import config_of
 
 FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "TUNEBOOK_HOME", "TUNEBOOK_CACHE")
 CACHE = os.environ["TUNEBOOK_CACHE"]  # of the tests
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 COMMAND = ["/venv/bin/python", "-m", "tunebook.launch.node", "/runs/1"]
 
 
@@ -42,23 +40,22 @@ def no_folders(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "nobody"))
 
 
-def config_of(*words):
-    config = compose(words[0], ["launcher=slurm", *words[1:]]).config
-    return resolve_auto(config, NO_GPU).config
+def in_slurm(recipe, *words):
+    return config_of(recipe, "launcher=slurm", *words)
 
 
 def in_docker(*words, image="x"):
-    return config_of("quickstart", f"launcher.container_image={image}", "launcher.container_runtime=docker", *words)
+    return in_slurm("quickstart", f"launcher.container_image={image}", "launcher.container_runtime=docker", *words)
 
 
 def test_without_an_image_nothing_changes():
-    assert in_container(config_of("quickstart"), Path("/runs/1"), COMMAND) == COMMAND
+    assert in_container(in_slurm("quickstart"), Path("/runs/1"), COMMAND) == COMMAND
 
 
 def test_pyxis_takes_options_of_srun(monkeypatch, tmp_path):
     monkeypatch.chdir("/")
     (tmp_path / "prepared.json").write_text(json.dumps({"folder": "/cache/prepared/1"}))
-    config = config_of("qwen3b_zero2", "launcher.container_image=registry/x:1", "launcher.container_mounts=[/data]")
+    config = in_slurm("qwen3b_zero2", "launcher.container_image=registry/x:1", "launcher.container_mounts=[/data]")
     assert in_container(config, tmp_path, COMMAND) == [
         "--container-image=registry/x:1",
         f"--container-mounts=/:/,{tmp_path}:{tmp_path},/data:/data,/cache/prepared/1:/cache/prepared/1",
@@ -69,19 +66,19 @@ def test_pyxis_takes_options_of_srun(monkeypatch, tmp_path):
 
 def test_docker_gets_gpus_the_hosts_network_and_no_more_of_the_environment(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for name, value in {"NCCL_DEBUG": "INFO", "HF_TOKEN": "secret", "AWS_SECRET": "x"}.items():
-        monkeypatch.setenv(name, value)
+    passed = ("NCCL_DEBUG", "HF_TOKEN", "HF_ENDPOINT", "TRANSFORMERS_OFFLINE", "HUGGING_FACE_HUB_TOKEN")
+    for name in (*passed, "AWS_SECRET"):
+        monkeypatch.setenv(name, "secret")
     image = ["launcher.container_image=x", "launcher.container_runtime=docker"]
-    words = in_container(config_of("qwen3b_zero2", *image), tmp_path / "run", COMMAND)
+    words = in_container(in_slurm("qwen3b_zero2", *image), tmp_path / "run", COMMAND)
     text = " ".join(words)
     assert text.startswith("docker run --rm --network host --ipc host --gpus all --ulimit memlock=-1 --user ")
     assert f"--volume {tmp_path}:{tmp_path} --volume {tmp_path / 'run'}:{tmp_path / 'run'}" in text
-    assert "--env HF_TOKEN " in text
-    assert "--env NCCL_DEBUG " in text
+    assert all(f"--env {name} " in text for name in passed)
     assert "secret" not in text
     assert "AWS_SECRET" not in text
     assert text.endswith("--entrypoint python x -m tunebook.launch.node /runs/1")
-    on_cpu = in_container(config_of("quickstart", *image), tmp_path / "run", COMMAND)
+    on_cpu = in_container(in_slurm("quickstart", *image), tmp_path / "run", COMMAND)
     assert "--gpus" not in on_cpu
 
 
@@ -91,11 +88,10 @@ def test_folders_that_variables_name_are_there_inside(monkeypatch, tmp_path):
     for name in FOLDERS:
         (tmp_path / name).mkdir()
         monkeypatch.setenv(name, str(tmp_path / name) if name != "HF_HOME" else "HF_HOME")  # from the working folder
-    config = config_of("quickstart", "launcher.container_image=x")
+    config = in_slurm("quickstart", "launcher.container_image=x")
     mounts = in_container(config, tmp_path / "run", COMMAND)[1]
     assert mounts.endswith("," + ",".join(f"{tmp_path / name}:{tmp_path / name}" for name in FOLDERS))
-    docker = config_of("quickstart", "launcher.container_image=x", "launcher.container_runtime=docker")
-    text = " ".join(in_container(docker, tmp_path / "run", COMMAND))
+    text = " ".join(in_container(in_docker(), tmp_path / "run", COMMAND))
     for name in FOLDERS:
         assert f"--volume {tmp_path / name}:{tmp_path / name}" in text
         assert f"--env {name}={tmp_path / name} " in text
@@ -107,8 +103,7 @@ def test_a_home_that_is_written_as_a_tilde_is_the_same_inside(monkeypatch, tmp_p
     (home / "hub").mkdir(parents=True)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("HF_HUB_CACHE", "~/hub")
-    docker = config_of("quickstart", "launcher.container_image=x", "launcher.container_runtime=docker")
-    text = " ".join(in_container(docker, tmp_path / "run", COMMAND))
+    text = " ".join(in_container(in_docker(), tmp_path / "run", COMMAND))
     assert f"--volume {home / 'hub'}:{home / 'hub'} " in text
     assert f"--env HF_HUB_CACHE={home / 'hub'} " in text
     assert "~" not in text
@@ -117,8 +112,7 @@ def test_a_home_that_is_written_as_a_tilde_is_the_same_inside(monkeypatch, tmp_p
 def test_folders_that_are_not_there_are_not_named_inside(monkeypatch, tmp_path):
     for name in FOLDERS:
         monkeypatch.setenv(name, str(tmp_path / "nowhere" / name))
-    docker = config_of("quickstart", "launcher.container_image=x", "launcher.container_runtime=docker")
-    text = " ".join(in_container(docker, tmp_path / "run", COMMAND))
+    text = " ".join(in_container(in_docker(), tmp_path / "run", COMMAND))
     assert "nowhere" not in text
     assert [name for name in FOLDERS if f"--env {name}" in text] == []
 
@@ -134,7 +128,7 @@ def test_caches_that_no_variable_names_are_those_of_this_machine_inside_too(monk
     for name, folder in {"HF_HOME": hub, "TUNEBOOK_CACHE": own}.items():
         assert f"--volume {folder}:{folder} " in text
         assert f"--env {name}={folder} " in text
-    pyxis = in_container(config_of("quickstart", "launcher.container_image=x"), tmp_path / "run", COMMAND)
+    pyxis = in_container(in_slurm("quickstart", "launcher.container_image=x"), tmp_path / "run", COMMAND)
     assert pyxis[3:6] == ["env", f"HF_HOME={hub}", f"TUNEBOOK_CACHE={own}"]
     assert pyxis[6:8] == ["python", "-m"]
 
@@ -190,7 +184,7 @@ def test_a_container_that_docker_could_not_start_says_what_to_do(tmp_path):
         "why. Where the image is not there, type `make image` or `make pull` on that node, or name one that Docker "
         "fetches from a registry, as in launcher.container_image=REGISTRY.EXAMPLE/NAME:TAG"
     )
-    assert why_not_started(config_of("quickstart"), log, after) is None
+    assert why_not_started(in_slurm("quickstart"), log, after) is None
     assert why_not_started(in_docker(), tmp_path / "removed", 0) is None
 
 
@@ -224,8 +218,8 @@ def test_what_is_left_of_a_runs_containers_is_removed(monkeypatch, tmp_path, lef
     words = in_container(in_docker(), folder, COMMAND)
     assert words[words.index("--label") + 1] == label
     remove_containers(in_docker(), folder)
-    remove_containers(config_of("quickstart"), folder)
-    remove_containers(config_of("quickstart", "launcher.container_image=x"), folder)
+    remove_containers(in_slurm("quickstart"), folder)
+    remove_containers(in_slurm("quickstart", "launcher.container_image=x"), folder)
     removal = [["docker", "rm", "--force", "0a1b", "2c3d"]] if left else []
     assert called == [["docker", "ps", "--all", "--quiet", "--filter", f"label={label}"], *removal]
 
@@ -254,7 +248,7 @@ def test_programs_that_no_container_would_execute_are_refused_before_the_trainin
 def test_a_folder_that_no_option_can_name_is_refused(monkeypatch, tmp_path, name, runtime):
     """pyxis and docker would mount another folder, or an empty one, without a word."""
     monkeypatch.chdir(tmp_path)
-    config = config_of(
+    config = in_slurm(
         "quickstart", "launcher.container_image=registry.example/x:1", f"launcher.container_runtime={runtime}"
     )
     with pytest.raises(RequestError) as caught:
@@ -273,7 +267,7 @@ def node_with(code, inside):
 
 @pytest.fixture
 def folder(tmp_path):
-    start_manifest(tmp_path, config_of("quickstart"), world_size=1, command=["tunebook", "train"])
+    start_manifest(tmp_path, in_slurm("quickstart"), world_size=1, command=["tunebook", "train"])
     return tmp_path
 
 
@@ -286,10 +280,10 @@ def environment(**more):
 def test_the_launchers_code_is_required_of_containers_alone_and_not_where_the_images_is_meant(monkeypatch):
     image = "launcher.container_image=x"
     monkeypatch.delenv("TUNEBOOK_USE_IMAGE_SOURCES", raising=False)
-    assert required_code(config_of("quickstart")) is None
-    assert required_code(config_of("quickstart", image)) == code_hash()
+    assert required_code(in_slurm("quickstart")) is None
+    assert required_code(in_slurm("quickstart", image)) == code_hash()
     monkeypatch.setenv("TUNEBOOK_USE_IMAGE_SOURCES", "1")
-    assert required_code(config_of("quickstart", image)) is None
+    assert required_code(in_slurm("quickstart", image)) is None
 
 
 def test_a_container_describes_itself_and_nothing_else_does(monkeypatch, tmp_path):
@@ -299,9 +293,9 @@ def test_a_container_describes_itself_and_nothing_else_does(monkeypatch, tmp_pat
         "git_commit": "1" * 40, "git_diff_sha256": None, "base_image": None,
     }  # fmt: skip
     (tmp_path / "image.json").write_text(json.dumps(facts))
-    assert describe_container(config_of("quickstart")) is None
+    assert describe_container(in_slurm("quickstart")) is None
     monkeypatch.setenv("TUNEBOOK_IMAGE_FILE", str(tmp_path / "image.json"))
-    inside = describe_container(config_of("quickstart", "launcher.container_image=x"))
+    inside = describe_container(in_slurm("quickstart", "launcher.container_image=x"))
     assert inside["code"] == OF_THE_IMAGE
     assert inside["environment"]["lock_sha256"] == "2" * 64
     assert inside["environment"]["image"]["sources_sha256"] == "4" * 64
@@ -309,7 +303,7 @@ def test_a_container_describes_itself_and_nothing_else_does(monkeypatch, tmp_pat
 
 def test_the_manifest_says_what_the_container_holds_and_keeps_the_commit_of_the_same_code(folder):
     before = read_manifest(folder)
-    config = config_of("quickstart", f"launcher.container_image='registry.example/tunebook@{DIGEST}'")
+    config = in_slurm("quickstart", f"launcher.container_image='registry.example/tunebook@{DIGEST}'")
     inside = {"code": OF_THE_IMAGE, "environment": environment(of_a_later_version=1)}
     record_container(config, folder, node_with(code_hash(), inside))
     after = read_manifest(folder)
@@ -322,7 +316,7 @@ def test_other_code_in_the_container_is_the_runs_code(folder):
     lock = {"name": "cpu", "sha256": "2" * 64, "differences": differences, "reason": None}
     found = environment(variables={"NCCL_ALGO": "Ring"}, lock=lock, lock_sha256=None)
     inside = {"code": OF_THE_IMAGE, "environment": found}
-    record_container(config_of("quickstart", "launcher.container_image=x"), folder, node_with("5" * 64, inside))
+    record_container(in_slurm("quickstart", "launcher.container_image=x"), folder, node_with("5" * 64, inside))
     after = read_manifest(folder)
     assert (after["code"], after["environment"]) == (OF_THE_IMAGE, found)
 
@@ -330,12 +324,12 @@ def test_other_code_in_the_container_is_the_runs_code(folder):
 @pytest.mark.parametrize("image", ["user@host#image", "/data/me@site/tunebook.sqsh"])
 def test_what_is_no_digest_is_not_recorded_as_one(folder, image):
     inside = {"code": OF_THE_IMAGE, "environment": environment()}
-    config = config_of("quickstart", f"launcher.container_image='{image}'")
+    config = in_slurm("quickstart", f"launcher.container_image='{image}'")
     record_container(config, folder, node_with("5" * 64, inside))
     assert read_manifest(folder)["environment"]["image_digest"] is None
 
 
 def test_nodes_without_containers_change_nothing(folder):
     before = read_manifest(folder)
-    record_container(config_of("quickstart"), folder, node_with("5" * 64, None))
+    record_container(in_slurm("quickstart"), folder, node_with("5" * 64, None))
     assert read_manifest(folder) == before

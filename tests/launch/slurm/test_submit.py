@@ -11,21 +11,18 @@ import pytest
 from rich.console import Console
 
 from tunebook import slurm as client
-from tunebook.config.compose import compose
 from tunebook.errors import RequestError, TunebookError
-from tunebook.hardware.detect import Machine
 from tunebook.launch.slurm import submit as module
 from tunebook.launch.slurm.submit import follow, submit
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.record.manifest import RunState, finish_manifest, read_manifest, start_manifest
 from tunebook.slurm import JobState
 
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+from ...conftest import config_of
 
 
 @pytest.fixture
 def config():
-    return resolve_auto(compose("quickstart", ["launcher=slurm"]).config, NO_GPU).config
+    return config_of("quickstart", "launcher=slurm")
 
 
 @pytest.fixture
@@ -60,16 +57,20 @@ def running():
     return JobState(name="RUNNING", reason="None", nodes="node1", exit_code=0, signal=0)
 
 
+def ended(folder, exit_code):
+    def end():
+        finish_manifest(folder, RunState.stopped if exit_code == 6 else RunState.finished, exit_code, None)
+        return JobState(name="COMPLETED", reason="None", nodes="node1", exit_code=exit_code, signal=0)
+
+    return end
+
+
 def silent():
     raise TunebookError("no answer", problem_id="slurm-out-of-reach")
 
 
 def test_a_controller_that_is_silent_for_a_while_ends_no_follower(folder, answering, capsys):
-    def end():
-        finish_manifest(folder, RunState.finished, 0, None)
-        return JobState(name="COMPLETED", reason="None", nodes="node1", exit_code=0, signal=0)
-
-    answering(running, silent, silent, running, end)
+    answering(running, silent, silent, running, ended(folder, 0))
     assert follow("12", folder, Console()) == 0
     printed = capsys.readouterr().out
     assert "job 12: Slurm's controller does not answer; waiting" in printed
@@ -81,11 +82,7 @@ def test_a_request_to_stop_reaches_the_job_once_the_controller_answers(folder, a
         os.kill(os.getpid(), signal.SIGINT)
         return running()
 
-    def end():
-        finish_manifest(folder, RunState.stopped, 6, "stopped by SIGTERM")
-        return JobState(name="COMPLETED", reason="None", nodes="node1", exit_code=6, signal=0)
-
-    words = answering(asked, silent, running, end, told=1)
+    words = answering(asked, silent, running, ended(folder, 6), told=1)
     assert follow("12", folder, Console(width=200)) == 6
     assert words == ["scancel --batch --signal=TERM 12"]
     assert "was not reached: Unable to contact; type it again: scancel --batch" in capsys.readouterr().out
@@ -163,10 +160,6 @@ def test_what_an_earlier_turn_saved_stays_on_record(folder, answering, monkeypat
 def test_a_reason_that_passes_takes_no_job_back(folder, answering, monkeypatch, gap_s, is_taken_back):
     """Three looks in a row are two gaps; two such stretches together are longer than a hopeless one may be."""
 
-    def end():
-        finish_manifest(folder, RunState.finished, 0, None)
-        return JobState(name="COMPLETED", reason="None", nodes="node1", exit_code=0, signal=0)
-
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: clock.now))
 
@@ -178,7 +171,7 @@ def test_a_reason_that_passes_takes_no_job_back(folder, answering, monkeypatch, 
         return look
 
     stretch = [later("BadConstraints")] * 3
-    words = answering(*stretch, later("Priority"), *stretch, running, end)
+    words = answering(*stretch, later("Priority"), *stretch, running, ended(folder, 0))
     if is_taken_back:
         with pytest.raises(RequestError, match="can never run"):
             follow("12", folder, Console())
@@ -188,12 +181,8 @@ def test_a_reason_that_passes_takes_no_job_back(folder, answering, monkeypatch, 
 
 
 def test_a_job_that_its_user_holds_is_waited_for_with_a_word(folder, answering, monkeypatch, capsys):
-    def end():
-        finish_manifest(folder, RunState.finished, 0, None)
-        return JobState(name="COMPLETED", reason="None", nodes="node1", exit_code=0, signal=0)
-
     monkeypatch.setattr(client, "HOPELESS_FOR_S", 0.0)
-    words = answering(*[waiting("JobHeldUser")] * 3, end)
+    words = answering(*[waiting("JobHeldUser")] * 3, ended(folder, 0))
     assert follow("12", folder, Console(width=200)) == 0
     assert words == []
     printed = capsys.readouterr().out

@@ -297,12 +297,13 @@ def test_torch_must_fit_gpu_and_driver(
     assert all(re.search(match, problem.message) for problem in problems)
 
 
-def test_the_nvme_folder_must_be_there(sound, changed, machine, installed, tmp_path):
+def test_the_nvme_folder_must_be_there(sound, changed, machine, installed, tmp_path, monkeypatch):
     installed({**GPU_PACKAGES, "deepspeed": "0.19.8"})
-    settings = {"offload_optimizer": Offload.nvme, "nvme_path": str(tmp_path / "disk")}
+    monkeypatch.setenv("HOME", str(tmp_path))
+    settings = {"offload_optimizer": Offload.nvme, "nvme_path": "~/disk"}
     config = changed(sound, zero(Strategy.zero3, **settings))
     (problem,) = check_environment(config, machine(H200))
-    assert problem.id == "nvme-path-not-found"
+    assert (problem.id, problem.fix.split(" or ")[0]) == ("nvme-path-not-found", f"mkdir -p {tmp_path}/disk")
     (tmp_path / "disk").mkdir()
     assert check_environment(config, machine(H200)) == []
 

@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from tunebook.config.book import BOOK_PREFIX, is_relative, resolve_path
-from tunebook.config.choices import PeftMethod, ScheduleName, Source, TrainOn, Weights
+from tunebook.config.choices import PeftMethod, Source, TrainOn, Weights
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.model.adapters import trains_in_fp32
 from tunebook.parallel.deepspeed import zero_stage
@@ -214,8 +214,7 @@ def _schedule(config: RunConfig) -> str:
     warmup = f"{schedule.warmup_steps} steps" if schedule.warmup_steps is not None else None
     if schedule.warmup_share is not None:
         warmup = f"{schedule.warmup_share:.0%} of the steps"
-    name = schedule.name.name if schedule.name is not ScheduleName.constant else "constant"
-    return f"{name}, warm-up {warmup}" if warmup else name
+    return f"{schedule.name.name}, warm-up {warmup}" if warmup else schedule.name.name
 
 
 def evaluations(origin: ExportOrigin, record: RunRecord) -> list[dict[str, Any]]:
@@ -245,11 +244,12 @@ def _provenance(origin: ExportOrigin, record: RunRecord) -> list[tuple[str, str]
         ("exported from", f"{origin.source} ({origin.stored_as}), step {_step(origin)}"),
         ("configuration, SHA-256", origin.config_sha256 or "not recorded"),
         ("code", str(code.get("git_commit") or "not recorded") + (" with changes" if is_changed else "")),
-        ("checked", _checked(origin)),
+        ("checked", check_text(origin)),
     ]
 
 
-def _checked(origin: ExportOrigin) -> str:
+def check_text(origin: ExportOrigin) -> str:
+    """How the written files compare with the checkpoint, in words."""
     check = origin.check
     if check["logits"] is None:
         rounded = "" if check["is_exact"] else f" rounded to {origin.dtype}"

@@ -19,9 +19,9 @@ from pathlib import Path
 from tunebook.checkpoint.record import CHECKPOINTS_FOLDER
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError
 from tunebook.files import flush_folder
-from tunebook.hardware.disk import existing, is_disk_full
+from tunebook.hardware.disk import is_disk_full
 
-_EXTRA_BYTES = 50_000_000  # for the tokenizer, the card and the file system itself
+ELSEWHERE = "write elsewhere: --to /a/folder/on/another/disk"
 
 
 def check_target(folder: Path, run: Path) -> Path:
@@ -41,24 +41,6 @@ def check_target(folder: Path, run: Path) -> Path:
                 problem_id="export-target",
             )
     return folder
-
-
-def check_free_space(folder: Path, num_bytes: int) -> None:
-    """Raise DoesNotFitError if the disk of a folder, which need not exist, has too little free space."""
-    there = existing(folder)
-    disk = shutil.disk_usage(there)
-    if disk.total and disk.free < num_bytes + _EXTRA_BYTES:  # a total of 0: the file system does not report sizes
-        raise DoesNotFitError(
-            f"the disk of {folder} has {_size_text(disk.free)} free and the export takes {_size_text(num_bytes)}; "
-            f"{_size_text(_EXTRA_BYTES)} have to stay free. Free some space, or write elsewhere: "
-            "--to /a/folder/on/another/disk",
-            problem_id="disk-full",
-        )
-
-
-def _size_text(num_bytes: int) -> str:
-    """Bytes as text for display: 12 MiB, 1.50 GiB."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
 
 @contextmanager
@@ -144,8 +126,8 @@ def _problem(folder: Path, error: BaseException) -> TunebookError | None:
         return None
     if is_disk_full(error):
         return DoesNotFitError(
-            f"the disk of {folder} filled up during the export, and nothing of it was kept; free some space, or write "
-            "elsewhere: --to /a/folder/on/another/disk",
+            f"the disk of {folder} filled up during the export, and nothing of it was kept; free some space, or "
+            f"{ELSEWHERE}",
             problem_id="disk-full",
         )
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR):

@@ -37,7 +37,6 @@ from tunebook.checkpoint.export.write import (
     as_stored,
     compare_with_model,
     refuse,
-    short_name,
     without_tied,
     write_weights,
 )
@@ -49,6 +48,7 @@ from tunebook.model.adapters import merged, with_adapter
 from tunebook.model.base_config import read_dtype
 from tunebook.model.load import attention_option
 from tunebook.model.tokenizer import agree_on_tokens
+from tunebook.parallel.wrapped import format_name
 from tunebook.record.run_record import RunRecord
 
 
@@ -285,7 +285,7 @@ def compare(written: torch.Tensor, own: torch.Tensor, dtype: torch.dtype) -> Com
     if not difference <= allowed:
         raise _differs(
             f"its logits differ from the checkpoint's by {difference:.3g} (root of the mean square, relative), and "
-            f"rounding to {short_name(dtype)} explains {allowed:.3g}"
+            f"rounding to {format_name(dtype)} explains {allowed:.3g}"
         )
     where = f"{_ROWS} rows of {_TOKENS} fixed token ids, on a CPU"
     return Comparison(is_exact=torch.equal(written, own), difference=difference, allowed=allowed, logits=where)

@@ -74,14 +74,14 @@ def blueprint_of(config: RunConfig, folder: Path, *, has_base: bool = True) -> B
     else:
         architecture = load_architecture(config.model) if has_base else _planned_architecture(config)
     model = without_weights(architecture, config)
-    if has_config and (folder / "generation_config.json").is_file():
-        model.generation_config = _generation(str(folder), None)
-    else:
+    generation = _generation(str(folder), None) if has_config else None
+    if generation is None:
         if config.model.weights is Origin.pretrained:
-            model.generation_config = _generation(model_location(config.model), config.model.revision) or (
-                model.generation_config
-            )
+            generation = _generation(model_location(config.model), config.model.revision)
+        model.generation_config = generation or model.generation_config
         agree_on_tokens(model, tokenizer)
+    else:
+        model.generation_config = generation
     return Blueprint(model=model, tokenizer=tokenizer, adapter=peft)
 
 

@@ -18,22 +18,24 @@ from huggingface_hub.utils._validators import validate_repo_id
 from rich.console import Console
 from transformers.utils import logging
 
-from tunebook.checkpoint.export.card import ExportOrigin, card
-from tunebook.checkpoint.export.folder import check_free_space, check_target, new_folder
+from tunebook.checkpoint.export.card import ExportOrigin, card, check_text
+from tunebook.checkpoint.export.folder import ELSEWHERE, check_target, new_folder
 from tunebook.checkpoint.export.kinds import Work, Written, base_dtype, write_adapter, write_merged, write_whole
 from tunebook.checkpoint.export.model import adapter_weights, blueprint_of, require_whole_adapter
 from tunebook.checkpoint.export.source import Form, Source, Stored, choose_source, find_stored
 from tunebook.checkpoint.export.stored_weights import StoredTensor, file_weights, sharded_weights
-from tunebook.checkpoint.export.write import compare_with_model, flush, num_bytes, refuse, short_name
+from tunebook.checkpoint.export.write import compare_with_model, flush, num_bytes, refuse
 from tunebook.checkpoint.export.zero_weights import partitioned_weights
 from tunebook.config.choices import PeftMethod, Weights
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, TunebookError, first_line
 from tunebook.files import atomic_write_text
+from tunebook.hardware.disk import require_space
 from tunebook.model.adapters import is_adapter
 from tunebook.model.hub import why_no_upload
 from tunebook.model.load import check_model
+from tunebook.parallel.wrapped import format_name
 from tunebook.record.manifest import describe_model
 from tunebook.record.model_origin import (
     BASE,
@@ -49,6 +51,7 @@ from tunebook.record.run_record import RunRecord, read_run
 from tunebook.terminal import print_text
 
 _EXPORTS_FOLDER = "exports"
+_EXTRA_BYTES = 50_000_000  # for the tokenizer, the card and the file system itself
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}  # our names, and torch's
 _LARGEST_ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # relative to a weight; half of the format's eps
 
@@ -72,33 +75,22 @@ def export_command(
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     exported = export_run(run, outputs, say, checkpoint=checkpoint, to=to, merge=merge, dtype=dtype, push_to=push_to)
-    origin, check = exported.origin, exported.origin.check
-    same = (
-        "equal the checkpoint's bit for bit"
-        if check["is_exact"]
-        else (f"differ from the checkpoint's by {check['difference']:.2g} (allowed: {check['allowed']:.2g})")
-    )
+    origin = exported.origin
     kind = "adapter" if origin.is_adapter else "merged model" if origin.is_merged else "model"
     say(f"written: {exported.folder}")
     say(f"  {kind} of {origin.num_parameters:,} numbers in {origin.dtype or ', '.join(origin.stored_dtypes)}")
-    if check["logits"] is None:
-        rounded = "" if check["is_exact"] else f" rounded to {origin.dtype}"
-        say(f"  read again: the adapter's tensors equal the checkpoint's{rounded}; its base model is not there to")
-        say("  compute logits with")
-    else:
-        say(f"  loaded again: the logits of {check['logits']} {same}")
-    if note := rounding_note(exported):
+    say(f"  {check_text(origin)}")
+    if note := rounding_note(origin):
         say(f"  {note}")
     if exported.address is not None:
         say(f"uploaded: {exported.address}")
 
 
-def rounding_note(exported: Exported) -> str | None:
+def rounding_note(origin: ExportOrigin) -> str | None:
     """Return what a narrower number format may lose of the training; None if nothing was rounded.
 
     A short training with a low learning rate changes most weights by less than the format can hold.
     """
-    origin = exported.origin
     if origin.check["is_exact"] or "fp32" not in origin.stored_dtypes or origin.dtype not in _LARGEST_ROUNDING:
         return None
     share = _LARGEST_ROUNDING[origin.dtype]
@@ -137,10 +129,11 @@ def export_run(
     work = _plan(run, config, source, merge=merge, dtype=dtype)
     _check_push(push_to, work)
     say(f"exporting {source.name_in(run.folder)} of {run.name} ({work.stored.form.value}) to {place}")
-    check_free_space(place, num_bytes(work.weights, work.dtype) + _bytes_of_base(work))
+    needed = num_bytes(work.weights, work.dtype) + _bytes_of_base(work) + _EXTRA_BYTES
+    require_space(place, needed, "the export", f"free some space, or {ELSEWHERE}")
     with new_folder(place) as unfinished:
         origin = _write(work, unfinished)
-    address = _push(place, push_to, f"{origin.recipe}, {origin.source} of {origin.run}") if push_to else None
+    address = _push(place, push_to, origin) if push_to else None
     return Exported(folder=place, origin=origin, address=address)
 
 
@@ -213,16 +206,30 @@ def _has_base(trained: Trained | None, config: RunConfig, source: Source, *, mer
 
 
 def _check_push(name: str | None, work: Work) -> None:
+    """Refuse --push of an adapter that fits no public base, with an invalid name, or without a network or an account.
+
+    Raises: RequestError.
+    """
     if name is None:
         return
     model = work.config.model
     if work.is_adapter and (model.name is None or model.weights is Weights.random):
         base = "random weights" if model.weights is Weights.random else model.path
-        raise RequestError(
-            f"--push {name}: the adapter's base model is {base}, which nobody else has; push one whole model: --merge",
-            problem_id="upload-not-possible",
+        raise _cannot_push(
+            name, f"the adapter's base model is {base}, which nobody else has; push one whole model: --merge"
         )
-    _check_push_name(name)
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise _cannot_push(name, f"{first_line(error)}; write it as ORGANIZATION/NAME") from error
+    if name.count("/") != 1:
+        raise _cannot_push(name, "it names no owner; write it as ORGANIZATION/NAME")
+    if why := why_no_upload():
+        raise _cannot_push(name, f"{why}; or export without --push")
+
+
+def _cannot_push(name: str, why: str) -> RequestError:
+    return RequestError(f"--push {name}: {why}", problem_id="upload-not-possible")
 
 
 def _bytes_of_base(work: Work) -> int:
@@ -261,8 +268,8 @@ def _origin(work: Work, written: Written) -> ExportOrigin:
         is_adapter=work.is_adapter,
         is_merged=work.is_merged,
         base_was_dequantized=written.base_was_dequantized,
-        dtype=short_name(work.dtype) if work.dtype is not None else None,
-        stored_dtypes=sorted({short_name(tensor.dtype) for tensor in work.weights.values()}),
+        dtype=format_name(work.dtype) if work.dtype is not None else None,
+        stored_dtypes=sorted({format_name(tensor.dtype) for tensor in work.weights.values()}),
         num_parameters=written.num_parameters,
         check=asdict(written.check),
         files_sha256=written.hashes,
@@ -270,29 +277,12 @@ def _origin(work: Work, written: Written) -> ExportOrigin:
     )
 
 
-def _check_push_name(name: str) -> None:
-    """Refuse --push with an invalid name, without a network or without an account. Raises: RequestError."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise RequestError(
-            f"--push {name}: {first_line(error)}; write it as ORGANIZATION/NAME",
-            problem_id="upload-not-possible",
-        ) from error
-    if name.count("/") != 1:
-        raise RequestError(
-            f"--push {name}: it names no owner; write it as ORGANIZATION/NAME",
-            problem_id="upload-not-possible",
-        )
-    if why := why_no_upload():
-        raise RequestError(f"--push {name}: {why}; or export without --push", problem_id="upload-not-possible")
-
-
-def _push(folder: Path, name: str, message: str) -> str:
+def _push(folder: Path, name: str, origin: ExportOrigin) -> str:
     """Upload a folder as one commit, into a new private repository if there is none. Returns its address.
 
     Raises: TunebookError if the upload fails; the folder stays.
     """
+    message = ", ".join(filter(None, (origin.recipe, f"{origin.source} of {origin.run}")))
     api = HfApi()
     try:
         made = api.create_repo(name, private=True, exist_ok=True)

@@ -130,11 +130,11 @@ class Form(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """Weights on disk: their form and their files, or the one folder that holds them."""
+    """Weights on disk: their form, and the one folder or the safetensors that hold them."""
 
     form: Form
     folder: Path
-    files: list[Path]
+    files: tuple[Path, ...] = ()
 
 
 def find_stored(folder: Path) -> Stored:
@@ -143,17 +143,16 @@ def find_stored(folder: Path) -> Stored:
     adapter = folder / ADAPTER_WEIGHTS
     # Where DeepSpeed does not gather, transformers leaves an adapter file without a tensor, and the partitions.
     if (folder / ADAPTER_FILE).is_file() and adapter.is_file() and read_shapes([adapter]):
-        return Stored(form=Form.adapter, folder=folder, files=[adapter])
+        return Stored(form=Form.adapter, folder=folder, files=(adapter,))
     whole = [file for file in find_weight_files(folder) if file.suffix == ".safetensors"]
     if whole:
         _require_inside(whole, folder)
-        return Stored(form=Form.whole, folder=folder, files=whole)
+        return Stored(form=Form.whole, folder=folder, files=tuple(whole))
     sharded = folder / _FSDP_FOLDER
     if (sharded / ".metadata").is_file():
-        return Stored(form=Form.fsdp, folder=sharded, files=sorted(sharded.glob("*.distcp")))
+        return Stored(form=Form.fsdp, folder=sharded)
     if (folder / _ZERO_TAG).is_file():
-        partitions = _zero_folder(folder)
-        return Stored(form=Form.zero, folder=partitions, files=sorted(partitions.glob("*_states.pt")))
+        return Stored(form=Form.zero, folder=_zero_folder(folder))
     raise _no_weights(folder)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -108,7 +108,7 @@ class Mapped(Generic[Files]):
         self._files, self._num_bytes = None, 0
 
 
-def file_weights(files: list[Path]) -> Weights:
+def file_weights(files: Sequence[Path]) -> Weights:
     """The tensors of safetensors files."""
     weights: Weights = {}
     for file in files:

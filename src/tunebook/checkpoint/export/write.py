@@ -195,12 +195,6 @@ def flush(file: Path) -> None:
         os.fsync(stream.fileno())
 
 
-def short_name(dtype: torch.dtype) -> str:
-    """A number format by our name: fp32, bf16, fp16; others by torch's name."""
-    name = str(dtype).removeprefix("torch.")
-    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(name, name)
-
-
 def _loaded(weights: Weights, dtype: torch.dtype | None, problems: Problems) -> Tensors:
     """Tensors in the number format to write, in memory of their own; problems with them are added."""
     tensors = {}
