@@ -118,8 +118,8 @@ class LeakProbe(TrainerCallback):
             f"documents that share a packed row affect each other: {'; '.join(wrong)} (rank {rank}, "
             f"{type(self.trainer.model).__name__}, attention={implementation.value}). Rounding in "
             f"{self.config.precision.compute.value} explains at most {allowed.moved:.2g} if only the other document "
-            f"changes, {allowed.between_shapes(found):.2g} between rows of other lengths and {allowed.loss:.2g} in the loss. "
-            f"Nothing was trained. Try packing=padded, or another attention, such as attention={other.value}",
+            f"changes, {allowed.between_shapes(found):.2g} between rows of other lengths and {allowed.loss:.2g} in the "
+            f"loss. Nothing was trained. Try packing=padded, or another attention, such as attention={other.value}",
             problem_id="leak",
         )
 
