@@ -183,7 +183,7 @@ def test_adapters_that_fsdp_gathers_in_bf16_keep_what_they_are_given(sound, targ
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-@pytest.mark.parametrize("case", ["autocast", "fp32", "all_bf16", "lora", "lora_on_bf16", "lora_fp32"])
+@pytest.mark.parametrize("case", ["autocast", "fp32", "all_bf16", "lora", "lora_fp32"])
 @pytest.mark.parametrize("dropout", [0.0, 0.05])
 def test_zero3s_own_product_keeps_inputs_as_they_are(sound, monkeypatch, case, dropout):
     """What it keeps more than torch's: on a CPU the rest of a dropout is larger, and the same with both."""
@@ -244,7 +244,7 @@ def test_zero3s_own_product_where_products_are_fused_or_heads_are_wide(
     sound, monkeypatch, name, master, weights, dropout
 ):
     """Phi-3 has one for query, key and value, and one for gate and up; each missing one is as many bytes less as an
-    input has in bf16, or more where torch's product keeps a copy for each."""
+    input has in bf16, or more where torch's product keeps a copy for each. Over bf16 weights nothing is cast."""
     sound.precision.master_weights, sound.peft.method, sound.peft.dropout = master, PeftMethod.lora, dropout
     facts, model = sized_as_followed(sound, name)
     way, usual, planned = Way(weights=weights, is_adapter=True, dropout=dropout), {}, {}
@@ -252,6 +252,8 @@ def test_zero3s_own_product_where_products_are_fused_or_heads_are_wide(
         sound.parallelism = ParallelismConfig(strategy=strategy)
         if strategy is Strategy.zero3:
             monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
+            if master is MasterWeights.bf16:  # DeepSpeed casts the adapters, too
+                way = replace(way, adapters=torch.bfloat16, is_mixed=False)
         usual[strategy], _ = saved_by_a_layer(way, **model)
         planned[strategy] = layer_bytes_per_token(sound, facts)
     assert usual[Strategy.zero3] - usual[Strategy.ddp] == planned[Strategy.zero3] - planned[Strategy.ddp]

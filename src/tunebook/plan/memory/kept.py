@@ -18,7 +18,6 @@ from tunebook.config.schema import FsdpConfig, RunConfig, data_ranks
 from tunebook.data.batch import PADDED_TOKENS_PER_PASS, largest_micro_batch
 from tunebook.data.mean_length import longest_document
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, COMPILED_BETA, MASKED, attention_facts
-from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import (
     EMBEDDINGS,
@@ -326,7 +325,8 @@ def _zero3_input_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Additional bytes of linear-layer inputs under ZeRO-3, whose linear function keeps its inputs uncast.
 
     It saves them before autocast casts them, even if the weight is frozen (deepspeed 0.19.8, runtime/zero/linear.py).
-    If DeepSpeed casts the whole model, adapters are in bf16 and nothing is cast.
+    Over 16-bit weights DeepSpeed casts the whole model, adapters included. Each adapter then keeps only the output of
+    its dropout (llama2_70b_lora_mlperf in h100_models.jsonl).
     """
     method = config.peft.method
     if not strategy_facts(config).is_zero3 or config.model.compile_layers or method is PeftMethod.qlora:
@@ -339,10 +339,13 @@ def _zero3_input_bytes(config: RunConfig, facts: ModelFacts) -> float:
         return 8.0 * hidden + 4.0 * inner if has_drop else 0.0
     inputs = of_layers(facts, _measured(facts).linear_inputs) / max(1, facts.num_layers) - inner
     products = max(0.0, inputs)
-    if is_cast_by_deepspeed(config):  # norms' outputs are kept once, the attention's by its kernel
-        return 4.0 * hidden + 2.0 * inner if has_drop else -2.0 * max(0.0, products - 2 * hidden)
-    if bytes_per_hidden_value(config) == 2:
-        return 4.0 * hidden + 2.0 * products + 4.0 * inner
+    if (
+        bytes_per_hidden_value(config) == 2
+    ):  # nothing is cast: norms' outputs are kept once, the attention's by its kernel
+        without_adapter = sum(inputs_without_adapter(config, facts).values())
+        return (
+            4.0 * hidden + 2.0 * inner - 2.0 * without_adapter if has_drop else -2.0 * max(0.0, products - 2 * hidden)
+        )
     of_norms, of_attention = 8.0 * hidden, 4.0 * attention_width(facts)
     return (of_norms + 2.0 * products if has_drop else of_norms + of_attention - 2.0 * products) + 4.0 * inner
 
