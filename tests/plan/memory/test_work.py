@@ -136,7 +136,8 @@ def test_of_an_mlp_in_tiles_one_tile_is_at_work(sound, name, tile):
     set_to(sound, way, parallelism)
     way = replace(way, is_recomputed=True, tile_tokens=tile)
     whole, tiled = (round(number) for number in saved_by_a_layer(way))
-    assert whole - tiled > 0.8 * (6 if way.is_mixed else 12) * SMALL[1]
+    is_narrow = way.is_mixed or way.weights is BF16
+    assert whole - tiled > 0.8 * (6 if is_narrow else 12) * SMALL[1]
     modes = [
         f"{each}/{method}/flash" for each in ("fp32", "autocast", "bf16", "cast") for method in ("full", "adapter")
     ]
