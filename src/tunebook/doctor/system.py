@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.choices import Offload
-from tunebook.config.schema import RunConfig, ZeroConfig
+from tunebook.config.schema import RunConfig
 from tunebook.doctor.findings import Finding, Kind, Level, size_text
+from tunebook.facts.sharing import uses_nvme
 from tunebook.hardware.detect import Machine
 
 GIB, MIB = 2**30, 2**20
@@ -77,10 +77,8 @@ def limits(config: RunConfig | None, *, has_cards: bool) -> list[Finding]:
 
 def _locks_memory(config: RunConfig | None, *, has_cards: bool) -> str | None:
     """Return this run's feature that locks host memory; None without one."""
-    if config is not None and isinstance(config.parallelism, ZeroConfig):
-        settings = config.parallelism
-        if Offload.nvme in (settings.offload_optimizer, settings.offload_parameters):
-            return "offload to NVMe"
+    if config is not None and uses_nvme(config):
+        return "offload to NVMe"
     return "InfiniBand" if has_cards else None
 
 

@@ -25,12 +25,6 @@ def zero_stage(strategy: Strategy) -> int | None:
     return STRATEGIES[strategy].zero_stage
 
 
-def uses_nvme(config: RunConfig) -> bool:
-    """Whether any state is in files on NVMe."""
-    zero = config.parallelism
-    return isinstance(zero, ZeroConfig) and Offload.nvme in (zero.offload_optimizer, zero.offload_parameters)
-
-
 def nvme_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of the files that one rank keeps on its node's NVMe disk.
 
@@ -46,7 +40,7 @@ def nvme_bytes(config: RunConfig, facts: ModelFacts) -> float:
     if zero.offload_parameters is Offload.nvme:
         is_16_bit = is_cast_by_deepspeed(config) or config.precision.master_weights is MasterWeights.bf16
         num_bytes += (2 if is_16_bit else 4) * (parameters.trained + parameters.frozen)
-    return num_bytes / max(1, config.hardware.num_nodes * (config.hardware.gpus_per_node or 1))
+    return num_bytes / world_size(config)
 
 
 def deepspeed_settings(config: RunConfig) -> dict[str, Any]:
@@ -114,7 +108,7 @@ def _zero_optimization(zero: ZeroConfig, *, largest: int | None) -> dict[str, An
     values = {
         "overlap_comm": zero.overlap_comm,
         "allgather_bucket_size": zero.allgather_bucket_size,
-        "reduce_bucket_size": zero.reduce_bucket_size if zero.reduce_bucket_size is not None else "auto",
+        "reduce_bucket_size": _or_auto(zero.reduce_bucket_size),
         "round_robin_gradients": zero.round_robin_gradients,
         "sub_group_size": zero.sub_group_size,
     }
@@ -122,8 +116,8 @@ def _zero_optimization(zero: ZeroConfig, *, largest: int | None) -> dict[str, An
         values |= {
             "stage3_max_live_parameters": zero.max_live_parameters,
             "stage3_max_reuse_distance": zero.max_reuse_distance,
-            "stage3_prefetch_bucket_size": zero.prefetch_bucket_size or "auto",
-            "stage3_param_persistence_threshold": zero.param_persistence_threshold or "auto",
+            "stage3_prefetch_bucket_size": _or_auto(zero.prefetch_bucket_size),
+            "stage3_param_persistence_threshold": _or_auto(zero.param_persistence_threshold),
             "stage3_gather_16bit_weights_on_model_save": zero.gather_weights_on_save,
         }
     settings |= {key: value for key, value in values.items() if value is not None}
@@ -133,6 +127,11 @@ def _zero_optimization(zero: ZeroConfig, *, largest: int | None) -> dict[str, An
     if zero.offload_parameters is Offload.nvme and largest is not None and largest > _NVME_BUFFER_ELEMENTS:
         settings["offload_param"]["buffer_size"] = largest
     return settings
+
+
+def _or_auto(number: int | None) -> int | str:
+    """A setting that the Trainer fills in if it is not set. Zero is a number of its own."""
+    return "auto" if number is None else number
 
 
 def _offload(target: Offload, zero: ZeroConfig) -> dict[str, Any]:

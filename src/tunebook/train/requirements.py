@@ -12,10 +12,11 @@ import shutil
 from collections.abc import Iterator
 
 from tunebook.config.book import resolve_path
-from tunebook.config.choices import Generation, Offload
+from tunebook.config.choices import Generation
 from tunebook.config.schema import RunConfig, ZeroConfig, starts_elsewhere
 from tunebook.errors import Problem
 from tunebook.facts.generations import OLDEST_SUPPORTED, capability_text, driver_major, image_for_driver
+from tunebook.facts.sharing import uses_nvme
 from tunebook.hardware.detect import Machine, detect_machine, equal_gpus, visible_only
 from tunebook.hardware.image import read_image
 from tunebook.model.parameters import known_facts
@@ -97,7 +98,7 @@ def check_environment(config: RunConfig, machine: Machine | None = None) -> list
     if image is None and config.hardware.generation not in (Generation.cpu, Generation.auto):
         problems += torch_problems(config.hardware.generation, machine)
     settings = config.parallelism
-    if isinstance(settings, ZeroConfig) and Offload.nvme in (settings.offload_optimizer, settings.offload_parameters):
+    if isinstance(settings, ZeroConfig) and uses_nvme(config):
         problems += _nvme_problems(config, settings)
     return problems
 

@@ -80,8 +80,7 @@ def estimate(config):
 
 
 def host(config):
-    is_recomputed = config.activation.checkpointing is Checkpointing.enabled
-    return host_bytes(config, config.model.facts, tensors=estimate(config).total_gib * GIB, is_recomputed=is_recomputed)
+    return host_bytes(config, config.model.facts, tensors=estimate(config).total_gib * GIB)
 
 
 def parts(found):

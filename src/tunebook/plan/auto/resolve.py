@@ -42,7 +42,8 @@ from tunebook.plan.auto.passes import decide_passes
 from tunebook.plan.memory.kept import number_format_of
 from tunebook.plan.rules import refuse_before_tracing
 from tunebook.plan.rules.attention import leaks
-from tunebook.plan.rules.numbers import read_key, refuse_absurd
+from tunebook.plan.rules.frame import read_key
+from tunebook.plan.rules.numbers import refuse_absurd
 from tunebook.train.packages import installed_version, missing_state_kernels
 from tunebook.train.requirements import hardware_problem
 

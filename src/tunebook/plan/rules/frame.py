@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from tunebook.config.choices import Generation
 from tunebook.config.schema import RunConfig
 from tunebook.errors import Problem
 
@@ -53,6 +55,25 @@ class Rule:
 def rule(id: str, key: str | None = None, *, is_error: bool = True) -> Callable[[Find], Rule]:
     """Decorator that makes a rule of a function."""
     return lambda find: Rule(id=id, key=key, find=find, is_error=is_error)
+
+
+def read_key(config: object, key: str) -> Any:
+    """The value at a dotted key; None if a part of it is absent or the group's choice lacks the field."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def needs_gpu(*, id: str, key: str, message: str) -> Rule:
+    """A rule that refuses a switch, which is off by default, on a CPU."""
+
+    @rule(id, key)
+    def find(config: RunConfig) -> Finding | None:
+        is_on_cpu = config.hardware.generation is Generation.cpu
+        return Finding(message, f"{key}=false") if is_on_cpu and read_key(config, key) else None
+
+    return find
 
 
 def another_model(config: RunConfig) -> str:
