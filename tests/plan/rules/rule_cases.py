@@ -123,6 +123,12 @@ CASES = [
     case("model-not-named", "no model is named", {"model.name": None}),
     case("model-not-named", "name two models", {"model.path": "book:recipes/quickstart/model"}),
     case("model-name-is-folder", "is a folder, not a name", {"model.name": "./mine"}),
+    case(
+        "model-revision-ignored",
+        "v1 is not used with model.path",
+        {"model.revision": "v1"},
+        {"model.name": None, "model.path": "book:recipes/quickstart/model", "training.max_length": 1024},
+    ),
     case("model-name-form", "'a/b/c' does not have the form", {"model.name": "a/b/c"}),
     case("model-folder", "not/there does not exist", {"model.name": None, "model.path": "not/there"}),
     case("model-not-causal", "is made for masked LM", {"model.name": None, "model.path": "masked"}),
@@ -172,6 +178,12 @@ CASES = [
         },
     ),
     case("dataset-field-ignored", "source=hub does not read dataset.path", {"dataset.path": "a.jsonl"}),
+    case(
+        "dataset-field-ignored",
+        "parts.all.source=files does not read dataset.parts.all.revision",
+        {"dataset.parts": {"all": MixturePart(path="a.jsonl", revision="v1")}},
+        {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": {"all": MixturePart(path="a.jsonl")}},
+    ),
     case(
         "dataset-field-ignored",
         "generated documents have no keys",
@@ -400,7 +412,13 @@ CASES = [
         zero(Strategy.zero2),
     ),
     case("parallelism-setting-ignored", "/disk is not used", {"parallelism.nvme_path": "/disk"}, zero(Strategy.zero3)),
+    *(
+        case("parallelism-setting-ignored", "is not used by", {f"parallelism.{name}": value}, zero(Strategy.zero3))
+        for name, value in {"round_robin_gradients": True, "pin_memory": False}.items()
+    ),
+    case("parallelism-setting-ignored", "false", {"parallelism.gather_weights_on_save": False}, zero(Strategy.zero2)),
     case("parallelism-setting-ignored", "4 is not used", {"parallelism.shard_group_size": 4}, fsdp(Strategy.fsdp)),
+    case("parallelism-setting-ignored", "9 is", {"parallelism.wrap_min_num_parameters": 9}, fsdp(Strategy.fsdp)),
     case(
         "parallelism-setting-ignored",
         "is not used",
@@ -537,6 +555,7 @@ CASES = [
     ),
     case("adapter-settings-ignored", "method=full", {"peft.target_modules": ["q_proj"]}),
     case("adapter-settings-ignored", "method=full", {"peft.use_dora": True}),
+    case("adapter-settings-ignored", "method=full", {"peft.use_rslora": True}),
     case("adapter-settings-ignored", "method=full", {"peft.target_parameters": EXPERTS}),
     case(
         "adapter-module-refused",
@@ -657,7 +676,10 @@ CASES = [
     case("interval-beyond-run", "500 is beyond", {"training.save_every_steps": 500}, {"training.max_steps": 20}),
     case("resume-not-found", "'atuo' is neither", {"training.resume": "atuo"}),
     case("resume-not-found", "there is no folder", {"training.resume": "outputs/gone"}),
-    case("hub-name-form", "'mymodel' does not have the form", {"training.push_to_hub": "mymodel"}),
+    *(
+        case("hub-name-form", f"'{name}' does not have the form", {"training.push_to_hub": name})
+        for name in ("mymodel", "me/a--b", "me/model.git", "me/modèle")
+    ),
     case("task-file-not-found", "there is no file", {"evaluation.tasks": ["gsm8k", "mine.yaml"]}),
     case("task-file-not-found", "there is no file", {"evaluation.tasks": ["gsm8k", "humaneval@gone.jsonl"]}),
     case("task-named-twice", "gsm8k is named more", {"evaluation.tasks": ["gsm8k", "arc_easy", "gsm8k"]}),

@@ -258,8 +258,13 @@ def adapter_settings_ignored(config: RunConfig) -> Iterator[Finding]:
     if config.peft.method is not PeftMethod.full:
         return
     other = " or peft=lora" if _lora_goes(config) else ""
-    unset = {"target_modules": "[]", "modules_to_save": "[]", **dict.fromkeys(_PATTERNS, "{}"), "use_dora": "false"}
-    unset["target_parameters"] = "[]"
+    unset = {
+        "target_modules": "[]",
+        "modules_to_save": "[]",
+        "target_parameters": "[]",
+        **dict.fromkeys(_PATTERNS, "{}"),
+    }
+    unset |= {"use_dora": "false", "use_rslora": "false"}
     for field, nothing in unset.items():
         if getattr(config.peft, field):
             key = f"peft.{field}"

@@ -147,7 +147,7 @@ def batch_larger_than_data(config: RunConfig) -> Finding | None:
 def _fewest_documents(config: RunConfig) -> int | None:
     """The smallest stated size of the data set; None if none is stated."""
     data = config.dataset
-    made = data.synthetic.num_documents if data.source.name == "synthetic" else None
+    made = data.synthetic.num_documents if data.source is Source.synthetic else None
     limits = [count for count in (data.num_documents, data.max_documents, made) if count is not None and count > 0]
     return min(limits, default=None)
 

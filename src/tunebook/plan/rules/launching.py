@@ -78,6 +78,30 @@ def node_settings_ignored(config: RunConfig) -> Iterator[Finding]:
             yield Finding(message, f"launcher.{name}={word}", key=f"launcher.{name}")
 
 
+@rule("time-limit-form", "launcher.time_limit")
+def time_limit_form(config: RunConfig) -> Finding | None:
+    """Require one of Slurm's time formats."""
+    settings = config.launcher
+    if not isinstance(settings, SlurmConfig) or settings.time_limit is None:
+        return None
+    if slurm_seconds(settings.time_limit) is not None:
+        return None
+    return Finding(f"'{settings.time_limit}' is not a time that sbatch takes", "launcher.time_limit=12:00:00")
+
+
+@rule("sbatch-option-form", "launcher.extra_args")
+def sbatch_option_form(config: RunConfig) -> Finding | None:
+    """Require options that start with a dash."""
+    settings = config.launcher
+    if not isinstance(settings, SlurmConfig):
+        return None
+    wrong = [option for option in settings.extra_args if not option.startswith("-")]
+    if not wrong:
+        return None
+    rest = [option for option in settings.extra_args if option not in wrong]
+    return Finding(f"{wrong[0]!r} is not an sbatch option", typed_list("launcher.extra_args", rest))
+
+
 @rule("time-limit-too-short", "launcher.time_limit")
 def time_limit_too_short(config: RunConfig) -> Finding | None:
     """Refuse a limit with which Slurm's warning may come before the first step."""
