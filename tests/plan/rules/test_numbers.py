@@ -103,7 +103,7 @@ def test_numbers_that_are_only_wrong_are_left_to_the_rule(sound):
     ("key", "values"),
     [
         ("training.max_length", (0, -1, 1)),
-        ("hardware.reference.gpus_per_node", (0, -1)),
+        ("hardware.reference.gpus_per_node", (0, -1, 100_000)),
         ("hardware.reference.memory_gib", (0.0, -1.0)),
     ],
 )
