@@ -24,10 +24,11 @@ from tunebook.config.frozen import PARALLELISM_SCHEMAS, config_to_yaml, load_con
 from tunebook.config.identity import config_hash
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
-from tunebook.hardware.detect import Machine
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory import estimate_memory, fits_into
 from tunebook.plan.rules import check
+
+from ..plans import resolution as planned
 
 H200 = ("NVIDIA H200", (9, 0))
 V100 = ("Tesla V100-SXM2-32GB", (7, 0))
@@ -278,11 +279,10 @@ class TestReasons:
         assert why.endswith(" GiB fit into 83% of 81.5 GiB; ddp would have to recompute activations")
 
     def test_parts_computed_again_are_said_and_rows_that_stay_short_are_given_up(self):
-        nobody = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
         words = ["parallelism=auto", "hardware=hopper", "hardware.gpus_per_node=4", "training.global_samples=null"]
 
         def decided(*more):
-            return resolve_auto(compose("qwen3b_zero2", [*words, *more]).config, nobody)
+            return planned("qwen3b_zero2", *words, *more)
 
         whole = decided("hardware.memory_gib=96", "training.max_length=4096", "training.global_tokens=32768")
         assert whole.config.activation.checkpointing is Checkpointing.selective

@@ -20,11 +20,8 @@ from tunebook.config.choices import (
     Strategy,
     Weights,
 )
-from tunebook.config.compose import compose
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
-from tunebook.hardware.detect import Machine
 from tunebook.model.parameters import count_parameters
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory.host import (
     host_bytes,
     loading_bytes,
@@ -34,11 +31,11 @@ from tunebook.plan.memory.host import (
 )
 from tunebook.plan.memory.kept import inputs_of_layers, kept_by_layers, kept_by_one_layer
 
+from ..plans import resolved
 from .layers import llama_layers
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "loading_memory.jsonl"
 GIB, MIB, BILLION = 2**30, 2**20, 10**9
-NOBODY = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 CPU, NVME, CAST = Offload.cpu, Offload.nvme, MixedPrecision.cast
 # The model that loading was measured with: its largest parameters are the embeddings and the head.
 MEASURED = {
@@ -225,7 +222,7 @@ def test_copies_of_weights_go_to_the_host_with_the_activations(sound, strategy, 
 )
 def test_recipes_that_say_what_their_host_needs(recipe, offload_gib, nvme_gib):
     """Llama 2 70B on one node: 16 bytes for each of 69.0 billion parameters are 1,028 GiB, as its card says."""
-    config = resolve_auto(compose(recipe, []).config, NOBODY).config
+    config = resolved(recipe)
     found = host_bytes(config, config.model.facts, tensors=0)
     assert found.nvme / GIB == pytest.approx(nvme_gib)
     if offload_gib is not None:

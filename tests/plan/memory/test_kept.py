@@ -22,16 +22,14 @@ from tunebook.config.choices import (
     PeftMethod,
     Strategy,
 )
-from tunebook.config.compose import compose
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
-from tunebook.hardware.detect import Machine
 from tunebook.model.varlen_attention import register
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory import estimate_memory
 from tunebook.plan.memory.kept import kept_by_one_layer, tokens_per_pass
 from tunebook.plan.memory.ledger import Moment
 from tunebook.plan.memory.rows import step_ledger
 
+from ..plans import resolved
 from .layers import measured
 from .live_tensors import NUM_HEADS, SMALL, Way, saved_by_a_layer
 from .live_tensors import TOKENS as LIVE_TOKENS
@@ -368,10 +366,7 @@ def test_the_peak_of_a_run_with_full_rows_on_an_h200():
     """Recorded with the run: Qwen2.5-0.5B, one GPU, bf16 autocast, sdpa, rows of 4,096 tokens."""
     lines = map(json.loads, (RESULTS / "h200_qwen05b_single.jsonl").read_text().splitlines())
     (run,) = [line for line in lines if line["name"] == "single"]
-    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
-    config = resolve_auto(
-        compose(run["recipe"], [*run["overrides"], "model.one_pass_head=false", "hardware=hopper"]).config, machine
-    ).config
+    config = resolved(run["recipe"], *run["overrides"], "model.one_pass_head=false", "hardware=hopper")
     assert config.packing.row_length == 4096
     assert config.model.facts is not None
     estimate = estimate_memory(config, config.model.facts)
