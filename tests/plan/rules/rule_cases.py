@@ -67,6 +67,14 @@ def fsdp(strategy: Strategy, **settings: Any) -> dict[str, Any]:
     return {"parallelism": FsdpConfig(strategy=strategy, **settings), **ON_8}
 
 
+def folder(name: str) -> dict[str, Any]:
+    return {"model.name": None, "model.path": name}
+
+
+def mixture(**parts: MixturePart) -> dict[str, Any]:
+    return {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": parts}
+
+
 FP8 = {"precision.compute": Compute.fp8}
 COMPILED = {"model.compile_layers": True, "attention.implementation": Attention.varlen_attention}
 TILED = {"activation.mlp_tile_tokens": 4096, "activation.checkpointing": Checkpointing.enabled}
@@ -95,6 +103,10 @@ QLORA = {"peft.method": PeftMethod.qlora}
 EXPERTS = ["7.mlp.experts.down_proj"]
 PLAIN_TEXT = {"dataset.format": Format.text}
 SDPA = {"attention.implementation": Attention.sdpa}
+VARLEN = {"attention.implementation": Attention.varlen_attention}
+BY_DOCUMENT = {"attention.implementation": Attention.sdpa_by_document}
+BY_SIZE = fsdp(Strategy.fsdp, wrap_policy=WrapPolicy.size, wrap_min_num_parameters=1_000_000)
+GENERATED = {"dataset.source": Source.synthetic, "dataset.name": None}
 SLURM = {"launcher": SlurmConfig(name=LauncherName.slurm)}
 RAY = {"launcher": RayConfig(name=LauncherName.ray)}
 ONE_DAY = {"launcher": SlurmConfig(name=LauncherName.slurm, time_limit="1-0")}
@@ -127,16 +139,16 @@ CASES = [
         "model-revision-ignored",
         "v1 is not used with model.path",
         {"model.revision": "v1"},
-        {"model.name": None, "model.path": "book:recipes/quickstart/model", "training.max_length": 1024},
+        folder("book:recipes/quickstart/model") | {"training.max_length": 1024},
     ),
     case("model-name-form", "'a/b/c' does not have the form", {"model.name": "a/b/c"}),
-    case("model-folder", "not/there does not exist", {"model.name": None, "model.path": "not/there"}),
-    case("model-not-causal", "is made for masked LM", {"model.name": None, "model.path": "masked"}),
+    case("model-folder", "not/there does not exist", folder("not/there")),
+    case("model-not-causal", "is made for masked LM", folder("masked")),
     case(
         "model-not-causal",
         "Mistral3.* is a model of images or sound and text: AutoModelForCausalLM of transformers loads no "
         r"model_type=mistral3; name a causal language model, .* text part alone \(model_type=mistral\)",
-        {"model.name": None, "model.path": "images"},
+        folder("images"),
     ),
     case(
         "unknown-architecture",
@@ -147,7 +159,7 @@ CASES = [
     case(
         "length-beyond-config",
         "2048 tokens are more than the 1024 positions in the model's config.json, for which .*=32768 stands",
-        {"model.name": None, "model.path": "book:recipes/quickstart/model", "training.max_length": 2048},
+        folder("book:recipes/quickstart/model") | {"training.max_length": 2048},
     ),
     case("dataset-source", "source=hub needs dataset.name", {"dataset.name": None}),
     case("dataset-source", "source=files needs", {"dataset.source": Source.files, "dataset.name": None}),
@@ -155,46 +167,29 @@ CASES = [
     case(
         "dataset-name-form",
         "'./not there' is neither a folder nor",
-        {
-            "dataset.source": Source.mixture,
-            "dataset.name": None,
-            "dataset.parts": {"chat": MixturePart(source=Source.hub, name="./not there")},
-        },
+        mixture(chat=MixturePart(source=Source.hub, name="./not there")),
     ),
     case("tokenizer-name-form", "'a/b/c' is neither a folder nor", {"model.tokenizer": "a/b/c"}),
-    case("dataset-source", "at least one part", {"dataset.source": Source.mixture, "dataset.name": None}),
-    case(
-        "dataset-source",
-        "parts.chat.source=files needs dataset.parts.chat.path",
-        {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": {"chat": MixturePart()}},
-    ),
+    case("dataset-source", "at least one part", mixture()),
+    case("dataset-source", "parts.chat.source=files needs dataset.parts.chat.path", mixture(chat=MixturePart())),
     case(
         "dataset-source",
         "mixture inside a mixture",
-        {
-            "dataset.source": Source.mixture,
-            "dataset.name": None,
-            "dataset.parts": {"all": MixturePart(source=Source.mixture, path="a.jsonl")},
-        },
+        mixture(all=MixturePart(source=Source.mixture, path="a.jsonl")),
     ),
     case("dataset-field-ignored", "source=hub does not read dataset.path", {"dataset.path": "a.jsonl"}),
     case(
         "dataset-field-ignored",
         "parts.all.source=files does not read dataset.parts.all.revision",
         {"dataset.parts": {"all": MixturePart(path="a.jsonl", revision="v1")}},
-        {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": {"all": MixturePart(path="a.jsonl")}},
+        mixture(all=MixturePart(path="a.jsonl")),
     ),
-    case(
-        "dataset-field-ignored",
-        "generated documents have no keys",
-        {"dataset.ignore_keys": ["tools"]},
-        {"dataset.source": Source.synthetic, "dataset.name": None},
-    ),
+    case("dataset-field-ignored", "generated documents have no keys", {"dataset.ignore_keys": ["tools"]}, GENERATED),
     case(
         "dataset-field-ignored",
         "each part of a mixture has its own",
         {"dataset.ignore_keys": ["tools"]},
-        {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": {"all": MixturePart(path="a.jsonl")}},
+        mixture(all=MixturePart(path="a.jsonl")),
     ),
     case(
         "dataset-field-ignored",
@@ -206,7 +201,7 @@ CASES = [
         "dataset-field-ignored",
         "each part of a mixture has its own: dataset.parts.NAME.answer_template",
         {"dataset.answer_template": "{{a}}"},
-        {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": {"all": MixturePart(path="a.jsonl")}},
+        mixture(all=MixturePart(path="a.jsonl")),
     ),
     case("field-templates", "need a question and an answer", {"dataset.question_template": "{{a}}"}),
     case("validation-twice", "both hold", {"dataset.validation_split": "test", "dataset.validation_share": 0.1}),
@@ -217,17 +212,12 @@ CASES = [
         {"dataset.validation_split": "test"},
         {"dataset.source": Source.files, "dataset.path": "a.jsonl", "dataset.name": None},
     ),
-    case(
-        "validation-source",
-        "tokens of their own",
-        {"dataset.validation_path": "a.jsonl"},
-        {"dataset.source": Source.synthetic, "dataset.name": None},
-    ),
+    case("validation-source", "tokens of their own", {"dataset.validation_path": "a.jsonl"}, GENERATED),
     case(
         "synthetic-settings",
         "min_tokens=5000 is above max_tokens=4096",
         {"dataset.synthetic.min_tokens": 5000},
-        {"dataset.source": Source.synthetic, "dataset.name": None},
+        GENERATED,
     ),
     case("train-on-without-roles", "asks for turns", {"dataset.train_on": TrainOn.assistant}, PLAIN_TEXT),
     case("system-prompt-ignored", "not used", {"dataset.system_prompt": "Be brief."}, PLAIN_TEXT),
@@ -283,7 +273,7 @@ CASES = [
     case("fp8-with-deepspeed", "under zero2", FP8, {**zero(Strategy.zero2, offload_optimizer=Offload.cpu), **COMPILED}),
     case("fp8-not-compiled", "separate passes over memory", FP8),
     case("fp8-not-compiled", "separate passes over memory", FP8, SDPA),
-    case("fp8-not-compiled", "passes over", FP8, {"attention.implementation": Attention.sdpa_by_document}),
+    case("fp8-not-compiled", "passes over", FP8, BY_DOCUMENT),
     case("fp8-not-compiled", "passes over", FP8, {"model.liger_kernel": True}),
     case("fp8-scaling-ignored", "rowwise changes nothing .*bf16", {"precision.fp8_scaling": Fp8Scaling.rowwise}),
     case("tf32-without-hardware", "volta", {"precision.tf32": Switch.enabled}, ON_VOLTA),
@@ -334,20 +324,11 @@ CASES = [
         "compiled-layers-with-liger",
         "cannot be compiled",
         {"model.liger_kernel": True, "model.compile_layers": True},
-        {"attention.implementation": Attention.varlen_attention},
+        VARLEN,
     ),
-    case(
-        "varlen-attention-padded", "packed rows only", {"attention.implementation": Attention.varlen_attention}, PADDED
-    ),
-    case(
-        "varlen-attention-padded", "packed rows only", {"attention.implementation": Attention.sdpa_by_document}, PADDED
-    ),
-    case(
-        "compiled-layers-by-document",
-        "cannot be compiled as one",
-        {"model.compile_layers": True},
-        {"attention.implementation": Attention.sdpa_by_document},
-    ),
+    case("varlen-attention-padded", "packed rows only", VARLEN, PADDED),
+    case("varlen-attention-padded", "packed rows only", BY_DOCUMENT, PADDED),
+    case("compiled-layers-by-document", "cannot be compiled as one", {"model.compile_layers": True}, BY_DOCUMENT),
     case(
         "selective-without-compiled-blocks",
         "only compiled blocks",
@@ -372,12 +353,7 @@ CASES = [
         {"model.facts.measured": traced(saved={mode: [0, 1, 0, 0, 1, 0] for mode in ("a", "a/tiled")})},
     ),
     case("mlp-tiles-compiled", "fp8 scale of its own", TILED, {**FP8, **COMPILED}),
-    case(
-        "mlp-tiles-units",
-        "after the first tile",
-        TILED,
-        fsdp(Strategy.fsdp, wrap_policy=WrapPolicy.size, wrap_min_num_parameters=1_000_000),
-    ),
+    case("mlp-tiles-units", "after the first tile", TILED, BY_SIZE),
     case("mlp-tiles-units", "first tile", TILED, fsdp(Strategy.fsdp, wrap_classes=["Qwen2DecoderLayer"])),
     case("activation-offload-without-gpu", "no GPU memory", {"activation.offload": True}, ON_CPU),
     # parallelism
@@ -419,12 +395,7 @@ CASES = [
     case("parallelism-setting-ignored", "false", {"parallelism.gather_weights_on_save": False}, zero(Strategy.zero2)),
     case("parallelism-setting-ignored", "4 is not used", {"parallelism.shard_group_size": 4}, fsdp(Strategy.fsdp)),
     case("parallelism-setting-ignored", "9 is", {"parallelism.wrap_min_num_parameters": 9}, fsdp(Strategy.fsdp)),
-    case(
-        "parallelism-setting-ignored",
-        "is not used",
-        {"parallelism.wrap_classes": ["Block"]},
-        fsdp(Strategy.fsdp, wrap_policy=WrapPolicy.size, wrap_min_num_parameters=1_000_000),
-    ),
+    case("parallelism-setting-ignored", "is not used", {"parallelism.wrap_classes": ["Block"]}, BY_SIZE),
     case(
         "parallelism-setting-ignored",
         "cast is not used in fp32",
@@ -470,11 +441,11 @@ CASES = [
         {"parallelism.wrap_classes": ["LlamaDecoderLayer"]},
         fsdp(Strategy.fsdp),
     ),
-    case("qlora-without-gpu", "on GPUs", {"peft.method": PeftMethod.qlora}, ON_CPU),
+    case("qlora-without-gpu", "on GPUs", QLORA, ON_CPU),
     case(
         "qlora-parameters-on-nvme",
         "DeepSpeed's files",
-        {"peft.method": PeftMethod.qlora},
+        QLORA,
         zero(Strategy.zero3, offload_parameters=Offload.nvme, nvme_path="/disk"),
     ),
     case("launcher-settings-mismatch", "slurm is set", {"launcher.name": LauncherName.slurm}),
@@ -484,7 +455,7 @@ CASES = [
         "adapter-on-output-head",
         "lm_head would never be trained",
         {"peft.target_modules": ["q_proj", "lm_head"]},
-        {"peft.method": PeftMethod.lora},
+        LORA,
     ),
     case(
         "adapter-dropout-on-experts",
@@ -521,14 +492,9 @@ CASES = [
         "adapter-module-unknown",
         "has no q_poj; it has down_proj, embed_tokens, gate_proj",
         {"peft.target_modules": ["q_poj", "self_attn.v_proj"]},
-        {"peft.method": PeftMethod.lora},
+        LORA,
     ),
-    case(
-        "adapter-module-unknown",
-        "has no nonesuch",
-        {"peft.modules_to_save": ["nonesuch", "norm"]},
-        {"peft.method": PeftMethod.lora},
-    ),
+    case("adapter-module-unknown", "has no nonesuch", {"peft.modules_to_save": ["nonesuch", "norm"]}, LORA),
     case(
         "adapter-module-unknown",
         "all-linear is no module; an empty list means every linear layer",
@@ -579,7 +545,7 @@ CASES = [
     case(
         "adapter-on-parameters",
         "over a base in 4 bits",
-        {"peft.method": PeftMethod.qlora},
+        QLORA,
         LORA | {"peft.dropout": 0.0, "peft.target_parameters": EXPERTS},
     ),
     case(
@@ -595,7 +561,7 @@ CASES = [
         LORA
         | {"peft.dropout": 0.0, "model.compile_layers": True, "attention.implementation": Attention.varlen_attention},
     ),
-    case("qlora-random-weights", "has none", {"model.weights": Weights.random}, {"peft.method": PeftMethod.qlora}),
+    case("qlora-random-weights", "has none", {"model.weights": Weights.random}, QLORA),
     case("optimizer-without-gpu", "needs a GPU", {"optimizer.name": OptimizerName.adamw_8bit}, ON_CPU),
     case(
         "optimizer-with-fsdp",
@@ -638,16 +604,16 @@ CASES = [
     case("warm-up-longer-than-run", "100 .*=20", {"schedule.warmup_steps": 100}, {"training.max_steps": 20}),
     case("warm-up-ignored", "no warm-up", {"schedule.warmup_share": 0.1}, {"schedule.name": ScheduleName.constant}),
     # quantized
-    case("quantized-base-in-full", "gptq; name the model without", {"model.name": None, "model.path": "gptq"}),
-    case("quantized-base-in-full", "_4bit, and only an adapter", {"model.name": None, "model.path": "four_bit"}),
-    case("quantized-base-in-full", "mxfp4; name the model without", {"model.name": None, "model.path": "mxfp4"}),
-    case("quantized-base-in-full", "gptq", {"model.name": None, "model.path": "gptq"}, {**FP8, **COMPILED}),
-    case("quantized-base-in-full", "_4bit, and only", {"model.name": None, "model.path": "four_bit"}, FP8 | COMPILED),
-    case("quantized-base-not-trainable", "over mxfp4", {"model.name": None, "model.path": "mxfp4"}, LORA),
-    case("quantized-base-not-trainable", "over gptq", {"model.name": None, "model.path": "gptq"}, LORA),
-    case("quantized-base-not-trainable", "what peft=qlora", {"model.name": None, "model.path": "four_bit"}, LORA),
-    case("quantized-twice", "by bitsandbytes_4bit, .*by gptq", {"model.name": None, "model.path": "gptq"}, QLORA),
-    case("quantized-twice", "is quantized by mxfp4", {"model.name": None, "model.path": "mxfp4"}, QLORA),
+    case("quantized-base-in-full", "gptq; name the model without", folder("gptq")),
+    case("quantized-base-in-full", "_4bit, and only an adapter", folder("four_bit")),
+    case("quantized-base-in-full", "mxfp4; name the model without", folder("mxfp4")),
+    case("quantized-base-in-full", "gptq", folder("gptq"), {**FP8, **COMPILED}),
+    case("quantized-base-in-full", "_4bit, and only", folder("four_bit"), FP8 | COMPILED),
+    case("quantized-base-not-trainable", "over mxfp4", folder("mxfp4"), LORA),
+    case("quantized-base-not-trainable", "over gptq", folder("gptq"), LORA),
+    case("quantized-base-not-trainable", "what peft=qlora", folder("four_bit"), LORA),
+    case("quantized-twice", "by bitsandbytes_4bit, .*by gptq", folder("gptq"), QLORA),
+    case("quantized-twice", "is quantized by mxfp4", folder("mxfp4"), QLORA),
     # running
     case("validation-missing", "none are held out", {"training.evaluate_every_steps": 10}),
     case(

@@ -6,11 +6,12 @@ must handle any configuration that composes, whatever its other errors, because 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from tunebook.config.choices import Generation
+from tunebook.config.override_text import typed_list
 from tunebook.config.schema import RunConfig
 from tunebook.errors import Problem
 
@@ -74,6 +75,11 @@ def needs_gpu(*, id: str, key: str, message: str) -> Rule:
         return Finding(message, f"{key}=false") if is_on_cpu and read_key(config, key) else None
 
     return find
+
+
+def without(key: str, values: Iterable[str], wrong: Collection[str]) -> str:
+    """The override that leaves some values out of a list."""
+    return typed_list(key, [value for value in values if value not in wrong])
 
 
 def another_model(config: RunConfig) -> str:

@@ -9,7 +9,7 @@ from tunebook.config.choices import RESUME_WORDS, Source
 from tunebook.config.override_text import as_typed, typed_list
 from tunebook.config.schema import RunConfig
 from tunebook.errors import nearest
-from tunebook.plan.rules.frame import Finding, rule
+from tunebook.plan.rules.frame import Finding, rule, without
 from tunebook.plan.rules.sources import is_hub_name
 
 
@@ -107,8 +107,7 @@ def task_file_not_found(config: RunConfig) -> Iterator[Finding]:
     for task in tasks:
         file = task if is_task_file(task) else problems_of(task)
         if file is not None and not resolve_path(file).is_file():
-            rest = [other for other in tasks if other != task]
-            yield Finding(f"there is no file {resolve_path(file)}", typed_list("evaluation.tasks", rest))
+            yield Finding(f"there is no file {resolve_path(file)}", without("evaluation.tasks", tasks, [task]))
 
 
 @rule("task-named-twice", "evaluation.tasks")
