@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import shlex
-from typing import Any
 
 import pytest
-import yaml
 
 from tunebook.config import schema
 from tunebook.config.choices import (
@@ -27,7 +24,6 @@ from tunebook.config.compose import parse_overrides
 from tunebook.config.ranges import RANGES
 from tunebook.config.schema import (
     FsdpConfig,
-    LauncherConfig,
     ParallelismConfig,
     SlurmConfig,
     ZeroConfig,
@@ -54,57 +50,8 @@ from .rule_cases import (
     SHARED_ROWS,
     SLURM,
     fsdp,
+    typed,
 )
-
-# What the config.json of some models says, each in a folder of this name.
-MODELS = {
-    "masked": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
-    "images": {
-        "model_type": "mistral3",
-        "architectures": ["Mistral3ForConditionalGeneration"],
-        "text_config": {"model_type": "mistral"},
-    },
-    "gptq": {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
-    "four_bit": {"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-    "mxfp4": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
-}
-
-# The fix of these chooses another group, whose file is Hydra's to load: here, what that file makes of the group.
-GROUP_CHOICES = {
-    "parallelism=single": ("parallelism", ParallelismConfig(strategy=Strategy.single)),
-    "parallelism=ddp": ("parallelism", ParallelismConfig(strategy=Strategy.ddp)),
-    "parallelism=zero2": ("parallelism", ZeroConfig(strategy=Strategy.zero2)),
-    "parallelism=zero3": ("parallelism", ZeroConfig(strategy=Strategy.zero3)),
-    "parallelism=fsdp": ("parallelism", FsdpConfig(strategy=Strategy.fsdp)),
-    "parallelism=fsdp_grad_op": ("parallelism", FsdpConfig(strategy=Strategy.fsdp_grad_op)),
-    "parallelism=fsdp_offload": ("parallelism", FsdpConfig(strategy=Strategy.fsdp, offload_parameters=Offload.cpu)),
-    "launcher=slurm": ("launcher", SlurmConfig(name=LauncherName.slurm)),
-    "launcher=local": ("launcher", LauncherConfig(name=LauncherName.local)),
-    "model.facts=null": ("model.facts", None),
-    "peft=lora": ("peft.method", PeftMethod.lora),
-    "peft=qlora": ("peft.method", PeftMethod.qlora),
-}
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_with_models(tmp_path, monkeypatch):
-    for name, config in MODELS.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    monkeypatch.chdir(tmp_path)
-
-
-def typed(fix: str) -> dict[str, Any]:
-    """The values that the first of a fix's alternatives would set when typed."""
-    found: dict[str, Any] = {}
-    for word in shlex.split(fix.split(" or ")[0]):
-        if word in GROUP_CHOICES:
-            key, value = GROUP_CHOICES[word]
-        else:
-            key, text = word.split("=", 1)
-            value = yaml.safe_load(text)
-        found[key] = float(value) if key == "optimizer.learning_rate" else value
-    return found
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.id}:{case.match[:30]}")
