@@ -10,6 +10,10 @@ from tunebook.config.schema import RunConfig
 from tunebook.hardware.detect import Machine
 from tunebook.plan.auto.resolve import Resolution, resolve_auto
 
+# GPUs as NVML names them, with their compute capabilities.
+H200 = ("NVIDIA H200", (9, 0))
+A100 = ("NVIDIA A100-SXM4-80GB", (8, 0))
+V100 = ("Tesla V100-SXM2-32GB", (7, 0))
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 
 

@@ -28,10 +28,9 @@ from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory import estimate_memory, fits_into
 from tunebook.plan.rules import check
 
+from ..plans import H200, V100
 from ..plans import resolution as planned
 
-H200 = ("NVIDIA H200", (9, 0))
-V100 = ("Tesla V100-SXM2-32GB", (7, 0))
 T4 = ("Tesla T4", (7, 5))
 GPUS = {"hopper": (H200, 140.4), "volta": (V100, 32.0)}
 ORDER = ("ddp", "fsdp_grad_op", "fsdp")
@@ -60,7 +59,7 @@ def run(undecided):
 
 def chosen(resolution):
     """The strategy and its reason."""
-    (choice,) = [choice for choice in resolution.choices if choice.key == "parallelism.strategy"]
+    choice = resolution.choice("parallelism.strategy")
     assert choice.value == resolution.config.parallelism.strategy.name
     return choice.value, choice.why
 
@@ -355,9 +354,11 @@ class TestWhichGpus:
         assert (hardware.generation, hardware.gpus_per_node) == (Generation.hopper, 1)
         assert chosen(resolution)[0] == "single"
         assert resolution.problem is None
-        why = {choice.key: choice.why for choice in resolution.choices}["hardware.gpus_per_node"]
         found = "1 x NVIDIA H200, 1 x Tesla V100-SXM2-32GB found here"
-        assert why == f"GPUs of different generations do not train together ({found})"
+        assert (
+            resolution.choice("hardware.gpus_per_node").why
+            == f"GPUs of different generations do not train together ({found})"
+        )
 
     def test_slices_of_a_gpu(self, run, machine):
         whole = machine(H200, H200, memory=20.0)

@@ -243,6 +243,9 @@ CASES = [
         {"dataset.answer_template": "{{a}}"},
         mixture(all=MixturePart(path="a.jsonl")),
     ),
+    case(
+        "dataset-field-ignored", "generated documents have no fields", {"dataset.answer_template": "{{a}}"}, GENERATED
+    ),
     case("field-templates", "need a question and an answer", {"dataset.question_template": "{{a}}"}),
     case("validation-twice", "both hold", {"dataset.validation_split": "test", "dataset.validation_share": 0.1}),
     case("validation-source", "that is trained on", {"dataset.validation_split": "train"}),
