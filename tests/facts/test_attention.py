@@ -1,15 +1,9 @@
-"""Facts of attention kernels are whole, and nobody else asks for a kernel by its name."""
+"""Facts of attention kernels are whole."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
-import tunebook
 from tunebook.config.choices import Attention
 from tunebook.facts.attention import ATTENTIONS, COMPILED, COMPILED_BETA, MASKED, WITHOUT_KERNEL
-
-SOURCE = Path(tunebook.__file__).parent
 
 
 def test_every_kernel_has_facts() -> None:
@@ -26,13 +20,3 @@ def test_what_needs_a_package_needs_a_gpu_and_what_is_masked_runs_everywhere() -
 
 def test_the_kernels_of_compiled_blocks_compile_with_them() -> None:
     assert ATTENTIONS[COMPILED].compiles_with_blocks and ATTENTIONS[COMPILED_BETA].compiles_with_blocks
-
-
-def test_no_other_module_asks_for_a_kernel_by_its_name() -> None:
-    asking = {
-        file.relative_to(SOURCE).as_posix()
-        for file in SOURCE.rglob("*.py")
-        if re.search(r"\bAttention\.[a-z]", file.read_text(encoding="utf-8"))
-    }
-    # The default, and a record of what was measured.
-    assert asking == {"config/schema.py", "facts/attention.py", "plan/speed/measured_speed.py"}

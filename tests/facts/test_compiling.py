@@ -5,20 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.config.compose import compose
 from tunebook.facts.compiling import COMPILE_SECONDS, compilation_notice, largest_gain
-from tunebook.hardware.detect import Machine
-from tunebook.plan.auto.resolve import resolve_auto
 
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
-
-
-def config_of(*overrides):
-    return resolve_auto(compose("quickstart", list(overrides)).config, NO_GPU).config
+from ..plan.plans import resolved
 
 
 def test_a_run_that_compiles_nothing_says_nothing():
-    assert compilation_notice(config_of()) is None
+    assert compilation_notice(resolved("quickstart")) is None
 
 
 @pytest.mark.parametrize(
@@ -33,7 +26,7 @@ def test_a_run_that_compiles_nothing_says_nothing():
 )
 def test_what_is_compiled_is_named_with_where_it_is_kept(monkeypatch, override, said):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/scratch/kernels")
-    notice = compilation_notice(config_of(override))
+    notice = compilation_notice(resolved("quickstart", override))
     assert notice.startswith(f"the first steps compile, without output: {said}")
     assert notice.endswith(". Kept in /scratch/kernels for the next run")
 
@@ -41,7 +34,9 @@ def test_what_is_compiled_is_named_with_where_it_is_kept(monkeypatch, override, 
 def test_without_a_setting_it_is_torchs_own_folder(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert f"Kept in {tmp_path}/torchinductor_" in compilation_notice(config_of("model.compile_layers=true"))
+    assert f"Kept in {tmp_path}/torchinductor_" in compilation_notice(
+        resolved("quickstart", "model.compile_layers=true")
+    )
 
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"

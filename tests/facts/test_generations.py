@@ -1,8 +1,10 @@
 """The table of GPU generations."""
 
+import re
+
 import pytest
 
-from tunebook.config.choices import Attention, Compute, Generation
+from tunebook.config.choices import Attention, Generation
 from tunebook.facts.generations import (
     GENERATIONS,
     can_run,
@@ -48,10 +50,7 @@ def test_known_capabilities_have_no_note(capability, generation):
 def test_unknown_capability_is_the_nearest_older_one_and_says_so(capability, generation, note):
     match = generation_of(capability)
     assert match.generation is generation
-    assert match.note is not None
-    import re
-
-    assert re.search(note, match.note)
+    assert re.search(note, match.note or "")
 
 
 @pytest.mark.parametrize(
@@ -77,15 +76,6 @@ def test_number_formats_come_in_the_order_of_the_generations():
     assert [name.name for name in GPUS if not GENERATIONS[name].has_bf16] == ["volta", "turing"]
     assert [name.name for name in GPUS if not GENERATIONS[name].has_tf32] == ["volta", "turing"]
     assert [name.name for name in GPUS if not GENERATIONS[name].has_fp8] == ["volta", "turing", "ampere"]
-
-
-@pytest.mark.parametrize("generation", GPUS)
-def test_a_peak_is_there_for_each_format_the_generation_has(generation):
-    facts = GENERATIONS[generation]
-    assert (Compute.bf16 in facts.peak_tflops) == facts.has_bf16
-    assert (Compute.fp8 in facts.peak_tflops) == facts.has_fp8
-    assert (facts.tf32_tflops is not None) == facts.has_tf32
-    assert facts.peak_tflops[Compute.fp32] < facts.peak_tflops[Compute.fp16]
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,15 @@
-"""Facts of optimizers are whole, and nobody else asks for an optimizer by its name."""
+"""Facts of optimizers are whole."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 import yaml
 from transformers.training_args import OptimizerNames
 
-import tunebook
 from tunebook.config.choices import OptimizerName
 from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE
-
-SOURCE = Path(tunebook.__file__).parent
 
 
 @pytest.mark.parametrize("name", OptimizerName)
@@ -36,12 +32,3 @@ def test_a_paged_optimizer_names_the_one_with_the_same_steps() -> None:
 def test_what_runs_everywhere_does() -> None:
     facts = OPTIMIZERS[RUNS_EVERYWHERE]
     assert (facts.needs_gpu, facts.package, facts.takes_dtensors, facts.can_be_offloaded) == (False, None, True, True)
-
-
-def test_no_other_module_asks_for_an_optimizer_by_its_name() -> None:
-    asking = [
-        file.relative_to(SOURCE).as_posix()
-        for file in SOURCE.rglob("*.py")
-        if re.search(r"\bOptimizerName\.[a-z]", file.read_text(encoding="utf-8"))
-    ]
-    assert sorted(asking) == ["config/schema.py", "facts/optimizers.py"]  # the default, and the facts

@@ -3,6 +3,8 @@
 import pytest
 
 from tunebook.config.choices import Compute, Generation
+from tunebook.facts import peaks
+from tunebook.facts.generations import GENERATIONS
 from tunebook.facts.peaks import peak_of
 
 
@@ -41,6 +43,16 @@ def test_a_plan_without_a_gpu_uses_the_reference():
     peak = peak_of(Generation.volta, Compute.fp32, gpu_name=None, uses_tf32=True)
     assert peak is not None
     assert (peak.tflops, peak.is_of_this_model) == (15.7, True)
+
+
+@pytest.mark.parametrize("generation", [name for name in GENERATIONS if name is not Generation.cpu])
+def test_the_reference_gpu_has_a_peak_in_each_format_of_its_generation(generation):
+    facts = GENERATIONS[generation]
+    model = peaks._model_of(facts.reference_gpu)
+    assert model is not None and model.half is not None and model.fp32 < model.half
+    assert (model.tf32 is not None, model.fp8 is not None) == (facts.has_tf32, facts.has_fp8)
+    peak = peak_of(generation, Compute.bf16, gpu_name=None, uses_tf32=False)
+    assert (peak is not None) == facts.has_bf16
 
 
 @pytest.mark.parametrize(

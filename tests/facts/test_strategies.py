@@ -1,21 +1,13 @@
-"""Facts of strategies are those of their settings, and nobody else asks for a strategy by its name."""
+"""Facts of strategies are those of their settings."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
-import tunebook
 from tunebook.config.choices import Strategy
 from tunebook.config.frozen import PARALLELISM_SCHEMAS
 from tunebook.config.schema import FsdpConfig, ZeroConfig
 from tunebook.facts.strategies import FASTEST_ON_ONE_NODE, FASTEST_ON_SEVERAL_NODES, STRATEGIES, Engine
-
-SOURCE = Path(tunebook.__file__).parent
-# The schema of each strategy, the one that is there where nobody chooses, and a record of what was measured.
-MAY_NAME = {"config/frozen.py", "facts/strategies.py", "plan/speed/measured_speed.py"}
 
 
 def test_every_strategy_has_facts_and_the_schema_of_its_library() -> None:
@@ -57,12 +49,3 @@ def test_what_auto_tries_compiles_and_says_why() -> None:
     for strategy in (*FASTEST_ON_ONE_NODE, *FASTEST_ON_SEVERAL_NODES):
         assert STRATEGIES[strategy].may_compile and STRATEGIES[strategy].auto_reason
     assert not STRATEGIES[Strategy.zero3].may_compile
-
-
-def test_no_other_module_asks_for_a_strategy_by_its_name() -> None:
-    asking = {
-        file.relative_to(SOURCE).as_posix()
-        for file in SOURCE.rglob("*.py")
-        if re.search(r"\bStrategy\.[a-z]", file.read_text(encoding="utf-8"))
-    }
-    assert {name for name in asking if not name.startswith("parallel/")} == MAY_NAME

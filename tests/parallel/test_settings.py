@@ -49,6 +49,13 @@ def test_zero3_with_everything_on_the_host():
     assert zero["stage3_prefetch_bucket_size"] == "auto"
 
 
+def test_a_setting_of_zero_is_not_left_to_the_trainer():
+    zero = zero_of(
+        "parallelism=zero3", "parallelism.param_persistence_threshold=0", "parallelism.prefetch_bucket_size=0"
+    )
+    assert zero["stage3_param_persistence_threshold"] == zero["stage3_prefetch_bucket_size"] == 0
+
+
 def test_nvme_names_its_folder():
     for typed, folder in (("/mnt/nvme", "/mnt/nvme"), ('"~/nvme"', str(Path.home() / "nvme"))):
         zero = zero_of("parallelism=zero3_nvme", f"parallelism.nvme_path={typed}")

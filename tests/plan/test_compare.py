@@ -8,15 +8,15 @@ import pytest
 from rich.console import Console
 
 from tunebook.errors import RequestError
-from tunebook.hardware.detect import Machine
 from tunebook.plan import draft
 from tunebook.plan.compare import compare_plans, only_comparison, split_compared
+
+from .plans import NO_GPU
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
-    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
-    monkeypatch.setattr(draft, "detect_machine", lambda: machine)
+    monkeypatch.setattr(draft, "detect_machine", lambda: NO_GPU)
 
 
 def printed(recipe, overrides, compared, width=160):

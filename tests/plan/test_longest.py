@@ -11,27 +11,25 @@ from rich.console import Console
 
 from tunebook.commands.plan import plan_command
 from tunebook.config.choices import Checkpointing
-from tunebook.config.compose import compose
 from tunebook.data.batch import solve_batch
-from tunebook.hardware.detect import Machine
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.longest import TILE_TOKENS, longest_rows, ways_to_keep_less
 from tunebook.plan.memory import estimate_memory, fits_into
 from tunebook.plan.memory.kept import tokens_per_pass
 from tunebook.plan.speed.throughput import exchanged_bytes, plan_time
 
+from .plans import resolution
+
 RECIPE = ("qwen3_4b_lora", "peft=full", "hardware=hopper", "hardware.memory_gib=79.6", "parallelism=zero3")
 IN_A_GROUP = ("hardware.gpus_per_node=2", "parallelism.sequence_group_size=2")
 TILED = ["enabled in tiles", "enabled in tiles, offloaded"]
-MACHINE = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 
 
-def resolution(*words: str):
-    return resolve_auto(compose(RECIPE[0], [*RECIPE[1:], *words], []).config, MACHINE)
+def planned(*words: str):
+    return resolution(*RECIPE, *words)
 
 
 def test_the_longest_row_fits_and_a_longer_one_does_not():
-    found = resolution(*IN_A_GROUP)
+    found = planned(*IN_A_GROUP)
     rows = longest_rows(found).rows
     assert [(row.mlp_tile_tokens, row.offload) for row in rows] == [
         (None, False), (None, False), (TILE_TOKENS, False), (TILE_TOKENS, True),
@@ -40,7 +38,7 @@ def test_the_longest_row_fits_and_a_longer_one_does_not():
     for row in rows:
         fits = []
         for tokens in (row.tokens_by_memory, row.tokens_by_memory + 256):
-            config = resolution(*IN_A_GROUP, *row.overrides, f"packing.row_length={tokens}").config
+            config = planned(*IN_A_GROUP, *row.overrides, f"packing.row_length={tokens}").config
             kept = config.activation
             assert (kept.checkpointing.name, kept.mlp_tile_tokens, kept.offload) == (
                 row.checkpointing, row.mlp_tile_tokens, row.offload,
@@ -52,7 +50,7 @@ def test_the_longest_row_fits_and_a_longer_one_does_not():
 
 
 def test_two_gpus_hold_a_row_twice_as_long_of_the_same_states():
-    alone, shared = (longest_rows(resolution("hardware.gpus_per_node=2", *words)).rows[0]
+    alone, shared = (longest_rows(planned("hardware.gpus_per_node=2", *words)).rows[0]
                      for words in (("activation=stored", "model.compile_layers=false"), IN_A_GROUP))  # fmt: skip
     assert alone.checkpointing == shared.checkpointing == "disabled"
     # what the exchange keeps takes a few percent of it
@@ -74,17 +72,17 @@ def test_two_gpus_hold_a_row_twice_as_long_of_the_same_states():
     ],
 )  # fmt: skip
 def test_each_way_that_may_be_taken_is_answered(words, ways):
-    rows = longest_rows(resolution(*words)).rows
+    rows = longest_rows(planned(*words)).rows
     tiles = (" in tiles" if row.mlp_tile_tokens else "" for row in rows)
     offloaded = (", offloaded" if row.offload else "" for row in rows)
     assert [row.checkpointing + tile + away for row, tile, away in zip(rows, tiles, offloaded, strict=True)] == ways
 
 
 def test_where_nothing_fits_or_nothing_is_known():
-    small = longest_rows(resolution("hardware.memory_gib=8", "hardware.gpus_per_node=1", "activation=stored"))
+    small = longest_rows(planned("hardware.memory_gib=8", "hardware.gpus_per_node=1", "activation=stored"))
     assert [(row.tokens, row.memory_gib, row.overrides) for row in small.rows] == [(0, None, [])]
     assert small.lines()[1] == "  none with activation.checkpointing=disabled: the rest of the plan does not fit"
-    found = resolution(*IN_A_GROUP)
+    found = planned(*IN_A_GROUP)
     unknown = replace(found, config=replace(found.config, model=replace(found.config.model, facts=None)))
     assert longest_rows(unknown).lines() == [
         "Longest row: not known: the model's size is not known before it is loaded"
@@ -93,7 +91,7 @@ def test_where_nothing_fits_or_nothing_is_known():
 
 def test_ways_that_only_cost_speed_are_not_printed():
     """The second way already holds as many tokens as the model has positions."""
-    found = longest_rows(resolution(*IN_A_GROUP))
+    found = longest_rows(planned(*IN_A_GROUP))
     assert [row.tokens < row.tokens_by_memory for row in found.rows] == [False, True, True, True]
     assert sum("tokens with" in line for line in found.lines()) == 2
     assert "mlp_tile_tokens" not in "".join(found.lines())
@@ -114,7 +112,7 @@ def test_the_command_prints_it_and_adds_it_to_the_json(capsys):
 
 
 def test_a_group_counts_once_in_the_batch_and_has_a_part_of_the_row():
-    config = resolution("hardware.gpus_per_node=8", "parallelism.sequence_group_size=4").config
+    config = planned("hardware.gpus_per_node=8", "parallelism.sequence_group_size=4").config
     batch = solve_batch(config, None)
     assert (batch.world_size, batch.data_ranks, batch.row_length) == (8, 2, 2048)
     assert tokens_per_pass(config) == 512
@@ -122,7 +120,7 @@ def test_a_group_counts_once_in_the_batch_and_has_a_part_of_the_row():
 
 
 def test_what_the_gpus_of_a_group_send_takes_time_where_links_were_measured():
-    config = resolution(*IN_A_GROUP, "activation=stored").config
+    config = planned(*IN_A_GROUP, "activation=stored").config
     # queries and results of 32 heads of 128, keys and values of 8, in 36 layers of 2 bytes, forward and backward; half
     # stays where it is
     assert exchanged_bytes(config, config.model.facts, 1024) == 1024 * 36 * 2 * (32 + 8) * 128 * 2 * 2 / 2
@@ -139,7 +137,7 @@ def test_what_the_gpus_of_a_group_send_takes_time_where_links_were_measured():
 def test_the_longest_padded_row_is_not_limited_by_the_documents_that_would_be_generated():
     long, short = (
         longest_rows(
-            resolution(
+            planned(
                 "packing=padded",
                 "hardware.gpus_per_node=8",
                 "dataset=synthetic",
@@ -173,5 +171,5 @@ OFFLOADED = f"{IN_TILES} activation.offload=true"
 def test_ways_that_keep_less_are_those_that_come_after_the_present_one(words, ways):
     """They are in a run's plan.json, from which a rank that runs out of memory takes its advice."""
     on_a_gpu = ("hardware=hopper", "hardware.memory_gib=79.6", "parallelism=single")
-    found = ways_to_keep_less(resolve_auto(compose("qwen3_4b_lora", [*on_a_gpu, *words], []).config, MACHINE))
+    found = ways_to_keep_less(resolution("qwen3_4b_lora", *on_a_gpu, *words))
     assert [way.replace("activation.checkpointing=", "") for way in found] == ways

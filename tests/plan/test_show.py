@@ -17,11 +17,11 @@ from tunebook.plan.show import (
     recipes_table,
     show_choices,
     show_memory,
-    show_time,
     show_warnings,
     time_lines,
 )
 from tunebook.plan.speed.throughput import TimePlan
+from tunebook.terminal import print_lines
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -145,7 +145,9 @@ def test_the_plan_wraps_at_words_in_a_terminal_and_nowhere_else(width):
         with console.capture() as capture:
             show_warnings([warning], console)
             show_memory(plan, console)
-            show_time(TimePlan(assumption="assumed: " + "one thing and another " * 6 + "; rows are full"), console)
+            print_lines(
+                time_lines(TimePlan(assumption="assumed: " + "one thing and another " * 6 + "; rows are full")), console
+            )
         shown[is_terminal] = [line.rstrip() for line in capture.get().splitlines()]
     assert max(map(len, shown[True])) <= width < max(map(len, shown[False]))
     texts = {name: " ".join(line for line in lines if "[WW" not in line) for name, lines in shown.items()}

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from tunebook.config.compose import compose
 from tunebook.data.batch import solve_batch
-from tunebook.hardware.detect import Machine
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.speed.throughput import TimePlan, plan_time
+
+from ..plan.plans import resolved
 
 ROOT = Path(__file__).resolve().parents[2]
 # fp32, padded and recomputed: 1,200.5 tokens/s of 68.31% of a pass x (8 x 3,085,938,688 + 8 x 36 layers x 2048 x 1033)
@@ -27,8 +26,7 @@ RECOMPUTED_SPEED = 17_810 / 22_233 * 4 / 3  # of the share: four thirds of the w
 
 
 def planned(recipe: str, *words: str) -> TimePlan:
-    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
-    config = resolve_auto(compose(recipe, [*words], []).config, machine).config
+    config = resolved(recipe, *words)
     return plan_time(config, solve_batch(config, None))
 
 

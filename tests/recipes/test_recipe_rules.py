@@ -1,6 +1,5 @@
 """Every recipe under the rules: sound on the machine of its source, and decided as the book says on others."""
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -10,20 +9,13 @@ from tunebook.config.choices import Attention, Checkpointing, Compute, Generatio
 from tunebook.config.compose import compose
 from tunebook.config.schema import RunConfig
 from tunebook.data.batch import solve_batch
-from tunebook.hardware.detect import Machine
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory import estimate_memory
 from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.rules import check
 
+from ..plan.plans import resolved
+
 NAMES = list(find_recipes([]))
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
-
-
-@cache
-def resolved(name: str, *overrides: str) -> RunConfig:
-    """The recipe as planned on a machine without GPUs: for the machine of its source, or the one in the overrides."""
-    return resolve_auto(compose(name, list(overrides)).config, NO_GPU).config
 
 
 def errors(config: RunConfig) -> list[str]:

@@ -16,7 +16,7 @@ from tunebook.plan.advice.changes import FittingChange, changes_that_fit
 from tunebook.plan.draft import Draft, draft_json, draft_run, draft_yaml
 from tunebook.plan.longest import longest_rows
 from tunebook.plan.memory.gpu import judge_measurement, plan_memory
-from tunebook.plan.show import show_host_memory, show_memory, show_time, show_warnings
+from tunebook.plan.show import host_memory_lines, show_memory, show_warnings, time_lines
 from tunebook.record.run_folder import WITHOUT_RECIPE
 from tunebook.terminal import print_lines, print_text
 
@@ -71,8 +71,8 @@ def plan_command(
     if draft.missing_data is not None:
         console.print("note: planned without the data, which is missing")
     show_memory(draft.memory, console)
-    show_host_memory(draft.host, console)
-    show_time(draft.time, console)
+    print_lines(host_memory_lines(draft.host), console)
+    print_lines(time_lines(draft.time), console)
     if is_in_doubt:
         _show_changes(fitting, console, draft)
     draft.raise_if_too_large("what would fit is listed with the plan" if fitting else "no change that was tried would")

@@ -48,7 +48,7 @@ from tunebook.plan.auto.resolve import Resolution
 from tunebook.plan.draft import Draft, draft_composition, draft_json, draft_run, estimate_time, refuse_too_large
 from tunebook.plan.memory.gpu import measured_memory, plan_memory
 from tunebook.plan.memory.host_memory import plan_host_memory
-from tunebook.plan.show import LastRun, show_batch, show_choices, show_warnings
+from tunebook.plan.show import LastRun, batch_lines, show_choices, show_warnings
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, start_manifest
 from tunebook.record.run_folder import (
     PLAN_FILE,
@@ -63,7 +63,7 @@ from tunebook.record.run_folder import (
 )
 from tunebook.record.start_up import StartClock
 from tunebook.slurm import check_job
-from tunebook.terminal import print_text
+from tunebook.terminal import print_lines, print_text
 from tunebook.train.requirements import check_environment
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _last_run(config: RunConfig) -> LastRun | None:
 def show_job(job: Draft, console: Console, folder: Path) -> None:
     """Print the batch arithmetic and the launch command; for a Slurm job also its commands."""
     assert job.batch is not None
-    show_batch(job.batch, console)
+    print_lines(batch_lines(job.batch), console)
     show_command(launch_command(job.config, folder), console)
     if isinstance(job.config.launcher, SlurmConfig):
         print_text(f"{folder / JOB_SCRIPT}:\n{job_script(job.config, folder)}".rstrip(), console)
@@ -137,7 +137,7 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
         clock.passed("data")
         show_summary(prepared, console)
         plan = solve_batch(config, prepared.train.load_lengths().astype("int64"))
-        show_batch(plan, console)
+        print_lines(batch_lines(plan), console)
         show_if_documents_are_short(job, prepared, console)
         found = folder or unfinished_run(config, lambda text: print_text(text, console), asked)
         is_done = found is not None and is_trained(found, config)

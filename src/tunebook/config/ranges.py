@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 # Beyond it nothing that is counted or planned differs from infinity; products of a few such numbers are still numbers.
 MOST = 10**15
+MOST_GPUS_PER_NODE = 1024
 _SHOWN_DIGITS = 20
 
 
@@ -112,10 +113,10 @@ RANGES: tuple[Range, ...] = (
     _count("parallelism.shard_group_size", "null"),
     _count("parallelism.sequence_group_size", "1"),
     _count("hardware.num_nodes", "1", high=100_000),
-    _count("hardware.gpus_per_node", "null", high=1024),
+    _count("hardware.gpus_per_node", "null", high=MOST_GPUS_PER_NODE),
     _positive("hardware.memory_gib", "null"),
     _positive("hardware.host_memory_gib", "null"),
-    _count("hardware.reference.gpus_per_node", "1", high=1024),
+    _count("hardware.reference.gpus_per_node", "1", high=MOST_GPUS_PER_NODE),
     _positive("hardware.reference.memory_gib", "null"),
     _count("packing.row_length", "null", low=2),
     _count("activation.mlp_tile_tokens", "4096"),

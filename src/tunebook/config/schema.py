@@ -444,15 +444,13 @@ class RunConfig:
 
 
 def world_size(config: RunConfig) -> int:
-    """The number of ranks of a resolved configuration."""
-    assert config.hardware.gpus_per_node is not None
-    return config.hardware.num_nodes * config.hardware.gpus_per_node
+    """The number of ranks of a resolved configuration. At least 1: a rule reports invalid numbers."""
+    return max(1, config.hardware.num_nodes) * max(1, config.hardware.gpus_per_node or 1)
 
 
 def data_ranks(config: RunConfig) -> int:
-    """The number of ranks that get different rows: a sequence group counts as one. At least 1 for invalid numbers."""
-    ranks = max(1, config.hardware.num_nodes) * max(1, config.hardware.gpus_per_node or 1)
-    return max(1, ranks // max(1, config.parallelism.sequence_group_size))
+    """The number of ranks that get different rows: a sequence group counts as one."""
+    return max(1, world_size(config) // max(1, config.parallelism.sequence_group_size))
 
 
 GROUPS = (

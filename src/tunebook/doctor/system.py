@@ -11,9 +11,9 @@ from typing import Any
 
 from tunebook.config.schema import RunConfig
 from tunebook.doctor.findings import Finding, Kind, Level
+from tunebook.facts.sharing import uses_nvme
 from tunebook.hardware.detect import Machine
 from tunebook.hardware.disk import size_text
-from tunebook.parallel.deepspeed import uses_nvme
 
 GIB, MIB = 2**30, 2**20
 SHARED_MEMORY = Path("/dev/shm")

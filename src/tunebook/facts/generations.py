@@ -1,7 +1,7 @@
 """Tables of GPU generations: what each can compute, which attention it can run, which image it uses.
 
-All code that depends on the hardware reads these tables, so a new generation is one new entry. The arithmetic peaks of
-single GPU models are in `facts.peaks`.
+All code that depends on the hardware reads these tables, so a new generation is one new entry, and one in `facts.peaks`
+for the arithmetic peaks of its reference GPU.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from tunebook.config.choices import Attention, Compute, Generation
+from tunebook.config.choices import Attention, Generation
 from tunebook.facts.attention import ATTENTIONS
 
 ComputeCapability = tuple[int, int]
@@ -40,16 +40,14 @@ class ImagePins:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationFacts:
-    """What a generation is and can do. Peaks are dense, in TFLOP/s, of `reference_gpu`."""
+    """What a generation is and can do."""
 
     compute_capabilities: tuple[ComputeCapability, ...]
-    reference_gpu: str
+    reference_gpu: str  # its peaks are in `facts.peaks`, and stand for those of unlisted models
     usual_memory_gib: float | None  # of the reference GPU, as NVML reports it; None: the host's memory counts
     has_bf16: bool
     has_tf32: bool
     has_fp8: bool
-    peak_tflops: dict[Compute, float]
-    tf32_tflops: float | None
     image: ImagePins
 
     @property
@@ -124,8 +122,6 @@ GENERATIONS: dict[Generation, GenerationFacts] = {
         has_bf16=False,  # torch computes bf16 on a CPU, but slower than fp32 on most
         has_tf32=False,
         has_fp8=False,
-        peak_tflops={},  # differs by a factor of 100 between CPUs: no number would be honest
-        tf32_tflops=None,
         image=CPU_IMAGE,
     ),
     Generation.volta: GenerationFacts(
@@ -135,8 +131,6 @@ GENERATIONS: dict[Generation, GenerationFacts] = {
         has_bf16=False,
         has_tf32=False,
         has_fp8=False,
-        peak_tflops={Compute.fp32: 15.7, Compute.fp16: 125.0},  # NVIDIA V100 datasheet, SXM2
-        tf32_tflops=None,
         image=VOLTA_IMAGE,
     ),
     Generation.turing: GenerationFacts(
@@ -146,8 +140,6 @@ GENERATIONS: dict[Generation, GenerationFacts] = {
         has_bf16=False,
         has_tf32=False,
         has_fp8=False,
-        peak_tflops={Compute.fp32: 8.1, Compute.fp16: 65.0},  # NVIDIA T4 datasheet
-        tf32_tflops=None,
         image=VOLTA_IMAGE,
     ),
     Generation.ampere: GenerationFacts(
@@ -157,8 +149,6 @@ GENERATIONS: dict[Generation, GenerationFacts] = {
         has_bf16=True,
         has_tf32=True,
         has_fp8=False,
-        peak_tflops={Compute.fp32: 19.5, Compute.bf16: 312.0, Compute.fp16: 312.0},  # NVIDIA A100 datasheet
-        tf32_tflops=156.0,
         image=AMPERE_IMAGE,
     ),
     Generation.ada: GenerationFacts(
@@ -168,9 +158,6 @@ GENERATIONS: dict[Generation, GenerationFacts] = {
         has_bf16=True,
         has_tf32=True,
         has_fp8=True,
-        # NVIDIA Ada architecture whitepaper, appendix A: dense, with fp32 accumulation as training uses it
-        peak_tflops={Compute.fp32: 82.6, Compute.bf16: 165.2, Compute.fp16: 165.2, Compute.fp8: 330.3},
-        tf32_tflops=82.6,
         image=AMPERE_IMAGE,
     ),
     Generation.hopper: GenerationFacts(
@@ -180,9 +167,6 @@ GENERATIONS: dict[Generation, GenerationFacts] = {
         has_bf16=True,
         has_tf32=True,
         has_fp8=True,
-        # NVIDIA H100 datasheet, SXM, half of the numbers printed "with sparsity"; the H200 computes the same
-        peak_tflops={Compute.fp32: 67.0, Compute.bf16: 989.0, Compute.fp16: 989.0, Compute.fp8: 1979.0},
-        tf32_tflops=494.7,
         image=HOPPER_IMAGE,
     ),
     Generation.blackwell: GenerationFacts(
@@ -192,9 +176,6 @@ GENERATIONS: dict[Generation, GenerationFacts] = {
         has_bf16=True,
         has_tf32=True,
         has_fp8=True,
-        # NVIDIA HGX B200 datasheet, an eighth of the board's and half of the numbers printed "with sparsity"
-        peak_tflops={Compute.fp32: 75.0, Compute.bf16: 2250.0, Compute.fp16: 2250.0, Compute.fp8: 4500.0},
-        tf32_tflops=1125.0,
         image=BLACKWELL_IMAGE,
     ),
 }

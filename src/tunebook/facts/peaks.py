@@ -1,4 +1,4 @@
-"""The arithmetic peak for computing a GPU's utilization: per model if listed, or else per generation.
+"""The arithmetic peak for computing a GPU's utilization: its model's, or else that of its generation's reference GPU.
 
 All numbers are dense (NVIDIA's "with sparsity" figures halved), in TFLOP/s, with fp32 accumulation, as training uses
 them. A wrong peak makes a utilization meaningless, so the result names the GPU that the peak belongs to.
@@ -30,7 +30,8 @@ class _Model:
     fp8: float | None = None
 
 
-# The first match wins, so specific models come before general ones. Sources: each model's datasheet or whitepaper.
+# The first match wins, so specific models come before general ones. Sources: each model's datasheet or whitepaper; for
+# Ada appendix A of the architecture's, for B200 an eighth of the HGX board.
 _MODELS: tuple[_Model, ...] = (
     _Model(words=("V100", "PCIE"), fp32=14.0, half=112.0),
     _Model(words=("V100",), fp32=15.7, half=125.0),
@@ -66,17 +67,8 @@ def _has_word(name: str, word: str) -> bool:
     return f" {word.lower()} " in f" {name.lower().replace('-', ' ')} "
 
 
-def _of_model(model: _Model, compute: Compute, uses_tf32: bool) -> float | None:
-    if compute is Compute.fp32:
-        return (model.tf32 or model.fp32) if uses_tf32 else model.fp32
-    return model.fp8 if compute is Compute.fp8 else model.half
-
-
-def _of_generation(generation: Generation, compute: Compute, uses_tf32: bool) -> float | None:
-    facts = GENERATIONS[generation]
-    if compute is Compute.fp32 and uses_tf32 and facts.tf32_tflops is not None:
-        return facts.tf32_tflops
-    return facts.peak_tflops.get(compute)
+def _model_of(name: str) -> _Model | None:
+    return next((model for model in _MODELS if all(_has_word(name, word) for word in model.words)), None)
 
 
 def peak_of(generation: Generation, compute: Compute, *, gpu_name: str | None, uses_tf32: bool) -> Peak | None:
@@ -84,14 +76,15 @@ def peak_of(generation: Generation, compute: Compute, *, gpu_name: str | None, u
 
     `gpu_name` is NVML's name; None means the generation's reference GPU.
     """
-    if gpu_name is not None:
-        if _has_word(gpu_name, "MIG"):
-            return None  # its name does not give the exact share of the GPU that a slice has
-        for model in _MODELS:
-            if all(_has_word(gpu_name, word) for word in model.words):
-                tflops = _of_model(model, compute, uses_tf32)
-                return None if tflops is None else Peak(tflops=tflops, gpu=gpu_name, is_of_this_model=True)
-    tflops = _of_generation(generation, compute, uses_tf32)
-    if tflops is None:
+    facts = GENERATIONS[generation]
+    name = gpu_name or facts.reference_gpu
+    if _has_word(name, "MIG"):
+        return None  # its name does not give the exact share of the GPU that a slice has
+    is_of_this_model, model = True, _model_of(name)
+    if model is None:
+        is_of_this_model, name, model = False, facts.reference_gpu, _model_of(facts.reference_gpu)
+    if model is None or (compute is Compute.bf16 and not facts.has_bf16):
         return None
-    return Peak(tflops=tflops, gpu=GENERATIONS[generation].reference_gpu, is_of_this_model=gpu_name is None)
+    fp32 = (model.tf32 or model.fp32) if uses_tf32 else model.fp32
+    tflops = {Compute.fp32: fp32, Compute.fp8: model.fp8}.get(compute, model.half)
+    return None if tflops is None else Peak(tflops=tflops, gpu=name, is_of_this_model=is_of_this_model)

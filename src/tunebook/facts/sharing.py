@@ -60,10 +60,16 @@ def mixes_formats(config: RunConfig) -> bool:
 
 def is_offloaded(config: RunConfig) -> bool:
     """Whether weights, optimizer states or activations are in host memory or on a disk."""
-    settings = config.parallelism
-    away = [config.activation.offload]
-    if isinstance(settings, ZeroConfig):
-        away += [settings.offload_optimizer is not Offload.none, settings.offload_parameters is not Offload.none]
-    if isinstance(settings, FsdpConfig):
-        away.append(settings.offload_parameters is not Offload.none)
-    return any(away)
+    return config.activation.offload or bool(offloaded_states(config))
+
+
+def offloaded_states(config: RunConfig) -> dict[str, Offload]:
+    """Where the strategy keeps states that are not on the GPUs, by the keys of `parallelism` for them."""
+    keys = ("offload_optimizer", "offload_parameters")
+    places = {key: getattr(config.parallelism, key, Offload.none) for key in keys}
+    return {key: place for key, place in places.items() if place is not Offload.none}
+
+
+def uses_nvme(config: RunConfig) -> bool:
+    """Whether any state is in files on NVMe."""
+    return Offload.nvme in offloaded_states(config).values()

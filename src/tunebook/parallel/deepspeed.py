@@ -26,12 +26,6 @@ def zero_stage(strategy: Strategy) -> int | None:
     return STRATEGIES[strategy].zero_stage
 
 
-def uses_nvme(config: RunConfig) -> bool:
-    """Whether any state is in files on NVMe."""
-    zero = config.parallelism
-    return isinstance(zero, ZeroConfig) and Offload.nvme in (zero.offload_optimizer, zero.offload_parameters)
-
-
 def nvme_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of the files that one rank keeps on its node's NVMe disk.
 
@@ -47,7 +41,7 @@ def nvme_bytes(config: RunConfig, facts: ModelFacts) -> float:
     if zero.offload_parameters is Offload.nvme:
         is_16_bit = is_cast_by_deepspeed(config) or config.precision.master_weights is MasterWeights.bf16
         num_bytes += (2 if is_16_bit else 4) * (parameters.trained + parameters.frozen)
-    return num_bytes / max(1, config.hardware.num_nodes * (config.hardware.gpus_per_node or 1))
+    return num_bytes / world_size(config)
 
 
 def deepspeed_settings(config: RunConfig) -> dict[str, Any]:
@@ -136,9 +130,9 @@ def _zero_optimization(zero: ZeroConfig, *, largest: int | None) -> dict[str, An
     return settings
 
 
-def _or_auto(value: int | None) -> int | str:
-    """A setting, which may be 0; "auto" without one."""
-    return "auto" if value is None else value
+def _or_auto(number: int | None) -> int | str:
+    """A setting that the Trainer fills in if it is not set. Zero is a number of its own."""
+    return "auto" if number is None else number
 
 
 def _offload(target: Offload, zero: ZeroConfig) -> dict[str, Any]:

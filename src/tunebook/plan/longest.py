@@ -17,7 +17,7 @@ from tunebook.config.schema import ActivationConfig, RunConfig
 from tunebook.model.parameters import known_facts
 from tunebook.plan.auto.decisions import asked_keys
 from tunebook.plan.auto.resolve import COMPILING, Resolution
-from tunebook.plan.memory import estimate_memory, fits_into, gib_text, unknown_size
+from tunebook.plan.memory import estimate_memory, gib_text, tensors_fit, unknown_size
 from tunebook.plan.memory.host_memory import plan_host_memory
 from tunebook.plan.rules import check
 
@@ -101,14 +101,18 @@ def _ways(resolution: Resolution) -> list[RunConfig]:
     """The run with the typed way of keeping activations, or with all that are possible, from the fastest on."""
     config = resolution.config
     now, typed = config.activation, asked_keys(resolution.choices)
-    parts = [Checkpointing.selective] if config.model.compile_layers else []
-    every = [Checkpointing.disabled, *parts, Checkpointing.enabled]
+    every = _fastest_first(config)
     if _CHECKPOINTING in typed or now.mlp_tile_tokens is not None:
         every = [now.checkpointing]
     ways = [_kept_so(config, replace(now, checkpointing=each)) for each in every]
     if Checkpointing.enabled not in every:
         return ways
     return ways + [way for way in _further_ways(resolution) if way not in ways]
+
+
+def _fastest_first(config: RunConfig) -> list[Checkpointing]:
+    parts = [Checkpointing.selective] if config.model.compile_layers else []
+    return [Checkpointing.disabled, *parts, Checkpointing.enabled]
 
 
 def _further_ways(resolution: Resolution) -> list[RunConfig]:
@@ -125,11 +129,7 @@ def _further_ways(resolution: Resolution) -> list[RunConfig]:
 def ways_to_keep_less(resolution: Resolution) -> list[str]:
     """What to type if the run's pass keeps too much, whatever was typed: from the fastest way on."""
     config, now = resolution.config, resolution.config.activation
-    order = [
-        Checkpointing.disabled,
-        *[Checkpointing.selective] * bool(config.model.compile_layers),
-        Checkpointing.enabled,
-    ]
+    order = _fastest_first(config)
     later = order[order.index(now.checkpointing) + 1 :] if now.checkpointing in order else []
     ways = [replace(now, checkpointing=each) for each in later]
     ways += [way.activation for way in _further_ways(resolution) if tiles_pay(config)]
@@ -154,15 +154,12 @@ def _kept_so(config: RunConfig, activation: ActivationConfig, *, is_compiled: bo
 
 
 def _longest(resolution: Resolution, facts: ModelFacts, positions: int, config: RunConfig) -> LongestRow:
-    capacity, activation = config.hardware.memory_gib, config.activation
-    assert capacity is not None
+    activation = config.activation
     unit = _STEP_TOKENS * max(1, config.parallelism.sequence_group_size)
 
     def fits(steps: int) -> bool:
         longer = _with_rows(config, steps * unit)
-        tensors = estimate_memory(longer, facts).total_gib
-        host = plan_host_memory(longer, resolution.host_memory_gib)
-        return fits_into(longer, tensors, capacity) and host.fits is not False
+        return bool(tensors_fit(longer)) and plan_host_memory(longer, resolution.host_memory_gib).fits is not False
 
     by_memory = _most(fits) * unit
     tokens = min(by_memory, positions // unit * unit)

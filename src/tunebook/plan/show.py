@@ -95,13 +95,8 @@ def show_warnings(warnings: list[Problem], console: Console) -> None:
             console.print(Text(text))
 
 
-def show_batch(plan: BatchPlan, console: Console) -> None:
-    """Print the batch arithmetic, marked as an estimate until the data is prepared."""
-    print_lines(batch_lines(plan), console)
-
-
 def batch_lines(plan: BatchPlan) -> list[str]:
-    """The batch arithmetic as lines of text."""
+    """The batch arithmetic as lines of text, marked as an estimate until the data is prepared."""
     asked = f"{plan.global_samples} documents" if plan.global_samples else f"at most {plan.global_tokens} tokens"
     title = "Batch (estimated: the data is not prepared yet)" if plan.is_estimate else "Batch"
     lines = [title, f"  one optimizer step: {asked}"]
@@ -163,13 +158,8 @@ def memory_lines(plan: MemoryPlan) -> list[str]:
     return [*lines, f"  {plan.verdict}"]
 
 
-def show_host_memory(plan: HostPlan, console: Console) -> None:
-    """Print the estimated memory of a node's host, and what is written to its NVMe disk."""
-    print_lines(host_memory_lines(plan), console)
-
-
 def host_memory_lines(plan: HostPlan) -> list[str]:
-    """The host memory of one node as lines of text; zero parts are left out."""
+    """The estimated host memory of one node, and what is written to its NVMe disk; zero parts are left out."""
     memory = plan.memory
     of = "" if memory.capacity is None else f", of {memory.capacity:,g}"
     lines = [f"Host memory of each node (estimated, GiB{of})"]
@@ -220,13 +210,8 @@ def _times(ratio: float) -> str:
     return f"{ratio:,.1f}" if ratio >= _PLAINLY_MORE else f"{math.ceil(ratio * 100) / 100:.2f}"
 
 
-def show_time(plan: TimePlan, console: Console) -> None:
-    """Print the estimated speed and duration with their assumptions, or why there is no estimate."""
-    print_lines(time_lines(plan), console)
-
-
 def time_lines(plan: TimePlan) -> list[str]:
-    """The speed and the duration as lines of text."""
+    """The estimated speed and duration with their assumptions, or why there is no estimate."""
     lines = ["Time (estimated)"]
     speed, total = plan.tokens_per_second_per_gpu, plan.tokens_per_second
     if speed is not None and total is not None and plan.efficiency is not None:

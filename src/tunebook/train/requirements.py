@@ -16,10 +16,11 @@ from tunebook.config.choices import Generation
 from tunebook.config.schema import RunConfig, ZeroConfig, starts_elsewhere
 from tunebook.errors import Problem
 from tunebook.facts.generations import OLDEST_SUPPORTED, capability_text, driver_major, image_for_driver
+from tunebook.facts.sharing import uses_nvme
 from tunebook.hardware.detect import Machine, detect_machine, equal_gpus, visible_only
 from tunebook.hardware.image import read_image
 from tunebook.model.parameters import known_facts
-from tunebook.parallel.deepspeed import nvme_bytes, uses_nvme
+from tunebook.parallel.deepspeed import nvme_bytes
 from tunebook.train.image import image_problem
 from tunebook.train.packages import installed_version, missing_packages
 

@@ -16,10 +16,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from tunebook.config.choices import Compute, Generation
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
+from tunebook.facts.sharing import uses_nvme
 from tunebook.facts.strategies import STRATEGIES
 from tunebook.files import atomic_write_json
 from tunebook.model.blocks import count_fp8_layers
-from tunebook.parallel.deepspeed import uses_nvme, zero_stage
+from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.operator_builds import build_operators_in_turn
 from tunebook.parallel.wrapped import find_parallelism, require_expected, require_fp8
 from tunebook.processes import free_port

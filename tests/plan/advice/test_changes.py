@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from tunebook.hardware.detect import Machine
 from tunebook.plan import draft
 from tunebook.plan.advice import changes
 from tunebook.plan.advice.changes import Change, FittingChange, changes_that_fit
 from tunebook.plan.draft import draft_run
 from tunebook.plan.memory import estimate_memory
 
+from ..plans import NO_GPU
+
 HOPPER = ("hardware=hopper", "hardware.gpus_per_node=8", "hardware.host_memory_gib=64")
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
-    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
-    monkeypatch.setattr(draft, "detect_machine", lambda: machine)
+    monkeypatch.setattr(draft, "detect_machine", lambda: NO_GPU)
 
 
 def offered(recipe, *words):

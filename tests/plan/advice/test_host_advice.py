@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 
 import pytest
 
-from tunebook.config.compose import compose
-from tunebook.config.schema import RunConfig
 from tunebook.errors import DoesNotFitError
-from tunebook.hardware.detect import Machine
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory.host_memory import plan_host_memory
 
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+from ..plans import resolved
+
 EIGHT = ("hardware=hopper", "hardware.gpus_per_node=8")
 ON_DISK = ("parallelism=zero3_nvme", "parallelism.nvme_path=FOLDER")
 LONG_ROWS = ("packing.row_length=32768", "activation=stored", "activation.offload=true")
-
-
-@cache
-def resolved(recipe: str, *overrides: str) -> RunConfig:
-    return resolve_auto(compose(recipe, [*overrides]).config, NO_GPU).config
 
 
 def told(recipe: str, capacity: float, *overrides: str) -> str:

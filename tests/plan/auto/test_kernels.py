@@ -26,10 +26,7 @@ from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.rules import check
 
 from ..memory.layers import measured as traced
-
-H200 = ("NVIDIA H200", (9, 0))
-A100 = ("NVIDIA A100-SXM4-80GB", (8, 0))
-V100 = ("Tesla V100-SXM2-32GB", (7, 0))
+from ..plans import A100, H200, V100
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +38,7 @@ def has_flash_attn(monkeypatch):
 def decided(config, machine):
     """The value and the reason, as they are listed among the choices."""
     resolution = resolve_auto(config, machine)
-    (choice,) = [choice for choice in resolution.choices if choice.key == "model.compile_layers"]
+    choice = resolution.choice("model.compile_layers")
     assert choice.value is resolution.config.model.compile_layers
     return resolution.config, choice.why
 
@@ -86,8 +83,7 @@ def test_blocks_are_compiled_where_that_was_seen_working(undecided, changed, mac
 def test_what_is_faster_and_a_beta_is_named_where_it_runs_and_taken_where_it_is_asked_for(undecided, machine):
     def attention(*found):
         resolution = resolve_auto(undecided, machine(*found))
-        (choice,) = [choice for choice in resolution.choices if choice.key == "attention.implementation"]
-        return resolution.config, choice
+        return resolution.config, resolution.choice("attention.implementation")
 
     config, choice = attention(H200)
     assert choice.value == "varlen_attention"
@@ -118,7 +114,7 @@ def test_the_heads_gradients_are_made_in_the_forward_pass_where_that_was_seen(
 ):
     undecided.precision.compute = compute
     resolution = resolve_auto(undecided, machine(*([gpu] if gpu else [])))
-    (choice,) = [choice for choice in resolution.choices if choice.key == "model.one_pass_head"]
+    choice = resolution.choice("model.one_pass_head")
     assert choice.value is resolution.config.model.one_pass_head is is_taken
     assert reason in choice.why
     undecided.model.one_pass_head = not is_taken  # as asked
@@ -202,7 +198,7 @@ def test_fp32_goes_document_by_document_only_where_that_was_compared(undecided, 
 )
 def test_how_documents_are_kept_apart_is_said(undecided, machine, kernel, way):
     undecided.attention.implementation = kernel
-    (choice,) = [one for one in resolve_auto(undecided, machine(H200)).choices if one.key == "packing.mode"]
+    choice = resolve_auto(undecided, machine(H200)).choice("packing.mode")
     assert (choice.value, choice.why) == (
         "isolated",
         f"rows without padding; {kernel.name} keeps documents apart {way}",

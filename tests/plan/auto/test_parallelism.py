@@ -24,13 +24,13 @@ from tunebook.config.frozen import PARALLELISM_SCHEMAS, config_to_yaml, load_con
 from tunebook.config.identity import config_hash
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
-from tunebook.hardware.detect import Machine
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory import estimate_memory, fits_into
 from tunebook.plan.rules import check
 
-H200 = ("NVIDIA H200", (9, 0))
-V100 = ("Tesla V100-SXM2-32GB", (7, 0))
+from ..plans import H200, V100
+from ..plans import resolution as planned
+
 T4 = ("Tesla T4", (7, 5))
 GPUS = {"hopper": (H200, 140.4), "volta": (V100, 32.0)}
 ORDER = ("ddp", "fsdp_grad_op", "fsdp")
@@ -59,7 +59,7 @@ def run(undecided):
 
 def chosen(resolution):
     """The strategy and its reason."""
-    (choice,) = [choice for choice in resolution.choices if choice.key == "parallelism.strategy"]
+    choice = resolution.choice("parallelism.strategy")
     assert choice.value == resolution.config.parallelism.strategy.name
     return choice.value, choice.why
 
@@ -278,11 +278,10 @@ class TestReasons:
         assert why.endswith(" GiB fit into 83% of 81.5 GiB; ddp would have to recompute activations")
 
     def test_parts_computed_again_are_said_and_rows_that_stay_short_are_given_up(self):
-        nobody = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
         words = ["parallelism=auto", "hardware=hopper", "hardware.gpus_per_node=4", "training.global_samples=null"]
 
         def decided(*more):
-            return resolve_auto(compose("qwen3b_zero2", [*words, *more]).config, nobody)
+            return planned("qwen3b_zero2", *words, *more)
 
         whole = decided("hardware.memory_gib=96", "training.max_length=4096", "training.global_tokens=32768")
         assert whole.config.activation.checkpointing is Checkpointing.selective
@@ -355,9 +354,11 @@ class TestWhichGpus:
         assert (hardware.generation, hardware.gpus_per_node) == (Generation.hopper, 1)
         assert chosen(resolution)[0] == "single"
         assert resolution.problem is None
-        why = {choice.key: choice.why for choice in resolution.choices}["hardware.gpus_per_node"]
         found = "1 x NVIDIA H200, 1 x Tesla V100-SXM2-32GB found here"
-        assert why == f"GPUs of different generations do not train together ({found})"
+        assert (
+            resolution.choice("hardware.gpus_per_node").why
+            == f"GPUs of different generations do not train together ({found})"
+        )
 
     def test_slices_of_a_gpu(self, run, machine):
         whole = machine(H200, H200, memory=20.0)

@@ -27,14 +27,7 @@ from tunebook.plan.rules import check
 from tunebook.train import requirements as environment
 
 from ..memory.layers import measured as traced
-
-H200 = ("NVIDIA H200", (9, 0))
-V100 = ("Tesla V100-SXM2-32GB", (7, 0))
-A100 = ("NVIDIA A100-SXM4-80GB", (8, 0))
-
-
-def whys(resolution):
-    return {choice.key: choice.why for choice in resolution.choices}
+from ..plans import A100, H200, V100
 
 
 def values(resolution):
@@ -73,8 +66,8 @@ def test_one_h200(undecided, machine, has_flash):
     }
     assert resolution.problem is None
     assert resolution.why_not_runnable == ""
-    assert whys(resolution)["hardware.generation"] == "2 x NVIDIA H200 found here"
-    assert whys(resolution)["precision.compute"] == "the base model is bfloat16, and hopper computes bf16"
+    assert resolution.choice("hardware.generation").why == "2 x NVIDIA H200 found here"
+    assert resolution.choice("precision.compute").why == "the base model is bfloat16, and hopper computes bf16"
 
 
 LAYERS = {"num_layers": 36, "parameters": 1000, "linear_inputs": 10, "adapter_parameters": 10}
@@ -152,7 +145,7 @@ KERNEL = "attention.implementation"
 def test_what_is_decided_breaks_no_rule(undecided, changed, machine, has_no_flash, changes, gpus, expected, why):
     resolution = resolve_auto(changed(undecided, changes), machine(*gpus))
     assert {key: values(resolution)[key] for key in expected} == expected
-    assert why in whys(resolution)[next(iter(expected))]
+    assert why in resolution.choice(next(iter(expected))).why
     assert not [problem for problem in check(resolution.config) if problem.is_error]
 
 
@@ -186,7 +179,7 @@ def test_no_gpu_and_a_gpu_recipe_is_planned_only(undecided, machine, has_no_flas
     )
     # not installed here, but what is planned for runs in its image, which has it
     assert resolution.config.attention.implementation is Attention.flash_attention_2
-    assert "the ampere image has it" in whys(resolution)["attention.implementation"]
+    assert "the ampere image has it" in resolution.choice("attention.implementation").why
 
 
 def test_more_gpus_than_there_are(undecided, machine):
@@ -213,7 +206,7 @@ def test_the_base_models_dtype_is_matched(undecided, machine, dtype, gpu, comput
     undecided.model.facts.dtype = dtype
     resolution = resolve_auto(undecided, machine(*([gpu] if gpu else [])))
     assert resolution.config.precision.compute is compute
-    assert dtype in whys(resolution)["precision.compute"]
+    assert dtype in resolution.choice("precision.compute").why
     assert not [problem for problem in check(resolution.config) if problem.key == "precision.compute"]
 
 
@@ -228,7 +221,7 @@ def test_explicit_choices_are_kept_even_when_they_cannot_work(undecided, machine
     assert config.precision.compute is Compute.bf16
     assert config.attention.implementation is Attention.flash_attention_2
     assert (config.packing.mode, config.training.micro_batch_size) == (PackingMode.padded, 4)
-    asked = {key for key, why in whys(resolution).items() if why == "as asked"}
+    asked = {choice.key for choice in resolution.choices if choice.why == "as asked"}
     assert asked == {
         "precision.compute",
         "attention.implementation",
@@ -263,7 +256,7 @@ def test_a_model_of_code_of_its_own_is_padded_whatever_its_class_is_called(
     undecided.model.trust_remote_code = True
     resolution = resolve_auto(undecided, machine(H200))
     assert resolution.config.packing.mode is mode
-    assert ("code of its own" in whys(resolution)["packing.mode"]) is (mode is PackingMode.padded)
+    assert ("code of its own" in resolution.choice("packing.mode").why) is (mode is PackingMode.padded)
     undecided.packing.mode = PackingMode.isolated  # asked for: the leak probe decides
     assert resolve_auto(undecided, machine(H200)).config.packing.mode is PackingMode.isolated
 
@@ -294,8 +287,8 @@ ON_HOPPER = ("hardware=hopper", "hardware.gpus_per_node=1", "dataset=synthetic")
 def test_a_frozen_base_of_16_bits_is_kept_in_bf16(machine, words: list[str], weights: str, why: str) -> None:
     config = compose(None, ["model=qwen25_05b", *ON_HOPPER, *words]).config
     resolution = resolve_auto(config, machine())
-    assert values(resolution)["precision.master_weights"] == weights
-    assert why in whys(resolution)["precision.master_weights"]
+    assert resolution.choice("precision.master_weights").value == weights
+    assert why in resolution.choice("precision.master_weights").why
 
 
 def test_a_base_in_bf16_takes_half_of_the_memory(machine) -> None:
@@ -327,7 +320,7 @@ def test_a_model_that_does_not_fit_recomputes_its_activations(undecided, machine
     assert resolution.config.activation.checkpointing is Checkpointing.disabled  # 83% of 140.4 GiB hold it
     resolution = resolve_auto(undecided, machine(A100, memory=80.0))
     assert resolution.config.activation.checkpointing is Checkpointing.enabled
-    assert whys(resolution)["activation.checkpointing"].startswith("estimated 74.5 GiB of states")
+    assert resolution.choice("activation.checkpointing").why.startswith("estimated 74.5 GiB of states")
 
 
 @pytest.mark.parametrize(
@@ -354,7 +347,7 @@ def test_parts_of_blocks_are_recomputed_before_whole_ones(undecided, machine, me
     undecided.packing.row_length = 8192
     resolution = resolve_auto(undecided, machine(H200))
     assert resolution.config.activation.checkpointing.name == kept
-    assert whys(resolution)["activation.checkpointing"].endswith(why)
+    assert resolution.choice("activation.checkpointing").why.endswith(why)
 
 
 LORA_IN_FP32 = ("peft=lora", "precision.master_weights=fp32")
@@ -454,14 +447,14 @@ def test_unknown_sizes_are_no_error(undecided, machine, tmp_path):
     resolution = resolve_auto(undecided, machine(V100))
     assert resolution.config.model.facts is None
     assert resolution.config.precision.compute is Compute.fp16  # the dtype is known all the same
-    assert whys(resolution)["activation.checkpointing"].startswith("the model's size is not known")
+    assert resolution.choice("activation.checkpointing").why.startswith("the model's size is not known")
 
 
 def test_a_hub_model_that_was_never_downloaded(undecided, machine):
     undecided.model = ModelConfig(name="organization/never-downloaded")
     resolution = resolve_auto(undecided, machine(H200))
     assert resolution.config.model.facts is None
-    assert "dtype is not known before it is loaded" in whys(resolution)["precision.compute"]
+    assert "dtype is not known before it is loaded" in resolution.choice("precision.compute").why
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"a": '])
@@ -518,8 +511,8 @@ def test_a_hub_name_of_the_book_has_the_books_facts(machine):
     of_the_group = compose(None, [*HUB, "model=qwen3_4b"]).config.model.facts
     assert resolution.config.model.facts == of_the_group
     assert composed.model.facts is None, "the configuration itself is as it was asked for"
-    assert values(resolution)["model.facts"] == "qwen3_4b"
-    assert whys(resolution)["model.facts"] == (
+    assert resolution.choice("model.facts").value == "qwen3_4b"
+    assert resolution.choice("model.facts").why == (
         "the book's model=qwen3_4b has this name; its sizes are compared with its config.json before training"
     )
     assert plan_memory(resolution.config).memory.total is not None

@@ -7,23 +7,20 @@ index's gradient is added up in place, as on a GPU; tensors without memory would
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import moe
 
 from tunebook.plan.architecture import kernels, saved
-from tunebook.plan.architecture.kernels import UNMASKED, CudaAutocast, grouped_product
-from tunebook.plan.architecture.layers import decoder_layers, text_decoder
+from tunebook.plan.architecture.kernels import UNMASKED, grouped_product
 from tunebook.plan.architecture.targets import names_beside_experts
 
-from .live_tensors import LAST, MIDDLE, NUM_LAYERS, TOKENS, Way, _Living, _name_parts, _without_memory
+from .live_tensors import LAST, MIDDLE, NUM_LAYERS, TOKENS, Living, Way, follow, without_memory
 from .live_tensors import inputs_with_adapter as with_adapter
 
 HIDDEN, HEADS, HEAD_SIZE, CHOSEN = 1024, 16, 64, 4
@@ -42,30 +39,17 @@ def experts_at_work(kind: str, inner: int, way: Way) -> tuple[float, float]:
         model = _build(kind, inner, way)
         layer = saved._saved_by_layer(model, NUM_LAYERS, TOKENS, mode, [])[0][MIDDLE]
     with _tensors_without_memory(is_frozen):
-        living, kept = _follow(_build(kind, inner, way), way)
+        model = _build(kind, inner, way)
+        living = follow(model, way, _LivingExperts(model))
     element = way.weights.itemsize
     positions, hidden = 2 * HEAD_SIZE * element * TOKENS, HIDDEN * element * TOKENS
     if way.is_recomputed:  # inputs of layers, the output and its gradient are counted elsewhere
         return 0.0, (living[f"backward {LAST}"] - layer - positions - (NUM_LAYERS + 2) * hidden) / TOKENS
     forward = living[f"forward {LAST}"] - NUM_LAYERS * layer - positions
-    return forward / TOKENS, (living[f"backward {LAST}"] - kept) / TOKENS
+    return forward / TOKENS, (living[f"backward {LAST}"] - living["kept"]) / TOKENS
 
 
-def _follow(model: nn.Module, way: Way) -> tuple[dict[str, int], int]:
-    decoder, living = text_decoder(saved._causal(model)), _LivingExperts(model)
-    for place, layer in enumerate(decoder_layers(decoder, NUM_LAYERS)):
-        if way.is_recomputed:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-        _name_parts(layer, living, place)
-    with living, torch.autocast("cpu", dtype=torch.bfloat16, enabled=way.is_mixed), CudaAutocast():
-        output = decoder(**saved._row(TOKENS, has_lengths=False), use_cache=False).last_hidden_state
-        kept = living.num_bytes()
-        living.part = "head"
-        output.backward(torch.empty_like(output))
-    return living.most, kept
-
-
-class _LivingExperts(_Living):
+class _LivingExperts(Living):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self._shapes |= {(shape[0], shape[2], shape[1]) for shape in self._shapes if len(shape) == 3}
@@ -94,7 +78,7 @@ def _tensors_without_memory(is_frozen: bool) -> Iterator[None]:
     """As for other layers; the stand-in for the product of frozen experts gets a backward pass."""
     backward = mock.patch.object(kernels._GroupedProduct, "backward", staticmethod(_product_backward))
     product = mock.patch.object(moe, "_grouped_mm", grouped_product) if is_frozen else contextlib.nullcontext()
-    with _without_memory(), backward, product:
+    with without_memory(), backward, product:
         yield
 
 

@@ -28,6 +28,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tunebook.config.choices import Compute, MasterWeights, PeftMethod
+from tunebook.config.schema import RunConfig
 from tunebook.model.tiled_mlp import tile_mlps
 from tunebook.plan.architecture import kernels, saved
 from tunebook.plan.architecture.compiled import compile_layers
@@ -109,7 +111,7 @@ def saved_by_a_layer(
         saved.COMPILED if compiled else kernel,
     )  # of which the weights' format is no part
     attention = VARLEN if compiled else saved.ATTENTION[kernel]
-    with _without_memory():
+    with without_memory():
         model = _build(way, *sizes, kind=kind, attention=attention, head_size=head_size)
         if compiled:
             layers = decoder_layers(text_decoder(saved._causal(model)), NUM_LAYERS)
@@ -127,7 +129,7 @@ def inputs_with_adapter(model: Any, targets: tuple[str, ...], *, dropout: float 
     return wrapped
 
 
-class _Living(TorchDispatchMode):
+class Living(TorchDispatchMode):
     """The storages that operations made and somebody still holds; their highest sum in each part of the passes."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -173,26 +175,38 @@ def most_alive(way: Way, tokens: int) -> int:
 def _live_bytes(
     way: Way, hidden: int, inner: int, *, tokens: int = TOKENS, attention: str = UNMASKED
 ) -> dict[str, int]:
-    with _without_memory():
+    with without_memory():
         model = _build(way, hidden, inner, attention=attention)
         if way.tile_tokens is not None:
             tile_mlps(saved._causal(model), way.tile_tokens)
-        decoder, living = text_decoder(saved._causal(model)), _Living(model)
-        for place, layer in enumerate(decoder_layers(decoder, NUM_LAYERS)):
-            if way.is_recomputed:
-                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-            _name_parts(layer, living, place)
-        mixed = torch.autocast("cpu", dtype=torch.bfloat16, enabled=way.is_mixed)
-        with living, mixed, CudaAutocast():
-            output = decoder(**saved._row(tokens, has_lengths=False), use_cache=False).last_hidden_state
-            kept = living.num_bytes()
-            living.part = "head"
-            output.backward(torch.empty_like(output))
-        parts = [f"{direction} {place}" for direction in ("forward", "backward") for place in range(NUM_LAYERS)]
-        return {part: living.most[part] for part in parts} | {"kept": kept}
+        return follow(model, way, Living(model), tokens)
 
 
-def _name_parts(layer: nn.Module, living: _Living, place: int) -> None:
+def follow(model: nn.Module, way: Way, living: Living, tokens: int = TOKENS) -> dict[str, int]:
+    """The most bytes that live in "forward 0" to "backward 2", and those that are "kept" between the passes."""
+    decoder = text_decoder(saved._causal(model))
+    for place, layer in enumerate(decoder_layers(decoder, NUM_LAYERS)):
+        if way.is_recomputed:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        _name_parts(layer, living, place)
+    with living, torch.autocast("cpu", dtype=torch.bfloat16, enabled=way.is_mixed), CudaAutocast():
+        output = decoder(**saved._row(tokens, has_lengths=False), use_cache=False).last_hidden_state
+        kept = living.num_bytes()
+        living.part = "head"
+        output.backward(torch.empty_like(output))
+    parts = [f"{direction} {place}" for direction in ("forward", "backward") for place in range(NUM_LAYERS)]
+    return {part: living.most[part] for part in parts} | {"kept": kept}
+
+
+def set_formats(config: RunConfig, way: Way) -> None:
+    """Give a configuration the number formats of a way, and its method."""
+    is_bf16 = way.is_mixed or way.weights is torch.bfloat16
+    config.precision.compute = Compute.bf16 if is_bf16 else Compute.fp32
+    config.precision.master_weights = MasterWeights.bf16 if way.weights is torch.bfloat16 else MasterWeights.fp32
+    config.peft.method = PeftMethod.lora if way.is_adapter else PeftMethod.full
+
+
+def _name_parts(layer: nn.Module, living: Living, place: int) -> None:
     layer.register_forward_pre_hook(lambda *_: setattr(living, "part", f"forward {place}"))
     layer.register_forward_hook(lambda *_: setattr(living, "part", f"after {place}"))
     layer.register_full_backward_pre_hook(lambda *_: setattr(living, "part", f"backward {place}"))
@@ -239,7 +253,7 @@ def _attention_backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None,
 
 
 @contextlib.contextmanager
-def _without_memory() -> Iterator[None]:
+def without_memory() -> Iterator[None]:
     """The stand-in for attention has no backward pass but for the time of this."""
     backward = mock.patch.object(kernels._Kernel, "backward", staticmethod(_attention_backward))
     with saved.quiet(), backward, FakeTensorMode(allow_non_fake_inputs=True):

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from tunebook.config.choices import Checkpointing, Compute, MasterWeights, PeftMethod
+from tunebook.config.choices import Checkpointing, PeftMethod
 from tunebook.config.compose import compose
 from tunebook.plan.memory.kept import kept_by_one_layer, tokens_per_pass
 from tunebook.plan.memory.work import (
@@ -21,7 +21,7 @@ from tunebook.plan.memory.work import (
 
 from .layers import measured
 from .live_experts import CHOSEN, HIDDEN, experts_at_work
-from .live_tensors import Way
+from .live_tensors import Way, set_formats
 
 BF16 = torch.bfloat16
 NARROW, AS_WIDE, WIDE = HIDDEN // 2, HIDDEN, 4 * HIDDEN
@@ -37,10 +37,7 @@ WAYS = {
 
 def set_to(config, way, kind, inner):
     """The configuration of the layers that are followed."""
-    is_bf16 = way.is_mixed or way.weights is BF16
-    config.precision.compute = Compute.bf16 if is_bf16 else Compute.fp32
-    config.precision.master_weights = MasterWeights.bf16 if way.weights is BF16 else MasterWeights.fp32
-    config.peft.method = PeftMethod.lora if way.is_adapter else PeftMethod.full
+    set_formats(config, way)
     config.peft.target_modules = ["q_proj"] if way.is_adapter else []
     layers = measured(
         experts_per_token=CHOSEN, expert_size=inner, has_expert_biases=kind == "gpt_oss",

@@ -9,12 +9,8 @@ import numpy as np
 import pytest
 
 from tunebook.config.choices import Checkpointing
-from tunebook.config.compose import compose
-from tunebook.config.schema import RunConfig
 from tunebook.data.batch import solve_batch
 from tunebook.errors import DoesNotFitError
-from tunebook.hardware.detect import Machine
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.draft import estimate_time, refuse_too_large
 from tunebook.plan.memory import gpu
 from tunebook.plan.memory.gpu import Memory, MemoryPlan, judge_measurement, measured_memory, plan_memory
@@ -22,12 +18,9 @@ from tunebook.plan.memory.kept import tokens_per_pass
 from tunebook.plan.show import memory_lines
 from tunebook.record.measurement import Measurement
 
+from ..plans import NO_GPU, resolved
+
 GIB = 2**30
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
-
-
-def resolved(recipe: str, *overrides: str) -> RunConfig:
-    return resolve_auto(compose(recipe, [*overrides]).config, NO_GPU).config
 
 
 def test_zero2_divides_gradients_and_optimizer_state_among_8_gpus() -> None:
@@ -200,8 +193,7 @@ ESTIMATED = MemoryPlan(
 
 
 def judged(measurement=GPUS, capacity: float | None = 79.6, generation: str = "hopper") -> MemoryPlan:
-    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
-    config = resolve_auto(compose("qwen3b_zero2", [f"hardware={generation}"]).config, machine).config
+    config = resolved("qwen3b_zero2", f"hardware={generation}")
     estimated = replace(ESTIMATED, memory=replace(ESTIMATED.memory, capacity=capacity))
     return judge_measurement(config, estimated, measurement)
 
@@ -258,8 +250,7 @@ def test_the_lines_for_people_say_when_it_was_measured():
 
 @pytest.mark.parametrize(("longest_row", "is_used"), [(None, True), (4096, True), (4050, True), (3600, False)])
 def test_steps_with_longer_rows_than_the_run_has_do_not_replace_the_estimate(monkeypatch, longest_row, is_used):
-    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
-    config = resolve_auto(compose("qwen3b_zero2", ["hardware=hopper"]).config, machine).config
+    config = resolved("qwen3b_zero2", "hardware=hopper")
     monkeypatch.setattr(gpu, "recall_measurement", lambda *_: GPUS)
     batch = replace(solve_batch(config, None), longest_row=longest_row)
-    assert (measured_memory(config, batch, machine) is not None) is is_used
+    assert (measured_memory(config, batch, NO_GPU) is not None) is is_used

@@ -20,11 +20,8 @@ from tunebook.config.choices import (
     Strategy,
     Weights,
 )
-from tunebook.config.compose import compose
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
-from tunebook.hardware.detect import Machine
 from tunebook.model.parameters import count_parameters
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory.host import (
     host_bytes,
     loading_bytes,
@@ -34,11 +31,11 @@ from tunebook.plan.memory.host import (
 )
 from tunebook.plan.memory.kept import inputs_of_layers, kept_by_layers, kept_by_one_layer
 
+from ..plans import resolved
 from .layers import llama_layers
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "loading_memory.jsonl"
 GIB, MIB, BILLION = 2**30, 2**20, 10**9
-NOBODY = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 CPU, NVME, CAST = Offload.cpu, Offload.nvme, MixedPrecision.cast
 # The model that loading was measured with: its largest parameters are the embeddings and the head.
 MEASURED = {
@@ -175,7 +172,7 @@ def test_loading_takes_what_was_measured(sound, name):
 def test_the_peak_is_not_the_sum(eight):
     config, facts = eight
     config.parallelism = FsdpConfig(strategy=Strategy.fsdp, offload_parameters=CPU)
-    found = host_bytes(config, facts, tensors=5 * GIB, is_recomputed=False)
+    found = host_bytes(config, facts, tensors=5 * GIB)
     assert (found.processes, found.training, found.nvme) == (4 * 2 * GIB, 0, 0)
     assert found.offload == pytest.approx(8 * BILLION)  # half of 16 bytes each is on this node
     assert found.peak == found.processes + found.offload + found.saving
@@ -185,7 +182,7 @@ def test_the_peak_is_not_the_sum(eight):
 
 def test_on_a_cpu_the_ranks_train_in_the_hosts_memory(sound):
     sound.hardware.generation, sound.hardware.gpus_per_node = Generation.cpu, 2
-    found = host_bytes(sound, sound.model.facts, tensors=5 * GIB, is_recomputed=False)
+    found = host_bytes(sound, sound.model.facts, tensors=5 * GIB)
     assert (found.processes, found.training) == (2 * 418 * MIB, 10 * GIB)
     assert found.peak == found.processes + found.training + found.saving
 
@@ -193,9 +190,9 @@ def test_on_a_cpu_the_ranks_train_in_the_hosts_memory(sound):
 def test_paged_moments_and_offloaded_activations_are_on_the_host(sound):
     sound.hardware.gpus_per_node = 1
     facts, sound.optimizer.name = sound.model.facts, OptimizerName.paged_adamw_32bit
-    sound.activation.offload = True
+    sound.activation.offload, sound.activation.checkpointing = True, Checkpointing.enabled
     kept = inputs_of_layers(sound, facts) + kept_by_one_layer(sound, facts)
-    found = host_bytes(sound, facts, tensors=0, is_recomputed=True)
+    found = host_bytes(sound, facts, tensors=0)
     assert found.offload == pytest.approx(8 * facts.num_parameters + kept)
 
 
@@ -214,9 +211,9 @@ def test_copies_of_weights_go_to_the_host_with_the_activations(sound, strategy, 
         sound.parallelism = FsdpConfig(strategy=strategy)
     facts = sound.model.facts
     kept = kept_by_layers(sound, facts)
-    found = offloaded_activation_bytes(sound, facts, is_recomputed=False)
+    found = offloaded_activation_bytes(sound, facts)
     assert found - kept == pytest.approx(copies * count_parameters(sound, facts).linear)
-    assert host_bytes(sound, facts, tensors=0, is_recomputed=False).offload == pytest.approx(2 * found)
+    assert host_bytes(sound, facts, tensors=0).offload == pytest.approx(2 * found)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +222,8 @@ def test_copies_of_weights_go_to_the_host_with_the_activations(sound, strategy, 
 )
 def test_recipes_that_say_what_their_host_needs(recipe, offload_gib, nvme_gib):
     """Llama 2 70B on one node: 16 bytes for each of 69.0 billion parameters are 1,028 GiB, as its card says."""
-    config = resolve_auto(compose(recipe, []).config, NOBODY).config
-    found = host_bytes(config, config.model.facts, tensors=0, is_recomputed=True)
+    config = resolved(recipe)
+    found = host_bytes(config, config.model.facts, tensors=0)
     assert found.nvme / GIB == pytest.approx(nvme_gib)
     if offload_gib is not None:
         assert found.offload / GIB == pytest.approx(offload_gib, rel=1e-6) == pytest.approx(1028, abs=0.5)

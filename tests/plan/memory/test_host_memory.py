@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
 from tunebook.config.choices import Generation, LauncherName
 from tunebook.config.compose import compose
-from tunebook.config.schema import RunConfig
 from tunebook.errors import DoesNotFitError
 from tunebook.facts.generations import generation_of
 from tunebook.hardware.detect import Gpu, Machine
@@ -17,12 +15,7 @@ from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory.host_memory import plan_host_memory
 from tunebook.plan.show import host_memory_lines
 
-NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
-
-
-@cache
-def resolved(recipe: str, *overrides: str) -> RunConfig:
-    return resolve_auto(compose(recipe, [*overrides]).config, NO_GPU).config
+from ..plans import NO_GPU, resolved
 
 
 @pytest.mark.parametrize(

@@ -22,16 +22,14 @@ from tunebook.config.choices import (
     PeftMethod,
     Strategy,
 )
-from tunebook.config.compose import compose
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
-from tunebook.hardware.detect import Machine
 from tunebook.model.varlen_attention import register
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory import estimate_memory
 from tunebook.plan.memory.kept import kept_by_one_layer, tokens_per_pass
 from tunebook.plan.memory.ledger import Moment
 from tunebook.plan.memory.rows import step_ledger
 
+from ..plans import resolved
 from .layers import measured
 from .live_tensors import NUM_HEADS, SMALL, Way, saved_by_a_layer
 from .live_tensors import TOKENS as LIVE_TOKENS
@@ -143,43 +141,38 @@ TARGETS = {
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize("targets", TARGETS)
 @pytest.mark.parametrize(
-    ("compute", "weights"),
-    [(Compute.bf16, torch.float32), (Compute.bf16, torch.bfloat16), (Compute.fp32, torch.float32)],
-    ids=["autocast", "bf16", "fp32"],
+    ("compute", "weights", "is_cast"),
+    [
+        (Compute.bf16, torch.float32, False),
+        (Compute.bf16, torch.bfloat16, False),
+        (Compute.fp32, torch.float32, False),
+        (
+            Compute.bf16,
+            torch.bfloat16,
+            True,
+        ),  # FSDP gathers adapters in bf16: those that read one norm share its output
+    ],
+    ids=["autocast", "bf16", "fp32", "fsdp"],
 )
-def test_products_without_an_adapter_keep_no_input(sound, targets, compute, weights):
+def test_products_without_an_adapter_keep_no_input(sound, targets, compute, weights, is_cast):
     """The difference to an adapter on all seven, the middles of adapters left out."""
     sound.precision.compute, sound.peft.method, sound.peft.dropout = compute, PeftMethod.lora, 0.0
     sound.precision.master_weights = MasterWeights.bf16 if weights is torch.bfloat16 else MasterWeights.fp32
     sound.attention.implementation, sound.packing.row_length = Attention.sdpa, TOKENS
-    facts = sized(sound)
-    saved, planned = {}, {}
+    if is_cast:
+        sound.parallelism = FsdpConfig(strategy=Strategy.fsdp)
+    facts, saved, planned = sized(sound), {}, {}
+    is_mixed = compute is Compute.bf16 and not is_cast
+    options = {"weights": weights, "is_mixed": is_mixed, "is_adapter": True, "are_adapters_cast": is_cast}
     for chosen in (TARGETS[targets], []):
         sound.peft.target_modules = chosen
-        options = {"weights": weights, "is_mixed": compute is Compute.bf16, "is_adapter": True}
         two, three = (saved_bytes(number, targets=chosen or "all-linear", **options) for number in (2, 3))
         middles = RANK * (len(chosen) or 7) * (4 if compute is Compute.fp32 else 2)
         saved[bool(chosen)] = (three - two) / TOKENS - middles
         planned[bool(chosen)] = layer_bytes_per_token(sound, facts)
-    assert saved[True] - saved[False] == planned[True] - planned[False] < 0
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-@pytest.mark.parametrize("targets", TARGETS)
-def test_adapters_that_fsdp_gathers_in_bf16_keep_what_they_are_given(sound, targets):
-    """The difference to an adapter on all seven: those that read one norm share its output, and nothing is copied."""
-    sound.parallelism = FsdpConfig(strategy=Strategy.fsdp)
-    sound.peft.method, sound.peft.dropout = PeftMethod.lora, 0.0
-    sound.precision.master_weights = MasterWeights.bf16
-    sound.attention.implementation, sound.packing.row_length = Attention.sdpa, TOKENS
-    facts, saved, planned = sized(sound), {}, {}
-    options = {"weights": torch.bfloat16, "is_mixed": False, "is_adapter": True, "are_adapters_cast": True}
-    for chosen in (TARGETS[targets], []):
-        sound.peft.target_modules = chosen
-        two, three = (saved_bytes(number, targets=chosen or "all-linear", **options) for number in (2, 3))
-        saved[bool(chosen)] = (three - two) / TOKENS - 2 * RANK * (len(chosen) or 7)
-        planned[bool(chosen)] = layer_bytes_per_token(sound, facts)
-    assert saved[True] - saved[False] == planned[True] - planned[False] <= 0
+    less = saved[True] - saved[False]
+    assert less == planned[True] - planned[False]
+    assert less < 0 or (is_cast and less == 0)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
@@ -370,10 +363,7 @@ def test_the_peak_of_a_run_with_full_rows_on_an_h200():
     """Recorded with the run: Qwen2.5-0.5B, one GPU, bf16 autocast, sdpa, rows of 4,096 tokens."""
     lines = map(json.loads, (RESULTS / "h200_qwen05b_single.jsonl").read_text().splitlines())
     (run,) = [line for line in lines if line["name"] == "single"]
-    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
-    config = resolve_auto(
-        compose(run["recipe"], [*run["overrides"], "model.one_pass_head=false", "hardware=hopper"]).config, machine
-    ).config
+    config = resolved(run["recipe"], *run["overrides"], "model.one_pass_head=false", "hardware=hopper")
     assert config.packing.row_length == 4096
     assert config.model.facts is not None
     estimate = estimate_memory(config, config.model.facts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -13,14 +12,13 @@ from hypothesis import strategies as st
 
 from tunebook.config.book import book_root
 from tunebook.config.choices import Checkpointing, OptimizerName, PeftMethod
-from tunebook.config.compose import compose
-from tunebook.hardware.detect import Machine
 from tunebook.model.parameters import count_parameters
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory import GIB, estimate_memory
 from tunebook.plan.memory.host import host_bytes
 from tunebook.plan.memory.overhead import overhead_bytes
 from tunebook.plan.rules import check
+
+from ..plans import resolved
 
 GROUP = book_root() / "hydra_configs" / "parallelism"
 STRATEGIES = sorted({file.stem for file in GROUP.glob("*.yaml")} - {"auto"})  # which becomes one of the others
@@ -57,19 +55,17 @@ DIVIDED = {
 } | dict.fromkeys(("zero3", "fsdp", "fsdp_all_ranks_load", "fsdp_grad_op"), ("weights", "gradients", "optimizer"))
 
 
-@cache
 def composed(strategy):
     words = ["model=qwen25_05b", "dataset=synthetic", "training.global_samples=64", "training.max_length=1024"]
     words += ["optimizer.learning_rate=1e-4", "hardware=hopper", "activation=stored", "packing.row_length=1024"]
     words += [f"parallelism={strategy}", f"hardware.gpus_per_node={1 if strategy == 'single' else 8}"]
     words += ["parallelism.shard_group_size=4"] if strategy == "hsdp" else []
-    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
-    return resolve_auto(compose(None, words).config, machine).config
+    return resolved(None, *words)
 
 
 def planned(strategy, method=PeftMethod.full, optimizer=ADAMW):
     """A configuration of 8 H200."""
-    config = copy.deepcopy(composed(strategy))
+    config = composed(strategy)
     config.peft.method, config.optimizer.name = method, optimizer
     return config
 
@@ -80,8 +76,7 @@ def estimate(config):
 
 
 def host(config):
-    is_recomputed = config.activation.checkpointing is Checkpointing.enabled
-    return host_bytes(config, config.model.facts, tensors=estimate(config).total_gib * GIB, is_recomputed=is_recomputed)
+    return host_bytes(config, config.model.facts, tensors=estimate(config).total_gib * GIB)
 
 
 def parts(found):

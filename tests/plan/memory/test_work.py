@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma4TextConfig
 from tunebook.config.choices import (
     Attention,
     Checkpointing,
-    Compute,
     MasterWeights,
     MixedPrecision,
     PeftMethod,
@@ -36,6 +35,7 @@ from .live_tensors import (
     kept_growth_of,
     most_alive,
     saved_by_a_layer,
+    set_formats,
 )
 
 ROW, HIDDEN, INNER, LAYERS = 2048, 896, 4864, 24  # of the sound configuration
@@ -67,10 +67,7 @@ IN_FP32 = {
 def set_to(config, way, parallelism):
     """The configuration of the layers that are followed."""
     config.parallelism = parallelism
-    is_bf16 = way.is_mixed or way.weights is BF16
-    config.precision.compute = Compute.bf16 if is_bf16 else Compute.fp32
-    config.precision.master_weights = MasterWeights.bf16 if way.weights is BF16 else MasterWeights.fp32
-    config.peft.method = PeftMethod.lora if way.is_adapter else PeftMethod.full
+    set_formats(config, way)
     config.peft.dropout, config.peft.target_modules = way.dropout, list(way.targets)
 
 
@@ -136,7 +133,8 @@ def test_of_an_mlp_in_tiles_one_tile_is_at_work(sound, name, tile):
     set_to(sound, way, parallelism)
     way = replace(way, is_recomputed=True, tile_tokens=tile)
     whole, tiled = (round(number) for number in saved_by_a_layer(way))
-    assert whole - tiled > 0.8 * (6 if way.is_mixed else 12) * SMALL[1]
+    is_narrow = way.is_mixed or way.weights is BF16
+    assert whole - tiled > 0.8 * (6 if is_narrow else 12) * SMALL[1]
     modes = [
         f"{each}/{method}/flash" for each in ("fp32", "autocast", "bf16", "cast") for method in ("full", "adapter")
     ]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass, field
 from typing import Any
+
+import yaml
 
 from tunebook.config.choices import (
     Attention,
@@ -30,9 +33,33 @@ from tunebook.config.choices import (
     Weights,
     WrapPolicy,
 )
-from tunebook.config.schema import FsdpConfig, MixturePart, ParallelismConfig, RayConfig, SlurmConfig, ZeroConfig
+from tunebook.config.schema import (
+    FsdpConfig,
+    LauncherConfig,
+    MixturePart,
+    ParallelismConfig,
+    RayConfig,
+    SlurmConfig,
+    ZeroConfig,
+)
 
 from ..memory.layers import measured as traced
+
+# The fix of these chooses another group, whose file is Hydra's to load: here, what that file makes of the group.
+GROUP_CHOICES = {
+    "parallelism=single": ("parallelism", ParallelismConfig(strategy=Strategy.single)),
+    "parallelism=ddp": ("parallelism", ParallelismConfig(strategy=Strategy.ddp)),
+    "parallelism=zero2": ("parallelism", ZeroConfig(strategy=Strategy.zero2)),
+    "parallelism=zero3": ("parallelism", ZeroConfig(strategy=Strategy.zero3)),
+    "parallelism=fsdp": ("parallelism", FsdpConfig(strategy=Strategy.fsdp)),
+    "parallelism=fsdp_grad_op": ("parallelism", FsdpConfig(strategy=Strategy.fsdp_grad_op)),
+    "parallelism=fsdp_offload": ("parallelism", FsdpConfig(strategy=Strategy.fsdp, offload_parameters=Offload.cpu)),
+    "launcher=slurm": ("launcher", SlurmConfig(name=LauncherName.slurm)),
+    "launcher=local": ("launcher", LauncherConfig(name=LauncherName.local)),
+    "model.facts=null": ("model.facts", None),
+    "peft=lora": ("peft.method", PeftMethod.lora),
+    "peft=qlora": ("peft.method", PeftMethod.qlora),
+}
 
 ON_CPU = {
     "hardware.generation": Generation.cpu,
@@ -67,6 +94,27 @@ def fsdp(strategy: Strategy, **settings: Any) -> dict[str, Any]:
     return {"parallelism": FsdpConfig(strategy=strategy, **settings), **ON_8}
 
 
+def folder(name: str) -> dict[str, Any]:
+    return {"model.name": None, "model.path": name}
+
+
+def mixture(**parts: MixturePart) -> dict[str, Any]:
+    return {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": parts}
+
+
+def typed(fix: str) -> dict[str, Any]:
+    """The values that the first of a fix's alternatives would set when typed."""
+    found: dict[str, Any] = {}
+    for word in shlex.split(fix.split(" or ")[0]):
+        if word in GROUP_CHOICES:
+            key, value = GROUP_CHOICES[word]
+        else:
+            key, text = word.split("=", 1)
+            value = yaml.safe_load(text)
+        found[key] = float(value) if key == "optimizer.learning_rate" else value
+    return found
+
+
 FP8 = {"precision.compute": Compute.fp8}
 COMPILED = {"model.compile_layers": True, "attention.implementation": Attention.varlen_attention}
 TILED = {"activation.mlp_tile_tokens": 4096, "activation.checkpointing": Checkpointing.enabled}
@@ -95,6 +143,10 @@ QLORA = {"peft.method": PeftMethod.qlora}
 EXPERTS = ["7.mlp.experts.down_proj"]
 PLAIN_TEXT = {"dataset.format": Format.text}
 SDPA = {"attention.implementation": Attention.sdpa}
+VARLEN = {"attention.implementation": Attention.varlen_attention}
+BY_DOCUMENT = {"attention.implementation": Attention.sdpa_by_document}
+BY_SIZE = fsdp(Strategy.fsdp, wrap_policy=WrapPolicy.size, wrap_min_num_parameters=1_000_000)
+GENERATED = {"dataset.source": Source.synthetic, "dataset.name": None}
 SLURM = {"launcher": SlurmConfig(name=LauncherName.slurm)}
 RAY = {"launcher": RayConfig(name=LauncherName.ray)}
 ONE_DAY = {"launcher": SlurmConfig(name=LauncherName.slurm, time_limit="1-0")}
@@ -123,14 +175,20 @@ CASES = [
     case("model-not-named", "no model is named", {"model.name": None}),
     case("model-not-named", "name two models", {"model.path": "book:recipes/quickstart/model"}),
     case("model-name-is-folder", "is a folder, not a name", {"model.name": "./mine"}),
+    case(
+        "model-revision-ignored",
+        "v1 is not used with model.path",
+        {"model.revision": "v1"},
+        folder("book:recipes/quickstart/model") | {"training.max_length": 1024},
+    ),
     case("model-name-form", "'a/b/c' does not have the form", {"model.name": "a/b/c"}),
-    case("model-folder", "not/there does not exist", {"model.name": None, "model.path": "not/there"}),
-    case("model-not-causal", "is made for masked LM", {"model.name": None, "model.path": "masked"}),
+    case("model-folder", "not/there does not exist", folder("not/there")),
+    case("model-not-causal", "is made for masked LM", folder("masked")),
     case(
         "model-not-causal",
         "Mistral3.* is a model of images or sound and text: AutoModelForCausalLM of transformers loads no "
         r"model_type=mistral3; name a causal language model, .* text part alone \(model_type=mistral\)",
-        {"model.name": None, "model.path": "images"},
+        folder("images"),
     ),
     case(
         "unknown-architecture",
@@ -141,7 +199,7 @@ CASES = [
     case(
         "length-beyond-config",
         "2048 tokens are more than the 1024 positions in the model's config.json, for which .*=32768 stands",
-        {"model.name": None, "model.path": "book:recipes/quickstart/model", "training.max_length": 2048},
+        folder("book:recipes/quickstart/model") | {"training.max_length": 2048},
     ),
     case("dataset-source", "source=hub needs dataset.name", {"dataset.name": None}),
     case("dataset-source", "source=files needs", {"dataset.source": Source.files, "dataset.name": None}),
@@ -149,40 +207,29 @@ CASES = [
     case(
         "dataset-name-form",
         "'./not there' is neither a folder nor",
-        {
-            "dataset.source": Source.mixture,
-            "dataset.name": None,
-            "dataset.parts": {"chat": MixturePart(source=Source.hub, name="./not there")},
-        },
+        mixture(chat=MixturePart(source=Source.hub, name="./not there")),
     ),
     case("tokenizer-name-form", "'a/b/c' is neither a folder nor", {"model.tokenizer": "a/b/c"}),
-    case("dataset-source", "at least one part", {"dataset.source": Source.mixture, "dataset.name": None}),
-    case(
-        "dataset-source",
-        "parts.chat.source=files needs dataset.parts.chat.path",
-        {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": {"chat": MixturePart()}},
-    ),
+    case("dataset-source", "at least one part", mixture()),
+    case("dataset-source", "parts.chat.source=files needs dataset.parts.chat.path", mixture(chat=MixturePart())),
     case(
         "dataset-source",
         "mixture inside a mixture",
-        {
-            "dataset.source": Source.mixture,
-            "dataset.name": None,
-            "dataset.parts": {"all": MixturePart(source=Source.mixture, path="a.jsonl")},
-        },
+        mixture(all=MixturePart(source=Source.mixture, path="a.jsonl")),
     ),
     case("dataset-field-ignored", "source=hub does not read dataset.path", {"dataset.path": "a.jsonl"}),
     case(
         "dataset-field-ignored",
-        "generated documents have no keys",
-        {"dataset.ignore_keys": ["tools"]},
-        {"dataset.source": Source.synthetic, "dataset.name": None},
+        "parts.all.source=files does not read dataset.parts.all.revision",
+        {"dataset.parts": {"all": MixturePart(path="a.jsonl", revision="v1")}},
+        mixture(all=MixturePart(path="a.jsonl")),
     ),
+    case("dataset-field-ignored", "generated documents have no keys", {"dataset.ignore_keys": ["tools"]}, GENERATED),
     case(
         "dataset-field-ignored",
         "each part of a mixture has its own",
         {"dataset.ignore_keys": ["tools"]},
-        {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": {"all": MixturePart(path="a.jsonl")}},
+        mixture(all=MixturePart(path="a.jsonl")),
     ),
     case(
         "dataset-field-ignored",
@@ -194,7 +241,10 @@ CASES = [
         "dataset-field-ignored",
         "each part of a mixture has its own: dataset.parts.NAME.answer_template",
         {"dataset.answer_template": "{{a}}"},
-        {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": {"all": MixturePart(path="a.jsonl")}},
+        mixture(all=MixturePart(path="a.jsonl")),
+    ),
+    case(
+        "dataset-field-ignored", "generated documents have no fields", {"dataset.answer_template": "{{a}}"}, GENERATED
     ),
     case("field-templates", "need a question and an answer", {"dataset.question_template": "{{a}}"}),
     case("validation-twice", "both hold", {"dataset.validation_split": "test", "dataset.validation_share": 0.1}),
@@ -205,17 +255,12 @@ CASES = [
         {"dataset.validation_split": "test"},
         {"dataset.source": Source.files, "dataset.path": "a.jsonl", "dataset.name": None},
     ),
-    case(
-        "validation-source",
-        "tokens of their own",
-        {"dataset.validation_path": "a.jsonl"},
-        {"dataset.source": Source.synthetic, "dataset.name": None},
-    ),
+    case("validation-source", "tokens of their own", {"dataset.validation_path": "a.jsonl"}, GENERATED),
     case(
         "synthetic-settings",
         "min_tokens=5000 is above max_tokens=4096",
         {"dataset.synthetic.min_tokens": 5000},
-        {"dataset.source": Source.synthetic, "dataset.name": None},
+        GENERATED,
     ),
     case("train-on-without-roles", "asks for turns", {"dataset.train_on": TrainOn.assistant}, PLAIN_TEXT),
     case("system-prompt-ignored", "not used", {"dataset.system_prompt": "Be brief."}, PLAIN_TEXT),
@@ -271,7 +316,7 @@ CASES = [
     case("fp8-with-deepspeed", "under zero2", FP8, {**zero(Strategy.zero2, offload_optimizer=Offload.cpu), **COMPILED}),
     case("fp8-not-compiled", "separate passes over memory", FP8),
     case("fp8-not-compiled", "separate passes over memory", FP8, SDPA),
-    case("fp8-not-compiled", "passes over", FP8, {"attention.implementation": Attention.sdpa_by_document}),
+    case("fp8-not-compiled", "passes over", FP8, BY_DOCUMENT),
     case("fp8-not-compiled", "passes over", FP8, {"model.liger_kernel": True}),
     case("fp8-scaling-ignored", "rowwise changes nothing .*bf16", {"precision.fp8_scaling": Fp8Scaling.rowwise}),
     case("tf32-without-hardware", "volta", {"precision.tf32": Switch.enabled}, ON_VOLTA),
@@ -322,20 +367,11 @@ CASES = [
         "compiled-layers-with-liger",
         "cannot be compiled",
         {"model.liger_kernel": True, "model.compile_layers": True},
-        {"attention.implementation": Attention.varlen_attention},
+        VARLEN,
     ),
-    case(
-        "varlen-attention-padded", "packed rows only", {"attention.implementation": Attention.varlen_attention}, PADDED
-    ),
-    case(
-        "varlen-attention-padded", "packed rows only", {"attention.implementation": Attention.sdpa_by_document}, PADDED
-    ),
-    case(
-        "compiled-layers-by-document",
-        "cannot be compiled as one",
-        {"model.compile_layers": True},
-        {"attention.implementation": Attention.sdpa_by_document},
-    ),
+    case("varlen-attention-padded", "packed rows only", VARLEN, PADDED),
+    case("varlen-attention-padded", "packed rows only", BY_DOCUMENT, PADDED),
+    case("compiled-layers-by-document", "cannot be compiled as one", {"model.compile_layers": True}, BY_DOCUMENT),
     case(
         "selective-without-compiled-blocks",
         "only compiled blocks",
@@ -360,12 +396,7 @@ CASES = [
         {"model.facts.measured": traced(saved={mode: [0, 1, 0, 0, 1, 0] for mode in ("a", "a/tiled")})},
     ),
     case("mlp-tiles-compiled", "fp8 scale of its own", TILED, {**FP8, **COMPILED}),
-    case(
-        "mlp-tiles-units",
-        "after the first tile",
-        TILED,
-        fsdp(Strategy.fsdp, wrap_policy=WrapPolicy.size, wrap_min_num_parameters=1_000_000),
-    ),
+    case("mlp-tiles-units", "after the first tile", TILED, BY_SIZE),
     case("mlp-tiles-units", "first tile", TILED, fsdp(Strategy.fsdp, wrap_classes=["Qwen2DecoderLayer"])),
     case("activation-offload-without-gpu", "no GPU memory", {"activation.offload": True}, ON_CPU),
     # parallelism
@@ -400,13 +431,14 @@ CASES = [
         zero(Strategy.zero2),
     ),
     case("parallelism-setting-ignored", "/disk is not used", {"parallelism.nvme_path": "/disk"}, zero(Strategy.zero3)),
-    case("parallelism-setting-ignored", "4 is not used", {"parallelism.shard_group_size": 4}, fsdp(Strategy.fsdp)),
-    case(
-        "parallelism-setting-ignored",
-        "is not used",
-        {"parallelism.wrap_classes": ["Block"]},
-        fsdp(Strategy.fsdp, wrap_policy=WrapPolicy.size, wrap_min_num_parameters=1_000_000),
+    *(
+        case("parallelism-setting-ignored", "is not used by", {f"parallelism.{name}": value}, zero(Strategy.zero3))
+        for name, value in {"round_robin_gradients": True, "pin_memory": False}.items()
     ),
+    case("parallelism-setting-ignored", "false", {"parallelism.gather_weights_on_save": False}, zero(Strategy.zero2)),
+    case("parallelism-setting-ignored", "4 is not used", {"parallelism.shard_group_size": 4}, fsdp(Strategy.fsdp)),
+    case("parallelism-setting-ignored", "9 is", {"parallelism.wrap_min_num_parameters": 9}, fsdp(Strategy.fsdp)),
+    case("parallelism-setting-ignored", "is not used", {"parallelism.wrap_classes": ["Block"]}, BY_SIZE),
     case(
         "parallelism-setting-ignored",
         "cast is not used in fp32",
@@ -452,11 +484,11 @@ CASES = [
         {"parallelism.wrap_classes": ["LlamaDecoderLayer"]},
         fsdp(Strategy.fsdp),
     ),
-    case("qlora-without-gpu", "on GPUs", {"peft.method": PeftMethod.qlora}, ON_CPU),
+    case("qlora-without-gpu", "on GPUs", QLORA, ON_CPU),
     case(
         "qlora-parameters-on-nvme",
         "DeepSpeed's files",
-        {"peft.method": PeftMethod.qlora},
+        QLORA,
         zero(Strategy.zero3, offload_parameters=Offload.nvme, nvme_path="/disk"),
     ),
     case("launcher-settings-mismatch", "slurm is set", {"launcher.name": LauncherName.slurm}),
@@ -466,7 +498,7 @@ CASES = [
         "adapter-on-output-head",
         "lm_head would never be trained",
         {"peft.target_modules": ["q_proj", "lm_head"]},
-        {"peft.method": PeftMethod.lora},
+        LORA,
     ),
     case(
         "adapter-dropout-on-experts",
@@ -503,14 +535,9 @@ CASES = [
         "adapter-module-unknown",
         "has no q_poj; it has down_proj, embed_tokens, gate_proj",
         {"peft.target_modules": ["q_poj", "self_attn.v_proj"]},
-        {"peft.method": PeftMethod.lora},
+        LORA,
     ),
-    case(
-        "adapter-module-unknown",
-        "has no nonesuch",
-        {"peft.modules_to_save": ["nonesuch", "norm"]},
-        {"peft.method": PeftMethod.lora},
-    ),
+    case("adapter-module-unknown", "has no nonesuch", {"peft.modules_to_save": ["nonesuch", "norm"]}, LORA),
     case(
         "adapter-module-unknown",
         "all-linear is no module; an empty list means every linear layer",
@@ -537,6 +564,7 @@ CASES = [
     ),
     case("adapter-settings-ignored", "method=full", {"peft.target_modules": ["q_proj"]}),
     case("adapter-settings-ignored", "method=full", {"peft.use_dora": True}),
+    case("adapter-settings-ignored", "method=full", {"peft.use_rslora": True}),
     case("adapter-settings-ignored", "method=full", {"peft.target_parameters": EXPERTS}),
     case(
         "adapter-module-refused",
@@ -560,7 +588,7 @@ CASES = [
     case(
         "adapter-on-parameters",
         "over a base in 4 bits",
-        {"peft.method": PeftMethod.qlora},
+        QLORA,
         LORA | {"peft.dropout": 0.0, "peft.target_parameters": EXPERTS},
     ),
     case(
@@ -576,7 +604,7 @@ CASES = [
         LORA
         | {"peft.dropout": 0.0, "model.compile_layers": True, "attention.implementation": Attention.varlen_attention},
     ),
-    case("qlora-random-weights", "has none", {"model.weights": Weights.random}, {"peft.method": PeftMethod.qlora}),
+    case("qlora-random-weights", "has none", {"model.weights": Weights.random}, QLORA),
     case("optimizer-without-gpu", "needs a GPU", {"optimizer.name": OptimizerName.adamw_8bit}, ON_CPU),
     case(
         "optimizer-with-fsdp",
@@ -619,16 +647,16 @@ CASES = [
     case("warm-up-longer-than-run", "100 .*=20", {"schedule.warmup_steps": 100}, {"training.max_steps": 20}),
     case("warm-up-ignored", "no warm-up", {"schedule.warmup_share": 0.1}, {"schedule.name": ScheduleName.constant}),
     # quantized
-    case("quantized-base-in-full", "gptq; name the model without", {"model.name": None, "model.path": "gptq"}),
-    case("quantized-base-in-full", "_4bit, and only an adapter", {"model.name": None, "model.path": "four_bit"}),
-    case("quantized-base-in-full", "mxfp4; name the model without", {"model.name": None, "model.path": "mxfp4"}),
-    case("quantized-base-in-full", "gptq", {"model.name": None, "model.path": "gptq"}, {**FP8, **COMPILED}),
-    case("quantized-base-in-full", "_4bit, and only", {"model.name": None, "model.path": "four_bit"}, FP8 | COMPILED),
-    case("quantized-base-not-trainable", "over mxfp4", {"model.name": None, "model.path": "mxfp4"}, LORA),
-    case("quantized-base-not-trainable", "over gptq", {"model.name": None, "model.path": "gptq"}, LORA),
-    case("quantized-base-not-trainable", "what peft=qlora", {"model.name": None, "model.path": "four_bit"}, LORA),
-    case("quantized-twice", "by bitsandbytes_4bit, .*by gptq", {"model.name": None, "model.path": "gptq"}, QLORA),
-    case("quantized-twice", "is quantized by mxfp4", {"model.name": None, "model.path": "mxfp4"}, QLORA),
+    case("quantized-base-in-full", "gptq; name the model without", folder("gptq")),
+    case("quantized-base-in-full", "_4bit, and only an adapter", folder("four_bit")),
+    case("quantized-base-in-full", "mxfp4; name the model without", folder("mxfp4")),
+    case("quantized-base-in-full", "gptq", folder("gptq"), {**FP8, **COMPILED}),
+    case("quantized-base-in-full", "_4bit, and only", folder("four_bit"), FP8 | COMPILED),
+    case("quantized-base-not-trainable", "over mxfp4", folder("mxfp4"), LORA),
+    case("quantized-base-not-trainable", "over gptq", folder("gptq"), LORA),
+    case("quantized-base-not-trainable", "what peft=qlora", folder("four_bit"), LORA),
+    case("quantized-twice", "by bitsandbytes_4bit, .*by gptq", folder("gptq"), QLORA),
+    case("quantized-twice", "is quantized by mxfp4", folder("mxfp4"), QLORA),
     # running
     case("validation-missing", "none are held out", {"training.evaluate_every_steps": 10}),
     case(
@@ -657,7 +685,10 @@ CASES = [
     case("interval-beyond-run", "500 is beyond", {"training.save_every_steps": 500}, {"training.max_steps": 20}),
     case("resume-not-found", "'atuo' is neither", {"training.resume": "atuo"}),
     case("resume-not-found", "there is no folder", {"training.resume": "outputs/gone"}),
-    case("hub-name-form", "'mymodel' does not have the form", {"training.push_to_hub": "mymodel"}),
+    *(
+        case("hub-name-form", f"'{name}' does not have the form", {"training.push_to_hub": name})
+        for name in ("mymodel", "me/a--b", "me/model.git", "me/modèle")
+    ),
     case("task-file-not-found", "there is no file", {"evaluation.tasks": ["gsm8k", "mine.yaml"]}),
     case("task-file-not-found", "there is no file", {"evaluation.tasks": ["gsm8k", "humaneval@gone.jsonl"]}),
     case("task-named-twice", "gsm8k is named more", {"evaluation.tasks": ["gsm8k", "arc_easy", "gsm8k"]}),

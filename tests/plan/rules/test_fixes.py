@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-import shlex
 from typing import Any
 
 import pytest
-import yaml
 
 from tunebook.config.choices import (
     Attention,
@@ -26,35 +23,14 @@ from tunebook.config.schema import FsdpConfig, ZeroConfig
 from tunebook.plan.rules import check
 
 from ..memory.layers import measured as traced
+from .rule_cases import typed
 
-BY = {
-    "gptq": {"quant_method": "gptq", "bits": 4},
-    "awq": {"quant_method": "awq", "bits": 4},
-    "eight_bit": {"quant_method": "bitsandbytes", "load_in_8bit": True},
-    "four_bit": {"quant_method": "bitsandbytes", "load_in_4bit": True},
-}
+QUANTIZED = ("gptq", "awq", "eight_bit", "four_bit")
 FP8 = {"precision.compute": Compute.fp8}
 LORA, QLORA = ({"peft.method": method} for method in (PeftMethod.lora, PeftMethod.qlora))
 OLD = {"hardware.generation": Generation.volta, "precision.tf32": Switch.disabled}
 ON_CPU = OLD | {"hardware.generation": Generation.cpu}
 FP32_ON_CPU = ON_CPU | {"precision.compute": Compute.fp32, "attention.implementation": Attention.sdpa}
-
-
-@pytest.fixture(autouse=True)
-def quantized_models(tmp_path, monkeypatch):
-    for name, quantized in BY.items():
-        (tmp_path / name).mkdir()
-        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "quantization_config": quantized}
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    (tmp_path / "FOLDER").mkdir()
-    (tmp_path / "FOLDER" / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    monkeypatch.chdir(tmp_path)
-
-
-def typed(fix: str) -> dict[str, Any]:
-    """What the first of a fix's alternatives sets. FOLDER is a model without quantization here."""
-    pairs = [word.split("=", 1) for word in shlex.split(fix.split(" or ")[0])]
-    return {{"peft": "peft.method"}.get(key, key): yaml.safe_load(text) for key, text in pairs}
 
 
 def errors(config) -> dict[str, str]:
@@ -67,7 +43,7 @@ def base(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("place", [{}, FP32_ON_CPU], ids=["gpu", "cpu"])
 @pytest.mark.parametrize("method", list(PeftMethod), ids=lambda method: method.name)
-@pytest.mark.parametrize("name", BY)
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_over_a_quantized_base_every_fix_ends_the_matter(name, method, place, sound, changed):
     config = changed(sound, base(name) | {"peft.method": method} | place)
     is_qlora = method is PeftMethod.qlora

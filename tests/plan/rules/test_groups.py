@@ -138,6 +138,15 @@ CASES = [
         "hsdp-group",
         "parallelism=fsdp parallelism.shard_group_size=null",
     ),
+    *(
+        (
+            recipe,
+            (*ON_8, "precision=bf16", f"parallelism.strategy={strategy}"),
+            "strategy-settings-mismatch",
+            f"parallelism={strategy}",
+        )
+        for recipe, strategy in (("llama31_8b_tools", "zero3"), ("llama3_8b_fp8", "zero2"), ("qwen3b_zero2", "fsdp"))
+    ),
     ("llama3_8b_fp8", (*ON_8, "optimizer.name=adamw_8bit"), "optimizer-with-fsdp", "optimizer.name=adamw"),
     ("quickstart", ("precision.fp8_scaling=rowwise",), "fp8-scaling-ignored", "precision.fp8_scaling=tensorwise"),
     (

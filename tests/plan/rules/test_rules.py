@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import shlex
-from typing import Any
 
 import pytest
-import yaml
 
 from tunebook.config import schema
 from tunebook.config.choices import (
@@ -27,7 +24,6 @@ from tunebook.config.compose import parse_overrides
 from tunebook.config.ranges import RANGES
 from tunebook.config.schema import (
     FsdpConfig,
-    LauncherConfig,
     ParallelismConfig,
     SlurmConfig,
     ZeroConfig,
@@ -37,62 +33,25 @@ from tunebook.plan.auto import resolve
 from tunebook.plan.rules import (
     RULES,
     check,
-    numbers,
     refuse_before_tracing,
 )
+from tunebook.plan.rules.frame import read_key
 
 from ..memory.layers import measured as traced
-from .rule_cases import CASES, DDP, IN_TOKENS, LEAKING, ON_1, PADDED_DDP, SLURM, fsdp
-
-# What the config.json of some models says, each in a folder of this name.
-MODELS = {
-    "masked": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
-    "images": {
-        "model_type": "mistral3",
-        "architectures": ["Mistral3ForConditionalGeneration"],
-        "text_config": {"model_type": "mistral"},
-    },
-    "gptq": {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
-    "four_bit": {"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-    "mxfp4": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
-}
-
-# The fix of these chooses another group, whose file is Hydra's to load: here, what that file makes of the group.
-GROUP_CHOICES = {
-    "parallelism=single": ("parallelism", ParallelismConfig(strategy=Strategy.single)),
-    "parallelism=ddp": ("parallelism", ParallelismConfig(strategy=Strategy.ddp)),
-    "parallelism=zero2": ("parallelism", ZeroConfig(strategy=Strategy.zero2)),
-    "parallelism=zero3": ("parallelism", ZeroConfig(strategy=Strategy.zero3)),
-    "parallelism=fsdp": ("parallelism", FsdpConfig(strategy=Strategy.fsdp)),
-    "parallelism=fsdp_grad_op": ("parallelism", FsdpConfig(strategy=Strategy.fsdp_grad_op)),
-    "parallelism=fsdp_offload": ("parallelism", FsdpConfig(strategy=Strategy.fsdp, offload_parameters=Offload.cpu)),
-    "launcher=slurm": ("launcher", SlurmConfig(name=LauncherName.slurm)),
-    "launcher=local": ("launcher", LauncherConfig(name=LauncherName.local)),
-    "model.facts=null": ("model.facts", None),
-    "peft=lora": ("peft.method", PeftMethod.lora),
-    "peft=qlora": ("peft.method", PeftMethod.qlora),
-}
-
-
-@pytest.fixture(autouse=True)
-def in_a_folder_with_models(tmp_path, monkeypatch):
-    for name, config in MODELS.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    monkeypatch.chdir(tmp_path)
-
-
-def typed(fix: str) -> dict[str, Any]:
-    """The values that the first of a fix's alternatives would set when typed."""
-    found: dict[str, Any] = {}
-    for word in shlex.split(fix.split(" or ")[0]):
-        if word in GROUP_CHOICES:
-            key, value = GROUP_CHOICES[word]
-        else:
-            key, text = word.split("=", 1)
-            value = yaml.safe_load(text)
-        found[key] = float(value) if key == "optimizer.learning_rate" else value
-    return found
+from .rule_cases import (
+    CASES,
+    DDP,
+    IN_TOKENS,
+    LEAKING,
+    MEASURED,
+    ON_1,
+    PADDED,
+    PADDED_DDP,
+    SHARED_ROWS,
+    SLURM,
+    fsdp,
+    typed,
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.id}:{case.match[:30]}")
@@ -149,7 +108,7 @@ def test_no_two_rules_share_an_id():
     assert all(re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", id) for id in ids)
 
 
-@pytest.mark.parametrize("limit", ["17", "16:01", "0:17:00", "0-1", "0", None])
+@pytest.mark.parametrize("limit", ["17", "16:01", "0:17:00", "0:0:1020", "0-1", "0-100", "0", None])
 def test_a_time_limit_that_holds_start_warning_and_its_minute_is_sound(limit, sound, changed):
     assert check(changed(sound, SLURM | {"launcher.time_limit": limit})) == []  # 600 + 300 + 60 s, and Slurm rounds up
 
@@ -188,6 +147,7 @@ def test_warnings_are_the_ones_a_run_can_live_with():
     assert {rule.id for rule in RULES if not rule.is_error} == {
         "adapter-settings-ignored",
         "length-beyond-config",
+        "model-revision-ignored",
         "optimizer-settings-ignored",
         "dataset-field-ignored",
         "evaluation-never-runs",
@@ -241,7 +201,7 @@ def test_rules_survive_whatever_composes(sound, changed):
         config = changed(sound, {"parallelism": groups[number % len(groups)]})
         for key in chance.sample(keys, 30):
             parent, name = key.rsplit(".", 1)
-            setattr(numbers.read_key(config, parent), name, chance.choice([0, -1, 1, 3, 10**12]))
+            setattr(read_key(config, parent), name, chance.choice([0, -1, 1, 3, 10**12]))
         config.packing.mode = chance.choice(list(PackingMode))
         config.hardware.generation = chance.choice(list(Generation))
         assert check(config)
@@ -412,3 +372,11 @@ def test_a_strategy_is_offered_where_it_knows_what_is_typed(sound, changed):
     assert fix_of(plain, "offload-not-possible").endswith("=cpu or parallelism=zero3_nvme parallelism.nvme_path=FOLDER")
     grouped = changed(sound, fsdp(Strategy.hsdp, shard_group_size=2) | to_nvme)
     assert fix_of(grouped, "offload-not-possible") == "parallelism.offload_parameters=cpu"
+
+
+def test_a_kernel_that_shares_rows_is_offered_where_the_model_has_it(sound, changed):
+    padded = SHARED_ROWS | PADDED | {"attention.implementation": Attention.sdpa}
+    fix = "parallelism.sequence_group_size=1"
+    assert fix_of(changed(sound, padded), "sequence-group-attention").endswith(f" packing.mode=isolated or {fix}")
+    lacks = changed(sound, padded | {"model.facts.measured": MEASURED})
+    assert fix_of(lacks, "sequence-group-attention") == fix

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,15 +21,14 @@ from tunebook.config.choices import (
     PeftMethod,
     Strategy,
 )
-from tunebook.config.compose import compose
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.packing import Lengths
 from tunebook.data.synthetic import generate
-from tunebook.hardware.detect import Machine
 from tunebook.model.flops import flops_per_token, recomputed_flops_per_token
-from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.speed.throughput import TimePlan, plan_time, tokens_of_the_run
+
+from ..plans import resolved
 
 H200 = ("hardware=hopper", "hardware.memory_gib=139.8")
 FLASH4 = ("attention=flash_attention_4", "activation=stored", "packing.row_length=4096", "training.micro_batch_size=2")
@@ -41,12 +39,6 @@ LONG_ROWS = {"packing__row_length": 16384, "training__micro_batch_size": 1}
 COMPUTED_AGAIN = {"activation__checkpointing": Checkpointing.selective}
 TRL_HEAD = {"model__one_pass_head": False}
 SLICE = ("model.facts.num_layers=12", "model.facts.num_parameters=1236000000", "model.liger_kernel=false")
-
-
-@cache
-def resolved(recipe: str, *words: str) -> RunConfig:
-    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
-    return resolve_auto(compose(recipe, [*words], []).config, machine).config
 
 
 def changed(config: RunConfig, values: dict[str, Any]) -> RunConfig:

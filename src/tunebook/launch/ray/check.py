@@ -16,7 +16,7 @@ from typing import Any
 
 from tunebook.config.book import book_root
 from tunebook.config.choices import Generation
-from tunebook.config.schema import RayConfig, RunConfig
+from tunebook.config.schema import RayConfig, RunConfig, world_size
 from tunebook.errors import Problem, RequestError, RulesError, TunebookError, first_line
 from tunebook.hardware.image import read_image
 from tunebook.processes import ask
@@ -112,7 +112,7 @@ def worker_resources(config: RunConfig) -> dict[str, float]:
 
 
 def _check_size(config: RunConfig, resources: dict[str, float], subject: str) -> None:
-    count = config.hardware.num_nodes * (config.hardware.gpus_per_node or 1)
+    count = world_size(config)
     for name, each in worker_resources(config).items():
         has = resources.get(name, 0.0)
         if has < count * each:

@@ -11,31 +11,34 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 from enum import Enum
+from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from omegaconf import OmegaConf
 
 from tunebook.config.choices import (
     Checkpointing,
     Compute,
     Generation,
-    Offload,
     OptimizerName,
     PackingMode,
     PeftMethod,
-    Strategy,
 )
-from tunebook.config.frozen import PARALLELISM_SCHEMAS
-from tunebook.config.schema import CHOICE_SCHEMAS, ParallelismConfig, RunConfig, ZeroConfig, world_size
+from tunebook.config.recipe_files import choice_schema, choice_values
+from tunebook.config.schema import CHOICE_SCHEMAS, ParallelismConfig, RunConfig, world_size
 from tunebook.errors import Problem
 from tunebook.facts.architectures import VARLEN_ARCHITECTURES
-from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE, OptimizerFacts
-from tunebook.facts.strategies import COPIED, DIVIDED, OFFLOADING_OPTIMIZER, UNDECIDED
+from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE
+from tunebook.facts.strategies import COPIED, DIVIDED, UNDECIDED
 from tunebook.model.parameters import known_facts
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.draft import Draft, draft_run
 from tunebook.plan.longest import TILE_TOKENS, tiles_pay
 from tunebook.plan.memory import estimate_memory
+from tunebook.plan.rules.optimizing import optimizer_offloaded, optimizer_with_fsdp, optimizer_with_zero
+from tunebook.plan.rules.precision import fp8_with_adapters, fp8_with_deepspeed
 from tunebook.plan.speed.measured_speed import RECOMPUTED_SPEED, SELECTIVE, STORED_SPEED, rate_on_8, relative_speed
 
 MAX_CHANGES = 3
@@ -146,11 +149,9 @@ _OTHER_LEARNING = (
     Change(("peft=qlora",), note="trains an adapter of the model in 4 bits", changes_learning=True),
 )
 _ADAPTERS = _OTHER_LEARNING[1:]
-# See the rules optimizer-with-fsdp, -with-zero and -offloaded, fp8-with-deepspeed and fp8-with-adapters.
-_OFFLOADED_OVERRIDES = {word for change in _OFFLOADED for word in change.overrides}
-_NEED_PLAIN_ADAMW = {"parallelism=fsdp"} | _OFFLOADED_OVERRIDES
-_ZERO_OVERRIDES = {f"parallelism={name}" for name in ("zero2", "zero3", "zero2_offload", "zero3_offload")}
-_REFUSE_FP8 = _ZERO_OVERRIDES | {word for change in _ADAPTERS for word in change.overrides}
+# The rules against optimizers that a change would need AdamW for, and against fp8 where it would need bf16.
+_AGAINST_OPTIMIZERS = (optimizer_with_fsdp, optimizer_with_zero, optimizer_offloaded)
+_AGAINST_FP8 = (fp8_with_deepspeed, fp8_with_adapters)
 # Strategies that divide the frozen weights: the fastest one, and one with host memory. Each try takes a third of a
 # second.
 _WITH_ADAPTERS = (("parallelism=fsdp",), ("parallelism=fsdp_offload",))
@@ -164,6 +165,7 @@ _WITHOUT_STATES = {
     "training.micro_batch_size",
     _GROUP,
 }
+_JUDGED_ALWAYS = {"optimizer", "optimizer.name", "precision", "precision.compute"}
 _WITH_OWN_KEYS = {place.partition("/")[0] for place in CHOICE_SCHEMAS}  # groups with a choice that has its own keys
 
 
@@ -204,21 +206,13 @@ def _exceeds_by_states(change: Change, asked: Draft, overrides: list[str]) -> bo
     more may peak when other states are present, and then needs even more.
     """
     assert asked.machine is not None and asked.composition is not None
-    config = asked.composition.config
     is_tuned = any(word.startswith("parallelism.") for word in overrides)
     is_tuned = is_tuned or any("parallelism" in recipe.body for recipe in asked.composition.origins.recipes)
     is_adapted = any(word.startswith("peft") for word in overrides)
-    for key, _, value in (word.partition("=") for word in change.overrides):
-        if key == "parallelism" and not is_tuned and (settings := _settings(value)) is not None:
-            config = replace(config, parallelism=settings)
-        elif key in ("optimizer", "optimizer.name"):
-            config = replace(config, optimizer=replace(config.optimizer, name=OptimizerName[value]))
-        elif key == "peft" and not is_adapted:
-            config = replace(config, peft=replace(config.peft, method=PeftMethod[value]))
-        elif key in ("precision", "precision.compute"):
-            config = replace(config, precision=replace(config.precision, compute=Compute[value]))
-        elif key not in _WITHOUT_STATES:
-            return False
+    judged = {*_WITHOUT_STATES, *_JUDGED_ALWAYS, *["parallelism"] * (not is_tuned), *["peft"] * (not is_adapted)}
+    if not {word.partition("=")[0] for word in change.overrides} <= judged:
+        return False
+    config = _with_choices(change, asked.composition.config)
     if asked.resolution is not None:  # adapters have other traces of the layers, which their states do not need
         config = replace(config, model=replace(config.model, facts=asked.resolution.config.model.facts))
     resolved = resolve_auto(config, asked.machine).config
@@ -226,13 +220,28 @@ def _exceeds_by_states(change: Change, asked: Draft, overrides: list[str]) -> bo
     return facts is not None and capacity is not None and estimate_memory(resolved, facts).states_gib > capacity
 
 
-def _settings(name: str) -> ParallelismConfig | None:
-    """The settings of a strategy's file that decide about its states; None if few states stay on the GPUs."""
-    if name == "zero2_offload":
-        return ZeroConfig(strategy=OFFLOADING_OPTIMIZER, offload_optimizer=Offload.cpu)
-    if name not in Strategy.__members__:
-        return None
-    return PARALLELISM_SCHEMAS[Strategy[name]](strategy=Strategy[name])
+def _with_choices(change: Change, config: RunConfig) -> RunConfig:
+    """A configuration with the strategy, optimizer, method and number format of a change, without composing it."""
+    for key, _, value in (word.partition("=") for word in change.overrides):
+        if key == "parallelism":
+            config = replace(config, parallelism=_settings_of(value))
+        elif key in ("optimizer", "optimizer.name"):
+            config = replace(config, optimizer=replace(config.optimizer, name=OptimizerName[value]))
+        elif key == "peft":
+            config = replace(config, peft=replace(config.peft, method=PeftMethod[value]))
+        elif key in ("precision", "precision.compute"):
+            config = replace(config, precision=replace(config.precision, compute=Compute[value]))
+    return config
+
+
+@cache
+def _settings_of(choice: str) -> ParallelismConfig:
+    """The settings of a strategy's file."""
+    kind = choice_schema("parallelism", choice)
+    schema = ParallelismConfig if kind is None else CHOICE_SCHEMAS[f"parallelism/{kind}"]
+    settings: Any = OmegaConf.merge(OmegaConf.structured(schema), choice_values("parallelism", choice))
+    found: Any = OmegaConf.to_object(settings)
+    return cast(ParallelismConfig, found)
 
 
 def _only_adds_savings(change: Change, refused: Change) -> bool:
@@ -381,22 +390,14 @@ def _with_effective_optimizer(change: Change, draft: Draft) -> Change:
 
 def _as_rules_allow(change: Change, draft: Draft, config: RunConfig) -> Change:
     """Add AdamW if the optimizer conflicts with the change, and bf16 if fp8 conflicts with it."""
-    overrides = set(change.overrides)
-    if _refuses_optimizer(overrides, OPTIMIZERS[config.optimizer.name]):
+    changed = _with_choices(change, config)
+    if changed.optimizer is config.optimizer and any(rule.find(changed) for rule in _AGAINST_OPTIMIZERS):
         adamw = (_to_type("optimizer", "name", RUNS_EVERYWHERE, draft),)
         change = _combined(change, Change(adamw, 1.0, **_effect_of_adamw(config.optimizer.name)))
-    if config.precision.compute is Compute.fp8 and overrides & _REFUSE_FP8:
+    if any(rule.find(changed) for rule in _AGAINST_FP8):
         bf16 = (_to_type("precision", "compute", Compute.bf16, draft),)
         change = _combined(change, Change(bf16, note="computes in bf16 instead of fp8: more exactly"))
     return change
-
-
-def _refuses_optimizer(overrides: set[str], facts: OptimizerFacts) -> bool:
-    """Whether the rules optimizer-with-fsdp, -with-zero or -offloaded refuse the change."""
-    refused = set() if facts.takes_dtensors else _NEED_PLAIN_ADAMW
-    refused = refused if facts.can_be_offloaded else refused | _OFFLOADED_OVERRIDES
-    refused = refused if facts.takes_flat_pieces else refused | _ZERO_OVERRIDES
-    return bool(overrides & refused)
 
 
 def _effect_of_adamw(name: OptimizerName) -> dict[str, Any]:

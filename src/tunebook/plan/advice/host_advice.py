@@ -11,14 +11,15 @@ from dataclasses import replace
 
 from tunebook.config.choices import Checkpointing, Offload, PeftMethod
 from tunebook.config.model_facts import ModelFacts
-from tunebook.config.schema import FsdpConfig, ParallelismConfig, RunConfig, ZeroConfig
+from tunebook.config.schema import FsdpConfig, ParallelismConfig, RunConfig, ZeroConfig, world_size
+from tunebook.data.batch import BatchPlan
 from tunebook.facts.optimizers import OPTIMIZERS
+from tunebook.facts.sharing import offloaded_states
 from tunebook.facts.strategies import ALONE, OFFLOADING_ALL, SPARING_THE_HOST
 from tunebook.plan.memory import GIB, estimate_memory
 from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.memory.host import HostBytes, host_bytes, offloaded_activation_bytes, offloaded_bytes
 from tunebook.plan.memory.states import paged_bytes
-from tunebook.plan.memory.work import is_recomputed
 from tunebook.plan.rules import check
 
 MAX_CHANGES = 3
@@ -29,8 +30,7 @@ _MAX_DOUBLINGS = 3  # most doublings of nodes and halvings of GPUs per node; mor
 
 def estimate_host(config: RunConfig, facts: ModelFacts) -> HostBytes:
     """Estimate a resolved configuration's host memory."""
-    tensors = estimate_memory(config, facts).total_gib * GIB
-    return host_bytes(config, facts, tensors=tensors, is_recomputed=is_recomputed(config))
+    return host_bytes(config, facts, tensors=estimate_memory(config, facts).total_gib * GIB)
 
 
 def host_advice(config: RunConfig, facts: ModelFacts, capacity: float, otherwise: str = _SET_ACTUAL_MEMORY) -> str:
@@ -42,7 +42,7 @@ def host_advice(config: RunConfig, facts: ModelFacts, capacity: float, otherwise
     less: list[tuple[str, HostBytes]] = []
     for words, changed in _remedies(config, facts, capacity):
         found = estimate_host(changed, facts)
-        if found.peak < asked.peak and _can_run(changed):
+        if found.peak < asked.peak and can_run(changed):
             less.append((words, found))
     enough = [one for one in less if one[1].peak <= capacity * GIB]
     named = " or ".join(f"{words} ({found.peak / GIB:,.1f} GiB)" for words, found in enough[:MAX_CHANGES])
@@ -57,12 +57,13 @@ def host_advice(config: RunConfig, facts: ModelFacts, capacity: float, otherwise
 def _largest_part(config: RunConfig, facts: ModelFacts, asked: HostBytes) -> str:
     """The largest part at the peak, with the keys that cause it."""
     ranks = config.hardware.gpus_per_node or 1
-    kept = offloaded_activation_bytes(config, facts, is_recomputed=is_recomputed(config))
+    kept = offloaded_activation_bytes(config, facts)
+    places = " ".join(f"parallelism.{key}={place.name}" for key, place in offloaded_states(config).items())
     by_part = {
         "the processes, one for each GPU": asked.processes,
         "activations (activation.offload=true)": ranks * kept,
         f"pages of the optimizer (optimizer={config.optimizer.name.name})": ranks * paged_bytes(config, facts),
-        f"offloaded states ({_offload_text(_offloaded(config))})": ranks * offloaded_bytes(config, facts).host,
+        f"offloaded states ({places})": ranks * offloaded_bytes(config, facts).host,
         "the model while it is saved": asked.saving,
     }
     if asked.loading > asked.training + asked.offload + asked.saving:
@@ -71,20 +72,9 @@ def _largest_part(config: RunConfig, facts: ModelFacts, asked: HostBytes) -> str
     return f"the largest part, {by_part[largest] / GIB:,.1f} GiB, is {largest}"
 
 
-def _offloaded(config: RunConfig) -> dict[str, Offload]:
-    """Offloaded states of the strategy, and where they are."""
-    keys = ("offload_optimizer", "offload_parameters")
-    places = {key: getattr(config.parallelism, key, Offload.none) for key in keys}
-    return {key: place for key, place in places.items() if place is not Offload.none}
-
-
-def _offload_text(places: dict[str, Offload]) -> str:
-    return " ".join(f"parallelism.{key}={place.name}" for key, place in places.items())
-
-
-def _can_run(config: RunConfig) -> bool:
+def can_run(config: RunConfig, batch: BatchPlan | None = None) -> bool:
     """Whether no rule refuses it and the GPUs may hold it."""
-    return plan_memory(config).fits is not False and not any(problem.is_error for problem in check(config))
+    return plan_memory(config, batch).fits is not False and not any(problem.is_error for problem in check(config))
 
 
 def _remedies(config: RunConfig, facts: ModelFacts, capacity: float) -> Iterator[_Remedy]:
@@ -110,11 +100,10 @@ def _strategies(config: RunConfig) -> Iterator[_Remedy]:
 
     Offloading may come from the strategy's file or from an override, which would undo the change: `without` names it.
     """
-    places = _offloaded(config)
+    places = offloaded_states(config)
     without = f" without {', '.join(f'parallelism.{key}' for key in places)}" if places else ""
-    is_alone = (config.hardware.gpus_per_node or 1) * config.hardware.num_nodes == 1
     alone, divided = ParallelismConfig(strategy=ALONE), FsdpConfig(strategy=SPARING_THE_HOST)
-    on_gpus = alone if is_alone else divided
+    on_gpus = alone if world_size(config) == 1 else divided
     words = f"parallelism={on_gpus.strategy.name}{without}"
     yield words, replace(config, parallelism=on_gpus)
     if places:

@@ -19,7 +19,7 @@ import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tunebook.config.choices import Checkpointing, Compute, PeftMethod, Strategy, Switch
+from tunebook.config.choices import PeftMethod, Strategy, Switch
 from tunebook.config.frozen import PARALLELISM_SCHEMAS
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig, starts_elsewhere
 from tunebook.data.batch import BatchPlan, solve_batch
@@ -29,8 +29,10 @@ from tunebook.facts.peaks import peak_of
 from tunebook.facts.strategies import KEEPING_AND_GATHERING, STRATEGIES, Engine, strategy_facts
 from tunebook.hardware.bandwidth import ALL_GATHER, ALL_REDUCE, Bandwidth, recall
 from tunebook.hardware.detect import Machine
+from tunebook.plan.advice.host_advice import can_run
 from tunebook.plan.memory.gpu import plan_memory
-from tunebook.plan.rules import check
+from tunebook.plan.memory.states import bytes_per_compute_value
+from tunebook.plan.memory.work import is_recomputed
 
 _GB, _TERA = 1e9, 1e12
 
@@ -147,20 +149,19 @@ def costs_of(config: RunConfig, batch: BatchPlan, bandwidth: Bandwidth, gpu_name
     assert facts is not None
     uses_tf32 = config.precision.tf32 is Switch.enabled
     peak = peak_of(config.hardware.generation, compute, gpu_name=gpu_name, uses_tf32=uses_tf32)
-    element_bytes = 4 if compute is Compute.fp32 else 2
+    element_bytes = bytes_per_compute_value(config)
     layer_bytes = facts.num_parameters / facts.num_layers * element_bytes
     speed = _speed_at(bandwidth, layer_bytes)
     if peak is None or speed is None:
         return None
     trains_all = config.peft.method is PeftMethod.full
-    again = 2 if config.activation.checkpointing is Checkpointing.enabled else 0
     return Costs(
         num_parameters=facts.num_parameters,
         element_bytes=element_bytes,
         num_gpus=batch.world_size,
         tokens_per_pass=batch.micro_batch_size * _tokens_per_row(config, batch) // batch.sequence_group_size,
         passes_per_step=batch.accumulation or 1,
-        operations_per_token=(6 if trains_all else 4) + again,
+        operations_per_token=(6 if trains_all else 4) + (2 if is_recomputed(config) else 0),
         trains_all=trains_all,
         is_fsdp=isinstance(config.parallelism, FsdpConfig),
         peak_tflops=peak.tflops,
@@ -289,7 +290,7 @@ def _can_run(config: RunConfig) -> bool:
         batch = solve_batch(config, None)
     except RequestError:
         return False
-    return plan_memory(config, batch).fits is not False and not any(problem.is_error for problem in check(config))
+    return can_run(config, batch)
 
 
 def slow_links(config: RunConfig, batch: BatchPlan, machine: Machine) -> list[Problem]:

@@ -230,21 +230,17 @@ def _refusal(config_file: Path, answer: dict[str, Any], trust_remote_code: bool)
             "name a causal language model, one that only continues a text",
             problem_id="model-not-causal",
         )
+    text = (
+        f"no model can be built with these sizes ({reason[0]}); correct the file, or download or copy the model again"
+    )
     if answer["error"] == "code-absent":
         own = ", or set model.trust_remote_code=false: transformers has a model of this kind itself"
-        return RequestError(
-            f"{config_file}: auto_map names code of the model's own that is not in this folder: {reason[0]}; copy it "
-            f"there, or download the whole model{own if answer.get('is_known') else ''}",
-            problem_id="model-config",
+        text = (
+            f"auto_map names code of the model's own that is not in this folder: {reason[0]}; copy it there, or "
+            f"download the whole model{own if answer.get('is_known') else ''}"
         )
-    if answer["error"] == "cut-off":
-        return RequestError(
-            f"{config_file}: its layers could not be traced ({reason[0]}); try again with 2 GiB of memory free, or "
-            "state model.facts",
-            problem_id="model-config",
+    elif answer["error"] == "cut-off":
+        text = (
+            f"its layers could not be traced ({reason[0]}); try again with 2 GiB of memory free, or state model.facts"
         )
-    return RequestError(
-        f"{config_file}: no model can be built with these sizes ({reason[0]}); correct the file, or download or copy "
-        "the model again",
-        problem_id="model-config",
-    )
+    return RequestError(f"{config_file}: {text}", problem_id="model-config")

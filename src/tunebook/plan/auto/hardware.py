@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tunebook.config.choices import Generation, LauncherName
+from tunebook.config.ranges import MOST_GPUS_PER_NODE
 from tunebook.config.schema import RunConfig
 from tunebook.facts.generations import GENERATIONS
 from tunebook.facts.strategies import UNDECIDED, strategy_facts
@@ -94,8 +95,9 @@ def _gpus_per_node(config: RunConfig, machine: Machine) -> tuple[int, str]:
     if config.recipe is None and reference.gpus_per_node == 1:
         return 1, "no setting asks for more; hardware.gpus_per_node=8 plans for 8"
     unit = "ranks" if hardware.generation is Generation.cpu else "GPUs"
-    # The range rule refuses a value below 1; the derived value must not be refused as well.
-    return max(1, reference.gpus_per_node), f"{unit} of {_reference(config)}"
+    # The range rule refuses a value outside; the derived value must not be refused as well.
+    number = min(max(1, reference.gpus_per_node), MOST_GPUS_PER_NODE)
+    return number, f"{unit} of {_reference(config)}"
 
 
 def _memory_gib(config: RunConfig, machine: Machine) -> tuple[float | None, str]:

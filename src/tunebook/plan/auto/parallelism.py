@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from tunebook.config.choices import Checkpointing, Generation, Strategy
 from tunebook.config.frozen import PARALLELISM_SCHEMAS
-from tunebook.config.schema import ParallelismConfig, RunConfig
+from tunebook.config.schema import ParallelismConfig, RunConfig, world_size
 from tunebook.facts.strategies import (
     ALONE,
     COPIED,
@@ -24,7 +24,6 @@ from tunebook.model.parameters import known_facts
 from tunebook.plan.auto.decisions import Decisions
 from tunebook.plan.auto.passes import SHORT_ROW_TOKENS
 from tunebook.plan.memory import USABLE_SHARE, estimate_memory, fits_into, gib_text
-from tunebook.plan.memory.states import num_ranks
 from tunebook.plan.rules import check
 
 DecidePasses = Callable[[Decisions], None]
@@ -82,7 +81,7 @@ def _settings(config: RunConfig, strategy: Strategy) -> ParallelismConfig:
 
 def _strategy(config: RunConfig, decide_passes: DecidePasses) -> tuple[Strategy, str]:
     is_on_cpu = config.hardware.generation is Generation.cpu
-    if num_ranks(config) == 1:
+    if world_size(config) == 1:
         return ALONE, "one process on the CPU" if is_on_cpu else "one GPU has nothing to divide"
     if is_on_cpu:
         return COPIED, "several ranks on a CPU, where FSDP does not run"

@@ -15,13 +15,12 @@ from tunebook.config.choices import (
     PackingMode,
     PeftMethod,
 )
-from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig, data_ranks
 from tunebook.facts.attention import ATTENTIONS, attention_facts
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import known_facts
 from tunebook.plan.auto.decisions import Decisions
-from tunebook.plan.memory import USABLE_SHARE, estimate_memory, fits_into, gib_text
+from tunebook.plan.memory import USABLE_SHARE, estimate_memory, fits_into, gib_text, tensors_fit
 
 # Compiled blocks spend less time between matrix products, and a longer row makes the products larger. Qwen2.5-3B on one
 # H200 had 25,079 tokens/s in rows of 8,192 and 27,062 in rows of 16,384 (h200x4_speed.jsonl). With norms and activation
@@ -137,16 +136,8 @@ def _divides_token_budget(config: RunConfig, row: int) -> bool:
 
 
 def _fits(config: RunConfig, row: int, checkpointing: Checkpointing) -> bool:
-    facts, memory = known_facts(config), config.hardware.memory_gib
-    if facts is None or memory is None:
-        return False
     longer = replace(config, packing=replace(config.packing, row_length=row))
-    return _fits_with(longer, facts, memory, checkpointing)
-
-
-def _fits_with(config: RunConfig, facts: ModelFacts, memory: float, checkpointing: Checkpointing) -> bool:
-    tensors = estimate_memory(config, facts, checkpointing=checkpointing).total_gib
-    return fits_into(config, tensors, memory)
+    return tensors_fit(longer, checkpointing=checkpointing) is True
 
 
 def _micro_batch_size(config: RunConfig) -> tuple[int | None, str]:
@@ -179,7 +170,7 @@ def _checkpointing(config: RunConfig) -> tuple[Checkpointing, str]:
         return Checkpointing.disabled, f"estimated {parts} fit into {there}, and it is faster"
     if estimate.total_gib <= memory * USABLE_SHARE:
         there = f"{memory:g} GiB, of which CUDA and unusable pieces take a part"
-    if _may_recompute_parts(config) and _fits_with(config, facts, memory, Checkpointing.selective):
+    if _may_recompute_parts(config) and tensors_fit(config, checkpointing=Checkpointing.selective):
         again = estimate_memory(config, facts, checkpointing=Checkpointing.selective)
         left = gib_text(again.buffers_gib + again.activations_gib)
         does = f"with norms and activation functions recomputed {left} of the latter do"

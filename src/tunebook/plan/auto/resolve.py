@@ -42,7 +42,8 @@ from tunebook.plan.auto.passes import decide_passes
 from tunebook.plan.memory.kept import number_format_of
 from tunebook.plan.rules import refuse_before_tracing
 from tunebook.plan.rules.attention import leaks
-from tunebook.plan.rules.numbers import read_key, refuse_absurd
+from tunebook.plan.rules.frame import read_key
+from tunebook.plan.rules.numbers import refuse_absurd
 from tunebook.train.packages import installed_version, missing_state_kernels
 from tunebook.train.requirements import hardware_problem
 
@@ -69,6 +70,11 @@ class Resolution:
     problem: Problem | None = None  # why it cannot run here; None if it can
     host_memory_gib: float | None = None  # of one node; None: unknown
 
+    def choice(self, key: str) -> Choice:
+        """The choice at a key."""
+        (found,) = [choice for choice in self.choices if choice.key == key]
+        return found
+
     @property
     def why_not_runnable(self) -> str:
         """Why it cannot run here and what to type instead; empty if it can run."""
@@ -84,7 +90,8 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     """
     refuse_absurd(config)
     resolution = _resolve(config, machine)
-    if not _compiles_by_auto(resolution):
+    compiling = resolution.choice(COMPILING)
+    if not compiling.value or compiling.why == AS_ASKED:
         return resolution
     # The time to save depends on the rows, which depend on whether blocks are compiled: both ways are resolved.
     not_compiled = _resolve(config, machine, why_not_compiled=_NOT_COMPARED)
@@ -93,11 +100,6 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
         return resolution
     choices = [replace(one, why=why) if one.why == _NOT_COMPARED else one for one in not_compiled.choices]
     return replace(not_compiled, choices=choices)
-
-
-def _compiles_by_auto(resolution: Resolution) -> bool:
-    (choice,) = [one for one in resolution.choices if one.key == COMPILING]
-    return choice.value is True and choice.why != AS_ASKED
 
 
 def _resolve(config: RunConfig, machine: Machine, *, why_not_compiled: str | None = None) -> Resolution:

@@ -21,7 +21,7 @@ from tunebook.config.choices import Checkpointing, PackingMode
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig, data_ranks
 from tunebook.data.mean_length import longest_document
-from tunebook.model.parameters import adapts_parameters, has_dora, lacks_traces
+from tunebook.model.parameters import adapts_parameters, has_dora, known_facts, lacks_traces
 from tunebook.plan.memory.ledger import Kind
 from tunebook.plan.memory.overhead import overhead_bytes
 from tunebook.plan.memory.rows import step_ledger
@@ -91,6 +91,14 @@ def fits_into(config: RunConfig, tensors_gib: float, memory_gib: float) -> bool:
     """Whether a peak of tensors plus the overhead fits into the memory, with the reserve of `USABLE_SHARE`."""
     besides = overhead_bytes(config, tensors_gib * GIB) / GIB
     return tensors_gib <= memory_gib * USABLE_SHARE and tensors_gib + besides <= memory_gib
+
+
+def tensors_fit(config: RunConfig, *, checkpointing: Checkpointing | None = None) -> bool | None:
+    """Whether the estimated tensors fit into a GPU; None if its memory or the model's size is unknown."""
+    facts, memory = known_facts(config), config.hardware.memory_gib
+    if facts is None or memory is None:
+        return None
+    return fits_into(config, estimate_memory(config, facts, checkpointing=checkpointing).total_gib, memory)
 
 
 def gib_text(value: float) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
 
 from tunebook.config.choices import Generation
 from tunebook.config.schema import RunConfig
@@ -19,10 +18,6 @@ from tunebook.model.parameters import known_facts
 from tunebook.plan.memory import GIB, USABLE_SHARE, Estimate, estimate_memory, gib_text, unknown_size
 from tunebook.plan.memory.overhead import overhead_bytes
 from tunebook.record.measurement import Measurement, recall_measurement
-
-if TYPE_CHECKING:
-    from tunebook.record.measurement import Measurement
-
 
 _NOT_KNOWN = "whether it fits is not known"
 # Rows may be shorter than planned and the estimate too high. Refuse only above this multiple of the memory.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from tunebook.config.choices import Checkpointing, Generation, MasterWeights, Offload, PeftMethod, Weights
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
-from tunebook.facts.sharing import Sharing, sharing_of, stays_whole
+from tunebook.facts.sharing import Sharing, offloaded_states, sharing_of, stays_whole
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters, largest_parameter
 from tunebook.parallel.deepspeed import nvme_bytes
@@ -26,6 +26,7 @@ from tunebook.plan.memory.kept import inputs_of_layers, kept_by_layers, kept_by_
 from tunebook.plan.memory.overhead import PROCESS_BYTES
 from tunebook.plan.memory.sharding import cast_copies_bytes
 from tunebook.plan.memory.states import bytes_per_weight, paged_bytes, shard_counts, state_bytes_with_offloaded
+from tunebook.plan.memory.work import is_recomputed
 
 # Assumed: a GPU process, whose CUDA build has larger libraries and page-locked buffers.
 GPU_PROCESS_BYTES = 2 * 2**30
@@ -60,41 +61,39 @@ class Offloaded:
     nvme: float = 0.0
 
 
-def host_bytes(config: RunConfig, facts: ModelFacts, *, tensors: float, is_recomputed: bool) -> HostBytes:
+def host_bytes(config: RunConfig, facts: ModelFacts, *, tensors: float) -> HostBytes:
     """Host memory of the node of rank 0. `tensors`: a rank's device peak, which on a CPU is host memory."""
     ranks = max(1, config.hardware.gpus_per_node or 1)
     is_cpu = config.hardware.generation is Generation.cpu
     offloaded = offloaded_bytes(config, facts)
-    kept = offloaded_activation_bytes(config, facts, is_recomputed=is_recomputed)
     return HostBytes(
         processes=float(ranks * (PROCESS_BYTES if is_cpu else GPU_PROCESS_BYTES)),
         training=ranks * tensors if is_cpu else 0.0,
         loading=loading_bytes(config, facts),
-        offload=ranks * (offloaded.host + paged_bytes(config, facts) + kept),
+        offload=ranks * (offloaded.host + paged_bytes(config, facts) + offloaded_activation_bytes(config, facts)),
         saving=saving_bytes(config, facts),
         nvme=ranks * offloaded.nvme,
     )
 
 
-def offloaded_activation_bytes(config: RunConfig, facts: ModelFacts, *, is_recomputed: bool) -> float:
+def offloaded_activation_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of a pass that one rank offloads: activations, and what TRL's offloading (1.16) treats as such.
 
     That includes autocast's copies of weights. Weights themselves stay (`train.offloaded_weights`).
     """
     if not config.activation.offload:
         return 0.0
-    casts_again = is_recomputed or config.activation.checkpointing is Checkpointing.selective
-    copies = 0.0 if casts_again else cast_copies_bytes(config, facts)
-    if is_recomputed:
+    if is_recomputed(config):
         return inputs_of_layers(config, facts) + kept_by_one_layer(config, facts)
-    return kept_by_layers(config, facts) + copies
+    casts_again = config.activation.checkpointing is Checkpointing.selective
+    return kept_by_layers(config, facts) + (0.0 if casts_again else cast_copies_bytes(config, facts))
 
 
 def offloaded_bytes(config: RunConfig, facts: ModelFacts) -> Offloaded:
     """Bytes of the model's states that one rank keeps off its device."""
     settings = config.parallelism
     states = state_bytes_with_offloaded(config, facts)
-    if isinstance(settings, FsdpConfig) and settings.offload_parameters is not Offload.none:
+    if isinstance(settings, FsdpConfig) and offloaded_states(config):
         return Offloaded(host=states.weights + states.gradients + states.optimizer)
     if not isinstance(settings, ZeroConfig):
         return Offloaded()
@@ -154,8 +153,8 @@ def loading_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
 def _filled_on_host(config: RunConfig, facts: ModelFacts) -> float:
     """One rank's part of the weights, if it stays on the host while others are still being loaded."""
-    settings, is_cpu = config.parallelism, config.hardware.generation is Generation.cpu
-    is_away = isinstance(settings, ZeroConfig | FsdpConfig) and settings.offload_parameters is Offload.cpu
+    is_cpu = config.hardware.generation is Generation.cpu
+    is_away = offloaded_states(config).get("offload_parameters") is Offload.cpu
     is_filled = is_cpu and (stays_whole(config) or sharing_of(config) is Sharing.scatter)
     return state_bytes_with_offloaded(config, facts).weights if is_away or is_filled else 0.0
 

@@ -5,7 +5,7 @@ The numbers come from `plan.memory.host`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from tunebook.config.choices import Generation
 from tunebook.config.schema import RunConfig
@@ -36,9 +36,7 @@ class HostMemory:
 
     def to_json(self) -> dict[str, float | None]:
         """The `host_memory_gib` part of a plan."""
-        names = ("processes", "training", "loading", "offload", "saving", "total", "capacity")
-        values = {name: getattr(self, name) for name in names}
-        return {name: None if value is None else round(value, 3) for name, value in values.items()}
+        return {name: None if value is None else round(value, 3) for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +68,10 @@ def plan_host_memory(config: RunConfig, capacity: float | None) -> HostPlan:
         return HostPlan(config=config, memory=memory, nvme_gib=None, fits=None, verdict=verdict)
     found = estimate_host(config, facts)
     fits, verdict = _judge(config, found, capacity)
-    memory = HostMemory(
-        processes=found.processes / GIB,
-        training=found.training / GIB,
-        loading=found.loading / GIB,
-        offload=found.offload / GIB,
-        saving=found.saving / GIB,
-        total=found.peak / GIB,
-        capacity=capacity,
-    )
-    return HostPlan(config=config, memory=memory, nvme_gib=found.nvme / GIB, fits=fits, verdict=verdict)
+    gib = {name: num_bytes / GIB for name, num_bytes in asdict(found).items()}
+    nvme_gib = gib.pop("nvme")
+    memory = HostMemory(**gib, total=found.peak / GIB, capacity=capacity)
+    return HostPlan(config=config, memory=memory, nvme_gib=nvme_gib, fits=fits, verdict=verdict)
 
 
 def _judge(config: RunConfig, found: HostBytes, capacity: float | None) -> tuple[bool | None, str]:

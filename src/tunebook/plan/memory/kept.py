@@ -70,12 +70,12 @@ def per_layer_inputs_bytes(config: RunConfig, facts: ModelFacts) -> float:
     Their norm keeps its input in fp32, and what its weight multiplies if that is trained; the layers keep their shares.
     """
     kept = (8 if config.peft.method is PeftMethod.full else 4) + bytes_per_hidden_value(config)
-    return tokens_per_pass(config) * kept * of_layers(facts, _measured(facts).per_layer_inputs)
+    return tokens_per_pass(config) * kept * of_layers(facts, traced_layers(facts).per_layer_inputs)
 
 
 def left_by_offloading(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes that TRL's activation offloading leaves on the GPU: tensors saved again during their copy."""
-    saved = _saved(config, _measured(facts))
+    saved = _saved(config, traced_layers(facts))
     mode = _mode(config, saved)
     if has_dropout(config):  # each adapter has its own input, as under autocast: none is saved twice
         kernel = mode.rpartition("/")[2]
@@ -102,7 +102,7 @@ def _kept(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
     """Bytes that all layers keep, and bytes that the largest layer keeps."""
     if is_tiled(config):
         facts = _without_mlps(facts)
-    measured = _measured(facts)
+    measured = traced_layers(facts)
     saved = _saved(config, measured)
     compiled = saved.get(_compiled_mode(config) or "")
     mode = _mode(config, saved)
@@ -118,7 +118,7 @@ def _kept(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
 
 def _without_mlps(facts: ModelFacts) -> ModelFacts:
     """Layers whose MLPs keep their inputs only; as they are if an earlier version traced them."""
-    measured = _measured(facts)
+    measured = traced_layers(facts)
 
     def tiled(saved: dict[str, list[int]]) -> dict[str, list[int]]:
         return {mode: saved[f"{mode}/{TILED}"] for mode in saved if f"{mode}/{TILED}" in saved}
@@ -141,7 +141,8 @@ def _without_mlps(facts: ModelFacts) -> ModelFacts:
     )
 
 
-def _measured(facts: ModelFacts) -> MeasuredLayers:
+def traced_layers(facts: ModelFacts) -> MeasuredLayers:
+    """What was traced of a model's layers."""
     assert facts.measured is not None, "memory is estimated of traced layers only"
     return facts.measured
 
@@ -160,7 +161,7 @@ def _adapts_experts(config: RunConfig, measured: MeasuredLayers) -> bool:
 
 def trains_experts(config: RunConfig, facts: ModelFacts) -> bool:
     """Whether the experts are trained, or have adapters; those that PEFT cannot adapt are frozen."""
-    measured = _measured(facts)
+    measured = traced_layers(facts)
     if config.peft.method is PeftMethod.full:
         return True
     return bool({*measured.expert_adapters} - {_ROUTER}) and _adapts_experts(config, measured)
@@ -230,7 +231,7 @@ def _differences(config: RunConfig, facts: ModelFacts, *, is_compiled: bool, is_
         yield fp32_bytes_of_four_bit_layers(config, facts) * mlp_width(facts)
         yield from _compiled_differences(config, facts)
         return
-    inputs = of_layers(facts, _measured(facts).linear_inputs) / max(1, facts.num_layers)
+    inputs = of_layers(facts, traced_layers(facts).linear_inputs) / max(1, facts.num_layers)
     yield max(0.0, has_dropout(config) * inputs - _dropout_masks(config, missing))
     yield _dropout_outputs(config, facts, is_shared=is_cast)
     yield -_input_bytes_without_adapter(config, facts, missing, is_shared=is_cast)
@@ -337,7 +338,7 @@ def _zero3_input_bytes(config: RunConfig, facts: ModelFacts) -> float:
         return 0.0 if is_fp32 or bytes_per_hidden_value(config) == 2 else -2.0 * hidden
     if is_fp32:
         return 8.0 * hidden + 4.0 * inner if has_drop else 0.0
-    inputs = of_layers(facts, _measured(facts).linear_inputs) / max(1, facts.num_layers) - inner
+    inputs = of_layers(facts, traced_layers(facts).linear_inputs) / max(1, facts.num_layers) - inner
     products = max(0.0, inputs)
     if (
         bytes_per_hidden_value(config) == 2
@@ -408,7 +409,7 @@ def linear_inputs(facts: ModelFacts) -> dict[str, float]:
 
 def mlp_width(facts: ModelFacts) -> float:
     """Inner numbers per token between linear layers: those of shared experts only, if tokens are sent to experts."""
-    if not _measured(facts).experts_per_token:
+    if not traced_layers(facts).experts_per_token:
         return facts.intermediate_size
     return sum(size for name, size in linear_inputs(facts).items() if name in MLP_OUTPUT_LAYERS)
 
@@ -418,7 +419,7 @@ def inputs_without_adapter(config: RunConfig, facts: ModelFacts) -> dict[str, fl
 
     PEFT ignores a name that the architecture lacks, if it has another of the names.
     """
-    every, named, measured = linear_inputs(facts), _adapted_names(config), _measured(facts)
+    every, named, measured = linear_inputs(facts), _adapted_names(config), traced_layers(facts)
     is_known = bool(every) and not named.isdisjoint({*every, *measured.expert_adapters, *EMBEDDINGS, *HEADS})
     if config.peft.method is PeftMethod.full or not is_known:
         return {}

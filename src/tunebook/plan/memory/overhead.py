@@ -8,9 +8,8 @@ Runs record the actual values: `memory_reserved_gib` and `memory_device_gib` of 
 from __future__ import annotations
 
 from tunebook.config.choices import Generation
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import RunConfig, world_size
 from tunebook.facts.strategies import strategy_facts
-from tunebook.plan.memory.states import num_ranks
 
 MIB = 2**20
 # The CUDA context with torch's libraries: 781 MiB before the first tensor (pytorch#34323). Newer CUDA loads kernels on
@@ -50,7 +49,7 @@ def overhead_bytes(config: RunConfig, tensors: float, capacity: float | None = N
 def _groups(config: RunConfig) -> list[int]:
     """Sizes of a rank's communication groups: all ranks, hsdp's two groups, and a sequence group."""
     hardware = config.hardware
-    world, sequence = num_ranks(config), config.parallelism.sequence_group_size
+    world, sequence = world_size(config), config.parallelism.sequence_group_size
     if not strategy_facts(config).within_groups:
         return [world, sequence]
     group = getattr(config.parallelism, "shard_group_size", None) or hardware.gpus_per_node or 1

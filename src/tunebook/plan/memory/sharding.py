@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from tunebook.config.choices import Checkpointing, Compute, MasterWeights, Offload, PeftMethod
 from tunebook.config.model_facts import ModelFacts
-from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
+from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig, world_size
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters, looked_up_parameters, weight_sizes
 from tunebook.plan.memory.kept import ATTENTION_OUTPUT_LAYERS, inputs_without_adapter
@@ -21,7 +21,6 @@ from tunebook.plan.memory.states import (
     bytes_per_compute_value,
     bytes_per_trained_weight,
     bytes_per_weight,
-    num_ranks,
     offloads_parameters,
     shard_counts,
 )
@@ -42,7 +41,7 @@ def buffer_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
         yield from _fsdp_rows(config, facts)
     elif strategy.is_zero:
         yield from _zero_rows(config, facts)
-    elif strategy.averages_gradients and num_ranks(config) > 1:  # DDP's buckets together are as large as all gradients
+    elif strategy.averages_gradients and world_size(config) > 1:  # DDP's buckets together are as large as all gradients
         buckets = float(count_parameters(config, facts).trained * bytes_per_trained_weight(config))
         yield _row("DDP's buckets", buckets, Moment.start, Moment.end)
 
@@ -95,7 +94,7 @@ def _casts(config: RunConfig) -> bool:
         return False
     if config.peft.method is PeftMethod.qlora or isinstance(config.parallelism, FsdpConfig):
         return False
-    return not strategy_facts(config).is_zero3 or bool(config.model.compile_layers) or num_ranks(config) == 1
+    return not strategy_facts(config).is_zero3 or bool(config.model.compile_layers) or world_size(config) == 1
 
 
 def _copies_left_by_offloading(config: RunConfig, facts: ModelFacts) -> float:
@@ -119,7 +118,7 @@ def _copies_left_by_offloading(config: RunConfig, facts: ModelFacts) -> float:
 def reduces_layers(config: RunConfig, facts: ModelFacts) -> bool:
     """Whether FSDP reduces one layer's gradients while it computes the next layer's."""
     is_full, is_fsdp = config.peft.method is PeftMethod.full, isinstance(config.parallelism, FsdpConfig)
-    return is_full and is_fsdp and num_ranks(config) > 1 and facts.num_layers > 1
+    return is_full and is_fsdp and world_size(config) > 1 and facts.num_layers > 1
 
 
 def _fsdp_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
@@ -128,13 +127,13 @@ def _fsdp_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
         return
     looked_up = float(bytes_per_compute_value(config) * looked_up_parameters(facts))  # in the root: it stays gathered
     yield _row("gathered other embeddings", looked_up, Moment.forward, Moment.end)
-    if config.peft.method is PeftMethod.full and num_ranks(config) > 1 and not facts.tie_word_embeddings:
+    if config.peft.method is PeftMethod.full and world_size(config) > 1 and not facts.tie_word_embeddings:
         yield from _head_unit_rows(config, facts)
         return
     element, embeddings, ranks = (
         bytes_per_compute_value(config),
         count_parameters(config, facts).embeddings,
-        num_ranks(config),
+        world_size(config),
     )
     is_away, is_tied, is_full = offloads_parameters(config), facts.tie_word_embeddings, _is_full(config)
     if ranks == 1 and is_away:
@@ -206,7 +205,7 @@ def _prefetched_layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """
     if strategy_facts(config).keeps_gathered:
         return _gathered_layer_bytes(config, facts)
-    if num_ranks(config) == 1 or is_recomputed(config):
+    if world_size(config) == 1 or is_recomputed(config):
         return 0.0
     return _gathered_layer_bytes(config, facts) / (3 if _is_full(config) else 2)
 
@@ -223,7 +222,7 @@ def _gathered_layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
     in_four_bits = parameters.linear if config.peft.method is PeftMethod.qlora else 0  # 4 bits also when gathered
     whole = in_four_bits * FOUR_BIT_BYTES + (parameters.layers - in_four_bits) * element
     layer = whole / max(1, facts.num_layers)
-    if not _is_full(config) and num_ranks(config) == 1:
+    if not _is_full(config) and world_size(config) == 1:
         return layer
     return (layer if _is_full(config) else 0.0) + (whole if strategy_facts(config).keeps_gathered else 2 * layer)
 
@@ -244,7 +243,8 @@ def _fetched_bytes_per_weight(config: RunConfig) -> int:
 def _zero_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     """Rows of DeepSpeed; stages 1 and 2 allocate gradient buckets when a backward pass begins (setup_buckets)."""
     settings = config.parallelism
-    assert isinstance(settings, ZeroConfig)
+    if not isinstance(settings, ZeroConfig):  # the rule strategy-settings-mismatch refuses it after this estimate
+        return
     if strategy_facts(config).is_zero3:
         yield from _zero3_rows(config, facts, settings)
         return
@@ -266,7 +266,7 @@ def _zero_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
 
 def _zero3_rows(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> Iterator[Row]:
     """Rows of parameters that stage 3 keeps gathered, and of the gathered output head and its partitioned gradient."""
-    ranks, is_cast = num_ranks(config), config.precision.compute is not Compute.fp32
+    ranks, is_cast = world_size(config), config.precision.compute is not Compute.fp32
     yield _row("ZeRO-3's configured buffers", _configured_buffers(config, facts, settings), Moment.start, Moment.end)
     is_away = offloads_parameters(config)
     if ranks == 1:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tunebook.config.choices import Compute, MasterWeights, Offload, PeftMethod
+from tunebook.config.choices import Compute, MasterWeights, PeftMethod
 from tunebook.config.model_facts import ModelFacts
-from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
+from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig, world_size
 from tunebook.facts.optimizers import OPTIMIZERS
-from tunebook.facts.sharing import is_cast_by_deepspeed
+from tunebook.facts.sharing import is_cast_by_deepspeed, offloaded_states
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters, trained_sizes
 
@@ -50,17 +50,12 @@ def state_bytes(config: RunConfig, facts: ModelFacts) -> States:
 
     DeepSpeed moves gradients to the device of the optimizer step through buckets, which `plan.memory.sharding` counts.
     """
-    states, settings = state_bytes_with_offloaded(config, facts), config.parallelism
-    weights, gradients, optimizer = states.weights, states.gradients, states.optimizer
-    if OPTIMIZERS[config.optimizer.name].is_paged:
-        optimizer -= paged_bytes(config, facts)
-    if isinstance(settings, ZeroConfig) and settings.offload_optimizer is not Offload.none:
-        gradients = optimizer = 0.0
-    if isinstance(settings, ZeroConfig) and settings.offload_parameters is not Offload.none:
-        weights = 0.0
-    if isinstance(settings, FsdpConfig) and settings.offload_parameters is not Offload.none:
-        weights = gradients = optimizer = 0.0
-    return replace(states, weights=weights, gradients=gradients, optimizer=optimizer)
+    states, away = state_bytes_with_offloaded(config, facts), offloaded_states(config)
+    if "offload_parameters" in away:
+        states = replace(states, weights=0.0)
+    if "offload_optimizer" in away or (away and isinstance(config.parallelism, FsdpConfig)):
+        return replace(states, gradients=0.0, optimizer=0.0)
+    return replace(states, optimizer=states.optimizer - paged_bytes(config, facts))
 
 
 def reduced_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
@@ -71,7 +66,7 @@ def reduced_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
     layers of Qwen2.5-7B: 5.2 GiB for a share of 3.3. Stage 1 allocates the buffer once a step, when all full gradients
     exist.
     """
-    ranks = num_ranks(config)
+    ranks = world_size(config)
     if not strategy_facts(config).keeps_whole_weights or not state_bytes(config, facts).gradients:
         return 0.0
     element, share = bytes_per_trained_weight(config), count_parameters(config, facts).trained / ranks
@@ -87,9 +82,9 @@ def step_gradient_bytes(config: RunConfig, facts: ModelFacts) -> float:
     tests/parallel/test_zero_moments.py).
     """
     settings = config.parallelism
-    if not isinstance(settings, ZeroConfig) or settings.offload_optimizer is not Offload.none:
+    if not isinstance(settings, ZeroConfig) or "offload_optimizer" in offloaded_states(config):
         return 0.0
-    ranks, element = num_ranks(config), bytes_per_trained_weight(config)
+    ranks, element = world_size(config), bytes_per_trained_weight(config)
     share, cast = count_parameters(config, facts).trained / ranks, 4 if element == 2 else 0
     if strategy_facts(config).is_zero3:
         at_once, largest = min(share, settings.sub_group_size or _SUB_GROUP), max(trained_sizes(config, facts)) / ranks
@@ -110,7 +105,7 @@ class _OwnedParameters:
 
 def _owned_by_rank(config: RunConfig, facts: ModelFacts) -> list[_OwnedParameters]:
     """Sizes by rank: DeepSpeed concatenates all large trained parameters and cuts them into equal shares."""
-    ranks, sizes = num_ranks(config), trained_sizes(config, facts)
+    ranks, sizes = world_size(config), trained_sizes(config, facts)
     is_dealt = getattr(config.parallelism, "round_robin_gradients", None)
     ordered = [size for rank in range(ranks) for size in sizes[rank::ranks]] if is_dealt else sizes
     share, start, whole, largest = sum(ordered) / ranks, 0, [0] * ranks, [0.0] * ranks
@@ -175,8 +170,7 @@ def bytes_per_compute_value(config: RunConfig) -> int:
 
 def offloads_parameters(config: RunConfig) -> bool:
     """Whether the model's parameters are offloaded to the host or its disks."""
-    settings = config.parallelism
-    return isinstance(settings, ZeroConfig | FsdpConfig) and settings.offload_parameters is not Offload.none
+    return "offload_parameters" in offloaded_states(config)
 
 
 def _moments_bytes(config: RunConfig, facts: ModelFacts) -> float:
@@ -214,14 +208,9 @@ def _master_bytes_per_weight(config: RunConfig) -> int:
     return 4 if isinstance(config.parallelism, ZeroConfig) else 0
 
 
-def num_ranks(config: RunConfig) -> int:
-    """Number of GPUs of all nodes, at least 1: another rule reports an invalid number."""
-    return max(1, config.hardware.num_nodes) * max(1, config.hardware.gpus_per_node or 1)
-
-
 def shard_counts(config: RunConfig) -> ShardCounts:
     """How the strategy divides the states among ranks."""
-    facts, ranks = strategy_facts(config), num_ranks(config)
+    facts, ranks = strategy_facts(config), world_size(config)
     if facts.within_groups:
         named = config.parallelism.shard_group_size if isinstance(config.parallelism, FsdpConfig) else None
         ranks = max(1, named or config.hardware.gpus_per_node or 1)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tunebook.config.choices import Checkpointing, Compute, PeftMethod
-from tunebook.config.model_facts import MeasuredLayers, ModelFacts
+from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.sharing import is_cast_by_deepspeed
@@ -35,6 +35,7 @@ from tunebook.plan.memory.kept import (
     mask_bytes,
     per_layer_inputs_bytes,
     tokens_per_pass,
+    traced_layers,
     trains_experts,
 )
 from tunebook.plan.memory.states import bytes_per_compute_value
@@ -226,7 +227,7 @@ def experts_forward_bytes(config: RunConfig, facts: ModelFacts) -> float:
     16-bit experts up in fp32.
     """
     hidden, inner = _numbers(facts)
-    held = int(_are_frozen(config, facts)) + int(_measured(facts).has_expert_biases)
+    held = int(_are_frozen(config, facts)) + int(traced_layers(facts).has_expert_biases)
     at_end = 2 + held
     if bytes_per_hidden_value(config) == 2 and config.precision.compute is not Compute.fp32:
         at_end += 1
@@ -235,7 +236,7 @@ def experts_forward_bytes(config: RunConfig, facts: ModelFacts) -> float:
 
 def _at_gate_forward(config: RunConfig, facts: ModelFacts, hidden: float, inner: float) -> float:
     """Numbers that the activation of gate and up needs, with the gathered biases of both."""
-    if not _measured(facts).has_expert_biases:
+    if not traced_layers(facts).has_expert_biases:
         return 0.0
     return 4 * inner if _are_frozen(config, facts) else 3 * inner - hidden
 
@@ -250,7 +251,7 @@ def experts_backward_bytes(config: RunConfig, facts: ModelFacts, *, is_recompute
     hidden, inner = _numbers(facts)
     element, is_frozen = bytes_per_hidden_value(config), _are_frozen(config, facts)
     at_outputs, at_gate = 3 * hidden, (3 if is_frozen else 2) * inner - hidden
-    if is_recomputed and _measured(facts).has_expert_biases:
+    if is_recomputed and traced_layers(facts).has_expert_biases:
         at_outputs += hidden * is_frozen
         at_gate = max(at_gate, 4 * inner + hidden if is_frozen else 3 * inner)
     # In fp32 the norm's output replaces the layer's input, which is kept anyway.
@@ -266,15 +267,10 @@ def kept_by_experts(config: RunConfig, facts: ModelFacts) -> float:
 
 def _numbers(facts: ModelFacts) -> tuple[float, float]:
     """Hidden and inner numbers of all experts of a token."""
-    measured = _measured(facts)
+    measured = traced_layers(facts)
     chosen = float(measured.experts_per_token)
     return chosen * facts.hidden_size, chosen * measured.expert_size
 
 
 def _are_frozen(config: RunConfig, facts: ModelFacts) -> bool:
     return config.peft.method is not PeftMethod.full and not trains_experts(config, facts)
-
-
-def _measured(facts: ModelFacts) -> MeasuredLayers:
-    assert facts.measured is not None, "memory is estimated of traced layers only"
-    return facts.measured

@@ -20,7 +20,7 @@ from tunebook.model.parameters import (
     last_name,
     linear_layers,
 )
-from tunebook.plan.rules.frame import Finding, rule
+from tunebook.plan.rules.frame import Finding, rule, without
 from tunebook.plan.rules.quantized import quantizer_of
 
 # Modules of a Llama-like model other than its linear layers.
@@ -39,8 +39,8 @@ def adapter_on_output_head(config: RunConfig) -> Finding | None:
     heads = [name for name in targets if last_name(name) in HEADS]
     if config.peft.method is PeftMethod.full or not heads:
         return None
-    rest = [name for name in targets if name not in heads]
-    return Finding(f"an adapter on {heads[0]} would never be trained", typed_list("peft.target_modules", rest))
+    fix = without("peft.target_modules", targets, heads)
+    return Finding(f"an adapter on {heads[0]} would never be trained", fix)
 
 
 @rule("adapter-module-unknown")
@@ -157,27 +157,27 @@ def dora_not_tested(config: RunConfig) -> Finding | None:
 @rule("adapter-on-parameters", "peft.target_parameters")
 def adapter_on_parameters(config: RunConfig) -> Finding | None:
     """Refuse adapters on parameters where PEFT has none, or where they were not trained."""
-    peft, without = config.peft, "peft.target_parameters=[]"
+    peft, none = config.peft, "peft.target_parameters=[]"
     if not adapts_parameters(config):
         return None
     number = config.model.facts.num_layers if config.model.facts is not None else None
     if number and (beyond := [name for name in peft.target_parameters if _layer_in(name) >= number]):
-        rest = typed_list("peft.target_parameters", [name for name in peft.target_parameters if name not in beyond])
-        return Finding(f"{beyond[0]} is of no layer: the model has {number} layers, from 0 to {number - 1}", rest)
+        message = f"{beyond[0]} is of no layer: the model has {number} layers, from 0 to {number - 1}"
+        return Finding(message, without("peft.target_parameters", peft.target_parameters, beyond))
     if peft.use_dora:
-        return Finding("PEFT has no DoRA for parameters that are no linear layer", f"peft.use_dora=false or {without}")
+        return Finding("PEFT has no DoRA for parameters that are no linear layer", f"peft.use_dora=false or {none}")
     if peft.method is PeftMethod.qlora:
-        return Finding("adapters on parameters were not trained over a base in 4 bits yet", f"peft=lora or {without}")
+        return Finding("adapters on parameters were not trained over a base in 4 bits yet", f"peft=lora or {none}")
     if strategy_facts(config).divides_weights:
         message = (
             f"adapters are added to whole weights, and parallelism={config.parallelism.strategy.name} divides them"
         )
-        return Finding(message, f"parallelism=zero2 or {without}")
+        return Finding(message, f"parallelism=zero2 or {none}")
     if config.model.compile_layers:
         message = (
             "in each step PEFT exchanges the weights of peft.target_parameters, which compiled blocks do not allow"
         )
-        return Finding(message, f"model.compile_layers=false or {without}")
+        return Finding(message, f"model.compile_layers=false or {none}")
     return None
 
 
@@ -222,7 +222,7 @@ def whole_tied_head_under_fsdp(config: RunConfig) -> Finding | None:
     is_sent = isinstance(settings, FsdpConfig) and settings.cpu_ram_efficient_loading
     if config.peft.method is not PeftMethod.lora or not (is_tied and heads and is_sent):
         return None
-    rest = typed_list("peft.modules_to_save", [name for name in config.peft.modules_to_save if name not in heads])
+    rest = without("peft.modules_to_save", config.peft.modules_to_save, heads)
     return Finding(
         f"{heads[0]} is the embeddings, to which accelerate cannot tie PEFT's copy of it again",
         f"parallelism.cpu_ram_efficient_loading=false or {rest}",
@@ -243,13 +243,13 @@ def tied_matrix_trained_apart(config: RunConfig) -> Iterator[Finding]:
         heads = HEADS if field == "modules_to_save" else ()
         named = [name for name in asked if last_name(name) in (*heads, *EMBEDDINGS)]
         if named:
-            key, rest = f"peft.{field}", [name for name in asked if name not in named]
+            key = f"peft.{field}"
             size = facts.vocab_size * facts.hidden_size / 1e6
             message = (
                 f"{' and '.join(named)}: embeddings and output head are one matrix in this model, and two of "
                 f"{size:,.1f} million weights after training"
             )
-            yield Finding(message, typed_list(key, rest), key=key)
+            yield Finding(message, without(key, asked, named), key=key)
 
 
 @rule("adapter-settings-ignored", is_error=False)
@@ -258,8 +258,13 @@ def adapter_settings_ignored(config: RunConfig) -> Iterator[Finding]:
     if config.peft.method is not PeftMethod.full:
         return
     other = " or peft=lora" if _lora_goes(config) else ""
-    unset = {"target_modules": "[]", "modules_to_save": "[]", **dict.fromkeys(_PATTERNS, "{}"), "use_dora": "false"}
-    unset["target_parameters"] = "[]"
+    unset = {
+        "target_modules": "[]",
+        "modules_to_save": "[]",
+        "target_parameters": "[]",
+        **dict.fromkeys(_PATTERNS, "{}"),
+    }
+    unset |= {"use_dora": "false", "use_rslora": "false"}
     for field, nothing in unset.items():
         if getattr(config.peft, field):
             key = f"peft.{field}"

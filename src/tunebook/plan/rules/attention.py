@@ -21,7 +21,7 @@ from tunebook.facts.attention import (
 )
 from tunebook.facts.generations import GENERATIONS, can_run, capability_text
 from tunebook.plan.rules.batch import in_padded_documents
-from tunebook.plan.rules.frame import Finding, rule
+from tunebook.plan.rules.frame import Finding, needs_gpu, rule
 
 
 def _is_on_cpu(config: RunConfig) -> bool:
@@ -151,20 +151,14 @@ def row_length_without_packing(config: RunConfig) -> Finding | None:
     return Finding(f"{row} is not used when padding", "packing.row_length=null")
 
 
-@rule("liger-without-gpu", "model.liger_kernel")
-def liger_without_gpu(config: RunConfig) -> Finding | None:
-    """Refuse Liger kernels on a CPU."""
-    if not config.model.liger_kernel or not _is_on_cpu(config):
-        return None
-    return Finding("Liger's kernels need a GPU", "model.liger_kernel=false")
+liger_without_gpu = needs_gpu(id="liger-without-gpu", key="model.liger_kernel", message="Liger's kernels need a GPU")
 
 
-@rule("one-pass-head-without-gpu", "model.one_pass_head")
-def one_pass_head_without_gpu(config: RunConfig) -> Finding | None:
-    """Refuse head gradients computed in the forward pass on a CPU."""
-    if not config.model.one_pass_head or not _is_on_cpu(config):
-        return None
-    return Finding("the head's gradients can be made in the forward pass on a GPU only", "model.one_pass_head=false")
+one_pass_head_without_gpu = needs_gpu(
+    id="one-pass-head-without-gpu",
+    key="model.one_pass_head",
+    message="the head's gradients can be made in the forward pass on a GPU only",
+)
 
 
 @rule("one-pass-head-in-fp16", "model.one_pass_head")
@@ -204,12 +198,9 @@ def selective_without_compiled_blocks(config: RunConfig) -> Finding | None:
     return Finding(message, "activation.checkpointing=enabled")
 
 
-@rule("activation-offload-without-gpu", "activation.offload")
-def activation_offload_without_gpu(config: RunConfig) -> Finding | None:
-    """Refuse activation offload on a CPU."""
-    if not config.activation.offload or not _is_on_cpu(config):
-        return None
-    return Finding("there is no GPU memory to free", "activation.offload=false")
+activation_offload_without_gpu = needs_gpu(
+    id="activation-offload-without-gpu", key="activation.offload", message="there is no GPU memory to free"
+)
 
 
 @rule("activation-offload-with-flex", "activation.offload")

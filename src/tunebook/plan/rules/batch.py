@@ -56,10 +56,9 @@ def batch_not_divisible(config: RunConfig) -> Finding | None:
     below, above = rows // unit * unit * length, (rows // unit + 1) * unit * length
     nearest = f"{below} and {above} are the nearest that do" if below else f"{above} is the smallest that does"
     made = _documents(asked) if length == 1 else f"{asked} tokens make {rows} rows of {length}, which"
-    ranks = "ranks" if config.hardware.generation is Generation.cpu else "GPUs"
     micro = f" x micro batch {training.micro_batch_size} = {unit}" if training.micro_batch_size else ""
     do = "does" if length == 1 and asked == 1 else "do"
-    message = f"{made} {do} not divide by {data_ranks(config)} {ranks}{micro}; {nearest}"
+    message = f"{made} {do} not divide by {data_ranks(config)} {_ranks(config)}{micro}; {nearest}"
     closer, other = (below, above) if below and asked - below <= above - asked else (above, below)
     fix = f"{key}={closer}" + (f" or {key}={other}" if other else "")
     if _is_padded(config):
@@ -71,6 +70,10 @@ def _with_fewer_gpus(config: RunConfig) -> str | None:
     """The fix if the data has fewer documents than GPUs, so that no batch would work."""
     documents = _fewest_documents(config)
     return fewer_gpus(config, documents) if documents is not None and documents < data_ranks(config) else None
+
+
+def _ranks(config: RunConfig) -> str:
+    return "ranks" if config.hardware.generation is Generation.cpu else "GPUs"
 
 
 def _documents(count: int) -> str:
@@ -89,7 +92,7 @@ def batch_too_small(config: RunConfig) -> Iterator[Finding]:
     if samples is not None and 1 <= samples < ranks:
         are_fewer = "documents a step are fewer than" if samples > 1 else "document a step is less than one for each of"
         fix = _with_fewer_gpus(config) or f"training.global_samples={ranks}"
-        yield Finding(f"{samples} {are_fewer} the {ranks} GPUs", fix, key="training.global_samples")
+        yield Finding(f"{samples} {are_fewer} the {ranks} {_ranks(config)}", fix, key="training.global_samples")
     unit, length = _rows_unit(config), _row_length(config)
     if tokens is not None and 1 <= tokens < unit * length:
         message = f"{tokens} tokens a step are fewer than {unit} rows x {length} tokens = {unit * length}"
@@ -147,7 +150,7 @@ def batch_larger_than_data(config: RunConfig) -> Finding | None:
 def _fewest_documents(config: RunConfig) -> int | None:
     """The smallest stated size of the data set; None if none is stated."""
     data = config.dataset
-    made = data.synthetic.num_documents if data.source.name == "synthetic" else None
+    made = data.synthetic.num_documents if data.source is Source.synthetic else None
     limits = [count for count in (data.num_documents, data.max_documents, made) if count is not None and count > 0]
     return min(limits, default=None)
 

@@ -6,9 +6,12 @@ must handle any configuration that composes, whatever its other errors, because 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from tunebook.config.choices import Generation
+from tunebook.config.override_text import typed_list
 from tunebook.config.schema import RunConfig
 from tunebook.errors import Problem
 
@@ -53,6 +56,30 @@ class Rule:
 def rule(id: str, key: str | None = None, *, is_error: bool = True) -> Callable[[Find], Rule]:
     """Decorator that makes a rule of a function."""
     return lambda find: Rule(id=id, key=key, find=find, is_error=is_error)
+
+
+def read_key(config: object, key: str) -> Any:
+    """The value at a dotted key; None if a part of it is absent or the group's choice lacks the field."""
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def needs_gpu(*, id: str, key: str, message: str) -> Rule:
+    """A rule that refuses a switch, which is off by default, on a CPU."""
+
+    @rule(id, key)
+    def find(config: RunConfig) -> Finding | None:
+        is_on_cpu = config.hardware.generation is Generation.cpu
+        return Finding(message, f"{key}=false") if is_on_cpu and read_key(config, key) else None
+
+    return find
+
+
+def without(key: str, values: Iterable[str], wrong: Collection[str]) -> str:
+    """The override that leaves some values out of a list."""
+    return typed_list(key, [value for value in values if value not in wrong])
 
 
 def another_model(config: RunConfig) -> str:

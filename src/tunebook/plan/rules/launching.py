@@ -11,7 +11,7 @@ from tunebook.config.override_text import typed, typed_list
 from tunebook.config.schema import LauncherConfig, RayConfig, RunConfig, SlurmConfig
 from tunebook.config.unsafe_text import control_character, shown, without_control_characters
 from tunebook.config.walk import texts_of
-from tunebook.plan.rules.frame import Finding, rule
+from tunebook.plan.rules.frame import Finding, rule, without
 from tunebook.slurm import slurm_seconds
 
 # sbatch options that the rendered script sets, and those that would run the same folder more than once.
@@ -78,6 +78,30 @@ def node_settings_ignored(config: RunConfig) -> Iterator[Finding]:
             yield Finding(message, f"launcher.{name}={word}", key=f"launcher.{name}")
 
 
+@rule("time-limit-form", "launcher.time_limit")
+def time_limit_form(config: RunConfig) -> Finding | None:
+    """Require one of Slurm's time formats."""
+    settings = config.launcher
+    if not isinstance(settings, SlurmConfig) or settings.time_limit is None:
+        return None
+    if slurm_seconds(settings.time_limit) is not None:
+        return None
+    return Finding(f"'{settings.time_limit}' is not a time that sbatch takes", "launcher.time_limit=12:00:00")
+
+
+@rule("sbatch-option-form", "launcher.extra_args")
+def sbatch_option_form(config: RunConfig) -> Finding | None:
+    """Require options that start with a dash."""
+    settings = config.launcher
+    if not isinstance(settings, SlurmConfig):
+        return None
+    wrong = [option for option in settings.extra_args if not option.startswith("-")]
+    if not wrong:
+        return None
+    fix = without("launcher.extra_args", settings.extra_args, wrong)
+    return Finding(f"{wrong[0]!r} is not an sbatch option", fix)
+
+
 @rule("time-limit-too-short", "launcher.time_limit")
 def time_limit_too_short(config: RunConfig) -> Finding | None:
     """Refuse a limit with which Slurm's warning may come before the first step."""
@@ -127,11 +151,9 @@ def sbatch_option_reserved(config: RunConfig) -> Iterator[Finding]:
     settings = config.launcher
     if not isinstance(settings, SlurmConfig):
         return
-    rest = [option for option in settings.extra_args if _why_reserved(option) is None]
-    for option in settings.extra_args:
-        if why := _why_reserved(option):
-            fix = typed_list("launcher.extra_args", rest)
-            yield Finding(f"{option}: {why}", fix)
+    reserved = {option: why for option in settings.extra_args if (why := _why_reserved(option))}
+    for option, why in reserved.items():
+        yield Finding(f"{option}: {why}", without("launcher.extra_args", settings.extra_args, reserved))
 
 
 def _why_reserved(option: str) -> str | None:
@@ -167,8 +189,8 @@ def container_settings(config: RunConfig) -> Iterator[Finding]:
         return
     wrong = [place for place in settings.container_mounts if not place.startswith("/") or set(place) & set(":,")]
     if wrong:
-        rest = [place for place in settings.container_mounts if place not in wrong]
-        yield Finding(f"{wrong[0]!r} is not the absolute path of a folder", typed_list(key, rest), key=key)
+        fix = without(key, settings.container_mounts, wrong)
+        yield Finding(f"{wrong[0]!r} is not the absolute path of a folder", fix, key=key)
 
 
 @rule("container-on-shared-node", "launcher.container_runtime")
@@ -222,8 +244,9 @@ def ray_variable_form(config: RunConfig) -> Finding | None:
     wrong = [variable for variable in settings.env_vars if not re.match(r"[A-Za-z_]\w*=", variable)]
     if not wrong:
         return None
-    rest = [variable for variable in settings.env_vars if variable not in wrong]
-    return Finding(f"{wrong[0]!r} is not of the form NAME=VALUE", typed_list("launcher.env_vars", rest))
+    return Finding(
+        f"{wrong[0]!r} is not of the form NAME=VALUE", without("launcher.env_vars", settings.env_vars, wrong)
+    )
 
 
 @rule("launcher-settings-mismatch", "launcher.name")

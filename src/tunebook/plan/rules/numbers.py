@@ -8,15 +8,7 @@ from typing import Any
 from tunebook.config.ranges import MAPPING_RANGES, MOST, PART_RANGES, RANGES, Range, is_finite, number_text
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RulesError
-from tunebook.plan.rules.frame import Finding, rule
-
-
-def read_key(config: object, key: str) -> Any:
-    """The value at a dotted key; None if a part of it is absent or the group's choice lacks the field."""
-    value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name, None)
-    return value
+from tunebook.plan.rules.frame import Finding, read_key, rule
 
 
 def refuse_absurd(config: RunConfig) -> None:

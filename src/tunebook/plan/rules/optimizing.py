@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tunebook.config.choices import Compute, Generation, Offload, ScheduleName
+from tunebook.config.choices import Compute, Generation, ScheduleName
 from tunebook.config.identity import default_of
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.facts.generations import GENERATIONS
 from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE
+from tunebook.facts.sharing import offloaded_states
 from tunebook.facts.strategies import COPIED, SPARING_THE_HOST, strategy_facts
 from tunebook.plan.rules.frame import Finding, rule
 
@@ -65,7 +66,7 @@ def optimizer_offloaded(config: RunConfig) -> Finding | None:
     if OPTIMIZERS[name].can_be_offloaded:
         return None
     field = "offload_optimizer" if isinstance(settings, ZeroConfig) else "offload_parameters"
-    if getattr(settings, field, Offload.none) is Offload.none or optimizer_with_fsdp.find(config) is not None:
+    if field not in offloaded_states(config) or optimizer_with_fsdp.find(config) is not None:
         return None
     message = f"{name.name} runs on the GPU, and parallelism.{field} moves its states to the host"
     return Finding(message, f"{_ADAMW} or parallelism.{field}=none")

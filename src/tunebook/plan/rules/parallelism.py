@@ -17,20 +17,21 @@ from tunebook.config.choices import (
     Weights,
     WrapPolicy,
 )
-from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
-from tunebook.facts.architectures import DECODER_LAYERS, VARLEN_ARCHITECTURES, without_flash_attn
+from tunebook.config.identity import default_of
+from tunebook.config.override_text import as_typed
+from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig, world_size
+from tunebook.facts.architectures import DECODER_LAYERS, VARLEN_ARCHITECTURES, has_attention, without_flash_attn
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT
 from tunebook.facts.optimizers import OPTIMIZERS
-from tunebook.facts.sharing import is_cast_by_deepspeed
+from tunebook.facts.sharing import is_cast_by_deepspeed, offloaded_states, uses_nvme
 from tunebook.facts.strategies import UNDECIDED, strategy_facts
 from tunebook.model.parameters import is_named_like_llama, layer_parameters
-from tunebook.plan.memory.states import num_ranks
 from tunebook.plan.rules.frame import Finding, another_model, rule
 from tunebook.plan.rules.quantized import quantizer_of
 
 _ZERO3_ONLY = (
     "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold",
-    "sub_group_size",
+    "sub_group_size", "gather_weights_on_save",
 )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def strategy_settings_mismatch(config: RunConfig) -> Finding | None:
 @rule("single-needs-one-gpu", "parallelism.strategy")
 def single_needs_one_gpu(config: RunConfig) -> Finding | None:
     """Refuse `single` with more than one rank."""
-    world = num_ranks(config)
+    world = world_size(config)
     if not strategy_facts(config).runs_on_one or world == 1:
         return None
     message = f"single runs on one GPU, and {world} are asked for"
@@ -63,16 +64,9 @@ def single_needs_one_gpu(config: RunConfig) -> Finding | None:
 def sharding_on_one_rank(config: RunConfig) -> Finding | None:
     """Warn about a distributed strategy without offload on one rank."""
     settings = config.parallelism
-    if strategy_facts(config).runs_on_one or num_ranks(config) > 1 or _offloads(config):
+    if strategy_facts(config).runs_on_one or world_size(config) > 1 or offloaded_states(config):
         return None
     return Finding(f"{settings.strategy.name} on one GPU saves nothing", "parallelism=single")
-
-
-def _offloads(config: RunConfig) -> bool:
-    settings = config.parallelism
-    if isinstance(settings, ZeroConfig):
-        return settings.offload_optimizer is not Offload.none or settings.offload_parameters is not Offload.none
-    return isinstance(settings, FsdpConfig) and settings.offload_parameters is not Offload.none
 
 
 @rule("fsdp-on-cpu", "parallelism.strategy")
@@ -82,14 +76,14 @@ def fsdp_on_cpu(config: RunConfig) -> Finding | None:
     if not strategy_facts(config).is_fsdp or config.hardware.generation is not Generation.cpu:
         return None
     message = f"{strategy.name} would silently become ddp on a CPU"
-    other = "ddp" if num_ranks(config) > 1 else "single"
+    other = "ddp" if world_size(config) > 1 else "single"
     return Finding(message, f"parallelism={other}")
 
 
 @rule("hsdp-group", "parallelism.shard_group_size")
 def hsdp_group(config: RunConfig) -> Finding | None:
     """Require a group size that is a proper divisor of the world size, above one."""
-    settings, world = config.parallelism, num_ranks(config)
+    settings, world = config.parallelism, world_size(config)
     if not strategy_facts(config).within_groups or not isinstance(settings, FsdpConfig):
         return None
     group = settings.shard_group_size or max(1, config.hardware.gpus_per_node or 1)
@@ -164,10 +158,10 @@ def sequence_group_attention(config: RunConfig) -> Finding | None:
         return None
     own = without_flash_attn(replace(config, packing=replace(config.packing, mode=PackingMode.isolated)))
     own = own if ATTENTIONS[own].needs_lengths else BY_DOCUMENT
-    fix = f"attention.implementation={own.name}" + (" packing.mode=isolated" if is_padded else "")
+    fix = f"attention.implementation={own.name}" + (" packing.mode=isolated" if is_padded else "") + " or "
     what = "padded rows" if is_padded else f"rows with {kernel.name}"
     message = f"{what} cannot be shared by {_sequence_group(config)} GPUs"
-    return Finding(message, f"{fix} or parallelism.sequence_group_size=1")
+    return Finding(message, (fix if has_attention(config, own) else "") + "parallelism.sequence_group_size=1")
 
 
 @rule("sequence-group-row", "packing.row_length")
@@ -182,24 +176,22 @@ def sequence_group_row(config: RunConfig) -> Finding | None:
 
 @rule("parallelism-setting-ignored", is_error=False)
 def parallelism_setting_ignored(config: RunConfig) -> Iterator[Finding]:
-    """Warn about settings of other ZeRO stages and wrap policies."""
-    settings, strategy = config.parallelism, config.parallelism.strategy
+    """Warn about settings of other ZeRO stages and wrap policies, and of offloading."""
+    settings, strategy = config.parallelism, strategy_facts(config)
     ignored: list[str] = []
     if isinstance(settings, ZeroConfig):
-        if strategy_facts(config).keeps_whole_weights:
-            ignored += [name for name in _ZERO3_ONLY if getattr(settings, name) is not None]
-        uses_nvme = Offload.nvme in (settings.offload_optimizer, settings.offload_parameters)
-        ignored += ["nvme_path"] if settings.nvme_path and not uses_nvme else []
+        ignored += _ZERO3_ONLY if strategy.keeps_whole_weights else ["round_robin_gradients"]
+        ignored += [] if uses_nvme(config) else ["nvme_path"]
+        ignored += [] if offloaded_states(config) else ["pin_memory"]
     if isinstance(settings, FsdpConfig):
-        ignored += (
-            ["shard_group_size"] if settings.shard_group_size and not strategy_facts(config).within_groups else []
-        )
-        is_by_size = settings.wrap_policy is WrapPolicy.size
-        ignored += ["wrap_classes"] if settings.wrap_classes and is_by_size else []
+        ignored += [] if strategy.within_groups else ["shard_group_size"]
+        ignored += ["wrap_classes" if settings.wrap_policy is WrapPolicy.size else "wrap_min_num_parameters"]
     for name in ignored:
-        key = f"parallelism.{name}"
-        fix = f"{key}=[]" if name == "wrap_classes" else f"{key}=null"
-        yield Finding(f"{getattr(settings, name)} is not used by {strategy.name}", fix, key=key)
+        key, value, unset = f"parallelism.{name}", getattr(settings, name), default_of(f"parallelism.{name}")
+        if value != unset:
+            yield Finding(
+                f"{as_typed(value)} is not used by {settings.strategy.name}", f"{key}={as_typed(unset)}", key=key
+            )
     is_fp32 = config.precision.compute is Compute.fp32  # fp16 is cast with either setting
     if is_fp32 and getattr(settings, "mixed_precision", None) is MixedPrecision.cast:
         key, message = "parallelism.mixed_precision", "cast is not used in fp32"
@@ -227,7 +219,7 @@ def weights_rounded_by_zero(config: RunConfig) -> Finding | None:
     if facts.dtype in (None, cast, "bfloat16"):  # for bf16 in fp16 see `fp16-with-bf16-base`
         return None
     message = f"{config.parallelism.strategy.name} rounds weights that were published in {facts.dtype} to {cast} first"
-    fsdp = "parallelism=fsdp_offload" if _offloads(config) else "parallelism=fsdp"
+    fsdp = "parallelism=fsdp_offload" if offloaded_states(config) else "parallelism=fsdp"
     fix = fsdp if compute is Compute.fp16 else "parallelism.mixed_precision=autocast"
     return Finding(message, fix)
 
@@ -244,7 +236,7 @@ def qlora_without_gpu(config: RunConfig) -> Finding | None:
     return Finding("4-bit layers are trained on GPUs", f"peft.method=lora{other}")
 
 
-@rule("qlora-parameters-on-nvme")
+@rule("qlora-parameters-on-nvme", "parallelism.offload_parameters")
 def qlora_parameters_on_nvme(config: RunConfig) -> Finding | None:
     """Refuse QLoRA with parameters on NVMe (zero3_nvme)."""
     # AsyncPartitionedParameterSwapper(ds_config, self.dtype) derives its buffers' dtype and element size from that
@@ -254,8 +246,7 @@ def qlora_parameters_on_nvme(config: RunConfig) -> Finding | None:
         return None
     if settings.offload_parameters is not Offload.nvme:
         return None
-    message, key = "4-bit weights cannot go through DeepSpeed's files", "parallelism.offload_parameters"
-    return Finding(message, f"{key}=cpu", key=key)
+    return Finding("4-bit weights cannot go through DeepSpeed's files", "parallelism.offload_parameters=cpu")
 
 
 @rule("offload-not-possible")
@@ -298,8 +289,7 @@ def nvme_path_missing(config: RunConfig) -> Finding | None:
     settings = config.parallelism
     if not isinstance(settings, ZeroConfig) or settings.nvme_path:
         return None
-    uses_nvme = Offload.nvme in (settings.offload_optimizer, settings.offload_parameters)
-    if not uses_nvme or not strategy_facts(config).is_zero3:  # other stages cannot offload to NVMe
+    if not uses_nvme(config) or not strategy_facts(config).is_zero3:  # other stages cannot offload to NVMe
         return None
     return Finding("an offload to nvme needs a folder on a local NVMe disk", "parallelism.nvme_path=/local_nvme")
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tunebook.config.choices import Compute, Fp8Scaling, Generation, MasterWeights, Offload, PeftMethod, Switch, Weights
+from tunebook.config.choices import Compute, Fp8Scaling, Generation, MasterWeights, PeftMethod, Switch, Weights
 from tunebook.config.schema import RunConfig, ZeroConfig
 from tunebook.facts.architectures import nearest_attention, without_flash_attn
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.generations import GENERATIONS, GenerationFacts, capability_text
 from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE
+from tunebook.facts.sharing import offloaded_states
 from tunebook.facts.strategies import strategy_facts
 from tunebook.plan.rules.attention import compiles
 from tunebook.plan.rules.frame import Finding, rule
@@ -98,9 +99,8 @@ def fp8_with_deepspeed(config: RunConfig) -> Finding | None:
     settings = config.parallelism
     if config.precision.compute is not Compute.fp8 or not isinstance(settings, ZeroConfig):
         return None
-    offloads = settings.offload_parameters is not Offload.none or settings.offload_optimizer is not Offload.none
     is_whole = not strategy_facts(config).is_zero3
-    better = "fsdp_offload" if offloads else "fsdp_grad_op" if is_whole else "fsdp"
+    better = "fsdp_offload" if offloaded_states(config) else "fsdp_grad_op" if is_whole else "fsdp"
     optimizer = "" if OPTIMIZERS[config.optimizer.name].takes_dtensors else f" optimizer.name={RUNS_EVERYWHERE.name}"
     fix = f"parallelism={better}{optimizer}"
     if any(refusing.find(config) for refusing in (fp8_without_hardware, fp8_with_adapters)):  # under FSDP as well

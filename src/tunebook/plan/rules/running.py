@@ -1,20 +1,16 @@
-"""Rules about validation, saving, resuming, uploading, evaluation and the launcher's options."""
+"""Rules about validation, saving, resuming, uploading and evaluation."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from tunebook.config.book import is_task_file, problems_of, resolve_path
 from tunebook.config.choices import RESUME_WORDS, Source
 from tunebook.config.override_text import as_typed, typed_list
-from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.config.schema import RunConfig
 from tunebook.errors import nearest
-from tunebook.plan.rules.frame import Finding, rule
-
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# sbatch's formats: minutes, min:sec, hours:min:sec, days-hours, days-hours:min, days-hours:min:sec
-_TIME_LIMIT = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
+from tunebook.plan.rules.frame import Finding, rule, without
+from tunebook.plan.rules.sources import is_hub_name
 
 
 def _has_validation(config: RunConfig) -> bool:
@@ -99,7 +95,7 @@ def resume_not_found(config: RunConfig) -> Finding | None:
 def hub_name_form(config: RunConfig) -> Finding | None:
     """Require OWNER/NAME."""
     name = config.training.push_to_hub
-    if name is None or _HUB_NAME.fullmatch(name):
+    if name is None or ("/" in name and is_hub_name(name)):
         return None
     return Finding(f"'{name}' does not have the form organization/name", "training.push_to_hub=null")
 
@@ -111,8 +107,7 @@ def task_file_not_found(config: RunConfig) -> Iterator[Finding]:
     for task in tasks:
         file = task if is_task_file(task) else problems_of(task)
         if file is not None and not resolve_path(file).is_file():
-            rest = [other for other in tasks if other != task]
-            yield Finding(f"there is no file {resolve_path(file)}", typed_list("evaluation.tasks", rest))
+            yield Finding(f"there is no file {resolve_path(file)}", without("evaluation.tasks", tasks, [task]))
 
 
 @rule("task-named-twice", "evaluation.tasks")
@@ -138,27 +133,3 @@ def evaluation_never_runs(config: RunConfig) -> Finding | None:
     if evaluation.before and not evaluation.tasks:
         return Finding("there are no tasks to evaluate on", "evaluation.before=false", key="evaluation.before")
     return None
-
-
-@rule("time-limit-form", "launcher.time_limit")
-def time_limit_form(config: RunConfig) -> Finding | None:
-    """Require one of Slurm's time formats."""
-    settings = config.launcher
-    if not isinstance(settings, SlurmConfig) or settings.time_limit is None:
-        return None
-    if _TIME_LIMIT.fullmatch(settings.time_limit):
-        return None
-    return Finding(f"'{settings.time_limit}' is not a time that sbatch takes", "launcher.time_limit=12:00:00")
-
-
-@rule("sbatch-option-form", "launcher.extra_args")
-def sbatch_option_form(config: RunConfig) -> Finding | None:
-    """Require options that start with a dash and stay on one line."""
-    settings = config.launcher
-    if not isinstance(settings, SlurmConfig):
-        return None
-    wrong = [option for option in settings.extra_args if not option.startswith("-") or "\n" in option]
-    if not wrong:
-        return None
-    rest = [option for option in settings.extra_args if option not in wrong]
-    return Finding(f"{wrong[0]!r} is not an sbatch option", typed_list("launcher.extra_args", rest))

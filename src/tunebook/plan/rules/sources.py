@@ -55,18 +55,28 @@ def _is_path(name: str) -> bool:
     return name.startswith(("/", "./", "../", "~")) or is_in_book(name)
 
 
+@rule("model-revision-ignored", "model.revision", is_error=False)
+def model_revision_ignored(config: RunConfig) -> Finding | None:
+    """Warn about a revision of a folder."""
+    model = config.model
+    if model.revision is None or model.path is None or model.name is not None:
+        return None
+    return Finding(f"{model.revision} is not used with model.path: a folder has one revision", "model.revision=null")
+
+
 @rule("model-name-form", "model.name")
 def model_name_form(config: RunConfig) -> Finding | None:
     """Refuse names that the hub would reject; `model-name-is-folder` covers paths."""
     name = config.model.name
-    if not name or config.model.path or _is_path(name) or _is_hub_name(name):
+    if not name or config.model.path or _is_path(name) or is_hub_name(name):
         return None
     is_folder = model_folder_problem(ModelConfig(path=name)) is None
     fix = f"model.name=null {typed('model.path', name)}" if is_folder else "model.name=ORG/NAME"
     return Finding(f"'{name}' does not have the form organization/name of a model on the hub", fix)
 
 
-def _is_hub_name(name: str) -> bool:
+def is_hub_name(name: str) -> bool:
+    """Whether the hub can have something of this name."""
     is_refused = "--" in name or ".." in name or name.endswith(".git")
     return _HUB_NAME.fullmatch(name) is not None and not is_refused
 
@@ -188,7 +198,7 @@ def dataset_name_form(config: RunConfig) -> Iterator[Finding]:
 def _is_found_by(name: str, config: RunConfig) -> bool:
     """Whether the name is a valid hub name or a folder; other machines may have folders missing here."""
     is_elsewhere = config.launcher.name is not LauncherName.local
-    return _is_hub_name(name) or resolve_path(name).is_dir() or is_elsewhere
+    return is_hub_name(name) or resolve_path(name).is_dir() or is_elsewhere
 
 
 @rule("tokenizer-name-form", "model.tokenizer")
@@ -201,17 +211,24 @@ def tokenizer_name_form(config: RunConfig) -> Finding | None:
     return Finding(message, "model.tokenizer=null or model.tokenizer=FOLDER")
 
 
+# The sources that read a field which other sources have no use for.
+_READERS = {
+    "path": Source.files, "name": Source.hub, "subset": Source.hub, "revision": Source.hub, "parts": Source.mixture,
+}  # fmt: skip
+
+
 @rule("dataset-field-ignored", is_error=False)
 def dataset_field_ignored(config: RunConfig) -> Iterator[Finding]:
     """Warn about fields of other data sources."""
     data = config.dataset
-    readers = {"path": Source.files, "name": Source.hub, "subset": Source.hub, "parts": Source.mixture}
-    for field, reader in readers.items():
-        value = getattr(data, field)
-        if value and data.source is not reader:
-            message = f"dataset.source={data.source.name} does not read dataset.{field}"
-            fix = f"dataset.{field}=" + ("{}" if field == "parts" else "null")
-            yield Finding(message, f"{fix} or dataset.source={reader.name}", key=f"dataset.{field}")
+    parts = {prefix: part for prefix, part in sources_of(data).items() if part.source is not Source.mixture}
+    for prefix, source in {"dataset": data, **parts}.items():
+        for field, reader in _READERS.items():
+            if getattr(source, field, None) and source.source is not reader:
+                key = f"{prefix}.{field}"
+                message = f"{prefix}.source={source.source.name} does not read {key}"
+                fix = f"{key}=" + ("{}" if field == "parts" else "null")
+                yield Finding(message, f"{fix} or {prefix}.source={reader.name}", key=key)
     for field, none, what in (
         ("ignore_keys", "[]", "keys to ignore"),
         ("chat_template_kwargs", "{}", "chat template"),
@@ -240,7 +257,7 @@ def check_field_templates(config: RunConfig) -> Iterator[Finding]:
     """Check that documents of fields have a question's and an answer's template, and others none."""
     for prefix, source in sources_of(config.dataset).items():
         problem = templates_problem(source, prefix)
-        if problem is not None:
+        if problem is not None and source.source is not Source.synthetic:  # `dataset-field-ignored` warns of those
             key, message, fix = problem
             yield Finding(message, fix, key=key)
 

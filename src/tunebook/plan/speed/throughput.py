@@ -30,6 +30,8 @@ from tunebook.model.flops import (
     tiled_flops_per_token,
 )
 from tunebook.model.parameters import attention_width, count_parameters, has_experts, of_layers
+from tunebook.plan.memory.states import bytes_per_compute_value
+from tunebook.plan.memory.work import is_recomputed
 from tunebook.plan.speed.comparable import (
     SEVERAL_NODES,
     as_on_one_node,
@@ -168,8 +170,8 @@ def _estimate(
     row = nearest_one_gpu_speed(config, facts, useful * real / (1 - padding))
     if row.padding_share is None:
         padding = 0.0  # the share of peak includes the padding of that measurement
-    again = recomputed_flops_per_token(facts, attended) if _is_recomputed(config) else 0.0
-    tiled = tiled_flops_per_token(facts, _num_tiles(config, batch)) if _is_recomputed(config) else 0.0
+    again = recomputed_flops_per_token(facts, attended) if is_recomputed(config) else 0.0
+    tiled = tiled_flops_per_token(facts, _num_tiles(config, batch)) if is_recomputed(config) else 0.0
     flops = useful + again + tiled
     factors = _factors(config, facts, row, useful / (useful + again), (useful + again) / flops)
     work = real / (1 - padding) * flops / (peak.tflops * 1e12)  # seconds at the peak
@@ -220,9 +222,9 @@ def _factors(
     if has_experts(facts):
         measured = f"2 of Qwen3-30B-A3B on one {MEASURED_ON}"
         found.append(_Factor(1.0, f"layers with experts reach {EXPERTS_SHARE:.0%} of that share ({measured})"))
-    if not is_fp32 and _is_recomputed(config) is not row.is_recomputed:
+    if not is_fp32 and is_recomputed(config) is not row.is_recomputed:
         left = f"activation checkpointing leaves {RECOMPUTED_GAIN * left_by_recomputing:.0%} of the speed"
-        found.append(_Factor(RECOMPUTED_GAIN, left) if _is_recomputed(config) else _Factor(1 / RECOMPUTED_GAIN))
+        found.append(_Factor(RECOMPUTED_GAIN, left) if is_recomputed(config) else _Factor(1 / RECOMPUTED_GAIN))
     if config.activation.mlp_tile_tokens is not None:
         found.append(_Factor(1.0, f"MLPs in tiles, which are computed once more, leave {left_by_tiles:.0%} of that"))
     if row.is_selective:
@@ -245,8 +247,15 @@ def exchanged_bytes(config: RunConfig, facts: ModelFacts, tokens: float) -> floa
     """
     group = config.parallelism.sequence_group_size
     width = 2 * attention_width(facts) * (1 + facts.num_key_value_heads / facts.num_attention_heads)
-    element = 4 if config.precision.compute is Compute.fp32 else 2
-    return tokens * facts.num_layers * width * element * (3 if _is_recomputed(config) else 2) * (group - 1) / group
+    return (
+        tokens
+        * facts.num_layers
+        * width
+        * bytes_per_compute_value(config)
+        * (3 if is_recomputed(config) else 2)
+        * (group - 1)
+        / group
+    )
 
 
 def _exchange_text(config: RunConfig, num_bytes: float, seconds: float) -> str:
@@ -264,7 +273,7 @@ def _launch_bound_seconds(config: RunConfig, facts: ModelFacts) -> float:
 
     A recomputed forward pass adds a third.
     """
-    passes = 1 + 1 / 3 if _is_recomputed(config) else 1.0
+    passes = 1 + 1 / 3 if is_recomputed(config) else 1.0
     return geometric_mean(row.seconds_of_a_layer for row in short_passes(config)) * facts.num_layers * passes
 
 
@@ -295,7 +304,7 @@ def _long_attention_flops(config: RunConfig, facts: ModelFacts, attended: float,
     if config.attention.implementation not in LONG_ATTENTIONS:
         return 0.0
     beyond = attention_flops_per_token(facts, attended) - attention_flops_per_token(facts, row.attended_length)
-    return max(0.0, beyond) * (1 + 1 / 3 if _is_recomputed(config) else 1)
+    return max(0.0, beyond) * (1 + 1 / 3 if is_recomputed(config) else 1)
 
 
 def _long_attention_text(share_of_work: float) -> str:
@@ -304,10 +313,6 @@ def _long_attention_text(share_of_work: float) -> str:
         return ""
     what = f"the attention of long documents, {share_of_work:.0%} of the work"
     return f"{what}, reaches {LONG_ATTENTION_SHARE:.0%} of the peak"
-
-
-def _is_recomputed(config: RunConfig) -> bool:
-    return config.activation.checkpointing is Checkpointing.enabled
 
 
 def _padding_share(config: RunConfig, batch: BatchPlan) -> float:

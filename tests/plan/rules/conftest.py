@@ -1,0 +1,33 @@
+"""Models in folders, whose config.json the rules read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+# What the config.json of some models says, each in a folder of this name.
+MODELS = {
+    "masked": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+    "images": {
+        "model_type": "mistral3",
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": {"model_type": "mistral"},
+    },
+    "FOLDER": {"model_type": "llama"},
+    "gptq": {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "awq": {"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}},
+    "eight_bit": {"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+    "four_bit": {"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+    "mxfp4": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+}
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working folder of each test."""
+    for name, config in MODELS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
