@@ -86,7 +86,7 @@ def test_blank_lines_are_skipped_and_counted_and_keep_the_numbering(tmp_path: Pa
         (b'"only text"', r"line 17: a JSON string where an object \{...\} belongs"),
         (b'[{"text": "a"}]', r"line 17: a JSON array where an object .*belongs in a file named .json"),
         (b"17", r"line 17: a JSON number where an object"),
-        (b"null", r"line 17: a JSON null where an object"),
+        (b"null", r"line 17: null where an object"),
         (b'{"text": "\\ud83d"}', r"line 17: '\\ud83d' is half of a surrogate pair"),
         (b'{"text": ' + b"[" * 100_000, r"line 17: JSON that cannot be read: maximum recursion depth"),
     ],

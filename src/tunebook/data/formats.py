@@ -29,6 +29,7 @@ Convert = Callable[[Record, KeyAccount], tuple[CorpusKind, Row]]
 TEXT_FIELD = "<dataset.text_field>"  # the configured field in SPECS
 TOOL_KEYS = ("tools", "functions")
 KWARGS_KEY = "chat_template_kwargs"
+_TEMPLATE_FUNCTIONS = ("range", "namespace")  # of Jinja, in templates over fields
 CONVERSATION_KEYS = (*TOOL_KEYS, KWARGS_KEY)  # what conversations of every format may have
 
 
@@ -50,9 +51,12 @@ class FieldTemplates:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+        functions = {name: environment.globals[name] for name in _TEMPLATE_FUNCTIONS}
+        environment.globals.clear()  # a field may have the name of another one, and one writes random text
+        environment.globals.update(functions)
         self._templates = {key: environment.from_string(text) for key, text in templates.items()}
         used = [find_undeclared_variables(environment.parse(text)) for text in templates.values()]
-        self.names = frozenset().union(*used) - environment.globals.keys()  # of the fields
+        self.names = frozenset().union(*used) - functions.keys()  # of the fields
 
     def turns(self, record: Record) -> list[Turn]:
         """The user's and the assistant's turn. Raises: DocumentError."""

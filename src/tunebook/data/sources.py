@@ -12,8 +12,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.choices import BadDocuments, Format, Source
-from tunebook.config.schema import DatasetConfig, DatasetSource
+from tunebook.config.choices import BadDocuments, Format, Reasoning, Source, SpecialText
+from tunebook.config.schema import DatasetConfig, DatasetSource, sources_of
 from tunebook.data import hub
 from tunebook.data.corpus import CONTENT_HASH, Corpus, CorpusKind, Loaded, Progress, Row, SourceRecord, write_rows
 from tunebook.data.files import DataFile, find_files
@@ -74,7 +74,7 @@ class Loader:
             num_documents = sum(part.problems.num_documents + part.problems.num_problems for part in parts)
             skipped.check_share(num_documents, self.max_bad_share, location)
         if dataset is None or kind is None:
-            raise DataError("dataset.path: it holds no document", problem_id="data-file-empty")
+            raise DataError(f"{location} holds no document", problem_id="data-file-empty")
         return Loaded(kind=kind, dataset=dataset, records=[], skipped=skipped)
 
     def _rows(self, parts: Sequence[Part], normalizer: Normalizer) -> Iterator[Row]:
@@ -159,7 +159,7 @@ def load_files(source: DatasetSource, key: str, files: list[DataFile], arrow_fil
         )
         for file, problems in read
     ]
-    notes = _source_notes(normalizer, read[0][0].location, len(loaded.dataset))
+    notes = _source_notes(normalizer, key, read[0][0].location, len(loaded.dataset))
     for file, problems in read:
         blank = problems.num_blank_lines
         notes += [f"{file.location}: skipped {blank:,} blank line{'s' if blank > 1 else ''}"] if blank else []
@@ -182,14 +182,21 @@ def load_hub_split(source: DatasetSource, split: str, key: str, loader: Loader) 
         format=normalizer.format.value,
         num_documents=len(loaded.dataset),
     )
-    notes = _source_notes(normalizer, location, len(loaded.dataset))
+    notes = _source_notes(normalizer, key, location, len(loaded.dataset))
     notes += [f"{part.label}: {note}" for part in parts for note in part.problems.notes]
     return replace(loaded, records=[record], notes=notes)
 
 
-def _source_notes(normalizer: Normalizer, location: str, num_documents: int) -> list[str]:
-    """The detected format, and the keys that were not read."""
+def _source_notes(normalizer: Normalizer, key: str, location: str, num_documents: int) -> list[str]:
+    """The detected format, the keys that were not read, and a text's field that was named for nothing."""
     notes = [f"{location}: {note}" for note in normalizer.account.notes(num_documents)]
+    text_field = normalizer.settings.text_field
+    if text_field != DatasetSource.text_field and normalizer.format is not Format.text:
+        notes.insert(
+            0,
+            f"{key}.text_field={text_field} is not used: the documents are of format {normalizer.format.value}; to "
+            f"train on this field type {key}.format=text",
+        )
     if normalizer.was_detected:
         notes.insert(0, f"{location}: format {normalizer.format.value}, by the keys of its first document")
     return notes
@@ -265,9 +272,21 @@ def _check_kinds(train: Loaded, validation: Loaded | None) -> None:
 def _content_notes(config: DatasetConfig, train: Loaded, validation: Loaded | None) -> list[str]:
     """Remarks on all documents together."""
     notes = []
-    if train.kind is not CorpusKind.conversation and config.system_prompt is not None:
-        kind = train.kind.value
-        notes.append(f"dataset.system_prompt is not used: the documents are of kind {kind}, without turns")
+    if train.kind is not CorpusKind.conversation:
+        used_for_turns = {
+            "dataset.system_prompt": config.system_prompt is not None,
+            "dataset.reasoning": config.reasoning is not Reasoning.keep,
+            **{
+                f"{key}.chat_template_kwargs": source.chat_template_kwargs for key, source in sources_of(config).items()
+            },
+        }
+        notes = [
+            f"{key} is not used: the documents are of kind {train.kind.value}, without turns"
+            for key, is_set in used_for_turns.items()
+            if is_set
+        ]
+    if train.kind is CorpusKind.tokens and config.special_tokens_in_content is not SpecialText.auto:
+        notes.append("dataset.special_tokens_in_content is not used: the documents are tokens already")
     repeated = count_repeated(train.dataset)
     if repeated:
         notes.append(f"{repeated:,} of {len(train.dataset):,} documents repeat an earlier one")

@@ -174,6 +174,12 @@ CASES = [
     case("dataset-field-ignored", "source=hub does not read dataset.path", {"dataset.path": "a.jsonl"}),
     case(
         "dataset-field-ignored",
+        "parts.all.source=files does not read dataset.parts.all.train_split",
+        {"dataset.parts": {"all": MixturePart(path="a.jsonl", train_split="test")}},
+        {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": {"all": MixturePart(path="a.jsonl")}},
+    ),
+    case(
+        "dataset-field-ignored",
         "generated documents have no keys",
         {"dataset.ignore_keys": ["tools"]},
         {"dataset.source": Source.synthetic, "dataset.name": None},

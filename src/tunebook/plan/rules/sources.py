@@ -201,17 +201,29 @@ def tokenizer_name_form(config: RunConfig) -> Finding | None:
     return Finding(message, "model.tokenizer=null or model.tokenizer=FOLDER")
 
 
+# The fields of one kind of source alone, with the value that says nothing.
+_READERS = {
+    "path": (Source.files, "null"),
+    "name": (Source.hub, "null"),
+    "subset": (Source.hub, "null"),
+    "revision": (Source.hub, "null"),
+    "train_split": (Source.hub, "train"),
+    "parts": (Source.mixture, "{}"),
+}
+
+
 @rule("dataset-field-ignored", is_error=False)
 def dataset_field_ignored(config: RunConfig) -> Iterator[Finding]:
     """Warn about fields of other data sources."""
     data = config.dataset
-    readers = {"path": Source.files, "name": Source.hub, "subset": Source.hub, "parts": Source.mixture}
-    for field, reader in readers.items():
-        value = getattr(data, field)
-        if value and data.source is not reader:
-            message = f"dataset.source={data.source.name} does not read dataset.{field}"
-            fix = f"dataset.{field}=" + ("{}" if field == "parts" else "null")
-            yield Finding(message, f"{fix} or dataset.source={reader.name}", key=f"dataset.{field}")
+    for prefix, source in ({"dataset": data} | sources_of(data)).items():
+        for field, (reader, none) in _READERS.items():
+            value = getattr(source, field, None)
+            is_within = source is not data and source.source is Source.mixture  # refused by `dataset-source`
+            if value and value != none and source.source is not reader and not is_within:
+                message = f"{prefix}.source={source.source.name} does not read {prefix}.{field}"
+                fix = f"{prefix}.{field}={none} or {prefix}.source={reader.name}"
+                yield Finding(message, fix, key=f"{prefix}.{field}")
     for field, none, what in (
         ("ignore_keys", "[]", "keys to ignore"),
         ("chat_template_kwargs", "{}", "chat template"),
