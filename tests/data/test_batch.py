@@ -92,8 +92,8 @@ def test_a_token_budget_fixes_the_rows():
     assert (plan.rows_per_step, plan.accumulation) == (32, 8)
     assert plan.documents_per_step == pytest.approx(1000 / 8)  # 128 documents a step, the last has 104
     assert batch_lines(plan)[1] == "  one optimizer step: at most 32768 tokens"
-    plan = solve_batch(config_of(PackingMode.isolated, 4, global_tokens=10_000), None)
-    assert batch_lines(plan)[1].endswith("at most 8192 tokens, the whole rows of training.global_tokens=10000")
+    plan = solve_batch(config_of(PackingMode.isolated, 4, global_tokens=9000), None)
+    assert batch_lines(plan)[1].endswith("at most 8192 tokens, the whole rows of training.global_tokens=9000")
 
 
 def test_a_batch_larger_than_the_data_is_refused():
