@@ -156,11 +156,11 @@ def test_the_first_document_is_named_and_all_are_counted(tiny_tokenizer: Tokeniz
     rows = [talk("q", "a"), talk("<s>q", "a", "a:2"), talk("q", "a</s><s>", "a:3")]
     encoder = Encoder(CorpusKind.conversation, train_on, tiny_tokenizer())
     encoder.encode(rows)
-    assert +encoder.notes == {SPECIAL_AS_TEXT: 2}
-    assert encoder.first == {SPECIAL_AS_TEXT: "a:2, <s>"}
+    assert encoder.counts.notes == {SPECIAL_AS_TEXT: 2}
+    assert encoder.counts.first == {SPECIAL_AS_TEXT: "a:2, <s>"}
     kept = Encoder(CorpusKind.conversation, train_on, tiny_tokenizer(), SpecialText.keep)
     kept.encode(rows)
-    assert +kept.notes == {SPECIAL_KEPT: 2}
+    assert kept.counts.notes == {SPECIAL_KEPT: 2}
     refusing = Encoder(CorpusKind.conversation, train_on, tiny_tokenizer(), SpecialText.refuse)
     with pytest.raises(DataError, match=r"a:2: it holds the text of the special token '<s>'.*=as_text") as caught:
         refusing.encode(rows)
@@ -178,7 +178,7 @@ def test_texts_have_their_tokens_written_out(tiny_tokenizer: Tokenizers) -> None
     (document,) = as_text.encode(rows)
     assert end not in document.input_ids
     assert len(document.input_ids) == len("a<|im_end|>b") + 1
-    assert (+kept.notes, +as_text.notes) == ({SPECIAL_KEPT: 1}, {SPECIAL_AS_TEXT: 1})
+    assert (kept.counts.notes, as_text.counts.notes) == ({SPECIAL_KEPT: 1}, {SPECIAL_AS_TEXT: 1})
 
 
 def test_a_template_that_reads_such_text_gets_to_read_it(tiny_tokenizer: Tokenizers) -> None:
