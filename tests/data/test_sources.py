@@ -16,7 +16,7 @@ import huggingface_hub
 import pytest
 
 from tunebook.config.choices import Format, Reasoning, Source, SpecialText
-from tunebook.config.schema import DatasetConfig
+from tunebook.config.schema import DatasetConfig, MixturePart
 from tunebook.data.corpus import Corpus, CorpusKind
 from tunebook.data.sources import corpus_identity, load_corpus
 from tunebook.errors import DataError, DoesNotFitError, RequestError
@@ -190,6 +190,9 @@ def test_validation_files(tmp_path: Path) -> None:
     assert "1 of 3 validation documents are trained on too" in corpus.notes
     with pytest.raises(RequestError, match=r"train.jsonl is also in dataset.path"):
         load(tmp_path, DatasetConfig(path=str(train), validation_path=str(tmp_path / "t*.jsonl")))
+    parts = {"one": MixturePart(path=str(train)), "two": MixturePart(path=str(tmp_path / "t[er]*.jsonl"))}
+    with pytest.raises(RequestError, match=r"test.jsonl is also in dataset.parts.two.path; a document cannot"):
+        load(tmp_path, DatasetConfig(source=Source.mixture, parts=parts, validation_path=str(other)))
     write(other, [{"text": "plain"}])
     with pytest.raises(DataError, match="validation documents are of kind text, the training documents of kind conv"):
         load(tmp_path, DatasetConfig(path=str(train), validation_path=str(other)))

@@ -132,7 +132,7 @@ def read_array(stream: IO[bytes], problems: DocumentProblems) -> Iterator[Record
         if text.next_character():
             raise text.error("extra text after the closing ]", 0)
     except DocumentError as error:
-        problems.add(text.item, error, f" (line {text.line})")
+        problems.add_last(text.item, error, f" (line {text.line})")
 
 
 def holds_array(value: dict[str, Any], known_keys: frozenset[str]) -> bool:
@@ -184,7 +184,7 @@ def read_object(
         else:
             _account_for(pairs, array_key, problems, known_keys if field is None else frozenset())
     except DocumentError as error:
-        problems.add(text.item, error, f" (line {text.line})")
+        problems.add_last(text.item, error, f" (line {text.line})")
 
 
 def _items(text: _Text, problems: DocumentProblems) -> Iterator[Record]:

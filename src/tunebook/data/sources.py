@@ -16,7 +16,7 @@ from tunebook.config.choices import BadDocuments, Format, Reasoning, Source, Spe
 from tunebook.config.schema import DatasetConfig, DatasetSource, sources_of
 from tunebook.data import hub
 from tunebook.data.corpus import CONTENT_HASH, Corpus, CorpusKind, Loaded, Progress, Row, SourceRecord, write_rows
-from tunebook.data.files import DataFile, find_files
+from tunebook.data.files import DataFile, find_files, named_files
 from tunebook.data.formats import FormatSettings, Normalizer, field_templates, known_columns
 from tunebook.data.keys import KeyAccount
 from tunebook.data.mixture import check_validation, count_repeated, count_shared, hold_out, mix
@@ -363,15 +363,14 @@ def _load_validation(config: DatasetConfig, loader: Loader) -> Loaded | None:
         return None
     key = "dataset.validation_path"
     files = find_files(config.validation_path, key)
-    if config.source is Source.files:
-        training = {file.path for file in find_files(required_path(config, "dataset"), "dataset.path")}
-        shared = [str(file.path) for file in files if file.path in training]
-        if shared:
-            raise RequestError(
-                f"{key}: {', '.join(shared)} is also in dataset.path; a document cannot be in both parts. To hold out "
-                "some of one file, say dataset.validation_share=0.05",
-                problem_id="validation-overlap",
-            )
-    else:  # the format named is that of the hub's rows or of the parts
+    named = {place: text for place, text in named_files(config).items() if place != key}
+    training = {file.path: place for place, text in named.items() for file in find_files(text, place)}
+    if shared := [file.path for file in files if file.path in training]:
+        raise RequestError(
+            f"{key}: {', '.join(map(str, shared))} is also in {training[shared[0]]}; a document cannot be in both "
+            "parts. To hold out some of one file, say dataset.validation_share=0.05",
+            problem_id="validation-overlap",
+        )
+    if config.source is not Source.files:  # the format named is that of the hub's rows or of the parts
         everything = replace(everything, format=Format.auto)
     return load_files(everything, "dataset", files, loader.file("dataset", "validation"), loader)

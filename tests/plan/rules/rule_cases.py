@@ -198,6 +198,12 @@ CASES = [
     ),
     case(
         "dataset-field-ignored",
+        "each part of a mixture has its own: dataset.parts.NAME.text_field",
+        {"dataset.text_field": "body"},
+        {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": {"all": MixturePart(path="a.jsonl")}},
+    ),
+    case(
+        "dataset-field-ignored",
         "each part of a mixture has its own: dataset.parts.NAME.answer_template",
         {"dataset.answer_template": "{{a}}"},
         {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": {"all": MixturePart(path="a.jsonl")}},

@@ -229,11 +229,15 @@ def dataset_field_ignored(config: RunConfig) -> Iterator[Finding]:
         ("chat_template_kwargs", "{}", "chat template"),
         ("question_template", "null", "fields"),
         ("answer_template", "null", "fields"),
+        ("format", "auto", None),
+        ("text_field", "text", None),
     ):
-        if getattr(data, field) and data.source is Source.synthetic:
+        if getattr(data, field) == getattr(DatasetSource(), field):
+            continue
+        if what is not None and data.source is Source.synthetic:
             message = f"generated documents have no {what}"
             yield Finding(message, f"dataset.{field}={none}", key=f"dataset.{field}")
-        if getattr(data, field) and data.source is Source.mixture and not data.validation_path:
+        if data.source is Source.mixture and not data.validation_path:
             message = f"each part of a mixture has its own: dataset.parts.NAME.{field}"
             yield Finding(message, f"dataset.{field}={none}", key=f"dataset.{field}")
     is_tokens = all(
