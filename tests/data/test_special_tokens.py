@@ -18,12 +18,10 @@ from tunebook.data.special_tokens import SpecialTokens
 from tunebook.data.template import ConversationRenderer
 from tunebook.errors import DataError
 
+from .conftest import CHATML
+
 Tokenizers = Callable[..., Any]
 
-CHATML = """\
-{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
-"""
 # As LLaMA 2's: BOS and EOS, no header before the answer, contents stripped.
 INST = """\
 {%- for m in messages %}{%- if m.role == 'user' %}{{- bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}
@@ -183,7 +181,8 @@ def test_texts_have_their_tokens_written_out(tiny_tokenizer: Tokenizers) -> None
 
 def test_a_template_that_reads_such_text_gets_to_read_it(tiny_tokenizer: Tokenizers) -> None:
     """Here it takes what stands before `<s>` for reasoning, of which earlier answers are stripped."""
-    template = CHATML.replace("m.content +", "(m.content if loop.last else m.content.split('<s>')[-1]) +")
+    earlier = "(message.content if loop.last else message.content.split('<s>')[-1]) +"
+    template = CHATML.replace("message.content +", earlier)
     assert template != CHATML
     messages = [
         *talk("q", "why<s>a")["messages"],
