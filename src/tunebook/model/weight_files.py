@@ -31,6 +31,7 @@ SINGLE_AND_INDEX = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")  # all that may be weights of a model's folder
 STORED_PATTERNS = (
     ("model*.safetensors", "model.safetensors.index.json"),
     ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
