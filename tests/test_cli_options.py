@@ -32,6 +32,9 @@ def test_a_bare_word_is_the_first_setting_and_an_unknown_one_is_refused() -> Non
     with pytest.raises(RequestError, match=r"no setting 'siute' here\. Did you mean 'suite'") as raised:
         settings(["siute=quick"], ("run", "suite"))
     assert raised.value.problem_id == "unknown-key"
+    for words in (["a", "b"], ["run=a", "run=b"]):
+        with pytest.raises(RequestError, match=r"sets run once more, after run=a; type one of them"):
+            settings(words, ("run", "suite"))
 
 
 def test_a_run_is_named_alone_or_as_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

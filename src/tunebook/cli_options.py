@@ -173,7 +173,7 @@ def split(words: list[str] | None) -> tuple[str | None, list[str]]:
 def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
     """`key=value` words of a command that composes nothing; a single bare word is the first key's value.
 
-    Raises: RequestError for an unknown key, with the nearest.
+    Raises: RequestError for an unknown key, with the nearest, and for a key that is set twice.
     """
     given: dict[str, str] = {}
     for word in words or []:
@@ -184,6 +184,10 @@ def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
             raise RequestError(
                 f"there is no setting '{key}' here.{_instead(key, value, known)} Settings: {', '.join(known)}",
                 problem_id="unknown-key",
+            )
+        if key in given:
+            raise RequestError(
+                f"'{word}' sets {key} once more, after {key}={given[key]}; type one of them", problem_id="setting-twice"
             )
         given[key] = value
     return given

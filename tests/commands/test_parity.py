@@ -11,7 +11,6 @@ from rich.console import Console
 
 from tunebook.commands import parity as run
 from tunebook.commands.parity import check_attended
-from tunebook.config.choices import Compute, Generation, LauncherName, MasterWeights
 from tunebook.errors import Problem, RequestError, RulesError
 from tunebook.files import read_json
 from tunebook.sweep.trial_process import TrialEnd
@@ -25,17 +24,11 @@ def parity(tmp_path, monkeypatch):
 
     def command(losses, codes=None, refused=(), stopped=None, tolerance=None):
         started = []
-        config = SimpleNamespace(
-            precision=SimpleNamespace(compute=Compute.fp32, master_weights=MasterWeights.fp32),
-            hardware=SimpleNamespace(generation=Generation.cpu, num_nodes=1),
-            launcher=SimpleNamespace(name=LauncherName.local),
-            outputs=str(tmp_path),
-        )
 
         def plan(recipe, overrides, recipes_dirs):
             if overrides[-1].removeprefix("parallelism=") in refused:
                 raise RulesError([Problem(id="some-rule", key="a.key", message="forbidden", fix="a.key=b")])
-            return SimpleNamespace(config=config)
+            return SimpleNamespace(config=config_of(f"outputs={tmp_path}"))
 
         def trial(words, stopping):
             folder = Path(words[words.index("--run-folder") + 1])
@@ -86,11 +79,11 @@ def test_a_difference_ends_with_5_unless_more_is_allowed(parity, tmp_path):
     assert parity(losses, tolerance=0.1)[0] == 0
 
 
-def test_without_a_reference_nothing_else_is_started(parity):
-    code, written, started, _ = parity({"single": [], "ddp": [2.0]}, codes={"single": 3})
-    assert code == 3
-    assert len(started) == 1
-    assert [case["verdict"] for case in written["cases"]] == ["failed (3)", "not started"]
+@pytest.mark.parametrize(("codes", "ended", "why"), [({"single": 3}, 3, "3"), ({}, 1, "no steps")])
+def test_without_a_reference_nothing_else_is_started(parity, codes, ended, why):
+    code, written, started, _ = parity({"single": [], "ddp": [2.0]}, codes)
+    assert (code, len(started)) == (ended, 1)
+    assert [case["verdict"] for case in written["cases"]] == [f"failed ({why})", "not started"]
 
 
 def test_a_stop_keeps_what_there_is(parity):
@@ -98,12 +91,6 @@ def test_a_stop_keeps_what_there_is(parity):
     assert code == 6
     assert len(started) == 2
     assert [case["verdict"] for case in written["cases"]] == ["", "failed (6)", "not started"]
-
-
-def test_after_a_reference_without_a_step_nothing_else_is_started(parity):
-    code, written, started, _ = parity({"single": [], "ddp": [2.0]})
-    assert (code, len(started)) == (1, 1)
-    assert [case["verdict"] for case in written["cases"]] == ["failed (no steps)", "not started"]
 
 
 @pytest.fixture
@@ -118,7 +105,7 @@ def refused(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(run, "run_trial", None)
         with pytest.raises(RequestError) as caught:
             run.parity_command(
-                "quickstart", [f"outputs={tmp_path}", "hardware=cpu", *words], [], Console(quiet=True),
+                "quickstart", [f"outputs={tmp_path}", *words], [], Console(quiet=True),
                 over=["parallelism=ddp,zero2"], gpus=None, num_steps=2, tolerance=tolerance,
             )  # fmt: skip
         assert not list(tmp_path.iterdir())
@@ -144,13 +131,7 @@ def test_equal_losses_are_the_smallest_tolerance(parity):
 
 
 def test_ignored_overrides_are_printed(tmp_path, monkeypatch):
-    config = SimpleNamespace(
-        precision=SimpleNamespace(compute=Compute.fp32, master_weights=MasterWeights.fp32),
-        hardware=SimpleNamespace(generation=Generation.cpu, num_nodes=1),
-        launcher=SimpleNamespace(name=LauncherName.local),
-        outputs=str(tmp_path),
-    )
-    monkeypatch.setattr(run, "plan_job", lambda *_: SimpleNamespace(config=config))
+    monkeypatch.setattr(run, "plan_job", lambda *_: SimpleNamespace(config=config_of(f"outputs={tmp_path}")))
     monkeypatch.setattr(run, "run_trial", lambda *_: TrialEnd(exit_code=3, seconds=1.0, was_interrupted=False))
     monkeypatch.setattr(run, "write_trial_end", lambda *_: None)
     console = Console(width=200)

@@ -99,9 +99,10 @@ def test_a_run_without_a_recipe():
         ("training.global_samples=1,2", ["lists several values", "tunebook sweep` for one run each"]),
         ("evaluation.tasks=a,b", ["or 'evaluation.tasks=[a,b]' for a list"]),
         ("title=a, b", ["or 'title=\"a, b\"' for this text"]),
-        ("+training.x=1", ["keys can be set, not added", "type 'training.x=1' instead"]),
+        ("+training.seed=1", ["keys can be set, not added", "type 'training.seed=1' instead"]),
         ("~training.seed", ["keys can be set, not added or removed"]),
-        ("++training.x=1", ["keys can be set"]),
+        ("++training.sed=1", ["there is no key 'training.sed'. Did you mean 'training.seed'?"]),
+        ("peft.rank_pattern.q_proj=1,2", ["lists several values", "try `tunebook sweep`"]),
         ("recipes=quickstart", ["name the recipe as the first word"]),
         ("recipe=quickstart", ["name the recipe as the first word", "tunebook train quickstart"]),
         ("hydra.run.dir=x", ["Hydra's own keys"]),
@@ -231,7 +232,28 @@ class TestRecipesOfOnesOwn:
             ("defaults: [{override /paralelism: ddp}, _self_]", "no config group 'paralelism'. Did you mean 'para"),
             ("defaults: [{parallelism: ddp}, _self_]", "write '- override /parallelism: ...' instead"),
             ("defaults: [qwen3b_zero, _self_]", "builds on a recipe 'qwen3b_zero' that is not there"),
-            ("defaults: [mine, _self_]", "recipe 'mine' builds on itself"),
+            (
+                "defaults: [mine, _self_]",
+                "recipe 'mine' builds on itself: mine -> mine; remove 'mine' from the defaults",
+            ),
+            ("defaults: [quickstart, quickstart, _self_]", "'mine' builds on 'quickstart' twice; remove 'quickstart'"),
+            ("defaults: quickstart", "its defaults are quickstart, and must be a list, of which each line"),
+            ("defaults: {override /parallelism: ddp}", "its defaults are .* and must be a list, of which each line"),
+            ("defaults: [quickstart, 3]", r"its defaults are \['quickstart', 3\], and must be a list"),
+            ("defaults: [quickstart, null]", "and must be a list, of which each line is the name of a recipe"),
+            (
+                "defaults: [_self_, quickstart]\ntraining: {seed: 3}",
+                "would replace the values of this file; write '- _se",
+            ),
+            ("training.seed: 3", "'training.seed' is written with a dot.*write 'seed: ...' indented below 'training:'"),
+            ("training: 5", "training is a group of keys, .* the value '5'; write its keys indented below 'training:'"),
+            ("evaluation: {code: 5}", "evaluation.code is a group of keys, .* write its keys indented below 'code:'"),
+            (
+                "evaluation: {code.top_p: 1}",
+                "'evaluation.code.top_p' is written with a dot.*'top_p: ...' .* below 'code:'",
+            ),
+            ("model: qwen25_05b", "write '- override /model: qwen25_05b' in its defaults"),
+            ("1: 2", "mine.yaml: there is no key '1'"),
             ("training: {seed: [1", r"mine.yaml:\d+: this is not YAML"),
             ("- a\n- b", "a recipe is a mapping"),
         ],
@@ -240,6 +262,16 @@ class TestRecipesOfOnesOwn:
         (tmp_path / "mine.yaml").write_text(text + "\n")
         with pytest.raises(RequestError, match=said):
             composed(recipe="mine", recipes_dirs=[tmp_path])
+
+    def test_of_two_parents_the_later_one_sets_a_value(self, tmp_path):
+        for name, text in (
+            ("one", "training: {seed: 1}"), ("two", "training: {seed: 2}"),
+            ("mine", "defaults: [quickstart, one, two, _self_]"),
+        ):  # fmt: skip
+            (tmp_path / f"{name}.yaml").write_text(text + "\n")
+        composition = compose("mine", [], [tmp_path])
+        assert composition.config.training.seed == 2
+        assert composition.origins.of("training.seed") == str(tmp_path / "two.yaml")
 
     def test_a_name_of_the_books_is_refused(self, tmp_path):
         (tmp_path / "quickstart.yaml").write_text("training: {seed: 1}\n")

@@ -32,7 +32,7 @@ def test_every_document_of_the_page_can_be_trained_on(tiny_tokenizer: Callable[.
         assert normalizer.kind is not None
         encoder = Encoder(normalizer.kind, TrainOn.auto, tokenizer)
         (document,) = encoder.encode([row])
-        assert not encoder.notes
+        assert not encoder.counts.notes
         texts.append(tokenizer.decode([label for label in document.labels if label >= 0]))
     assert len(texts) == 13
     trained = "".join(texts)

@@ -144,8 +144,8 @@ def test_rewritten_turns_are_counted_once_a_conversation(tiny_tokenizer: Tokeniz
     encoder = Encoder(CorpusKind.conversation, TrainOn.auto, tiny_tokenizer(template=template))
     documents = encoder.encode([conversation(*turns, ("assistant", "z|Ab")), conversation(*turns[:2])])
     assert [document.num_trained for document in documents] == [5, 5]
-    assert +encoder.notes == {REWRITTEN: 1, LEFT_OUT: 1}
-    assert encoder.first == {REWRITTEN: "a:1", LEFT_OUT: "a:1"}
+    assert encoder.counts.notes == {REWRITTEN: 1, LEFT_OUT: 1}
+    assert encoder.counts.first == {REWRITTEN: "a:1", LEFT_OUT: "a:1"}
 
 
 def test_text_gets_one_eos_and_its_bos(tiny_tokenizer: Tokenizers) -> None:
@@ -178,7 +178,7 @@ def test_a_token_over_the_boundary_counts_as_the_completions(tiny_tokenizer: Tok
     document = encoder.encode([{"prompt": "2+2=", "completion": "4", "origin": "a:1"}])[0]
     assert document.labels[:3] == [-100, -100, -100]
     assert trained_text(tokenizer, document) == "=4<|im_end|>"
-    assert encoder.notes[STRADDLING] == 1
+    assert encoder.counts.notes[STRADDLING] == 1
 
 
 def test_tokens_stay_as_they_are_but_for_the_first_label() -> None:
@@ -227,7 +227,7 @@ def test_an_eos_that_the_tokenizer_adds_is_no_part_of_the_prompt(tiny_tokenizer:
     documents = encoder.encode([{"prompt": prompt, "completion": "yo", "origin": "a:1"} for prompt in ("hi", "hi</s>")])
     assert [trained_text(tokenizer, document) for document in documents] == ["yo</s>", "yo</s>"]
     assert [document.input_ids.count(tokenizer.eos_token_id) for document in documents] == [1, 2]
-    assert STRADDLING not in encoder.notes
+    assert STRADDLING not in encoder.counts.notes
 
 
 def test_no_token_that_the_tokenizer_adds_is_part_of_the_prompt(tiny_tokenizer: Tokenizers) -> None:
@@ -241,4 +241,4 @@ def test_no_token_that_the_tokenizer_adds_is_part_of_the_prompt(tiny_tokenizer: 
         "cd</s><|im_end|>",
         "</s>cd</s><|im_end|>",
     ]
-    assert not encoder.notes[STRADDLING]
+    assert not encoder.counts.notes[STRADDLING]

@@ -158,6 +158,7 @@ ASK, ANSWER = ("human", "q"), ("gpt", "a")
         ({"prompt": HELLO[:1], "completion": HELLO[:1]}, "'completion' has no assistant turn"),
         ({"text": "  "}, "'text' is empty"),
         ({"text": 3}, "'text' is a JSON number where text belongs"),
+        ({"text": b"a"}, "'text' is of the type bytes, which JSON does not have, where text belongs"),
         ({"input_ids": []}, "'input_ids' is empty"),
         ({"input_ids": [1, True]}, "'input_ids' must be a list of whole numbers"),
         ({"input_ids": [1, 2.0]}, "'input_ids' must be a list of whole numbers"),
@@ -228,6 +229,18 @@ def test_a_field_that_some_documents_lack_can_be_asked_for() -> None:
     source = DatasetSource(question_template="{% if a is defined %}{{a}}{% endif %}{{b}}", answer_template="{{b}}")
     for record, question in (({"a": "x", "b": "y"}, "xy"), ({"a": None, "b": "y"}, "y")):
         assert turns(record, fields=field_templates(source, "dataset"))[0][1] == question
+
+
+def test_a_field_may_have_the_name_of_a_function_of_jinja() -> None:
+    source = DatasetSource(
+        question_template="{{dict}}{% for i in range(2) %}{{i}}{% endfor %}", answer_template="{{a}}"
+    )
+    fields = field_templates(source, "dataset")
+    assert fields is not None
+    assert fields.names == {"dict", "a"}
+    assert turns({"dict": "x", "a": "y"}, fields=fields)[0][1] == "x01"
+    with pytest.raises(DocumentError, match="'dict' is undefined"):
+        normalise({"a": "y"}, fields=fields)
 
 
 def test_an_empty_answer_and_an_unsafe_template_are_refused() -> None:

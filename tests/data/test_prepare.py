@@ -39,6 +39,15 @@ Configs = Callable[..., schema.RunConfig]
 # 25 and 27 tokens; see test_encode.py for the first one counted by hand.
 SHORT = [("user", "Hi"), ("assistant", "Yo")]
 LONGER = [("user", "Hi"), ("assistant", "Yoyo")]
+TALK = [SHORT]
+
+
+def facts(vocab_size: int) -> schema.ModelFacts:
+    return schema.ModelFacts(
+        architecture="Qwen2ForCausalLM", num_parameters=1, num_layers=1, hidden_size=8, intermediate_size=8,
+        num_attention_heads=1, num_key_value_heads=1, vocab_size=vocab_size, max_position_embeddings=64,
+        tie_word_embeddings=True, dtype="float32",
+    )  # fmt: skip
 
 
 def test_counts_lengths_and_rows(run_config: Configs) -> None:
@@ -250,19 +259,11 @@ def test_a_broken_line_keeps_its_own_error(run_config: Configs, tmp_path: Path) 
 
 
 def test_synthetic_documents_need_no_tokenizer(run_config: Configs, tmp_path: Path) -> None:
-    run_config([SHORT])  # for its cache
-    facts = schema.ModelFacts(
-        architecture="Qwen2ForCausalLM", num_parameters=1, num_layers=1, hidden_size=8, intermediate_size=8,
-        num_attention_heads=1, num_key_value_heads=1, vocab_size=500, max_position_embeddings=64,
-        tie_word_embeddings=True, dtype="float32",
-    )  # fmt: skip
     synthetic = schema.SyntheticConfig(num_documents=50, log_mean_tokens=3.0, max_tokens=60)
-    config = schema.RunConfig(
-        model=schema.ModelConfig(name="nobody/nothing", weights=Weights.random, facts=facts),
+    config = replace(
+        run_config(TALK),
+        model=schema.ModelConfig(name="nobody/nothing", weights=Weights.random, facts=facts(500)),
         dataset=schema.DatasetConfig(source=Source.synthetic, synthetic=synthetic),
-        packing=schema.PackingConfig(),
-        evaluation=schema.EvaluationConfig(tasks=[]),
-        training=schema.TrainingConfig(max_length=64),
     )
     prepared = prepare(config)
     assert prepared.kind == "tokens"
@@ -310,10 +311,6 @@ def test_lengths_keep_nothing_of_the_tokens_beside_them():
     assert lengths.flags.owndata, "a view would keep the whole chunk in memory"
 
 
-Configs = Callable[..., schema.RunConfig]
-TALK = [[("user", "Hi"), ("assistant", "Yo")]]
-
-
 def mark(config: schema.RunConfig) -> str:
     return fingerprint(made_from(config))
 
@@ -323,22 +320,15 @@ def test_what_changes_no_token_changes_no_fingerprint(run_config: Configs) -> No
     assert mark(run_config(TALK, num_workers=3, mean_tokens=7.0, num_documents=9)) == first
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"train_on": TrainOn.everything},
-        {"overlong": Overlong.split},
-        {"max_length": 65},
-        {"system_prompt": "Be brief."},
-        {"validation_share": 0.1},
-        {"max_documents": 1},
-        {"ignore_keys": ["name"]},
+def test_each_setting_that_may_change_tokens_changes_the_fingerprint(run_config: Configs) -> None:
+    changes: list[dict[str, Any]] = [
+        {}, {"train_on": TrainOn.everything}, {"overlong": Overlong.split}, {"overlong": Overlong.refuse},
+        {"max_length": 65}, {"system_prompt": "Be brief."}, {"validation_share": 0.1}, {"max_documents": 1},
+        {"ignore_keys": ["name"]}, {"special_tokens_in_content": SpecialText.keep}, {"reasoning": Reasoning.drop},
         {"question_template": "{{conversations[0].value}}", "answer_template": "{{conversations[1].value}}"},
-        {"special_tokens_in_content": SpecialText.keep},
-    ],
-)
-def test_settings_change_the_fingerprint(run_config: Configs, change: dict[str, object]) -> None:
-    assert mark(run_config(TALK, **change)) != mark(run_config(TALK))
+        {"bad_documents": BadDocuments.skip}, {"max_bad_share": 0.2}, {"chat_template_kwargs": {"messages": []}},
+    ]  # fmt: skip
+    assert len({mark(run_config(TALK, **change)) for change in changes}) == len(changes)
 
 
 def test_documents_change_the_fingerprint(run_config: Configs) -> None:
@@ -386,13 +376,9 @@ def test_synthetic_documents_need_a_vocabulary(run_config: Configs, tmp_path: Pa
     synthetic = replace(config, dataset=schema.DatasetConfig(source=Source.synthetic))
     with pytest.raises(RequestError, match=r"vocabulary, whose size is not known.*model\.path=DIR"):
         vocabulary(synthetic)
-    facts = schema.ModelFacts(
-        architecture="Qwen2ForCausalLM", num_parameters=1, num_layers=1, hidden_size=8, intermediate_size=8,
-        num_attention_heads=1, num_key_value_heads=1, vocab_size=100, max_position_embeddings=64,
-        tie_word_embeddings=True, dtype="float32",
-    )  # fmt: skip
-    assert vocabulary(replace(synthetic, model=replace(config.model, facts=facts))) == (100, 99)
-    assert vocabulary(replace(config, model=replace(config.model, facts=facts))) == (100, None)
+    model = replace(config.model, facts=facts(100))
+    assert vocabulary(replace(synthetic, model=model)) == (100, 99)
+    assert vocabulary(replace(config, model=model)) == (100, None)
 
 
 BAD = [
@@ -480,14 +466,3 @@ def test_a_variable_that_the_template_does_not_read_is_refused(run_config: Confi
         RequestError, match=r"enable_thinkin, which the chat template does not read; it reads: .*messages"
     ):
         prepare(config)
-
-
-def test_what_changes_tokens_changes_the_fingerprint(run_config: Configs) -> None:
-    def name(**dataset: Any) -> str:
-        return fingerprint(made_from(run_config([[("user", "Hi"), ("assistant", "Yo")]], **dataset)))
-
-    changes: list[dict[str, Any]] = [
-        {}, {"reasoning": Reasoning.drop}, {"bad_documents": BadDocuments.skip}, {"max_bad_share": 0.2},
-        {"chat_template_kwargs": {"messages": []}}, {"overlong": Overlong.refuse},
-    ]  # fmt: skip
-    assert len({name(**change) for change in changes}) == len(changes)

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tunebook.config.choices import BadDocuments
 from tunebook.config.schema import DatasetConfig
 from tunebook.data import json_file
 from tunebook.data.keys import KeyAccount
@@ -86,7 +87,7 @@ def test_blank_lines_are_skipped_and_counted_and_keep_the_numbering(tmp_path: Pa
         (b'"only text"', r"line 17: a JSON string where an object \{...\} belongs"),
         (b'[{"text": "a"}]', r"line 17: a JSON array where an object .*belongs in a file named .json"),
         (b"17", r"line 17: a JSON number where an object"),
-        (b"null", r"line 17: a JSON null where an object"),
+        (b"null", r"line 17: null where an object"),
         (b'{"text": "\\ud83d"}', r"line 17: '\\ud83d' is half of a surrogate pair"),
         (b'{"text": ' + b"[" * 100_000, r"line 17: JSON that cannot be read: maximum recursion depth"),
     ],
@@ -237,6 +238,22 @@ def test_other_layouts_are_named(tmp_path: Path, name: str, content: str, messag
     path = write(tmp_path, content, name)
     with pytest.raises(DataError, match=message):
         load_corpus(DatasetConfig(path=str(path)), cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '[{"text": "a"}, {"text": oops}, {"text": "b"}]',
+        '[{"text": "a"}, {"text": "b',
+        '{\n"data": [{"text": "a"}, {"text": oops}, {"text": "b"}]}',
+        '{\n"system_prompt": "s", "data": [{"text": "a"}, {"text": "b"}]}',
+    ],
+)
+def test_what_is_wrong_with_a_whole_file_is_not_left_out_as_one_document(tmp_path: Path, content: str) -> None:
+    path = write(tmp_path, content, "data.json")
+    config = DatasetConfig(path=str(path), bad_documents=BadDocuments.skip, max_bad_share=0.9)
+    with pytest.raises(DataError, match=r"item 2 \(line \d\): .*not of one document alone"):
+        load_corpus(config, cache_dir=tmp_path / "cache")
 
 
 @pytest.mark.parametrize(

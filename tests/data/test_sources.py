@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import datasets
 import huggingface_hub
 import pytest
 
-from tunebook.config.choices import Format, Source
-from tunebook.config.schema import DatasetConfig
+from tunebook.config.choices import Format, Reasoning, Source, SpecialText
+from tunebook.config.schema import DatasetConfig, MixturePart
 from tunebook.data.corpus import Corpus, CorpusKind
 from tunebook.data.sources import corpus_identity, load_corpus
 from tunebook.errors import DataError, DoesNotFitError, RequestError
@@ -189,6 +190,9 @@ def test_validation_files(tmp_path: Path) -> None:
     assert "1 of 3 validation documents are trained on too" in corpus.notes
     with pytest.raises(RequestError, match=r"train.jsonl is also in dataset.path"):
         load(tmp_path, DatasetConfig(path=str(train), validation_path=str(tmp_path / "t*.jsonl")))
+    parts = {"one": MixturePart(path=str(train)), "two": MixturePart(path=str(tmp_path / "t[er]*.jsonl"))}
+    with pytest.raises(RequestError, match=r"test.jsonl is also in dataset.parts.two.path; a document cannot"):
+        load(tmp_path, DatasetConfig(source=Source.mixture, parts=parts, validation_path=str(other)))
     write(other, [{"text": "plain"}])
     with pytest.raises(DataError, match="validation documents are of kind text, the training documents of kind conv"):
         load(tmp_path, DatasetConfig(path=str(train), validation_path=str(other)))
@@ -222,10 +226,36 @@ def test_token_ids_are_checked_against_the_vocabulary(tmp_path: Path) -> None:
     assert corpus.train["labels"][:] == [[-100, 9], [1, 10]]
 
 
-def test_a_system_prompt_without_turns_is_said_to_be_unused(tmp_path: Path) -> None:
-    path = write(tmp_path / "texts.jsonl", [{"text": "plain"}])
-    corpus = load(tmp_path, DatasetConfig(path=str(path), system_prompt="Be brief."))
-    assert any("system_prompt is not used" in note for note in corpus.notes)
+@pytest.mark.parametrize(
+    ("record", "settings", "unused"),
+    [
+        (
+            {"text": "plain"},
+            {"system_prompt": "Be brief.", "reasoning": Reasoning.drop, "chat_template_kwargs": {"a": 1}},
+            [f"dataset.{key} is not used: the documents are of kind text, without turns"
+             for key in ("system_prompt", "reasoning", "chat_template_kwargs")],
+        ),
+        (
+            {"input_ids": [1, 2]},
+            {"special_tokens_in_content": SpecialText.refuse},
+            ["dataset.special_tokens_in_content is not used: the documents are tokens already"],
+        ),
+        (
+            {"prompt": "q", "completion": "a", "body": "q a"},
+            {"text_field": "body"},
+            ["dataset.text_field=body is not used: the documents are of format prompt_completion; to train on this "
+             "field type dataset.format=text"],
+        ),
+        ({"body": "q a"}, {"text_field": "body"}, []),
+        (conversation(1), {"system_prompt": "Be brief.", "reasoning": Reasoning.drop}, []),
+    ],
+)  # fmt: skip
+def test_settings_that_documents_of_a_kind_do_not_use_are_noted(
+    tmp_path: Path, record: dict[str, Any], settings: dict[str, Any], unused: list[str]
+) -> None:
+    path = write(tmp_path / "documents.jsonl", [record])
+    corpus = load(tmp_path, DatasetConfig(path=str(path), **settings))
+    assert [note for note in corpus.notes if "is not used" in note] == unused
 
 
 def test_the_identity_changes_with_content_and_settings_but_not_with_the_place(tmp_path: Path) -> None:
@@ -258,15 +288,6 @@ def test_a_folder_in_the_layout_of_the_hub(tmp_path: Path, hub_folder: Path) -> 
     before = corpus.records[0].sha256
     write(hub_folder / "test.jsonl", [conversation(9)])
     assert before != load(tmp_path, config).records[0].sha256
-
-
-def test_a_folder_written_by_save_to_disk(tmp_path: Path) -> None:
-    table = datasets.Dataset.from_list([conversation(1), conversation(2)])
-    datasets.DatasetDict({"train": table}).save_to_disk(tmp_path / "saved")
-    assert questions(load(tmp_path, DatasetConfig(source=Source.hub, name=str(tmp_path / "saved"))).train) == [
-        "q1",
-        "q2",
-    ]
 
 
 def test_an_unknown_split_names_those_there_are(tmp_path: Path, hub_folder: Path) -> None:
@@ -315,11 +336,21 @@ def test_text_in_the_hubs_layout_stays_text(tmp_path: Path) -> None:
     assert [(row["prompt"], row["completion"]) for row in corpus.train] == [tuple(row.values()) for row in dates]
 
 
-def test_parts_of_a_split_of_text_files(tmp_path: Path) -> None:
-    folder = tmp_path / "chats"
-    write(folder / "train-00000-of-00002.jsonl", [conversation(number) for number in range(6)])
-    write(folder / "train-00001-of-00002.jsonl", [conversation(number) for number in range(6, 10)])
-    write(folder / "test.jsonl", [conversation(number) for number in range(20, 22)])
+@pytest.mark.parametrize("kind", ["json", "parquet", "save_to_disk", "save_to_disk without a name"])
+def test_splits_and_their_parts(tmp_path: Path, kind: str) -> None:
+    folder, train = tmp_path / "chats", [conversation(number) for number in range(10)]
+    tables = {"train": datasets.Dataset.from_list(train), "test": datasets.Dataset.from_list(train[:2])}
+    if kind == "json":
+        write(folder / "train-00000-of-00002.jsonl", train[:6])
+        write(folder / "train-00001-of-00002.jsonl", train[6:])
+        write(folder / "test.jsonl", train[:2])
+    elif kind == "parquet":
+        for name, table in tables.items():
+            table.to_parquet(folder / f"{name}.parquet")
+    elif kind == "save_to_disk":
+        datasets.DatasetDict(tables).save_to_disk(folder)
+    else:
+        tables["train"].save_to_disk(folder)
 
     def asked(split: str) -> list[str]:
         config = DatasetConfig(source=Source.hub, name=str(folder), train_split=split)
@@ -328,7 +359,18 @@ def test_parts_of_a_split_of_text_files(tmp_path: Path) -> None:
     assert asked("train") == [f"q{number}" for number in range(10)]
     assert asked("train[5:8]") == ["q5", "q6", "q7"]
     assert asked("train[-30%:]") == ["q7", "q8", "q9"]
-    assert asked("train[:10%]+test") == ["q0", "q20", "q21"]
+    assert asked("train[:1]+train[9:]") == ["q0", "q9"]
+    if kind != "save_to_disk without a name":
+        assert asked("test+train[10:]+train[:10%]") == ["q0", "q1", "q0"]
+    with pytest.raises(DataError, match=r"chats/train\[10:\] holds no document"):
+        asked("train[10:]")
+    for wrong in ("train[x]", "train[:150%]"):
+        with pytest.raises(
+            RequestError, match=rf"dataset.train_split={re.escape(wrong)} is no part of a split .*train"
+        ):
+            asked(wrong)
+    with pytest.raises(RequestError, match=r"dataset.train_split: .* has no split 'tset'"):
+        asked("train+tset")
 
 
 def test_what_a_card_says_of_its_files_is_read_or_refused(tmp_path: Path) -> None:

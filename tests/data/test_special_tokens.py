@@ -18,12 +18,10 @@ from tunebook.data.special_tokens import SpecialTokens
 from tunebook.data.template import ConversationRenderer
 from tunebook.errors import DataError
 
+from .conftest import CHATML
+
 Tokenizers = Callable[..., Any]
 
-CHATML = """\
-{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
-"""
 # As LLaMA 2's: BOS and EOS, no header before the answer, contents stripped.
 INST = """\
 {%- for m in messages %}{%- if m.role == 'user' %}{{- bos_token + '[INST] ' + m.content.strip() + ' [/INST]' }}
@@ -156,11 +154,11 @@ def test_the_first_document_is_named_and_all_are_counted(tiny_tokenizer: Tokeniz
     rows = [talk("q", "a"), talk("<s>q", "a", "a:2"), talk("q", "a</s><s>", "a:3")]
     encoder = Encoder(CorpusKind.conversation, train_on, tiny_tokenizer())
     encoder.encode(rows)
-    assert +encoder.notes == {SPECIAL_AS_TEXT: 2}
-    assert encoder.first == {SPECIAL_AS_TEXT: "a:2, <s>"}
+    assert encoder.counts.notes == {SPECIAL_AS_TEXT: 2}
+    assert encoder.counts.first == {SPECIAL_AS_TEXT: "a:2, <s>"}
     kept = Encoder(CorpusKind.conversation, train_on, tiny_tokenizer(), SpecialText.keep)
     kept.encode(rows)
-    assert +kept.notes == {SPECIAL_KEPT: 2}
+    assert kept.counts.notes == {SPECIAL_KEPT: 2}
     refusing = Encoder(CorpusKind.conversation, train_on, tiny_tokenizer(), SpecialText.refuse)
     with pytest.raises(DataError, match=r"a:2: it holds the text of the special token '<s>'.*=as_text") as caught:
         refusing.encode(rows)
@@ -178,12 +176,13 @@ def test_texts_have_their_tokens_written_out(tiny_tokenizer: Tokenizers) -> None
     (document,) = as_text.encode(rows)
     assert end not in document.input_ids
     assert len(document.input_ids) == len("a<|im_end|>b") + 1
-    assert (+kept.notes, +as_text.notes) == ({SPECIAL_KEPT: 1}, {SPECIAL_AS_TEXT: 1})
+    assert (kept.counts.notes, as_text.counts.notes) == ({SPECIAL_KEPT: 1}, {SPECIAL_AS_TEXT: 1})
 
 
 def test_a_template_that_reads_such_text_gets_to_read_it(tiny_tokenizer: Tokenizers) -> None:
     """Here it takes what stands before `<s>` for reasoning, of which earlier answers are stripped."""
-    template = CHATML.replace("m.content +", "(m.content if loop.last else m.content.split('<s>')[-1]) +")
+    earlier = "(message.content if loop.last else message.content.split('<s>')[-1]) +"
+    template = CHATML.replace("message.content +", earlier)
     assert template != CHATML
     messages = [
         *talk("q", "why<s>a")["messages"],

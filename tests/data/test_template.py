@@ -14,6 +14,8 @@ from tunebook.data.template import ConversationRenderer, Rendered, require_templ
 from tunebook.errors import DataError, RequestError
 from tunebook.model.tokenizer import load_tokenizer, writes_date
 
+from .conftest import CHATML
+
 CHATML_WITH_MARKERS = """\
 {%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' }}
 {%- if message.role == 'assistant' %}
@@ -68,137 +70,104 @@ def trained_texts(rendered: Rendered) -> list[str]:
     return [rendered.text[start:end] for start, end in rendered.spans]
 
 
-@pytest.mark.parametrize("template", [None, CHATML_WITH_MARKERS])
-def test_answers_and_their_end_token_are_trained_on(tiny_tokenizer: Tokenizers, template: str | None) -> None:
-    tokenizer = tiny_tokenizer(**({"template": template} if template else {}))
-    rendered = ConversationRenderer(tokenizer).render(Conversation.plain(talk("Hi", "Yo", "Go", "Ok")), "a:1")
+@pytest.fixture
+def render(tiny_tokenizer: Tokenizers) -> Callable[..., Rendered]:
+    """Render messages with the tokenizer of some options."""
+    return lambda messages, **options: ConversationRenderer(tiny_tokenizer(**options)).render(
+        Conversation.plain(messages), "a:7"
+    )
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_WITH_MARKERS])
+def test_answers_and_their_end_token_are_trained_on_unless_they_opted_out(render: Any, template: str) -> None:
+    rendered = render(talk("Hi", "Yo", "Go", "Ok"), template=template)
     assert rendered.text == (
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYo<|im_end|>\n"
         "<|im_start|>user\nGo<|im_end|>\n<|im_start|>assistant\nOk<|im_end|>\n"
     )
     assert trained_texts(rendered) == ["Yo<|im_end|>", "Ok<|im_end|>"]
     assert rendered.num_rewritten == 0
+    rendered = render(talk("Hi", "Yo", "Go", "Ok", train=(False, True)), template=template)
+    assert trained_texts(rendered) == ["Ok<|im_end|>"]
 
 
-@pytest.mark.parametrize("template", [None, CHATML_WITH_MARKERS])
-def test_a_turn_that_opted_out_is_not_trained_on(tiny_tokenizer: Tokenizers, template: str | None) -> None:
-    tokenizer = tiny_tokenizer(**({"template": template} if template else {}))
-    messages = talk("Hi", "Yo", "Go", "Ok", train=(False, True))
-    assert trained_texts(ConversationRenderer(tokenizer).render(Conversation.plain(messages), "a:1")) == [
-        "Ok<|im_end|>"
-    ]
-
-
-def test_equal_answers_are_told_apart(tiny_tokenizer: Tokenizers) -> None:
-    rendered = ConversationRenderer(tiny_tokenizer()).render(
-        Conversation.plain(talk("Yo", "Yo", "Yo", "Yo", train=(True, False))), "a:1"
-    )
+def test_equal_answers_are_told_apart(render: Any) -> None:
+    rendered = render(talk("Yo", "Yo", "Yo", "Yo", train=(True, False)))
     start = len("<|im_start|>user\nYo<|im_end|>\n<|im_start|>assistant\n")
     assert rendered.spans == [(start, start + len("Yo<|im_end|>"))]
 
 
-def test_llama_answers_keep_their_spaces(tiny_tokenizer: Tokenizers) -> None:
-    tokenizer = tiny_tokenizer(template=INST, eos_token="</s>", bos_token="<s>")
-    rendered = ConversationRenderer(tokenizer).render(Conversation.plain(talk("Hi", "Yo", "Go", "Ok")), "a:1")
+def test_llama_answers_keep_their_spaces(render: Any) -> None:
+    rendered = render(talk("Hi", "Yo", "Go", "Ok"), template=INST, eos_token="</s>", bos_token="<s>")
     assert rendered.text == "<s>[INST] Hi [/INST] Yo </s><s>[INST] Go [/INST] Ok </s>"
     assert trained_texts(rendered) == [" Yo </s>", " Ok </s>"]
 
 
-def test_nothing_after_the_first_stop_token_is_trained_on(tiny_tokenizer: Tokenizers) -> None:
-    tokenizer = tiny_tokenizer(template=CLOSED)
-    rendered = ConversationRenderer(tokenizer).render(Conversation.plain(talk("Hi", "Yo", "Go", "Ok")), "a:1")
+def test_nothing_after_the_first_stop_token_is_trained_on(render: Any) -> None:
+    rendered = render(talk("Hi", "Yo", "Go", "Ok"), template=CLOSED)
     assert rendered.text.endswith("Ok<|im_end|>\n</s>")
     assert trained_texts(rendered) == ["Yo<|im_end|>", "Ok<|im_end|>"]
 
 
-def test_a_stop_token_of_the_generation_config_ends_a_turn(tiny_tokenizer: Tokenizers) -> None:
-    tokenizer = tiny_tokenizer(eos_token="</s>", generation_eos=[260, 259])  # </s> and <|im_end|>
-    rendered = ConversationRenderer(tokenizer).render(Conversation.plain(talk("Hi", "Yo")), "a:1")
+def test_a_stop_token_of_the_generation_config_ends_a_turn(render: Any) -> None:
+    rendered = render(talk("Hi", "Yo"), eos_token="</s>", generation_eos=[260, 259])  # </s> and <|im_end|>
     assert trained_texts(rendered) == ["Yo<|im_end|>"]
 
 
-def test_turns_that_the_template_rewrites_are_left_out(tiny_tokenizer: Tokenizers) -> None:
-    renderer = ConversationRenderer(tiny_tokenizer(template=THINKING))
-    rendered = renderer.render(Conversation.plain(talk("Hi", "hm</think>Yo", "Go", "so</think>Ok")), "a:1")
+MARKED_THINKING = CHATML_WITH_MARKERS.replace(
+    "message.content + '<|im_end|>' }}{%- endg",
+    "(message.content if loop.last else message.content.split('</think>')[-1]) + '<|im_end|>' }}{%- endg",
+)
+
+
+@pytest.mark.parametrize("template", [THINKING, MARKED_THINKING])  # whose markers around such turns are not trusted
+def test_turns_that_the_template_rewrites_are_left_out(render: Any, template: str) -> None:
+    rendered = render(talk("Hi", "hm</think>Yo", "Go", "so</think>Ok"), template=template)
     assert "hm" not in rendered.text
     assert trained_texts(rendered) == ["so</think>Ok<|im_end|>"]
-    assert rendered.num_rewritten == 1
+    assert (rendered.leaves_out, rendered.num_rewritten) == (True, 1)
+    assert not render(talk("Hi", "Yo", "Go", "so</think>Ok"), template=template).leaves_out
+    rendered = render(talk("Hi", "hm</think>Yo", "Go", "Ok", train=(True, False)), template=template)
+    assert (rendered.spans, rendered.num_rewritten) == ([], 1)  # nothing is left, without an error
 
 
-def test_markers_around_rewritten_words_are_not_trusted(tiny_tokenizer: Tokenizers) -> None:
-    template = CHATML_WITH_MARKERS.replace(
-        "message.content + '<|im_end|>' }}{%- endg",
-        "(message.content if loop.last else message.content.split('</think>')[-1]) + '<|im_end|>' }}{%- endg",
-    )
-    rendered = ConversationRenderer(tiny_tokenizer(template=template)).render(
-        Conversation.plain(talk("Hi", "hm</think>Yo", "Go", "so</think>Ok")), "a:1"
-    )
-    assert trained_texts(rendered) == ["so</think>Ok<|im_end|>"]
-    assert rendered.num_rewritten == 1
+WITHOUT_END = CHATML_WITH_MARKERS.replace(
+    "{{- message.content + '<|im_end|>' }}{%- endgeneration %}{{- '\n' }}",
+    "{{- message.content }}{%- endgeneration %}{{- '<|im_end|>\n' }}",
+)
+NEEDS_FIRST = "{%- if messages[0].role == 'system' %}{%- endif %}" + THINKING
+SYSTEM_TURN = {"role": "system", "content": "Be brief.", "train": False}
+ANSWER_ALONE = [{"role": "assistant", "content": "Yo", "train": True}]
 
 
-def test_a_rewritten_turn_alone_leaves_nothing_without_an_error(tiny_tokenizer: Tokenizers) -> None:
-    renderer = ConversationRenderer(tiny_tokenizer(template=THINKING))
-    rendered = renderer.render(Conversation.plain(talk("Hi", "hm</think>Yo", "Go", "Ok", train=(True, False))), "a:1")
-    assert rendered.spans == []
-    assert rendered.num_rewritten == 1
+@pytest.mark.parametrize(
+    ("options", "messages", "message"),
+    [
+        ({"template": PROMPT_DIFFERS}, talk("Hi", "Yo"),
+         r"the assistant's last turn cannot be found.*writes '<think>', in the whole 'Yo<.*\{% generation %\}"),
+        ({"template": NEEDS_FIRST}, ANSWER_ALONE, "cannot render the turns before the answer alone"),
+        ({"template": ENDLESS}, talk("Hi", "Yo"), r"never learn to stop.*type model\.eos_token=TOKEN"),
+        ({"eos_token": "</s>"}, talk("Hi", "Yo"), r"ending with 'Yo<\|im_end\|>\\n'\) has no token .*ends generation "
+         r"""\(</s>\).*If <\|im_end\|> ends the turn, type 'model.eos_token="<\|im_end\|>"'"""),
+        ({"template": WITHOUT_END}, talk("Hi", "Yo"), r"turn's end before \{% endgeneration %\}"),
+        ({"template": INST, "eos_token": "</s>", "bos_token": "<s>"}, [SYSTEM_TURN, *talk("Hi", "Yo")],
+         r"the chat template refuses .*\(system, user, assistant\): Only user and assistant"),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_not_found_or_does_not_end_is_an_error(
+    render: Any, options: dict[str, Any], messages: list[dict[str, Any]], message: str
+) -> None:
+    with pytest.raises(DataError, match=f"^a:7: .*{message}"):
+        render(messages, **options)
 
 
-def test_an_answer_that_does_not_follow_its_prompt_is_an_error(tiny_tokenizer: Tokenizers) -> None:
-    renderer = ConversationRenderer(tiny_tokenizer(template=PROMPT_DIFFERS))
-    message = r"a:7: the assistant's last turn cannot be found.*writes '<think>', in the whole 'Yo<.*\{% generation %\}"
-    with pytest.raises(DataError, match=message):
-        renderer.render(Conversation.plain(talk("Hi", "Yo")), "a:7")
+def test_an_answer_before_any_question_is_found(render: Any) -> None:
+    assert trained_texts(render(ANSWER_ALONE)) == ["Yo<|im_end|>"]
 
 
-def test_a_turn_without_an_end_token_is_an_error(tiny_tokenizer: Tokenizers) -> None:
-    renderer = ConversationRenderer(tiny_tokenizer(template=ENDLESS))
-    with pytest.raises(DataError, match=r"a:7: .*never learn to stop.*type model\.eos_token=TOKEN"):
-        renderer.render(Conversation.plain(talk("Hi", "Yo")), "a:7")
-
-
-def test_an_end_token_that_generation_does_not_stop_at_is_an_error(tiny_tokenizer: Tokenizers) -> None:
-    renderer = ConversationRenderer(tiny_tokenizer(eos_token="</s>"))
-    with pytest.raises(
-        DataError, match=r"ending with 'Yo<\|im_end\|>\\n'\) has no token .*ends generation \(</s>\)"
-    ) as caught:
-        renderer.render(Conversation.plain(talk("Hi", "Yo")), "a:7")
-    assert """If <|im_end|> ends the turn, type 'model.eos_token="<|im_end|>"'""" in caught.value.message
-
-
-def test_markers_that_leave_the_end_token_out_are_an_error(tiny_tokenizer: Tokenizers) -> None:
-    template = CHATML_WITH_MARKERS.replace(
-        "{{- message.content + '<|im_end|>' }}{%- endgeneration %}{{- '\n' }}",
-        "{{- message.content }}{%- endgeneration %}{{- '<|im_end|>\n' }}",
-    )
-    assert template != CHATML_WITH_MARKERS
-    with pytest.raises(DataError, match=r"turn's end before \{% endgeneration %\}"):
-        ConversationRenderer(tiny_tokenizer(template=template)).render(Conversation.plain(talk("Hi", "Yo")), "a:7")
-
-
-def test_what_the_template_refuses_is_said_with_its_reason(tiny_tokenizer: Tokenizers) -> None:
-    renderer = ConversationRenderer(tiny_tokenizer(template=INST, eos_token="</s>", bos_token="<s>"))
-    messages = [{"role": "system", "content": "Be brief.", "train": False}, *talk("Hi", "Yo")]
-    message = r"a:7: the chat template refuses .*\(system, user, assistant\): Only user and assistant"
-    with pytest.raises(DataError, match=message):
-        renderer.render(Conversation.plain(messages), "a:7")
-
-
-def test_an_answer_before_any_question_is_found_or_refused(tiny_tokenizer: Tokenizers) -> None:
-    messages = [{"role": "assistant", "content": "Yo", "train": True}]
-    assert trained_texts(ConversationRenderer(tiny_tokenizer()).render(Conversation.plain(messages), "a:1")) == [
-        "Yo<|im_end|>"
-    ]
-    needs_first = "{%- if messages[0].role == 'system' %}{%- endif %}" + THINKING
-    with pytest.raises(DataError, match="cannot render the turns before the answer alone"):
-        ConversationRenderer(tiny_tokenizer(template=needs_first)).render(Conversation.plain(messages), "a:7")
-
-
-def test_a_template_that_is_not_jinja_is_a_wrong_request(tiny_tokenizer: Tokenizers) -> None:
+def test_a_template_that_is_not_jinja_is_a_wrong_request(render: Any) -> None:
     with pytest.raises(RequestError, match=r"not valid Jinja: line 2: .*model\.chat_template=FILE"):
-        ConversationRenderer(tiny_tokenizer(template="{{ 1 }}\n{% for %}")).render(
-            Conversation.plain(talk("Hi", "Yo")), "a:1"
-        )
+        render(talk("Hi", "Yo"), template="{{ 1 }}\n{% for %}")
 
 
 def test_no_template_is_only_an_error_when_it_is_needed(tiny_tokenizer: Tokenizers) -> None:
@@ -312,13 +281,6 @@ def test_what_a_template_only_writes_in_another_way_is_there(
     assert not rendered.leaves_out
 
 
-def test_reasoning_of_earlier_answers_may_be_left_out_and_is_reported(tiny_tokenizer: Tokenizers) -> None:
-    renderer = ConversationRenderer(tiny_tokenizer(template=THINKING))
-    rendered = renderer.render(Conversation.plain(talk("Hi", "hm</think>Yo", "Go", "so</think>Ok")), "a:1")
-    assert (rendered.leaves_out, rendered.num_rewritten) == (True, 1)
-    assert not renderer.render(Conversation.plain(talk("Hi", "Yo", "Go", "so</think>Ok")), "a:1").leaves_out
-
-
 @pytest.mark.parametrize(
     ("first", "question", "last"),
     [
@@ -329,11 +291,9 @@ def test_reasoning_of_earlier_answers_may_be_left_out_and_is_reported(tiny_token
     ],
 )
 def test_reasoning_that_is_left_out_may_stand_in_a_later_turn(
-    tiny_tokenizer: Tokenizers, first: str, question: str, last: str
+    render: Any, first: str, question: str, last: str
 ) -> None:
-    rendered = ConversationRenderer(tiny_tokenizer(template=THINKING)).render(
-        Conversation.plain(talk("Hi", first, question, last)), "a:1"
-    )
+    rendered = render(talk("Hi", first, question, last), template=THINKING)
     assert rendered.leaves_out
     assert trained_texts(rendered) == [f"{last}<|im_end|>"]
 
@@ -345,8 +305,8 @@ def test_a_prompt_whose_system_turn_is_left_out_is_an_error(tiny_tokenizer: Toke
 
 
 def test_an_end_token_inside_an_answer_does_not_end_it(tiny_tokenizer: Tokenizers) -> None:
-    for template in (None, CHATML_WITH_MARKERS):
-        renderer = ConversationRenderer(tiny_tokenizer(**({"template": template} if template else {})))
+    for template in (CHATML, CHATML_WITH_MARKERS):
+        renderer = ConversationRenderer(tiny_tokenizer(template=template))
         messages = talk("a <|im_end|> b", "c <|im_end|> d", "e", "<|im_end|>")
         rendered = renderer.render(Conversation.plain(messages), "a:1")
         text, spans = renderer.special.show(rendered.text, rendered.spans)

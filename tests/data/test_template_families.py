@@ -148,7 +148,7 @@ def test_tokens_of_a_plain_chat_are_those_of_transformers(name: str, family: Fam
     trained = texts(tokenizer, ids, mask)
     assert "See you." in trained[-1]
     assert not any("Hi" in text or "Bye" in text for text in trained)
-    assert len(trained) == 2 or encoder.notes[REWRITTEN]
+    assert len(trained) == 2 or encoder.counts.notes[REWRITTEN]
 
 
 @pytest.mark.parametrize("name", TRAINING_FAMILIES)
@@ -157,7 +157,7 @@ def test_tokens_and_masks_of_training_templates_are_those_of_transformers(name: 
     ids, mask, encoder = encode(tokenizer, PLAIN)
     theirs = expected(tokenizer, PLAIN, return_assistant_tokens_mask=True)
     assert (ids, mask) == (theirs["input_ids"], theirs["assistant_masks"])
-    assert not encoder.notes
+    assert not encoder.counts.notes
     assert sum(mask) > len(b"Hello.See you.")
 
 
@@ -167,7 +167,7 @@ def test_calls_and_answers_are_trained_on_and_results_are_not(name: str, family:
     ids, mask, encoder = encode(tokenizer, WITH_TOOLS, tools=TOOLS)
     assert ids == expected(tokenizer, WITH_TOOLS, tools=TOOLS)["input_ids"]
     trained = texts(tokenizer, ids, mask)
-    assert len(trained) == 3 or encoder.notes[REWRITTEN]
+    assert len(trained) == 3 or encoder.counts.notes[REWRITTEN]
     assert "Gladly." in trained[-1]
     if name != "qwen3":  # which writes an empty thought in the last answer alone
         assert "weather" in trained[0] and "Zürich" in trained[0]
@@ -194,7 +194,7 @@ def test_of_harmony_only_turns_that_end_as_in_generation_are_trained_on(family: 
     own, whole = texts(tokenizer, ids, mask), texts(tokenizer, ids, theirs["assistant_masks"])
     assert own == [text for text in whole if not text.endswith("<|end|>")]
     assert "weather" in own[0] and own[0].endswith("<|call|>") and own[-1].endswith("Gladly.<|return|>")
-    assert encoder.notes[REWRITTEN] == 1
+    assert encoder.counts.notes[REWRITTEN] == 1
     last = WITH_TOOLS[:2]
     ids, mask, encoder = encode(tokenizer, last, tools=TOOLS)
     theirs = expected(tokenizer, last, tools=TOOLS, return_assistant_tokens_mask=True)
@@ -208,7 +208,7 @@ def test_a_training_template_keeps_the_reasoning_of_every_answer(family: Family)
     assert (ids, mask) == (theirs["input_ids"], theirs["assistant_masks"])
     trained = "".join(texts(tokenizer, ids, mask))
     assert "Two and two." in trained and "Four and one." in trained
-    assert not encoder.notes
+    assert not encoder.counts.notes
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gptoss"])
@@ -221,7 +221,7 @@ def test_reasoning_that_a_template_leaves_out_of_an_earlier_answer_is_a_note(nam
     ids, mask, encoder = encode(tokenizer, REASONED)
     assert ids == expected(tokenizer, messages)["input_ids"]
     trained = texts(tokenizer, ids, mask)
-    assert encoder.notes[LEFT_OUT] == 1 and encoder.first[LEFT_OUT] == "a:1"
+    assert encoder.counts.notes[LEFT_OUT] == 1 and encoder.counts.first[LEFT_OUT] == "a:1"
     assert len(trained) == 1 and "Four and one." in trained[0] and "5" in trained[0]
 
 

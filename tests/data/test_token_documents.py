@@ -44,6 +44,7 @@ def test_what_says_nothing_more_is_no_problem() -> None:
         for lengths in ([7], [10]):
             assert token_row({**padded, "seq_lengths": lengths}, vocab_size=None)["labels"] == IDS
     assert labels(labels=[-100, *IDS[1:]], completion_mask=[0, 1, 1, 1, 1, 1, 1]) == [-100, *IDS[1:]]
+    assert token_row({"input_ids": [7] * 4, "labels": [-100, 7, 7, 7]}, vocab_size=None)["labels"] == [-100, 7, 7, 7]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,8 @@ def test_what_says_nothing_more_is_no_problem() -> None:
         ({"assistant_masks": [1, 0, 0, 0, 0, 0, 0]}, "leave no token after the first to train on"),
         ({"labels": IDS, "completion_mask": [0, 0, 0, 1, 1, 1, 1]},
          r"'labels' trains on position 0 \(label 1\), which 'completion_mask' leaves out; keep one of them"),
+        ({"labels": [*IDS[1:], -100]}, "'labels' has the token of the next position at each position"),
+        ({"labels": [-100, -100, *IDS[3:], 5]}, "'labels' has the token of the next position at each position"),
         ({"attention_mask": [1, 1, 0, 1, 1, 1, 1]}, "'attention_mask' is 0 at position 2, between tokens"),
         ({"attention_mask": [0] * 7}, "'attention_mask' is 0 everywhere"),
         ({"position_ids": [0, 1, 2, 3, 0, 1, 2]}, "several documents are packed into this row"),

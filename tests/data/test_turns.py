@@ -109,7 +109,10 @@ def test_tools_may_stand_in_the_system_turn_and_an_empty_list_is_none() -> None:
 
 @pytest.mark.parametrize("role", ["tool", "observation", "function", "tool_response", "ipython"])
 def test_a_result_may_be_empty_or_an_object_and_is_not_trained_on(role: str) -> None:
-    for content, expected in (("", ""), ({"sky": "grey"}, '{"sky": "grey"}'), ([{"type": "text", "text": "1"}], "1")):
+    for content, expected in (
+        ("", ""), ({"sky": "grey"}, '{"sky": "grey"}'), ([{"type": "text", "text": "1"}], "1"), ([{"text": "1"}], "1"),
+        ([{"sky": "grey"}, {"content": "c"}], '[{"sky": "grey"}, {"content": "c"}]'),
+    ):  # fmt: skip
         found = turn(chat(called(tool_calls=[CALL]), {"role": role, "content": content}, ANSWER), 2)
         assert found == {"role": "tool", "content": expected, "train": False}
 
@@ -137,7 +140,8 @@ def test_every_way_to_write_reasoning_is_one_form(written: dict[str, Any]) -> No
 
 
 def test_parts_of_text_are_one_text() -> None:
-    record = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}, ANSWER]}
+    content = [{"type": "text", "text": "a"}, "b", {"type": "text", "text": None, "image": None}]
+    record = {"messages": [{"role": "user", "content": content}, ANSWER]}
     assert turn(record, 0)["content"] == "ab"
 
 
@@ -178,6 +182,8 @@ def test_media_are_refused_with_their_kind(part: dict[str, Any], kind: str) -> N
         (chat(parts({"type": "text", "text": "a"}, {"type": "reasoning", "text": "r"})), "reasoning after the answer"),
         (chat(parts({"type": "tool_call", "value": CALL}, "a")), "part 2 of .* is text after a call of a tool"),
         (chat(parts({"type": "txt", "text": "a"})), r"is of type 'txt'\. Did you mean 'text'\? Known types: text, rea"),
+        (chat(parts("a", {"type": "text", "txt": "b"})), "part 2 of .* has no text; its keys are: type, txt"),
+        (chat(parts({"type": "reasoning", "summary": ["r"]}, "a")), "is of type 'reasoning' and has no text"),
         (chat(parts({"type": "reasoning", "text": "r"})), r"the content of turn 2 \(assistant\) has no text"),
         (chat(ANSWER, tools="[{"), "'tools' is text that is not JSON"),
         (chat(ANSWER, tools=[{"description": "d"}]), "tool 1 of 'tools' has no 'name'; its keys are: description"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,12 +36,14 @@ WEIGHTS = "adapter_model.safetensors"
 NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 
 
-def base() -> PreTrainedModel:
+def base(dtype: torch.dtype = torch.float32, *, is_tied: bool = False) -> PreTrainedModel:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    architecture = AutoConfig.for_model("llama", vocab_size=64, num_key_value_heads=1, **sizes)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(architecture)
-    return model
+    architecture = AutoConfig.for_model(
+        "llama", vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=is_tied,
+    )  # fmt: skip
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(architecture, dtype=dtype)
+    return model.eval()
 
 
 @pytest.fixture
@@ -182,14 +185,7 @@ def test_adapter_is_not_merged_into_16_bits(
     tmp_path: Path, saved: list[str], relative_difference: Callable[[torch.Tensor, torch.Tensor], float]
 ) -> None:
     """Merging would lose small updates. lm-eval ties the weights again, which must not fail."""
-
-    def in_bf16() -> PreTrainedModel:
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-        architecture = AutoConfig.for_model("llama", vocab_size=64, tie_word_embeddings=True, **sizes)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(architecture, dtype=torch.bfloat16)
-        return model
-
+    in_bf16 = partial(base, torch.bfloat16, is_tied=True)
     targets = ["q_proj", "up_proj", "down_proj"]
     lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=targets, modules_to_save=saved or None)
     trained: Any = get_peft_model(in_bf16(), lora)
@@ -227,14 +223,7 @@ def test_adapter_is_not_merged_into_16_bits(
     "ignore:Model (has|with) `tie_word_embeddings=True`", "ignore:Setting `save_embedding_layers`"
 )
 def test_adapter_on_one_matrix_of_a_tied_pair_is_kept(tmp_path: Path, trained: dict[str, list[str]]) -> None:
-    def tied() -> PreTrainedModel:
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-        architecture = AutoConfig.for_model("llama", vocab_size=64, tie_word_embeddings=True, **sizes)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(architecture)
-        return model.eval()
-
-    row = torch.arange(12)[None]
+    tied, row = partial(base, is_tied=True), torch.arange(12)[None]
     adapted: Any = get_peft_model(
         tied(), LoraConfig(**{"task_type": "CAUSAL_LM", "r": 4, "target_modules": ["q_proj"]} | trained)
     )
@@ -253,15 +242,12 @@ def test_adapter_on_one_matrix_of_a_tied_pair_is_kept(tmp_path: Path, trained: d
         model.save_pretrained(tmp_path / "merged")
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
         assert torch.equal(loaded(row).logits, model(row).logits)
-    plain = with_adapter(tied(), _plain_adapter(tied(), tmp_path), PeftMethod.lora)
-    assert plain.config.tie_word_embeddings is True
-    assert plain.all_tied_weights_keys
 
 
-def _plain_adapter(model: PreTrainedModel, folder: Path) -> Path:
-    lora = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
-    get_peft_model(model, lora).save_pretrained(folder / "plain")
-    return folder / "plain"
+def test_a_tied_pair_without_an_adapter_stays_tied(adapter: Path) -> None:
+    merged = with_adapter(base(is_tied=True), adapter, PeftMethod.lora)
+    assert merged.config.tie_word_embeddings is True
+    assert merged.all_tied_weights_keys
 
 
 @pytest.fixture

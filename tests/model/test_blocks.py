@@ -32,6 +32,17 @@ def model(small_qwen2):
     return small_qwen2(num_hidden_layers=3)
 
 
+def recording_backend():
+    """The graphs that are compiled, and a back end that compiles nothing."""
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    return graphs, backend
+
+
 def gradients(model):
     model.zero_grad()
     model(**INPUTS, use_cache=False).logits.logsumexp(-1).sum().backward()
@@ -42,12 +53,7 @@ def gradients(model):
 def test_every_block_is_compiled_and_computes_the_same(model):
     names = list(model.state_dict())
     expected = gradients(model)
-    graphs = []
-
-    def backend(graph, _inputs):
-        graphs.append(graph)
-        return graph.forward
-
+    graphs, backend = recording_backend()
     assert compile_layers(model, backend=backend) == 3
     found = gradients(model)
     assert graphs, "nothing was compiled"
@@ -74,12 +80,7 @@ def test_replaced_forward_of_a_block_is_compiled(model):
 
 
 def test_rows_of_another_length_compile_nothing_again(model):
-    graphs = []
-
-    def backend(graph, _inputs):
-        graphs.append(graph)
-        return graph.forward
-
+    graphs, backend = recording_backend()
     compile_layers(model, backend=backend)
     with torch.no_grad():
         model(**INPUTS, use_cache=False)
@@ -91,12 +92,7 @@ def test_rows_of_another_length_compile_nothing_again(model):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_ddp_does_not_split_a_block(model, one_gloo_rank):
-    graphs = []
-
-    def backend(graph, _inputs):
-        graphs.append(graph)
-        return graph.forward
-
+    graphs, backend = recording_backend()
     compile_layers(model, backend=backend)
     one_kib = 1 / 1024  # a bucket for each weight or two
     torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=one_kib)(**INPUTS, use_cache=False)
@@ -269,12 +265,7 @@ def test_blocks_with_experts_are_one_graph_and_compute_the_same(form, has_router
     if is_recomputed:
         plain.gradient_checkpointing_enable()
         compiled.gradient_checkpointing_enable()
-    graphs = []
-
-    def backend(graph, _inputs):
-        graphs.append(graph)
-        return graph.forward
-
+    graphs, backend = recording_backend()
     torch._dynamo.utils.counters.clear()
     compile_layers(compiled, backend=backend)
 
@@ -301,6 +292,7 @@ def test_blocks_with_experts_are_one_graph_and_compute_the_same(form, has_router
 
 
 def test_a_model_that_names_no_blocks_is_refused():
+    assert transformer_blocks(torch.nn.Linear(2, 2)) == {}
     with pytest.raises(RequestError, match=r"does not say which parts of Linear .* try model.compile_layers=false"):
         compile_layers(torch.nn.Linear(2, 2))
 
@@ -312,7 +304,3 @@ def test_only_blocks_are_found_by_name(project_root):
     blocks = transformer_blocks(model)
     assert list(blocks) == ["model.layers.0", "model.layers.1"]
     assert list(blocks.values()) == list(model.model.layers)
-
-
-def test_a_model_that_names_no_blocks_has_none():
-    assert transformer_blocks(torch.nn.Linear(2, 2)) == {}

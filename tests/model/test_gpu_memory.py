@@ -8,23 +8,23 @@ import pytest
 import torch
 
 from tunebook.errors import DoesNotFitError
-from tunebook.model.gpu_memory import GIB, Place, Placement, choose_placement, is_out_of_memory, place_on_gpus
+from tunebook.model.gpu_memory import GIB, Placement, choose_placement, is_out_of_memory, place_on_gpus
 
-ONE, SEVERAL = Place.gpu, Place.several_gpus
+ONE, SEVERAL = False, True
 
 
 @pytest.mark.parametrize(
     ("billions", "bytes_each", "rounded", "free", "expected"),
     [
-        (8.0, 1, 1, [10.0], Placement(place=ONE, is_rounded=False)),
-        (1.4, 4, 2, [10.0], Placement(place=ONE, is_rounded=False)),  # 4 bytes and autocast's copy of 2: 8.4 GiB
-        (1.5, 4, 2, [10.0], Placement(place=ONE, is_rounded=True)),  # 9 GiB do not fit, 3 do
-        (4.3, 4, 2, [10.0, 10.0], Placement(place=ONE, is_rounded=True)),
-        (1.5, 4, 4, [10.0], Placement(place=ONE, is_rounded=False)),  # fp32 without autocast: no copy
-        (2.5, 4, 4, [10.0, 10.0], Placement(place=SEVERAL, is_rounded=False)),
-        (5.0, 4, 2, [10.0, 10.0], Placement(place=SEVERAL, is_rounded=True)),
-        (5.0, 2, 4, [10.0, 10.0], Placement(place=SEVERAL, is_rounded=False)),  # wider than it is loaded: never
-        (5.0, 2, 2, [2.0, 16.0], Placement(place=ONE, is_rounded=False)),
+        (8.0, 1, 1, [10.0], Placement(ONE, is_rounded=False)),
+        (1.4, 4, 2, [10.0], Placement(ONE, is_rounded=False)),  # 4 bytes and autocast's copy of 2: 8.4 GiB
+        (1.5, 4, 2, [10.0], Placement(ONE, is_rounded=True)),  # 9 GiB do not fit, 3 do
+        (4.3, 4, 2, [10.0, 10.0], Placement(ONE, is_rounded=True)),
+        (1.5, 4, 4, [10.0], Placement(ONE, is_rounded=False)),  # fp32 without autocast: no copy
+        (2.5, 4, 4, [10.0, 10.0], Placement(SEVERAL, is_rounded=False)),
+        (5.0, 4, 2, [10.0, 10.0], Placement(SEVERAL, is_rounded=True)),
+        (5.0, 2, 4, [10.0, 10.0], Placement(SEVERAL, is_rounded=False)),  # wider than it is loaded: never
+        (5.0, 2, 2, [2.0, 16.0], Placement(ONE, is_rounded=False)),
     ],
 )
 def test_the_first_place_that_fits(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,11 @@ def test_a_cache_without_the_weights_is_not_enough(cached: Path) -> None:
     with pytest.raises(RequestError, match=r"out of reach.*model\.name=null model\.path=DIR.*HF_HUB_OFFLINE=1"):
         check_model(MODEL)
     check_model(ModelConfig(name="organization/name", weights=Weights.random))
+    (cached / "model-00001-of-00002.safetensors").touch()
+    places = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (cached / "model.safetensors.index.json").write_text(json.dumps(places))  # one of two shards
+    with pytest.raises(RequestError, match=r"out of reach"):
+        check_model(MODEL)
 
 
 def test_a_repository_without_config_is_no_model(cached: Path) -> None:

@@ -75,21 +75,26 @@ def row_of(documents):
     }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_packed_row_has_the_logits_and_gradients_of_its_documents(isolate, kind):
-    model = model_of(kind)
+def require_equal_when_packed(model, isolate, *, is_on_cpu, left_out=()):
+    """A packed row has the logits and gradients of its documents, also without some inputs of the collator."""
     documents = [torch.randint(2, 120, (length,)) for length in LENGTHS]
     alone = torch.cat([model(input_ids=each[None], use_cache=False).logits[0] for each in documents])
     (alone**2).mean().backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
-    isolate(model, is_on_cpu=True)
-    packed = model(**row_of(documents), use_cache=False).logits[0]
+    isolate(model, is_on_cpu=is_on_cpu)
+    row = {name: value for name, value in row_of(documents).items() if name not in left_out}
+    packed = model(**row, use_cache=False).logits[0]
     (packed**2).mean().backward()
     torch.testing.assert_close(packed, alone, atol=2e-6, rtol=1e-5)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], atol=2e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_row_has_the_logits_and_gradients_of_its_documents(isolate, kind):
+    require_equal_when_packed(model_of(kind), isolate, is_on_cpu=True)
 
 
 @pytest.mark.parametrize(
@@ -173,21 +178,8 @@ def recurrence(query, key, value, gates, *, scale, cu_seqlens):
 def test_mamba_is_linear_attention(monkeypatch, isolate, kind, has_ends):
     """As on a GPU, with another kernel, in fp64: transformers' own computation takes fp32 in between."""
     monkeypatch.setattr(linear_attention, "_linear_attention_kernel", lambda: recurrence)
-    model = model_of(kind, torch.float64)
-    documents = [torch.randint(2, 120, (length,)) for length in LENGTHS]
-    alone = torch.cat([model(input_ids=each[None], use_cache=False).logits[0] for each in documents])
-    (alone**2).mean().backward()
-    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    isolate(model, is_on_cpu=False)
-    row = row_of(documents)
-    if not has_ends:
-        del row["cu_seq_lens_q"], row["cu_seq_lens_k"]
-    packed = model(**row, use_cache=False).logits[0]
-    (packed**2).mean().backward()
-    torch.testing.assert_close(packed, alone, atol=2e-6, rtol=1e-5)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], atol=2e-6, rtol=1e-4, msg=name)
+    left_out = () if has_ends else ("cu_seq_lens_q", "cu_seq_lens_k")
+    require_equal_when_packed(model_of(kind, torch.float64), isolate, is_on_cpu=False, left_out=left_out)
 
 
 @pytest.mark.parametrize(("form", "has_cache"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)])

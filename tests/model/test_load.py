@@ -75,9 +75,13 @@ def test_a_folders_weights_come_back(with_weights: RunConfig, folder: Path) -> N
     assert all(torch.equal(loaded[name], tensor) for name, tensor in stored.items())
 
 
-def test_a_folder_without_weights_is_refused(config: RunConfig) -> None:
+@pytest.mark.parametrize("name", [None, "consolidated.safetensors", "model-00001-of-00002.safetensors"])
+def test_a_folder_without_weights_is_refused(config: RunConfig, folder: Path, name: str | None) -> None:
+    """Also one with weights that transformers does not look for: under another name, or shards without their index."""
     config.model.weights = Weights.pretrained
-    with pytest.raises(RequestError, match=r"has no weights.*model.weights=random"):
+    if name is not None:
+        save_file({"weight": torch.zeros(2)}, folder / name)
+    with pytest.raises(RequestError, match=r"has no weights \(model.safetensors or .*model.weights=random"):
         load_model(config)
 
 

@@ -89,14 +89,10 @@ def _warnings(prepared: Prepared) -> list[str]:
 
 def _samples(prepared: Prepared, tokenizer: PreTrainedTokenizerBase | None, num_samples: int) -> list[dict[str, Any]]:
     """Samples of every part, in pieces of one kind."""
-    from tunebook.data.view import pieces_of, spread
+    from tunebook.data.view import pieces_of, titled_samples
 
-    samples = []
-    for name, part in prepared.parts().items():
-        documents = part.load()
-        for index in spread(len(documents), num_samples):
-            row = documents[index]
-            num_trained = sum(label >= 0 for label in row["labels"])
-            title = f"{name} {index + 1:,} of {len(documents):,}: {row['length']:,} tokens, {num_trained:,} trained on"
-            samples.append({"title": title, "pieces": pieces_of(row["input_ids"], row["labels"], tokenizer)})
-    return samples
+    return [
+        {"title": title, "pieces": pieces_of(row["input_ids"], row["labels"], tokenizer)}
+        for name, part in prepared.parts().items()
+        for title, row in titled_samples(name, part, num_samples)
+    ]

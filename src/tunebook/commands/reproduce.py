@@ -19,7 +19,6 @@ from tunebook.commands.recorded_evidence import claim_of_evidence
 from tunebook.commands.train import plan_job, prepare_data, run_job
 from tunebook.commands.typed_command import machine_of_manifest
 from tunebook.config.book import book_root
-from tunebook.config.choices import Source
 from tunebook.config.frozen import typed_in, typed_in_of
 from tunebook.config.identity import (
     HASH_VERSION,
@@ -32,7 +31,7 @@ from tunebook.config.identity import (
 )
 from tunebook.config.override_text import command_words, quoted
 from tunebook.config.schema import RunConfig, SlurmConfig
-from tunebook.data.files import SUFFIXES, find_files
+from tunebook.data.files import SUFFIXES, find_files, named_files
 from tunebook.errors import RequestError, StoppedError
 from tunebook.evidence.compare import Claim, config_differences, named_differences
 from tunebook.evidence.gather import RunFacts, config_of, read_finished, training_overrides
@@ -292,11 +291,8 @@ def require_same_files(manifest: dict[str, Any], config: RunConfig) -> None:
 
     Raises: DataError for a missing file, RequestError for a changed one.
     """
-    dataset = config.dataset
-    places = {"dataset": dataset} | {f"dataset.parts.{name}": part for name, part in dataset.parts.items()}
-    named = {f"{key}.path": place.path for key, place in places.items() if place.source is Source.files}
-    named["dataset.validation_path"] = dataset.validation_path
-    here = {remembered_hash(file.path) for key, path in named.items() if path for file in find_files(path, key)}
+    named = named_files(config.dataset).items()
+    here = {remembered_hash(file.path) for key, path in named for file in find_files(path, key)}
     for record in (manifest["dataset"] or {}).get("records", []):
         if record["location"].lower().endswith(SUFFIXES) and record.get("sha256") not in (None, *here):
             raise RequestError(

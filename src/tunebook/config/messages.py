@@ -15,7 +15,7 @@ from tunebook.config.override_text import split_values, typed, typed_list
 from tunebook.config.recipe_files import choice_schema, group_choices
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS
 from tunebook.config.unsafe_text import without_secrets
-from tunebook.config.walk import all_keys, describe_type, field_types, mapping_type, schemas_of
+from tunebook.config.walk import all_keys, describe_type, field_types, is_in_mapping, mapping_type, schemas_of
 from tunebook.errors import RequestError, did_you_mean, first_line, nearest
 
 # Examples for values that only the user can give.
@@ -87,20 +87,29 @@ def added_or_removed(text: str) -> OverrideError:
     """The error for an override with which Hydra would add or remove a key."""
     word = text.lstrip("+~")
     key, has_value, value = word.partition("=")
-    if (foreign := answer_key(key, value)) is not None and key not in all_keys() and key not in GROUPS:
-        return OverrideError(text, f"override '{text}': {foreign}", problem_id="unknown-key")
+    if not _is_known(key):
+        return _unknown_override(text, key, value)
     message = f"override '{text}': keys can be set, not added or removed; type '{word}' instead" + (
         "" if has_value else ", with '=' and a value (null for none)"
     )
     return OverrideError(text, message, problem_id="override-form")
 
 
+def _is_known(key: str) -> bool:
+    return key in GROUPS or key in all_keys() or is_in_mapping(key)
+
+
+def _unknown_override(text: str, key: str, value: str) -> OverrideError:
+    """The error for an override of a key that there is not, in a form that is not composed."""
+    message = answer_key(key, value) or f"there is no key '{key}'.{_guess_elsewhere(key)}"
+    return OverrideError(text, f"override '{text}': {message}", problem_id="unknown-key")
+
+
 def several_values(key: str, text: str) -> OverrideError:
     """The error for an override with several values, as for a sweep, or for a list under another tool's key."""
     value = text.split("=", 1)[1]
-    if key not in GROUPS and key not in all_keys() and not schemas_of(key):
-        message = answer_key(key, value) or f"there is no key '{key}'.{_guess_elsewhere(key)}"
-        return OverrideError(text, f"override '{text}': {message}", problem_id="unknown-key")
+    if not _is_known(key):
+        return _unknown_override(text, key, value)
     described = type_of(key)
     instead = ""
     if described.startswith("a list"):

@@ -20,6 +20,7 @@ from yaml import YAMLError
 
 from tunebook.config.book import book_root, find_recipes, recipe_file
 from tunebook.config.schema import GROUPS
+from tunebook.config.walk import schemas_of
 from tunebook.errors import RequestError, did_you_mean, first_line
 
 
@@ -62,27 +63,28 @@ def choice_values(group: str, choice: str) -> dict[str, Any]:
 
 
 def load_recipes(name: str, recipes_dirs: list[Path]) -> list[RecipeFile]:
-    """The recipe and those it builds on, the recipe itself first.
+    """The recipe and those it builds on, the strongest first: of two parents Hydra takes the later one's values.
 
-    Raises: RequestError for an unknown recipe, a name that cannot be composed, broken YAML, a circle of parents, an
-    unknown group or choice.
+    Raises: RequestError for an unknown recipe, a name that cannot be composed, broken YAML, a circle of parents, a
+    parent that is named twice, an unknown group or choice.
     """
     known = find_recipes(recipes_dirs)
     if name in known:
         refuse_unreadable_name(name, known[name])
     chain: list[RecipeFile] = []
-    waiting = [(name, recipe_file(name, recipes_dirs))]
+    waiting: list[tuple[str, Path, tuple[str, ...]]] = [(name, recipe_file(name, recipes_dirs), ())]
     while waiting:
-        current, file = waiting.pop(0)
+        current, file, above = waiting.pop()
         if any(recipe.name == current for recipe in chain):
+            is_circle = current in above
+            how = f"itself: {' -> '.join((*above, current))}" if is_circle else f"'{current}' twice"
             raise RequestError(
-                f"recipe '{name}' builds on itself: {' -> '.join(r.name for r in chain)} -> {current}; "
-                f"remove '{current}' from the defaults of {chain[-1].file}",
+                f"recipe '{name}' builds on {how}; remove '{current}' from the defaults of {known[above[-1]]}",
                 problem_id="recipe-circle",
             )
         recipe = _read(current, file, set(known))
         chain.append(recipe)
-        waiting += [(parent, known[parent]) for parent in recipe.parents]
+        waiting += [(parent, known[parent], (*above, current)) for parent in recipe.parents]
     return chain
 
 
@@ -134,15 +136,64 @@ def _read(name: str, file: Path, known: set[str]) -> RecipeFile:
     content: dict[str, Any] = OmegaConf.to_container(node, resolve=False)  # type: ignore[assignment]
     parents: list[str] = []
     choices: dict[str, str] = {}
-    for entry in content.pop("defaults", None) or []:
+    for entry in _default_entries(content.pop("defaults", None), file):
         if isinstance(entry, str):
-            if entry != "_self_":
-                parents.append(_parent(entry, file, known))
+            parents.append(_parent(entry, file, known))
             continue
         for key, choice in entry.items():
             group = _overridden_group(str(key), file)
             choices[group] = _choice(group, choice, file)
-    return RecipeFile(name=name, file=file, parents=tuple(parents), choices=choices, body=content, node=node)
+    body = {str(key): value for key, value in content.items()}
+    _check_sections(body, file)
+    return RecipeFile(name=name, file=file, parents=tuple(parents), choices=choices, body=body, node=node)
+
+
+def _default_entries(defaults: object, file: Path) -> list[str | dict[Any, Any]]:
+    """The entries of a recipe's defaults without `_self_`, which Hydra takes for the place of the recipe's own values.
+
+    Raises: RequestError for anything but a list of names and mappings, and for own values that a parent would replace.
+    """
+    entries = [] if defaults is None else defaults
+    if not isinstance(entries, list) or not all(isinstance(entry, str | dict) for entry in entries):
+        raise RequestError(
+            f"{file}: its defaults are {entries}, and must be a list, of which each line is the name of a recipe or a "
+            "group's choice: '- quickstart', '- override /model: qwen25_05b'",
+            problem_id="recipe-defaults",
+        )
+    after = entries[entries.index("_self_") + 1 :] if "_self_" in entries else []
+    if parent := next((entry for entry in after if isinstance(entry, str)), None):
+        raise RequestError(
+            f"{file}: '- {parent}' stands after '- _self_' in its defaults, so it would replace the values of this "
+            "file; write '- _self_' last",
+            problem_id="recipe-defaults",
+        )
+    return [entry for entry in entries if entry != "_self_"]
+
+
+def _check_sections(body: dict[str, Any], file: Path, above: str = "") -> None:
+    """Raises: RequestError for a section's key written with a dot, and for a single value in place of its keys."""
+    for name, value in body.items():
+        key = f"{above}{name}"
+        section, _, below = str(name).partition(".")
+        if below and schemas_of(f"{above}{section}"):
+            raise RequestError(
+                f"{file}: '{key}' is written with a dot, as only overrides are; write '{below}: ...' indented below "
+                f"'{section}:'",
+                problem_id="unknown-key",
+            )
+        if not schemas_of(key) or (isinstance(value, str) and "${" in value):  # a reference to another section
+            continue
+        if isinstance(value, dict):
+            _check_sections(value, file, f"{key}.")
+        elif value is not None:
+            is_choice = key in GROUPS and value in group_choices(key)
+            instead = (
+                f"'- override /{key}: {value}' in its defaults" if is_choice else f"its keys indented below '{name}:'"
+            )
+            raise RequestError(
+                f"{file}: {key} is a group of keys, and the file gives it the value '{value}'; write {instead}",
+                problem_id="wrong-type",
+            )
 
 
 def _parent(entry: str, file: Path, known: set[str]) -> str:

@@ -67,9 +67,9 @@ class BatchPlan:
 
 
 def solve_batch(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
-    """The batch of a resolved configuration, exact when the documents' `lengths` (num_documents,) are given.
+    """The batch of a resolved configuration that no rule refuses, exact when the documents' `lengths` are given.
 
-    Raises: RequestError if the documents of a step cannot be divided evenly, naming the nearest numbers that can.
+    Shapes: `lengths` (num_documents,). Raises: RequestError for fewer documents than a step has.
     """
     samples = config.training.global_samples
     if lengths is not None and samples is not None and len(lengths) < samples:
@@ -136,7 +136,6 @@ def _packed(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
     ranks, micro, length = data_ranks(config), training.micro_batch_size or 1, row_length(config)
     if training.global_tokens is not None:
         rows = training.global_tokens // length
-        _require_multiple(rows, ranks * micro, ranks, length)
         if lengths is None:
             return _plan(config, micro=micro, rows=rows, documents=_mean_documents(config, rows * length), lengths=None)
         steps = cut_into_steps(epoch_order(len(lengths), training.seed, 0), lengths, _step_size(config))
@@ -145,12 +144,6 @@ def _packed(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
         return replace(plan, longest_row=length)  # rows are filled almost completely
     samples = training.global_samples
     assert samples is not None
-    if samples < ranks:
-        raise RequestError(
-            f"training.global_samples={samples} documents per step cannot keep {ranks} GPUs busy; "
-            f"try training.global_samples={ranks}, or fewer GPUs",
-            problem_id="batch-too-small",
-        )
     if lengths is None:
         estimated = _estimated_rows(config, samples, ranks * micro, length)
         return _plan(config, micro=micro, rows=estimated, documents=float(samples), lengths=None)
@@ -189,54 +182,17 @@ def _epochs_to_look_at(config: RunConfig, lengths: Lengths) -> int:
 
 
 def _padded(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
-    training = config.training
-    ranks = data_ranks(config)
-    samples = training.global_samples
-    if samples is None:
-        assert training.global_tokens is not None
-        raise RequestError(
-            "training.global_tokens counts what rows hold, and padded rows hold one document each; "
-            "try training.global_samples=N with training.global_tokens=null, or packing=isolated",
-            problem_id="tokens-need-packing",
-        )
-    asked = training.micro_batch_size
-    unit = ranks * (asked or 1)
-    if samples % unit:
-        below, above = samples // unit * unit, -(-samples // unit) * unit
-        either = f"{below} or {above}" if below else f"{above}"
-        per_gpu = f" with {asked} each" if asked else ""
-        raise RequestError(
-            f"training.global_samples={samples} documents cannot be divided evenly among {ranks} GPUs{per_gpu}; "
-            f"try training.global_samples={either}{_other_micro(samples, ranks, asked)}",
-            problem_id="batch-not-divisible",
-        )
+    training, samples = config.training, config.training.global_samples
+    assert samples is not None
     plan = _plan(
         config,
-        micro=asked or largest_micro_batch(samples // ranks, training.max_length),
+        micro=training.micro_batch_size or largest_micro_batch(samples // data_ranks(config), training.max_length),
         rows=samples,
         documents=float(samples),
         lengths=lengths,
         num_steps=math.ceil(len(lengths) / samples) if lengths is not None else None,
     )
     return plan if lengths is None else replace(plan, longest_row=int(lengths.max(initial=0)))
-
-
-def _other_micro(samples: int, ranks: int, micro: int | None) -> str:
-    if micro is None or samples % ranks:
-        return ""
-    fitting = max(size for size in range(1, micro + 1) if (samples // ranks) % size == 0)
-    return f", or training.micro_batch_size={fitting}"
-
-
-def _require_multiple(rows: int, unit: int, ranks: int, length: int) -> None:
-    if rows == 0 or rows % unit:
-        below, above = rows // unit * unit * length, (rows // unit + 1) * unit * length
-        either = f"{below} or {above}" if below else f"{above}"
-        raise RequestError(
-            f"training.global_tokens makes {rows} rows of {length} tokens, which cannot be divided evenly among "
-            f"{ranks} GPUs; try training.global_tokens={either}",
-            problem_id="batch-not-divisible",
-        )
 
 
 def _estimated_rows(config: RunConfig, samples: int, unit: int, length: int) -> int | None:

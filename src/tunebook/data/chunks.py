@@ -31,6 +31,18 @@ from tunebook.errors import DataError, TunebookError
 from tunebook.model.tokenizer import fix_template_date
 from tunebook.processes import own_cores
 
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow as pa
+    from transformers import PreTrainedTokenizerBase
+
+DOCUMENTS_PER_CHUNK = 1000
+_WITH_ANSWERS = (CorpusKind.conversation, CorpusKind.prompt_completion)
+# Number of short conversations that one core encodes in the seconds that a worker takes to start.
+_DOCUMENTS_PER_WORKER = 8_000
+_CHUNKS_IN_FLIGHT_PER_WORKER = 3
+_CHUNKS_PER_MAPPING = 50
+
 TOO_LONG = "longer than training.max_length (dataset.overlong=drop)"
 NOTHING_TRAINED = "nothing left to train on after cutting to training.max_length"
 PIECE_NOT_TRAINED = "pieces of split documents without a token to train on"
@@ -82,19 +94,6 @@ def _piece(document: Document, start: int, length: int) -> Document:
     """Some tokens of a document as a document of its own, whose first token nothing predicts."""
     end = start + length
     return Document(document.input_ids[start:end], [IGNORED_LABEL, *document.labels[start + 1 : end]])
-
-
-if TYPE_CHECKING:
-    import datasets
-    import pyarrow as pa
-    from transformers import PreTrainedTokenizerBase
-
-DOCUMENTS_PER_CHUNK = 1000
-_WITH_ANSWERS = (CorpusKind.conversation, CorpusKind.prompt_completion)
-# Number of short conversations that one core encodes in the seconds that a worker takes to start.
-_DOCUMENTS_PER_WORKER = 8_000
-_CHUNKS_IN_FLIGHT_PER_WORKER = 3
-_CHUNKS_PER_MAPPING = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,48 +178,39 @@ class ChunkEncoder:
         import pyarrow as pa
 
         rows = pa.ipc.open_stream(stream).read_all().to_pylist()
-        fitted, skipped = self._fit(rows)
+        fitted, counts = self._fit(rows)
         pieces = [piece for one in fitted for piece in one.pieces]
         self._check_vocabulary(max((max(piece.input_ids) for piece in pieces), default=0))
         lengths = [len(piece.input_ids) for piece in pieces]
-        counts = PartCounts(
-            num_read=len(rows) - skipped.reasons.total(),
-            num_documents=len(pieces),
-            num_tokens=sum(lengths),
-            num_trained_tokens=sum(piece.num_trained for piece in pieces),
-            num_cut=sum(one.was_cut for one in fitted),
-            num_answers_cut=sum(one.is_answer_cut for one in fitted) if self.settings.kind in _WITH_ANSWERS else 0,
-            num_tokens_lost=sum(one.num_tokens_lost for one in fitted),
-            contents=+self._encoder.contents,
-            skipped=skipped.reasons,
-            notes=+self._encoder.notes,
-            first=self._encoder.first | skipped.first,
-        )
+        counts.num_read, counts.num_documents, counts.num_tokens = len(fitted), len(pieces), sum(lengths)
+        counts.num_trained_tokens = sum(piece.num_trained for piece in pieces)
+        counts.num_cut = sum(one.was_cut for one in fitted)
+        if self.settings.kind in _WITH_ANSWERS:
+            counts.num_answers_cut = sum(one.is_answer_cut for one in fitted)
+        counts.num_tokens_lost = sum(one.num_tokens_lost for one in fitted)
         counts.dropped.update(reason for one in fitted for reason in one.dropped)
         return Chunk(stream=_to_stream(_to_batch(pieces, lengths)), counts=counts)
 
-    def _fit(self, rows: list[Row]) -> tuple[list[Fitted], Skipped]:
-        """The rows encoded and fitted to length, and those that cannot be. Raises: DataError, if these are errors."""
-        skipped = Skipped()
-        self._forget()
+    def _fit(self, rows: list[Row]) -> tuple[list[Fitted], PartCounts]:
+        """The rows encoded and fitted to length, with remarks, and counts of those that cannot be.
+
+        Raises: DataError for the first that cannot be, if it may not be left out.
+        """
+        counts = self._encoder.counts = PartCounts()
         try:
-            return [self._fit_one(*one) for one in zip(rows, self._encoder.encode(rows), strict=True)], skipped
+            return [self._fit_one(*one) for one in zip(rows, self._encoder.encode(rows), strict=True)], counts
         except DataError:
             if self.settings.max_bad_share is None:
                 raise
-        self._forget()
-        fitted = []
+        counts = self._encoder.counts = PartCounts()
+        fitted, skipped = [], Skipped()
         for row in rows:
             try:
                 fitted.append(self._fit_one(row, *self._encoder.encode([row])))
             except DataError as error:
                 skipped.add(error.message.removeprefix(f"{row['origin']}: "), row["origin"])
-        return fitted, skipped
-
-    def _forget(self) -> None:
-        """Forget the notes on the documents before."""
-        for counts in (self._encoder.notes, self._encoder.first, self._encoder.contents):
-            counts.clear()
+        counts.skipped, counts.first = skipped.reasons, counts.first | skipped.first
+        return fitted, counts
 
     def _fit_one(self, row: Row, document: Document) -> Fitted:
         length, max_length = len(document.input_ids), self.settings.max_length

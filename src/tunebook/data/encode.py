@@ -6,7 +6,6 @@ always -100: nothing predicts a document's first token, and in a packed row the 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tunebook.config.choices import Reasoning, SpecialText, TrainOn
 from tunebook.data.conversation import Conversation
 from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row
+from tunebook.data.prepared import PartCounts
 from tunebook.data.span_tokenizer import SpanTokenizer, Tokenized, by_offsets
 from tunebook.data.special_tokens import Span, SpecialTokens
 from tunebook.data.template import ConversationRenderer, Rendered
@@ -49,9 +49,9 @@ class Document:
 class Encoder:
     """Tokenizes and masks documents of one kind.
 
-    `notes` counts documents by remark, `first` has the first document of each; `contents` counts documents with tools,
-    calls and reasoning. Raises: RequestError if
-    `train_on` asks for turns that this kind of document does not have, or conversations have no chat template.
+    `counts` has the remarks on documents, and counts those with tools, calls and reasoning, since it was last replaced.
+    Raises: RequestError if `train_on` asks for turns that this kind of document does not have, or conversations have no
+    chat template.
     """
 
     def __init__(
@@ -68,9 +68,7 @@ class Encoder:
                 "dataset.train_on=everything",
                 problem_id="train-on-without-roles",
             )
-        self.notes: Counter[str] = Counter()
-        self.first: dict[str, str] = {}
-        self.contents: Counter[str] = Counter()
+        self.counts = PartCounts()
         self._everything = train_on is TrainOn.everything
         self._reasoning = reasoning
         methods: dict[CorpusKind, Callable[[Sequence[Row]], list[Document]]] = {
@@ -121,22 +119,22 @@ class Encoder:
                 labels = all_labels(ids)
             else:
                 labels = self._labels_of_ranges(ids, tokens.ranges, origin)
-            self._note(REWRITTEN, origin, one.num_rewritten > 0)
-            self._note(LEFT_OUT_OF_ALL if self._everything else LEFT_OUT, origin, one.leaves_out)
-            self._note(STRADDLING, origin, tokens.num_straddling)
+            self.counts.note(REWRITTEN, origin, one.num_rewritten > 0)
+            self.counts.note(LEFT_OUT_OF_ALL if self._everything else LEFT_OUT, origin, one.leaves_out)
+            self.counts.note(STRADDLING, origin, tokens.num_straddling)
             documents.append(Document(ids, labels))
         return documents
 
     def _render(self, row: Row) -> Rendered:
         conversation, origin = Conversation.of(row).with_reasoning(self._reasoning), row["origin"]
         self._require_answers(conversation, origin)
-        self.contents.update(conversation.contents())
+        self.counts.contents.update(conversation.contents())
         renderer = self._tool_renderer if conversation.tools else self._renderer
         # If everything is trained on, the assistant's turns need not be found.
         render = renderer.whole if self._everything else renderer.render
         rendered = render(conversation, origin)
-        self._note(NAMES_LEFT_OUT, origin, rendered.leaves_out_names)
-        self._note(VARIABLE_NOT_READ, origin, not renderer.variables.issuperset(conversation.template_kwargs))
+        self.counts.note(NAMES_LEFT_OUT, origin, rendered.leaves_out_names)
+        self.counts.note(VARIABLE_NOT_READ, origin, not renderer.variables.issuperset(conversation.template_kwargs))
         self._check_special(rendered.special, row["origin"])
         if rendered.special is not None and self._special_text is SpecialText.keep:
             text, spans = self._special.show(rendered.text, rendered.spans)
@@ -172,12 +170,7 @@ class Encoder:
                 problem_id="special-token-in-content",
             )
         note = SPECIAL_KEPT if self._special_text is SpecialText.keep else SPECIAL_AS_TEXT
-        self._note(note, f"{origin}, {token}")
-
-    def _note(self, note: str, origin: str, count: int = 1) -> None:
-        if count:
-            self.notes[note] += count
-            self.first.setdefault(note, origin)
+        self.counts.note(note, f"{origin}, {token}")
 
     def _labels_of_ranges(self, ids: list[int], ranges: list[Span], origin: str) -> list[int]:
         labels = [IGNORED_LABEL] * len(ids)
@@ -215,7 +208,7 @@ class Encoder:
             # Tokens that the tokenizer adds are not part of the prompt; an EOS at its own end is.
             prompt_ids = prompt.ids[: len(prompt.ids) - self._num_added_at_end]
             num_same = num_shared(prompt_ids, ids)
-            self._note(STRADDLING, origin, num_same < len(prompt_ids))
+            self.counts.note(STRADDLING, origin, num_same < len(prompt_ids))
             labels = all_labels(ids)
             if not self._everything:
                 labels[:num_same] = [IGNORED_LABEL] * num_same

@@ -37,15 +37,20 @@ class DataFile:
 
 def missing_files(config: DatasetConfig) -> DataError | None:
     """The error for files of a configuration that cannot be trained on here; None if all can."""
-    sources = sources_of(config).items()
-    named = {f"{key}.path": source.path for key, source in sources if source.source is Source.files}
-    for key, text in (named | {"dataset.validation_path": config.validation_path}).items():
+    for key, text in named_files(config).items():
         try:
-            if text:
-                find_files(text, key)
+            find_files(text, key)
         except DataError as error:
             return error
     return None
+
+
+def named_files(config: DatasetConfig) -> dict[str, str]:
+    """The paths and globs of a configuration's documents, by the keys that they are typed under."""
+    sources = sources_of(config).items()
+    named = {f"{key}.path": source.path for key, source in sources if source.source is Source.files}
+    named["dataset.validation_path"] = config.validation_path
+    return {key: text for key, text in named.items() if text}
 
 
 def find_files(text: str, key: str) -> list[DataFile]:

@@ -24,21 +24,11 @@ from tunebook.data.turns import Turn, check_conversation, check_text, make_turn,
 from tunebook.errors import RequestError, nearest
 
 Record = Mapping[str, Any]
-Convert = Callable[[Record, KeyAccount], tuple[CorpusKind, Row]]
-
 TEXT_FIELD = "<dataset.text_field>"  # the configured field in SPECS
 TOOL_KEYS = ("tools", "functions")
 KWARGS_KEY = "chat_template_kwargs"
+_TEMPLATE_FUNCTIONS = ("range", "namespace")  # of Jinja, in templates over fields
 CONVERSATION_KEYS = (*TOOL_KEYS, KWARGS_KEY)  # what conversations of every format may have
-
-
-@dataclass(frozen=True, kw_only=True)
-class FormatSpec:
-    """The keys a document of a format must and may have, and its conversion."""
-
-    needs: tuple[str, ...]
-    may_have: tuple[str, ...] = ()
-    convert: Convert | None = None  # None: needs settings, see Normalizer
 
 
 class FieldTemplates:
@@ -50,9 +40,12 @@ class FieldTemplates:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+        functions = {name: environment.globals[name] for name in _TEMPLATE_FUNCTIONS}
+        environment.globals.clear()  # a field may have the name of another one, and one writes random text
+        environment.globals.update(functions)
         self._templates = {key: environment.from_string(text) for key, text in templates.items()}
         used = [find_undeclared_variables(environment.parse(text)) for text in templates.values()]
-        self.names = frozenset().union(*used) - environment.globals.keys()  # of the fields
+        self.names = frozenset().union(*used) - functions.keys()  # of the fields
 
     def turns(self, record: Record) -> list[Turn]:
         """The user's and the assistant's turn. Raises: DocumentError."""
@@ -124,6 +117,18 @@ class FormatSettings:
     fields: FieldTemplates | None = None  # of format=fields
 
 
+Convert = Callable[[Record, KeyAccount, FormatSettings], tuple[CorpusKind, Row]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatSpec:
+    """The keys a document of a format must and may have, and its conversion."""
+
+    needs: tuple[str, ...]
+    may_have: tuple[str, ...] = ()
+    convert: Convert
+
+
 class Normalizer:
     """Turns the records of one source into rows of one kind. The first document decides both, if they are not named."""
 
@@ -162,22 +167,14 @@ class Normalizer:
         return row
 
     def _convert(self, record: Record) -> tuple[CorpusKind, Row]:
-        if self.format is Format.text:
-            field = self.settings.text_field
-            return CorpusKind.text, {"text": check_text(record[field], f"'{field}'")}
-        if self.format is Format.pretokenized:
-            return CorpusKind.tokens, token_row(record, self.settings.vocab_size)
-        if self.settings.fields is not None:
-            kind, row = _conversation(self.settings.fields.turns(record), {}, [])
-        else:
-            convert = SPECS[self.format].convert
-            assert convert is not None, f"{self.format} has no conversion"
-            kind, row = convert(record, self.account)
-        if kind is CorpusKind.conversation and self.settings.system_prompt is not None:
-            turns = row["messages"]
-            if turns[0]["role"] != "system":
-                turns.insert(0, _system_turn(self.settings.system_prompt))
-        if kind is CorpusKind.conversation and self.settings.template_kwargs:
+        convert = _from_fields if self.format is Format.fields else SPECS[self.format].convert
+        kind, row = convert(record, self.account, self.settings)
+        if kind is not CorpusKind.conversation:
+            return kind, row
+        turns, prompt = row["messages"], self.settings.system_prompt
+        if prompt is not None and turns[0]["role"] != "system":
+            turns.insert(0, {"role": "system", "content": prompt, "train": False, "details": None})
+        if self.settings.template_kwargs:
             own = json.loads(row["template_kwargs"] or "{}")
             row["template_kwargs"] = json.dumps({**self.settings.template_kwargs, **own}, ensure_ascii=False)
         return kind, row
@@ -263,10 +260,6 @@ def _conversation(turns: list[Turn], record: Record, tools: list[Tool]) -> tuple
     return CorpusKind.conversation, row
 
 
-def _system_turn(content: str) -> Turn:
-    return {"role": "system", "content": content, "train": False, "details": None}
-
-
 def _system_turns(record: Record) -> list[Turn]:
     return [] if _is_blank(record.get("system")) else [make_turn("system", record["system"], "system")]
 
@@ -276,8 +269,22 @@ def _is_blank(value: object) -> bool:
     return value is None or (isinstance(value, str) and not value.strip())
 
 
+def _from_text(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
+    field = settings.text_field
+    return CorpusKind.text, {"text": check_text(record[field], f"'{field}'")}
+
+
+def _from_tokens(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
+    return CorpusKind.tokens, token_row(record, settings.vocab_size)
+
+
+def _from_fields(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
+    assert settings.fields is not None
+    return _conversation(settings.fields.turns(record), {}, [])
+
+
 def _from_turns(field: str) -> Convert:
-    def convert(record: Record, account: KeyAccount) -> tuple[CorpusKind, Row]:
+    def convert(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
         tools: list[Tool] = []
         turns = read_turns(record[field], field, account, tools=tools)
         return _conversation(_system_turns(record) + turns if turns else turns, record, tools)
@@ -285,7 +292,7 @@ def _from_turns(field: str) -> Convert:
     return convert
 
 
-def _from_alpaca(record: Record, account: KeyAccount) -> tuple[CorpusKind, Row]:
+def _from_alpaca(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
     """`input` follows the instruction after an empty line; `history` holds earlier [question, answer] pairs."""
     turns = _system_turns(record)
     history = record.get("history")
@@ -302,7 +309,7 @@ def _from_alpaca(record: Record, account: KeyAccount) -> tuple[CorpusKind, Row]:
     return _conversation(turns, record, [])
 
 
-def _from_prompt_completion(record: Record, account: KeyAccount) -> tuple[CorpusKind, Row]:
+def _from_prompt_completion(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
     """Two texts, or two lists of turns, of which only the completion's are trained on."""
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
@@ -326,7 +333,7 @@ def _from_prompt_completion(record: Record, account: KeyAccount) -> tuple[Corpus
 # In the order of detection: the most specific keys first.
 SPECS: dict[Format, FormatSpec] = {
     Format.pretokenized: FormatSpec(
-        needs=("input_ids",), may_have=TOKEN_KEYS
+        needs=("input_ids",), may_have=TOKEN_KEYS, convert=_from_tokens
     ),
     Format.sharegpt: FormatSpec(
         needs=("conversations",), may_have=("system", *CONVERSATION_KEYS), convert=_from_turns("conversations")
@@ -341,5 +348,5 @@ SPECS: dict[Format, FormatSpec] = {
         needs=("instruction", "output"), may_have=("input", "system", "history", *CONVERSATION_KEYS),
         convert=_from_alpaca,
     ),
-    Format.text: FormatSpec(needs=(TEXT_FIELD,)),
+    Format.text: FormatSpec(needs=(TEXT_FIELD,), convert=_from_text),
 }  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -44,15 +44,15 @@ _HARMLESS = {
 
 
 @dataclass(frozen=True)
-class TextFile:
-    """One file, downloaded and unpacked."""
+class TextFiles:
+    """The files of every split, downloaded and unpacked."""
 
-    path: Path
+    paths: dict[str, list[Path]]
     layout: Layout
 
 
-def _text_files(builder: datasets.DatasetBuilder, key: str, cache_dir: Path | None) -> dict[str, list[TextFile]] | None:
-    """The files of every split; None for a data set that is not of JSON or CSV files.
+def _text_files(builder: datasets.DatasetBuilder, key: str, cache_dir: Path | None) -> TextFiles | None:
+    """The files of a data set; None if it is not of JSON or CSV files.
 
     `cache_dir`: the folder for unpacked files, None for the shared cache. Raises: RequestError for options in the data
     set's card that are not read here.
@@ -68,40 +68,34 @@ def _text_files(builder: datasets.DatasetBuilder, key: str, cache_dir: Path | No
         dataset_name=builder.dataset_name, download_config=downloads, base_path=builder.base_path
     )
     found = manager.download_and_extract({str(split): list(files) for split, files in config.data_files.items()})
-    return {
-        split: [TextFile(Path(path), layout) for path in manager.iter_files(paths)] for split, paths in found.items()
-    }
+    paths = {split: [Path(path) for path in manager.iter_files(each)] for split, each in found.items()}
+    return TextFiles(paths, layout)
 
 
-def _text_parts(files: dict[str, list[TextFile]], split: str, location: str, account: KeyAccount) -> Iterator[Part]:
+def _text_parts(files: TextFiles, split: str, location: str, account: KeyAccount) -> Iterator[Part]:
     """The documents of a split, file by file; `train[:1000]` and `train+test` are splits, too."""
-    if split in files:
-        for file in files[split]:
-            place = location if len(files[split]) == 1 else f"{location}/{file.path.name}"
-            yield _text_part(file, place, account, 0, None)
+
+    def part(path: Path, place: str, first: int = 0, after_last: int | None = None) -> Part:
+        problems = DocumentProblems(place, "row")
+        records = islice(read_records(path, problems, account, files.layout), first, after_last)
+        return Part(problems=problems, records=records, label=place)
+
+    def count(path: Path) -> int:
+        uncounted = KeyAccount(account.known)
+        return sum(1 for _ in read_records(path, DocumentProblems(str(path)), uncounted, files.layout))
+
+    if split in files.paths:
+        paths = files.paths[split]
+        yield from (part(path, location if len(paths) == 1 else f"{location}/{path.name}") for path in paths)
         return
-    import datasets
-
-    sizes = {name: [_count(file, account) for file in each] for name, each in files.items()}
-    instructions = datasets.ReadInstruction.from_spec(split).to_absolute({name: sum(n) for name, n in sizes.items()})
-    for instruction in instructions:
+    sizes = {name: [count(path) for path in paths] for name, paths in files.paths.items()}
+    for name, begin, end in _ranges(split, {name: sum(each) for name, each in sizes.items()}):
         start = 0  # of the file, counted in documents of the split
-        for file, size in zip(files[instruction.splitname], sizes[instruction.splitname], strict=True):
-            first, after_last = max(instruction.from_ - start, 0), min(instruction.to - start, size)
+        for path, size in zip(files.paths[name], sizes[name], strict=True):
+            first, after_last = max(begin - start, 0), min(end - start, size)
             if first < after_last:
-                yield _text_part(file, f"{location}/{file.path.name}", account, first, after_last)
+                yield part(path, f"{location}/{path.name}", first, after_last)
             start += size
-
-
-def _text_part(file: TextFile, place: str, account: KeyAccount, first: int, after_last: int | None) -> Part:
-    problems = DocumentProblems(place, "row")
-    records: Iterator[Record] = read_records(file.path, problems, account, file.layout)
-    return Part(problems=problems, records=islice(records, first, after_last), label=place)
-
-
-def _count(file: TextFile, account: KeyAccount) -> int:
-    problems = DocumentProblems(str(file.path))
-    return sum(1 for _ in read_records(file.path, problems, KeyAccount(account.known), file.layout))
 
 
 def _layout(kind: str, config: Any, key: str) -> Layout:
@@ -175,26 +169,29 @@ def split_parts(
     Raises: RequestError for an unknown split or subset, DataError for broken files.
     """
     if repository.folder is not None and _is_saved_to_disk(repository.folder):
-        yield _table_part(_load_saved(source, repository.folder, split, key), source, split, account)
+        saved = _load_saved(repository.folder)
+        _check_split(source, split, list(saved), key)
+        yield from _table_parts(saved, source, split, account)
         return
+    # The cache of a folder belongs to this run, that of the hub is shared.
     own_cache = cache_dir if repository.folder is not None else None
     try:
-        builder = _load_builder(source, repository, key, cache_dir)
         with _local_problems(repository.name, own_cache):
+            builder = _load_builder(source, repository, key, own_cache)
             files = _text_files(builder, key, own_cache)
-        if files is None:
-            _prepare(source, repository, builder, key, cache_dir)
+            if files is None:
+                _prepare(source, builder, key)
     except _unreachable_errors() as error:
         snapshot = None if repository.folder else _cached_snapshot(repository.name, repository.revision)
         if snapshot is None:
             raise unreachable_error(source, key, error) from error
         yield from split_parts(source, replace(repository, folder=snapshot), split, key, cache_dir, account)
         return
-    _check_split(source, split, list(builder.info.splits or files or {}), key)
+    _check_split(source, split, list(files.paths if files is not None else builder.info.splits or {}), key)
     if files is not None:
         yield from _text_parts(files, split, split_location(source, split), account)
         return
-    yield _table_part(builder.as_dataset(split=split), source, split, account)
+    yield from _table_parts(builder.as_dataset(), source, split, account)
 
 
 def split_location(source: DatasetSource, split: str) -> str:
@@ -218,38 +215,48 @@ def unreachable_error(source: DatasetSource, key: str, error: Exception) -> Requ
     )
 
 
-def _table_part(dataset: datasets.Dataset, source: DatasetSource, split: str, account: KeyAccount) -> Part:
-    """A split that has types of its own, such as Parquet's."""
-    location = split_location(source, split)
-    records = _iterate_rows(dataset, account)
-    return Part(problems=DocumentProblems(location, "row"), records=records, label=location)
+def _table_parts(
+    splits: Mapping[str, datasets.Dataset], source: DatasetSource, split: str, account: KeyAccount
+) -> Iterator[Part]:
+    """The documents of splits that have types of their own, such as Parquet's; rows count in the whole split."""
+    for name, first, after_last in _ranges(split, {name: len(dataset) for name, dataset in splits.items()}):
+        if first < after_last:
+            location = split_location(source, name)
+            records = _iterate_rows(splits[name].select(range(first, after_last)), first, account)
+            yield Part(problems=DocumentProblems(location, "row"), records=records, label=location)
 
 
-def _iterate_rows(dataset: datasets.Dataset, account: KeyAccount) -> Iterator[Record]:
-    """Every row with its number, from 1; columns that are not read are only counted."""
+def _ranges(split: str, sizes: dict[str, int]) -> list[tuple[str, int, int]]:
+    """What `train[:10%]+test` takes of splits of these sizes: the name, the first row, and the one after the last."""
+    import datasets
+
+    instructions = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+    return [(one.splitname, one.from_, one.to) for one in instructions]
+
+
+def _iterate_rows(dataset: datasets.Dataset, number: int, account: KeyAccount) -> Iterator[Record]:
+    """Every row with its number, one more than `number` first; columns that are not read are only counted."""
     names = dataset.column_names
     wanted = account.wanted_columns(names)
     for name in names:
         if name not in wanted:
             batches = dataset.select_columns([name]).with_format("arrow").iter(batch_size=ROWS_PER_BATCH)
             account.count_column(name, len(dataset) - sum(batch.column(0).null_count for batch in batches))
-    number = 0
     for batch in dataset.select_columns(wanted).iter(batch_size=ROWS_PER_BATCH):
         for values in zip(*batch.values(), strict=True):
             number += 1
             yield number, without_nulls(dict(zip(batch, values, strict=True)))
 
 
-def _load_builder(source: DatasetSource, repository: Repository, key: str, cache_dir: Path) -> datasets.DatasetBuilder:
+def _load_builder(
+    source: DatasetSource, repository: Repository, key: str, cache_dir: Path | None
+) -> datasets.DatasetBuilder:
     """The builder, which knows the data set's files and splits."""
     import datasets
 
+    place, revision = (repository.name, repository.revision) if repository.folder is None else (repository.folder, None)
     try:
-        with _local_problems(repository.name, cache_dir if repository.folder is not None else None):
-            if repository.folder is not None:
-                # The cache of a folder belongs to this run, that of the hub is shared.
-                return datasets.load_dataset_builder(str(repository.folder), source.subset, cache_dir=str(cache_dir))
-            return datasets.load_dataset_builder(repository.name, source.subset, revision=repository.revision)
+        return datasets.load_dataset_builder(str(place), source.subset, cache_dir=cache_dir, revision=revision)
     except _unreachable_errors():
         raise
     except FileNotFoundError as error:
@@ -262,17 +269,12 @@ def _load_builder(source: DatasetSource, repository: Repository, key: str, cache
         ) from error
 
 
-def _prepare(
-    source: DatasetSource, repository: Repository, builder: datasets.DatasetBuilder, key: str, cache_dir: Path
-) -> None:
+def _prepare(source: DatasetSource, builder: datasets.DatasetBuilder, key: str) -> None:
     """Let the `datasets` library convert the data set's files to Arrow."""
     from datasets.exceptions import DatasetGenerationError
 
     try:
-        with _local_problems(repository.name, cache_dir if repository.folder is not None else None):
-            builder.download_and_prepare()
-    except _unreachable_errors():
-        raise
+        builder.download_and_prepare()
     except DatasetGenerationError as error:
         cause = error.__cause__ or error
         if isinstance(cause, _unreachable_errors()):
@@ -362,28 +364,33 @@ def _is_saved_to_disk(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
 
 
-def _load_saved(source: DatasetSource, folder: Path, split: str, key: str) -> datasets.Dataset:
-    """A folder of `save_to_disk`: a dictionary of splits, or one split without its name."""
+def _load_saved(folder: Path) -> Mapping[str, datasets.Dataset]:
+    """The splits in a folder of `save_to_disk`: a dictionary of splits, or one split without its name."""
     import datasets
 
     saved = datasets.load_from_disk(str(folder))
-    if isinstance(saved, datasets.DatasetDict):
-        _check_split(source, split, list(saved), key)
-        return saved[split]
-    _check_split(source, split, ["train"], key)
-    return saved
+    return saved if isinstance(saved, datasets.DatasetDict) else {"train": saved}
 
 
 def _check_split(source: DatasetSource, split: str, known: list[str], key: str) -> None:
-    """`train[:1000]` is a split too: what is before the bracket must exist."""
-    plain = split.split("[")[0]
-    if plain not in known:
-        which = "train_split" if split == source.train_split else "validation_split"
+    """Raises: RequestError for a split that there is not. `train[:1000]` and `train+test` are splits, too."""
+    which = f"{key}.train_split" if split == source.train_split else f"{key}.validation_split"
+    names = [part.partition("[")[0].strip() for part in split.split("+")]
+    absent = next((name for name in names if name not in known), None)
+    if absent is not None:
         raise RequestError(
-            f"{key}.{which}: {source.name} has no split '{plain}'.{did_you_mean(plain, known)} "
+            f"{which}: {source.name} has no split '{absent}'.{did_you_mean(absent, known)} "
             f"Its splits: {', '.join(known)}",
             problem_id="hub-unknown-split",
         )
+    try:
+        _ranges(split, dict.fromkeys(known, 0))
+    except (ValueError, AssertionError) as error:
+        raise RequestError(
+            f"{which}={split} is no part of a split ({first_line(error)}); write it as {names[0]}[:1000], "
+            f"{names[0]}[90%:] or {names[0]}[100:200]",
+            problem_id="hub-unknown-split",
+        ) from error
 
 
 def _summary(error: BaseException, limit: int = 400) -> str:

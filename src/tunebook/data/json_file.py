@@ -84,9 +84,7 @@ def check_object(value: object, *, might_escape: bool) -> dict[str, Any]:
     """The value if it is a JSON object of encodable text. Raises: DocumentError."""
     if not isinstance(value, dict):
         hint = " (a JSON array of documents belongs in a file named .json)" if isinstance(value, list) else ""
-        raise DocumentError(
-            f"a JSON {type_name(value)} where an object {{...}} belongs{hint}", problem_id="data-broken-json"
-        )
+        raise DocumentError(f"{type_name(value)} where an object {{...}} belongs{hint}", problem_id="data-broken-json")
     if might_escape:
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -100,9 +98,12 @@ def check_object(value: object, *, might_escape: bool) -> dict[str, Any]:
 
 
 def type_name(value: object) -> str:
-    """The JSON name of a Python value's type."""
-    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
+    """The JSON type of a value, in words; tables also have types that JSON has not."""
+    if value is None:
+        return "null"
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    name = names.get(type(value))
+    return f"a JSON {name}" if name is not None else f"of the type {type(value).__name__}, which JSON does not have,"
 
 
 def lower_first(text: str) -> str:
@@ -131,7 +132,7 @@ def read_array(stream: IO[bytes], problems: DocumentProblems) -> Iterator[Record
         if text.next_character():
             raise text.error("extra text after the closing ]", 0)
     except DocumentError as error:
-        problems.add(text.item, error, f" (line {text.line})")
+        problems.add_last(text.item, error, f" (line {text.line})")
 
 
 def holds_array(value: dict[str, Any], known_keys: frozenset[str]) -> bool:
@@ -183,7 +184,7 @@ def read_object(
         else:
             _account_for(pairs, array_key, problems, known_keys if field is None else frozenset())
     except DocumentError as error:
-        problems.add(text.item, error, f" (line {text.line})")
+        problems.add_last(text.item, error, f" (line {text.line})")
 
 
 def _items(text: _Text, problems: DocumentProblems) -> Iterator[Record]:

@@ -122,14 +122,9 @@ def rows_needed(steps: Sequence[Lengths], row_length: int, multiple_of: int) -> 
     num_rows = multiple_of
     for step in steps:
         total, widest = int(step.sum()), int(step.max(initial=0))
-        while not _surely_fits(total, widest, num_rows, row_length) and longest_row(step, num_rows) > row_length:
+        while at_most_in_a_row(total, widest, num_rows) > row_length and longest_row(step, num_rows) > row_length:
             num_rows += multiple_of
     return num_rows
-
-
-def _surely_fits(total: int, widest: int, num_rows: int, row_length: int) -> bool:
-    """Whether balanced packing fits by its upper bound."""
-    return at_most_in_a_row(total, widest, num_rows) <= row_length
 
 
 def at_most_in_a_row(total: int, widest: int, num_rows: int) -> int:

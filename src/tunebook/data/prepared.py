@@ -77,6 +77,12 @@ class PartCounts:
         """Every count as plain values. Not by asdict: Python 3.11 copies a Counter wrongly."""
         return vars(self) | {"lengths": asdict(self.lengths), "num_dropped": self.num_dropped}
 
+    def note(self, remark: str, place: str, count: int = 1) -> None:
+        """Count documents with a remark, and keep the place of the first."""
+        if count:
+            self.notes[remark] += count
+            self.first.setdefault(remark, place)
+
     def add(self, other: PartCounts) -> None:
         """Add the counts of more documents; lengths are summed up once, at the end, by `measure`."""
         for name in _SUMS:

@@ -86,6 +86,19 @@ class DocumentProblems:
         elif len(self._shown) < MAX_REPORTED:
             self._shown.append((self.place(number, detail), error))
 
+    def add_last(self, number: int, error: DocumentError, detail: str = "") -> None:
+        """Note a problem of the whole file, or after which nothing can be read.
+
+        Raises: DataError if unusable documents may be left out: all that follow would be left out with this one.
+        """
+        if self.skipped is not None:
+            raise DataError(
+                f"{self.location}, {self.place(number, detail)}: {error.message}. This is not of one document alone, "
+                "so dataset.bad_documents=skip cannot leave it out; correct the file",
+                problem_id=error.problem_id,
+            )
+        self.add(number, error, detail)
+
     def raise_if_any(self) -> None:
         """Raises: DataError with every noted problem, if there are any."""
         if not self._shown:

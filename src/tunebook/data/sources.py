@@ -12,11 +12,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.choices import BadDocuments, Format, Source
-from tunebook.config.schema import DatasetConfig, DatasetSource
+from tunebook.config.choices import BadDocuments, Format, Reasoning, Source, SpecialText
+from tunebook.config.schema import DatasetConfig, DatasetSource, sources_of
 from tunebook.data import hub
 from tunebook.data.corpus import CONTENT_HASH, Corpus, CorpusKind, Loaded, Progress, Row, SourceRecord, write_rows
-from tunebook.data.files import DataFile, find_files
+from tunebook.data.files import DataFile, find_files, named_files
 from tunebook.data.formats import FormatSettings, Normalizer, field_templates, known_columns
 from tunebook.data.keys import KeyAccount
 from tunebook.data.mixture import check_validation, count_repeated, count_shared, hold_out, mix
@@ -74,7 +74,7 @@ class Loader:
             num_documents = sum(part.problems.num_documents + part.problems.num_problems for part in parts)
             skipped.check_share(num_documents, self.max_bad_share, location)
         if dataset is None or kind is None:
-            raise DataError("dataset.path: it holds no document", problem_id="data-file-empty")
+            raise DataError(f"{location} holds no document", problem_id="data-file-empty")
         return Loaded(kind=kind, dataset=dataset, records=[], skipped=skipped)
 
     def _rows(self, parts: Sequence[Part], normalizer: Normalizer) -> Iterator[Row]:
@@ -159,7 +159,7 @@ def load_files(source: DatasetSource, key: str, files: list[DataFile], arrow_fil
         )
         for file, problems in read
     ]
-    notes = _source_notes(normalizer, read[0][0].location, len(loaded.dataset))
+    notes = _source_notes(normalizer, key, read[0][0].location, len(loaded.dataset))
     for file, problems in read:
         blank = problems.num_blank_lines
         notes += [f"{file.location}: skipped {blank:,} blank line{'s' if blank > 1 else ''}"] if blank else []
@@ -182,14 +182,21 @@ def load_hub_split(source: DatasetSource, split: str, key: str, loader: Loader) 
         format=normalizer.format.value,
         num_documents=len(loaded.dataset),
     )
-    notes = _source_notes(normalizer, location, len(loaded.dataset))
+    notes = _source_notes(normalizer, key, location, len(loaded.dataset))
     notes += [f"{part.label}: {note}" for part in parts for note in part.problems.notes]
     return replace(loaded, records=[record], notes=notes)
 
 
-def _source_notes(normalizer: Normalizer, location: str, num_documents: int) -> list[str]:
-    """The detected format, and the keys that were not read."""
+def _source_notes(normalizer: Normalizer, key: str, location: str, num_documents: int) -> list[str]:
+    """The detected format, the keys that were not read, and a text's field that was named for nothing."""
     notes = [f"{location}: {note}" for note in normalizer.account.notes(num_documents)]
+    text_field = normalizer.settings.text_field
+    if text_field != DatasetSource.text_field and normalizer.format is not Format.text:
+        notes.insert(
+            0,
+            f"{key}.text_field={text_field} is not used: the documents are of format {normalizer.format.value}; to "
+            f"train on this field type {key}.format=text",
+        )
     if normalizer.was_detected:
         notes.insert(0, f"{location}: format {normalizer.format.value}, by the keys of its first document")
     return notes
@@ -265,9 +272,21 @@ def _check_kinds(train: Loaded, validation: Loaded | None) -> None:
 def _content_notes(config: DatasetConfig, train: Loaded, validation: Loaded | None) -> list[str]:
     """Remarks on all documents together."""
     notes = []
-    if train.kind is not CorpusKind.conversation and config.system_prompt is not None:
-        kind = train.kind.value
-        notes.append(f"dataset.system_prompt is not used: the documents are of kind {kind}, without turns")
+    if train.kind is not CorpusKind.conversation:
+        used_for_turns = {
+            "dataset.system_prompt": config.system_prompt is not None,
+            "dataset.reasoning": config.reasoning is not Reasoning.keep,
+            **{
+                f"{key}.chat_template_kwargs": source.chat_template_kwargs for key, source in sources_of(config).items()
+            },
+        }
+        notes = [
+            f"{key} is not used: the documents are of kind {train.kind.value}, without turns"
+            for key, is_set in used_for_turns.items()
+            if is_set
+        ]
+    if train.kind is CorpusKind.tokens and config.special_tokens_in_content is not SpecialText.auto:
+        notes.append("dataset.special_tokens_in_content is not used: the documents are tokens already")
     repeated = count_repeated(train.dataset)
     if repeated:
         notes.append(f"{repeated:,} of {len(train.dataset):,} documents repeat an earlier one")
@@ -344,15 +363,14 @@ def _load_validation(config: DatasetConfig, loader: Loader) -> Loaded | None:
         return None
     key = "dataset.validation_path"
     files = find_files(config.validation_path, key)
-    if config.source is Source.files:
-        training = {file.path for file in find_files(required_path(config, "dataset"), "dataset.path")}
-        shared = [str(file.path) for file in files if file.path in training]
-        if shared:
-            raise RequestError(
-                f"{key}: {', '.join(shared)} is also in dataset.path; a document cannot be in both parts. To hold out "
-                "some of one file, say dataset.validation_share=0.05",
-                problem_id="validation-overlap",
-            )
-    else:  # the format named is that of the hub's rows or of the parts
+    named = {place: text for place, text in named_files(config).items() if place != key}
+    training = {file.path: place for place, text in named.items() for file in find_files(text, place)}
+    if shared := [file.path for file in files if file.path in training]:
+        raise RequestError(
+            f"{key}: {', '.join(map(str, shared))} is also in {training[shared[0]]}; a document cannot be in both "
+            "parts. To hold out some of one file, say dataset.validation_share=0.05",
+            problem_id="validation-overlap",
+        )
+    if config.source is not Source.files:  # the format named is that of the hub's rows or of the parts
         everything = replace(everything, format=Format.auto)
     return load_files(everything, "dataset", files, loader.file("dataset", "validation"), loader)

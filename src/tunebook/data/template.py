@@ -339,28 +339,30 @@ class ConversationRenderer:
 
 def template_variables(template: str) -> frozenset[str]:
     """The names of variables that a template reads; empty for one that is not valid Jinja."""
-    from jinja2 import TemplateSyntaxError, meta
+    from jinja2 import meta
+
+    return frozenset(meta.find_undeclared_variables(_parsed(template)))
+
+
+def _parsed(template: str) -> Any:
+    """A template's tree; that of an empty one if it is not valid Jinja, which is reported when it is rendered."""
+    from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
     try:
-        parsed = _compile_jinja_template(template).environment.parse(template)
-    except TemplateSyntaxError:  # reported when it is rendered
-        return frozenset()
-    return frozenset(meta.find_undeclared_variables(parsed))
+        return _compile_jinja_template(template).environment.parse(template)
+    except TemplateSyntaxError:
+        return _parsed("")
 
 
 def _refuse_random(template: str) -> None:
     """Raises: RequestError for a template with random output."""
     if not re.search(r"\b(random|lipsum)\b", template):
         return
-    from jinja2 import TemplateSyntaxError, nodes
-    from transformers.utils.chat_template_utils import _compile_jinja_template
+    from jinja2 import nodes
 
-    try:
-        parsed = _compile_jinja_template(template).environment.parse(template)
-    except TemplateSyntaxError:  # reported when it is rendered
-        return
-    found = [node.name for node in parsed.find_all((nodes.Filter, nodes.Name)) if node.name in ("random", "lipsum")]
+    names = _parsed(template).find_all((nodes.Filter, nodes.Name))
+    found = [node.name for node in names if node.name in ("random", "lipsum")]
     if found:
         raise RequestError(
             f"the chat template is random ({found[0]}), so the same documents would become other tokens each "

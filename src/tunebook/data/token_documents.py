@@ -31,10 +31,23 @@ def token_row(record: Record, vocab_size: int | None) -> Row:
         labels = _given_labels(record, masked=labels)
         _check_range([label for label in labels if label != IGNORED_LABEL], "labels", 0, limit)
     input_ids, labels = input_ids[kept], labels[kept]
+    _refuse_shifted(input_ids, labels)
     # Nothing predicts the first label, so it alone trains nothing.
     if all(label == IGNORED_LABEL for label in labels[1:]):
         raise DocumentError("labels or masks leave no token after the first to train on")
     return {"input_ids": input_ids, "labels": labels}
+
+
+def _refuse_shifted(input_ids: list[int], labels: list[int]) -> None:
+    """Raises: DocumentError for labels that are the next position's tokens: the model would shift them once more."""
+    trained = [
+        (label, *ids) for label, *ids in zip(labels, input_ids, input_ids[1:], strict=False) if label != IGNORED_LABEL
+    ]
+    if any(label != own for label, own, _ in trained) and all(label == following for label, _, following in trained):
+        raise DocumentError(
+            "'labels' has the token of the next position at each position, and the model shifts labels by one itself; "
+            "write the label of a token at its own position"
+        )
 
 
 def _masked(record: Record, input_ids: list[int]) -> list[int]:

@@ -37,7 +37,7 @@ def read_tools(value: object, field: str) -> list[Tool]:
         value = [value]
     if not isinstance(value, list):
         raise DocumentError(
-            f"'{field}' is a JSON {type_name(value)} where a list of tools belongs, each with a name, a description "
+            f"'{field}' is {type_name(value)} where a list of tools belongs, each with a name, a description "
             "and parameters",
             problem_id=_BAD,
         )
@@ -53,7 +53,7 @@ def _read_tool(value: object, place: str) -> Tool:
     if isinstance(value, str):
         value = _parse(value, place)
     if not isinstance(value, Mapping):
-        raise DocumentError(f"{place} is a JSON {type_name(value)} where an object belongs", problem_id=_BAD)
+        raise DocumentError(f"{place} is {type_name(value)} where an object belongs", problem_id=_BAD)
     function = value.get("function", value)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"].strip():
         raise DocumentError(f"{place} has no 'name'; its keys are: {', '.join(value) or 'none'}", problem_id=_BAD)
@@ -76,9 +76,7 @@ def read_calls(value: object, place: str) -> list[Call]:
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list):
-        raise DocumentError(
-            f"{place} is a JSON {type_name(value)} where a call of a tool belongs: {_FORM}", problem_id=_BAD
-        )
+        raise DocumentError(f"{place} is {type_name(value)} where a call of a tool belongs: {_FORM}", problem_id=_BAD)
     if not value:
         raise DocumentError(f"{place} holds no call of a tool: {_FORM}", problem_id=_BAD)
     several = len(value) > 1
@@ -87,7 +85,7 @@ def read_calls(value: object, place: str) -> list[Call]:
 
 def _read_call(value: object, place: str) -> Call:
     if not isinstance(value, Mapping):
-        raise DocumentError(f"{place} is a JSON {type_name(value)} where {_FORM} belongs", problem_id=_BAD)
+        raise DocumentError(f"{place} is {type_name(value)} where {_FORM} belongs", problem_id=_BAD)
     unknown = [key for key, entry in value.items() if key not in _CALL_KEYS and entry is not None]
     if unknown:
         raise DocumentError(
@@ -117,7 +115,7 @@ def _read_arguments(value: object, place: str) -> dict[str, Any]:
             value = {} if not value.strip() else _parse(value, place)
     if not isinstance(value, dict):
         raise DocumentError(
-            f"{place} are a JSON {type_name(value)} where an object of names and values belongs", problem_id=_BAD
+            f"{place} are {type_name(value)} where an object of names and values belongs", problem_id=_BAD
         )
     return value
 
@@ -127,7 +125,7 @@ def read_template_kwargs(value: object) -> dict[str, Any]:
     value = _parse(value, "'chat_template_kwargs'") if isinstance(value, str) else value
     if not isinstance(value, Mapping):
         raise DocumentError(
-            f"'chat_template_kwargs' is a JSON {type_name(value)} where an object belongs, such as "
+            f"'chat_template_kwargs' is {type_name(value)} where an object belongs, such as "
             '{"enable_thinking": false}'
         )
     check_template_kwargs(value)

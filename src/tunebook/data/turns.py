@@ -63,7 +63,7 @@ def read_turns(
     Tools in a system turn are added to `tools`. Raises: DocumentError.
     """
     if not isinstance(value, list):
-        raise DocumentError(f"'{name}' is a JSON {type_name(value)} where a list of turns belongs")
+        raise DocumentError(f"'{name}' is {type_name(value)} where a list of turns belongs")
     turns: list[Turn] = []
     ids: dict[str, str] = {}  # of calls so far: the names of their tools
     for number, turn in enumerate(value, 1):
@@ -122,7 +122,7 @@ def check_conversation(turns: list[Turn]) -> list[Turn]:
 def check_text(value: object, what: str) -> str:
     """The value if it is text that is not blank. Raises: DocumentError naming `what`."""
     if not isinstance(value, str):
-        raise DocumentError(f"{what} is {_article(type_name(value))} where text belongs")
+        raise DocumentError(f"{what} is {type_name(value)} where text belongs")
     if not value.strip():
         raise DocumentError(f"{what} is empty")
     return value
@@ -131,9 +131,7 @@ def check_text(value: object, what: str) -> str:
 def _read_turn(turn: object, number: int, account: KeyAccount, is_prompt: bool, tools: list[Tool] | None) -> Turn:
     """One turn with its details as keys of their own."""
     if not isinstance(turn, dict):
-        raise DocumentError(
-            f"turn {number} is {_article(type_name(turn))} where an object with a role and text belongs"
-        )
+        raise DocumentError(f"turn {number} is {type_name(turn)} where an object with a role and text belongs")
     turn = account.without_ignored(turn)
     keys = next((keys for keys in _TURN_KEYS if turn.get(keys[0]) is not None), None)
     if keys is None:
@@ -172,7 +170,7 @@ def _one_of(first: Any, second: Any, message: str) -> Any:
 
 def _read_role(name: object, number: int) -> str:
     if not isinstance(name, str):
-        raise DocumentError(f"the role of turn {number} is {_article(type_name(name))} where a name belongs")
+        raise DocumentError(f"the role of turn {number} is {type_name(name)} where a name belongs")
     role = "assistant" if name.lower() in CALL_ROLES else ROLES.get(name.lower())
     if role is None:
         known = "; ".join(f"{role}: {', '.join(names)}" for role, names in ROLE_NAMES.items())
@@ -214,7 +212,7 @@ def _read_names(turn: Mapping[str, Any], place: str) -> dict[str, str]:
     for key in ("tool_call_id", "name"):
         if not is_empty(turn.get(key)):
             if not isinstance(turn[key], str | int):
-                raise DocumentError(f"'{key}' of {place} is a JSON {type_name(turn[key])} where text belongs")
+                raise DocumentError(f"'{key}' of {place} is {type_name(turn[key])} where text belongs")
             names[key] = str(turn[key])
     return names
 
@@ -231,7 +229,7 @@ def _read_content(value: object, role: str, what: str, *, has_calls: bool) -> _C
     """A content as text or parts. It may be absent if there are calls, and a tool may return an empty text."""
     if value is None and has_calls:
         return _Content()
-    if role == "tool" and isinstance(value, dict):  # a result that was not written as text
+    if role == "tool" and (isinstance(value, dict) or _is_list_of_values(value)):  # a result that is not text
         return _Content(text=json.dumps(value, ensure_ascii=False))
     if isinstance(value, list):
         read = _Content()
@@ -245,12 +243,18 @@ def _read_content(value: object, role: str, what: str, *, has_calls: bool) -> _C
     return _Content(text=check_text(value, what))
 
 
+def _is_list_of_values(value: object) -> bool:
+    """Whether the result of a tool is a list of objects of its own, and not of parts with type and text."""
+    objects = [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return any("type" not in one and "text" not in one for one in objects)
+
+
 def _read_part(part: object, role: str, place: str, read: _Content) -> None:
     """Add one part of a content. Raises: DocumentError for images and the like, and an order no template writes."""
     if isinstance(part, str):
         part = {"type": "text", "text": part}
     if not isinstance(part, dict) or not isinstance(part.get("type", "text"), str):
-        raise DocumentError(f"{place} is a JSON {type_name(part)} where text or an object with 'type' and text belongs")
+        raise DocumentError(f"{place} is {type_name(part)} where text or an object with 'type' and text belongs")
     kind = part.get("type", "text").lower()
     media = next((name for name in _MEDIA_PARTS if name in kind), None)
     if media is not None:
@@ -268,9 +272,13 @@ def _read_part(part: object, role: str, place: str, read: _Content) -> None:
     if kind not in (*_TEXT_PARTS, *_REASONING_PARTS):
         known = ", ".join((_TEXT_PARTS[0], *_REASONING_PARTS[:2], *_CALL_PARTS[:2]))
         raise DocumentError(f"{place} is of type '{kind}'.{did_you_mean(kind, known.split(', '))} Known types: {known}")
-    text = next((part[key] for key in _PART_VALUES if part.get(key) is not None), "")
+    text = next((part[key] for key in _PART_VALUES if part.get(key) is not None), None)
+    if text is None:
+        if any(key != "type" and not is_empty(entry) for key, entry in part.items()):
+            raise DocumentError(f"{place} is of type '{kind}' and has no text; its keys are: {_keys(part)}")
+        text = ""
     if not isinstance(text, str):
-        raise DocumentError(f"{place} is {_article(type_name(text))} where text belongs")
+        raise DocumentError(f"{place} is {type_name(text)} where text belongs")
     if kind in _REASONING_PARTS:
         if role != "assistant":
             raise DocumentError(f"{place} is of type '{kind}', but only the assistant reasons")
@@ -333,7 +341,3 @@ def _read_train(turn: Mapping[str, Any], role: str, number: int, is_prompt: bool
 
 def _keys(turn: Mapping[str, Any]) -> str:
     return ", ".join(turn) or "none"
-
-
-def _article(kind: str) -> str:
-    return kind if kind == "null" else f"a JSON {kind}"

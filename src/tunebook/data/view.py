@@ -17,7 +17,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from tunebook.data.corpus import IGNORED_LABEL
+from tunebook.data.corpus import IGNORED_LABEL, Row
 from tunebook.data.encode import num_shared
 from tunebook.data.prepared import PartCounts, Prepared, PreparedPart
 from tunebook.data.problems import skipped_lines
@@ -172,13 +172,18 @@ def render_samples(
     name: str, part: PreparedPart, tokenizer: PreTrainedTokenizerBase | None, num_samples: int, *, has_color: bool
 ) -> Iterator[RenderableType]:
     """Documents from all over the part, as the model sees them."""
+    for title, row in titled_samples(name, part, num_samples):
+        text = render_document(row["input_ids"], row["labels"], tokenizer, has_color=has_color)
+        yield Group("", Rule(Text(title), align="left"), Padding(text, (0, 0, 0, 2)))
+
+
+def titled_samples(name: str, part: PreparedPart, num_samples: int) -> Iterator[tuple[str, Row]]:
+    """Documents from all over the part, each with a title."""
     documents = part.load()
     for index in spread(len(documents), num_samples):
         row = documents[index]
         num_trained = sum(label != IGNORED_LABEL for label in row["labels"])
-        title = f"{name} {index + 1:,} of {len(documents):,}: {row['length']:,} tokens, {num_trained:,} trained on"
-        text = render_document(row["input_ids"], row["labels"], tokenizer, has_color=has_color)
-        yield Group("", Rule(Text(title), align="left"), Padding(text, (0, 0, 0, 2)))
+        yield f"{name} {index + 1:,} of {len(documents):,}: {row['length']:,} tokens, {num_trained:,} trained on", row
 
 
 def spread(num_documents: int, num_samples: int) -> list[int]:

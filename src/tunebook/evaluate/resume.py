@@ -25,8 +25,8 @@ from tunebook.evaluate.results import Answer
 from tunebook.facts.attention import WITHOUT_KERNEL
 from tunebook.files import atomic_write_text, read_json, sha256_file, sha256_text
 from tunebook.model.adapters import is_adapter
-from tunebook.model.hub import WEIGHT_FILES
 from tunebook.model.load import load_architecture, weights_folder
+from tunebook.model.weight_files import WEIGHT_FILES
 from tunebook.record.run_folder import RUN_FILE
 
 BEFORE, AFTER = "before", "after"  # evaluations that belong to a training

@@ -43,8 +43,9 @@ from tunebook.files import sha256_text
 from tunebook.hardware.detect import detect_machine
 from tunebook.model.adapters import ADAPTER_FILE, holds_model, is_adapter
 from tunebook.model.base_config import read_dtype
-from tunebook.model.hub import WEIGHT_FILES, fetch_config
+from tunebook.model.hub import fetch_config
 from tunebook.model.tokenizer_files import has_vocabulary
+from tunebook.model.weight_files import WEIGHT_FILES
 from tunebook.record.manifest import RunState, read_manifest
 from tunebook.record.model_origin import Origin, read_origin
 from tunebook.record.run_folder import LATEST, RUN_FILE, find_runs, is_run, resolve_run

@@ -7,9 +7,7 @@ not a crash: on one GPU, rounded to fewer bits if necessary, over several GPUs, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,18 +26,10 @@ _SAID = (
 )  # fmt: skip
 
 
-class Place(Enum):
-    """Where a model is placed."""
+class Placement(NamedTuple):
+    """Whether the weights are spread over all GPUs, and whether they are rounded to the compute format."""
 
-    gpu = "gpu"
-    several_gpus = "several_gpus"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """The place of the weights, and whether they are rounded to the compute format."""
-
-    place: Place
+    is_spread: bool
     is_rounded: bool
 
 
@@ -50,10 +40,10 @@ def choose_placement(num_parameters: int, bytes_each: int, rounded_bytes: int, f
     Raises: DoesNotFitError with the needed and the free memory.
     """
     as_loaded = bytes_each + (rounded_bytes if rounded_bytes < bytes_each else 0)
-    for place, free in ((Place.gpu, max(free_gib)), (Place.several_gpus, sum(free_gib))):
+    for is_spread, free in ((False, max(free_gib)), (True, sum(free_gib))):
         for is_rounded, size in ((False, as_loaded), (True, min(rounded_bytes, bytes_each))):
             if _needed_gib(num_parameters, size) <= free:
-                return Placement(place=place, is_rounded=is_rounded)
+                return Placement(is_spread, is_rounded)
     needed = _needed_gib(num_parameters, min(rounded_bytes, bytes_each))
     raise DoesNotFitError(
         f"the model needs about {needed:.1f} GiB of GPU memory and {sum(free_gib):.1f} GiB are free on "
@@ -77,7 +67,7 @@ def place_on_gpus(model: PreTrainedModel, compute_dtype: torch.dtype | None) -> 
     if choice.is_rounded:
         placed = placed.to(dtype)
         notes.append(f"its weights are rounded to {str(dtype).removeprefix('torch.')}, since they do not fit otherwise")
-    if choice.place is Place.several_gpus:
+    if choice.is_spread:
         placed = _spread(placed, free_gib)
         notes.append(f"it is spread over {len(free_gib)} GPUs, since it does not fit into one")
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +12,6 @@ from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError, TunebookError, causes, first_line
 from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.model.weight_files import STORED_PATTERNS, find_weight_files
-
-WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 _TIMEOUT_S = 10.0
 _OUT_OF_REACH = (
@@ -96,8 +95,9 @@ def check_hub_model(model: ModelConfig) -> None:
     from huggingface_hub import HfApi
 
     folder = fetch_config(model)
-    if any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
-        return
+    with suppress(RequestError):  # an index that names files which were not downloaded yet
+        if find_weight_files(folder):
+            return
     assert model.name is not None
     try:
         HfApi().model_info(model.name, revision=model.revision, timeout=_TIMEOUT_S)

@@ -32,8 +32,14 @@ from tunebook.facts.sharing import Sharing, sharing_of, stays_whole
 from tunebook.facts.strategies import ALONE
 from tunebook.model.adapters import four_bit
 from tunebook.model.base_config import model_folder_problem
-from tunebook.model.hub import WEIGHT_FILES, check_hub_model, fetch_config, fetch_weights, hub_problem
-from tunebook.model.weight_files import check_stored_weights, find_weight_files, read_shapes, require_complete
+from tunebook.model.hub import check_hub_model, fetch_config, fetch_weights, hub_problem
+from tunebook.model.weight_files import (
+    SINGLE_AND_INDEX,
+    check_stored_weights,
+    find_weight_files,
+    read_shapes,
+    require_complete,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -68,16 +74,19 @@ def check_model(model: ModelConfig) -> None:
         return
     if problem := model_folder_problem(model):
         raise RequestError(f"model.path={model.path}: {problem}", problem_id="model-folder")
+    if model.weights is not Weights.pretrained:
+        return
     folder = resolve_path(model.path)
-    if model.weights is Weights.pretrained and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+    files = find_weight_files(folder)
+    if not files:
+        names = " or ".join(name for single_and_index in SINGLE_AND_INDEX for name in single_and_index)
         raise RequestError(
-            f"model.path={model.path}: {folder} has no weights ({' or '.join(WEIGHT_FILES)}); "
-            "add them, or train from scratch with model.weights=random",
+            f"model.path={model.path}: {folder} has no weights ({names}); add them, or train from scratch with "
+            "model.weights=random",
             problem_id="model-without-weights",
         )
-    if model.weights is Weights.pretrained:
-        safetensors = [file for file in find_weight_files(folder) if file.suffix == ".safetensors"]
-        read_shapes(safetensors)  # raises for missing or truncated files; pickled ones would need torch
+    # Raises for damaged or truncated files; pickled ones would need torch.
+    read_shapes(file for file in files if file.suffix == ".safetensors")
 
 
 def load_architecture(model: ModelConfig) -> PretrainedConfig:

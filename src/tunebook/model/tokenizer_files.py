@@ -30,7 +30,7 @@ _PATTERNS = (*VOCABULARY_FILES, *SETTINGS_FILES, "*.tiktoken", "additional_chat_
 
 def has_vocabulary(folder: Path) -> bool:
     """True if a folder contains a tokenizer."""
-    return any((folder / name).is_file() for name in VOCABULARY_FILES)
+    return any((folder / name).is_file() for name in VOCABULARY_FILES) or any(folder.glob("*.tiktoken"))
 
 
 def tokenizer_folder(model: ModelConfig) -> Path:
@@ -98,7 +98,7 @@ def _looks_like_hub_name(text: str) -> bool:
 
 
 def _with_vocabulary(folder: Path, key: str) -> Path:
-    if any((folder / name).is_file() for name in VOCABULARY_FILES) or any(folder.glob("*.tiktoken")):
+    if has_vocabulary(folder):
         return folder
     raise RequestError(
         f"{key}: {folder} holds no tokenizer (none of {', '.join(VOCABULARY_FILES)}); copy the tokenizer's files "

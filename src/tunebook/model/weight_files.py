@@ -27,16 +27,14 @@ if TYPE_CHECKING:
 Shapes = dict[str, tuple[int, ...]]  # by the weight's name in the file
 
 # What transformers looks for in a model's folder, in its order (modeling_utils._get_resolved_checkpoint_files, 5.23).
-_SINGLE_AND_INDEX = (
+SINGLE_AND_INDEX = (
     ("model.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")  # all that may be weights of a model's folder
 STORED_PATTERNS = (
     ("model*.safetensors", "model.safetensors.index.json"),
-    (
-        "pytorch_model*.bin",
-        "pytorch_model.bin.index.json",
-    ),
+    ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
 )
 
 
@@ -45,7 +43,7 @@ def find_weight_files(folder: Path) -> list[Path]:
 
     Raises: RequestError for an index that cannot be read or names a missing file.
     """
-    for single, index in _SINGLE_AND_INDEX:
+    for single, index in SINGLE_AND_INDEX:
         if (folder / single).is_file():
             return [folder / single]
         if (folder / index).is_file():

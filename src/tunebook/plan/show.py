@@ -98,6 +98,9 @@ def show_warnings(warnings: list[Problem], console: Console) -> None:
 def batch_lines(plan: BatchPlan) -> list[str]:
     """The batch arithmetic as lines of text, marked as an estimate until the data is prepared."""
     asked = f"{plan.global_samples} documents" if plan.global_samples else f"at most {plan.global_tokens} tokens"
+    in_rows = (plan.rows_per_step or 0) * plan.row_length
+    if plan.global_tokens is not None and in_rows < plan.global_tokens:
+        asked = f"at most {in_rows} tokens, the whole rows of training.global_tokens={plan.global_tokens}"
     title = "Batch (estimated: the data is not prepared yet)" if plan.is_estimate else "Batch"
     lines = [title, f"  one optimizer step: {asked}"]
     kind = "packed" if plan.is_packed else "padded"

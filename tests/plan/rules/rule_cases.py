@@ -220,8 +220,8 @@ CASES = [
     case("dataset-field-ignored", "source=hub does not read dataset.path", {"dataset.path": "a.jsonl"}),
     case(
         "dataset-field-ignored",
-        "parts.all.source=files does not read dataset.parts.all.revision",
-        {"dataset.parts": {"all": MixturePart(path="a.jsonl", revision="v1")}},
+        "parts.all.source=files does not read dataset.parts.all.train_split",
+        {"dataset.parts": {"all": MixturePart(path="a.jsonl", train_split="test")}},
         mixture(all=MixturePart(path="a.jsonl")),
     ),
     case("dataset-field-ignored", "generated documents have no keys", {"dataset.ignore_keys": ["tools"]}, GENERATED),
@@ -236,6 +236,12 @@ CASES = [
         "the documents are tokens already",
         {"dataset.special_tokens_in_content": SpecialText.keep},
         {"dataset.format": Format.pretokenized},
+    ),
+    case(
+        "dataset-field-ignored",
+        "each part of a mixture has its own: dataset.parts.NAME.text_field",
+        {"dataset.text_field": "body"},
+        {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": {"all": MixturePart(path="a.jsonl")}},
     ),
     case(
         "dataset-field-ignored",

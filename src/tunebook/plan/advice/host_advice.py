@@ -12,7 +12,6 @@ from dataclasses import replace
 from tunebook.config.choices import Checkpointing, Offload, PeftMethod
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, RunConfig, ZeroConfig, world_size
-from tunebook.data.batch import BatchPlan
 from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.facts.sharing import offloaded_states
 from tunebook.facts.strategies import ALONE, OFFLOADING_ALL, SPARING_THE_HOST
@@ -42,7 +41,7 @@ def host_advice(config: RunConfig, facts: ModelFacts, capacity: float, otherwise
     less: list[tuple[str, HostBytes]] = []
     for words, changed in _remedies(config, facts, capacity):
         found = estimate_host(changed, facts)
-        if found.peak < asked.peak and can_run(changed):
+        if found.peak < asked.peak and _can_run(changed):
             less.append((words, found))
     enough = [one for one in less if one[1].peak <= capacity * GIB]
     named = " or ".join(f"{words} ({found.peak / GIB:,.1f} GiB)" for words, found in enough[:MAX_CHANGES])
@@ -72,9 +71,9 @@ def _largest_part(config: RunConfig, facts: ModelFacts, asked: HostBytes) -> str
     return f"the largest part, {by_part[largest] / GIB:,.1f} GiB, is {largest}"
 
 
-def can_run(config: RunConfig, batch: BatchPlan | None = None) -> bool:
+def _can_run(config: RunConfig) -> bool:
     """Whether no rule refuses it and the GPUs may hold it."""
-    return plan_memory(config, batch).fits is not False and not any(problem.is_error for problem in check(config))
+    return plan_memory(config).fits is not False and not any(problem.is_error for problem in check(config))
 
 
 def _remedies(config: RunConfig, facts: ModelFacts, capacity: float) -> Iterator[_Remedy]:

@@ -24,15 +24,15 @@ from tunebook.config.frozen import PARALLELISM_SCHEMAS
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig, starts_elsewhere
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.mean_length import mean_tokens
-from tunebook.errors import Problem, RequestError
+from tunebook.errors import Problem
 from tunebook.facts.peaks import peak_of
 from tunebook.facts.strategies import KEEPING_AND_GATHERING, STRATEGIES, Engine, strategy_facts
 from tunebook.hardware.bandwidth import ALL_GATHER, ALL_REDUCE, Bandwidth, recall
 from tunebook.hardware.detect import Machine
-from tunebook.plan.advice.host_advice import can_run
 from tunebook.plan.memory.gpu import plan_memory
 from tunebook.plan.memory.states import bytes_per_compute_value
 from tunebook.plan.memory.work import is_recomputed
+from tunebook.plan.rules import check
 
 _GB, _TERA = 1e9, 1e12
 
@@ -285,12 +285,10 @@ def _with_training(config: RunConfig, **changes: Any) -> RunConfig:
 
 
 def _can_run(config: RunConfig) -> bool:
-    """Whether no rule refuses it, its batch is divisible and the GPUs may hold it."""
-    try:
-        batch = solve_batch(config, None)
-    except RequestError:
+    """Whether no rule refuses it and the GPUs may hold it."""
+    if any(problem.is_error for problem in check(config)):
         return False
-    return can_run(config, batch)
+    return plan_memory(config, solve_batch(config, None)).fits is not False
 
 
 def slow_links(config: RunConfig, batch: BatchPlan, machine: Machine) -> list[Problem]:

@@ -14,7 +14,6 @@ from tunebook.config.choices import Attention, Compute, Generation, PackingMode,
 from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.data.batch import solve_batch
 from tunebook.data.mean_length import with_file_estimate
-from tunebook.errors import RequestError
 from tunebook.facts.architectures import (
     COMPILED_ARCHITECTURES,
     VARLEN_ARCHITECTURES,
@@ -114,10 +113,7 @@ def why_not_worth_compiling(config: RunConfig) -> str | None:
     if facts is None or is_measurement or any(problem.is_error for problem in check(config)):
         return None
     config = replace(config, dataset=with_file_estimate(config.dataset))
-    try:
-        hours = plan_time(config, solve_batch(config, None)).hours
-    except RequestError:  # a batch that cannot be divided is reported by the plan
-        return None
+    hours = plan_time(config, solve_batch(config, None)).hours
     if hours is None:
         return None
     seconds = hours * 3600

@@ -211,34 +211,43 @@ def tokenizer_name_form(config: RunConfig) -> Finding | None:
     return Finding(message, "model.tokenizer=null or model.tokenizer=FOLDER")
 
 
-# The sources that read a field which other sources have no use for.
+# The fields of one kind of source alone, with the value that says nothing.
 _READERS = {
-    "path": Source.files, "name": Source.hub, "subset": Source.hub, "revision": Source.hub, "parts": Source.mixture,
-}  # fmt: skip
+    "path": (Source.files, "null"),
+    "name": (Source.hub, "null"),
+    "subset": (Source.hub, "null"),
+    "revision": (Source.hub, "null"),
+    "train_split": (Source.hub, "train"),
+    "parts": (Source.mixture, "{}"),
+}
 
 
 @rule("dataset-field-ignored", is_error=False)
 def dataset_field_ignored(config: RunConfig) -> Iterator[Finding]:
     """Warn about fields of other data sources."""
     data = config.dataset
-    parts = {prefix: part for prefix, part in sources_of(data).items() if part.source is not Source.mixture}
-    for prefix, source in {"dataset": data, **parts}.items():
-        for field, reader in _READERS.items():
-            if getattr(source, field, None) and source.source is not reader:
-                key = f"{prefix}.{field}"
-                message = f"{prefix}.source={source.source.name} does not read {key}"
-                fix = f"{key}=" + ("{}" if field == "parts" else "null")
-                yield Finding(message, f"{fix} or {prefix}.source={reader.name}", key=key)
+    for prefix, source in ({"dataset": data} | sources_of(data)).items():
+        for field, (reader, none) in _READERS.items():
+            value = getattr(source, field, None)
+            is_within = source is not data and source.source is Source.mixture  # refused by `dataset-source`
+            if value and value != none and source.source is not reader and not is_within:
+                message = f"{prefix}.source={source.source.name} does not read {prefix}.{field}"
+                fix = f"{prefix}.{field}={none} or {prefix}.source={reader.name}"
+                yield Finding(message, fix, key=f"{prefix}.{field}")
     for field, none, what in (
         ("ignore_keys", "[]", "keys to ignore"),
         ("chat_template_kwargs", "{}", "chat template"),
         ("question_template", "null", "fields"),
         ("answer_template", "null", "fields"),
+        ("format", "auto", None),
+        ("text_field", "text", None),
     ):
-        if getattr(data, field) and data.source is Source.synthetic:
+        if getattr(data, field) == getattr(DatasetSource(), field):
+            continue
+        if what is not None and data.source is Source.synthetic:
             message = f"generated documents have no {what}"
             yield Finding(message, f"dataset.{field}={none}", key=f"dataset.{field}")
-        if getattr(data, field) and data.source is Source.mixture and not data.validation_path:
+        if data.source is Source.mixture and not data.validation_path:
             message = f"each part of a mixture has its own: dataset.parts.NAME.{field}"
             yield Finding(message, f"dataset.{field}={none}", key=f"dataset.{field}")
     is_tokens = all(
