@@ -28,7 +28,7 @@ def parity(tmp_path, monkeypatch):
         def plan(recipe, overrides, recipes_dirs):
             if overrides[-1].removeprefix("parallelism=") in refused:
                 raise RulesError([Problem(id="some-rule", key="a.key", message="forbidden", fix="a.key=b")])
-            return SimpleNamespace(config=config_of(f"outputs={tmp_path}"))
+            return SimpleNamespace(config=on_cpu(f"outputs={tmp_path}"))
 
         def trial(words, stopping):
             folder = Path(words[words.index("--run-folder") + 1])
@@ -131,7 +131,7 @@ def test_equal_losses_are_the_smallest_tolerance(parity):
 
 
 def test_ignored_overrides_are_printed(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "plan_job", lambda *_: SimpleNamespace(config=config_of(f"outputs={tmp_path}")))
+    monkeypatch.setattr(run, "plan_job", lambda *_: SimpleNamespace(config=on_cpu(f"outputs={tmp_path}")))
     monkeypatch.setattr(run, "run_trial", lambda *_: TrialEnd(exit_code=3, seconds=1.0, was_interrupted=False))
     monkeypatch.setattr(run, "write_trial_end", lambda *_: None)
     console = Console(width=200)
