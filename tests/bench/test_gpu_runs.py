@@ -38,7 +38,8 @@ def test_every_recorded_line_can_run_again(tmp_path):
         for job in jobs:
             keys = [word.partition("=")[0] for word in job.words]
             assert len(set(keys)) == len(keys), "Hydra takes a key only once"
-            assert f"hardware.gpus_per_node={len(job.gpus)}" in job.words or "recipe" in job.line
+            is_named = "recipe" in job.line or job.is_script
+            assert is_named or f"hardware.gpus_per_node={len(job.gpus)}" in job.words
             assert not any("=DIR" in word for word in job.words)
 
 

@@ -14,6 +14,7 @@ from transformers.models.bamba import modeling_bamba
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from tunebook.config.book import book_root
+from tunebook.config.compose import compose
 from tunebook.config.model_facts import ModelFacts
 from tunebook.model.load import architecture_from_facts
 from tunebook.plan.architecture import ALL_WAYS, layers, saved, trace_file
@@ -37,12 +38,12 @@ def measured(config, mode):
     return numbers_of(config, mode)["/".join(mode)]
 
 
-def numbers_of(config, mode):
+def numbers_of(config, mode, **options):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     number = config.get_text_config(decoder=True).num_hidden_layers
     kinds = layers.kinds_of(config, layers.decoder_layers(layers.text_decoder(model), number))
-    return saved._measure(config, kinds, layers.traced_places(config, kinds, {}), mode, {})
+    return saved._measure(config, kinds, layers.traced_places(config, kinds, {}), mode, {}, **options)
 
 
 def really_saved(config, number_format, attention):
@@ -112,6 +113,18 @@ def test_experts_keep_what_autograd_saves(config_of):
     fixed, each, pair = measured(config, ("bf16", "full", "sdpa"))[3:]
     expected = really_saved(config, "bf16", "sdpa")
     assert fixed + TOKENS * (each + pair * TOKENS) == pytest.approx(expected, rel=0.02)
+
+
+def test_experts_that_no_adapter_reaches_keep_no_inputs(config_of):
+    """PEFT cannot adapt GPT-OSS's. One layer of gpt-oss-20b kept 225,840 bytes per token on an H100 (h100_models)."""
+    config, key = config_of("gpt_oss"), ("bf16", "adapter", "flash")
+    frozen, adapted = (
+        numbers_of(config, key, has_experts=has_experts)["/".join(key)][4] for has_experts in (False, True)
+    )
+    inputs = config.hidden_size + config.intermediate_size
+    assert adapted - frozen == 2 * config.num_experts_per_tok * inputs
+    facts = compose(None, ["model=gpt_oss_20b"]).config.model.facts
+    assert facts.measured.saved["/".join(key)][4] == pytest.approx(225_840, rel=0.02)
 
 
 # Of all modes a few are traced again each time.
@@ -371,7 +384,7 @@ def test_a_mode_that_cannot_be_run_is_left_out(config_of, monkeypatch, own_compi
 
 
 def test_nothing_is_compiled_where_nothing_will_be(config_of, monkeypatch, own_compiler):
-    monkeypatch.setattr(saved, "_measure", lambda _, __, places, mode, ___: {"/".join(mode): [0] * 6})
+    monkeypatch.setattr(saved, "_measure", lambda _, __, places, mode, ___, **options: {"/".join(mode): [0] * 6})
     layers = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
     with saved.measuring(config_of("mixtral"), layers, {}, compiles=False, has_experts=True) as found:
         both, beside = found()

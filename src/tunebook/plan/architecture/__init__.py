@@ -40,7 +40,7 @@ from tunebook.processes import stopping_with_parent
 from tunebook.train.packages import installed_version
 
 # Increase when the answer to the same config.json changes, so that cached answers are not reused.
-_FORM = 13
+_FORM = 14
 # Timeout in seconds without progress. Total time is unlimited: tracing is slow on a busy machine.
 _MAX_SILENCE_S = 300.0
 STATED_FACTS = "stated_facts"  # key for stated sizes instead of a config.json

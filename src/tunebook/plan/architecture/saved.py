@@ -106,7 +106,7 @@ def measuring(
     if they have attention: recurrent layers such as RWKV's take minutes to compile.
     """
     kinds = kinds_of(config, layers)
-    known = (config, kinds, traced_places(config, kinds, options), options)
+    known = (config, kinds, traced_places(config, kinds, options), options, has_experts)
     has_attention = bool(getattr(config.get_text_config(decoder=True), "num_attention_heads", None))
     modes = _modes(ways, compiles=has_attention and compiles)
     if has_experts:  # not compiled: compiled traces with adapters on experts are missing too, and take a minute
@@ -151,8 +151,8 @@ def _set_worker_state(*known: Any) -> None:
 
 
 def _measure_in_worker(mode: tuple[str, str, str]) -> dict[str, list[int]]:
-    config, kinds, places, options = _known
-    return _measure(config, kinds, places, mode, options)
+    config, kinds, places, options, has_experts = _known
+    return _measure(config, kinds, places, mode, options, has_experts=has_experts)
 
 
 def varlen_kernels(config: Any, layers: nn.ModuleList, options: dict[str, Any]) -> list[Attention]:
@@ -178,7 +178,13 @@ def varlen_kernels(config: Any, layers: nn.ModuleList, options: dict[str, Any]) 
 
 
 def _measure(
-    config: Any, kinds: list[tuple[Any, ...]], places: list[int], mode: tuple[str, str, str], options: dict[str, Any]
+    config: Any,
+    kinds: list[tuple[Any, ...]],
+    places: list[int],
+    mode: tuple[str, str, str],
+    options: dict[str, Any],
+    *,
+    has_experts: bool = False,
 ) -> dict[str, list[int]]:
     """Six numbers by key: of what is kept, and for some keys of what offloading leaves and of what tiled MLPs leave.
 
@@ -188,7 +194,10 @@ def _measure(
     """
     receivers = list[Receiver]()
     try:
-        with quiet(has_frozen_experts=mode[1] == _BESIDE), FakeTensorMode(allow_non_fake_inputs=True):
+        # Adapters reach stacked experts only if PEFT can adapt them (`has_experts`) and the method says so. Compiled
+        # layers keep the fallback: in place of it, the partitioner would recompute a product that computes nothing.
+        is_frozen = mode[1] == _BESIDE or (mode[1] == "adapter" and not has_experts and mode[2] != COMPILED)
+        with quiet(has_frozen_experts=is_frozen), FakeTensorMode(allow_non_fake_inputs=True):
             model = _build(config, places, mode, options, receivers)
             # Compiled layers attend without a mask or scores, so they keep bytes per token only: two lengths tell.
             lengths = LENGTHS[:2] if mode[2] == COMPILED else LENGTHS
