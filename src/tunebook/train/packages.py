@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from importlib import metadata
 
@@ -55,6 +56,7 @@ def missing_state_kernels(config: RunConfig, version_of: Callable[[str], object]
     return [package for package in facts.measured.packing_packages if not version_of(package)]
 
 
+_FLA_CORE = "fla-core"
 _ATTENTION_INSTALL = {  # flash-attn-3 is not in the registry: it is built from source
     "flash-attn": "pip install flash-attn --no-build-isolation",
     "flash-attn-4": "pip install flash-attn-4==4.0.0b36",  # pinned, because we call parts of it that are not public
@@ -75,6 +77,7 @@ def missing_packages(config: RunConfig, version_of: VersionOf, image: Image | No
             add = f"pip install {kernels}" if image is None else _add_to(image, kernels)
             fix = f"packing.mode=padded packing.row_length=null or {add}"
             yield Problem(id="missing-package", key="packing.mode", message=message, fix=fix)
+    yield from _wrong_triton(config, version_of, image)
     kernel = config.attention.implementation
     kernels_package = ATTENTIONS[kernel].package
     if kernels_package is not None and version_of(kernels_package) is None:
@@ -83,6 +86,25 @@ def missing_packages(config: RunConfig, version_of: VersionOf, image: Image | No
         instead = _attention_at_hand(config, version_of).name
         fix = " or ".join([f"attention.implementation={instead}", *_get_attention(config, kernels_package, image)])
         yield Problem(id="missing-package", key="attention.implementation", message=message, fix=fix)
+
+
+def _wrong_triton(config: RunConfig, version_of: VersionOf, image: Image | None) -> Iterator[Problem]:
+    """Report a Triton with which fla-core refuses its backward pass, in the first step (fla-core 0.6.0, its issue 640).
+
+    transformers calls fla-core for padded rows, too, if it is installed.
+    """
+    facts, installed = config.model.facts, version_of("triton")
+    if facts is None or facts.measured is None or config.hardware.generation is not Generation.hopper:
+        return
+    is_called = _FLA_CORE in facts.measured.packing_packages and version_of(_FLA_CORE) and not version_of("tilelang")
+    numbers = [int(number) for number in re.findall(r"\d+", installed or "")[:3]]
+    if is_called and [3, 4, 0] <= numbers < [3, 7, 1]:
+        message = (
+            f"{facts.architecture} is computed by {_FLA_CORE}, which refuses to train on a Hopper GPU with triton "
+            f"3.4.0 to 3.7.0, whose gradients are wrong there; triton {installed} is installed"
+        )
+        fix = "pip install 'triton>=3.7.1'" if image is None else "make image, whose lock has triton 3.7.1"
+        yield Problem(id="missing-package", key="model", message=message, fix=fix)
 
 
 def _attention_at_hand(config: RunConfig, version_of: VersionOf) -> Attention:

@@ -113,8 +113,15 @@ def test_kernels_for_packed_rows_are_asked_for_before_a_gpu_is_used(sound, chang
     assert problem.message == "Qwen2ForCausalLM keeps packed documents apart by fla-core, not installed here"
     assert problem.fix == "packing.mode=padded packing.row_length=null or pip install fla-core"
     assert check_environment(changed(gated, UNPACKED), machine(H200)) == []
-    installed({**GPU_PACKAGES, "fla-core": "0.6.0"})
-    assert check_environment(gated, machine(H200)) == []
+    here = {**GPU_PACKAGES, "fla-core": "0.6.0"}
+    for triton in ({}, {"triton": "3.7.1"}, {"triton": "3.3.1"}, {"triton": "3.6.0", "tilelang": "0.1.6"}):
+        installed(here | triton)
+        assert check_environment(gated, machine(H200)) == []
+    installed(here | {"triton": "3.6.0"})  # seen on an H100: every backward pass of a gated kernel raises
+    (problem,) = check_environment(gated, machine(H200))
+    assert (problem.id, problem.fix) == ("missing-package", "pip install 'triton>=3.7.1'")
+    assert problem.message.endswith("whose gradients are wrong there; triton 3.6.0 is installed")
+    assert check_environment(sound, machine(H200)) == []
 
 
 FLASH, FLASH_4 = "pip install flash-attn --no-build-isolation", "pip install flash-attn-4==4.0.0b36"
