@@ -12,12 +12,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma4TextConfig
 from tunebook.config.choices import (
     Attention,
     Checkpointing,
+    Compute,
     MasterWeights,
     MixedPrecision,
     PeftMethod,
     Strategy,
 )
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
+from tunebook.plan.memory import work
 from tunebook.plan.memory.kept import kept_by_layers, kept_by_one_layer, mask_bytes
 from tunebook.plan.memory.work import NORM_AFTER_INNER, backward_work, forward_work, kept_on_device
 
@@ -456,3 +458,16 @@ def test_architectures_with_a_norm_behind_the_inner_numbers_have_one(kind):
     assert type(model).__name__.startswith(NORM_AFTER_INNER)
     names = [name for name, _ in model.model.layers[0].named_children()]
     assert {"post_feedforward_layernorm", "post_mlp_layernorm"} & {*names}
+
+
+@pytest.mark.parametrize("weights", [MasterWeights.fp32, MasterWeights.bf16], ids=lambda weights: weights.name)
+def test_deepspeed_casts_adapters_over_16_bit_weights_so_that_they_cast_nothing(sound, weights):
+    sound.precision.compute, sound.precision.master_weights = Compute.bf16, weights
+    sound.peft.method, sound.peft.target_modules = PeftMethod.lora, []
+    for parallelism, is_cast in (
+        (SINGLE, False),
+        (ZeroConfig(strategy=Strategy.zero2), weights is MasterWeights.bf16),
+        (CAST, True),
+    ):
+        sound.parallelism = parallelism
+        assert work._casts_mlp_to_fp32(sound) is not is_cast, parallelism

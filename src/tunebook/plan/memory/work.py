@@ -18,7 +18,6 @@ from tunebook.config.choices import Checkpointing, Compute, PeftMethod
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.facts.attention import attention_facts
-from tunebook.facts.sharing import is_cast_by_deepspeed
 from tunebook.plan.memory.kept import (
     adapts_mlp_output,
     attended_length,
@@ -38,7 +37,7 @@ from tunebook.plan.memory.kept import (
     traced_layers,
     trains_experts,
 )
-from tunebook.plan.memory.states import bytes_per_compute_value
+from tunebook.plan.memory.states import bytes_per_compute_value, bytes_per_trained_weight
 
 # TRL's activation offloading holds 5 tensors that are being copied, and the next one (trl 1.16,
 # models/activation_offloading.py). They are inputs of layers, or what the last norm and product save, in bytes per
@@ -207,9 +206,9 @@ def _is_adapter_in_16_bits(config: RunConfig) -> bool:
 def _casts_mlp_to_fp32(config: RunConfig) -> bool:
     """Whether an adapter casts the inner numbers to its own fp32, as PEFT does.
 
-    Not if FSDP or DeepSpeed casts the adapter to bf16, nor with 4-bit weights (peft 0.21, tuners/lora/bnb.py).
+    Not if FSDP or DeepSpeed casts the adapter to 16 bits, nor with 4-bit weights (peft 0.21, tuners/lora/bnb.py).
     """
-    is_cast = isinstance(config.parallelism, FsdpConfig) or is_cast_by_deepspeed(config)
+    is_cast = isinstance(config.parallelism, FsdpConfig) or bytes_per_trained_weight(config) == 2
     is_four_bit = config.peft.method is PeftMethod.qlora
     return _is_adapter_in_16_bits(config) and not is_cast and not is_four_bit and adapts_mlp_output(config)
 
