@@ -10,8 +10,9 @@ A FILE has one configuration per line: `name`, `overrides` and, where needed, `r
 such files, and so is what `gpu_draw.py` writes. A line with `variant` measures speed: its words follow `SPEED`. A JSON
 file of a recipe's evidence is one configuration; record its repetitions with `tunebook verify RUN RUN --record`.
 A line with `script` is another program of this folder, with its arguments, which prints its own results. More keys:
-`timeout_s`, `warm_up_steps`; `against`, the run of its series that its losses are compared with; `allows`, ids of rules
-that are not checked, as what they refuse is measured; `unsaved`, to write no model.
+`timeout_s`, `warm_up_steps`; `first_gpu`, where it runs if not on the next; `against`, the run of its series that its
+losses are compared with; `allows`, ids of rules that are not checked, as what they refuse is measured; `unsaved`, to
+write no model.
 
 Each run has its GPUs to itself, except those whose plan is below `--shared-gib`. A line of the results holds what the
 plan says today (`planned_gib`, `planned_tokens_per_second`), what was measured, and a verdict: `ok`, `refused` with the
@@ -150,7 +151,7 @@ def jobs_of(cases: list[Line], arguments: argparse.Namespace) -> tuple[list[Job]
             refused.append(line | plan | {"verdict": "refused"})
             continue
         for number in range(arguments.repeats):
-            first = next(places[gpus])
+            first = case["first_gpu"] if "first_gpu" in case else next(places[gpus])
             name = f"{case['series']}-{case['name']}".replace(" ", "_") if "series" in case else case["name"]
             name += f"-{number + 1}" if arguments.repeats > 1 else ""
             jobs.append(
