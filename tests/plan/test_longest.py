@@ -104,7 +104,7 @@ def test_the_command_prints_it_and_adds_it_to_the_json(capsys):
     lines = console.file.getvalue().splitlines()
     assert lines[0] == "Longest row shared by 2 GPUs (estimated, one document in each row, 79.6 GiB a GPU)"
     assert lines[3].startswith("  40,960 tokens with activation.checkpointing=enabled: ")
-    assert lines[3].endswith("and the model has no more positions")
+    assert lines[3].endswith("and the model has no more positions: model.yarn_factor stretches them")
     assert plan_command(recipe, words, [], console, is_longest=True, as_json=True) == 0
     found = json.loads(capsys.readouterr().out)["longest"]
     assert (found["sequence_group_size"], found["max_position_embeddings"]) == (2, 40_960)

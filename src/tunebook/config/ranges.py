@@ -96,6 +96,8 @@ RANGES: tuple[Range, ...] = (
     _fact("num_key_value_heads"),
     _fact("vocab_size", low=2),
     _fact("max_position_embeddings", low=2),
+    Range(key="model.yarn_factor", low=1, high=1024, is_open_low=True, usual="null"),
+    _count("model.yarn_original_positions", "null", low=2),
     *(replace(range_, key=f"dataset.{range_.key}") for range_ in _SOURCE_RANGES),
     Range(key="dataset.validation_share", low=0, high=0.5, usual="0.05"),
     Range(key="dataset.max_bad_share", low=0, high=1, usual="0.01"),

@@ -84,6 +84,9 @@ class ModelConfig:
     # The output head's gradients worked out with its logits, which are not computed once more in the backward pass, in
     # tiles of the whole vocabulary (1.2 GiB for 4,096 tokens and 151,936 words); null: where it was seen working
     one_pass_head: bool | None = field(default=None, metadata=_SAME_LOSS)
+    # Rotary positions stretched this many times by YaRN, for documents longer than the model has positions for
+    yarn_factor: float | None = None  # null: positions as they are published
+    yarn_original_positions: int | None = None  # what the factor multiplies; null takes the model's positions
     facts: ModelFacts | None = None  # null: read from the model's config.json
 
 

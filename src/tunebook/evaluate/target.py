@@ -235,8 +235,13 @@ def bare_config(target: Target) -> RunConfig:
     that is not local and cannot be fetched.
     """
     model = model_config(target)
-    if target.origin is not None and target.origin.template_date is not None:
-        model = replace(model, template_date=target.origin.template_date)  # as the training's template wrote it
+    if target.origin is not None:  # as in the training; the config.json of a model that is no adapter says it, too
+        model = replace(
+            model,
+            yarn_factor=target.origin.yarn_factor,
+            yarn_original_positions=target.origin.yarn_original_positions,
+            template_date=target.origin.template_date or model.template_date,
+        )
     if model.name is not None:
         fetch_config(model)
     gpus = detect_machine().gpus

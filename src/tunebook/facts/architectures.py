@@ -27,6 +27,14 @@ COMPILED_ARCHITECTURES = frozenset({
     "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
 })  # fmt: skip
 
+# Architectures with plain rotary positions in all layers, for which YaRN's rotations were compared with those of a
+# stretched config.json and with the paper's (tests/model/test_positions.py).
+YARN_ARCHITECTURES = frozenset({
+    "GraniteForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM",
+    "OlmoeForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "SmolLM3ForCausalLM",
+    "Starcoder2ForCausalLM",
+})  # fmt: skip
+
 # Keys of different architectures' configs for the number of experts, and for how many of them a token is sent to.
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN_EXPERTS = (

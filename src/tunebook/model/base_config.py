@@ -108,16 +108,6 @@ def architecture_of(config: dict[str, Any]) -> str:
     return first if isinstance(first, str) else ""
 
 
-def stated_positions(model: ModelConfig) -> int | None:
-    """The positions that the local config.json states; None without a copy, or if it states none.
-
-    Raises: as `read_config`.
-    """
-    config = read_config(model) or {}
-    found = first_stated(config.get("text_config", config), POSITIONS)
-    return found if isinstance(found, int) else None
-
-
 def first_stated(config: dict[str, Any], keys: tuple[str, ...]) -> Any:
     """The value of the first of these keys that a config.json has; architectures name the same size differently."""
     return config.get(stated_key(config, keys))

@@ -33,6 +33,7 @@ from tunebook.facts.strategies import ALONE
 from tunebook.model.adapters import four_bit
 from tunebook.model.base_config import model_folder_problem
 from tunebook.model.hub import check_hub_model, fetch_config, fetch_weights, hub_problem
+from tunebook.model.positions import stretch_positions
 from tunebook.model.weight_files import (
     SINGLE_AND_INDEX,
     check_stored_weights,
@@ -90,7 +91,10 @@ def check_model(model: ModelConfig) -> None:
 
 
 def load_architecture(model: ModelConfig) -> PretrainedConfig:
-    """The architecture's config. Raises: RequestError if it differs from the planned facts."""
+    """The architecture's config, its positions stretched as asked.
+
+    Raises: RequestError if it differs from the planned facts, or its positions cannot be stretched.
+    """
     from transformers import AutoConfig
 
     if model.path is not None:
@@ -102,7 +106,7 @@ def load_architecture(model: ModelConfig) -> PretrainedConfig:
         except RequestError:
             # Without weights the planned facts are enough, and no hub is needed.
             if model.weights is Weights.random and model.facts is not None:
-                return architecture_from_facts(model.facts)
+                return planned_architecture(model)
             raise
     try:
         architecture: PretrainedConfig = AutoConfig.from_pretrained(
@@ -112,6 +116,15 @@ def load_architecture(model: ModelConfig) -> PretrainedConfig:
         raise hub_problem(error, "model", model_location(model)) from error
     if model.facts is not None:
         _compare(architecture, model.facts)
+    stretch_positions(architecture, model)
+    return architecture
+
+
+def planned_architecture(model: ModelConfig) -> PretrainedConfig:
+    """The architecture of a model's facts, its positions stretched as asked. Raises: RequestError if it is unknown."""
+    assert model.facts is not None
+    architecture = architecture_from_facts(model.facts)
+    stretch_positions(architecture, model)
     return architecture
 
 

@@ -15,6 +15,7 @@ from tunebook.config.choices import Checkpointing, PackingMode
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import ActivationConfig, RunConfig
 from tunebook.model.parameters import known_facts
+from tunebook.model.positions import positions_of, why_not_stretched
 from tunebook.plan.auto.decisions import asked_keys
 from tunebook.plan.auto.resolve import COMPILING, Resolution
 from tunebook.plan.memory import estimate_memory, gib_text, tensors_fit, unknown_size
@@ -49,6 +50,7 @@ class Longest:
     capacity_gib: float | None
     max_position_embeddings: int | None
     sequence_group_size: int
+    can_be_stretched: bool = False  # the positions, by `model.yarn_factor`
     why_unknown: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -70,6 +72,7 @@ class Longest:
             held = f"{gib_text(row.memory_gib)} of tensors" if row.memory_gib is not None else ""
             if row.tokens < row.tokens_by_memory:
                 held += f"; memory would hold {row.tokens_by_memory:,}, and the model has no more positions"
+                held += ": model.yarn_factor stretches them" if self.can_be_stretched else ""
             lines.append(f"  {row.tokens:,} tokens with {way}: {held}")
             lines.append(f"      {' '.join(row.overrides)}")
             if row.tokens < row.tokens_by_memory:  # so slower ways of keeping activations gain nothing
@@ -86,9 +89,15 @@ def longest_rows(resolution: Resolution) -> Longest:
     """The longest rows of a resolved run, by estimate; a fraction of a second."""
     config = resolution.config
     facts, capacity = known_facts(config), config.hardware.memory_gib
-    positions = config.model.facts.max_position_embeddings if config.model.facts is not None else None
+    positions = positions_of(config.model)
     group = max(1, config.parallelism.sequence_group_size)
-    found = Longest(rows=[], capacity_gib=capacity, max_position_embeddings=positions, sequence_group_size=group)
+    found = Longest(
+        rows=[],
+        capacity_gib=capacity,
+        max_position_embeddings=positions,
+        sequence_group_size=group,
+        can_be_stretched=why_not_stretched(config.model) is None,
+    )
     if positions is None:
         return replace(found, why_unknown="the model's size is not known before it is loaded")
     if facts is None or capacity is None:

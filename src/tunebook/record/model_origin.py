@@ -45,6 +45,8 @@ class Origin:
     system_prompt: str | None
     weights_fingerprint: str | None = None  # of the weights that the run started from; older folders lack it
     template_date: str | None = None  # that the chat template writes as today's date; None if it writes none
+    yarn_factor: float | None = None  # as in the run's `model`: an adapter's base has to be loaded so
+    yarn_original_positions: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,8 @@ def origin_of(run: Path) -> Origin:
         system_prompt=config.dataset.system_prompt,
         weights_fingerprint=recorded_fingerprint(manifest),
         template_date=manifest.get("template_date"),
+        yarn_factor=config.model.yarn_factor,
+        yarn_original_positions=config.model.yarn_original_positions,
     )
 
 

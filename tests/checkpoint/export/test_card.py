@@ -7,13 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 from tunebook.checkpoint.export.card import _precision
 from tunebook.config.choices import Source
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import MixturePart
+from tunebook.evaluate.target import bare_config, find_target
+from tunebook.model.load import load_architecture
 
 
 def task(value: float) -> dict[str, Any]:
@@ -136,3 +140,28 @@ def test_a_local_folder_is_no_data_set_of_the_hub(
 )
 def test_number_formats_of_what_is_trained_and_of_what_is_not(words: list[str], expected: str) -> None:
     assert _precision(compose("quickstart", ["precision=bf16", *words]).config) == expected
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # PEFT asks transformers for it
+def test_the_base_of_an_adapter_is_loaded_with_the_stretched_positions_of_its_training(
+    layouts: Any, lora_run: Path, export: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = lora_run / "run.yaml"
+    file.write_text(file.read_text().replace("yarn_factor: null", "yarn_factor: 4.0"))
+    layouts.write_checkpoint(lora_run, "adapter")
+    adapter, merged = (export(lora_run, to=tmp_path / name, merge=name == "merged").folder for name in ("a", "merged"))
+    text = (adapter / "README.md").read_text()
+    assert "stretched 4 times by YaRN, so load the base as below" in text
+    used: dict[str, Any] = {}
+    monkeypatch.chdir(adapter)
+    exec(text.split("```python\n")[1].split("inputs =")[0], used)
+    ids = torch.arange(3, 600).remainder(300)[None]
+    loaded = AutoModelForCausalLM.from_pretrained(merged)
+    assert loaded.config.rope_parameters == used["model"].config.rope_parameters
+    assert loaded.config.rope_parameters["factor"] == 4 and loaded.config.max_position_embeddings == 4096
+    with torch.no_grad():
+        torch.testing.assert_close(used["model"](ids).logits, loaded(ids).logits, rtol=1e-2, atol=1e-2)
+    for folder in (adapter, merged):
+        target = find_target(str(folder), lora_run.parent, is_model=True)
+        config = bare_config(target)
+        assert load_architecture(config.model).rope_parameters == loaded.config.rope_parameters

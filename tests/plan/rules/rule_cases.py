@@ -197,6 +197,32 @@ CASES = [
     ),
     case("length-beyond-model", "40000 .* 32768", {"training.max_length": 40_000, "packing.row_length": 40_000}),
     case(
+        "length-beyond-model",
+        "140000 .* 32768 .* stretched to 131072",
+        {"training.max_length": 140_000, "packing.row_length": 140_000, "model.yarn_factor": 4.0},
+    ),
+    case("yarn-not-possible", "means nothing without a factor", {"model.yarn_original_positions": 1024}),
+    case(
+        "yarn-not-possible",
+        "65536 original positions are more than the 32768",
+        {"model.yarn_factor": 4.0, "model.yarn_original_positions": 65_536},
+    ),
+    case(
+        "yarn-not-possible",
+        "not been tested with GPT2LMHeadModel",
+        {"model.yarn_factor": 2.0, "model.facts.architecture": "GPT2LMHeadModel", "model.facts.measured": MEASURED},
+    ),
+    case(
+        "yarn-not-possible",
+        "Llama 3.1 and later",
+        {
+            "model.yarn_factor": 2.0,
+            "model.facts.architecture": "LlamaForCausalLM",
+            "model.facts.max_position_embeddings": 131_072,
+            "model.facts.measured": MEASURED,
+        },
+    ),
+    case(
         "length-beyond-config",
         "2048 tokens are more than the 1024 positions in the model's config.json, for which .*=32768 stands",
         folder("book:recipes/quickstart/model") | {"training.max_length": 2048},

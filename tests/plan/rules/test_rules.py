@@ -80,7 +80,7 @@ NEED_LAYERS = {
     "row-shorter-than-document",
     "selective-without-compiled-blocks", "sequence-group-architecture", "sequence-group-attention",
     "sequence-group-heads", "sequence-group-row", "varlen-attention-padded", "whole-tied-head-under-fsdp",
-    "wrap-class-unknown", "wrap-size-too-large",
+    "wrap-class-unknown", "wrap-size-too-large", "yarn-not-possible",
 }  # fmt: skip
 
 

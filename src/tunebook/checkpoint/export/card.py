@@ -35,6 +35,7 @@ class ExportOrigin(Origin):
     stored_as: str  # a `Form`
     step: int | None  # optimizer steps of the weights
     base_model: dict[str, Any]
+    base_keywords: dict[str, Any]  # of `from_pretrained`, without which the base of an adapter is not as in training
     is_adapter: bool
     is_merged: bool
     base_was_dequantized: bool
@@ -102,6 +103,9 @@ def _summary(origin: ExportOrigin, config: RunConfig, name: str) -> list[str]:
     if origin.is_merged:
         what = "A LoRA adapter, merged into its base model:"
     sentences = [f"{what} {base}, {origin.num_parameters:,} numbers{f' in {origin.dtype}' if origin.dtype else ''}."]
+    if origin.base_keywords:
+        stretched = f"Its positions are stretched {config.model.yarn_factor:g} times by YaRN"
+        sentences.append(f"{stretched}{', so load the base as below.' if origin.is_adapter else '.'}")
     if origin.base_was_dequantized:
         sentences.append(
             "The adapter was trained over a base quantized to 4 bits (QLoRA). It was merged into that base dequantized "

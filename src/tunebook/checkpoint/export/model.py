@@ -35,12 +35,12 @@ from tunebook.facts.attention import MASKED, WITHOUT_KERNEL
 from tunebook.model.adapters import ADAPTER_FILE, IGNORED_PATTERNS, UNTIED, adapter_config, adapter_shapes
 from tunebook.model.hub import hub_problem
 from tunebook.model.load import (
-    architecture_from_facts,
     attention_option,
     check_model,
     load_architecture,
     load_model,
     model_location,
+    planned_architecture,
 )
 from tunebook.model.tokenizer import agree_on_tokens, load_tokenizer, trainer_tokenizer
 from tunebook.model.tokenizer_files import VOCABULARY_FILES
@@ -229,7 +229,7 @@ def _read_architecture(folder: Path, config: RunConfig) -> PretrainedConfig:
 def _planned_architecture(config: RunConfig) -> PretrainedConfig:
     """The architecture of a base model that is gone or has changed. Raises: RequestError if it is unknown."""
     if config.model.facts is not None:
-        return architecture_from_facts(config.model.facts)
+        return planned_architecture(config.model)
     folder = Path(model_location(config.model))
     if not (folder / "config.json").is_file():
         check_model(config.model)

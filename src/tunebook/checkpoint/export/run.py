@@ -35,6 +35,7 @@ from tunebook.hardware.disk import require_space
 from tunebook.model.adapters import is_adapter
 from tunebook.model.hub import why_no_upload
 from tunebook.model.load import check_model
+from tunebook.model.positions import stretched_keys
 from tunebook.parallel.wrapped import format_name
 from tunebook.record.manifest import describe_model
 from tunebook.record.model_origin import (
@@ -265,6 +266,7 @@ def _origin(work: Work, written: Written) -> ExportOrigin:
         stored_as=work.stored.form.value,
         step=work.source.step,
         base_model=describe_model(work.config.model) | (manifest.get("model") or {}),
+        base_keywords=stretched_keys(work.blueprint.model.config, work.config.model),
         is_adapter=work.is_adapter,
         is_merged=work.is_merged,
         base_was_dequantized=written.base_was_dequantized,

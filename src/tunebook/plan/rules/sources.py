@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,10 +18,10 @@ from tunebook.model.base_config import (
     causal_classes,
     causal_text_part,
     model_folder_problem,
-    stated_positions,
     why_not_causal,
 )
 from tunebook.model.chat_templates import library_templates
+from tunebook.model.positions import positions_of, stated_positions, why_not_stretched
 from tunebook.plan.rules.frame import Finding, another_model, rule
 
 # Same check as huggingface_hub's, whose import would slow down a plan. Some old models have no owner.
@@ -128,12 +129,42 @@ def _states_class(model: ModelConfig) -> bool:
 @rule("length-beyond-model", "training.max_length")
 def length_beyond_model(config: RunConfig) -> Finding | None:
     """Compare the length with the model's facts; rows may be longer, because positions restart per document."""
-    facts, length = config.model.facts, config.training.max_length
-    if facts is None or length <= facts.max_position_embeddings or facts.max_position_embeddings < 2:
+    facts, positions, length = config.model.facts, positions_of(config.model), config.training.max_length
+    if facts is None or positions is None or length <= positions or facts.max_position_embeddings < 2:
         return None
+    if config.model.yarn_factor is not None:
+        original = config.model.yarn_original_positions or facts.max_position_embeddings
+        message = f"{length} tokens are more than {original} positions of {facts.architecture} stretched to {positions}"
+        return Finding(message, f"training.max_length={positions}")
+    stretched = ""
+    if why_not_stretched(config.model) is None:
+        stretched = f" or model.yarn_factor={math.ceil(length / positions)}, which stretches them"
     return Finding(
-        f"{length} tokens are more than the {facts.max_position_embeddings} positions of {facts.architecture}",
-        f"training.max_length={facts.max_position_embeddings}",
+        f"{length} tokens are more than the {positions} positions of {facts.architecture}",
+        f"training.max_length={positions}{stretched}",
+    )
+
+
+@rule("yarn-not-possible", "model.yarn_factor")
+def yarn_not_possible(config: RunConfig) -> Finding | None:
+    """Refuse to stretch positions that are not plain rotary ones, or that the model does not have."""
+    model = config.model
+    if model.yarn_factor is None:
+        if model.yarn_original_positions is None:
+            return None
+        message = f"model.yarn_original_positions={model.yarn_original_positions} means nothing without a factor"
+        fix = "model.yarn_original_positions=null or model.yarn_factor=4"
+        return Finding(message, fix, key="model.yarn_original_positions")
+    if (reason := why_not_stretched(model)) is not None:
+        return Finding(f"YaRN cannot stretch this model's positions: {reason}", "model.yarn_factor=null")
+    facts, original = model.facts, model.yarn_original_positions
+    if facts is None or original is None or original <= facts.max_position_embeddings:
+        return None
+    known = facts.max_position_embeddings
+    return Finding(
+        f"{original} original positions are more than the {known} of the model",
+        f"model.yarn_original_positions={known} or model.yarn_original_positions=null",
+        key="model.yarn_original_positions",
     )
 
 
@@ -141,7 +172,8 @@ def length_beyond_model(config: RunConfig) -> Finding | None:
 def length_beyond_config(config: RunConfig) -> Finding | None:
     """Warn if the facts allow a length that the model's own config.json does not; `length-beyond-model` is an error."""
     model, length = config.model, config.training.max_length
-    if model.facts is None or (stated := stated_positions(model)) is None or length <= stated:
+    is_stretched = model.yarn_factor is not None
+    if model.facts is None or is_stretched or (stated := stated_positions(model)) is None or length <= stated:
         return None
     if length_beyond_model.find(config) is not None or model_not_named.find(config) is not None:
         return None

@@ -1,0 +1,98 @@
+"""How long a document a model can have, and rotary positions stretched by YaRN (arXiv:2309.00071) as transformers does.
+
+YaRN keeps the fast rotations, slows the slow ones by `model.yarn_factor`, and sharpens the attention. So a model whose
+positions end at 32,768 learns documents of 131,072 tokens with a factor of 4. The weights stay as they are; the trained
+model's config.json says how it was stretched.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tunebook.config.schema import ModelConfig
+from tunebook.errors import RequestError
+from tunebook.facts.architectures import YARN_ARCHITECTURES
+from tunebook.model.base_config import POSITIONS, first_stated, read_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_STRETCHED = ("rope_parameters", "max_position_embeddings")  # keys of a config that say how
+_PLAIN = "default"  # transformers' word for rotary positions that nothing stretches
+# Llama 3.1 and later, whose config.json stretches 8,192 positions in a way of its own: recognized without that file
+_LLAMA_3_1 = ("LlamaForCausalLM", 131_072)
+
+
+def positions_of(model: ModelConfig) -> int | None:
+    """The most tokens of a document by the model's facts, stretched or not; None if the facts are unknown."""
+    if model.facts is None:
+        return None
+    if model.yarn_factor is None:
+        return model.facts.max_position_embeddings
+    return round((model.yarn_original_positions or model.facts.max_position_embeddings) * model.yarn_factor)
+
+
+def stated_positions(model: ModelConfig) -> int | None:
+    """The positions that the local config.json states; None without a copy, or if it states none.
+
+    Raises: as `read_config`.
+    """
+    config = read_config(model) or {}
+    found = first_stated(config.get("text_config", config), POSITIONS)
+    return found if isinstance(found, int) else None
+
+
+def why_not_stretched(model: ModelConfig) -> str | None:
+    """Why YaRN cannot stretch the model's positions; None if it can, as far as is known without loading it.
+
+    Raises: as `read_config`.
+    """
+    facts = model.facts
+    if facts is None:
+        return None
+    if facts.architecture not in YARN_ARCHITECTURES:
+        return f"it has not been tested with {facts.architecture}"
+    config = read_config(model) if model.path is not None else None  # the hub's cache needs a slow import
+    if config is None:
+        is_llama = (facts.architecture, facts.max_position_embeddings) == _LLAMA_3_1
+        return "Llama 3.1 and later come with stretched positions (llama3)" if is_llama else None
+    text = config.get("text_config", config)
+    return _why_not_plain(text.get("rope_parameters") or text.get("rope_scaling") or {})
+
+
+def _why_not_plain(rope: dict[str, Any]) -> str | None:
+    kind = rope.get("rope_type") or rope.get("type") or _PLAIN
+    if any(isinstance(value, dict) for value in rope.values()):
+        return "its layers have positions of several kinds"
+    return None if kind == _PLAIN else f"the model comes with stretched positions ({kind})"
+
+
+def stretch_positions(architecture: PretrainedConfig, model: ModelConfig) -> None:
+    """Have transformers compute the positions that `model.yarn_factor` asks for; nothing if it is null.
+
+    An architecture that a trained model's config.json describes is stretched already, and stays as it is. Raises:
+    RequestError if its positions are not plain rotary ones.
+    """
+    if model.yarn_factor is None:
+        return
+    text: Any = architecture.get_text_config(decoder=True)
+    rope = dict(getattr(text, "rope_parameters", None) or {})
+    wanted = {"rope_type": "yarn", "factor": float(model.yarn_factor)}
+    original = model.yarn_original_positions
+    if rope | wanted == rope and original in (None, rope["original_max_position_embeddings"]):
+        return
+    reason = _why_not_plain(rope) if rope else f"{type(architecture).__name__} has no rotary positions"
+    if reason is not None:
+        raise RequestError(
+            f"model.yarn_factor={model.yarn_factor:g} cannot stretch this model: {reason}; type model.yarn_factor=null",
+            problem_id="yarn-not-possible",
+        )
+    original = original or text.max_position_embeddings
+    text.rope_parameters = rope | wanted | {"original_max_position_embeddings": original}
+    text.max_position_embeddings = round(original * model.yarn_factor)
+
+
+def stretched_keys(architecture: PretrainedConfig, model: ModelConfig) -> dict[str, Any]:
+    """What a base needs as keywords of `from_pretrained`, so that its positions are those of training; or nothing."""
+    text: Any = architecture.get_text_config(decoder=True)
+    return {key: getattr(text, key) for key in _STRETCHED} if model.yarn_factor is not None else {}
