@@ -10,6 +10,8 @@ import torch
 
 from tunebook.config.choices import Checkpointing, PeftMethod
 from tunebook.config.compose import compose
+from tunebook.hardware.detect import Machine
+from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory.kept import kept_by_one_layer, tokens_per_pass
 from tunebook.plan.memory.work import (
     backward_work,
@@ -33,6 +35,9 @@ WAYS = {
     "adapter": LORA,
     "adapter, bf16": replace(LORA, weights=BF16),
 }
+
+
+NO_GPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=120.0)
 
 
 def set_to(config, way, kind, inner):
@@ -82,7 +87,42 @@ def test_layers_count_the_work_of_their_experts(sound):
     facts.measured.saved = {"autocast/full/flash": [0, 10**6, 0, 0, 10**6, 0]}
     experts = 4 * CHOSEN * (2 * HIDDEN + 4 * NARROW)
     assert forward_work(sound, facts) == tokens * (2 * state + 8 * HIDDEN + experts)
-    assert backward_work(sound, facts) == 0
+    assert backward_work(sound, facts) == tokens * (3 * state + experts)  # it has come back
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_experts_that_fsdp_gathers_in_16_bits_keep_half_as_much(is_compiled):
+    """Numbers between the layers stay fp32: what dense layers keep more because of them, experts' layers keep too."""
+    words = ["hardware=hopper", "dataset=synthetic", "training.global_samples=16", "training.max_length=2048",
+             "packing.row_length=2048", "optimizer.learning_rate=1e-4", f"model.compile_layers={is_compiled}",
+             "activation=stored", "attention=varlen_attention", "precision.compute=bf16",
+             "precision.master_weights=fp32", "training.micro_batch_size=1", "packing=isolated"]  # fmt: skip
+    kept = {}
+    for strategy in ("ddp", "fsdp"):
+        run = ["hardware.gpus_per_node=2", f"parallelism={strategy}"]
+        for model in ("qwen3_30b_a3b", "qwen3_4b"):
+            config = resolve_auto(compose(None, [*words, *run, f"model={model}"], []).config, NO_GPU).config
+            kept[strategy, model] = kept_by_one_layer(config, config.model.facts)
+    assert kept["ddp", "qwen3_4b"] == kept["fsdp", "qwen3_4b"]
+    saved = {mode: numbers[4] for mode, numbers in config_facts("qwen3_30b_a3b").measured.saved.items()}
+    kind = "compiled" if is_compiled else "flash"
+    wide, narrow = saved[f"autocast/full/{kind}"], saved[f"bf16/full/{kind}"]
+    of_stream = (2 if is_compiled else 10) * 2048  # hidden numbers of a token
+    difference = (kept["ddp", "qwen3_30b_a3b"] - kept["fsdp", "qwen3_30b_a3b"]) / 2048  # tokens
+    assert difference == wide - narrow - of_stream > 90_000
+
+
+@pytest.mark.parametrize("model", ["qwen3_4b", "llama31_8b", "smollm2_135m"])
+def test_layers_without_experts_keep_the_same_more_in_fp32(model):
+    facts = config_facts(model)
+    saved = {mode: numbers[4] for mode, numbers in facts.measured.saved.items()}
+    for kind, times in (("flash", 10), ("compiled", 2), ("selective", 2)):
+        assert saved[f"autocast/full/{kind}"] - saved[f"bf16/full/{kind}"] == times * facts.hidden_size
+
+
+def config_facts(model):
+    words = [f"model={model}", "dataset=synthetic", "training.global_samples=16", "training.max_length=2048"]
+    return compose(None, [*words, "optimizer.learning_rate=1e-4"]).config.model.facts
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ model; `element` is the number of bytes of one number in a matrix product.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
-from tunebook.config.choices import Checkpointing, Compute, MixedPrecision, PackingMode, PeftMethod
+from tunebook.config.choices import Checkpointing, Compute, PackingMode, PeftMethod
 from tunebook.config.model_facts import CAST, OFFLOADED, TILED, MeasuredLayers, ModelFacts
-from tunebook.config.schema import FsdpConfig, RunConfig, data_ranks
+from tunebook.config.schema import RunConfig, data_ranks
 from tunebook.data.batch import PADDED_TOKENS_PER_PASS, largest_micro_batch
 from tunebook.data.mean_length import longest_document
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, COMPILED_BETA, MASKED, attention_facts
@@ -30,7 +30,7 @@ from tunebook.model.parameters import (
     linear_layers,
     of_layers,
 )
-from tunebook.plan.memory.states import bytes_per_compute_value, bytes_per_weight
+from tunebook.plan.memory.states import bytes_per_compute_value, bytes_per_hidden_value, experts_are_cast
 
 # Linear layers, grouped by their input: the output of a layer's first or second norm, which several layers share, the
 # output of the attention, or the inner numbers.
@@ -106,14 +106,33 @@ def _kept(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
     saved = _saved(config, measured)
     compiled = saved.get(_compiled_mode(config) or "")
     mode = _mode(config, saved)
-    numbers = compiled or saved.get(mode) or (0,) * 6
+    numbers: Sequence[int] = compiled or saved.get(mode) or (0,) * 6
     tokens, row = tokens_per_pass(config), attended_length(config)
     if config.attention.implementation is BY_DOCUMENT:
         row = 0  # this kernel needs no mask
-    whole, largest = (fixed + tokens * (each + pair * row) for fixed, each, pair in (numbers[:3], numbers[3:]))
     is_cast = compiled is None and mode.startswith(CAST)
+    if experts_are_cast(config, facts):
+        key = (_compiled_mode(config) or "") if compiled else mode
+        numbers = _with_cast_experts(facts, numbers, saved.get(key.replace("autocast", "bf16")), bool(compiled))
+    whole, largest = (fixed + tokens * (each + pair * row) for fixed, each, pair in (numbers[:3], numbers[3:]))
     more = tokens * sum(_differences(config, facts, is_compiled=compiled is not None, is_cast=is_cast))
     return of_layers(facts, whole) + facts.num_layers * more, largest + more
+
+
+# How many bytes per hidden number a layer without experts keeps more in fp32 than in 16 bits, outside of its products:
+# the difference of the traces, the same in every dense model of the book
+_WIDE_STREAM, _WIDE_STREAM_COMPILED = 10, 2
+
+
+def _with_cast_experts(
+    facts: ModelFacts, numbers: Sequence[int], in_16_bits: Sequence[int] | None, is_compiled: bool
+) -> Sequence[int]:
+    """The traced numbers of layers with fp32 experts, with those of 16-bit experts in their place."""
+    if in_16_bits is None:
+        return numbers
+    stream = (_WIDE_STREAM_COMPILED if is_compiled else _WIDE_STREAM) * facts.hidden_size
+    whole = min(numbers[1], in_16_bits[1] + traced_layers(facts).num_layers * stream)
+    return [numbers[0], whole, *numbers[2:4], min(numbers[4], in_16_bits[4] + stream), numbers[5]]
 
 
 def _without_mlps(facts: ModelFacts) -> ModelFacts:
@@ -445,13 +464,6 @@ def adapts_mlp_output(config: RunConfig) -> bool:
 def has_dropout(config: RunConfig) -> bool:
     """Whether adapters use dropout."""
     return config.peft.method is not PeftMethod.full and config.peft.dropout > 0
-
-
-def bytes_per_hidden_value(config: RunConfig) -> int:
-    """Bytes of one number between the layers: the format of the weights that a layer computes with."""
-    settings = config.parallelism
-    is_cast = isinstance(settings, FsdpConfig) and settings.mixed_precision is MixedPrecision.cast
-    return 2 if is_cast and config.precision.compute is not Compute.fp32 else bytes_per_weight(config)
 
 
 def mask_bytes(config: RunConfig) -> float:

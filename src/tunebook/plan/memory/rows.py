@@ -9,12 +9,13 @@ from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters, looked_up_parameters
-from tunebook.plan.memory.kept import bytes_per_hidden_value, kept_by_one_layer, tokens_per_pass
+from tunebook.plan.memory.kept import kept_by_one_layer, tokens_per_pass
 from tunebook.plan.memory.ledger import Kind, Ledger, Moment, Row
 from tunebook.plan.memory.sharding import buffer_rows, reduces_layers
 from tunebook.plan.memory.states import (
     States,
     bytes_per_compute_value,
+    bytes_per_hidden_value,
     bytes_per_trained_weight,
     offloads_parameters,
     reduced_gradient_bytes,

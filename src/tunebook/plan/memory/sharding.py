@@ -213,8 +213,8 @@ def _prefetched_layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
 def _gathered_layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of layers gathered in a backward pass, with one layer's gradient: two layers, or all that were kept.
 
-    One rank with adapters holds one layer: it prefetches nothing (torch 2.13, _fsdp_param_group.py, wait_for_unshard),
-    and frozen weights have no gradients.
+    One rank holds one layer: it prefetches nothing (torch 2.13, _fsdp_param_group.py, unshard). Frozen weights have no
+    gradients.
     """
     if shard_counts(config).weights == 1 and not offloads_parameters(config):
         return 0.0
@@ -222,9 +222,10 @@ def _gathered_layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
     in_four_bits = parameters.linear if config.peft.method is PeftMethod.qlora else 0  # 4 bits also when gathered
     whole = in_four_bits * FOUR_BIT_BYTES + (parameters.layers - in_four_bits) * element
     layer = whole / max(1, facts.num_layers)
-    if not _is_full(config) and world_size(config) == 1:
-        return layer
-    return (layer if _is_full(config) else 0.0) + (whole if strategy_facts(config).keeps_gathered else 2 * layer)
+    gradient = layer if _is_full(config) else 0.0
+    if world_size(config) == 1 and not (_is_full(config) and strategy_facts(config).keeps_gathered):
+        return layer + gradient
+    return gradient + (whole if strategy_facts(config).keeps_gathered else 2 * layer)
 
 
 def _is_full(config: RunConfig) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tunebook.config.choices import Compute, MasterWeights, PeftMethod
+from tunebook.config.choices import Compute, MasterWeights, MixedPrecision, PeftMethod
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig, world_size
 from tunebook.facts.optimizers import OPTIMIZERS
@@ -219,3 +219,25 @@ def shard_counts(config: RunConfig) -> ShardCounts:
         gradients=ranks if facts.divides_gradients else 1,
         optimizer=ranks if facts.divides_optimizer else 1,
     )
+
+
+def bytes_per_hidden_value(config: RunConfig) -> int:
+    """Bytes of one number between the layers: the format of the weights that a layer computes with."""
+    settings = config.parallelism
+    is_cast = isinstance(settings, FsdpConfig) and settings.mixed_precision is MixedPrecision.cast
+    return 2 if is_cast and config.precision.compute is not Compute.fp32 else bytes_per_weight(config)
+
+
+def experts_are_cast(config: RunConfig, facts: ModelFacts) -> bool:
+    """Whether experts that are fully trained compute in 16 bits though the numbers between the layers are fp32.
+
+    FSDP gathers all weights in 16 bits. Elsewhere stacked experts stay fp32: autocast does not cast them.
+    """
+    is_full_fsdp = isinstance(config.parallelism, FsdpConfig) and config.peft.method is PeftMethod.full
+    is_wide = bytes_per_hidden_value(config) == 4 and config.precision.compute is not Compute.fp32
+    return is_full_fsdp and is_wide and facts.measured is not None and facts.measured.experts_per_token > 0
+
+
+def bytes_per_expert_value(config: RunConfig, facts: ModelFacts) -> int:
+    """Bytes of one number inside the experts."""
+    return 2 if experts_are_cast(config, facts) else bytes_per_hidden_value(config)

@@ -21,7 +21,6 @@ from tunebook.facts.attention import attention_facts
 from tunebook.plan.memory.kept import (
     adapts_mlp_output,
     attended_length,
-    bytes_per_hidden_value,
     four_bit_layers_return_fp32,
     fp32_bytes_of_four_bit_layers,
     has_dropout,
@@ -37,7 +36,12 @@ from tunebook.plan.memory.kept import (
     traced_layers,
     trains_experts,
 )
-from tunebook.plan.memory.states import bytes_per_compute_value, bytes_per_trained_weight
+from tunebook.plan.memory.states import (
+    bytes_per_compute_value,
+    bytes_per_expert_value,
+    bytes_per_hidden_value,
+    bytes_per_trained_weight,
+)
 
 # TRL's activation offloading holds 5 tensors that are being copied, and the next one (trl 1.16,
 # models/activation_offloading.py). They are inputs of layers, or what the last norm and product save, in bytes per
@@ -101,6 +105,8 @@ def backward_work(config: RunConfig, facts: ModelFacts) -> float:
         at_inner = _tiled_work(config, facts, at_inner)
     if is_recomputed(config):
         return kept_by_one_layer(config, facts) + max(0.0, at_inner, softmax)
+    if config.activation.offload and routes_tokens(facts):  # what the experts saved is back on the GPU
+        return at_inner + tokens_per_pass(config) * kept_by_experts(config, facts)
     return 0.0 if config.activation.offload else max(at_inner, softmax)
 
 
@@ -228,9 +234,10 @@ def experts_forward_bytes(config: RunConfig, facts: ModelFacts) -> float:
     hidden, inner = _numbers(facts)
     held = int(_are_frozen(config, facts)) + int(traced_layers(facts).has_expert_biases)
     at_end = 2 + held
-    if bytes_per_hidden_value(config) == 2 and config.precision.compute is not Compute.fp32:
+    element = bytes_per_expert_value(config, facts)
+    if element == 2 and config.precision.compute is not Compute.fp32:
         at_end += 1
-    return bytes_per_hidden_value(config) * max(at_end * hidden, _at_gate_forward(config, facts, hidden, inner))
+    return element * max(at_end * hidden, _at_gate_forward(config, facts, hidden, inner))
 
 
 def _at_gate_forward(config: RunConfig, facts: ModelFacts, hidden: float, inner: float) -> float:
@@ -248,20 +255,20 @@ def experts_backward_bytes(config: RunConfig, facts: ModelFacts, *, is_recompute
     layer holds the gathered biases until its forward pass ends, while the gradient already exists.
     """
     hidden, inner = _numbers(facts)
-    element, is_frozen = bytes_per_hidden_value(config), _are_frozen(config, facts)
+    element, is_frozen = bytes_per_expert_value(config, facts), _are_frozen(config, facts)
     at_outputs, at_gate = 3 * hidden, (3 if is_frozen else 2) * inner - hidden
     if is_recomputed and traced_layers(facts).has_expert_biases:
         at_outputs += hidden * is_frozen
         at_gate = max(at_gate, 4 * inner + hidden if is_frozen else 3 * inner)
     # In fp32 the norm's output replaces the layer's input, which is kept anyway.
-    norms = (element if element == 2 else 0) * is_recomputed
+    norms = (2 if bytes_per_hidden_value(config) == 2 else 0) * is_recomputed
     return element * max(at_outputs, at_gate) + norms * facts.hidden_size
 
 
 def kept_by_experts(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes per token that the experts of a layer save: inputs, gate and up, activation, product and outputs."""
     hidden, inner = _numbers(facts)
-    return bytes_per_hidden_value(config) * (2 * hidden + 4 * inner)
+    return bytes_per_expert_value(config, facts) * (2 * hidden + 4 * inner)
 
 
 def _numbers(facts: ModelFacts) -> tuple[float, float]:
