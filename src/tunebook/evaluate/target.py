@@ -235,13 +235,11 @@ def bare_config(target: Target) -> RunConfig:
     that is not local and cannot be fetched.
     """
     model = model_config(target)
-    if target.origin is not None:  # as in the training; the config.json of a model that is no adapter says it, too
-        model = replace(
-            model,
-            yarn_factor=target.origin.yarn_factor,
-            yarn_original_positions=target.origin.yarn_original_positions,
-            template_date=target.origin.template_date or model.template_date,
-        )
+    if target.origin is not None:  # as in the training
+        model = replace(model, template_date=target.origin.template_date or model.template_date)
+        if target.folder is not None and is_adapter(target.folder):  # a whole model's own config.json says it
+            original = target.origin.yarn_original_positions
+            model = replace(model, yarn_factor=target.origin.yarn_factor, yarn_original_positions=original)
     if model.name is not None:
         fetch_config(model)
     gpus = detect_machine().gpus
