@@ -85,6 +85,12 @@ def test_what_names_nothing_lists_the_steps(layouts: Any, run: Path, text: str, 
         choose_source(read_run(run), text)
 
 
+def test_a_run_without_checkpoints_advises_none(run: Path) -> None:
+    (run / "model").mkdir()
+    with pytest.raises(RequestError, match="has no checkpoints; leave --checkpoint out for the trained model$"):
+        choose_source(read_run(run), "4")
+
+
 def test_another_runs_checkpoint_is_refused(layouts: Any, run: Path, base: Path) -> None:
     other = layouts.write_checkpoint(layouts.write_run(run.parent / "other", base), "whole")
     (run / "checkpoints").mkdir()

@@ -101,12 +101,11 @@ def _named(run: Path, text: str) -> Path:
 
 def _no_checkpoint(run: Path, what: str) -> RequestError:
     found = [str(step_of(path)) for path in named_as_checkpoints(run / CHECKPOINTS_FOLDER)]
-    steps = f"its checkpoints are of the steps {', '.join(reversed(found))}" if found else "it has no checkpoints"
-    return RequestError(
-        f"{what}; {steps}. Name a step, such as --checkpoint {found[0] if found else 100}, or leave it out for the "
-        "newest",
-        problem_id="export-no-checkpoint",
-    )
+    advice = "it has no checkpoints; leave --checkpoint out for the trained model"
+    if found:
+        steps = f"its checkpoints are of the steps {', '.join(reversed(found))}"
+        advice = f"{steps}. Name a step, such as --checkpoint {found[0]}, or leave it out for the newest"
+    return RequestError(f"{what}; {advice}", problem_id="export-no-checkpoint")
 
 
 def _nothing_in(run: Path) -> RequestError:
