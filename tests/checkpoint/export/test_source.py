@@ -87,7 +87,7 @@ def test_what_names_nothing_lists_the_steps(layouts: Any, run: Path, text: str, 
 
 def test_a_run_without_checkpoints_advises_none(run: Path) -> None:
     (run / "model").mkdir()
-    with pytest.raises(RequestError, match="has no checkpoints; leave --checkpoint out for the trained model$"):
+    with pytest.raises(RequestError, match=r"has no checkpoints; leave --checkpoint out for the trained model$"):
         choose_source(read_run(run), "4")
 
 
