@@ -119,8 +119,8 @@ def _kept(config: RunConfig, facts: ModelFacts) -> tuple[float, float]:
     return of_layers(facts, whole) + facts.num_layers * more, largest + more
 
 
-# How many bytes per hidden number a layer without experts keeps more in fp32 than in 16 bits, outside of its products:
-# the difference of the traces, the same in every dense model of the book
+# How many bytes per hidden number a dense layer of Llama's or Qwen's build keeps more in fp32 than in 16 bits, outside
+# of its products: the difference of the traces. Layers of other builds have at most this, so the plan is not too low.
 _WIDE_STREAM, _WIDE_STREAM_COMPILED = 10, 2
 
 
