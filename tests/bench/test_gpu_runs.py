@@ -120,7 +120,7 @@ def test_cases_are_planned_before_they_run(tmp_path):
 
 
 def test_what_a_rule_refuses_runs_only_where_the_case_allows_it():
-    words = ["quickstart", "peft=lora", "peft.use_dora=true", "model.compile_layers=true"]
+    words = ["quickstart", "peft=lora", "peft.use_dora=true", "parallelism=zero3"]
     assert [one["id"] for one in planned(words)["refused"]] == ["dora-not-tested"]
     assert planned(words, ["dora-not-tested"])["planned_gib"] == 0
 
@@ -160,3 +160,20 @@ def test_what_is_drawn_has_been_planned_and_can_run(tmp_path, monkeypatch):
     jobs, refused = listed(tmp_path, file)
     assert [job.name for job in jobs] == ["drawn-drawn_3_1", "drawn-drawn_3_2"] and not refused
     assert all(json.loads(line)["planned_gib"] <= gpu_draw.LARGEST_GIB for line in file.read_text().splitlines())
+
+
+# Tokens a second that are planned for what was measured. The share of experts in 16 bits is from the first two.
+EXPERTS = {
+    "layers_8_bf16": (46_811, 46_375), "layers_8_bf16_compiled": (72_812, 81_271),
+    "qwen3_30b_a3b_fsdp": (94_159, 89_173), "qwen3_30b_a3b_fsdp_2": (45_306, 55_662),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_layers_with_experts_are_planned_by_the_number_format_of_the_experts(name, tmp_path):
+    texts = [(RESULTS / f"{file}.jsonl").read_text() for file in ("h100_models", "h200x2_models")]
+    line = next(line for text in texts for line in map(json.loads, text.splitlines()) if line["name"] == name)
+    words = [*words_of(line, tmp_path, more=[], has_weights=False), *line["resolved"]]
+    found, measured = planned(words)["planned_tokens_per_second"], line["tokens_per_second_per_gpu"]
+    assert (found, round(measured)) == (pytest.approx(EXPERTS[name][0], rel=0.01), EXPERTS[name][1])
+    assert found == pytest.approx(measured, rel=0.2)

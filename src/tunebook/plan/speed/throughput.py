@@ -30,7 +30,7 @@ from tunebook.model.flops import (
     tiled_flops_per_token,
 )
 from tunebook.model.parameters import attention_width, count_parameters, has_experts, of_layers
-from tunebook.plan.memory.states import bytes_per_compute_value
+from tunebook.plan.memory.states import bytes_per_compute_value, bytes_per_expert_value
 from tunebook.plan.memory.work import is_recomputed
 from tunebook.plan.speed.comparable import (
     SEVERAL_NODES,
@@ -42,7 +42,9 @@ from tunebook.plan.speed.comparable import (
     why_not_estimated,
 )
 from tunebook.plan.speed.measured_speed import (
+    COMPILED_EXPERTS_16_BIT_SHARE,
     DETERMINISTIC_SHARE,
+    EXPERTS_16_BIT_SHARE,
     EXPERTS_SHARE,
     LONG_ATTENTION_SHARE,
     LONG_ATTENTIONS,
@@ -176,7 +178,7 @@ def _estimate(
     factors = _factors(config, facts, row, useful / (useful + again), (useful + again) / flops)
     work = real / (1 - padding) * flops / (peak.tflops * 1e12)  # seconds at the peak
     long = _long_attention_flops(config, facts, attended, row) / flops  # the share of it at a rate of its own
-    others = 1 - long + _expert_overhead_flops(facts, trained) / flops
+    others = 1 - long + _expert_overhead_flops(config, facts, trained) / flops
     share = row.efficiency * math.prod(factor.gain for factor in factors)
     computing = work * (others / share + long / LONG_ATTENTION_SHARE)
     waiting = _launch_bound_seconds(config, facts)
@@ -220,8 +222,8 @@ def _factors(
         text = f"LoRA computes at {adapter.gain:.0%} of a full fine-tune's share ({adapter.text})"
         found.append(_Factor(adapter.gain, text))
     if has_experts(facts):
-        measured = f"2 of Qwen3-30B-A3B on one {MEASURED_ON}"
-        found.append(_Factor(1.0, f"layers with experts reach {EXPERTS_SHARE:.0%} of that share ({measured})"))
+        share, measured = _experts_share(config, facts)
+        found.append(_Factor(1.0, f"layers with experts reach {share:.0%} of that share ({measured})"))
     if not is_fp32 and is_recomputed(config) is not row.is_recomputed:
         left = f"activation checkpointing leaves {RECOMPUTED_GAIN * left_by_recomputing:.0%} of the speed"
         found.append(_Factor(RECOMPUTED_GAIN, left) if is_recomputed(config) else _Factor(1 / RECOMPUTED_GAIN))
@@ -289,14 +291,25 @@ def _waiting_text(config: RunConfig) -> str:
     )
 
 
-def _expert_overhead_flops(facts: ModelFacts, trained: int | None) -> float:
+def _experts_share(config: RunConfig, facts: ModelFacts) -> tuple[float, str]:
+    """Share of peak of layers with experts, relative to other layers, and what it was measured with."""
+    if bytes_per_expert_value(config, facts) > 2:
+        return EXPERTS_SHARE, f"2 of Qwen3-30B-A3B with experts in fp32 on one {MEASURED_ON}"
+    is_compiled = bool(config.model.compile_layers)
+    kind = "compiled" if is_compiled else "not compiled"
+    share = COMPILED_EXPERTS_16_BIT_SHARE if is_compiled else EXPERTS_16_BIT_SHARE
+    return share, f"8 of Qwen3-30B-A3B with experts in 16 bits, {kind}, on one H100"
+
+
+def _expert_overhead_flops(config: RunConfig, facts: ModelFacts, trained: int | None) -> float:
     """Additional operations per token that represent the lower speed of layers with experts."""
     if not has_experts(facts):
         return 0.0
     assert facts.measured is not None
     per_parameter = 6 if trained is None else 4
     in_layers = of_layers(facts, facts.measured.active_parameters or 0)
-    return per_parameter * in_layers * (1 / EXPERTS_SHARE - 1)
+    share, _ = _experts_share(config, facts)
+    return per_parameter * in_layers * (1 / share - 1)
 
 
 def _long_attention_flops(config: RunConfig, facts: ModelFacts, attended: float, row: OneGpuSpeed) -> float:
