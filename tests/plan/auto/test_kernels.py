@@ -141,6 +141,8 @@ NOT_COMPILED = {
     "zero2_offload": ({"parallelism": parallel(Strategy.zero2, **ON_THE_HOST)}, "are in host memory"),
     "fsdp_offload": ({"parallelism": parallel(Strategy.fsdp, offload_parameters=Offload.cpu)}, "are in host memory"),
     "activation_offload": ({"activation.offload": True}, "are in host memory"),
+    "dora": ({"peft.method": PeftMethod.lora, "peft.use_dora": True}, "several graphs with DoRA"),
+    "shared_rows": ({"parallelism": parallel(Strategy.ddp, sequence_group_size=2)}, "compiled under fsdp only"),
     "qlora": ({"peft.method": PeftMethod.qlora}, "a quantized base yet (peft=qlora)"),
 }
 
@@ -150,6 +152,13 @@ def test_blocks_are_left_as_they_are_for_a_reason(undecided, changed, machine, v
     config, why = decided(changed(undecided, values), machine(H200, H200))
     assert config.model.compile_layers is False
     assert reason in why
+
+
+def test_rows_that_gpus_share_are_compiled_under_fsdp(undecided, changed, machine):
+    config, _ = decided(
+        changed(undecided, {"parallelism": parallel(Strategy.fsdp, sequence_group_size=2)}), machine(H200, H200)
+    )
+    assert (config.model.compile_layers, config.attention.implementation) == (True, Attention.varlen_attention)
 
 
 @pytest.mark.parametrize(

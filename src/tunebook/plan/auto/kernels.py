@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, Source, WrapPolicy
+from tunebook.config.choices import (
+    Attention,
+    Compute,
+    Generation,
+    PackingMode,
+    PeftMethod,
+    Source,
+    Strategy,
+    WrapPolicy,
+)
 from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.data.batch import solve_batch
 from tunebook.data.mean_length import with_file_estimate
@@ -81,8 +90,8 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
     if kernel not in (UNDECIDED, _COMPILED_WITH, *_COMPILED_TOO):
         known = " and ".join(one.name for one in (_COMPILED_WITH, *_COMPILED_TOO))
         yield f"blocks were compiled with {known} only, and {kernel.name} is asked for"
-    if config.parallelism.sequence_group_size > 1:
-        yield "blocks were compiled in short rows only where GPUs share them (parallelism.sequence_group_size)"
+    if config.parallelism.sequence_group_size > 1 and settings.strategy is not Strategy.fsdp:
+        yield "blocks of rows that GPUs share (parallelism.sequence_group_size) were compiled under fsdp only"
     if config.activation.mlp_tile_tokens is not None:
         yield "blocks would be compiled once more for each number of tiles (activation.mlp_tile_tokens)"
     if config.training.deterministic:
@@ -94,7 +103,10 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
     if is_offloaded(config):
         yield "blocks were not compiled yet where weights, optimizer or activations are in host memory or on a disk"
     if has_dora(config):
-        yield "blocks were not compiled with DoRA yet"
+        yield (
+            "blocks are several graphs with DoRA: compiled, Qwen3-4B was 2.5 times as fast, with losses up to 0.2% apart "
+            "in 16 steps (one H200; model.compile_layers=true)"
+        )
     if adapts_parameters(config):
         yield "each step adds adapters to the weights of peft.target_parameters, which breaks compiled blocks apart"
     if config.peft.method is PeftMethod.qlora:

@@ -148,9 +148,6 @@ def dora_not_tested(config: RunConfig) -> Finding | None:
         message = f"PEFT has no DoRA for the stacked experts of {facts.architecture}"
         names = [name for name in facts.measured.adapters if name not in _OF_EXPERTS]
         return Finding(message, f"peft.use_dora=false or {typed_list('peft.target_modules', names)}")
-    if config.model.compile_layers:
-        message = "compiled blocks were not trained with DoRA yet"
-        return Finding(message, "model.compile_layers=false or peft.use_dora=false")
     return None
 
 
