@@ -41,6 +41,7 @@ from tunebook.record.losses import compare_losses
 Line = dict[str, Any]
 
 NVME = Path("/tmp/nvme")
+PATIENT = "launcher.start_timeout_s=7200"  # ranks that are ready wait for their turn before they meet
 # Qwen2.5-3B on generated documents of lognormal(5.8, 0.9) tokens, all of which count; 32,768 tokens per GPU and step.
 SPEED = [
     "model=qwen25_3b", "model.liger_kernel=true", "model.compile_layers=false", "model.weights=random",
@@ -143,7 +144,8 @@ def jobs_of(cases: list[Line], arguments: argparse.Namespace) -> tuple[list[Job]
         if gpus > arguments.gpus:
             refused.append(line | {"verdict": "refused", "refused": [{"id": "", "message": f"{gpus} GPUs are needed"}]})
             continue
-        words = words_of(case, arguments.models, more=arguments.more, has_weights=not arguments.list)
+        more = [*arguments.more, *([PATIENT] if gpus > 1 else [])]
+        words = words_of(case, arguments.models, more=more, has_weights=not arguments.list)
         plan: Line = {"planned_gib": 0.0, "num_parameters": 0}
         if not arguments.list and "script" not in case:
             plan = planned(words, case.get("allows", ()))

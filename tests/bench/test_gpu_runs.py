@@ -14,7 +14,17 @@ sys.path.insert(0, str(BENCH))
 import gpu_draw  # noqa: E402
 import sequence_cases  # noqa: E402
 from gpu_models import slice_words  # noqa: E402
-from gpu_runs import compare_series, jobs_of, parse, planned, read_cases, verdict, words_of, write_planned  # noqa: E402
+from gpu_runs import (  # noqa: E402
+    PATIENT,
+    compare_series,
+    jobs_of,
+    parse,
+    planned,
+    read_cases,
+    verdict,
+    words_of,
+    write_planned,
+)
 
 RESULTS = BENCH / "results"
 LEFT_OUT = {  # lines that other programs measured
@@ -74,7 +84,7 @@ def test_evidence_runs_again_as_often_as_asked(tmp_path):
     jobs, _ = listed(tmp_path, file, words=["--repeats", "2"])
     assert [job.name for job in jobs] == ["evidence-zero3_lora_2-1", "evidence-zero3_lora_2-2"]
     assert [job.gpus for job in jobs] == [(0, 1), (2, 3)]
-    assert jobs[0].words == ["zero3_lora", *json.loads(file.read_text())["ran"]["overrides"]]
+    assert jobs[0].words == ["zero3_lora", *json.loads(file.read_text())["ran"]["overrides"], PATIENT]
 
 
 def test_runs_on_fewer_gpus_take_turns_and_those_on_more_are_refused(tmp_path):

@@ -104,8 +104,8 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
         yield "blocks were not compiled yet where weights, optimizer or activations are in host memory or on a disk"
     if has_dora(config):
         yield (
-            "blocks are several graphs with DoRA: compiled, Qwen3-4B was 2.5 times as fast, with losses up to 0.2% apart "
-            "in 16 steps (one H200; model.compile_layers=true)"
+            "blocks are several graphs with DoRA: compiled, Qwen3-4B was 2.5 times as fast, with losses up to 0.2% "
+            "apart in 16 steps (one H200; model.compile_layers=true)"
         )
     if adapts_parameters(config):
         yield "each step adds adapters to the weights of peft.target_parameters, which breaks compiled blocks apart"
