@@ -90,13 +90,78 @@ torch.distributed.destroy_process_group()
 end.leave(0)
 """
 
+# A row of one document, since no kernel that keeps documents apart compiles on a CPU.
+COMPILED = """
+import json
+from types import SimpleNamespace
+from tunebook.train.rank_process import RankEnd
+end = RankEnd()
+import torch
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
+from tunebook.config.choices import Attention
+from tunebook.model.blocks import compile_layers
+from tunebook.train import sequence
 
-def test_gradients_are_those_of_whole_rows_and_a_leak_is_seen(run, tmp_path):
-    (tmp_path / "program.py").write_text(f"KINDS = {KINDS}\n{PROGRAM}")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    ended = run([*torchrun, str(tmp_path / "program.py")])
-    assert ended.exit_code == 0, ended.output
-    found = json.loads(next(line for line in ended.output.splitlines() if line.startswith("{")))
+torch.distributed.init_process_group("gloo")
+run = SimpleNamespace(
+    parallelism=SimpleNamespace(sequence_group_size=2), launcher=SimpleNamespace(timeout_s=60),
+    attention=SimpleNamespace(implementation=Attention.sdpa),
+)
+config = AutoConfig.for_model(
+    "qwen3", hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    num_hidden_layers=2, vocab_size=64, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+)
+group = sequence.join_sequence_group(run)
+sequence.attend_over_group(run, group, config)
+
+def gradients(is_compiled, is_recomputed):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).train()
+    if is_recomputed:
+        model.gradient_checkpointing_enable()
+    if is_compiled:
+        compile_layers(model, backend="aot_eager")
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    ids, places = (torch.arange(32)[None].chunk(2, dim=1)[group.rank] for _ in range(2))
+    logits = model(input_ids=ids, position_ids=places, use_cache=False).logits[0]
+    torch.nn.functional.cross_entropy(logits, (7 * ids[0] + 5) % 60).backward()
+    return torch.cat([one.grad.full_tensor().flatten() for one in model.parameters()])
+
+plain = gradients(False, False)
+differences = [((gradients(True, one) - plain).norm() / plain.norm()).item() for one in (False, True)]
+if group.rank == 0:
+    print(json.dumps({"differences": differences, "compiled": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+                      "broken": dict(torch._dynamo.utils.counters["graph_break"])}))
+torch.distributed.destroy_process_group()
+end.leave(0)
+"""
+
+
+@pytest.fixture
+def on_two(run, tmp_path):
+    """What rank 0 of a program prints as JSON."""
+
+    def found(program):
+        (tmp_path / "program.py").write_text(program)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        ended = run([*torchrun, str(tmp_path / "program.py")])
+        assert ended.exit_code == 0, ended.output
+        return json.loads(next(line for line in ended.output.splitlines() if line.startswith("{")))
+
+    return found
+
+
+def test_compiled_blocks_exchange_their_rows_in_one_graph(on_two):
+    found = on_two(COMPILED)
+    assert max(found["differences"]) < 1e-6, found
+    assert found["compiled"] >= 2 and not found["broken"]
+
+
+def test_gradients_are_those_of_whole_rows_and_a_leak_is_seen(on_two):
+    found = on_two(f"KINDS = {KINDS}\n{PROGRAM}")
     assert set(found["gradients"]) == set(KINDS)
     assert max(found["gradients"].values()) < 1e-5, found["gradients"]
     assert (found["tokens"], found["sees"], found["sound"]) == (78, True, [])
