@@ -7,7 +7,10 @@ notice on the terminal before compilations, which take long without output.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
+from tunebook.config.choices import Generation
 from tunebook.config.schema import RunConfig
 from tunebook.facts.attention import attention_facts
 
@@ -75,11 +78,25 @@ def compilation_notice(config: RunConfig) -> str | None:
     if config.model.compile_layers:
         parts.append("torch.compile the model's blocks (8 to 98 s on an H200, longer on a CPU)")
     parts += filter(None, [attention_facts(config).compiles_itself])
-    if config.model.liger_kernel:
-        parts.append("Triton the kernels of Liger (some seconds)")
-    if not parts:
+    folders = {_kernel_cache()} if parts else set()
+    of_triton = list(_compiled_by_triton(config))
+    if of_triton:
+        folders.add(os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache"))
+    if not folders:
         return None
-    return f"the first steps compile, without output: {'; '.join(parts)}. Kept in {_kernel_cache()} for the next run"
+    what, where = "; ".join([*parts, *of_triton]), " and ".join(sorted(folders))
+    return f"the first steps compile, without output: {what}. Kept in {where} for the next run"
+
+
+def _compiled_by_triton(config: RunConfig) -> Iterator[str]:
+    """The kernels of packages."""
+    if config.model.liger_kernel:
+        yield "Triton the kernels of Liger (some seconds)"
+    facts = config.model.facts
+    packages = facts.measured.packing_packages if facts is not None and facts.measured is not None else []
+    if packages and config.hardware.generation is not Generation.cpu:
+        # Layers of Qwen3.5-9B: h200x2_models.jsonl, 56 s for the leak probe and 117 s for the first step.
+        yield f"Triton the kernels of {', '.join(packages)}, in several variants each (3 minutes on an H200)"
 
 
 def _kernel_cache() -> str:

@@ -90,8 +90,8 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
     if kernel not in (UNDECIDED, _COMPILED_WITH, *_COMPILED_TOO):
         known = " and ".join(one.name for one in (_COMPILED_WITH, *_COMPILED_TOO))
         yield f"blocks were compiled with {known} only, and {kernel.name} is asked for"
-    if config.parallelism.sequence_group_size > 1 and settings.strategy is not Strategy.fsdp:
-        yield "blocks of rows that GPUs share (parallelism.sequence_group_size) were compiled under fsdp only"
+    if config.parallelism.sequence_group_size > 1 and not isinstance(settings, FsdpConfig):
+        yield "blocks of rows that GPUs share (parallelism.sequence_group_size) were compiled under FSDP only"
     if config.activation.mlp_tile_tokens is not None:
         yield "blocks would be compiled once more for each number of tiles (activation.mlp_tile_tokens)"
     if config.training.deterministic:
