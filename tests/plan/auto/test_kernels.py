@@ -142,7 +142,7 @@ NOT_COMPILED = {
     "fsdp_offload": ({"parallelism": parallel(Strategy.fsdp, offload_parameters=Offload.cpu)}, "are in host memory"),
     "activation_offload": ({"activation.offload": True}, "are in host memory"),
     "dora": ({"peft.method": PeftMethod.lora, "peft.use_dora": True}, "several graphs with DoRA"),
-    "shared_rows": ({"parallelism": parallel(Strategy.ddp, sequence_group_size=2)}, "compiled under fsdp only"),
+    "shared_rows": ({"parallelism": parallel(Strategy.ddp, sequence_group_size=2)}, "compiled under FSDP only"),
     "qlora": ({"peft.method": PeftMethod.qlora}, "a quantized base yet (peft=qlora)"),
 }
 

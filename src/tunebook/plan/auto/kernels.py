@@ -17,7 +17,6 @@ from tunebook.config.choices import (
     PackingMode,
     PeftMethod,
     Source,
-    Strategy,
     WrapPolicy,
 )
 from tunebook.config.schema import FsdpConfig, RunConfig
