@@ -10,15 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tunebook.config.choices import (
-    Attention,
-    Compute,
-    Generation,
-    PackingMode,
-    PeftMethod,
-    Source,
-    WrapPolicy,
-)
+from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, Source, WrapPolicy
 from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.data.batch import solve_batch
 from tunebook.data.mean_length import with_file_estimate
