@@ -316,7 +316,7 @@ def test_an_adapter_makes_more_kernels_and_compiling_fewer() -> None:
     """Gemma 3 4B by LoRA took 2,048 tokens in 471 ms, and compiled in 217 ms."""
     one_row = {"training__micro_batch_size": 1, "packing__row_length": 1024}
     lora = timed(qwen_3b(**one_row, peft__method=PeftMethod.lora))
-    assert "13.6 ms per layer, with LoRA and not compiled (13.3 to 13.9 measured); hosts differ" in lora.assumption
+    assert "11.0 ms per layer, with LoRA and not compiled (7.2 to 13.9 measured); hosts differ" in lora.assumption
     compiled = timed(qwen_3b(**one_row, **COMPILED, peft__method=PeftMethod.lora))
     assert "4.8 ms per layer, with LoRA and compiled (3.7 to 6.4 measured); hosts differ" in compiled.assumption
     full = timed(qwen_3b(**one_row))
