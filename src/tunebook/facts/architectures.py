@@ -11,7 +11,8 @@ from tunebook.facts.generations import can_run
 # Except for those with sinks, `auto` chooses varlen for no others: some call no attention function, and some need what
 # it cannot compute.
 VARLEN_ARCHITECTURES = frozenset({
-    "CohereForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "GPTNeoXForCausalLM", "GraniteForCausalLM",
+    "CohereForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GemmaForCausalLM",
+    "GPTNeoXForCausalLM", "GraniteForCausalLM",
     "LlamaForCausalLM", "MistralForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
     "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
     "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
@@ -24,11 +25,13 @@ VARLEN_ARCHITECTURES = frozenset({
 SINK_ARCHITECTURES = frozenset({"GptOssForCausalLM"})
 
 # Architectures that were tested with compiled blocks: Llama and Qwen2 in h200_speed_one_gpu.jsonl and
-# h200_speed_spread.jsonl, Qwen3-MoE in h100_models.jsonl, the others in h200x2_architectures.jsonl. There losses
-# differed by less than 9e-4 from blocks that are not compiled (Phi 2, which has dropout: 7e-3), and steps were 12 to
-# 58% faster.
+# h200_speed_spread.jsonl, Qwen3-MoE in h100_models.jsonl, Gemma 3 with its image tower in h100_models.jsonl and
+# h200x2_models.jsonl, the others in h200x2_architectures.jsonl. There losses differed by less than 9e-4 from blocks
+# that are not compiled. With dropout, which draws other numbers in them, it was 7e-3 (Phi 2) and 6e-3 (adapters of
+# Gemma 3 4B; without dropout in fp32 2.2e-7). Steps were 12 to 58% faster; Gemma 3 4B with LoRA was 2.2 times as fast.
 COMPILED_ARCHITECTURES = frozenset({
-    "CohereForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "GPTNeoXForCausalLM", "GraniteForCausalLM",
+    "CohereForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GemmaForCausalLM",
+    "GPTNeoXForCausalLM", "GraniteForCausalLM",
     "LlamaForCausalLM", "MistralForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
     "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
     "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",

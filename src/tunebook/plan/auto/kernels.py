@@ -71,7 +71,7 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
     if facts is None:
         yield _UNKNOWN
     elif facts.architecture not in COMPILED_ARCHITECTURES:
-        seen = ", ".join(sorted(name.removesuffix("ForCausalLM") for name in COMPILED_ARCHITECTURES))
+        seen = ", ".join(sorted({name.partition("For")[0] for name in COMPILED_ARCHITECTURES}))
         yield f"{facts.architecture} was not tested compiled; {seen} were"
     elif not has_attention(config, _COMPILED_WITH):
         yield f"{facts.architecture} cannot attend by {_COMPILED_WITH.name}, which compiles with the blocks"
