@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..config.conftest import sound  # noqa: F401
@@ -17,6 +17,19 @@ SMALL = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 TYPES = {architecture: kind for kind, architecture in reversed(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())}
+TOWER = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
+    "patch_size": 16,
+}  # fmt: skip
+
+
+def small_config(architecture, **sizes):
+    """The config of an architecture with these sizes of its text part, and a small image tower if it has one."""
+    kind = TYPES[architecture]
+    if "text_config" not in CONFIG_MAPPING[kind].sub_configs:
+        return AutoConfig.for_model(kind, **sizes)
+    of_all = {name: sizes[name] for name in ("tie_word_embeddings", "pad_token_id") if name in sizes}
+    return AutoConfig.for_model(kind, text_config=sizes, vision_config=TOWER, **of_all)
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +37,7 @@ def model_pair():
     """The same small model of an architecture twice: with sdpa, and with another attention."""
 
     def make(architecture, attention, **sizes):
-        config = AutoConfig.for_model(TYPES[architecture], **(SMALL | sizes))
+        config = small_config(architecture, **(SMALL | sizes))
         torch.manual_seed(0)
         theirs = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa").eval()
         ours = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention.value).eval()

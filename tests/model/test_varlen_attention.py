@@ -9,7 +9,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from tunebook.config.choices import Attention
 from tunebook.errors import RequestError
-from tunebook.facts.architectures import VARLEN_ARCHITECTURES
+from tunebook.facts.architectures import SINK_ARCHITECTURES, VARLEN_ARCHITECTURES
 from tunebook.model import varlen_attention as module
 from tunebook.model.varlen_attention import register, sdpa_by_document, varlen_attention
 
@@ -233,6 +233,7 @@ def plain_kernel(monkeypatch):
 
 def test_with_sinks_outputs_and_gradients_are_those_of_the_models_own_attention(plain_kernel, row_by_document):
     """GPT-OSS, whose eager attention adds a column of sinks; one of its two layers has a sliding window."""
+    assert {GptOssForCausalLM.__name__} == SINK_ARCHITECTURES, "`auto` takes the kernel for what is compared here"
     sizes = {
         "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
         "num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2,

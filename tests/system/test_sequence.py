@@ -12,8 +12,9 @@ from tunebook.files import read_json
 from tunebook.record.metrics import read_metrics
 
 IN_A_GROUP = (*ON_TWO_RANKS, "parallelism.sequence_group_size=2")
-# Architectures with norms of queries and keys, biases, partial rotary positions, windows, and experts; qwen3 comes last
-KINDS = ("llama", "gpt_neox", "phi3", "gemma3_text", "olmo2", "granite", "cohere", "qwen3_moe", "qwen3")
+# Architectures with norms of queries and keys, biases, partial rotary positions, windows, an image tower, and experts;
+# qwen3 comes last
+KINDS = ("llama", "gpt_neox", "phi3", "gemma3_text", "gemma3", "olmo2", "granite", "cohere", "qwen3_moe", "qwen3")
 IN_SHORT_ROWS = ("packing.row_length=128", "training.micro_batch_size=2")  # several passes a step
 
 PROGRAM = """
@@ -22,7 +23,7 @@ from types import SimpleNamespace
 from tunebook.train.rank_process import RankEnd
 end = RankEnd()
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import add_fused_lm_head
 from contextlib import nullcontext
@@ -34,11 +35,15 @@ from tunebook.train.leak_probe import TrainingForward
 
 torch.distributed.init_process_group("gloo")
 def model_of(kind):
-    config = AutoConfig.for_model(
-        kind, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    sizes = dict(
+        hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
         num_hidden_layers=2, vocab_size=200, bos_token_id=0, eos_token_id=1, pad_token_id=1,
         **{"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2} if "moe" in kind else {},
     )
+    if "vision_config" in CONFIG_MAPPING[kind].sub_configs:
+        tower = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+        sizes = {"text_config": sizes, "vision_config": tower, "pad_token_id": 1}
+    config = AutoConfig.for_model(kind, **sizes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa_by_document", dtype=torch.float32)
     add_fused_lm_head(model)

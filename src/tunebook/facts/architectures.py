@@ -8,20 +8,30 @@ from tunebook.facts.attention import COMPILED, MASKED, WITHOUT_KERNEL
 from tunebook.facts.generations import can_run
 
 # Architectures whose results with torch's varlen kernel were compared with sdpa (tests/model/test_varlen_attention.py).
-# `auto` chooses varlen for no others: some call no attention function, and some need what it cannot compute.
+# Except for those with sinks, `auto` chooses varlen for no others: some call no attention function, and some need what
+# it cannot compute.
 VARLEN_ARCHITECTURES = frozenset({
-    "CohereForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "GPTNeoXForCausalLM", "GraniteForCausalLM",
+    "CohereForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GemmaForCausalLM",
+    "GPTNeoXForCausalLM", "GraniteForCausalLM",
     "LlamaForCausalLM", "MistralForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
     "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
     "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
 })  # fmt: skip
 
+# Architectures with attention sinks. Of the kernels for packed rows, torch's varlen kernel alone computes them, and
+# GPUs that share rows were not tried, so these are not in VARLEN_ARCHITECTURES. Results were compared with eager
+# attention (test_varlen_attention.py, h100_sinks.jsonl), and losses too (h100_models.jsonl). The leak probe passed with
+# all layers of gpt-oss-20b (h200x2_models.jsonl). In compiled blocks losses differed by 0.22%: `auto` compiles none.
+SINK_ARCHITECTURES = frozenset({"GptOssForCausalLM"})
+
 # Architectures that were tested with compiled blocks: Llama and Qwen2 in h200_speed_one_gpu.jsonl and
-# h200_speed_spread.jsonl, Qwen3-MoE in h100_models.jsonl, the others in h200x2_architectures.jsonl. There losses
-# differed by less than 9e-4 from blocks that are not compiled (Phi 2, which has dropout: 7e-3), and steps were 12 to
-# 58% faster.
+# h200_speed_spread.jsonl, Qwen3-MoE in h100_models.jsonl, Gemma 3 with its image tower in h100_models.jsonl and
+# h200x2_models.jsonl, the others in h200x2_architectures.jsonl. There losses differed by less than 9e-4 from blocks
+# that are not compiled. With dropout, which draws other numbers in them, it was 7e-3 (Phi 2) and 6e-3 (adapters of
+# Gemma 3 4B; without dropout in fp32 2.2e-7). Steps were 12 to 58% faster; Gemma 3 4B with LoRA was 2.2 times as fast.
 COMPILED_ARCHITECTURES = frozenset({
-    "CohereForCausalLM", "Gemma3ForCausalLM", "GemmaForCausalLM", "GPTNeoXForCausalLM", "GraniteForCausalLM",
+    "CohereForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GemmaForCausalLM",
+    "GPTNeoXForCausalLM", "GraniteForCausalLM",
     "LlamaForCausalLM", "MistralForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
     "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
     "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
@@ -73,9 +83,12 @@ def nearest_attention(config: RunConfig) -> Attention:
 
 
 def without_flash_attn(config: RunConfig) -> Attention:
-    """The kernel `auto` uses for compiled blocks or without flash-attn: torch's varlen for packed rows, else sdpa."""
+    """The kernel `auto` uses for compiled blocks or without flash-attn.
+
+    It is torch's varlen for packed rows of architectures that were compared with it, else the nearest one.
+    """
     kernel, facts = COMPILED, config.model.facts
-    is_known = facts is not None and facts.architecture in VARLEN_ARCHITECTURES
+    is_known = facts is not None and facts.architecture in VARLEN_ARCHITECTURES | SINK_ARCHITECTURES
     is_packed = config.packing.mode is not PackingMode.padded
     is_possible = can_run(kernel, config.hardware.generation) and config.precision.compute is not Compute.fp32
     is_taken = is_known and is_packed and is_possible and has_attention(config, kernel)

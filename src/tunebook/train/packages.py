@@ -9,7 +9,7 @@ from importlib import metadata
 from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, TrackerName
 from tunebook.config.schema import RunConfig
 from tunebook.errors import Problem
-from tunebook.facts.architectures import without_flash_attn
+from tunebook.facts.architectures import has_attention, without_flash_attn
 from tunebook.facts.attention import ATTENTIONS, INSTALLED, attention_facts
 from tunebook.facts.generations import GENERATIONS, can_run
 from tunebook.facts.optimizers import OPTIMIZERS
@@ -112,7 +112,7 @@ def _attention_at_hand(config: RunConfig, version_of: VersionOf) -> Attention:
     if config.model.compile_layers or attention_facts(config).needs_lengths:
         return without_flash_attn(config)
     flash, is_fp32 = INSTALLED, config.precision.compute is Compute.fp32
-    can_run_it = can_run(flash, config.hardware.generation) and not is_fp32
+    can_run_it = can_run(flash, config.hardware.generation) and not is_fp32 and has_attention(config, flash)
     is_here = version_of(str(ATTENTIONS[flash].package)) is not None
     return flash if is_here and can_run_it else without_flash_attn(config)
 

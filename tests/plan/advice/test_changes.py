@@ -271,7 +271,8 @@ def test_a_row_that_is_too_long_for_a_gpu_is_offered_to_the_smallest_group_that_
         (("hardware.gpus_per_node=1", "parallelism=single"), []),
         (("packing=padded",), []),
         (("packing.row_length=8192",), []),  # rows of one document are shorter
-        (("model=gemma3_4b",), []),
+        (("model=gemma3_4b",), ["2", "4"]),  # with an image tower, and 4 heads of keys and values
+        (("model=gpt_oss_20b",), []),  # with a sink for each head
         (("hardware=cpu", "hardware.memory_gib=64", "parallelism=ddp"), []),
     ],
     ids=str,

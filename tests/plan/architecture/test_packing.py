@@ -51,8 +51,13 @@ HYBRID = {
 }
 
 
+# By default their image towers are as large as published ones, so a small model is made of a config.
+WITH_TOWERS = {"Gemma3ForConditionalGeneration": "gemma3"}
+
+
 def facts_of(architecture):
-    return packing_facts(architecture, None, has_experts="Moe" in architecture)
+    config = AutoConfig.for_model(WITH_TOWERS[architecture]) if architecture in WITH_TOWERS else None
+    return packing_facts(architecture, config, has_experts="Moe" in architecture)
 
 
 @pytest.mark.parametrize("architecture", LEAKING)

@@ -21,7 +21,7 @@ from tunebook.config.choices import (
     WrapPolicy,
 )
 from tunebook.config.schema import DatasetConfig, FsdpConfig, ParallelismConfig, ZeroConfig
-from tunebook.facts.architectures import COMPILED_ARCHITECTURES, VARLEN_ARCHITECTURES
+from tunebook.facts.architectures import COMPILED_ARCHITECTURES, SINK_ARCHITECTURES, VARLEN_ARCHITECTURES
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.rules import check
 
@@ -251,6 +251,38 @@ def test_less_memory_is_planned_for_compiled_blocks(undecided, machine):
 def test_compiled_architectures_are_known_to_the_rest() -> None:
     """The kernel that compiles with the blocks must be one that `auto` may take for them."""
     assert COMPILED_ARCHITECTURES <= VARLEN_ARCHITECTURES
+    assert not SINK_ARCHITECTURES & VARLEN_ARCHITECTURES
+
+
+@pytest.mark.parametrize(
+    ("gpu", "values", "kernel"),
+    [
+        (H200, {}, "varlen_attention"),
+        (A100, {}, "varlen_attention"),
+        (V100, {}, "eager"),
+        (None, {}, "eager"),
+        (H200, {"precision.compute": Compute.fp32}, "eager"),
+        (H200, {"packing.mode": PackingMode.padded}, "eager"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("flash_attn", ["2.8.3", None])
+def test_attention_sinks_are_packed_by_the_varlen_kernel_where_it_runs(
+    undecided, changed, machine, monkeypatch, gpu, values, kernel, flash_attn
+):
+    monkeypatch.setattr("tunebook.plan.auto.kernels.installed_version", lambda package: flash_attn)
+    facts = undecided.model.facts
+    facts.architecture = "GptOssForCausalLM"
+    facts.measured = traced(
+        num_layers=facts.num_layers, parameters=1000, linear_inputs=10, adapter_parameters=10,
+        attention=["eager", "flex_attention", "flash_attention_4", "varlen_attention"], isolates={"mask": False},
+    )  # fmt: skip
+    config, why = decided(changed(undecided, values), machine(*([gpu] if gpu else [])))
+    packing = PackingMode.padded if kernel == "eager" else PackingMode.isolated
+    assert (config.attention.implementation.name, config.packing.mode) == (kernel, packing)
+    assert config.model.compile_layers is False
+    if packing is PackingMode.isolated:
+        assert "GptOssForCausalLM was not tested compiled" in why
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,14 @@ LEAKING = {
         num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, isolates={"mask": False, "lengths": False}
     ),
 }
+GPT_OSS = {
+    "model.facts.architecture": "GptOssForCausalLM",
+    "model.facts.measured": traced(
+        num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, isolates={"mask": False},
+        attention=["eager", "flex_attention", "flash_attention_4", "varlen_attention"],
+    ),
+    "attention.implementation": Attention.eager,
+}  # fmt: skip
 WITH_EXPERTS = traced(
     num_layers=2, parameters=900, active_parameters=300, linear_inputs=10, expert_adapters={"down_proj": [20, 10]},
     attention=["eager", "sdpa", "flash_attention_2"],
@@ -384,6 +392,7 @@ CASES = [
     case("flash-attention-not-deterministic", "last bits", {"training.deterministic": True}),
     case("packing-leaks", "BloomForCausalLM cannot keep", LEAKING),
     case("packing-leaks", "cannot keep", LEAKING, {**DDP, **IN_TOKENS}),
+    case("packing-leaks", "with eager, whose mask does not know them", GPT_OSS),
     case("row-length-without-packing", "4096 is not used", {"packing.row_length": 4096}, PADDED),
     case("liger-without-gpu", "need a GPU", {"model.liger_kernel": True}, ON_CPU),
     case("one-pass-head-without-gpu", "on a GPU only", {"model.one_pass_head": True}, ON_CPU),
@@ -447,7 +456,18 @@ CASES = [
         {"parallelism.sequence_group_size": 4},
         SHARED_ROWS,
     ),
-    case("sequence-group-architecture", "GptOss", {"model.facts.architecture": "GptOssForCausalLM"}, SHARED_ROWS),
+    case(
+        "sequence-group-architecture",
+        "GptOssForCausalLM has an attention sink for each head",
+        {"model.facts.architecture": "GptOssForCausalLM"},
+        SHARED_ROWS,
+    ),
+    case(
+        "sequence-group-architecture",
+        "FalconForCausalLM is not known to attend only by",
+        {"model.facts.architecture": "FalconForCausalLM"},
+        SHARED_ROWS,
+    ),
     case(
         "sequence-group-attention",
         "rows with flash_attention_2 cannot be shared by 2",

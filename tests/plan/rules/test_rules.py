@@ -41,6 +41,7 @@ from ..memory.layers import measured as traced
 from .rule_cases import (
     CASES,
     DDP,
+    GPT_OSS,
     IN_TOKENS,
     LEAKING,
     MEASURED,
@@ -251,6 +252,22 @@ def test_an_attention_that_the_model_has_not_is_exchanged_with_the_packing_that_
     values = {"model.facts.architecture": "GptOssForCausalLM", "model.facts.measured": only_eager}
     fix = fix_of(changed(sound, values), "attention-not-in-model")
     assert fix == "attention.implementation=eager packing.mode=padded packing.row_length=null"
+
+
+@pytest.mark.parametrize("packing", [PackingMode.isolated, PackingMode.padded])
+def test_sinks_are_computed_by_the_varlen_kernel_in_packed_rows(sound, changed, packing):
+    gpt_oss = changed(sound, GPT_OSS | {"packing.mode": packing})
+    other = changed(gpt_oss, {"attention.implementation": Attention.flash_attention_2})
+    kernel = "eager" if packing is PackingMode.padded else "varlen_attention"
+    assert fix_of(other, "attention-not-in-model") == f"attention.implementation={kernel}"
+    if packing is PackingMode.isolated:
+        assert fix_of(gpt_oss, "packing-leaks").startswith("attention.implementation=varlen_attention or packing.mode=")
+
+
+def test_rows_with_sinks_are_not_shared_and_no_attention_is_suggested_for_it(sound, changed):
+    shared = changed(sound, GPT_OSS | SHARED_ROWS | {"attention.implementation": Attention.eager})
+    alone = "parallelism.sequence_group_size=1"
+    assert [fix_of(shared, f"sequence-group-{name}") for name in ("architecture", "attention")] == [alone, alone]
 
 
 def test_the_best_model_gets_validations_and_checkpoints_at_once(sound, changed):

@@ -127,6 +127,13 @@ def test_kernels_for_packed_rows_are_asked_for_before_a_gpu_is_used(sound, chang
 FLASH, FLASH_4 = "pip install flash-attn --no-build-isolation", "pip install flash-attn-4==4.0.0b36"
 UNPACKED = {"packing.mode": PackingMode.padded, "packing.row_length": None}
 GEMMA = {"model.facts.architecture": "Gemma2ForCausalLM"}  # no kernel of torch's was tried with it
+SINKS = {
+    "model.facts.architecture": "GptOssForCausalLM",
+    "model.facts.measured": MeasuredLayers(
+        num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, largest_parameter=1, active_parameters=1,
+        linear_parameters=1, attention=["eager", "flash_attention_4", "varlen_attention"],
+    ),
+}  # fmt: skip
 UNKNOWN = {"model.facts": None, "model.name": "someone/model"}  # no name of the book
 
 
@@ -139,6 +146,8 @@ UNKNOWN = {"model.facts": None, "model.name": "someone/model"}  # no name of the
         (Attention.flash_attention_2, UNKNOWN, False, "sdpa", FLASH),
         (Attention.flash_attention_4, {}, False, "varlen_attention", FLASH_4),
         (Attention.flash_attention_4, {}, True, "flash_attention_2", FLASH_4),
+        (Attention.flash_attention_4, SINKS, False, "varlen_attention", FLASH_4),
+        (Attention.flash_attention_4, SINKS, True, "varlen_attention", FLASH_4),  # which has no flash attention 2
         (Attention.varlen_attention_4, {}, False, "varlen_attention", FLASH_4),
         (Attention.flash_attention_3, {}, False, "varlen_attention", None),  # its package is on no registry
         (Attention.flash_attention_3, {}, True, "flash_attention_2", None),

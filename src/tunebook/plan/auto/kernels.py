@@ -18,7 +18,6 @@ from tunebook.facts.architectures import (
     COMPILED_ARCHITECTURES,
     VARLEN_ARCHITECTURES,
     has_attention,
-    nearest_attention,
     without_flash_attn,
 )
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, COMPILED_BETA, INSTALLED, MASKED, UNDECIDED
@@ -72,7 +71,7 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
     if facts is None:
         yield _UNKNOWN
     elif facts.architecture not in COMPILED_ARCHITECTURES:
-        seen = ", ".join(sorted(name.removesuffix("ForCausalLM") for name in COMPILED_ARCHITECTURES))
+        seen = ", ".join(sorted({name.partition("For")[0] for name in COMPILED_ARCHITECTURES}))
         yield f"{facts.architecture} was not tested compiled; {seen} were"
     elif not has_attention(config, _COMPILED_WITH):
         yield f"{facts.architecture} cannot attend by {_COMPILED_WITH.name}, which compiles with the blocks"
@@ -143,13 +142,13 @@ def decide_head(config: RunConfig) -> tuple[bool, str]:
 
 
 def decide_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, str]:
-    """The fastest kernel, or the nearest one that the model's architecture supports."""
+    """The fastest kernel, or else the one that the architecture supports: torch's varlen, or the nearest one."""
     kernel, why = _fastest_attention(config, is_planned)
     if has_attention(config, kernel):
         return kernel, why
     assert config.model.facts is not None
-    nearest = nearest_attention(config)
-    return nearest, f"{config.model.facts.architecture} cannot attend by {kernel.name}, but by {nearest.name}"
+    other = without_flash_attn(config)
+    return other, f"{config.model.facts.architecture} cannot attend by {kernel.name}, but by {other.name}"
 
 
 def _fastest_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, str]:

@@ -48,10 +48,10 @@ def attention_not_in_model(config: RunConfig) -> Finding | None:
     if facts is None or facts.measured is None or has_attention(config, kernel):
         return None
     message = f"{facts.architecture} cannot attend by {kernel.name}; it can by {', '.join(facts.measured.attention)}"
-    nearest = nearest_attention(config)
-    fix = f"attention.implementation={nearest.name}"
+    other = without_flash_attn(config)
+    fix = f"attention.implementation={other.name}"
     if config.packing.mode is PackingMode.isolated and leaks(
-        replace(config, attention=AttentionConfig(implementation=nearest))
+        replace(config, attention=AttentionConfig(implementation=other))
     ):
         fix += f" {_unpacked(config)}"
     return Finding(message, fix)
@@ -132,11 +132,12 @@ def packing_leaks(config: RunConfig) -> Finding | None:
     facts = config.model.facts
     if config.packing.mode is not PackingMode.isolated or facts is None or not leaks(config):
         return None
-    kernel = config.attention.implementation.name
-    by_lengths = facts.measured is not None and facts.measured.isolates.get(LENGTHS)
+    kernel, other = config.attention.implementation.name, without_flash_attn(config)
+    has_other = attention_facts(config).has_mask and ATTENTIONS[other].needs_lengths
+    by_lengths = has_other or (facts.measured is not None and facts.measured.isolates.get(LENGTHS))
     how = f" with {kernel}, whose mask does not know them" if by_lengths else ""
     message = f"{facts.architecture} cannot keep packed documents apart{how}"
-    fix = _unpacked(config)
+    fix = (f"attention.implementation={other.name} or " if has_other else "") + _unpacked(config)
     if attention_facts(config).needs_lengths:
         fix += f" attention.implementation={nearest_attention(config).name}"
     return Finding(message, fix)

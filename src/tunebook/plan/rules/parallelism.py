@@ -20,7 +20,13 @@ from tunebook.config.choices import (
 from tunebook.config.identity import default_of
 from tunebook.config.override_text import as_typed
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig, world_size
-from tunebook.facts.architectures import DECODER_LAYERS, VARLEN_ARCHITECTURES, has_attention, without_flash_attn
+from tunebook.facts.architectures import (
+    DECODER_LAYERS,
+    SINK_ARCHITECTURES,
+    VARLEN_ARCHITECTURES,
+    has_attention,
+    without_flash_attn,
+)
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT
 from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.facts.sharing import is_cast_by_deepspeed, offloaded_states, uses_nvme
@@ -140,13 +146,22 @@ def sequence_group_heads(config: RunConfig) -> Finding | None:
     return Finding(message, _smaller_group(config, heads, groups))
 
 
+def _can_share_rows(config: RunConfig) -> bool:
+    """Whether the architecture was compared with the kernels that exchange tokens for heads; true if unknown."""
+    return config.model.facts is None or config.model.facts.architecture in VARLEN_ARCHITECTURES
+
+
 @rule("sequence-group-architecture", "parallelism.sequence_group_size")
 def sequence_group_architecture(config: RunConfig) -> Finding | None:
     """Refuse sequence groups for architectures that were not compared with these kernels."""
     facts = config.model.facts
-    if _sequence_group(config) == 1 or facts is None or facts.architecture in VARLEN_ARCHITECTURES:
+    if _sequence_group(config) == 1 or facts is None or _can_share_rows(config):
         return None
     message = f"{facts.architecture} is not known to attend only by the kernels that exchange the tokens of a row"
+    if facts.architecture in SINK_ARCHITECTURES:
+        message = (
+            f"{facts.architecture} has an attention sink for each head, and GPUs that share heads would need theirs"
+        )
     return Finding(message, "parallelism.sequence_group_size=1")
 
 
@@ -161,7 +176,8 @@ def sequence_group_attention(config: RunConfig) -> Finding | None:
     fix = f"attention.implementation={own.name}" + (" packing.mode=isolated" if is_padded else "") + " or "
     what = "padded rows" if is_padded else f"rows with {kernel.name}"
     message = f"{what} cannot be shared by {_sequence_group(config)} GPUs"
-    return Finding(message, (fix if has_attention(config, own) else "") + "parallelism.sequence_group_size=1")
+    is_possible = _can_share_rows(config) and has_attention(config, own)
+    return Finding(message, (fix if is_possible else "") + "parallelism.sequence_group_size=1")
 
 
 @rule("sequence-group-row", "packing.row_length")
