@@ -187,3 +187,20 @@ def test_layers_with_experts_are_planned_by_the_number_format_of_the_experts(nam
     found, measured = planned(words)["planned_tokens_per_second"], line["tokens_per_second_per_gpu"]
     assert (found, round(measured)) == (pytest.approx(EXPERTS[name][0], rel=0.01), EXPERTS[name][1])
     assert found == pytest.approx(measured, rel=0.2)
+
+
+LONG_ROWS = [
+    line
+    for file in ("h100x2_sequence", "h200x2_sequence")
+    for line in map(json.loads, (RESULTS / f"{file}.jsonl").read_text().splitlines())
+    if line["verdict"] == "ok" and not line["series"].startswith("sequence")
+]
+
+
+@pytest.mark.parametrize("line", LONG_ROWS, ids=lambda line: f"{line['series']}-{line['name']}-{line['date']}")
+def test_the_longest_rows_take_the_memory_that_is_planned(line, tmp_path):
+    """With tiles, and with activations on the host, of which the inputs of two layers are on the GPU."""
+    h200 = ["hardware=hopper", "hardware.memory_gib=140.4"] if line.get("hardware") == "NVIDIA H200" else []
+    more = h200 if "recipe" in line else []  # others name the memory that they were planned for
+    words = [*words_of(line, tmp_path, more=more), *line["resolved"]]
+    assert planned(words)["planned_gib"] == pytest.approx(max(line["memory_gib"]), rel=0.016)

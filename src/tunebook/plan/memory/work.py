@@ -47,6 +47,9 @@ from tunebook.plan.memory.states import (
 # models/activation_offloading.py). They are inputs of layers, or what the last norm and product save, in bytes per
 # hidden number.
 _BEING_COPIED, _BEING_COPIED_BYTES = 6, 8
+# It lets go of them once a part of the backward pass has read a saved tensor, as the output head does. From then on it
+# holds what a part has read until the next part is done: the inputs of two layers (h200x2_sequence.jsonl, longest_8b).
+_BROUGHT_BACK = 2
 # Architectures with a norm after the feed-forward network, by the prefixes of their class names.
 NORM_AFTER_INNER = ("Exaone4", "Gemma2", "Gemma3", "Glm4", "Olmo2", "Olmo3")
 # Bytes per inner number that an adapter on each of these layers needs in the backward pass of a compiled layer.
@@ -62,13 +65,25 @@ def kept_on_device(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes that all layers keep on the GPU for one pass, including the mask and what is computed for all of them."""
     shares = 0.0 if config.activation.offload else per_layer_inputs_bytes(config, facts)
     if is_recomputed(config):
-        on_device = _BEING_COPIED / max(1, facts.num_layers) if config.activation.offload else 1.0
-        return mask_bytes(config) + inputs_of_layers(config, facts) * min(1.0, on_device) + shares
+        return mask_bytes(config) + _inputs_on_device(config, facts, _BEING_COPIED) + shares
     kept = kept_by_layers(config, facts) + shares
     if config.activation.offload:
         being_copied = float(_BEING_COPIED_BYTES * tokens_per_pass(config) * facts.hidden_size)
         kept = min(kept, left_by_offloading(config, facts) + being_copied)
     return mask_bytes(config) + kept
+
+
+def released_before_backward(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes of `kept_on_device` that are freed before the backward pass of the last layer."""
+    if not (is_recomputed(config) and config.activation.offload):
+        return 0.0
+    return _inputs_on_device(config, facts, _BEING_COPIED) - _inputs_on_device(config, facts, _BROUGHT_BACK)
+
+
+def _inputs_on_device(config: RunConfig, facts: ModelFacts, offloaded: int) -> float:
+    """Bytes of the inputs of recomputed layers on the GPU, which are those of `offloaded` layers with offloading."""
+    share = offloaded / max(1, facts.num_layers) if config.activation.offload else 1.0
+    return inputs_of_layers(config, facts) * min(1.0, share)
 
 
 def forward_work(config: RunConfig, facts: ModelFacts) -> float:
