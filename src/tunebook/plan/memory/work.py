@@ -43,7 +43,7 @@ from tunebook.plan.memory.states import (
     bytes_per_trained_weight,
 )
 
-# TRL's activation offloading holds 5 tensors that are being copied, and the next one (trl 1.16,
+# TRL's activation offloading holds 5 tensors that are being copied in a forward pass, and the next one (trl 1.16,
 # models/activation_offloading.py). They are inputs of layers, or what the last norm and product save, in bytes per
 # hidden number.
 _BEING_COPIED, _BEING_COPIED_BYTES = 6, 8
@@ -69,6 +69,17 @@ def kept_on_device(config: RunConfig, facts: ModelFacts) -> float:
         being_copied = float(_BEING_COPIED_BYTES * tokens_per_pass(config) * facts.hidden_size)
         kept = min(kept, left_by_offloading(config, facts) + being_copied)
     return mask_bytes(config) + kept
+
+
+def kept_in_backward(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes that offloaded, recomputed layers keep on the GPU in the backward pass: one input, or two with adapters.
+
+    The first backward hook of TRL's offloading drops the tensors that were being copied, and each layer brings back its
+    own input (trl 1.16, models/activation_offloading.py, unpack_tensor_with_streams). With adapters, the output of the
+    embeddings also stays: `enable_input_require_grads` makes it a leaf, which autograd holds to add up its gradient.
+    """
+    inputs = 1 if config.peft.method is PeftMethod.full else 2
+    return mask_bytes(config) + inputs_of_layers(config, facts) * min(1.0, inputs / max(1, facts.num_layers))
 
 
 def forward_work(config: RunConfig, facts: ModelFacts) -> float:
