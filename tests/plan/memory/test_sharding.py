@@ -11,6 +11,7 @@ from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.plan.memory import GIB, estimate_memory
 from tunebook.plan.memory.ledger import Kind, Moment
 from tunebook.plan.memory.rows import step_ledger
+from tunebook.plan.memory.work import kept_by_mlp
 
 from .layers import measured
 from .live_tensors import ATTENTION
@@ -285,3 +286,27 @@ def test_zero_1_and_2_reduce_gradients_through_buckets_of_their_own(sound, strat
 def test_no_other_strategy_has_those_buckets(sound, settings):
     sound.parallelism = settings
     assert reducing(sound) == 0
+
+
+@pytest.mark.parametrize("way", ["stored", "all layers", "recomputed", "offloaded", "compiled", "trained head"])
+def test_adapters_on_the_attention_have_no_buckets_until_the_last_mlp_is_freed(sound, way):
+    """DeepSpeed allocates them with the first gradient."""
+    sound.parallelism = ZeroConfig(
+        strategy=Strategy.zero2, overlap_comm=True, reduce_bucket_size=10_000_000, offload_optimizer=Offload.cpu
+    )
+    sound.peft.method, sound.peft.target_modules = PeftMethod.lora, [] if way == "all layers" else ["q_proj", "o_proj"]
+    sound.peft.modules_to_save = ["lm_head"] if way == "trained head" else []
+    sound.activation.checkpointing = Checkpointing.enabled if way == "recomputed" else Checkpointing.disabled
+    sound.activation.offload, sound.model.compile_layers = way == "offloaded", way == "compiled"
+    ledger = step_ledger(sound, sound.model.facts, accumulates=False)
+
+    def bucket_bytes(moment: Moment) -> float:
+        return sum(row.num_bytes for row in ledger.at(moment) if row.label == "gradient buckets")
+
+    whole = 2 * 4 * 10_000_000
+    if way != "stored":
+        assert bucket_bytes(Moment.head) == 0.75 * whole and bucket_bytes(Moment.last) == whole
+        return
+    assert bucket_bytes(Moment.head) == bucket_bytes(Moment.reduce) == 0
+    assert bucket_bytes(Moment.last) == max(0.0, whole - kept_by_mlp(sound, sound.model.facts)) < whole
+    assert bucket_bytes(Moment.middle) == bucket_bytes(Moment.end) == whole

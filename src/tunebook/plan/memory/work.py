@@ -130,6 +130,12 @@ def _mlp_work(config: RunConfig, facts: ModelFacts) -> float:
     return max(0.0, tokens_per_pass(config) * (hidden * facts.hidden_size + inner * facts.intermediate_size))
 
 
+def kept_by_mlp(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes that the MLP of a layer keeps without tiles, except its input; 0 if it was not traced apart."""
+    whole, tiled = (replace(config, activation=replace(config.activation, mlp_tile_tokens=size)) for size in (None, 1))
+    return kept_by_one_layer(whole, facts) - kept_by_one_layer(tiled, facts)
+
+
 def _tiled_work(config: RunConfig, facts: ModelFacts, whole: float) -> float:
     """Working memory in bytes of a layer whose MLP is computed in tiles and would need `whole` without them.
 
@@ -139,14 +145,12 @@ def _tiled_work(config: RunConfig, facts: ModelFacts, whole: float) -> float:
     tokens, tile = tokens_per_pass(config), config.activation.mlp_tile_tokens
     assert tile is not None
     hidden, is_wide = float(tokens * facts.hidden_size), bytes_per_hidden_value(config) == 4
-    untiled = replace(config, activation=replace(config.activation, mlp_tile_tokens=None))
-    in_mlp = kept_by_one_layer(untiled, facts) - kept_by_one_layer(config, facts)
     at_norms = 12 if is_wide else 18
     if config.peft.method is not PeftMethod.full:
         at_norms += 6 if is_wide else 2
     if facts.architecture.startswith(NORM_AFTER_INNER):
         at_norms += 8 if is_wide else 2
-    at_tile = hidden * bytes_per_hidden_value(config) + (in_mlp + whole) * tile / tokens
+    at_tile = hidden * bytes_per_hidden_value(config) + (kept_by_mlp(config, facts) + whole) * tile / tokens
     return max(hidden * at_norms, at_tile)
 
 
