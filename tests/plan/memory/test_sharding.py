@@ -310,3 +310,21 @@ def test_adapters_on_the_attention_have_no_buckets_until_the_last_mlp_is_freed(s
     assert bucket_bytes(Moment.head) == bucket_bytes(Moment.reduce) == 0
     assert bucket_bytes(Moment.last) == max(0.0, whole - kept_by_mlp(sound, sound.model.facts)) < whole
     assert bucket_bytes(Moment.middle) == bucket_bytes(Moment.end) == whole
+
+
+@pytest.mark.parametrize(
+    ("strategy", "place", "num_layers", "num_heads"),
+    [
+        (Strategy.fsdp, Offload.none, 24, 2),  # the rank's share of the reduced gradient stays
+        (Strategy.fsdp, Offload.cpu, 24, 1),
+        (Strategy.fsdp, Offload.cpu, 1, 2),  # the embeddings are prefetched
+        (Strategy.fsdp_grad_op, Offload.cpu, 24, 2),  # they stay gathered
+    ],
+)
+def test_the_reduced_gradient_of_the_head_goes_to_the_host(sound, strategy, place, num_layers, num_heads):
+    """torch 2.13 on pretended ranks held 4 bytes of each of the head's numbers then, and the rank's share of them."""
+    sound.hardware.gpus_per_node, sound.parallelism = 2, FsdpConfig(strategy=strategy, offload_parameters=place)
+    facts = replace(sound.model.facts, tie_word_embeddings=False, num_layers=num_layers)
+    rows = step_ledger(sound, facts, accumulates=False).at(Moment.last)
+    (found,) = [row.num_bytes for row in rows if row.label.startswith("gradient of the output head in transit")]
+    assert found == num_heads * 2 * facts.vocab_size * HIDDEN

@@ -169,7 +169,13 @@ def _head_unit_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     yield _row("gathered layers and embeddings", kept, Moment.head, Moment.reduce)
     yield _row("gathered output head", head, Moment.head, Moment.reduce)
     yield _row("gather buffer of the output head", head, Moment.head, Moment.head)
-    yield _row("gathered output head and embeddings", 2 * head, Moment.last, Moment.last)
+    # The head's gradient is copied to fp32 for its reduction and freed: 4 bytes of each number, of which another row,
+    # "gradient of the head", counts 2. The rank's share of the sum is a new tensor, or with offloading goes to the host
+    # (torch 2.13, _fsdp_collectives.py, foreach_reduce). Embeddings are there if they stay gathered; a single layer
+    # prefetches them.
+    is_away = offloads_parameters(config) and not keeps_all and layers > 1
+    at_last = head if is_away else 2 * head
+    yield _row("gradient of the output head in transit, and embeddings", at_last, Moment.last, Moment.last)
 
 
 def _fsdp_backward_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
