@@ -133,11 +133,16 @@ def read_held_out(folder: Path, *, of_the_book: bool = False) -> list[Measured]:
     for line in held_out_lines():
         if of_the_book and "sizes" in line:
             continue
-        words = [*words_of(line | {"layers": line.get("layers")}, folder), *line.get("resolved", ())]
-        predicted = _predicted(None, words, accumulates=line["accumulation"] > 1)
-        peaks = {"measured": max(line["memory_gib"]), "reserved": max(line["memory_reserved_gib"])}
-        found.append(Measured(name=line["name"], predicted=predicted, **peaks))
+        found.append(planned_again(line, folder))
     return found
+
+
+def planned_again(line: dict[str, Any], folder: Path) -> Measured:
+    """A recorded run of a drawn or a named model, as it is planned today."""
+    named = words_of(line | {"layers": line.get("layers")}, folder) if "model" in line else line["overrides"]
+    words, accumulates = [*named, *line.get("resolved", ())], line.get("accumulation", 1) > 1
+    peaks = {"measured": max(line["memory_gib"]), "reserved": max(line["memory_reserved_gib"])}
+    return Measured(name=line["name"], predicted=_predicted(None, words, accumulates=accumulates), **peaks)
 
 
 def _predicted(recipe: str | None, words: list[str], *, accumulates: bool) -> float:

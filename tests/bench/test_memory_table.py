@@ -15,6 +15,7 @@ from memory_table import (
     Measured,
     as_it_was_run,
     held_out_lines,
+    planned_again,
     read_architectures,
     read_held_out,
     read_measured,
@@ -67,6 +68,21 @@ def test_runs_of_the_books_models_that_chance_drew_are_planned_within_the_same_b
     assert len(runs) == sum("sizes" not in line for line in lines) >= 15
     assert statistics.median(abs(run.error) for run in runs) <= 0.05
     assert not {run.name: f"{run.error:+.1%}" for run in runs if not -0.05 <= run.error <= 0.10}
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "error"),
+    [
+        ("h200x2_sequence", "single_tiled", 0.005),  # as the next one, without offloading
+        ("h200x2_sequence", "single_tiled_offload", 0.005),  # planned 12.4% too high with the inputs of six layers
+        ("h200x2_book_held_out", "book_37_10", 0.05),  # 17% too high with gradient buckets while the head is computed
+        ("h200x2_book_held_out", "book_37_5", 0.01),  # 11.6% too high with the head's reduced gradient, which is away
+    ],
+)
+def test_what_offloading_leaves_on_the_gpu_is_counted_once(tmp_path: Path, file: str, name: str, error: float) -> None:
+    lines = map(json.loads, (RESULTS.parent / f"{file}.jsonl").read_text(encoding="utf-8").splitlines())
+    (run,) = [planned_again(line, tmp_path) for line in lines if line["name"] == name and "memory_gib" in line]
+    assert abs(run.error) <= error
 
 
 @pytest.mark.nightly

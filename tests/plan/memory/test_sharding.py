@@ -11,6 +11,7 @@ from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.plan.memory import GIB, estimate_memory
 from tunebook.plan.memory.ledger import Kind, Moment
 from tunebook.plan.memory.rows import step_ledger
+from tunebook.plan.memory.work import kept_by_mlp
 
 from .layers import measured
 from .live_tensors import ATTENTION
@@ -285,3 +286,45 @@ def test_zero_1_and_2_reduce_gradients_through_buckets_of_their_own(sound, strat
 def test_no_other_strategy_has_those_buckets(sound, settings):
     sound.parallelism = settings
     assert reducing(sound) == 0
+
+
+@pytest.mark.parametrize("way", ["stored", "all layers", "recomputed", "offloaded", "compiled", "trained head"])
+def test_adapters_on_the_attention_have_no_buckets_until_the_last_mlp_is_freed(sound, way):
+    """DeepSpeed allocates them with the first gradient."""
+    sound.parallelism = ZeroConfig(
+        strategy=Strategy.zero2, overlap_comm=True, reduce_bucket_size=10_000_000, offload_optimizer=Offload.cpu
+    )
+    sound.peft.method, sound.peft.target_modules = PeftMethod.lora, [] if way == "all layers" else ["q_proj", "o_proj"]
+    sound.peft.modules_to_save = ["lm_head"] if way == "trained head" else []
+    sound.activation.checkpointing = Checkpointing.enabled if way == "recomputed" else Checkpointing.disabled
+    sound.activation.offload, sound.model.compile_layers = way == "offloaded", way == "compiled"
+    ledger = step_ledger(sound, sound.model.facts, accumulates=False)
+
+    def bucket_bytes(moment: Moment) -> float:
+        return sum(row.num_bytes for row in ledger.at(moment) if row.label == "gradient buckets")
+
+    whole = 2 * 4 * 10_000_000
+    if way != "stored":
+        assert bucket_bytes(Moment.head) == 0.75 * whole and bucket_bytes(Moment.last) == whole
+        return
+    assert bucket_bytes(Moment.head) == bucket_bytes(Moment.reduce) == 0
+    assert bucket_bytes(Moment.last) == max(0.0, whole - kept_by_mlp(sound, sound.model.facts)) < whole
+    assert bucket_bytes(Moment.middle) == bucket_bytes(Moment.end) == whole
+
+
+@pytest.mark.parametrize(
+    ("strategy", "place", "num_layers", "num_heads"),
+    [
+        (Strategy.fsdp, Offload.none, 24, 2),  # the rank's share of the reduced gradient stays
+        (Strategy.fsdp, Offload.cpu, 24, 1),
+        (Strategy.fsdp, Offload.cpu, 1, 2),  # the embeddings are prefetched
+        (Strategy.fsdp_grad_op, Offload.cpu, 24, 2),  # they stay gathered
+    ],
+)
+def test_the_reduced_gradient_of_the_head_goes_to_the_host(sound, strategy, place, num_layers, num_heads):
+    """torch 2.13 on pretended ranks held 4 bytes of each of the head's numbers then, and the rank's share of them."""
+    sound.hardware.gpus_per_node, sound.parallelism = 2, FsdpConfig(strategy=strategy, offload_parameters=place)
+    facts = replace(sound.model.facts, tie_word_embeddings=False, num_layers=num_layers)
+    rows = step_ledger(sound, facts, accumulates=False).at(Moment.last)
+    (found,) = [row.num_bytes for row in rows if row.label.startswith("gradient of the output head in transit")]
+    assert found == num_heads * 2 * facts.vocab_size * HIDDEN

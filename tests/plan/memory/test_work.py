@@ -20,7 +20,9 @@ from tunebook.config.choices import (
 )
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.plan.memory import work
-from tunebook.plan.memory.kept import kept_by_layers, kept_by_one_layer, mask_bytes
+from tunebook.plan.memory.kept import inputs_of_layers, kept_by_layers, kept_by_one_layer, mask_bytes
+from tunebook.plan.memory.ledger import Moment
+from tunebook.plan.memory.rows import step_ledger
 from tunebook.plan.memory.work import NORM_AFTER_INNER, backward_work, forward_work, kept_on_device
 
 from .layers import measured
@@ -324,6 +326,19 @@ def test_what_is_kept_without_offloading_and_of_layers_that_are_computed_again(s
     assert kept_on_device(sound, facts) == inputs / LAYERS * 6  # those that are being copied
     facts.num_layers = 5
     assert kept_on_device(sound, facts) == inputs / LAYERS * 5
+
+
+@pytest.mark.parametrize(("method", "num_inputs"), [(PeftMethod.full, 1), (PeftMethod.lora, 2)])
+def test_offloading_brings_one_input_back_and_adapters_hold_the_output_of_the_embeddings(sound, method, num_inputs):
+    """As traced with TRL's own offloading of four recomputed layers of a small Llama, with and without adapters."""
+    sound.peft.method, sound.activation.offload = method, True
+    sound.activation.checkpointing = Checkpointing.enabled
+    ledger = step_ledger(sound, sound.model.facts, accumulates=False)
+    one = inputs_of_layers(sound, sound.model.facts) / LAYERS
+    there = {moment: [row.num_bytes for row in ledger.at(moment) if "inputs" in row.label] for moment in Moment}
+    assert there[Moment.forward] == there[Moment.reduce] == [6 * one]
+    assert there[Moment.last] == there[Moment.middle] == [num_inputs * one]
+    assert not there[Moment.first]
 
 
 @pytest.mark.parametrize(("method", "each"), [(PeftMethod.full, 12), (PeftMethod.lora, 8)])

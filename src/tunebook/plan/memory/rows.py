@@ -26,9 +26,9 @@ from tunebook.plan.memory.work import (
     backward_work,
     forward_work,
     is_recomputed,
+    kept_in_backward,
     kept_on_device,
     recomputes_compiled_mlp,
-    released_before_backward,
 )
 
 # The output head is computed in tiles of this many tokens and words (trl 1.16, kernels/chunked_logprob.py).
@@ -100,12 +100,16 @@ def _new_gradient_rows(config: RunConfig, facts: ModelFacts, states: States, ear
 
 def _layer_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     """Rows of activations that the layers keep for the backward pass, and of one layer's working memory."""
-    copied, layers = released_before_backward(config, facts), max(1, facts.num_layers)
-    kept, at_work = kept_on_device(config, facts) - copied, forward_work(config, facts)
+    kept, layers = kept_on_device(config, facts), max(1, facts.num_layers)
+    at_work = forward_work(config, facts)
     until = Moment.gather if config.activation.offload else Moment.forward
-    yield Row("inputs of layers on their way to the host", Kind.activations, copied, Moment.forward, Moment.reduce)
-    yield Row("kept by the last layer", Kind.activations, kept / layers, Moment.forward, Moment.last)
-    yield Row("kept by the other layers", Kind.activations, kept - kept / layers, Moment.forward, Moment.middle)
+    if is_recomputed(config) and config.activation.offload:
+        left = kept_in_backward(config, facts)
+        yield Row("inputs of layers on the GPU", Kind.activations, kept, Moment.forward, Moment.reduce)
+        yield Row("inputs of layers on the GPU", Kind.activations, left, Moment.last, Moment.middle)
+    else:
+        yield Row("kept by the last layer", Kind.activations, kept / layers, Moment.forward, Moment.last)
+        yield Row("kept by the other layers", Kind.activations, kept - kept / layers, Moment.forward, Moment.middle)
     yield Row("working memory of the last layer's forward pass", Kind.activations, at_work, Moment.forward, until)
     at_work, one = backward_work(config, facts), kept_by_one_layer(config, facts)
     yield Row("working memory of a layer's backward pass", Kind.activations, at_work, Moment.last, Moment.middle)

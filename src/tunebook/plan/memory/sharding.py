@@ -13,8 +13,8 @@ from tunebook.config.choices import Checkpointing, Compute, MasterWeights, Offlo
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig, world_size
 from tunebook.facts.strategies import strategy_facts
-from tunebook.model.parameters import count_parameters, looked_up_parameters, weight_sizes
-from tunebook.plan.memory.kept import ATTENTION_OUTPUT_LAYERS, inputs_without_adapter
+from tunebook.model.parameters import count_parameters, last_name, looked_up_parameters, weight_sizes
+from tunebook.plan.memory.kept import ATTENTION_OUTPUT_LAYERS, SHARED_INPUT_LAYERS, inputs_without_adapter
 from tunebook.plan.memory.ledger import Kind, Moment, Row
 from tunebook.plan.memory.states import (
     FOUR_BIT_BYTES,
@@ -24,7 +24,7 @@ from tunebook.plan.memory.states import (
     offloads_parameters,
     shard_counts,
 )
-from tunebook.plan.memory.work import is_recomputed
+from tunebook.plan.memory.work import is_recomputed, kept_by_mlp
 
 # Number of buckets that stages 1 and 2 hold with an offloaded optimizer and overlap_comm: 4.5 by DeepSpeed's
 # documentation of overlap_comm, and in eight recorded runs. With adapters, six recorded runs held 1.5, and 2 in a
@@ -169,7 +169,13 @@ def _head_unit_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     yield _row("gathered layers and embeddings", kept, Moment.head, Moment.reduce)
     yield _row("gathered output head", head, Moment.head, Moment.reduce)
     yield _row("gather buffer of the output head", head, Moment.head, Moment.head)
-    yield _row("gathered output head and embeddings", 2 * head, Moment.last, Moment.last)
+    # The head's gradient is copied to fp32 for its reduction and freed: 4 bytes of each number, of which another row,
+    # "gradient of the head", counts 2. The rank's share of the sum is a new tensor, or with offloading goes to the host
+    # (torch 2.13, _fsdp_collectives.py, foreach_reduce). Embeddings are there if they stay gathered; a single layer
+    # prefetches them.
+    is_away = offloads_parameters(config) and not keeps_all and layers > 1
+    at_last = head if is_away else 2 * head
+    yield _row("gradient of the output head in transit, and embeddings", at_last, Moment.last, Moment.last)
 
 
 def _fsdp_backward_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
@@ -260,9 +266,29 @@ def _zero_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
         forward = backward = _OVERLAPPING
     if not settings.overlap_comm:
         forward = backward = 1.0
+    if freed := _freed_before_first_gradient(config, facts):
+        # The first gradient allocates the buckets, and the end of the backward pass frees them (deepspeed 0.19.8,
+        # stage_1_and_2.py, setup_buckets and _release_ipg_buffers): a forward pass has none. Elsewhere they are counted
+        # in it, since one recorded run of adapters on all layers would be planned 0.4% too low (claim_zero2_lora_4).
+        yield _row("gradient buckets", max(0.0, backward * bucket - freed), Moment.last, Moment.last)
+        yield _row("gradient buckets", backward * bucket, Moment.middle, Moment.end)
+        return
     yield _row("gradient buckets", forward * bucket, Moment.start, Moment.reduce)
     yield _row("gradient buckets", backward * bucket, Moment.last, Moment.last)
     yield _row("gradient buckets", forward * bucket, Moment.middle, Moment.end)
+
+
+def _freed_before_first_gradient(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes that the backward pass of the last layer frees before an adapter's first gradient.
+
+    If adapters are on the attention alone, that is its MLP. 0 if layers are compiled, recomputed or offloaded.
+    """
+    is_stored = config.activation.checkpointing is Checkpointing.disabled and not config.activation.offload
+    names = {last_name(module) for module in [*config.peft.target_modules, *config.peft.modules_to_save]}
+    is_attention = bool(names) and names <= SHARED_INPUT_LAYERS[0] | ATTENTION_OUTPUT_LAYERS
+    if _is_full(config) or not is_attention or not is_stored or config.model.compile_layers:
+        return 0.0
+    return kept_by_mlp(config, facts)
 
 
 def _zero3_rows(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> Iterator[Row]:

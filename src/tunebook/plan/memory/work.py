@@ -43,13 +43,10 @@ from tunebook.plan.memory.states import (
     bytes_per_trained_weight,
 )
 
-# TRL's activation offloading holds 5 tensors that are being copied, and the next one (trl 1.16,
+# TRL's activation offloading holds 5 tensors that are being copied in a forward pass, and the next one (trl 1.16,
 # models/activation_offloading.py). They are inputs of layers, or what the last norm and product save, in bytes per
 # hidden number.
 _BEING_COPIED, _BEING_COPIED_BYTES = 6, 8
-# It lets go of them once a part of the backward pass has read a saved tensor, as the output head does. From then on it
-# holds what a part has read until the next part is done: the inputs of two layers (h200x2_sequence.jsonl, longest_8b).
-_BROUGHT_BACK = 2
 # Architectures with a norm after the feed-forward network, by the prefixes of their class names.
 NORM_AFTER_INNER = ("Exaone4", "Gemma2", "Gemma3", "Glm4", "Olmo2", "Olmo3")
 # Bytes per inner number that an adapter on each of these layers needs in the backward pass of a compiled layer.
@@ -65,7 +62,8 @@ def kept_on_device(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes that all layers keep on the GPU for one pass, including the mask and what is computed for all of them."""
     shares = 0.0 if config.activation.offload else per_layer_inputs_bytes(config, facts)
     if is_recomputed(config):
-        return mask_bytes(config) + _inputs_on_device(config, facts, _BEING_COPIED) + shares
+        on_device = _BEING_COPIED / max(1, facts.num_layers) if config.activation.offload else 1.0
+        return mask_bytes(config) + inputs_of_layers(config, facts) * min(1.0, on_device) + shares
     kept = kept_by_layers(config, facts) + shares
     if config.activation.offload:
         being_copied = float(_BEING_COPIED_BYTES * tokens_per_pass(config) * facts.hidden_size)
@@ -73,17 +71,15 @@ def kept_on_device(config: RunConfig, facts: ModelFacts) -> float:
     return mask_bytes(config) + kept
 
 
-def released_before_backward(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes of `kept_on_device` that are freed before the backward pass of the last layer."""
-    if not (is_recomputed(config) and config.activation.offload):
-        return 0.0
-    return _inputs_on_device(config, facts, _BEING_COPIED) - _inputs_on_device(config, facts, _BROUGHT_BACK)
+def kept_in_backward(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes that offloaded, recomputed layers keep on the GPU in the backward pass: one input, or two with adapters.
 
-
-def _inputs_on_device(config: RunConfig, facts: ModelFacts, offloaded: int) -> float:
-    """Bytes of the inputs of recomputed layers on the GPU, which are those of `offloaded` layers with offloading."""
-    share = offloaded / max(1, facts.num_layers) if config.activation.offload else 1.0
-    return inputs_of_layers(config, facts) * min(1.0, share)
+    The first backward hook of TRL's offloading drops the tensors that were being copied, and each layer brings back its
+    own input (trl 1.16, models/activation_offloading.py, unpack_tensor_with_streams). With adapters, the output of the
+    embeddings also stays: `enable_input_require_grads` makes it a leaf, which autograd holds to add up its gradient.
+    """
+    inputs = 1 if config.peft.method is PeftMethod.full else 2
+    return mask_bytes(config) + inputs_of_layers(config, facts) * min(1.0, inputs / max(1, facts.num_layers))
 
 
 def forward_work(config: RunConfig, facts: ModelFacts) -> float:
@@ -134,6 +130,12 @@ def _mlp_work(config: RunConfig, facts: ModelFacts) -> float:
     return max(0.0, tokens_per_pass(config) * (hidden * facts.hidden_size + inner * facts.intermediate_size))
 
 
+def kept_by_mlp(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes that the MLP of a layer keeps without tiles, except its input; 0 if it was not traced apart."""
+    whole, tiled = (replace(config, activation=replace(config.activation, mlp_tile_tokens=size)) for size in (None, 1))
+    return kept_by_one_layer(whole, facts) - kept_by_one_layer(tiled, facts)
+
+
 def _tiled_work(config: RunConfig, facts: ModelFacts, whole: float) -> float:
     """Working memory in bytes of a layer whose MLP is computed in tiles and would need `whole` without them.
 
@@ -143,14 +145,12 @@ def _tiled_work(config: RunConfig, facts: ModelFacts, whole: float) -> float:
     tokens, tile = tokens_per_pass(config), config.activation.mlp_tile_tokens
     assert tile is not None
     hidden, is_wide = float(tokens * facts.hidden_size), bytes_per_hidden_value(config) == 4
-    untiled = replace(config, activation=replace(config.activation, mlp_tile_tokens=None))
-    in_mlp = kept_by_one_layer(untiled, facts) - kept_by_one_layer(config, facts)
     at_norms = 12 if is_wide else 18
     if config.peft.method is not PeftMethod.full:
         at_norms += 6 if is_wide else 2
     if facts.architecture.startswith(NORM_AFTER_INNER):
         at_norms += 8 if is_wide else 2
-    at_tile = hidden * bytes_per_hidden_value(config) + (in_mlp + whole) * tile / tokens
+    at_tile = hidden * bytes_per_hidden_value(config) + (kept_by_mlp(config, facts) + whole) * tile / tokens
     return max(hidden * at_norms, at_tile)
 
 
