@@ -346,10 +346,9 @@ DETERMINISTIC_SHARE = 7_189.5 / 20_927.75
 # Share of peak of layers with experts, relative to other layers: they have a router and many small products. With
 # experts in fp32, which autocast does not cast, from two layers of Qwen3-30B-A3B, whose head takes most of their 13.5
 # us a token (74,275 tokens/s, one H200). With experts in 16 bits from eight layers of it on one H100, where compiled
-# ones were even somewhat faster than other models' layers (layers_8_bf16_compiled).
+# ones were even somewhat faster than other models' layers (layers_8_bf16 and layers_8_bf16_compiled, h100_models).
 EXPERTS_SOURCE = f"{RESULTS}h200x2_architectures.jsonl qwen3_moe_plain"
 EXPERTS_SHARE = 0.33
-EXPERTS_16_BIT_SOURCE = f"{RESULTS}h100_models.jsonl layers_8_bf16"
 EXPERTS_16_BIT_SHARE, COMPILED_EXPERTS_16_BIT_SHARE = 0.5, 1.0
 
 
