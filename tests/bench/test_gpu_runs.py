@@ -199,7 +199,7 @@ LONG_ROWS = [
 
 @pytest.mark.parametrize("line", LONG_ROWS, ids=lambda line: f"{line['series']}-{line['name']}-{line['date']}")
 def test_the_longest_rows_take_the_memory_that_is_planned(line, tmp_path):
-    """With tiles, and with activations on the host, of which the inputs of two layers are on the GPU."""
+    """With tiles, and with activations on the host, of which one or two layers' inputs are on the GPU."""
     h200 = ["hardware=hopper", "hardware.memory_gib=140.4"] if line.get("hardware") == "NVIDIA H200" else []
     more = h200 if "recipe" in line else []  # others name the memory that they were planned for
     words = [*words_of(line, tmp_path, more=more), *line["resolved"]]

@@ -76,7 +76,7 @@ def test_short_passes_are_recorded(row: ShortPass) -> None:
     lines = map(json.loads, (ROOT / file).read_text().splitlines())
     speeds = {line.get("tokens_per_second_per_gpu", line.get("tokens_per_second")) for line in lines
               if line["name"] == name and line.get("gpus", 1) in (1, 2)}  # fmt: skip
-    assert any(row.tokens_per_second == pytest.approx(speed, abs=0.051) for speed in speeds)
+    assert row.tokens_per_second in speeds
     assert row.has_adapter is ("lora" in name)
     assert row.has_mask is (name == "sdpa")
 
