@@ -77,6 +77,7 @@ def test_runs_of_the_books_models_that_chance_drew_are_planned_within_the_same_b
         ("h200x2_sequence", "single_tiled_offload", 0.005),  # planned 12.4% too high with the inputs of six layers
         ("h200x2_book_held_out", "book_37_10", 0.05),  # 17% too high with gradient buckets while the head is computed
         ("h200x2_book_held_out", "book_37_5", 0.01),  # 11.6% too high with the head's reduced gradient, which is away
+        ("h200x2_book_held_out", "book_38_29", 0.03),  # 12.7% too high with a gradient of experts that comes later
     ],
 )
 def test_what_offloading_leaves_on_the_gpu_is_counted_once(tmp_path: Path, file: str, name: str, error: float) -> None:

@@ -111,10 +111,12 @@ def _layer_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
         yield Row("kept by the last layer", Kind.activations, kept / layers, Moment.forward, Moment.last)
         yield Row("kept by the other layers", Kind.activations, kept - kept / layers, Moment.forward, Moment.middle)
     yield Row("working memory of the last layer's forward pass", Kind.activations, at_work, Moment.forward, until)
-    at_work, one = backward_work(config, facts), kept_by_one_layer(config, facts)
+    at_work = backward_work(config, facts)
     yield Row("working memory of a layer's backward pass", Kind.activations, at_work, Moment.last, Moment.middle)
     if is_recomputed(config) or reduces_layers(config, facts):
-        yield Row("kept by the first layer", Kind.activations, one, Moment.first, Moment.first)
+        # A recomputed first layer is at work when all other layers' gradients exist.
+        of_first = at_work if is_recomputed(config) else kept_by_one_layer(config, facts)
+        yield Row("kept by the first layer, at work", Kind.activations, of_first, Moment.first, Moment.first)
 
 
 def _head_rows(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iterator[Row]:
@@ -138,7 +140,9 @@ def _head_rows(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> It
         yield Row("gradient of the head in the weight's format", Kind.activations, handed_on, Moment.cast, Moment.cast)
     is_added = accumulates and computes_again and strategy_facts(config).is_copied and not facts.tie_word_embeddings
     if not is_added:
-        until = Moment.middle if facts.tie_word_embeddings else Moment.last
+        until = Moment.last
+        if facts.tie_word_embeddings:  # FSDP keeps it until it has the embeddings' gradient
+            until = Moment.first if reduces_layers(config, facts) else Moment.middle
         yield Row("gradient of the head", Kind.activations, handed_on, Moment.last, until)
     if facts.tie_word_embeddings and not isinstance(config.parallelism, FsdpConfig):
         added = count_parameters(config, facts).trained_embeddings * bytes_per_trained_weight(config)

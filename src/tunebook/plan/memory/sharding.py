@@ -24,7 +24,7 @@ from tunebook.plan.memory.states import (
     offloads_parameters,
     shard_counts,
 )
-from tunebook.plan.memory.work import is_recomputed, kept_by_mlp
+from tunebook.plan.memory.work import is_recomputed, kept_by_mlp, routes_tokens
 
 # Number of buckets that stages 1 and 2 hold with an offloaded optimizer and overlap_comm: 4.5 by DeepSpeed's
 # documentation of overlap_comm, and in eight recorded runs. With adapters, six recorded runs held 1.5, and 2 in a
@@ -140,14 +140,19 @@ def _fsdp_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
         fetched = float((_fetched_bytes_per_weight(config) + element) * embeddings)
         yield _row("embeddings fetched from the host", fetched, Moment.start, Moment.start)
     # accelerate makes units of the embeddings and of an untied head. One rank holds one unit at a time. On several
-    # ranks the last unit stays until the next one has arrived.
+    # ranks the last unit stays until the next one has arrived: the embeddings until the last layer, then the buffer in
+    # which the head came until its backward pass (Llama 3.1 8B on 113,664 tokens per GPU, h100x2_sequence.jsonl).
     is_one_at_a_time = ranks == 1 and not is_tied and not strategy_facts(config).keeps_gathered
-    matrices = 1 if is_tied or is_one_at_a_time else 2
     until = Moment.reduce if is_one_at_a_time and is_full else Moment.last
-    whole = float(element * embeddings * matrices)
-    yield _row("gathered embeddings and output head", whole, Moment.forward, until)
+    if is_tied and is_full and ranks > 1:  # one unit with the last norm, which is freed with the embeddings
+        until = Moment.first
+    one = float(element * embeddings)
+    yield _row("gathered embeddings and output head", one, Moment.forward, until)
+    if not is_tied and not is_one_at_a_time:
+        until = Moment.last if strategy_facts(config).keeps_gathered else Moment.reduce
+        yield _row("embeddings, or gather buffer of the output head", one, Moment.forward, until)
     yield _row("gathered layers", _prefetched_layer_bytes(config, facts), Moment.forward, Moment.reduce)
-    is_there = is_tied and (ranks == 1 or not is_away)
+    is_there = (ranks == 1 or not is_away) if is_tied else ranks > 1  # both rows above
     arriving = (_fetched_bytes_per_weight(config) if ranks == 1 else element) * embeddings
     yield _row("output head being gathered", 0.0 if is_there else float(arriving), Moment.gather, Moment.gather)
 
@@ -189,14 +194,12 @@ def _fsdp_backward_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
         "gathered layers and one layer's gradient", _gathered_layer_bytes(config, facts), Moment.last, Moment.last
     )
     if reduces_layers(config, facts):
-        tied = float(element * parameters.embeddings * facts.tie_word_embeddings)
         layer = parameters.layers / layers
         whole = layers - 1 if strategy_facts(config).keeps_gathered else 1 if layers == 2 else 2
-        sent = bytes_per_weight(config) * layer + tied
+        sent = float(bytes_per_weight(config) * layer)
         yield _row("gradients of the previous layer in transit", sent, Moment.middle, Moment.first)
-        yield _row(
-            "gathered layers and one layer's gradient", element * (whole + 1) * layer, Moment.middle, Moment.middle
-        )
+        there = element * (whole + _gradients_at_work(facts)) * layer
+        yield _row("gathered layers and one layer's gradient", there, Moment.middle, Moment.middle)
         yield _row("gathered first layer and its gradient", element * 2 * layer, Moment.first, Moment.first)
     if _is_full(config):
         # The gradient in fp32 in transit, and as it was computed (9 layers of Llama 3 8B on two H200).
@@ -211,9 +214,7 @@ def _prefetched_layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """
     if strategy_facts(config).keeps_gathered:
         return _gathered_layer_bytes(config, facts)
-    if world_size(config) == 1 or is_recomputed(config):
-        return 0.0
-    return _gathered_layer_bytes(config, facts) / (3 if _is_full(config) else 2)
+    return 0.0 if world_size(config) == 1 or is_recomputed(config) else _layer_bytes(config, facts)
 
 
 def _gathered_layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
@@ -224,14 +225,28 @@ def _gathered_layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """
     if shard_counts(config).weights == 1 and not offloads_parameters(config):
         return 0.0
-    parameters, element = count_parameters(config, facts), bytes_per_compute_value(config)
-    in_four_bits = parameters.linear if config.peft.method is PeftMethod.qlora else 0  # 4 bits also when gathered
-    whole = in_four_bits * FOUR_BIT_BYTES + (parameters.layers - in_four_bits) * element
-    layer = whole / max(1, facts.num_layers)
-    gradient = layer if _is_full(config) else 0.0
+    layer = _layer_bytes(config, facts)
+    gradient = layer * _gradients_at_work(facts) if _is_full(config) else 0.0
     if world_size(config) == 1 and not (_is_full(config) and strategy_facts(config).keeps_gathered):
         return layer + gradient
-    return gradient + (whole if strategy_facts(config).keeps_gathered else 2 * layer)
+    return gradient + layer * (facts.num_layers if strategy_facts(config).keeps_gathered else 2)
+
+
+def _layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes of one layer as it is gathered; 4-bit weights stay in 4 bits."""
+    parameters, element = count_parameters(config, facts), bytes_per_compute_value(config)
+    in_four_bits = parameters.linear if config.peft.method is PeftMethod.qlora else 0
+    whole = in_four_bits * FOUR_BIT_BYTES + (parameters.layers - in_four_bits) * element
+    return whole / max(1, facts.num_layers)
+
+
+def _gradients_at_work(facts: ModelFacts) -> int:
+    """How many layers' gradients exist while a layer needs most.
+
+    Experts need most at their outputs, before the layer has a gradient: 3 layers of OLMoE with offloading were planned
+    12.7% too high with one, and are 2.4% too high (h200x2_book_held_out.jsonl).
+    """
+    return 0 if routes_tokens(facts) else 1
 
 
 def _is_full(config: RunConfig) -> bool:
