@@ -130,31 +130,35 @@ def _fsdp_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     if config.peft.method is PeftMethod.full and world_size(config) > 1 and not facts.tie_word_embeddings:
         yield from _head_unit_rows(config, facts)
         return
-    element, embeddings, ranks = (
-        bytes_per_compute_value(config),
-        count_parameters(config, facts).embeddings,
-        world_size(config),
-    )
+    yield from _embedding_rows(config, facts)
+    yield _row("gathered layers", _prefetched_layer_bytes(config, facts), Moment.forward, Moment.reduce)
+
+
+def _embedding_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
+    """Rows of the embeddings and the head, of which accelerate makes units; `_head_unit_rows` is for the other case.
+
+    One rank holds one unit at a time. On several ranks the last unit stays until the next one has arrived: the
+    embeddings until the last layer, then the buffer in which the head came, until its backward pass (Llama 3.1 8B on
+    113,664 tokens per GPU, h100x2_sequence.jsonl). A tied head is one unit with the last norm.
+    """
+    ranks, element = world_size(config), bytes_per_compute_value(config)
     is_away, is_tied, is_full = offloads_parameters(config), facts.tie_word_embeddings, _is_full(config)
+    keeps_all = strategy_facts(config).keeps_gathered
+    one = float(element * count_parameters(config, facts).embeddings)
+    fetched = one * _fetched_bytes_per_weight(config) / element
     if ranks == 1 and is_away:
-        fetched = float((_fetched_bytes_per_weight(config) + element) * embeddings)
-        yield _row("embeddings fetched from the host", fetched, Moment.start, Moment.start)
-    # accelerate makes units of the embeddings and of an untied head. One rank holds one unit at a time. On several
-    # ranks the last unit stays until the next one has arrived: the embeddings until the last layer, then the buffer in
-    # which the head came until its backward pass (Llama 3.1 8B on 113,664 tokens per GPU, h100x2_sequence.jsonl).
-    is_one_at_a_time = ranks == 1 and not is_tied and not strategy_facts(config).keeps_gathered
+        yield _row("embeddings fetched from the host", fetched + one, Moment.start, Moment.start)
+    is_one_at_a_time = ranks == 1 and not is_tied and not keeps_all
     until = Moment.reduce if is_one_at_a_time and is_full else Moment.last
-    if is_tied and is_full and ranks > 1:  # one unit with the last norm, which is freed with the embeddings
+    if is_tied and is_full and ranks > 1:
         until = Moment.first
-    one = float(element * embeddings)
     yield _row("gathered embeddings and output head", one, Moment.forward, until)
     if not is_tied and not is_one_at_a_time:
-        until = Moment.last if strategy_facts(config).keeps_gathered else Moment.reduce
+        until = Moment.last if keeps_all else Moment.reduce
         yield _row("embeddings, or gather buffer of the output head", one, Moment.forward, until)
-    yield _row("gathered layers", _prefetched_layer_bytes(config, facts), Moment.forward, Moment.reduce)
-    is_there = (ranks == 1 or not is_away) if is_tied else ranks > 1  # both rows above
-    arriving = (_fetched_bytes_per_weight(config) if ranks == 1 else element) * embeddings
-    yield _row("output head being gathered", 0.0 if is_there else float(arriving), Moment.gather, Moment.gather)
+    is_there = (ranks == 1 or not is_away) if is_tied else ranks > 1  # an untied one in both rows above
+    arriving = fetched if ranks == 1 else one
+    yield _row("output head being gathered", 0.0 if is_there else arriving, Moment.gather, Moment.gather)
 
 
 def _head_unit_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
@@ -243,8 +247,9 @@ def _layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
 def _gradients_at_work(facts: ModelFacts) -> int:
     """How many layers' gradients exist while a layer needs most.
 
-    Experts need most at their outputs, before the layer has a gradient: 3 layers of OLMoE with offloading were planned
-    12.7% too high with one, and are 2.4% too high (h200x2_book_held_out.jsonl).
+    Experts need most at their outputs, before the layer has a gradient: with one, 3 layers of OLMoE with offloading and
+    8 of Qwen3-30B-A3B on two H200 were planned 12.7% and 3.5% too high; without it, 2.4% and 1.4% (book_38_29 in
+    h200x2_book_held_out.jsonl, h200x2_models.jsonl).
     """
     return 0 if routes_tokens(facts) else 1
 
