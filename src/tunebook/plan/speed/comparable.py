@@ -17,9 +17,10 @@ from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, MASKED, attention_facts
 from tunebook.facts.optimizers import OPTIMIZERS
-from tunebook.facts.sharing import is_offloaded
+from tunebook.facts.sharing import offloaded_states
 from tunebook.facts.strategies import STRATEGIES, strategy_facts
 from tunebook.model.parameters import adapts_parameters, has_dora
+from tunebook.plan.memory.work import is_recomputed
 from tunebook.plan.speed.measured_speed import (
     ADAPTER_SPEEDS,
     ONE_GPU_SPEEDS,
@@ -81,7 +82,9 @@ def as_on_one_node(config: RunConfig) -> RunConfig:
 
 
 def _needs_host(config: RunConfig) -> bool:
-    return is_offloaded(config) or OPTIMIZERS[config.optimizer.name].is_paged
+    """Whether the host decides the speed. `throughput` judges the copies of recomputed layers' inputs."""
+    copies_every_tensor = config.activation.offload and not is_recomputed(config)
+    return bool(offloaded_states(config)) or copies_every_tensor or OPTIMIZERS[config.optimizer.name].is_paged
 
 
 def nearest_one_gpu_speed(config: RunConfig, facts: ModelFacts, flops_per_pass: float) -> OneGpuSpeed:

@@ -339,6 +339,11 @@ ADAPTER_SPEEDS = (
 LONG_ATTENTION_SHARE = 0.27
 LONG_ATTENTIONS = (Attention.varlen_attention, Attention.flash_attention_2)
 
+# Inputs of recomputed layers that went to the host while a forward pass computed, without a loss of speed: Qwen3-4B in
+# shared rows of 173,056 tokens on two H200s copied 31.9 GB in a quarter of 70.3 s, and was 3% slower than without, in
+# rows 2% longer (tests/bench/results/h200x2_sequence.jsonl, fsdp_tiled_offload).
+HIDDEN_COPIES_GB_PER_S = 1.8
+
 # Remaining share of the speed with deterministic kernels and the same attention: Qwen2.5-0.5B on an H200.
 DETERMINISTIC_SOURCE = f"{RESULTS}h200_deterministic.jsonl qwen05b_single_deterministic_1-2"
 DETERMINISTIC_SHARE = 7_189.5 / 20_927.75

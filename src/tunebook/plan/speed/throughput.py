@@ -30,6 +30,7 @@ from tunebook.model.flops import (
     tiled_flops_per_token,
 )
 from tunebook.model.parameters import attention_width, count_parameters, has_experts, of_layers
+from tunebook.plan.memory.kept import inputs_of_layers
 from tunebook.plan.memory.states import bytes_per_compute_value, bytes_per_expert_value
 from tunebook.plan.memory.work import is_recomputed
 from tunebook.plan.speed.comparable import (
@@ -46,6 +47,7 @@ from tunebook.plan.speed.measured_speed import (
     DETERMINISTIC_SHARE,
     EXPERTS_16_BIT_SHARE,
     EXPERTS_SHARE,
+    HIDDEN_COPIES_GB_PER_S,
     LONG_ATTENTION_SHARE,
     LONG_ATTENTIONS,
     MEASURED_ON,
@@ -63,6 +65,7 @@ _DIGITS = {
 }  # others: 3  # fmt: skip
 
 _WORTH_PRINTING_S = 0.001
+_FORWARD_PASSES = 4  # that a pass of recomputed layers takes: forward, forward again, and twice as much backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,9 +112,13 @@ def plan_time(
     if reason is None and facts is None:
         reason = "the model's size is not known before it is loaded"
     if reason is not None or facts is None or peak is None:
-        known = peak.tflops if peak is not None else None
-        return TimePlan(tokens=tokens, peak_tflops=known, assumption=f"not estimated: {reason}")
+        return _not_estimated(reason, tokens, peak)
     return _estimate(config, batch, facts, peak, tokens, gb_per_s)
+
+
+def _not_estimated(reason: str | None, tokens: float | None, peak: Peak | None) -> TimePlan:
+    known = peak.tflops if peak is not None else None
+    return TimePlan(tokens=tokens, peak_tflops=known, assumption=f"not estimated: {reason}")
 
 
 def _bounded(config: RunConfig, one_node: TimePlan) -> TimePlan:
@@ -156,6 +163,39 @@ class _Factor:
     text: str = ""
 
 
+@dataclass(frozen=True)
+class _Computing:
+    """What one GPU computes in a pass."""
+
+    row: OneGpuSpeed  # the measurement that the share of the peak comes from
+    factors: list[_Factor]
+    long: float  # share of the work that is attention of long documents, 0 to 1
+    tokens: float  # without padding
+    at_peak: float  # seconds
+    seconds: float
+
+
+def _computing(config: RunConfig, batch: BatchPlan, facts: ModelFacts, peak: Peak, trained: int | None) -> _Computing:
+    """Estimate the time that a pass computes. `trained`: parameters of the adapters; None if all are trained."""
+    attended = batch.attended_length or longest_document(config)
+    useful = flops_per_token(facts, attended, trained)
+    padding = _padding_share(config, batch)
+    tokens = _real_tokens_per_pass(batch, padding)
+    row = nearest_one_gpu_speed(config, facts, useful * tokens / (1 - padding))
+    if row.padding_share is None:
+        padding = 0.0  # the share of peak includes the padding of that measurement
+    again = recomputed_flops_per_token(facts, attended) if is_recomputed(config) else 0.0
+    tiled = tiled_flops_per_token(facts, _num_tiles(config, batch)) if is_recomputed(config) else 0.0
+    flops = useful + again + tiled
+    factors = _factors(config, facts, row, useful / (useful + again), (useful + again) / flops)
+    at_peak = tokens / (1 - padding) * flops / (peak.tflops * 1e12)
+    long = _long_attention_flops(config, facts, attended, row) / flops  # at a rate of its own
+    others = 1 - long + _expert_overhead_flops(config, facts, trained) / flops
+    share = row.efficiency * math.prod(factor.gain for factor in factors)
+    seconds = at_peak * (others / share + long / LONG_ATTENTION_SHARE)
+    return _Computing(row, factors, long, tokens, at_peak, seconds)
+
+
 def _estimate(
     config: RunConfig,
     batch: BatchPlan,
@@ -164,40 +204,30 @@ def _estimate(
     tokens: float | None,
     gb_per_s: float | None,
 ) -> TimePlan:
-    attended = batch.attended_length or longest_document(config)
     trained = None if config.peft.method is PeftMethod.full else count_parameters(config, facts).trained
-    useful = flops_per_token(facts, attended, trained)
-    padding = _padding_share(config, batch)
-    real = _real_tokens_per_pass(batch, padding)
-    row = nearest_one_gpu_speed(config, facts, useful * real / (1 - padding))
-    if row.padding_share is None:
-        padding = 0.0  # the share of peak includes the padding of that measurement
-    again = recomputed_flops_per_token(facts, attended) if is_recomputed(config) else 0.0
-    tiled = tiled_flops_per_token(facts, _num_tiles(config, batch)) if is_recomputed(config) else 0.0
-    flops = useful + again + tiled
-    factors = _factors(config, facts, row, useful / (useful + again), (useful + again) / flops)
-    work = real / (1 - padding) * flops / (peak.tflops * 1e12)  # seconds at the peak
-    long = _long_attention_flops(config, facts, attended, row) / flops  # the share of it at a rate of its own
-    others = 1 - long + _expert_overhead_flops(config, facts, trained) / flops
-    share = row.efficiency * math.prod(factor.gain for factor in factors)
-    computing = work * (others / share + long / LONG_ATTENTION_SHARE)
+    one = _computing(config, batch, facts, peak, trained)
     waiting = _launch_bound_seconds(config, facts)
+    copied = inputs_of_layers(config, facts) / 1e9 if config.activation.offload else 0.0
+    if copied > HIDDEN_COPIES_GB_PER_S * one.seconds / _FORWARD_PASSES:
+        return _not_estimated(_copies_text(copied, is_hidden=False), tokens, peak)
     strategy_speed = nearest_strategy_speed(config, facts)
     ending = _step_end_seconds(strategy_speed, batch, facts.num_parameters if trained is None else trained)
     lost = _lost_seconds(strategy_speed, facts) + ending
-    exchanging = exchanged_bytes(config, facts, real) / (gb_per_s * 1e9) if gb_per_s else 0.0
-    speed = real / (max(computing, waiting) + exchanging + lost)
+    exchanged = exchanged_bytes(config, facts, one.tokens)
+    exchanging = exchanged / (gb_per_s * 1e9) if gb_per_s else 0.0
+    speed = one.tokens / (max(one.seconds, waiting) + exchanging + lost)
     ranks = world_size(config)
     hours = None if tokens is None else tokens / (speed * ranks) / 3600
-    is_waiting = waiting > computing
+    is_waiting = waiting > one.seconds
     texts = [
-        _waiting_text(config) if is_waiting else f"the share of its peak that {row.text} reached",
-        *_texts_of_peak(config, peak, row),
-        *_texts_of_rows(config, batch, row),
-        *(factor.text for factor in factors if not is_waiting),
-        "" if is_waiting else _long_attention_text(long),
+        _waiting_text(config) if is_waiting else f"the share of its peak that {one.row.text} reached",
+        *_texts_of_peak(config, peak, one.row),
+        *_texts_of_rows(config, batch, one.row),
+        *(factor.text for factor in one.factors if not is_waiting),
+        "" if is_waiting else _long_attention_text(one.long),
         _strategy_text(config, strategy_speed, ending),
-        _exchange_text(config, exchanged_bytes(config, facts, real), exchanging),
+        _exchange_text(config, exchanged, exchanging),
+        _copies_text(copied, is_hidden=True) if copied else "",
     ]
     return TimePlan(
         tokens_per_second_per_gpu=speed,
@@ -205,7 +235,7 @@ def _estimate(
         tokens=tokens,
         hours=hours,
         gpu_hours=None if hours is None else hours * ranks,
-        efficiency=work * speed / real,
+        efficiency=one.at_peak * speed / one.tokens,
         peak_tflops=peak.tflops,
         assumption=f"assumed: {'; '.join(text for text in texts if text)}",
     )
@@ -268,6 +298,15 @@ def _exchange_text(config: RunConfig, num_bytes: float, seconds: float) -> str:
     if not seconds:
         return f"the {moved} are not counted: the links were not measured (tunebook doctor --bandwidth)"
     return f"the {moved} take {1000 * seconds:,.0f} ms and hide behind nothing"
+
+
+def _copies_text(gigabytes: float, *, is_hidden: bool) -> str:
+    """The assumption for recomputed layers whose inputs go to the host, or why it does not hold."""
+    what = f"the {gigabytes:.3g} GB that each GPU copies to the host in a forward pass"
+    if is_hidden:
+        return f"{what} hide behind its computing"
+    most = f"more than {HIDDEN_COPIES_GB_PER_S:g} GB/s, the most that was measured"
+    return f"to hide behind its computing, {what} would need {most}"
 
 
 def _launch_bound_seconds(config: RunConfig, facts: ModelFacts) -> float:
