@@ -30,7 +30,8 @@ run_stoppable() { # run_stoppable STOP COMMAND [ARGUMENT...]; STOP is called wit
   while true; do
     seen=$stop_requests
     wait "$stoppable_pid" && again=0 || again=$?
-    if [ "$again" != 127 ]; then code=$again; fi # 127: it was waited for already
+    # 127: it was waited for already; -1: bash 5.2 lost its status while a trap ran, and the signal's stays.
+    if ((again >= 0 && again != 127)); then code=$again; fi
     if [ "$stop_requests" = "$seen" ] && ! kill -0 "$stoppable_pid" 2> /dev/null; then break; fi
   done
   trap - TERM HUP
