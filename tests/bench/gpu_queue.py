@@ -182,6 +182,7 @@ class GpuQueue:
         line |= {"turn_s": _seconds(run.went, run.done or now), "clock_s": round(now - self._start, 1)}
         found = last_json(kept / "terminal.txt") if job.is_script else measured(kept, job.warm_up_steps)
         line |= {key: value for key, value in found.items() if key != "name"}
+        line |= host_memory(run.turn)
         line |= {"machine": machine_versions()}
         self.lines.append(line)
         with (self.output / "results.jsonl").open("a") as file:
@@ -329,6 +330,13 @@ def measured(folder: Path, warm_up_steps: int = WARM_UP_STEPS) -> dict[str, Any]
         "seconds_per_step": round(statistics.median(line["seconds"] for line in timed), 4),
         "memory_gib": lines[-1]["memory_gib"],
     }
+
+
+def host_memory(turn: Path) -> dict[str, list[float]]:
+    """`host_peak_gib` and `host_pinned_gib` of each rank that has trained, as `gpu_turns` wrote them."""
+    ranks = sorted(turn.glob("host-*"), key=lambda file: int(file.name.removeprefix("host-")))
+    found = [json.loads(file.read_text()) for file in ranks]
+    return {key: [each[key] for each in found] for key in (found[0] if found else ())}
 
 
 def resolved(plan: dict[str, Any]) -> list[str]:

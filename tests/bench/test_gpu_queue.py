@@ -11,7 +11,7 @@ import pytest
 BENCH = Path(__file__).parent
 sys.path.insert(0, str(BENCH))
 
-from gpu_queue import Job, last_json, measured, resolved, run_jobs, visible, wait_for_turn, who_goes  # noqa: E402
+from gpu_queue import Job, host_memory, last_json, measured, resolved, run_jobs, visible, wait_for_turn, who_goes  # noqa: E402
 
 OTHER_CHOICE = {"key": "packing.row_length", "value": 4096, "why": "the shortest"}
 
@@ -168,3 +168,10 @@ def test_a_rank_alone_waits_once_the_trainer_is_imported(tmp_path, environment):
     early.pop("RANK", None)
     importing = "from tunebook.train.trainer import RecipeTrainer\nprint('imported')\n"
     assert waits(importing, early, tmp_path / "turn", "ready-0") == ["imported"]
+
+
+def test_the_host_memory_of_each_rank_is_recorded(tmp_path):
+    assert host_memory(tmp_path) == {}
+    for rank in (10, 2):
+        (tmp_path / f"host-{rank}").write_text(f'{{"host_peak_gib": {rank}.5, "host_pinned_gib": {rank}}}')
+    assert host_memory(tmp_path) == {"host_peak_gib": [2.5, 10.5], "host_pinned_gib": [2, 10]}

@@ -20,6 +20,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import os
 import sys
 import time
@@ -120,11 +121,22 @@ def _train_in_turn(module: Any) -> None:
             _make_room(self)
             return done
         finally:
+            (_turn() / f"host-{_rank()}").write_text(json.dumps(_host_gib()))
             # DeepSpeed's engine holds its weights and states until the process ends.
             if "TUNEBOOK_BENCH_KEEPS_GPUS" not in os.environ and not getattr(self, "is_deepspeed_enabled", False):
                 (_turn() / f"done-{_rank()}").touch()
 
     trainer.train = train_in_turn
+
+
+def _host_gib() -> dict[str, float]:
+    """The process's peak of host memory so far, and of that what is page-locked, as PyTorch has allocated it."""
+    import torch
+
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0) if torch.cuda.is_available() else 0
+    peak = int(status["VmHWM"].split()[0]) * 1024
+    return {"host_peak_gib": round(peak / 2**30, 3), "host_pinned_gib": round(pinned / 2**30, 3)}
 
 
 def _save_nothing(module: Any) -> None:
