@@ -333,7 +333,7 @@ def measured(folder: Path, warm_up_steps: int = WARM_UP_STEPS) -> dict[str, Any]
 
 
 def host_memory(turn: Path) -> dict[str, list[float]]:
-    """`host_peak_gib` and `host_pinned_gib` of each rank that has trained, as `gpu_turns` wrote them."""
+    """`host_gib`, `host_peak_gib` and `host_pinned_gib` of each rank that has trained, as `gpu_turns` wrote them."""
     ranks = sorted(turn.glob("host-*"), key=lambda file: int(file.name.removeprefix("host-")))
     found = [json.loads(file.read_text()) for file in ranks]
     return {key: [each[key] for each in found] for key in (found[0] if found else ())}

@@ -130,13 +130,13 @@ def _train_in_turn(module: Any) -> None:
 
 
 def _host_gib() -> dict[str, float]:
-    """The process's peak of host memory so far, and of that what is page-locked, as PyTorch has allocated it."""
+    """The process's host memory at the end of training and at its peak, and PyTorch's page-locked blocks."""
     import torch
 
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     pinned = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0) if torch.cuda.is_available() else 0
-    peak = int(status["VmHWM"].split()[0]) * 1024
-    return {"host_peak_gib": round(peak / 2**30, 3), "host_pinned_gib": round(pinned / 2**30, 3)}
+    now, peak = (round(int(status[name].split()[0]) / 2**20, 3) for name in ("VmRSS", "VmHWM"))
+    return {"host_gib": now, "host_peak_gib": peak, "host_pinned_gib": round(pinned / 2**30, 3)}
 
 
 def _save_nothing(module: Any) -> None:
