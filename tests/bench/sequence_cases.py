@@ -1,6 +1,6 @@
 """Write the cases of rows that two GPUs share, for `gpu_runs.py`: losses, and the longest rows that the plan allows.
 
-    python tests/bench/sequence_cases.py --cases CASES.jsonl --memory-gib 79.6 [--stretch 1.2]
+    python tests/bench/sequence_cases.py --cases CASES.jsonl --memory-gib 79.6 [--host-memory-gib 128] [--stretch 1.2]
     python tests/bench/gpu_runs.py CASES.jsonl --output DIR --gpus 2 --series sequence_fp32 sequence_bf16
     python tests/bench/gpu_runs.py CASES.jsonl --output DIR --gpus 2 --series longest_4b
     python tests/bench/gpu_runs.py CASES.jsonl --output DIR --gpus 2 --series recipe --profile qwen3_4b_long
@@ -99,8 +99,11 @@ def parity_cases() -> Iterator[dict[str, Any]]:
            "overrides": [*BF16, COMPILED, *SHARED, "parallelism=fsdp"]}  # fmt: skip
 
 
-def longest_cases(memory_gib: float, stretch: float) -> Iterator[dict[str, Any]]:
-    """The longest rows that the plan allows on GPUs of that size, whole layers recomputed."""
+def longest_cases(memory_gib: float, host_memory_gib: float | None, stretch: float) -> Iterator[dict[str, Any]]:
+    """The longest rows that the plan allows on GPUs of that size, and hosts of that size for each GPU.
+
+    Whole layers are recomputed.
+    """
     for series, (model, words, ways) in LONGEST.items():
         for name, where in ways.items():
             gpus = 2 if where[0] == SHARED[0] else 1
@@ -111,6 +114,8 @@ def longest_cases(memory_gib: float, stretch: float) -> Iterator[dict[str, Any]]
                 "activation=checkpointing", "optimizer.learning_rate=1e-5", "training.global_samples=1", *words, *where,
                 *PLAIN[:2], "training.max_steps=3",
             ]  # fmt: skip
+            if host_memory_gib is not None:
+                words_of_case.append(f"hardware.host_memory_gib={gpus * host_memory_gib:g}")
             config = compose(None, [*words_of_case, "training.max_length=4096"], []).config
             row, *_ = longest_rows(resolve_auto(config, NO_GPU)).rows  # the first is as typed
             tokens = round(row.tokens * stretch) // _UNIT * _UNIT
@@ -127,6 +132,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=Path, required=True)
     parser.add_argument("--memory-gib", type=float, required=True, help="of one GPU, as `tunebook doctor` says")
+    parser.add_argument("--host-memory-gib", type=float, help="of a machine, for each GPU; not a limit if not given")
     parser.add_argument("--stretch", type=float, default=1.0, help="rows this many times as long as planned")
     return parser.parse_args(words)
 
@@ -134,7 +140,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> None:
     """Write the cases."""
     arguments = parse(words)
-    cases = [*parity_cases(), *longest_cases(arguments.memory_gib, arguments.stretch)]
+    cases = [*parity_cases(), *longest_cases(arguments.memory_gib, arguments.host_memory_gib, arguments.stretch)]
     arguments.cases.write_text("".join(json.dumps(case) + "\n" for case in cases))
 
 

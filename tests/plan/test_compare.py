@@ -62,13 +62,13 @@ def test_the_exit_code_is_that_of_the_best():
 
 def test_a_host_that_is_too_small_fits_nothing():
     overrides = ["hardware=hopper", "parallelism=zero3_offload"]
-    code, text = printed("llama2_70b_fsdp_1node", overrides, "hardware.host_memory_gib=500,2000")
+    code, text = printed("llama2_70b_fsdp_1node", overrides, "hardware.host_memory_gib=500,4000")
     assert code == 0
     rows = {line.split()[0]: line for line in text.splitlines()[2:]}
     assert rows["500"].split()[-1] == "no"
-    assert rows["2000"].split()[-1] == "yes"
+    assert rows["4000"].split()[-1] == "yes"
     assert rows["500:"].endswith("to a host of 500 GiB")
-    assert "2000:" not in rows
+    assert "4000:" not in rows
 
 
 def test_what_is_refused_for_the_same_reason_is_named_together():

@@ -81,12 +81,35 @@ def test_each_way_that_may_be_taken_is_answered(words, ways):
 def test_where_nothing_fits_or_nothing_is_known():
     small = longest_rows(planned("hardware.memory_gib=8", "hardware.gpus_per_node=1", "activation=stored"))
     assert [(row.tokens, row.memory_gib, row.overrides) for row in small.rows] == [(0, None, [])]
-    assert small.lines()[1] == "  none with activation.checkpointing=disabled: the rest of the plan does not fit"
+    none = "  none with activation.checkpointing=disabled: the rest of the plan does not fit into the memory of "
+    assert small.lines()[1] == f"{none}the GPUs"
+    offloaded = (
+        "hardware.memory_gib=140",
+        "parallelism=zero2_offload",
+        "hardware.gpus_per_node=2",
+        "activation=stored",
+    )
+    small = longest_rows(planned(*offloaded, "hardware.host_memory_gib=40"))
+    assert [(row.tokens, row.is_limited_by_host) for row in small.rows] == [(0, True)]
+    assert small.lines()[1] == f"{none}the host"
     found = planned(*IN_A_GROUP)
     unknown = replace(found, config=replace(found.config, model=replace(found.config.model, facts=None)))
     assert longest_rows(unknown).lines() == [
         "Longest row: not known: the model's size is not known before it is loaded"
     ]
+
+
+def test_inputs_of_layers_on_the_host_take_blocks_of_a_power_of_two():
+    """Two shared rows of Qwen3-4B in fp32: 36 inputs of up to 2 GiB on each GPU, which a longer row would double."""
+    words = (
+        "parallelism=fsdp", *IN_A_GROUP, "model.facts.max_position_embeddings=1048576", "precision.master_weights=fp32",
+        "activation=checkpointing", "activation.mlp_tile_tokens=4096", "activation.offload=true",
+    )  # fmt: skip
+    on_gpus, on_host = (longest_rows(planned(*words, f"hardware.host_memory_gib={gib}")) for gib in (512, 256))
+    (free,), (held,) = on_gpus.rows, on_host.rows
+    assert (free.is_limited_by_host, held.is_limited_by_host) == (False, True)
+    assert held.tokens == 2**31 // 2560 // 4 * 2 // 256 * 256 < free.tokens
+    assert on_host.lines()[1].endswith("; GPUs would hold longer rows, and the host's memory does not")
 
 
 def test_ways_that_only_cost_speed_are_not_printed():

@@ -39,6 +39,7 @@ class LongestRow:
     tokens: int  # 0: not even the shortest row that was tried fits
     tokens_by_memory: int  # the same without the limit of the model's positions
     memory_gib: float | None  # estimated tensors of one GPU with `tokens`
+    is_limited_by_host: bool  # GPUs would hold longer rows
     overrides: list[str]  # what to type
 
 
@@ -67,12 +68,15 @@ class Longest:
         for row in self.rows:
             way = " ".join(_words(row.checkpointing, row.mlp_tile_tokens, is_offloaded=row.offload))
             if not row.tokens:
-                lines.append(f"  none with {way}: the rest of the plan does not fit")
+                what = "the host" if row.is_limited_by_host else "the GPUs"
+                lines.append(f"  none with {way}: the rest of the plan does not fit into the memory of {what}")
                 continue
             held = f"{gib_text(row.memory_gib)} of tensors" if row.memory_gib is not None else ""
             if row.tokens < row.tokens_by_memory:
                 held += f"; memory would hold {row.tokens_by_memory:,}, and the model has no more positions"
                 held += ": model.yarn_factor stretches them" if self.can_be_stretched else ""
+            elif row.is_limited_by_host:
+                held += "; GPUs would hold longer rows, and the host's memory does not"
             lines.append(f"  {row.tokens:,} tokens with {way}: {held}")
             lines.append(f"      {' '.join(row.overrides)}")
             if row.tokens < row.tokens_by_memory:  # so slower ways of keeping activations gain nothing
@@ -171,6 +175,7 @@ def _longest(resolution: Resolution, facts: ModelFacts, positions: int, config: 
         return bool(tensors_fit(longer)) and plan_host_memory(longer, resolution.host_memory_gib).fits is not False
 
     by_memory = _most(fits) * unit
+    has_room = by_memory < _MOST_STEPS * unit and bool(tensors_fit(_with_rows(config, by_memory + unit)))
     tokens = min(by_memory, positions // unit * unit)
     overrides = [f"training.max_length={tokens}", f"packing.row_length={tokens}", "training.micro_batch_size=1"]
     return LongestRow(
@@ -180,6 +185,7 @@ def _longest(resolution: Resolution, facts: ModelFacts, positions: int, config: 
         tokens=tokens,
         tokens_by_memory=by_memory,
         memory_gib=round(estimate_memory(_with_rows(config, tokens), facts).total_gib, 3) if tokens else None,
+        is_limited_by_host=has_room,
         overrides=[*overrides, *_words_of(activation)] if tokens else [],
     )
 

@@ -409,8 +409,8 @@ def test_only_what_a_rule_refuses_has_another_answer_beside_it(typed, expected):
 @pytest.mark.parametrize(
     ("words", "host"),
     [
-        ((), ", and 786.9 GiB of each host, whose capacity is unknown"),
-        (("hardware.host_memory_gib=1000",), ", and 786.9 GiB of each host"),
+        ((), ", and 816.9 GiB of each host, whose capacity is unknown"),
+        (("hardware.host_memory_gib=1000",), ", and 816.9 GiB of each host"),
     ],
 )
 def test_what_is_moved_to_the_host_says_how_much_of_it_that_takes(words, host):

@@ -22,10 +22,10 @@ from ..plans import NO_GPU, resolved
     ("capacity", "fits", "said"),
     [
         (None, None, "is not known: hardware.host_memory_gib is not set"),
-        (931.0, False, "does not fit: 1,027.8 GiB are offloaded to a host of 931 GiB"),
-        (1100.0, False, "does not fit: 1,300.8 GiB of host memory at the peak are more than 1,100 GiB"),
-        (1152.0, None, "1,300.8 GiB at the peak leave little of 1,152 GiB"),
-        (1440.0, None, "1,300.8 GiB at the peak leave little of 1,440 GiB"),
+        (931.0, False, "does not fit: 1,087.9 GiB are offloaded to a host of 931 GiB"),
+        (1160.0, False, "does not fit: 1,360.9 GiB of host memory at the peak are more than 1,160 GiB"),
+        (1216.0, None, "1,360.9 GiB at the peak leave little of 1,216 GiB"),
+        (1440.0, None, "1,360.9 GiB at the peak leave little of 1,440 GiB"),
         (1536.0, True, "fits into 90% of the host's 1,536 GiB"),
     ],
 )
@@ -69,7 +69,7 @@ def test_a_model_of_unknown_size_has_no_numbers() -> None:
 def test_the_lines_for_people() -> None:
     lines = host_memory_lines(plan_host_memory(resolved("llama2_70b_fsdp_1node"), 1536.0))
     assert lines[0] == "Host memory of each node (estimated, GiB, of 1,536)"
-    assert lines[1] == "  processes 16.0, loading 513.9, offload 1,027.8, saving 257.0; 1,300.8 at the peak"
+    assert lines[1] == "  processes 16.0, loading 513.9, offload 1,087.9, saving 257.0; 1,360.9 at the peak"
     assert lines[2] == "  fits into 90% of the host's 1,536 GiB"
     lines = host_memory_lines(plan_host_memory(resolved("dolly3b_zero3_nvme"), None))
     assert "  on its NVMe disk 51.7" in lines

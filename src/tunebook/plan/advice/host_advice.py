@@ -87,6 +87,9 @@ def _remedies(config: RunConfig, facts: ModelFacts, capacity: float) -> Iterator
     if (name := OPTIMIZERS[config.optimizer.name].same_steps_unpaged) is not None:
         another = replace(config, optimizer=replace(config.optimizer, name=name))
         yield f"optimizer.name={name.name}", another  # also works if the key was typed
+    settings = config.parallelism
+    if isinstance(settings, ZeroConfig) and offloaded_states(config) and settings.pin_memory is not False:
+        yield "parallelism.pin_memory=false", replace(config, parallelism=replace(settings, pin_memory=False))
     yield from _strategies(config)
     yield from _machines(config, facts, capacity)
     if config.peft.method is PeftMethod.full:

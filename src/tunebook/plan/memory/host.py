@@ -7,26 +7,42 @@
     saving      the full model, gathered to be written
 
 The numbers come from arithmetic and from reading the packages (versions are next to each number), for the node of rank
-0. Only loading has been measured on a host (tests/bench/results/loading_memory.jsonl). File cache pages are not
-counted, because the kernel reclaims them. Neither is PyTorch's rounding of page-locked buffers up to a power of two.
+0. Loading and offloading have been measured (tests/bench/results, loading_memory and h200x2_host_memory). File cache
+pages are not counted, because the kernel reclaims them.
+
+What is offloaded is page-locked, since only such memory is copied while the GPU computes. PyTorch gives such a block
+the next power of two bytes, so 2.3 GiB take 4 (torch 2.13, CachingHostAllocator.h). It keeps freed blocks for others of
+their size. Blocks of shorter rows, which stay next to those of the longest, are not counted.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from tunebook.config.choices import Checkpointing, Generation, MasterWeights, Offload, PeftMethod, Weights
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.facts.sharing import Sharing, offloaded_states, sharing_of, stays_whole
 from tunebook.facts.strategies import strategy_facts
-from tunebook.model.parameters import count_parameters, largest_parameter
+from tunebook.model.parameters import count_parameters, largest_parameter, trained_sizes, weight_sizes
 from tunebook.parallel.deepspeed import nvme_bytes
-from tunebook.plan.memory.kept import inputs_of_layers, kept_by_layers, kept_by_one_layer
+from tunebook.plan.memory.kept import kept_by_layers, tokens_per_pass
 from tunebook.plan.memory.overhead import PROCESS_BYTES
 from tunebook.plan.memory.sharding import cast_copies_bytes
-from tunebook.plan.memory.states import bytes_per_weight, paged_bytes, shard_counts, state_bytes_with_offloaded
-from tunebook.plan.memory.work import is_recomputed
+from tunebook.plan.memory.states import (
+    FOUR_BIT_BYTES,
+    bytes_of_embedded_value,
+    bytes_per_compute_value,
+    bytes_per_hidden_value,
+    bytes_per_weight,
+    paged_bytes,
+    shard_counts,
+    state_bytes_with_offloaded,
+)
+from tunebook.plan.memory.work import is_recomputed, kept_by_mlp
 
 # Assumed: a GPU process, whose CUDA build has larger libraries and page-locked buffers.
 GPU_PROCESS_BYTES = 2 * 2**30
@@ -76,17 +92,47 @@ def host_bytes(config: RunConfig, facts: ModelFacts, *, tensors: float) -> HostB
     )
 
 
+def page_locked(num_bytes: float) -> float:
+    """Bytes of PyTorch's page-locked block for so many bytes: the next power of two; 0 for none."""
+    return 2.0 ** math.ceil(math.log2(num_bytes)) if num_bytes > 0 else 0.0
+
+
+def _page_locked(sizes: Iterable[float], element: float) -> float:
+    """Bytes of a block for each of the tensors with so many elements."""
+    return sum(page_locked(element * size) for size in sizes)
+
+
 def offloaded_activation_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of a pass that one rank offloads: activations, and what TRL's offloading (1.16) treats as such.
 
-    That includes autocast's copies of weights. Weights themselves stay (`train.offloaded_weights`).
+    That includes autocast's copies of weights. Weights themselves stay (`train.offloaded_weights`), and so does what a
+    recomputed layer keeps: torch's checkpointing saves it outside of TRL's hooks.
     """
     if not config.activation.offload:
         return 0.0
+    hidden = float(tokens_per_pass(config) * facts.hidden_size)
     if is_recomputed(config):
-        return inputs_of_layers(config, facts) + kept_by_one_layer(config, facts)
+        first, stream = bytes_of_embedded_value(config), bytes_per_hidden_value(config)
+        inputs = page_locked(first * hidden) + (facts.num_layers - 1) * page_locked(stream * hidden)
+        return inputs + _saved_by_last_norm(config, hidden)
+    # Most tensors have the hidden numbers of all tokens, and those of the MLP the inner ones.
+    element, mlps = bytes_per_compute_value(config), facts.num_layers * kept_by_mlp(config, facts)
+    inner = float(element * tokens_per_pass(config) * facts.intermediate_size)
+    kept = (kept_by_layers(config, facts) - mlps) * page_locked(element * hidden) / (element * hidden)
+    if inner:
+        kept += mlps * page_locked(inner) / inner
     casts_again = config.activation.checkpointing is Checkpointing.selective
-    return kept_by_layers(config, facts) + (0.0 if casts_again else cast_copies_bytes(config, facts))
+    if casts_again or not cast_copies_bytes(config, facts):
+        return kept
+    return kept + facts.num_layers * _page_locked(weight_sizes(facts).values(), 2)
+
+
+def _saved_by_last_norm(config: RunConfig, hidden: float) -> float:
+    """Bytes of what the last norm and the head save: an input in fp32, and the factor and the input of weights."""
+    saved = page_locked(4 * hidden)
+    if config.peft.method is PeftMethod.full:
+        saved += page_locked(bytes_per_hidden_value(config) * hidden)
+    return saved if config.model.one_pass_head else saved + page_locked(bytes_per_compute_value(config) * hidden)
 
 
 def offloaded_bytes(config: RunConfig, facts: ModelFacts) -> Offloaded:
@@ -94,28 +140,55 @@ def offloaded_bytes(config: RunConfig, facts: ModelFacts) -> Offloaded:
     settings = config.parallelism
     states = state_bytes_with_offloaded(config, facts)
     if isinstance(settings, FsdpConfig) and offloaded_states(config):
-        return Offloaded(host=states.weights + states.gradients + states.optimizer)
+        # Each parameter's share is page-locked, and so is its gradient (torch 2.13, _fsdp_param.py; `Tensor.to`).
+        gradients = states.bytes_per_gradient / shard_counts(config).gradients
+        locked = _weights_apart(config, facts) + _page_locked(trained_sizes(config, facts), gradients)
+        return Offloaded(host=locked + states.optimizer)
     if not isinstance(settings, ZeroConfig):
         return Offloaded()
     optimizer, weights = _zero_optimizer(config, facts, settings), _zero_weights(config, facts, settings)
     return Offloaded(host=optimizer + weights, nvme=nvme_bytes(config, facts))
 
 
+def _weights_apart(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes of a rank's shares of all weights, each in a block of its own."""
+    element, shares = bytes_per_weight(config), shard_counts(config).weights
+    matrices = [round(size) for size in weight_sizes(facts).values()] * facts.num_layers
+    every = Counter(trained_sizes(replace(config, peft=replace(config.peft, method=PeftMethod.full)), facts))
+    others = [*(every - Counter(matrices)).elements()]
+    if config.peft.method is not PeftMethod.full:
+        others += trained_sizes(config, facts)
+    of_matrix = FOUR_BIT_BYTES if config.peft.method is PeftMethod.qlora else element
+    locked = _page_locked(matrices, of_matrix / shares) + _page_locked(others, element / shares)
+    in_blocks = (of_matrix * sum(matrices) + element * sum(others)) / shares
+    return locked + max(0.0, state_bytes_with_offloaded(config, facts).weights - in_blocks)  # norms are small
+
+
 def _zero_optimizer(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> float:
     """Bytes of master copy and moments, 12 per parameter, and of the fp32 gradient for the update, 4 per parameter.
 
-    More buffers are in the format of the weights: in stages 1 and 2 the updated weights in transit, in stage 3 the
-    arriving gradients (DeepSpeed 0.19.8: `param_buffer_of_bit16_for_cpu_offload_groups`,
-    `grad_partitions_flat_buffer`).
+    More buffers are in the format of the weights: in stages 1 and 2 the updated weights in transit and one parameter's
+    gradient, in stage 3 the arriving gradients (DeepSpeed 0.19.8: `param_buffer_of_bit16_for_cpu_offload_groups`,
+    `temp_grad_buffer_for_cpu_offload`, `grad_partitions_flat_buffer`). Page-locked are these buffers, the gradient, in
+    stage 3 for each sub-group, and in stages 1 and 2 the master copy.
     """
     if settings.offload_optimizer is Offload.none:
         return 0.0
-    mine = count_parameters(config, facts).trained / shard_counts(config).optimizer
-    beside = mine * bytes_per_weight(config)
-    if settings.offload_optimizer is Offload.cpu:
-        return 16 * mine + beside
+    mine, element = count_parameters(config, facts).trained / shard_counts(config).optimizer, bytes_per_weight(config)
     group = min(mine, settings.sub_group_size or _SUB_GROUP_ELEMENTS)
-    return beside + _OPTIMIZER_BUFFERS * 4 * group
+    locked = _block_of(settings)
+    if settings.offload_optimizer is not Offload.cpu:
+        return locked(element * mine) + _OPTIMIZER_BUFFERS * 4 * group
+    moments, buffer = 8 * mine, locked(element * mine)
+    if not strategy_facts(config).is_zero3:
+        return moments + 2 * locked(4 * mine) + buffer + locked(float(element * max(trained_sizes(config, facts))))
+    groups, left = divmod(mine, max(1.0, group))
+    return moments + 4 * mine + groups * locked(4 * group) + locked(4 * left) + buffer
+
+
+def _block_of(settings: ZeroConfig) -> Callable[[float], float]:
+    """The bytes of a buffer: page-locked unless that is switched off (DeepSpeed's default)."""
+    return float if settings.pin_memory is False else page_locked
 
 
 def _zero_weights(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> float:
@@ -123,7 +196,8 @@ def _zero_weights(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) ->
     if settings.offload_parameters is Offload.none:
         return 0.0
     if settings.offload_parameters is Offload.cpu:
-        return weights
+        # Each share is page-locked before all are in one buffer, and PyTorch keeps its block.
+        return weights if settings.pin_memory is False else page_locked(weights) + _weights_apart(config, facts)
     element, shares = bytes_per_weight(config), shard_counts(config)
     largest = largest_parameter(facts) / shares.weights
     buffers = _PARAMETER_BUFFERS * max(_PARAMETER_BUFFER_ELEMENTS, largest)

@@ -14,6 +14,7 @@ from tunebook.plan.memory.ledger import Kind, Ledger, Moment, Row
 from tunebook.plan.memory.sharding import buffer_rows, reduces_layers
 from tunebook.plan.memory.states import (
     States,
+    bytes_of_embedded_value,
     bytes_per_compute_value,
     bytes_per_hidden_value,
     bytes_per_trained_weight,
@@ -87,13 +88,14 @@ def _new_gradient_rows(config: RunConfig, facts: ModelFacts, states: States, ear
     if earlier:
         return
     parameters, trained = count_parameters(config, facts), states.gradients
-    embeddings = 0.0 if facts.tie_word_embeddings else parameters.trained_embeddings * states.bytes_per_gradient
+    later = 0.0 if facts.tie_word_embeddings else parameters.trained_embeddings * states.bytes_per_gradient
     if reduces_layers(config, facts):
+        share, layer = trained / max(1, parameters.trained), parameters.layers / facts.num_layers
         head = 0 if facts.tie_word_embeddings else parameters.trained_head
-        done = trained * (head + parameters.layers / facts.num_layers) / max(1, parameters.trained)
+        done = share * (head + layer)
         yield Row("gradients of the head and a layer", Kind.gradients, done, Moment.middle, Moment.middle)
-        embeddings = 0.0  # only a small share of them
-    there = max(0.0, trained - embeddings)
+        later = share * (parameters.trained_embeddings + layer)
+    there = max(0.0, trained - later)
     yield Row("gradients of the layers and the head", Kind.gradients, there, Moment.first, Moment.end)
     yield Row("gradients of the embeddings", Kind.gradients, trained - there, Moment.end, Moment.end)
 
@@ -117,6 +119,9 @@ def _layer_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
         # A recomputed first layer is at work when all other layers' gradients exist.
         of_first = at_work if is_recomputed(config) else kept_by_one_layer(config, facts)
         yield Row("kept by the first layer, at work", Kind.activations, of_first, Moment.first, Moment.first)
+    if is_recomputed(config):
+        embedded = float(tokens_per_pass(config) * facts.hidden_size * bytes_of_embedded_value(config))
+        yield Row("input of the first layer", Kind.activations, embedded, Moment.first, Moment.first)
 
 
 def _head_rows(config: RunConfig, facts: ModelFacts, *, accumulates: bool) -> Iterator[Row]:

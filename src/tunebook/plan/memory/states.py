@@ -228,6 +228,12 @@ def bytes_per_hidden_value(config: RunConfig) -> int:
     return 2 if is_cast and config.precision.compute is not Compute.fp32 else bytes_per_weight(config)
 
 
+def bytes_of_embedded_value(config: RunConfig) -> int:
+    """Bytes of one number of the embeddings' output, which FSDP computes in the format of the products."""
+    element = bytes_per_hidden_value(config)
+    return min(element, bytes_per_compute_value(config)) if isinstance(config.parallelism, FsdpConfig) else element
+
+
 def experts_are_cast(config: RunConfig, facts: ModelFacts) -> bool:
     """Whether experts that are fully trained compute in 16 bits though the numbers between the layers are fp32.
 
