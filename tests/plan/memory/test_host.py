@@ -100,7 +100,7 @@ WHOLE, HALF = by_torch(4 * SHARE), by_torch(2 * SHARE)  # blocks of a rank's sha
             WHOLE + 4 * 4 * SHARE / 5, 16,
         ),
         # 5 buffers of 10**8 elements, and the share that stays in memory
-        (ZeroConfig(strategy=Strategy.zero3, offload_parameters=NVME), 5 * 4 * 10**8 + 4 * SHARE, 4),
+        (ZeroConfig(strategy=Strategy.zero3, offload_parameters=NVME), 5 * 4 * 10**8 + WHOLE, 4),
     ],
 )  # fmt: skip
 def test_what_a_rank_offloads_of_a_billion_parameters(eight, settings, host, nvme):

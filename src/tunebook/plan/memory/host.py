@@ -202,7 +202,7 @@ def _zero_weights(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) ->
     largest = largest_parameter(facts) / shares.weights
     buffers = _PARAMETER_BUFFERS * max(_PARAMETER_BUFFER_ELEMENTS, largest)
     stays = min(count_parameters(config, facts).trained / shares.weights, _MAX_IN_CPU)
-    return element * (buffers + stays)
+    return element * buffers + _block_of(settings)(element * stays)
 
 
 def loading_bytes(config: RunConfig, facts: ModelFacts) -> float:

@@ -94,7 +94,7 @@ def _new_gradient_rows(config: RunConfig, facts: ModelFacts, states: States, ear
         head = 0 if facts.tie_word_embeddings else parameters.trained_head
         done = share * (head + layer)
         yield Row("gradients of the head and a layer", Kind.gradients, done, Moment.middle, Moment.middle)
-        later = share * (parameters.trained_embeddings + layer)
+        later = share * (parameters.trained_embeddings + layer)  # the first layer's is counted as it is computed
     there = max(0.0, trained - later)
     yield Row("gradients of the layers and the head", Kind.gradients, there, Moment.first, Moment.end)
     yield Row("gradients of the embeddings", Kind.gradients, trained - there, Moment.end, Moment.end)
