@@ -151,6 +151,8 @@ def test_training_waits_for_its_turn_and_says_when_it_is_through(tmp_path, envir
     turn = tmp_path / "turn"
     assert waits(TRAINER, environment | {"RANK": "3"}, turn, "ready-3") == ["trained"]
     assert (turn / "done-3").exists()
+    [now], [peak] = (host_memory(turn)[key] for key in ("host_gib", "host_peak_gib"))
+    assert 0 < now <= peak
 
 
 def test_one_of_several_ranks_waits_with_its_libraries_before_it_meets_the_others(tmp_path, environment):

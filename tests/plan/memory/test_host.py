@@ -145,10 +145,7 @@ MEASURED_HOSTS = [
 
 @pytest.mark.parametrize("line", MEASURED_HOSTS, ids=lambda line: f"{line['series']}-{line['name']}")
 def test_what_is_offloaded_takes_what_was_measured(line):
-    """Of processes that trained and saved nothing: all memory within 4%, page-locked blocks of activations within 2%.
-
-    Processes are counted with 2 GiB and had 1.9 to 2.9.
-    """
+    """Of processes that trained and saved nothing: all memory within 4% or 0.5 GiB, blocks of activations within 2%."""
     config = compose(None, [*line["overrides"], *line["resolved"]]).config
     config = resolve_auto(config, NO_GPU).config
     found = host_bytes(config, config.model.facts, tensors=0)

@@ -10,9 +10,10 @@ The numbers come from arithmetic and from reading the packages (versions are nex
 0. Loading and offloading have been measured (tests/bench/results, loading_memory and h200x2_host_memory). File cache
 pages are not counted, because the kernel reclaims them.
 
-What is offloaded is page-locked, since only such memory is copied while the GPU computes. PyTorch gives such a block
-the next power of two bytes, so 2.3 GiB take 4 (torch 2.13, CachingHostAllocator.h). It keeps freed blocks for others of
-their size. Blocks of shorter rows, which stay next to those of the longest, are not counted.
+What is copied to and from a GPU is page-locked, since only such memory is copied while the GPU computes; Adam's moments
+are not. PyTorch gives such a block the next power of two bytes, so 2.3 GiB take 4 (torch 2.13, CachingHostAllocator.h).
+It keeps freed blocks for others of their size. Blocks of shorter rows, which stay next to those of the longest, are not
+counted.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from tunebook.plan.memory.states import (
 )
 from tunebook.plan.memory.work import is_recomputed, kept_by_mlp
 
-# Assumed: a GPU process, whose CUDA build has larger libraries and page-locked buffers.
+# A GPU process, whose CUDA build has larger libraries: 1.8 to 2.9 GiB in eleven runs (h200x2_host_memory).
 GPU_PROCESS_BYTES = 2 * 2**30
 # DeepSpeed 0.19.8, runtime/zero/offload_config.py: buffers between host and NVMe, and what else stays on the host.
 _PARAMETER_BUFFERS, _PARAMETER_BUFFER_ELEMENTS, _MAX_IN_CPU = 5, 100_000_000, 1_000_000_000
@@ -97,7 +98,7 @@ def page_locked(num_bytes: float) -> float:
     return 2.0 ** math.ceil(math.log2(num_bytes)) if num_bytes > 0 else 0.0
 
 
-def _page_locked(sizes: Iterable[float], element: float) -> float:
+def _each_page_locked(sizes: Iterable[float], element: float) -> float:
     """Bytes of a block for each of the tensors with so many elements."""
     return sum(page_locked(element * size) for size in sizes)
 
@@ -124,7 +125,7 @@ def offloaded_activation_bytes(config: RunConfig, facts: ModelFacts) -> float:
     casts_again = config.activation.checkpointing is Checkpointing.selective
     if casts_again or not cast_copies_bytes(config, facts):
         return kept
-    return kept + facts.num_layers * _page_locked(weight_sizes(facts).values(), 2)
+    return kept + facts.num_layers * _each_page_locked(weight_sizes(facts).values(), 2)
 
 
 def _saved_by_last_norm(config: RunConfig, hidden: float) -> float:
@@ -142,7 +143,7 @@ def offloaded_bytes(config: RunConfig, facts: ModelFacts) -> Offloaded:
     if isinstance(settings, FsdpConfig) and offloaded_states(config):
         # Each parameter's share is page-locked, and so is its gradient (torch 2.13, _fsdp_param.py; `Tensor.to`).
         gradients = states.bytes_per_gradient / shard_counts(config).gradients
-        locked = _weights_apart(config, facts) + _page_locked(trained_sizes(config, facts), gradients)
+        locked = _weights_apart(config, facts) + _each_page_locked(trained_sizes(config, facts), gradients)
         return Offloaded(host=locked + states.optimizer)
     if not isinstance(settings, ZeroConfig):
         return Offloaded()
@@ -159,7 +160,7 @@ def _weights_apart(config: RunConfig, facts: ModelFacts) -> float:
     if config.peft.method is not PeftMethod.full:
         others += trained_sizes(config, facts)
     of_matrix = FOUR_BIT_BYTES if config.peft.method is PeftMethod.qlora else element
-    locked = _page_locked(matrices, of_matrix / shares) + _page_locked(others, element / shares)
+    locked = _each_page_locked(matrices, of_matrix / shares) + _each_page_locked(others, element / shares)
     in_blocks = (of_matrix * sum(matrices) + element * sum(others)) / shares
     return locked + max(0.0, state_bytes_with_offloaded(config, facts).weights - in_blocks)  # norms are small
 

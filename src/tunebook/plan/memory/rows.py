@@ -97,7 +97,7 @@ def _new_gradient_rows(config: RunConfig, facts: ModelFacts, states: States, ear
         later = share * (parameters.trained_embeddings + layer)  # the first layer's is counted as it is computed
     there = max(0.0, trained - later)
     yield Row("gradients of the layers and the head", Kind.gradients, there, Moment.first, Moment.end)
-    yield Row("gradients of the embeddings", Kind.gradients, trained - there, Moment.end, Moment.end)
+    yield Row("gradients that come last", Kind.gradients, trained - there, Moment.end, Moment.end)
 
 
 def _layer_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
