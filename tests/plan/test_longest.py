@@ -109,7 +109,7 @@ def test_inputs_of_layers_on_the_host_take_blocks_of_a_power_of_two():
     (free,), (held,) = on_gpus.rows, on_host.rows
     assert (free.is_limited_by_host, held.is_limited_by_host) == (False, True)
     assert held.tokens == 2**31 // 2560 // 4 * 2 // 256 * 256 < free.tokens
-    assert on_host.lines()[1].endswith("; GPUs would hold longer rows, and the host's memory does not")
+    assert on_host.lines()[1].endswith("; a longer row would not fit into the host's memory")
 
 
 def test_ways_that_only_cost_speed_are_not_printed():

@@ -39,7 +39,7 @@ class LongestRow:
     tokens: int  # 0: not even the shortest row that was tried fits
     tokens_by_memory: int  # the same without the limit of the model's positions
     memory_gib: float | None  # estimated tensors of one GPU with `tokens`
-    is_limited_by_host: bool  # GPUs would hold longer rows
+    is_limited_by_host: bool  # the GPUs would hold a longer row
     overrides: list[str]  # what to type
 
 
@@ -76,7 +76,7 @@ class Longest:
                 held += f"; memory would hold {row.tokens_by_memory:,}, and the model has no more positions"
                 held += ": model.yarn_factor stretches them" if self.can_be_stretched else ""
             elif row.is_limited_by_host:
-                held += "; GPUs would hold longer rows, and the host's memory does not"
+                held += "; a longer row would not fit into the host's memory"
             lines.append(f"  {row.tokens:,} tokens with {way}: {held}")
             lines.append(f"      {' '.join(row.overrides)}")
             if row.tokens < row.tokens_by_memory:  # so slower ways of keeping activations gain nothing
