@@ -146,9 +146,9 @@ ANSWER_ALONE = [{"role": "assistant", "content": "Yo", "train": True}]
         ({"template": PROMPT_DIFFERS}, talk("Hi", "Yo"),
          r"the assistant's last turn cannot be found.*writes '<think>', in the whole 'Yo<.*\{% generation %\}"),
         ({"template": NEEDS_FIRST}, ANSWER_ALONE, "cannot render the turns before the answer alone"),
-        ({"template": ENDLESS}, talk("Hi", "Yo"), r"never learn to stop.*type model\.eos_token=TOKEN"),
+        ({"template": ENDLESS}, talk("Hi", "Yo"), r"never learn to stop; name one that writes it"),
         ({"eos_token": "</s>"}, talk("Hi", "Yo"), r"ending with 'Yo<\|im_end\|>\\n'\) has no token .*ends generation "
-         r"""\(</s>\).*If <\|im_end\|> ends the turn, type 'model.eos_token="<\|im_end\|>"'"""),
+         r"""\(</s>\).*if <\|im_end\|> ends the turn, type 'model.eos_token="<\|im_end\|>"'"""),
         ({"template": WITHOUT_END}, talk("Hi", "Yo"), r"turn's end before \{% endgeneration %\}"),
         ({"template": INST, "eos_token": "</s>", "bos_token": "<s>"}, [SYSTEM_TURN, *talk("Hi", "Yo")],
          r"the chat template refuses .*\(system, user, assistant\): Only user and assistant"),

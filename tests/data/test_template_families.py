@@ -140,6 +140,62 @@ TRAINING_FAMILIES = (
 )  # fmt: skip
 
 
+# Answers whose letters stand elsewhere in what templates write.
+SHORT = (
+    ">",
+    "<",
+    "|",
+    "e",
+    "end",
+    "im",
+    "_",
+    "turn",
+    "id",
+    "user",
+    "assistant",
+    "think",
+    "</",
+    "0",
+    "return",
+    "Hi",
+    "</s",
+)
+
+
+@pytest.mark.parametrize("name", [*PLAIN_FAMILIES, *(f"{name}_training" for name in TRAINING_FAMILIES)])
+def test_an_answer_is_found_whatever_its_letters_are(name: str, family: Family) -> None:
+    tokenizer = family(name)
+
+    def trained(answer: str) -> list[str]:
+        turns = [{**turn, "content": answer} if turn["role"] == "assistant" else turn for turn in PLAIN]
+        ids, mask, _ = encode(tokenizer, turns)
+        return texts(tokenizer, ids, mask)
+
+    usual = trained("zqzq")
+    # Those of qwen3 and gpt-oss write earlier answers in another way than the last.
+    assert len(usual) == 2 or name in ("qwen3", "gptoss", "gptoss_training")
+    for answer in SHORT:
+        assert trained(answer) == [text.replace("zqzq", answer) for text in usual], answer
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2_5_training", "qwen3_training", "glm4moe_training", "gptoss_training", "llama3_2"]
+)
+def test_a_call_is_found_whatever_its_letters_are(name: str, family: Family) -> None:
+    tokenizer = family(name)
+
+    def trained(tool: str) -> list[str]:
+        text = json.dumps([WITH_TOOLS, TOOLS]).replace("weather", tool)
+        messages, tools = json.loads(text)
+        ids, mask, _ = encode(tokenizer, messages, tools=tools)
+        return texts(tokenizer, ids, mask)
+
+    usual = trained("zqzq")
+    assert any("zqzq" in text for text in usual)
+    for tool in ("end", "im", "call", "e", "user", "function", "name"):
+        assert trained(tool) == [text.replace("zqzq", tool) for text in usual], tool
+
+
 @pytest.mark.parametrize("name", PLAIN_FAMILIES)
 def test_tokens_of_a_plain_chat_are_those_of_transformers(name: str, family: Family) -> None:
     tokenizer = family(name)
@@ -312,3 +368,16 @@ def test_the_training_version_of_a_template_is_found_by_its_text(family: Family)
         read_chat_template("training", own)
     with pytest.raises(RequestError, match=r"no template 'qwen9'.*It has: "):
         read_chat_template("trl:qwen9")
+
+
+def test_only_a_token_that_ends_a_turn_is_advised(family: Family, tokenizer_folder: Callable[..., Path]) -> None:
+    """GLM's own template writes nothing after the last answer; `</think>` comes before it."""
+    template = read_chat_template("trl:glm4moe")
+    special = ("<|pad|>", "<|endoftext|>", "</think>", *sorted(set(re.findall(CONTROL, template))))
+    folder = tokenizer_folder("glm", template=template, eos_token="<|endoftext|>", special=special)
+    with pytest.raises(DataError, match=r"model\.chat_template=training") as error:
+        encode(load_tokenizer(ModelConfig(path=str(folder))), PLAIN)
+    assert (error.value.problem_id, "eos_token" in error.value.message) == ("eos-not-trained", False)
+    with pytest.raises(DataError, match="before the answer ends") as error:
+        encode(load_tokenizer(ModelConfig(path=str(folder), eos_token="</think>")), PLAIN)
+    assert error.value.problem_id == "eos-not-trained"

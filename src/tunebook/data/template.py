@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tunebook.config.book import TRAINING_TEMPLATE
 from tunebook.config.override_text import typed
-from tunebook.data.conversation import Conversation, Messages, TemplateForm, split_reasoning
-from tunebook.data.special_tokens import Span, SpecialTokens
-from tunebook.data.template_content import ContentCheck, Missing
+from tunebook.data.conversation import Conversation, Messages, TemplateForm
+from tunebook.data.special_tokens import Span, SpecialTokens, any_of
+from tunebook.data.template_content import Missing, Places, find_places
 from tunebook.errors import DataError, RequestError
 from tunebook.files import sha256_text
-from tunebook.model.chat_templates import GENERATION_MARKER, suggest_template
+from tunebook.model.chat_templates import GENERATION_MARKER, has_training_version, suggest_template
 from tunebook.model.tokenizer import stop_token_ids
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class ConversationRenderer:
         self.special = SpecialTokens(tokenizer)
         self.variables = template_variables(self._template)
         self._form = TemplateForm(self._template, self._try_form)
-        self._content = ContentCheck(lambda conversation: self._render(conversation)[0])
+        self._control = any_of([token.content for token in tokenizer.added_tokens_decoder.values() if token.special])
 
     def prompt(self, conversation: Conversation) -> str:
         """A conversation as text, with the prompt for the assistant's answer.
@@ -95,7 +96,9 @@ class ConversationRenderer:
         Raises: DataError if the template refuses it or leaves a part of it out.
         """
         text = self._render_or_explain(conversation, "this prompt", add_generation_prompt=True)[0]
-        self._check(self._content.missing(conversation, text), conversation, "this prompt", ())
+        self._check(
+            self._places(conversation, text, add_generation_prompt=True).missing, conversation, "this prompt", ()
+        )
         return text
 
     def prompt_tokens(self, conversation: Conversation) -> list[int]:
@@ -108,7 +111,7 @@ class ConversationRenderer:
         """A conversation without spans, for training on every token. Raises: as `render`."""
         shown, special = self._hide(conversation, origin)
         text = self._text(shown, origin)
-        missing = self._content.missing(shown, text)
+        missing = self._places(shown, text).missing
         self._check(missing, shown, origin, _assistant_turns(shown.messages)[-1:])
         return Rendered(text=text, spans=[], special=special, **_left_out(missing))
 
@@ -145,17 +148,25 @@ class ConversationRenderer:
     def _with_spans(self, conversation: Conversation, origin: str) -> Rendered:
         messages = conversation.messages
         text, marks = self._render_or_explain(conversation, origin, marked=self.is_marked)
-        missing = self._content.missing(conversation, text)
+        places = self._places(conversation, text)
+        missing = places.missing
         self._check(missing, conversation, origin, _assistant_turns(messages)[-1:])
         wanted = [i for i in _assistant_turns(messages) if messages[i]["train"]]
-        marked = self._marked(conversation, wanted, text, _joined(marks), origin) if self.is_marked else None
-        found = marked if marked is not None else [self._locate(conversation, turn, text, origin) for turn in wanted]
+        marked = self._marked(conversation, wanted, text, places, _joined(marks), origin) if self.is_marked else None
+        found = (
+            marked
+            if marked is not None
+            else [self._locate(conversation, turn, text, places, origin) for turn in wanted]
+        )
         spans = [span for span in found if span is not None]
         if wanted and not spans and wanted[-1] == max(_assistant_turns(messages)):
             raise self._cannot_find(conversation, wanted[-1], text, origin)
         trained = {turn for turn, span in zip(wanted, found, strict=True) if span is not None}
         self._check(missing, conversation, origin, trained)
         return Rendered(text=text, spans=spans, num_rewritten=len(wanted) - len(spans), **_left_out(missing))
+
+    def _places(self, conversation: Conversation, text: str, **options: bool) -> Places:
+        return find_places(lambda marked: self._render(marked, **options)[0], conversation, text)
 
     def _text(self, conversation: Conversation, origin: str) -> str:
         """A conversation as text. Raises: DataError naming `origin` if the template refuses it."""
@@ -211,41 +222,58 @@ class ConversationRenderer:
         )
 
     def _marked(
-        self, conversation: Conversation, wanted: list[int], text: str, spans: list[Span], origin: str
+        self,
+        conversation: Conversation,
+        wanted: list[int],
+        text: str,
+        places: Places,
+        spans: list[Span],
+        origin: str,
     ) -> list[Span | None] | None:
-        """The spans of the template's own markers; None if these do not match the assistant's words one to one.
+        """The spans of the template's own markers; None if these do not match the assistant's turns one to one.
 
         The span of an earlier turn that ends otherwise than the last is None, as in `_locate`.
         """
         turns = _assistant_turns(conversation.messages)
-        if len(spans) != len(turns):
+        changed = {one.turn for one in places.missing if one.what != "name"}
+        if len(spans) != len(turns) or not changed.isdisjoint(turns):
             return None
         kept: list[Span | None] = []
         for turn, (start, end) in zip(turns, spans, strict=True):
-            written_until = _end_of(conversation.messages[turn], text, start, end)
-            if written_until is None:
+            first, last = places.turns[turn]
+            if first < start or end < last:
                 return None
             if turn not in wanted:
                 continue
-            if self._stop.search(text, written_until, end) is not None:
+            self._refuse_early_stop(text, start, last, origin)
+            if self._stop.search(text, last, end) is not None:
                 kept.append((start, end))
             elif turn == turns[-1]:
-                raise self._no_stop(text[start:end], origin, advice="with the turn's end before {% endgeneration %}")
+                advice = "with the turn's end before {% endgeneration %}"
+                raise self._no_stop(text[start:end], origin, f"name one {advice}: {self._other_template}")
             else:  # only the last turn ends as in generation, such as gpt-oss's
                 kept.append(None)
         return kept
 
-    def _locate(self, conversation: Conversation, turn: int, text: str, origin: str) -> Span | None:
+    def _locate(self, conversation: Conversation, turn: int, text: str, places: Places, origin: str) -> Span | None:
         """The span of one assistant turn in the whole text, with its end token; None if it is not there unchanged."""
         prompt = self._prompt_before(conversation, turn)
         is_last = turn == len(conversation.messages) - 1
         as_written = text if is_last else self._text(conversation.until(turn + 1), origin)
         if prompt is None or not text.startswith(prompt) or not as_written.startswith(prompt):
             return None
+        first, last = places.turns.get(turn, (0, 0))
+        if first < len(prompt) or text[:last] != as_written[:last]:
+            return None
+        self._refuse_early_stop(text, len(prompt), last, origin)
         # The model would never write anything after the first token that ends generation.
-        stop = self._stop.search(as_written, len(prompt))
+        stop = self._stop.search(as_written, last)
         if stop is None:
-            raise self._no_stop(as_written[len(prompt) :], origin, advice="add it after the assistant's words")
+            end = self._control.search(as_written, last)
+            advice = f"name one that writes it: {self._other_template}"
+            if end is not None:
+                advice = f"if {end.group()} ends the turn, type {typed('model.eos_token', end.group())}; or {advice}"
+            raise self._no_stop(as_written[len(prompt) :], origin, advice)
         span = len(prompt), stop.end()
         return span if text[slice(*span)] == as_written[slice(*span)] else None
 
@@ -308,18 +336,31 @@ class ConversationRenderer:
                 problem_id="chat-template-refuses",
             ) from error
 
-    def _no_stop(self, written: str, origin: str, *, advice: str) -> DataError:
-        last = written[-40:]
-        ends = [token for token in self._special_tokens if token in last]
-        end = max(ends, key=last.rfind) if ends else None
-        override = typed("model.eos_token", end) if end else "model.eos_token=TOKEN"
+    def _refuse_early_stop(self, text: str, start: int, end: int, origin: str) -> None:
+        """Raises: DataError for a turn in which the template writes a token that ends generation before the answer."""
+        stop = self._stop.search(text, start, end)
+        if stop is not None:
+            raise DataError(
+                f"{origin}: the chat template writes {stop.group()}, which ends generation, before the answer ends, so "
+                "the model would never learn the answer. Name only a token that ends a turn with model.eos_token, or "
+                f"another template: {self._other_template}",
+                problem_id="eos-not-trained",
+            )
+
+    def _no_stop(self, written: str, origin: str, advice: str) -> DataError:
         return DataError(
-            f"{origin}: the assistant's turn as the chat template writes it (ending with {last!r}) has no token that "
-            f"ends generation ({', '.join(self.stop_tokens)}), so the model would never learn to stop. If "
-            f"{end or 'another token'} ends the turn, type {override}; if none does, name a template that has one with "
-            f"model.chat_template=FILE ({advice})",
+            f"{origin}: the assistant's turn as the chat template writes it (ending with {written[-40:]!r}) has no "
+            f"token that ends generation ({', '.join(self.stop_tokens)}), so the model would never learn to stop; "
+            f"{advice}",
             problem_id="eos-not-trained",
         )
+
+    @property
+    def _other_template(self) -> str:
+        """What to type for another template."""
+        if has_training_version(self._template):
+            return f"model.chat_template={TRAINING_TEMPLATE} (TRL's training version of this one)"
+        return "model.chat_template=FILE"
 
     def _cannot_find(self, conversation: Conversation, turn: int, text: str, origin: str) -> DataError:
         prompt = self._prompt_before(conversation, turn)
@@ -330,9 +371,8 @@ class ConversationRenderer:
             what = f"before the answer it writes {prompt[same : same + 40]!r}, in the whole {text[same : same + 40]!r}"
         return DataError(
             f"{origin}: the assistant's last turn cannot be found in what the chat template writes: {what}. Name a "
-            "template that marks the assistant's words with {% generation %} ... {% endgeneration %} by "
-            "model.chat_template=FILE, TRL's version of this one by model.chat_template=training, or train on every "
-            "token with dataset.train_on=everything",
+            "template that marks the assistant's words with {% generation %} ... {% endgeneration %}: "
+            f"{self._other_template}, or train on every token with dataset.train_on=everything",
             problem_id="assistant-not-found",
         )
 
@@ -373,18 +413,6 @@ def _refuse_random(template: str) -> None:
 
 def _assistant_turns(messages: Messages) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-
-
-def _end_of(message: dict[str, Any], text: str, start: int, end: int) -> int | None:
-    """Where the content or the last call's name of an assistant's turn ends in a span of a text; None if not there."""
-    if message.get("tool_calls"):
-        reasoning, written = "", message["tool_calls"][-1]["function"]["name"]
-    else:
-        reasoning, written = split_reasoning(message["content"])
-    position = text.rfind(written.strip(), start, end)
-    if position < 0 or text.find(reasoning, start, end) < 0:
-        return None
-    return position + len(written.strip())
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:

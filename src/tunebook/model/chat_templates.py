@@ -79,6 +79,14 @@ def _from_library(text: str) -> str:
     return files[name].read_text(encoding="utf-8")
 
 
+def has_training_version(own: str) -> bool:
+    """True if `model.chat_template=training` finds another version of this template."""
+    try:
+        return _training_version(own) != own
+    except RequestError:
+        return False
+
+
 def _training_version(own: str | None) -> str:
     files = library_templates()
     trained = {name.removesuffix(_TRAINING_SUFFIX): file for name, file in files.items() if _TRAINING_SUFFIX in name}
