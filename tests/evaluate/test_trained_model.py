@@ -24,10 +24,10 @@ from tunebook.evaluate.trained_model import (
     load_padded_tokenizer,
     load_trained,
     refuse_offloading,
-    stop_ids,
     tokenizer_of_run,
     uses_gpu,
 )
+from tunebook.model.tokenizer import stop_ids
 
 
 @pytest.fixture

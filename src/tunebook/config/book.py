@@ -13,8 +13,8 @@ from pathlib import Path
 from tunebook.errors import RequestError, did_you_mean
 
 BOOK_PREFIX = "book:"
-# model.chat_template may name one of TRL's templates in place of a file: see model/chat_templates.py.
-TRAINING_TEMPLATE, LIBRARY_PREFIX = "training", "trl:"
+# model.chat_template may name a template in place of a file: see model/chat_templates.py.
+CHATML_TEMPLATE, TRAINING_TEMPLATE, LIBRARY_PREFIX = "chatml", "training", "trl:"
 INSTALLED_BOOK = "_book"  # next to the code in an installed package
 RECIPES_VARIABLE = "TUNEBOOK_RECIPES"
 # The limits of Linux in bytes. Longer paths raise errors even in existence checks.
@@ -50,7 +50,7 @@ def book_root() -> Path:
 
 def is_template_name(text: str) -> bool:
     """Whether a chat template is named that is not a file."""
-    return text == TRAINING_TEMPLATE or text.startswith(LIBRARY_PREFIX)
+    return text in (CHATML_TEMPLATE, TRAINING_TEMPLATE) or text.startswith(LIBRARY_PREFIX)
 
 
 class PlacedPath(str):

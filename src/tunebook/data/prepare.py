@@ -237,7 +237,14 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
     from tunebook.data.chunks import ChunkSettings
     from tunebook.data.corpus import CorpusKind
     from tunebook.data.template import template_hash
-    from tunebook.model.tokenizer import has_padding_token, load_tokenizer, needs_padding, tokenizer_hash, writes_date
+    from tunebook.model.tokenizer import (
+        added_token_ids,
+        has_padding_token,
+        load_tokenizer,
+        needs_padding,
+        tokenizer_hash,
+        writes_date,
+    )
 
     tokenizer = None
     about: dict[str, Any] = {
@@ -252,6 +259,8 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
             "template_date": config.model.template_date if writes_date(tokenizer) else None,
             "can_pad": has_padding_token(tokenizer),
         }
+        if added_token_ids(config.model, tokenizer):
+            vocab_size = max(vocab_size or 0, len(tokenizer))
         if corpus.kind is CorpusKind.conversation:
             _check_template_kwargs(config, tokenizer)
     settings = ChunkSettings(

@@ -52,9 +52,9 @@ def require_template(tokenizer: PreTrainedTokenizerBase, *, for_tools: bool = Fa
         template: str = tokenizer.get_chat_template(tools=[{}] if for_tools else None)
     except ValueError as error:
         raise RequestError(
-            f"the tokenizer in {tokenizer.name_or_path} has no chat template, so conversations cannot be rendered; "
-            "name a Jinja file with model.chat_template=FILE (book:recipes/quickstart/model/chat_template.jinja "
-            "is ChatML), or take the tokenizer of the model's instruction-tuned version with model.tokenizer=DIR",
+            "to train a base model on conversations, type model.chat_template=chatml: the tokenizer in "
+            f"{tokenizer.name_or_path} has no chat template. Or name a Jinja file or one of TRL's (trl:NAME) with "
+            "model.chat_template, or the tokenizer of the model's instruction-tuned version with model.tokenizer=DIR",
             problem_id="tokenizer-no-template",
         ) from error
     return template

@@ -17,9 +17,9 @@ from lm_eval.models.huggingface import HFLM
 from tunebook.evaluate.batch_size import BatchSize
 from tunebook.evaluate.finish import FinishLog, finish_of
 from tunebook.evaluate.progress import AnswerProgress
-from tunebook.evaluate.trained_model import stop_ids
 from tunebook.hardware.detect import detect_machine
 from tunebook.model.gpu_memory import is_out_of_memory
+from tunebook.model.tokenizer import stop_ids
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

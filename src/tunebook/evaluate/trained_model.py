@@ -17,7 +17,7 @@ from tunebook.errors import DoesNotFitError
 from tunebook.facts.attention import MASKED, WITHOUT_KERNEL
 from tunebook.hardware.detect import GIB
 from tunebook.model.adapters import is_adapter, with_adapter
-from tunebook.model.tokenizer import has_padding_token, load_tokenizer, stop_token_ids
+from tunebook.model.tokenizer import has_padding_token, load_tokenizer
 from tunebook.model.tokenizer_files import has_vocabulary
 
 if TYPE_CHECKING:
@@ -65,14 +65,6 @@ def compute_dtype(config: RunConfig) -> torch.dtype | None:
     return {Compute.bf16: torch.bfloat16, Compute.fp8: torch.bfloat16, Compute.fp16: torch.float16}.get(
         config.precision.compute
     )
-
-
-def stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end an answer: those that end a trained turn, and those of the generation config."""
-    assert model.generation_config is not None
-    named = model.generation_config.eos_token_id
-    known = named if isinstance(named, list) else [] if named is None else [named]
-    return sorted({*stop_token_ids(tokenizer), *known})
 
 
 def tokenizer_of_run(model: ModelConfig, folder: Path | None) -> ModelConfig:

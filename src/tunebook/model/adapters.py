@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,13 @@ _BASE_EMBEDDINGS = tuple(f"{name}.base_layer.weight" for name in EMBEDDINGS)
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
-def adapter_config(config: RunConfig) -> LoraConfig | None:
+def adapter_config(
+    config: RunConfig, base: PreTrainedModel | None = None, added_tokens: Collection[int] = ()
+) -> LoraConfig | None:
     """PEFT's configuration; None for full fine-tuning. Without `target_modules`, every linear layer except the head.
 
-    Parts that text does not use get no adapter, since it would have no gradient.
+    Parts that text does not use get no adapter, since it would have no gradient. The embeddings of `added_tokens` in
+    `base` are trained, and their rows of an untied head.
     """
     settings, unreached = config.peft, unreached_of(config.model.facts)
     if settings.method is PeftMethod.full:
@@ -50,7 +54,15 @@ def adapter_config(config: RunConfig) -> LoraConfig | None:
         rank_pattern=dict(settings.rank_pattern),
         alpha_pattern=dict(settings.alpha_pattern),
         use_dora=settings.use_dora,
+        trainable_token_indices=_token_rows(base, added_tokens) if base is not None and added_tokens else None,
     )
+
+
+def _token_rows(base: Any, tokens: Collection[int]) -> dict[str, list[int]]:
+    """PEFT's setting to train the rows of some tokens in the embeddings, and in a head that is not tied to them."""
+    embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
+    matrices = [embeddings] if head.weight is embeddings.weight else [embeddings, head]
+    return {name: sorted(tokens) for name, module in base.named_modules() if any(module is one for one in matrices)}
 
 
 def require_patterns(config: RunConfig, adapted: Any) -> None:

@@ -1,4 +1,4 @@
-"""Chat templates by name: a file, or one of those that TRL ships (`trl/chat_templates`), read without importing TRL.
+"""Chat templates by name: `chatml`, a file, or one of those that TRL ships (`trl/chat_templates`; TRL is not imported).
 
 TRL has the templates of many models, and for most of them a training version: it writes every turn the same way
 whatever follows, also the reasoning of earlier answers, and marks the assistant's words with `{% generation %}`.
@@ -12,9 +12,11 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from tunebook.config.book import LIBRARY_PREFIX, TRAINING_TEMPLATE, resolve_path
+from tunebook.config.book import BOOK_PREFIX, CHATML_TEMPLATE, LIBRARY_PREFIX, TRAINING_TEMPLATE, resolve_path
 from tunebook.errors import RequestError, did_you_mean
 
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+_CHATML_FILE = f"{BOOK_PREFIX}recipes/quickstart/model/chat_template.jinja"
 _TRAINING_SUFFIX = "_training"
 # Templates with tools and calls, to suggest: those with markers first, of models that many others are made from.
 _WITH_TOOLS = ("qwen2_5_training", "qwen3_training", "llama3_2", "gptoss_training", "glm4moe_training")
@@ -31,7 +33,7 @@ def read_chat_template(text: str, own: str | None = None) -> str:
         return _training_version(own)
     if text.startswith(LIBRARY_PREFIX):
         return _from_library(text)
-    path = resolve_path(text)
+    path = resolve_path(_CHATML_FILE if text == CHATML_TEMPLATE else text)
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -39,8 +41,8 @@ def read_chat_template(text: str, own: str | None = None) -> str:
     except OSError as error:
         reason = f"{path} cannot be read: {error.strerror or error}"
     raise RequestError(
-        f"model.chat_template={text}: {reason}; name a Jinja file, {TRAINING_TEMPLATE}, or trl:NAME for one of TRL's, "
-        "or leave it out to use the tokenizer's own",
+        f"model.chat_template={text}: {reason}; name a Jinja file, {CHATML_TEMPLATE}, {TRAINING_TEMPLATE}, or trl:NAME "
+        "for one of TRL's, or leave it out to use the tokenizer's own",
         problem_id="chat-template-not-found",
     )
 

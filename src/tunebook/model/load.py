@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from tunebook.config.book import resolve_path
+from tunebook.config.book import CHATML_TEMPLATE, resolve_path
 from tunebook.config.choices import Attention, MasterWeights, PeftMethod, Weights
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import ModelConfig, ParallelismConfig, RunConfig
@@ -34,6 +34,7 @@ from tunebook.model.adapters import four_bit
 from tunebook.model.base_config import model_folder_problem
 from tunebook.model.hub import check_hub_model, fetch_config, fetch_weights, hub_problem
 from tunebook.model.positions import stretch_positions
+from tunebook.model.tokenizer import load_tokenizer
 from tunebook.model.weight_files import (
     SINGLE_AND_INDEX,
     check_stored_weights,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
+_VOCABULARY_MULTIPLE = 64  # tokens; matrix products of other sizes are slower
 _ABSENT = "absent"  # of a key that an architecture's config does not have
 _TEXT = "text_config"  # of a model with other parts, such as an image tower
 # Our names of planned sizes -> their names in transformers' config of an architecture.
@@ -197,7 +199,7 @@ def load_model(config: RunConfig, *, is_sharded: bool = False, device: torch.dev
     alone = replace(config, parallelism=ParallelismConfig(strategy=ALONE))
     begun = begin_loading(alone)
     if is_sharded and config.model.weights is Weights.pretrained:
-        return _read(alone, begun.config, "auto")
+        return fit_embeddings(config.model, _read(alone, begun.config, "auto"))
     return finish_loading(alone, begun, device=device)
 
 
@@ -245,6 +247,20 @@ def finish_loading(
     elif rank == 0 or sharing is not Sharing.send:
         model = _read(config, begun.config, device)
     torch.manual_seed(config.training.seed)
+    model = fit_embeddings(config.model, model)
+    torch.manual_seed(config.training.seed)
+    return model
+
+
+def fit_embeddings(settings: ModelConfig, model: PreTrainedModel, *, is_written: bool = True) -> PreTrainedModel:
+    """The model with embeddings for the tokens that `model.chat_template=chatml` adds, as TRL's `clone_chat_template`.
+
+    They start near the mean of the others, if those are written already.
+    """
+    if settings.chat_template == CHATML_TEMPLATE:
+        num_tokens = len(load_tokenizer(settings, is_padded=False))
+        if num_tokens > model.config.get_text_config().vocab_size:
+            model.resize_token_embeddings(num_tokens, pad_to_multiple_of=_VOCABULARY_MULTIPLE, mean_resizing=is_written)
     return model
 
 

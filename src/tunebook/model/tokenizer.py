@@ -1,7 +1,8 @@
 """Load a model's tokenizer, and refuse one that would silently break training or generation.
 
 Checked are an end-of-text token (without one a model never learns to stop), a padding token if rows are padded, and
-special tokens that are missing in the vocabulary. No token is added: a model has no embeddings for new tokens.
+special tokens that are missing in the vocabulary. No token is added, since a model has no embeddings for it, except for
+`model.chat_template=chatml` (see `model.load.fit_embeddings`).
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import json
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from tunebook.config.book import CHATML_TEMPLATE
 from tunebook.config.choices import PackingMode, Source, Weights
 from tunebook.config.override_text import typed
 from tunebook.config.schema import ModelConfig, RunConfig
-from tunebook.errors import RequestError, did_you_mean
+from tunebook.errors import RequestError, did_you_mean, first_line
 from tunebook.files import sha256_text
-from tunebook.model.chat_templates import read_chat_template
+from tunebook.model.chat_templates import CHATML_TOKENS, read_chat_template
 from tunebook.model.tokenizer_files import tokenizer_folder
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ def load_tokenizer(model: ModelConfig, *, is_padded: bool = True) -> PreTrainedT
     A missing chat template is allowed here: plain text needs none (see `data.template.require_template`).
     Raises: RequestError for a tokenizer that cannot be loaded, has no EOS, or no padding token if `is_padded`.
     """
+    from tokenizers import AddedToken
+
     folder = tokenizer_folder(model)
     tokenizer = _load(folder, trust_remote_code=model.trust_remote_code)
     if not tokenizer.is_fast:
@@ -61,11 +66,39 @@ def load_tokenizer(model: ModelConfig, *, is_padded: bool = True) -> PreTrainedT
         tokenizer.pad_token = vocabulary.require("model.pad_token", model.pad_token)
     if model.chat_template is not None:
         tokenizer.chat_template = read_chat_template(model.chat_template, _own_template(tokenizer))
+        if model.chat_template == CHATML_TEMPLATE:
+            added = [token for token in CHATML_TOKENS if token not in vocabulary.tokens]
+            tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added], special_tokens=True)
+            vocabulary.tokens.update(added)
+        if model.eos_token is None:
+            _end_turns_as_written(tokenizer)
     fix_template_date(tokenizer, model.template_date)
     _check_eos(tokenizer, vocabulary, folder)
     if is_padded:
         _check_padding(tokenizer, vocabulary, folder)
     return tokenizer
+
+
+def added_token_ids(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that `load_tokenizer` has added to the model's vocabulary."""
+    if model.chat_template != CHATML_TEMPLATE:
+        return []
+    known = _Vocabulary(tokenizer, tokenizer_folder(model)).tokens
+    return [tokenizer.vocab[token] for token in CHATML_TOKENS if token not in known]
+
+
+def _end_turns_as_written(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make the token that a named chat template ends turns with the EOS, unless generation ends there already."""
+    talk = [{"role": "user", "content": "zqquestion"}, {"role": "assistant", "content": "zqanswer"}]
+    try:
+        text = str(tokenizer.apply_chat_template(talk, tokenize=False))
+    except Exception:  # templates raise anything, from their own messages to TypeError; reported where one is used
+        return
+    after = text.rpartition("zqanswer")[2]
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    end = min((token for token in special if token in after), key=after.index, default=None)
+    if end is not None and tokenizer.convert_tokens_to_ids(end) not in stop_token_ids(tokenizer):
+        tokenizer.eos_token = end
 
 
 def writes_date(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -126,7 +159,8 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
         except ValueError as error:
             raise RequestError(f"{file} is not JSON: {error}; copy it again", problem_id="tokenizer-broken") from error
     more = named if isinstance(named, list) else [named]
-    return frozenset({tokenizer.eos_token_id, *(token for token in more if isinstance(token, int))})
+    stops = (tokenizer.eos_token_id, *more)
+    return frozenset(token for token in stops if isinstance(token, int))
 
 
 def _load(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
@@ -231,12 +265,59 @@ def trainer_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
         return ids_only(facts.vocab_size)
 
 
-def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Generation must stop at the token that training ends answers with, and at those that it stopped at before."""
+def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens that end an answer: those that end a trained turn, and those of the model's generation config."""
+    named = model.generation_config.eos_token_id
+    known = named if isinstance(named, list) else [] if named is None else [named]
+    return sorted({*stop_token_ids(tokenizer), *known})
+
+
+def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Generation must stop at the token that training ends answers with, and at those that it stopped at before.
+
+    Returns a note if the generation settings were corrected: transformers refuses to write contradictory ones.
+    Raises: RequestError if they are wrong in another way.
+    """
+    settings = model.generation_config
+    settings.eos_token_id = stop_ids(model, tokenizer)
+    settings.pad_token_id = tokenizer.pad_token_id
     model.config.eos_token_id = tokenizer.eos_token_id
     model.config.pad_token_id = tokenizer.pad_token_id
-    model.generation_config.eos_token_id = sorted(stop_token_ids(tokenizer))
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    try:
+        settings.validate(strict=True)
+    except ValueError:
+        is_greedy = settings.temperature == 0.0  # in words of servers, but an error in transformers
+        changed = "temperature=null" if is_greedy else "do_sample=true"
+        settings.update(**({"temperature": None} if is_greedy else {"do_sample": True}))
+    else:
+        return None
+    try:
+        settings.validate(strict=True)
+    except ValueError as error:
+        wrong = " ".join(str(error).split("\n\n")[0].split())
+        raise RequestError(
+            f"transformers would refuse to write the model's generation_config.json with the trained model: {wrong} "
+            "Correct it in a copy of the model, named by model.path=DIR",
+            problem_id="generation-config-wrong",
+        ) from error
+    return f"note: the base model's generation_config.json contradicts itself; the trained model's has {changed}"
+
+
+def rehearse_saving(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write all files of a trained model but its weights to a scratch folder, before the training.
+
+    Raises: RequestError if the library refuses to write what it has read.
+    """
+    try:
+        with TemporaryDirectory() as folder:
+            model.save_pretrained(folder, state_dict={})
+            tokenizer.save_pretrained(folder)
+    except Exception as error:  # whatever a library raises for settings that it has read
+        raise RequestError(
+            f"the files of the trained model could not be written at the end ({first_line(error)}): its configuration, "
+            "generation settings or tokenizer are wrong; correct them in a copy of the model, named by model.path=DIR",
+            problem_id="model-cannot-be-saved",
+        ) from error
 
 
 def ids_only(vocab_size: int) -> PreTrainedTokenizerBase:

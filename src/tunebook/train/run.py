@@ -49,7 +49,7 @@ from tunebook.model.gpu_memory import is_out_of_memory
 from tunebook.model.linear_attention import isolate_documents
 from tunebook.model.load import begin_loading, finish_loading
 from tunebook.model.tiled_mlp import tile_mlps
-from tunebook.model.tokenizer import agree_on_tokens, trainer_tokenizer
+from tunebook.model.tokenizer import added_token_ids, agree_on_tokens, rehearse_saving, trainer_tokenizer
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import autocast_dtype, is_fsdp, mixed_precision_policy
@@ -264,7 +264,10 @@ def _build_trainer(
         arguments.fsdp_plugin_args |= {"transformer_cls_names_to_wrap": units, "mixed_precision_policy": policy}
     if zero_stage(config.parallelism.strategy) in (1, 2):
         link_in_flat_order()
-    agree_on_tokens(model, tokenizer)
+    note = agree_on_tokens(model, tokenizer)
+    if note is not None and is_first_rank:
+        print(note, flush=True)
+    rehearse_saving(model, tokenizer)
     batches = RankBatches(
         schedule, num_steps=plan.total_steps, micro_batch_size=plan.micro_batch_size, rank=rank, world_size=ranks
     )
@@ -274,7 +277,7 @@ def _build_trainer(
         processing_class=tokenizer,
         train_dataset=prepared.train.load(),
         eval_dataset=validation.load() if validation is not None else None,
-        peft_config=adapter_config(config),
+        peft_config=adapter_config(config, model, added_token_ids(config.model, tokenizer)),
         optimizer_cls_and_kwargs=optimizer_factory(config),
         filler_token_id=tokenizer.eos_token_id,
         train_batches=batches,

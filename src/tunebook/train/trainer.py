@@ -5,10 +5,10 @@ Overridden (a test pins the signatures): `get_train_dataloader` (our sampler dec
 `compute_loss` and `log` (upstream waits for every GPU after each forward pass, for three logged numbers),
 `compute_loss_context_manager` (accelerate runs FSDP2 without autocast), `_save_checkpoint`, `_get_output_dir`,
 `_push_from_checkpoint` and `_load_best_model` (checkpoints are complete or absent, and verified before a load),
-`_determine_best_metric` (only saved steps are ranked), `create_scheduler` and `_load_optimizer_and_scheduler`
-(run.yaml's hyperparameters apply after a resume), `_run_epoch` (a resumed run may be complete already),
-`_issue_warnings_after_load` (weights that were not loaded are an error), `create_model_card` (upstream's does not know
-the run, and takes the checkpoints' folder for a model).
+`_save` (an adapter's generation settings), `_determine_best_metric` (only saved steps are ranked), `create_scheduler`
+and `_load_optimizer_and_scheduler` (run.yaml's hyperparameters apply after a resume), `_run_epoch` (a resumed run may
+be complete already), `_issue_warnings_after_load` (weights that were not loaded are an error), `create_model_card`
+(upstream's does not know the run, and takes the checkpoints' folder for a model).
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.modeling import is_peft_model
+from peft.utils.other import TrainableTokensWrapper
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import DataLoader
 from transformers.trainer import TRAINER_STATE_NAME
@@ -125,6 +127,9 @@ class RecipeTrainer(SFTTrainer):
         if self.aux_loss_enabled and not name_experts(text):
             # TRL enables it for dense models of an architecture that may have experts.
             self.aux_loss_enabled = text.output_router_logits = False
+        head = trained.get_output_embeddings()
+        if isinstance(head, TrainableTokensWrapper):  # TRL 1.16 reads the head's bias, which PEFT 0.21's wrapper lacks
+            head.register_parameter("bias", None)
         if sequence is not None:
             if self.aux_loss_enabled:
                 raise RequestError(
@@ -263,6 +268,13 @@ class RecipeTrainer(SFTTrainer):
         finally:
             self._is_saving = False
         self.saver.finish(step, self.state.best_global_step)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """As upstream. An adapter gets generation settings, too: the base's may not end answers where training does."""
+        super()._save(output_dir, state_dict)
+        if is_peft_model(self.model):
+            model: Any = self.model
+            model.generation_config.save_pretrained(output_dir or self.args.output_dir)
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         """As upstream, but only for saved steps: others cannot be loaded at the end."""

@@ -19,8 +19,7 @@ from tunebook.data.template import template_hash
 from tunebook.evaluate.chat import Sampling
 from tunebook.evaluate.chat.model import ChatModel
 from tunebook.evaluate.chat.session import Session
-from tunebook.evaluate.trained_model import stop_ids
-from tunebook.model.tokenizer import tokenizer_hash
+from tunebook.model.tokenizer import stop_ids, tokenizer_hash
 
 CONTEXT_TOKENS = 96
 Scripted = Callable[..., PreTrainedModel]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from tunebook.checkpoint.export.model import (
     Blueprint,
@@ -47,7 +47,7 @@ from tunebook.files import sha256_file
 from tunebook.model.adapters import merged, with_adapter
 from tunebook.model.base_config import read_dtype
 from tunebook.model.load import attention_option
-from tunebook.model.tokenizer import agree_on_tokens
+from tunebook.model.tokenizer import agree_on_tokens, stop_ids
 from tunebook.parallel.wrapped import format_name
 from tunebook.record.run_record import RunRecord
 
@@ -103,6 +103,7 @@ def write_whole(work: Work, folder: Path) -> Written:
     _write_settings(work, work.blueprint.model, folder, dtype)
     written = load_written(folder, work.config)
     found = logits_of(written)
+    require_stops(written, stop_ids(work.blueprint.model, work.blueprint.tokenizer))
     formats = {name: parameter.dtype for name, parameter in written.named_parameters()}
     del written
     gc.collect()
@@ -126,6 +127,7 @@ def write_adapter(work: Work, folder: Path) -> Written:
     hashes = write_weights(work.weights, folder, stem="adapter_model", dtype=work.dtype, place=work.place)
     settings.base_model_name_or_path = work.config.model.name or settings.base_model_name_or_path
     settings.save_pretrained(str(folder))
+    work.blueprint.model.generation_config.save_pretrained(str(folder))
     work.blueprint.tokenizer.save_pretrained(str(folder))
     count = _count(work.weights)
     if not work.has_base:
@@ -162,6 +164,7 @@ def write_merged(work: Work, folder: Path) -> Written:
     del base, adapted
     expected = logits_of(model)
     agree_on_tokens(model, work.blueprint.tokenizer)
+    stops = stop_ids(work.blueprint.model, work.blueprint.tokenizer)
     weights = held_weights(dict(model.state_dict()))
     refuse(compare_with_model(work.blueprint.model, weights), work.place)
     weights = without_tied(model, weights, work.place)
@@ -171,7 +174,9 @@ def write_merged(work: Work, folder: Path) -> Written:
     _write_settings(work, model, folder, dtype)
     del model, weights
     gc.collect()
-    found = logits_of(load_written(folder, work.config))
+    written = load_written(folder, work.config)
+    found = logits_of(written)
+    require_stops(written, stops)
     require_same(found, expected, dtype, folder, hashes)
     check = compare(found, own, dtype)
     return Written(hashes=hashes, num_parameters=count, check=check, base_was_dequantized=is_quantized)
@@ -237,6 +242,29 @@ def logits_of(model: Any) -> torch.Tensor:
     with torch.inference_mode():
         logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     return logits.float()
+
+
+class _FirstToken(LogitsProcessor):
+    """Makes each row of a batch generate one token of a list."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, -torch.inf)
+        forced[range(len(self.tokens)), self.tokens] = 0.0
+        return forced
+
+
+def require_stops(written: Any, stops: list[int]) -> None:
+    """Raises: DifferenceError unless answers of the written model end at each token that ends those of the run's."""
+    prompt = torch.zeros((len(stops), 1), dtype=torch.int64)
+    first = LogitsProcessorList([_FirstToken(stops)])
+    answers = written.generate(
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=2, logits_processor=first
+    )
+    if answers.shape[1] != 2:
+        raise _differs(f"its answers do not end at each of the tokens {stops}")
 
 
 def load_written(folder: Path, config: RunConfig) -> PreTrainedModel:

@@ -37,12 +37,19 @@ from tunebook.model.hub import hub_problem
 from tunebook.model.load import (
     attention_option,
     check_model,
+    fit_embeddings,
     load_architecture,
     load_model,
     model_location,
     planned_architecture,
 )
-from tunebook.model.tokenizer import agree_on_tokens, load_tokenizer, trainer_tokenizer
+from tunebook.model.tokenizer import (
+    added_token_ids,
+    agree_on_tokens,
+    load_tokenizer,
+    rehearse_saving,
+    trainer_tokenizer,
+)
 from tunebook.model.tokenizer_files import VOCABULARY_FILES
 
 if TYPE_CHECKING:
@@ -67,13 +74,13 @@ def blueprint_of(config: RunConfig, folder: Path, *, has_base: bool = True) -> B
     Raises: RequestError for a base model that cannot be reached.
     """
     tokenizer = _tokenizer(config, folder)
-    peft = _adapter(config, folder)
-    has_config = (folder / "config.json").is_file() and peft is None
+    has_config = (folder / "config.json").is_file() and config.peft.method is PeftMethod.full
     if has_config:
         architecture = _read_architecture(folder, config)
     else:
         architecture = load_architecture(config.model) if has_base else _planned_architecture(config)
-    model = without_weights(architecture, config)
+    model = fit_embeddings(config.model, without_weights(architecture, config), is_written=False)
+    peft = _adapter(config, folder, model)
     generation = _generation(str(folder), None) if has_config else None
     if generation is None:
         if config.model.weights is Origin.pretrained:
@@ -82,6 +89,7 @@ def blueprint_of(config: RunConfig, folder: Path, *, has_base: bool = True) -> B
         agree_on_tokens(model, tokenizer)
     else:
         model.generation_config = generation
+    rehearse_saving(model, tokenizer)
     return Blueprint(model=model, tokenizer=tokenizer, adapter=peft)
 
 
@@ -199,7 +207,7 @@ def _tokenizer(config: RunConfig, folder: Path) -> PreTrainedTokenizerBase:
     return trainer_tokenizer(config)
 
 
-def _adapter(config: RunConfig, folder: Path) -> PeftConfig | None:
+def _adapter(config: RunConfig, folder: Path, base: PreTrainedModel) -> PeftConfig | None:
     if (folder / ADAPTER_FILE).is_file():
         from peft import PeftConfig
 
@@ -212,7 +220,7 @@ def _adapter(config: RunConfig, folder: Path) -> PeftConfig | None:
                 problem_id="weights-file-damaged",
             ) from error
         return found
-    return adapter_config(config) if config.peft.method is not PeftMethod.full else None
+    return adapter_config(config, base, added_token_ids(config.model, trainer_tokenizer(config)))
 
 
 def _read_architecture(folder: Path, config: RunConfig) -> PretrainedConfig:

@@ -33,13 +33,12 @@ from tunebook.evaluate.trained_model import (
     choose_copies,
     compute_dtype,
     load_trained,
-    stop_ids,
     tokenizer_of_run,
     uses_gpu,
 )
 from tunebook.model.adapters import is_adapter
 from tunebook.model.gpu_memory import place_on_gpus
-from tunebook.model.tokenizer import load_tokenizer
+from tunebook.model.tokenizer import load_tokenizer, stop_ids
 from tunebook.record.model_origin import check_base, check_bound, recorded_by_origin, recorded_by_run, uncompared_base
 from tunebook.record.run_folder import RUN_FILE
 

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import date
 
-from tunebook.config.book import LIBRARY_PREFIX, TRAINING_TEMPLATE, is_in_book, is_template_name, resolve_path
+from tunebook.config.book import (
+    CHATML_TEMPLATE,
+    LIBRARY_PREFIX,
+    TRAINING_TEMPLATE,
+    is_in_book,
+    is_template_name,
+    resolve_path,
+)
 from tunebook.config.choices import Format, LauncherName, Reasoning, Source, SpecialText, TrainOn
 from tunebook.config.override_text import typed
 from tunebook.config.schema import DatasetSource, ModelConfig, RunConfig, sources_of
@@ -371,7 +378,7 @@ def system_prompt_ignored(config: RunConfig) -> Finding | None:
 def chat_template_not_found(config: RunConfig) -> Finding | None:
     """Check that the template's file, or the template of TRL, exists."""
     template = config.model.chat_template
-    if template is None or template == TRAINING_TEMPLATE:
+    if template in (None, CHATML_TEMPLATE, TRAINING_TEMPLATE):
         return None
     if is_template_name(template):
         names = library_templates()
