@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import shlex
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import filterfalse
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from tunebook.config.override_text import command_words
+from tunebook.config.override_text import command_words, shell_command
 from tunebook.files import atomic_write_text, read_json
 from tunebook.record.differences import mean_score
 from tunebook.record.manifest import manifest_or_empty
@@ -239,7 +238,7 @@ def trial_table(trials: list[Trial], space: Space | None) -> Table:
 
 def best_line(recipe: str | None, best: TrialResult, recipes_dirs: list[Path]) -> str:
     """Return the command that trains the best trial again."""
-    again = shlex.join(command_words("train", recipe, best.trial.overrides, recipes_dirs))
+    again = shell_command(command_words("train", recipe, best.trial.overrides, recipes_dirs))
     return f"best: {best.trial.name}, again: {again}"
 
 
