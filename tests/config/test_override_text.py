@@ -27,7 +27,7 @@ from tunebook.errors import RequestError
         "x",
         "\n",
         "\t",
-        "it's\n\"a\" \\ größe\u2028",
+        'it\'s\n"a" \\ größe\u2028',
         "\\n",
         "{a}",
         "[PAD]",
