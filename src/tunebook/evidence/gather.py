@@ -133,7 +133,7 @@ def read_finished(folder: Path) -> RunFacts:
     record = read_run(folder)
     state = record.status.get("state")
     if state != RunState.finished.name:
-        reason = f": {record.status['reason']}" if record.status.get("reason") else ""
+        reason = f": {record.status['reason'].splitlines()[0]}" if record.status.get("reason") else ""
         is_new = (record.config or {}).get("training", {}).get("resume") == "never"
         without = ", without training.resume=never" if is_new else ""
         raise RequestError(
