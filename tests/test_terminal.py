@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import logging
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from tunebook.terminal import outlive_readers, print_lines, wrapped
+from tunebook.terminal import outlive_readers, print_lines, quiet_libraries, wrapped
 
 LINES = ["Batch", "  packed rows of up to 1024 tokens on 8 GPUs or ranks, 1 per pass; how many are worked out later"]
 
@@ -88,3 +92,42 @@ def test_a_stream_that_is_no_file_stays(monkeypatch):
         monkeypatch.setattr(sys, "stdout", stream)
         outlive_readers()
         assert sys.stdout is stream
+
+
+@pytest.fixture
+def library() -> Iterator[logging.Logger]:
+    """The logger of a library that prints by a handler of its own, as transformers does."""
+    logger = logging.getLogger("a_library")
+    yield logger
+    logger.handlers.clear()
+
+
+@pytest.mark.filterwarnings("always")
+def test_of_the_libraries_only_errors_are_printed_and_a_file_has_all(
+    library: logging.Logger, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "log.txt"
+    for log_file in (None, file):
+        with quiet_libraries(log_file):
+            library.addHandler(logging.StreamHandler())  # imported only now
+            library.warning("chatter")
+            warnings.warn("sample code", stacklevel=1)
+            library.error("broken")
+        library.handlers.clear()
+    assert capfd.readouterr().err == "broken\n" * 2
+    logged = file.read_text()
+    assert all(text in logged for text in ("a_library WARNING chatter", "sample code", "a_library ERROR broken"))
+    library.addHandler(logging.StreamHandler())
+    library.warning("printed again")
+    assert capfd.readouterr().err == "printed again\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+def test_a_full_disk_is_not_told_once_for_every_record(
+    library: logging.Logger, capfd: pytest.CaptureFixture[str]
+) -> None:
+    was_raising = logging.raiseExceptions
+    with pytest.raises(OSError, match="No space left"), quiet_libraries(Path("/dev/full")):
+        library.warning("said")
+    assert capfd.readouterr().err == ""
+    assert logging.raiseExceptions is was_raising

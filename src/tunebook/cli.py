@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -47,6 +46,7 @@ from tunebook.cli_options import (
 )
 from tunebook.cli_records import make_console, records_app
 from tunebook.config.book import path_too_long
+from tunebook.config.override_text import shell_command
 from tunebook.config.unsafe_text import shown, without_secrets
 from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError
 from tunebook.hardware.disk import is_disk_full
@@ -131,7 +131,7 @@ def plan(
         other = next(option for option in options if option != "--yaml")
         raise RequestError(
             f"--yaml prints the resolved configuration alone, and {other} is for the plan; type one of them, such as "
-            f"{shlex.join(['tunebook', 'plan', *(words or []), '--yaml'])}",
+            f"{shell_command(['tunebook', 'plan', *(words or []), '--yaml'])}",
             problem_id="yaml-form",
         )
     code = plan_command(

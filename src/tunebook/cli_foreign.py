@@ -5,7 +5,6 @@ It is asked once the parser has refused a command line, with the parser's own er
 
 from __future__ import annotations
 
-import shlex
 from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from tunebook.config.book import find_recipes
 from tunebook.config.foreign import Foreign, answer_key, find_command, find_option
-from tunebook.config.override_text import typed
+from tunebook.config.override_text import shell_command, shell_word, typed
 from tunebook.config.schema import GROUPS
 from tunebook.config.walk import all_keys
 from tunebook.errors import did_you_mean
@@ -54,7 +53,7 @@ def _of_command(arguments: list[str], commands: Iterable[str]) -> str:
     if entry is not None:
         return f"there is no command '{name}'.{_sentence(entry)}"
     if "=" in name or name in find_recipes([]):
-        return f"there is no command '{name}'; type: {shlex.join(['tunebook', 'train', name, *rest])}"
+        return f"there is no command '{name}'; type: {shell_command(['tunebook', 'train', name, *rest])}"
     known = sorted(commands)
     return f"there is no command '{name}'.{did_you_mean(name, known)} Commands: {', '.join(known)}"
 
@@ -116,7 +115,7 @@ def _answer_option(command: str, option: str, value: str | None, words: list[str
     """What to type instead of an option that is no setting of a run; None for one that may be."""
     name, with_dashes = option.lstrip("-"), option.replace("_", "-")
     if with_dashes in own:
-        return f"there is no option '{option}'; type {with_dashes}{'' if value is None else f' {shlex.quote(value)}'}"
+        return f"there is no option '{option}'; type {with_dashes}{'' if value is None else f' {shell_word(value)}'}"
     if command == "explain":
         return f"there is no option '{option}'; type: tunebook explain {name}"
     if name in _SETTINGS.get(command, ()):
@@ -149,7 +148,7 @@ def _of_extra_words(context: Any, arguments: list[str]) -> str | None:
         option = f"--{key.replace('_', '-')}"
         if has_value and option in own:
             is_off = value.lower() in ("false", "0", "no")
-            instead = f"{option} {shlex.quote(value)}" if own[option] else "nothing" if is_off else option
+            instead = f"{option} {shell_word(value)}" if own[option] else "nothing" if is_off else option
             lines.append(f"'{word}': options have dashes; type {instead}")
     return "\n".join(lines) or None
 
@@ -160,9 +159,9 @@ def _filled(entry: Foreign, *, command: str = "", words: Sequence[str] = (), val
     file = Path(value or "FOLDER/RECIPE.yaml")
     known = {
         "command": command,
-        "words": shlex.join(words),
-        "rest": shlex.join(words[1:] if has_recipe else words),
-        "value": shlex.quote(value) if value is not None else "VALUE",
+        "words": shell_command(words),
+        "rest": shell_command(words[1:] if has_recipe else words),
+        "value": shell_word(value) if value is not None else "VALUE",
         "stem": file.stem,
         "folder": str(file.parent),
     }

@@ -1,12 +1,14 @@
-"""Print lines of text that wrap at words in a terminal, and outlive the reader of what is printed."""
+"""Print lines of text that wrap at words, keep the libraries off the terminal, and outlive the reader of the output."""
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from rich.cells import cell_len
@@ -29,6 +31,33 @@ def print_lines(lines: Iterable[str], console: Console, *, separator: str = " ",
 def print_text(text: str, console: Console, *, style: str = "") -> None:
     """Print text as it is: brackets are no markup, and no line is broken where someone may copy or search it."""
     console.print(Text(text, style=style), soft_wrap=True)
+
+
+@contextmanager
+def quiet_libraries(log_file: Path | None = None) -> Iterator[None]:
+    """Print errors of the libraries, but none of their other log records and warnings; `log_file` gets all of them.
+
+    Libraries add handlers when they are imported, so records are taken before any handler gets them.
+    """
+    to_file = logging.NullHandler() if log_file is None else logging.FileHandler(log_file)
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+    to_terminal = logging.Logger.callHandlers
+
+    def call_handlers(logger: logging.Logger, record: logging.LogRecord) -> None:
+        to_file.handle(record)
+        if record.levelno >= logging.ERROR:
+            to_terminal(logger, record)
+
+    was_raising, logging.raiseExceptions = logging.raiseExceptions, False  # a full disk would print one per record
+    logging.Logger.callHandlers = call_handlers  # type: ignore[assignment]
+    logging.captureWarnings(True)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        logging.Logger.callHandlers = to_terminal  # type: ignore[method-assign]
+        logging.raiseExceptions = was_raising
+        to_file.close()
 
 
 def outlive_readers() -> None:

@@ -99,7 +99,7 @@ def test_a_run_without_a_recipe():
         ("training.global_samples=1,2", ["lists several values", "tunebook sweep` for one run each"]),
         ("evaluation.tasks=a,b", ["or 'evaluation.tasks=[a,b]' for a list"]),
         ("title=a, b", ["or 'title=\"a, b\"' for this text"]),
-        ("+training.seed=1", ["keys can be set, not added", "type 'training.seed=1' instead"]),
+        ("+training.seed=1", ["keys can be set, not added", "type training.seed=1 instead"]),
         ("~training.seed", ["keys can be set, not added or removed"]),
         ("++training.sed=1", ["there is no key 'training.sed'. Did you mean 'training.seed'?"]),
         ("peft.rank_pattern.q_proj=1,2", ["lists several values", "try `tunebook sweep`"]),

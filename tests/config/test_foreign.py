@@ -230,7 +230,7 @@ def test_unknown_name_gets_a_spelling_suggestion() -> None:
         (["evaluation=gsm8k"], r"type evaluation=tasks evaluation\.tasks=\[gsm8k\] instead"),
         (["evaluation=leaderbord"], "Did you mean 'leaderboard'"),
         (["+lr=1e-4"], r"override '\+lr=1e-4': there is no key 'lr' .*; type optimizer\.learning_rate=1e-4"),
-        (["+training.seed=1"], r"keys can be set, not added or removed; type 'training\.seed=1'"),
+        (["+training.seed=1"], r"keys can be set, not added or removed; type training\.seed=1"),
         (["++trainer.max_epochs=3"], r"type training\.num_epochs=3 instead"),
         (["lora_r"], r"'lora_r' is no override, which is written key=value, and there is no key 'lora_r'"),
         (["hydra/launcher=joblib"], "Hydra's own keys are set by Tunebook; .*Trials are started by `tunebook sweep`"),

@@ -1,11 +1,12 @@
 """Suggested overrides: shell and Hydra together read back the text."""
 
 import shlex
+import subprocess
 
 import pytest
 
 from tunebook.config.compose import compose, parse_overrides
-from tunebook.config.override_text import as_typed, split_values, typed
+from tunebook.config.override_text import as_typed, shell_command, split_values, typed
 from tunebook.errors import RequestError
 
 
@@ -24,12 +25,28 @@ from tunebook.errors import RequestError
         "my (data)",
         "",
         "x",
+        "\n",
+        "\t",
+        'it\'s\n"a" \\ größe\u2028',
+        "\\n",
+        "{a}",
+        "[PAD]",
+        "$HOME `ls`",
+        "<pad>",
+        "</s>",
     ],
 )
 def test_what_is_typed_is_read_back(text):
-    (word,) = shlex.split(typed("title", text))
+    typed_word = typed("title", text)
+    assert len(typed_word.splitlines()) == 1
+    word = in_bash(typed_word)
     (override,) = parse_overrides([word])
     assert (override.key_or_group, override.value()) == ("title", text)
+    assert in_bash(shell_command([word])) == word
+
+
+def in_bash(word: str) -> str:
+    return subprocess.run(["bash", "-c", f"printf %s {word}"], check=True, capture_output=True).stdout.decode()
 
 
 def test_plain_texts_need_no_quotes():

@@ -8,7 +8,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -432,6 +434,30 @@ def test_without_the_hub_the_cached_snapshot_is_used_and_its_commit_recorded(
     monkeypatch.setattr(datasets, "load_dataset_builder", _refuse_names(datasets.load_dataset_builder))
     pinned = load(tmp_path, DatasetConfig(source=Source.hub, name="some/chats", revision=commit))
     assert pinned.records[0].revision == commit
+
+
+@pytest.mark.parametrize("revision", [None, "refs/pr/1"])
+def test_what_an_earlier_run_downloaded_is_found_without_the_hub(
+    tmp_path: Path, hub_folder: Path, monkeypatch: pytest.MonkeyPatch, revision: str | None
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "hub/datasets--some--chats/snapshots" / commit
+    load_builder = datasets.load_dataset_builder
+
+    def download(name: str, *arguments: Any, **settings: Any) -> Any:
+        shutil.copytree(hub_folder, snapshot)  # by commit: no branch is recorded
+        return load_builder(str(snapshot), *arguments, **settings | {"revision": None})
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha=commit))
+    config = DatasetConfig(source=Source.hub, name="some/chats", revision=revision)
+    with monkeypatch.context() as online:
+        online.setattr(datasets, "load_dataset_builder", download)
+        online_rows = questions(load(tmp_path / "1", config).train)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", _refuse(ConnectionError("no route to host")))
+    monkeypatch.setattr(datasets, "load_dataset_builder", _refuse_names(load_builder))
+    corpus = load(tmp_path / "2", config)
+    assert (questions(corpus.train), corpus.records[0].revision) == (online_rows, commit)
 
 
 def _refuse_names(load_builder: Any) -> Any:

@@ -30,8 +30,6 @@ from tunebook.model.adapters import (
     with_adapter,
 )
 
-# peft asks transformers by a name that has a newer one
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 WEIGHTS = "adapter_model.safetensors"
 NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
 
@@ -180,7 +178,6 @@ def test_a_base_published_in_float16_learns_the_same_in_bf16() -> None:
 
 
 @pytest.mark.parametrize("saved", [[], ["lm_head"]], ids=["adapter", "whole_head"])
-@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 def test_adapter_is_not_merged_into_16_bits(
     tmp_path: Path, saved: list[str], relative_difference: Callable[[torch.Tensor, torch.Tensor], float]
 ) -> None:
@@ -218,9 +215,6 @@ def test_adapter_is_not_merged_into_16_bits(
         {"target_modules": ["q_proj", "embed_tokens"]},
     ],
     ids=["embeddings", "head", "both", "adapter_on_embeddings"],
-)
-@pytest.mark.filterwarnings(
-    "ignore:Model (has|with) `tie_word_embeddings=True`", "ignore:Setting `save_embedding_layers`"
 )
 def test_adapter_on_one_matrix_of_a_tied_pair_is_kept(tmp_path: Path, trained: dict[str, list[str]]) -> None:
     tied, row = partial(base, is_tied=True), torch.arange(12)[None]

@@ -122,7 +122,6 @@ def test_activations_are_recomputed_in_blocks_of_fsdp(model, one_gloo_rank):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")  # older versions know no other name
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # asked by peft
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["whole", "sharded"])
 def test_blocks_with_adapters_are_recomputed_outside_their_graph_with_the_same_dropout(
     small_qwen2, one_gloo_rank, relative_difference, is_sharded

@@ -84,7 +84,6 @@ def trained_by_peft(*, targets, saved=None, **settings):
     return sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # peft asks by the old name
 @pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"]], ids=["all", "two"])
 @pytest.mark.parametrize(
     "saved", [["mlp"], ["self_attn"], ["down_proj"], ["mlp", "lm_head"], ["mlp", "down_proj"]], ids="-".join
@@ -96,8 +95,6 @@ def test_parts_of_layers_that_are_saved_whole_are_counted_as_peft_trains_them(sm
     assert count_parameters(small, small.model.facts).trained == expected
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-@pytest.mark.filterwarnings("ignore:Model (has|with) `tie_word_embeddings=True`")
 @pytest.mark.parametrize("targets", [[], ["q_proj", "down_proj"], ["q_proj", "embed_tokens"]], ids="-".join)
 @pytest.mark.parametrize(
     "settings",

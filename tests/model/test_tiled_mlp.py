@@ -12,11 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tunebook.errors import RequestError
 from tunebook.model.tiled_mlp import mlps_of, tile_mlps
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning"),  # older versions have no other
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),  # asked by peft
-    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),  # of GPT-2's Conv1D, by peft
-]
+# Older versions have no other.
+pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable.:FutureWarning")
 TOKENS, TILE = 41, 8  # the last of the six tiles is short
 SIZES = {
     "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

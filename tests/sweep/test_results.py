@@ -63,7 +63,7 @@ def test_the_speed_is_the_one_that_a_report_tells(make_result: MakeResult) -> No
 
 
 def test_a_failed_trial_says_why(make_result: MakeResult) -> None:
-    invalid = make_result(0, exit_code=7, losses=(3.0, None), state="invalid", reason="step 2:\n the loss is NaN")
+    invalid = make_result(0, exit_code=7, losses=(3.0, None), state="invalid", reason="step 2: the loss is NaN")
     assert (invalid.how_it_ended, invalid.final_loss) == ("invalid: step 2: the loss is NaN", None)
     wordless = make_result(1, exit_code=1, state="running")
     assert wordless.how_it_ended == "failed: it ended unexpectedly (exit code 1), see what it printed"
@@ -72,6 +72,17 @@ def test_a_failed_trial_says_why(make_result: MakeResult) -> None:
     stopped = make_result(2, exit_code=6, state="stopped", reason="asked to", was_interrupted=True)
     assert stopped.how_it_ended == "stopped with the sweep"
     assert make_result(3, exit_code=None).how_it_ended == "not started: the sweep was stopped"
+
+
+@pytest.mark.parametrize("reason", ["no memory\n" + 11 * "a line of an error\n", "no memory " + 100 * "for this "])
+def test_a_long_reason_is_cut_and_says_where_the_rest_is(make_result: MakeResult, reason: str) -> None:
+    recorded = make_result(0, exit_code=3, state="failed", reason=reason).how_it_ended
+    killed = make_result(1, exit_code=1, state="running", killed=reason).how_it_ended
+    for how_it_ended, file in ((recorded, "trial-000/manifest.json"), (killed, "trial-001.json")):
+        assert how_it_ended.startswith("failed: no memory")
+        assert how_it_ended.endswith(f"{file})")
+        assert len(how_it_ended) < 180
+        assert "a line" not in how_it_ended
 
 
 def test_ranked_by_the_evaluation_score_before_any_loss(make_result: MakeResult) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import sys
 from unittest import mock
 
 import pytest
@@ -12,7 +10,7 @@ import pytest
 from tunebook.config.choices import TrackerName
 from tunebook.config.schema import TrackingConfig
 from tunebook.record.manifest import read_manifest, start_manifest
-from tunebook.train.reporting import _LOGGERS, quiet_libraries, set_up_tracking, tracker_environment
+from tunebook.train.reporting import set_up_tracking, tracker_environment
 
 WANDB = TrackingConfig(name=TrackerName.wandb, project="mine")
 
@@ -69,22 +67,3 @@ def test_tensorboard_writes_into_the_run_folder_and_others_need_no_variable(tmp_
     assert tracker_environment(board, tmp_path, {}) == {"TENSORBOARD_LOGGING_DIR": str(tmp_path / "tensorboard")}
     for name in (TrackerName.none, TrackerName.trackio):
         assert tracker_environment(TrackingConfig(name=name), tmp_path, {}) == {}
-
-
-@pytest.fixture(autouse=True)
-def handlers_as_before():
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
-    before = [(logger, logger.handlers, logger.propagate, logger.level) for logger in loggers]
-    yield
-    for logger, handlers, propagate, level in before:
-        logger.handlers, logger.propagate = handlers, propagate
-        logger.setLevel(level)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
-def test_a_full_disk_is_not_told_once_for_every_record(capfd):
-    was_raising = logging.raiseExceptions
-    with pytest.raises(OSError, match="No space left"), quiet_libraries("/dev/full"):
-        logging.getLogger("transformers").info("said")
-    assert capfd.readouterr().err == ""
-    assert logging.raiseExceptions is was_raising

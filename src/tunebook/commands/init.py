@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ from tunebook.config.book import (
     users_folders,
 )
 from tunebook.config.compose import compose
-from tunebook.config.override_text import command_words, quoted
+from tunebook.config.override_text import command_words, quoted, shell_command
 from tunebook.config.recipe_files import group_choices, refuse_unreadable_name
 from tunebook.data.files import SUFFIXES, find_files
 from tunebook.errors import RequestError, TunebookError, did_you_mean
@@ -173,7 +172,7 @@ def recipe_text(name: str, decisions: list[Decision], base: str | None) -> str:
 def next_commands(name: str, folder: Path) -> str:
     """The commands to type after a recipe was written into `folder`, one per line."""
     data, plan, train = (command_words(command, name, [], [folder]) for command in ("data", "plan", "train"))
-    return "\n".join(f"  {shlex.join(words)}" for words in (data, plan, [*train, "--dry-run"], train))
+    return "\n".join(f"  {shell_command(words)}" for words in (data, plan, [*train, "--dry-run"], train))
 
 
 def _check_name(name: str, file: Path, recipes_dirs: list[Path], *, overwrite: bool) -> None:

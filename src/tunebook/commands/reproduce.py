@@ -7,7 +7,6 @@ changed since, this machine makes another choice, or the data differs, the comma
 from __future__ import annotations
 
 import contextlib
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from tunebook.config.identity import (
     has_hash,
     result_settings,
 )
-from tunebook.config.override_text import command_words, quoted
+from tunebook.config.override_text import command_words, quoted, shell_command, shell_word
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.data.files import SUFFIXES, find_files, named_files
 from tunebook.errors import RequestError, StoppedError
@@ -204,15 +203,15 @@ def resume_instructions(original: Original, job: Draft, folder: Path, recipes_di
 
 def _train_command(job: Draft, words: Sequence[str], recipes_dirs: list[Path], *options: str) -> str:
     """Return the command that trains it from any folder: relative paths start at the current folder."""
-    train = shlex.join([*command_words("train", job.config.recipe, words, recipes_dirs), *options])
-    return train if typed_in(job.config) is None else f"cd {shlex.quote(str(Path.cwd()))} && {train}"
+    train = shell_command([*command_words("train", job.config.recipe, words, recipes_dirs), *options])
+    return train if typed_in(job.config) is None else f"cd {shell_word(str(Path.cwd()))} && {train}"
 
 
 def _compare_command(original: Original, folder: Path, recipes_dirs: list[Path]) -> str:
     """Return the command that compares a finished reproduction with the original."""
     if original.has_curve:
-        return shlex.join(["tunebook", "diff", str(original.run), str(folder)])
-    return shlex.join(command_words("verify", None, [str(folder)], recipes_dirs))
+        return shell_command(["tunebook", "diff", str(original.run), str(folder)])
+    return shell_command(command_words("verify", None, [str(folder)], recipes_dirs))
 
 
 def require_same_config(original: Original, config: RunConfig, recipes_dirs: list[Path]) -> list[str]:

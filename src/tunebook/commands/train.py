@@ -6,7 +6,6 @@ The steps are: compose, check, plan, prepare, launch, evaluate, record.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
@@ -21,7 +20,7 @@ from tunebook.commands.attempt import Attempt
 from tunebook.config.choices import Checkpointing, Generation, PackingMode
 from tunebook.config.frozen import architecture_json, config_to_yaml
 from tunebook.config.model_facts import ARCHITECTURE_FILE
-from tunebook.config.override_text import command_words
+from tunebook.config.override_text import command_words, shell_command
 from tunebook.config.schema import RayConfig, RunConfig, SlurmConfig, world_size
 from tunebook.config.unsafe_text import require_printable
 from tunebook.data.batch import BatchPlan, solve_batch
@@ -86,7 +85,7 @@ def plan_job(recipe: str | None, overrides: list[str], recipes_dirs: list[Path])
 def show_decisions(job: Draft, console: Console, *, is_complete: bool = False) -> None:
     """Print the warnings and the choices: all, or those that differ from the last run or that `auto` made."""
     words = [*command_words("plan", job.recipe, job.overrides, job.recipes_dirs), "--all"]
-    command = None if is_complete else shlex.join(words)
+    command = None if is_complete else shell_command(words)
     show_choices(job.resolved.choices, console, last=_last_run(job.config), command=command)
     show_warnings(job.problems, console)
 

@@ -6,14 +6,13 @@ A command is composed again each time. So it trains another run after its recipe
 from __future__ import annotations
 
 import contextlib
-import shlex
 from pathlib import Path
 from typing import Any
 
 from tunebook.config.choices import Generation, LauncherName
 from tunebook.config.frozen import typed_in_of
 from tunebook.config.identity import comparable_config
-from tunebook.config.override_text import command_words
+from tunebook.config.override_text import command_words, shell_command
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.evidence.compare import config_differences, input_differences, named_differences
@@ -37,7 +36,7 @@ def command_of(evidence: Evidence, recipes_dirs: list[Path]) -> str | None:
     # Older evidence does not record the launcher. A run on one node needs no cluster, which not everyone has.
     has_launcher = config.launcher.name is LauncherName.local or any(w.startswith("launcher=") for w in ran.overrides)
     local = [] if has_launcher or evidence.hardware.nodes > 1 else ["launcher=local"]
-    return shlex.join(command_words("train", ran.recipe, [*ran.overrides, *local]))
+    return shell_command(command_words("train", ran.recipe, [*ran.overrides, *local]))
 
 
 def require_same_run(run: RunFacts, recipes_dirs: list[Path]) -> None:
@@ -59,7 +58,7 @@ def require_same_run(run: RunFacts, recipes_dirs: list[Path]) -> None:
     else:
         return
     moved = f"{folder}, where it was typed, does not exist, so relative paths start here. " if is_gone else ""
-    command = shlex.join(command_words("train", recipe, words))
+    command = shell_command(command_words("train", recipe, words))
     raise RequestError(
         f"{run.record.folder}: `{command}` {what}. {moved}The recipe, or a file that it reads, was changed since the "
         "run: undo that change, or train again as it is now (training.resume=never)",

@@ -11,7 +11,7 @@ import re
 from tunebook.config.foreign import answer_choice, answer_key
 from tunebook.config.interpolation import outside_error
 from tunebook.config.origins import Origins
-from tunebook.config.override_text import split_values, typed, typed_list
+from tunebook.config.override_text import shell_word, split_values, typed, typed_list
 from tunebook.config.recipe_files import choice_schema, group_choices
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS
 from tunebook.config.unsafe_text import without_secrets
@@ -89,7 +89,7 @@ def added_or_removed(text: str) -> OverrideError:
     key, has_value, value = word.partition("=")
     if not _is_known(key):
         return _unknown_override(text, key, value)
-    message = f"override '{text}': keys can be set, not added or removed; type '{word}' instead" + (
+    message = f"override '{text}': keys can be set, not added or removed; type {shell_word(word)} instead" + (
         "" if has_value else ", with '=' and a value (null for none)"
     )
     return OverrideError(text, message, problem_id="override-form")
@@ -113,7 +113,7 @@ def several_values(key: str, text: str) -> OverrideError:
     described = type_of(key)
     instead = ""
     if described.startswith("a list"):
-        instead = f", or '{key}=[{value}]' for a list"
+        instead = f", or {shell_word(f'{key}=[{value}]')} for a list"
     elif described.startswith("text"):
         instead = f", or {typed(key, value)} for this text"
     return OverrideError(
@@ -292,7 +292,7 @@ def _near_value(key: str, value: str | None) -> str:
         guess = did_you_mean(value, described.removeprefix("one of ").removesuffix(" or null").split(", "))
         return f".{guess}" if guess else ""
     if described.startswith("a list") and not value.startswith(("[", "{")) and value != "null":
-        return f"; type '{key}=[{value}]'"
+        return f"; type {shell_word(f'{key}=[{value}]')}"
     if described.startswith("a whole number") and re.fullmatch(r"\d+(\.\d*)?(e\+?\d+)?", value.lower()):
         number = float(value)
         return f"; type {key}={number:.0f}" if number.is_integer() else ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from tunebook.data.keys import KeyAccount
 from tunebook.data.problems import DocumentProblems
 from tunebook.data.readers import Layout, Part, read_records, without_nulls
 from tunebook.errors import DataError, RequestError, did_you_mean, first_line
-from tunebook.files import CACHE_VARIABLE
+from tunebook.files import CACHE_VARIABLE, atomic_write_text
 from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.model.hub import local_problem
 
@@ -187,6 +187,8 @@ def split_parts(
             raise unreachable_error(source, key, error) from error
         yield from split_parts(source, replace(repository, folder=snapshot), split, key, cache_dir, account)
         return
+    if repository.folder is None:
+        _remember_revision(source, repository)
     _check_split(source, split, list(files.paths if files is not None else builder.info.splits or {}), key)
     if files is not None:
         yield from _text_parts(files, split, split_location(source, split), account)
@@ -343,6 +345,20 @@ def _ask_revision(source: DatasetSource, key: str) -> str:
             f"and no folder {resolve_path(source.name or '')}",
             problem_id="hub-not-found",
         ) from error
+
+
+def _remember_revision(source: DatasetSource, repository: Repository) -> None:
+    """Write in HF_HUB_CACHE which commit a branch or tag is; `datasets` downloads by commit and does not write it."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    if source.revision == repository.revision or repository.revision is None:
+        return
+    repository_cache = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository.name, repo_type="dataset"))
+    file = repository_cache / "refs" / (source.revision or constants.DEFAULT_REVISION)
+    with suppress(OSError):  # a shared cache may be read-only
+        file.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(file, repository.revision)
 
 
 def _cached_snapshot(name: str, revision: str | None) -> Path | None:

@@ -35,7 +35,8 @@ from tunebook.hardware.disk import existing, is_disk_full, no_space
 from tunebook.model.adapters import holds_model
 from tunebook.record.contamination import CHECK, NOT_COMPARED, is_checked, is_checked_by_evaluation
 from tunebook.record.model_origin import MISMATCHES, recorded_by_run, recorded_in_export
-from tunebook.record.run_folder import RUN_FILE
+from tunebook.record.run_folder import LOG_FILE, RUN_FILE
+from tunebook.terminal import quiet_libraries
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,13 +44,14 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     request = _parse(arguments)
     try:
-        evaluation = _evaluation_of(request)
-        if request.when == CHECK:
-            check_contamination(evaluation)
-            return 0
-        if request.when == BEFORE and _is_unchecked(evaluation):
-            _try_to_check(evaluation)
-        evaluate(_with_placement(evaluation, request.processes), started)
+        with quiet_libraries(request.run / LOG_FILE):
+            evaluation = _evaluation_of(request)
+            if request.when == CHECK:
+                check_contamination(evaluation)
+                return 0
+            if request.when == BEFORE and _is_unchecked(evaluation):
+                _try_to_check(evaluation)
+            evaluate(_with_placement(evaluation, request.processes), started)
     except TunebookError as error:
         print(f"evaluation: {error.message}", file=sys.stderr)
         return error.exit_code

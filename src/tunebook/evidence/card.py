@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from tunebook.config.override_text import command_words
+from tunebook.config.override_text import command_words, shell_command
 from tunebook.errors import DataError, RequestError
 from tunebook.evidence.files import read_evidence
 from tunebook.evidence.schema import Evidence, Kind
@@ -101,7 +100,7 @@ def _repetition(file: Path, found: Evidence) -> list[str]:
 
 def command_of(found: Evidence) -> str:
     """What to type to run the same again."""
-    return shlex.join(command_words("train", found.ran.recipe, found.ran.overrides))
+    return shell_command(command_words("train", found.ran.recipe, found.ran.overrides))
 
 
 def _row(file: Path, found: Evidence, *, has_target: bool) -> str:

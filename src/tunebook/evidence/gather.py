@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +17,7 @@ from tunebook.config.choices import Source, Weights
 from tunebook.config.compose import compose
 from tunebook.config.frozen import load_config
 from tunebook.config.identity import comparable_config
+from tunebook.config.override_text import shell_command
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import RequestError
 from tunebook.evidence.run_checks import num_resumed, require_unchanged
@@ -133,7 +133,7 @@ def read_finished(folder: Path) -> RunFacts:
     record = read_run(folder)
     state = record.status.get("state")
     if state != RunState.finished.name:
-        reason = f": {record.status['reason']}" if record.status.get("reason") else ""
+        reason = f": {record.status['reason'].splitlines()[0]}" if record.status.get("reason") else ""
         is_new = (record.config or {}).get("training", {}).get("resume") == "never"
         without = ", without training.resume=never" if is_new else ""
         raise RequestError(
@@ -167,8 +167,8 @@ def training_overrides(manifest: dict[str, Any]) -> list[str]:
     command: list[str] = manifest["command"]
     if command[1:2] != ["train"]:
         raise RequestError(
-            f"the manifest of this run has the command `{shlex.join(command)}` and not the overrides of the training: "
-            "an earlier Tunebook wrote it. Name the run that it repeated, or train again",
+            f"the manifest of this run has the command `{shell_command(command)}` and not the overrides of the "
+            "training: an earlier Tunebook wrote it. Name the run that it repeated, or train again",
             problem_id="run-without-words",
         )
     pairs = pairwise(command[1:])  # each word with the one before it

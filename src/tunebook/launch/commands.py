@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from tunebook.config.choices import LauncherName
+from tunebook.config.override_text import shell_command
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.launch.slurm.container import in_container, is_contained
 from tunebook.record.contamination import CHECK, is_checked_by_evaluation, needs_check
@@ -127,4 +128,4 @@ def job_body(folder: Path) -> str:
 
 def show_command(command: list[str], console: Console, what: str = "launch") -> None:
     """Print a command as one line that can be pasted into a shell."""
-    print_text(f"{what}: {shlex.join(command)}", console)
+    print_text(f"{what}: {shell_command(command)}", console)

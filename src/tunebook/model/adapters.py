@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER_FILE = "adapter_config.json"
-# A wrong warning of PEFT 0.21 about ranks of parameters, such as stacked experts, which it looks for among modules.
-IGNORED_PATTERNS = "The following (rank|alpha)_pattern keys did not match any targeted module"
-# Its warning about an adapter on one matrix of a tied pair: see `merged`.
-UNTIED = "Model (has|with) `tie_word_embeddings=True`"
 _BASE_EMBEDDINGS = tuple(f"{name}.base_layer.weight" for name in EMBEDDINGS)
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
@@ -160,13 +155,7 @@ def with_adapter(base: PreTrainedModel, folder: Path, method: PeftMethod) -> Pre
     from peft import PeftModel
 
     stored = read_shapes(_adapter_files(folder))
-    with warnings.catch_warnings():  # peft uses a deprecated name of transformers
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
-        warnings.filterwarnings("ignore", message="Found missing adapter keys", category=UserWarning)
-        warnings.filterwarnings("ignore", message=IGNORED_PATTERNS, category=RuntimeWarning)
-        warnings.filterwarnings("ignore", message=UNTIED, category=UserWarning)
-        warnings.filterwarnings("ignore", message="Some weights of .* were not initialized", category=UserWarning)
-        adapted: Any = PeftModel.from_pretrained(base, str(folder), ignore_mismatched_sizes=True)
+    adapted: Any = PeftModel.from_pretrained(base, str(folder), ignore_mismatched_sizes=True)
     _require_whole_adapter(adapted, stored, folder)
     if method is PeftMethod.qlora or base.dtype is not torch.float32:
         # lm-eval 0.4.13 ties the weights again, which fails if PEFT has made a copy of the head.
@@ -190,9 +179,7 @@ def merged(adapted: Any) -> PreTrainedModel:
         # An adapter on one of the two is merged in place, which would change both.
         if isinstance(matrix, BaseTunerLayer) and other is not None and other.weight is matrix.weight:
             other.weight = torch.nn.Parameter(other.weight.detach().clone(), requires_grad=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Input and output embeddings are no longer", category=UserWarning)
-        model: Any = adapted.merge_and_unload()
+    model: Any = adapted.merge_and_unload()
     tied = {
         name: other
         for name, other in model.all_tied_weights_keys.items()

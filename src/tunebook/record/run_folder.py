@@ -35,6 +35,7 @@ _LOCK_POLL_S = 0.5
 _MOST_SPECIFIC = (7, 6, 4, 3, 2, 5, 1, 0)
 RUN_FILE = "run.yaml"
 PLAN_FILE = "plan.json"
+LOG_FILE = "log.txt"  # of the libraries, in training and evaluation
 UNSAVED_FILE = ".unsaved"  # empty; where it is there, the ranks write no model: the run is a measurement
 PREPARED_FILE = "prepared.json"
 DEEPSPEED_FILE = "deepspeed.json"  # ZeRO only: what DeepSpeed was started with, every "auto" filled in

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-import shlex
+import textwrap
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import filterfalse
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from tunebook.config.override_text import command_words
+from tunebook.config.override_text import command_words, shell_command
 from tunebook.files import atomic_write_text, read_json
 from tunebook.record.differences import mean_score
-from tunebook.record.manifest import manifest_or_empty
+from tunebook.record.manifest import MANIFEST_FILE, manifest_or_empty
 from tunebook.record.metrics import is_training_line, median_after_warm_up, read_metrics
 from tunebook.sweep.trial_process import EXIT_STOPPED, TrialEnd
 from tunebook.sweep.trials import Trial
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 _MEANINGS = {2: "the request is wrong", 3: "it does not fit", 4: "the data is wrong", EXIT_STOPPED: "it was stopped"}
 # Measures that rank trials if no metric was chosen, the most informative first.
+_LONGEST_REASON = 120  # characters in a table
 _MEASURES = ("evaluation_score", "validation_loss", "final_loss")
 
 
@@ -83,7 +84,7 @@ class Goal:
 def read_result(trial: Trial, run_folder: Path, end: TrialEnd | None) -> TrialResult:
     """Read one trial's result from its folder, as far as recorded."""
     status = manifest_or_empty(run_folder).get("status")
-    exit_code, how_it_ended = _ending(end, status)
+    exit_code, how_it_ended = _ending(end, status, run_folder.name)
     metrics = read_metrics(run_folder)
     training = [line for line in metrics if is_training_line(line)]
     validation = [line for line in metrics if not is_training_line(line)]
@@ -139,7 +140,7 @@ def _sort_key(result: TrialResult, measure: str, goal: Goal | None) -> float:
     return -value if measure == "evaluation_score" and result.is_higher_better else value
 
 
-def _ending(end: TrialEnd | None, status: dict[str, Any] | None) -> tuple[int | None, str]:
+def _ending(end: TrialEnd | None, status: dict[str, Any] | None, name: str) -> tuple[int | None, str]:
     """Return the exit code and one line of text."""
     if end is None:
         return None, "not started: the sweep was stopped"
@@ -151,12 +152,18 @@ def _ending(end: TrialEnd | None, status: dict[str, Any] | None) -> tuple[int | 
     if end.was_interrupted:
         return end.exit_code, "stopped with the sweep"
     if end.reason is not None:
-        return end.exit_code, f"failed: {' '.join(end.reason.split())}"
+        return end.exit_code, f"failed: {_shortened_reason(end.reason, f'{name}.json')}"
     if status is None or status["reason"] is None or status["exit_code"] != end.exit_code:
         # It failed before its run folder was made or resumed, or was killed; its output says more.
         meaning = _MEANINGS.get(end.exit_code, "it ended unexpectedly")
         return end.exit_code, f"failed: {meaning} (exit code {end.exit_code}), see what it printed"
-    return end.exit_code, f"{status['state']}: {' '.join(status['reason'].split())}"
+    return end.exit_code, f"{status['state']}: {_shortened_reason(status['reason'], f'{name}/{MANIFEST_FILE}')}"
+
+
+def _shortened_reason(reason: str, file: str) -> str:
+    """Return the first line of a reason, or the start of a long one, and the file with the rest."""
+    start = textwrap.shorten(reason.strip().partition("\n")[0], _LONGEST_REASON, placeholder="")
+    return start if start == " ".join(reason.split()) else f"{start} ... (the rest is in {file})"
 
 
 def _validation_loss(lines: list[dict[str, Any]], status: dict[str, Any] | None) -> float | None:
@@ -239,7 +246,7 @@ def trial_table(trials: list[Trial], space: Space | None) -> Table:
 
 def best_line(recipe: str | None, best: TrialResult, recipes_dirs: list[Path]) -> str:
     """Return the command that trains the best trial again."""
-    again = shlex.join(command_words("train", recipe, best.trial.overrides, recipes_dirs))
+    again = shell_command(command_words("train", recipe, best.trial.overrides, recipes_dirs))
     return f"best: {best.trial.name}, again: {again}"
 
 

@@ -7,7 +7,6 @@ key=a,b  key=choice(a,b)            one of these
 
 from __future__ import annotations
 
-import shlex
 from decimal import Decimal
 from typing import Any
 
@@ -20,6 +19,7 @@ from optuna.distributions import (
     distribution_to_json,
 )
 
+from tunebook.config.override_text import shell_word
 from tunebook.errors import RequestError
 from tunebook.sweep.trials import Trial, num_values, parse_sweep_overrides
 
@@ -131,7 +131,7 @@ def _corrected_interval(sweep: IntervalSweep, word: str) -> str:
         value = f"int({value})"
     if "log" in sweep.tags:
         value = f"tag(log,{value})"
-    return shlex.quote(f"{key}={value}")
+    return shell_word(f"{key}={value}")
 
 
 def _steps(sweep: RangeSweep, word: str) -> BaseDistribution:

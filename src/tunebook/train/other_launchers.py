@@ -7,9 +7,9 @@ another launcher would silently change what is trained, so every process that Tu
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, MutableMapping, Sequence
 
+from tunebook.config.override_text import shell_command
 from tunebook.errors import RequestError
 
 # Sources: the variables that accelerate 1.15, transformers 5.23, DeepSpeed 0.19 and torch 2.13 read. By launcher:
@@ -84,8 +84,8 @@ def refuse_inside_launcher(words: Sequence[str], environment: Mapping[str, str])
     raise RequestError(
         f"this command runs inside {launcher} ({sign} is set), and Tunebook starts its own ranks: each copy of the "
         "command would be a run of its own, or wait for ranks that never come. Type it without that launcher: "
-        f"`{shlex.join(['tunebook', *own])}`{_for_as_many(own, environment)}. If no launcher is at work, the variable "
-        f"is left over from one: unset {sign}",
+        f"`{shell_command(['tunebook', *own])}`{_for_as_many(own, environment)}. If no launcher is at work, the "
+        f"variable is left over from one: unset {sign}",
         problem_id="inside-launcher",
     )
 

@@ -6,8 +6,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +18,7 @@ from tunebook.config.schema import TrackingConfig
 from tunebook.record.manifest import WANDB_RUN_ID, add_to_manifest, manifest_or_empty
 
 _PROJECT, _FOLDER, _ID, _RESUME = "WANDB_PROJECT", "WANDB_DIR", "WANDB_RUN_ID", "WANDB_RESUME"
-_LOGGERS = ("transformers", "trl", "accelerate", "datasets", "peft", "deepspeed", "DeepSpeed", "py.warnings")
+_LOGGERS = ("transformers", "trl", "accelerate", "datasets", "peft", "deepspeed", "DeepSpeed")
 _LINE_EVERY_S = 10.0  # without a terminal: at most one line in this time, plus the first and the last step
 
 
@@ -78,35 +77,12 @@ class TrainingProgress:
             self._bar = None
 
 
-@contextmanager
-def quiet_libraries(log_file: Path) -> Iterator[None]:
-    """Redirect log records and warnings of the libraries to `log_file`. Only errors still reach the terminal."""
-    to_file = logging.FileHandler(log_file)
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
-    to_terminal = logging.StreamHandler()
-    to_terminal.setLevel(logging.ERROR)
-    logging.captureWarnings(True)
-    was_raising, logging.raiseExceptions = logging.raiseExceptions, False  # a full disk would print one per record
-    for name in _LOGGERS:
-        logger = logging.getLogger(name)
-        logger.handlers = [to_file, to_terminal]
-        logger.propagate = False
-        logger.setLevel(logging.INFO)
-    hide_progress_bars()
-    try:
-        yield
-    finally:
-        logging.raiseExceptions = was_raising
-        logging.captureWarnings(False)
-        for name in _LOGGERS:
-            logging.getLogger(name).removeHandler(to_file)
-        to_file.close()
-
-
-def hide_progress_bars() -> None:
-    """Turn off the libraries' own progress bars."""
+def set_up_libraries() -> None:
+    """Let the libraries log what they do, and show no progress bars of their own."""
     import datasets
 
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.INFO)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     datasets.disable_progress_bars()
 

@@ -57,8 +57,9 @@ from tunebook.parallel.units import unit_classes
 from tunebook.record.manifest import MODEL_FILES, add_to_manifest
 from tunebook.record.metrics import MetricsWriter, read_metrics
 from tunebook.record.provenance import describe_processor
-from tunebook.record.run_folder import FINISHED, UNSAVED_FILE, write_outcome
+from tunebook.record.run_folder import FINISHED, LOG_FILE, UNSAVED_FILE, write_outcome
 from tunebook.record.start_up import StartClock
+from tunebook.terminal import quiet_libraries
 from tunebook.train.arguments import optimizer_factory, row_multiple, trainer_arguments
 from tunebook.train.callbacks import (
     EarlyStopping,
@@ -73,7 +74,7 @@ from tunebook.train.callbacks import (
 from tunebook.train.leak_probe import LeakProbe
 from tunebook.train.out_of_memory import memory_ran_out
 from tunebook.train.rank_process import AGREED_ENDINGS, StopRequest
-from tunebook.train.reporting import TrainingProgress, quiet_libraries, set_up_tracking
+from tunebook.train.reporting import TrainingProgress, set_up_libraries, set_up_tracking
 from tunebook.train.restoring import RestoredState
 from tunebook.train.sequence import SequenceGroup, attend_over_group, join_sequence_group
 from tunebook.train.spread import ParallelismCheck, bound_deepspeed_groups, join_ranks
@@ -96,7 +97,8 @@ def run_rank(folder: Path, request: StopRequest, clock: StartClock | None = None
     """
     exit_code, ending = 0, Ending()
     try:
-        with quiet_libraries(folder / "log.txt"):
+        with quiet_libraries(folder / LOG_FILE):
+            set_up_libraries()
             ending = train(folder, request, clock or StartClock())
     except TunebookError as error:
         exit_code, ending = error.exit_code, Ending(reason=error.message)

@@ -153,9 +153,7 @@ def drawn_adapter(run: Path, seed: int) -> tuple[Tensors, Any]:
         settings = adapter_config(load_config(run / "run.yaml"))
         assert settings is not None
         settings.base_model_name_or_path = str(base_of(run))
-        with warnings.catch_warnings():  # as in `tunebook.checkpoint.export.model.quiet_peft`
-            warnings.simplefilter("ignore")
-            adapted = get_peft_model(base, settings)
+        adapted = get_peft_model(base, settings)
     generator = torch.Generator().manual_seed(seed)
     named = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     weights = {name: torch.empty(value.shape).normal_(0, 0.1, generator=generator) for name, value in named.items()}

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +24,6 @@ from tunebook.evaluate.chat import Ending, Generated, Sampling
 from tunebook.evaluate.chat import model as chat_model
 from tunebook.evaluate.chat.model import ChatModel, load
 from tunebook.evaluate.chat.session import Session
-from tunebook.evaluate.chat.terminal import quiet_libraries
 from tunebook.evaluate.target import Target
 from tunebook.evaluate.trained_model import load_trained
 from tunebook.model.tokenizer import load_tokenizer, tokenizer_hash
@@ -212,9 +209,7 @@ def adapter_of(model: PreTrainedModel, folder: Path) -> Path:
     """A LoRA on one projection, whose two parts are not zero."""
     torch.manual_seed(1)
     settings = LoraConfig(r=2, lora_alpha=2, target_modules=["o_proj"], task_type="CAUSAL_LM")
-    with warnings.catch_warnings():  # peft asks transformers by a name that has a newer one
-        warnings.simplefilter("ignore", FutureWarning)
-        adapted: Any = get_peft_model(model, settings)
+    adapted: Any = get_peft_model(model, settings)
     with torch.no_grad():
         for name, weight in adapted.named_parameters():
             if "lora_" in name:
@@ -412,14 +407,3 @@ def test_a_hub_name_without_network_says_what_to_type() -> None:
     with pytest.raises(RequestError, match=r"hf download someone/model --local-dir DIR.*tunebook chat DIR") as raised:
         load(Target(hub_name="someone/model"))
     assert raised.value.problem_id == "hub-out-of-reach"
-
-
-@pytest.mark.filterwarnings("default")
-def test_libraries_are_quiet_meanwhile_and_errors_are_not(capfd: pytest.CaptureFixture[str]) -> None:
-    logger = logging.getLogger("transformers")
-    with quiet_libraries():
-        warnings.warn("chatter", stacklevel=1)
-        logger.warning("chatter")
-        assert logger.isEnabledFor(logging.ERROR)
-    assert logger.isEnabledFor(logging.WARNING) or logger.level > logging.WARNING
-    assert "chatter" not in capfd.readouterr().err

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +30,7 @@ from tunebook.config.choices import Weights as Origin
 from tunebook.config.schema import AttentionConfig, ModelConfig, PeftSettings, RunConfig
 from tunebook.errors import RequestError, first_line
 from tunebook.facts.attention import MASKED, WITHOUT_KERNEL
-from tunebook.model.adapters import ADAPTER_FILE, IGNORED_PATTERNS, UNTIED, adapter_config, adapter_shapes
+from tunebook.model.adapters import ADAPTER_FILE, adapter_config, adapter_shapes
 from tunebook.model.hub import hub_problem
 from tunebook.model.load import (
     attention_option,
@@ -177,19 +175,6 @@ def filled(model: PreTrainedModel, weights: Weights) -> PreTrainedModel:
     return model
 
 
-@contextmanager
-def quiet_peft() -> Iterator[None]:
-    """Suppress PEFT's warnings about its own deprecated calls and about what it does not do."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
-        warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path`", category=UserWarning)
-        warnings.filterwarnings("ignore", message=IGNORED_PATTERNS, category=RuntimeWarning)
-        warnings.filterwarnings("ignore", message=UNTIED, category=UserWarning)
-        yield
-
-
 def _on_cpu(config: RunConfig) -> RunConfig:
     return replace(config, attention=AttentionConfig(implementation=cpu_attention(config)))
 
@@ -297,5 +282,4 @@ def _attached(base: PreTrainedModel, settings: PeftConfig) -> Any:
 
     fresh = copy.deepcopy(settings)
     fresh.inference_mode = False
-    with quiet_peft():
-        return get_peft_model(base, fresh)
+    return get_peft_model(base, fresh)

@@ -49,7 +49,7 @@ from tunebook.record.model_origin import (
 )
 from tunebook.record.run_folder import RUN_FILE, resolve_run
 from tunebook.record.run_record import RunRecord, read_run
-from tunebook.terminal import print_text
+from tunebook.terminal import print_text, quiet_libraries
 
 _EXPORTS_FOLDER = "exports"
 _EXTRA_BYTES = 50_000_000  # for the tokenizer, the card and the file system itself
@@ -74,8 +74,10 @@ def export_command(
         print_text(line, console)
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    exported = export_run(run, outputs, say, checkpoint=checkpoint, to=to, merge=merge, dtype=dtype, push_to=push_to)
+    with quiet_libraries():
+        exported = export_run(
+            run, outputs, say, checkpoint=checkpoint, to=to, merge=merge, dtype=dtype, push_to=push_to
+        )
     origin = exported.origin
     kind = "adapter" if origin.is_adapter else "merged model" if origin.is_merged else "model"
     say(f"written: {exported.folder}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import math
 import os
 import re
@@ -23,7 +22,7 @@ from tunebook.evaluate.chat import Sampling
 from tunebook.evaluate.chat.session import Session, checked_text
 from tunebook.evaluate.target import Target, find_target
 from tunebook.second_interrupt import forget_interrupts
-from tunebook.terminal import print_text
+from tunebook.terminal import print_text, quiet_libraries
 
 PROMPT = "> "
 HELP = """\
@@ -147,19 +146,6 @@ def _read_input() -> str:
             f"the piped text is not UTF-8 (at byte {error.start}); convert it, for example with iconv",
             problem_id="chat-no-text",
         ) from error
-
-
-@contextmanager
-def quiet_libraries() -> Iterator[None]:
-    """Keep the libraries' warnings and log records out of the conversation; errors are still shown."""
-    before = logging.root.manager.disable
-    logging.captureWarnings(True)
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.captureWarnings(False)
-        logging.disable(before)
 
 
 class Terminal:
