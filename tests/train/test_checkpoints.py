@@ -103,7 +103,7 @@ def test_each_step_and_validation_is_logged_once_whatever_came_between(
         patch.setattr(SFTTrainer, "training_step", fail)
         _, code, lines = run(config)
     assert (code, lines[-1]["step"]) == (1, 3)
-    folder, code, lines = run(config)
+    _, code, lines = run(config)
     assert code == 0
     assert evaluated == [2, 4, 5]
     kept = [[(line["step"], line.get("loss"), line.get("validation_loss")) for line in one] for one in (lines, whole)]

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PrinterCallback
+from transformers.integrations.integration_utils import TensorBoardCallback
 from trl import SFTConfig
 
 from tunebook.checkpoint.choose import choose_checkpoint, same_command
@@ -72,7 +73,7 @@ from tunebook.train.callbacks import (
 from tunebook.train.leak_probe import LeakProbe
 from tunebook.train.out_of_memory import memory_ran_out
 from tunebook.train.rank_process import AGREED_ENDINGS, StopRequest
-from tunebook.train.reporting import TrainingProgress, quiet_libraries, set_up_tracking
+from tunebook.train.reporting import ResumableTensorBoard, TrainingProgress, quiet_libraries, set_up_tracking
 from tunebook.train.restoring import RestoredState
 from tunebook.train.sequence import SequenceGroup, attend_over_group, join_sequence_group
 from tunebook.train.spread import ParallelismCheck, bound_deepspeed_groups, join_ranks
@@ -290,6 +291,8 @@ def _build_trainer(
     trainer.add_callback(ParallelismCheck(config, trainer, folder, units, len(fp8_layers)))
     trainer.add_callback(LeakProbe(config, trainer, folder))  # after the check of the wrapped model
     trainer.remove_callback(PrinterCallback)  # the base class adds it in place of its progress bar
+    if trainer.pop_callback(TensorBoardCallback) is not None:
+        trainer.add_callback(ResumableTensorBoard())  # type: ignore[no-untyped-call]
     return trainer
 
 
