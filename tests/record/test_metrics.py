@@ -2,24 +2,28 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tunebook.errors import DataError
-from tunebook.record.metrics import MetricsWriter, by_schedule, read_metrics
+from tunebook.record.metrics import by_schedule, read_metrics, remove_later_lines, write_line
+
+
+def write(folder: Path, *lines: dict[str, Any]) -> None:
+    for line in lines:
+        write_line(folder, line)
 
 
 def test_every_line_is_on_disk_as_soon_as_it_is_written(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        writer.write({"step": 1, "loss": 2.5})
-        assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.5}]
-        writer.write({"step": 1, "validation_loss": 2.0})
+    write_line(tmp_path, {"step": 1, "loss": 2.5})
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.5}]
+    write_line(tmp_path, {"step": 1, "validation_loss": 2.0})
     assert len(read_metrics(tmp_path)) == 2
 
 
 def test_numbers_that_are_not_finite_become_null_and_are_named(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        writer.write({"step": 3, "loss": float("nan"), "grad_norm": float("inf"), "memory_gib": [1.0, float("nan")]})
+    write(tmp_path, {"step": 3, "loss": float("nan"), "grad_norm": float("inf"), "memory_gib": [1.0, float("nan")]})
     text = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(text, parse_constant=pytest.fail) == {  # strict JSON: no NaN, no Infinity
         "step": 3, "loss": None, "grad_norm": None, "memory_gib": [1.0, None],
@@ -30,8 +34,8 @@ def test_numbers_that_are_not_finite_become_null_and_are_named(tmp_path: Path) -
 def test_truncated_last_line_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     assert [line["step"] for line in read_metrics(tmp_path)] == [1]
-    with MetricsWriter(tmp_path) as writer:
-        writer.write({"step": 2, "loss": 1.5})
+    remove_later_lines(tmp_path, 1, {})
+    write_line(tmp_path, {"step": 2, "loss": 1.5})
     assert read_metrics(tmp_path) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5}]
 
 
@@ -41,78 +45,42 @@ def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path: Path)
         read_metrics(tmp_path)
 
 
-def test_steps_that_a_resumed_run_trained_again_are_counted_once(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        for step in (1, 2, 3, 4):
-            writer.write({"step": step, "loss": 10.0 + step})
-            if step in (2, 4):
-                writer.write({"step": step, "validation_loss": 10.0 + step})
-    with MetricsWriter(tmp_path) as writer:  # resumed from the checkpoint of step 2
-        writer.write({"step": 3, "loss": 23.0})
-    assert read_metrics(tmp_path) == [
-        {"step": 1, "loss": 11.0},
-        {"step": 2, "loss": 12.0},
-        {"step": 2, "validation_loss": 12.0},
-        {"step": 3, "loss": 23.0},
-    ]
+def test_a_resumed_run_leaves_the_lines_up_to_its_checkpoint(tmp_path: Path) -> None:
+    validated = [{"step": step, "validation_loss": 10.0 + step} for step in (2, 4)]
+    trained = [{"step": step, "loss": 10.0 + step} for step in (1, 2, 3, 4)]
+    write(tmp_path, *trained[:2], validated[0], *trained[2:], validated[1])
+    remove_later_lines(tmp_path, 4, {2: 12.0, 4: 14.0})
+    assert read_metrics(tmp_path) == [*trained[:2], validated[0], *trained[2:], validated[1]]
+    remove_later_lines(tmp_path, 4, {2: 12.0})  # validated after the last checkpoint, at the end of the training
+    assert read_metrics(tmp_path) == [*trained[:2], validated[0], *trained[2:]]
+    remove_later_lines(tmp_path, 2, {2: 12.0})
+    write(tmp_path, {"step": 3, "loss": 23.0})
+    assert read_metrics(tmp_path) == [*trained[:2], validated[0], {"step": 3, "loss": 23.0}]
+    remove_later_lines(tmp_path, 0, {})
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
 def test_no_file_means_no_lines(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == []
 
 
-def test_steps_around_a_stop_count_once(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        writer.write({"step": 5, "num_steps": 5, "loss": 4.0})
-        writer.write({"step": 9, "num_steps": 4, "loss": 3.0})  # stopped and saved here
-        writer.write({"step": 10, "num_steps": 1, "loss": 1.0})
-        writer.write({"step": 12, "num_steps": 2, "loss": 0.5})  # stopped again, and not gone on from
-    lines = read_metrics(tmp_path)
-    assert [line["step"] for line in lines] == [5, 9, 10, 12]
+def test_steps_around_a_stop_count_once() -> None:
+    lines = [
+        {"step": 5, "num_steps": 5, "loss": 4.0},
+        {"step": 9, "num_steps": 4, "loss": 3.0},  # stopped and saved here
+        {"step": 10, "num_steps": 1, "loss": 1.0},
+        {"step": 12, "num_steps": 2, "loss": 0.5},  # stopped again, and not resumed
+    ]
     assert by_schedule(lines, 5) == [(5, 4.0), (10, pytest.approx((4 * 3.0 + 1.0) / 5))]
     assert by_schedule([lines[0], lines[1] | {"loss": None}, lines[2]], 5) == [(5, 4.0), (10, None)]
 
 
-def test_stop_without_a_resume_from_it_is_ignored(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        writer.write({"step": 5, "num_steps": 5, "loss": 4.0})
-        writer.write({"step": 6, "validation_loss": 3.5})
-        writer.write({"step": 9, "num_steps": 4, "loss": 3.0})
-        writer.write({"step": 10, "num_steps": 5, "loss": 2.0})  # from the checkpoint of step 5
-    lines = read_metrics(tmp_path)
-    assert [(line["step"], line.get("loss")) for line in lines] == [(5, 4.0), (6, None), (10, 2.0)]
-    assert by_schedule([lines[0], lines[2]], 5) == [(5, 4.0), (10, 2.0)]
-
-
-def test_partly_logged_window_is_left_out(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        for step, num_steps in ((5, 5), (10, 5), (10, 2), (15, 5)):  # killed after 10, gone on from step 8
-            writer.write({"step": step, "num_steps": num_steps, "loss": 20.0 - step})
-    lines = read_metrics(tmp_path)
-    assert [(line["step"], line["num_steps"]) for line in lines] == [(5, 5), (10, 2), (15, 5)]
+def test_partly_logged_window_is_left_out() -> None:
+    # Killed after step 10, whose line had five steps, and resumed from step 8.
+    lines = [{"step": step, "num_steps": num, "loss": 20.0 - step} for step, num in ((5, 5), (10, 2), (15, 5))]
     assert by_schedule(lines, 5) == [(5, 15.0), (15, 5.0)]
     older = [{key: value for key, value in line.items() if key != "num_steps"} for line in lines]
     assert by_schedule(older, 5) == [(5, 15.0), (10, 10.0), (15, 5.0)]
-
-
-def test_a_stop_before_a_killed_attempt_counts_once(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        for step, num_steps in ((5, 5), (9, 4), (10, 1), (10, 5)):  # killed after 10, gone on from step 5
-            writer.write({"step": step, "num_steps": num_steps, "loss": float(num_steps)})
-    assert by_schedule(read_metrics(tmp_path), 5) == [(5, 5.0), (10, 5.0)]
-
-
-def test_validations_of_a_discarded_stretch_are_left_out(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path) as writer:
-        writer.write({"step": 5, "num_steps": 5, "loss": 4.0})
-        for step in (5, 6, 8):
-            writer.write({"step": step, "validation_loss": 10.0 + step})
-        writer.write({"step": 6, "validation_loss": 26.0})  # killed at 9, gone on from step 5
-        assert [line["step"] for line in read_metrics(tmp_path)] == [5, 5, 6]
-        writer.write({"step": 8, "validation_loss": 28.0})
-        writer.write({"step": 7, "num_steps": 2, "loss": 3.0})  # killed again, and stopped at 7
-    found = [(line["step"], line.get("loss", line.get("validation_loss"))) for line in read_metrics(tmp_path)]
-    assert found == [(5, 4.0), (5, 15.0), (6, 26.0), (7, 3.0)]
 
 
 @pytest.mark.parametrize("num_steps", ['"two"', "0", "null"])

@@ -77,6 +77,50 @@ def test_a_stop_between_two_logged_steps_loses_none_of_them(config, run, changed
     assert [together[0], together[2]] == [(line["step"], line["loss"]) for line in (whole[0], whole[2])]  # every bit
 
 
+def test_each_step_and_validation_is_logged_once_whatever_came_between(
+    config, run, changed, stopping_after, monkeypatch
+):
+    """Saves and validations meet at steps 2 and 4, and the last step has both."""
+    training = {"save_every_steps": 2, "evaluate_every_steps": 2, "max_steps": 5}
+    config = changed(config, dataset={"validation_share": 0.3}, training=training)
+    _, code, whole = run(config, "whole")
+    assert code == 0
+    evaluated, evaluate, step = [], RecipeTrainer.evaluate, SFTTrainer.training_step
+
+    def noted(trainer, *args, **kwargs):
+        evaluated.append(trainer.state.global_step)
+        return evaluate(trainer, *args, **kwargs)
+
+    def fail(trainer, *args, **kwargs):
+        if trainer.state.global_step == 3:
+            raise RuntimeError("the machine failed")
+        return step(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(RecipeTrainer, "evaluate", noted)
+    with stopping_after(2):
+        assert run(config)[1] == 6
+    with monkeypatch.context() as patch:
+        patch.setattr(SFTTrainer, "training_step", fail)
+        _, code, lines = run(config)
+    assert (code, lines[-1]["step"]) == (1, 3)
+    _, code, lines = run(config)
+    assert code == 0
+    assert evaluated == [2, 4, 5]
+    kept = [[(line["step"], line.get("loss"), line.get("validation_loss")) for line in one] for one in (lines, whole)]
+    assert kept[0] == kept[1]
+    assert [step for step, _, validation in kept[0] if validation is None] == [1, 2, 3, 4, 5]
+
+
+def test_validation_at_the_end_that_is_repeated_is_logged_once(config, run, changed, monkeypatch):
+    once = changed(config, dataset={"validation_share": 0.3}, training={"max_steps": 2, "save_every_steps": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(RecipeTrainer, "save_final_model", lambda *_: 1 / 0)
+        assert run(once)[1] == 1
+    _, code, lines = run(once)
+    assert code == 0
+    assert [(line["step"], "validation_loss" in line) for line in lines] == [(1, False), (2, False), (2, True)]
+
+
 @of_upstream
 def test_resume_without_random_state_differs(config, run, stopped, changed, monkeypatch):
     """Proves that the test above depends on random numbers."""

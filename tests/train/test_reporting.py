@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from transformers.integrations import integration_utils
 
 from tunebook.config.choices import TrackerName
 from tunebook.config.schema import TrackingConfig
@@ -67,3 +70,24 @@ def test_tensorboard_writes_into_the_run_folder_and_others_need_no_variable(tmp_
     assert tracker_environment(board, tmp_path, {}) == {"TENSORBOARD_LOGGING_DIR": str(tmp_path / "tensorboard")}
     for name in (TrackerName.none, TrackerName.trackio):
         assert tracker_environment(TrackingConfig(name=name), tmp_path, {}) == {}
+
+
+def test_tensorboard_drops_what_was_logged_after_the_checkpoint(config, run, stopped, changed, monkeypatch):
+    writers, points = [], []
+
+    def writer(folder, purge_step):
+        writers.append((folder, purge_step))
+        return SimpleNamespace(
+            add_text=lambda *_: None, add_scalar=lambda *point: points.append(point), flush=int, close=int
+        )
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
+    config = changed(config, tracking={"name": TrackerName.tensorboard}, training={"max_steps": 3})
+    stopped(config, 2)
+    folder, code, lines = run(config)
+    assert code == 0
+    assert writers == [(str(folder / "tensorboard"), step) for step in (1, 3)]
+    assert [(step, loss) for key, loss, step in points if key == "train/loss"] == [
+        (line["step"], line["loss"]) for line in lines
+    ]

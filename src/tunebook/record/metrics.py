@@ -6,20 +6,20 @@ training may stop early. A run that is stopped between two logged steps logs the
 the remaining ones after it resumes; `by_schedule` combines both lines. The first training line after a save has
 `save_seconds`, the time that training waited for the save. On a CPU each has `core_wait_seconds`, the time since the
 last line in which other work on the machine kept rank 0's main thread from running. A killed run loses at most the line
-it was writing. A resumed run appends to the same file.
+it was writing. A resumed run removes the lines after its checkpoint, then appends, so that each step is in one line.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Any
 
 from tunebook.errors import DataError
+from tunebook.files import atomic_write_text
 
 METRICS_FILE = "metrics.jsonl"
 NOT_FINITE = "not_finite"  # names of the numbers of a line that were NaN or infinite, and are null in it
@@ -32,57 +32,33 @@ _NUMBERS = (
 _LISTS = ("memory_gib", "memory_reserved_gib", "memory_device_gib")
 
 
-class MetricsWriter:
-    """Appends lines to a run's metrics. Only one process (rank 0) may write at a time."""
+def write_line(folder: Path, line: Mapping[str, Any]) -> None:
+    """Append one line, on rank 0. Numbers that are not finite become null and are listed in `not_finite`."""
+    not_finite: list[str] = []
+    written = {name: _finite(value, name, not_finite) for name, value in line.items()}
+    if not_finite:
+        written[NOT_FINITE] = not_finite
+    with (folder / METRICS_FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(written, allow_nan=False) + "\n")
 
-    def __init__(self, folder: Path) -> None:
-        path = folder / METRICS_FILE
-        _remove_unfinished_line(path)
-        self._file = path.open("a", encoding="utf-8")
 
-    def write(self, line: Mapping[str, Any]) -> None:
-        """Append one line. Numbers that are not finite become null and are listed in `not_finite`."""
-        not_finite: list[str] = []
-        written = {name: _finite(value, name, not_finite) for name, value in line.items()}
-        if not_finite:
-            written[NOT_FINITE] = not_finite
-        self._file.write(json.dumps(written, allow_nan=False) + "\n")
-        self._file.flush()
+def remove_later_lines(folder: Path, step: int, validated: Container[int]) -> None:
+    """Leave only what the checkpoint of `step` contains: an attempt that starts from it writes the rest again.
 
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._file.close()
+    `validated` are the steps whose validation loss it contains. A validation after the last step is not in it.
+    """
+    kept = [
+        line
+        for line in read_metrics(folder)
+        if (line["step"] <= step if is_training_line(line) else line["step"] in validated)
+    ]
+    atomic_write_text(folder / METRICS_FILE, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Every line in the order of training; empty if nothing was logged yet.
-
-    A line with an earlier or the same step as the line before it comes from a resumed run. That run trained those steps
-    again, so the earlier lines from that step on are dropped. Raises: DataError for a broken line that is not the last.
-    """
+    """Every line; empty if nothing was logged yet. Raises: DataError for a broken line that is not the last."""
     path = folder / METRICS_FILE
-    if not path.is_file():
-        return []
-    lines: list[dict[str, Any]] = []
-    last_step = last_validation = -1  # of the lines kept so far
-    for line in _parse_lines(path):
-        step = line["step"]
-        if is_training_line(line):
-            if step <= max(last_step, last_validation):  # the training line of a step is written first
-                lines = [kept for kept in lines if kept["step"] < step]
-                last_step = max((kept["step"] for kept in lines if is_training_line(kept)), default=-1)
-            first = step - line.get("num_steps", 1) + 1
-            if first <= last_step:  # a stop was logged, but the run resumed from an earlier checkpoint
-                lines = [kept for kept in lines if not is_training_line(kept) or kept["step"] < first]
-            last_step, last_validation = step, min(last_validation, step)
-        else:
-            if step <= last_validation:
-                lines = [kept for kept in lines if is_training_line(kept) or kept["step"] < step]
-            last_validation = step
-        lines.append(line)
-    return lines
+    return list(_parse_lines(path)) if path.is_file() else []
 
 
 def by_schedule(lines: Iterable[Mapping[str, Any]], every: int) -> list[tuple[int, float | None]]:
@@ -192,11 +168,3 @@ def _line_problem(read: Any) -> str | None:
     if not isinstance(read.get(NOT_FINITE, []), list):
         return f"{NOT_FINITE} is {read[NOT_FINITE]!r}, not a list of names"
     return None
-
-
-def _remove_unfinished_line(path: Path) -> None:
-    """Truncate what a killed attempt left after the last newline. The next line would be appended to it."""
-    content = path.read_bytes() if path.is_file() else b"\n"
-    if not content.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(content.rfind(b"\n") + 1)

@@ -20,7 +20,7 @@ from tunebook.data.sampler import RankBatches
 from tunebook.errors import InvalidTrainingError
 from tunebook.model.flops import model_flops_utilization
 from tunebook.record.manifest import add_to_manifest
-from tunebook.record.metrics import MetricsWriter
+from tunebook.record.metrics import remove_later_lines, write_line
 from tunebook.record.start_up import COMPILED_KEY, StartClock, note_first_step
 from tunebook.train.rank_process import StopRequest
 from tunebook.train.reporting import TrainingProgress
@@ -143,19 +143,22 @@ class LogToTheEnd(TrainerCallback):
 
 
 class Records(TrainerCallback):
-    """Writes `metrics.jsonl` and updates the progress display on rank 0. Speeds exclude validation and saving."""
+    """Computes the numbers of `metrics.jsonl`; rank 0 writes them, and shows the progress.
+
+    The trainer's log gets them, too, and with it trackers and checkpoints. Speeds exclude validation and saving.
+    """
 
     def __init__(
         self,
         *,
         batches: RankBatches,
-        writer: MetricsWriter | None,
+        folder: Path | None,
         progress: TrainingProgress | None,
         flops_per_token: float | None,
         peak_tflops: float | None,
     ) -> None:
         self.batches = batches
-        self.writer = writer
+        self.folder = folder  # None: this rank writes nothing
         self.progress = progress
         self.flops_per_token = flops_per_token
         self.peak_tflops = peak_tflops
@@ -170,12 +173,14 @@ class Records(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start the clock; a resumed run starts at its step."""
+        """Start the clock; a resumed run starts at its step, and writes the lines of later steps again."""
         self._logged_step = self._first_step = state.global_step
         stored: Any = state.stateful_callbacks
         self._before = stored.get(_SEEN)
         self._last = time.perf_counter()
         self._core_wait = _core_wait_seconds() or 0.0
+        if self.folder is not None:
+            remove_later_lines(self.folder, state.global_step, validation_losses(state))
         if self.progress is not None:
             self.progress.start(state.global_step, state.max_steps)
 
@@ -183,12 +188,14 @@ class Records(TrainerCallback):
         """Add the step's time with its data loading, and store the tokens and documents for the next checkpoint.
 
         A resumed run with another batch size could not compute them, since the earlier steps had another schedule.
+        The epoch is that of the documents. Upstream counts micro-batches, and one epoch for all of ours.
         """
         now = time.perf_counter()
         self._seconds += now - self._last
         self._last = now
         stored: Any = state.stateful_callbacks
-        stored[_SEEN] = self._seen(state.global_step)
+        stored[_SEEN] = seen = self._seen(state.global_step)
+        state.epoch = round(seen["documents"] / len(self.batches.schedule.lengths), 4)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Exclude the save from the training time. The next line reports it."""
@@ -201,21 +208,32 @@ class Records(TrainerCallback):
         self._last = time.perf_counter()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write one line of metrics.jsonl from the trainer's log."""
-        logs = kwargs["logs"]
+        """Exclude the log from the training time."""
+        self._last = time.perf_counter()
+
+    def complete(self, logs: dict[str, Any], args: TrainingArguments, state: TrainerState) -> None:
+        """Write the line of one of the trainer's logs. Add a step's numbers to its log: of the ranks', the highest.
+
+        Called on every rank before any reader of the log. A collective.
+        """
+        line: dict[str, Any] = {"step": state.global_step}
         if "loss" in logs:
-            self._write_step(logs, state, args.world_size)
+            numbers = self._numbers(logs, state, args.world_size)
+            line |= numbers
+            highest = {key: max(value) if isinstance(value, list) else value for key, value in numbers.items()}
+            logs |= {key: value for key, value in highest.items() if value is not None}
+            if self.progress is not None:
+                speed = numbers["tokens_per_second_per_gpu"] * args.world_size
+                self.progress.advance(state.global_step, logs["loss"], speed)
         elif VALIDATION_LOSS in logs:
-            line = {
-                "step": state.global_step,
-                "validation_loss": logs[VALIDATION_LOSS],
-                "validation_tokens": int(logs["eval_validation_tokens"]),
-            }
-            if self.writer is not None:
-                self.writer.write(line)
+            num_tokens = int(logs["eval_validation_tokens"])
+            line |= {"validation_loss": logs[VALIDATION_LOSS], "validation_tokens": num_tokens}
             if self.progress is not None:
                 self.progress.validated(state.global_step, logs[VALIDATION_LOSS])
-        self._last = time.perf_counter()
+        else:
+            return  # the summary at the end
+        if self.folder is not None:
+            write_line(self.folder, line)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -240,10 +258,7 @@ class Records(TrainerCallback):
         before, self._core_wait = self._core_wait, waited
         return {"core_wait_seconds": round(waited - before, 4)}
 
-    def _write_step(self, logs: dict[str, Any], state: TrainerState, num_gpus: int) -> None:
-        memory = _memory_of_every_rank()
-        if self.writer is None:
-            return
+    def _numbers(self, logs: dict[str, Any], state: TrainerState, num_gpus: int) -> dict[str, Any]:
         step = state.global_step
         num_steps = step - self._logged_step
         totals = self.batches.totals(self._logged_step, step)
@@ -252,30 +267,24 @@ class Records(TrainerCallback):
         saving, self._saving_seconds = self._saving_seconds, 0.0
         speed = totals.tokens / seconds / num_gpus if seconds else 0.0
         has_peak = self.flops_per_token is not None and self.peak_tflops is not None
-        self.writer.write(
-            {
-                "step": step,
-                "num_steps": num_steps,
-                "epoch": round(seen["documents"] / len(self.batches.schedule.lengths), 4),
-                "loss": logs["loss"],
-                "grad_norm": logs.get("grad_norm"),
-                "learning_rate": logs["learning_rate"],
-                "tokens_seen": seen["tokens"],
-                "documents_seen": seen["documents"],
-                "tokens_per_second_per_gpu": round(speed, 1),
-                "padding_share": round(1 - totals.tokens / max(1, totals.computed_tokens), 4),
-                "mfu": round(model_flops_utilization(speed, self.flops_per_token, self.peak_tflops), 4)
-                if has_peak and self.flops_per_token and self.peak_tflops
-                else None,
-                "peak_tflops": self.peak_tflops,
-                "seconds": round(seconds, 4),
-            }
-            | ({"save_seconds": round(saving, 4)} if saving else {})
-            | self._waited()
-            | memory
-        )
-        if self.progress is not None:
-            self.progress.advance(step, logs["loss"], speed * num_gpus)
+        numbers = {
+            "num_steps": num_steps,
+            "epoch": state.epoch,
+            "loss": logs["loss"],
+            "grad_norm": logs.get("grad_norm"),
+            "learning_rate": logs["learning_rate"],
+            "tokens_seen": seen["tokens"],
+            "documents_seen": seen["documents"],
+            "tokens_per_second_per_gpu": round(speed, 1),
+            "padding_share": round(1 - totals.tokens / max(1, totals.computed_tokens), 4),
+            "mfu": round(model_flops_utilization(speed, self.flops_per_token, self.peak_tflops), 4)
+            if has_peak and self.flops_per_token and self.peak_tflops
+            else None,
+            "peak_tflops": self.peak_tflops,
+            "seconds": round(seconds, 4),
+        }
+        saved = {"save_seconds": round(saving, 4)} if saving else {}
+        return numbers | saved | self._waited() | _memory_of_every_rank()
 
 
 def _core_wait_seconds() -> float | None:

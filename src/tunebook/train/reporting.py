@@ -8,9 +8,12 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import TensorBoardCallback
 from transformers.utils import logging as transformers_logging
 
 from tunebook.config.choices import TrackerName
@@ -75,6 +78,18 @@ class TrainingProgress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+class ResumableTensorBoard(TensorBoardCallback):
+    """Upstream's callback, but TensorBoard drops the points after the step at which an attempt starts."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Every attempt marks its start, also the first: TensorBoard ignores the first mark in a folder."""
+        if state.is_world_process_zero:
+            self.tb_writer = self._SummaryWriter(self.logging_dir, purge_step=state.global_step + 1)
+        super().on_train_begin(args, state, control, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def set_up_libraries() -> None:

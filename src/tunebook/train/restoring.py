@@ -111,8 +111,6 @@ class RestoredState(TrainerCallback):
     ) -> None:
         """Raises: DataError on every rank if the best checkpoint so far is missing."""
         state.compute_steps(args, state.max_steps)  # type: ignore[no-untyped-call]
-        counted = (entry["num_tokens"] for entry in reversed(state.log_history) if "num_tokens" in entry)
-        self.trainer._total_train_tokens = next(counted, 0)
         if not self.has_same_data:
             self._forget_validation(state)
         if args.metric_for_best_model is not None:

@@ -12,7 +12,6 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PrinterCallback
+from transformers.integrations.integration_utils import TensorBoardCallback
 from trl import SFTConfig
 
 from tunebook.checkpoint.choose import choose_checkpoint, same_command
@@ -55,7 +55,7 @@ from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import autocast_dtype, is_fsdp, mixed_precision_policy
 from tunebook.parallel.units import unit_classes
 from tunebook.record.manifest import MODEL_FILES, add_to_manifest
-from tunebook.record.metrics import MetricsWriter, read_metrics
+from tunebook.record.metrics import read_metrics
 from tunebook.record.provenance import describe_processor
 from tunebook.record.run_folder import FINISHED, LOG_FILE, UNSAVED_FILE, write_outcome
 from tunebook.record.start_up import StartClock
@@ -74,7 +74,12 @@ from tunebook.train.callbacks import (
 from tunebook.train.leak_probe import LeakProbe
 from tunebook.train.out_of_memory import memory_ran_out
 from tunebook.train.rank_process import AGREED_ENDINGS, StopRequest
-from tunebook.train.reporting import TrainingProgress, set_up_libraries, set_up_tracking
+from tunebook.train.reporting import (
+    ResumableTensorBoard,
+    TrainingProgress,
+    set_up_libraries,
+    set_up_tracking,
+)
 from tunebook.train.restoring import RestoredState
 from tunebook.train.sequence import SequenceGroup, attend_over_group, join_sequence_group
 from tunebook.train.spread import ParallelismCheck, bound_deepspeed_groups, join_ranks
@@ -141,18 +146,18 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
     if is_unsaved := (folder / UNSAVED_FILE).exists():
         trainer.add_callback(SaveNothing())
     trainer.add_callback(LogToTheEnd(may_stop_early=patience is not None))
-    with MetricsWriter(folder) if trainer.args.process_index == 0 else nullcontext() as writer:
-        trainer.add_callback(_records(config, trainer, writer))
-        trainer.add_callback(FiniteLoss())  # after the records, so that they contain the invalid step
-        resumed = _resumed(config, trainer, folder)
-        if patience is not None:
-            trainer.add_callback(EarlyStopping(patience))  # uses the restored state
-        if writer is not None:
-            facts: dict[str, Any] = {"hardware": {"nccl": nccl_version()}, "model": _loaded_model(trainer)}
-            if trainer.args.device.type == "cpu":
-                facts["processor"] = describe_processor()
-            add_to_manifest(folder, facts)
-        _run_to_its_end(config, trainer, resumed, folder)
+    trainer.records = _records(config, trainer, folder)
+    trainer.add_callback(trainer.records)
+    trainer.add_callback(FiniteLoss())
+    resumed = _resumed(config, trainer, folder)
+    if patience is not None:
+        trainer.add_callback(EarlyStopping(patience))  # uses the restored state
+    if trainer.args.process_index == 0:
+        facts: dict[str, Any] = {"hardware": {"nccl": nccl_version()}, "model": _loaded_model(trainer)}
+        if trainer.args.device.type == "cpu":
+            facts["processor"] = describe_processor()
+        add_to_manifest(folder, facts)
+    _run_to_its_end(config, trainer, resumed, folder)
     trainer.accelerator.wait_for_everyone()  # rank 0 may still be saving and must not be killed
     if stopping.is_stopping:
         raise StoppedError(
@@ -296,6 +301,8 @@ def _build_trainer(
     trainer.add_callback(ParallelismCheck(config, trainer, folder, units, len(fp8_layers)))
     trainer.add_callback(LeakProbe(config, trainer, folder))  # after the check of the wrapped model
     trainer.remove_callback(PrinterCallback)  # the base class adds it in place of its progress bar
+    if trainer.pop_callback(TensorBoardCallback) is not None:
+        trainer.add_callback(ResumableTensorBoard())  # type: ignore[no-untyped-call]
     return trainer
 
 
@@ -383,7 +390,7 @@ def _num_adapted(config: RunConfig, parameters: Iterable[torch.nn.Parameter]) ->
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
 
 
-def _records(config: RunConfig, trainer: RecipeTrainer, writer: MetricsWriter | None) -> Records:
+def _records(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Records:
     generation, facts = config.hardware.generation, config.model.facts
     peak = None
     if torch.cuda.is_available() and generation is not Generation.cpu:
@@ -394,10 +401,11 @@ def _records(config: RunConfig, trainer: RecipeTrainer, writer: MetricsWriter | 
     model: Any = trainer.model
     adapted = _num_adapted(config, model.parameters())
     attended = attended_length_tokens(batches.schedule.lengths.tolist())
+    is_first_rank = trainer.args.process_index == 0
     return Records(
         batches=batches,
-        writer=writer,
-        progress=TrainingProgress(Console()) if writer is not None else None,
+        folder=folder if is_first_rank else None,
+        progress=TrainingProgress(Console()) if is_first_rank else None,
         flops_per_token=flops_per_token(facts, attended, adapted) if facts is not None else None,
         peak_tflops=peak.tflops if peak is not None else None,
     )

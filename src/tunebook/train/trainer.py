@@ -2,7 +2,8 @@
 
 Overridden (a test pins the signatures): `get_train_dataloader` (our sampler decides every step's documents),
 `evaluate` (validation loss weighted by tokens; upstream averages over batches of different sizes),
-`compute_loss` and `log` (upstream waits for every GPU after each forward pass, for three logged numbers),
+`compute_loss` and `log` (upstream waits for every GPU after each forward pass, for three logged numbers; trackers and
+checkpoints get the numbers of metrics.jsonl),
 `compute_loss_context_manager` (accelerate runs FSDP2 without autocast), `_save_checkpoint`, `_get_output_dir`,
 `_push_from_checkpoint` and `_load_best_model` (checkpoints are complete or absent, and verified before a load),
 `_save` (an adapter's generation settings), `_determine_best_metric` (only saved steps are ranked), `create_scheduler`
@@ -14,7 +15,7 @@ be complete already), `_issue_warnings_after_load` (weights that were not loaded
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ from tunebook.checkpoint.save import CheckpointSaver, publish_folder, seal_files
 from tunebook.data.sampler import DocumentRows, RankBatches
 from tunebook.errors import InvalidTrainingError, RequestError, TunebookError
 from tunebook.model.blocks import name_experts
-from tunebook.train.callbacks import StopOnRequest, loss_not_finite
+from tunebook.train.callbacks import Records, StopOnRequest, loss_not_finite
 from tunebook.train.offloading import gather_head, keep_scale_on_host, keep_weights
 from tunebook.train.one_pass_head import one_pass_head
 from tunebook.train.restoring import Hyperparameters, apply_hyperparameters, hyperparameters, load_stored_weights
@@ -52,35 +53,30 @@ class TokenTotals:
     """
 
     def __init__(self) -> None:
-        # (6,) in float64: trained tokens, entropy, correct guesses, all tokens, routers' losses, micro-batches with one
+        # (5,) in float64: trained tokens, entropy, correct guesses, routers' losses, micro-batches with one
         self._sums: torch.Tensor | None = None
 
-    def add(self, outputs: Any, inputs: Mapping[str, Any], router_loss: torch.Tensor | None = None) -> None:
-        """Add the outputs of TRL's fused head for a micro-batch, (batch, tokens), zero for untrained tokens.
-
-        All its tokens count as seen, including untrained ones and, as upstream, the filling of packed rows.
-        """
+    def add(self, outputs: Any, router_loss: torch.Tensor | None = None) -> None:
+        """Add the outputs of TRL's fused head for a micro-batch, (batch, tokens), zero for untrained tokens."""
         judged = outputs.label_mask.sum()
-        mask = inputs.get("attention_mask")
-        seen = mask.sum() if mask is not None else judged.new_full((), inputs["input_ids"].numel())  # on the GPU
         routed = [judged.new_zeros(())] * 2 if router_loss is None else [router_loss.detach(), judged > 0]
-        sums = [judged, outputs.entropy.detach().sum(), outputs.is_top1.sum(), seen, *routed]
+        sums = [judged, outputs.entropy.detach().sum(), outputs.is_top1.sum(), *routed]
         found = torch.stack([one.double() for one in sums])
         self._sums = found if self._sums is None else self._sums + found
 
-    def take(self, over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> tuple[dict[str, float], int] | None:
-        """Mean entropy and accuracy per trained token, by TRL's names, and the tokens seen; then reset.
+    def take(self, over_ranks: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """Mean entropy and accuracy per trained token, by TRL's names; then reset.
 
-        With the mean of the routers' losses if there are any. A collective. None if no rank has counted anything.
+        With the mean of the routers' losses if there are any. A collective. Empty if no rank has counted anything.
         """
         if self._sums is None:
-            return None
-        judged, entropy, right, seen, routers, num_routed = over_ranks(self._sums).tolist()
+            return {}
+        judged, entropy, right, routers, num_routed = over_ranks(self._sums).tolist()
         self._sums = None
         means = {"entropy": entropy / max(judged, 1.0), "mean_token_accuracy": right / max(judged, 1.0)}
         if num_routed:
             means["aux_loss"] = routers / num_routed
-        return means, round(seen)
+        return means
 
 
 class RecipeTrainer(SFTTrainer):
@@ -113,6 +109,7 @@ class RecipeTrainer(SFTTrainer):
         self.saver = saver
         self.best_step: int | None = None  # step of the best checkpoint, once it is loaded at the end
         self.stopping: StopOnRequest | None = None
+        self.records: Records | None = None
         self._written: Hyperparameters = []  # run.yaml's, before a checkpoint is loaded
         self._loaded_from: Path | None = None
         self._totals = TokenTotals()
@@ -201,18 +198,17 @@ class RecipeTrainer(SFTTrainer):
         if self.aux_loss_enabled:
             router_loss = outputs.aux_loss * outputs.label_mask.any()
             loss = loss + self.router_aux_loss_coef * router_loss / self.current_gradient_accumulation_steps
-        self._totals.add(outputs, inputs, router_loss)
+        self._totals.add(outputs, router_loss)
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As upstream, with the totals since the last log. Called on every rank."""
+        """As upstream, with the totals since the last log and the numbers of metrics.jsonl. Called on every rank."""
         model: Any = self.model
-        found = self._totals.take(self._summed) if model.training else None
-        if found is not None:
-            means, num_tokens = found
-            self._total_train_tokens += num_tokens
-            numbers = means | {"num_tokens": self._total_train_tokens}
-            self._metrics["train"] |= {name: [value] for name, value in numbers.items()}
+        if model.training:
+            self._metrics["train"] |= {name: [value] for name, value in self._totals.take(self._summed).items()}
+        logs.pop("train_samples_per_second", None)  # the summary at the end counts rows, not documents
+        if self.records is not None:
+            self.records.complete(logs, self.args, self.state)
         super().log(logs, start_time)
 
     def _summed(self, values: torch.Tensor) -> torch.Tensor:
