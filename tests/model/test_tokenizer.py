@@ -6,15 +6,25 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 from tunebook.config import schema
 from tunebook.config.choices import PackingMode, Source, Weights
 from tunebook.config.compose import compose
 from tunebook.errors import RequestError
-from tunebook.model.tokenizer import load_tokenizer, needs_padding, stop_token_ids, tokenizer_hash, trainer_tokenizer
+from tunebook.model.tokenizer import (
+    added_token_ids,
+    agree_on_tokens,
+    load_tokenizer,
+    needs_padding,
+    stop_token_ids,
+    tokenizer_hash,
+    trainer_tokenizer,
+)
 from tunebook.model.tokenizer_files import tokenizer_files_hash, tokenizer_folder
 
 
@@ -154,6 +164,57 @@ def test_generation_stops_at_both_kinds_of_end(tmp_path: Path) -> None:
     for written, expected in ((5, {4, 5}), ([5, 3], {3, 4, 5}), (None, {4})):
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": written}))
         assert stop_token_ids(load(folder)) == expected
+
+
+GEMMA = ("</s>", "<s>", "<end_of_turn>", "<start_of_turn>")
+
+
+def test_a_named_template_ends_turns_with_its_own_token(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", GEMMA)
+    assert load(folder, chat_template="trl:gemma3").eos_token == "<end_of_turn>"
+    assert load(folder, chat_template="trl:gemma3", eos_token="</s>").eos_token == "</s>"
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
+    assert load(folder, chat_template="trl:gemma3").eos_token == "</s>"  # generation ends at both already
+
+
+def test_chatml_adds_the_tokens_that_are_not_there(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "model", ("<s>", "</s>"))
+    model = schema.ModelConfig(path=str(folder), chat_template="chatml")
+    tokenizer = load_tokenizer(model)
+    assert (tokenizer.eos_token, added_token_ids(model, tokenizer)) == ("<|im_end|>", [5, 6])
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert tokenizer.apply_chat_template(talk, return_dict=False)[-2:] == [1, 6]
+    has_both = schema.ModelConfig(
+        path=str(make_folder(tmp_path / "other", ("<s>", "<|im_start|>", "<|im_end|>", "</s>"))), chat_template="chatml"
+    )
+    tokenizer = load_tokenizer(has_both)
+    assert (tokenizer.eos_token, added_token_ids(has_both, tokenizer), len(tokenizer)) == ("<|im_end|>", [], 7)
+
+
+@pytest.mark.parametrize(
+    ("written", "changed"),
+    [
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"do_sample": True, "temperature": 0.6}),
+        ({"do_sample": False, "temperature": 0.0}, {"do_sample": False, "temperature": None}),
+        ({"do_sample": True, "temperature": 0.6}, None),
+        ({"do_sample": False, "top_k": 20, "early_stopping": True}, "generation-config-wrong"),
+    ],
+)
+def test_generation_settings_that_cannot_be_written_are_corrected_or_refused(
+    tmp_path: Path, written: dict[str, Any], changed: dict[str, Any] | str | None
+) -> None:
+    settings = GenerationConfig(**written, eos_token_id=[9, 3])
+    model = SimpleNamespace(generation_config=settings, config=SimpleNamespace())
+    tokenizer = load(make_folder(tmp_path / "model"))
+    if isinstance(changed, str):
+        with pytest.raises(RequestError) as error:
+            agree_on_tokens(model, tokenizer)
+        assert error.value.problem_id == changed
+        return
+    assert (agree_on_tokens(model, tokenizer) is None) == (changed is None)
+    assert settings.eos_token_id == [3, 4, 9]
+    assert {key: getattr(settings, key) for key in changed or {}} == (changed or {})
+    settings.save_pretrained(tmp_path)
 
 
 def test_the_hash_is_of_the_content(tmp_path: Path) -> None:

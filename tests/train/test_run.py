@@ -5,17 +5,20 @@ from __future__ import annotations
 import errno
 import inspect
 import json
+import shutil
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from trl import SFTTrainer
 
 from tunebook.config.choices import Generation, PackingMode, PeftMethod, Weights
 from tunebook.data.prepared import load_prepared
 from tunebook.data.sampler import epoch_order
 from tunebook.errors import InvalidTrainingError, RequestError, StoppedError
+from tunebook.evaluate.trained_model import load_trained
 from tunebook.files import sha256_file
 from tunebook.model.adapters import holds_model, is_adapter, with_adapter
 from tunebook.model.load import load_model
@@ -24,13 +27,13 @@ from tunebook.train import run as train_run
 from tunebook.train.rank_process import StopRequest
 from tunebook.train.trainer import RecipeTrainer
 
-from .conftest import losses, outcome
+from .conftest import losses, outcome, weights
 
 
 def test_upstream_still_has_the_methods_we_override():
     checkpoints = ("_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "_load_best_model")
     resuming = ("create_scheduler", "_load_optimizer_and_scheduler", "_issue_warnings_after_load")
-    losses = ("compute_loss", "log", "compute_loss_context_manager", "_determine_best_metric")
+    losses = ("compute_loss", "log", "compute_loss_context_manager", "_determine_best_metric", "_save")
     for name in ("get_train_dataloader", "evaluate", "create_model_card", *losses, *checkpoints, *resuming):
         ours, theirs = (inspect.signature(getattr(kind, name)) for kind in (RecipeTrainer, SFTTrainer))
         assert list(ours.parameters) == list(theirs.parameters), name
@@ -262,6 +265,72 @@ def test_an_adapter_is_evaluated_on_the_base_that_it_was_trained_on(config, run,
     trained, _ = nll_per_token(with_adapter(base, folder / "model", PeftMethod.lora).eval(), documents)
     assert losses(lines)[-1] < losses(lines)[0]
     assert trained < untrained - 0.01
+
+
+@pytest.fixture
+def base_without_chatml(tiny_model, tmp_path):
+    """Make a base model whose tokenizer has neither ChatML's tokens nor a template."""
+
+    def make(*, is_tied):
+        folder = tmp_path / "base"
+        shutil.copytree(tiny_model, folder)
+        (folder / "chat_template.jinja").unlink()
+        text = (folder / "tokenizer.json").read_text().replace("<|im_start|>", "<|other|>")
+        (folder / "tokenizer.json").write_text(text.replace("<|im_end|>", "<|stop|>"))
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        ends = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | ends))
+        num_tokens = len(Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab())
+        config = json.loads((folder / "config.json").read_text())
+        sizes = {"vocab_size": num_tokens, "tie_word_embeddings": is_tied}
+        (folder / "config.json").write_text(json.dumps(config | sizes))
+        return str(folder), num_tokens
+
+    return make
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("method", [PeftMethod.full, PeftMethod.lora])
+def test_a_base_model_learns_the_tokens_of_chatml(config, run, changed, base_without_chatml, method, is_tied):
+    path, num_tokens = base_without_chatml(is_tied=is_tied)
+    config = changed(
+        config,
+        model={"path": path, "chat_template": "chatml"},
+        peft={"method": method, "rank": 4, "dropout": 0.0},
+        training={"max_steps": 3},
+    )
+    folder, code, lines = run(config)
+    assert code == 0
+    assert losses(lines)[-1] < losses(lines)[0]
+    end = num_tokens + 1  # <|im_end|>
+    assert end in json.loads((folder / "model" / "generation_config.json").read_text())["eos_token_id"]
+    before, after = load_model(config), load_trained(config, folder / "model")
+    assert before.config.vocab_size == after.config.vocab_size == -(-(num_tokens + 2) // 64) * 64
+    for matrix in ("get_input_embeddings", "get_output_embeddings"):
+        old, new = (getattr(model, matrix)().weight for model in (before, after))
+        assert not torch.equal(new[end], old[end])
+        assert method is PeftMethod.full or torch.equal(new[: end - 1], old[: end - 1])
+    if method is PeftMethod.lora:
+        added = [name for name in weights(folder / "model") if "lora_" not in name]
+        assert len(added) == (1 if is_tied else 2)  # rows of two tokens, and no whole matrix
+
+
+def test_generation_settings_that_cannot_be_saved_are_corrected_before_the_training(
+    config, run, changed, tiny_model, tmp_path, capsys
+):
+    base = tmp_path / "base"
+    load_model(config).save_pretrained(base)
+    for file in tiny_model.iterdir():
+        if not (base / file.name).exists():
+            shutil.copy(file, base)
+    (base / "generation_config.json").write_text(
+        json.dumps({"do_sample": False, "temperature": 0.6, "eos_token_id": 0})
+    )
+    config = changed(config, model={"path": str(base), "weights": Weights.pretrained}, training={"max_steps": 1})
+    folder, code, _ = run(config)
+    assert (code, "do_sample=true" in capsys.readouterr().out) == (0, True)
+    written = json.loads((folder / "model" / "generation_config.json").read_text())
+    assert (written["do_sample"], written["eos_token_id"]) == (True, [0, 2])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,8 @@ class RecipeTrainer(SFTTrainer):
         head = trained.get_output_embeddings()
         if isinstance(head, TrainableTokensWrapper):  # TRL 1.16 reads the head's bias, which PEFT 0.21's wrapper lacks
             head.register_parameter("bias", None)
+            # Of a vocabulary that has grown, PEFT would write both matrices with each adapter.
+            trained.save_pretrained = partial(trained.save_pretrained, save_embedding_layers=False)
         if sequence is not None:
             if self.aux_loss_enabled:
                 raise RequestError(

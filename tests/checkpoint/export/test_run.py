@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tunebook.checkpoint.export import run as exporting
-from tunebook.checkpoint.export.kinds import compare_numbers
+from tunebook.checkpoint.export.kinds import compare_numbers, load_written, require_stops
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import DataError, DifferenceError, DoesNotFitError, RequestError
@@ -96,6 +96,25 @@ def test_a_merged_adapter_is_added_to_its_base(layouts: Any, lora_run: Path, bas
     assert torch.equal(found[untouched], weights[untouched].float())
     assert not (exported.folder / "adapter_config.json").exists()
     assert 0 < exported.origin.check["difference"] < exported.origin.check["allowed"] == 1e-4
+
+
+def test_a_merged_model_and_an_adapter_stop_where_their_base_does(layouts: Any, tmp_path: Path, export: Any) -> None:
+    base = layouts.write_base(tmp_path / "base", layouts.TINY, "bfloat16")
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 7], "temperature": 0.6}))
+    run = layouts.write_run(tmp_path / "outputs" / "tiny" / "lora", base, peft="lora")
+    layouts.write_checkpoint(run, "adapter")
+    for options in ({"merge": True}, {}):
+        folder = export(run, **options).folder
+        settings = json.loads((folder / "generation_config.json").read_text())
+        assert (settings["eos_token_id"], settings["do_sample"]) == ([0, 2, 7], True)
+
+
+def test_a_model_that_does_not_stop_where_the_run_does_is_found(layouts: Any, run: Path, export: Any) -> None:
+    layouts.write_checkpoint(run, "whole")
+    model = load_written(export(run).folder, load_config(run / "run.yaml"))
+    require_stops(model, [2])
+    with pytest.raises(DifferenceError):
+        require_stops(model, [2, 7])
 
 
 @pytest.mark.parametrize("saved", [["embed_tokens"], ["embed_tokens", "lm_head"]])
