@@ -25,7 +25,7 @@ unexport ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help train plan data eval fetch chat sweep export report verify list explain doctor env image push publish pull \
-	check lint format type test test-torchao test-system test-slow docs setup lock lock-check clean-venv
+	check lint format type test test-torchao test-system test-slow golden docs setup lock lock-check clean-venv
 
 help:  ## This list
 	@printf 'make TARGET [RECIPE=%s] [ARGS="..."] [WHERE=...] [GPU=...] [GPUS=...]\n\n' '$(RECIPE)'
@@ -111,6 +111,9 @@ test-system: setup  ## The tests that use the project as a whole, as its users d
 test-slow: setup  ## Those that take long and that few changes concern, for a nightly run
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -m nightly -n $(WORKERS) --dist loadfile $(value ARGS) || test $$? = 5
 	$(SYSTEM_TESTS) -m "system and slow" $(value ARGS) || test $$? = 5
+
+golden: setup  ## Write the files of tests/golden/ again, or those of ARGS="tests/golden/test_data.py"
+	.venv/bin/python -m tests.golden $(value ARGS)
 
 docs:  ## Build the documentation site into .cache/site; its packages are in .cache/docs-venv
 	test -x .cache/docs-venv/bin/pip || $(PYTHON) -m venv --clear .cache/docs-venv

@@ -52,8 +52,8 @@ ON_THE_QUICKSTARTS_RUN = ("test_chat.py", "test_evidence.py", "test_quickstart.p
 SHARE_NOTHING = ("test_sweep.py", "test_evaluation.py")
 # What takes minutes begins first, and what takes seconds fills the gaps at the end.
 LONGEST_FIRST = ("docker", "quickstart", "test_two_ranks.py", "test_sweep.py", "test_same_loss.py",
-                 "test_other_architectures.py", "test_locks_online.py", "test_checkpoints.py", "test_export.py",
-                 "test_notebook.py", "test_loading.py", "test_code.py")  # fmt: skip
+                 "test_golden.py", "test_other_architectures.py", "test_locks_online.py", "test_checkpoints.py",
+                 "test_export.py", "test_notebook.py", "test_loading.py", "test_code.py")  # fmt: skip
 
 
 def scope_of(name: str) -> str:

@@ -1,0 +1,122 @@
+"""What documents become: the text of the tokens, those that are trained on in [[ ]], with a hash of the ids.
+
+`templates.yaml`: three conversations by each chat template of TRL, and the documents of docs/data.md. `cases.yaml`:
+documents that were once misread, with what `tunebook data` answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from hashlib import sha256
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.golden.record import check, read
+from tunebook.cli import app
+from tunebook.config.choices import Format, TrainOn
+from tunebook.data.corpus import IGNORED_LABEL
+from tunebook.data.encode import Encoder
+from tunebook.data.formats import FormatSettings, Normalizer
+from tunebook.errors import TunebookError
+from tunebook.model.chat_templates import read_chat_template
+
+from ..data.test_docs import examples
+from ..data.test_template_families import (
+    ENDS,
+    PLAIN,
+    REASONED,
+    TOOLS,
+    TRAINING_FAMILIES,
+    WITH_TOOLS,
+    Family,
+)
+
+CONVERSATIONS: dict[str, dict[str, Any]] = {
+    "plain": {"messages": PLAIN},
+    "with_tools": {"messages": WITH_TOOLS, "tools": TOOLS},
+    "reasoned": {"messages": REASONED},
+}
+CONFIG = {
+    "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 32, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300,
+    "max_position_embeddings": 4096, "dtype": "float32",
+}  # fmt: skip
+
+
+def shown(tokenizer: Any, ids: list[int], mask: list[bool]) -> str:
+    """The text with the trained parts in brackets, and the beginning of the hash of the ids."""
+    text, start = "", 0
+    for is_trained, run in groupby(mask):
+        end = start + len(list(run))
+        part = tokenizer.decode(ids[start:end], skip_special_tokens=False)
+        text, start = text + (f"[[{part}]]" if is_trained else part), end
+    return f"{text}\nids: {sha256(json.dumps(ids).encode()).hexdigest()[:12]}"
+
+
+def result(tokenizer: Any, document: dict[str, Any]) -> str:
+    """What a document becomes, or why it is refused."""
+    try:
+        normalizer = Normalizer(Format.auto, FormatSettings(vocab_size=len(tokenizer)))
+        row = normalizer.row(document) | {"origin": "a:1"}
+        assert normalizer.kind is not None
+        (made,) = Encoder(normalizer.kind, TrainOn.auto, tokenizer).encode([row])
+    except TunebookError as error:
+        return f"exit {error.exit_code}: {error.problem_id}"
+    return shown(tokenizer, made.input_ids, [label != IGNORED_LABEL for label in made.labels])
+
+
+def test_templates(family: Family, tiny_tokenizer: Callable[..., Any]) -> None:
+    found: dict[str, dict[str, str]] = {}
+    for name in (*ENDS, *(f"{name}_training" for name in (*TRAINING_FAMILIES, "gptoss"))):
+        tokenizer = family(name)
+        found[name] = {kind: result(tokenizer, document) for kind, document in CONVERSATIONS.items()}
+    special = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+    tokenizer = tiny_tokenizer(template=read_chat_template("trl:qwen3_training"), special=special)
+    found["docs/data.md"] = {}
+    for number, record in enumerate(examples(), 1):
+        found["docs/data.md"][f"document {number}"] = result(tokenizer, record)
+    check("templates", found)
+
+
+def samples(output: str) -> str:
+    """What `tunebook data` shows of its documents."""
+    _, _, text = output.partition("[[in double brackets]]\n")
+    text, _, _ = text.partition("prepared data: ")
+    return "\n".join(line.strip("─ ") for line in text.splitlines() if line.strip("─ "))
+
+
+@pytest.fixture
+def answer(
+    tmp_path: Path, tokenizer_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
+    """Run `tunebook data` on a case of `cases.yaml`."""
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
+
+    def run(name: str, case: dict[str, Any]) -> dict[str, Any]:
+        template = case.get("template")
+        options = {"template": template} if template else {}
+        folder = tokenizer_folder(name, **options)
+        (folder / "config.json").write_text(json.dumps(CONFIG | case.get("config", {})))
+        (folder / case["file"]).write_text(case["documents"])
+        monkeypatch.chdir(folder)
+        words = ["model=hub", "model.path=.", "model.weights=random", "training.global_samples=2",
+                 "training.max_length=2048", "dataset.num_workers=1", *case["words"]]  # fmt: skip
+        ended = CliRunner().invoke(app, ["data", *words, "--samples", "9"])
+        error = ended.exception if isinstance(ended.exception, TunebookError) else None
+        if error is None and ended.exit_code:
+            raise AssertionError(ended.output) from ended.exception
+        found = {"exit": error.exit_code, "id": error.problem_id} if error else {"exit": 0}
+        text = samples(ended.output)
+        return {**case, "answer": found | ({"shown": text} if text else {})}
+
+    return run
+
+
+def test_cases(answer: Callable[[str, dict[str, Any]], dict[str, Any]]) -> None:
+    check("cases", {name: answer(name, case) for name, case in read("cases").items()})

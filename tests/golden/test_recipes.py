@@ -1,0 +1,83 @@
+"""What every recipe resolves to on the machine of its source: the plan in `plans.yaml`, all values in `runs.yaml`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.golden.record import check
+from tunebook.config.book import find_recipes
+from tunebook.config.frozen import TYPED_IN_KEY, config_to_yaml
+from tunebook.config.schema import SlurmConfig
+from tunebook.hardware.detect import Machine
+from tunebook.launch.commands import job_commands, launch_command
+from tunebook.launch.slurm.submit import job_script
+from tunebook.plan.draft import Draft, draft_json, draft_run
+
+NO_GPU = Machine(gpus=[], driver=None, num_cpus=8, host_memory_gib=32.0)
+OF_TRACES = "model.facts.measured"  # what tracing the model's layers found
+BATCH = ("global_samples", "global_tokens", "world_size", "accumulation", "micro", "row_length", "is_packed",
+         "documents_per_step", "tokens_per_step", "steps_per_epoch", "total_steps", "sequence_group_size")  # fmt: skip
+
+
+@cache
+def drafts() -> dict[str, Draft]:
+    return {recipe: draft_run(recipe, [], [], NO_GPU) for recipe in find_recipes([])}
+
+
+def plan(draft: Draft) -> dict[str, Any]:
+    found = draft_json(draft)
+    folder, config = Path("RUN"), draft.config
+    commands = [launch_command(config, folder)]
+    commands += job_commands(config, folder) if isinstance(config.launcher, SlurmConfig) else []
+    launch = "\n".join(" ".join(command) for command in commands)
+    if isinstance(config.launcher, SlurmConfig):
+        launch += f"\n{job_script(config, folder)}"
+    batch = {key: found["batch"][key] for key in BATCH if found["batch"][key] is not None}
+    return {
+        "choices": {choice["key"]: choice["value"] for choice in found["choices"]},
+        "batch": batch,
+        "gpu_memory_gib": round(found["memory_gib"]["total"], 2),
+        "host_memory_gib": round(found["host_memory_gib"]["total"], 2),
+        "fits": found["fits"],
+        "problems": [problem["id"] for problem in found["problems"]],
+        "launch": launch.replace(sys.executable, "python").replace(str(Path.cwd()), "FOLDER"),
+    }
+
+
+def test_plans() -> None:
+    def tolerance(path: str) -> float:
+        return 0.2 if path.endswith("memory_gib") and "/choices/" not in path else 0.0
+
+    check("plans", {recipe: plan(draft) for recipe, draft in drafts().items()}, tolerance)
+
+
+def values(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{path}{name}"
+        if key not in (OF_TRACES, TYPED_IN_KEY):
+            found |= values(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
+    return found
+
+
+def test_resolved_configurations() -> None:
+    """Values that more than half of the recipes have are written once."""
+    of = {
+        name: values(yaml.load(config_to_yaml(draft.config), Loader=yaml.CSafeLoader))
+        for name, draft in drafts().items()
+    }
+    counts = Counter((key, json.dumps(value)) for run in of.values() for key, value in run.items())
+    usual = {key: json.loads(value) for (key, value), number in counts.items() if number > len(of) / 2}
+    recipes = {
+        name: {key: value for key, value in run.items() if key not in usual or value != usual[key]}
+        | {key: "(absent)" for key in usual if key not in run}
+        for name, run in of.items()
+    }
+    check("runs", {"usual": usual, "recipes": recipes})
