@@ -41,7 +41,7 @@ data:  ## Prepare RECIPE's data and show samples, lengths and what was cut
 chat:  ## Talk to RECIPE's newest run; ARGS="--prompt 'Hello'" for one answer
 sweep:  ## Train RECIPE once per combination of ARGS="key=a,b key=c,d" and rank the results
 export:  ## Write RECIPE's newest run as one Hugging Face folder; ARGS="--checkpoint 40 --merge --dtype bf16 --to DIR"
-doctor:  ## Look at GPUs, driver, links, disks and limits, and at what RECIPE needs of them; ARGS=--json for programs
+doctor:  ## Check driver, image, torch, NCCL, links, shared memory and disks, and RECIPE on them; ARGS=--json for programs
 train plan data chat sweep export doctor:
 	$(FRONT) run $@ $(RECIPE) $(value ARGS)
 

@@ -335,7 +335,7 @@ describe_gpu_access() {
   case $gpu_access in
     runtime) echo "by NVIDIA's runtime" ;;
     cdi) echo "by CDI, docker/cdi/compose.yaml" ;;
-    *) echo "not yet: Docker has neither NVIDIA's runtime nor a CDI file of GPUs (make doctor says what to type)" ;;
+    *) echo "not yet: Docker has neither NVIDIA's runtime nor a CDI file of GPUs (docker/README.md says what to type)" ;;
   esac
 }
 

@@ -152,28 +152,13 @@ def plan(
 def doctor(
     words: Words = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, whatever is wrong.")] = False,
-    bandwidth: Annotated[
-        bool, typer.Option("--bandwidth/--no-bandwidth", help="Measure between the GPUs, which takes up to 20 s.")
-    ] = True,
-    cpu_ranks: Annotated[
-        int | None, typer.Option("--cpu-ranks", min=2, help="Measure between so many processes instead, over gloo.")
-    ] = None,
     recipes_dir: RecipesDir = None,
 ) -> None:
-    """Look at GPUs, driver, torch, links, disks and limits, and at what RECIPE needs of them; each with its fix."""
+    """Look at GPUs, driver, image, torch, links, NCCL, shared memory and disks, and check RECIPE; each with its fix."""
     from tunebook.commands.doctor import doctor_command
 
     recipe, overrides = split(words)
-    code = doctor_command(
-        recipe,
-        overrides,
-        recipes_dir or [],
-        make_console(),
-        as_json=as_json,
-        is_measured=bandwidth,
-        cpu_ranks=cpu_ranks,
-    )
-    raise typer.Exit(code)
+    raise typer.Exit(doctor_command(recipe, overrides, recipes_dir or [], make_console(), as_json=as_json))
 
 
 @app.command()
