@@ -325,43 +325,10 @@ def sweep(
     raise typer.Exit(code)
 
 
-@app.command()
-def parity(
-    words: Words = None,
-    over: Annotated[
-        list[str] | None,
-        typer.Option("--over", help="What to compare: parallelism=ddp,zero2. May be given again."),
-    ] = None,
-    gpus: Annotated[str | None, typer.Option("--gpus", help="On how many GPUs or CPU ranks: 1,2,4.")] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps of each run.")] = 20,
-    tolerance: Annotated[
-        float | None,
-        typer.Option("--tolerance", help="Largest relative difference of a loss, 0: none; if unset, by precision."),
-    ] = None,
-    recipes_dir: RecipesDir = None,
-) -> None:
-    """Train a recipe split in several ways and compare every step's loss with the first; exit 5 where they differ."""
-    from tunebook.commands.parity import parity_command
-
-    recipe, overrides = split(words)
-    outlive_readers()
-    code = parity_command(
-        recipe,
-        overrides,
-        recipes_dir or [],
-        make_console(),
-        over=over or [],
-        gpus=gpus,
-        num_steps=steps,
-        tolerance=tolerance,
-    )
-    raise typer.Exit(code)
-
-
 app.add_typer(records_app)  # report, verify, reproduce, diff, export: what is done with runs that were made
 
 
-app.add_typer(book_app)  # list, init, explain, gallery: what the book holds
+app.add_typer(book_app)  # list, init, explain: what the book holds
 
 
 def _interrupt_on_request() -> None:
