@@ -25,7 +25,7 @@ unexport ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help train plan data eval fetch chat sweep export report verify list explain doctor env image push publish pull \
-	check lint format type test test-torchao test-system test-slow docs setup lock lock-check clean-venv
+	check lint format type test test-torchao test-system test-slow docs setup lock clean-venv
 
 help:  ## This list
 	@printf 'make TARGET [RECIPE=%s] [ARGS="..."] [WHERE=...] [GPU=...] [GPUS=...]\n\n' '$(RECIPE)'
@@ -76,7 +76,7 @@ lint: setup  ## Style of Python, YAML, shell, workflows and prose; changes nothi
 	.venv/bin/ruff format --check .
 	.venv/bin/yamllint --strict .
 	.venv/bin/lint-imports --no-cache --no-logo
-	.venv/bin/shellcheck -xa .ci/* docker/*.sh tests/bench/*.sh
+	.venv/bin/shellcheck -xa .ci/* docker/*.sh
 	.venv/bin/zizmor --quiet --offline --no-progress --pedantic .github/workflows
 	.venv/bin/python docs/plain_english.py
 
@@ -122,9 +122,6 @@ setup:  ## Set up .venv for development, or bring it up to date with the locks
 
 lock:  ## Write the locks again after a change of an .in file in docker/; ARGS=--upgrade or --check
 	$(PYTHON) docker/make_locks.py $(value ARGS)
-
-lock-check:  ## Show which pins of the .in files in docker/ have newer versions; changes nothing
-	@$(PYTHON) docker/outdated_pins.py $(value ARGS)
 
 clean-venv:  ## Remove .venv; the next target sets it up again
 	@docker/venv.sh remove
