@@ -52,7 +52,7 @@ from tunebook.errors import DoesNotFitError, RequestError, StoppedError, Tuneboo
 from tunebook.hardware.disk import is_disk_full
 from tunebook.second_interrupt import watching_interrupts
 from tunebook.terminal import outlive_readers
-from tunebook.train.other_launchers import is_read_only, refuse_inside_launcher, removal_notice, remove_other_launchers
+from tunebook.train.other_launchers import refuse_inside_launcher
 
 app = typer.Typer(
     name="tunebook",
@@ -351,14 +351,6 @@ def _interrupt_on_request() -> None:
         signal.signal(signal.SIGHUP, interrupt)
 
 
-def _leave_other_launchers(words: list[str], errors: Console) -> None:
-    """Make sure that nothing another launcher set reaches what this command does. Raises: RequestError inside one."""
-    refuse_inside_launcher(words, os.environ)
-    removed = remove_other_launchers(os.environ)
-    if removed and not is_read_only(words):
-        errors.print(Text(removal_notice(removed), style="yellow"))
-
-
 def _end_with(error: TunebookError, errors: Console) -> NoReturn:
     # Values are repeated as they were typed; a terminal must not obey what is in them, nor a log keep a token.
     message = without_secrets("\n".join(map(shown, error.message.split("\n"))))
@@ -389,7 +381,7 @@ def main() -> None:
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     _interrupt_on_request()
     try:
-        _leave_other_launchers(sys.argv[1:], errors)
+        refuse_inside_launcher(sys.argv[1:], os.environ)
         with watching_interrupts():
             # The name decides which variable a shell asks for completions by; `python -m tunebook` has another.
             code = app(standalone_mode=False, prog_name="tunebook")

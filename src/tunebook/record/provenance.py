@@ -37,7 +37,6 @@ from tunebook.record.locks import (
 
 IMAGE_DIGEST_VARIABLE = "TUNEBOOK_IMAGE_DIGEST"  # set where a published image is used: it cannot know its own digest
 # Variables by which libraries compute in another format, at another speed or in other memory, where somebody set them.
-# Those of other launchers never reach a run (train.other_launchers).
 _VARIABLES = (
     "NCCL_", "GLOO_", "PYTORCH_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE", "CUDA_LAUNCH_BLOCKING",
     "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_", "MKL_", "KMP_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE",
