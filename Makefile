@@ -25,7 +25,7 @@ unexport ARGS
 
 .DEFAULT_GOAL := help
 .PHONY: help train plan data eval fetch chat sweep export report verify list explain doctor env image push publish pull \
-	check lint format type test test-torchao test-system test-slow golden docs setup lock lock-check clean-venv
+	check lint format type test test-torchao test-system test-slow golden docs setup lock clean-venv
 
 help:  ## This list
 	@printf 'make TARGET [RECIPE=%s] [ARGS="..."] [WHERE=...] [GPU=...] [GPUS=...]\n\n' '$(RECIPE)'
@@ -41,7 +41,7 @@ data:  ## Prepare RECIPE's data and show samples, lengths and what was cut
 chat:  ## Talk to RECIPE's newest run; ARGS="--prompt 'Hello'" for one answer
 sweep:  ## Train RECIPE once per combination of ARGS="key=a,b key=c,d" and rank the results
 export:  ## Write RECIPE's newest run as one Hugging Face folder; ARGS="--checkpoint 40 --merge --dtype bf16 --to DIR"
-doctor:  ## Look at GPUs, driver, links, disks and limits, and at what RECIPE needs of them; ARGS=--json for programs
+doctor:  ## Check driver, image, torch, NCCL, links, shared memory and disks, and RECIPE on them; ARGS=--json for programs
 train plan data chat sweep export doctor:
 	$(FRONT) run $@ $(RECIPE) $(value ARGS)
 
@@ -76,7 +76,7 @@ lint: setup  ## Style of Python, YAML, shell, workflows and prose; changes nothi
 	.venv/bin/ruff format --check .
 	.venv/bin/yamllint --strict .
 	.venv/bin/lint-imports --no-cache --no-logo
-	.venv/bin/shellcheck -xa .ci/* docker/*.sh tests/bench/*.sh
+	.venv/bin/shellcheck -xa .ci/* docker/*.sh
 	.venv/bin/zizmor --quiet --offline --no-progress --pedantic .github/workflows
 	.venv/bin/python docs/plain_english.py
 
@@ -125,9 +125,6 @@ setup:  ## Set up .venv for development, or bring it up to date with the locks
 
 lock:  ## Write the locks again after a change of an .in file in docker/; ARGS=--upgrade or --check
 	$(PYTHON) docker/make_locks.py $(value ARGS)
-
-lock-check:  ## Show which pins of the .in files in docker/ have newer versions; changes nothing
-	@$(PYTHON) docker/outdated_pins.py $(value ARGS)
 
 clean-venv:  ## Remove .venv; the next target sets it up again
 	@docker/venv.sh remove

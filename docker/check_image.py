@@ -4,9 +4,8 @@
     check_image.py image FOLDER                              after Tunebook is installed; writes FOLDER/image.json
 
 `packages` compares torch, its architectures, the attention package and every installed version with the locks and
-generation.env, and looks for code for its GPUs in every library and in what Triton compiles (gpu_code.py). It is a
-separate step because it takes seconds and does not depend on Tunebook's sources, except for record/locks.py, which the
-build mounts. It needs no GPU and no driver.
+generation.env. It is a separate step because it takes seconds and does not depend on Tunebook's sources, except for
+record/locks.py, which the build mounts. It needs no GPU and no driver.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ import platform
 import shlex
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_code import check_libraries, gpu_code, ptx_only, triton_problems
 from packaging.requirements import Requirement
 
 from tunebook.record.locks import (
@@ -42,8 +39,7 @@ from tunebook.record.locks import (
 )
 
 NO_ATTENTION = "none"
-# Attention package -> the modules that must import, and the one that holds the GPU code.
-ATTENTION_MODULES = {"flash-attn-2": (("flash_attn", "flash_attn_2_cuda"), "flash_attn_2_cuda")}
+ATTENTION_MODULES = {"flash-attn-2": ("flash_attn", "flash_attn_2_cuda")}  # which must import
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,34 +103,19 @@ def torch_problems(settings: Mapping[str, str], torch: TorchFacts) -> list[str]:
     ]
 
 
-def kernel_problems(settings: Mapping[str, str], architectures: set[str]) -> list[str]:
-    """Whether the attention package was compiled for the GPUs of generation.env."""
-    if architectures == set(settings["FLASH_ATTN_CUDA_ARCHS"].split(";")):
-        return []
-    return [
-        f"{settings['ATTENTION']} was compiled for {' '.join(sorted(architectures)) or 'no GPU'}, but generation.env "
-        f"says FLASH_ATTN_CUDA_ARCHS={settings['FLASH_ATTN_CUDA_ARCHS']}"
-    ]
-
-
 def attention_problems(settings: Mapping[str, str]) -> list[str]:
-    """Whether the attention package of generation.env imports, has code for its GPUs, and was not overwritten."""
+    """Whether the attention package of generation.env imports, and was not overwritten."""
     attention = settings["ATTENTION"]
     if attention == NO_ATTENTION:
         return []
     if attention not in ATTENTION_MODULES:
         return [f"generation.env says ATTENTION={attention}; known are {', '.join([NO_ATTENTION, *ATTENTION_MODULES])}"]
-    modules, compiled = ATTENTION_MODULES[attention]
     problems = []
-    for module in modules:
+    for module in ATTENTION_MODULES[attention]:
         try:
             importlib.import_module(module)
         except Exception as error:  # of any kind: the package cannot be used
             problems.append(f"{attention}: `import {module}` fails: {type(error).__name__}: {error}")
-    spec = importlib.util.find_spec(compiled)
-    if spec is not None and spec.origin is not None:
-        names = gpu_code(Path(spec.origin))
-        problems += kernel_problems(settings, {name[3:] for name in names if name.startswith("sm_")})
     # Both packages have files in the folder flash_attn, so one could overwrite the other's.
     return problems + [text for name in ("flash-attn", "flash-attn-4") for text in overwritten_files(name)]
 
@@ -177,8 +158,6 @@ def check_packages(generation: Path) -> tuple[dict[str, Any], list[str]]:
     problems = version_problems(expected, installed) + python_problems()
     torch = torch_facts()
     problems += torch_problems(settings, torch) + attention_problems(settings) + pip_problems()
-    gpu_libraries, library_problems = check_libraries(Path(sysconfig.get_path("platlib")), settings)
-    problems += library_problems + triton_problems(settings)
     facts = {
         "generation": settings["GENERATION"],
         "torch": settings["TORCH"],
@@ -186,7 +165,6 @@ def check_packages(generation: Path) -> tuple[dict[str, Any], list[str]]:
         "min_driver": int(settings["MIN_DRIVER"]) if settings["MIN_DRIVER"] else None,
         "compute_capabilities": settings["COMPUTE_CAPABILITIES"].split(),
         "arch_list": torch.arch_list,
-        "gpu_libraries": gpu_libraries,
         "attention": settings["ATTENTION"],
         "lock_sha256": sha256_file(generation / "requirements.lock"),
         "num_packages": len(installed),
@@ -264,8 +242,6 @@ def main(arguments: list[str]) -> int:
         case ["packages", generation, file]:
             facts, problems = check_packages(Path(generation))
             written = Path(file)
-            if names := ptx_only(facts["gpu_libraries"]):
-                print(f"only PTX, which the driver compiles, for some GPU: {', '.join(names)}")
         case ["image", folder]:
             facts, problems = check_image(Path(folder), os.environ)
             written = Path(folder) / "image.json"

@@ -45,13 +45,10 @@ uses_gpus() { # uses_gpus COMMAND
 place="" place_why=""
 
 choose_place() { # choose_place COMMAND
-  local known=(auto container local) close
   case ${WHERE:-auto} in
     container | local) place=$WHERE ;;
     auto) if [ "${GPU:-auto}" != auto ]; then place=container; else choose_place_for_machine "$1"; fi ;;
-    *)
-      close=$(nearest "$WHERE" "${known[@]}")
-      refuse "WHERE=$WHERE is unknown.${close:+ Did you mean WHERE=$close?}" "Choose one of: ${known[*]}" ;;
+    *) refuse "WHERE=$WHERE is unknown." "Choose one of: auto container local" ;;
   esac
   choose_generation
   place_why=${place_why:-${WHERE:+WHERE=$WHERE and }$generation_why}

@@ -8,6 +8,6 @@ set -euo pipefail
 cd "${1:-.}"
 # Sorted by bytes, because the order counts; names are hashed with the contents.
 find src hydra_configs recipes docker pyproject.toml \( -name __pycache__ -o -path docker/front \) -prune -o -type f \
-  ! -name '*.pyc' ! -path docker/front.sh ! -path docker/venv.sh ! -path docker/carry_image.py \
+  ! -name '*.pyc' ! -path docker/front.sh ! -path docker/venv.sh \
   ! -path 'docker/*/image.digest' -print0 \
   | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -d ' ' -f 1

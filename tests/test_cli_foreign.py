@@ -50,7 +50,6 @@ def answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], 
         ("quickstart training.max_steps=3", "type: tunebook train quickstart training.max_steps=3\n"),
         ("training.max_steps=3", "type: tunebook train training.max_steps=3\n"),
         ("tain quickstart", "there is no command 'tain'. Did you mean 'train'? Commands: chat, data, diff"),
-        ("galery", "there is no command 'galery'. Did you mean 'gallery'? Commands: chat, data, diff"),
     ],
 )  # fmt: skip
 def test_a_command_of_another_tool_is_answered_with_ours(answer: Answer, words: str, instead: str) -> None:

@@ -99,7 +99,6 @@ run_in_container() { # run_in_container COMMAND [ARGUMENT...]
     if [ "$code" != 0 ]; then await_container; fi
     if $was_removed; then exit_if_stopped "stopped before the container ran"; fi
   fi
-  if [ "$code" = 1 ]; then explain_failed_start; fi
   exit "$code"
 }
 
@@ -149,13 +148,4 @@ await_container() { # compose ends first if the terminal that it writes to is cl
   if [[ $(cat "$answer") =~ ^[0-9]+$ ]]; then code=${BASH_REMATCH[0]}; fi
   rm -f "$answer"
   docker rm --force "$container" > /dev/null 2>&1 || true
-}
-
-explain_failed_start() { # tunebook itself also returns 1, for an unexpected error: then the service does start
-  local text
-  if text=$("${compose[@]}" run --rm -T --interactive=false --entrypoint true "$service" 2>&1); then return; fi
-  look_up start_errors "$text"
-  if [ -n "$reason" ]; then
-    end_with "$reason_code" "the container could not be started: $reason" "${reason_advice[@]}"
-  fi
 }

@@ -107,8 +107,8 @@ build_image() {
   require_disk_space
   local start=$SECONDS before
   before=$(docker image inspect --format '{{.Id}}' "$image" 2> /dev/null) || true
-  say_build "building $image"
-  run_build start_errors "building $image" docker compose build train
+  say "building $image with the settings in .env"
+  run_build "building $image" docker compose build train
   # The image before would stay without a name and fill the disk edit by edit; a container may still use it.
   if [ "$(docker image inspect --format '{{len .RepoTags}}{{len .RepoDigests}}' "$before" 2> /dev/null)" = 00 ]; then
     docker image rm "$before" > /dev/null 2>&1 || true
@@ -116,53 +116,15 @@ build_image() {
   say "$image is ready after $((SECONDS - start)) s"
 }
 
-build_log() { printf '.cache/build-%s.log' "$generation"; }
-
-say_build() { # say_build WHAT; what was chosen for the build, and where its output is
-  local choices
-  choices=$(grep -E '^TUNEBOOK_(BASE_IMAGE|BUILD_NETWORK|CA_FILE|PIP_CONF|APT_CONF|WHEELS)=.' .env \
-    | grep -v "=$root/.cache/wheels$" | sed 's/^TUNEBOOK_/, /; s/^, BUILD_/, /; s/^, CA_FILE/, CA/' | tr -d '\n') || true
-  say "$1${choices:+ (${choices#, })}; all of the output is in $(build_log)"
-}
-
-run_build() { # run_build TABLE WHAT COMMAND...; shows the steps; TABLE explains a failure
-  local log code=0 pipe follower
-  log=$(build_log)
-  : > "$log"
-  own "$log"
-  exec {pipe}> >(follow_build "$log") # written to a pipe, BuildKit's output is plain lines
-  follower=$!
-  run_stoppable end_command "${@:3}" >&"$pipe" 2>&1 || code=$?
-  exec {pipe}>&-
-  wait "$follower" || true
+run_build() { # run_build WHAT COMMAND...; shows what the builder prints
+  local code=0
+  export BUILDKIT_PROGRESS=${BUILDKIT_PROGRESS:-plain} # the command has no terminal of its own
+  run_stoppable end_command "${@:2}" >&2 || code=$?
   exit_if_stopped "the build was stopped; what is finished is kept, and the same command continues from there"
   if [ "$code" = 0 ]; then return; fi
-  look_up "$1" "$(tail -n 200 "$log")"
-  reason=${reason%.}
-  (grep -v '^ *$' "$log" || true) | tail -n 20 | cut -c 1-300 >&2
-  end_with "$reason_code" "$2 failed: ${reason:-see above}. All of the output is in $log" "${reason_advice[@]}"
-}
-
-follow_build() { # follow_build LOG; keeps the output, shows each step as it begins, and a sign of life every minute
-  trap '' INT HUP # the build may print its last lines
-  local line="" rest last="" shown=$SECONDS code=0
-  while [ "$code" = 0 ] || [ "$code" -gt 128 ]; do # 1 is the end, more than 128 that nothing came within the minute
-    code=0
-    IFS= read -r -t 60 rest || code=$?
-    line+=$rest
-    if [ "$code" = 0 ]; then
-      printf '%s\n' "$line" >> "$1"
-      if [[ $line =~ ^#[0-9]+\ (\[.*[0-9]+/[0-9]+\]\ [A-Z].*) ]]; then
-        printf '  %.110s\n' "$(tr ' ' '\n' <<< "${BASH_REMATCH[1]}" | grep -vE '^(--mount=.*)?$' | paste -sd ' ')" >&2
-        shown=$SECONDS
-      fi
-      last=$line line=""
-    fi
-    if ((SECONDS - shown >= 60)); then
-      printf '  ... %.110s\n' "$last" >&2
-      shown=$SECONDS
-    fi
-  done
+  end_with 1 "$1 failed; the reason is above." \
+    "Where the network is a site's own (certificates, proxies, mirrors), see docker/README.md; where the disk is full:" \
+    "${disk_advice[@]:1}"
 }
 
 # --- registries
@@ -209,12 +171,9 @@ push_images() {
   fi
 }
 
-with_registry() { # with_registry push|pull NAME; Docker shows its progress, and a failure is explained
-  local direction=$1 name=$2 host=${2%%/*} place=${2%/*} text
-  if { text=$(docker "$direction" "$name" 2>&1 1>&3); } 3>&2; then return; fi
-  printf '%s\n' "$text" >&2
-  look_up registry_errors "$text"
-  end_with "$reason_code" "${reason:-docker $direction failed: see above}" "${reason_advice[@]}"
+with_registry() { # with_registry push|pull NAME
+  if docker "$1" "$2" >&2; then return; fi
+  end_with 1 "docker $1 $2 failed; the reason is above." "Where it wants an account: docker login ${2%%/*}"
 }
 
 digest_of() { # digest_of NAME; prints REGISTRY/tunebook@sha256:..., which is known after a push or a pull

@@ -2,17 +2,14 @@
 # What this machine has: its GPUs, the image generation that serves them, and Docker.
 
 # find_gpus sets gpu_state: `found`; `none`; or `unclear` where nvidia-smi fails, so that nobody trains on the CPU of a
-# GPU machine unnoticed. gpu_note says why it is not `found`, gpu_advice what to do about it.
+# GPU machine unnoticed. gpu_note says why it is not `found`.
 gpu_state="" gpu_note="" driver=""
-gpus=() gpu_advice=() # a GPU is a line of nvidia-smi's: 0, GPU-5f..., 9.0, 580.95.05, NVIDIA H200
-gpu_count=all         # how many containers get: all, or the first N
+gpus=()       # a GPU is a line of nvidia-smi's: 0, GPU-5f..., 9.0, 580.95.05, NVIDIA H200
+gpu_count=all # how many containers get: all, or the first N
 nvidia_smi_timeout_s=${TUNEBOOK_NVIDIA_SMI_TIMEOUT_S:-40} # 8 GPUs without persistence mode take 10 s and more
+unclear_advice="See nvidia-smi itself; a restart may help. To leave out a GPU: CUDA_VISIBLE_DEVICES=<the others>"
 
 no_gpu() { gpu_state=none gpu_note="no GPU here${1:+ ($1)}"; }
-
-unclear_gpu() { # unclear_gpu NOTE ADVICE...
-  gpu_state=unclear gpu_note=$1 gpu_advice=("${@:2}")
-}
 
 find_gpus() {
   if [ -n "$gpu_state" ]; then return; fi
@@ -41,8 +38,7 @@ find_gpus() {
   for line in "${gpus[@]}"; do
     IFS=, read -r index _ capability _ name <<< "${line//, /,}"
     if ! [[ $capability =~ ^[0-9]+\.[0-9]+$ ]]; then
-      unclear_gpu "nvidia-smi lists GPU $index, but the GPU does not answer: $name, $capability" \
-        "Leave it out: CUDA_VISIBLE_DEVICES=<the others> in front of make. A restart of the machine may bring it back."
+      gpu_state=unclear gpu_note="nvidia-smi lists GPU $index, but the GPU does not answer: $name, $capability"
     fi
   done
 }
@@ -50,19 +46,11 @@ find_gpus() {
 explain_nvidia_smi() { # explain_nvidia_smi EXIT_CODE OUTPUT
   local output=$2
   case $output in
-    *"No devices were found"*) no_gpu "nvidia-smi: No devices were found" ;;
-    # A machine without a GPU whose driver package is shared with machines that have one.
-    *"couldn't communicate with the NVIDIA driver"*) no_gpu "nvidia-smi couldn't communicate with the NVIDIA driver" ;;
-    *"not a valid field to query"*)
-      unclear_gpu "The NVIDIA driver is older than any image supports: its nvidia-smi does not know compute_cap." \
-        "Update it: 580 or newer serves every image, 525 the volta image." ;;
-    *"Driver/library version mismatch"*)
-      unclear_gpu "The NVIDIA driver was updated, and the old one is still loaded (nvidia-smi: $output)." \
-        "Restart the machine:" "    sudo reboot" ;;
+    # The second: a machine without a GPU whose driver package is shared with machines that have one.
+    *"No devices were found"* | *"couldn't communicate with the NVIDIA driver"*) no_gpu "nvidia-smi: $output" ;;
     *)
       if [ "$1" = 124 ] || [ "$1" = 137 ]; then output="no answer within $nvidia_smi_timeout_s s"; fi
-      unclear_gpu "nvidia-smi is here but fails, so it is not known which GPUs there are: $output" \
-        "See its own output: nvidia-smi. A restart may help; sudo dmesg | grep -i nvrm shows more." ;;
+      gpu_state=unclear gpu_note="nvidia-smi fails, so it is not known which GPUs there are: $output" ;;
   esac
 }
 
@@ -130,8 +118,6 @@ choose_named() { # choose_named NAME; of an image, or of a generation that it se
     if [[ ", ${models,,}," == *", $asked,"* ]]; then close=$name; fi
   done
   if [ -z "$generation" ]; then
-    # shellcheck disable=SC2086  # words
-    close=${close:-$(nearest "$asked" $known)}
     refuse "GPU=$1 is unknown.${close:+ Did you mean GPU=$close?}" "Choose one of: $known"
   fi
   generation_why="GPU=$1"
@@ -147,7 +133,7 @@ choose_for_gpus() {
   find_gpus
   case $gpu_state in
     unclear)
-      refuse "$gpu_note" "${gpu_advice[@]}" \
+      refuse "$gpu_note" "$unclear_advice" \
         "Or say what to use: GPU=cpu, or the generation of the GPUs: GPU=hopper and so on" ;;
     none)
       if [ "${GPUS:-all}" != all ]; then refuse "GPUS=$GPUS, but there is $gpu_note."; fi
@@ -211,7 +197,7 @@ choose_for_old_driver() { # the image that was built with an older CUDA
 
 require_fitting_gpus() { # before a run
   if [ "$generation" = cpu ]; then return; fi
-  if [ "$gpu_state" = unclear ]; then refuse "$gpu_note" "${gpu_advice[@]}" "Without a GPU: GPU=cpu"; fi
+  if [ "$gpu_state" = unclear ]; then refuse "$gpu_note" "$unclear_advice" "Without a GPU: GPU=cpu"; fi
   if [ "$gpu_state" != found ]; then
     refuse "GPU=$GPU needs such GPUs, and there is $gpu_note." \
       "Its image can be built here (make image GPU=$GPU), but to run something: GPU=cpu, or leave GPU out"
@@ -232,82 +218,52 @@ require_fitting_gpus() { # before a run
   fi
 }
 
-# --- Docker: look_at_engine sets engine_problem (empty: it can be used) and engine_advice
+# --- Docker: look_at_engine sets engine_problem (empty: it can be used)
 
 engine_problem=unknown engine_info="" engine_root=""
-engine_advice=()
 engine_timeout_s=${TUNEBOOK_ENGINE_TIMEOUT_S:-30}
-# Tried with 2.26.1. Before 2.19 `!reset`, by which docker/cpu/compose.yaml takes the GPUs away, worked for the first
-# service only (docker/compose#10656).
-oldest_compose=2.19.0
+oldest_compose=2.24.4 # the first with `!override` in docker/cdi/compose.yaml; tried with 2.26.1
 
 look_at_engine() {
   if [ "$engine_problem" != unknown ]; then return; fi
-  local code=0 text
+  engine_problem=""
+  local text version
   if ! command -v docker > /dev/null; then
-    engine_problem="Docker is not installed: there is no command docker." engine_advice=("${install_advice[@]}")
+    engine_problem="Docker is not installed: there is no command docker."
     return
   fi
   # The exit code says nothing: with --format it is 0 where no daemon answers.
-  text=$(timeout "$engine_timeout_s" docker info --format '{{json .}}' 2>&1) || code=$?
-  if [[ $text =~ \"DockerRootDir\":\"([^\"]+)\" ]]; then
-    engine_info=$text engine_root=${BASH_REMATCH[1]}
-    look_at_compose
+  text=$(timeout "$engine_timeout_s" docker info --format '{{json .}}' 2>&1) || true
+  if ! [[ $text =~ \"DockerRootDir\":\"([^\"]+)\" ]]; then
+    text=${text##*\"ServerErrors\":}
+    engine_problem="docker info fails: ${text:-no answer within $engine_timeout_s s}"
     return
   fi
-  look_up daemon_errors "$text"
-  if [ -z "$reason" ] && [ "$code" = 124 ]; then
-    reason="Docker's daemon did not answer within $engine_timeout_s s."
-    reason_advice=("Start it again, which ends its containers:" "    sudo systemctl restart docker")
-  elif [ -z "$reason" ]; then
-    text=${text##*\"ServerErrors\":}
-    reason="\`docker info\` fails: ${text:0:300}" reason_advice=("See its own output: docker info")
-  fi
-  engine_problem=$reason engine_advice=("${reason_advice[@]}")
-}
-
-compose_version=""
-update_compose=("Update it:" "    sudo apt update && sudo apt install --only-upgrade docker-compose-plugin")
-
-is_compose() { # is_compose VERSION; whether Compose has at least this version
-  [ "$(printf '%s\n' "$1" "$compose_version" | sort -V | head -n 1)" = "$1" ]
-}
-
-look_at_compose() {
-  engine_problem="" engine_advice=(
-    "Install it with one of these, depending on where Docker came from:"
-    "    sudo apt install docker-compose-plugin" "    sudo apt install docker-compose-v2"
-  )
-  if compose_version=$(docker compose version --short 2> /dev/null); then
-    compose_version=${compose_version#v}
-    if is_compose "$oldest_compose"; then return; fi
-    engine_problem="Compose $compose_version is too old: $oldest_compose or newer is needed."
-    engine_advice=("${update_compose[@]}")
-  elif command -v docker-compose > /dev/null; then
-    engine_problem="Only Compose v1 is here, the command docker-compose; v2 is a plugin of Docker: docker compose."
-  else
-    engine_problem="Docker is here, but Compose v2, its plugin, is not."
+  engine_info=$text engine_root=${BASH_REMATCH[1]}
+  version=$(docker compose version --short 2> /dev/null) || version=none
+  if [ "$(printf '%s\n' "$oldest_compose" "${version#v}" | sort -V | head -n 1)" != "$oldest_compose" ] \
+    || [ "$version" = none ]; then
+    engine_problem="Docker's plugin Compose $oldest_compose or newer is needed, and here it is: $version."
   fi
 }
 
 require_engine() {
   look_at_engine
   if [ -n "$engine_problem" ]; then
-    refuse "$engine_problem" "${engine_advice[@]}" "Without Docker, in .venv: WHERE=local"
+    refuse "$engine_problem" "Install Docker Engine with its Compose plugin: https://docs.docker.com/engine/install/" \
+      "Without Docker, in .venv: WHERE=local"
   fi
 }
 
 require_buildx() { # only a build needs it
   if docker buildx version > /dev/null 2>&1; then return; fi
   refuse "Docker is here, but buildx, the plugin that builds images, is not." \
-    "Install it with one of these, depending on where Docker came from:" \
-    "    sudo apt install docker-buildx-plugin" "    sudo apt install docker-buildx"
+    "Install it: https://docs.docker.com/engine/install/"
 }
 
 # --- GPUs in containers: find_gpu_access sets gpu_access to runtime, cdi or nothing, after look_at_engine
 
 gpu_access=""
-oldest_cdi_compose=2.24.4 # `!override` in docker/cdi/compose.yaml
 
 find_gpu_access() { # the runtime first: it needs no file that is out of date after a driver update
   if [[ $engine_info == *'"nvidia":{'* ]] \
@@ -335,7 +291,7 @@ describe_gpu_access() {
   case $gpu_access in
     runtime) echo "by NVIDIA's runtime" ;;
     cdi) echo "by CDI, docker/cdi/compose.yaml" ;;
-    *) echo "not yet: Docker has neither NVIDIA's runtime nor a CDI file of GPUs (make doctor says what to type)" ;;
+    *) echo "not yet: Docker has neither NVIDIA's runtime nor a CDI file of GPUs (make train says what to type)" ;;
   esac
 }
 
@@ -345,9 +301,5 @@ require_gpu_access() {
   if [ -z "$gpu_access" ]; then
     refuse "nvidia-smi finds $(describe_gpus), but Docker cannot give GPUs to containers: it has no NVIDIA runtime, and" \
       "no CDI file of GPUs." "${toolkit_advice[@]}"
-  fi
-  if [ "$gpu_access" = cdi ] && ! is_compose "$oldest_cdi_compose"; then
-    refuse "Docker gives GPUs by CDI here, which needs Compose $oldest_cdi_compose or newer; this is $compose_version." \
-      "${update_compose[@]}" "Or use NVIDIA's runtime." "${toolkit_advice[@]}"
   fi
 }

@@ -11,7 +11,7 @@ publish_image() {
   image=$(built_image)
   require_disk_space
   write_settings
-  local name=$REGISTRY/$image start=$SECONDS digest direction=push host=${REGISTRY%%/*} place=$REGISTRY
+  local name=$REGISTRY/$image start=$SECONDS digest
   local facts=.cache/published-$generation.json bake=(docker buildx bake)
   # Bake of buildx 0.17 and newer has to be allowed the host's network, and files outside the checkout, which the secrets
   # of compose.yaml may be. Older ones do not know the option.
@@ -22,8 +22,8 @@ publish_image() {
   bake+=(--file compose.yaml --set "train.tags=$name" --set "train.attest=type=provenance,mode=max"
     --set "train.attest=type=sbom${SBOM_GENERATOR:+,generator=$SBOM_GENERATOR}" --metadata-file "$facts" --push train)
   rm -f "$facts"
-  say_build "building $name"
-  run_build publish_errors "publishing $name" "${bake[@]}"
+  say "building $name with the settings in .env"
+  run_build "publishing $name" "${bake[@]}"
   digest=$(sed -n 's/.*"containerimage.digest": "\(sha256:[0-9a-f]\{64\}\)".*/\1/p' "$facts")
   require_attestations "$REGISTRY/tunebook@$digest"
   write_digest "$REGISTRY/tunebook@$digest"
@@ -37,23 +37,5 @@ require_attestations() { # require_attestations NAME_WITH_DIGEST; that the regis
   if [ "$found" = both ]; then return; fi
   end_with 1 "$1 was pushed, but the registry shows no SBOM or no provenance for it${found:+: ${found##*$'\n'}}" \
     "See what it has: docker buildx imagetools inspect $1" \
-    "The image itself can be used: make pull GPU=$generation REGISTRY=$place"
-}
-
-publish_errors() { # of `docker buildx bake`; reads publish_image's variables
-  sign 'attestation.* not supported' 2 "this builder cannot make an SBOM and provenance" \
-    "Make one that can, which needs the image moby/buildkit, then type the same again:" "    docker buildx create --use" \
-    "Or turn on the engine's containerd image store: https://docs.docker.com/engine/storage/containerd/" \
-    "Without them: make image GPU=$generation && make push GPU=$generation REGISTRY=$place"
-  sign '> \[internal\] booting buildkit' 2 "the builder cannot start from its image, moby/buildkit" \
-    "Make one from a copy of that image which is within reach:" \
-    "    docker buildx create --use --driver-opt image=host/path/buildkit:buildx-stable-1"
-  local generator=${SBOM_GENERATOR:-docker/buildkit-syft-scanner}
-  sign "source metadata for [^ ]*$generator|^ > .* generating sbom" 2 "$generator could not make the SBOM" \
-    "Name a copy of that image which is within reach: SBOM_GENERATOR=host/path/buildkit-syft-scanner:stable-1"
-  if grep -qiE 'failed to push|pushing .* with docker|authorize' <<< "$output"; then
-    registry_errors
-  else
-    start_errors
-  fi
+    "The image itself can be used: make pull GPU=$generation REGISTRY=$REGISTRY"
 }

@@ -52,7 +52,7 @@ from tunebook.errors import DoesNotFitError, RequestError, StoppedError, Tuneboo
 from tunebook.hardware.disk import is_disk_full
 from tunebook.second_interrupt import watching_interrupts
 from tunebook.terminal import outlive_readers
-from tunebook.train.other_launchers import is_read_only, refuse_inside_launcher, removal_notice, remove_other_launchers
+from tunebook.train.other_launchers import refuse_inside_launcher
 
 app = typer.Typer(
     name="tunebook",
@@ -152,28 +152,13 @@ def plan(
 def doctor(
     words: Words = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, whatever is wrong.")] = False,
-    bandwidth: Annotated[
-        bool, typer.Option("--bandwidth/--no-bandwidth", help="Measure between the GPUs, which takes up to 20 s.")
-    ] = True,
-    cpu_ranks: Annotated[
-        int | None, typer.Option("--cpu-ranks", min=2, help="Measure between so many processes instead, over gloo.")
-    ] = None,
     recipes_dir: RecipesDir = None,
 ) -> None:
-    """Look at GPUs, driver, torch, links, disks and limits, and at what RECIPE needs of them; each with its fix."""
+    """Look at GPUs, driver, image, torch, links, NCCL, shared memory and disks, and check RECIPE; each with its fix."""
     from tunebook.commands.doctor import doctor_command
 
     recipe, overrides = split(words)
-    code = doctor_command(
-        recipe,
-        overrides,
-        recipes_dir or [],
-        make_console(),
-        as_json=as_json,
-        is_measured=bandwidth,
-        cpu_ranks=cpu_ranks,
-    )
-    raise typer.Exit(code)
+    raise typer.Exit(doctor_command(recipe, overrides, recipes_dir or [], make_console(), as_json=as_json))
 
 
 @app.command()
@@ -340,43 +325,10 @@ def sweep(
     raise typer.Exit(code)
 
 
-@app.command()
-def parity(
-    words: Words = None,
-    over: Annotated[
-        list[str] | None,
-        typer.Option("--over", help="What to compare: parallelism=ddp,zero2. May be given again."),
-    ] = None,
-    gpus: Annotated[str | None, typer.Option("--gpus", help="On how many GPUs or CPU ranks: 1,2,4.")] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps of each run.")] = 20,
-    tolerance: Annotated[
-        float | None,
-        typer.Option("--tolerance", help="Largest relative difference of a loss, 0: none; if unset, by precision."),
-    ] = None,
-    recipes_dir: RecipesDir = None,
-) -> None:
-    """Train a recipe split in several ways and compare every step's loss with the first; exit 5 where they differ."""
-    from tunebook.commands.parity import parity_command
-
-    recipe, overrides = split(words)
-    outlive_readers()
-    code = parity_command(
-        recipe,
-        overrides,
-        recipes_dir or [],
-        make_console(),
-        over=over or [],
-        gpus=gpus,
-        num_steps=steps,
-        tolerance=tolerance,
-    )
-    raise typer.Exit(code)
-
-
 app.add_typer(records_app)  # report, verify, reproduce, diff, export: what is done with runs that were made
 
 
-app.add_typer(book_app)  # list, init, explain, gallery: what the book holds
+app.add_typer(book_app)  # list, init, explain: what the book holds
 
 
 def _interrupt_on_request() -> None:
@@ -397,14 +349,6 @@ def _interrupt_on_request() -> None:
     signal.signal(signal.SIGTERM, interrupt)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
         signal.signal(signal.SIGHUP, interrupt)
-
-
-def _leave_other_launchers(words: list[str], errors: Console) -> None:
-    """Make sure that nothing another launcher set reaches what this command does. Raises: RequestError inside one."""
-    refuse_inside_launcher(words, os.environ)
-    removed = remove_other_launchers(os.environ)
-    if removed and not is_read_only(words):
-        errors.print(Text(removal_notice(removed), style="yellow"))
 
 
 def _end_with(error: TunebookError, errors: Console) -> NoReturn:
@@ -437,7 +381,7 @@ def main() -> None:
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     _interrupt_on_request()
     try:
-        _leave_other_launchers(sys.argv[1:], errors)
+        refuse_inside_launcher(sys.argv[1:], os.environ)
         with watching_interrupts():
             # The name decides which variable a shell asks for completions by; `python -m tunebook` has another.
             code = app(standalone_mode=False, prog_name="tunebook")

@@ -1,9 +1,8 @@
-"""The commands about the book itself: list, init, explain, gallery."""
+"""The commands about the book itself: list, init, explain."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -65,19 +64,3 @@ def explain(
     from tunebook.explain import explain as text_of
 
     print_text("\n".join(all_ids()) if id == "all" else text_of(id), make_console())
-
-
-@book_app.command()
-def gallery(
-    folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder to write the page into.")] = Path(
-        "outputs/gallery"  # where git ignores it
-    ),
-    recipes_dir: RecipesDir = None,
-) -> None:
-    """Write one page of all recorded evidence: losses, scores, speed, memory, and the commands."""
-    from tunebook.config.book import find_recipes
-    from tunebook.evidence.files import evidence_files
-    from tunebook.evidence.gallery import write_gallery
-
-    files = {name: evidence_files(name, recipes_dir or []) for name in find_recipes(recipes_dir or [])}
-    print_text(f"written: {write_gallery(files, folder)}", make_console())

@@ -17,7 +17,7 @@ from tunebook.config.schema import GROUPS
 from tunebook.config.walk import all_keys
 from tunebook.errors import did_you_mean
 
-_COMPOSING = ("train", "plan", "doctor", "data", "sweep", "parity", "fetch")  # commands that take settings of a run
+_COMPOSING = ("train", "plan", "doctor", "data", "sweep", "fetch")  # commands that take settings of a run
 # Of other commands: the settings that they take as key=value words.
 _SETTINGS = {
     "eval": ("run", "model", "suite", "tasks", "task"),

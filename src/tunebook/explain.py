@@ -31,7 +31,7 @@ This page is generated from `src/tunebook/errors.yaml`: `python -m tunebook.expl
 | 2 | the request is wrong: configuration, rule, unknown name |
 | 3 | the plan does not fit, or memory or disk space ran out |
 | 4 | the data is wrong |
-| 5 | `verify` or `parity` found a difference |
+| 5 | `verify` found a difference |
 | 6 | stopped on request after a clean save |
 | 7 | the training is invalid: a loss that is not finite, a leak between documents |
 """

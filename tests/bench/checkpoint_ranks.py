@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint_kills import Attempt, forked, give_extensions, import_everything, remove_stale_locks, result_of, set_up
-
-from tunebook.record.losses import compare_losses
+from losses import compare_losses
 
 SAVED_AT = 4
 TOLERANCE = 1e-6

@@ -32,8 +32,7 @@ from typing import Any
 
 from gpu_models import facts_of, slice_words
 from gpu_queue import ASKS, KEPT, machine_versions, measured, require_gpus
-
-from tunebook.record.losses import compare_losses
+from losses import compare_losses
 
 STEPS, HALF = 12, 6
 CASES: dict[str, tuple[bool, list[str]]] = {  # whether it takes all GPUs, and what is overridden

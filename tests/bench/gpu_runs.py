@@ -34,9 +34,9 @@ from typing import Any
 
 from gpu_models import write_case_model
 from gpu_queue import WARM_UP_STEPS, Job, add_arguments, require_gpus, run_jobs
+from losses import compare_losses
 
 from tunebook.plan.draft import draft_run
-from tunebook.record.losses import compare_losses
 
 Line = dict[str, Any]
 

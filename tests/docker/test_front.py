@@ -166,9 +166,8 @@ def test_visible_devices_and_a_count_select_gpus(machine):
 def test_an_image_is_built_once_and_again_after_an_edit(machine):
     first = machine.front(*TRAIN, GPU="cpu")
     assert first.returncode == 0
-    assert "building tunebook:cpu; all of the output is in .cache/build-cpu.log" in first.stderr
-    assert "  [train venv 1/1] RUN install\n" in first.stderr
-    assert "RUN --mount=type=cache" in (machine.checkout / ".cache" / "build-cpu.log").read_text()
+    assert "building tunebook:cpu" in first.stderr
+    assert "RUN --mount=type=cache" in first.stderr
     machine.front(*TRAIN, GPU="cpu")
     assert len(machine.calls("compose build")) == 1
     (machine.checkout / "recipes" / "quickstart.yaml").write_text("edited\n")

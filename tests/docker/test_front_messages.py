@@ -19,7 +19,6 @@ DENIED = (
     '\\"http://%2Fvar%2Frun%2Fdocker.sock/v1.45/info\\": dial unix /var/run/docker.sock: connect: permission denied'
 )
 NO_INFO = '{"ID":"","DockerRootDir":"","Runtimes":null,"ServerErrors":["%s"],"ClientInfo":{}}'
-PODMAN = "Emulate Docker CLI using podman. Create /etc/containers/nodocker to quiet msg.\n"
 
 
 # --- Docker
@@ -31,32 +30,23 @@ def test_docker_missing(machine, refused):
 
 
 @pytest.mark.parametrize(
-    ("answer", "parts"),
+    ("answer", "part"),
     [
-        ({"out": NO_INFO % DOWN},  # with exit code 0
-         ("its daemon does not answer at unix:///var/run/docker.sock. Start it: sudo systemctl start", "WHERE=local")),
-        ({"out": '{"host":{"arch":"amd64"}}', "err": PODMAN}, ("The command docker is Podman here", "engine/install")),
-        ({"out": NO_INFO % DENIED},
-         ("no permission on its socket /var/run/docker.sock", "sudo usermod -aG docker someone", "log in again")),
-        ({"err": "unknown error\n", "code": 1}, ("`docker info` fails: unknown error", "docker info")),
+        ({"out": NO_INFO % DOWN}, "Cannot connect to the Docker daemon"),  # with exit code 0
+        ({"out": NO_INFO % DENIED}, "permission denied"),
+        ({"err": "unknown error\n", "code": 1}, "unknown error"),
     ],
-    ids=["down", "podman", "denied", "unknown"],
-)  # fmt: skip
-def test_a_daemon_that_cannot_be_used(machine, refused, answer, parts):
+    ids=["down", "denied", "unknown"],
+)
+def test_a_daemon_that_cannot_be_used(machine, refused, answer, part):
     machine.tell("docker-info", **answer)
-    refused(machine.front(*TRAIN, GPU="cpu"), *parts)
-
-
-def test_a_daemon_elsewhere_that_is_down(machine, refused):
-    machine.tell("docker-info", "\n", err=DOWN, code=1)
-    remote = machine.front(*TRAIN, GPU="cpu", DOCKER_HOST="tcp://build:2375")
-    refused(remote, "DOCKER_HOST=tcp://build:2375 names its address", "unset DOCKER_HOST")
+    refused(machine.front(*TRAIN, GPU="cpu"), "docker info fails: ", part, "WHERE=local")
 
 
 def test_a_daemon_that_hangs(machine, refused):
     machine.act("docker-info", "sleep 20")
     done = machine.front(*TRAIN, GPU="cpu", TUNEBOOK_ENGINE_TIMEOUT_S="0.3")
-    refused(done, "did not answer within 0.3 s", "sudo systemctl restart docker")
+    refused(done, "no answer within 0.3 s")
 
 
 def test_with_a_gpu_a_docker_that_cannot_be_used_is_passed_over_with_the_reason(machine):
@@ -65,22 +55,17 @@ def test_with_a_gpu_a_docker_that_cannot_be_used_is_passed_over_with_the_reason(
     machine.venv("ampere")
     done = machine.front(*TRAIN)
     assert done.returncode == 0
-    assert "no container: You may not use Docker" in done.stderr
-
-
-def test_compose_v1_only_or_none(machine, refused):
-    machine.tell("docker-compose-version", err="unknown flag: --short\nSee 'docker --help'.\n", code=125)
-    refused(machine.front("image", GPU="cpu"), "Compose v2, its plugin, is not", "apt install docker-compose-plugin")
-    machine.install("docker-compose", "#!/bin/sh\necho 1.29.2\n")
-    refused(machine.front("image", GPU="cpu"), "Only Compose v1 is here", "docker-compose-plugin", "docker-compose-v2")
+    assert "no container: docker info fails" in done.stderr
 
 
 def test_the_version_of_compose(machine, refused):
     machine.image("tunebook:cpu")
+    machine.tell("docker-compose-version", err="unknown flag: --short\nSee 'docker --help'.\n", code=125)
+    refused(machine.front("image", GPU="cpu"), "Compose 2.24.4 or newer is needed, and here it is: none")
     for version in ("2.18.1", "v2.3.3", "2.0.0-rc.1"):
         machine.tell("docker-compose-version", f"{version}\n")
-        refused(machine.front(*TRAIN, GPU="cpu"), f"Compose {version.removeprefix('v')} is too old", "--only-upgrade")
-    for version in ("2.19.0", "v2.26.1", "2.26.1-4", "5.0.1", "2.100.0+ds1"):
+        refused(machine.front(*TRAIN, GPU="cpu"), f"Compose 2.24.4 or newer is needed, and here it is: {version}")
+    for version in ("2.24.4", "v2.26.1", "2.26.1-4", "5.0.1", "2.100.0+ds1"):
         machine.tell("docker-compose-version", f"{version}\n")
         assert machine.front(*TRAIN, GPU="cpu").returncode == 0
 
@@ -90,7 +75,7 @@ def test_buildx_missing_matters_only_to_a_build(machine, refused):
     machine.image("tunebook:cpu")
     machine.tell("docker-buildx-version", err=text, code=1)
     assert machine.front(*TRAIN, GPU="cpu").returncode == 0
-    refused(machine.front("image", GPU="cpu"), "buildx", "apt install docker-buildx-plugin")
+    refused(machine.front("image", GPU="cpu"), "buildx, the plugin that builds images, is not")
 
 
 # --- GPUs
@@ -157,38 +142,6 @@ def test_docker_before_28_names_the_folders_of_cdi_files(machine, refused, name,
         assert "GPUs in containers: not yet" in machine.front("env").stderr
 
 
-def test_a_compose_that_cannot_replace_the_runtime_is_refused_for_cdi_only(machine, refused):
-    machine.image("tunebook:ampere")
-    machine.gpus(A100)
-    machine.tell("docker-compose-version", "2.24.3\n")
-    assert machine.front(*TRAIN).returncode == 0
-    machine.tell("docker-info", WITHOUT_RUNTIME % '"DiscoveredDevices":[{"ID":"nvidia.com/gpu=0"}]')
-    refused(machine.front(*TRAIN), "needs Compose 2.24.4 or newer; this is 2.24.3", "--only-upgrade")
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        (
-            'Error response from daemon: could not select device driver "nvidia" with capabilities: [[gpu]]',
-            ("it has no NVIDIA runtime", "sudo nvidia-ctk runtime configure --runtime=docker"),
-        ),
-        (
-            "Error response from daemon: failed to create task for container: failed to create shim task: OCI runtime "
-            "create failed: runc create failed: unable to start container process: error during container init: error "
-            "running hook #0: exit status 1, stdout: , stderr: nvidia-container-cli: initialization error: nvml error: "
-            "driver/library version mismatch: unknown",
-            ("could not give the GPUs to the container", "sudo systemctl restart docker"),
-        ),
-    ],
-)
-def test_dockers_errors_about_gpus_are_explained(machine, refused, text, parts):
-    machine.image("tunebook:ampere")
-    machine.gpus(A100)
-    machine.tell("docker-compose-run", err=f"{text}\n", code=1)
-    refused(machine.front(*TRAIN), *parts)
-
-
 def test_a_count_of_gpus_that_cannot_be_met(machine, refused):
     refused(machine.front(*TRAIN, GPUS="3"), "GPUS=3, but there is no GPU here")
     refused(machine.front(*TRAIN, GPUS="3", GPU="cpu"), "GPU=cpu uses none", "hardware.gpus_per_node=3")
@@ -201,9 +154,8 @@ def test_a_count_of_gpus_that_cannot_be_met(machine, refused):
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("hoper", "hopper"), ("Amper", "ampere"), ("H200", "hopper"), ("v100", "volta"), ("b200", "blackwell"),
-     ("toring", "turing"), ("gpu", "cpu"), ("xyzxyz", None), (".*", None)],
-)  # fmt: skip
+    [("H200", "hopper"), ("v100", "volta"), ("b200", "blackwell"), ("hoper", None), (".*", None)],
+)
 def test_an_unknown_generation(machine, refused, typed, meant):
     done = machine.front(*TRAIN, GPU=typed)
     question = f" Did you mean GPU={meant}?" if meant else ""
@@ -212,8 +164,7 @@ def test_an_unknown_generation(machine, refused, typed, meant):
 
 
 def test_an_unknown_place(machine, refused):
-    refused(machine.front(*TRAIN, WHERE="lokal"), "WHERE=lokal is unknown. Did you mean WHERE=local?", "auto container")
-    refused(machine.front(*TRAIN, WHERE="on my laptop"), "Choose one of: auto container local")
+    refused(machine.front(*TRAIN, WHERE="lokal"), "WHERE=lokal is unknown. Choose one of: auto container local")
 
 
 def test_a_named_generation_without_such_gpus_may_be_built_but_not_run(machine, refused):
@@ -253,13 +204,11 @@ def test_gpus_that_do_not_fit(machine, refused, gpus, variables, parts):
     ("text", "code", "parts"),
     [
         ("Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 535.183\n", 18,
-         ("the old one is still loaded", "sudo reboot")),
+         ("Driver/library version mismatch", "a restart may help")),
         ("Unable to determine the device handle for GPU0000:3B:00.0: Unknown Error\n", 15,
          ("fails, so it is not known which GPUs", "GPU0000:3B:00.0", "nvidia-smi")),
         ("0, GPU-1, [N/A], 580.95.05, [Unknown Error]\n", 0,
          ("GPU 0, but the GPU does not answer", "CUDA_VISIBLE_DEVICES")),
-        ('Field "compute_cap" is not a valid field to query.\n\n', 2,
-         ("older than any image supports", "580 or newer")),
     ],
 )  # fmt: skip
 def test_gpus_that_do_not_answer_are_not_taken_for_none(machine, refused, text, code, parts):
@@ -349,48 +298,12 @@ def test_paths_that_cannot_be_used(machine, refused, variables, parts):
 
 # --- builds
 
-# The output of failed builds, the exit code, and parts of the message.
-BUILDS = {
-    "disk": (
-        "#14 12.3 ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device",
-        3, ("the disk is full; Docker keeps everything under", "docker builder prune"),
-    ),
-    "no network for apt": (
-        "#9 0.4 E: Failed to fetch http://mirror.invalid/debian/dists  Temporary failure resolving 'mirror.invalid'",
-        2, ("no network inside the build", "NETWORK=host", "make pull"),
-    ),
-    "no network for pip": (
-        "WARNING: Retrying after connection broken by 'NewConnectionError: Temporary failure in name resolution'",
-        2, ("no network inside the build", "PIP_CONF=FILE"),
-    ),
-    "no base image": (
-        "failed to solve: debian:12.12-slim: failed to resolve source metadata for docker.io/library/debian:12.12-slim",
-        2, ("the base image cannot be fetched", "BASE_IMAGE="),
-    ),
-    "certificates": (
-        "SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed'",
-        2, ("make image GPU=cpu CA=/etc/ssl/certs/ca-certificates.crt",),
-    ),
-    "hashes": (
-        "ERROR: THESE PACKAGES DO NOT MATCH THE HASHES FROM THE REQUIREMENTS FILE.", 1, ("PIP_CONF=FILE", "make lock"),
-    ),
-    "missing package": ("ERROR: No matching distribution found for torch==2.13.0", 2, ("WHEELS=DIR",)),
-    "memory": (
-        "flash-attn: nvcc error: 'cicc' died due to signal 9 (Kill signal)", 1, ("memory ran out", "what was compiled"),
-    ),
-    "unknown": ("error: attention package does not import", 1, ("see above", ".cache/build-cpu.log")),
-}  # fmt: skip
 
-
-@pytest.mark.parametrize("kind", BUILDS)
-def test_a_failed_build_shows_its_last_lines_and_the_reason(machine, refused, kind):
-    text, code, parts = BUILDS[kind]
-    lines = "".join(f"#14 {number} working\n" for number in range(40))
-    machine.tell("docker-compose-build", lines, err=f"{text}\nfailed to solve: exit code: 1\n", code=17)
+def test_a_failed_build_shows_its_output_and_where_to_look(machine, refused):
+    text = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"
+    machine.tell("docker-compose-build", err=f"{text}\nfailed to solve: exit code: 1\n", code=17)
     done = machine.front(*TRAIN, GPU="cpu")
-    refused(done, "error: building tunebook:cpu failed", text[:60], *parts, code=code)
-    assert "#14 2 working" not in done.stderr
-    assert text in (machine.checkout / ".cache" / "build-cpu.log").read_text()
+    refused(done, text, "error: building tunebook:cpu failed", "docker/README.md", "docker builder prune", code=1)
     assert machine.calls("compose run") == []
 
 
@@ -414,24 +327,11 @@ def test_an_image_of_other_sources_is_not_pushed(machine, refused):
     refused(done, "leaving out tunebook:cpu: it was built from other sources", "is not built, or not from this")
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ("denied: requested access to the resource is denied", ("docker login host",)),
-        ('Error response from daemon: Get "https://host/v2/": http: server gave HTTP response to HTTPS client',
-         ('{"insecure-registries": ["host"]}',)),
-        ('Error response from daemon: Get "http://host/v2/": dial tcp 127.0.0.1:5000: connect: connection refused',
-         ("the registry host cannot be reached",)),
-        ("Error response from daemon: manifest for host/path/tunebook:cpu not found: manifest unknown",
-         ("does not have host/path/tunebook:cpu", "make push REGISTRY=host/path")),
-        ("write /var/lib/docker/tmp/GetImageBlob1: no space left on device",
-         ("the disk is full", "docker system prune")),
-    ],
-)  # fmt: skip
-def test_registry_errors_are_explained(machine, refused, text, parts):
+def test_a_registry_that_refuses(machine, refused):
+    text = "denied: requested access to the resource is denied"
     machine.tell("docker-pull", err=f"{text}\n", code=1)
-    code = 3 if "no space" in text else 2
-    refused(machine.front("pull", GPU="cpu", REGISTRY="host/path/"), text, *parts, code=code)
+    done = machine.front("pull", GPU="cpu", REGISTRY="host/path/")
+    refused(done, text, "docker pull host/path/tunebook:cpu failed", "docker login host", code=1)
 
 
 def test_a_digest_that_cannot_be_fetched_is_named_and_the_image_built(machine):

@@ -1,7 +1,4 @@
-"""`make publish`: one bake with SBOM and provenance, the digest that it writes, and its errors.
-
-The texts of buildx were printed by buildx 0.13.
-"""
+"""`make publish`: one bake with SBOM and provenance, the digest that it writes, and a failure."""
 
 from __future__ import annotations
 
@@ -80,36 +77,10 @@ def test_publish_needs_a_registry(machine, refused):
     refused(machine.front("publish", GPU="cpu"), "publish needs a registry", "make publish REGISTRY=host/path")
 
 
-@pytest.mark.parametrize(
-    ("output", "parts"),
-    [
-        ("ERROR: Attestation is not supported for the docker driver.\n"
-         "Switch to a different driver, or turn on the containerd image store, and try again.",
-         ("this builder cannot make an SBOM and provenance", "docker buildx create --use", "containerd image store",
-          "make image GPU=cpu && make push GPU=cpu REGISTRY=host/path")),
-        ("#1 [internal] booting buildkit\n------\n > [internal] booting buildkit:\n------\n"
-         'ERROR: failed to resolve reference "docker.io/moby/buildkit:buildx-stable-1": dial tcp: no such host',
-         ("the builder cannot start from its image, moby/buildkit", "--driver-opt image=host/path/buildkit")),
-        ("ERROR: failed to solve: failed to resolve source metadata for docker.io/docker/buildkit-syft-scanner:stable-1"
-         ': failed to do request: Head "https://example/": dial tcp: lookup example: no such host',
-         ("docker/buildkit-syft-scanner could not make the SBOM", "SBOM_GENERATOR=host/path/buildkit-syft-scanner")),
-        ("------\n > [linux/amd64] generating sbom using docker.io/docker/buildkit-syft-scanner:stable-1:\n------\n"
-         'ERROR: failed to solve: process "/bin/syft-scanner" did not complete successfully',
-         ("could not make the SBOM",)),
-        ("#20 [linux/amd64] generating sbom using docker.io/docker/buildkit-syft-scanner:stable-1\n#20 DONE 9.0s\n"
-         "ERROR: failed to solve: failed to push host/path/tunebook:cpu: failed to do request: dial tcp 127.0.0.1:9: "
-         "connect: connection refused", ("failed: the registry host cannot be reached. All of", "docker login host")),
-        ("ERROR: failed to solve: failed to push host/path/tunebook:cpu: denied: permission_denied: write_package",
-         ("the registry does not let you push", "docker login host")),
-        ("ERROR: failed to solve: failed to resolve source metadata for docker.io/library/debian:12.12-slim",
-         ("the base image cannot be fetched", "BASE_IMAGE=")),
-    ],
-    ids=["driver", "no builder", "no scanner", "scanner fails", "no registry", "denied", "base"],
-)  # fmt: skip
-def test_its_errors_are_explained(machine, refused, output, parts):
-    machine.tell("docker-buildx-bake", err=f"{output}\n", code=1)
+def test_a_failed_bake_writes_no_digest(machine, refused):
+    machine.tell("docker-buildx-bake", err="ERROR: Attestation is not supported for the docker driver.\n", code=1)
     done = machine.front("publish", GPU="cpu", REGISTRY="host/path")
-    refused(done, "error: publishing host/path/tunebook:cpu failed", *parts)
+    refused(done, "Attestation is not supported", "error: publishing host/path/tunebook:cpu failed", code=1)
     assert not (machine.checkout / "docker" / "cpu" / "image.digest").exists()
 
 

@@ -56,8 +56,6 @@ def test_the_files_of_a_build_are_remembered_until_they_are_given_again(machine)
     assert machine.setting("TUNEBOOK_BASE_IMAGE") == "site/debian:12"
     assert machine.setting("TUNEBOOK_BUILD_NETWORK") == "host"
     assert machine.setting("TUNEBOOK_DATA") == str(machine.folder / "my data")
-    built = machine.front("image", GPU="cpu")
-    assert f"(BASE_IMAGE=site/debian:12, NETWORK=host, CA={machine.folder}/ca.pem)" in built.stderr
 
 
 def test_compose_does_not_see_settings_of_the_environment(machine):

@@ -118,7 +118,7 @@ def test_a_run_whose_terminal_was_closed_is_asked_to_save_and_waited_for(machine
         (["image"], "compose-build", "the build was stopped; what is finished is kept", "failed"),
         ([*TRAIN, "evaluation=code"], "compose-up", "stopped before the container ran", "could not be started"),
         (TRAIN, "buildx-imagetools", "", "Building instead"),
-        (TRAIN, "compose-version", "", "Compose v2, its plugin, is not"),
+        (TRAIN, "compose-version", "", "or newer is needed"),
     ],
     ids=["a build", "the sandbox starts", "a registry is asked", "the version is asked"],
 )

@@ -12,6 +12,7 @@ import pytest
 
 from tunebook.commands.record_evidence import record_evidence
 from tunebook.commands.recorded_evidence import verify
+from tunebook.config.compose import compose
 from tunebook.config.frozen import plain_config
 from tunebook.errors import RequestError
 from tunebook.evidence.compare import Row, Verdict
@@ -19,8 +20,10 @@ from tunebook.evidence.files import content_hash, read_evidence
 from tunebook.evidence.gather import RunFacts, read_finished
 from tunebook.evidence.schema import Results
 from tunebook.evidence.target import parse_target, recorded_text
-from tunebook.evidence.tolerances import MEMORY, SPEED, compute_tolerances
+from tunebook.evidence.tolerances import MEMORY, SPEED, compute_tolerances, tolerance_of
 from tunebook.evidence.verifying import claim_of_run, compare_run
+from tunebook.hardware.detect import Machine
+from tunebook.plan.auto.resolve import resolve_auto
 
 from .conftest import EPYC, MakeRun, curve
 
@@ -200,3 +203,18 @@ def test_the_speed_of_a_cpu_that_did_other_work_is_not_judged(
     row = rows_of(on(make_run))["tokens/s/GPU"]
     assert row.verdict is (Verdict.same if said is None else Verdict.shown)
     assert said is None or re.fullmatch(f"the recorded run {said}", row.why)
+
+
+@pytest.mark.parametrize(
+    ("words", "tolerance"),
+    [
+        ([], 1e-5),
+        (["hardware=hopper", "precision=fp32"], 1e-4),
+        (["hardware=hopper", "precision=bf16"], 2e-3),
+        (["hardware=cpu", "precision=bf16"], 2e-3),
+        (["hardware=hopper", "precision=fp8"], 1e-2),
+    ],
+)
+def test_the_tolerance_follows_the_number_format(words: list[str], tolerance: float) -> None:
+    machine = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
+    assert tolerance_of(resolve_auto(compose("quickstart", words).config, machine).config) == tolerance

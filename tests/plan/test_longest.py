@@ -142,7 +142,7 @@ def test_a_group_counts_once_in_the_batch_and_has_a_part_of_the_row():
     assert config.attention.implementation.name == "varlen_attention" and not config.model.compile_layers
 
 
-def test_what_the_gpus_of_a_group_send_takes_time_where_links_were_measured():
+def test_what_the_gpus_of_a_group_send_is_not_counted_and_the_plan_says_so():
     config = planned(*IN_A_GROUP, "activation=stored").config
     # queries and results of 32 heads of 128, keys and values of 8, in 36 layers of 2 bytes, forward and backward; half
     # stays where it is
@@ -150,11 +150,8 @@ def test_what_the_gpus_of_a_group_send_takes_time_where_links_were_measured():
     again = replace(config, activation=replace(config.activation, checkpointing=Checkpointing.enabled))
     assert exchanged_bytes(again, config.model.facts, 1) == 1.5 * exchanged_bytes(config, config.model.facts, 1)
     batch = solve_batch(config, None)
-    unmeasured, measured = (plan_time(config, batch, gb_per_s=speed) for speed in (None, 100.0))
-    seconds = [1024 / plan.tokens_per_second_per_gpu for plan in (unmeasured, measured)]
-    assert seconds[1] - seconds[0] == pytest.approx(exchanged_bytes(config, config.model.facts, 1024) / 100e9)
-    assert "0.755 GB that each GPU sends in the attention of a pass are not counted" in unmeasured.assumption
-    assert "take 8 ms" in measured.assumption
+    assumption = plan_time(config, batch).assumption
+    assert "0.755 GB that each GPU sends in the attention of a pass are not counted" in assumption
 
 
 def test_the_longest_padded_row_is_not_limited_by_the_documents_that_would_be_generated():

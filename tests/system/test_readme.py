@@ -22,7 +22,6 @@ INSTEAD = {
     "make export": "run on the newest run below",
     "make test": "run whole by .ci/run, through make check",
     "make train RECIPE=qwen3b_zero2": "needs GPUs; the dry run below says what it would do",
-    "tunebook parity quickstart --over parallelism=ddp,zero2 --gpus 1,2": "its runs are those of test_same_loss.py",
     'make eval ARGS="model=org/name tasks=gsm8k,arc_easy"': "needs the hub; a folder is evaluated by tests/evaluate",
     "make fetch RECIPE=qwen3b_zero2": "needs the hub; tests/evaluate/test_fetch.py fetches from stand-ins",
     "tunebook verify quickstart": "run on the whole run by test_evidence.py",
@@ -58,7 +57,6 @@ EXPECTED = {
     "make explain ARGS=bf16-on-volta": "bf16 on a GPU without bf16",
     "tunebook train model=hub model.name=": "launch: ",
     "tunebook train model=hub model.path=": "launch: ",
-    "tunebook gallery": "outputs/gallery/index.html",
     "tunebook init mine --model": "  tunebook plan mine --recipes-dir my_recipes",
 }
 CONVERSATION = {"messages": [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Hello."}]}

@@ -23,7 +23,6 @@ from tunebook.record.provenance import describe_hardware
 from tunebook.record.run_folder import RUN_FILE, clear_outcomes, working_in
 from tunebook.slurm import JobState, patient_job_state, patient_requeue
 from tunebook.terminal import print_text
-from tunebook.train.other_launchers import removal_notice, remove_other_launchers
 
 _LOCK_WITHIN_S = 60.0  # the submitting process still locks the folder for a moment
 _WARNED_EARLIER_S = 60 + 30  # Slurm may signal up to a minute early (`man sbatch`), plus a margin for its clock
@@ -33,8 +32,6 @@ _BY_SLURM = "SIGUSR1"  # the signal that the job script requests from Slurm befo
 def carry_out_turn(folder: Path, stop_requests: Sequence[signal.Signals] = ()) -> int:
     """Run one turn of the job; return the run's exit code. No step has handled `stop_requests` yet."""
     console = Console(width=160)
-    if removed := remove_other_launchers(os.environ):  # of the shell in which sbatch was typed, or of the site's own
-        print_text(removal_notice(removed), console)
     try:
         if problem := folder_problem(folder):
             raise RequestError(problem, problem_id="folder-not-shared")

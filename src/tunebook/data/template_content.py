@@ -199,7 +199,7 @@ def _missing(conversation: Conversation, turn: int, what: set[What]) -> list[Mis
 
 
 def _is_written(part: _Part, written: str) -> bool:
-    """True for a text that is unchanged, as JSON, or has other white space; calls and tools are often written anew."""
+    """True for a text that is unchanged, as JSON, or has other white space; calls and tools often have another form."""
     if part.what not in ("content", "reasoning"):
         return True
     in_json = json.dumps(part.text, ensure_ascii=False)[1:-1]

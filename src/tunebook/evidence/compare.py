@@ -16,8 +16,8 @@ from tunebook.evidence.run_checks import steps_text
 from tunebook.evidence.schema import Hardware, Inputs, Repeat, Results, Software, Target, Tolerance
 from tunebook.evidence.tolerances import LOSS, MEMORY, SPEED, at_steps, loss_difference, relative, score_key, why_slowed
 
-# How a step is split over GPUs and memory, and which kernels compute it. The loss does not depend on them, as tests and
-# `tunebook parity` prove.
+# How a step is split over GPUs and memory, and which kernels compute it. Tests prove that the loss does not depend on
+# them.
 SPLITS = (
     "training.micro_batch_size", "packing.row_length", "activation", "parallelism", "attention.implementation",
     "model.compile_layers", "model.one_pass_head", "evaluation.batch_size",

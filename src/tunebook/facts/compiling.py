@@ -72,7 +72,7 @@ def set_up_compiler(*, recomputes: bool) -> None:
 def compilation_notice(config: RunConfig) -> str | None:
     """What the first passes of a run compile, how long it takes, and where it is cached; None if nothing.
 
-    Without DeepSpeed's operators: they are compiled earlier, and each is reported when its compilation starts.
+    Without DeepSpeed's operators, which are compiled earlier.
     """
     parts: list[str] = []
     if config.model.compile_layers:

@@ -126,11 +126,6 @@ UNDECIDED, ALONE, COPIED = Strategy.auto, Strategy.single, Strategy.ddp
 # nothing fits.
 FASTEST_ON_ONE_NODE = (Strategy.ddp, Strategy.fsdp_grad_op, Strategy.fsdp)
 FASTEST_ON_SEVERAL_NODES = (Strategy.ddp, Strategy.hsdp, Strategy.fsdp)
-# For each library: the strategy that keeps whole weights during a pass, and the one that gathers them for each layer.
-KEEPING_AND_GATHERING = {
-    Engine.deepspeed: (Strategy.zero2, Strategy.zero3),
-    Engine.fsdp: (Strategy.fsdp_grad_op, Strategy.fsdp),
-}
 DIVIDED = (Strategy.fsdp, Strategy.zero2, Strategy.zero3)  # suggested for several GPUs, and measured side by side
 SPARING_THE_HOST = Strategy.fsdp  # all states on the GPUs
 OFFLOADING_OPTIMIZER, OFFLOADING_ALL = Strategy.zero2, Strategy.zero3

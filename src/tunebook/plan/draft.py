@@ -18,9 +18,7 @@ from tunebook.config.walk import all_keys
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.files import missing_files
 from tunebook.errors import DataError, DoesNotFitError, Problem, RequestError, RulesError
-from tunebook.hardware.bandwidth import ALL_GATHER, recall
 from tunebook.hardware.detect import Machine, detect_machine
-from tunebook.plan.advice.links import slow_links
 from tunebook.plan.auto.decisions import AS_ASKED, ChoiceValue
 from tunebook.plan.auto.resolve import Resolution, resolve_auto
 from tunebook.plan.longest import ways_to_keep_less
@@ -147,7 +145,6 @@ def draft_composition(composition: Composition, machine: Machine) -> Draft:
             draft.batch = solve_batch(config, None)
             draft.memory = measured_memory(config, draft.batch, machine) or plan_memory(config, draft.batch)
             draft.time = estimate_time(config, draft.batch, machine)
-            draft.problems += slow_links(config, draft.batch, machine)
     except RulesError as error:
         draft.problems = located(error.problems, composition.config, composition.origins.set_by)
     except RequestError as error:
@@ -161,16 +158,9 @@ def estimate_time(config: RunConfig, batch: BatchPlan, machine: Machine | None =
     Otherwise it assumes the generation's usual GPU.
     """
     machine = machine or detect_machine()
-    gpus, group = machine.gpus, config.parallelism.sequence_group_size
+    gpus = machine.gpus
     is_here = gpus and all(gpu.generation is config.hardware.generation for gpu in gpus)
-    bandwidth = recall(machine, group) if is_here and 1 < group <= len(gpus) else None
-    best = bandwidth.best(ALL_GATHER) if bandwidth is not None else None
-    return plan_time(
-        config,
-        batch,
-        gpu_name=gpus[0].name if is_here else None,
-        gb_per_s=best.bus_gb_per_s if best is not None else None,
-    )
+    return plan_time(config, batch, gpu_name=gpus[0].name if is_here else None)
 
 
 def draft_json(draft: Draft, advice: str | None = None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Compares the installed packages with the lock files.
 
 The result is the manifest's `environment.lock`. An image build also uses this module for its final check: it mounts
-only this file, check_image.py and gpu_code.py, before Tunebook is installed. So only the standard library is imported.
+only this file and check_image.py, before Tunebook is installed. So only the standard library is imported.
 """
 
 from __future__ import annotations

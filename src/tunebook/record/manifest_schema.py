@@ -119,7 +119,7 @@ class Hardware(Section):
     gpus: list[Gpu]
     driver: str | None
     nccl: str | None
-    topology: str | None = Field(description="what nvidia-smi topo -m said")
+    topology: str | None = Field(description="how the GPUs are connected, by NVML")
     cpus: int = Field(ge=1)
     memory_gib: float
     host: str = Field(description="tells machines apart without naming them")

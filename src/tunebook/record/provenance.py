@@ -23,7 +23,7 @@ from tunebook.config.unsafe_text import is_secret_name, without_secrets
 from tunebook.facts.generations import GENERATIONS
 from tunebook.files import sha256_file, sha256_text
 from tunebook.hardware.image import Image, read_image
-from tunebook.hardware.nvidia_smi import ask_topology
+from tunebook.hardware.links import links_text, read_links
 from tunebook.record.locks import (
     PACKAGES,
     Difference,
@@ -37,7 +37,6 @@ from tunebook.record.locks import (
 
 IMAGE_DIGEST_VARIABLE = "TUNEBOOK_IMAGE_DIGEST"  # set where a published image is used: it cannot know its own digest
 # Variables by which libraries compute in another format, at another speed or in other memory, where somebody set them.
-# Those of other launchers never reach a run (train.other_launchers).
 _VARIABLES = (
     "NCCL_", "GLOO_", "PYTORCH_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32_OVERRIDE", "CUDA_LAUNCH_BLOCKING",
     "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_", "MKL_", "KMP_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE",
@@ -175,7 +174,7 @@ def describe_hardware(nccl: str | None) -> dict[str, Any]:
         ],
         "driver": machine.driver,
         "nccl": nccl,
-        "topology": (ask_topology().text or None) if machine.gpus else None,
+        "topology": links_text(read_links(machine.gpus)) or None,
         "cpus": machine.num_cpus,
         "memory_gib": machine.host_memory_gib,
         "host": host_fingerprint(),

@@ -63,25 +63,16 @@ def write_report(folders: Sequence[Path], output: Path, *, makes_folder: bool = 
     records = [read_run(folder) for folder in folders]
     with broken_records_named(*folders):
         page = render_run(records[0]) if len(records) == 1 else render_comparison(records)
-    save_page(
-        page, output, what="the report", elsewhere="a file on another disk: --output FILE", makes_folder=makes_folder
-    )
-
-
-def save_page(page: str, output: Path, *, what: str, elsewhere: str, makes_folder: bool = False) -> None:
-    """Write a page to `output`; `makes_folder` creates its folder. Errors call the page `what` and name `elsewhere`.
-
-    Raises: RequestError for an output that cannot be written; DoesNotFitError if the disk is full.
-    """
     try:
         if makes_folder:
             output.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(output, page)
     except OSError as error:
         if is_disk_full(error):
-            raise no_space(what, output.absolute().parent, f"free some space, or name {elsewhere}") from error
+            advice = "free some space, or name a file on another disk: --output FILE"
+            raise no_space("the report", output.absolute().parent, advice) from error
         raise RequestError(
-            f"{what} cannot be written to {output.absolute()}: {error.strerror}; name a file in a folder that "
+            f"the report cannot be written to {output.absolute()}: {error.strerror}; name a file in a folder that "
             "exists and can be written to",
             problem_id="outputs-not-writable",
         ) from error

@@ -39,7 +39,7 @@ def _no_gpu_problem(hardware: HardwareConfig, recipe: str | None, machine: Machi
         message = f"this is the {image.generation} image, and no GPU is passed through to it: {reasons}"
         fix = (
             f"starting it by {again} or docker compose run, which reserve the GPUs; if that was done, nvidia-smi must "
-            "list them on the host, and make doctor WHERE=local there says what Docker lacks. On the CPU: "
+            "list them on the host, and make env there says what Docker lacks. On the CPU: "
             f"{train_line(recipe, _CPU)}"
         )
         return Problem(id="no-gpu-in-image", key=_KEY, message=message, fix=fix)

@@ -16,12 +16,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from tunebook.config.choices import Compute, Generation
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
-from tunebook.facts.sharing import uses_nvme
+from tunebook.facts.sharing import offloaded_states, uses_nvme
 from tunebook.facts.strategies import STRATEGIES
 from tunebook.files import atomic_write_json
 from tunebook.model.blocks import count_fp8_layers
 from tunebook.parallel.deepspeed import zero_stage
-from tunebook.parallel.operator_builds import build_operators_in_turn
 from tunebook.parallel.wrapped import find_parallelism, require_expected, require_fp8
 from tunebook.processes import free_port
 from tunebook.record.manifest import add_to_manifest
@@ -41,8 +40,8 @@ def join_ranks(config: RunConfig) -> None:
     if not STRATEGIES[strategy].is_copied and "WORLD_SIZE" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         os.environ.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
-    if is_zero:
-        build_operators_in_turn(config.launcher.start_timeout_s)
+    if is_zero and (is_on_cpu or offloaded_states(config)) and os.environ.get("RANK", "0") == "0":
+        _announce_compilation()
     if is_zero and is_on_cpu:
         import deepspeed
 
@@ -60,6 +59,22 @@ def bound_deepspeed_groups(config: RunConfig) -> None:
     from deepspeed.comm import comm
 
     comm.cdb.new_group = partial(torch.distributed.new_group, timeout=timedelta(seconds=config.launcher.timeout_s))
+
+
+def _announce_compilation() -> None:
+    """Print why nothing happens for minutes, unless DeepSpeed's operators are there.
+
+    A killed process leaves torch's file `lock`, for which every later one waits without end (pytorch issue 189245).
+    """
+    from torch.utils.cpp_extension import get_default_build_root
+
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    if any(folder.rglob("lock")) or not any(folder.rglob("*.so")):
+        print(
+            "DeepSpeed compiles its operators when they are first used, which takes 1 to 4 minutes; if it never ends, "
+            f"a killed process left a file there: find {folder} -name lock -delete",
+            flush=True,
+        )
 
 
 def _require_libaio() -> None:

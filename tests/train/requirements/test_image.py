@@ -154,7 +154,7 @@ def test_an_image_for_gpus_without_any(inside, problem_of, undecided, reference)
     assert problem.message == (
         "this is the hopper image, and no GPU is passed through to it: no NVIDIA driver answers here"
     )
-    for part in ("make train RECIPE=a_recipe or docker compose run", "nvidia-smi", "make doctor WHERE=local"):
+    for part in ("make train RECIPE=a_recipe or docker compose run", "nvidia-smi", "make env"):
         assert part in problem.fix
     assert problem.fix.endswith("On the CPU: make train RECIPE=a_recipe GPU=cpu")
 

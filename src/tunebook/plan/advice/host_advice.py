@@ -32,11 +32,8 @@ def estimate_host(config: RunConfig, facts: ModelFacts) -> HostBytes:
     return host_bytes(config, facts, tensors=estimate_memory(config, facts).total_gib * GIB)
 
 
-def host_advice(config: RunConfig, facts: ModelFacts, capacity: float, otherwise: str = _SET_ACTUAL_MEMORY) -> str:
-    """Return the largest part, the changes that need less by estimate, and what to do if none of them helps.
-
-    `otherwise` is the last of these: by default, how to state that the host has more memory than assumed.
-    """
+def host_advice(config: RunConfig, facts: ModelFacts, capacity: float) -> str:
+    """Return the largest part, the changes that need less by estimate, and what to do if none of them helps."""
     asked = estimate_host(config, facts)
     less: list[tuple[str, HostBytes]] = []
     for words, changed in _remedies(config, facts, capacity):
@@ -50,7 +47,7 @@ def host_advice(config: RunConfig, facts: ModelFacts, capacity: float, otherwise
         words, found = min(less, key=lambda one: one[1].peak)
         advice = f"no change that was estimated is enough, {words} needs least ({found.peak / GIB:,.1f} GiB); "
     largest = _largest_part(config, facts, asked)
-    return f"{largest}; {advice}{otherwise}"
+    return f"{largest}; {advice}{_SET_ACTUAL_MEMORY}"
 
 
 def _largest_part(config: RunConfig, facts: ModelFacts, asked: HostBytes) -> str:

@@ -93,15 +93,10 @@ class TimePlan:
         }
 
 
-def plan_time(
-    config: RunConfig, batch: BatchPlan, *, gpu_name: str | None = None, gb_per_s: float | None = None
-) -> TimePlan:
-    """Estimate the speed of a resolved configuration. `gpu_name`: NVML's; None for the generation's usual GPU.
-
-    `gb_per_s`: the measured bandwidth between the GPUs of a sequence group; None if it was not measured.
-    """
+def plan_time(config: RunConfig, batch: BatchPlan, *, gpu_name: str | None = None) -> TimePlan:
+    """Estimate the speed of a resolved configuration. `gpu_name`: NVML's; None for the generation's usual GPU."""
     if config.hardware.num_nodes > 1:
-        one_node = plan_time(as_on_one_node(config), batch, gpu_name=gpu_name, gb_per_s=gb_per_s)
+        one_node = plan_time(as_on_one_node(config), batch, gpu_name=gpu_name)
         return _bounded(config, one_node)
     tokens, facts, generation = tokens_of_the_run(config, batch), config.model.facts, config.hardware.generation
     uses_tf32 = config.precision.tf32 is Switch.enabled
@@ -113,7 +108,7 @@ def plan_time(
         reason = "the model's size is not known before it is loaded"
     if reason is not None or facts is None or peak is None:
         return _not_estimated(reason, tokens, peak)
-    return _estimate(config, batch, facts, peak, tokens, gb_per_s)
+    return _estimate(config, batch, facts, peak, tokens)
 
 
 def _not_estimated(reason: str | None, tokens: float | None, peak: Peak | None) -> TimePlan:
@@ -202,7 +197,6 @@ def _estimate(
     facts: ModelFacts,
     peak: Peak,
     tokens: float | None,
-    gb_per_s: float | None,
 ) -> TimePlan:
     trained = None if config.peft.method is PeftMethod.full else count_parameters(config, facts).trained
     one = _computing(config, batch, facts, peak, trained)
@@ -214,8 +208,7 @@ def _estimate(
     ending = _step_end_seconds(strategy_speed, batch, facts.num_parameters if trained is None else trained)
     lost = _lost_seconds(strategy_speed, facts) + ending
     exchanged = exchanged_bytes(config, facts, one.tokens)
-    exchanging = exchanged / (gb_per_s * 1e9) if gb_per_s else 0.0
-    speed = one.tokens / (max(one.seconds, waiting) + exchanging + lost)
+    speed = one.tokens / (max(one.seconds, waiting) + lost)
     ranks = world_size(config)
     hours = None if tokens is None else tokens / (speed * ranks) / 3600
     is_waiting = waiting > one.seconds
@@ -226,7 +219,7 @@ def _estimate(
         *(factor.text for factor in one.factors if not is_waiting),
         "" if is_waiting else _long_attention_text(one.long),
         _strategy_text(config, strategy_speed, ending),
-        _exchange_text(config, exchanged, exchanging),
+        _exchange_text(config, exchanged),
         _copies_text(copied, is_hidden=True) if copied else "",
     ]
     return TimePlan(
@@ -290,14 +283,11 @@ def exchanged_bytes(config: RunConfig, facts: ModelFacts, tokens: float) -> floa
     )
 
 
-def _exchange_text(config: RunConfig, num_bytes: float, seconds: float) -> str:
+def _exchange_text(config: RunConfig, num_bytes: float) -> str:
     """The assumption for a sequence group."""
     if config.parallelism.sequence_group_size == 1:
         return ""
-    moved = f"{num_bytes / 1e9:.3g} GB that each GPU sends in the attention of a pass"
-    if not seconds:
-        return f"the {moved} are not counted: the links were not measured (tunebook doctor --bandwidth)"
-    return f"the {moved} take {1000 * seconds:,.0f} ms and hide behind nothing"
+    return f"the {num_bytes / 1e9:.3g} GB that each GPU sends in the attention of a pass are not counted"
 
 
 def _copies_text(gigabytes: float, *, is_hidden: bool) -> str:
