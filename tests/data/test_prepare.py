@@ -22,9 +22,11 @@ from tunebook.config.choices import (
     Format,
     Overlong,
     PackingMode,
+    PeftMethod,
     Reasoning,
     Source,
     SpecialText,
+    Strategy,
     TrainOn,
     Weights,
 )
@@ -466,3 +468,18 @@ def test_a_variable_that_the_template_does_not_read_is_refused(run_config: Confi
         RequestError, match=r"enable_thinkin, which the chat template does not read; it reads: .*messages"
     ):
         prepare(config)
+
+
+def test_adapters_cannot_train_added_tokens_in_divided_embeddings(run_config: Configs, tokenizer_folder: Any) -> None:
+    tokenizer_folder(template=None, special=("<|pad|>", "</s>"), eos_token="</s>")
+    config = run_config([[("user", "Hi"), ("assistant", "Yo")]])
+    config.model.chat_template = "chatml"
+    config.peft = schema.PeftSettings(method=PeftMethod.lora)
+    config.parallelism = schema.ParallelismConfig(strategy=Strategy.ddp)
+    prepare(config)
+    config.parallelism.strategy = Strategy.fsdp
+    with pytest.raises(RequestError) as error:
+        prepare(config)
+    assert error.value.problem_id == "added-tokens-divided"
+    config.peft.method = PeftMethod.full
+    prepare(config)

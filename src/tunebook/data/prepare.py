@@ -21,7 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.choices import BadDocuments, Format, Source
+from tunebook.config.book import CHATML_TEMPLATE
+from tunebook.config.choices import BadDocuments, Format, PeftMethod, Source
 from tunebook.config.schema import DatasetConfig, RunConfig, sources_of
 from tunebook.data.prepared import (
     ARROW_FILE,
@@ -35,6 +36,7 @@ from tunebook.data.prepared import (
 )
 from tunebook.data.sources import corpus_identity, load_corpus
 from tunebook.errors import DataError, DoesNotFitError, RequestError
+from tunebook.facts.strategies import strategy_facts
 from tunebook.files import CACHE_VARIABLE, cache_root, sha256_file, sha256_text
 from tunebook.hardware.disk import existing
 from tunebook.model.base_config import read_vocab_size
@@ -126,6 +128,7 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
     Raises: RequestError for missing data, tokenizer or template, or a cache that cannot be written; DataError for
     documents that cannot be trained on; DoesNotFitError if the disk is full.
     """
+    _refuse_added_tokens(config)
     content = made_from(config)
     name = fingerprint(content)
     root = cache_root() / "prepared"
@@ -140,6 +143,23 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
                 return _with_padding(load_prepared(folder), config)
             _make(config, content, folder, report)
     return load_prepared(folder, was_cached=False)
+
+
+def _refuse_added_tokens(config: RunConfig) -> None:
+    """Raises: RequestError for tokens that PEFT 0.21 cannot train: it needs the whole embeddings on each GPU."""
+    from tunebook.model.tokenizer import added_token_ids, load_tokenizer
+
+    if config.model.chat_template != CHATML_TEMPLATE or config.peft.method is PeftMethod.full:
+        return
+    if not strategy_facts(config).divides_weights:
+        return
+    if added_token_ids(config.model, load_tokenizer(config.model, is_padded=False)):
+        raise RequestError(
+            "model.chat_template=chatml adds tokens to this model, and parallelism="
+            f"{config.parallelism.strategy.name} divides the embeddings that an adapter would train for them; type "
+            "parallelism=ddp or parallelism=zero2, or peft=full",
+            problem_id="added-tokens-divided",
+        )
 
 
 def _with_padding(prepared: Prepared, config: RunConfig) -> Prepared:

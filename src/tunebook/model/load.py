@@ -18,6 +18,7 @@ that small updates are not lost. Random weights are always drawn on the CPU in f
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -246,22 +247,40 @@ def finish_loading(
             copy_from_first_rank(begun, device)
     elif rank == 0 or sharing is not Sharing.send:
         model = _read(config, begun.config, device)
-    torch.manual_seed(config.training.seed)
     model = fit_embeddings(config.model, model)
     torch.manual_seed(config.training.seed)
     return model
 
 
-def fit_embeddings(settings: ModelConfig, model: PreTrainedModel, *, is_written: bool = True) -> PreTrainedModel:
-    """The model with embeddings for the tokens that `model.chat_template=chatml` adds, as TRL's `clone_chat_template`.
+def fit_embeddings(settings: ModelConfig, model: PreTrainedModel) -> PreTrainedModel:
+    """The model with embeddings for the tokens that `model.chat_template=chatml` adds.
 
-    They start near the mean of the others, if those are written already.
+    Each starts as the mean of the others, as in TRL's `clone_chat_template`, but without noise, which would depend on
+    where the weights are.
     """
-    if settings.chat_template == CHATML_TEMPLATE:
-        num_tokens = len(load_tokenizer(settings, is_padded=False))
-        if num_tokens > model.config.get_text_config().vocab_size:
-            model.resize_token_embeddings(num_tokens, pad_to_multiple_of=_VOCABULARY_MULTIPLE, mean_resizing=is_written)
+    if settings.chat_template != CHATML_TEMPLATE:
+        return model
+    num_tokens, before = len(load_tokenizer(settings, is_padded=False)), model.config.get_text_config().vocab_size
+    if num_tokens > before:
+        model.resize_token_embeddings(num_tokens, pad_to_multiple_of=_VOCABULARY_MULTIPLE, mean_resizing=False)
+        resized: Any = model
+        for matrix in (resized.get_input_embeddings(), resized.get_output_embeddings()):
+            _fill_with_mean(matrix.weight, before)
     return model
+
+
+def _fill_with_mean(weight: torch.nn.Parameter, num_rows: int) -> None:
+    """Set the rows from `num_rows` on to the mean of those before, also of a weight that ZeRO-3 has divided."""
+    import torch
+
+    if hasattr(weight, "ds_id"):
+        from deepspeed.zero import GatheredParameters
+
+        whole: Any = GatheredParameters([weight], modifier_rank=0)
+    else:
+        whole = nullcontext()
+    with whole, torch.no_grad():
+        weight[num_rows:] = weight[:num_rows].float().mean(dim=0).to(weight.dtype)
 
 
 def copy_from_first_rank(model: Any, device: torch.device) -> None:

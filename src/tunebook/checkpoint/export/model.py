@@ -77,7 +77,7 @@ def blueprint_of(config: RunConfig, folder: Path, *, has_base: bool = True) -> B
         architecture = _read_architecture(folder, config)
     else:
         architecture = load_architecture(config.model) if has_base else _planned_architecture(config)
-    model = fit_embeddings(config.model, without_weights(architecture, config), is_written=False)
+    model = fit_embeddings(config.model, without_weights(architecture, config))
     peft = _adapter(config, folder, model)
     generation = _generation(str(folder), None) if has_config else None
     if generation is None:
