@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tunebook.data.json_file import type_name
 from tunebook.data.keys import INVERSE_FLAG, LOSS_FLAGS, KeyAccount, is_empty
-from tunebook.data.problems import DocumentError
+from tunebook.data.problems import DocumentError, type_name
 from tunebook.data.tools import Call, Tool, read_calls, read_tools
 from tunebook.errors import did_you_mean
 
