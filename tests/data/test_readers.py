@@ -63,7 +63,7 @@ def test_parquet_is_read_in_rows_and_only_the_columns_asked_for(tmp_path: Path, 
         path = write(tmp_path, path.read_bytes(), "data.parquet.gz")
     account = KeyAccount({"text", "messages"})
     assert list(read_records(path, DocumentProblems(str(path)), account)) == list(enumerate(RECORDS, 1))
-    assert account.notes(5) == ["keys not read: other (5 documents)"]
+    assert account.notes(5) == ["keys not read: other (5)"]
 
 
 def test_blank_lines_are_skipped_and_counted_and_keep_the_numbering(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_documents_under_a_key_of_the_file_are_read(tmp_path: Path, name: str, i
     assert list(read_records(path, problems, account)) == list(enumerate(RECORDS, 1))
     problems.raise_if_any()
     assert problems.notes == [f"its documents are the array under '{key}'"]
-    assert account.notes(1) == ["keys not read: " + ", ".join(f"{k} (1 document)" for k in content if k != key)]
+    assert account.notes(1) == ["keys not read: " + ", ".join(f"{k} (1)" for k in content if k != key)]
 
 
 @pytest.mark.parametrize("key", ["system_prompt", "tools", "chat_template_kwargs"])

@@ -144,10 +144,8 @@ def _array_within(value: dict[str, Any], problems: DocumentProblems, keys: KeyAc
             problem_id="data-several-arrays",
         )
     problems.notes.append(f"its documents are the array under '{names[0]}'")
-    keys.begin_document()
-    keys.check_document(keys.without_ignored(value), names)
     try:
-        keys.raise_if_refused()
+        keys.check(keys.without_ignored(value), names)
     except DocumentError as error:
         raise DataError(f"{problems.location}: {error.message}", problem_id=error.problem_id) from error
     return value[names[0]]
