@@ -134,10 +134,10 @@ def test_what_is_not_found_names_the_absolute_path_and_what_is_near(
     write(tmp_path / "data" / "train.jsonl", [conversation(1)])
     monkeypatch.chdir(tmp_path)
     cases = {
-        "data/trian.jsonl": r"there is no file {0}/data/trian.jsonl. Close to it in that folder: train.jsonl",
-        "data/*.parquet": r"no file matches {0}/data/\*.parquet. Files of documents in {0}/data: train.jsonl",
-        "dta/x.jsonl": r"there is no file {0}/dta/x.jsonl. The folder {0}/dta does not exist; {0} does",
-        "data": r"{0}/data is a folder.*it holds train.jsonl. Name a file, or a glob such as '{0}/data/\*.jsonl'",
+        "data/trian.jsonl": r"no file matches {0}/data/trian.jsonl .*Did you mean 'train.jsonl'\?",
+        "data/*.parquet": r"no file matches {0}/data/\*.parquet .*{0}/data holds: train.jsonl",
+        "dta/x.jsonl": r"no file matches {0}/dta/x.jsonl .*{0} holds: no file",
+        "data": r"{0}/data is a folder.* such as '{0}/data/\*.jsonl'.* holds: train.jsonl",
     }
     for text, message in cases.items():
         with pytest.raises(DataError, match=f"dataset.path: {message.format(tmp_path)}") as caught:
@@ -451,9 +451,8 @@ def test_a_token_that_cannot_be_read_is_named_and_not_the_data_set(
         load(tmp_path, DatasetConfig(source=Source.hub, name="some/chats"))
 
 
-@pytest.mark.parametrize("is_on_the_hub", [True, False])
 def test_a_disk_that_fills_up_while_the_files_are_read_is_not_their_fault(
-    tmp_path: Path, hub_folder: Path, monkeypatch: pytest.MonkeyPatch, is_on_the_hub: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fill(*_: Any, **__: Any) -> Any:
         full = OSError(errno.ENOSPC, "No space left on device")
@@ -461,12 +460,8 @@ def test_a_disk_that_fills_up_while_the_files_are_read_is_not_their_fault(
 
     monkeypatch.setattr(datasets, "load_dataset", fill)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="a" * 40))
-    config = DatasetConfig(source=Source.hub, name=str(hub_folder))
-    advice = "TUNEBOOK_CACHE=DIR"
-    if is_on_the_hub:
-        config, advice = DatasetConfig(source=Source.hub, name="some/chats", revision="a" * 40), "HF_HOME=FOLDER"
-    with pytest.raises(DoesNotFitError, match=rf"no space is left for the data set .*{config.name}: .*{advice}"):
-        load(tmp_path, config)
+    with pytest.raises(DoesNotFitError, match=r"no space is left for the data set some/chats: .*HF_HOME=FOLDER"):
+        load(tmp_path, DatasetConfig(source=Source.hub, name="some/chats"))
 
 
 def test_memory_does_not_hold_the_documents(tmp_path: Path) -> None:

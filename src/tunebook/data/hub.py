@@ -14,8 +14,8 @@ from tunebook.config.book import resolve_path
 from tunebook.config.schema import DatasetSource
 from tunebook.data.files import hash_folder
 from tunebook.errors import DataError, RequestError, TunebookError, first_line
-from tunebook.files import CACHE_VARIABLE, atomic_write_text
-from tunebook.hardware.disk import is_disk_full, no_space
+from tunebook.files import atomic_write_text
+from tunebook.hardware.disk import is_disk_full
 from tunebook.model.hub import is_out_of_reach, local_problem
 
 if TYPE_CHECKING:
@@ -79,8 +79,7 @@ def load_split(
         rows = datasets.load_dataset(place, source.subset, split=split, **cache)
     except (DatasetGenerationError, FileNotFoundError, ValueError, AssertionError) as error:
         if folder is not None and is_disk_full(error):
-            advice = f"free some space, or name a folder on another disk: {CACHE_VARIABLE}=DIR"
-            raise no_space(f"the data set {source.name}", cache_dir, advice) from error
+            raise
         if is_out_of_reach(error) or is_disk_full(error):
             raise _hub_problem(error, source, key) from error
         if isinstance(error, DatasetGenerationError):
