@@ -49,7 +49,7 @@ def find_repository(source: DatasetSource, key: str) -> Repository:
     try:
         revision = HfApi().dataset_info(source.name, revision=source.revision).sha
     except Exception as error:  # the hub's errors, and those of the HTTP library below it
-        snapshot = _cached_snapshot(source) if is_out_of_reach(error) else None
+        snapshot = _cached_snapshot(source.name, source.revision) if is_out_of_reach(error) else None
         if snapshot is None:
             raise _hub_problem(error, source, key) from error
         return Repository(folder=snapshot, revision=snapshot.name, sha256=None)
@@ -83,8 +83,7 @@ def load_split(
         if is_out_of_reach(error) or is_disk_full(error):
             raise _hub_problem(error, source, key) from error
         if isinstance(error, DatasetGenerationError):
-            cause = " ".join(str(error.__cause__ or error).split())[:400]
-            message = f"{key}.name={source.name}: its files cannot be read: {cause}"
+            message = f"{key}.name={source.name}: its files cannot be read: {first_line(error.__cause__ or error)}"
             raise DataError(message, problem_id="data-file-broken") from error
         if isinstance(error, FileNotFoundError):  # no data files, or a gated repository
             message = f"{key}.name={source.name}: {first_line(error)}"
@@ -141,13 +140,11 @@ def _remember_revision(source: DatasetSource, repository: Repository) -> None:
         atomic_write_text(file, str(repository.revision))
 
 
-def _cached_snapshot(source: DatasetSource) -> Path | None:
+def _cached_snapshot(name: str, revision: str | None) -> Path | None:
     """The folder of a revision in HF_HUB_CACHE, named after its commit."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    assert source.name is not None
     with suppress(LocalEntryNotFoundError):
-        folder = snapshot_download(source.name, repo_type="dataset", revision=source.revision, local_files_only=True)
-        return Path(folder)
+        return Path(snapshot_download(name, repo_type="dataset", revision=revision, local_files_only=True))
     return None
