@@ -109,7 +109,7 @@ def test_what_cannot_be_used_is_refused_and_nothing_is_written(
 
 
 def test_missing_files_and_settings_that_do_not_compose_leave_no_file(work: Path) -> None:
-    with pytest.raises(DataError, match=r"--data: there is no file .*Close to it in that folder: chats\.jsonl"):
+    with pytest.raises(DataError, match=r"--data: no file matches .*Did you mean .chats\.jsonl"):
         init("mine", model="quickstart", data="chat.jsonl")
     (work / "own").mkdir()
     broken = "# @package _global_\ndefaults:\n  - quickstart\n  - _self_\ntraining:\n  sead: 1\n"
@@ -176,7 +176,7 @@ def test_a_terminal_is_asked_and_asked_again_after_a_wrong_answer(answers: list[
     printed = init("mine", is_terminal=True)
     assert printed.count("Model: ORGANIZATION/NAME") == 3
     assert "--model qwen: there is no such model" in printed
-    assert "there is no file" in printed
+    assert "no file matches" in printed
     text = Path("my_recipes/mine.yaml").read_text()
     assert "- override /model: quickstart\n  - override /dataset: jsonl\n  - override /parallelism: auto\n" in text
 

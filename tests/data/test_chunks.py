@@ -77,16 +77,13 @@ def test_several_processes_give_what_one_gives_with_the_date_that_the_template_w
     assert settings.tokenizer.decode(ids).startswith("01.12.20310<|im_end|>")
 
 
-def test_documents_of_a_file_that_is_mapped_anew_are_all_read_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chosen_documents_of_a_file_are_all_read_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
     import pyarrow as pa
 
     make_documents(30).save_to_disk(tmp_path / "documents")
     chosen = datasets.load_from_disk(tmp_path / "documents").select([*range(20, 30), *range(0, 15, 2)])
     monkeypatch.setattr(chunks, "DOCUMENTS_PER_CHUNK", 4)
-    monkeypatch.setattr(chunks, "_CHUNKS_PER_MAPPING", 2)
     streams = list(chunks._read_chunks(chosen))
     rows = [row for stream in streams for row in pa.ipc.open_stream(stream).read_all().to_pylist()]
     assert [row["origin"] for row in rows] == [f"a:{number}" for number in [*range(20, 30), *range(0, 15, 2)]]

@@ -14,8 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from tunebook.config.choices import SpecialText, TrainOn
 from tunebook.config.schema import ModelConfig
 from tunebook.data.corpus import CorpusKind
-from tunebook.data.encode import LEFT_OUT, REWRITTEN, STRADDLING, Document, Encoder, num_shared
-from tunebook.data.span_tokenizer import tokens_of_span
+from tunebook.data.encode import LEFT_OUT, REWRITTEN, STRADDLING, Document, Encoder, num_shared, tokens_of_span
 from tunebook.errors import DataError, RequestError
 from tunebook.model.tokenizer import load_tokenizer
 
@@ -193,10 +192,34 @@ def test_tokens_stay_as_they_are_but_for_the_first_label() -> None:
 
 
 def test_spans_take_every_token_they_touch() -> None:
-    starts, ends = [0, 2, 5, 6], [2, 5, 6, 9]
-    assert tokens_of_span(starts, ends, (2, 6)) == (1, 3)
-    assert tokens_of_span(starts, ends, (3, 7)) == (1, 4)
-    assert tokens_of_span(starts, ends, (0, 9)) == (0, 4)
+    offsets = [(0, 2), (2, 5), (5, 6), (6, 9)]
+    assert tokens_of_span(offsets, (2, 6)) == (1, 3)
+    assert tokens_of_span(offsets, (3, 7)) == (1, 4)
+    assert tokens_of_span(offsets, (0, 9)) == (0, 4)
+
+
+def test_a_token_over_the_start_of_an_answer_is_counted(tiny_tokenizer: Tokenizers) -> None:
+    """The template begins an answer with no special token, and the tokenizer joins its first letter with the mark."""
+    template = """\
+{%- for m in messages %}{{- m.role + ':' + m.content + '<|im_end|>' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- 'assistant:' }}{%- endif %}"""
+    tokenizer = tiny_tokenizer(template=template, merges=((":", "Y"),))
+    encoder = Encoder(CorpusKind.conversation, TrainOn.auto, tokenizer)
+    document = encoder.encode([conversation(("user", "Hi"), ("assistant", "Yo"))])[0]
+    assert trained_text(tokenizer, document) == ":Yo<|im_end|>"
+    assert encoder.counts.notes[STRADDLING] == 1
+
+
+def test_documents_with_the_text_of_a_special_token_keep_their_place(tiny_tokenizer: Tokenizers) -> None:
+    tokenizer = tiny_tokenizer()
+    rows = [conversation(("user", "Hi"), ("assistant", answer)) for answer in ("é", "a<|im_end|>b", "日")]
+    documents = Encoder(CorpusKind.conversation, TrainOn.auto, tokenizer).encode(rows)
+    assert [trained_text(tokenizer, document) for document in documents] == [
+        "é<|im_end|>",
+        "a<|im_end|>b<|im_end|>",
+        "日<|im_end|>",
+    ]
+    assert [document.labels.count(tokenizer.eos_token_id) for document in documents] == [1, 1, 1]
 
 
 def test_shared_beginnings() -> None:

@@ -118,7 +118,7 @@ def test_parts_of_different_kinds_are_named(tmp_path: Path) -> None:
 
 def test_errors_of_a_part_name_its_key(tmp_path: Path) -> None:
     config = DatasetConfig(source=Source.mixture, parts={"chat": MixturePart(path=str(tmp_path / "none.jsonl"))})
-    with pytest.raises(DataError, match=r"dataset.parts.chat.path: there is no file"):
+    with pytest.raises(DataError, match=r"dataset.parts.chat.path: no file matches"):
         load_corpus(config, cache_dir=tmp_path / "cache")
     nested = DatasetConfig(source=Source.mixture, parts={"chat": MixturePart(source=Source.mixture)})
     with pytest.raises(RequestError, match="a part of a mixture cannot be a mixture"):

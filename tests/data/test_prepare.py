@@ -234,7 +234,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(np, "save", save)
-    with pytest.raises(DoesNotFitError, match=r"no space left for prepared data.*TUNEBOOK_CACHE=DIR"):
+    with pytest.raises(DoesNotFitError, match=r"no space is left for prepared data.*TUNEBOOK_CACHE=DIR"):
         prepare(run_config([SHORT]))
     assert_nothing_half_made(tmp_path)
 

@@ -13,7 +13,6 @@ import pytest
 
 from tunebook.config.choices import BadDocuments
 from tunebook.config.schema import DatasetConfig
-from tunebook.data import json_file
 from tunebook.data.keys import KeyAccount
 from tunebook.data.problems import DocumentProblems
 from tunebook.data.readers import read_records
@@ -64,7 +63,7 @@ def test_parquet_is_read_in_rows_and_only_the_columns_asked_for(tmp_path: Path, 
         path = write(tmp_path, path.read_bytes(), "data.parquet.gz")
     account = KeyAccount({"text", "messages"})
     assert list(read_records(path, DocumentProblems(str(path)), account)) == list(enumerate(RECORDS, 1))
-    assert account.notes(5) == ["keys not read: other (5 documents)"]
+    assert account.notes(5) == ["keys not read: other (5)"]
 
 
 def test_blank_lines_are_skipped_and_counted_and_keep_the_numbering(tmp_path: Path) -> None:
@@ -77,12 +76,12 @@ def test_blank_lines_are_skipped_and_counted_and_keep_the_numbering(tmp_path: Pa
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": "a" "b"}', r"line 17: broken JSON at column 14: expecting ',' delimiter, near"),
-        (b'{"text": "cut off', r"line 17: broken JSON at column 10: unterminated string"),
+        (b'{"text": "a" "b"}', r"line 17: broken JSON at column 14: Expecting ',' delimiter, near"),
+        (b'{"text": "cut off', r"line 17: broken JSON at column 10: Unterminated string"),
         (b'{"text": "a",}', r"line 17: broken JSON at column 1[34]: "),
         (
             b"{",
-            r"line 17: broken JSON at column 2: expecting property name .*JSONL needs each document on one line",
+            r"line 17: broken JSON at column 2: Expecting property name .*JSONL needs each document on one line",
         ),
         (b'"only text"', r"line 17: a JSON string where an object \{...\} belongs"),
         (b'[{"text": "a"}]', r"line 17: a JSON array where an object .*belongs in a file named .json"),
@@ -157,49 +156,44 @@ def test_a_parquet_file_that_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('[\n{"text": "a"},\n{"text": }]', r"item 2 \(line 3\): broken JSON: expecting value, near '\{\"text\": \}"),
-        ('[\n{"text": "a"},\n\n{"text": "b"', r"item 2 \(line 4\): broken JSON: expecting ',' delimiter"),
-        ('[{"text": "a"}\n{"text": "b"}]', r"item 1 \(line 2\): broken JSON: expecting ',', found '\{'"),
-        ('[{"text": "a"},]', r"item 1 \(line 1\): broken JSON: a comma before the closing \]"),
-        ('[{"text": "a"}', r"item 1 \(line 1\): broken JSON: it ends without the closing \]"),
-        ('[{"text": "a"}] []', r"broken JSON: extra text after the closing \]"),
-        ('[{"text": "a"},\n"b"]', r"item 2 \(line 2\): a JSON string where an object"),
-        (b'[{"text": "a"},\n{"text": "\xe9"}]', r"not UTF-8: byte 0xe9 at offset 26 in the file"),
+        ('[\n{"text": "a"},\n{"text": }]', "broken JSON at line 3, column 10: Expecting value, near"),
+        ('[\n{"text": "a"},\n\n{"text": "b"', "broken JSON at line 4, column 13"),
+        ('[{"text": "a"}] []', "broken JSON at column 17: Extra data"),
+        ('{\n"data": [\n{"text": "a"},\n{"text" }]}', "broken JSON at line 4, column 9"),
+        ('{\n"text": "a"}\n{\n"text": "b"}', "broken JSON at line 3, column 1: Extra data"),
+        ('[{"text": "a"},\n"b"]', r"item 2: a JSON string where an object"),
+        (b'[{"text": "a"},\n{"text": "\xe9"}]', "line 2: not UTF-8: byte 0xe9 at byte 11 of the line"),
     ],
 )
-def test_a_broken_array_names_the_item_and_the_line(tmp_path: Path, content: bytes | str, message: str) -> None:
-    with pytest.raises(DataError, match=f"data.json, .*{message}"):
+def test_a_broken_array_names_the_item_or_the_line(tmp_path: Path, content: bytes | str, message: str) -> None:
+    with pytest.raises(DataError, match=f"data.json[,:] .*{message}"):
         read(write(tmp_path, content, "data.json"))
 
 
 KNOWN = KeyAccount({"text", "messages"})
 
 
-@pytest.mark.parametrize(
-    ("name", "indent"), [("data.json", None), ("data.json", 1), ("data.json.gz", 1), ("data.jsonl", None)]
-)
+@pytest.mark.parametrize(("name", "indent"), [("data.json", None), ("data.json", 1), ("data.json.gz", 1)])
 @pytest.mark.parametrize("key", ["data", "rows", "\u00fcbungen"])
 def test_documents_under_a_key_of_the_file_are_read(tmp_path: Path, name: str, indent: int | None, key: str) -> None:
     content = {"version": {"a": [1]}, "tags": ["a", "b"], "none": [], key: RECORDS, "license": "x"}
     path = write(tmp_path, json.dumps(content, indent=indent, ensure_ascii=False), name)
-    problems = DocumentProblems(str(path))
-    assert list(read_records(path, problems, KNOWN)) == list(enumerate(RECORDS, 1))
+    problems, account = DocumentProblems(str(path)), KeyAccount({"text", "messages"})
+    assert list(read_records(path, problems, account)) == list(enumerate(RECORDS, 1))
     problems.raise_if_any()
-    others = "version, tags, none, license"
-    assert problems.notes == [f"its documents are the array under '{key}'; keys of the file not read: {others}"]
+    assert problems.notes == [f"its documents are the array under '{key}'"]
+    assert account.notes(1) == ["keys not read: " + ", ".join(f"{k} (1)" for k in content if k != key)]
 
 
 @pytest.mark.parametrize("key", ["system_prompt", "tools", "chat_template_kwargs"])
 def test_a_key_for_all_documents_of_a_file_that_means_something_is_refused(tmp_path: Path, key: str) -> None:
-    for value, is_refused in (("be brief", True), ("", False), (None, False)):
+    for value in ("", None):
         path = write(tmp_path, json.dumps({key: value, "data": RECORDS}), "data.json")
-        problems = DocumentProblems(str(path))
-        list(read_records(path, problems, KNOWN))
-        if not is_refused:
-            problems.raise_if_any()
-            continue
-        with pytest.raises(DataError, match=f"for all of them, '{key}', which is not supported there"):
-            problems.raise_if_any()
+        assert len(list(read_records(path, DocumentProblems(str(path)), KNOWN))) == 5
+    path = write(tmp_path, json.dumps({key: "be brief", "data": RECORDS}), "data.json")
+    with pytest.raises(DataError, match=f"'{key}' is not supported") as caught:
+        list(read_records(path, DocumentProblems(str(path)), KNOWN))
+    assert caught.value.problem_id == "data-key-not-supported"
 
 
 def test_a_document_over_several_lines_is_one_document(tmp_path: Path) -> None:
@@ -220,63 +214,46 @@ def test_lines_in_a_json_file_stay_lines(tmp_path: Path) -> None:
     assert list(read_records(path, DocumentProblems(str(path)), KNOWN)) == list(enumerate(unknown, 1))
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("data.json", '{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "under 'train' and under 'test'.*jq -c"),
-        ("data.json", '{\n"data": [{"text": "a"}],\n"text": "b"}', "a document's own key 'text'"),
-        ("data.json", '{\n"data": [\n{"text": "a"},\n{"text" }]}', r"item 2 \(line 4\): broken JSON: expecting ':'"),
-        ("data.json", '{\n"data": [{"text": "a"}]', r"item 1 \(line 2\): broken JSON: it ends without the closing \}"),
-        ("data.json", '{\n"text": "a"}\n{\n"text": "b"}', "a second JSON value after the first; .*`jq -c . FILE`"),
-        ("data.json", '{\n"data": [7]\n}', "its format is not known: its keys are: data"),
-        ("data.json", '{\n"text": "a",\n"text": "b"\n}', r"\(line 3\): the key 'text' is twice .*; keep one value"),
-        ("data.jsonl", '{\n "text": "a"\n}\n', "is one JSON value over several lines, .*name ending in .json"),
-        ("data.jsonl", '[\n {"text": "a"}\n]\n', "is one JSON value over several lines, .*name ending in .json"),
-    ],
-)
-def test_other_layouts_are_named(tmp_path: Path, name: str, content: str, message: str) -> None:
-    path = write(tmp_path, content, name)
-    with pytest.raises(DataError, match=message):
+def test_documents_under_several_keys_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "data.json")
+    with pytest.raises(DataError, match="under 'train' and 'test'") as caught:
         load_corpus(DatasetConfig(path=str(path)), cache_dir=tmp_path / "cache")
+    assert caught.value.problem_id == "data-several-arrays"
+
+
+@pytest.mark.parametrize("content", ['{\n "text": "a"\n}\n', '[\n {"text": "a"}\n]\n'])
+def test_jsonl_over_several_lines_is_refused(tmp_path: Path, content: str) -> None:
+    with pytest.raises(DataError, match="JSONL needs each document on one line"):
+        read(write(tmp_path, content))
 
 
 @pytest.mark.parametrize(
     "content",
     [
         '[{"text": "a"}, {"text": oops}, {"text": "b"}]',
-        '[{"text": "a"}, {"text": "b',
-        '{\n"data": [{"text": "a"}, {"text": oops}, {"text": "b"}]}',
+        '{\n"data": [{"text": "a"}, {"text": "b"',
         '{\n"system_prompt": "s", "data": [{"text": "a"}, {"text": "b"}]}',
     ],
 )
 def test_what_is_wrong_with_a_whole_file_is_not_left_out_as_one_document(tmp_path: Path, content: str) -> None:
     path = write(tmp_path, content, "data.json")
     config = DatasetConfig(path=str(path), bad_documents=BadDocuments.skip, max_bad_share=0.9)
-    with pytest.raises(DataError, match=r"item 2 \(line \d\): .*not of one document alone"):
+    with pytest.raises(DataError, match=r"data\.json"):
         load_corpus(config, cache_dir=tmp_path / "cache")
 
 
 @pytest.mark.parametrize(
     ("name", "content", "place"),
     [
-        ("data.jsonl", '{"text": "a"}\n{"text": "b", "text": "c"}\n{"text": "d"}', "line 2"),
-        (
-            "data.json",
-            '[{"text": "a"},\n{"text": "b", "more": {"x": 1, "x": 2}},\n{"text": "d"}]',
-            r"item 2 \(line 2\)",
-        ),
-        ("data.json", '{\n"data": [{"text": "a"}, {"text": "b", "text": "c"}, {"text": "d"}]}', r"item 2 \(line 2\)"),
+        ("data.jsonl", '{"text": "a"}\n{"text": "b", "text": "c"}\n{"text": "d"}', ", line 2"),
+        ("data.json", '[{"text": "a"},\n{"text": "b", "more": {"x": 1, "x": 2}},\n{"text": "d"}]', ""),
+        ("data.json", '{\n"data": [{"text": "a"}, {"text": "b", "text": "c"}, {"text": "d"}]}', ""),
     ],
 )
-def test_a_key_that_stands_twice_is_named_and_the_reading_goes_on(
-    tmp_path: Path, name: str, content: str, place: str
-) -> None:
-    path = write(tmp_path, content, name)
-    problems = DocumentProblems(str(path))
-    records = [record for _, record in read_records(path, problems, KNOWN)]
-    assert [record["text"] for record in records] == ["a", "d"]
-    with pytest.raises(DataError, match=rf"{place}: the key '(text|x)' is twice .*; keep one value") as caught:
-        problems.raise_if_any()
+def test_a_key_that_stands_twice_is_named(tmp_path: Path, name: str, content: str, place: str) -> None:
+    message = rf"{name}{place}: the key '(text|x)' is twice in the object {{'(text': 'c'|x': 2)}}"
+    with pytest.raises(DataError, match=message) as caught:
+        read(write(tmp_path, content, name))
     assert caught.value.problem_id == "data-repeated-key"
 
 
@@ -310,16 +287,6 @@ def test_a_table_of_text_is_read_as_it_is_written(tmp_path: Path) -> None:
 def test_a_broken_table_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read(write(tmp_path, content, "data.csv"))
-
-
-@pytest.mark.parametrize("chunk_bytes", [1, 2, 3, 7, 64])
-def test_an_array_is_read_the_same_in_pieces_of_any_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
-) -> None:
-    monkeypatch.setattr(json_file, "_CHUNK_BYTES", chunk_bytes)
-    records = [{"text": 'é\n\u20ac 😀 \\ "x"', "deep": [[{"a": [True, None, 1.5e-7]}]], "number": n} for n in range(5)]
-    path = write(tmp_path, json.dumps(records, indent=1, ensure_ascii=False), "data.json")
-    assert [record for _, record in read(path)] == records
 
 
 def test_an_object_of_a_table_has_only_the_keys_that_it_was_written_with(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tunebook.config import schema
 from tunebook.config.choices import Overlong
 from tunebook.data.encode import SPECIAL_AS_TEXT
 from tunebook.data.prepare import prepare
-from tunebook.data.view import TRAINED_STYLE, pieces_of, render_document, show_prepared, spread, summary_lines
+from tunebook.data.view import TRAINED_STYLE, pieces_of, render_document, show_prepared, summary_lines
 from tunebook.model.tokenizer import load_tokenizer
 
 Configs = Callable[..., schema.RunConfig]
@@ -32,13 +32,9 @@ def test_everything_of_interest_is_shown(run_config: Configs) -> None:
     shown = show(run_config(conversations, max_length=30, overlong=Overlong.drop), 2)
     lines = [" ".join(line.split()) for line in shown.splitlines()]
     assert any("messages 9 sha256" in line and "train.jsonl" in line for line in lines)
-    assert "documents read 9" in lines
-    assert "documents kept 8" in lines
     # 24 tokens each: one fewer than in test_encode.py, whose question is a letter longer
-    assert "tokens 192" in lines
-    assert "tokens trained on 24 (12.5%)" in lines
-    assert "dropped 1" in lines
-    assert "longer than training.max_length (dataset.overlong=drop) 1" in lines
+    assert "train: 8 documents of 192 tokens (mean 24.0), 24 (12.5%) trained on" in lines
+    assert "dropped: 1 longer than training.max_length (dataset.overlong=drop)" in lines
     assert "24 8 " + "#" * 40 in lines
     assert sum(line.startswith("train ") and "24 tokens, 3 trained on" in line for line in lines) == 2
 
@@ -48,7 +44,7 @@ def test_a_run_is_told_in_few_lines_and_of_everything_lost(run_config: Configs) 
     config = run_config(conversations, max_length=30, overlong=Overlong.cut)
     headline, train, cut, dropped, *notes = summary_lines(prepare(config))
     assert headline == "Data"
-    assert train == "  train: 8 documents of 192 tokens, 24 (12.5%) trained on"
+    assert train == "  train: 8 documents of 192 tokens (mean 24.0), 24 (12.5%) trained on"
     assert cut == "    cut or split to training.max_length=30: 1 (11.1%); tokens lost: 73"  # 24 - 1 + 50
     assert dropped == "    dropped: 1 nothing left to train on after cutting to training.max_length"
     assert all(note.startswith("  note: ") for note in notes)
@@ -60,7 +56,7 @@ def test_what_a_person_should_know_of_documents_is_counted_with_the_first(run_co
     config = run_config([[("user", "Hi"), ("assistant", "Yo")], [("user", "</s>"), ("assistant", "Yo")]])
     note = f"{SPECIAL_AS_TEXT}: 1 (the first: train.jsonl:2, </s>)"
     assert f"    note: {note}" in summary_lines(prepare(config))
-    assert f"  note: train: {note}" in [line.rstrip() for line in show(config, 0).splitlines()]
+    assert f"    note: {note}" in [line.rstrip() for line in show(config, 0).splitlines()]
 
 
 def test_the_last_bin_of_the_histogram_ends_with_the_longest(run_config: Configs) -> None:
@@ -83,17 +79,12 @@ def test_trained_tokens_are_in_brackets_where_there_is_no_colour(run_config: Con
 def test_trained_tokens_are_in_colour_on_a_terminal(run_config: Configs) -> None:
     config = run_config([[("user", "Hi"), ("assistant", "Yo")]])
     shown = show(config, 1, force_terminal=True, color_system="standard")
-    assert "\x1b[30;42mYo\x1b[0m\x1b[2;30;42m<|im_end|>\x1b[0m" in shown  # black on green, the token dim
+    assert "\x1b[30;42mYo<|im_end|>\x1b[0m" in shown  # black on green
     assert "[[" not in shown
 
 
 def test_no_samples_were_asked_for(run_config: Configs) -> None:
     assert "Samples" not in show(run_config([[("user", "Hi"), ("assistant", "Yo")]]), 0)
-
-
-def test_samples_are_spread_over_the_part() -> None:
-    assert spread(1000, 4) == [0, 618, 236, 854]
-    assert sorted(spread(5, 9)) == [0, 1, 2, 3, 4]
 
 
 def test_samples_are_distinct_and_no_more_than_there_are(run_config: Configs) -> None:

@@ -8,7 +8,6 @@ costs almost nothing.
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import threading
 from array import array
@@ -41,7 +40,6 @@ _WITH_ANSWERS = (CorpusKind.conversation, CorpusKind.prompt_completion)
 # Number of short conversations that one core encodes in the seconds that a worker takes to start.
 _DOCUMENTS_PER_WORKER = 8_000
 _CHUNKS_IN_FLIGHT_PER_WORKER = 3
-_CHUNKS_PER_MAPPING = 50
 
 TOO_LONG = "longer than training.max_length (dataset.overlong=drop)"
 NOTHING_TRAINED = "nothing left to train on after cutting to training.max_length"
@@ -258,13 +256,9 @@ def _to_integers(values: array[int]) -> pa.Int32Array:
 
 
 def _read_chunks(documents: datasets.Dataset) -> Iterator[bytes]:
-    """The documents as Arrow streams. Pages of a mapped file stay in memory until it is mapped again."""
-    stored = pickle.dumps(documents.with_format("arrow"))  # documents in files are pickled as the files' paths
-    for number, start in enumerate(range(0, len(documents), DOCUMENTS_PER_CHUNK)):
-        if number % _CHUNKS_PER_MAPPING == 0:
-            table = pickle.loads(stored)
-        piece = table[start : start + DOCUMENTS_PER_CHUNK].combine_chunks()
-        yield _to_stream(piece.to_batches()[0])
+    """The documents as Arrow streams."""
+    for table in documents.with_format("arrow").iter(batch_size=DOCUMENTS_PER_CHUNK):
+        yield _to_stream(table.combine_chunks().to_batches()[0])
 
 
 def _to_stream(batch: pa.RecordBatch) -> bytes:

@@ -6,6 +6,7 @@ always -100: nothing predicts a document's first token, and in a packed row the 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ from tunebook.config.choices import Reasoning, SpecialText, TrainOn
 from tunebook.data.conversation import Conversation
 from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row
 from tunebook.data.prepared import PartCounts
-from tunebook.data.span_tokenizer import SpanTokenizer, Tokenized, by_offsets
 from tunebook.data.special_tokens import Span, SpecialTokens
 from tunebook.data.template import ConversationRenderer, Rendered
 from tunebook.errors import DataError, RequestError
@@ -44,6 +44,33 @@ class Document:
     def num_trained(self) -> int:
         """Tokens that the loss counts."""
         return len(self.labels) - self.labels.count(IGNORED_LABEL)
+
+
+@dataclass(frozen=True)
+class Tokenized:
+    """The tokens of one text that contains its special tokens, and of spans of it."""
+
+    ids: list[int]
+    ranges: list[Span]  # of tokens: the first that has a character of the span, and one after the last
+    num_straddling: int  # spans whose first token begins before them
+
+    @classmethod
+    def of(cls, encoding: Any, spans: Sequence[Span]) -> Tokenized:
+        """The result of a `tokenizers.Encoding`."""
+        offsets = encoding.offsets if spans else []
+        ranges = [tokens_of_span(offsets, span) for span in spans]
+        starts = [offsets[first][0] for first, _ in ranges if first < len(offsets)]
+        num_straddling = sum(start < span[0] for start, span in zip(starts, spans, strict=False))
+        return cls(encoding.ids, ranges, num_straddling)
+
+
+def tokens_of_span(offsets: Sequence[Span], span: Span) -> Span:
+    """The tokens that share at least one character with a span: the first, and one after the last.
+
+    Shape: `offsets` (num_tokens,), the characters of each token, neither starts nor ends ever decreasing.
+    """
+    first = bisect_right(offsets, span[0], key=lambda token: token[1])
+    return first, bisect_left(offsets, span[1], key=lambda token: token[0])
 
 
 class Encoder:
@@ -91,8 +118,6 @@ class Encoder:
             special_text = SpecialText.as_text if is_conversation else SpecialText.keep
         self._special_text = special_text
         if is_conversation:
-            # The template writes the special tokens; a tokenizer adding its own would double them.
-            self._tokenizer = SpanTokenizer(self._backend)
             self._renderer = self._tool_renderer = ConversationRenderer(tokenizer)
             if isinstance(tokenizer.chat_template, dict):
                 self._tool_renderer = ConversationRenderer(tokenizer, for_tools=True)
@@ -152,10 +177,13 @@ class Encoder:
                 )
 
     def _tokenize(self, rendered: Sequence[Rendered]) -> list[Tokenized]:
-        plain = [one for one in rendered if one.special is None]
-        tokenized = iter(self._tokenizer.tokenize([one.text for one in plain], [one.spans for one in plain]))
+        texts = [one.text for one in rendered if one.special is None]
+        # The template writes the special tokens; a tokenizer adding its own would double them.
+        encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
         return [
-            next(tokenized) if one.special is None else by_offsets(*self._special.encode_apart(one.text, one.spans))
+            Tokenized.of(next(encodings), one.spans)
+            if one.special is None
+            else Tokenized.of(*self._special.encode_apart(one.text, one.spans))
             for one in rendered
         ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import glob
 import hashlib
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 from tunebook.config.book import is_in_book, resolve_path
 from tunebook.config.choices import Source
 from tunebook.config.schema import DatasetConfig, sources_of
-from tunebook.errors import DataError, first_few
+from tunebook.errors import DataError, did_you_mean, first_few
 from tunebook.files import sha256_file
 
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
@@ -61,8 +60,6 @@ def find_files(text: str, key: str) -> list[DataFile]:
     pattern = resolve_path(text)
     if pattern.is_file():
         paths = [pattern]
-    elif pattern.is_dir():
-        raise _folder_error(pattern, key)
     elif any(character in str(pattern) for character in _WILDCARDS):
         found = glob.glob(str(pattern), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
         paths = sorted(Path(match) for match in found if Path(match).is_file())
@@ -96,37 +93,17 @@ def _location(path: Path, text: str) -> str:
     return f"book:{path.relative_to(resolve_path('book:')).as_posix()}"
 
 
-def _folder_error(folder: Path, key: str) -> DataError:
-    names = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(SUFFIXES))
-    ending = next((suffix for name in names for suffix in SUFFIXES if name.lower().endswith(suffix)), ".jsonl")
-    found = f"it holds {first_few(names, _NUM_NAMED)}" if names else f"it holds no file ending in {', '.join(SUFFIXES)}"
-    return DataError(
-        f"{key}: {folder} is a folder, and files of it may be meant for training or for testing: {found}. "
-        f"Name a file, or a glob such as '{folder / f'*{ending}'}'; a folder in the layout of the hub is "
-        f"dataset.source=hub dataset.name={folder}",
-        problem_id="data-file-not-found",
-    )
-
-
 def _not_found_error(pattern: Path, key: str) -> DataError:
-    folder = pattern.parent
-    while not folder.is_dir() and any(character in str(folder) for character in _WILDCARDS):
-        folder = folder.parent
-    what = "no file matches" if any(character in str(pattern) for character in _WILDCARDS) else "there is no file"
-    if folder.is_dir():
-        names = sorted(path.name for path in folder.iterdir())
-        near = difflib.get_close_matches(pattern.name, names, n=3, cutoff=0.5)
-        data_names = [name for name in names if name.lower().endswith(SUFFIXES)]
-        if near:
-            advice = f"Close to it in that folder: {first_few(near, _NUM_NAMED)}"
-        elif data_names:
-            advice = f"Files of documents in {folder}: {first_few(data_names, _NUM_NAMED)}"
-        else:
-            advice = f"{folder} holds no file ending in {', '.join(SUFFIXES)}"
+    folder = next(parent for parent in (pattern, *pattern.parents) if parent.is_dir())
+    names = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(SUFFIXES))
+    if folder == pattern:
+        problem = (
+            f"{pattern} is a folder, and files of it may be meant for training or for testing: name a file, or a glob "
+            f"such as '{pattern / '*.jsonl'}'; a folder in the layout of the hub is dataset.source=hub "
+            f"dataset.name={pattern}"
+        )
     else:
-        existing = next(parent for parent in folder.parents if parent.is_dir())
-        advice = f"The folder {folder} does not exist; {existing} does"
-    return DataError(
-        f"{key}: {what} {pattern}. {advice}. Relative paths start where the command is typed ({Path.cwd()})",
-        problem_id="data-file-not-found",
-    )
+        problem = f"no file matches {pattern} (relative paths start in {Path.cwd()})."
+        problem += did_you_mean(pattern.name, names) if folder == pattern.parent else ""
+    holds = first_few(names, _NUM_NAMED) if names else f"no file ending in {', '.join(SUFFIXES)}"
+    return DataError(f"{key}: {problem} {folder} holds: {holds}", problem_id="data-file-not-found")

@@ -19,9 +19,9 @@ from tunebook.data.corpus import CorpusKind, Row
 from tunebook.data.keys import KeyAccount, is_empty
 from tunebook.data.problems import DocumentError
 from tunebook.data.token_documents import TOKEN_KEYS, token_row
-from tunebook.data.tools import Tool, read_template_kwargs, read_tools
+from tunebook.data.tools import read_template_kwargs, read_tools
 from tunebook.data.turns import Turn, check_conversation, check_text, make_turn, read_turns
-from tunebook.errors import RequestError, nearest
+from tunebook.errors import RequestError
 
 Record = Mapping[str, Any]
 TEXT_FIELD = "<dataset.text_field>"  # the configured field in SPECS
@@ -149,17 +149,13 @@ class Normalizer:
 
     def row(self, record: Record) -> Row:
         """One record as a row, without its origin. Raises: DocumentError."""
-        self.account.begin_document()
         record = self.account.without_ignored(record)
         if self.format is Format.auto:
             self.format = detect_format(record, self.settings.text_field)
         self._check_keys(record)
-        read = self._read_keys[self.format]
-        self.account.check_document(record, read, is_text=self.format is Format.text)
-        try:
-            kind, row = self._convert(record)
-        finally:  # a refused key often explains another problem, such as an empty text next to a tool call
-            self.account.raise_if_refused()
+        # First: a refused key often explains another problem, such as an empty text next to a tool call.
+        self.account.check(record, self._read_keys[self.format])
+        kind, row = self._convert(record)
         if self.kind is None:
             self.kind = kind
         elif kind is not self.kind:
@@ -185,37 +181,20 @@ class Normalizer:
         missing = [key for key in _needed_keys(self.format, self.settings.text_field) if record.get(key) is None]
         if not missing:
             return
-        looks_like = _matching_formats(record, self.settings.text_field)
-        other = ""
-        if looks_like:
-            other = f"; it looks like {looks_like[0].value}, but "
-            if self.was_detected:
-                parts = "dataset=mixture dataset.parts.NAME.path=FILE for each"
-                other += f"the first document is {self.format.value}; for files of two formats type {parts}"
-            else:
-                other += f"dataset.format is {self.format.value}; type dataset.format={looks_like[0].value}"
         names = " and ".join(f"'{key}'" for key in missing)
-        near = nearest(missing[0], record) if len(missing) == 1 and not other else None
-        if near is not None:
-            other = f"; rename '{near}' to '{missing[0]}'"
+        found = " by the keys of the first document; name one format a source" if self.was_detected else ""
         raise DocumentError(
-            f"missing field {names} (format {self.format.value}); its keys are: {_keys(record)}{other}",
+            f"missing field {names} (format {self.format.value}{found}); its keys are: {_keys(record)}",
             problem_id="data-missing-field",
         )
 
 
 def detect_format(record: Record, text_field: str) -> Format:
     """The format of a document by its keys. Raises: DocumentError naming the formats and the keys each needs."""
-    matching = _matching_formats(record, text_field)
-    if matching:
-        return matching[0]
+    for format in SPECS:
+        if all(record.get(key) is not None for key in _needed_keys(format, text_field)):
+            return format
     formats = "\n".join(f"    {format.value}: {', '.join(_needed_keys(format, text_field))}" for format in SPECS)
-    if record.get("chosen") is not None and record.get("rejected") is not None:
-        raise DocumentError(
-            "it is a pair of answers to prefer one of ('chosen', 'rejected'), and supervised fine-tuning learns one "
-            "answer: write the chosen one as 'completion' with 'prompt', or as the last of 'messages'",
-            problem_id="data-unknown-format",
-        )
     raise DocumentError(
         f"its format is not known: its keys are: {_keys(record)}. The formats, and the keys each needs:\n{formats}\n"
         "  Rename its keys, for plain text type dataset.format=text dataset.text_field=KEY, or write a question and an "
@@ -236,21 +215,16 @@ def _needed_keys(format: Format, text_field: str) -> list[str]:
     return [text_field if key == TEXT_FIELD else key for key in SPECS[format].needs]
 
 
-def _matching_formats(record: Record, text_field: str) -> list[Format]:
-    return [format for format in SPECS if all(record.get(key) is not None for key in _needed_keys(format, text_field))]
-
-
 def _keys(record: Record) -> str:
     return ", ".join(key for key, value in record.items() if value is not None) or "none"
 
 
-def _conversation(turns: list[Turn], record: Record, tools: list[Tool]) -> tuple[CorpusKind, Row]:
+def _conversation(turns: list[Turn], record: Record) -> tuple[CorpusKind, Row]:
     """A conversation with the tools and template settings of its document, both as JSON text."""
-    for key in TOOL_KEYS:
-        if not is_empty(record.get(key)):
-            if tools:
-                raise DocumentError(f"the tools are in two places, '{key}' is one of them; keep one")
-            tools = read_tools(record[key], key)
+    places = [key for key in TOOL_KEYS if not is_empty(record.get(key))]
+    if len(places) > 1:
+        raise DocumentError(f"the tools are in two places, {' and '.join(places)}; keep one")
+    tools = read_tools(record[places[0]], places[0]) if places else []
     kwargs = None if is_empty(record.get(KWARGS_KEY)) else read_template_kwargs(record[KWARGS_KEY])
     row = {
         "messages": check_conversation(turns),
@@ -280,14 +254,13 @@ def _from_tokens(record: Record, account: KeyAccount, settings: FormatSettings) 
 
 def _from_fields(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
     assert settings.fields is not None
-    return _conversation(settings.fields.turns(record), {}, [])
+    return _conversation(settings.fields.turns(record), {})
 
 
 def _from_turns(field: str) -> Convert:
     def convert(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
-        tools: list[Tool] = []
-        turns = read_turns(record[field], field, account, tools=tools)
-        return _conversation(_system_turns(record) + turns if turns else turns, record, tools)
+        turns = read_turns(record[field], field, account)
+        return _conversation(_system_turns(record) + turns if turns else turns, record)
 
     return convert
 
@@ -295,30 +268,27 @@ def _from_turns(field: str) -> Convert:
 def _from_alpaca(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
     """`input` follows the instruction after an empty line; `history` holds earlier [question, answer] pairs."""
     turns = _system_turns(record)
-    history = record.get("history")
-    if history is not None and not isinstance(history, list):
+    history = record.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise DocumentError("'history' must be a list of [question, answer] pairs")
-    for pair in history or []:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise DocumentError("'history' must be a list of [question, answer] pairs")
+    for pair in history:
         turns += [make_turn("user", pair[0], "history"), make_turn("assistant", pair[1], "history")]
     question = check_text(record["instruction"], "'instruction'")
     if not _is_blank(record.get("input")):
         question += "\n\n" + check_text(record["input"], "'input'")
     turns += [make_turn("user", question, "instruction"), make_turn("assistant", record["output"], "output")]
-    return _conversation(turns, record, [])
+    return _conversation(turns, record)
 
 
 def _from_prompt_completion(record: Record, account: KeyAccount, settings: FormatSettings) -> tuple[CorpusKind, Row]:
     """Two texts, or two lists of turns, of which only the completion's are trained on."""
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        tools: list[Tool] = []
-        before = _system_turns(record) + read_turns(prompt, "prompt", account, is_prompt=True, tools=tools)
+        before = _system_turns(record) + read_turns(prompt, "prompt", account, is_prompt=True)
         after = read_turns(completion, "completion", account)
         if not any(turn["role"] == "assistant" for turn in after):
             raise DocumentError("'completion' has no assistant turn, so nothing to train on")
-        return _conversation(before + after, record, tools)
+        return _conversation(before + after, record)
     if isinstance(prompt, list) or isinstance(completion, list):
         raise DocumentError("'prompt' and 'completion' must be two texts or two lists of turns, not one of each")
     for key in ("system", *CONVERSATION_KEYS):

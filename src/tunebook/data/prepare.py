@@ -10,7 +10,6 @@ loading a tokenizer. Every start computes it, so it imports neither torch nor tr
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 import time
@@ -35,10 +34,10 @@ from tunebook.data.prepared import (
     write_prepared,
 )
 from tunebook.data.sources import corpus_identity, load_corpus
-from tunebook.errors import DataError, DoesNotFitError, RequestError
+from tunebook.errors import DataError, RequestError, TunebookError
 from tunebook.facts.strategies import strategy_facts
 from tunebook.files import CACHE_VARIABLE, cache_root, sha256_file, sha256_text
-from tunebook.hardware.disk import existing
+from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.model.base_config import read_vocab_size
 from tunebook.model.tokenizer_files import tokenizer_files_hash
 
@@ -136,12 +135,18 @@ def prepare(config: RunConfig, progress: Progress | None = None) -> Prepared:
     if is_complete(folder):
         return _with_padding(load_prepared(folder), config)
     report = progress or _ignore_progress
-    with _disk_errors(root):
-        root.mkdir(parents=True, exist_ok=True)
+    try:
         with _lock(folder, report):
             if is_complete(folder):  # another process made it meanwhile
                 return _with_padding(load_prepared(folder), config)
             _make(config, content, folder, report)
+    except TunebookError:
+        raise
+    except Exception as error:  # libraries have errors of their own for a full disk
+        if is_disk_full(error):
+            advice = f"free some space, or name a folder on another disk: {CACHE_VARIABLE}=DIR"
+            raise no_space("prepared data", root, advice) from error
+        raise
     return load_prepared(folder, was_cached=False)
 
 
@@ -181,10 +186,19 @@ def _lock(folder: Path, report: Progress) -> Iterator[None]:
 
     lock = FileLock(f"{folder}{_LOCK}")
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
         report(0, None, "waiting for another process that is preparing the same data")
         lock.acquire()
+    except OSError as error:
+        if is_disk_full(error):
+            raise
+        raise RequestError(
+            f"prepared data cannot be written to {folder.parent} ({error.strerror}); name a folder you may write to: "
+            f"{CACHE_VARIABLE}=DIR",
+            problem_id="cache-not-writable",
+        ) from error
     try:
         yield
     finally:
@@ -379,32 +393,3 @@ def _nothing_left(part: str, counts: PartCounts, settings: ChunkSettings) -> Dat
         f"training.max_length is {settings.max_length:,} tokens: try a larger one, or dataset.overlong=split",
         problem_id="nothing-to-train-on",
     )
-
-
-@contextmanager
-def _disk_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of the disk into errors with advice."""
-    try:
-        yield
-    except OSError as error:
-        code = error.errno
-        if code in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(existing(folder)).free / 2**30
-            raise DoesNotFitError(
-                f"no space left for prepared data in {folder} ({free:.1f} GiB free); nothing half-made was kept. Free "
-                f"some, or name a folder on a larger disk: {CACHE_VARIABLE}=DIR",
-                problem_id="disk-full",
-            ) from error
-        if code in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST) and _is_inside(error, folder):
-            raise RequestError(
-                f"prepared data cannot be written to {folder} ({error.strerror}); name a folder you may write to: "
-                f"{CACHE_VARIABLE}=DIR",
-                problem_id="cache-not-writable",
-            ) from error
-        raise
-
-
-def _is_inside(error: OSError, folder: Path) -> bool:
-    """Whether an error concerns a file in the cache, or a folder above it."""
-    named = Path(str(error.filename)) if error.filename is not None else folder
-    return folder in (named, *named.parents) or named in folder.parents

@@ -61,6 +61,15 @@ class DocumentError(Exception):
         self.problem_id = problem_id
 
 
+def type_name(value: object) -> str:
+    """The JSON type of a value, in words; tables also have types that JSON has not."""
+    if value is None:
+        return "null"
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
+    name = names.get(type(value))
+    return f"a JSON {name}" if name is not None else f"of the type {type(value).__name__}, which JSON does not have,"
+
+
 class DocumentProblems:
     """The unusable documents of one file or split: the first few in full, the others counted."""
 
@@ -85,19 +94,6 @@ class DocumentProblems:
             self.skipped.add(error.message, f"{self.location}, {self.place(number, detail)}")
         elif len(self._shown) < MAX_REPORTED:
             self._shown.append((self.place(number, detail), error))
-
-    def add_last(self, number: int, error: DocumentError, detail: str = "") -> None:
-        """Note a problem of the whole file, or after which nothing can be read.
-
-        Raises: DataError if unusable documents may be left out: all that follow would be left out with this one.
-        """
-        if self.skipped is not None:
-            raise DataError(
-                f"{self.location}, {self.place(number, detail)}: {error.message}. This is not of one document alone, "
-                "so dataset.bad_documents=skip cannot leave it out; correct the file",
-                problem_id=error.problem_id,
-            )
-        self.add(number, error, detail)
 
     def raise_if_any(self) -> None:
         """Raises: DataError with every noted problem, if there are any."""

@@ -1,7 +1,7 @@
 """Strict streaming readers: from a file to numbered documents, and a problem with its place for anything unreadable.
 
-JSONL is read line by line, a JSON array item by item, CSV row by row, Parquet batch by batch: memory does not grow with
-the file. Nothing is guessed from the text: a CSV field is text, and a date in JSON stays as it is written.
+JSONL is read line by line, CSV row by row, Parquet batch by batch: memory does not grow with the file. A JSON array is
+read whole. Nothing is guessed from the text: a CSV field is text, and a date in JSON stays as it is written.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import json
 import shutil
 import sys
 import tempfile
@@ -17,22 +18,19 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from tunebook.data.files import CSV_SUFFIXES, JSON_SUFFIXES, PARQUET_SUFFIXES, TSV_SUFFIXES
-from tunebook.data.json_file import (
-    Record,
-    continues_on_the_next_line,
-    holds_array,
-    parse_object,
-    read_array,
-    read_object,
-)
 from tunebook.data.keys import KeyAccount
-from tunebook.data.problems import DocumentError, DocumentProblems
+from tunebook.data.problems import DocumentError, DocumentProblems, type_name
 from tunebook.errors import DataError, first_line
 
+if TYPE_CHECKING:
+    import datasets
+
 UTF8_BOM = b"\xef\xbb\xbf"
+
+Record = tuple[int, dict[str, Any]]  # a document's number in its file, from 1, and its keys
 
 # First bytes of files whose names are wrong, and what to do.
 _FOREIGN_STARTS = {
@@ -53,25 +51,14 @@ class Part:
     label: str  # for a document's origin
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How a file is written if its name does not tell, as for files of the hub."""
-
-    suffix: str | None = None  # read as a file of this ending
-    delimiter: str | None = None  # of CSV
-    field: str | None = None  # the key of the documents in a JSON object
-
-
-def read_records(
-    path: Path, problems: DocumentProblems, keys: KeyAccount | None = None, layout: Layout | None = None
-) -> Iterator[Record]:
+def read_records(path: Path, problems: DocumentProblems, keys: KeyAccount | None = None) -> Iterator[Record]:
     """Every document of a file with its number; unreadable ones are added to `problems`.
 
     `keys` knows the keys of documents and counts columns that are not read. Raises: DataError if the file as a whole
     cannot be read or is empty.
     """
-    keys, layout = keys or KeyAccount(), layout or Layout()
-    name = layout.suffix or path.name.lower()
+    keys = keys or KeyAccount()
+    name = path.name.lower()
     try:
         if path.stat().st_size == 0:
             raise DataError(f"{path} is empty (0 bytes); it needs one document per line", problem_id="data-file-empty")
@@ -82,11 +69,11 @@ def read_records(
             start = stream.peek(64).removeprefix(UTF8_BOM)  # type: ignore[attr-defined]
             _refuse_foreign(path, start)
             if name.endswith(CSV_SUFFIXES + TSV_SUFFIXES):
-                delimiter = layout.delimiter or ("\t" if name.endswith(TSV_SUFFIXES) else ",")
-                yield from _read_csv(stream, problems, delimiter)
+                yield from _read_csv(stream, problems, "\t" if name.endswith(TSV_SUFFIXES) else ",")
             else:
-                is_json = name.endswith(JSON_SUFFIXES)
-                yield from _read_json(stream, problems, keys.known, layout.field, is_json=is_json)
+                is_value = name.endswith(JSON_SUFFIXES) and _is_one_value(stream)
+                stream.seek(0)
+                yield from (_read_value(stream, problems, keys) if is_value else _read_lines(stream, problems))
     except gzip.BadGzipFile as error:
         raise DataError(
             f"{path} has a name of gzip and is not gzip: give it a name without .gz, or copy it again",
@@ -112,39 +99,56 @@ def _refuse_foreign(path: Path, start: bytes) -> None:
             raise DataError(f"{path} {advice}", problem_id="data-file-broken")
 
 
-def _read_json(
-    stream: IO[bytes], problems: DocumentProblems, known_keys: frozenset[str], field: str | None, *, is_json: bool
-) -> Iterator[Record]:
-    """Read JSON in any layout of the file. `is_json`: by its name it need not have one document per line.
+def _is_one_value(stream: IO[bytes]) -> bool:
+    """Whether a file named .json is one JSON value, and not a document on each line."""
+    lines = filter(None, (line.removeprefix(UTF8_BOM).strip() for line in stream))
+    first = next(lines, b"{}")
+    return not (first.startswith(b"{") and first.endswith(b"}") and any(lines))
 
-    Raises: DataError for a file of lines that is one JSON value over several lines.
+
+def _read_value(stream: IO[bytes], problems: DocumentProblems, keys: KeyAccount) -> Iterator[Record]:
+    """The items of a JSON array, of an object that holds one under any key, or an object that is a document itself.
+
+    Raises: DataError for broken JSON, and for an object with several arrays of objects.
     """
-    first = ""
-    while not first.strip() and (line := stream.readline()):
-        first = line.removeprefix(UTF8_BOM).decode(errors="replace")
-    is_one_value = bool(first.strip()) and continues_on_the_next_line(first)
-    is_object = field is not None or (not is_one_value and _is_array_on_one_line(first, stream, known_keys))
-    stream.seek(0)
-    if is_json and first.lstrip().startswith("["):
-        yield from read_array(stream, problems)
-    elif is_object or (is_json and is_one_value):
-        yield from read_object(stream, problems, known_keys, field)
-    elif is_one_value:
-        raise DataError(
-            f"{problems.location} is one JSON value over several lines, and a file with its ending has one document on "
-            "each; give it a name ending in .json, or rewrite it with `jq -c`",
-            problem_id="data-broken-json",
-        )
-    else:
-        yield from _read_lines(stream, problems)
-
-
-def _is_array_on_one_line(first: str, rest: IO[bytes], known_keys: frozenset[str]) -> bool:
-    """Whether a file's only line is an object that holds the documents."""
+    problems.unit = "item"
     try:
-        return holds_array(parse_object(first), known_keys) and not any(line.strip() for line in rest)
-    except DocumentError:
-        return False
+        text = stream.read().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _not_utf8(stream, problems.location) from error
+    try:
+        value = _parse(text)
+    except DocumentError as error:
+        raise DataError(f"{problems.location}: {error.message}", problem_id=error.problem_id) from error
+    if isinstance(value, dict) and keys.known.isdisjoint(value):
+        value = _array_within(value, problems, keys)
+    for number, item in enumerate(value if isinstance(value, list) else [value], 1):
+        try:
+            record = _check_object(item)
+        except DocumentError as error:
+            problems.add(number, error)
+        else:
+            yield number, record
+
+
+def _array_within(value: dict[str, Any], problems: DocumentProblems, keys: KeyAccount) -> Any:
+    """The documents in a file's object, whose other keys are accounted for; the object itself if it has no array."""
+    names = [name for name, held in value.items() if isinstance(held, list) and held and isinstance(held[0], dict)]
+    if not keys.known or not names:
+        return value
+    if len(names) > 1:
+        raise DataError(
+            f"{problems.location} is one JSON object with documents under {' and '.join(map(repr, names))}, and some "
+            "may be meant for testing; write those to train on into a file of their own: "
+            f"jq -c '.{names[0]}[]' FILE > train.jsonl",
+            problem_id="data-several-arrays",
+        )
+    problems.notes.append(f"its documents are the array under '{names[0]}'")
+    try:
+        keys.check(keys.without_ignored(value), names)
+    except DocumentError as error:
+        raise DataError(f"{problems.location}: {error.message}", problem_id=error.problem_id) from error
+    return value[names[0]]
 
 
 def _read_lines(stream: IO[bytes], problems: DocumentProblems) -> Iterator[Record]:
@@ -155,12 +159,51 @@ def _read_lines(stream: IO[bytes], problems: DocumentProblems) -> Iterator[Recor
             problems.num_blank_lines += 1
         else:
             try:
-                record = parse_object(_decode(content.rstrip(), num_bytes_before + len(line) - len(content)))
+                record = _check_object(_parse(_decode(content.rstrip(), num_bytes_before + len(line) - len(content))))
             except DocumentError as error:
                 problems.add(number, error)
             else:
                 yield number, record
         num_bytes_before += len(line)
+
+
+def _parse(text: str) -> Any:
+    """One JSON value. Raises: DocumentError."""
+    try:
+        value = json.loads(text, object_pairs_hook=_without_repeated_keys)
+        if "\\ud" in text or "\\uD" in text:  # half a character, which cannot be written
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if "\n" in text else ""
+        near = text[max(0, error.pos - 15) : error.pos + 15]
+        hint = "; JSONL needs each document on one line" if text in ("{", "[") else ""
+        message = f"broken JSON at {line}column {error.colno}: {error.msg}, near {near!r}{hint}"
+        raise DocumentError(message, problem_id="data-broken-json") from error
+    except UnicodeEncodeError as error:
+        half = error.object[error.start : error.end]
+        message = f"{half!r} is half of a surrogate pair, which is no character; write both halves or the character"
+        raise DocumentError(message, problem_id="data-not-utf8") from error
+    except (RecursionError, ValueError) as error:
+        raise DocumentError(f"JSON that cannot be read: {error}", problem_id="data-broken-json") from error
+
+
+def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, if no key is in it twice: Python keeps the last value, other readers the first."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        repeated = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        message = f"the key '{repeated}' is twice in the object {str(made)[:60]}...; keep one value"
+        raise DocumentError(message, problem_id="data-repeated-key")
+    return made
+
+
+def _check_object(value: object) -> dict[str, Any]:
+    """The value if it is a JSON object. Raises: DocumentError."""
+    if not isinstance(value, dict):
+        hint = " (a JSON array of documents belongs in a file named .json)" if isinstance(value, list) else ""
+        raise DocumentError(f"{type_name(value)} where an object {{...}} belongs{hint}", problem_id="data-broken-json")
+    return value
 
 
 def _decode(line: bytes, num_bytes_before: int) -> str:
@@ -248,6 +291,16 @@ def _read_parquet(path: Path, problems: DocumentProblems, keys: KeyAccount) -> I
         except (pa.ArrowException, UnicodeDecodeError) as error:
             message = f"{path} is not a readable Parquet file: {first_line(error)}"
             raise DataError(message, problem_id="data-file-broken") from error
+
+
+def read_rows(rows: datasets.Dataset, keys: KeyAccount) -> Iterator[Record]:
+    """The rows of a table with their numbers, from 1; columns that are not read are only counted."""
+    wanted = keys.wanted_columns(rows.column_names)
+    for name in rows.column_names:
+        if name not in wanted:
+            keys.count_column(name, len(rows) - rows.data.column(name).null_count)
+    for number, row in enumerate(rows.select_columns(wanted), 1):
+        yield number, without_nulls(row)
 
 
 def without_nulls(value: Any) -> Any:

@@ -21,7 +21,7 @@ from tunebook.data.formats import FormatSettings, Normalizer, field_templates, k
 from tunebook.data.keys import KeyAccount
 from tunebook.data.mixture import check_validation, count_repeated, count_shared, hold_out, mix
 from tunebook.data.problems import DocumentError, DocumentProblems, Skipped
-from tunebook.data.readers import Part, read_records
+from tunebook.data.readers import Part, read_records, read_rows
 from tunebook.data.synthetic import load_synthetic
 from tunebook.errors import DataError, RequestError
 from tunebook.files import remembered_hash, sha256_file
@@ -172,9 +172,11 @@ def load_hub_split(source: DatasetSource, split: str, key: str, loader: Loader) 
     repository = hub.find_repository(source, key)
     location = hub.split_location(source, split)
     normalizer = loader.normalizer(source, key)
-    parts = list(hub.split_parts(source, repository, split, key, loader.cache_dir / "hub", normalizer.account))
+    rows = hub.load_split(source, repository, split, key, loader.cache_dir / "hub")
+    records = read_rows(rows, normalizer.account)
+    part = Part(problems=DocumentProblems(location, "row"), records=records, label=location)
     file = loader.file(key, "train" if split == source.train_split else "validation")
-    loaded = loader.load(parts, normalizer, source.max_documents, file, location)
+    loaded = loader.load([part], normalizer, source.max_documents, file, location)
     record = SourceRecord(
         location=location,
         revision=repository.revision,
@@ -183,7 +185,6 @@ def load_hub_split(source: DatasetSource, split: str, key: str, loader: Loader) 
         num_documents=len(loaded.dataset),
     )
     notes = _source_notes(normalizer, key, location, len(loaded.dataset))
-    notes += [f"{part.label}: {note}" for part in parts for note in part.problems.notes]
     return replace(loaded, records=[record], notes=notes)
 
 

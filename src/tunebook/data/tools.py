@@ -12,9 +12,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tunebook.data.json_file import type_name
 from tunebook.data.keys import is_empty
-from tunebook.data.problems import DocumentError
+from tunebook.data.problems import DocumentError, type_name
 
 Tool = dict[str, Any]
 Call = dict[str, Any]

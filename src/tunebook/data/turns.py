@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tunebook.data.json_file import type_name
 from tunebook.data.keys import INVERSE_FLAG, LOSS_FLAGS, KeyAccount, is_empty
-from tunebook.data.problems import DocumentError
-from tunebook.data.tools import Call, Tool, read_calls, read_tools
+from tunebook.data.problems import DocumentError, type_name
+from tunebook.data.tools import Call, read_calls
 from tunebook.errors import did_you_mean
 
 Turn = dict[str, Any]
@@ -36,13 +35,13 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _CALL_KEYS = ("tool_calls", "function_call")
 _TURN_KEYS = (("from", "value"), ("role", "content"))
 _READ = {
-    keys: frozenset({*keys, *LOSS_FLAGS, *REASONING_KEYS, *_CALL_KEYS, "tools", "tool_call_id", "name"})
-    for keys in _TURN_KEYS
+    keys: frozenset({*keys, *LOSS_FLAGS, *REASONING_KEYS, *_CALL_KEYS, "tool_call_id", "name"}) for keys in _TURN_KEYS
 }
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING_PARTS = ("reasoning", "thinking", "reasoning_content")
 _CALL_PARTS = ("tool_call", "tool_use", "function_call")
 _MEDIA_PARTS = ("image", "audio", "video", "file", "document")
+_PARTS = (*_TEXT_PARTS, *_REASONING_PARTS, *_CALL_PARTS)
 _PART_VALUES = ("text", "value", "content", "thinking", "reasoning")
 
 
@@ -55,29 +54,27 @@ class _Content:
     calls: list[Call] = field(default_factory=list)
 
 
-def read_turns(
-    value: object, name: str, account: KeyAccount, *, is_prompt: bool = False, tools: list[Tool] | None = None
-) -> list[Turn]:
-    """A list of turns as written under `name`; of a prompt none is trained on.
-
-    Tools in a system turn are added to `tools`. Raises: DocumentError.
-    """
+def read_turns(value: object, name: str, account: KeyAccount, *, is_prompt: bool = False) -> list[Turn]:
+    """A list of turns as written under `name`; of a prompt none is trained on. Raises: DocumentError."""
     if not isinstance(value, list):
         raise DocumentError(f"'{name}' is {type_name(value)} where a list of turns belongs")
     turns: list[Turn] = []
     ids: dict[str, str] = {}  # of calls so far: the names of their tools
     for number, turn in enumerate(value, 1):
-        read = _read_turn(turn, number, account, is_prompt, tools)
-        is_call = isinstance(turn, dict) and str(turn.get("from", turn.get("role"))).lower() in CALL_ROLES
+        read = _read_turn(turn, number, account, is_prompt)
+        is_call = str(turn.get("from", turn.get("role"))).lower() in CALL_ROLES
         if is_call and turns and turns[-1]["role"] == "assistant" and turns[-1]["train"] == read["train"]:
-            _join(turns[-1], read)  # what the assistant says and what it calls is one turn
+            # What the assistant says and what it calls is one turn.
+            turns[-1]["tool_calls"] = [*turns[-1].get("tool_calls", []), *read["tool_calls"]]
         else:
             turns.append(read)
-        for call in turns[-1].get("tool_calls", []):
-            if "id" in call:
-                ids[call["id"]] = call["function"]["name"]
-        _name_result(read, ids, number)
-    return [_pack(turn) for turn in turns]
+        ids |= {call["id"]: call["function"]["name"] for call in read.get("tool_calls", []) if "id" in call}
+        if read["role"] == "tool":
+            _name_result(read, ids, number)
+    for turn in turns:
+        details = {key: turn.pop(key) for key in DETAILS if key in turn}
+        turn["details"] = json.dumps(details, ensure_ascii=False) if details else None
+    return turns
 
 
 def texts_of_turn(turn: Turn) -> list[str]:
@@ -128,7 +125,7 @@ def check_text(value: object, what: str) -> str:
     return value
 
 
-def _read_turn(turn: object, number: int, account: KeyAccount, is_prompt: bool, tools: list[Tool] | None) -> Turn:
+def _read_turn(turn: object, number: int, account: KeyAccount, is_prompt: bool) -> Turn:
     """One turn with its details as keys of their own."""
     if not isinstance(turn, dict):
         raise DocumentError(f"turn {number} is {type_name(turn)} where an object with a role and text belongs")
@@ -139,7 +136,7 @@ def _read_turn(turn: object, number: int, account: KeyAccount, is_prompt: bool, 
     role_key, content_key = keys
     role = _read_role(turn[role_key], number)
     place = f"turn {number} ({role})"
-    account.check_turn(turn, _READ[keys], place)
+    account.check(turn, _READ[keys], place)
     calls = _read_calls(turn, role, place)
     if content_key not in turn and not calls:
         raise DocumentError(f"{place} has no '{content_key}'; its keys are: {_keys(turn)}")
@@ -152,7 +149,6 @@ def _read_turn(turn: object, number: int, account: KeyAccount, is_prompt: bool, 
     reasoning = _one_of(
         _read_reasoning(turn, role, place), read.reasoning, f"{place} has reasoning in two places; keep one of them"
     )
-    _read_system_tools(turn, role, place, tools)
     made: Turn = {
         "role": role,
         "content": read.text if read.text.strip() or not read.calls else None,
@@ -217,14 +213,6 @@ def _read_names(turn: Mapping[str, Any], place: str) -> dict[str, str]:
     return names
 
 
-def _read_system_tools(turn: Mapping[str, Any], role: str, place: str, tools: list[Tool] | None) -> None:
-    if is_empty(turn.get("tools")):
-        return
-    if role != "system" or tools is None:
-        raise DocumentError(f"{place} has 'tools', which belong to the document or to its system turn; move them")
-    tools += read_tools(turn["tools"], f"tools of {place}")
-
-
 def _read_content(value: object, role: str, what: str, *, has_calls: bool) -> _Content:
     """A content as text or parts. It may be absent if there are calls, and a tool may return an empty text."""
     if value is None and has_calls:
@@ -270,8 +258,7 @@ def _read_part(part: object, role: str, place: str, read: _Content) -> None:
         read.calls += read_calls(call, place)
         return
     if kind not in (*_TEXT_PARTS, *_REASONING_PARTS):
-        known = ", ".join((_TEXT_PARTS[0], *_REASONING_PARTS[:2], *_CALL_PARTS[:2]))
-        raise DocumentError(f"{place} is of type '{kind}'.{did_you_mean(kind, known.split(', '))} Known types: {known}")
+        raise DocumentError(f"{place} is of type '{kind}'; known are {', '.join(_PARTS)}")
     text = next((part[key] for key in _PART_VALUES if part.get(key) is not None), None)
     if text is None:
         if any(key != "type" and not is_empty(entry) for key, entry in part.items()):
@@ -279,41 +266,27 @@ def _read_part(part: object, role: str, place: str, read: _Content) -> None:
         text = ""
     if not isinstance(text, str):
         raise DocumentError(f"{place} is {type_name(text)} where text belongs")
+    if kind in _REASONING_PARTS and role != "assistant":
+        raise DocumentError(f"{place} is of type '{kind}', but only the assistant reasons")
+    if text.strip() and (read.calls or (kind in _REASONING_PARTS and read.text.strip())):
+        raise DocumentError(f"{place} is {kind} too late: chat templates write reasoning, then text, then calls")
     if kind in _REASONING_PARTS:
-        if role != "assistant":
-            raise DocumentError(f"{place} is of type '{kind}', but only the assistant reasons")
-        if read.text.strip() or read.calls:
-            raise DocumentError(f"{place} is reasoning after the answer began, which chat templates write before it")
         read.reasoning += text
     else:
-        if read.calls and text.strip():
-            raise DocumentError(f"{place} is text after a call of a tool, which chat templates write before it")
         read.text += text
-
-
-def _join(turn: Turn, call: Turn) -> None:
-    """Add the calls of a turn of their own to the assistant's turn before it."""
-    turn["tool_calls"] = [*turn.get("tool_calls", []), *call["tool_calls"]]
 
 
 def _name_result(turn: Turn, ids: Mapping[str, str], number: int) -> None:
     """Name the tool of a result, which some templates write. Raises: DocumentError for an ID that no call has."""
-    call_id = turn.get("tool_call_id")
-    if turn["role"] != "tool" or call_id is None:
-        return
-    if ids and call_id not in ids:
+    call_id = turn.get("tool_call_id", "")
+    if call_id in ids:
+        turn.setdefault("name", ids[call_id])
+    elif call_id and ids:
         raise DocumentError(
             f"turn {number} (tool) answers tool_call_id '{call_id}', and no call before it has that 'id' (they are: "
             f"{', '.join(ids)})",
             problem_id="data-bad-tool",
         )
-    if call_id in ids:
-        turn.setdefault("name", ids[call_id])
-
-
-def _pack(turn: Turn) -> Turn:
-    details = {key: turn.pop(key) for key in DETAILS if key in turn}
-    return turn | {"details": json.dumps(details, ensure_ascii=False) if details else None}
 
 
 def _read_train(turn: Mapping[str, Any], role: str, number: int, is_prompt: bool) -> bool:

@@ -5,6 +5,7 @@ Trained-on tokens are in color, or in double brackets without colors (a pipe, a 
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,13 +38,9 @@ KINDS = {
     "reasoning": re.compile(r"<think>.*?</think>|(?<=<\|channel\|>analysis<\|message\|>).*?(?=<\|)", re.DOTALL),
     "token": re.compile(r"<\|[A-Za-z_]+\|>|</?s>|</?(?:think|tools|tool_call|tool_response)>|<(?:start|end)_of_turn>"),
 }
-_KIND_STYLES = {"tools": "italic", "call": "bold", "result": "italic", "reasoning": "italic", "token": "dim"}
-_MARKS = ("[[", "]]")
 _BAR_WIDTH = 40  # characters of the fullest bin
 _MANY_CUT_ANSWERS = 0.01  # of documents
 _MOST_TOKENS = 1500  # shown of one sample: tools alone may take 500
-# Samples are this share of a part apart, modulo 1: spread out, and in phase with no pattern in the data.
-_GOLDEN_SHARE = (5**0.5 - 1) / 2
 # Data must not move the cursor or change colors: control characters are shown as symbols.
 _CONTROL_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {127: "\u2421"}
 
@@ -54,11 +51,12 @@ def show_prepared(
     """Print all facts about prepared data; without a tokenizer, samples are token ids."""
     has_color = console.is_terminal and console.color_system is not None and not console.no_color
     console.print(render_sources(prepared))
-    console.print(render_counts(prepared))
+    show_summary(prepared, console)
     for name, part in prepared.parts().items():
         console.print(render_histogram(name, part))
     if num_samples > 0:
-        console.print(_legend(has_color))
+        console.print(Text("Samples as the model sees them; trained on: "), end="")
+        console.print(Text("in color", style=TRAINED_STYLE) if has_color else Text("[[in double brackets]]"))
     for name, part in prepared.parts().items():
         for sample in render_samples(name, part, tokenizer, num_samples, has_color=has_color):
             console.print(sample)
@@ -76,8 +74,10 @@ def summary_lines(prepared: Prepared) -> list[str]:
     for name, part in prepared.parts().items():
         counts = part.counts
         trained = _with_share(counts.num_trained_tokens, counts.num_tokens)
+        contents = [f"{count:,} {what}" for what, count in sorted(counts.contents.items())]
         lines.append(
-            f"  {name}: {counts.num_documents:,} documents of {counts.num_tokens:,} tokens, {trained} trained on"
+            f"  {name}: {counts.num_documents:,} documents of {counts.num_tokens:,} tokens "
+            f"(mean {counts.num_tokens / counts.num_documents:,.1f}), {', '.join([f'{trained} trained on', *contents])}"
         )
         if counts.num_cut:
             share = _with_share(counts.num_cut, counts.num_read)
@@ -95,48 +95,13 @@ def summary_lines(prepared: Prepared) -> list[str]:
 
 
 def render_sources(prepared: Prepared) -> RenderableType:
-    """The sources of the documents, and the remarks of reading them."""
+    """The sources of the documents."""
     table = _table("Sources", "location", "format", "documents", "version")
     table.columns[2].justify = "right"
     for record in prepared.records:
         version = record.revision or (f"sha256 {record.sha256[:12]}" if record.sha256 else "")
         table.add_row(Text(record.location), record.format, f"{record.num_documents:,}", version)
-    return Group(table, *(Text(f"  note: {note}") for note in prepared.notes), "")
-
-
-def render_counts(prepared: Prepared) -> RenderableType:
-    """The numbers of documents and tokens, and how many were cut or dropped and why."""
-    parts = prepared.parts()
-    table = _table(f"Documents of at most {prepared.max_length:,} tokens", "", *parts)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    counts = [part.counts for part in parts.values()]
-    table.add_row("documents read", *(f"{count.num_read:,}" for count in counts))
-    for what in sorted({what for count in counts for what in count.contents}):
-        table.add_row(f"  {what}", *(f"{count.contents[what]:,}" for count in counts))
-    table.add_row("documents kept", *(f"{count.num_documents:,}" for count in counts))
-    table.add_row("tokens", *(f"{count.num_tokens:,}" for count in counts))
-    trained = (_with_share(count.num_trained_tokens, count.num_tokens) for count in counts)
-    table.add_row("tokens trained on", *trained)
-    table.add_row("tokens a document", *(f"{count.num_tokens / count.num_documents:,.1f}" for count in counts))
-    table.add_row("cut or split", *(_with_share(count.num_cut, count.num_read) for count in counts))
-    cut_answers = (_with_share(count.num_answers_cut, count.num_documents) for count in counts)
-    table.add_row("ending within an answer", *cut_answers)
-    table.add_row("tokens lost", *(f"{count.num_tokens_lost:,}" for count in counts))
-    table.add_row("dropped", *(f"{count.num_dropped:,}" for count in counts))
-    for reason in sorted({reason for count in counts for reason in count.dropped}):
-        table.add_row(Text(f"  {reason}", style="yellow"), *(f"{count.dropped[reason]:,}" for count in counts))
-    lines = [
-        f"  {name}: {line}"
-        for name, count in zip(parts, counts, strict=True)
-        for line in ([_cut_answers(count)] if count.num_answers_cut else []) + skipped_lines(count.skipped, count.first)
-    ]
-    notes = [Text(line, style="yellow") for line in lines] + [
-        Text(f"  note: {name}: {note}: {count.notes[note]:,} (the first: {count.first[note]})", style="yellow")
-        for name, count in zip(parts, counts, strict=True)
-        for note in sorted(count.notes)
-    ]
-    return Group(table, *notes, "")
+    return Group(table, "")
 
 
 def _cut_answers(counts: PartCounts) -> str:
@@ -180,20 +145,10 @@ def render_samples(
 def titled_samples(name: str, part: PreparedPart, num_samples: int) -> Iterator[tuple[str, Row]]:
     """Documents from all over the part, each with a title."""
     documents = part.load()
-    for index in spread(len(documents), num_samples):
+    for index in sorted(random.Random(0).sample(range(len(documents)), min(num_samples, len(documents)))):
         row = documents[index]
         num_trained = sum(label != IGNORED_LABEL for label in row["labels"])
         yield f"{name} {index + 1:,} of {len(documents):,}: {row['length']:,} tokens, {num_trained:,} trained on", row
-
-
-def spread(num_documents: int, num_samples: int) -> list[int]:
-    """Distinct documents from all over a part, the first one first; all of them if there are no more."""
-    found: dict[int, None] = {}
-    position = 0
-    while len(found) < min(num_samples, num_documents):
-        found[int(num_documents * (position * _GOLDEN_SHARE % 1))] = None
-        position += 1
-    return list(found)
 
 
 @dataclass(frozen=True)
@@ -244,12 +199,11 @@ def render_document(
     """One document as text, the tokens that the loss counts in color or brackets. Shapes: both (num_tokens,)."""
     text = Text()
     for is_trained, pieces in groupby(pieces_of(input_ids, labels, tokenizer), key=lambda piece: piece.is_trained):
-        marks = _MARKS if is_trained and not has_color else ("", "")
-        text.append(marks[0])
-        for piece in pieces:
-            styles = (TRAINED_STYLE if is_trained else "", _KIND_STYLES.get(piece.kind, ""))
-            text.append(piece.text, style=" ".join(filter(None, styles)) if has_color else "")
-        text.append(marks[1])
+        written = "".join(piece.text for piece in pieces)
+        if is_trained and has_color:
+            text.append(written, style=TRAINED_STYLE)
+        else:
+            text.append(f"[[{written}]]" if is_trained else written)
     if len(input_ids) > _MOST_TOKENS:
         text.append(f" ... and {len(input_ids) - _MOST_TOKENS:,} more tokens", style="dim")
     return text
@@ -259,14 +213,6 @@ def _decode(input_ids: list[int], tokenizer: PreTrainedTokenizerBase | None) -> 
     if tokenizer is None:
         return "".join(f"{token} " for token in input_ids)
     return str(tokenizer.decode(input_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-
-def _legend(has_color: bool) -> Text:
-    legend = Text("Samples as the model sees them; trained on: ")
-    if has_color:
-        legend.append("in color", style=TRAINED_STYLE)
-        return legend.append("; calls of tools bold, tools, their results and reasoning in italics")
-    return legend.append(f"{_MARKS[0]}in double brackets{_MARKS[1]}")
 
 
 def _with_share(count: int, total: int) -> str:
