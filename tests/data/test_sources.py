@@ -306,6 +306,13 @@ def test_an_unknown_split_or_subset_names_those_there_are(tmp_path: Path, hub_fo
         assert caught.value.problem_id == "hub-unknown-split"
 
 
+def test_words_that_pandas_reads_as_nothing_stay_in_csv_files_of_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "chats").mkdir()
+    (tmp_path / "chats" / "train.csv").write_text("prompt,completion\nNA,null\nNone,NaN\n")
+    corpus = load(tmp_path, DatasetConfig(source=Source.hub, name=str(tmp_path / "chats")))
+    assert [(row["prompt"], row["completion"]) for row in corpus.train] == [("NA", "null"), ("None", "NaN")]
+
+
 def test_bad_rows_of_a_split_are_reported_by_row(tmp_path: Path, hub_folder: Path) -> None:
     question = {"conversations": [{"from": "human", "value": "q"}], "id": 1}
     write(hub_folder / "train.jsonl", [{**conversation(1), "id": 0}, question])
@@ -409,6 +416,7 @@ def test_what_an_earlier_run_downloaded_is_found_without_the_hub(
     config = DatasetConfig(source=Source.hub, name="some/chats", revision=revision)
     with monkeypatch.context() as online:
         online.setattr(datasets, "load_dataset", download)
+        online.setattr(datasets, "load_dataset_builder", lambda *_, **__: SimpleNamespace(config=None))
         online_rows = questions(load(tmp_path / "1", config).train)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", _refuse(ConnectionError("no route to host")))
     corpus = load(tmp_path / "2", config)
@@ -458,7 +466,7 @@ def test_a_disk_that_fills_up_while_the_files_are_read_is_not_their_fault(
         full = OSError(errno.ENOSPC, "No space left on device")
         raise datasets.exceptions.DatasetGenerationError("An error occurred while generating") from full
 
-    monkeypatch.setattr(datasets, "load_dataset", fill)
+    monkeypatch.setattr(datasets, "load_dataset_builder", fill)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="a" * 40))
     with pytest.raises(DoesNotFitError, match=r"no space is left for the data set some/chats: .*HF_HOME=FOLDER"):
         load(tmp_path, DatasetConfig(source=Source.hub, name="some/chats"))

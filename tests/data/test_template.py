@@ -173,8 +173,9 @@ def test_a_template_that_is_not_jinja_is_a_wrong_request(render: Any) -> None:
 def test_no_template_is_only_an_error_when_it_is_needed(tiny_tokenizer: Tokenizers) -> None:
     tokenizer = tiny_tokenizer(template=None)
     assert template_hash(tokenizer) is None
-    with pytest.raises(RequestError, match=r"no chat template.*model\.chat_template=FILE"):
+    with pytest.raises(RequestError, match=r"model\.chat_template=chatml") as error:
         require_template(tokenizer)
+    assert error.value.problem_id == "tokenizer-no-template"
 
 
 def test_the_prompt_is_ready_for_the_answer(tiny_tokenizer: Tokenizers) -> None:

@@ -65,6 +65,7 @@ def load_split(
     """
     import datasets
     from datasets.exceptions import DatasetGenerationError
+    from datasets.packaged_modules.csv.csv import CsvConfig
 
     folder = repository.folder
     place = str(folder or source.name)
@@ -76,7 +77,10 @@ def load_split(
                 raise ValueError(f'Unknown split "{split}". Should be one of {list(splits)}.')
             return splits[split]
         cache = {"cache_dir": str(cache_dir)} if folder is not None else {"revision": repository.revision}
-        rows = datasets.load_dataset(place, source.subset, split=split, **cache)
+        # pandas would read the answers "NA" and "null" of CSV files as nothing.
+        is_csv = isinstance(datasets.load_dataset_builder(place, source.subset, **cache).config, CsvConfig)
+        options = {"keep_default_na": False} if is_csv else {}
+        rows = datasets.load_dataset(place, source.subset, split=split, **options, **cache)
     except (DatasetGenerationError, FileNotFoundError, ValueError, AssertionError) as error:
         if folder is not None and is_disk_full(error):
             raise
