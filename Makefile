@@ -58,7 +58,7 @@ eval:  ## Evaluate the newest finished run, RECIPE's if it is given, or another:
 list:  ## The recipes, with their hardware and strategy
 	$(FRONT) run list $(value ARGS)
 
-explain:  ## What a rule or an error means and what to do: ARGS=<its id>, or all of them
+explain:  ## What a rule refuses and why: ARGS=<its id>, or all of them
 	$(FRONT) run explain $(or $(value ARGS),all)
 
 env:  ## Find the GPUs, pick the image and write .env; every target that uses a container does this

@@ -352,10 +352,12 @@ def _interrupt_on_request() -> None:
 
 
 def _end_with(error: TunebookError, errors: Console) -> NoReturn:
+    from tunebook.plan.rules import RULES
+
     # Values are repeated as they were typed; a terminal must not obey what is in them, nor a log keep a token.
     message = without_secrets("\n".join(map(shown, error.message.split("\n"))))
     errors.print(Text(f"error: {message}", style="red"))
-    if error.problem_id is not None and "tunebook explain" not in error.message:
+    if error.problem_id in {rule.id for rule in RULES}:
         errors.print(Text(f"more: tunebook explain {error.problem_id}"))
     sys.exit(error.exit_code)
 

@@ -54,13 +54,12 @@ def explain(
     id: Annotated[
         str,
         typer.Argument(
-            metavar="ID|NAME",
-            help="The id that a message ends with (`all` lists them), or another tool's name: lora_r.",
+            metavar="RULE|NAME",
+            help="A rule's id, which its message ends with (`all` lists them), or another tool's name: lora_r.",
         ),
     ],
 ) -> None:
-    """Say what a rule or an error means, why it exists, and what to do, or what a key of another tool is here."""
-    from tunebook.explain import all_ids
+    """Say what a rule refuses and why, or what a key of another tool is here."""
     from tunebook.explain import explain as text_of
 
-    print_text("\n".join(all_ids()) if id == "all" else text_of(id), make_console())
+    print_text(text_of(id), make_console())

@@ -9,8 +9,8 @@ TunebookError (1)
 └── InvalidTrainingError (7)  the training is invalid: a loss that is not finite, a leak
 
 The command line prints these without a traceback; anything else is unexpected, keeps its traceback and exits 1.
-Every message contains what was wrong (with the value), why it cannot work, and what to type instead. `problem_id` is
-the argument of `tunebook explain`.
+Every message contains what was wrong (with the value), why it cannot work, and what to type instead. A rule's
+`problem_id` is its id, which `tunebook explain` takes; others are for scripts and tests.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class InvalidTrainingError(TunebookError):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One broken rule: `id` for `tunebook explain`, the `key` it is about, what is wrong and what to type instead."""
+    """One broken rule: its `id`, the `key` it is about, what is wrong and what to type instead."""
 
     id: str
     key: str
@@ -83,7 +83,7 @@ class Problem:
     def text(self) -> str:
         """The problem as one paragraph for a terminal."""
         place = f" (from {self.place})" if self.place else ""
-        return f"{self.key}{place}: {self.message}\n    fix: {self.fix}   (tunebook explain {self.id})"
+        return f"{self.key}{place}: {self.message}\n    fix: {self.fix}   [{self.id}]"
 
 
 class RulesError(RequestError):

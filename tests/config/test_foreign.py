@@ -278,7 +278,7 @@ def test_explain_says_what_a_name_is_here() -> None:
     assert "Tunebook does not offer it.\n\nNo noise" in explain("training.neftune_noise_alpha")
     assert "  ORG/NAME: model=hub model.name=VALUE" in explain("model_name_or_path")
     assert "  true, 1, yes, bfd..., ffd: packing=isolated" in explain("packing")  # a group, by values of other tools
-    with pytest.raises(RequestError, match=r"nothing called 'lora_rr' to explain\. Did you mean 'lora_r'"):
+    with pytest.raises(RequestError, match=r"no rule 'lora_rr' to explain\. Did you mean 'lora_r'"):
         explain("lora_rr")
 
 

@@ -177,4 +177,3 @@ def test_another_template_is_refused(quickstart, run, tmp_path):
     ended = run(["tunebook", "chat", str(copy), "--prompt", "Reverse the order: rain key chair"])
     assert ended.exit_code == 4
     assert "the chat template is not the one that" in ended.output
-    assert "tunebook explain template-changed" in ended.output

@@ -54,7 +54,7 @@ EXPECTED = {
     "make data RECIPE=quickstart": "15,000",
     "make sweep RECIPE=quickstart": "4 trials",
     "make doctor RECIPE=quickstart": "0 errors",
-    "make explain ARGS=bf16-on-volta": "bf16 on a GPU without bf16",
+    "make explain ARGS=bf16-on-volta": "torch emulates bf16 there",
     "tunebook train model=hub model.name=": "launch: ",
     "tunebook train model=hub model.path=": "launch: ",
     "tunebook init mine --model": "  tunebook plan mine --recipes-dir my_recipes",

@@ -101,7 +101,7 @@ def _resolve(recipe: str | None, overrides: list[str], recipes_dirs: list[Path],
         findings += map(finding_of, error.problems)
     except RequestError as error:
         id = error.problem_id or "recipe"
-        findings.append(Finding(id=id, what=error.message, fix=f"tunebook explain {id}", is_error=True))
+        findings.append(Finding(id=id, what=error.message, fix="change the request as said above", is_error=True))
     return _Request(config=config, findings=findings)
 
 

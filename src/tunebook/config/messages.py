@@ -40,9 +40,7 @@ def all_of(errors: list[RequestError]) -> RequestError:
     """Several errors as one numbered list; a single error unchanged."""
     if len(errors) == 1:
         return errors[0]
-    lines = [
-        f"  {number}. {error.message}   (tunebook explain {error.problem_id})" for number, error in enumerate(errors, 1)
-    ]
+    lines = [f"  {number}. {error.message}   [{error.problem_id}]" for number, error in enumerate(errors, 1)]
     return RequestError("\n".join([f"{len(errors)} problems", *lines]), problem_id=errors[0].problem_id)
 
 

@@ -387,7 +387,7 @@ class EvaluationConfig:
     batch_size: int | None = 16  # requests computed at once; null: the most that the memory takes
     num_fewshot: int | None = None  # null: the task's own
     # Look for the items of the tasks and of the validation part in the training documents, before training; report
-    # counts them, refuse does not train if they are there (explain contaminated), disabled does not look
+    # counts them, refuse does not train if they are there, disabled does not look
     contamination: Contamination = field(default=Contamination.report, metadata=_SAME_RESULT)
     code: CodeConfig = field(default_factory=CodeConfig)
     confirm_run_unsafe_code: bool = False  # run programs that a model wrote without a sandbox

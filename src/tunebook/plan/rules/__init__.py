@@ -3,8 +3,7 @@
 `refuse_before_tracing` reports those that hold for any layers of the model, which are slow to trace.
 
 A rule looks at the resolved configuration only (see `plan.auto.resolve`); `train.requirements` holds the requirements
-on this machine. To add a rule: write it in the module of its topic, its texts in `errors.yaml`, and its case in
-`tests/plan/rules/rule_cases.py`.
+on this machine. To add a rule: write it in the module of its topic, and its case in `tests/plan/rules/rule_cases.py`.
 """
 
 from __future__ import annotations

@@ -34,7 +34,11 @@ _OF_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2"
 
 @rule("adapter-on-output-head", "peft.target_modules")
 def adapter_on_output_head(config: RunConfig) -> Finding | None:
-    """Refuse an output head among the target modules."""
+    """Refuse an output head among the target modules.
+
+    TRL computes the loss from the head's own weight, so an adapter there is never trained. To train the whole head,
+    name it in `modules_to_save`.
+    """
     targets = config.peft.target_modules
     heads = [name for name in targets if last_name(name) in HEADS]
     if config.peft.method is PeftMethod.full or not heads:
@@ -45,7 +49,11 @@ def adapter_on_output_head(config: RunConfig) -> Finding | None:
 
 @rule("adapter-module-unknown")
 def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
-    """Check models with Llama's linear layers; others may have modules that no trace names."""
+    """Refuse modules that the model does not have.
+
+    PEFT does not report them if it finds others: the adapter would be smaller than requested. Only models with
+    Llama's linear layers are checked; others may have modules that no trace names.
+    """
     facts, peft = config.model.facts, config.peft
     if peft.method is not PeftMethod.full and _ALL_LINEAR in peft.target_modules:
         message = f"{_ALL_LINEAR} is no module; an empty list means every linear layer but the output head"
@@ -69,7 +77,8 @@ def adapter_module_unknown(config: RunConfig) -> Iterator[Finding]:
 def adapter_without_targets(config: RunConfig) -> Finding | None:
     """Refuse module lists that leave no module for an adapter.
 
-    All modules are known for models with Llama's layers. For others, only modules in both lists are found.
+    What `modules_to_save` names is trained whole and gets no adapter. All modules are known for models with Llama's
+    layers. For others, only modules in both lists are found.
     """
     peft = config.peft
     if peft.method is PeftMethod.full or not peft.modules_to_save:
@@ -85,7 +94,11 @@ def adapter_without_targets(config: RunConfig) -> Finding | None:
 
 @rule("adapter-module-refused", "peft.target_modules")
 def adapter_module_refused(config: RunConfig) -> Finding | None:
-    """Refuse linear layers that PEFT cannot adapt in this architecture."""
+    """Refuse linear layers that PEFT cannot adapt in this architecture.
+
+    PEFT stops at the output projection of some Mamba layers, whose kernel reads its weight directly. It adapts
+    routers that return the chosen experts in addition to a product, and fails in the first pass.
+    """
     peft, facts = config.peft, config.model.facts
     if peft.method is PeftMethod.full or facts is None or facts.measured is None:
         return None
@@ -100,7 +113,10 @@ def adapter_module_refused(config: RunConfig) -> Finding | None:
 
 @rule("adapter-dropout-on-experts", "peft.dropout")
 def adapter_dropout_on_experts(config: RunConfig) -> Finding | None:
-    """Refuse adapter dropout on stacked experts and other parameters."""
+    """Refuse adapter dropout on stacked experts and other parameters.
+
+    PEFT adapts stacked experts as one parameter, which has no input to apply dropout to.
+    """
     peft, facts = config.peft, config.model.facts
     if adapts_parameters(config) and peft.dropout:
         message = (
@@ -117,7 +133,11 @@ def adapter_dropout_on_experts(config: RunConfig) -> Finding | None:
 
 @rule("adapter-pattern-unmatched")
 def adapter_pattern_unmatched(config: RunConfig) -> Iterator[Finding]:
-    """Refuse a rank or an alpha for what gets no adapter. Layers of unknown names are checked when they are made."""
+    """Refuse a rank or an alpha for what gets no adapter.
+
+    PEFT ignores such a key, and the layer that was meant has the rank and alpha of all others. Layers of unknown
+    names are checked when they are made.
+    """
     if config.peft.method is PeftMethod.full:
         return
     for field in _PATTERNS:
@@ -135,7 +155,11 @@ def adapter_pattern_unmatched(config: RunConfig) -> Iterator[Finding]:
 
 @rule("dora-not-tested", "peft.use_dora")
 def dora_not_tested(config: RunConfig) -> Finding | None:
-    """Refuse DoRA where PEFT has none, or where it reads weights that its layer does not have."""
+    """Refuse DoRA where PEFT has none, or where it reads weights that its layer does not have.
+
+    DoRA reads the weights of a layer outside of the layer. ZeRO-3 gathers them only for the layer, and under FSDP it
+    was not trained. PEFT has no DoRA for stacked experts.
+    """
     peft, facts = config.peft, config.model.facts
     if peft.method is PeftMethod.full or not peft.use_dora:
         return None
@@ -153,7 +177,11 @@ def dora_not_tested(config: RunConfig) -> Finding | None:
 
 @rule("adapter-on-parameters", "peft.target_parameters")
 def adapter_on_parameters(config: RunConfig) -> Finding | None:
-    """Refuse adapters on parameters where PEFT has none, or where they were not trained."""
+    """Refuse adapters on parameters where PEFT has none, or where they were not trained.
+
+    PEFT adds such an adapter to the whole weight in each pass. Compiled blocks, and weights that are divided over
+    ranks, do not allow the exchange of a weight.
+    """
     peft, none = config.peft, "peft.target_parameters=[]"
     if not adapts_parameters(config):
         return None
@@ -211,7 +239,11 @@ def _is_within(module: str, saved: str) -> bool:
 
 @rule("whole-tied-head-under-fsdp", "peft.modules_to_save")
 def whole_tied_head_under_fsdp(config: RunConfig) -> Finding | None:
-    """Refuse a tied head in `modules_to_save`; over 4-bit weights every rank reads it anyway."""
+    """Refuse a tied head in `modules_to_save`; over 4-bit weights every rank reads it anyway.
+
+    If one rank reads the weights for all, accelerate ties the head to the embeddings again. That fails if PEFT has
+    replaced the head by a copy.
+    """
     # accelerate 1.15, fsdp2_prepare_model; transformers 5.23, tie_weights: "attribute 'weight' already exists" (H200).
     settings, facts = config.parallelism, config.model.facts
     is_tied = facts is not None and facts.tie_word_embeddings
@@ -228,7 +260,11 @@ def whole_tied_head_under_fsdp(config: RunConfig) -> Finding | None:
 
 @rule("tied-matrix-trained-apart", is_error=False)
 def tied_matrix_trained_apart(config: RunConfig) -> Iterator[Finding]:
-    """Warn about tied embeddings or a tied head in either module list."""
+    """Warn about tied embeddings or a tied head in either module list.
+
+    PEFT trains a copy of what is named and leaves the other as it was. A merged model has two matrices, and is larger
+    by one.
+    """
     facts, peft = config.model.facts, config.peft
     if peft.method is PeftMethod.full or facts is None or not facts.tie_word_embeddings:
         return
@@ -282,7 +318,7 @@ def _lora_goes(config: RunConfig) -> bool:
 
 @rule("qlora-random-weights", "peft.method")
 def qlora_random_weights(config: RunConfig) -> Finding | None:
-    """Refuse a quantized base with random weights."""
+    """Refuse a quantized base with random weights: it is frozen, so it would teach nothing."""
     if config.peft.method is not PeftMethod.qlora or config.model.weights is not Weights.random:
         return None
     message = "qlora freezes and quantizes a base model, and model.weights=random has none"

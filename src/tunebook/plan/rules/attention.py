@@ -43,7 +43,11 @@ def compiles(kernel: Attention) -> bool:
 
 @rule("attention-not-in-model", "attention.implementation")
 def attention_not_in_model(config: RunConfig) -> Finding | None:
-    """Refuse a kernel that the architecture's code does not support."""
+    """Refuse a kernel that the architecture's code does not support.
+
+    Some architectures cap logits, have sinks, or ask for dropout. transformers refuses a kernel without that feature,
+    or silently takes another one.
+    """
     kernel, facts = config.attention.implementation, config.model.facts
     if facts is None or facts.measured is None or has_attention(config, kernel):
         return None
@@ -64,7 +68,10 @@ def _unpacked(config: RunConfig) -> str:
 
 @rule("flash-attention-below-ampere", "attention.implementation")
 def flash_attention_below_ampere(config: RunConfig) -> Finding | None:
-    """Refuse flash attention if the generation cannot run it."""
+    """Refuse flash attention if the generation cannot run it.
+
+    flash-attn 2 needs compute capability 8.0, flash-attn 4 needs 9.0. An older GPU fails at the first step.
+    """
     kernel, generation = config.attention.implementation, config.hardware.generation
     if generation not in GENERATIONS or can_run(kernel, generation):
         return None
@@ -79,7 +86,7 @@ def flash_attention_below_ampere(config: RunConfig) -> Finding | None:
 
 @rule("flash-attention-in-fp32", "attention.implementation")
 def flash_attention_in_fp32(config: RunConfig) -> Finding | None:
-    """Refuse flash attention in fp32."""
+    """Refuse flash attention in fp32: the kernels exist for fp16 and bf16 only."""
     kernel = config.attention.implementation
     if not ATTENTIONS[kernel].is_flash or config.precision.compute is not Compute.fp32:
         return None
@@ -89,7 +96,7 @@ def flash_attention_in_fp32(config: RunConfig) -> Finding | None:
 
 @rule("varlen-attention-padded", "attention.implementation")
 def varlen_attention_padded(config: RunConfig) -> Finding | None:
-    """Refuse varlen attention with rows that are not packed."""
+    """Refuse varlen attention with rows that are not packed: it does not support padding."""
     kernel = config.attention.implementation
     if not ATTENTIONS[kernel].needs_lengths or config.packing.mode is PackingMode.isolated:
         return None
@@ -99,7 +106,10 @@ def varlen_attention_padded(config: RunConfig) -> Finding | None:
 
 @rule("compiled-layers-by-document", "model.compile_layers")
 def compiled_layers_by_document(config: RunConfig) -> Finding | None:
-    """Refuse compiled blocks with an attention that loops over documents."""
+    """Refuse compiled blocks with an attention that loops over documents.
+
+    It reads on the host how long the documents of a row are, so a block cannot be compiled as one.
+    """
     if not config.model.compile_layers or config.attention.implementation is not BY_DOCUMENT:
         return None
     better = without_flash_attn(config)
@@ -109,7 +119,7 @@ def compiled_layers_by_document(config: RunConfig) -> Finding | None:
 
 @rule("flex-attention-on-cpu", "attention.implementation")
 def flex_attention_on_cpu(config: RunConfig) -> Finding | None:
-    """Refuse flex_attention without a GPU."""
+    """Refuse flex_attention without a GPU: torch has no backward pass of it on a CPU."""
     if attention_facts(config).trains_on_cpu or not _is_on_cpu(config):
         return None
     message = "flex_attention cannot train on a CPU"
@@ -118,7 +128,11 @@ def flex_attention_on_cpu(config: RunConfig) -> Finding | None:
 
 @rule("flash-attention-not-deterministic", "attention.implementation", is_error=False)
 def flash_attention_not_deterministic(config: RunConfig) -> Finding | None:
-    """Warn about deterministic training with flash attention."""
+    """Warn about deterministic training with flash attention.
+
+    The backward pass adds the gradients of queries in the order in which blocks finish. flash-attn 2 has a
+    deterministic way that is slower and needs more memory; others may differ in the last bits between runs.
+    """
     kernel = config.attention.implementation
     if not ATTENTIONS[kernel].is_flash or not config.training.deterministic:
         return None
@@ -128,7 +142,11 @@ def flash_attention_not_deterministic(config: RunConfig) -> Finding | None:
 
 @rule("packing-leaks", "packing.mode")
 def packing_leaks(config: RunConfig) -> Finding | None:
-    """Refuse isolated packing with an architecture that is known to leak."""
+    """Refuse isolated packing with an architecture that is known to leak.
+
+    Documents are kept apart by positions and the attention mask. A model that takes no positions, makes its mask
+    without them, or carries a state along the row lets a document see the one before it.
+    """
     facts = config.model.facts
     if config.packing.mode is not PackingMode.isolated or facts is None or not leaks(config):
         return None
@@ -145,7 +163,10 @@ def packing_leaks(config: RunConfig) -> Finding | None:
 
 @rule("row-length-without-packing", "packing.row_length", is_error=False)
 def row_length_without_packing(config: RunConfig) -> Finding | None:
-    """Warn about a row length in padded mode other than the one `auto` fills in."""
+    """Warn about a row length in padded mode other than the one `auto` fills in.
+
+    A padded row is as long as the longest document of its batch.
+    """
     row = config.packing.row_length
     if row is None or config.packing.mode is not PackingMode.padded or row == config.training.max_length:
         return None
@@ -164,7 +185,10 @@ one_pass_head_without_gpu = needs_gpu(
 
 @rule("one-pass-head-in-fp16", "model.one_pass_head")
 def one_pass_head_in_fp16(config: RunConfig) -> Finding | None:
-    """Refuse head gradients computed in the forward pass in a format that needs loss scaling."""
+    """Refuse head gradients computed in the forward pass in a format that needs loss scaling.
+
+    They are made before the loss is scaled, so what is below fp16's smallest number is lost.
+    """
     if not config.model.one_pass_head or config.precision.compute is not Compute.fp16:
         return None
     message = "in fp16 gradients are made after the loss is scaled, which is after the forward pass"
@@ -173,7 +197,10 @@ def one_pass_head_in_fp16(config: RunConfig) -> Finding | None:
 
 @rule("compiled-layers-with-liger", "model.compile_layers")
 def compiled_layers_with_liger(config: RunConfig) -> Finding | None:
-    """Refuse compiled blocks with Liger's kernels: both fuse a block's small operations."""
+    """Refuse compiled blocks with Liger's kernels: both fuse a block's small operations.
+
+    torch cannot compile a block that calls Liger's kernels (torch 2.11, liger-kernel 0.8.5).
+    """
     if not (config.model.compile_layers and config.model.liger_kernel):
         return None
     return Finding("blocks that call Liger's kernels cannot be compiled", "model.liger_kernel=false")
@@ -181,7 +208,11 @@ def compiled_layers_with_liger(config: RunConfig) -> Finding | None:
 
 @rule("compiled-layers-with-flash-attn", "model.compile_layers")
 def compiled_layers_with_flash_attn(config: RunConfig) -> Finding | None:
-    """Refuse compiled blocks with an attention that makes each block compile separately."""
+    """Refuse compiled blocks with an attention that makes each block compile separately.
+
+    transformers' function for them reads the number of the calling block, so torch compiles each block again, stops
+    after eight, and leaves the others uncompiled.
+    """
     kernel = config.attention.implementation
     if not config.model.compile_layers or not ATTENTIONS[kernel].is_flash or compiles(kernel):
         return None
@@ -206,7 +237,10 @@ activation_offload_without_gpu = needs_gpu(
 
 @rule("activation-offload-with-flex", "activation.offload")
 def activation_offload_with_flex(config: RunConfig) -> Finding | None:
-    """Refuse activation offload with flex_attention: failed on an H200 with torch 2.11 (gemma-2b)."""
+    """Refuse activation offload with flex_attention: failed on an H200 with torch 2.11 (gemma-2b).
+
+    Tensors come back from the host contiguous, but its backward pass is compiled for the layout of the forward pass.
+    """
     if not config.activation.offload or config.attention.implementation is not FLEX:
         return None
     message = "flex_attention's backward pass does not take what was offloaded"

@@ -16,7 +16,7 @@ _LOG_OF_ALL = 30.0  # upper bound for the logarithm of a document's length
 
 @rule("batch-one-way", "training.global_samples")
 def batch_one_way(config: RunConfig) -> Finding | None:
-    """Require exactly one of `global_samples` and `global_tokens`."""
+    """Require exactly one of `global_samples` and `global_tokens`: a step counts documents or tokens."""
     samples, tokens = config.training.global_samples, config.training.global_tokens
     if samples is not None and tokens is not None:
         message = f"global_samples={samples} and global_tokens={tokens} both set the size of a step"
@@ -41,7 +41,10 @@ def _is_padded(config: RunConfig) -> bool:
 
 @rule("batch-not-divisible")
 def batch_not_divisible(config: RunConfig) -> Finding | None:
-    """Require padded documents, or the rows of `global_tokens`, to be a multiple of ranks x micro batch."""
+    """Require padded documents, or the rows of `global_tokens`, to be a multiple of ranks x micro batch.
+
+    Every GPU passes over the same number of rows. No batch is rounded, because that would train something else.
+    """
     training = config.training
     if _is_padded(config):
         key, asked, length = "training.global_samples", training.global_samples, 1
@@ -84,7 +87,7 @@ def _documents(count: int) -> str:
 def batch_too_small(config: RunConfig) -> Iterator[Finding]:
     """Require one document per rank and rows for one pass, in packed mode.
 
-    Divisibility covers padded documents.
+    A GPU without any would have no gradient to add. Divisibility covers padded documents.
     """
     if _is_padded(config):
         return
@@ -101,7 +104,10 @@ def batch_too_small(config: RunConfig) -> Iterator[Finding]:
 
 @rule("tokens-need-packing", "training.global_tokens")
 def tokens_need_packing(config: RunConfig) -> Finding | None:
-    """Refuse `global_tokens` in padded mode."""
+    """Refuse `global_tokens` in padded mode.
+
+    A padded row holds one document of any length, so the tokens of a step are unknown before its documents are drawn.
+    """
     tokens = config.training.global_tokens
     if tokens is None or not _is_padded(config):
         return None
@@ -134,7 +140,10 @@ def _mean_tokens(config: RunConfig) -> float:
 
 @rule("batch-larger-than-data", "training.global_samples")
 def batch_larger_than_data(config: RunConfig) -> Finding | None:
-    """Refuse a batch larger than the data, if `dataset.num_documents` or `max_documents` gives its size."""
+    """Refuse a batch larger than the data, if `dataset.num_documents` or `max_documents` gives its size.
+
+    A step takes no document twice.
+    """
     samples, documents = config.training.global_samples, _fewest_documents(config)
     if samples is None or documents is None or samples <= documents:
         return None
@@ -157,7 +166,7 @@ def _fewest_documents(config: RunConfig) -> int | None:
 
 @rule("row-shorter-than-document", "packing.row_length")
 def row_shorter_than_document(config: RunConfig) -> Finding | None:
-    """Require `row_length` to be at least `max_length`."""
+    """Require `row_length` to be at least `max_length`: a document is never split over two rows."""
     row, length = config.packing.row_length, config.training.max_length
     if row is None or row >= length or _is_padded(config):
         return None
@@ -167,7 +176,10 @@ def row_shorter_than_document(config: RunConfig) -> Finding | None:
 
 @rule("micro-rows-on-mask", "training.micro_batch_size", is_error=False)
 def micro_rows_on_mask(config: RunConfig) -> Finding | None:
-    """Warn about more than one packed row per pass on sdpa or eager."""
+    """Warn about more than one packed row per pass on sdpa or eager.
+
+    Their mask has N x N entries for the N tokens of a pass, so two rows cost four times one row.
+    """
     micro, kernel = config.training.micro_batch_size, config.attention.implementation
     is_masked = ATTENTIONS[kernel].isolation is Isolation.mask and config.packing.mode is PackingMode.isolated
     if micro is None or micro <= 1 or not is_masked:

@@ -1,11 +1,12 @@
 """The form of a rule: an id and a function that finds violations in a resolved configuration.
 
-A rule is a function under `@rule(id, key)`. `errors.yaml` has its meaning, reason and fix under that id. Every function
-must handle any configuration that composes, whatever its other errors, because all problems are reported at once.
+A rule is a function under `@rule(id, key)`. Its docstring says what it refuses and why (`tunebook explain ID`). Every
+function must handle any configuration that composes, whatever its other errors: all problems are reported at once.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ class Rule:
     """A cross-field rule."""
 
     id: str
+    why: str  # what it refuses and why, for `tunebook explain`
     key: str | None  # key of the rule; None: each finding names one
     find: Find
     is_error: bool  # False: a printed warning that does not stop the run
@@ -55,7 +57,7 @@ class Rule:
 
 def rule(id: str, key: str | None = None, *, is_error: bool = True) -> Callable[[Find], Rule]:
     """Decorator that makes a rule of a function."""
-    return lambda find: Rule(id=id, key=key, find=find, is_error=is_error)
+    return lambda find: Rule(id=id, why=inspect.getdoc(find) or "", key=key, find=find, is_error=is_error)
 
 
 def read_key(config: object, key: str) -> Any:
@@ -69,12 +71,11 @@ def read_key(config: object, key: str) -> Any:
 def needs_gpu(*, id: str, key: str, message: str) -> Rule:
     """A rule that refuses a switch, which is off by default, on a CPU."""
 
-    @rule(id, key)
     def find(config: RunConfig) -> Finding | None:
         is_on_cpu = config.hardware.generation is Generation.cpu
         return Finding(message, f"{key}=false") if is_on_cpu and read_key(config, key) else None
 
-    return find
+    return Rule(id=id, why=f"Refuse {key} on a CPU: {message}.", key=key, find=find, is_error=True)
 
 
 def without(key: str, values: Iterable[str], wrong: Collection[str]) -> str:

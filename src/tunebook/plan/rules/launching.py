@@ -56,7 +56,7 @@ def node_rank_range(config: RunConfig) -> Finding | None:
 
 @rule("master-address-missing", "launcher.master_address")
 def master_address_missing(config: RunConfig) -> Finding | None:
-    """Require a master address for a later node."""
+    """Require a master address for a later node: node 0 prepares the data and starts the run."""
     launcher = config.launcher
     is_later = 0 < launcher.node_rank < config.hardware.num_nodes
     if launcher.name is not LauncherName.local or not is_later or launcher.master_address:
@@ -66,7 +66,7 @@ def master_address_missing(config: RunConfig) -> Finding | None:
 
 @rule("node-settings-ignored")
 def node_settings_ignored(config: RunConfig) -> Iterator[Finding]:
-    """Refuse node_rank, master_address and master_port with a launcher other than local."""
+    """Refuse node_rank, master_address and master_port with other launchers: they find the nodes themselves."""
     if config.launcher.name is LauncherName.local:
         return
     usual = LauncherConfig(name=LauncherName.local)
@@ -80,7 +80,7 @@ def node_settings_ignored(config: RunConfig) -> Iterator[Finding]:
 
 @rule("time-limit-form", "launcher.time_limit")
 def time_limit_form(config: RunConfig) -> Finding | None:
-    """Require one of Slurm's time formats."""
+    """Require one of Slurm's time formats: minutes, minutes:seconds, hours:minutes:seconds, days-hours."""
     settings = config.launcher
     if not isinstance(settings, SlurmConfig) or settings.time_limit is None:
         return None
@@ -91,7 +91,7 @@ def time_limit_form(config: RunConfig) -> Finding | None:
 
 @rule("sbatch-option-form", "launcher.extra_args")
 def sbatch_option_form(config: RunConfig) -> Finding | None:
-    """Require options that start with a dash."""
+    """Require options that start with a dash: each becomes one #SBATCH line."""
     settings = config.launcher
     if not isinstance(settings, SlurmConfig):
         return None
@@ -104,7 +104,11 @@ def sbatch_option_form(config: RunConfig) -> Finding | None:
 
 @rule("time-limit-too-short", "launcher.time_limit")
 def time_limit_too_short(config: RunConfig) -> Finding | None:
-    """Refuse a limit with which Slurm's warning may come before the first step."""
+    """Refuse a limit with which Slurm's warning may come before the first step.
+
+    Slurm warns a run launcher.stop_timeout_s before the limit, or up to a minute earlier. A turn that ends before its
+    first step saves nothing, and the next would not either.
+    """
     settings = config.launcher
     left_s = _seconds_before_the_warning(settings)
     if left_s is None or left_s > 0:
@@ -117,7 +121,10 @@ def time_limit_too_short(config: RunConfig) -> Finding | None:
 
 @rule("time-limit-too-short-for-a-slow-start", "launcher.time_limit", is_error=False)
 def time_limit_too_short_for_a_slow_start(config: RunConfig) -> Finding | None:
-    """Warn if the limit covers Slurm's warning, but not the longest allowed start and one step."""
+    """Warn if the limit covers Slurm's warning, but not the longest allowed start and one step.
+
+    A turn that starts that slowly saves nothing and is not requeued.
+    """
     settings = config.launcher
     left_s = _seconds_before_the_warning(settings)
     if left_s is None or left_s <= 0 or left_s > settings.start_timeout_s:
@@ -147,7 +154,7 @@ def _long_enough(settings: LauncherConfig) -> str:
 
 @rule("sbatch-option-reserved", "launcher.extra_args")
 def sbatch_option_reserved(config: RunConfig) -> Iterator[Finding]:
-    """Refuse sbatch options that Tunebook sets."""
+    """Refuse sbatch options that Tunebook sets: output, nodes, warning and requeue belong together."""
     settings = config.launcher
     if not isinstance(settings, SlurmConfig):
         return
@@ -179,7 +186,11 @@ def _option_name(option: str) -> str:
 
 @rule("container-settings")
 def container_settings(config: RunConfig) -> Iterator[Finding]:
-    """Refuse mounts without an image, or mounts that are not absolute paths."""
+    """Refuse mounts without an image, or mounts that are not absolute paths.
+
+    Without an image the ranks run in the environment of the command. A mount is a folder of the node at the same path
+    inside.
+    """
     settings = config.launcher
     if not isinstance(settings, SlurmConfig) or not settings.container_mounts:
         return
@@ -195,7 +206,11 @@ def container_settings(config: RunConfig) -> Iterator[Finding]:
 
 @rule("container-on-shared-node", "launcher.container_runtime")
 def container_on_shared_node(config: RunConfig) -> Finding | None:
-    """Refuse Docker with a part of a node's cores."""
+    """Refuse Docker with a part of a node's cores.
+
+    A container of Docker is not in the control groups of a job: it sees all GPUs of the node, those of other jobs
+    too. pyxis starts containers inside the job.
+    """
     settings = config.launcher
     if not isinstance(settings, SlurmConfig) or settings.container_image is None or settings.cpus_per_task is None:
         return None
@@ -208,6 +223,8 @@ def container_on_shared_node(config: RunConfig) -> Finding | None:
 @rule("container-image-without-registry", "launcher.container_image")
 def container_image_without_registry(config: RunConfig) -> Finding | None:
     """Refuse a bare image name, or one in Docker's notation.
+
+    enroot fetches a name without `#` from Docker Hub, where anybody may have published one of that name.
 
     Source: enroot's import (docker://[USER@][REGISTRY#]IMAGE[:TAG]).
     """
@@ -226,7 +243,10 @@ def container_image_without_registry(config: RunConfig) -> Finding | None:
 
 @rule("ray-address-form", "launcher.address")
 def ray_address_form(config: RunConfig) -> Finding | None:
-    """Require auto, local, or HOST:PORT."""
+    """Require auto, local, or HOST:PORT.
+
+    A Ray client's address (ray://) reaches a proxy, which Ray Train does not run through.
+    """
     settings = config.launcher
     if not isinstance(settings, RayConfig) or settings.address in ("auto", "local"):
         return None
@@ -251,7 +271,11 @@ def ray_variable_form(config: RunConfig) -> Finding | None:
 
 @rule("launcher-settings-mismatch", "launcher.name")
 def launcher_settings_mismatch(config: RunConfig) -> Finding | None:
-    """Refuse a launcher in another launcher's schema; slurm and ray have their own schemas."""
+    """Refuse a launcher in another launcher's schema; slurm and ray have their own schemas.
+
+    Changing only launcher.name leaves the other launcher's settings in place; choose the group, such as
+    launcher=slurm.
+    """
     needed = {LauncherName.slurm: SlurmConfig, LauncherName.ray: RayConfig}.get(config.launcher.name, LauncherConfig)
     if type(config.launcher) is needed:
         return None
@@ -262,7 +286,11 @@ def launcher_settings_mismatch(config: RunConfig) -> Finding | None:
 
 @rule("control-characters")
 def control_characters(config: RunConfig) -> Iterator[Finding]:
-    """Refuse control characters in all text except text that only a model or a data file uses."""
+    """Refuse control characters in all text except text that only a model or a data file uses.
+
+    Values reach job scripts and command lines. A line break there ends a comment or an option, and what follows would
+    be run as a command. A terminal would obey an escape.
+    """
     for key, values, is_list in texts_of(config):
         found = next((control_character(value) for value in values if control_character(value)), None)
         if found is None or not _FREE.isdisjoint(key.split(".")):

@@ -35,7 +35,10 @@ def _outside(range_: Range, key: str, value: Any) -> Finding | None:
 
 @rule("out-of-range")
 def out_of_range(config: RunConfig) -> Iterator[Finding]:
-    """Check every number in `config.ranges`, and those of each part of a mixture."""
+    """Require every number of `config.ranges`, and of each part of a mixture, to be in its range.
+
+    Others crash deep inside a library, or train something other than what was meant.
+    """
     places = [(range_, range_.key, read_key(config, range_.key)) for range_ in RANGES]
     for name, part in config.dataset.parts.items():
         places += [(each, f"dataset.parts.{name}.{each.key}", read_key(part, each.key)) for each in PART_RANGES]

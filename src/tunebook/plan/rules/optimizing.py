@@ -18,7 +18,7 @@ _ADAMW = f"optimizer.name={RUNS_EVERYWHERE.name}"
 
 @rule("optimizer-without-gpu", "optimizer.name")
 def optimizer_without_gpu(config: RunConfig) -> Finding | None:
-    """Refuse a GPU optimizer on a CPU."""
+    """Refuse a GPU optimizer on a CPU: bitsandbytes' 8-bit and paged optimizers are GPU kernels."""
     name = config.optimizer.name
     if not OPTIMIZERS[name].needs_gpu or config.hardware.generation is not Generation.cpu:
         return None
@@ -27,7 +27,10 @@ def optimizer_without_gpu(config: RunConfig) -> Finding | None:
 
 @rule("optimizer-without-bf16", "optimizer.name")
 def optimizer_without_bf16(config: RunConfig) -> Finding | None:
-    """Refuse an optimizer that needs bf16 on a GPU without it; CPUs compute bf16 slowly but correctly."""
+    """Refuse an optimizer that needs bf16 on a GPU without it; CPUs compute bf16 slowly but correctly.
+
+    torch's Muon orthogonalizes each update by products in bf16.
+    """
     name, generation = config.optimizer.name, config.hardware.generation
     has_bf16 = generation in (Generation.auto, Generation.cpu) or GENERATIONS[generation].has_bf16
     if not OPTIMIZERS[name].needs_bf16 or has_bf16:
@@ -37,7 +40,11 @@ def optimizer_without_bf16(config: RunConfig) -> Finding | None:
 
 @rule("optimizer-with-fsdp", "optimizer.name")
 def optimizer_with_fsdp(config: RunConfig) -> Finding | None:
-    """Refuse an optimizer without DTensor support under FSDP."""
+    """Refuse an optimizer without DTensor support under FSDP.
+
+    bitsandbytes does not support sharded tensors: an illegal memory access in the optimizer step is reported.
+    Adafactor mixes them with plain tensors.
+    """
     name, strategy = config.optimizer.name, config.parallelism.strategy
     facts = OPTIMIZERS[name]
     if facts.takes_dtensors or not strategy_facts(config).is_fsdp:
@@ -49,7 +56,11 @@ def optimizer_with_fsdp(config: RunConfig) -> Finding | None:
 
 @rule("optimizer-with-zero", "optimizer.name")
 def optimizer_with_zero(config: RunConfig) -> Finding | None:
-    """Refuse an optimizer of matrices with ZeRO's flat slices."""
+    """Refuse an optimizer of matrices with ZeRO's flat slices.
+
+    DeepSpeed joins all parameters and passes flat slices. Muon's update and Adafactor's state are defined for
+    matrices only.
+    """
     name, strategy = config.optimizer.name, config.parallelism.strategy
     facts = OPTIMIZERS[name]
     if facts.takes_flat_pieces or not strategy_facts(config).is_zero:
@@ -61,7 +72,11 @@ def optimizer_with_zero(config: RunConfig) -> Finding | None:
 
 @rule("optimizer-offloaded", "optimizer.name")
 def optimizer_offloaded(config: RunConfig) -> Finding | None:
-    """Refuse an optimizer on the GPU with parameters or states on the host."""
+    """Refuse an optimizer on the GPU with parameters or states on the host.
+
+    Offloaded parameters are updated on the host. bitsandbytes has only GPU kernels, and Muon's products would take
+    minutes a step there.
+    """
     name, settings = config.optimizer.name, config.parallelism
     if OPTIMIZERS[name].can_be_offloaded:
         return None
@@ -74,7 +89,7 @@ def optimizer_offloaded(config: RunConfig) -> Finding | None:
 
 @rule("optimizer-settings-ignored", is_error=False)
 def optimizer_settings_ignored(config: RunConfig) -> Iterator[Finding]:
-    """Settings that the optimizer does not use and that differ from their defaults."""
+    """Warn about settings that the optimizer does not use and that differ from their defaults."""
     optimizer = config.optimizer
     for field in ("beta1", "beta2", "epsilon"):
         default = default_of(f"optimizer.{field}")
@@ -85,7 +100,7 @@ def optimizer_settings_ignored(config: RunConfig) -> Iterator[Finding]:
 
 @rule("two-warm-ups", "schedule.warmup_steps")
 def two_warm_ups(config: RunConfig) -> Finding | None:
-    """Allow at most one of the two warm-up settings."""
+    """Allow at most one of the two warm-up settings: both set the same number."""
     steps, share = config.schedule.warmup_steps, config.schedule.warmup_share
     if steps is None or share is None:
         return None
@@ -95,7 +110,7 @@ def two_warm_ups(config: RunConfig) -> Finding | None:
 
 @rule("two-floors", "schedule.min_learning_rate")
 def two_floors(config: RunConfig) -> Finding | None:
-    """Allow at most one of the two floor settings."""
+    """Allow at most one of the two floor settings: both set the same number."""
     floor, share = config.schedule.min_learning_rate, config.schedule.min_learning_rate_share
     if floor is None or share is None:
         return None
@@ -105,7 +120,7 @@ def two_floors(config: RunConfig) -> Finding | None:
 
 @rule("floor-without-its-schedule")
 def floor_without_its_schedule(config: RunConfig) -> Iterator[Finding]:
-    """Refuse floors of other schedules."""
+    """Refuse floors of other schedules, which end at zero or never fall."""
     name = config.schedule.name
     if name is ScheduleName.cosine_with_min_lr:
         return
@@ -118,7 +133,7 @@ def floor_without_its_schedule(config: RunConfig) -> Iterator[Finding]:
 
 @rule("schedule-without-floor", "schedule.min_learning_rate")
 def schedule_without_floor(config: RunConfig) -> Finding | None:
-    """Require the floor that the schedule needs."""
+    """Require the floor of cosine_with_min_lr, which transformers refuses without one."""
     schedule = config.schedule
     if schedule.name is not ScheduleName.cosine_with_min_lr:
         return None
@@ -129,7 +144,7 @@ def schedule_without_floor(config: RunConfig) -> Finding | None:
 
 @rule("floor-above-peak", "schedule.min_learning_rate")
 def floor_above_peak(config: RunConfig) -> Finding | None:
-    """Compare the floor with the optimizer's learning rate."""
+    """Refuse a floor above the optimizer's learning rate: the rate would rise all the time."""
     floor, peak = config.schedule.min_learning_rate, config.optimizer.learning_rate
     if floor is None or floor <= peak:
         return None
@@ -138,7 +153,7 @@ def floor_above_peak(config: RunConfig) -> Finding | None:
 
 @rule("warm-up-longer-than-run", "schedule.warmup_steps", is_error=False)
 def warm_up_longer_than_run(config: RunConfig) -> Finding | None:
-    """Compare the warm-up with the run's length, if `max_steps` gives it."""
+    """Warn about a warm-up of `max_steps` or more: the learning rate would never reach its peak."""
     steps, total = config.schedule.warmup_steps, config.training.max_steps
     if steps is None or total is None or steps < total:
         return None
@@ -148,7 +163,7 @@ def warm_up_longer_than_run(config: RunConfig) -> Finding | None:
 
 @rule("warm-up-ignored", is_error=False)
 def warm_up_ignored(config: RunConfig) -> Iterator[Finding]:
-    """Warn about a warm-up that the schedule does not use."""
+    """Warn about a warm-up with the constant schedule, which starts at the full learning rate."""
     if config.schedule.name is not ScheduleName.constant:
         return
     for field in ("warmup_steps", "warmup_share"):

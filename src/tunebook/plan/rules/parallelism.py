@@ -43,7 +43,11 @@ _ZERO3_ONLY = (
 
 @rule("strategy-settings-mismatch", "parallelism.strategy")
 def strategy_settings_mismatch(config: RunConfig) -> Finding | None:
-    """Refuse a group whose schema is not the strategy's."""
+    """Refuse a group whose schema is not the strategy's.
+
+    zero1 to zero3 read DeepSpeed's settings; fsdp, fsdp_grad_op and hsdp read torch's. Changing only
+    parallelism.strategy leaves the other library's in place: choose the group, such as parallelism=fsdp.
+    """
     settings, strategy, facts = config.parallelism, config.parallelism.strategy, strategy_facts(config)
     needed = ZeroConfig if facts.is_zero else FsdpConfig if facts.is_fsdp else None
     has_settings = isinstance(settings, ZeroConfig | FsdpConfig)
@@ -57,7 +61,7 @@ def strategy_settings_mismatch(config: RunConfig) -> Finding | None:
 
 @rule("single-needs-one-gpu", "parallelism.strategy")
 def single_needs_one_gpu(config: RunConfig) -> Finding | None:
-    """Refuse `single` with more than one rank."""
+    """Refuse `single` with more than one rank: the others would be idle, or train unsynchronized copies."""
     world = world_size(config)
     if not strategy_facts(config).runs_on_one or world == 1:
         return None
@@ -68,7 +72,10 @@ def single_needs_one_gpu(config: RunConfig) -> Finding | None:
 
 @rule("sharding-on-one-rank", "parallelism.strategy", is_error=False)
 def sharding_on_one_rank(config: RunConfig) -> Finding | None:
-    """Warn about a distributed strategy without offload on one rank."""
+    """Warn about a distributed strategy without offload on one rank.
+
+    There is no other rank: DDP adds nothing, and ZeRO and FSDP save no memory unless they offload.
+    """
     settings = config.parallelism
     if strategy_facts(config).runs_on_one or world_size(config) > 1 or offloaded_states(config):
         return None
@@ -77,7 +84,7 @@ def sharding_on_one_rank(config: RunConfig) -> Finding | None:
 
 @rule("fsdp-on-cpu", "parallelism.strategy")
 def fsdp_on_cpu(config: RunConfig) -> Finding | None:
-    """Refuse any FSDP strategy without GPUs."""
+    """Refuse any FSDP strategy without GPUs: accelerate silently trains with DDP there instead."""
     strategy = config.parallelism.strategy
     if not strategy_facts(config).is_fsdp or config.hardware.generation is not Generation.cpu:
         return None
@@ -88,7 +95,10 @@ def fsdp_on_cpu(config: RunConfig) -> Finding | None:
 
 @rule("hsdp-group", "parallelism.shard_group_size")
 def hsdp_group(config: RunConfig) -> Finding | None:
-    """Require a group size that is a proper divisor of the world size, above one."""
+    """Require a group size that is a proper divisor of the world size, above one.
+
+    hsdp shards the model inside a group of GPUs and replicates it over the groups. By default a group is a node.
+    """
     settings, world = config.parallelism, world_size(config)
     if not strategy_facts(config).within_groups or not isinstance(settings, FsdpConfig):
         return None
@@ -126,7 +136,11 @@ def _smaller_group(config: RunConfig, *sizes: int) -> str:
 
 @rule("sequence-group-size", "parallelism.sequence_group_size")
 def sequence_group_size(config: RunConfig) -> Finding | None:
-    """Require sequence groups that divide the GPUs of a node."""
+    """Require sequence groups that divide the GPUs of a node.
+
+    Its GPUs exchange tokens in every layer. So a group stays on one node, whose links are fast, and every GPU is in
+    one.
+    """
     group, gpus = _sequence_group(config), max(1, config.hardware.gpus_per_node or 1)
     if gpus % group == 0:
         return None
@@ -136,7 +150,10 @@ def sequence_group_size(config: RunConfig) -> Finding | None:
 
 @rule("sequence-group-heads", "parallelism.sequence_group_size")
 def sequence_group_heads(config: RunConfig) -> Finding | None:
-    """Require a group that divides the heads, of queries and of keys and values."""
+    """Require a group that divides the heads, of queries and of keys and values.
+
+    In the attention, each GPU of a group computes whole rows of an equal share of the heads.
+    """
     group, facts = _sequence_group(config), config.model.facts
     if facts is None or not (facts.num_attention_heads % group or facts.num_key_value_heads % group):
         return None
@@ -153,7 +170,11 @@ def _can_share_rows(config: RunConfig) -> bool:
 
 @rule("sequence-group-architecture", "parallelism.sequence_group_size")
 def sequence_group_architecture(config: RunConfig) -> Finding | None:
-    """Refuse sequence groups for architectures that were not compared with these kernels."""
+    """Refuse sequence groups for architectures that were not compared with these kernels.
+
+    Each GPU has a part of a row only, so all but the attention must work on single tokens. Linear attention carries a
+    state along the row; other models need what the kernels do not compute, such as sinks.
+    """
     facts = config.model.facts
     if _sequence_group(config) == 1 or facts is None or _can_share_rows(config):
         return None
@@ -167,7 +188,10 @@ def sequence_group_architecture(config: RunConfig) -> Finding | None:
 
 @rule("sequence-group-attention", "attention.implementation")
 def sequence_group_attention(config: RunConfig) -> Finding | None:
-    """Refuse sequence groups with another attention than Tunebook's own kernels for packed rows."""
+    """Refuse sequence groups with another attention than Tunebook's own kernels for packed rows.
+
+    They get the boundaries of the documents of the whole row. Other kernels build a mask of a part of the row.
+    """
     kernel, is_padded = config.attention.implementation, config.packing.mode is PackingMode.padded
     if _sequence_group(config) == 1 or (ATTENTIONS[kernel].needs_lengths and not is_padded):
         return None
@@ -182,7 +206,7 @@ def sequence_group_attention(config: RunConfig) -> Finding | None:
 
 @rule("sequence-group-row", "packing.row_length")
 def sequence_group_row(config: RunConfig) -> Finding | None:
-    """Require rows that a group can divide into equal parts."""
+    """Require rows that a group can divide into equal parts: each GPU gets the same number of tokens."""
     group, row = _sequence_group(config), config.packing.row_length
     if row is None or row % group == 0 or config.packing.mode is PackingMode.padded:
         return None
@@ -192,7 +216,10 @@ def sequence_group_row(config: RunConfig) -> Finding | None:
 
 @rule("parallelism-setting-ignored", is_error=False)
 def parallelism_setting_ignored(config: RunConfig) -> Iterator[Finding]:
-    """Warn about settings of other ZeRO stages and wrap policies, and of offloading."""
+    """Warn about settings of other ZeRO stages and wrap policies, and of offloading.
+
+    The chosen strategy does not read them.
+    """
     settings, strategy = config.parallelism, strategy_facts(config)
     ignored: list[str] = []
     if isinstance(settings, ZeroConfig):
@@ -216,7 +243,10 @@ def parallelism_setting_ignored(config: RunConfig) -> Iterator[Finding]:
 
 @rule("bf16-weights-under-zero", "precision.master_weights")
 def bf16_weights_under_zero(config: RunConfig) -> Finding | None:
-    """Refuse bf16 weights in a full fine-tune; under LoRA the frozen weights may be bf16."""
+    """Refuse bf16 weights in a full fine-tune; under LoRA the frozen weights may be bf16.
+
+    DeepSpeed's optimizer always keeps fp32 weights and casts them, so the setting would save nothing.
+    """
     is_bf16 = config.precision.master_weights is MasterWeights.bf16
     if not is_bf16 or not strategy_facts(config).is_zero or config.peft.method is not PeftMethod.full:
         return None
@@ -226,7 +256,11 @@ def bf16_weights_under_zero(config: RunConfig) -> Finding | None:
 
 @rule("weights-rounded-by-zero", "parallelism.mixed_precision", is_error=False)
 def weights_rounded_by_zero(config: RunConfig) -> Finding | None:
-    """Warn if a full fine-tune rounds published weights; frozen ones below adapters are only read."""
+    """Warn if a full fine-tune rounds published weights; frozen ones below adapters are only read.
+
+    DeepSpeed makes its fp32 master copy from weights that it has already cast to 16 bits, so the precision beyond 16
+    bits is lost before the first step.
+    """
     facts, compute = config.model.facts, config.precision.compute
     is_read = config.model.weights is not Weights.random and config.peft.method is PeftMethod.full
     if facts is None or not is_read or not is_cast_by_deepspeed(config):
@@ -242,7 +276,10 @@ def weights_rounded_by_zero(config: RunConfig) -> Finding | None:
 
 @rule("qlora-without-gpu", "peft.method")
 def qlora_without_gpu(config: RunConfig) -> Finding | None:
-    """Refuse 4-bit layers without a GPU."""
+    """Refuse 4-bit layers without a GPU.
+
+    On CPUs with AVX-512 BF16 bitsandbytes repacks 4-bit weights for inference, and the first training step fails.
+    """
     # Observed in Linear4bit.forward, bitsandbytes 0.50.2: "a view of a leaf Variable that requires grad is being used
     # in an in-place operation".
     if config.peft.method is not PeftMethod.qlora or config.hardware.generation is not Generation.cpu:
@@ -254,7 +291,10 @@ def qlora_without_gpu(config: RunConfig) -> Finding | None:
 
 @rule("qlora-parameters-on-nvme", "parallelism.offload_parameters")
 def qlora_parameters_on_nvme(config: RunConfig) -> Finding | None:
-    """Refuse QLoRA with parameters on NVMe (zero3_nvme)."""
+    """Refuse QLoRA with parameters on NVMe (zero3_nvme).
+
+    DeepSpeed reads parameters from files in the run's number format; a 4-bit base is stored in another.
+    """
     # AsyncPartitionedParameterSwapper(ds_config, self.dtype) derives its buffers' dtype and element size from that
     # dtype (DeepSpeed 0.19.8, runtime/swap_tensor/partitioned_param_swapper.py).
     settings = config.parallelism
@@ -267,7 +307,10 @@ def qlora_parameters_on_nvme(config: RunConfig) -> Finding | None:
 
 @rule("offload-not-possible")
 def offload_not_possible(config: RunConfig) -> Iterator[Finding]:
-    """Refuse offload targets that the strategy does not support."""
+    """Refuse offload targets that the strategy does not support.
+
+    DeepSpeed moves parameters, and anything to NVMe, in stage 3 only; FSDP offloads to host memory only.
+    """
     settings, strategy = config.parallelism, config.parallelism.strategy
     if isinstance(settings, FsdpConfig) and settings.offload_parameters is Offload.nvme:
         message, key = f"{strategy.name} cannot offload to nvme", "parallelism.offload_parameters"
@@ -301,7 +344,7 @@ def _or_to_nvme(config: RunConfig) -> str:
 
 @rule("nvme-path-missing", "parallelism.nvme_path")
 def nvme_path_missing(config: RunConfig) -> Finding | None:
-    """Require `nvme_path` if anything is offloaded to NVMe."""
+    """Require `nvme_path` if anything is offloaded to NVMe: DeepSpeed swaps states through files."""
     settings = config.parallelism
     if not isinstance(settings, ZeroConfig) or settings.nvme_path:
         return None
@@ -312,7 +355,10 @@ def nvme_path_missing(config: RunConfig) -> Finding | None:
 
 @rule("wrap-class-unknown", "parallelism.wrap_classes")
 def wrap_class_unknown(config: RunConfig) -> Finding | None:
-    """Check `wrap_classes` for the architectures in `DECODER_LAYERS`; the model build checks others."""
+    """Refuse unknown classes for the architectures in `DECODER_LAYERS`; the model build checks others.
+
+    FSDP would find no block to wrap and shard the model as one unit: every forward pass would gather all of it.
+    """
     settings, facts = config.parallelism, config.model.facts
     if not isinstance(settings, FsdpConfig) or facts is None or settings.wrap_policy is not WrapPolicy.transformer:
         return None
@@ -325,7 +371,10 @@ def wrap_class_unknown(config: RunConfig) -> Finding | None:
 
 @rule("wrap-size-too-large", "parallelism.wrap_min_num_parameters")
 def wrap_size_too_large(config: RunConfig) -> Finding | None:
-    """Check models with Llama's layers; the model build checks others (`units-too-large`)."""
+    """Refuse a unit size above every part of a Llama-like model; the model build checks others (`units-too-large`).
+
+    Without units FSDP gathers the whole model at once, which saves nothing.
+    """
     settings, facts = config.parallelism, config.model.facts
     if not isinstance(settings, FsdpConfig) or facts is None or not is_named_like_llama(facts):
         return None

@@ -44,7 +44,11 @@ def _in_fp32(config: RunConfig) -> str:
 
 @rule("bf16-on-volta", "precision.compute")
 def bf16_on_volta(config: RunConfig) -> Finding | None:
-    """Refuse bf16 compute if the generation lacks it; a CPU is slow but correct."""
+    """Refuse bf16 compute if the generation lacks it; a CPU is slow but correct.
+
+    V100 and T4 have tensor cores for fp16 only. torch emulates bf16 there, many times slower than fp32, and some
+    kernels fail to compile in the middle of a run.
+    """
     facts = _facts(config)
     if config.precision.compute is not Compute.bf16 or facts is None or facts.has_bf16:
         return None
@@ -55,7 +59,11 @@ def bf16_on_volta(config: RunConfig) -> Finding | None:
 
 @rule("fp16-with-bf16-base", "precision.compute")
 def fp16_with_bf16_base(config: RunConfig) -> Finding | None:
-    """Refuse fp16 for published bf16 weights; random weights have no range yet."""
+    """Refuse fp16 for published bf16 weights; random weights have no range yet.
+
+    fp16 ends at 65,504. Activations of a model trained in bf16 exceed that, and the loss becomes infinite or NaN,
+    often only after hours.
+    """
     facts, model = _facts(config), config.model
     if config.precision.compute is not Compute.fp16 or model.facts is None or model.weights is Weights.random:
         return None
@@ -69,7 +77,7 @@ def fp16_with_bf16_base(config: RunConfig) -> Finding | None:
 
 @rule("fp16-on-cpu", "precision.compute")
 def fp16_on_cpu(config: RunConfig) -> Finding | None:
-    """Refuse fp16 on a CPU; `fp8-without-hardware` covers fp8."""
+    """Refuse fp16 on a CPU: loss scaling and most fp16 kernels exist for GPUs only."""
     if config.precision.compute is not Compute.fp16 or config.hardware.generation is not Generation.cpu:
         return None
     return Finding("fp16 needs a GPU", _in_fp32(config))
@@ -77,7 +85,7 @@ def fp16_on_cpu(config: RunConfig) -> Finding | None:
 
 @rule("fp8-without-hardware", "precision.compute")
 def fp8_without_hardware(config: RunConfig) -> Finding | None:
-    """Refuse fp8 below compute capability 8.9."""
+    """Refuse fp8 below compute capability 8.9: ada, hopper and blackwell have fp8 tensor cores."""
     facts = _facts(config)
     if config.precision.compute is not Compute.fp8 or facts is None or facts.has_fp8:
         return None
@@ -86,7 +94,11 @@ def fp8_without_hardware(config: RunConfig) -> Finding | None:
 
 @rule("fp8-with-adapters", "precision.compute")
 def fp8_with_adapters(config: RunConfig) -> Finding | None:
-    """Refuse fp8 with any method that trains adapters over frozen linear layers."""
+    """Refuse fp8 with any method that trains adapters over frozen linear layers.
+
+    torchao's fp8 layers compute the gradient of a frozen weight, too, so what fp8 saves is lost. QLoRA replaces the
+    same layers by 4-bit ones.
+    """
     if config.precision.compute is not Compute.fp8 or config.peft.method is PeftMethod.full:
         return None
     message = f"fp8 saves nothing where the linear layers are frozen (peft.method={config.peft.method.name})"
@@ -95,7 +107,11 @@ def fp8_with_adapters(config: RunConfig) -> Finding | None:
 
 @rule("fp8-with-deepspeed", "precision.compute")
 def fp8_with_deepspeed(config: RunConfig) -> Finding | None:
-    """Refuse fp8 with DeepSpeed."""
+    """Refuse fp8 with DeepSpeed.
+
+    torchao's fp8 layers keep a view of their weight until the backward pass. ZeRO-3 gathers the weight into other
+    memory, so every gathered weight would stay on the GPU. ZeRO-1 and ZeRO-2 have not been run with fp8.
+    """
     settings = config.parallelism
     if config.precision.compute is not Compute.fp8 or not isinstance(settings, ZeroConfig):
         return None
@@ -117,7 +133,11 @@ def fp8_runs(config: RunConfig) -> bool:
 
 @rule("fp8-not-compiled", "model.compile_layers", is_error=False)
 def fp8_not_compiled(config: RunConfig) -> Finding | None:
-    """Warn about fp8 in uncompiled blocks, unless fp8 is refused altogether."""
+    """Warn about fp8 in uncompiled blocks, unless fp8 is refused altogether.
+
+    Compiled blocks fuse the casts and the search for the largest value into other operations. Otherwise each is a
+    pass over memory, which may cost more than fp8 saves (not measured here).
+    """
     if config.precision.compute is not Compute.fp8 or config.model.compile_layers:
         return None
     if _facts(config) is not None and not fp8_runs(config):
@@ -144,7 +164,7 @@ def fp8_scaling_ignored(config: RunConfig) -> Finding | None:
 
 @rule("tf32-without-hardware", "precision.tf32")
 def tf32_without_hardware(config: RunConfig) -> Finding | None:
-    """Refuse tf32 below compute capability 8.0 or on a CPU."""
+    """Refuse tf32 on a CPU or below compute capability 8.0 (ampere), where its tensor cores start."""
     facts = _facts(config)
     if config.precision.tf32 is not Switch.enabled or facts is None or facts.has_tf32:
         return None
@@ -153,7 +173,10 @@ def tf32_without_hardware(config: RunConfig) -> Finding | None:
 
 @rule("bf16-weights-without-bf16", "precision.master_weights")
 def bf16_weights_without_bf16(config: RunConfig) -> Finding | None:
-    """Refuse bf16 weights with fp32 or fp16 compute; fp8 computes on bf16."""
+    """Refuse bf16 weights with fp32 or fp16 compute; fp8 computes on bf16.
+
+    fp32 products would lose what they gain, and fp16's loss scaling does not work on bf16 weights.
+    """
     compute = config.precision.compute
     if config.precision.master_weights is not MasterWeights.bf16 or compute not in (Compute.fp32, Compute.fp16):
         return None

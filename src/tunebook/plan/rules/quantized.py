@@ -37,7 +37,10 @@ def _by_qlora(config: RunConfig) -> str:
 
 @rule("quantized-base-in-full", "peft.method")
 def quantized_base_in_full(config: RunConfig) -> Finding | None:
-    """Refuse peft=full over a config.json with a `quantization_config`."""
+    """Refuse peft=full over a config.json with a `quantization_config`.
+
+    Quantized weights are whole numbers of a few bits, or have scales of their own: no gradient changes them.
+    """
     quantizer = quantizer_of(config)
     if config.peft.method is not PeftMethod.full or quantizer is None:
         return None
@@ -49,7 +52,11 @@ def quantized_base_in_full(config: RunConfig) -> Finding | None:
 
 @rule("quantized-base-not-trainable", "peft.method")
 def quantized_base_not_trainable(config: RunConfig) -> Finding | None:
-    """Refuse peft=lora over any quantizer."""
+    """Refuse peft=lora over any quantizer.
+
+    peft=qlora trains over the 4 bits of bitsandbytes. Other quantizers need packages that no image here has, have
+    layers without a gradient, or were never trained over here.
+    """
     quantizer = quantizer_of(config)
     if config.peft.method is not PeftMethod.lora or quantizer is None:
         return None
@@ -67,7 +74,10 @@ def quantized_base_not_trainable(config: RunConfig) -> Finding | None:
 
 @rule("quantized-twice", "peft.method")
 def quantized_twice(config: RunConfig) -> Finding | None:
-    """Refuse peft=qlora over any quantizer but its own."""
+    """Refuse peft=qlora over any quantizer but its own.
+
+    transformers refuses to quantize weights that another quantizer, or bitsandbytes in 8 bits, has made.
+    """
     quantizer = quantizer_of(config)
     if config.peft.method is not PeftMethod.qlora or quantizer in (None, OWN_QUANTIZER):
         return None

@@ -20,7 +20,7 @@ def _has_validation(config: RunConfig) -> bool:
 
 @rule("validation-missing")
 def validation_missing(config: RunConfig) -> Iterator[Finding]:
-    """Refuse settings that need a validation part."""
+    """Refuse evaluation in the run, the best model and early stopping without documents to measure on."""
     if _has_validation(config):
         return
     training = config.training
@@ -35,7 +35,7 @@ def validation_missing(config: RunConfig) -> Iterator[Finding]:
 
 @rule("best-needs-evaluations")
 def best_needs_evaluations(config: RunConfig) -> Iterator[Finding]:
-    """Require `evaluate_every_steps` for settings that compare validation losses."""
+    """Require `evaluate_every_steps` for settings that compare validation losses during the run."""
     training = config.training
     if training.evaluate_every_steps is not None:
         return
@@ -52,7 +52,10 @@ def best_needs_evaluations(config: RunConfig) -> Iterator[Finding]:
 
 @rule("best-needs-checkpoints", "training.save_every_steps")
 def best_needs_checkpoints(config: RunConfig) -> Finding | None:
-    """Require `save_every_steps` to be set and a multiple of `evaluate_every_steps`."""
+    """Require `save_every_steps` to be set and a multiple of `evaluate_every_steps`.
+
+    The best model is loaded from the checkpoint of its step.
+    """
     training = config.training
     save, evaluate = training.save_every_steps, training.evaluate_every_steps
     if not training.load_best_at_end or evaluate is None or evaluate < 1:
@@ -69,7 +72,7 @@ def best_needs_checkpoints(config: RunConfig) -> Finding | None:
 
 @rule("interval-beyond-run", is_error=False)
 def interval_beyond_run(config: RunConfig) -> Iterator[Finding]:
-    """Compare intervals with the run's length, if `max_steps` gives it."""
+    """Warn about an interval beyond `max_steps`: what it times happens only at the end, or never."""
     total = config.training.max_steps
     if total is None:
         return
@@ -82,7 +85,7 @@ def interval_beyond_run(config: RunConfig) -> Iterator[Finding]:
 
 @rule("resume-not-found", "training.resume")
 def resume_not_found(config: RunConfig) -> Finding | None:
-    """Require auto, never or an existing folder."""
+    """Require auto (newest unfinished run of this configuration), never (a new run), or an existing folder."""
     value = config.training.resume
     if value in RESUME_WORDS or (value and resolve_path(value).is_dir()):
         return None
@@ -93,7 +96,7 @@ def resume_not_found(config: RunConfig) -> Finding | None:
 
 @rule("hub-name-form", "training.push_to_hub")
 def hub_name_form(config: RunConfig) -> Finding | None:
-    """Require OWNER/NAME."""
+    """Require OWNER/NAME: the hub would refuse another name only when the model is loaded."""
     name = config.training.push_to_hub
     if name is None or ("/" in name and is_hub_name(name)):
         return None
@@ -102,7 +105,7 @@ def hub_name_form(config: RunConfig) -> Finding | None:
 
 @rule("task-file-not-found", "evaluation.tasks")
 def task_file_not_found(config: RunConfig) -> Iterator[Finding]:
-    """Check that every task file exists, and every file of problems."""
+    """Require every task file and file of problems to exist: they are read after the training, hours too late."""
     tasks = config.evaluation.tasks
     for task in tasks:
         file = task if is_task_file(task) else problems_of(task)

@@ -38,7 +38,7 @@ _HUB_NAME = re.compile(r"(\b[\w.-]{1,96}\b/)?\b[\w.-]{1,96}\b", re.ASCII)
 
 @rule("model-not-named", "model.name")
 def model_not_named(config: RunConfig) -> Finding | None:
-    """Require exactly one of `model.name` and `model.path`."""
+    """Require exactly one of `model.name` and `model.path`: with both it is unclear which weights to train."""
     name, path = config.model.name, config.model.path
     if name and path:
         message = f"model.name={name} and model.path={path} name two models"
@@ -52,7 +52,7 @@ def model_not_named(config: RunConfig) -> Finding | None:
 
 @rule("model-name-is-folder", "model.name")
 def model_name_is_folder(config: RunConfig) -> Finding | None:
-    """Refuse a model name that starts like a path."""
+    """Refuse a model name that starts like a path: it would be looked up on the hub."""
     name = config.model.name
     if not name or config.model.path or not _is_path(name):
         return None
@@ -65,7 +65,7 @@ def _is_path(name: str) -> bool:
 
 @rule("model-revision-ignored", "model.revision", is_error=False)
 def model_revision_ignored(config: RunConfig) -> Finding | None:
-    """Warn about a revision of a folder."""
+    """Warn about a revision of a folder: only models on the hub have revisions."""
     model = config.model
     if model.revision is None or model.path is None or model.name is not None:
         return None
@@ -74,7 +74,7 @@ def model_revision_ignored(config: RunConfig) -> Finding | None:
 
 @rule("model-name-form", "model.name")
 def model_name_form(config: RunConfig) -> Finding | None:
-    """Refuse names that the hub would reject; `model-name-is-folder` covers paths."""
+    """Refuse names that the hub would reject only when the model is loaded; `model-name-is-folder` covers paths."""
     name = config.model.name
     if not name or config.model.path or _is_path(name) or is_hub_name(name):
         return None
@@ -103,7 +103,8 @@ def model_folder(config: RunConfig) -> Finding | None:
 def model_not_causal(config: RunConfig) -> Finding | None:
     """Refuse a config.json that names another head, an encoder, or a model that transformers has no causal head for.
 
-    What transformers does not know at all is found earlier.
+    Another head has another loss, and an encoder sees the token that it should predict. What transformers does not
+    know at all is found earlier.
     """
     reason = why_not_causal(config.model)
     if reason is None:
@@ -135,7 +136,10 @@ def _states_class(model: ModelConfig) -> bool:
 
 @rule("length-beyond-model", "training.max_length")
 def length_beyond_model(config: RunConfig) -> Finding | None:
-    """Compare the length with the model's facts; rows may be longer, because positions restart per document."""
+    """Refuse documents longer than the model's positions; rows may be longer: positions restart per document.
+
+    Beyond max_position_embeddings learned positions crash, and the loss at untrained rotary ones means nothing.
+    """
     facts, positions, length = config.model.facts, positions_of(config.model), config.training.max_length
     if facts is None or positions is None or length <= positions or facts.max_position_embeddings < 2:
         return None
@@ -154,7 +158,10 @@ def length_beyond_model(config: RunConfig) -> Finding | None:
 
 @rule("yarn-not-possible", "model.yarn_factor")
 def yarn_not_possible(config: RunConfig) -> Finding | None:
-    """Refuse to stretch positions that are not plain rotary ones, or that the model does not have."""
+    """Refuse to stretch positions that are not plain rotary ones, or that the model does not have.
+
+    Other positions have no rotation speed to change, or would be stretched twice.
+    """
     model = config.model
     if model.yarn_factor is None:
         if model.yarn_original_positions is None:
@@ -177,7 +184,10 @@ def yarn_not_possible(config: RunConfig) -> Finding | None:
 
 @rule("length-beyond-config", "training.max_length", is_error=False)
 def length_beyond_config(config: RunConfig) -> Finding | None:
-    """Warn if the facts allow a length that the model's own config.json does not; `length-beyond-model` is an error."""
+    """Warn if the facts allow a length that the model's own config.json does not; `length-beyond-model` is an error.
+
+    The model was not trained on those positions. Keep the length to teach it longer ones on purpose.
+    """
     model, length = config.model, config.training.max_length
     is_stretched = model.yarn_factor is not None
     if model.facts is None or is_stretched or (stated := stated_positions(model)) is None or length <= stated:
@@ -207,7 +217,7 @@ def _missing_fields(prefix: str, source: DatasetSource) -> Iterator[Finding]:
 
 @rule("dataset-source")
 def dataset_source(config: RunConfig) -> Iterator[Finding]:
-    """Check the source fields of the data set and of a mixture's parts."""
+    """Require the field that says where the documents of the data set, and of a mixture's parts, are."""
     data = config.dataset
     yield from _missing_fields("dataset", data)
     if data.source is not Source.mixture:
@@ -226,7 +236,7 @@ def dataset_source(config: RunConfig) -> Iterator[Finding]:
 
 @rule("dataset-name-form")
 def dataset_name_form(config: RunConfig) -> Iterator[Finding]:
-    """Check the names of the data set and of a mixture's parts."""
+    """Refuse a data set that is neither a name on the hub nor a folder; it would fail only when it is read."""
     for prefix, source in sources_of(config.dataset).items():
         if source.source is Source.hub and source.name and not _is_found_by(source.name, config):
             message = f"'{source.name}' is neither a folder nor organization/name of a data set on the hub"
@@ -242,7 +252,7 @@ def _is_found_by(name: str, config: RunConfig) -> bool:
 
 @rule("tokenizer-name-form", "model.tokenizer")
 def tokenizer_name_form(config: RunConfig) -> Finding | None:
-    """Check the name of a tokenizer other than the model's own."""
+    """Refuse a tokenizer that is neither a name on the hub nor a folder; it would fail only when it is used."""
     name = config.model.tokenizer
     if not name or _is_found_by(name, config):
         return None
@@ -263,7 +273,10 @@ _READERS = {
 
 @rule("dataset-field-ignored", is_error=False)
 def dataset_field_ignored(config: RunConfig) -> Iterator[Finding]:
-    """Warn about fields of other data sources."""
+    """Warn about fields of other data sources.
+
+    `path` belongs to files; `name`, `subset` and `revision` to the hub; `parts` to a mixture.
+    """
     data = config.dataset
     for prefix, source in ({"dataset": data} | sources_of(data)).items():
         for field, (reader, none) in _READERS.items():
@@ -302,7 +315,11 @@ def dataset_field_ignored(config: RunConfig) -> Iterator[Finding]:
 
 @rule("field-templates")
 def check_field_templates(config: RunConfig) -> Iterator[Finding]:
-    """Check that documents of fields have a question's and an answer's template, and others none."""
+    """Require templates of both question and answer for documents of fields, and none for others.
+
+    They are Jinja over the fields of a document, such as dataset.question_template='{{question}}'. Each names a
+    field.
+    """
     for prefix, source in sources_of(config.dataset).items():
         problem = templates_problem(source, prefix)
         if problem is not None and source.source is not Source.synthetic:  # `dataset-field-ignored` warns of those
@@ -312,7 +329,7 @@ def check_field_templates(config: RunConfig) -> Iterator[Finding]:
 
 @rule("validation-twice")
 def validation_twice(config: RunConfig) -> Finding | None:
-    """Allow at most one way of holding out documents."""
+    """Allow at most one way of holding out documents: with two, documents would be counted twice."""
     data = config.dataset
     nothing = {"validation_split": "null", "validation_path": "null", "validation_share": "0"}
     named = [field for field in nothing if getattr(data, field)]
@@ -327,7 +344,10 @@ def validation_twice(config: RunConfig) -> Finding | None:
 
 @rule("validation-source")
 def validation_source(config: RunConfig) -> Iterator[Finding]:
-    """A split without the hub, the training split itself, or files in addition to generated documents."""
+    """Refuse a split without the hub, the training split itself, or files in addition to generated documents.
+
+    The loss on documents that are trained on proves nothing. Every source can hold out `validation_share`.
+    """
     data = config.dataset
     wrong = []
     if data.validation_split and data.source is not Source.hub:
@@ -343,7 +363,7 @@ def validation_source(config: RunConfig) -> Iterator[Finding]:
 
 @rule("synthetic-settings", "dataset.synthetic.min_tokens")
 def synthetic_settings(config: RunConfig) -> Finding | None:
-    """Require `min_tokens` to be at most `max_tokens`."""
+    """Require `min_tokens` to be at most `max_tokens`: lengths are drawn and clipped to that range."""
     made = config.dataset.synthetic
     if config.dataset.source is not Source.synthetic or made.min_tokens <= made.max_tokens:
         return None
@@ -355,7 +375,7 @@ def synthetic_settings(config: RunConfig) -> Finding | None:
 
 @rule("train-on-without-roles", "dataset.train_on")
 def train_on_without_roles(config: RunConfig) -> Finding | None:
-    """Refuse assistant-only loss on text or tokens."""
+    """Refuse assistant-only loss on text, which has no turns, and on tokens, which carry their own labels."""
     data = config.dataset
     if data.train_on is not TrainOn.assistant or data.format not in (Format.text, Format.pretokenized):
         return None
@@ -365,7 +385,7 @@ def train_on_without_roles(config: RunConfig) -> Finding | None:
 
 @rule("system-prompt-ignored", "dataset.system_prompt", is_error=False)
 def system_prompt_ignored(config: RunConfig) -> Finding | None:
-    """Warn about a system prompt with text, tokens or generated documents."""
+    """Warn about a system prompt with text, tokens or generated documents: it goes before conversations only."""
     data = config.dataset
     has_turns = data.format not in (Format.text, Format.pretokenized) and data.source is not Source.synthetic
     if not data.system_prompt or has_turns:
@@ -376,7 +396,7 @@ def system_prompt_ignored(config: RunConfig) -> Finding | None:
 
 @rule("chat-template-not-found", "model.chat_template")
 def chat_template_not_found(config: RunConfig) -> Finding | None:
-    """Check that the template's file, or the template of TRL, exists."""
+    """Require the template's file, or the template of TRL, to exist: it decides which tokens are trained on."""
     template = config.model.chat_template
     if template in (None, CHATML_TEMPLATE, TRAINING_TEMPLATE):
         return None
@@ -397,7 +417,7 @@ def chat_template_not_found(config: RunConfig) -> Finding | None:
 
 @rule("template-date-form", "model.template_date")
 def template_date_form(config: RunConfig) -> Finding | None:
-    """Refuse an invalid date."""
+    """Refuse an invalid date; templates write it in place of today, so that a run's tokens never change."""
     text = config.model.template_date
     if _DAY.fullmatch(text):
         with suppress(ValueError):

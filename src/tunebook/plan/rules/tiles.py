@@ -19,7 +19,11 @@ def _is_in_tiles(config: RunConfig) -> bool:
 
 @rule("mlp-tiles-without-checkpointing", _KEY)
 def mlp_tiles_without_checkpointing(config: RunConfig) -> Finding | None:
-    """Refuse tiles in layers that are not recomputed as a whole."""
+    """Refuse tiles in layers that are not recomputed as a whole.
+
+    A tile keeps its input and computes the rest once more in the backward pass. Where layers keep everything else,
+    that makes rows hardly longer.
+    """
     checkpointing = config.activation.checkpointing
     if not _is_in_tiles(config) or checkpointing in (Checkpointing.enabled, Checkpointing.auto):
         return None
@@ -29,7 +33,11 @@ def mlp_tiles_without_checkpointing(config: RunConfig) -> Finding | None:
 
 @rule("mlp-tiles-compiled", _KEY)
 def mlp_tiles_compiled(config: RunConfig) -> Finding | None:
-    """Refuse tiles in compiled blocks, and in fp8, which is for compiled blocks."""
+    """Refuse tiles in compiled blocks, and in fp8, which is for compiled blocks.
+
+    Rows with another number of tiles compile a block again. In fp8 a scale would be that of a tile and not of the
+    row.
+    """
     if not _is_in_tiles(config):
         return None
     if config.precision.compute is Compute.fp8:
@@ -42,7 +50,10 @@ def mlp_tiles_compiled(config: RunConfig) -> Finding | None:
 
 @rule("mlp-tiles-not-in-model", _KEY)
 def mlp_tiles_not_in_model(config: RunConfig) -> Finding | None:
-    """Refuse tiles for architectures without MLPs, such as those that send tokens to experts."""
+    """Refuse tiles for architectures without MLPs, such as those that send tokens to experts.
+
+    A tiled MLP must compute each token alone. Experts get the tokens that a router sends them, of the whole row.
+    """
     facts = config.model.facts
     if not _is_in_tiles(config) or facts is None or not (has_experts(facts) or _has_no_mlp(facts)):
         return None
@@ -59,7 +70,10 @@ def _has_no_mlp(facts: ModelFacts) -> bool:
 
 @rule("mlp-tiles-units", _KEY)
 def mlp_tiles_units(config: RunConfig) -> Finding | None:
-    """Refuse tiles if FSDP's units may be inside of an MLP."""
+    """Refuse tiles if FSDP's units may be inside of an MLP.
+
+    FSDP sends the gradients of a unit when its backward pass ends. Inside an MLP that is after the first tile.
+    """
     settings = config.parallelism
     if not _is_in_tiles(config) or not isinstance(settings, FsdpConfig):
         return None
