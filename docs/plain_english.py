@@ -66,10 +66,10 @@ INSTEAD = {
 }
 
 PAGES = ("*.md", "docs/*.md", "docker/README.md", "recipes/*/README.md")
-SOURCES = ("src/tunebook/errors.yaml", "src/tunebook/config/foreign/*.yaml", "src/**/*.py", "docker/*.py")
+SOURCES = ("src/tunebook/errors.yaml", "src/tunebook/config/foreign.yaml", "src/**/*.py", "docker/*.py")
 SCRIPTS = ("docker/**/*.sh", "docker/Dockerfile", ".ci/*", "Makefile", "pyproject.toml")
 SETTINGS = ("hydra_configs/**/*.yaml", "recipes/*.yaml", "compose*.yaml", "docker/**/*.yaml", "*.yml")
-GENERATED = {"docs/errors.md", "docs/coming_from.md"}
+GENERATED = {"docs/errors.md"}
 
 # Stands for a character that is no prose, so that words on its two sides are not read as one phrase.
 _NO_PROSE = "\0"

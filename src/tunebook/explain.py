@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from tunebook.config.foreign import all_names, describe
+from tunebook.config.foreign import instead_of
 from tunebook.config.interpolation import ALLOWED
 from tunebook.errors import RequestError, did_you_mean
 
@@ -69,12 +69,11 @@ def explain(id: str) -> str:
     """
     texts = error_texts()
     text = texts.get(id)
-    if text is None and (foreign := describe(id)) is not None:
-        return foreign
+    if text is None and (instead := instead_of(id)):
+        return f"there is no key '{id}'{instead}"
     if text is None:
         raise RequestError(
-            f"there is nothing called '{id}' to explain.{did_you_mean(id, [*texts, *all_names()])} Every id: tunebook "
-            "explain all",
+            f"there is nothing called '{id}' to explain.{did_you_mean(id, texts)} Every id: tunebook explain all",
             problem_id="unknown-id",
         )
     return f"{id}\n\n{text.summary}\n\nWhy: {text.why}\n\nWhat to do: {text.advice}"
