@@ -119,12 +119,6 @@ def run(monkeypatch, capsys):
     return command
 
 
-def test_option_in_place_of_an_override_gets_a_hint(run):
-    code, _, said = run("train", "quickstart", "--seed", "3")
-    assert code == 2
-    assert "Settings are typed as key=value, without dashes" in said
-
-
 def test_init_writes_a_recipe_that_a_dry_run_trains(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, _, said = run("init", "mine", "--recipes-dir", "own")  # no terminal, so nothing is asked

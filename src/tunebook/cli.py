@@ -18,7 +18,6 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 from rich.text import Text
-from typer.models import CommandInfo
 
 from tunebook.cli_book import book_app
 from tunebook.cli_options import (
@@ -45,8 +44,8 @@ from tunebook.cli_options import (
     task_names,
 )
 from tunebook.cli_records import make_console, records_app
-from tunebook.config.book import path_too_long
-from tunebook.config.override_text import shell_command
+from tunebook.config.book import find_recipes, path_too_long
+from tunebook.config.override_text import shell_command, typed
 from tunebook.config.unsafe_text import shown, without_secrets
 from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError
 from tunebook.hardware.disk import is_disk_full
@@ -364,18 +363,49 @@ def _end_with(error: TunebookError, errors: Console) -> NoReturn:
 
 def _refuse(error: Exception, show: Callable[[], None], errors: Console) -> NoReturn:
     """End for a command line that cannot be read, with what to type instead where that is known."""
-    from tunebook.cli_foreign import advice
-
-    commands = [name for group in (app, records_app, book_app) for name in map(_name_of, group.registered_commands)]
-    if (instead := advice(error, sys.argv[1:], commands)) is None:
-        show()
+    option, words = getattr(error, "option_name", None), sys.argv[1:]
+    if option is not None:
+        instead = _instead_of_option(option, words)
+    elif str(getattr(error, "message", "")).startswith("No such command"):
+        instead = _instead_of_command(words)
     else:
+        instead = ""
+    if instead:
         errors.print(Text(f"error: {instead}", style="red"))
+    else:
+        show()
     sys.exit(RequestError.exit_code)
 
 
-def _name_of(command: CommandInfo) -> str:
-    return command.name or str(getattr(command.callback, "__name__", ""))
+def _instead_of_option(option: str, words: list[str]) -> str:
+    """What to type instead of an option that the command does not have: a setting has no dashes."""
+    from tunebook.config.foreign import instead_of_option
+    from tunebook.config.schema import GROUPS
+    from tunebook.config.walk import all_keys
+
+    # The parser reads -lr as -l and -r, and names one of them.
+    names = [word.partition("=")[0] for word in words]
+    place = names.index(option) if option in names else next(i for i, name in enumerate(names) if name.startswith("-"))
+    name, has_value, value = words[place].partition("=")
+    if not has_value:
+        follows = "".join(words[place + 1 : place + 2])
+        value = "true" if not follows or "=" in follows or follows.startswith("--") else follows
+    key = name.lstrip("-")
+    is_setting = key in GROUPS or key in all_keys()
+    instead = f"; type {typed(key, value)}" if is_setting else instead_of_option(name, value)
+    return instead and f"there is no option '{name}'{instead}"
+
+
+def _instead_of_command(words: list[str]) -> str:
+    """What to type instead of another tool's command, or of a recipe without a command."""
+    from tunebook.config.foreign import instead_of_command
+
+    place = next(i for i, word in enumerate(words) if not word.startswith("-"))
+    name, *rest = words[place:]
+    is_recipe = "=" in name or name in find_recipes([])
+    instead = f"; type {shell_command(['tunebook', 'train', name, *rest])}" if is_recipe else ""
+    instead = instead or instead_of_command(name, rest)
+    return instead and f"there is no command '{name}'{instead}"
 
 
 def main() -> None:

@@ -103,8 +103,6 @@ UnsafeCode = Annotated[
     bool,
     typer.Option("--confirm_run_unsafe_code", help="Run programs that a model wrote without a sandbox; recorded."),
 ]
-# The settings of commands that compose nothing, by the first name of their entry in config.foreign.
-_OF_OTHER_TOOLS = {"model_name_or_path": "model", "eval_tasks": "tasks"}
 
 
 # Of an export.
@@ -182,7 +180,7 @@ def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
             key, value = known[0], word
         if key not in known:
             raise RequestError(
-                f"there is no setting '{key}' here.{_instead(key, value, known)} Settings: {', '.join(known)}",
+                f"there is no setting '{key}' here.{did_you_mean(key, known)} Settings: {', '.join(known)}",
                 problem_id="unknown-key",
             )
         if key in given:
@@ -191,16 +189,6 @@ def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
             )
         given[key] = value
     return given
-
-
-def _instead(key: str, value: str, known: tuple[str, ...]) -> str:
-    """What another tool's name for a setting is here, or the nearest spelling."""
-    from tunebook.config.foreign import find_key
-    from tunebook.config.override_text import typed
-
-    entry = find_key(key)
-    setting = _OF_OTHER_TOOLS.get(entry.names[0][0]) if entry is not None else None
-    return f" Type {typed(setting, value)} instead." if setting in known and setting else did_you_mean(key, known)
 
 
 def named_run(word: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tunebook.config.foreign import all_names, describe
+from tunebook.config.foreign import instead_of, names
 from tunebook.errors import RequestError, did_you_mean
 from tunebook.plan.rules import RULES
 
@@ -18,10 +18,9 @@ def explain(name: str) -> str:
     if name in rules:
         rule = rules[name]
         return f"{name}{f' ({rule.key})' if rule.key else ''}\n\n{rule.why}"
-    if (foreign := describe(name)) is not None:
-        return foreign
+    if instead := instead_of(name):
+        return f"there is no key '{name}'{instead}"
+    near = did_you_mean(name, [*rules, *names()["settings"]])
     raise RequestError(
-        f"there is no rule '{name}' to explain.{did_you_mean(name, [*rules, *all_names()])} Every rule: tunebook "
-        "explain all",
-        problem_id="unknown-id",
+        f"there is no rule '{name}' to explain.{near} Every rule: tunebook explain all", problem_id="unknown-id"
     )

@@ -90,7 +90,6 @@ def test_it_checks_what_people_read() -> None:
     assert {"src/tunebook/cli.py", "src/tunebook/plan/rules/__init__.py"} <= files
     assert {"docker/front.sh", "docker/front/image.sh", ".ci/run", "hydra_configs/config.yaml"} <= files
     assert {"recipes/quickstart.yaml", "compose.yaml", "docker/cpu/compose.yaml", "mkdocs.yml"} <= files
-    assert "docs/coming_from.md" not in files
 
 
 def test_it_prints_as_linters_do_and_fails(tmp_path, monkeypatch, capsys) -> None:

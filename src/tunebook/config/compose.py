@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from tunebook.config.book import book_root
-from tunebook.config.foreign import answer_key
+from tunebook.config.foreign import instead_of
 from tunebook.config.interpolation import guard_resolvers
 from tunebook.config.messages import (
     OverrideError,
@@ -157,8 +157,7 @@ def _check_override(override: Override, text: str) -> None:
             problem_id="override-form",
         )
     if key.startswith("hydra"):
-        instead = f"; {foreign}" if (foreign := answer_key(key, typed_value)) is not None else ""
-        message = f"override '{text}': Hydra's own keys are set by Tunebook{instead}"
+        message = f"override '{text}': Hydra's own keys are set by Tunebook{instead_of(key, typed_value)}"
         raise OverrideError(text, message, problem_id="override-form")
     if override.is_sweep_override():
         raise several_values(key, text)

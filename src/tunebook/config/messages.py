@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from tunebook.config.foreign import answer_choice, answer_key
+from tunebook.config.foreign import instead_of
 from tunebook.config.interpolation import outside_error
 from tunebook.config.origins import Origins
 from tunebook.config.override_text import shell_word, split_values, typed, typed_list
@@ -60,8 +60,8 @@ def unreadable_override(text: str) -> OverrideError:
         near = nearest(text, all_keys())
         hint = f"; did you mean '{near}=VALUE'?" if near else ""
         message = f"'{text}' is no override: write key=value{hint} (a recipe's name comes first)"
-        if near != text and (foreign := answer_key(text, None)) is not None:
-            message = f"'{text}' is no override, which is written key=value, and {foreign}"
+        if near != text and (instead := instead_of(text)):
+            message = f"'{text}' is no override, which is written key=value, and no key{instead}"
     elif not key:
         message = f"'{text}' has no key before it: write key=value, without spaces round the ="
     else:
@@ -99,8 +99,8 @@ def _is_known(key: str) -> bool:
 
 def _unknown_override(text: str, key: str, value: str) -> OverrideError:
     """The error for an override of a key that there is not, in a form that is not composed."""
-    message = answer_key(key, value) or f"there is no key '{key}'.{_guess_elsewhere(key)}"
-    return OverrideError(text, f"override '{text}': {message}", problem_id="unknown-key")
+    hint = instead_of(key, value) or f".{_guess_elsewhere(key)}"
+    return OverrideError(text, f"override '{text}': there is no key '{key}'{hint}", problem_id="unknown-key")
 
 
 def several_values(key: str, text: str) -> OverrideError:
@@ -125,12 +125,7 @@ def several_values(key: str, text: str) -> OverrideError:
 def unknown_choice(group: str, choice: str, place: str, *, word: str | None = None) -> RequestError:
     """The error for a choice that a group does not have; `word` is the override that asked for it."""
     known = group_choices(group)
-    near = nearest(choice, known)
-    foreign = answer_choice(group, choice, is_near_another=near is not None)
-    if foreign is not None:
-        hint = f"; {foreign}" if foreign.startswith("type ") else f". {foreign}"
-    else:
-        hint = f". Did you mean '{near}'?" if near else "."
+    hint = f"{instead_of(group, choice)}.{did_you_mean(choice, known)}"
     message = f"{place}: there is no {group} '{choice}'{hint} Choices of {group}: {', '.join(known)}"
     if word is not None:
         return OverrideError(word, message, problem_id="unknown-choice")
@@ -141,8 +136,8 @@ def unknown_key(key: str, owner: type | None, origins: Origins) -> RequestError:
     """The error for a key that the schema does not have: another tool's name, or a misspelling."""
     override = origins.override(key)
     asked = override.key_or_group if override is not None and override.key_or_group.startswith(key) else key
-    if asked not in all_keys() and (foreign := answer_key(asked, origins.value(key))) is not None:
-        return _wrong(key, foreign, origins, problem_id="unknown-key")
+    if asked not in all_keys() and (instead := instead_of(asked, origins.value(key))):
+        return _wrong(key, f"there is no key '{asked}'{instead}", origins, problem_id="unknown-key")
     parent, _, name = key.rpartition(".")
     elsewhere = _other_choices(parent, name, owner)
     if elsewhere:
