@@ -40,6 +40,7 @@ from tunebook.config.messages import (
     wrong_type,
 )
 from tunebook.config.origins import Origins
+from tunebook.config.override_text import quoted
 from tunebook.config.recipe_files import (
     RecipeFile,
     group_choices,
@@ -53,6 +54,7 @@ from tunebook.config.walk import is_in_mapping, mapping_type, texts_of, unknown_
 from tunebook.errors import RequestError
 
 _PLAIN = (bool, int, float, str)  # types of a single value
+_OPENING = "'\"[{"  # of a value that is no plain text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,12 +142,24 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
         if text.startswith("="):
             raise unreadable_override(text)
         try:
-            override = OverridesParser.create().parse_override(text)
+            override = _parsed(text)
         except HydraException as error:
             raise unreadable_override(text) from error
         _check_override(override, text)
         parsed.append(override)
     return parsed
+
+
+def _parsed(text: str) -> Override:
+    """One override as typed. Raises: HydraException if it is none, also with quotes around its value."""
+    parser = OverridesParser.create()
+    try:
+        return parser.parse_override(text)
+    except HydraException:
+        key, _, value = text.partition("=")
+        if not value or value[0] in _OPENING:
+            raise
+        return parser.parse_override(f"{key}={quoted(value)}")
 
 
 def _check_override(override: Override, text: str) -> None:

@@ -11,7 +11,7 @@ import re
 from tunebook.config.foreign import instead_of
 from tunebook.config.interpolation import outside_error
 from tunebook.config.origins import Origins
-from tunebook.config.override_text import shell_word, split_values, typed, typed_list
+from tunebook.config.override_text import shell_word, typed
 from tunebook.config.recipe_files import choice_schema, group_choices
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS
 from tunebook.config.unsafe_text import without_secrets
@@ -55,7 +55,7 @@ def _wrong(key: str, message: str, origins: Origins, *, problem_id: str) -> Requ
 
 def unreadable_override(text: str) -> OverrideError:
     """The error for an override that Hydra's grammar does not accept."""
-    key, has_value, value = text.partition("=")
+    key, has_value, _ = text.partition("=")
     if not has_value:
         near = nearest(text, all_keys())
         hint = f"; did you mean '{near}=VALUE'?" if near else ""
@@ -65,20 +65,8 @@ def unreadable_override(text: str) -> OverrideError:
     elif not key:
         message = f"'{text}' has no key before it: write key=value, without spaces round the ="
     else:
-        inner = value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "'\"" else value
-        anew = _typed_anew(key, inner)
-        is_quoted = "'" in anew or '"' in anew
-        instead = "put quotes round a value with special characters:" if is_quoted else "type"
-        message = f"override '{text}' cannot be read; {instead} {anew}"
+        message = f"override '{text}' cannot be read; its brackets or quotes do not match, or an entry needs quotes"
     return OverrideError(text, message, problem_id="override-form")
-
-
-def _typed_anew(key: str, value: str) -> str:
-    """The override with the missing quotes; in a list, around each entry that needs them."""
-    if not (type_of(key).startswith("a list") and value.startswith("[") and value.endswith("]")):
-        return typed(key, value)
-    entries = (entry.strip().strip("'\"") for entry in split_values(value[1:-1]))
-    return typed_list(key, filter(None, entries))  # there may be a comma after the last entry
 
 
 def added_or_removed(text: str) -> OverrideError:
