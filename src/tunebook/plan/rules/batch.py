@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from tunebook.config.choices import Generation, PackingMode, Source
 from tunebook.config.schema import RunConfig, data_ranks
-from tunebook.data.batch import fewer_gpus
 from tunebook.facts.attention import ATTENTIONS, Isolation
 from tunebook.plan.rules.frame import Finding, rule
 
@@ -61,15 +60,7 @@ def batch_not_divisible(config: RunConfig) -> Finding | None:
     message = f"{made} {do} not divide by {data_ranks(config)} {_ranks(config)}{micro}; {nearest}"
     closer, other = (below, above) if below and asked - below <= above - asked else (above, below)
     fix = f"{key}={closer}" + (f" or {key}={other}" if other else "")
-    if _is_padded(config):
-        fix = _with_fewer_gpus(config) or fix
     return Finding(message, fix, key=key)
-
-
-def _with_fewer_gpus(config: RunConfig) -> str | None:
-    """The fix if the data has fewer documents than GPUs, so that no batch would work."""
-    documents = _fewest_documents(config)
-    return fewer_gpus(config, documents) if documents is not None and documents < data_ranks(config) else None
 
 
 def _ranks(config: RunConfig) -> str:
@@ -91,8 +82,8 @@ def batch_too_small(config: RunConfig) -> Iterator[Finding]:
     samples, tokens, ranks = config.training.global_samples, config.training.global_tokens, data_ranks(config)
     if samples is not None and 1 <= samples < ranks:
         are_fewer = "documents a step are fewer than" if samples > 1 else "document a step is less than one for each of"
-        fix = _with_fewer_gpus(config) or f"training.global_samples={ranks}"
-        yield Finding(f"{samples} {are_fewer} the {ranks} {_ranks(config)}", fix, key="training.global_samples")
+        message, fix = f"{samples} {are_fewer} the {ranks} {_ranks(config)}", f"training.global_samples={ranks}"
+        yield Finding(message, fix, key="training.global_samples")
     unit, length = _rows_unit(config), _row_length(config)
     if tokens is not None and 1 <= tokens < unit * length:
         message = f"{tokens} tokens a step are fewer than {unit} rows x {length} tokens = {unit * length}"
@@ -139,12 +130,10 @@ def batch_larger_than_data(config: RunConfig) -> Finding | None:
     if samples is None or documents is None or samples <= documents:
         return None
     message = f"{samples} documents a step are more than the data set's {documents}"
-    unit = _rows_unit(config) if _is_padded(config) else 1
-    fix = f"training.global_samples={documents // unit * unit}"
-    if documents < unit:  # one document per GPU
-        ranks = data_ranks(config)
-        fix = f"training.micro_batch_size=1 training.global_samples={documents // ranks * ranks}"
-    return Finding(message, _with_fewer_gpus(config) or fix)
+    unit = _rows_unit(config) if _is_padded(config) else data_ranks(config)
+    most = documents // unit * unit
+    fix = f"training.global_samples={most}" if most else "fewer GPUs (hardware.gpus_per_node) or more documents"
+    return Finding(message, fix)
 
 
 def _fewest_documents(config: RunConfig) -> int | None:
