@@ -38,12 +38,10 @@ from tunebook.plan.rules import (
 )
 from tunebook.plan.rules.frame import read_key
 
-from ..memory.layers import measured as traced
 from .rule_cases import (
     CASES,
     DDP,
     GPT_OSS,
-    IN_TOKENS,
     LEAKING,
     MEASURED,
     ON_1,
@@ -226,28 +224,10 @@ def test_a_list_of_options_is_shown_as_hydra_reads_it(sound, changed):
 def test_packing_that_leaks_is_given_up_at_once_whatever_counts_the_batch(sound, changed):
     bloom = LEAKING
     assert fix_of(changed(sound, bloom), "packing-leaks") == "packing.mode=padded packing.row_length=null"
-    in_tokens = fix_of(changed(sound, bloom | DDP | IN_TOKENS), "packing-leaks")
-    assert in_tokens.endswith("row_length=null training.global_tokens=null training.global_samples=32")
-    odd = fix_of(changed(sound, bloom | DDP | {"training.global_samples": 13}), "packing-leaks")
-    assert odd.endswith("packing.row_length=null training.global_samples=16")
     by_lengths = fix_of(
         changed(sound, bloom | {"attention.implementation": Attention.varlen_attention}), "packing-leaks"
     )
     assert by_lengths.endswith("attention.implementation=sdpa")
-
-
-def test_an_attention_that_the_model_has_not_is_exchanged_with_the_packing_that_it_alone_allows(sound, changed):
-    only_eager = traced(
-        num_layers=2,
-        parameters=1,
-        linear_inputs=1,
-        adapter_parameters=1,
-        attention=["eager", "flash_attention_3"],
-        isolates={"mask": False},
-    )
-    values = {"model.facts.architecture": "GptOssForCausalLM", "model.facts.measured": only_eager}
-    fix = fix_of(changed(sound, values), "attention-not-in-model")
-    assert fix == "attention.implementation=eager packing.mode=padded packing.row_length=null"
 
 
 @pytest.mark.parametrize("packing", [PackingMode.isolated, PackingMode.padded])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from tunebook.config.choices import Generation, PackingMode, Source
 from tunebook.config.schema import RunConfig, data_ranks
 from tunebook.facts.attention import ATTENTIONS, Isolation
 from tunebook.plan.rules.frame import Finding, rule
-
-_LOG_OF_ALL = 30.0  # upper bound for the logarithm of a document's length
 
 
 @rule("batch-one-way", "training.global_samples")
@@ -96,31 +93,7 @@ def tokens_need_packing(config: RunConfig) -> Finding | None:
     tokens = config.training.global_tokens
     if tokens is None or not _is_padded(config):
         return None
-    return Finding(f"{tokens} tokens a step need packed rows", in_padded_documents(config))
-
-
-def in_padded_documents(config: RunConfig) -> str:
-    """Overrides in addition to packing.mode=padded for about the same batch; empty if none are needed."""
-    samples, tokens, unit = config.training.global_samples, config.training.global_tokens, _rows_unit(config)
-    if tokens is None:
-        if samples is None or samples % unit == 0:
-            return ""
-        return f"training.global_samples={max(1, round(samples / unit)) * unit}"
-    mean = int(max(1, _mean_tokens(config)))
-    return f"training.global_tokens=null training.global_samples={max(1, tokens // mean // unit) * unit}"
-
-
-def _mean_tokens(config: RunConfig) -> float:
-    """Approximate mean tokens per document: as stated, or the mean of the distribution of generated lengths.
-
-    The mean ignores the bounds of the lengths. The plan, which applies them, is some percent lower.
-    """
-    data, longest = config.dataset, config.training.max_length
-    if data.mean_tokens is not None or data.source is not Source.synthetic:
-        return min(longest, data.mean_tokens or longest)
-    drawn = data.synthetic
-    mean = math.exp(min(_LOG_OF_ALL, drawn.log_mean_tokens + drawn.log_sigma_tokens**2 / 2))
-    return min(longest, drawn.max_tokens, max(drawn.min_tokens, mean))
+    return Finding(f"{tokens} tokens a step need packed rows", "training.global_tokens=null training.global_samples=64")
 
 
 @rule("batch-larger-than-data", "training.global_samples")
