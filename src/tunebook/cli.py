@@ -118,14 +118,14 @@ def plan(
     given = {"--json": as_json, "--yaml": as_yaml, "--measure": measure, "--all": show_all, "--longest": longest}
     options = [option for option, is_given in given.items() if is_given]
     if compare:
-        from tunebook.plan.compare import compare_plans, only_comparison
+        from tunebook.plan.compare import compare_plans
 
         if options:
             raise RequestError(
                 f"--compare prints a table, and {options[0]} is for one plan; type one of them",
                 problem_id="compare-form",
             )
-        raise typer.Exit(compare_plans(recipe, overrides, recipes_dir or [], only_comparison(compare), make_console()))
+        raise typer.Exit(compare_plans(recipe, overrides, recipes_dir or [], compare, make_console()))
     if as_yaml and len(options) > 1:
         other = next(option for option in options if option != "--yaml")
         raise RequestError(

@@ -117,7 +117,7 @@ def longest_cases(memory_gib: float, host_memory_gib: float | None, stretch: flo
             if host_memory_gib is not None:
                 words_of_case.append(f"hardware.host_memory_gib={gpus * host_memory_gib:g}")
             config = compose(None, [*words_of_case, "training.max_length=4096"], []).config
-            row, *_ = longest_rows(resolve_auto(config, NO_GPU)).rows  # the first is as typed
+            row, *_ = longest_rows(resolve_auto(config, NO_GPU))  # the first is as typed
             tokens = round(row.tokens * stretch) // _UNIT * _UNIT
             if not tokens:
                 continue

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -17,15 +15,12 @@ from tunebook.commands.train import (
     plan_job,
     require_runnable,
     set_up_folder,
-    show_if_documents_are_short,
     show_job,
 )
 from tunebook.data.prepared import Prepared
 from tunebook.errors import RequestError
 from tunebook.evaluate import preflight
 from tunebook.evaluate.preflight import Missing
-from tunebook.hardware.detect import Machine
-from tunebook.plan.draft import draft_run
 from tunebook.record.manifest import read_manifest, recorded_fingerprint, update_manifest
 
 PREPARED = cast(
@@ -195,70 +190,6 @@ LONG = (
     "hardware=hopper", "hardware.memory_gib=79.6", "hardware.gpus_per_node=1", "parallelism=single",
     "dataset=jsonl", "dataset.path=documents.jsonl", "training.global_samples=64", "training.max_length=32768",
 )  # fmt: skip
-
-
-def said_of(longest: int, *words: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """What is printed of a run whose documents have a hundredth of `longest` tokens, but for one that has all."""
-    lengths = np.array([max(1, longest // 100)] * 999 + [longest], dtype=np.int32)
-    part = SimpleNamespace(counts=SimpleNamespace(longest=longest), load_lengths=lambda: lengths)
-    prepared = cast(Prepared, SimpleNamespace(train=part, parts=lambda: {"train": part}))
-    job = draft_run("qwen3_4b_lora", [*LONG, *words], [], Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=64))
-    show_if_documents_are_short(job, prepared, Console(width=1000))
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("words", [(), ("packing=padded", "attention=sdpa")], ids=["packed", "padded"])
-def test_of_short_documents_the_length_is_named_with_which_they_train_faster(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whole layers are recomputed for rows of 32,768 tokens; for the advised length they are not."""
-    said = said_of(1900, *words, capsys=capsys)
-    assert "no document has more than 1,900 tokens, and the plan is for training.max_length=32768" in said
-    found = re.search(
-        r"With training.max_length=2048 .* at ([\d,]+) tokens/s per GPU instead of ([\d,]+) \((.*)\)", said
-    )
-    assert found is not None
-    then, now = (int(number.replace(",", "")) for number in found.groups()[:2])
-    assert then > 1.1 * now
-    assert ("packing.row_length=" in found[3]) is (not words)
-    assert "activation.checkpointing=disabled" in found[3]
-    advised = plan_job("qwen3_4b_lora", [*LONG, *words, "training.max_length=2048"], []).config
-    assert found[3].endswith(f"activation.checkpointing={advised.activation.checkpointing.name}")
-
-
-def test_documents_that_are_a_little_shorter_can_make_a_large_difference(capsys: pytest.CaptureFixture[str]) -> None:
-    """One row of 3,584 tokens fits into 24 GiB without whole layers being recomputed, and one of 4,096 does not."""
-    said = said_of(3500, "hardware.memory_gib=24", "training.max_length=4096", capsys=capsys)
-    found = re.search(r"training.max_length=3584 .* at ([\d,]+) tokens/s per GPU instead of ([\d,]+) ", said)
-    assert found is not None
-    then, now = (int(number.replace(",", "")) for number in found.groups())
-    assert then / now == pytest.approx(1.33, abs=0.03)
-    assert "(packing.row_length=3584, activation.checkpointing=selective)" in said
-
-
-def test_without_an_estimate_the_recomputing_that_is_saved_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    said = said_of(1900, "parallelism=zero3_offload", capsys=capsys)
-    assert (
-        "With training.max_length=2048 whole layers are not computed again, which takes up to a third of the speed ("
-        in said
-    )
-    assert "activation.checkpointing=disabled)" in said
-
-
-@pytest.mark.parametrize(
-    ("longest", "words"),
-    [
-        (20_000, ()),  # whole layers are recomputed for them, too
-        (1900, ("training.max_length=2048",)),
-        (1900, ("packing.row_length=32768", "activation=checkpointing")),  # as asked, whatever the documents are
-        (1900, ("hardware=cpu",)),  # no speed is estimated
-    ],
-    ids=str,
-)
-def test_nothing_is_said_where_another_length_gains_nothing(
-    longest: int, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said_of(longest, *words, capsys=capsys) == ""
 
 
 def test_the_plan_says_where_documents_may_be_much_shorter_than_their_rows() -> None:

@@ -101,19 +101,6 @@ def test_a_batch_larger_than_the_data_is_refused():
         solve_batch(config_of(PackingMode.isolated, 1, global_samples=64), np.full(50, 9))
 
 
-@pytest.mark.parametrize("mode", [PackingMode.isolated, PackingMode.padded])
-def test_data_with_fewer_documents_than_gpus_takes_fewer_gpus(mode):
-    with pytest.raises(
-        RequestError, match=r"the 3 documents .*; try hardware\.gpus_per_node=3 training\.global_samples=3"
-    ):
-        solve_batch(config_of(mode, 8, global_samples=64), np.full(3, 9))
-    with pytest.raises(RequestError, match=r"the 1 document there is; try hardware\.gpus_per_node=1 "):
-        solve_batch(config_of(mode, 8, global_samples=64), np.full(1, 9))
-    with pytest.raises(RequestError, match=r"the 0 documents .*; try hardware\.gpus_per_node=1 "):
-        solve_batch(config_of(mode, 8, global_samples=64), np.full(0, 9))
-    solve_batch(config_of(mode, 3, global_samples=3), np.full(3, 9))
-
-
 @pytest.mark.parametrize(("max_steps", "expected"), [(None, 15), (7, 7)])
 def test_steps_follow_from_epochs_unless_said(max_steps, expected):
     lengths = np.full(100, 10, dtype=np.int64)

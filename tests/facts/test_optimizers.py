@@ -22,13 +22,6 @@ def test_every_optimizer_has_facts_and_a_group_file_and_transformers_knows_it(
     assert group["name"] == name.name
 
 
-def test_a_paged_optimizer_names_the_one_with_the_same_steps() -> None:
-    for facts in OPTIMIZERS.values():
-        assert facts.is_paged == (facts.same_steps_unpaged is not None)
-        if facts.same_steps_unpaged is not None:
-            assert OPTIMIZERS[facts.same_steps_unpaged].is_8bit == facts.is_8bit
-
-
 def test_what_runs_everywhere_does() -> None:
     facts = OPTIMIZERS[RUNS_EVERYWHERE]
     assert (facts.needs_gpu, facts.package, facts.takes_dtensors, facts.can_be_offloaded) == (False, None, True, True)

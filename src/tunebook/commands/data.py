@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from tunebook.commands.train import plan_job, prepare_data, show_if_documents_are_short
+from tunebook.commands.train import plan_job, prepare_data
 from tunebook.errors import RequestError
 from tunebook.terminal import print_text
 
@@ -47,7 +47,6 @@ def show_data(
     is_needed = has_text and num_samples > 0
     tokenizer = load_tokenizer(job.config.model, is_padded=needs_padding(job.config)) if is_needed else None
     show_prepared(prepared, tokenizer, console, num_samples)
-    show_if_documents_are_short(job, prepared, console)
     if page is not None:
         _write_page(page, recipe or "data", prepared, tokenizer, num_samples)
         print_text(f"page: {page}", console)

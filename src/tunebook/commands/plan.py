@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -12,11 +14,11 @@ from tunebook.commands.train import require_machine, show_decisions, show_job
 from tunebook.errors import RequestError
 from tunebook.launch.measure import measure, require_measurable
 from tunebook.model.load import check_model
-from tunebook.plan.advice.changes import FittingChange, changes_that_fit
 from tunebook.plan.draft import Draft, draft_json, draft_run, draft_yaml
-from tunebook.plan.longest import longest_rows
+from tunebook.plan.longest import LongestRow, longest_rows
 from tunebook.plan.memory.gpu import judge_measurement, plan_memory
 from tunebook.plan.show import host_memory_lines, show_memory, show_warnings, time_lines
+from tunebook.plan.suggestions import Suggestion, suggest
 from tunebook.record.run_folder import WITHOUT_RECIPE
 from tunebook.terminal import print_lines, print_text
 
@@ -48,13 +50,13 @@ def plan_command(
     longest = longest_rows(draft.resolution) if is_longest and draft.memory is not None and draft.resolution else None
     if longest is not None and not as_json:
         draft.raise_errors()
-        print_lines(longest.lines(), console)
+        _show_longest(longest, draft, console)
         return 0
     is_in_doubt = draft.fits is False or (draft.memory is not None and draft.memory.is_in_doubt)
-    fitting = changes_that_fit(recipe, overrides, recipes_dirs, draft) if is_in_doubt else []
+    suggested = suggest(draft) if is_in_doubt and not as_yaml else []
     if as_json:
-        content = draft_json(draft, _advice(fitting, draft)) | {"would_fit": [change.to_json() for change in fitting]}
-        content |= {"longest": longest.to_json() if longest is not None else None} if is_longest else {}
+        content = draft_json(draft) | {"would_fit": [_suggestion_json(each) for each in suggested if each.fits]}
+        content |= {"longest": None if longest is None else [asdict(row) for row in longest]} if is_longest else {}
         json.dump(content, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
         print()
         return draft.exit_code
@@ -74,8 +76,8 @@ def plan_command(
     print_lines(host_memory_lines(draft.host), console)
     print_lines(time_lines(draft.time), console)
     if is_in_doubt:
-        _show_changes(fitting, console, draft)
-    draft.raise_if_too_large("what would fit is listed with the plan" if fitting else "no change that was tried would")
+        _show_suggestions(suggested, console)
+    draft.raise_if_too_large()
     draft.raise_if_data_is_missing()
     return 0
 
@@ -100,50 +102,24 @@ def _measure(draft: Draft, console: Console) -> None:
     draft.memory = judge_measurement(config, plan_memory(config, draft.batch), measurement)
 
 
-def _show_changes(fitting: list[FittingChange], console: Console, draft: Draft) -> None:
-    is_too_large = draft.fits is False
-    if fitting:
-        is_certain = not is_too_large and all(change.host_fits or not change.is_in_host_memory for change in fitting)
-        would = "What would fit for certain" if is_certain else "What would fit"
-        print_lines([f"{would}, by estimate, to be typed after the recipe:"], console)
-        for change in fitting:
-            _show_change(change, console)
-    elif is_too_large:
-        nothing = _nothing_fits(draft)
-        print_lines([nothing[0].upper() + nothing[1:]], console)
+def _show_longest(rows: list[LongestRow], draft: Draft, console: Console) -> None:
+    hardware, group = draft.config.hardware, draft.config.parallelism.sequence_group_size
+    if not rows:
+        print_text("Longest row: not known; the model's size or hardware.memory_gib is unknown", console)
+        return
+    shared = f" shared by {group} GPUs" if group > 1 else ""
+    title = f"Longest row{shared} (estimated, one document in each row, {hardware.memory_gib:g} GiB a GPU)"
+    print_lines([title, *(row.line() for row in rows)], console)
 
 
-def _show_change(change: FittingChange, console: Console) -> None:
-    """Print a change on one line; if a terminal is too narrow for it, its effect goes below what is typed."""
-    line = f"  {change.line()}"
-    if console.is_terminal and len(line) > console.width:
-        print_text(f"  {change.typed}", console)
-        print_lines([f"      {change.effect}"], console)
-    else:
-        print_text(line, console)
+def _suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
+    return {"overrides": suggestion.overrides, "total_gib": round(suggestion.total_gib, 3)}
 
 
-def _advice(fitting: list[FittingChange], draft: Draft) -> str:
-    """Return the result of the search as text, for programs that may show a problem without the rest of the plan."""
-    if not fitting:
-        return _nothing_fits(draft)
-    words = [f"{' '.join(change.change.overrides)}{_without(change)}" for change in fitting]
-    return f"what would fit, by estimate: {' or '.join(words)}"
-
-
-def _without(change: FittingChange) -> str:
-    return f" without {' '.join(change.left_out)}" if change.left_out else ""
-
-
-def _nothing_fits(draft: Draft) -> str:
-    """Say what to change if no change of the plan fits, by the memory that is too small."""
-    nothing = "none of the changes that were tried makes it fit"
-    if draft.memory is not None and draft.memory.fits is not False:
-        return (
-            f"{nothing}, and what is too small is the host's memory: take nodes with more of it, or fewer GPUs of each "
-            "(hardware.gpus_per_node)"
-        )
-    return (
-        f"{nothing}: take more or larger GPUs, a smaller model or, where long documents are what is too much, a "
-        "smaller training.max_length"
-    )
+def _show_suggestions(suggested: list[Suggestion], console: Console) -> None:
+    if any(each.fits for each in suggested):
+        print_text("What would fit, by estimate, to be typed after the recipe:", console)
+    elif suggested:
+        print_text("Nothing that was tried fits for certain; the least memory takes:", console)
+    for each in suggested:
+        print_text(f"  {each.line()}", console)

@@ -17,7 +17,6 @@ from rich.console import Console
 from tunebook.checkpoint.choose import expected_checkpoint
 from tunebook.checkpoint.identity import identity_of
 from tunebook.commands.attempt import Attempt
-from tunebook.config.choices import Checkpointing, Generation, PackingMode
 from tunebook.config.frozen import architecture_json, config_to_yaml
 from tunebook.config.model_facts import ARCHITECTURE_FILE
 from tunebook.config.override_text import command_words, shell_command
@@ -38,13 +37,12 @@ from tunebook.launch.nodes import has_later_nodes, is_later_node, open_to_nodes
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
 from tunebook.launch.slurm.container import is_contained
 from tunebook.launch.slurm.submit import follow, job_script, refuse_if_queued, submit
-from tunebook.model.flops import attended_length_tokens
 from tunebook.model.hub import why_no_upload
 from tunebook.model.load import check_model
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.plan.auto.decisions import asked_keys
 from tunebook.plan.auto.resolve import Resolution
-from tunebook.plan.draft import Draft, draft_composition, draft_json, draft_run, estimate_time, refuse_too_large
+from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time, refuse_too_large
 from tunebook.plan.memory.gpu import measured_memory, plan_memory
 from tunebook.plan.memory.host_memory import plan_host_memory
 from tunebook.plan.show import LastRun, batch_lines, show_choices, show_warnings
@@ -67,9 +65,6 @@ from tunebook.train.requirements import check_environment
 
 if TYPE_CHECKING:
     from tunebook.data.prepared import Prepared
-
-_LENGTH_UNIT = 256  # tokens; an advised training.max_length is a multiple
-_WORTH_TYPING = 1.1  # ratio of estimated speeds
 
 
 def plan_job(recipe: str | None, overrides: list[str], recipes_dirs: list[Path]) -> Draft:
@@ -137,7 +132,6 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
         show_summary(prepared, console)
         plan = solve_batch(config, prepared.train.load_lengths().astype("int64"))
         print_lines(batch_lines(plan), console)
-        show_if_documents_are_short(job, prepared, console)
         found = folder or unfinished_run(config, lambda text: print_text(text, console), asked)
         is_done = found is not None and is_trained(found, config)
         identity = identity_of(config, prepared, weights_fingerprint(config.model))  # the ranks reuse the fingerprint
@@ -153,51 +147,6 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
         job_id = submit(config, folder, console)
     # The job holds the folder from here on.
     return follow(job_id, folder, console) if config.launcher.wait else 0
-
-
-def show_if_documents_are_short(job: Draft, prepared: Prepared, console: Console) -> None:
-    """Print the `training.max_length` with which the same documents train faster by estimate, if there is one.
-
-    Before the documents are known, each row has to hold one of that length: that decides how long packed rows are, how
-    many padded ones a pass has, and what is recomputed.
-    """
-    parts, composition, length = prepared.parts().values(), job.composition, job.config.training.max_length
-    longest = max((part.counts.longest for part in parts), default=0)
-    needed = -(-longest // _LENGTH_UNIT) * _LENGTH_UNIT
-    if not longest or needed >= length or composition is None or job.machine is None:
-        return
-    asked = composition.config
-    shorter = replace(asked, training=replace(asked.training, max_length=needed))
-    tried = draft_composition(replace(composition, config=shorter), job.machine)
-    if tried.fits is False or tried.batch is None or any(problem.is_error for problem in tried.problems):
-        return
-    config, after = tried.config, tried.config.activation.checkpointing
-    is_less = job.config.activation.checkpointing is Checkpointing.enabled and after is not Checkpointing.enabled
-    now, then = (_speed_with(prepared, each) for each in (job, tried))
-    if now is not None and then is not None and then >= _WORTH_TYPING * now:
-        gain = f"the same documents are estimated at {then:,.0f} tokens/s per GPU instead of {now:,.0f}"
-    elif then is None and is_less and config.hardware.generation is not Generation.cpu:
-        gain = "whole layers are not computed again, which takes up to a third of the speed"
-    else:
-        return
-    rows = f"packing.row_length={config.packing.row_length}, " if config.packing.mode is PackingMode.isolated else ""
-    note = (
-        f"  note: no document has more than {longest:,} tokens, and the plan is for training.max_length={length}. With "
-        f"training.max_length={needed} {gain} ({rows}activation.checkpointing={after.name})"
-    )
-    print_text(note, console)
-
-
-def _speed_with(prepared: Prepared, job: Draft) -> float | None:
-    """Estimated tokens per second of each GPU with documents of the prepared lengths; None if there is no estimate.
-
-    By their mean: laying them out in rows takes seconds if there are many.
-    """
-    lengths = prepared.train.load_lengths()
-    dataset = replace(job.config.dataset, num_documents=len(lengths), mean_tokens=float(lengths.mean()))
-    config = replace(job.config, dataset=dataset)
-    batch = replace(solve_batch(config, None), attended_length=attended_length_tokens(lengths.tolist()))
-    return estimate_time(config, batch, job.machine).tokens_per_second_per_gpu
 
 
 def require_runnable(job: Draft) -> None:

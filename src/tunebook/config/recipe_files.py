@@ -52,16 +52,6 @@ def choice_schema(group: str, choice: str) -> str | None:
     return None
 
 
-def choice_values(group: str, choice: str) -> dict[str, Any]:
-    """The values of a choice: those in its file, then those in the files that it builds on."""
-    body: Any = OmegaConf.to_container(OmegaConf.load(book_root() / "hydra_configs" / group / f"{choice}.yaml"))
-    stated: dict[str, Any] = {}
-    for entry in body.pop("defaults", []):
-        if entry != "_self_" and not str(entry).startswith("/"):
-            stated |= choice_values(group, str(entry))
-    return {**stated, **body}
-
-
 def load_recipes(name: str, recipes_dirs: list[Path]) -> list[RecipeFile]:
     """The recipe and those it builds on, the strongest first: of two parents Hydra takes the later one's values.
 

@@ -73,13 +73,10 @@ def solve_batch(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
     """
     samples = config.training.global_samples
     if lengths is not None and samples is not None and len(lengths) < samples:
-        ranks = data_ranks(config)
-        fewer = max(1, len(lengths) // 10 // ranks) * ranks  # equally many for every GPU
-        instead = f"training.global_samples={fewer}"
         there = f"{len(lengths)} documents there are" if len(lengths) != 1 else "1 document there is"
         raise RequestError(
-            f"training.global_samples={samples} is more than the {there}; "
-            f"try {instead if fewer <= len(lengths) else fewer_gpus(config, len(lengths))}",
+            f"training.global_samples={samples} is more than the {there}; take a smaller number, or fewer GPUs "
+            "(hardware.gpus_per_node) if there are more GPUs than documents",
             problem_id="batch-larger-than-data",
         )
     if config.packing.mode is PackingMode.isolated:
@@ -104,17 +101,6 @@ def largest_micro_batch(samples_per_rank: int, max_length: int) -> int:
     """Padded rows of a pass: the largest divisor of a rank's documents that stays within the token limit."""
     most = max(1, PADDED_TOKENS_PER_PASS // max(1, max_length))
     return max(size for size in range(1, min(most, samples_per_rank) + 1) if samples_per_rank % size == 0)
-
-
-def fewer_gpus(config: RunConfig, num_documents: int) -> str:
-    """Overrides for as many GPUs as there are documents for a step; one if there is no document."""
-    documents, group = max(1, num_documents), max(1, config.parallelism.sequence_group_size)
-    nodes = min(max(1, config.hardware.num_nodes), documents)
-    per_node = documents // nodes
-    fix = f"hardware.gpus_per_node={group * per_node} training.global_samples={nodes * per_node}"
-    if nodes != config.hardware.num_nodes:
-        fix = f"hardware.num_nodes={nodes} {fix}"
-    return fix if config.training.micro_batch_size in (None, 1) else f"{fix} training.micro_batch_size=1"
 
 
 def row_length(config: RunConfig) -> int:

@@ -20,8 +20,6 @@ class OptimizerFacts:
     settings: frozenset[str] = _ADAM_SETTINGS  # the keys of `optimizer` it uses in addition to rate and weight decay
     package: str | None = None  # required in addition to torch
     is_paged: bool = False  # the driver moves its state between GPU and host on demand
-    same_steps_unpaged: OptimizerName | None = None  # of a paged optimizer: the one that keeps its state on the GPU
-    in_8bit: OptimizerName | None = None  # of a 32-bit optimizer: the same with 8-bit state
     keeps_embeddings_in_fp32: bool = False  # transformers asks bitsandbytes for fp32 moments of embeddings
     needs_gpu: bool = False
     needs_bf16: bool = False  # multiplies in bf16 in every step
@@ -29,20 +27,13 @@ class OptimizerFacts:
     takes_flat_pieces: bool = True  # DeepSpeed's 1-D slices of all parameters joined end to end
     can_be_offloaded: bool = True  # its step can run on the host
 
-    @property
-    def is_8bit(self) -> bool:
-        """Whether its moments have at most 8 bits, which learns slightly differently."""
-        return self.state_bytes is not None and 0 < self.state_bytes < 4
 
-
-def _bitsandbytes(optim: str, state_bytes: int, unpaged: OptimizerName | None = None) -> OptimizerFacts:
+def _bitsandbytes(optim: str, state_bytes: int, *, is_paged: bool = False) -> OptimizerFacts:
     """bitsandbytes 0.50: GPU kernels without DTensor support; its 32-bit moments are fp32 whatever the weights are."""
     return OptimizerFacts(
         optim=optim,
         state_bytes=state_bytes,
-        is_paged=unpaged is not None,
-        same_steps_unpaged=unpaged,
-        in_8bit=OptimizerName.adamw_8bit if state_bytes == 8 else None,
+        is_paged=is_paged,
         keeps_embeddings_in_fp32=state_bytes == 2,
         package="bitsandbytes",
         needs_gpu=True,
@@ -52,10 +43,10 @@ def _bitsandbytes(optim: str, state_bytes: int, unpaged: OptimizerName | None = 
 
 
 OPTIMIZERS: dict[OptimizerName, OptimizerFacts] = {
-    OptimizerName.adamw: OptimizerFacts(optim="adamw_torch_fused", state_bytes=None, in_8bit=OptimizerName.adamw_8bit),
+    OptimizerName.adamw: OptimizerFacts(optim="adamw_torch_fused", state_bytes=None),
     OptimizerName.adamw_8bit: _bitsandbytes("adamw_8bit", 2),
-    OptimizerName.paged_adamw_32bit: _bitsandbytes("paged_adamw_32bit", 8, OptimizerName.adamw),
-    OptimizerName.paged_adamw_8bit: _bitsandbytes("paged_adamw_8bit", 2, OptimizerName.adamw_8bit),
+    OptimizerName.paged_adamw_32bit: _bitsandbytes("paged_adamw_32bit", 8, is_paged=True),
+    OptimizerName.paged_adamw_8bit: _bitsandbytes("paged_adamw_8bit", 2, is_paged=True),
     # One row and one column of second moments per matrix, no first moment (transformers 5.23, optimization.py): less
     # than a thousandth of the weights. It builds them from the gradient's shape as plain tensors.
     OptimizerName.adafactor: OptimizerFacts(

@@ -126,9 +126,7 @@ UNDECIDED, ALONE, COPIED = Strategy.auto, Strategy.single, Strategy.ddp
 # nothing fits.
 FASTEST_ON_ONE_NODE = (Strategy.ddp, Strategy.fsdp_grad_op, Strategy.fsdp)
 FASTEST_ON_SEVERAL_NODES = (Strategy.ddp, Strategy.hsdp, Strategy.fsdp)
-DIVIDED = (Strategy.fsdp, Strategy.zero2, Strategy.zero3)  # suggested for several GPUs, and measured side by side
 SPARING_THE_HOST = Strategy.fsdp  # all states on the GPUs
-OFFLOADING_OPTIMIZER, OFFLOADING_ALL = Strategy.zero2, Strategy.zero3
 
 
 def strategy_facts(config: RunConfig) -> StrategyFacts:

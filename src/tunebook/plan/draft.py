@@ -21,15 +21,14 @@ from tunebook.errors import DataError, DoesNotFitError, Problem, RequestError, R
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.plan.auto.decisions import AS_ASKED, ChoiceValue
 from tunebook.plan.auto.resolve import Resolution, resolve_auto
-from tunebook.plan.longest import ways_to_keep_less
 from tunebook.plan.memory.gpu import MemoryPlan, measured_memory, plan_memory
 from tunebook.plan.memory.host_memory import HostPlan, plan_host_memory
 from tunebook.plan.rules import check, located
 from tunebook.plan.speed.throughput import TimePlan, plan_time
 
-SEE_PLAN = (
-    "`tunebook plan` with the same words names what would fit, such as a strategy that divides more among the GPUs "
-    "(parallelism=fsdp), one that offloads (parallelism=zero3_offload), activation=checkpointing or peft=lora"
+TRY = (
+    "try activation=checkpointing, parallelism=fsdp or zero3_offload, peft=lora, or more or larger GPUs; "
+    "`tunebook plan` lists what would fit"
 )
 
 
@@ -72,13 +71,10 @@ class Draft:
         if any(problem.is_error for problem in self.problems):
             raise RulesError(self.problems)
 
-    def raise_if_too_large(self, advice: str | None = None) -> None:
-        """Raise DoesNotFitError if the run cannot fit into the GPUs or the hosts by estimate.
-
-        `advice`: a more specific remedy for GPU memory than `SEE_PLAN`.
-        """
+    def raise_if_too_large(self) -> None:
+        """Raise DoesNotFitError if the run cannot fit into the GPUs or the hosts by estimate."""
         if self.memory is not None:
-            refuse_too_large(self.memory, advice or SEE_PLAN)
+            refuse_too_large(self.memory)
         if self.host is not None:
             self.host.raise_if_too_large()
 
@@ -106,13 +102,11 @@ class Draft:
         return 0
 
 
-def refuse_too_large(memory: MemoryPlan, advice: str = SEE_PLAN) -> None:
+def refuse_too_large(memory: MemoryPlan) -> None:
     """Raise DoesNotFitError if the estimate or a measurement does not fit."""
     if memory.fits is False:
         by = "by estimate" if memory.measured is None else "as measured,"
-        raise DoesNotFitError(
-            f"{by} this plan {memory.verdict} on each GPU or rank; {advice}", problem_id="does-not-fit"
-        )
+        raise DoesNotFitError(f"{by} this plan {memory.verdict} on each GPU or rank; {TRY}", problem_id="does-not-fit")
 
 
 def draft_run(
@@ -146,7 +140,7 @@ def draft_composition(composition: Composition, machine: Machine) -> Draft:
             draft.memory = measured_memory(config, draft.batch, machine) or plan_memory(config, draft.batch)
             draft.time = estimate_time(config, draft.batch, machine)
     except RulesError as error:
-        draft.problems = located(error.problems, composition.config, composition.origins.set_by)
+        draft.problems = located(error.problems, composition.origins.set_by)
     except RequestError as error:
         draft.error = error
     return draft
@@ -163,11 +157,8 @@ def estimate_time(config: RunConfig, batch: BatchPlan, machine: Machine | None =
     return plan_time(config, batch, gpu_name=gpus[0].name if is_here else None)
 
 
-def draft_json(draft: Draft, advice: str | None = None) -> dict[str, Any]:
-    """Return what `plan --json` prints. Every key is always present; unknown values are null.
-
-    `advice`: a more specific remedy for GPU memory that is too small.
-    """
+def draft_json(draft: Draft) -> dict[str, Any]:
+    """Return what `plan --json` prints. Every key is always present; unknown values are null."""
     config = draft.resolution.config if draft.resolution else None
     choices = draft.resolution.choices if draft.resolution else []
     return {
@@ -183,10 +174,9 @@ def draft_json(draft: Draft, advice: str | None = None) -> dict[str, Any]:
         "host_memory_gib": draft.host.memory.to_json() if draft.host else None,
         "nvme_gib": round(draft.host.nvme_gib, 3) if draft.host and draft.host.nvme_gib is not None else None,
         "fits": draft.fits,
-        "ways_to_keep_less": ways_to_keep_less(draft.resolution) if draft.resolution else [],
         "time": draft.time.to_json() if draft.time else None,
         "choices": [{"key": choice.key, "value": _plain(choice.value), "why": choice.why} for choice in choices],
-        "problems": _problems_json(draft, advice),
+        "problems": _problems_json(draft),
     }
 
 
@@ -234,7 +224,7 @@ def _hardware_json(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _problems_json(draft: Draft, advice: str | None) -> list[dict[str, Any]]:
+def _problems_json(draft: Draft) -> list[dict[str, Any]]:
     """Broken rules, then errors that stopped the planning; those have no key, only a message."""
     problems: list[dict[str, Any]] = [
         {"id": p.id, "key": p.key, "message": p.message, "fix": p.fix, "is_error": p.is_error, "place": p.place}
@@ -243,7 +233,7 @@ def _problems_json(draft: Draft, advice: str | None) -> list[dict[str, Any]]:
     errors: list[RequestError | DoesNotFitError | DataError] = [draft.error] if draft.error else []
     errors += [draft.missing_data] if draft.missing_data else []
     try:
-        draft.raise_if_too_large(advice)
+        draft.raise_if_too_large()
     except DoesNotFitError as error:
         errors.append(error)
     return problems + [

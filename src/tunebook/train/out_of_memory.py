@@ -65,11 +65,12 @@ def _smaller_setting(config: RunConfig, plan: dict[str, Any]) -> str:
     if micro is not None and micro > 1:
         less = max(number for number in range(1, micro) if micro * passes % number == 0)
         return f"use fewer rows in a pass: training.micro_batch_size={less} (now {micro})"
-    if ways := plan.get("ways_to_keep_less"):
-        return f"keep fewer activations: {ways[0]}"
-    if "ways_to_keep_less" not in plan and config.activation.checkpointing is not Checkpointing.enabled:
+    if config.activation.checkpointing is not Checkpointing.enabled:
         return "keep fewer activations: activation=checkpointing"
-    return "shard or offload more: tunebook plan --compare parallelism=zero3,fsdp,fsdp_offload shows what would fit"
+    return (
+        "keep fewer activations (activation.offload=true), shorten the rows, or shard or offload more: tunebook plan "
+        "--compare parallelism=zero3,fsdp,fsdp_offload shows what would fit"
+    )
 
 
 def _plan(folder: Path) -> dict[str, Any]:

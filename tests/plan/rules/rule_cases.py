@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import shlex
 from dataclasses import dataclass, field
 from typing import Any
-
-import yaml
 
 from tunebook.config.choices import (
     Attention,
@@ -35,7 +32,6 @@ from tunebook.config.choices import (
 )
 from tunebook.config.schema import (
     FsdpConfig,
-    LauncherConfig,
     MixturePart,
     ParallelismConfig,
     RayConfig,
@@ -44,22 +40,6 @@ from tunebook.config.schema import (
 )
 
 from ..memory.layers import measured as traced
-
-# The fix of these chooses another group, whose file is Hydra's to load: here, what that file makes of the group.
-GROUP_CHOICES = {
-    "parallelism=single": ("parallelism", ParallelismConfig(strategy=Strategy.single)),
-    "parallelism=ddp": ("parallelism", ParallelismConfig(strategy=Strategy.ddp)),
-    "parallelism=zero2": ("parallelism", ZeroConfig(strategy=Strategy.zero2)),
-    "parallelism=zero3": ("parallelism", ZeroConfig(strategy=Strategy.zero3)),
-    "parallelism=fsdp": ("parallelism", FsdpConfig(strategy=Strategy.fsdp)),
-    "parallelism=fsdp_grad_op": ("parallelism", FsdpConfig(strategy=Strategy.fsdp_grad_op)),
-    "parallelism=fsdp_offload": ("parallelism", FsdpConfig(strategy=Strategy.fsdp, offload_parameters=Offload.cpu)),
-    "launcher=slurm": ("launcher", SlurmConfig(name=LauncherName.slurm)),
-    "launcher=local": ("launcher", LauncherConfig(name=LauncherName.local)),
-    "model.facts=null": ("model.facts", None),
-    "peft=lora": ("peft.method", PeftMethod.lora),
-    "peft=qlora": ("peft.method", PeftMethod.qlora),
-}
 
 ON_CPU = {
     "hardware.generation": Generation.cpu,
@@ -100,19 +80,6 @@ def folder(name: str) -> dict[str, Any]:
 
 def mixture(**parts: MixturePart) -> dict[str, Any]:
     return {"dataset.source": Source.mixture, "dataset.name": None, "dataset.parts": parts}
-
-
-def typed(fix: str) -> dict[str, Any]:
-    """The values that the first of a fix's alternatives would set when typed."""
-    found: dict[str, Any] = {}
-    for word in shlex.split(fix.split(" or ")[0]):
-        if word in GROUP_CHOICES:
-            key, value = GROUP_CHOICES[word]
-        else:
-            key, text = word.split("=", 1)
-            value = yaml.safe_load(text)
-        found[key] = float(value) if key == "optimizer.learning_rate" else value
-    return found
 
 
 FP8 = {"precision.compute": Compute.fp8}

@@ -32,9 +32,6 @@ from tunebook.train.packages import installed_version
 
 # Kernels tested in compiled blocks with packed rows; `auto` takes the first.
 _COMPILED_WITH, *_COMPILED_TOO = COMPILED, COMPILED_BETA
-# `auto` does not take it while the package is a beta. Source: h200_flash_attention_4.jsonl, measured on the same GPUs
-# in the same minutes.
-_FASTER = f"; 3% faster, by a beta of flash-attn 4: {COMPILED_BETA.name} (Qwen2.5-3B, one H200)"
 _UNKNOWN = "the model's architecture is not known before it is loaded"
 
 
@@ -176,9 +173,7 @@ def _fastest_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, 
         return MASKED, "flash attention computes in bf16 or fp16 only, and precision.compute=fp32"
     if config.model.compile_layers:
         kernel = _of_torch(config)
-        why = f"flash-attn's packages do not compile with the blocks; {kernel.name}, torch's own, does"
-        has_faster = kernel is _COMPILED_WITH and can_run(COMPILED_BETA, generation)
-        return kernel, why + (_FASTER if has_faster else "")
+        return kernel, f"flash-attn's packages do not compile with the blocks; {kernel.name}, torch's own, does"
     if is_planned:
         return flash, f"the fastest stable kernel on {generation.name}; the {_image(config)} image has it"
     package = str(ATTENTIONS[flash].package)

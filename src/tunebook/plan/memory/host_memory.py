@@ -11,11 +11,14 @@ from tunebook.config.choices import Generation
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DoesNotFitError
 from tunebook.model.parameters import known_facts
-from tunebook.plan.advice.host_advice import estimate_host, host_advice
-from tunebook.plan.memory import GIB, unknown_size
-from tunebook.plan.memory.host import HostBytes
+from tunebook.plan.memory import GIB, estimate_memory, unknown_size
+from tunebook.plan.memory.host import HostBytes, host_bytes
 
 _NOT_KNOWN = "whether the host's memory is enough is not known"
+_TRY = (
+    "offload less to the host, or take more nodes or fewer GPUs of each (hardware.gpus_per_node); "
+    "hardware.host_memory_gib=GIB sets what a node has"
+)
 # The system, page cache and data need some of it. A peak below this share fits.
 USABLE_SHARE = 0.9
 # Refuse only above this multiple: a process may need less than assumed.
@@ -43,7 +46,6 @@ class HostMemory:
 class HostPlan:
     """Host memory parts, and the verdict whether they fit."""
 
-    config: RunConfig  # what was planned
     memory: HostMemory
     nvme_gib: float | None  # on the node's disk; 0 if nothing is offloaded to it
     fits: bool | None  # None: unknown
@@ -51,12 +53,8 @@ class HostPlan:
 
     def raise_if_too_large(self) -> None:
         """Raise DoesNotFitError if the host's memory is surely too small."""
-        facts, capacity = known_facts(self.config), self.memory.capacity
-        if self.fits is False and facts is not None and capacity is not None:
-            raise DoesNotFitError(
-                f"by estimate this plan {self.verdict}; {host_advice(self.config, facts, capacity)}",
-                problem_id="host-memory-too-small",
-            )
+        if self.fits is False:
+            raise DoesNotFitError(f"by estimate this plan {self.verdict}; {_TRY}", problem_id="host-memory-too-small")
 
 
 def plan_host_memory(config: RunConfig, capacity: float | None) -> HostPlan:
@@ -65,13 +63,13 @@ def plan_host_memory(config: RunConfig, capacity: float | None) -> HostPlan:
     if facts is None:
         verdict = f"{_NOT_KNOWN}: {unknown_size(config)}"
         memory = HostMemory(capacity=capacity)
-        return HostPlan(config=config, memory=memory, nvme_gib=None, fits=None, verdict=verdict)
-    found = estimate_host(config, facts)
+        return HostPlan(memory=memory, nvme_gib=None, fits=None, verdict=verdict)
+    found = host_bytes(config, facts, tensors=estimate_memory(config, facts).total_gib * GIB)
     fits, verdict = _judge(config, found, capacity)
     gib = {name: num_bytes / GIB for name, num_bytes in asdict(found).items()}
     nvme_gib = gib.pop("nvme")
     memory = HostMemory(**gib, total=found.peak / GIB, capacity=capacity)
-    return HostPlan(config=config, memory=memory, nvme_gib=nvme_gib, fits=fits, verdict=verdict)
+    return HostPlan(memory=memory, nvme_gib=nvme_gib, fits=fits, verdict=verdict)
 
 
 def _judge(config: RunConfig, found: HostBytes, capacity: float | None) -> tuple[bool | None, str]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tunebook.config.choices import Attention, Checkpointing, Compute, Generation, PackingMode
 from tunebook.config.model_facts import LENGTHS, MASK
-from tunebook.config.schema import AttentionConfig, RunConfig
+from tunebook.config.schema import RunConfig
 from tunebook.facts.architectures import (
     has_attention,
     nearest_attention,
@@ -20,12 +18,14 @@ from tunebook.facts.attention import (
     attention_facts,
 )
 from tunebook.facts.generations import GENERATIONS, can_run, capability_text
-from tunebook.plan.rules.batch import in_padded_documents
 from tunebook.plan.rules.frame import Finding, needs_gpu, rule
 
 
 def _is_on_cpu(config: RunConfig) -> bool:
     return config.hardware.generation is Generation.cpu
+
+
+_UNPACKED = "packing.mode=padded packing.row_length=null"
 
 
 def leaks(config: RunConfig) -> bool:
@@ -52,18 +52,7 @@ def attention_not_in_model(config: RunConfig) -> Finding | None:
     if facts is None or facts.measured is None or has_attention(config, kernel):
         return None
     message = f"{facts.architecture} cannot attend by {kernel.name}; it can by {', '.join(facts.measured.attention)}"
-    other = without_flash_attn(config)
-    fix = f"attention.implementation={other.name}"
-    if config.packing.mode is PackingMode.isolated and leaks(
-        replace(config, attention=AttentionConfig(implementation=other))
-    ):
-        fix += f" {_unpacked(config)}"
-    return Finding(message, fix)
-
-
-def _unpacked(config: RunConfig) -> str:
-    """Overrides to train the same batch in padded rows."""
-    return f"packing.mode=padded packing.row_length=null {in_padded_documents(config)}".rstrip()
+    return Finding(message, f"attention.implementation={without_flash_attn(config).name}")
 
 
 @rule("flash-attention-below-ampere", "attention.implementation")
@@ -155,7 +144,7 @@ def packing_leaks(config: RunConfig) -> Finding | None:
     by_lengths = has_other or (facts.measured is not None and facts.measured.isolates.get(LENGTHS))
     how = f" with {kernel}, whose mask does not know them" if by_lengths else ""
     message = f"{facts.architecture} cannot keep packed documents apart{how}"
-    fix = (f"attention.implementation={other.name} or " if has_other else "") + _unpacked(config)
+    fix = (f"attention.implementation={other.name} or " if has_other else "") + _UNPACKED
     if attention_facts(config).needs_lengths:
         fix += f" attention.implementation={nearest_attention(config).name}"
     return Finding(message, fix)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from tunebook.config.choices import Generation, PackingMode, Source
 from tunebook.config.schema import RunConfig, data_ranks
-from tunebook.data.batch import fewer_gpus
 from tunebook.facts.attention import ATTENTIONS, Isolation
 from tunebook.plan.rules.frame import Finding, rule
-
-_LOG_OF_ALL = 30.0  # upper bound for the logarithm of a document's length
 
 
 @rule("batch-one-way", "training.global_samples")
@@ -64,15 +60,7 @@ def batch_not_divisible(config: RunConfig) -> Finding | None:
     message = f"{made} {do} not divide by {data_ranks(config)} {_ranks(config)}{micro}; {nearest}"
     closer, other = (below, above) if below and asked - below <= above - asked else (above, below)
     fix = f"{key}={closer}" + (f" or {key}={other}" if other else "")
-    if _is_padded(config):
-        fix = _with_fewer_gpus(config) or fix
     return Finding(message, fix, key=key)
-
-
-def _with_fewer_gpus(config: RunConfig) -> str | None:
-    """The fix if the data has fewer documents than GPUs, so that no batch would work."""
-    documents = _fewest_documents(config)
-    return fewer_gpus(config, documents) if documents is not None and documents < data_ranks(config) else None
 
 
 def _ranks(config: RunConfig) -> str:
@@ -94,8 +82,8 @@ def batch_too_small(config: RunConfig) -> Iterator[Finding]:
     samples, tokens, ranks = config.training.global_samples, config.training.global_tokens, data_ranks(config)
     if samples is not None and 1 <= samples < ranks:
         are_fewer = "documents a step are fewer than" if samples > 1 else "document a step is less than one for each of"
-        fix = _with_fewer_gpus(config) or f"training.global_samples={ranks}"
-        yield Finding(f"{samples} {are_fewer} the {ranks} {_ranks(config)}", fix, key="training.global_samples")
+        message, fix = f"{samples} {are_fewer} the {ranks} {_ranks(config)}", f"training.global_samples={ranks}"
+        yield Finding(message, fix, key="training.global_samples")
     unit, length = _rows_unit(config), _row_length(config)
     if tokens is not None and 1 <= tokens < unit * length:
         message = f"{tokens} tokens a step are fewer than {unit} rows x {length} tokens = {unit * length}"
@@ -111,31 +99,7 @@ def tokens_need_packing(config: RunConfig) -> Finding | None:
     tokens = config.training.global_tokens
     if tokens is None or not _is_padded(config):
         return None
-    return Finding(f"{tokens} tokens a step need packed rows", in_padded_documents(config))
-
-
-def in_padded_documents(config: RunConfig) -> str:
-    """Overrides in addition to packing.mode=padded for about the same batch; empty if none are needed."""
-    samples, tokens, unit = config.training.global_samples, config.training.global_tokens, _rows_unit(config)
-    if tokens is None:
-        if samples is None or samples % unit == 0:
-            return ""
-        return f"training.global_samples={max(1, round(samples / unit)) * unit}"
-    mean = int(max(1, _mean_tokens(config)))
-    return f"training.global_tokens=null training.global_samples={max(1, tokens // mean // unit) * unit}"
-
-
-def _mean_tokens(config: RunConfig) -> float:
-    """Approximate mean tokens per document: as stated, or the mean of the distribution of generated lengths.
-
-    The mean ignores the bounds of the lengths. The plan, which applies them, is some percent lower.
-    """
-    data, longest = config.dataset, config.training.max_length
-    if data.mean_tokens is not None or data.source is not Source.synthetic:
-        return min(longest, data.mean_tokens or longest)
-    drawn = data.synthetic
-    mean = math.exp(min(_LOG_OF_ALL, drawn.log_mean_tokens + drawn.log_sigma_tokens**2 / 2))
-    return min(longest, drawn.max_tokens, max(drawn.min_tokens, mean))
+    return Finding(f"{tokens} tokens a step need packed rows", "training.global_tokens=null training.global_samples=64")
 
 
 @rule("batch-larger-than-data", "training.global_samples")
@@ -148,12 +112,10 @@ def batch_larger_than_data(config: RunConfig) -> Finding | None:
     if samples is None or documents is None or samples <= documents:
         return None
     message = f"{samples} documents a step are more than the data set's {documents}"
-    unit = _rows_unit(config) if _is_padded(config) else 1
-    fix = f"training.global_samples={documents // unit * unit}"
-    if documents < unit:  # one document per GPU
-        ranks = data_ranks(config)
-        fix = f"training.micro_batch_size=1 training.global_samples={documents // ranks * ranks}"
-    return Finding(message, _with_fewer_gpus(config) or fix)
+    unit = _rows_unit(config) if _is_padded(config) else data_ranks(config)
+    most = documents // unit * unit
+    fix = f"training.global_samples={most}" if most else "fewer GPUs (hardware.gpus_per_node) or more documents"
+    return Finding(message, fix)
 
 
 def _fewest_documents(config: RunConfig) -> int | None:

@@ -28,13 +28,13 @@ from tunebook.facts.architectures import (
     without_flash_attn,
 )
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT
-from tunebook.facts.optimizers import OPTIMIZERS
 from tunebook.facts.sharing import is_cast_by_deepspeed, offloaded_states, uses_nvme
 from tunebook.facts.strategies import UNDECIDED, strategy_facts
 from tunebook.model.parameters import is_named_like_llama, layer_parameters
 from tunebook.plan.rules.frame import Finding, another_model, rule
 from tunebook.plan.rules.quantized import quantizer_of
 
+_TO_NVME = "parallelism=zero3_nvme parallelism.nvme_path=FOLDER"
 _ZERO3_ONLY = (
     "max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold",
     "sub_group_size", "gather_weights_on_save",
@@ -314,32 +314,15 @@ def offload_not_possible(config: RunConfig) -> Iterator[Finding]:
     settings, strategy = config.parallelism, config.parallelism.strategy
     if isinstance(settings, FsdpConfig) and settings.offload_parameters is Offload.nvme:
         message, key = f"{strategy.name} cannot offload to nvme", "parallelism.offload_parameters"
-        has_own = settings != FsdpConfig(strategy=strategy, offload_parameters=Offload.nvme)  # settings that ZeRO lacks
-        fix = f"{key}=cpu" + ("" if has_own else _or_to_nvme(config))
-        yield Finding(message, fix, key=key)
+        yield Finding(message, f"{key}=cpu or {_TO_NVME}", key=key)
     if not isinstance(settings, ZeroConfig) or not strategy_facts(config).keeps_whole_weights:
         return
     if settings.offload_parameters is not Offload.none:
         message, key = f"{strategy.name} keeps whole parameters on every GPU", "parallelism.offload_parameters"
-        to_host = " or parallelism=zero3_offload" if _zero3_can_offload(config) else ""
-        other = _or_to_nvme(config) if settings.offload_parameters is Offload.nvme else to_host
-        yield Finding(message, f"{key}=none{other}", key=key)
+        yield Finding(message, f"{key}=none or parallelism=zero3_offload", key=key)
     if settings.offload_optimizer is Offload.nvme:
         message, key = f"{strategy.name} cannot offload to nvme", "parallelism.offload_optimizer"
-        yield Finding(message, f"{key}=cpu{_or_to_nvme(config)}", key=key)
-
-
-def _zero3_can_offload(config: RunConfig) -> bool:
-    """Whether the run allows ZeRO-3 with all states offloaded: see fp8-with-deepspeed, optimizer-*."""
-    return config.precision.compute is not Compute.fp8 and OPTIMIZERS[config.optimizer.name].can_be_offloaded
-
-
-def _or_to_nvme(config: RunConfig) -> str:
-    """The NVMe strategy as an additional fix; empty if a rule refuses it."""
-    if not _zero3_can_offload(config) or config.peft.method is PeftMethod.qlora:
-        return ""
-    names_folder = isinstance(config.parallelism, ZeroConfig) and config.parallelism.nvme_path
-    return " or parallelism=zero3_nvme" + ("" if names_folder else " parallelism.nvme_path=FOLDER")
+        yield Finding(message, f"{key}=cpu or {_TO_NVME}", key=key)
 
 
 @rule("nvme-path-missing", "parallelism.nvme_path")

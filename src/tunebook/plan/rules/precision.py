@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tunebook.config.choices import Compute, Fp8Scaling, Generation, MasterWeights, PeftMethod, Switch, Weights
 from tunebook.config.schema import RunConfig, ZeroConfig
-from tunebook.facts.architectures import nearest_attention, without_flash_attn
-from tunebook.facts.attention import attention_facts
 from tunebook.facts.generations import GENERATIONS, GenerationFacts, capability_text
-from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE
-from tunebook.facts.sharing import offloaded_states
-from tunebook.facts.strategies import strategy_facts
-from tunebook.plan.rules.attention import compiles
 from tunebook.plan.rules.frame import Finding, rule
+
+_IN_FP32 = "precision.compute=fp32"
 
 
 def _facts(config: RunConfig) -> GenerationFacts | None:
@@ -29,17 +23,7 @@ def _hardware_text(config: RunConfig, facts: GenerationFacts) -> str:
 def _instead_of_fp8(config: RunConfig) -> str:
     """The override for the number format nearest to fp8 that the hardware supports."""
     facts = _facts(config)
-    return "precision.compute=bf16" if facts is None or facts.has_bf16 else _in_fp32(config)
-
-
-def _in_fp32(config: RunConfig) -> str:
-    """The overrides for fp32 compute, without flash attention and bf16 weights, which fp32 does not support."""
-    fix = "precision.compute=fp32"
-    if attention_facts(config).is_flash:
-        fix += f" attention.implementation={nearest_attention(config).name}"
-    if config.precision.master_weights is MasterWeights.bf16:
-        fix += " precision.master_weights=fp32"
-    return fix
+    return "precision.compute=bf16" if facts is None or facts.has_bf16 else _IN_FP32
 
 
 @rule("bf16-on-volta", "precision.compute")
@@ -54,7 +38,7 @@ def bf16_on_volta(config: RunConfig) -> Finding | None:
         return None
     if config.hardware.generation is Generation.cpu:
         return None
-    return Finding(f"bf16 cannot run on {_hardware_text(config, facts)}; bf16 starts at 8.0", _in_fp32(config))
+    return Finding(f"bf16 cannot run on {_hardware_text(config, facts)}; bf16 starts at 8.0", _IN_FP32)
 
 
 @rule("fp16-with-bf16-base", "precision.compute")
@@ -71,7 +55,7 @@ def fp16_with_bf16_base(config: RunConfig) -> Finding | None:
         return None
     has_bf16 = facts is not None and facts.has_bf16
     message = f"fp16 overflows on {model.facts.architecture}, whose weights are bfloat16"
-    fix = "precision.compute=bf16" if has_bf16 else _in_fp32(config)
+    fix = "precision.compute=bf16" if has_bf16 else _IN_FP32
     return Finding(message, fix)
 
 
@@ -80,7 +64,7 @@ def fp16_on_cpu(config: RunConfig) -> Finding | None:
     """Refuse fp16 on a CPU: loss scaling and most fp16 kernels exist for GPUs only."""
     if config.precision.compute is not Compute.fp16 or config.hardware.generation is not Generation.cpu:
         return None
-    return Finding("fp16 needs a GPU", _in_fp32(config))
+    return Finding("fp16 needs a GPU", _IN_FP32)
 
 
 @rule("fp8-without-hardware", "precision.compute")
@@ -115,20 +99,7 @@ def fp8_with_deepspeed(config: RunConfig) -> Finding | None:
     settings = config.parallelism
     if config.precision.compute is not Compute.fp8 or not isinstance(settings, ZeroConfig):
         return None
-    is_whole = not strategy_facts(config).is_zero3
-    better = "fsdp_offload" if offloaded_states(config) else "fsdp_grad_op" if is_whole else "fsdp"
-    optimizer = "" if OPTIMIZERS[config.optimizer.name].takes_dtensors else f" optimizer.name={RUNS_EVERYWHERE.name}"
-    fix = f"parallelism={better}{optimizer}"
-    if any(refusing.find(config) for refusing in (fp8_without_hardware, fp8_with_adapters)):  # under FSDP as well
-        fix = _instead_of_fp8(config)
-    return Finding(f"fp8 does not run under {settings.strategy.name}", fix)
-
-
-def fp8_runs(config: RunConfig) -> bool:
-    """Whether the run could compute in fp8, regardless of its current format."""
-    in_fp8 = replace(config, precision=replace(config.precision, compute=Compute.fp8))
-    refusing = (fp8_without_hardware, fp8_with_adapters, fp8_with_deepspeed)
-    return _facts(config) is not None and not any(rule.find(in_fp8) for rule in refusing)
+    return Finding(f"fp8 does not run under {settings.strategy.name}", f"parallelism=fsdp or {_instead_of_fp8(config)}")
 
 
 @rule("fp8-not-compiled", "model.compile_layers", is_error=False)
@@ -140,15 +111,11 @@ def fp8_not_compiled(config: RunConfig) -> Finding | None:
     """
     if config.precision.compute is not Compute.fp8 or config.model.compile_layers:
         return None
-    if _facts(config) is not None and not fp8_runs(config):
+    refusing = (fp8_without_hardware, fp8_with_adapters, fp8_with_deepspeed)
+    if any(rule.find(config) for rule in refusing):
         return None
     message = "fp8's casts are separate passes over memory if the blocks are not compiled"
-    fix = "model.compile_layers=true"
-    if not compiles(config.attention.implementation):
-        fix += f" attention.implementation={without_flash_attn(config).name}"
-    if config.model.liger_kernel:
-        fix += " model.liger_kernel=false"
-    return Finding(message, fix)
+    return Finding(message, "model.compile_layers=true")
 
 
 @rule("fp8-scaling-ignored", "precision.fp8_scaling", is_error=False)
@@ -158,8 +125,7 @@ def fp8_scaling_ignored(config: RunConfig) -> Finding | None:
     if precision.compute is Compute.fp8 or precision.fp8_scaling is Fp8Scaling.tensorwise:
         return None
     message = f"fp8_scaling={precision.fp8_scaling.name} changes nothing with compute={precision.compute.name}"
-    fix = "precision.fp8_scaling=tensorwise" + (" or precision.compute=fp8" if fp8_runs(config) else "")
-    return Finding(message, fix)
+    return Finding(message, "precision.fp8_scaling=tensorwise")
 
 
 @rule("tf32-without-hardware", "precision.tf32")

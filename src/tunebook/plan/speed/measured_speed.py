@@ -355,20 +355,3 @@ DETERMINISTIC_SHARE = 7_189.5 / 20_927.75
 EXPERTS_SOURCE = f"{RESULTS}h200x2_architectures.jsonl qwen3_moe_plain"
 EXPERTS_SHARE = 0.33
 EXPERTS_16_BIT_SHARE, COMPILED_EXPERTS_16_BIT_SHARE = 0.5, 1.0
-
-
-def rate_on_8(strategy: Strategy) -> float | None:
-    """Tokens per second of each of 8 H200 with the 3B model in packed rows; None if not measured."""
-    found = [row for row in STRATEGY_SPEEDS if row.strategy is strategy and row.num_gpus == 8 and row.is_packed]
-    return found[0].speed_per_gpu if found else None
-
-
-def relative_speed(strategy: Strategy, other: Strategy) -> float | None:
-    """Speed ratio of two strategies with comparable measurements; None if there are none."""
-    mine = {_passes(row): row.speed_per_gpu for row in STRATEGY_SPEEDS if row.strategy is strategy}
-    theirs = {_passes(row): row.speed_per_gpu for row in STRATEGY_SPEEDS if row.strategy is other}
-    return next((rate / theirs[passes] for passes, rate in mine.items() if passes in theirs), None)
-
-
-def _passes(row: StrategySpeed) -> tuple[int, int, int]:
-    return row.num_gpus, row.model.num_parameters, row.tokens_per_pass

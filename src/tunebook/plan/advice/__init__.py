@@ -1,1 +1,0 @@
-"""Suggest changes that make a run fit."""

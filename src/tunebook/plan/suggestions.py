@@ -1,0 +1,50 @@
+"""A few fixed things to try when a plan does not fit. Each is planned once, as if it had been typed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tunebook.config.schema import RunConfig, ZeroConfig, world_size
+from tunebook.plan.draft import Draft, draft_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """Overrides to type after the recipe, and the GiB that each GPU or rank then needs by estimate."""
+
+    overrides: list[str]
+    total_gib: float
+    fits: bool
+
+    def line(self) -> str:
+        """The suggestion as a line of text."""
+        return f"{' '.join(self.overrides)}   ({self.total_gib:.1f} GiB)"
+
+
+def suggest(draft: Draft) -> list[Suggestion]:
+    """Return the suggestions that fit; if none does, the one with the least memory.
+
+    Those that are refused, or change nothing, are skipped. `draft` has a memory plan.
+    """
+    found = []
+    for words in _candidates(draft.config):
+        tried = draft_run(draft.recipe, [*draft.overrides, *words], draft.recipes_dirs, draft.machine)
+        if tried.memory is None or tried.memory.memory.total is None or tried.config == draft.config:
+            continue
+        found.append(Suggestion(overrides=words, total_gib=tried.memory.memory.total, fits=tried.fits is True))
+    return [each for each in found if each.fits] or sorted(found, key=lambda each: each.total_gib)[:1]
+
+
+def _candidates(config: RunConfig) -> list[list[str]]:
+    divided = "zero3" if isinstance(config.parallelism, ZeroConfig) else "fsdp"
+    half = config.training.max_length // 2
+    rows = [] if config.packing.row_length is None else [f"packing.row_length={half}"]
+    return [
+        ["activation=checkpointing"],
+        ["activation=checkpointing", "activation.offload=true"],
+        *([[f"parallelism={divided}"]] if world_size(config) > 1 else []),
+        [f"parallelism={divided}_offload"],
+        ["peft=lora"],
+        ["peft=qlora"],
+        [f"training.max_length={half}", *rows],
+    ]
