@@ -295,6 +295,8 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
         }
         if added_token_ids(config.model, tokenizer):
             vocab_size = max(vocab_size or 0, len(tokenizer))
+        if config.model.chat_template is not None and corpus.kind is CorpusKind.conversation:
+            corpus.notes.append(f"answers end with {tokenizer.eos_token}, the EOS token of this run")
         if corpus.kind is CorpusKind.conversation:
             _check_template_kwargs(config, tokenizer)
     settings = ChunkSettings(
