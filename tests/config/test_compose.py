@@ -106,7 +106,7 @@ def test_a_run_without_a_recipe():
         ("recipes=quickstart", ["name the recipe as the first word"]),
         ("recipe=quickstart", ["name the recipe as the first word", "tunebook train quickstart"]),
         ("hydra.run.dir=x", ["Hydra's own keys"]),
-        ("peft.target_modules=[q_proj,]", ["cannot be read"]),
+        ("peft.target_modules=[q_proj", ["cannot be read"]),
         ("title='a", ["cannot be read"]),
         ("=", ["without spaces round the ="]),
     ],

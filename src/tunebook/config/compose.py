@@ -40,7 +40,7 @@ from tunebook.config.messages import (
     wrong_type,
 )
 from tunebook.config.origins import Origins
-from tunebook.config.override_text import quoted
+from tunebook.config.override_text import quoted, split_values
 from tunebook.config.recipe_files import (
     RecipeFile,
     group_choices,
@@ -157,6 +157,10 @@ def _parsed(text: str) -> Override:
         return parser.parse_override(text)
     except HydraException:
         key, _, value = text.partition("=")
+        if value.startswith("[") and value.endswith("]"):
+            entries = [entry.strip() for entry in split_values(value[1:-1])]
+            listed = [entry if entry[0] in _OPENING else quoted(entry) for entry in entries if entry]
+            return parser.parse_override(f"{key}=[{','.join(listed)}]")
         if not value or value[0] in _OPENING:
             raise
         return parser.parse_override(f"{key}={quoted(value)}")
