@@ -161,7 +161,7 @@ def _parsed(text: str) -> Override:
             entries = [entry.strip() for entry in split_values(value[1:-1])]
             listed = [entry if entry[0] in _OPENING else quoted(entry) for entry in entries if entry]
             return parser.parse_override(f"{key}=[{','.join(listed)}]")
-        if not value or value[0] in _OPENING:
+        if not value or value[0] in _OPENING or not set(value).isdisjoint("[]{}"):
             raise
         return parser.parse_override(f"{key}={quoted(value)}")
 
