@@ -304,14 +304,14 @@ def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> str | Non
 
 
 def rehearse_saving(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write all files of a trained model but its weights to a scratch folder, before the training.
+    """Write the settings and the tokenizer of a trained model to a scratch folder, before the training.
 
     Raises: RequestError if the library refuses to write what it has read.
     """
     try:
         with TemporaryDirectory() as folder:
-            model.save_pretrained(folder, state_dict={})
-            tokenizer.save_pretrained(folder)
+            for part in (model.config, model.generation_config, tokenizer):
+                part.save_pretrained(folder)
     except Exception as error:  # whatever a library raises for settings that it has read
         raise RequestError(
             f"the files of the trained model could not be written at the end ({first_line(error)}): its configuration, "
