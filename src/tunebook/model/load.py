@@ -255,22 +255,27 @@ def finish_loading(
 def fit_embeddings(settings: ModelConfig, model: PreTrainedModel) -> PreTrainedModel:
     """The model with embeddings for the tokens that `model.chat_template=chatml` adds.
 
-    Each starts as the mean of the others, as in TRL's `clone_chat_template`, but without noise, which would depend on
-    where the weights are.
+    They start as the mean of the others, as in TRL's `clone_chat_template`, but without noise, which would depend on
+    where the weights are. The token that ends a turn starts as the one that ends a text: the model knows when to end.
     """
     if settings.chat_template != CHATML_TEMPLATE:
         return model
-    num_tokens, before = len(load_tokenizer(settings, is_padded=False)), model.config.get_text_config().vocab_size
-    if num_tokens > before:
-        model.resize_token_embeddings(num_tokens, pad_to_multiple_of=_VOCABULARY_MULTIPLE, mean_resizing=False)
+    tokenizer, text = load_tokenizer(settings, is_padded=False), model.config.get_text_config()
+    before = text.vocab_size
+    if len(tokenizer) > before:
+        known = text.eos_token_id[0] if isinstance(text.eos_token_id, list) else text.eos_token_id
+        model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=_VOCABULARY_MULTIPLE, mean_resizing=False)
         resized: Any = model
         for matrix in (resized.get_input_embeddings(), resized.get_output_embeddings()):
-            _fill_with_mean(matrix.weight, before)
+            _fill_new_rows(matrix.weight, before, ends=(tokenizer.eos_token_id, known))
     return model
 
 
-def _fill_with_mean(weight: torch.nn.Parameter, num_rows: int) -> None:
-    """Set the rows from `num_rows` on to the mean of those before, also of a weight that ZeRO-3 has divided."""
+def _fill_new_rows(weight: torch.nn.Parameter, num_rows: int, *, ends: tuple[int, int | None]) -> None:
+    """Set the rows from `num_rows` on to the mean of those before, also of a weight that ZeRO-3 has divided.
+
+    `ends`: a new row, and the row that it is copied from, if there is one.
+    """
     import torch
 
     if hasattr(weight, "ds_id"):
@@ -279,8 +284,11 @@ def _fill_with_mean(weight: torch.nn.Parameter, num_rows: int) -> None:
         whole: Any = GatheredParameters([weight], modifier_rank=0)
     else:
         whole = nullcontext()
+    new, known = ends
     with whole, torch.no_grad():
         weight[num_rows:] = weight[:num_rows].float().mean(dim=0).to(weight.dtype)
+        if known is not None and new >= num_rows:
+            weight[new] = weight[known]
 
 
 def copy_from_first_rank(model: Any, device: torch.device) -> None:
