@@ -10,7 +10,6 @@ from tunebook.config.choices import (
     Attention,
     Checkpointing,
     Compute,
-    ContainerRuntime,
     Format,
     Fp8Scaling,
     Generation,
@@ -450,20 +449,10 @@ CASES = [
         zero(Strategy.zero2),
     ),
     case("parallelism-setting-ignored", "/disk is not used", {"parallelism.nvme_path": "/disk"}, zero(Strategy.zero3)),
-    *(
-        case("parallelism-setting-ignored", "is not used by", {f"parallelism.{name}": value}, zero(Strategy.zero3))
-        for name, value in {"round_robin_gradients": True, "pin_memory": False}.items()
-    ),
     case("parallelism-setting-ignored", "false", {"parallelism.gather_weights_on_save": False}, zero(Strategy.zero2)),
     case("parallelism-setting-ignored", "4 is not used", {"parallelism.shard_group_size": 4}, fsdp(Strategy.fsdp)),
     case("parallelism-setting-ignored", "9 is", {"parallelism.wrap_min_num_parameters": 9}, fsdp(Strategy.fsdp)),
     case("parallelism-setting-ignored", "is not used", {"parallelism.wrap_classes": ["Block"]}, BY_SIZE),
-    case(
-        "parallelism-setting-ignored",
-        "cast is not used in fp32",
-        {"parallelism.mixed_precision": MixedPrecision.cast},
-        fsdp(Strategy.fsdp) | {"precision.compute": Compute.fp32, "attention.implementation": Attention.sdpa},
-    ),
     case(
         "bf16-weights-under-zero",
         "zero2 keeps fp32 weights",
@@ -701,7 +690,6 @@ CASES = [
         {"training.load_best_at_end": True},
         {"dataset.validation_share": 0.1, "training.evaluate_every_steps": 100},
     ),
-    case("interval-beyond-run", "500 is beyond", {"training.save_every_steps": 500}, {"training.max_steps": 20}),
     case("resume-not-found", "'atuo' is neither", {"training.resume": "atuo"}),
     case("resume-not-found", "there is no folder", {"training.resume": "outputs/gone"}),
     *(
@@ -710,31 +698,19 @@ CASES = [
     ),
     case("task-file-not-found", "there is no file", {"evaluation.tasks": ["gsm8k", "mine.yaml"]}),
     case("task-file-not-found", "there is no file", {"evaluation.tasks": ["gsm8k", "humaneval@gone.jsonl"]}),
-    case("task-named-twice", "gsm8k is named more", {"evaluation.tasks": ["gsm8k", "arc_easy", "gsm8k"]}),
-    case(
-        "task-named-twice", "humaneval is named more", {"evaluation.tasks": ["humaneval", "humaneval@book:README.md"]}
-    ),
     case("evaluation-never-runs", "both off", {"evaluation.after": False}, {"evaluation.tasks": ["gsm8k"]}),
     case("evaluation-never-runs", "no tasks", {"evaluation.before": True}),
     case("time-limit-form", "'tomorrow' is not", {"launcher.time_limit": "tomorrow"}, SLURM),
-    case("sbatch-option-form", "'exclusive' is no", {"launcher.extra_args": ["exclusive"]}, SLURM),
     # launching
     case("node-rank-range", "2 is beyond the last of 2 nodes", {"launcher.node_rank": 2}, ON_TWO_NODES),
     case("master-address-missing", "needs the name", {"launcher.node_rank": 1}, ON_TWO_NODES),
     case("node-settings-ignored", "does not read this", {"launcher.master_port": 3000}, SLURM),
-    case("time-limit-too-short", "300 s of warning", {"launcher.time_limit": "5"}, SLURM),
-    case("time-limit-too-short", "300 s of warning", {"launcher.time_limit": "4:59"}, SLURM),
-    case("time-limit-too-short", "300 s of warning, up to 60 s early", {"launcher.time_limit": "0:05:01"}, SLURM),
-    case("time-limit-too-short", "90000 s of warning", {"launcher.stop_timeout_s": 90_000}, ONE_DAY),
-    case("time-limit-too-short-for-a-slow-start", "^60 s before the", {"launcher.time_limit": "0:06:01"}, SLURM),
-    case("time-limit-too-short-for-a-slow-start", "600 s before .*=600", {"launcher.time_limit": "16"}, SLURM),
-    case("time-limit-too-short-for-a-slow-start", "^86040 s", {"launcher.start_timeout_s": 86_040}, ONE_DAY),
     case("sbatch-option-reserved", "same run folder", {"launcher.extra_args": ["--array=0-3"]}, SLURM),
     case("sbatch-option-reserved", "num_nodes says it", {"launcher.extra_args": ["-N 4", "--qos=x"]}, SLURM),
     case("sbatch-option-reserved", "time_limit says it", {"launcher.extra_args": ["--time=1"]}, SLURM),
     *(
         case("sbatch-option-reserved", f"^{option}: ", {"launcher.extra_args": [option, "--qos=x"]}, SLURM)
-        for option in ("-N3", "-n8", "-t60", "-ofile", "-HN3", "-kt 60", "--arr=0-1", "--wra=ls", "--no-req", "--nod 3")
+        for option in ("-N3", "-t60", "-ofile", "--no-requeue", "--nodes 3")
     ),
     case("container-settings", "no launcher.container_image", {"launcher.container_mounts": ["/data"]}, SLURM),
     case(
@@ -748,12 +724,6 @@ CASES = [
         "pyxis would fetch registry.example/tunebook:hopper from Docker Hub",
         {"launcher.container_image": "registry.example/tunebook:hopper"},
         SLURM,
-    ),
-    case(
-        "container-on-shared-node",
-        "docker does not keep to 8 cores",
-        {"launcher.cpus_per_task": 8},
-        SLURM | {"launcher.container_image": "image", "launcher.container_runtime": ContainerRuntime.docker},
     ),
     case("ray-variable-form", "'NCCL_DEBUG' is not of the form", {"launcher.env_vars": ["A=1", "NCCL_DEBUG"]}, RAY),
     case("control-characters", r"main\\n#x holds a line break", {"launcher.partition": "main\n#x"}, SLURM),

@@ -40,7 +40,6 @@ _FREE = {
     *("system_prompt", "pad_token", "eos_token", "text_field", "ignore_keys", "chat_template_kwargs"),
     *("question_template", "answer_template"),
 }
-_EARLIER_S = 60  # seconds that Slurm's warning may come early (`man sbatch`, --signal)
 _ADDRESS = re.compile(r"[^/:\s]+:\d{1,5}")
 
 
@@ -89,99 +88,20 @@ def time_limit_form(config: RunConfig) -> Finding | None:
     return Finding(f"'{settings.time_limit}' is not a time that sbatch takes", "launcher.time_limit=12:00:00")
 
 
-@rule("sbatch-option-form", "launcher.extra_args")
-def sbatch_option_form(config: RunConfig) -> Finding | None:
-    """Require options that start with a dash: each becomes one #SBATCH line."""
-    settings = config.launcher
-    if not isinstance(settings, SlurmConfig):
-        return None
-    wrong = [option for option in settings.extra_args if not option.startswith("-")]
-    if not wrong:
-        return None
-    fix = without("launcher.extra_args", settings.extra_args, wrong)
-    return Finding(f"{wrong[0]!r} is not an sbatch option", fix)
-
-
-@rule("time-limit-too-short", "launcher.time_limit")
-def time_limit_too_short(config: RunConfig) -> Finding | None:
-    """Refuse a limit with which Slurm's warning may come before the first step.
-
-    Slurm warns a run launcher.stop_timeout_s before the limit, or up to a minute earlier. A turn that ends before its
-    first step saves nothing, and the next would not either.
-    """
-    settings = config.launcher
-    left_s = _seconds_before_the_warning(settings)
-    if left_s is None or left_s > 0:
-        return None
-    assert isinstance(settings, SlurmConfig)
-    limit = f"launcher.time_limit={settings.time_limit}"
-    message = f"{settings.stop_timeout_s} s of warning, up to {_EARLIER_S} s early, leave nothing of {limit}"
-    return Finding(message, _long_enough(settings))
-
-
-@rule("time-limit-too-short-for-a-slow-start", "launcher.time_limit", is_error=False)
-def time_limit_too_short_for_a_slow_start(config: RunConfig) -> Finding | None:
-    """Warn if the limit covers Slurm's warning, but not the longest allowed start and one step.
-
-    A turn that starts that slowly saves nothing and is not requeued.
-    """
-    settings = config.launcher
-    left_s = _seconds_before_the_warning(settings)
-    if left_s is None or left_s <= 0 or left_s > settings.start_timeout_s:
-        return None
-    message = (
-        f"{left_s} s before the run is warned are less than the start may take "
-        f"(launcher.start_timeout_s={settings.start_timeout_s})"
-    )
-    return Finding(message, _long_enough(settings))
-
-
-def _seconds_before_the_warning(settings: LauncherConfig) -> int | None:
-    """Minimum time of a Slurm job for start and training; None without a readable limit."""
-    if not isinstance(settings, SlurmConfig) or settings.time_limit is None:
-        return None
-    limit_s = slurm_seconds(settings.time_limit)
-    if not limit_s:  # 0 means no limit for sbatch
-        return None
-    return -(-limit_s // 60) * 60 - settings.stop_timeout_s - _EARLIER_S  # Slurm rounds up to minutes
-
-
-def _long_enough(settings: LauncherConfig) -> str:
-    """A limit that covers the longest allowed start, as long again for steps, and the end."""
-    minutes = -(-(2 * settings.start_timeout_s + settings.stop_timeout_s + _EARLIER_S) // 60)
-    return f"launcher.time_limit={minutes}"
-
-
 @rule("sbatch-option-reserved", "launcher.extra_args")
 def sbatch_option_reserved(config: RunConfig) -> Iterator[Finding]:
     """Refuse sbatch options that Tunebook sets: output, nodes, warning and requeue belong together."""
     settings = config.launcher
     if not isinstance(settings, SlurmConfig):
         return
-    reserved = {option: why for option in settings.extra_args if (why := _why_reserved(option))}
+    reserved = {option: why for option in settings.extra_args if (why := _RESERVED.get(_option_name(option)))}
     for option, why in reserved.items():
         yield Finding(f"{option}: {why}", without("launcher.extra_args", settings.extra_args, reserved))
 
 
-def _why_reserved(option: str) -> str | None:
-    """Why Tunebook reserves an option; None if it does not.
-
-    sbatch accepts every unambiguous prefix of a name.
-    """
-    name = _option_name(option)
-    if len(name) <= len("--") or not name.startswith("--"):
-        return _RESERVED.get(name)
-    return _RESERVED.get(name) or next((why for known, why in _RESERVED.items() if known.startswith(name)), None)
-
-
 def _option_name(option: str) -> str:
-    """The option's name: --nodes of --nodes=3 and "--nodes 3"; a short option's letter without its value, as of -N3.
-
-    Short options without a value may precede it in the same word: -HN3.
-    """
-    if option.startswith("--"):
-        return re.split(r"[=\s]", option, maxsplit=1)[0]
-    return re.sub(r"^-[HIkOQsv]+(?=\w)", "-", option)[:2]
+    """The option's name: --nodes of --nodes=3 and "--nodes 3", -N of -N3."""
+    return re.split(r"[=\s]", option, maxsplit=1)[0] if option.startswith("--") else option[:2]
 
 
 @rule("container-settings")
@@ -202,22 +122,6 @@ def container_settings(config: RunConfig) -> Iterator[Finding]:
     if wrong:
         fix = without(key, settings.container_mounts, wrong)
         yield Finding(f"{wrong[0]!r} is not the absolute path of a folder", fix, key=key)
-
-
-@rule("container-on-shared-node", "launcher.container_runtime")
-def container_on_shared_node(config: RunConfig) -> Finding | None:
-    """Refuse Docker with a part of a node's cores.
-
-    A container of Docker is not in the control groups of a job: it sees all GPUs of the node, those of other jobs
-    too. pyxis starts containers inside the job.
-    """
-    settings = config.launcher
-    if not isinstance(settings, SlurmConfig) or settings.container_image is None or settings.cpus_per_task is None:
-        return None
-    if settings.container_runtime is not ContainerRuntime.docker:
-        return None
-    message = f"docker does not keep to {settings.cpus_per_task} cores and the job's GPUs on a node shared with others"
-    return Finding(message, "launcher.cpus_per_task=null")
 
 
 @rule("container-image-without-registry", "launcher.container_image")

@@ -10,7 +10,6 @@ from tunebook.config.choices import (
     Compute,
     Generation,
     MasterWeights,
-    MixedPrecision,
     Offload,
     PackingMode,
     PeftMethod,
@@ -216,29 +215,20 @@ def sequence_group_row(config: RunConfig) -> Finding | None:
 
 @rule("parallelism-setting-ignored", is_error=False)
 def parallelism_setting_ignored(config: RunConfig) -> Iterator[Finding]:
-    """Warn about settings of other ZeRO stages and wrap policies, and of offloading.
-
-    The chosen strategy does not read them.
-    """
+    """Warn about settings that the chosen strategy does not read: of stage 3, NVMe, HSDP or another wrap policy."""
     settings, strategy = config.parallelism, strategy_facts(config)
     ignored: list[str] = []
     if isinstance(settings, ZeroConfig):
-        ignored += _ZERO3_ONLY if strategy.keeps_whole_weights else ["round_robin_gradients"]
+        ignored += _ZERO3_ONLY if strategy.keeps_whole_weights else []
         ignored += [] if uses_nvme(config) else ["nvme_path"]
-        ignored += [] if offloaded_states(config) else ["pin_memory"]
     if isinstance(settings, FsdpConfig):
         ignored += [] if strategy.within_groups else ["shard_group_size"]
         ignored += ["wrap_classes" if settings.wrap_policy is WrapPolicy.size else "wrap_min_num_parameters"]
     for name in ignored:
         key, value, unset = f"parallelism.{name}", getattr(settings, name), default_of(f"parallelism.{name}")
         if value != unset:
-            yield Finding(
-                f"{as_typed(value)} is not used by {settings.strategy.name}", f"{key}={as_typed(unset)}", key=key
-            )
-    is_fp32 = config.precision.compute is Compute.fp32  # fp16 is cast with either setting
-    if is_fp32 and getattr(settings, "mixed_precision", None) is MixedPrecision.cast:
-        key, message = "parallelism.mixed_precision", "cast is not used in fp32"
-        yield Finding(message, f"{key}=autocast", key=key)
+            message = f"{as_typed(value)} is not used by {settings.strategy.name}"
+            yield Finding(message, f"{key}={as_typed(unset)}", key=key)
 
 
 @rule("bf16-weights-under-zero", "precision.master_weights")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tunebook.config.book import is_task_file, problems_of, resolve_path
 from tunebook.config.choices import RESUME_WORDS, Source
-from tunebook.config.override_text import as_typed, typed_list
+from tunebook.config.override_text import as_typed
 from tunebook.config.schema import RunConfig
 from tunebook.errors import nearest
 from tunebook.plan.rules.frame import Finding, rule, without
@@ -70,19 +70,6 @@ def best_needs_checkpoints(config: RunConfig) -> Finding | None:
     return Finding(message, f"training.save_every_steps={multiple}")
 
 
-@rule("interval-beyond-run", is_error=False)
-def interval_beyond_run(config: RunConfig) -> Iterator[Finding]:
-    """Warn about an interval beyond `max_steps`: what it times happens only at the end, or never."""
-    total = config.training.max_steps
-    if total is None:
-        return
-    for field, otherwise in (("save_every_steps", "null"), ("evaluate_every_steps", "null"), ("log_every_steps", "1")):
-        every = getattr(config.training, field)
-        if every is not None and every > total > 0:
-            key = f"training.{field}"
-            yield Finding(f"{every} is beyond training.max_steps={total}", f"{key}={otherwise}", key=key)
-
-
 @rule("resume-not-found", "training.resume")
 def resume_not_found(config: RunConfig) -> Finding | None:
     """Require auto (newest unfinished run of this configuration), never (a new run), or an existing folder."""
@@ -111,19 +98,6 @@ def task_file_not_found(config: RunConfig) -> Iterator[Finding]:
         file = task if is_task_file(task) else problems_of(task)
         if file is not None and not resolve_path(file).is_file():
             yield Finding(f"there is no file {resolve_path(file)}", without("evaluation.tasks", tasks, [task]))
-
-
-@rule("task-named-twice", "evaluation.tasks")
-def task_named_twice(config: RunConfig) -> Finding | None:
-    """Refuse duplicate tasks in the list, also with other problems: they would be one task in the results."""
-    by_name: dict[str, list[str]] = {}
-    for task in config.evaluation.tasks:
-        by_name.setdefault(task if problems_of(task) is None else task.partition("@")[0], []).append(task)
-    doubles = [name for name, tasks in by_name.items() if len(tasks) > 1]
-    if not doubles:
-        return None
-    once = [tasks[0] for tasks in by_name.values()]
-    return Finding(f"{', '.join(doubles)} is named more than once", typed_list("evaluation.tasks", once))
 
 
 @rule("evaluation-never-runs", is_error=False)
