@@ -107,7 +107,7 @@ def plan(
         typer.Option("--measure", help="Train two steps here and plan by what they took, now and later."),
     ] = False,
     longest: Annotated[
-        bool, typer.Option("--longest", help="Print the longest rows that fit, by estimate, instead of the plan.")
+        bool, typer.Option("--longest", help="Print the longest row that fits, by estimate, instead of the plan.")
     ] = False,
     recipes_dir: RecipesDir = None,
 ) -> None:

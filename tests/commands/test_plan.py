@@ -67,8 +67,8 @@ def test_the_choices_the_batch_the_launch_and_the_memory_are_shown() -> None:
         "-m tunebook.launch.rank /a/run",
         "Memory of each GPU or rank (estimated, GiB, of 32)\n  weights 11.5 + gradients 2.9 + optimizer 4.3 + ",
         "Host memory of each node (estimated, GiB)\n  processes 16.0, ",
-        " of 15.7 TFLOP/s\n  the number of tokens is unknown until the data is prepared",
-        "\n      never measured on volta, whose peak is taken from the V100-SXM2-32GB;\n",
+        " in all\n  the number of tokens is unknown until the data is prepared",
+        "\n      never measured on volta, whose peak is that of the V100-SXM2-32GB;\n",
     ):
         assert part in text
 
@@ -193,8 +193,7 @@ def test_every_recipe_has_a_whole_plan(as_json: Any, recipe: str) -> None:
     assert plan["memory_gib"]["weights"] >= 0
     time = plan["time"]
     assert set(time) == {
-        "tokens_per_second_per_gpu", "tokens_per_second", "tokens", "hours", "gpu_hours", "efficiency", "peak_tflops",
-        "assumption", "least_hours", "most_tokens_per_second",
+        "tokens_per_second_per_gpu", "tokens_per_second", "tokens", "hours", "gpu_hours", "assumption",
     }  # fmt: skip
     assert (time["tokens_per_second"] is None) == time["assumption"].startswith("not estimated: ")
     assert all(set(choice) == {"key", "value", "why"} for choice in plan["choices"])
@@ -315,7 +314,7 @@ def test_a_named_model_is_planned_without_a_trace(as_json: Any, monkeypatch: Any
     code, plan = as_json(None, f"model={model}", *ON_GPUS)
     assert (code, plan["fits"], plan["problems"]) == (0, True, [])
     assert plan["memory_gib"]["activations"] > 0
-    assert (plan["time"]["tokens_per_second_per_gpu"] is None) is (plan["attention"] == "eager")
+    assert plan["time"]["tokens_per_second_per_gpu"] > 0
 
 
 LLAMA = {

@@ -9,7 +9,6 @@ from tunebook.model.flops import (
     attended_length_tokens,
     flops_per_token,
     model_flops_utilization,
-    recomputed_flops_per_token,
 )
 
 from ..plan.memory.layers import measured as traced
@@ -54,11 +53,6 @@ def test_utilisation_is_the_share_of_the_peak() -> None:
     assert model_flops_utilization(26_000, 19e9, peak_tflops=988) == pytest.approx(0.5)
 
 
-def test_checkpointing_computes_the_forward_pass_again() -> None:
-    # 2 x 3,085,938,688 and a third of 442,368,000.
-    assert recomputed_flops_per_token(qwen_3b(), attended_length=1000) == 6_171_877_376 + 147_456_000
-
-
 def test_only_active_experts_count() -> None:
     facts = qwen_3b()
     facts.measured = traced(
@@ -67,7 +61,6 @@ def test_only_active_experts_count() -> None:
     active = 3_085_938_688 - 1_500_000_000
     assert flops_per_token(facts, attended_length=0) == 6 * active
     assert flops_per_token(facts, attended_length=0, num_trained_parameters=10) == 4 * active + 20
-    assert recomputed_flops_per_token(facts, attended_length=0) == 2 * active
     facts.num_layers = 18  # half of what was measured
     assert flops_per_token(facts, attended_length=0) == 6 * (3_085_938_688 - 750_000_000)
 
@@ -95,5 +88,3 @@ def test_a_window_bounds_what_a_token_is_compared_with() -> None:
     assert formula == pytest.approx(exact, rel=3e-3)
     shorter = flops_per_token(facts, attended_length=100) - 6 * facts.num_parameters
     assert shorter == 12 * 36 * 4096 * 100 / 2
-    again = recomputed_flops_per_token(facts, attended_length=length) - 2 * facts.num_parameters
-    assert again == pytest.approx(formula / 3)

@@ -34,17 +34,10 @@ def test_strategies_side_by_side():
     code, lines = table("qwen3b_zero2", ["hardware=volta"], "parallelism=ddp,zero2,fsdp,fsdp_offload,hsdp")
     assert code == 0
     rows = {line[0]: line[1:] for line in lines[2:]}
-    # 3.086 billion parameters on 8 GPUs: 4 bytes each of weights and of gradients, 8 of moments, 4 of master copy.
-    # ZeRO-2 has gradients twice: of one pass, and the sum of several.
-    assert rows["ddp"][:4] == ["11.5", "11.5", "23.0", "11.5"]
-    assert rows["ddp"][-1] == "no"
-    assert int(rows["zero2"][-2]) < int(rows["fsdp"][-2])  # tokens/s: 17,289 for 17,578 where both were measured
-    # It makes room for whole parameters of which a rank has a piece: 0.1 GiB more, of each of the two.
-    assert rows["zero2"][:4] == ["11.5", "2.9", "4.3", "0.2"]
-    assert rows["zero2"][-1] == "yes"
-    assert rows["fsdp_offload"][-2] == "-"
-    assert rows["hsdp:"] == ["refused"]
-    assert rows["fix:"][:1] == ["parallelism.shard_group_size=4"]
+    assert float(rows["ddp"][0]) > 46 > float(rows["zero2"][0])  # 16 bytes of states for 3.086 billion parameters
+    assert int(rows["fsdp_offload"][1]) < int(rows["zero2"][1]) < int(rows["fsdp"][1])
+    assert [rows[name][2] for name in ("ddp", "zero2", "fsdp")] == ["no", "yes", "yes"]
+    assert rows["hsdp"][:4] == ["-", "-", "refused:", "hsdp-group"]
 
 
 def test_auto_is_one_of_them():
@@ -66,8 +59,6 @@ def test_a_host_that_is_too_small_fits_nothing():
     rows = {line.split()[0]: line for line in text.splitlines()[2:]}
     assert rows["500"].split()[-1] == "no"
     assert rows["4000"].split()[-1] == "yes"
-    assert rows["500:"].endswith("to a host of 500 GiB")
-    assert "4000:" not in rows
 
 
 def test_no_word_or_number_is_cut_in_a_narrow_terminal():

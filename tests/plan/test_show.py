@@ -20,7 +20,7 @@ from tunebook.plan.show import (
     show_warnings,
     time_lines,
 )
-from tunebook.plan.speed.throughput import TimePlan
+from tunebook.plan.speed import TimePlan
 from tunebook.terminal import print_lines
 
 
@@ -174,33 +174,29 @@ def test_nothing_known_is_no_bar():
     assert memory_bar(Memory(capacity=32.0), width=42) is None
 
 
-def test_the_time_with_what_it_rests_on():
+def test_the_time_has_two_digits_with_what_it_rests_on():
     plan = TimePlan(
-        tokens_per_second_per_gpu=1000.0,
-        tokens_per_second=8000.0,
-        tokens=288_000_000.0,
-        hours=10.0,
-        gpu_hours=80.0,
-        efficiency=0.25,
-        peak_tflops=989.0,
-        assumption="assumed: one thing; and another",
+        tokens_per_second_per_gpu=1023.0,
+        tokens_per_second=8184.0,
+        tokens=288_000.0,
+        hours=9.775,
+        gpu_hours=78.2,
+        assumption="right to about a third: one thing; and another",
     )
     assert time_lines(plan) == [
         "Time (estimated)",
-        "  1,000 tokens/s per GPU, 8,000 in all, at 25.0% of 989 TFLOP/s",
-        "  288,000,000 tokens take 10 hours = 80 GPU-hours; loading, validation, saving and evaluation come on top",
-        "  assumed: one thing;",
+        "  about 1,000 tokens/s per GPU, 8,200 in all",
+        "  288,000 tokens take about 9.8 hours = 78 GPU-hours; loading, validation, saving and evaluation come on top",
+        "  right to about a third: one thing;",
         "      and another",
     ]
 
 
 def test_a_speed_without_a_number_of_tokens_and_no_speed_at_all():
-    plan = TimePlan(
-        tokens_per_second_per_gpu=10.0, tokens_per_second=10.0, efficiency=0.1, peak_tflops=8.1, assumption="assumed: a"
-    )
+    plan = TimePlan(tokens_per_second_per_gpu=10.0, tokens_per_second=10.0, assumption="a")
     assert time_lines(plan)[1:3] == [
-        "  10 tokens/s per GPU, at 10.0% of 8.1 TFLOP/s",
-        "  the number of tokens is unknown until the data is prepared; dataset.num_documents and .mean_tokens set it",
+        "  about 10 tokens/s per GPU",
+        "  the number of tokens is unknown until the data is prepared; see dataset.num_documents and .mean_tokens",
     ]
     assert time_lines(TimePlan(tokens=5.0, assumption="not estimated: why")) == [
         "Time (estimated)",

@@ -15,7 +15,7 @@ from tunebook.errors import RequestError
 from tunebook.launch.measure import measure, require_measurable
 from tunebook.model.load import check_model
 from tunebook.plan.draft import Draft, draft_json, draft_run, draft_yaml
-from tunebook.plan.longest import LongestRow, longest_rows
+from tunebook.plan.longest import LongestRow, longest_row
 from tunebook.plan.memory.gpu import judge_measurement, plan_memory
 from tunebook.plan.show import host_memory_lines, show_memory, show_warnings, time_lines
 from tunebook.plan.suggestions import Suggestion, suggest
@@ -40,23 +40,24 @@ def plan_command(
 
     `is_complete`: print every choice. With `is_measured`, two steps are trained first unless they are cached. JSON is
     always printed; it includes the problems. With `as_yaml` only the resolved configuration is printed, and warnings go
-    to standard error. With `is_longest` the longest rows that fit are printed instead of the plan, and added to the
+    to standard error. With `is_longest` the longest row that fits is printed instead of the plan, and added to the
     JSON. Otherwise raises: RequestError or RulesError for a wrong request, and after printing
     DoesNotFitError for a plan that cannot fit, DataError for missing files.
     """
     draft = draft_run(recipe, overrides, recipes_dirs)
     if is_measured:
         _measure(draft, Console(stderr=True) if as_json else console)
-    longest = longest_rows(draft.resolution) if is_longest and draft.memory is not None and draft.resolution else None
-    if longest is not None and not as_json:
+    if is_longest and not as_json:
         draft.raise_errors()
-        _show_longest(longest, draft, console)
+        _show_longest(longest_row(draft), draft, console)
         return 0
     is_in_doubt = draft.fits is False or (draft.memory is not None and draft.memory.is_in_doubt)
     suggested = suggest(draft) if is_in_doubt and not as_yaml else []
     if as_json:
         content = draft_json(draft) | {"would_fit": [_suggestion_json(each) for each in suggested if each.fits]}
-        content |= {"longest": None if longest is None else [asdict(row) for row in longest]} if is_longest else {}
+        if is_longest:
+            longest = longest_row(draft) if draft.memory is not None else None
+            content["longest"] = None if longest is None else asdict(longest)
         json.dump(content, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
         print()
         return draft.exit_code
@@ -102,14 +103,16 @@ def _measure(draft: Draft, console: Console) -> None:
     draft.memory = judge_measurement(config, plan_memory(config, draft.batch), measurement)
 
 
-def _show_longest(rows: list[LongestRow], draft: Draft, console: Console) -> None:
+def _show_longest(row: LongestRow | None, draft: Draft, console: Console) -> None:
     hardware, group = draft.config.hardware, draft.config.parallelism.sequence_group_size
-    if not rows:
+    if row is None:
         print_text("Longest row: not known; the model's size or hardware.memory_gib is unknown", console)
         return
     shared = f" shared by {group} GPUs" if group > 1 else ""
+    found = f"{row.tokens:,} tokens" if row.tokens else "none fits"
+    end = ", all positions of the model" if row.has_all_positions else ""
     title = f"Longest row{shared} (estimated, one document in each row, {hardware.memory_gib:g} GiB a GPU)"
-    print_lines([title, *(row.line() for row in rows)], console)
+    print_lines([f"{title}: {found}{end}", *([f"  {' '.join(row.overrides)}"] if row.tokens else [])], console)
 
 
 def _suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
@@ -122,4 +125,4 @@ def _show_suggestions(suggested: list[Suggestion], console: Console) -> None:
     elif suggested:
         print_text("Nothing that was tried fits for certain; the least memory takes:", console)
     for each in suggested:
-        print_text(f"  {each.line()}", console)
+        print_text(f"  {' '.join(each.overrides)}   ({each.total_gib:.1f} GiB)", console)

@@ -40,8 +40,6 @@ class StrategyFacts:
     # Compiled blocks were tested with it, or with a strategy that treats a block in the same way. ZeRO-3 gathers
     # weights by hooks inside a block: 8,500 tokens/s, where fsdp reached 21,500 (h200x4_speed.jsonl).
     may_compile: bool = True
-    moves_as: Strategy | None = None  # the measured strategy with the same communication; None: itself
-    on_one_node: Strategy | None = None  # what replaces it on a single node; None: itself
     auto_reason: str = ""  # why `parallelism=auto` chooses it
 
     @property
@@ -99,7 +97,7 @@ STRATEGIES: dict[Strategy, StrategyFacts] = {
     Strategy.auto: StrategyFacts(),  # not decided yet
     Strategy.single: StrategyFacts(runs_on_one=True),
     Strategy.ddp: StrategyFacts(averages_gradients=True, auto_reason="a whole copy on each GPU is the fastest"),
-    Strategy.zero1: StrategyFacts(engine=Engine.deepspeed, divides=Divided.optimizer, moves_as=Strategy.zero2),
+    Strategy.zero1: StrategyFacts(engine=Engine.deepspeed, divides=Divided.optimizer),
     Strategy.zero2: StrategyFacts(engine=Engine.deepspeed, title="ZeRO-2", divides=Divided.gradients),
     Strategy.zero3: StrategyFacts(engine=Engine.deepspeed, title="ZeRO-3", divides=Divided.weights, may_compile=False),
     Strategy.fsdp: StrategyFacts(
@@ -116,7 +114,6 @@ STRATEGIES: dict[Strategy, StrategyFacts] = {
         engine=Engine.fsdp,
         divides=Divided.weights,
         within_groups=True,
-        on_one_node=Strategy.fsdp,
         auto_reason="all states divided among the GPUs of a node, which have the fastest links",
     ),
 }

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tunebook.config.model_facts import ModelFacts
-from tunebook.model.parameters import (
-    MLP_INPUT_LAYERS,
-    MLP_OUTPUT_LAYERS,
-    active_parameters,
-    linear_layers,
-    of_layers,
-)
+from tunebook.model.parameters import active_parameters, of_layers
 
 
 def attended_length_tokens(document_lengths: Iterable[int]) -> float:
@@ -50,18 +44,6 @@ def flops_per_token(facts: ModelFacts, attended_length: float, num_trained_param
 def attention_flops_per_token(facts: ModelFacts, attended_length: float) -> float:
     """The part of `flops_per_token` that grows with the length of documents."""
     return 12 * _compared(facts, attended_length)
-
-
-def recomputed_flops_per_token(facts: ModelFacts, attended_length: float) -> float:
-    """What activation checkpointing adds: the forward pass once more, 2 x parameters + a third of the attention."""
-    return 2 * active_parameters(facts) + 4 * _compared(facts, attended_length)
-
-
-def tiled_flops_per_token(facts: ModelFacts, num_tiles: int) -> float:
-    """What tiled MLPs add to activation checkpointing: all tiles but the last of a layer are computed once more."""
-    names = MLP_INPUT_LAYERS | MLP_OUTPUT_LAYERS
-    weights = sum(inputs * outputs for name, (inputs, outputs) in linear_layers(facts).items() if name in names)
-    return 2 * weights * facts.num_layers * (num_tiles - 1) / num_tiles
 
 
 def _compared(facts: ModelFacts, length: float) -> float:

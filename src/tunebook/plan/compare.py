@@ -1,4 +1,4 @@
-"""`tunebook plan RECIPE --compare KEY=a,b,c`: memory and speed for several values of a key."""
+"""`tunebook plan RECIPE --compare KEY=A,B,C`: the plan's memory and speed for several values of a key."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rich.console import Console
 from tunebook.config.override_text import split_values
 from tunebook.errors import DataError, RequestError
 from tunebook.plan.draft import Draft, draft_run
-from tunebook.terminal import print_lines, print_text
+from tunebook.plan.show import about
+from tunebook.terminal import print_text
 
-_PARTS = ("weights", "gradients", "optimizer", "buffers", "activations", "overhead", "total")
 _FITS = {True: "yes", False: "no", None: "perhaps"}
 
 
@@ -31,37 +31,22 @@ def compare_plans(
             problem_id="compare-form",
         )
     drafts = {value: draft_run(recipe, [*overrides, f"{key}={value}"], recipes_dirs) for value in values}
-    print_text(f"Each GPU or rank (estimated): memory in GiB and tokens/s by {key}", console, style="italic")
-    rows = [[key.rpartition(".")[2], *_PARTS, "tokens/s", "fits"]]
+    rows = [[key.rpartition(".")[2], "GiB", "tokens/s", "fits"]]
     rows += [[value, *_row(draft)] for value, draft in drafts.items()]
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    for first, *others in rows:
-        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
-        print_text("  ".join(cells), console)
-    for value, draft in drafts.items():
-        if why := _why_not(draft):
-            print_lines([f"{value}: {why[0]}", *(f"  {line}" for line in why[1:])], console)
-    code = min(draft.exit_code for draft in drafts.values())
-    for draft in drafts.values():
-        if code == DataError.exit_code:
-            draft.raise_if_data_is_missing()
-    return code
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    print_text("Each GPU or rank, by estimate", console, style="italic")
+    for value, gib, speed, fits in rows:
+        print_text(f"{value:<{widths[0]}}  {gib:>{widths[1]}}  {speed:>{widths[2]}}  {fits}", console)
+    best = min(drafts.values(), key=lambda draft: draft.exit_code)
+    if best.exit_code == DataError.exit_code:
+        best.raise_if_data_is_missing()
+    return best.exit_code
 
 
 def _row(draft: Draft) -> list[str]:
     if draft.memory is None:
-        return [*("" for _ in _PARTS), "", "refused"]
-    numbers = [getattr(draft.memory.memory, part) for part in _PARTS]
+        rules = ", ".join(problem.id for problem in draft.problems if problem.is_error)
+        return ["-", "-", f"refused: {draft.error.message if draft.error else rules}"]
+    total = draft.memory.memory.total
     speed = draft.time.tokens_per_second_per_gpu if draft.time else None
-    cells = ["-" if number is None else f"{number:.1f}" for number in numbers]
-    return [*cells, "-" if speed is None else f"{speed:,.0f}", _FITS[draft.fits]]
-
-
-def _why_not(draft: Draft) -> list[str]:
-    """Why a value is refused, or that the host's memory is too small."""
-    errors = [problem.text() for problem in draft.problems if problem.is_error]
-    if draft.error is not None:
-        errors = [draft.error.message]
-    if draft.host is not None and draft.host.fits is False:
-        return [draft.host.verdict]
-    return ["refused", *"\n".join(errors).splitlines()] if errors else []
+    return ["-" if total is None else f"{total:.1f}", "-" if speed is None else about(speed), _FITS[draft.fits]]

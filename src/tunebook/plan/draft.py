@@ -24,7 +24,7 @@ from tunebook.plan.auto.resolve import Resolution, resolve_auto
 from tunebook.plan.memory.gpu import MemoryPlan, measured_memory, plan_memory
 from tunebook.plan.memory.host_memory import HostPlan, plan_host_memory
 from tunebook.plan.rules import check, located
-from tunebook.plan.speed.throughput import TimePlan, plan_time
+from tunebook.plan.speed import TimePlan, plan_time
 
 TRY = (
     "try activation=checkpointing, parallelism=fsdp or zero3_offload, peft=lora, or more or larger GPUs; "

@@ -24,7 +24,7 @@ from tunebook.errors import Problem, RequestError
 from tunebook.plan.auto.decisions import AS_ASKED, Choice, ChoiceValue
 from tunebook.plan.memory.gpu import Memory, MemoryPlan
 from tunebook.plan.memory.host_memory import HostPlan
-from tunebook.plan.speed.throughput import TimePlan
+from tunebook.plan.speed import TimePlan
 from tunebook.record.run_folder import Outcome
 from tunebook.terminal import print_lines, print_text
 
@@ -217,29 +217,25 @@ def time_lines(plan: TimePlan) -> list[str]:
     """The estimated speed and duration with their assumptions, or why there is no estimate."""
     lines = ["Time (estimated)"]
     speed, total = plan.tokens_per_second_per_gpu, plan.tokens_per_second
-    if speed is not None and total is not None and plan.efficiency is not None:
-        all_of_them = f", {total:,.0f} in all" if total > speed else ""
+    if speed is not None and total is not None:
+        in_all = f", {about(total)} in all" if total > speed else ""
+        lines.append(f"  about {about(speed)} tokens/s per GPU{in_all}")
+    if plan.hours is not None and plan.gpu_hours is not None:
         lines.append(
-            f"  {speed:,.0f} tokens/s per GPU{all_of_them}, at {plan.efficiency:.1%} of {plan.peak_tflops:g} TFLOP/s"
-        )
-    tokens = None if plan.tokens is None else f"{plan.tokens:,.0f} tokens"
-    if plan.hours is not None:
-        lines.append(
-            f"  {tokens} take {_hours(plan.hours)} hours = {_hours(plan.gpu_hours)} GPU-hours; loading, validation, "
-            "saving and evaluation come on top"
+            f"  {plan.tokens:,.0f} tokens take about {about(plan.hours)} hours = {about(plan.gpu_hours)} GPU-hours; "
+            "loading, validation, saving and evaluation come on top"
         )
     elif speed is not None:
-        unknown = (
-            "the number of tokens is unknown until the data is prepared; dataset.num_documents and .mean_tokens set it"
+        lines.append(
+            "  the number of tokens is unknown until the data is prepared; see dataset.num_documents and .mean_tokens"
         )
-        lines.append(f"  {tokens or unknown}")
     return [*lines, *(f"  {line}" for line in plan.assumption.replace("; ", ";\n    ").splitlines())]
 
 
-def _hours(hours: float | None) -> str:
-    if hours is None:
-        return "?"
-    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
+def about(value: float) -> str:
+    """Two digits of an estimate."""
+    rounded = float(f"{value:.2g}")
+    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
 
 
 def _gib(value: float) -> str:

@@ -1,10 +1,10 @@
-"""A few fixed things to try when a plan does not fit. Each is planned once, as if it had been typed."""
+"""Six fixed things to try when a plan does not fit. Each is planned once, as if it had been typed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tunebook.config.schema import RunConfig, ZeroConfig, world_size
+from tunebook.config.schema import ZeroConfig, world_size
 from tunebook.plan.draft import Draft, draft_run
 
 
@@ -16,35 +16,26 @@ class Suggestion:
     total_gib: float
     fits: bool
 
-    def line(self) -> str:
-        """The suggestion as a line of text."""
-        return f"{' '.join(self.overrides)}   ({self.total_gib:.1f} GiB)"
-
 
 def suggest(draft: Draft) -> list[Suggestion]:
     """Return the suggestions that fit; if none does, the one with the least memory.
 
     Those that are refused, or change nothing, are skipped. `draft` has a memory plan.
     """
-    found = []
-    for words in _candidates(draft.config):
-        tried = draft_run(draft.recipe, [*draft.overrides, *words], draft.recipes_dirs, draft.machine)
-        if tried.memory is None or tried.memory.memory.total is None or tried.config == draft.config:
-            continue
-        found.append(Suggestion(overrides=words, total_gib=tried.memory.memory.total, fits=tried.fits is True))
-    return [each for each in found if each.fits] or sorted(found, key=lambda each: each.total_gib)[:1]
-
-
-def _candidates(config: RunConfig) -> list[list[str]]:
-    divided = "zero3" if isinstance(config.parallelism, ZeroConfig) else "fsdp"
-    half = config.training.max_length // 2
-    rows = [] if config.packing.row_length is None else [f"packing.row_length={half}"]
-    return [
+    config = draft.config
+    sharded, half = "zero3" if isinstance(config.parallelism, ZeroConfig) else "fsdp", config.training.max_length // 2
+    candidates = [
         ["activation=checkpointing"],
-        ["activation=checkpointing", "activation.offload=true"],
-        *([[f"parallelism={divided}"]] if world_size(config) > 1 else []),
-        [f"parallelism={divided}_offload"],
+        *([[f"parallelism={sharded}"]] if world_size(config) > 1 else []),
+        [f"parallelism={sharded}_offload"],
         ["peft=lora"],
         ["peft=qlora"],
-        [f"training.max_length={half}", *rows],
+        [f"training.max_length={half}", *([f"packing.row_length={half}"] if config.packing.row_length else [])],
     ]
+    found = []
+    for overrides in candidates:
+        tried = draft_run(draft.recipe, [*draft.overrides, *overrides], draft.recipes_dirs, draft.machine)
+        if tried.memory is None or tried.memory.memory.total is None or tried.config == config:
+            continue
+        found.append(Suggestion(overrides=overrides, total_gib=tried.memory.memory.total, fits=tried.fits is True))
+    return [each for each in found if each.fits] or sorted(found, key=lambda each: each.total_gib)[:1]

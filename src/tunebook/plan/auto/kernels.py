@@ -27,7 +27,7 @@ from tunebook.facts.sharing import is_offloaded
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import adapts_parameters, has_dora
 from tunebook.plan.rules import check
-from tunebook.plan.speed.throughput import plan_time
+from tunebook.plan.speed import plan_time
 from tunebook.train.packages import installed_version
 
 # Kernels tested in compiled blocks with packed rows; `auto` takes the first.
@@ -103,7 +103,7 @@ def _reasons_against(config: RunConfig) -> Iterator[str]:
 def why_not_worth_compiling(config: RunConfig) -> str | None:
     """Why compiling costs more time than the whole run can gain by it; None if it may gain, or nothing is known.
 
-    `config` is the resolved run without compiled blocks. Its time is estimated from the data set's facts, and for local
+    `config` is the resolved run with compiled blocks. Its time is estimated from the data set's facts, and for local
     files without facts from their sizes.
     """
     # A few steps on generated documents measure the run that they stand for, which is longer.
@@ -115,13 +115,12 @@ def why_not_worth_compiling(config: RunConfig) -> str | None:
     hours = plan_time(config, solve_batch(config, None)).hours
     if hours is None:
         return None
-    seconds = hours * 3600
-    saved = seconds * (1 - 1 / largest_gain(facts.num_parameters))
+    saved = hours * 3600 * (largest_gain(facts.num_parameters) - 1)
     if saved >= COMPILE_SECONDS:
         return None
     return (
-        f"compiling would cost at least {COMPILE_SECONDS:.0f} s, and save at most {saved:.0f} s of steps estimated to "
-        f"take {seconds:.0f} s; model.compile_layers=true compiles anyway"
+        f"compiling would cost at least {COMPILE_SECONDS:.0f} s, and save at most about {saved:.2g} s of the steps; "
+        "model.compile_layers=true compiles anyway"
     )
 
 

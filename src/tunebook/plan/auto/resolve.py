@@ -50,7 +50,6 @@ from tunebook.train.requirements import hardware_problem
 __all__ = ["Choice", "Resolution", "resolve_auto"]
 
 COMPILING = "model.compile_layers"
-_NOT_COMPARED = "not compiled, to compare the two ways"  # replaced by a reason before anyone sees it
 _STATES_IN_FP32, _STATES_IN_BF16 = 16, 8  # bytes of a trained weight, its gradient and AdamW's two moments
 _FROZEN_IN_4_BITS = 0.5  # bytes of a weight
 _SOME_DROPOUT = 0.05  # of advised adapters
@@ -93,13 +92,8 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     compiling = resolution.choice(COMPILING)
     if not compiling.value or compiling.why == AS_ASKED:
         return resolution
-    # The time to save depends on the rows, which depend on whether blocks are compiled: both ways are resolved.
-    not_compiled = _resolve(config, machine, why_not_compiled=_NOT_COMPARED)
-    why = why_not_worth_compiling(not_compiled.config)
-    if why is None:
-        return resolution
-    choices = [replace(one, why=why) if one.why == _NOT_COMPARED else one for one in not_compiled.choices]
-    return replace(not_compiled, choices=choices)
+    why = why_not_worth_compiling(resolution.config)
+    return resolution if why is None else _resolve(config, machine, why_not_compiled=why)
 
 
 def _resolve(config: RunConfig, machine: Machine, *, why_not_compiled: str | None = None) -> Resolution:

@@ -1,0 +1,195 @@
+"""Estimate a run's speed before it starts, from what recorded runs reached. It is right to about a third.
+
+    tokens/s of a GPU = share of its peak x factors x peak FLOP/s / FLOPs per token
+
+Shares and factors are medians of the runs recorded on H100s and H200s (the benchmarks' results and the recipes'
+evidence). Other generations are assumed to reach the same share of their own peak. Loading, validation, saving and
+evaluation are not included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tunebook.config.choices import Compute, Generation, PackingMode, PeftMethod, Switch
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import RunConfig, world_size
+from tunebook.data.batch import BatchPlan
+from tunebook.data.mean_length import longest_document
+from tunebook.facts.attention import attention_facts
+from tunebook.facts.peaks import Peak, peak_of
+from tunebook.facts.sharing import offloaded_states, uses_nvme
+from tunebook.facts.strategies import strategy_facts
+from tunebook.model.flops import attention_flops_per_token, flops_per_token
+from tunebook.model.parameters import count_parameters, has_experts
+from tunebook.plan.memory.work import is_recomputed
+
+MEASURED_ON = Generation.hopper
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share of its peak that one GPU reached with compiled blocks and packed rows, nothing recomputed."""
+
+    of_peak: float  # 0 to 1
+    full_work: float  # tokens x hidden size per GFLOP/s of the peak: a pass with less work reaches less
+    source: str
+
+
+# By kind of model, method and number format.
+SHARES = {
+    ("dense", PeftMethod.full, "bf16"): Share(0.55, 18, "Qwen2.5-3B, h200_selective.jsonl"),
+    ("dense", PeftMethod.lora, "bf16"): Share(0.55, 27, "Llama 3 8B, h200_one_pass_head.jsonl"),
+    ("dense", PeftMethod.full, "fp8"): Share(0.36, 12, "Llama 3 8B, h200x4_selective.jsonl"),
+    ("dense", PeftMethod.full, "fp32"): Share(0.60, 16, "Qwen2.5-3B, h200x4_speed.jsonl"),
+    ("dense", PeftMethod.lora, "fp32"): Share(0.54, 16, "Gemma 3 4B, h200x2_models.jsonl"),
+    ("experts", PeftMethod.full, "bf16"): Share(0.40, 18, "Qwen3-30B-A3B, h100_models.jsonl"),
+    ("experts", PeftMethod.lora, "bf16"): Share(0.50, 27, "gpt-oss-20b, h100_models.jsonl"),
+}
+# Attention reaches less than products do. Of rows with one document of 27,904 tokens and more, most of the time is
+# attention (h100x2_sequence.jsonl and h200x2_sequence.jsonl).
+ATTENTION_SHARE = 0.3
+UNKNOWN_PADDING = 0.5  # of padded rows before the documents' lengths are known (h200_qwen05b_single.jsonl)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimePlan:
+    """The speed and duration of a run. None if unknown; `assumption` says why, or what they rest on."""
+
+    tokens_per_second_per_gpu: float | None = None  # real tokens, without padding
+    tokens_per_second: float | None = None  # of all GPUs
+    tokens: float | None = None  # of the whole run, without padding
+    hours: float | None = None
+    gpu_hours: float | None = None
+    assumption: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The `time` part of a plan, with two digits of what is estimated."""
+        values = asdict(self)
+        tokens = values.pop("tokens")
+        estimates = {key: float(f"{value:.2g}") for key, value in values.items() if isinstance(value, float)}
+        return {"tokens": None if tokens is None else round(tokens)} | values | estimates
+
+
+def plan_time(config: RunConfig, batch: BatchPlan, *, gpu_name: str | None = None) -> TimePlan:
+    """Estimate the speed of a resolved configuration. `gpu_name`: NVML's; None for the generation's usual GPU."""
+    tokens, facts, precision = tokens_of_the_run(config, batch), config.model.facts, config.precision
+    if facts is None:
+        return TimePlan(tokens=tokens, assumption="not estimated: the model's size is not known before it is loaded")
+    uses_tf32 = precision.compute is Compute.fp32 and precision.tf32 is Switch.enabled
+    generation = config.hardware.generation
+    peak = peak_of(generation, precision.compute, gpu_name=gpu_name, uses_tf32=uses_tf32)
+    if peak is None:
+        unknown = f"the peak of {gpu_name or generation.name} in {precision.compute.name} is not known"
+        return TimePlan(tokens=tokens, assumption=f"not estimated: {unknown}")
+    kind = "experts" if has_experts(facts) else "dense"
+    number_format = "tf32" if uses_tf32 else {Compute.fp16: "bf16"}.get(precision.compute, precision.compute.name)
+    share = SHARES.get((kind, config.peft.method, number_format))
+    if share is None:
+        unknown = f"no {kind} model was measured with peft={config.peft.method.name} in {number_format}"
+        return TimePlan(tokens=tokens, assumption=f"not estimated: {unknown}")
+    factors = [*_factors(config, batch, facts, share, peak)]
+    speed = math.prod(factor for factor, _ in factors) / _seconds_per_token(config, batch, facts, share, peak)
+    ranks = world_size(config)
+    hours = None if tokens is None else tokens / (speed * ranks) / 3600
+    reached = f"{share.of_peak:.0%} of {peak.tflops:g} TFLOP/s ({share.source})"
+    texts = [reached, *(f"x {factor:.2g}: {text}" for factor, text in factors), *_unmeasured(config, batch, peak)]
+    return TimePlan(
+        tokens_per_second_per_gpu=speed,
+        tokens_per_second=speed * ranks,
+        tokens=tokens,
+        hours=hours,
+        gpu_hours=None if hours is None else hours * ranks,
+        assumption=f"right to about a third: {'; '.join(texts)}",
+    )
+
+
+def tokens_of_the_run(config: RunConfig, batch: BatchPlan) -> float | None:
+    """Real tokens of all steps; None if unknown.
+
+    They come from the prepared data, else from the data set's facts, else from full rows.
+    """
+    if batch.total_steps is None:
+        return None
+    if batch.tokens_per_step is None:
+        is_full = batch.is_packed and batch.global_tokens is not None
+        return float(batch.total_steps * (batch.global_tokens or 0)) if is_full else None
+    tokens = batch.total_steps * batch.tokens_per_step
+    if config.training.max_steps is None and batch.num_documents and batch.documents_per_step:
+        # An epoch's last step may be smaller.
+        epoch = batch.num_documents * batch.tokens_per_step / batch.documents_per_step
+        tokens = min(tokens, epoch * config.training.num_epochs)
+    return tokens
+
+
+def _seconds_per_token(config: RunConfig, batch: BatchPlan, facts: ModelFacts, share: Share, peak: Peak) -> float:
+    """Seconds that one GPU computes a token, before the factors."""
+    attended = batch.attended_length or longest_document(config)
+    trained = None if config.peft.method is PeftMethod.full else count_parameters(config, facts).trained
+    attention = attention_flops_per_token(facts, attended)
+    products = flops_per_token(facts, attended, trained) - attention
+    return (products / share.of_peak + attention / min(share.of_peak, ATTENTION_SHARE)) / (peak.tflops * 1e12)
+
+
+def _factors(
+    config: RunConfig, batch: BatchPlan, facts: ModelFacts, share: Share, peak: Peak
+) -> Iterator[tuple[float, str]]:
+    """What lowers the share, 0 to 1, each with its reason."""
+    is_fp32 = config.precision.compute is Compute.fp32  # its products take so long that these do not show
+    padding = _padding_share(config, batch)
+    if padding:
+        yield 1 - padding, "the rest of a pass is padding"
+    work = _tokens_per_pass(batch) / (1 - padding) * facts.hidden_size / (share.full_work * 1000 * peak.tflops)
+    if not is_fp32 and attention_facts(config).has_mask and work > 0.5:
+        yield 0.5, f"{config.attention.implementation.name} computes the whole square of a row"
+    elif work < 1:
+        yield work, "a pass has too little work for a GPU"
+    if not is_fp32 and not config.model.compile_layers:
+        yield 0.75, "blocks are not compiled (h200x2_architectures.jsonl)"
+    if is_recomputed(config):
+        yield 0.8, "layers are recomputed (h200_selective.jsonl)"
+    yield from _factors_of_strategy(config)
+
+
+def _factors_of_strategy(config: RunConfig) -> Iterator[tuple[float, str]]:
+    """What several GPUs lose to each other, and what is lost to the host."""
+    strategy, name = strategy_facts(config), config.parallelism.strategy.name
+    if world_size(config) > 1:
+        lost = 0.5 if strategy.is_zero3 else 0.8 if strategy.is_zero else 0.9 if strategy.is_fsdp else 0.95
+        yield lost, f"{name} (h200x4_speed.jsonl)"
+    if uses_nvme(config):
+        yield 0.01, "states on NVMe (h200x2_recipes.jsonl)"
+    elif offloaded_states(config):
+        factor = 0.15 if config.peft.method is PeftMethod.full else 0.5
+        yield factor, "states in host memory, right to a factor of three only (h200x2_book_held_out.jsonl)"
+    elif config.activation.offload and not is_recomputed(config):
+        yield 0.2, "activations in host memory (h200x2_host_memory.jsonl)"
+
+
+def _unmeasured(config: RunConfig, batch: BatchPlan, peak: Peak) -> Iterator[str]:
+    """What is assumed without a measurement."""
+    generation = config.hardware.generation
+    if generation is not MEASURED_ON:
+        yield f"never measured on {generation.name}, whose peak is that of the {peak.gpu}"
+    if config.hardware.num_nodes > 1:
+        yield "never measured on several nodes, whose links are not counted: at most this speed"
+    if batch.tokens_per_step is None and batch.is_packed:
+        yield "rows are full"
+
+
+def _padding_share(config: RunConfig, batch: BatchPlan) -> float:
+    """Share of padding in a pass, 0 to 1. Rows are padded to the longest of their pass; a single row is not."""
+    if batch.padding_share is not None:
+        return batch.padding_share
+    return UNKNOWN_PADDING if config.packing.mode is PackingMode.padded and batch.micro_batch_size > 1 else 0.0
+
+
+def _tokens_per_pass(batch: BatchPlan) -> float:
+    """Real tokens of a pass on one GPU. Rows count as full if document lengths are unknown."""
+    rows = batch.micro_batch_size / batch.sequence_group_size
+    if not batch.tokens_per_step or not batch.rows_per_step:
+        return rows * batch.row_length
+    return batch.tokens_per_step / batch.rows_per_step * rows

@@ -1,0 +1,223 @@
+"""The estimated speed and time: numbers by hand, what is not known is said, and recorded runs are near."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tunebook.config.choices import (
+    Attention,
+    Checkpointing,
+    Compute,
+    Generation,
+    Offload,
+    PackingMode,
+    PeftMethod,
+    Strategy,
+)
+from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
+from tunebook.data.batch import BatchPlan, solve_batch
+from tunebook.data.synthetic import generate
+from tunebook.plan.speed import SHARES, TimePlan, plan_time, tokens_of_the_run
+
+from .plans import resolved
+
+RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+H200 = ("hardware=hopper", "hardware.memory_gib=139.8")
+ROWS = ("activation=stored", "packing.row_length=16384", "training.micro_batch_size=1")
+KERNELS = ("attention=varlen_attention", "model.compile_layers=true")
+# Qwen2.5-3B: 6 x 3,085,938,688 in products at 55% of the peak, and 12 x 36 layers x 2,048 x 1,000 / 2 in the attention
+# of documents of 1,000 tokens at 30% of it
+FULL = 989e12 / (18_515_632_128 / 0.55 + 442_368_000 / 0.3)
+
+
+def changed(config: RunConfig, values: dict[str, Any]) -> RunConfig:
+    """A copy with other values at dotted keys, which takes a hundredth of the time of composing it."""
+    copied = copy.deepcopy(config)
+    for key, value in values.items():
+        *path, name = key.split(".")
+        group: Any = copied
+        for part in path:
+            group = getattr(group, part)
+        setattr(group, name, value)
+    return copied
+
+
+def qwen_3b(**values: Any) -> RunConfig:
+    """Qwen2.5-3B on one H200, compiled, in rows of 16,384 tokens; values at dotted keys, with __ for a dot."""
+    base = resolved("qwen3b_zero2", *H200, "parallelism=single", "hardware.gpus_per_node=1", *ROWS, *KERNELS)
+    return changed(base, {key.replace("__", "."): value for key, value in values.items()})
+
+
+def batch_of(config: RunConfig, **changes: Any) -> BatchPlan:
+    """100 steps of 4 full passes of documents of 1,000 tokens."""
+    ranks = (config.hardware.gpus_per_node or 1) * config.hardware.num_nodes
+    micro, row = config.training.micro_batch_size or 1, config.packing.row_length or 1
+    is_packed = config.packing.mode is PackingMode.isolated
+    values: dict[str, Any] = {
+        "global_samples": 64, "global_tokens": None, "world_size": ranks, "micro_batch_size": micro,
+        "accumulation": 4, "rows_per_step": 4 * micro * ranks, "row_length": row, "is_packed": is_packed,
+        "is_estimate": False, "documents_per_step": 64.0, "tokens_per_step": 4.0 * micro * ranks * row,
+        "num_documents": 6_400, "steps_per_epoch": 100, "total_steps": 100, "attended_length": 1000.0,
+        "padding_share": 0.0 if is_packed else None,
+    }  # fmt: skip
+    return BatchPlan(**values | changes)
+
+
+def timed(config: RunConfig, **changes: Any) -> TimePlan:
+    return plan_time(config, batch_of(config, **changes))
+
+
+def spread(strategy: Strategy, gpus: int = 8) -> dict[str, Any]:
+    return {"parallelism__strategy": strategy, "hardware__gpus_per_node": gpus}
+
+
+PLAIN = {"model__compile_layers": False}
+MASKED = PLAIN | {"attention__implementation": Attention.sdpa}
+
+
+@pytest.mark.parametrize(
+    ("changes", "factor"),
+    [
+        ({}, 1),
+        (PLAIN, 0.75),
+        (MASKED, 0.75 * 0.5),
+        ({"activation__checkpointing": Checkpointing.enabled}, 0.8),
+        ({"activation__checkpointing": Checkpointing.selective}, 1),
+        (spread(Strategy.ddp), 0.95),
+        (spread(Strategy.fsdp), 0.9),
+        (spread(Strategy.fsdp_grad_op), 0.9),
+        (spread(Strategy.zero1), 0.8),
+        (spread(Strategy.zero2) | PLAIN, 0.8 * 0.75),
+        (spread(Strategy.zero3) | PLAIN, 0.5 * 0.75),
+        ({"packing__row_length": 4096}, 4096 * 2048 / (18 * 989_000)),  # tokens x hidden size for each GFLOP/s
+        ({"activation__offload": True}, 0.2),
+        ({"activation__offload": True, "activation__checkpointing": Checkpointing.enabled}, 0.8),
+        ({"parallelism": ZeroConfig(strategy=Strategy.zero2, offload_optimizer=Offload.cpu)}, 0.15),
+        ({"parallelism": ZeroConfig(strategy=Strategy.zero3, offload_parameters=Offload.nvme)}, 0.01),
+        ({"precision__compute": Compute.fp16}, 1),
+    ],
+    ids=["full", "plain", "mask", "checkpointing", "selective", "ddp", "fsdp", "fsdp_grad_op", "zero1", "zero2",
+         "zero3", "short_row", "activations", "recomputed_activations", "states", "nvme", "fp16"],
+)  # fmt: skip
+def test_the_speed_by_hand(changes: dict[str, Any], factor: float) -> None:
+    assert timed(qwen_3b(**changes)).tokens_per_second_per_gpu == pytest.approx(factor * FULL, rel=1e-3)
+
+
+def test_the_time_by_hand() -> None:
+    time = timed(qwen_3b(**spread(Strategy.zero2)))
+    assert time.tokens == 100 * 4 * 16_384 * 8
+    assert time.tokens_per_second == pytest.approx(8 * 0.8 * FULL, rel=1e-3)
+    assert time.hours == pytest.approx(52_428_800 / (8 * 0.8 * FULL) / 3600, rel=1e-3)
+    assert time.gpu_hours == pytest.approx(8 * (time.hours or 0))
+    assert time.assumption == (
+        "right to about a third: 55% of 989 TFLOP/s (Qwen2.5-3B, h200_selective.jsonl); x 0.8: zero2 "
+        "(h200x4_speed.jsonl)"
+    )
+
+
+def test_an_adapter_computes_no_gradients_of_frozen_weights() -> None:
+    config = qwen_3b(peft__method=PeftMethod.lora, peft__rank=16)
+    # 36 layers of rank 16: queries and outputs, keys and values, gate, up and down
+    trained = 36 * 16 * (2 * (2048 + 2048) + 2 * (2048 + 256) + 3 * (2048 + 11008))
+    speed = 989e12 / ((4 * 3_085_938_688 + 2 * trained) / 0.55 + 442_368_000 / 0.3)
+    assert timed(config).tokens_per_second_per_gpu == pytest.approx(speed, rel=1e-3)
+
+
+def test_long_documents_take_the_share_of_their_attention() -> None:
+    attention = 12 * 36 * 2048 * 100_000 / 2
+    speed = 989e12 / (18_515_632_128 / 0.55 + attention / 0.3)
+    time = timed(qwen_3b(), attended_length=100_000.0)
+    assert time.tokens_per_second_per_gpu == pytest.approx(speed, rel=1e-3)
+
+
+def test_another_generation_takes_the_same_share_of_its_own_peak_and_says_so() -> None:
+    time = timed(qwen_3b(hardware__generation=Generation.ampere))
+    assert time.tokens_per_second_per_gpu == pytest.approx(FULL * 312 / 989, rel=1e-3)
+    assert "never measured on ampere, whose peak is that of the A100-SXM4-80GB" in time.assumption
+
+
+def test_the_peak_is_that_of_the_gpu_which_is_there() -> None:
+    config = qwen_3b(hardware__generation=Generation.ampere)
+    time = plan_time(config, batch_of(config), gpu_name="NVIDIA A10G")
+    assert time.tokens_per_second_per_gpu == pytest.approx(FULL * 70 / 989, rel=1e-3)
+    part = plan_time(config, batch_of(config), gpu_name="NVIDIA A100-SXM4-80GB MIG 1g.10gb")
+    assert part.tokens_per_second is None
+    assert part.assumption == "not estimated: the peak of NVIDIA A100-SXM4-80GB MIG 1g.10gb in bf16 is not known"
+
+
+def test_padding_is_computed_and_does_not_count() -> None:
+    padded = qwen_3b(**MASKED, packing__mode=PackingMode.padded, training__micro_batch_size=2)
+    known = timed(padded, padding_share=0.25, tokens_per_step=4 * 2 * 0.75 * 16_384)
+    assert known.tokens_per_second_per_gpu == pytest.approx(0.75 * 0.75 * 0.5 * FULL, rel=1e-3)
+    unknown = timed(padded)
+    assert unknown.tokens_per_second_per_gpu == pytest.approx(0.5 * 0.75 * 0.5 * FULL, rel=1e-3)
+    assert "x 0.5: the rest of a pass is padding" in unknown.assumption
+    one_row = changed(padded, {"training.micro_batch_size": 1})  # each pass as wide as its one document
+    assert "padding" not in timed(one_row).assumption
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("hardware.generation", Generation.cpu, "the peak of cpu in bf16 is not known"),
+        ("peft.method", PeftMethod.qlora, "no dense model was measured with peft=qlora in bf16"),
+        ("precision.compute", Compute.fp32, "no dense model was measured with peft=full in tf32"),
+        ("model.facts", None, "the model's size is not known before it is loaded"),
+    ],
+    ids=["cpu", "qlora", "tf32", "size"],
+)
+def test_where_nothing_was_measured_it_says_why(key: str, value: Any, reason: str) -> None:
+    time = timed(changed(qwen_3b(), {key: value}))
+    assert time.assumption == f"not estimated: {reason}"
+    assert (time.tokens_per_second, time.hours) == (None, None)
+    assert time.tokens is not None  # which has nothing to do with the speed
+
+
+def test_several_nodes_are_as_fast_as_one_at_most_and_say_so() -> None:
+    parallelism = {"parallelism": FsdpConfig(strategy=Strategy.hsdp), "hardware__gpus_per_node": 4}
+    time = timed(qwen_3b(**parallelism, hardware__num_nodes=2))
+    assert time.tokens_per_second == pytest.approx(8 * 0.9 * FULL, rel=1e-3)
+    assert "never measured on several nodes, whose links are not counted: at most this speed" in time.assumption
+
+
+def test_every_share_names_a_recorded_result() -> None:
+    for share in SHARES.values():
+        assert (RESULTS / share.source.rpartition(", ")[2]).is_file()
+
+
+def test_tokens_of_a_run() -> None:
+    config = qwen_3b()  # 3 epochs
+    smaller_last_step = batch_of(config, tokens_per_step=1000.0, num_documents=6_390, total_steps=300)
+    assert tokens_of_the_run(config, smaller_last_step) == 3 * 6_390 / 64 * 1000
+    assert tokens_of_the_run(config, batch_of(config, tokens_per_step=None)) is None
+    assert tokens_of_the_run(config, batch_of(config, total_steps=None)) is None
+    budget = batch_of(config, tokens_per_step=None, global_tokens=32_768, global_samples=None, total_steps=500)
+    assert tokens_of_the_run(config, budget) == 500 * 32_768
+
+
+def test_generated_documents_have_steps_tokens_and_hours() -> None:
+    config = resolved("qwen05b_single", *H200, "dataset=synthetic", "dataset.max_documents=10560")
+    batch = solve_batch(config, None)
+    # 10,560 documents in steps of 528, three times
+    assert (batch.num_documents, batch.steps_per_epoch, batch.total_steps) == (10_560, 20, 60)
+    time = plan_time(config, batch)
+    settings = config.dataset.synthetic
+    batches = generate(settings, num_documents=10_560, vocab_size=1000, eos_token_id=0)
+    lengths = np.concatenate([batch.column("input_ids").value_lengths().to_numpy() for batch in batches])
+    num_tokens = 3 * int(np.minimum(lengths, config.training.max_length).sum())
+    assert time.tokens == pytest.approx(num_tokens, rel=1e-5)
+    assert time.tokens_per_second is not None
+    assert time.hours == pytest.approx(num_tokens / time.tokens_per_second / 3600, rel=1e-5)
+
+
+def test_json_has_two_digits_of_estimates_and_keeps_what_is_not_known() -> None:
+    time = TimePlan(tokens_per_second=1234.5678, hours=0.123456, tokens=1_234_567.2, assumption="a")
+    assert time.to_json() == {
+        "tokens_per_second_per_gpu": None, "tokens_per_second": 1200.0, "tokens": 1_234_567, "hours": 0.12,
+        "gpu_hours": None, "assumption": "a",
+    }  # fmt: skip
