@@ -142,7 +142,7 @@ def _factors(
     padding = _padding_share(config, batch)
     if padding:
         yield 1 - padding, "the rest of a pass is padding"
-    work = _tokens_per_pass(batch) / (1 - padding) * facts.hidden_size / (share.full_work * 1000 * peak.tflops)
+    work = _tokens_per_pass(batch, padding) * facts.hidden_size / (share.full_work * 1000 * peak.tflops)
     if not is_fp32 and attention_facts(config).has_mask and work > 0.5:
         yield 0.5, f"{config.attention.implementation.name} computes the whole square of a row"
     elif work < 1:
@@ -187,9 +187,9 @@ def _padding_share(config: RunConfig, batch: BatchPlan) -> float:
     return UNKNOWN_PADDING if config.packing.mode is PackingMode.padded and batch.micro_batch_size > 1 else 0.0
 
 
-def _tokens_per_pass(batch: BatchPlan) -> float:
-    """Real tokens of a pass on one GPU. Rows count as full if document lengths are unknown."""
+def _tokens_per_pass(batch: BatchPlan, padding: float) -> float:
+    """Tokens that one GPU computes in a pass, with padding. Rows count as full if document lengths are unknown."""
     rows = batch.micro_batch_size / batch.sequence_group_size
     if not batch.tokens_per_step or not batch.rows_per_step:
         return rows * batch.row_length
-    return batch.tokens_per_step / batch.rows_per_step * rows
+    return batch.tokens_per_step / batch.rows_per_step * rows / (1 - padding)
