@@ -24,7 +24,7 @@ class LongestRow:
 
 
 def longest_row(draft: Draft) -> LongestRow | None:
-    """Search the longest row of one document, the worst case for memory; `auto` decides anew for each length.
+    """Search the longest row of one document, the worst case for memory; `auto` decides for each length.
 
     None if the memory, or the model's size or positions, are unknown. `draft` has a memory plan.
     """
