@@ -69,7 +69,7 @@ def _ways(resolution: Resolution) -> list[RunConfig]:
 
 
 def _longest(config: RunConfig, positions: int, host_memory_gib: float | None) -> LongestRow:
-    unit = _STEP_TOKENS * max(1, config.parallelism.sequence_group_size)
+    unit = _STEP_TOKENS * config.parallelism.sequence_group_size
 
     def fits(steps: int) -> bool:
         longer = _with_rows(config, steps * unit)
