@@ -1,6 +1,6 @@
 """What the quickstart model is taught: short instructions over known words and numbers, one right answer each.
 
-`make_data.py` writes what this module builds. Training and held-out conversations are told apart by their operands
+`make_data.py` writes what this module builds. Training and held-out conversations are distinguished by their operands
 alone: a hash of the *set* of words or numbers in a turn says which side the turn belongs to, whatever the task, the
 order, the phrasing or the system prompt. So no held-out turn is a reworded or reordered training turn.
 """

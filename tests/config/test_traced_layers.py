@@ -1,16 +1,15 @@
-"""Traced layers are no setting: a run keeps them in architecture.json, and earlier versions kept them in run.yaml."""
+"""Traced layers are no setting: a run keeps them in architecture.json."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-import yaml
 
 from tunebook.config.frozen import architecture_json, config_to_yaml, load_config
-from tunebook.config.identity import config_hash
-from tunebook.config.model_facts import ARCHITECTURE_FILE, ModelFacts, layers_to_json
+from tunebook.config.model_facts import ARCHITECTURE_FILE, ModelFacts
 from tunebook.config.walk import all_keys
+from tunebook.errors import RequestError
 
 from ..plan.memory.layers import measured
 
@@ -40,26 +39,8 @@ def test_a_run_is_read_with_what_it_recorded(sound, layers, tmp_path):
     assert load_config(tmp_path / "run.yaml").model.facts.measured == layers
 
 
-def test_a_run_of_an_earlier_version_has_them_in_its_run_yaml(sound, layers, tmp_path):
-    before = config_hash(sound)
-    plain = yaml.safe_load(config_to_yaml(sound))
-    plain["model"]["facts"]["measured"] = layers_to_json(layers) | {"unreached": ["model.tower"]}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(plain))
-    found = load_config(tmp_path / "run.yaml")
-    assert found.model.facts.measured == layers and found.model.facts.unreached == ["model.tower"]
-    found.model.facts.unreached = []
-    assert config_hash(found) == before
-
-
-@pytest.mark.parametrize("stated", [None, {"num_layers": 2, "parameters": 7, "linear_parameters": None}], ids=str)
-def test_what_an_earlier_version_did_not_trace_is_taken_from_the_book(sound, tmp_path, stated):
-    plain = yaml.safe_load(config_to_yaml(sound))
-    plain["model"]["facts"]["measured"] = stated
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(plain))
-    assert load_config(tmp_path / "run.yaml").model.facts.measured == sound.model.facts.measured
-
-
-def test_a_damaged_architecture_json_is_not_read(sound, tmp_path):
+def test_a_damaged_architecture_json_is_refused(sound, tmp_path):
     (tmp_path / "run.yaml").write_text(config_to_yaml(sound))
     (tmp_path / ARCHITECTURE_FILE).write_text(json.dumps({"num_layers": "many"}))
-    assert load_config(tmp_path / "run.yaml").model.facts.measured == sound.model.facts.measured
+    with pytest.raises(RequestError):
+        load_config(tmp_path / "run.yaml")

@@ -62,21 +62,9 @@ LAUNCHER_SCHEMAS: dict[LauncherName, type[LauncherConfig]] = {
     LauncherName.slurm: SlurmConfig,
     LauncherName.ray: RayConfig,
 }
-# Settings that older versions did not have: a run without the key was trained with this value.
-_SINCE_DECIDED = (("model", "compile_layers", False), ("model", "one_pass_head", False))
-
 
 # Not a key of the configuration, and in no hash: the same settings are the same run wherever they are typed.
 TYPED_IN_KEY = "typed_in"
-
-
-def bring_up_to_date(parts: dict[str, Any]) -> None:
-    """Update the plain values of a configuration from an earlier version to the present form."""
-    for section, key, before in _SINCE_DECIDED:
-        parts[section].setdefault(key, before)
-    facts = parts["model"].get("facts") or {}
-    if "unreached" in (measured := facts.get("measured") or {}):
-        facts["unreached"] = measured.pop("unreached")
 
 
 def architecture_json(config: RunConfig) -> str | None:
@@ -85,17 +73,9 @@ def architecture_json(config: RunConfig) -> str | None:
     return None if facts is None or facts.measured is None else json.dumps(layers_to_json(facts.measured)) + "\n"
 
 
-def _recorded_layers(file: Path, found: dict[str, Any] | None) -> MeasuredLayers | None:
-    """A run's record of its model's layers: `architecture.json`, or what an earlier version's run.yaml held."""
-    architecture = file.with_name(ARCHITECTURE_FILE)
-    if architecture.is_file():
-        found = json.loads(architecture.read_text(encoding="utf-8"))
-    if not found:
-        return None
-    try:
-        return layers_from_json(found)
-    except (AttributeError, KeyError, TypeError, ValueError):  # a version that traced less
-        return None
+def _recorded_layers(architecture: Path) -> MeasuredLayers | None:
+    """What a run's `architecture.json` records of its model's layers; None without one."""
+    return layers_from_json(json.loads(architecture.read_text(encoding="utf-8"))) if architecture.is_file() else None
 
 
 def config_to_yaml(config: RunConfig, comment: Callable[[str], str] | None = None) -> str:
@@ -159,8 +139,8 @@ def typed_in_of(file: Path) -> Path | None:
 def load_config(file: Path) -> RunConfig:
     """Read a frozen `run.yaml`. Raises: RequestError if it is missing, damaged or of another version's schema."""
     try:
-        merged, found, folder = copy.deepcopy(_parse(file.read_text(encoding="utf-8")))
-        layers = _recorded_layers(file, found)
+        merged, folder = copy.deepcopy(_parse(file.read_text(encoding="utf-8")))
+        layers = _recorded_layers(file.with_name(ARCHITECTURE_FILE))
     except FileNotFoundError as error:
         raise RequestError(f"{file} is not there, so this is no run folder", problem_id="no-run-folder") from error
     except (OmegaConfBaseException, YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
@@ -178,17 +158,15 @@ def load_config(file: Path) -> RunConfig:
 
 
 @lru_cache(maxsize=16)  # a command reads the run.yaml of each of its runs several times, and parsing takes 50 ms
-def _parse(text: str) -> tuple[Any, Any, Any]:
-    """The configuration in the text of a run.yaml, the traced layers in it, and the folder where paths start."""
+def _parse(text: str) -> tuple[Any, Any]:
+    """The configuration in the text of a run.yaml, and the folder where its paths start."""
     plain: Any = OmegaConf.to_container(OmegaConf.load(StringIO(text)))
     folder = plain.pop(TYPED_IN_KEY, None)
     parts = {field.name: plain.pop(field.name) for field in fields(RunConfig) if field.name in plain}
-    bring_up_to_date(parts)
-    layers = (parts["model"].get("facts") or {}).pop("measured", None)
     config = OmegaConf.structured(RunConfig)
     config.parallelism = PARALLELISM_SCHEMAS[Strategy[parts["parallelism"]["strategy"]]]
     config.launcher = LAUNCHER_SCHEMAS[LauncherName[parts["launcher"]["name"]]]
-    return to_object(OmegaConf.merge(config, parts | plain)), layers, folder
+    return to_object(OmegaConf.merge(config, parts | plain)), folder
 
 
 def typed_in(config: RunConfig) -> Path | None:

@@ -18,6 +18,7 @@ import yaml
 from omegaconf import MISSING
 
 from tunebook.config.book import book_root
+from tunebook.config.ranges import number
 
 ARCHITECTURE_FILE = "architecture.json"  # in a run folder
 SHIPPED_SUFFIX = ".architecture.json"  # suffix of the files next to the shipped models
@@ -80,14 +81,14 @@ class ModelFacts:
     """What planning needs to know about an architecture without reading its config; checked against it at run time."""
 
     architecture: str = MISSING  # the class transformers loads, such as Qwen2ForCausalLM
-    num_parameters: int = MISSING  # all parameters; tied embeddings count once
-    num_layers: int = MISSING
-    hidden_size: int = MISSING
-    intermediate_size: int = MISSING
-    num_attention_heads: int = MISSING
-    num_key_value_heads: int = MISSING
-    vocab_size: int = MISSING
-    max_position_embeddings: int = MISSING  # tokens
+    num_parameters: int = number(MISSING, at_least=1)  # all parameters; tied embeddings count once
+    num_layers: int = number(MISSING, at_least=1)
+    hidden_size: int = number(MISSING, at_least=1)
+    intermediate_size: int = number(MISSING, at_least=1)
+    num_attention_heads: int = number(MISSING, at_least=1)
+    num_key_value_heads: int = number(MISSING, at_least=1)
+    vocab_size: int = number(MISSING, at_least=2)
+    max_position_embeddings: int = number(MISSING, at_least=2)  # tokens
     tie_word_embeddings: bool = MISSING
     dtype: str = MISSING  # of the published weights: float32, float16 or bfloat16
     # Parts that text never reaches and that are not trained, such as an image tower, named as in `config.unreached`

@@ -45,6 +45,7 @@ from tunebook.config.choices import (
     WrapPolicy,
 )
 from tunebook.config.model_facts import ModelFacts as ModelFacts  # part of the schema, whoever asks for it
+from tunebook.config.ranges import number
 
 _SAME_RESULT = {"identity": False}
 _SAME_LOSS = {"identity": False, "evidence": True}  # how a loss is computed: changes speed and memory
@@ -85,8 +86,9 @@ class ModelConfig:
     # tiles of the whole vocabulary (1.2 GiB for 4,096 tokens and 151,936 words); null: where it was seen working
     one_pass_head: bool | None = field(default=None, metadata=_SAME_LOSS)
     # Rotary positions stretched this many times by YaRN, for documents longer than the model has positions for
-    yarn_factor: float | None = None  # null: positions as they are published
-    yarn_original_positions: int | None = None  # what the factor multiplies; null takes the model's positions
+    yarn_factor: float | None = number(None, above=1, at_most=1024)  # null: positions as they are published
+    # What the factor multiplies; null takes the model's positions
+    yarn_original_positions: int | None = number(None, at_least=2)
     facts: ModelFacts | None = None  # null: read from the model's config.json
 
 
@@ -94,12 +96,13 @@ class ModelConfig:
 class SyntheticConfig:
     """Generated, learnable documents with a lognormal length distribution, for machines without a hub."""
 
-    num_documents: int = 20_000
-    log_mean_tokens: float = 5.8  # of the natural logarithm of a document's length in tokens
-    log_sigma_tokens: float = 0.9
-    min_tokens: int = 16
-    max_tokens: int = 4096
-    seed: int = 0
+    num_documents: int = number(20_000, at_least=1)
+    # Of the natural logarithm of a document's length in tokens
+    log_mean_tokens: float = number(5.8, at_least=0, at_most=20)
+    log_sigma_tokens: float = number(0.9, at_least=0, at_most=5)
+    min_tokens: int = number(16, at_least=2)
+    max_tokens: int = number(4096, at_least=2)
+    seed: int = number(0, at_least=0)
 
 
 @dataclass(kw_only=True)
@@ -121,7 +124,7 @@ class DatasetSource:
     ignore_keys: list[str] = field(default_factory=list)
     # Variables of the chat template, such as {enable_thinking: false}; those of a document come first
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    max_documents: int | None = None  # takes the first this many; null takes all
+    max_documents: int | None = number(None, at_least=1)  # takes the first this many; null takes all
     synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
 
 
@@ -129,7 +132,8 @@ class DatasetSource:
 class MixturePart(DatasetSource):
     """One data set of a mixture."""
 
-    weight: float | None = None  # its share of the documents, relative to the others'; null in all: every document
+    # Its share of the documents, relative to the others'; null in all: every document
+    weight: float | None = number(None, above=0)
 
 
 @dataclass(kw_only=True)
@@ -141,7 +145,8 @@ class DatasetConfig(DatasetSource):
     # The assistant's reasoning: keep all that the chat template writes, that after the last user turn, or drop all
     reasoning: Reasoning = Reasoning.keep
     bad_documents: BadDocuments = BadDocuments.refuse  # skip: leave them out, counted by reason
-    max_bad_share: float = 0.01  # bad_documents=skip: of a source's documents, 0 to 1; more is an error
+    # Share of a source's documents that bad_documents=skip may leave out; more is an error
+    max_bad_share: float = number(0.01, at_least=0, at_most=1)
     system_prompt: str | None = None  # put before conversations that have no system turn of their own
     # The text of a special token, such as </s>, in a turn: refuse the document, keep it as the token, or as_text. auto:
     # as_text in conversations, whose tokens the chat template writes; keep in texts, which have theirs written out
@@ -149,11 +154,12 @@ class DatasetConfig(DatasetSource):
     parts: dict[str, MixturePart] = field(default_factory=dict)  # source=mixture only
     validation_split: str | None = None  # a split of the same data set
     validation_path: str | None = None  # files: other files
-    validation_share: float = 0.0  # 0 to 0.5 of the documents held out, by a hash of their content
-    mean_tokens: float | None = None  # per document; for planning before the data is there
-    num_documents: int | None = None  # for planning before the data is there
+    # 0 to 0.5 of the documents held out, by a hash of their content
+    validation_share: float = number(0.0, at_least=0, at_most=0.5)
+    mean_tokens: float | None = number(None, above=0)  # per document; for planning before the data is there
+    num_documents: int | None = number(None, at_least=1)  # for planning before the data is there
     # Processes that tokenize; null uses every core
-    num_workers: int | None = field(default=None, metadata=_SAME_RESULT)
+    num_workers: int | None = number(None, at_least=1, metadata=_SAME_RESULT)
 
 
 def sources_of(data: DatasetConfig) -> dict[str, DatasetSource]:
@@ -169,7 +175,7 @@ class ParallelismConfig:
 
     strategy: Strategy = MISSING  # auto: the fastest that is estimated to fit
     # GPUs of a node that share each row, every one with an equal part of its tokens, for rows that one cannot hold
-    sequence_group_size: int = 1
+    sequence_group_size: int = number(1, at_least=1)
 
 
 @dataclass(kw_only=True)
@@ -180,15 +186,18 @@ class ZeroConfig(ParallelismConfig):
     offload_parameters: Offload = Offload.none  # zero3 only
     nvme_path: str | None = None  # a folder on a local NVMe disk
     overlap_comm: bool | None = None  # hides communication behind the backward pass for 4.5 x the bucket sizes
-    allgather_bucket_size: int | None = None  # elements gathered at once
-    reduce_bucket_size: int | None = None  # elements reduced at once; null: hidden_size squared, by the Trainer
+    allgather_bucket_size: int | None = number(None, at_least=1)  # elements gathered at once
+    # Elements reduced at once; null: hidden_size squared, by the Trainer
+    reduce_bucket_size: int | None = number(None, at_least=1)
     round_robin_gradients: bool | None = None  # spreads the copying of gradients to the CPU over the ranks
     pin_memory: bool | None = None  # page-locked host memory for offloaded states: faster, not swappable
-    max_live_parameters: int | None = None  # zero3: parameters kept whole on the GPU at any time
-    max_reuse_distance: int | None = None  # zero3: a parameter used again within this many is kept
-    prefetch_bucket_size: int | None = None  # zero3: elements fetched ahead; null: by the Trainer from hidden_size
-    param_persistence_threshold: int | None = None  # zero3: smaller parameters stay whole; null: by the Trainer
-    sub_group_size: int | None = None  # zero3: elements the optimizer updates at once
+    max_live_parameters: int | None = number(None, at_least=0)  # zero3: parameters kept whole on the GPU at any time
+    max_reuse_distance: int | None = number(None, at_least=0)  # zero3: a parameter used again within this many is kept
+    # zero3: elements fetched ahead; null: by the Trainer from hidden_size
+    prefetch_bucket_size: int | None = number(None, at_least=0)
+    # zero3: smaller parameters stay whole; null: by the Trainer
+    param_persistence_threshold: int | None = number(None, at_least=0)
+    sub_group_size: int | None = number(None, at_least=1)  # zero3: elements the optimizer updates at once
     gather_weights_on_save: bool = True  # zero3: save one whole model, not only shards
     # bf16 only. autocast: as single and ddp compute. cast, DeepSpeed's own way, was 13% faster and took a third less
     # memory (ZeRO-2, 4 H200), but starts from rounded weights and then loses updates smaller than the rounding
@@ -202,10 +211,11 @@ class FsdpConfig(ParallelismConfig):
     offload_parameters: Offload = Offload.none  # cpu: parameters, gradients and the optimizer step on the host
     wrap_policy: WrapPolicy = WrapPolicy.transformer
     wrap_classes: list[str] = field(default_factory=list)  # empty: the model's own `_no_split_modules`
-    wrap_min_num_parameters: int = 100_000_000  # size policy: a unit has at least this many
+    wrap_min_num_parameters: int = number(100_000_000, at_least=1)  # size policy: a unit has at least this many
     cpu_ram_efficient_loading: bool = True  # one rank reads the weights, the others start empty
     state_dict: StateDict = StateDict.sharded  # of checkpoints; the final model is always whole
-    shard_group_size: int | None = None  # hsdp: GPUs that hold one whole model together; null: those of one node
+    # hsdp: GPUs that hold one whole model together; null: those of one node
+    shard_group_size: int | None = number(None, at_least=1)
     # bf16 only. autocast: the sums between the layers stay in fp32, as in single and ddp. cast: all inside the model is
     # bf16, for 5% less memory at the same speed (4 H200)
     mixed_precision: MixedPrecision = MixedPrecision.autocast
@@ -216,8 +226,8 @@ class ReferenceHardware:
     """The machine a recipe was published on, or one it fits: what is planned for where no GPU is found."""
 
     generation: Generation = Generation.cpu
-    gpus_per_node: int = 1
-    memory_gib: float | None = None  # of one GPU; null takes the generation's usual size
+    gpus_per_node: int = number(1, at_least=1, at_most=1024)
+    memory_gib: float | None = number(None, above=0)  # of one GPU; null takes the generation's usual size
 
 
 @dataclass(kw_only=True)
@@ -225,10 +235,12 @@ class HardwareConfig:
     """The machine: `num_nodes` x `gpus_per_node` GPUs of one generation (on a CPU: ranks)."""
 
     generation: Generation = Generation.auto
-    num_nodes: int = 1
-    gpus_per_node: int | None = None  # null: all that are found, one for parallelism=single
-    memory_gib: float | None = None  # of one GPU; null: as found, or the generation's usual size
-    host_memory_gib: float | None = None  # of one node; null: this machine's where the ranks start here, else not known
+    num_nodes: int = number(1, at_least=1, at_most=100_000)
+    # Null: all that are found, one for parallelism=single
+    gpus_per_node: int | None = number(None, at_least=1, at_most=1024)
+    memory_gib: float | None = number(None, above=0)  # of one GPU; null: as found, or the generation's usual size
+    # Of one node; null: this machine's where the ranks start here, else not known
+    host_memory_gib: float | None = number(None, above=0)
     reference: ReferenceHardware = field(default_factory=ReferenceHardware)
 
 
@@ -255,7 +267,7 @@ class PackingConfig:
     """Whether several documents share a row."""
 
     mode: PackingMode = PackingMode.auto
-    row_length: int | None = None  # tokens; null: training.max_length
+    row_length: int | None = number(None, at_least=2)  # tokens; null: training.max_length
     # Deal a step's rows so that each GPU has as much attention to compute in the step, which grows with the squares of
     # the documents' lengths. Helps where GPUs wait for each other once a step (DDP, ZeRO-1). The step has the same rows
     balance_attention: bool = field(default=False, metadata=_SAME_LOSS)
@@ -271,7 +283,7 @@ class ActivationConfig:
     offload: bool = False  # keep activations in host memory
     # Compute the MLP of each recomputed layer this many tokens at a time, for rows that do not fit otherwise. MLPs are
     # then computed once more in the backward pass. null: all tokens of a pass at once
-    mlp_tile_tokens: int | None = field(default=None, metadata=_SAME_LOSS)
+    mlp_tile_tokens: int | None = number(None, at_least=1, metadata=_SAME_LOSS)
 
 
 @dataclass(kw_only=True)
@@ -279,16 +291,18 @@ class PeftSettings:
     """Full fine-tuning, LoRA or QLoRA."""
 
     method: PeftMethod = PeftMethod.full
-    rank: int = 16
-    alpha: float = 32.0  # the update is scaled by alpha / rank
-    dropout: float = 0.05
+    rank: int = number(16, at_least=1)
+    alpha: float = number(32.0, above=0)  # the update is scaled by alpha / rank
+    dropout: float = number(0.05, at_least=0, below=1)
     target_modules: list[str] = field(default_factory=list)  # empty: every linear layer but the output head
     # Also on parameters that are no linear layer, by the ends of their names: [7.mlp.experts.down_proj]
     target_parameters: list[str] = field(default_factory=list)
     modules_to_save: list[str] = field(default_factory=list)  # trained whole and saved with the adapter
     use_rslora: bool = False  # scale by alpha / sqrt(rank)
-    rank_pattern: dict[str, int] = field(default_factory=dict)  # other ranks, by a linear layer's name: {q_proj: 32}
-    alpha_pattern: dict[str, float] = field(default_factory=dict)  # other alphas, likewise
+    # Other ranks, by a linear layer's name: {q_proj: 32}
+    rank_pattern: dict[str, int] = number(dict, at_least=1, usual="16")
+    # Other alphas, likewise
+    alpha_pattern: dict[str, float] = number(dict, above=0, usual="32")
     use_dora: bool = False  # also train the length of each output's weights (DoRA, arXiv:2402.09353)
 
 
@@ -297,11 +311,11 @@ class OptimizerConfig:
     """The optimizer and its step size."""
 
     name: OptimizerName = OptimizerName.adamw
-    learning_rate: float = MISSING
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
+    learning_rate: float = number(MISSING, above=0, at_most=1, usual="2e-5")
+    weight_decay: float = number(0.0, at_least=0, at_most=1)
+    beta1: float = number(0.9, at_least=0, below=1)
+    beta2: float = number(0.999, at_least=0, below=1)
+    epsilon: float = number(1e-8, above=0, at_most=1)
 
 
 @dataclass(kw_only=True)
@@ -309,10 +323,11 @@ class ScheduleConfig:
     """The learning rate over the optimizer steps. At most one of the two warm-ups and one of the two floors."""
 
     name: ScheduleName = ScheduleName.cosine
-    warmup_steps: int | None = None  # optimizer steps
-    warmup_share: float | None = None  # 0 to 1 of all optimizer steps
-    min_learning_rate: float | None = None  # cosine_with_min_lr
-    min_learning_rate_share: float | None = None  # cosine_with_min_lr: of optimizer.learning_rate
+    warmup_steps: int | None = number(None, at_least=0)  # optimizer steps
+    warmup_share: float | None = number(None, at_least=0, below=1, usual="0.03")  # 0 to 1 of all optimizer steps
+    min_learning_rate: float | None = number(None, at_least=0, at_most=1)  # cosine_with_min_lr
+    # cosine_with_min_lr: of optimizer.learning_rate
+    min_learning_rate_share: float | None = number(None, at_least=0, at_most=1)
 
 
 @dataclass(kw_only=True)
@@ -320,12 +335,16 @@ class LauncherConfig:
     """What starts the ranks, and how long it waits for them."""
 
     name: LauncherName = MISSING
-    timeout_s: int = 1800  # seconds a rank waits for the others in one collective
-    start_timeout_s: int = 600  # seconds until every node is there, then until the ranks meet: cold disks take minutes
-    stop_timeout_s: int = 300  # seconds ranks get to save and end when a node is lost, or Slurm or Ray takes one away
-    node_rank: int = 0  # launcher=local on several nodes: which this is; node 0 prepares, evaluates and keeps records
+    timeout_s: int = number(1800, at_least=1)  # seconds a rank waits for the others in one collective
+    # Seconds until every node is there, then until the ranks meet: cold disks take minutes
+    start_timeout_s: int = number(600, at_least=1)
+    # Seconds ranks get to save and end when a node is lost, or Slurm or Ray takes one away
+    stop_timeout_s: int = number(300, at_least=1)
+    # launcher=local on several nodes: which this is; node 0 prepares, evaluates and keeps records
+    node_rank: int = number(0, at_least=0)
     master_address: str | None = None  # the same: node 0's name or address, as this node reaches it
-    master_port: int = 29400  # the same: a port of node 0 that the other nodes can reach; 29400 is torchrun's usual one
+    # The same: a port of node 0 that the other nodes can reach; 29400 is torchrun's usual one
+    master_port: int = number(29400, at_least=1, at_most=65535)
 
 
 @dataclass(kw_only=True)
@@ -335,7 +354,8 @@ class SlurmConfig(LauncherConfig):
     partition: str | None = None  # null: the cluster's default
     account: str | None = None  # null: the user's default
     time_limit: str | None = None  # as sbatch takes it: minutes, or days-hours:minutes:seconds; null: the partition's
-    cpus_per_task: int | None = None  # null: whole nodes, with all cores and memory (--exclusive --mem=0)
+    # Null: whole nodes, with all cores and memory (--exclusive --mem=0)
+    cpus_per_task: int | None = number(None, at_least=1)
     wait: bool = False  # stay until the job has ended, show what it prints, end with its exit code; Ctrl-C stops it
     requeue: bool = True  # a job that was preempted, or reached its time limit, saves and resumes in another turn
     container_image: str | None = None  # null: no container; the ranks run in the environment of the command
@@ -350,8 +370,9 @@ class RayConfig(LauncherConfig):
     """Ray Train's TorchTrainer, one worker per GPU."""
 
     address: str = "auto"  # of the cluster, HOST:PORT; auto: the one this machine is part of; local: one of its own
-    cpus_per_worker: int = 1
-    max_failures: int = 3  # how often a run that lost a worker is started again, from its newest checkpoint
+    cpus_per_worker: int = number(1, at_least=1)
+    # How often a run that lost a worker is started again, from its newest checkpoint
+    max_failures: int = number(3, at_least=0)
     env_vars: list[str] = field(default_factory=list)  # runtime environment: variables of the workers, as NAME=VALUE
     pip: list[str] = field(default_factory=list)  # runtime environment: packages that Ray installs for the workers
     ship_code: bool = False  # runtime environment: send this Tunebook along, for nodes that do not have it installed
@@ -369,10 +390,11 @@ class TrackingConfig:
 class CodeConfig:
     """How programs are asked for and counted by the tasks that have a model write code."""
 
-    num_samples: int | None = None  # programs per problem; null: the task's own, mostly 1
-    temperature: float | None = None  # 0: always the likeliest token; null: the task's own
-    top_p: float | None = None  # share of the likelihood that is sampled from; null: the task's own
-    max_new_tokens: int | None = None  # of one program; null: the task's own
+    num_samples: int | None = number(None, at_least=1)  # programs per problem; null: the task's own, mostly 1
+    temperature: float | None = number(None, at_least=0)  # 0: always the likeliest token; null: the task's own
+    # Share of the likelihood that is sampled from; null: the task's own
+    top_p: float | None = number(None, above=0, at_most=1)
+    max_new_tokens: int | None = number(None, at_least=1)  # of one program; null: the task's own
     pass_at_k: list[int] | None = None  # the ks that are reported, the first as the score; null: the task's own
 
 
@@ -383,9 +405,9 @@ class EvaluationConfig:
     tasks: list[str] = MISSING  # harness names, or YAML files; empty (evaluation=none): no evaluation
     before: bool = False  # also evaluate the untrained model, to compare with
     after: bool = True
-    limit: int | None = None  # documents per task; null: all
-    batch_size: int | None = 16  # requests computed at once; null: the most that the memory takes
-    num_fewshot: int | None = None  # null: the task's own
+    limit: int | None = number(None, at_least=1)  # documents per task; null: all
+    batch_size: int | None = number(16, at_least=1)  # requests computed at once; null: the most that the memory takes
+    num_fewshot: int | None = number(None, at_least=0)  # null: the task's own
     # Look for the items of the tasks and of the validation part in the training documents, before training; report
     # counts them, refuse does not train if they are there, disabled does not look
     contamination: Contamination = field(default=Contamination.report, metadata=_SAME_RESULT)
@@ -397,23 +419,27 @@ class EvaluationConfig:
 class TrainingConfig:
     """Batch, length, duration, saving and logging. Exactly one of `global_samples` and `global_tokens`."""
 
-    global_samples: int | None = None  # documents per optimizer step over all GPUs, packed or not
-    global_tokens: int | None = None  # tokens per optimizer step over all GPUs, at most
-    micro_batch_size: int | None = None  # rows per GPU and pass; null: the largest the rules allow
-    max_length: int = MISSING  # tokens of one document
-    num_epochs: float = 1.0
-    max_steps: int | None = None  # optimizer steps; null: as many as the epochs take
-    max_grad_norm: float | None = 1.0  # null: gradients are not clipped
-    seed: int = 42  # weights, dropout and document order
+    # Documents per optimizer step over all GPUs, packed or not
+    global_samples: int | None = number(None, at_least=1, usual="64")
+    # Tokens per optimizer step over all GPUs, at most
+    global_tokens: int | None = number(None, at_least=1, usual="65536")
+    micro_batch_size: int | None = number(None, at_least=1)  # rows per GPU and pass; null: the largest the rules allow
+    max_length: int = number(MISSING, at_least=2, usual="2048")  # tokens of one document
+    num_epochs: float = number(1.0, above=0, at_most=1_000_000)
+    max_steps: int | None = number(None, at_least=1)  # optimizer steps; null: as many as the epochs take
+    max_grad_norm: float | None = number(1.0, above=0)  # null: gradients are not clipped
+    seed: int = number(42, at_least=0, at_most=2**32 - 1)  # weights, dropout and document order
     deterministic: bool = False  # deterministic kernels: the same bits in every run, slower
-    log_every_steps: int = 1
-    save_every_steps: int | None = None  # null: only at the end
-    keep_checkpoints: int = 2  # the newest this many, and the best
+    log_every_steps: int = number(1, at_least=1)
+    save_every_steps: int | None = number(None, at_least=1)  # null: only at the end
+    keep_checkpoints: int = number(2, at_least=1)  # the newest this many, and the best
     # Training waits for a checkpoint's writing alone, not for its flushing and hashing
     save_in_background: bool = field(default=True, metadata=_SAME_RESULT)
-    evaluate_every_steps: int | None = None  # validation loss; null: at the end, if there is a validation part
+    # Validation loss; null: at the end, if there is a validation part
+    evaluate_every_steps: int | None = number(None, at_least=1)
     load_best_at_end: bool = False  # model/ is the saved step with the lowest validation loss; false: the last step
-    early_stopping_patience: int | None = None  # validations without improvement; null: never stop early
+    # Validations without improvement; null: never stop early
+    early_stopping_patience: int | None = number(None, at_least=1)
     resume: str = field(default="auto", metadata=_SAME_RESULT)  # auto, never, or a checkpoint folder
     # What may differ from the checkpoint that is resumed
     resume_anyway: list[ResumeAnyway] = field(default_factory=list, metadata=_SAME_RESULT)
@@ -448,12 +474,12 @@ class RunConfig:
 
 def world_size(config: RunConfig) -> int:
     """The number of ranks of a resolved configuration. At least 1: a rule reports invalid numbers."""
-    return max(1, config.hardware.num_nodes) * max(1, config.hardware.gpus_per_node or 1)
+    return config.hardware.num_nodes * (config.hardware.gpus_per_node or 1)
 
 
 def data_ranks(config: RunConfig) -> int:
     """The number of ranks that get different rows: a sequence group counts as one."""
-    return max(1, world_size(config) // max(1, config.parallelism.sequence_group_size))
+    return max(1, world_size(config) // config.parallelism.sequence_group_size)
 
 
 GROUPS = (

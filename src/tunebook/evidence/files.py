@@ -10,7 +10,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from tunebook.config.book import recipe_file
-from tunebook.config.frozen import bring_up_to_date
 from tunebook.errors import DataError, RequestError
 from tunebook.evidence.schema import FORMAT, Evidence
 from tunebook.files import atomic_write_text, read_json, sha256_text
@@ -59,9 +58,6 @@ def read_evidence(file: Path) -> Evidence:
         raise _broken(file, f"{'.'.join(map(str, first['loc'])) or 'all of it'}: {first['msg']}") from error
     if evidence.content_sha256 != content_hash(content):
         raise _broken(file, "it was changed after it was written: its hash does not match its content")
-    config = evidence.inputs.config
-    bring_up_to_date(config)
-    (config["model"].get("facts") or {}).pop("measured", None)  # older files contain what planning traced
     return evidence
 
 

@@ -30,7 +30,7 @@ def _no_gpu_problem(hardware: HardwareConfig, recipe: str | None, machine: Machi
     if not image.is_for_gpus and hardware.generation not in (Generation.cpu, Generation.auto):
         wanted = GENERATIONS[hardware.generation].image.name
         message = (
-            f"{max(1, hardware.gpus_per_node or 1)} x {hardware.generation.name} needed, and this is the "
+            f"{hardware.gpus_per_node or 1} x {hardware.generation.name} needed, and this is the "
             f"{image.generation} image, which has no code for a GPU"
         )
         fix = f"{train_line(recipe, wanted)} where the GPUs are, or hardware.generation=cpu"
@@ -48,7 +48,7 @@ def _no_gpu_problem(hardware: HardwareConfig, recipe: str | None, machine: Machi
 
 def _gpu_problem(hardware: HardwareConfig, recipe: str | None, machine: Machine, image: Image) -> Problem | None:
     """Why the GPUs of the run cannot be used in this image: it has no code for them, or the driver is too old."""
-    for gpu in machine.gpus[: max(1, hardware.gpus_per_node or 1)]:
+    for gpu in machine.gpus[: hardware.gpus_per_node or 1]:
         if not _serves(image, gpu):
             return _wrong_image(gpu, image, machine.driver, recipe)
     major = driver_major(machine.driver) if machine.driver else None

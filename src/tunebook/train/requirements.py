@@ -52,7 +52,7 @@ def hardware_problem(config: RunConfig, machine: Machine) -> Problem | None:
 def _gpu_problem(config: RunConfig, machine: Machine) -> Problem | None:
     """The problem if the GPUs found here differ from those that the configuration was resolved for."""
     hardware, key = config.hardware, "hardware.generation"
-    wanted, asked = hardware.generation.name, max(1, hardware.gpus_per_node or 1)
+    wanted, asked = hardware.generation.name, hardware.gpus_per_node or 1
     if not machine.gpus:
         reasons = "; ".join(machine.notes) or "none is listed"
         message = f"{asked} x {wanted} needed, and no GPU is found here: {reasons}"

@@ -111,7 +111,7 @@ def test_words_of_the_command_line() -> None:
         ("evaluation.code.num_samples=many", r"evaluation.code.num_samples=many cannot be read"),
         ("evaluation.code.num_samples=0", r"num_samples=0: it must be at least 1"),
         ("evaluation.code.temperature=-1", r"temperature=-1: it must be at least 0"),
-        ("evaluation.code.top_p=1.5", r"top_p=1.5: it must be above 0 and at most 1"),
+        ("evaluation.code.top_p=1.5", r"top_p=1.5: it must be at most 1"),
         ("evaluation.code.pass_at_k=1", r"pass_at_k=1 cannot be read"),
     ],
 )

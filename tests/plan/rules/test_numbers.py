@@ -5,64 +5,56 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import get_args, get_type_hints
+from dataclasses import Field
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from tunebook.config.choices import (
-    Generation,
-    PeftMethod,
-    Source,
-)
-from tunebook.config.ranges import MAPPING_RANGES, RANGES
-from tunebook.config.schema import (
-    FsdpConfig,
-    MixturePart,
-    RayConfig,
-    RunConfig,
-    SlurmConfig,
-    ZeroConfig,
-)
+from tunebook.config import model_facts, schema
+from tunebook.config.choices import PeftMethod, Source
+from tunebook.config.ranges import number, range_of
+from tunebook.config.schema import MixturePart
 from tunebook.errors import RulesError
 from tunebook.plan.auto.resolve import resolve_auto
-from tunebook.plan.rules import check, numbers
-from tunebook.plan.rules.frame import read_key
+from tunebook.plan.rules import check
+
+_SCHEMAS = [each for each in (*vars(schema).values(), model_facts.ModelFacts) if dataclasses.is_dataclass(each)]
 
 
-def numeric_keys(kind: type, prefix: str = "") -> Iterator[str]:
-    """Every key of a schema that holds a number."""
-    hints = get_type_hints(kind)
-    for each in dataclasses.fields(kind):
-        if each.metadata.get("omegaconf_ignore"):  # no setting
-            continue
-        members = [member for member in (get_args(hints[each.name]) or (hints[each.name],)) if isinstance(member, type)]
-        key = prefix + each.name
-        if any(dataclasses.is_dataclass(member) for member in members) and each.name != "parts":
-            for member in members:
-                if dataclasses.is_dataclass(member):
-                    yield from numeric_keys(member, f"{key}.")
-        elif {int, float} & set(members) and bool not in members:
-            yield key
+def settings_with_numbers() -> Iterator[tuple[str, Field[Any]]]:
+    """Every field of the schema that holds a number."""
+    for kind in _SCHEMAS:
+        hints = get_type_hints(kind)
+        for each in dataclasses.fields(kind):
+            kinds = {hints[each.name], *get_args(hints[each.name])}
+            if {int, float} & kinds and not kinds & {bool, dict, list}:
+                yield f"{kind.__name__}.{each.name}", each
 
 
-def test_every_number_of_the_schema_has_a_range():
-    keys = set(numeric_keys(RunConfig))
-    for kind, group in (
-        (ZeroConfig, "parallelism"),
-        (FsdpConfig, "parallelism"),
-        (SlurmConfig, "launcher"),
-        (RayConfig, "launcher"),
-    ):
-        keys |= set(numeric_keys(kind, f"{group}."))
-    known = {each.key for each in (*RANGES, *MAPPING_RANGES)}
-    assert known == keys
+@pytest.mark.parametrize("each", [pytest.param(each, id=name) for name, each in settings_with_numbers()])
+def test_every_number_has_a_range_that_holds_what_an_error_suggests(each):
+    limits = range_of(each)
+    assert limits is not None
+    assert limits.usual in ("null", "???") or limits.demand(float(limits.usual)) is None
+    assert all(limits.demand(value) for value in (math.nan, math.inf, -math.inf, 10**400, -(10**400)))
 
 
-@pytest.mark.parametrize("each", [*RANGES, *MAPPING_RANGES], ids=lambda each: each.key)
-def test_the_value_a_range_suggests_lies_in_it(each):
-    assert each.usual == "null" or each.holds(float(each.usual))
-    assert not each.holds(math.nan)
-    assert not each.holds(math.inf)
+@pytest.mark.parametrize(
+    ("limits", "value", "demand"),
+    [
+        ({"at_least": 1}, 1, None),
+        ({"at_least": 1}, 0, "at least 1"),
+        ({"above": 0}, 0.0, "above 0"),
+        ({"above": 0}, 1e-9, None),
+        ({"at_least": 0, "below": 1}, 1.0, "below 1"),
+        ({"at_least": 0, "at_most": 2**32 - 1}, 2**32, "at most 4,294,967,295"),
+        ({"at_least": 0}, 10**400, "at most 1,000,000,000,000,000"),
+    ],
+)
+def test_a_number_outside_its_range_is_told_the_limit(limits, value, demand):
+    limits = range_of(number(1, **limits))
+    assert limits is not None
+    assert limits.demand(value) == demand
 
 
 def test_a_parts_numbers_have_ranges_too(sound, changed):
@@ -81,34 +73,11 @@ def test_the_numbers_of_a_mapping_have_ranges_too(sound, changed):
     }
 
 
-@pytest.mark.parametrize("value", [10**400, -(10**400), 1e300, math.inf, math.nan])
-@pytest.mark.parametrize(
-    "key", ["training.global_tokens", "packing.row_length", "peft.rank", "model.facts.num_parameters", "peft.alpha"]
-)
-def test_no_plan_is_worked_out_from_absurd_numbers(sound, key, value):
-    parent, name = key.rsplit(".", 1)
-    setattr(read_key(sound, parent), name, value)
-    with pytest.raises(RulesError, match=key):
-        numbers.refuse_absurd(sound)
-
-
-def test_numbers_that_are_only_wrong_are_left_to_the_rule(sound):
-    sound.peft.rank = 0
-    sound.training.num_epochs = 2e6
-    numbers.refuse_absurd(sound)
-    assert {problem.key for problem in check(sound)} == {"peft.rank", "training.num_epochs"}
-
-
-@pytest.mark.parametrize(
-    ("key", "values"),
-    [
-        ("training.max_length", (0, -1, 1)),
-        ("hardware.reference.gpus_per_node", (0, -1, 100_000)),
-        ("hardware.reference.memory_gib", (0.0, -1.0)),
-    ],
-)
-def test_what_is_worked_out_from_a_wrong_number_is_not_refused_beside_it(undecided, machine, changed, key, values):
-    undecided.hardware.reference.generation = Generation.hopper
-    for value in values:
-        resolved = resolve_auto(changed(undecided, {key: value}), machine()).config
-        assert {problem.key for problem in check(resolved)} == {key}
+def test_numbers_are_refused_before_anything_is_decided_from_them(undecided, machine, changed):
+    wrong = changed(undecided, {"training.max_length": 0, "hardware.reference.gpus_per_node": -1})
+    with pytest.raises(RulesError) as error:
+        resolve_auto(wrong, machine())
+    assert {problem.key for problem in error.value.problems} == {
+        "training.max_length",
+        "hardware.reference.gpus_per_node",
+    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import shlex
 
@@ -15,17 +14,14 @@ from tunebook.config.choices import (
     Generation,
     LauncherName,
     MixedPrecision,
-    Offload,
     PackingMode,
     PeftMethod,
     Strategy,
     Weights,
 )
 from tunebook.config.compose import parse_overrides
-from tunebook.config.ranges import RANGES
 from tunebook.config.schema import (
     FsdpConfig,
-    ParallelismConfig,
     SlurmConfig,
     ZeroConfig,
 )
@@ -36,7 +32,6 @@ from tunebook.plan.rules import (
     check,
     refuse_before_tracing,
 )
-from tunebook.plan.rules.frame import read_key
 
 from .rule_cases import (
     CASES,
@@ -71,7 +66,7 @@ NEED_LAYERS = {
     "adapter-without-targets", "attention-not-in-model", "batch-larger-than-data", "batch-not-divisible",
     "batch-too-small", "compiled-layers-by-document", "compiled-layers-with-flash-attn", "dora-not-tested",
     "flash-attention-below-ampere", "flash-attention-in-fp32", "flex-attention-on-cpu", "fp16-with-bf16-base",
-    "length-beyond-model", "mlp-tiles-without-checkpointing", "packing-leaks", "qlora-without-gpu",
+    "length-beyond-model", "mlp-tiles-without-checkpointing", "out-of-range", "packing-leaks", "qlora-without-gpu",
     "row-shorter-than-document",
     "selective-without-compiled-blocks", "sequence-group-architecture", "sequence-group-attention",
     "sequence-group-heads", "sequence-group-row", "varlen-attention-padded", "whole-tied-head-under-fsdp",
@@ -114,26 +109,24 @@ def test_a_sound_configuration_breaks_nothing(sound):
 
 def test_all_problems_are_reported_together_and_errors_first(sound, changed):
     config = changed(sound, {
-        "optimizer.learning_rate": -1.0,
         "training.deterministic": True,
         "training.resume": "nvr",
         "training.global_samples": None,
     })  # fmt: skip
     problems = check(config)
     assert [problem.id for problem in problems] == [
-        "out-of-range",
         "batch-one-way",
         "resume-not-found",
         "flash-attention-not-deterministic",
     ]
-    assert [problem.is_error for problem in problems] == [True, True, True, False]
+    assert [problem.is_error for problem in problems] == [True, True, False]
 
 
 def test_a_problem_says_what_set_its_key(sound, changed):
     config = changed(sound, {"training.seed": 2**32})
     (problem,) = check(config, lambda key: f"override '{key}=...'")
     assert problem.text() == (
-        "training.seed (from override 'training.seed=...'): 4294967296 must be at least 0 and at most 4294967295\n"
+        "training.seed (from override 'training.seed=...'): 4294967296 must be at most 4,294,967,295\n"
         "    fix: training.seed=42   [out-of-range]"
     )
 
@@ -177,27 +170,6 @@ def test_zero_rounds_what_it_casts_of_weights_that_were_read_to_be_trained(sound
     casting = {"parallelism": cast, "model.facts.dtype": "float32", "hardware.gpus_per_node": 8}
     problems = check(changed(changed(sound, casting), changes))
     assert ("weights-rounded-by-zero" in {problem.id for problem in problems}) is is_rounded
-
-
-def test_rules_survive_whatever_composes(sound, changed):
-    """Rules see broken numbers of every kind at once, and must report instead of crash."""
-    chance = random.Random(0)
-    others = ("parallelism.", "launcher.", "model.facts.")  # classes of their own, or none at all
-    keys = [each.key for each in RANGES if not each.key.startswith(others)]
-    groups = [
-        ZeroConfig(strategy=Strategy.zero3, offload_parameters=Offload.nvme),
-        FsdpConfig(strategy=Strategy.hsdp, shard_group_size=0),
-        FsdpConfig(strategy=Strategy.single),
-        ParallelismConfig(strategy=Strategy.hsdp),
-    ]
-    for number in range(30):
-        config = changed(sound, {"parallelism": groups[number % len(groups)]})
-        for key in chance.sample(keys, 30):
-            parent, name = key.rsplit(".", 1)
-            setattr(read_key(config, parent), name, chance.choice([0, -1, 1, 3, 10**12]))
-        config.packing.mode = chance.choice(list(PackingMode))
-        config.hardware.generation = chance.choice(list(Generation))
-        assert check(config)
 
 
 def fix_of(config, id):

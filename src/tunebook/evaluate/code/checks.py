@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tunebook.config.interpolation import to_object
-from tunebook.config.ranges import RANGES
+from tunebook.config.ranges import range_of
 from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import RequestError, did_you_mean, first_line
 from tunebook.evaluate.code.code_task import CodeTask, with_choice
@@ -76,8 +76,7 @@ def _take(code: CodeConfig, override: str) -> CodeConfig:
             problem_id="unknown-key",
         ) from error
     assert isinstance(taken, CodeConfig)
-    for each in RANGES:
-        value = getattr(taken, name)
-        if each.key == key and value is not None and not each.holds(value):
-            raise RequestError(f"{override}: it must be {each.text()}, or left out", problem_id="unknown-key")
+    limits, value = range_of({field.name: field for field in fields(CodeConfig)}[name]), getattr(taken, name)
+    if limits is not None and value is not None and (demand := limits.demand(value)):
+        raise RequestError(f"{override}: it must be {demand}, or left out", problem_id="unknown-key")
     return taken

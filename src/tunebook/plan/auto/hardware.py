@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tunebook.config.choices import Generation, LauncherName
-from tunebook.config.ranges import MOST_GPUS_PER_NODE
 from tunebook.config.schema import RunConfig
 from tunebook.facts.generations import GENERATIONS
 from tunebook.facts.strategies import UNDECIDED, strategy_facts
@@ -95,9 +94,7 @@ def _gpus_per_node(config: RunConfig, machine: Machine) -> tuple[int, str]:
     if config.recipe is None and reference.gpus_per_node == 1:
         return 1, "no setting asks for more; hardware.gpus_per_node=8 plans for 8"
     unit = "ranks" if hardware.generation is Generation.cpu else "GPUs"
-    # The range rule refuses a value outside; the derived value must not be refused as well.
-    number = min(max(1, reference.gpus_per_node), MOST_GPUS_PER_NODE)
-    return number, f"{unit} of {_reference(config)}"
+    return reference.gpus_per_node, f"{unit} of {_reference(config)}"
 
 
 def _memory_gib(config: RunConfig, machine: Machine) -> tuple[float | None, str]:
@@ -107,7 +104,7 @@ def _memory_gib(config: RunConfig, machine: Machine) -> tuple[float | None, str]
         smallest = min(found, key=lambda gpu: gpu.memory_gib)
         return smallest.memory_gib, f"of {smallest.name}, as its driver reports it"
     if hardware.generation is Generation.cpu:
-        ranks = max(1, hardware.gpus_per_node or 1)
+        ranks = hardware.gpus_per_node or 1
         share = round(machine.host_memory_gib / ranks, 2)
         return share, f"{machine.host_memory_gib:g} GiB of host memory for {ranks} rank{'s' if ranks > 1 else ''}"
     if hardware.generation is reference.generation and (reference.memory_gib or 0) > 0:

@@ -43,7 +43,7 @@ from tunebook.plan.memory.kept import number_format_of
 from tunebook.plan.rules import refuse_before_tracing
 from tunebook.plan.rules.attention import leaks
 from tunebook.plan.rules.frame import read_key
-from tunebook.plan.rules.numbers import refuse_absurd
+from tunebook.plan.rules.numbers import require_ranges
 from tunebook.train.packages import installed_version, missing_state_kernels
 from tunebook.train.requirements import hardware_problem
 
@@ -85,9 +85,9 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
 
     Two things stay open on purpose: `training.micro_batch_size` of padded batches, which the batch solver computes, and
     values that depend on the data (`dataset.format`, `dataset.train_on`). Raises: RequestError if the model's
-    config.json cannot be read, or for a number that cannot be computed with.
+    config.json cannot be read, or for a number outside its range.
     """
-    refuse_absurd(config)
+    require_ranges(config)
     resolution = _resolve(config, machine)
     compiling = resolution.choice(COMPILING)
     if not compiling.value or compiling.why == AS_ASKED:

@@ -80,7 +80,7 @@ class Offloaded:
 
 def host_bytes(config: RunConfig, facts: ModelFacts, *, tensors: float) -> HostBytes:
     """Host memory of the node of rank 0. `tensors`: a rank's device peak, which on a CPU is host memory."""
-    ranks = max(1, config.hardware.gpus_per_node or 1)
+    ranks = config.hardware.gpus_per_node or 1
     is_cpu = config.hardware.generation is Generation.cpu
     offloaded = offloaded_bytes(config, facts)
     return HostBytes(
@@ -208,7 +208,7 @@ def _zero_weights(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) ->
 
 def loading_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of weights that the node's ranks hold at once while loading (see `model.load`)."""
-    ranks, element = max(1, config.hardware.gpus_per_node or 1), _loaded_bytes_per_weight(config)
+    ranks, element = (config.hardware.gpus_per_node or 1), _loaded_bytes_per_weight(config)
     sharing, largest = sharing_of(config), largest_parameter(facts)
     is_cpu = config.hardware.generation is Generation.cpu
     reads_piecewise = stays_whole(config) or config.peft.method is PeftMethod.qlora
@@ -249,7 +249,7 @@ def saving_bytes(config: RunConfig, facts: ModelFacts) -> float:
             return 0.0
         return float(parameters.trained * element) if is_adapter else model  # gathered on rank 0
     if isinstance(settings, ZeroConfig):  # `Accelerator.get_state_dict` clones it to the host, on every rank
-        return max(1, config.hardware.gpus_per_node or 1) * model
+        return (config.hardware.gpus_per_node or 1) * model
     if isinstance(settings, FsdpConfig):
         return model  # gathered on rank 0
     return min(float(parameters.trained * element), _LARGEST_FILE)  # copied from rank 0's GPU

@@ -483,7 +483,7 @@ def tokens_per_pass(config: RunConfig) -> int:
     rows = config.training.micro_batch_size
     if rows is None and config.packing.mode is PackingMode.padded:
         rows = _padded_rows(config)
-    return math.ceil(max(1, rows or 1) * _row_length(config) / max(1, config.parallelism.sequence_group_size))
+    return math.ceil((rows or 1) * _row_length(config) / config.parallelism.sequence_group_size)
 
 
 def _padded_rows(config: RunConfig) -> int:

@@ -48,9 +48,11 @@ RULES: tuple[Rule, ...] = tuple(
 def check(config: RunConfig, place_of: PlaceOf | None = None) -> list[Problem]:
     """Return all problems of a resolved configuration: errors (`is_error`) first, then warnings.
 
-    Empty if there are none. `place_of` returns the override or file that set a key.
+    Empty if there are none. The other rules compute with numbers, so these come first. `place_of` returns the override
+    or file that set a key.
     """
-    problems = [problem for rule in RULES for problem in rule.problems(config)]
+    problems = numbers.out_of_range.problems(config)
+    problems = problems or [problem for rule in RULES for problem in rule.problems(config)]
     problems = problems if place_of is None else located(problems, place_of)
     return sorted(problems, key=lambda problem: not problem.is_error)
 

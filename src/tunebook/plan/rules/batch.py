@@ -24,11 +24,11 @@ def batch_one_way(config: RunConfig) -> Finding | None:
 
 def _rows_unit(config: RunConfig) -> int:
     """Number of rows in one pass of all GPUs."""
-    return data_ranks(config) * max(1, config.training.micro_batch_size or 1)
+    return data_ranks(config) * (config.training.micro_batch_size or 1)
 
 
 def _row_length(config: RunConfig) -> int:
-    return max(1, config.packing.row_length or config.training.max_length)
+    return config.packing.row_length or config.training.max_length
 
 
 def _is_padded(config: RunConfig) -> bool:

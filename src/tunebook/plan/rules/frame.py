@@ -1,7 +1,7 @@
 """The form of a rule: an id and a function that finds violations in a resolved configuration.
 
 A rule is a function under `@rule(id, key)`. Its docstring says what it refuses and why (`tunebook explain ID`). Every
-function must handle any configuration that composes, whatever its other errors: all problems are reported at once.
+function must handle any configuration with numbers in their ranges, since all other problems are reported at once.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -101,33 +100,20 @@ def hsdp_group(config: RunConfig) -> Finding | None:
     settings, world = config.parallelism, world_size(config)
     if not strategy_facts(config).within_groups or not isinstance(settings, FsdpConfig):
         return None
-    group = settings.shard_group_size or max(1, config.hardware.gpus_per_node or 1)
+    group = settings.shard_group_size or config.hardware.gpus_per_node or 1
     if 1 < group < world and world % group == 0:
         return None
     message = f"groups of {group} do not split {world} GPUs into equal groups of several"
-    largest = _largest_proper_divisor(world)
-    fix = f"parallelism.shard_group_size={largest}"
-    if largest == 1:
-        fix = "parallelism=fsdp" + (" parallelism.shard_group_size=null" if settings.shard_group_size else "")
-    return Finding(message, fix)
-
-
-def _largest_proper_divisor(number: int) -> int:
-    """The largest proper divisor; 1 for a prime.
-
-    It tries no factor above 10,000, so that an absurd number of GPUs does not take hours.
-    """
-    highest = min(math.isqrt(number), 10_000)
-    return next((number // factor for factor in range(2, highest + 1) if number % factor == 0), 1)
+    return Finding(message, "parallelism.shard_group_size=null or parallelism=fsdp")
 
 
 def _sequence_group(config: RunConfig) -> int:
-    return max(1, config.parallelism.sequence_group_size)
+    return config.parallelism.sequence_group_size
 
 
 def _smaller_group(config: RunConfig, *sizes: int) -> str:
     """The override for the largest group below the present one that divides all sizes, and the GPUs of a node."""
-    numbers = (*sizes, max(1, config.hardware.gpus_per_node or 1))
+    numbers = (*sizes, (config.hardware.gpus_per_node or 1))
     below = range(min(_sequence_group(config), *numbers), 0, -1)
     size = next(size for size in below if not any(number % size for number in numbers))
     return f"parallelism.sequence_group_size={size}"
@@ -140,7 +126,7 @@ def sequence_group_size(config: RunConfig) -> Finding | None:
     Its GPUs exchange tokens in every layer. So a group stays on one node, whose links are fast, and every GPU is in
     one.
     """
-    group, gpus = _sequence_group(config), max(1, config.hardware.gpus_per_node or 1)
+    group, gpus = _sequence_group(config), config.hardware.gpus_per_node or 1
     if gpus % group == 0:
         return None
     message = f"groups of {group} do not divide the {gpus} GPU{'s' if gpus > 1 else ''} of a node"
