@@ -29,7 +29,17 @@ INSTEAD = {
     r"simply|basically|obviously|of course|seamless(ly)?|effortless(ly)?": "nothing",
     r"(white|black)-?list(s|ed|ing)?": "allowlist, denylist",
 }
-FILES = ["*.md", "*.py", "*.sh", "*.yaml", "*.yml", "Makefile", "docker/Dockerfile", ":!tests", ":!docs/plain_english.py"]
+FILES = [
+    "*.md",
+    "*.py",
+    "*.sh",
+    "*.yaml",
+    "*.yml",
+    "Makefile",
+    "docker/Dockerfile",
+    ":!tests",
+    ":!docs/plain_english.py",
+]
 
 found = 0
 for name in subprocess.run(["git", "ls-files", *FILES], check=True, capture_output=True, text=True).stdout.split():

@@ -20,7 +20,6 @@ from tunebook.slurm import (
     patient_job_state,
     refusal,
     slurm,
-    unusable_sign,
 )
 
 from .conftest import config_of
@@ -174,12 +173,6 @@ def test_an_account_that_was_left_out_is_written_as_it_is_typed():
     assert "launcher.account=null:" in said.message
 
 
-def test_a_folder_that_slurm_cannot_print_to_is_refused_before_anything_is_prepared(says):
-    says("sbatch")
-    with pytest.raises(RequestError, match=r"there is a backslash in the path; write elsewhere: outputs=/a/folder"):
-        check_job(llama2("outputs='/a\\b'"))
-
-
 def test_a_controller_that_is_silent_for_a_while_is_waited_for(monkeypatch):
     answers = iter([out_of_reach, out_of_reach, lambda: None])
     monkeypatch.setattr(client, "SILENT_POLL_S", 0.0)
@@ -299,10 +292,3 @@ def test_what_means_something_to_sbatch_is_between_quotes(word, line):
 def test_the_signs_of_a_folder_are_not_slurms():
     options = option_words(config_of("quickstart", "launcher=slurm"), Path("/runs/50%j"))
     assert "--output=/runs/50%%j/slurm-%j.out" in options
-
-
-@pytest.mark.parametrize(
-    ("path", "sign"), [("/a\\b", "a backslash"), ("/a\nb", "a line break (U+000A)"), ("/a%b #'", None)]
-)
-def test_paths_that_slurm_cannot_print_to(path, sign):
-    assert unusable_sign(Path(path)) == sign

@@ -1,6 +1,6 @@
 """`python -m tunebook` is the same as the `tunebook` command."""
 
-from tunebook.cli import main
+from tunebook.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -19,7 +19,7 @@ from typing import TypeVar
 from tunebook.config.choices import Generation
 from tunebook.config.override_text import as_typed
 from tunebook.config.schema import RunConfig, SlurmConfig
-from tunebook.config.unsafe_text import control_character, require_printable
+from tunebook.config.unsafe_text import require_printable
 from tunebook.errors import RequestError, TunebookError, did_you_mean
 
 _Answer = TypeVar("_Answer")
@@ -99,21 +99,10 @@ def check_job(config: RunConfig) -> None:
     """Let Slurm check the job's options before anything is prepared. Raises: RequestError with what to change."""
     settings = config.launcher
     assert isinstance(settings, SlurmConfig)
-    check_path(Path(config.outputs).expanduser().absolute())
     answer = slurm("sbatch", "--test-only", *option_words(config), input_text="#!/bin/sh\ntrue\n")
     if answer.returncode == 0:
         return
     raise refusal(answer.stderr, config)
-
-
-def check_path(folder: Path) -> None:
-    """Refuse a folder that Slurm cannot use for a job's output. Raises: RequestError with what to change."""
-    if sign := unusable_sign(folder):
-        raise RequestError(
-            f"Slurm cannot have a job print to {folder}: there is {sign} in the path; write elsewhere: "
-            "outputs=/a/folder/of/yours",
-            problem_id="slurm-refused",
-        )
 
 
 def submit_script(script: Path, config: RunConfig) -> str:
@@ -316,15 +305,6 @@ def output_file(folder: Path, job_id: str) -> Path:
 def output_pattern(folder: Path, name: str) -> str:
     """Return a file path for sbatch's options: only `name` may contain Slurm's % patterns."""
     return f"{str(folder).replace('%', '%%')}/{name}"
-
-
-def unusable_sign(folder: Path) -> str | None:
-    """Name what makes a path unusable for a job's output file; None if it is usable.
-
-    A backslash disables % patterns in the whole path, including that of the job ID (`man sbatch`, filename pattern). A
-    control character does not work because an option in a script ends with its line.
-    """
-    return "a backslash" if "\\" in str(folder) else control_character(str(folder))
 
 
 def job_options(config: RunConfig, folder: Path | None = None) -> dict[str, str | None]:

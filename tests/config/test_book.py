@@ -1,7 +1,5 @@
 """Finding the book from any working directory."""
 
-from pathlib import Path
-
 import pytest
 
 from tunebook.config import book
@@ -45,21 +43,3 @@ def test_problems_are_named_behind_a_task_and_a_path_may_hold_the_sign(tmp_path)
     assert [book.problems_of(task) for task in ("humaneval", "me@home/task.yaml", "book:a@b")] == [None] * 3
     placed = book.problems_of(book.placed("humaneval@x.jsonl", tmp_path))
     assert book.resolve_path(placed) == tmp_path / "x.jsonl"
-
-
-def test_too_long_path_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert book.resolve_path(255 * "a") == tmp_path / (255 * "a")
-    too_long = [256 * "a", 128 * "ü", f"folder/{256 * 'a'}/config.json", 2100 * "a/", f"book:{256 * 'a'}"]
-    for text in (*too_long, book.placed(256 * "a", tmp_path)):
-        with pytest.raises(RequestError, match=r"^there is no file or folder /.*; type a shorter one$") as caught:
-            book.resolve_path(text)
-        assert (caught.value.problem_id, caught.value.exit_code) == ("path-too-long", 2)
-        assert len(caught.value.message) < 250
-
-
-def test_so_is_one_of_recipes():
-    with pytest.raises(RequestError, match="type a shorter one"):
-        book.recipe_folders([Path(256 * "a")])
-    with pytest.raises(RequestError, match="type a shorter one"):
-        book.recipe_file(256 * "a", [])

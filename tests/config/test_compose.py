@@ -51,13 +51,6 @@ def test_another_name_is_to_be_changed(name, recipe_called):
     assert f"does not read '{name}' as a name; rename it: letters a-z, digits, _ - ." in caught.value.message
 
 
-@pytest.mark.parametrize("name", ["a=b", "training.seed=3=4"])
-def test_recipe_name_read_as_an_override_is_recognized(name, recipe_called):
-    with pytest.raises(RequestError, match="rename it") as caught:
-        composed(name, recipe=None, recipes_dirs=recipe_called(name))
-    assert caught.value.problem_id == "recipe-name-form"
-
-
 def test_a_choice_brings_its_own_keys():
     assert isinstance(composed("parallelism=fsdp").parallelism, FsdpConfig)
     launcher = composed("launcher=slurm", "launcher.partition=long").launcher

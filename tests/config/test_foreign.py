@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from tunebook.cli import app
+from tunebook.cli.app import app
 from tunebook.config.compose import compose
 from tunebook.config.foreign import instead_of, names
 from tunebook.config.messages import type_of

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.golden.record import check, read
-from tunebook.cli import app
+from tunebook.cli.app import app
 from tunebook.config.choices import Format, TrainOn
 from tunebook.data.corpus import IGNORED_LABEL
 from tunebook.data.encode import Encoder

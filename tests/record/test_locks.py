@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from packaging.markers import Marker, default_environment
 
 from tunebook.record.locks import (
     LOCKED_PYTHON,
@@ -18,8 +17,6 @@ from tunebook.record.locks import (
     installed_versions,
     lock_differences,
     locked_versions,
-    marker_environment,
-    marker_holds,
     matters,
     optional_versions,
     python_difference,
@@ -50,39 +47,6 @@ def test_a_lock_is_read_for_this_machine_and_by_canonical_name() -> None:
         "triton==3.7.1 ; sys_platform == 'linux' \\\n    --hash=sha256:03\n"
     )
     assert locked_versions(lock) == {"antlr4-runtime": "4.9.3", "triton": "3.7.1"}
-
-
-ENVIRONMENTS = [
-    {"sys_platform": "linux", "platform_machine": "x86_64", "python_full_version": "3.11.2"},
-    {"sys_platform": "linux", "platform_machine": "aarch64", "python_full_version": "3.12.0"},
-    {"sys_platform": "win32", "platform_machine": "AMD64", "python_full_version": "3.15.0"},
-    {"sys_platform": "emscripten", "platform_machine": "wasm32", "python_full_version": "3.13.1"},
-    {"sys_platform": "linux", "platform_machine": "x86_64", "platform_python_implementation": "PyPy"},
-]
-
-
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
-def test_every_marker_of_the_locks_agrees_with_packaging(project_root: Path, environment: dict[str, str]) -> None:
-    locks = [*(project_root / "docker").glob("*.lock"), *(project_root / "docker").glob("*/*.lock")]
-    lines = [line for lock in locks for line in lock.read_text().splitlines() if line[:1] not in ("", " ", "#")]
-    markers = {line.rstrip("\\ ").partition(" ; ")[2] for line in lines} - {""}
-    assert len(markers) > 8
-    here = marker_environment()
-    asked = here | environment
-    assert {marker: marker_holds(marker, asked) for marker in markers} == {
-        marker: Marker(marker).evaluate(asked) for marker in markers
-    }
-
-
-def test_marker_environment_equals_that_of_packaging() -> None:
-    here = marker_environment()
-    assert {name: default_environment()[name] for name in here} == here
-
-
-@pytest.mark.parametrize("marker", ["extra == 'gpu'", "python_version in '3.11'", "sys_platform", "f() == 'x'"])
-def test_unknown_marker_is_an_error(marker: str) -> None:
-    with pytest.raises(ValueError, match="cannot be read"):
-        marker_holds(marker, marker_environment())
 
 
 def test_first_of_two_installed_versions_counts(installed: Path) -> None:

@@ -14,7 +14,6 @@ from tunebook.config.book import (
     find_recipes,
     is_in_book,
     recipe_file,
-    require_possible,
     resolve_path,
     users_folders,
 )
@@ -182,7 +181,7 @@ def _check_name(name: str, file: Path, recipes_dirs: list[Path], *, overwrite: b
             f".yaml, such as {_as_name(name)}; --recipes-dir names the folder",
             problem_id="recipe-name-form",
         )
-    refuse_unreadable_name(name, require_possible(file.absolute()))
+    refuse_unreadable_name(name, file)
     taken = find_recipes(recipes_dirs).get(name)
     if taken is not None and taken.resolve() != file.resolve():
         raise RequestError(

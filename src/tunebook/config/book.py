@@ -17,8 +17,6 @@ BOOK_PREFIX = "book:"
 CHATML_TEMPLATE, TRAINING_TEMPLATE, LIBRARY_PREFIX = "chatml", "training", "trl:"
 INSTALLED_BOOK = "_book"  # next to the code in an installed package
 RECIPES_VARIABLE = "TUNEBOOK_RECIPES"
-# The limits of Linux in bytes. Longer paths raise errors even in existence checks.
-_LONGEST_PATH, _LONGEST_NAME = 4095, 255
 
 
 def _is_book(folder: Path) -> bool:
@@ -90,30 +88,11 @@ def resolve_path(text: str) -> Path:
     """The absolute path of a configured one: `book:...` is inside the book, others start where they were typed.
 
     That is the working directory, or for an earlier run the folder in its run.yaml.
-    Raises: RequestError for one that no file can have.
     """
     if is_in_book(text):
-        return require_possible(book_root() / text.removeprefix(BOOK_PREFIX))
+        return book_root() / text.removeprefix(BOOK_PREFIX)
     path = Path(text).expanduser()
-    return require_possible(text.typed_in / path if isinstance(text, PlacedPath) else path.absolute())
-
-
-def require_possible(path: Path) -> Path:
-    """The path if the system can handle its length. Raises: RequestError."""
-    longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
-    if longest > _LONGEST_NAME or len(os.fsencode(path)) > _LONGEST_PATH:
-        raise path_too_long(path)
-    return path
-
-
-def path_too_long(path: Path) -> RequestError:
-    """The error for a path that is too long."""
-    text = str(path)
-    return RequestError(
-        f"there is no file or folder {text[:60]}... ({len(text)} characters): a name on a disk has at most "
-        f"{_LONGEST_NAME} bytes, a path {_LONGEST_PATH}; type a shorter one",
-        problem_id="path-too-long",
-    )
+    return text.typed_in / path if isinstance(text, PlacedPath) else path.absolute()
 
 
 def problems_of(task: str) -> str | None:
@@ -144,7 +123,7 @@ def recipe_folders(named: list[Path]) -> list[Path]:
     """
     folders = []
     for folder in users_folders(named):
-        absolute = require_possible(folder.expanduser().absolute())
+        absolute = folder.expanduser().absolute()
         if not absolute.is_dir():
             where = f"--recipes-dir {folder}" if folder in named else f"{RECIPES_VARIABLE}={folder}"
             raise RequestError(
@@ -175,7 +154,7 @@ def find_recipes(named: list[Path]) -> dict[str, Path]:
 def recipe_file(name: str, named: list[Path]) -> Path:
     """The file of one recipe. Raises: RequestError listing the recipes there are."""
     recipes = find_recipes(named)
-    file = require_possible(Path(name).expanduser())
+    file = Path(name).expanduser()
     if name not in recipes and file.is_file():
         raise RequestError(
             f"'{name}' is a file, and recipes are named without their folder: type {file.stem} --recipes-dir "

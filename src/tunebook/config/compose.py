@@ -45,7 +45,6 @@ from tunebook.config.recipe_files import (
     RecipeFile,
     group_choices,
     load_recipes,
-    refuse_recipes_as_overrides,
     store_recipes,
 )
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS, RunConfig
@@ -88,8 +87,6 @@ def compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path] |
             if not errors:
                 return composition
             break
-    if recipe is None:
-        refuse_recipes_as_overrides(overrides, recipes_dirs or [])
     raise all_of(errors)
 
 

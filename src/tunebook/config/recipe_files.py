@@ -78,14 +78,6 @@ def load_recipes(name: str, recipes_dirs: list[Path]) -> list[RecipeFile]:
     return chain
 
 
-def refuse_recipes_as_overrides(words: list[str], recipes_dirs: list[Path]) -> None:
-    """Raises: RequestError if a word that was read as an override is the name of a recipe that contains '='."""
-    known = find_recipes(recipes_dirs)
-    for word in words:
-        if word in known:
-            refuse_unreadable_name(word, known[word])
-
-
 def refuse_unreadable_name(name: str, file: Path) -> None:
     """Raises: RequestError for a name that Hydra's grammar does not read as the same text."""
     try:

@@ -1,22 +1,20 @@
 """Compares the installed packages with the lock files.
 
 The result is the manifest's `environment.lock`. An image build also uses this module for its final check: it mounts
-only this file and check_image.py, before Tunebook is installed. So only the standard library is imported.
+only this file and check_image.py, before Tunebook is installed. So nothing else of Tunebook is imported.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import json
-import operator
-import os
-import platform
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 PROJECT = "tunebook"  # in no lock
 PYTHON_NAME = "python"  # the interpreter among the differences; no package of the locks has this name
@@ -40,71 +38,15 @@ _ATTENTION_LOCK = "requirements-attention.lock"
 Difference = dict[str, str | None]  # `installed` and `locked`, each a version or null
 
 
-def canonical_name(name: str) -> str:
-    """A package's normalized name: lower case, with single dashes. Source: PEP 503."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def locked_versions(lock: str) -> dict[str, str]:
     """The version of each package of a lock for this Python and machine, by canonical name."""
-    locked: dict[str, str] = {}
-    for line in lock.splitlines():
-        if not line or line[0] in " #":
-            continue
-        pin, _, marker = line.rstrip("\\ ").partition(";")
-        name, _, version = pin.strip().partition("==")
-        if not marker or marker_holds(marker.strip(), marker_environment()):
-            locked[canonical_name(name.partition("[")[0])] = version
-    return locked
-
-
-def marker_environment() -> dict[str, str]:
-    """The variables of markers for this Python and machine. Source: PEP 508."""
+    lines = (line.rstrip("\\ ") for line in lock.splitlines() if line and line[0] not in " #")
+    pins = [Requirement(line) for line in lines]
     return {
-        "os_name": os.name,
-        "sys_platform": sys.platform,
-        "platform_machine": platform.machine(),
-        "platform_system": platform.system(),
-        "platform_python_implementation": platform.python_implementation(),
-        "python_full_version": platform.python_version(),
-        "python_version": ".".join(platform.python_version_tuple()[:2]),
+        canonicalize_name(pin.name): next(iter(pin.specifier)).version
+        for pin in pins
+        if pin.marker is None or pin.marker.evaluate()
     }
-
-
-_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}  # fmt: skip
-
-
-def marker_holds(marker: str, environment: Mapping[str, str]) -> bool:
-    """True if a marker of a lock is true for an environment.
-
-    The resolver writes `variable operator 'text'`, joined by `and` and `or`, which is also valid Python.
-    Raises: ValueError for anything else, and for an unknown variable.
-    """
-
-    def holds(node: ast.expr) -> bool:
-        match node:
-            case ast.BoolOp(op=ast.And()):
-                return all(map(holds, node.values))
-            case ast.BoolOp():
-                return any(map(holds, node.values))
-            case ast.Compare(left=ast.Name(id=name), ops=[op], comparators=[ast.Constant(value=str(text))]):
-                if name in environment and type(op) in _COMPARISONS:
-                    is_version = name.startswith("python_")
-                    found, wanted = environment[name], text
-                    pair = (_numbers(found), _numbers(wanted)) if is_version else (found, wanted)
-                    return _COMPARISONS[type(op)](*pair)
-        raise ValueError(f"the marker '{marker}' of a lock cannot be read")
-
-    return holds(ast.parse(marker, mode="eval").body)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """A Python version as three numbers to compare; 3.12.3+ equals 3.12.3, and 3.12 equals 3.12.0."""
-    numbers = [int(part) for part in re.findall(r"\d+", version)[:3]]
-    return (*numbers, *[0] * (3 - len(numbers)))
 
 
 def installed_packages() -> list[tuple[str, str]]:
@@ -144,7 +86,7 @@ def installed_versions(packages: Iterable[tuple[str, str]] | None = None) -> dic
     """The version of each installed package by canonical name; the first of several, which is the imported one."""
     versions: dict[str, str] = {}
     for name, version in installed_packages() if packages is None else packages:
-        versions.setdefault(canonical_name(name), version)
+        versions.setdefault(canonicalize_name(name), version)
     return versions
 
 

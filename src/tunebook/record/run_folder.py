@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tunebook.config.book import require_possible
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError, did_you_mean
 from tunebook.files import atomic_write_json, read_json
 from tunebook.hardware.disk import existing, require_space
@@ -92,7 +91,7 @@ def check_outputs(folder: Path) -> None:
 
     Called before work that would be lost. Raises: RequestError, DoesNotFitError.
     """
-    folder = require_possible(folder.expanduser().absolute())
+    folder = folder.expanduser().absolute()
     nearest = existing(folder)
     if not nearest.is_dir():
         raise _cannot_write(folder, NotADirectoryError(errno.ENOTDIR, f"{nearest} is a file"))

@@ -187,13 +187,3 @@ def test_a_job_that_its_user_holds_is_waited_for_with_a_word(folder, answering, 
     assert words == []
     printed = capsys.readouterr().out
     assert printed.count("job 12: PENDING (JobHeldUser); let it go with: scontrol release 12\n") == 1
-
-
-def test_a_folder_that_slurm_cannot_print_to_is_refused(config, tmp_path, answering):
-    folder = tmp_path / "a\\b"
-    folder.mkdir()
-    start_manifest(folder, config, world_size=1, command=["tunebook"])
-    words = answering()
-    with pytest.raises(RequestError, match="there is a backslash in the path"):
-        submit(config, folder, Console())
-    assert (words, read_manifest(folder)["status"]["exit_code"]) == ([], 2)

@@ -22,7 +22,6 @@ from tunebook.record.manifest import RunState, finish_manifest, read_manifest, u
 from tunebook.slurm import (
     HopelessWait,
     JobState,
-    check_path,
     job_state,
     option_words,
     output_file,
@@ -62,7 +61,6 @@ def job_script(config: RunConfig, folder: Path) -> str:
 def submit(config: RunConfig, folder: Path, console: Console) -> str:
     """Write the job script and submit it; return the job ID. Raises: RequestError if Slurm refuses it."""
     try:
-        check_path(folder)
         atomic_write_text(folder / JOB_SCRIPT, job_script(config, folder))
         show_command(submit_command(folder / JOB_SCRIPT), console)
         job_id = submit_script(folder / JOB_SCRIPT, config)

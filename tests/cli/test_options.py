@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.cli_options import named_run, settings, split, task_names
+from tunebook.cli.options import named_run, settings, split, task_names
 from tunebook.errors import RequestError
 
 
@@ -56,7 +56,7 @@ def test_tasks_in_either_spelling_and_both() -> None:
 
 COMPLETION = """
 import sys
-from tunebook.cli import main
+from tunebook.cli.app import main
 try:
     main()
 finally:
@@ -105,7 +105,7 @@ def test_a_word_is_completed_to_what_may_be_typed_there(tmp_path: Path) -> None:
 def test_the_script_of_every_shell_asks_tunebook(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
-    from tunebook.cli import app
+    from tunebook.cli.app import app
 
     monkeypatch.setattr("shellingham.detect_shell", lambda: (shell, f"/bin/{shell}"))
     done = CliRunner().invoke(app, ["--show-completion"], prog_name="tunebook")

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -19,8 +18,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tunebook.cli_book import book_app
-from tunebook.cli_options import (
+from tunebook.cli.book import book_app
+from tunebook.cli.options import (
     AllowMismatch,
     BatchSize,
     Direction,
@@ -43,8 +42,8 @@ from tunebook.cli_options import (
     split,
     task_names,
 )
-from tunebook.cli_records import make_console, records_app
-from tunebook.config.book import find_recipes, path_too_long
+from tunebook.cli.records import make_console, records_app
+from tunebook.config.book import find_recipes
 from tunebook.config.override_text import shell_command, typed
 from tunebook.config.unsafe_text import shown, without_secrets
 from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError
@@ -425,8 +424,6 @@ def main() -> None:
         if isinstance(error, OSError) and is_disk_full(error):
             errors.print(Text(f"error: no space is left to write: {error}", style="red"))
             sys.exit(DoesNotFitError.exit_code)
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            _end_with(path_too_long(Path(os.fsdecode(error.filename or ""))), errors)
         show = getattr(error, "show", None)  # click's usage errors
         if show is None:
             raise

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tunebook.cli_options import ExportFormat, Outputs, RecipesDir, named_run
+from tunebook.cli.options import ExportFormat, Outputs, RecipesDir, named_run
 from tunebook.terminal import outlive_readers, print_text
 
 records_app = typer.Typer()

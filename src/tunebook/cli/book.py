@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from tunebook.cli_options import NewBase, NewData, NewModel, NewParallelism, Overwrite, RecipesDir
-from tunebook.cli_records import make_console
+from tunebook.cli.options import NewBase, NewData, NewModel, NewParallelism, Overwrite, RecipesDir
+from tunebook.cli.records import make_console
 from tunebook.terminal import print_text
 
 book_app = typer.Typer()
@@ -60,6 +60,6 @@ def explain(
     ],
 ) -> None:
     """Say what a rule refuses and why, or what a key of another tool is here."""
-    from tunebook.explain import explain as text_of
+    from tunebook.commands.explain import explain as text_of
 
     print_text(text_of(id), make_console())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tunebook.commands.explain import explain
 from tunebook.errors import RequestError
-from tunebook.explain import explain
 from tunebook.plan.rules import RULES
 
 
