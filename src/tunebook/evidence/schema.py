@@ -1,13 +1,11 @@
-"""The content of an evidence file: one type per section, used for the JSON schema and to validate.
+"""The content of an evidence file: one type per section, which also validates it.
 
 The files are `recipes/<name>/evidence/<hardware>-<gpus>-<label>.json`. Unknown keys, missing keys and numbers that are
-not finite are refused when a file is written and when it is read. The JSON schema is `evidence.schema.json` next to
-this file, written by `python -m tunebook.evidence.schema > src/tunebook/evidence/evidence.schema.json`.
+not finite are refused when a file is written and when it is read.
 """
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from typing import Any, Literal, Self
 
@@ -247,7 +245,3 @@ class Evidence(Section):
         if ran.weights == "pretrained":
             return Kind.real
         return Kind.from_scratch if self.results.scores else Kind.machinery
-
-
-if __name__ == "__main__":
-    print(json.dumps(Evidence.model_json_schema(), indent=2))
