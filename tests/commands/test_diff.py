@@ -43,7 +43,7 @@ def test_equal_runs_differ_in_nothing(make_run: MakeRun, capsys: pytest.CaptureF
 def test_each_section_names_what_differs(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     other = make_run("training.seed=7", gpus=1, losses=curve(1.1), speed=500.0, validation={60: 2.0})
     found = diff_json(capsys, make_run(validation={60: 1.0}), other)
-    assert found["config"] == [{"key": "training.seed", "values": ["0", "7"]}]
+    assert found["config"] == [{"key": "training.seed", "values": [0, 7]}]
     assert {"key": "hardware.driver", "values": ["not set", "580.1"]} not in found["manifest"]
     assert {"key": "hardware.driver", "values": [None, "580.1"]} in found["manifest"]
     assert not any(difference["key"].startswith("status") for difference in found["manifest"])

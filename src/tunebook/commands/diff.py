@@ -14,7 +14,6 @@ from tunebook.config.identity import flat_differences
 from tunebook.evidence.compare import claim_of_run, compare
 from tunebook.evidence.differences import Difference
 from tunebook.evidence.gather import read_facts
-from tunebook.record.page.comparison import config_differences
 from tunebook.record.run_folder import resolve_runs
 from tunebook.record.run_record import broken_records_named
 from tunebook.terminal import print_text
@@ -31,9 +30,12 @@ def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_j
     folders = resolve_runs(runs, outputs)
     with broken_records_named(*folders):
         one, other = (read_facts(folder) for folder in folders)
-        manifests = flat_differences(one.manifest, other.manifest, absent=lambda key: "not set")
-        settings: dict[str, list[Difference]] = {
-            "config": [(key, first, second) for key, (first, second) in config_differences([one.record, other.record])],
+        configs, manifests = (
+            flat_differences(first, second, absent=lambda key: "not set")
+            for first, second in ((one.record.config, other.record.config), (one.manifest, other.manifest))
+        )
+        settings = {
+            "config": configs,
             "manifest": [found for found in manifests if not f"{found[0]}.".startswith(_UNIQUE_KEYS)],
         }
         losses = [dict(run.record.scheduled_losses()).values() for run in (one, other)]

@@ -203,7 +203,7 @@ def _lock_of(environment: dict[str, Any]) -> Lock | None:
     important = {name: one for name, one in differences.items() if matters(name)}
     return Lock(
         name=found["name"], sha256=found["sha256"], differences=important,
-        num_other_differences=len(differences) - len(important), num_unknown=0,
+        num_other_differences=len(differences) - len(important),
     )  # fmt: skip
 
 
