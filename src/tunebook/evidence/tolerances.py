@@ -87,7 +87,7 @@ def compute_tolerances(
         reached = [results.scores[task].value for results in runs if task in results.scores]
         spreads = [abs(one - other) for one, other in combinations(reached, 2)]
         if len(reached) == len(runs):
-            what = f"{_STDERRS:g} standard errors at least"
+            what = f"score, {_STDERRS:g} standard errors"
             tolerances[score_key(task)] = _tolerance(spreads, _STDERRS * (score.stderr or 0.0), what, is_relative=False)
     for key, values, floor, what in (
         (SPEED, [results.tokens_per_second_per_gpu for results in runs], _SPEED_FLOOR, "tokens per second and GPU"),
@@ -102,9 +102,9 @@ def compute_tolerances(
 def _tolerance(spreads: Sequence[float], floor: float, what: str, *, is_relative: bool = True) -> Tolerance:
     """Three times the largest difference between the runs, at least the floor."""
     spread = max(spreads, default=0.0)
-    measured = f"the runs differ by up to {spread:.2g}; {FACTOR:g} times that," if spreads else "not repeated:"
+    measured = f"the runs differ by up to {spread:.2g}; {FACTOR:g} times that, " if spreads else ""
     return Tolerance(
         value=float(f"{max(FACTOR * spread, floor):.3g}"),
         kind="relative" if is_relative else "absolute",
-        how=f"{what}: {measured} at least {floor:.3g}",
+        how=f"{what}: {measured}at least {floor:.3g}",
     )
