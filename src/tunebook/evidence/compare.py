@@ -212,12 +212,11 @@ def _row(
 def _target_row(target: Target, record: RunRecord, repeats: Sequence[Repeat]) -> Row:
     """Judge a run by a target; `repeats` are the recorded runs, without steps if their target was another."""
     found = progress_of(target, record)
-    verdict, why = (
-        Verdict.missed,
-        "the best value is shown" if found.best is not None else "the run does not measure it",
-    )
+    verdict, why = Verdict.missed, "the best value is shown"
     if found.steps is not None:
         verdict, why = Verdict.reached, reached_text([found.steps], [found.seconds])
+    elif found.best is None:
+        why = "the run does not measure it"
     if any(repeat.steps_to_target is not None for repeat in repeats):
         why += f"; recorded: {recorded_text(repeats)}"
     name = f"target: {describe_target(target)}"

@@ -67,10 +67,8 @@ def loss_difference(found: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def relative(found: float, expected: float) -> float:
-    """The difference relative to the expected value."""
-    if expected == 0:
-        return 0.0 if found == 0 else float("inf")
-    return abs(found - expected) / abs(expected)
+    """The difference relative to the expected value; huge if that is zero."""
+    return abs(found - expected) / max(abs(expected), 1e-12)
 
 
 def compute_tolerances(
