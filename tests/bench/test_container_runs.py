@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.commands.typed_command import machine_of_evidence
 from tunebook.config.book import book_root
 from tunebook.config.compose import compose
 from tunebook.evidence.files import read_evidence
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.rules import check
+
+from ..evidence.conftest import machine_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -29,7 +30,7 @@ def test_a_training_composes_without_a_problem(name: str) -> None:
     )
     if any("book:inputs/" in word for word in overrides):  # a clone has no inputs before make_inputs.py was run
         return
-    config = resolve_auto(composed, machine_of_evidence(evidence.hardware)).config
+    config = resolve_auto(composed, machine_of(evidence.hardware)).config
     assert [problem.message for problem in check(config) if problem.is_error] == []
 
 

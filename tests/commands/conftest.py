@@ -1,3 +1,3 @@
 """Finished runs for the commands that read them."""
 
-from ..evidence.conftest import make_run, recipes_dir, whole_run  # noqa: F401
+from ..evidence.conftest import card, make_run, record, whole_run  # noqa: F401

@@ -5,15 +5,25 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from tunebook.commands.verify import find_claim, verify_command
+from tunebook.config.choices import Generation
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.identity import config_hash
-from tunebook.hardware.detect import Machine
+from tunebook.evidence import files
+from tunebook.evidence.compare import Comparison, Row, compare
+from tunebook.evidence.files import content_hash
+from tunebook.evidence.gather import read_finished
+from tunebook.evidence.schema import Hardware
+from tunebook.facts.generations import GENERATIONS
+from tunebook.hardware.detect import Gpu, Machine
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.record.manifest import MANIFEST_FILE, RunState, finish_manifest, read_manifest, start_manifest
 from tunebook.record.run_folder import RUN_FILE
@@ -22,7 +32,9 @@ NUM_STEPS = 60
 CPU = Machine(gpus=[], driver=None, num_cpus=2, host_memory_gib=8.0)
 EPYC = {"name": "AMD EPYC, family 25, model 1", "instructions": "AVX2", "threads": 2}
 H200 = {"name": "NVIDIA H200", "memory_gib": 139.8, "generation": "hopper"}
+CARD = "# quickstart\n\n## Claim\n\nIt learns.\n\n## Evidence\n\nNone recorded yet.\n\n### Measured\n\nBy hand.\n"
 MakeRun = Callable[..., Path]
+Record = Callable[..., Path]
 
 
 def curve(scale: float = 1.0) -> list[float]:
@@ -62,7 +74,6 @@ def make_run(whole_run: Path, tmp_path: Path) -> MakeRun:
         gpus: int = 0,
         replaced: dict[str, str] | None = None,
         validation: dict[int, float] | None = None,
-        waited: float | None = 0.0,
     ) -> Path:
         number = next(count)
         folder = tmp_path / "outputs" / "quickstart" / f"2026-11-21T10-00-{number:02d}Z"
@@ -86,7 +97,6 @@ def make_run(whole_run: Path, tmp_path: Path) -> MakeRun:
                 "seconds": 0.1 + number / 1000,
             }  # no two runs take the same time
             | ({} if loss is not None else {"not_finite": ["loss"]})
-            | ({} if waited is None else {"core_wait_seconds": waited})
             for step, loss in enumerate(losses or curve(), 1)
         ]
         for step, loss in (validation or {}).items():
@@ -120,9 +130,61 @@ def _change_manifest(folder: Path, changes: dict[str, dict[str, Any]], gpus: int
 
 
 @pytest.fixture
-def recipes_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the quickstart's evidence in a test."""
-    import tunebook.evidence.files as files
-
+def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The card of the quickstart in a folder of recipes whose evidence is used instead of the book's."""
     monkeypatch.setattr(files, "recipe_file", lambda recipe, dirs: tmp_path / "recipes" / f"{recipe}.yaml")
-    return tmp_path / "recipes"
+    file = tmp_path / "recipes" / "quickstart" / "README.md"
+    file.parent.mkdir(parents=True)
+    file.write_text(CARD)
+    return file
+
+
+@pytest.fixture
+def record(card: Path) -> Record:
+    """Record evidence of runs; returns its file."""
+
+    def recorded(*runs: Path, label: str = "try", target: str | None = None) -> Path:
+        words, console = [str(run) for run in runs], Console(file=StringIO())
+        assert verify_command(words, Path(), [], console, record=True, label=label, target=target) == 0
+        return card.parent / "evidence" / f"cpu-1-{label}.json"
+
+    return recorded
+
+
+def machine_of(hardware: Hardware) -> Machine:
+    """The machine that evidence was recorded on, or one of its nodes."""
+    generation = Generation[hardware.generation]
+    gpus = [
+        Gpu(
+            name=str(hardware.gpu), memory_gib=hardware.memory_gib or 0.0, generation=generation, index=index,
+            compute_capability=GENERATIONS[generation].compute_capabilities[0],
+        )
+        for index in range(0 if hardware.gpu is None else hardware.gpus // hardware.nodes)
+    ]  # fmt: skip
+    return Machine(gpus=gpus, driver=hardware.driver, num_cpus=hardware.cpus, host_memory_gib=512.0)
+
+
+def verified(run: Path) -> Comparison:
+    """A run compared with the evidence of its recipe."""
+    found = read_finished(run)
+    return compare(find_claim(found, [], None), found)
+
+
+def rows_of(run: Path) -> dict[str, Row]:
+    return {row.name: row for row in verified(run).rows}
+
+
+def on_cpu(make_run: MakeRun, *words: str, scale: float = 1.0, **numbers: Any) -> Path:
+    """A run on a CPU with a known processor; `numbers` may replace its keys."""
+    processor = EPYC | {key: numbers.pop(key) for key in list(numbers) if key in EPYC}
+    manifest = {"processor": processor} | numbers.pop("manifest", {})
+    return make_run(*words, losses=curve(scale), manifest=manifest, **numbers)
+
+
+def edit_json(file: Path, **changes: Any) -> Path:
+    """Replace top-level keys of a manifest, or of evidence, whose hash is computed again."""
+    content = json.loads(file.read_text()) | changes
+    if "content_sha256" in content:
+        content["content_sha256"] = content_hash(content)
+    file.write_text(json.dumps(content))
+    return file

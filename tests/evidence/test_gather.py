@@ -1,4 +1,4 @@
-"""Which overrides of a run are part of its claim, and how a slice of a model is named."""
+"""The sections of evidence, read from a run's folder, and runs that are unfinished or were changed since."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 from tunebook.config.compose import compose
+from tunebook.config.frozen import plain_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
-from tunebook.evidence.gather import (
-    RunFacts,
-    claim_overrides,
-    gather_results,
-    read_finished,
-    training_overrides,
-)
+from tunebook.evidence.gather import RunFacts, claim_overrides, gather_results, read_finished, training_overrides
+from tunebook.evidence.schema import Software
+from tunebook.files import sha256_file
+from tunebook.record.manifest import RunState, finish_manifest
 from tunebook.record.run_record import RunRecord, read_run
 
 from .conftest import MakeRun
@@ -30,13 +28,12 @@ def run_of(config: RunConfig, manifest: dict[str, Any]) -> RunFacts:
 def test_a_slice_of_a_model_is_called_one() -> None:
     words = ["model.facts.num_layers=4", "model.facts.num_parameters=200000000", "outputs=/x", "training.max_steps=3"]
     config = compose("qwen05b_single", words).config
-    command = ["tunebook", "train", "qwen05b_single", *words]
-    ran = run_of(config, {"command": command}).description([])
+    ran = run_of(config, {"command": ["tunebook", "train", "qwen05b_single", *words]}).description([])
     assert (ran.layers, ran.weights, ran.data) == ("4 of 24", "pretrained", "real")
     assert ran.overrides == [*words[:2], "training.max_steps=3"]
 
 
-def test_slice_in_a_user_recipe_is_named(tmp_path: Path) -> None:
+def test_a_slice_in_a_recipe_is_called_one(tmp_path: Path) -> None:
     (tmp_path / "thin.yaml").write_text(
         "# @package _global_\ndefaults: [qwen05b_single, _self_]\ntitle: thin\nmodel: {facts: {num_layers: 6}}\n"
     )
@@ -46,54 +43,93 @@ def test_slice_in_a_user_recipe_is_named(tmp_path: Path) -> None:
     assert (ran.recipe, ran.layers, ran.overrides) == ("thin", "6 of 24", [])
 
 
-def test_folder_name_that_looks_like_an_override_is_no_slice() -> None:
-    command = ["tunebook", "train", "quickstart", "--run-folder", "rf=1,x", "--recipes-dir=a=b", "training.seed=1"]
-    assert claim_overrides({"command": command}) == ["training.seed=1"]
-    with pytest.raises(RequestError, match="has the command `tunebook reproduce run` and not the overrides"):
-        claim_overrides({"command": ["tunebook", "reproduce", "run"]})
-
-
-def test_claim_contains_the_launcher_but_not_the_cluster() -> None:
+def test_a_claim_has_the_launcher_but_neither_the_cluster_nor_the_place_of_results() -> None:
     words = ["launcher=slurm", "launcher.partition=of_mine", "training.seed=1"]
-    manifest = {"command": ["tunebook", "train", "quickstart", *words, "outputs=/x", "tracking=none"]}
+    others = ["outputs=/x", "tracking=none", "training.resume=auto", "--run-folder", "rf=1,x", "--recipes-dir=a=b"]
+    manifest = {"command": ["tunebook", "train", "quickstart", *words, *others]}
     assert claim_overrides(manifest) == ["launcher=slurm", "training.seed=1"]
     assert training_overrides(manifest) == words, "to start the same again"
 
 
-@pytest.mark.parametrize(
-    ("words", "going_on"),
-    [
-        ([], "that started it$"),
-        (["training.resume=never"], "that started it, without training.resume=never$"),
-    ],
-)
-def test_unfinished_run_names_the_command_to_resume(make_run: MakeRun, words: list[str], going_on: str) -> None:
-    run = make_run(*words, manifest={"status": {"state": "stopped", "reason": "stopped by SIGTERM"}})
-    with pytest.raises(RequestError, match=rf"stopped by SIGTERM\); name a run that has, .* command {going_on}"):
-        read_finished(run)
-
-
-@pytest.mark.parametrize(("source", "is_recorded"), [("estimated", True), ("measured", False), (None, True)])
+@pytest.mark.parametrize(("source", "is_recorded"), [("estimated", True), ("measured", False)])
 def test_a_plan_by_measured_steps_is_no_evidence_of_the_estimate(
-    make_run: MakeRun, source: str | None, is_recorded: bool
+    make_run: MakeRun, source: str, is_recorded: bool
 ) -> None:
     file = make_run(gpus=1) / "plan.json"
-    file.write_text(json.dumps({"memory_gib": {"allocated": 9.5}} | ({"memory_source": source} if source else {})))
-    planned = gather_results(read_run(file.parent)).planned_memory_gib
-    assert planned == (9.5 if is_recorded else None)
+    file.write_text(json.dumps({"memory_gib": {"allocated": 9.5}, "memory_source": source}))
+    assert gather_results(read_run(file.parent)).planned_memory_gib == (9.5 if is_recorded else None)
 
 
 def test_a_score_comes_with_that_of_clean_items(make_run: MakeRun) -> None:
     file = make_run() / "evaluation" / "after.json"
     record = json.loads(file.read_text())
-    [name] = record["tasks"]
     counts = {"num_items": 9, "num_exact": 2, "num_overlapping": 1, "num_shared_passage": 0, "num_clean": 6}
     scores = {"clean": {"value": 0.5, "stderr": 0.2, "num_items": 6}}
-    record["contamination"] = {"not_checked": None, "tasks": {name: {**counts, "scores": scores}}}
+    record["contamination"] = {"not_checked": None, "tasks": {"words": {**counts, "scores": scores}}}
     file.write_text(json.dumps(record))
-    found = gather_results(read_run(file.parents[1])).scores[name].contamination
+    found = gather_results(read_run(file.parents[1])).scores["words"].contamination
     assert found is not None
     assert found.model_dump() == {**counts, "value": 0.5, "stderr": 0.2}
-    record["contamination"] = None
-    file.write_text(json.dumps(record))
-    assert gather_results(read_run(file.parents[1])).scores[name].contamination is None
+
+
+def software(differences: dict[str, dict[str, str | None]] | None, lock_sha256: str | None) -> Software:
+    lock = {"name": "cpu", "sha256": "5" * 64, "differences": differences, "reason": None}
+    environment = {"lock": lock, "lock_sha256": lock_sha256, "image_digest": None, "python": "3.11.2", "packages": {}}
+    return run_of(plain_config(), {"code": {"git_commit": "a" * 40}, "environment": environment}).software
+
+
+def test_differences_from_the_lock_are_named_if_they_matter_and_counted_if_not() -> None:
+    found = software(
+        {
+            "torch": {"installed": "2.11.0", "locked": "2.13.0"},
+            "aiohttp": {"installed": "3.1", "locked": "3.2"},
+            "trl": {"installed": None, "locked": "1.16.0"},
+        },
+        None,
+    )
+    assert found.deviation() == (
+        "torch 2.11.0 where the lock has 2.13.0, no trl where the lock has 1.16.0, other packages that differ: 1"
+    )
+    assert software({}, "5" * 64).deviation() is None
+    assert software(None, "5" * 64).deviation() is None  # an image that was compared when it was built
+    assert software(None, None).deviation() == "packages not compared with a lock"
+
+
+def test_an_unfinished_run_is_refused_and_can_be_resumed(make_run: MakeRun) -> None:
+    run = make_run(manifest={"status": {"state": "stopped", "reason": "stopped by SIGTERM"}})
+    with pytest.raises(RequestError, match=r"\(stopped: stopped by SIGTERM\); name a run that has, or resume"):
+        read_finished(run)
+
+
+def test_a_run_without_a_finite_loss_is_refused(make_run: MakeRun) -> None:
+    run = make_run(losses=[None] * 60)
+    with pytest.raises(RequestError, match=r"no finite loss at a multiple of training\.log_every_steps=1"):
+        assert read_finished(run).results
+
+
+def test_an_edited_configuration_is_refused(make_run: MakeRun) -> None:
+    run = make_run(replaced={"learning_rate: 0.0012": "learning_rate: 0.0013"})
+    read_finished(run)
+    text = (run / "run.yaml").read_text()
+    (run / "run.yaml").write_text(text.replace("learning_rate: 0.0013", "learning_rate: 0.0014"))
+    with pytest.raises(RequestError, match=r"run\.yaml was changed after the run") as error:
+        read_finished(run)
+    assert error.value.problem_id == "run-changed"
+
+
+def test_edited_results_are_refused(make_run: MakeRun) -> None:
+    run = make_run()
+    finish_manifest(run, RunState.finished, 0, step=60)
+    noted = json.loads((run / "manifest.json").read_text())["files_sha256"]
+    assert noted == {name: sha256_file(run / name) for name in ("metrics.jsonl", "evaluation/after.json")}
+    (run / "evaluation" / "eval-2026-11-21T10-00-00Z.json").write_text('{"tasks": {}}')  # by `tunebook eval`, later
+    read_finished(run)
+    for name in noted:
+        (run / name).write_bytes((run / name).read_bytes().replace(b"6.1", b"5.1").replace(b"0.9", b"1.0"))
+    with pytest.raises(RequestError, match=r"metrics\.jsonl and evaluation/after\.json was changed") as error:
+        read_finished(run)
+    assert error.value.problem_id == "run-changed"
+
+
+def test_steps_without_a_finite_loss_are_missing(make_run: MakeRun) -> None:
+    assert read_finished(make_run(losses=[6.0, None, 4.0])).missing_steps == [2]

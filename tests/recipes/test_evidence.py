@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.commands.typed_command import machine_of_evidence
 from tunebook.config.book import book_root
 from tunebook.config.compose import compose
 from tunebook.config.identity import comparable_config
 from tunebook.evidence.card import cells, draw, plot_file, row_start, section
-from tunebook.evidence.compare import config_differences
+from tunebook.evidence.differences import config_differences
 from tunebook.evidence.files import read_evidence
 from tunebook.plan.auto.resolve import resolve_auto
+
+from ..evidence.conftest import machine_of
 
 RECIPES = book_root() / "recipes"
 FILES = sorted(RECIPES.glob("*/evidence/*.json"))
@@ -26,7 +27,7 @@ def test_its_words_still_compose_to_what_was_run(file: Path) -> None:
     assert evidence.ran.recipe == file.parent.parent.name
     assert file.stem == f"{evidence.hardware.generation}-{evidence.hardware.gpus}-{evidence.label}"
     config = resolve_auto(
-        compose(evidence.ran.recipe, evidence.ran.overrides).config, machine_of_evidence(evidence.hardware)
+        compose(evidence.ran.recipe, evidence.ran.overrides).config, machine_of(evidence.hardware)
     ).config
     changed = config_differences(evidence.inputs.config, comparable_config(config))
     assert changed == [], "the recipe means something else now: record its evidence again"

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import BaseModel
 
 from tunebook.config.compose import compose
 from tunebook.errors import DataError
-from tunebook.evidence import schema as evidence_schema
 from tunebook.record import manifest_schema
 from tunebook.record.manifest import RunState, finish_manifest, start_manifest, update_manifest
 from tunebook.record.manifest_schema import check_manifest
@@ -54,13 +52,7 @@ def test_a_section_that_is_missing_is_named(manifest: dict[str, Any]) -> None:
         check_manifest(manifest)
 
 
-@pytest.mark.parametrize(
-    ("file", "model"),
-    [
-        (Path(manifest_schema.__file__).with_name("manifest.schema.json"), manifest_schema.Manifest),
-        (Path(evidence_schema.__file__).with_name("evidence.schema.json"), evidence_schema.Evidence),
-    ],
-    ids=["manifest", "evidence"],
-)
-def test_json_schema_file_is_up_to_date(file: Path, model: type[BaseModel]) -> None:
-    assert json.loads(file.read_text()) == model.model_json_schema(), f"write {file.name} again; its module says how"
+def test_json_schema_file_is_up_to_date() -> None:
+    file = Path(manifest_schema.__file__).with_name("manifest.schema.json")
+    schema = manifest_schema.Manifest.model_json_schema()
+    assert json.loads(file.read_text()) == schema, f"write {file.name} again; its module says how"

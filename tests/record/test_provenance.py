@@ -19,7 +19,6 @@ from tunebook.record.provenance import (
     describe_command,
     describe_environment,
     shorten_paths,
-    why_not_committed,
 )
 
 
@@ -63,19 +62,6 @@ def test_changed_and_added_code_is_hashed_by_content(checkout: Path) -> None:
     assert len(set(hashes)) == 4
     assert describe_code(checkout)["git_diff_sha256"] == hashes[-1]  # the same content, the same hash
     assert describe_code(checkout)["is_clean"] is False
-
-
-def test_file_is_committed_in_its_own_repository(checkout: Path, tmp_path: Path) -> None:
-    file = checkout / "src" / "code.py"
-    assert why_not_committed(file) == "it was never added to its git repository"
-    commit(checkout)
-    assert why_not_committed(file) is None
-    (checkout / "src" / "beside.py").write_text("")
-    assert why_not_committed(file) is None
-    file.write_text("x = 2\n")
-    assert why_not_committed(file) == "the last commit of its git repository does not have it as it is now"
-    (tmp_path / "alone.yaml").write_text("")
-    assert why_not_committed(tmp_path / "alone.yaml") == "it is in no git repository"
 
 
 def test_files_beside_the_code_do_not_count(checkout: Path) -> None:

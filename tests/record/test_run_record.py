@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import reduce
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
-from tunebook.commands.verify import diff_command
 from tunebook.errors import DataError, RequestError
 from tunebook.record.metrics import is_number
 from tunebook.record.report import write_report
@@ -69,7 +66,7 @@ def test_damaged_run_is_not_compared(make_run: MakeRun, tmp_path: Path) -> None:
     whole, broken = make_run(), make_run("2026-11-21T07-18-06Z")
     edit(broken / "manifest.json", "earlier_attempts", 3)
     with pytest.raises(DataError, match=r"06Z/manifest\.json is no whole manifest: earlier_attempts"):
-        diff_command((str(whole), str(broken)), tmp_path, Console(file=StringIO()))
+        write_report([whole, broken], tmp_path / "page.html")
 
 
 def test_error_names_all_compared_runs(tmp_path: Path) -> None:

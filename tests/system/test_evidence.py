@@ -18,7 +18,6 @@ def test_the_quickstart_agrees_with_its_evidence(quickstart, run):
     processor = read_manifest(quickstart.folder)["processor"]
     assert processor["threads"] >= 1
     assert processor["name"] and processor["instructions"]
-    assert (quickstart.folder / "verify.html").stat().st_size > 20_000
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -37,4 +36,6 @@ def test_a_run_is_made_again_from_its_manifest_to_the_last_bit(run, read_run, tr
     found = json.loads(compared.output)
     assert [difference["key"] for difference in found["config"]] == ["outputs"]
     assert found["manifest"] == []
-    assert not any("loss" in difference["key"] for difference in found["results"])
+    rows = {row["name"]: row for row in found["results"]}
+    assert rows["loss"]["difference"] == 0.0
+    assert rows["loss"]["why"].startswith("equal to the last bit")

@@ -42,7 +42,9 @@ def verify(
     runs: Annotated[list[str], typer.Argument(help="A run folder, a recipe (its newest run) or `latest`.")],
     record: Annotated[bool, typer.Option("--record", help="Write evidence from repeated runs of the same.")] = False,
     label: Annotated[str | None, typer.Option("--label", help="With --record: the end of the file's name.")] = None,
-    against: Annotated[Path | None, typer.Option("--against", help="One evidence file to compare with.")] = None,
+    against: Annotated[
+        Path | None, typer.Option("--against", exists=True, help="One evidence file to compare with.")
+    ] = None,
     target: Annotated[
         str | None,
         typer.Option(
@@ -56,7 +58,7 @@ def verify(
     outputs: Outputs = Path("outputs"),
     recipes_dir: RecipesDir = None,
 ) -> None:
-    """Compare a run with the recorded evidence of its recipe; exit 5, with a table and a plot, where it differs."""
+    """Compare a run with the recorded evidence of its recipe; exit 5 where it differs."""
     from tunebook.commands.verify import verify_command
 
     code = verify_command(
@@ -75,12 +77,12 @@ def verify(
 
 @records_app.command()
 def reproduce(
-    run: Annotated[str, typer.Argument(help="A run folder, a recipe (its newest run), or a manifest.json.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what is different here.")] = False,
+    run: Annotated[str, typer.Argument(help="A run folder, a recipe (its newest run), or an evidence file.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is different here.")] = False,
     outputs: Outputs = Path("outputs"),
     recipes_dir: RecipesDir = None,
 ) -> None:
-    """Run again what a run's manifest says, after telling what is different here, and compare; exit 5 if it differs."""
+    """Train again what a run or evidence says, after saying what is different here; exit 5 if the results differ."""
     from tunebook.commands.reproduce import reproduce_command
 
     outlive_readers()
@@ -94,8 +96,8 @@ def diff(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
     outputs: Outputs = Path("outputs"),
 ) -> None:
-    """Show what is not the same in two runs: configuration, manifest, and what came out."""
-    from tunebook.commands.verify import diff_command
+    """Show the settings and records that differ between two runs, and compare their results."""
+    from tunebook.commands.diff import diff_command
 
     raise typer.Exit(diff_command((named_run(one), named_run(other)), outputs, make_console(), as_json=as_json))
 

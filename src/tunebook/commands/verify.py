@@ -1,42 +1,40 @@
-"""`tunebook verify` compares a run with evidence or records evidence; `tunebook diff` compares two runs."""
+"""`tunebook verify`: compare a run with the evidence of its recipe, or record the evidence of repeated runs."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from tunebook.commands.record_evidence import record_evidence
-from tunebook.commands.recorded_evidence import verify
 from tunebook.config.identity import flat_differences
 from tunebook.errors import RequestError
-from tunebook.evidence.card import check_card, update_card, update_overview
-from tunebook.evidence.files import evidence_files, evidence_folder
+from tunebook.evidence.card import update_card, update_overview, with_section
+from tunebook.evidence.compare import Claim, claim_of_evidence, compare
+from tunebook.evidence.differences import (
+    Difference,
+    hardware_differences,
+    input_differences,
+    named,
+    require_same_inputs,
+    split_differences,
+)
+from tunebook.evidence.files import evidence_files, evidence_folder, read_evidence, write_evidence
 from tunebook.evidence.gather import RunFacts, read_finished
-from tunebook.evidence.page import show_verification, write_page
-from tunebook.evidence.schema import Target
-from tunebook.evidence.target import parse_target
-from tunebook.evidence.tolerances import relative
-from tunebook.record.page.comparison import config_differences
-from tunebook.record.page.overview import Summary, summarize
-from tunebook.record.run_folder import resolve_run, resolve_runs
-from tunebook.record.run_record import RunRecord, broken_records_named, read_run
+from tunebook.evidence.schema import FORMAT, Evidence, Repeat, Target
+from tunebook.evidence.target import Progress, describe_target, parse_target, progress_of, require_measured
+from tunebook.evidence.tolerances import MEMORY, SAME_PROCESSOR_FLOOR, SPEED, compute_tolerances
+from tunebook.files import sha256_file
+from tunebook.record.metrics import METRICS_FILE
+from tunebook.record.run_folder import resolve_run
+from tunebook.record.run_record import broken_records_named
 from tunebook.terminal import print_text
 
-NOT_SET = "not set"
-# Keys, with all keys below them, that differ between any two runs.
-_UNIQUE_KEYS = tuple(f"{key}." for key in (
-    "status.started", "status.ended", "status.seconds", "command", "typed", "config_sha256", "leak_probe.probe_s",
-    "leak_probe.warm_up_s", "start_up", "files_sha256", "model_files.training_args.bin",  # which names the run folder
-))  # fmt: skip
-_NUMBERS = (
-    "num_steps", "num_tokens", "first_loss", "final_loss", "best_validation_loss", "tokens_per_second_per_gpu", "mfu",
-    "padding_share", "seconds", "num_attempts",
-)  # fmt: skip
+_LABEL = re.compile(r"[a-z0-9][a-z0-9_.]*")
 
 
 def verify_command(
@@ -55,124 +53,197 @@ def verify_command(
 
     Raises: RequestError for a run that has not finished or has no evidence; DataError for a broken file.
     """
+    if record != (label is not None) or (record and against is not None) or (not record and len(runs) != 1):
+        raise RequestError(
+            "type tunebook verify RUN [--against FILE] to compare one run, or tunebook verify RUN RUN --record "
+            "--label NAME to record evidence of several",
+            problem_id="evidence-label",
+        )
     wanted = None if target is None else parse_target(target)
     folders = [resolve_run(run, outputs) for run in runs]
     with broken_records_named(*folders):
         found_runs = [read_finished(folder) for folder in folders]
-    if record:
-        if label is None or against is not None:
-            raise RequestError(
-                "--record writes a new file and needs --label NAME, which is part of its name, and no --against",
-                problem_id="evidence-label",
-            )
-        with broken_records_named(*folders):
+        if label is not None:
             return _record(found_runs, label, recipes_dirs, console, wanted)
-    if len(found_runs) != 1 or label is not None:
+        claim = find_claim(found_runs[0], recipes_dirs, against)
+        if wanted is not None:
+            require_measured(wanted, found_runs[0].record)
+            claim = replace(claim, target=wanted, repeats=())  # the recorded runs had another target
+        found = compare(claim, found_runs[0])
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
+        return found.exit_code
+    return found.print(console)
+
+
+def find_claim(run: RunFacts, recipes_dirs: list[Path], against: Path | None) -> Claim:
+    """The evidence of the same run, preferably of the same machine and then of a step that is split alike.
+
+    Raises: RequestError if there is none, with what the nearest is of.
+    """
+    files = [against] if against is not None else evidence_files(_recipe_of(run), recipes_dirs)
+    if not files:
         raise RequestError(
-            "only one run can be compared; several runs and --label are for --record: "
-            "tunebook verify RUN RUN --record --label NAME",
-            problem_id="evidence-label",
+            f"nothing is recorded for {run.config.recipe}; tunebook list names the recipes that have evidence, and "
+            "tunebook verify RUN RUN --record --label NAME records it",
+            problem_id="no-evidence",
         )
-    with broken_records_named(*folders):
-        found = verify(found_runs[0], recipes_dirs, against, wanted)
-    if not as_json:
-        return show_verification(found, console)
-    page = write_page(found, Console(stderr=True))
-    _print_json(found.to_json() | {"page": None if page is None else str(page)})
-    return found.exit_code
+    claims = {file: claim_of_evidence(file, read_evidence(file)) for file in files}
 
+    def distance(file: Path) -> tuple[int, bool, bool]:
+        claim = claims[file]
+        return (
+            len(input_differences(claim.inputs, run.inputs)),
+            bool(hardware_differences(claim.hardware, run.hardware)),
+            bool(split_differences(claim.inputs, run.inputs)),
+        )
 
-def _print_json(content: dict[str, Any]) -> None:
-    print(json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False))
+    nearest = min(files, key=distance)
+    require_same_inputs(
+        claims[nearest].inputs,
+        run.inputs,
+        f"the run is of other settings than the nearest evidence, which tunebook reproduce {nearest} trains again",
+    )
+    return claims[nearest]
 
 
 def _record(runs: list[RunFacts], label: str, recipes_dirs: list[Path], console: Console, target: Target | None) -> int:
-    """Write the evidence and update the card. A card that cannot be updated is refused before anything is written."""
-    if (recipe := runs[0].config.recipe) is not None:
-        folder = evidence_folder(recipe, recipes_dirs)
-        check_card(folder.parent / "README.md", evidence_files(recipe, recipes_dirs))
-    file = record_evidence(runs, label, recipes_dirs, target)
+    """Write the evidence of repeated runs, whose claim is the first one's numbers, and show it on the card."""
+    if not _LABEL.fullmatch(label):
+        raise RequestError(
+            f"--label {label}: a label is small letters, digits, dots and underscores, such as bf16 or random_weights",
+            problem_id="evidence-label",
+        )
+    recipe = _recipe_of(runs[0])
+    for run in runs:
+        _require_complete(run)
+    _require_repetitions(runs)
+    folder = evidence_folder(recipe, recipes_dirs)
+    card = folder.parent / "README.md"
+    with_section(card, "")  # refused now, before anything is written
+    for file in evidence_files(recipe, recipes_dirs):
+        read_evidence(file)
+    file = write_evidence(evidence_of(runs, label, recipes_dirs, target), folder)
     print_text(f"written: {file}", console)
-    card = file.parent.parent / "README.md"
-    files = sorted(file.parent.glob("*.json"))
+    files = evidence_files(recipe, recipes_dirs)
     update_card(card, files)
-    update_overview(card.parents[2] / "README.md", card.parent.name, files)
+    update_overview(card.parents[2] / "README.md", recipe, files)
     print_text(f"shown on {card}", console)
     return 0
 
 
-def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_json: bool = False) -> int:
-    """Print the differences of two runs. Raises: RequestError if one is not a run, or both are the same."""
-    one, other = (read_run(folder) for folder in resolve_runs(runs, outputs))
-    with broken_records_named(one.folder, other.folder):
-        found = differences(one, other)
-    if as_json:
-        _print_json(
-            {
-                section: [{"key": key, "values": [first, second]} for key, first, second in rows]
-                for section, rows in found.items()
-            }
+def _recipe_of(run: RunFacts) -> str:
+    if run.config.recipe is None:
+        raise RequestError(
+            f"{run.record.folder} has no recipe, and evidence belongs to one: put its settings into recipes/NAME.yaml "
+            "and train that, or compare it with another run: tunebook diff RUN RUN",
+            problem_id="evidence-without-recipe",
         )
-        return 0
-    for record in (one, other):
-        for name in record.changed_files:
-            changed = f"{record.name}: {name} was changed after the run, by the hash in its manifest"
-            print_text(changed, console, style="yellow")
-    without = [record.name for record in (one, other) if record.config is None]
-    if any(found.values()):
-        console.print(difference_table(found, (one.name, other.name)))
-    else:
-        console.print(f"no difference in {'' if without else 'configuration, '}manifest and results")
-    if without:
-        missing = f"configurations are not compared: {' and '.join(without)} lacks run.yaml"
-        print_text(missing, console, style="yellow")
-    return 0
+    return run.config.recipe
 
 
-def differences(one: RunRecord, other: RunRecord) -> dict[str, list[tuple[str, Any, Any]]]:
-    """The differing keys with both values, in the sections `config`, `manifest` and `results`."""
-    of_manifest = flat_differences(one.manifest or {}, other.manifest or {}, absent=lambda key: NOT_SET)
-    return {
-        "config": [(key, values[0], values[1]) for key, values in config_differences([one, other])],
-        "manifest": [found for found in of_manifest if not f"{found[0]}.".startswith(_UNIQUE_KEYS)],
-        "results": [*_loss_differences(one, other), *_result_differences(summarize(one), summarize(other))],
-    }
+def _require_complete(run: RunFacts) -> None:
+    """Raises: RequestError unless the run is of committed code and has the loss of every step."""
+    code, folder = run.manifest["code"], run.record.folder
+    if not code["is_clean"]:
+        raise RequestError(
+            f"{folder}: its code is not that of a commit ({code['git_commit'] or code['reason']}, and changes), so "
+            "nobody could repeat it; commit the changes and train again",
+            problem_id="evidence-of-changed-code",
+        )
+    if run.missing_steps:
+        raise RequestError(
+            f"{folder} has no finite loss of step {run.missing_steps[0]}, which another run would be compared with; "
+            "train from the first step without interruption (training.resume=never)",
+            problem_id="evidence-not-repeated",
+        )
 
 
-def _result_differences(one: Summary, other: Summary) -> list[tuple[str, Any, Any]]:
-    rows = [(name, getattr(one, name), getattr(other, name)) for name in _NUMBERS]
-    peaks = [max(summary.peak_memory_gib, default=None) for summary in (one, other)]
-    rows.append(("peak_memory_gib", peaks[0], peaks[1]))
-    return [row for row in rows if row[1] != row[2]]
+def _require_repetitions(runs: Sequence[RunFacts]) -> None:
+    """Raises: RequestError unless there are two runs or more with the same inputs, split, software and GPUs."""
+    first, *others = runs
+    # Each line of the metrics has times, so no two trainings write equal ones.
+    if len({sha256_file(run.record.folder / METRICS_FILE) for run in runs}) < max(2, len(runs)):
+        raise RequestError(
+            f"evidence needs two trainings or more: {first.record.folder} is alone, or another is a copy of it; train "
+            "again (training.resume=never) and name both: tunebook verify RUN RUN --record --label NAME",
+            problem_id="evidence-not-repeated",
+        )
+    for other in others:
+        if differing := _run_differences(first, other):
+            raise RequestError(
+                f"{other.record.folder} is not a repetition of {first.record.folder}: {named(differing)}",
+                problem_id="evidence-not-repeated",
+            )
 
 
-def _loss_differences(one: RunRecord, other: RunRecord) -> list[tuple[str, Any, Any]]:
-    """The first step whose losses are not bitwise equal, and the largest difference over the shared steps."""
-    first, second = dict(one.scheduled_losses()), dict(other.scheduled_losses())
-    step = next((step for step in sorted(first.keys() | second.keys()) if first.get(step) != second.get(step)), None)
-    if step is None:
-        return []
-    shared = [(loss, second.get(at)) for at, loss in first.items()]
-    largest = max((relative(two, loss) for loss, two in shared if loss is not None and two is not None), default=None)
+def _run_differences(one: RunFacts, other: RunFacts) -> list[Difference]:
+    """What repetitions must not differ in: the packages must be the same, the image and the processor need not be."""
+    first, second = (run.software.model_dump(exclude={"image_digest"}) for run in (one, other))
+    here, there = (run.hardware.model_dump(include={"gpu", "gpus", "nodes"}) for run in (one, other))
     return [
-        (f"loss at step {step}, the first that differs", first.get(step, NOT_SET), second.get(step, NOT_SET)),
-        ("largest difference of a step's loss, relative", "", largest),
+        *input_differences(one.inputs, other.inputs),
+        *split_differences(one.inputs, other.inputs),
+        *flat_differences(first | here, second | there),
     ]
 
 
-def difference_table(found: dict[str, list[tuple[str, Any, Any]]], names: tuple[str, str]) -> Table:
-    """The differences for a terminal, with shortened hashes."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("", "key", *names):
-        table.add_column(Text(heading), overflow="fold")
-    for section, rows in found.items():
-        for index, (key, one, other) in enumerate(rows):
-            cells = (section if index == 0 else "", key, _short(one), _short(other))
-            table.add_row(*map(Text, cells))  # values may contain brackets
-    return table
+def evidence_of(
+    runs: Sequence[RunFacts], label: str, recipes_dirs: list[Path], target: Target | None = None
+) -> Evidence:
+    """The evidence of repeated runs. Raises: RequestError if a run missed the target, or the first is alone."""
+    first = runs[0]
+    # On a CPU, runs on other processors, or with other threads or instructions, show what those may differ by.
+    alike = [run for run in runs if run.hardware.processor == first.hardware.processor]
+    if len(alike) < 2:
+        raise RequestError(
+            f"only {first.record.folder} ran with its processor, instructions and threads: name another run like it; "
+            "runs with others may follow",
+            problem_id="evidence-not-repeated",
+        )
+    floor = SAME_PROCESSOR_FLOOR if first.hardware.processor is not None else None
+    tolerances = compute_tolerances([run.results for run in alike], first.config, floor)
+    elsewhere = None
+    if first.hardware.processor is not None:
+        elsewhere = compute_tolerances([run.results for run in runs], first.config)
+        for key in (SPEED, MEMORY):  # of other work on the machine, and of the whole process
+            tolerances.pop(key, None)
+            elsewhere.pop(key, None)
+    return Evidence(
+        format=FORMAT,
+        ran=first.description(recipes_dirs),
+        hardware=first.hardware,
+        label=label,
+        recorded=f"{datetime.now(UTC):%Y-%m-%d}",
+        repeats=[_repeat(run, target, is_alike=run in alike) for run in runs],
+        results=first.results,
+        target=target,
+        tolerances=tolerances,
+        tolerances_elsewhere=elsewhere,
+        inputs=first.inputs,
+        software=first.software,
+        content_sha256="",
+    )
 
 
-def _short(value: Any) -> str:
-    text = f"{value:.7g}" if isinstance(value, float) else str(value)
-    is_hash = len(text) == 64 and all(letter in "0123456789abcdef" for letter in text)
-    return f"{text[:12]}..." if is_hash else text
+def _repeat(run: RunFacts, target: Target | None, *, is_alike: bool) -> Repeat:
+    """A summary of one of the runs. Raises: RequestError if it missed the target."""
+    reached = Progress(best=None)
+    if target is not None:
+        require_measured(target, run.record)
+        reached = progress_of(target, run.record)
+        if reached.steps is None:
+            raise RequestError(
+                f"{run.record.folder} missed the target {describe_target(target)}: its best value is {reached.best}. "
+                "State a target that every run reaches, leave --target out, or train longer",
+                problem_id="evidence-target",
+            )
+    return Repeat(
+        run=run.record.name,
+        started=run.record.status["started"],
+        final_loss=run.results.losses[-1],
+        tokens_per_second_per_gpu=run.results.tokens_per_second_per_gpu,
+        processor=None if is_alike else run.hardware.processor,
+        steps_to_target=reached.steps,
+        time_to_target_s=reached.seconds,
+    )

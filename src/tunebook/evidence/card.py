@@ -8,18 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tunebook.config.override_text import command_words, shell_command
-from tunebook.errors import DataError, RequestError
+from tunebook.errors import RequestError
 from tunebook.evidence.files import read_evidence
 from tunebook.evidence.schema import Evidence, Kind
 from tunebook.evidence.target import describe_target, recorded_text
-from tunebook.evidence.tolerances import LOSS, SPEED, differing_speeds
+from tunebook.evidence.tolerances import LOSS, SPEED
 from tunebook.files import atomic_write_text
 from tunebook.record.page.charts import Chart, Line, Point, Stroke
 from tunebook.record.page.curves import outlier_ceiling, smooth
 
 BEGIN, END = "<!-- made from evidence/*.json when some is recorded -->", "<!-- end of evidence -->"
 _HEADING = re.compile(r"^## Evidence\n+", re.MULTILINE)
-_ROW_START = "| ["  # of a recipe in the book's table
 _SMOOTH_FROM = 30
 # A picture in a card cannot use a page's style sheet. Both colors are readable on white and on black.
 _STYLE = """<style>
@@ -34,31 +33,12 @@ def update_card(card: Path, files: Sequence[Path]) -> None:
     recorded = [(file, read_evidence(file)) for file in files]
     for file, found in recorded:
         atomic_write_text(plot_file(file), draw(found))
-    atomic_write_text(card, with_section(_read_card(card), section(recorded), card))
+    atomic_write_text(card, with_section(card, section(recorded)))
 
 
-def check_card(card: Path, files: Sequence[Path]) -> None:
-    """Check, before evidence is written, that the card can be updated.
-
-    Raises: RequestError for a card without a section, DataError for a damaged file.
-    """
-    for file in files:
-        read_evidence(file)
-    with_section(_read_card(card), "", card)
-
-
-def _read_card(card: Path) -> str:
-    try:
-        return card.read_text(encoding="utf-8")
-    except OSError as error:
-        raise RequestError(
-            f"{card} cannot be read ({error.strerror}); a recipe's card shows its evidence, so write the card first",
-            problem_id="evidence-card",
-        ) from error
-
-
-def with_section(text: str, made: str, card: Path) -> str:
-    """Replace the section between the card's markers, which are added below the heading the first time."""
+def with_section(card: Path, made: str) -> str:
+    """The card's text with this section between its markers, which are added below the heading the first time."""
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
     if BEGIN in text and END in text:
         before, rest = text.split(BEGIN, 1)
         return f"{before}{made}{rest.split(END, 1)[1]}"
@@ -87,33 +67,18 @@ def section(recorded: Sequence[tuple[Path, Evidence]]) -> str:
     return "\n".join(lines)
 
 
-def _repetition(file: Path, found: Evidence) -> list[str]:
-    """What a file was recorded with: its packages, and the command."""
-    software = found.software
-    packages = software.deviation()
-    if packages is None:
-        packages = "every package was the lock's"
-        if software.image_digest is not None:
-            packages += f", in the image `{software.image_digest}`"
-    return [f"{file.stem}: {packages}", "", "```bash", command_of(found), "```", ""]
-
-
-def command_of(found: Evidence) -> str:
-    """What to type to run the same again."""
-    return shell_command(command_words("train", found.ran.recipe, found.ran.overrides))
-
-
 def _row(file: Path, found: Evidence, *, has_target: bool) -> str:
-    ran, results, hardware = found.ran, found.results, found.hardware
+    ran, results, hardware, memory = found.ran, found.results, found.hardware, found.results.memory_gib
     what = f"{found.kind}: {ran.weights} weights, {ran.data} data, layers: {ran.layers}, {ran.steps} steps"
     what += f"; {hardware.gpus} x {hardware.gpu or 'CPU'}, {len(found.repeats)} runs, {found.recorded}"
     scores = ", ".join(f"{task} {score.value:.3f}" for task, score in results.scores.items())
-    memory = results.memory_gib
+    tolerance = f"{found.tolerances[LOSS].value:.2g}"
+    if found.tolerances_elsewhere is not None:
+        tolerance += f"; on another processor {found.tolerances_elsewhere[LOSS].value:.2g}"
     cells = [
-        f"[{file.stem}](evidence/{file.name}) ([loss](evidence/{plot_file(file).name}))",
-        what, f"{results.losses[-1]:.4f}",
-        speed_text(found), "-" if memory is None else f"{memory:.2f}", scores or "-",
-        _loss_tolerance(found),
+        f"[{file.stem}](evidence/{file.name}) ([loss](evidence/{plot_file(file).name}))", what,
+        f"{results.losses[-1]:.4f}", _speed_text(found), "-" if memory is None else f"{memory:.2f}", scores or "-",
+        tolerance,
     ]  # fmt: skip
     if has_target:
         target = found.target
@@ -121,21 +86,24 @@ def _row(file: Path, found: Evidence, *, has_target: bool) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _loss_tolerance(found: Evidence) -> str:
-    here = f"{found.tolerances[LOSS].value:.2g}"
-    if found.tolerances_elsewhere is None:
-        return here
-    return f"{here}; on another processor {found.tolerances_elsewhere[LOSS].value:.2g}"
+def _speed_text(found: Evidence) -> str:
+    """The first run's speed, or the range of the repetitions if it is not judged."""
+    alike = [repeat.tokens_per_second_per_gpu for repeat in found.repeats if repeat.processor is None]
+    if SPEED in found.tolerances:
+        return f"{alike[0]:,.0f}"
+    known = [speed for speed in alike if speed is not None]
+    return f"{min(known):,.0f} to {max(known):,.0f}, not judged" if known else "-"
 
 
-def speed_text(found: Evidence) -> str:
-    """Return the first run's speed, or the range of the repetitions if they differ too much."""
-    if (apart := differing_speeds(found)) is not None:
-        return f"{apart[0]:,.0f} to {apart[1]:,.0f}, not judged"
-    speed = found.results.tokens_per_second_per_gpu
-    if speed is None:
-        return "-"
-    return f"{speed:,.0f}" if SPEED in found.tolerances else f"{speed:,.0f}, not judged"
+def _repetition(file: Path, found: Evidence) -> list[str]:
+    """What a file was recorded with: its packages, and the command."""
+    packages = found.software.deviation()
+    if packages is None:
+        packages = "every package was the lock's"
+        if found.software.image_digest is not None:
+            packages += f", in the image `{found.software.image_digest}`"
+    command = shell_command(command_words("train", found.ran.recipe, found.ran.overrides))
+    return [f"{file.stem}: {packages}", "", "```bash", command, "```", ""]
 
 
 def plot_file(file: Path) -> Path:
@@ -144,57 +112,32 @@ def plot_file(file: Path) -> Path:
 
 
 def draw(found: Evidence) -> str:
-    """The loss per step as a self-contained SVG."""
-    text = str(loss_chart(found).draw(720, 280))
-    text = re.sub(r' data-chart="[^"]*"', "", text, count=1)  # values under the pointer: a picture runs no script
-    opening, rest = text.split(">", 1)
-    return f'{opening} xmlns="http://www.w3.org/2000/svg" width="720" height="280">{_STYLE}{rest}\n'
-
-
-def loss_chart(found: Evidence, title: str = "Loss") -> Chart:
-    """The loss per step, and its mean if there are many steps."""
+    """The loss per step, and its mean if there are many steps, as a self-contained SVG."""
     points: list[Point] = list(zip(map(float, found.results.steps), found.results.losses, strict=True))
     lines = [Line(name="loss", points=points)]
     if len(points) >= _SMOOTH_FROM:
         smoothed, _ = smooth(points)
         lines = [Line(name="each step", points=points, stroke=Stroke.faint), Line(name="mean", points=smoothed)]
     ceiling = outlier_ceiling(found.results.losses)
-    return Chart(title=title, y_label="loss per trained token", lines=lines, ceiling=ceiling)
+    text = str(Chart(title="Loss", y_label="loss per trained token", lines=lines, ceiling=ceiling).draw(720, 280))
+    text = re.sub(r' data-chart="[^"]*"', "", text, count=1)  # values under the pointer: a picture runs no script
+    opening, rest = text.split(">", 1)
+    return f'{opening} xmlns="http://www.w3.org/2000/svg" width="720" height="280">{_STYLE}{rest}\n'
 
 
-def update_overview(readme: Path, recipe: str, files: Sequence[Path]) -> bool:
-    """Rewrite the recipe's last two cells in the book's table and sort its rows by the strongest evidence in them.
-
-    Returns False if there is no table, or no row of the recipe.
-    """
-    if not files or not readme.is_file():
-        return False
-    text = readme.read_text(encoding="utf-8")
-    lines = text.splitlines()
-    rows = [number for number, line in enumerate(lines) if line.startswith(row_start(recipe))]
-    if not rows:
-        return False
-    kept = lines[rows[0]].removesuffix("|").split("|")[:-2]
-    lines[rows[0]] = f"{'|'.join(kept)}| {cells(recipe, [read_evidence(file) for file in files])} |"
-    first, last = rows[0], rows[0] + 1
-    while first > 0 and lines[first - 1].startswith(_ROW_START):
-        first -= 1
-    while last < len(lines) and lines[last].startswith(_ROW_START):
-        last += 1
-    lines[first:last] = sorted(lines[first:last], key=_rank)
-    atomic_write_text(readme, "\n".join(lines) + "\n")
-    return True
-
-
-def _rank(row: str) -> int:
-    """Return 0 for a row with real evidence, 1 for from-scratch evidence, 2 for any other."""
-    above = [Kind.real, Kind.from_scratch]  # machinery evidence moves no recipe: it says nothing about the model
-    return next((rank for rank, kind in enumerate(above) if re.search(rf"\d {_short(kind)}\b", row)), len(above))
+def update_overview(readme: Path, recipe: str, files: Sequence[Path]) -> None:
+    """Rewrite the last two cells of the recipe's row in the book's table, if it has one."""
+    lines = readme.read_text(encoding="utf-8").splitlines() if readme.is_file() else []
+    for number, line in enumerate(lines):
+        if line.startswith(row_start(recipe)):
+            kept = "|".join(line.removesuffix("|").split("|")[:-2])
+            lines[number] = f"{kept}| {cells(recipe, list(map(read_evidence, files)))} |"
+            atomic_write_text(readme, "\n".join(lines) + "\n")
 
 
 def row_start(recipe: str) -> str:
     """The start of a recipe's row."""
-    return f"{_ROW_START}{recipe}](recipes/{recipe}/README.md) |"
+    return f"| [{recipe}](recipes/{recipe}/README.md) |"
 
 
 def cells(recipe: str, evidence: Sequence[Evidence]) -> str:
@@ -203,7 +146,7 @@ def cells(recipe: str, evidence: Sequence[Evidence]) -> str:
     A score counts if its model was trained on real data. The best is the highest of the strongest kind.
     """
     counts = Counter(found.kind for found in evidence)
-    numbers = ", ".join(f"{counts[kind]} {_short(kind)}" for kind in Kind if counts[kind])
+    numbers = ", ".join(f"{counts[kind]} {kind.removesuffix(' evidence')}" for kind in Kind if counts[kind])
     scores = [
         (-list(Kind).index(found.kind), score.value, task)
         for found in evidence
@@ -214,17 +157,8 @@ def cells(recipe: str, evidence: Sequence[Evidence]) -> str:
     return f"[{numbers}](recipes/{recipe}/README.md#evidence) | {f'{best[2]} {best[1]:.3f}' if best else '-'}"
 
 
-def _short(kind: Kind) -> str:
-    return kind.value.removesuffix(" evidence")
-
-
 def listed(files: Sequence[Path]) -> str:
     """Return the names of a recipe's evidence by kind, for a terminal; `none yet` without any."""
-    by_kind: dict[str, list[str]] = {kind.value: [] for kind in Kind}
-    for file in files:
-        try:
-            kind = read_evidence(file).kind.value
-        except DataError:
-            kind = "damaged"
-        by_kind.setdefault(kind, []).append(file.stem)
-    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in by_kind.items() if names) or "none yet"
+    kinds = {file.stem: read_evidence(file).kind for file in files}
+    by_kind = ((kind, [name for name, its in kinds.items() if its is kind]) for kind in Kind)
+    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in by_kind if names) or "none yet"

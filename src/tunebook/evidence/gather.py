@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,16 +15,14 @@ from tunebook.config.book import book_root
 from tunebook.config.choices import Source, Weights
 from tunebook.config.compose import compose
 from tunebook.config.frozen import load_config
-from tunebook.config.identity import comparable_config
-from tunebook.config.override_text import shell_command
+from tunebook.config.identity import comparable_config, has_hash
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import RequestError
-from tunebook.evidence.run_checks import num_resumed, require_unchanged
 from tunebook.evidence.schema import CleanScore, Hardware, Inputs, Lock, Results, RunDescription, Score, Software
 from tunebook.model.weights_fingerprint import recorded_in
 from tunebook.record.contamination import KINDS, contamination_of
 from tunebook.record.locks import matters
-from tunebook.record.manifest import MANIFEST_FILE, RunState
+from tunebook.record.manifest import MANIFEST_FILE, RunState, changed_files
 from tunebook.record.manifest_schema import check_read_manifest
 from tunebook.record.page.overview import summarize
 from tunebook.record.run_folder import RUN_FILE, WITHOUT_RECIPE
@@ -55,7 +52,22 @@ class RunFacts:
     @property
     def num_resumed(self) -> int:
         """The number of times that the run resumed."""
-        return num_resumed(self.record)
+        return len(self.manifest.get("earlier_attempts") or [])
+
+    @property
+    def missing_steps(self) -> list[int]:
+        """Steps whose loss should have been logged, and is missing or not finite.
+
+        A run that was killed and resumed loses at most one. One that resumed from another run's checkpoint has none of
+        the steps before it, which its command trains as well.
+        """
+        every, steps = self.record.log_every_steps or 1, self.results.steps
+        return sorted(set(range(every, self.record.training[-1]["step"] + 1, every)) - set(steps))
+
+    @property
+    def validation_loss(self) -> float | None:
+        """The best loss of the validation part; None without one."""
+        return summarize(self.record).best_validation_loss
 
     def description(self, recipes_dirs: list[Path]) -> RunDescription:
         """Return the first section of the file: what was run."""
@@ -121,57 +133,50 @@ class RunFacts:
 
     @cached_property
     def results(self) -> Results:
-        """The measured numbers. Raises: RequestError if there is no loss, or a number is not finite."""
+        """The measured numbers. Raises: RequestError if there is no finite loss."""
         return gather_results(self.record)
 
 
-def read_finished(folder: Path) -> RunFacts:
-    """Read a finished run with everything that a comparison needs.
-
-    Raises: RequestError if it is incomplete or was changed, DataError for a damaged file.
-    """
+def read_facts(folder: Path) -> RunFacts:
+    """Read a run, finished or not. Raises: RequestError if it has no configuration, DataError for a damaged file."""
     record = read_run(folder)
-    state = record.status.get("state")
-    if state != RunState.finished.name:
-        reason = f": {record.status['reason'].splitlines()[0]}" if record.status.get("reason") else ""
-        is_new = (record.config or {}).get("training", {}).get("resume") == "never"
-        without = ", without training.resume=never" if is_new else ""
-        raise RequestError(
-            f"{folder} has not finished ({state or 'it has no manifest'}{reason}); name a run that has, or resume it "
-            f"with the command that started it{without}",
-            problem_id="run-not-finished",
-        )
-    if record.config is None or not record.training:
-        missing = RUN_FILE if record.config is None else "any logged step"
-        raise RequestError(f"{folder} lacks {missing}; name a complete run folder", problem_id="run-not-finished")
+    config = load_config(record.folder / RUN_FILE)
+    check_read_manifest(record.manifest or {}, record.folder / MANIFEST_FILE)
     assert record.manifest is not None
-    check_read_manifest(record.manifest, record.folder / MANIFEST_FILE)
-    config = config_of(record.folder)
-    require_unchanged(record.folder, record.config, config, record.manifest)
     return RunFacts(record=record, config=config, manifest=record.manifest)
 
 
-def claim_overrides(manifest: dict[str, Any]) -> list[str]:
-    """Return the overrides that belong to the claim, with the launcher's name but without its settings.
+def read_finished(folder: Path) -> RunFacts:
+    """Read a finished run. Raises: RequestError if it did not finish or was changed, DataError for a damaged file."""
+    run = read_facts(folder)
+    status = run.record.status
+    if status["state"] != RunState.finished.name:
+        reason = f": {status['reason'].splitlines()[0]}" if status.get("reason") else ""
+        raise RequestError(
+            f"{folder} has not finished ({status['state']}{reason}); name a run that has, or resume it with the "
+            "command that started it, without training.resume=never",
+            problem_id="run-not-finished",
+        )
+    changed = changed_files(run.record.folder, run.manifest)
+    if not has_hash(run.config, run.manifest["config_sha256"]):
+        changed.append(RUN_FILE)
+    if changed:
+        raise RequestError(
+            f"{folder}: {' and '.join(changed)} was changed after the run, by the hash in its manifest, so what was "
+            "measured is unknown; restore it from a copy, or train again",
+            problem_id="run-changed",
+        )
+    return run
 
-    Raises: as `training_overrides`.
-    """
+
+def claim_overrides(manifest: dict[str, Any]) -> list[str]:
+    """The overrides that belong to the claim, with the launcher's name but without its settings."""
     return [word for word in training_overrides(manifest) if not word.startswith(_CLUSTER_PREFIX)]
 
 
 def training_overrides(manifest: dict[str, Any]) -> list[str]:
-    """Return the overrides that repeat the training, without those for the location of the results.
-
-    Raises: RequestError for a run by an old `tunebook reproduce`, which did not record its overrides.
-    """
-    command: list[str] = manifest["command"]
-    if command[1:2] != ["train"]:
-        raise RequestError(
-            f"the manifest of this run has the command `{shell_command(command)}` and not the overrides of the "
-            "training: an earlier Tunebook wrote it. Name the run that it repeated, or train again",
-            problem_id="run-without-words",
-        )
-    pairs = pairwise(command[1:])  # each word with the one before it
+    """The overrides that repeat the training, without those for the location of the results."""
+    pairs = pairwise(manifest["command"][1:])  # each word with the one before it
     words = [word for before, word in pairs if before not in _WITH_VALUE and not word.startswith("-")]
     return [word for word in words if "=" in word and not word.startswith(_RESULT_LOCATION_PREFIXES)]
 
@@ -184,45 +189,31 @@ def _layers(config: RunConfig, overrides: list[str], recipes_dirs: list[Path]) -
     group = compose(config.recipe, overrides, recipes_dirs).groups["model"]
     content: Any = OmegaConf.to_container(OmegaConf.load(book_root() / "hydra_configs" / "model" / f"{group}.yaml"))
     total: int | None = (content.get("facts") or {}).get("num_layers")  # None for a model of the user's own
-    if total == facts.num_layers:
-        return f"all {total}"
     if total is None and not any(word.startswith("model.facts.num_layers=") for word in overrides):
-        return f"all {facts.num_layers}"
-    return f"{facts.num_layers} of {'unknown' if total is None else total}"
+        total = facts.num_layers
+    return f"all {total}" if total == facts.num_layers else f"{facts.num_layers} of {total or 'unknown'}"
 
 
 def _lock_of(environment: dict[str, Any]) -> Lock | None:
-    """Return the lock that a run was compared with; None if it was not, as in manifests of earlier versions."""
-    found = environment.get("lock")
-    if found is None or (found["differences"] is None and environment["lock_sha256"] is None):
+    """The lock that a run was compared with; None if it was not."""
+    found = environment["lock"]
+    if found["differences"] is None and environment["lock_sha256"] is None:
         return None
     differences = found["differences"] or {}  # None for an image that lists no packages: its build found no differences
     important = {name: one for name, one in differences.items() if matters(name)}
     return Lock(
         name=found["name"], sha256=found["sha256"], differences=important,
-        num_other_differences=len(differences) - len(important), num_unknown=0,
+        num_other_differences=len(differences) - len(important),
     )  # fmt: skip
 
 
 def gather_results(record: RunRecord) -> Results:
-    """The measured numbers. Raises: RequestError if there is no loss, or a number is not finite."""
-    lines = [line for line in record.training if "loss" in line]
-    if not lines:
-        raise RequestError(
-            f"{record.folder} has logged no loss, so there is nothing to compare; name a complete run folder",
-            problem_id="run-not-finished",
-        )
-    if (invalid := next((line for line in lines if line["loss"] is None), None)) is not None:
-        raise RequestError(
-            f"{record.folder}: the loss is not finite at step {invalid['step']}; such a run proves nothing",
-            problem_id="evidence-not-finite",
-        )
-    losses = record.scheduled_losses()
+    """The measured numbers. Raises: RequestError if there is no finite loss."""
+    losses = [(step, loss) for step, loss in record.scheduled_losses() if loss is not None]
     if not losses:
         raise RequestError(
-            f"{record.folder} has logged no loss at a step that is a multiple of training.log_every_steps="
-            f"{record.log_every_steps}, so there is nothing to compare; train longer, or with "
-            "training.log_every_steps=1",
+            f"{record.folder} has logged no finite loss at a multiple of training.log_every_steps="
+            f"{record.log_every_steps}, so there is nothing to compare; name another run",
             problem_id="run-not-finished",
         )
     summary = summarize(record)
@@ -232,7 +223,7 @@ def gather_results(record: RunRecord) -> Results:
     planned = (plan.get("memory_gib") or {}).get("allocated") if is_estimate else None  # of tensors, as measured
     return Results(
         steps=[step for step, _ in losses],
-        losses=[loss for _, loss in losses if loss is not None],
+        losses=[loss for _, loss in losses],
         tokens_per_second_per_gpu=_rounded(summary.tokens_per_second_per_gpu),
         core_wait_share=_rounded(_core_wait_share(record)),
         memory_gib=_rounded(max(summary.peak_memory_gib, default=None)),
@@ -246,13 +237,7 @@ def _core_wait_share(record: RunRecord) -> float | None:
     return sum(waits) / sum(seconds) if sum(seconds) and len(waits) == len(seconds) == len(record.training) else None
 
 
-def _score(record: RunRecord, name: str, task: dict[str, Any]) -> Score:
-    if not all(value is None or math.isfinite(value) for value in (task["value"], task["stderr"])):
-        raise RequestError(
-            f"{record.folder}: the score of {name} is not finite ({task['value']} ± {task['stderr']}); evaluate it "
-            "again before you record it",
-            problem_id="evidence-not-finite",
-        )
+def _score(record: RunRecord, name: str, task: Mapping[str, Any]) -> Score:
     return Score(
         metric=task["metric"],
         value=task["value"],
@@ -272,8 +257,3 @@ def _clean_score(found: Mapping[str, Any] | None) -> CleanScore | None:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
-
-
-def config_of(folder: Path) -> RunConfig:
-    """The frozen configuration of a run."""
-    return load_config(folder / RUN_FILE)

@@ -1,13 +1,11 @@
-"""The content of an evidence file: one type per section, used for the JSON schema and to validate.
+"""The content of an evidence file: one type per section, which also validates it.
 
 The files are `recipes/<name>/evidence/<hardware>-<gpus>-<label>.json`. Unknown keys, missing keys and numbers that are
-not finite are refused when a file is written and when it is read. The JSON schema is `evidence.schema.json` next to
-this file, written by `python -m tunebook.evidence.schema > src/tunebook/evidence/evidence.schema.json`.
+not finite are refused when a file is written and when it is read. Keys with a default are missing in older files.
 """
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from typing import Any, Literal, Self
 
@@ -41,68 +39,56 @@ class RunDescription(Section):
     title: str
     weights: Literal["pretrained", "random"]
     data: Literal["real", "generated"]
-    layers: str = Field(description="`all 36`, or `12 of 36`")
-    steps: int = Field(ge=1, description="optimizer steps")
-    overrides: list[str] = Field(description="overrides of the recipe, without those for the location of results")
+    layers: str  # `all 36`, or `12 of 36`
+    steps: int = Field(ge=1)  # optimizer steps
+    overrides: list[str]  # of the recipe, without those for the location of results
 
 
 class Hardware(Section):
     """The machine that ran it."""
 
     generation: str
-    gpu: str | None = Field(description="the GPUs' name; null on a CPU")
-    gpus: int = Field(ge=1, description="GPUs or ranks of all nodes together")
+    gpu: str | None  # the GPUs' name; None on a CPU
+    gpus: int = Field(ge=1)  # GPUs or ranks of all nodes together
     nodes: int = Field(ge=1)
-    memory_gib: float | None = Field(description="of each GPU, or of the machine on a CPU")
+    memory_gib: float | None  # of each GPU, or of the machine on a CPU
     driver: str | None
     nccl: str | None
-    cpus: int = Field(ge=1, description="of the machine that started it")
-    processor: Processor | None = Field(default=None, description="of a run on a CPU; null on GPUs and in older files")
+    cpus: int = Field(ge=1)  # of the machine that started it
+    processor: Processor | None = None  # of a run on a CPU
 
 
 class Inputs(Section):
     """Everything except the code that determines the result; equal in all compared runs."""
 
-    config: dict[str, Any] = Field(
-        description="run.yaml without keys that cannot change a result; the book's paths start with book:"
-    )
+    config: dict[str, Any]  # run.yaml without keys that change no result; the book's paths start with book:
     seed: int
-    model_sha256: str | None = Field(description="of the model's config.json")
+    model_sha256: str | None  # of the model's config.json
     model_revision: str | None
-    weights_fingerprint: str | None = Field(
-        default=None, description="of pretrained weights in a local folder; missing in older files"
-    )
+    weights_fingerprint: str | None = None  # of pretrained weights in a local folder
     tokenizer_sha256: str | None
     chat_template_sha256: str | None
-    data_sha256: str | None = Field(description="of the prepared tokens and labels")
-    data_fingerprint: str | None = Field(
-        default=None,
-        description="of everything the data was prepared from: sources, code, libraries; a difference is reported, not "
-        "judged; missing in older files",
-    )
+    data_sha256: str | None  # of the prepared tokens and labels
+    data_fingerprint: str | None = None  # of what the data was prepared from: sources, code, libraries; not judged
 
 
 class Lock(Section):
     """The lock of the hardware generation, and the differences of the installed packages from it."""
 
-    name: str = Field(description="its folder in docker/")
-    sha256: str | None = Field(description="of requirements.lock")
-    differences: dict[str, PackageDifference] = Field(
-        description="by package, `python` for the interpreter: those that can change loss, speed or memory"
-    )
-    num_other_differences: int | None = Field(ge=0, description="differences of all other packages; null if unknown")
-    num_unknown: int = Field(ge=0, description="packages of the lock without a recorded version")
+    name: str  # its folder in docker/
+    sha256: str | None  # of requirements.lock
+    differences: dict[str, PackageDifference]  # by package, of those that can change loss, speed or memory
+    num_other_differences: int | None = Field(ge=0)  # of all other packages; None if unknown
+    num_unknown: int = Field(default=0, ge=0)  # packages of the lock without a recorded version
 
 
 class Software(Section):
     """The code and packages that ran."""
 
     git_commit: str
-    lock_sha256: str | None = Field(description="of the lock, if no package differs from it; see `lock`")
-    lock: Lock | None = Field(
-        default=None, description="null if packages and lock were not compared, as in older files"
-    )
-    image_digest: str | None = Field(description="of the published image, or the id of one that was built here")
+    lock_sha256: str | None  # of the lock, if no package differs from it
+    lock: Lock | None = None  # None if packages and lock were not compared
+    image_digest: str | None  # of the published image, or the id of one that was built here
     python: str
     packages: dict[str, str]
 
@@ -122,11 +108,11 @@ class CleanScore(Section):
     """A task's items by how much of them is in the training documents, and the score on those that are not."""
 
     num_items: int
-    num_exact: int = Field(description="items whose whole question is in a training document")
-    num_overlapping: int = Field(description="items that share 13 consecutive words with one")
-    num_shared_passage: int = Field(description="items that share only the passage that they are about")
+    num_exact: int  # items whose whole question is in a training document
+    num_overlapping: int  # items that share 13 consecutive words with one
+    num_shared_passage: int  # items that share only the passage that they are about
     num_clean: int
-    value: float | None = Field(description="the score on clean items; null where all are clean, or none is")
+    value: float | None  # the score on clean items; None where all are clean, or none is
     stderr: float | None
 
 
@@ -137,25 +123,19 @@ class Score(Section):
     value: float
     stderr: float | None
     num_items: int
-    contamination: CleanScore | None = Field(
-        default=None, description="null where it was not looked for, as in older files"
-    )
+    contamination: CleanScore | None = None  # None where it was not looked for
 
 
 class Results(Section):
     """The measured results."""
 
-    steps: list[int] = Field(min_length=1, description="optimizer steps whose loss was logged")
-    losses: list[float] = Field(min_length=1, description="loss per trained token at these steps")
-    tokens_per_second_per_gpu: float | None = Field(description="real tokens, median after warming up")
-    core_wait_share: float | None = Field(
-        default=None,
-        ge=0,
-        description="of the training time, in which other work kept the run from a core; null on GPUs and if unknown",
-    )
-    memory_gib: float | None = Field(description="peak of the rank with the highest peak")
-    planned_memory_gib: float | None = Field(description="the plan's estimate")
-    scores: dict[str, Score] = Field(description="by task")
+    steps: list[int] = Field(min_length=1)  # optimizer steps whose loss was logged
+    losses: list[float] = Field(min_length=1)  # loss per trained token at these steps
+    tokens_per_second_per_gpu: float | None  # real tokens, median after warming up
+    core_wait_share: float | None = Field(default=None, ge=0)  # of the time, in which a CPU run waited for a core
+    memory_gib: float | None  # peak of the rank with the highest peak
+    planned_memory_gib: float | None  # the plan's estimate
+    scores: dict[str, Score]  # by task
 
 
 class Tolerance(Section):
@@ -169,30 +149,23 @@ class Tolerance(Section):
 class Target(Section):
     """A value that every run must reach."""
 
-    metric: str = Field(description="loss, validation_loss, or the metric of a task")
-    task: str | None = Field(description="of the evaluation after the training; null for a loss")
+    metric: str  # loss, validation_loss, or the metric of a task
+    task: str | None  # of the evaluation after the training; None for a loss
     value: float
     direction: Literal["at_most", "at_least"]
-    max_steps: int | None = Field(ge=1, description="optimizer steps to reach it in; null: by the end of the training")
+    max_steps: int | None = Field(ge=1)  # optimizer steps to reach it in; None: by the end of the training
 
 
 class Repeat(Section):
     """One of the runs behind the evidence; the results are those of the first."""
 
-    run: str = Field(description="<recipe>/<time>")
+    run: str  # <recipe>/<time>
     started: str
     final_loss: float
     tokens_per_second_per_gpu: float | None
-    processor: Processor | None = Field(
-        default=None, description="of a run on a CPU, if it differs from hardware.processor; speed is not judged by it"
-    )
-    steps_to_target: int | None = Field(default=None, ge=0, description="optimizer steps; null without a target")
-    time_to_target_s: float | None = Field(
-        default=None,
-        ge=0,
-        description="seconds of training to the target: optimizer steps with their data loading, from the first step "
-        "on; without start-up, validations, saves, and steps that were repeated after an interruption",
-    )
+    processor: Processor | None = None  # of a run on a CPU, if it differs from hardware.processor
+    steps_to_target: int | None = Field(default=None, ge=0)  # optimizer steps; None without a target
+    time_to_target_s: float | None = Field(default=None, ge=0)  # of optimizer steps with their data loading
 
 
 class Evidence(Section):
@@ -202,25 +175,19 @@ class Evidence(Section):
     ran: RunDescription
     hardware: Hardware
     label: str
-    recorded: str = Field(description="date, UTC")
+    recorded: str  # date, UTC
     repeats: list[Repeat] = Field(min_length=2)
     results: Results
-    target: Target | None = Field(default=None, description="null if none was stated")
-    tolerances: dict[str, Tolerance] = Field(
-        description="by number: loss, speed, memory, score:<task>; of a CPU with a known processor: for the same one"
-    )
-    tolerances_elsewhere: dict[str, Tolerance] | None = Field(
-        default=None,
-        description="of a CPU: loss and score:<task> with another processor, other threads or other packages; null on "
-        "GPUs and in older files",
-    )
+    target: Target | None = None  # None if none was stated
+    tolerances: dict[str, Tolerance]  # by number: loss, speed, memory, score:<task>
+    tolerances_elsewhere: dict[str, Tolerance] | None = None  # of a CPU's loss and scores on another processor
     inputs: Inputs
     software: Software
-    content_sha256: str = Field(description="of all other keys, as canonical JSON")
+    content_sha256: str  # of all other keys, as canonical JSON
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
-        """Check what JSON schema cannot express: one loss per step, tolerances for the loss, a target reached."""
+        """One loss per step, tolerances for the loss, a target that every run reached."""
         num_steps, num_losses = len(self.results.steps), len(self.results.losses)
         if num_steps != num_losses:
             raise ValueError(f"results.steps has {num_steps} entries and results.losses {num_losses}")
@@ -247,7 +214,3 @@ class Evidence(Section):
         if ran.weights == "pretrained":
             return Kind.real
         return Kind.from_scratch if self.results.scores else Kind.machinery
-
-
-if __name__ == "__main__":
-    print(json.dumps(Evidence.model_json_schema(), indent=2))

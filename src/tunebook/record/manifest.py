@@ -194,16 +194,9 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             "name one that `tunebook train` made",
             problem_id="broken-record",
         )
-    return read_manifest_file(path)
-
-
-def read_manifest_file(path: Path) -> dict[str, Any]:
-    """A manifest by its path. Raises: DataError if it is not JSON, not a manifest, or from a later version."""
     manifest: dict[str, Any] = read_json(path)
     if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
-        raise DataError(
-            f"{path} is not a manifest: it has no format; name the manifest.json of a run", problem_id="broken-record"
-        )
+        raise DataError(f"{path} is not a manifest: it has no format; name another run", problem_id="broken-record")
     if manifest["format"] > FORMAT:
         raise DataError(
             f"{path} has format {manifest['format']} and this Tunebook reads up to {FORMAT}; "

@@ -75,20 +75,6 @@ def describe_code(checkout: Path) -> dict[str, Any]:
     }
 
 
-def why_not_committed(file: Path) -> str | None:
-    """Why a file's present content is in no commit of its repository; None if it is committed."""
-    if shutil.which("git") is None:
-        return "git is not installed"
-    file = file.resolve()
-    top = next((folder for folder in file.parents if (folder / ".git").exists()), None)
-    if top is None:
-        return "it is in no git repository"
-    if _git(top, "ls-files", "--error-unmatch", "--", str(file)).returncode != 0:
-        return "it was never added to its git repository"
-    is_clean = _git(top, "diff", "--quiet", "HEAD", "--", str(file)).returncode == 0
-    return None if is_clean else "the last commit of its git repository does not have it as it is now"
-
-
 def describe_environment(generation: str) -> dict[str, Any]:
     """Image, lock, Python, package versions and the environment variables of libraries.
 

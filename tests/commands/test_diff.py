@@ -1,0 +1,97 @@
+"""`tunebook diff`: the settings that differ, and the comparison of the results."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tunebook.commands.diff import diff_command
+from tunebook.errors import RequestError
+
+from ..evidence.conftest import MakeRun, curve, edit_json
+
+
+def run_diff(*runs: Path, as_json: bool = False) -> str:
+    out, words = StringIO(), (str(runs[0]), str(runs[1]))
+    assert diff_command(words, Path("outputs"), Console(file=out, width=300), as_json=as_json) == 0
+    return out.getvalue()
+
+
+def diff_json(capsys: pytest.CaptureFixture[str], *runs: Path) -> dict[str, Any]:
+    run_diff(*runs, as_json=True)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_equal_runs_differ_in_nothing(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make_run(), make_run()]
+    for run, seconds in zip(runs, (1.0, 2.0), strict=True):  # differ between any two runs
+        size = {"training_args.bin": {"size": 6000 + int(seconds), "sha256": f"{seconds}" * 8}}
+        start_up = {"launched": f"{seconds}", "launcher": {"plan": seconds}, "rank": {}, "first_step_s": seconds}
+        edit_json(run / "manifest.json", start_up=start_up, model_files=size)
+    found = diff_json(capsys, *runs)
+    assert (found["config"], found["manifest"]) == ([], [])
+    assert {row["difference"] for row in found["results"]} == {0.0}
+    assert "no difference in configuration and manifest" in run_diff(*runs)
+
+
+def test_each_section_names_what_differs(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    other = make_run("training.seed=7", gpus=1, losses=curve(1.1), speed=500.0, validation={60: 2.0})
+    found = diff_json(capsys, make_run(validation={60: 1.0}), other)
+    assert found["config"] == [{"key": "training.seed", "values": [0, 7]}]
+    assert {"key": "hardware.driver", "values": ["not set", "580.1"]} not in found["manifest"]
+    assert {"key": "hardware.driver", "values": [None, "580.1"]} in found["manifest"]
+    assert not any(difference["key"].startswith("status") for difference in found["manifest"])
+    rows = {row["name"]: row for row in found["results"]}
+    assert rows["loss"]["why"].startswith("differs from step 51;")
+    assert (rows["tokens/s/GPU"]["expected"], rows["tokens/s/GPU"]["found"]) == (1000.0, 500.0)
+    assert rows["validation loss"]["difference"] == 1.0
+
+
+def test_settings_and_results_are_printed_with_short_hashes(make_run: MakeRun) -> None:
+    said = run_diff(make_run(), make_run(manifest={"dataset": {"fingerprint": "f" * 64}}, losses=curve(1.1)))
+    assert "dataset.fingerprint" in said
+    assert "ffffffffffff..." in said and "f" * 64 not in said
+    assert "DIFFERENT" in said
+
+
+@pytest.mark.parametrize("losses", [curve()[:30], [None] * 3], ids=["half", "none"])
+def test_a_run_that_failed_is_compared_as_far_as_it_came(make_run: MakeRun, losses: list[float | None]) -> None:
+    failed = make_run(losses=losses, manifest={"status": {"state": "failed", "reason": "out of memory"}})
+    said = run_diff(make_run(), failed)
+    assert "status.state" in said
+    assert ("steps that only one run logged: 31, 32, 33, 34 and 26 more" in said) == (len(losses) == 30)
+
+
+def test_a_run_stopped_between_two_logged_steps_differs_in_no_step(
+    make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def log(run: Path, *logged: tuple[int, int, float]) -> Path:
+        lines = ({"step": step, "num_steps": num, "loss": loss, "seconds": 1.0} for step, num, loss in logged)
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return run
+
+    whole, resumed = make_run("training.log_every_steps=4"), make_run("training.log_every_steps=4")
+    log(whole, (4, 4, 4.0), (8, 4, 2.5))
+    log(resumed, (4, 4, 4.0), (7, 3, 3.0), (8, 1, 1.0))
+    assert diff_json(capsys, whole, resumed)["results"][0]["difference"] == 0.0
+
+
+def test_a_changed_file_is_named(make_run: MakeRun) -> None:
+    run = make_run()
+    edit_json(run / "manifest.json", files_sha256={"metrics.jsonl": "0" * 64})
+    said = run_diff(make_run(), run)
+    assert f"{run.parent.name}/{run.name}: metrics.jsonl was changed after the run" in said
+    assert "files_sha256" not in said
+
+
+def test_a_run_is_not_compared_with_itself(make_run: MakeRun) -> None:
+    run = make_run()
+    with pytest.raises(RequestError) as error:
+        run_diff(run, run)
+    assert error.value.problem_id == "run-named-twice"

@@ -1,0 +1,187 @@
+"""The comparison of a run with evidence or with another run: what is judged, by which tolerance, and the verdicts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tunebook.evidence.compare import Comparison, Verdict, claim_of_run, compare
+from tunebook.evidence.gather import read_finished
+
+from .conftest import MakeRun, Record, curve, edit_json, on_cpu, rows_of, verified
+
+EARLIER = [{"state": "running", "exit_code": None, "reason": None, "started": "x", "ended": None, "seconds": None}]
+LOSS, SPEED, MEMORY, SCORE = "loss", "tokens/s/GPU", "memory GiB", "words"
+
+
+@pytest.fixture
+def evidence(make_run: MakeRun, record: Record) -> Path:
+    return record(make_run(), make_run())
+
+
+@pytest.fixture
+def on_gpus(make_run: MakeRun, record: Record) -> Path:
+    return record(make_run(gpus=1, speed=1000.0), make_run(gpus=1, speed=1010.0))
+
+
+@pytest.fixture
+def on_epyc(make_run: MakeRun, record: Record) -> Path:
+    """Two equal runs, and one that another processor could have made, with its last steps 10% higher."""
+    same = [on_cpu(make_run, speed=speed) for speed in (1000.0, 1010.0)]
+    return record(*same, on_cpu(make_run, threads=1, scale=1.1, score=0.88, speed=500.0))
+
+
+def between(one: Path, other: Path) -> Comparison:
+    return compare(claim_of_run(read_finished(one)), read_finished(other))
+
+
+def relog(run: Path, steps: list[int], first: int = 0) -> Path:
+    """Log only these steps, each with the steps since the previous one; the first with those since `first`."""
+    lines = [
+        {"step": step, "num_steps": step - before, "loss": curve()[step - 1], "seconds": 0.1}
+        for before, step in zip([first, *steps], steps, strict=False)
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return run
+
+
+def test_an_equal_run_agrees_and_a_cpus_speed_and_memory_are_only_shown(evidence: Path, make_run: MakeRun) -> None:
+    rows = rows_of(make_run(speed=10.0, memory=50.0))
+    assert {name: row.verdict for name, row in rows.items()} == {
+        LOSS: Verdict.same, SPEED: Verdict.shown, MEMORY: Verdict.shown, SCORE: Verdict.same,
+    }  # fmt: skip
+    assert rows[SPEED].why == "on a CPU"
+    assert rows[LOSS].why.startswith("equal to the last bit")
+
+
+@pytest.mark.parametrize(("scale", "verdict"), [(1 + 5e-5, Verdict.same), (1 + 5e-4, Verdict.different)])
+def test_a_loss_that_leaves_the_tolerance_differs(
+    evidence: Path, make_run: MakeRun, scale: float, verdict: Verdict
+) -> None:
+    row = rows_of(make_run(losses=curve(scale)))[LOSS]
+    assert (row.verdict, row.why.partition(";")[0]) == (verdict, "differs from step 51")
+
+
+def test_a_score_may_be_three_standard_errors_off(evidence: Path, make_run: MakeRun) -> None:
+    assert rows_of(make_run(score=0.872))[SCORE].verdict is Verdict.same
+    assert rows_of(make_run(score=0.868))[SCORE].verdict is Verdict.different
+
+
+@pytest.mark.parametrize(("numbers", "name"), [({"speed": 900.0}, SPEED), ({"memory": 2.1}, MEMORY)])
+def test_on_the_same_gpus_speed_and_memory_are_judged(
+    on_gpus: Path, make_run: MakeRun, numbers: dict[str, float], name: str
+) -> None:
+    assert rows_of(make_run(gpus=1))[name].verdict is Verdict.same
+    assert rows_of(make_run(gpus=1, **numbers))[name].verdict is Verdict.different
+
+
+def test_on_other_hardware_only_loss_and_score_are_judged(on_gpus: Path, make_run: MakeRun) -> None:
+    rows = rows_of(make_run(speed=1.0, memory=9.0, losses=curve(1.5)))
+    assert [rows[name].verdict for name in (LOSS, SPEED, MEMORY, SCORE)] == [
+        Verdict.different, Verdict.shown, Verdict.shown, Verdict.same,
+    ]  # fmt: skip
+    assert rows[SPEED].why == "hardware.gpu is None, recorded with NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    "replaced",
+    [{"row_length: 1024": "row_length: 512"}, {"compile_layers: false": "compile_layers: true"}],
+    ids=["rows", "kernels"],
+)
+def test_a_step_that_is_split_in_another_way_has_the_same_loss_but_no_comparable_speed(
+    on_gpus: Path, make_run: MakeRun, replaced: dict[str, str]
+) -> None:
+    rows = rows_of(make_run(gpus=1, speed=1.0, replaced=replaced))
+    assert (rows[LOSS].verdict, rows[SPEED].verdict) == (Verdict.same, Verdict.shown)
+
+
+def test_a_speed_whose_repetitions_are_far_apart_is_shown(make_run: MakeRun, record: Record) -> None:
+    record(make_run(gpus=1, speed=1000.0), make_run(gpus=1, speed=2500.0))
+    rows = rows_of(make_run(gpus=1, speed=10.0))
+    assert (rows[SPEED].verdict, rows[SPEED].why) == (Verdict.shown, "the recorded runs differ too much")
+    assert rows[MEMORY].verdict is Verdict.same
+
+
+def test_the_same_processor_is_held_to_the_same_losses(on_epyc: Path, make_run: MakeRun) -> None:
+    assert rows_of(on_cpu(make_run))[LOSS].tolerance == 1e-6
+    assert rows_of(on_cpu(make_run, scale=1 + 1e-4))[LOSS].verdict is Verdict.different
+    assert rows_of(on_cpu(make_run, "hardware=cpu", gpus=1))[LOSS].tolerance == 1e-6  # its GPUs are idle
+
+
+@pytest.mark.parametrize(
+    ("numbers", "why"),
+    [
+        ({"name": "Xeon"}, "hardware.processor.name is Xeon, recorded with AMD EPYC, family 25, model 1"),
+        ({"threads": 8}, "hardware.processor.threads is 8, recorded with 2"),
+        ({"manifest": {"hardware": {"cpus": 8}}}, "hardware.cpus is 8, recorded with 2"),
+        ({"replaced": {"row_length: 1024": "row_length: 512"}}, "packing.row_length is 512, recorded with 1024"),
+        ({"manifest": {"environment": {"packages": {"torch": "0.1"}}}}, "on a CPU"),
+    ],
+)
+def test_elsewhere_the_measured_tolerance_applies(
+    on_epyc: Path, make_run: MakeRun, numbers: dict[str, Any], why: str
+) -> None:
+    rows = rows_of(on_cpu(make_run, scale=1.1, speed=1.0, score=0.85, **numbers))
+    assert (rows[LOSS].verdict, rows[SCORE].verdict) == (Verdict.same, Verdict.same)
+    assert (rows[SPEED].verdict, rows[SPEED].why) == (Verdict.shown, why)
+    assert rows_of(on_cpu(make_run, scale=1.5, **numbers))[LOSS].verdict is Verdict.different
+
+
+def test_other_packages_are_named_and_not_judged(evidence: Path, make_run: MakeRun) -> None:
+    found = verified(make_run(manifest={"environment": {"packages": {"torch": "0.1"}}}))
+    assert (found.rows[-1].name, found.rows[-1].verdict, found.exit_code) == ("packages", Verdict.shown, 0)
+    assert "packages.accelerate is None, recorded with " in found.rows[-1].why
+
+
+def test_a_single_run_is_compared_by_the_floors(make_run: MakeRun) -> None:
+    original = make_run(gpus=1, validation={60: 2.0})
+    found = between(original, make_run(gpus=1, speed=960.0, validation={60: 2.0}))
+    assert (found.exit_code, found.claim.tolerances["loss"].value) == (0, 1e-5)
+    worse = between(original, make_run(gpus=1, speed=940.0, validation={60: 2.1}))
+    assert {row.name for row in worse.rows if row.verdict is Verdict.different} == {SPEED, "validation loss"}
+
+
+def test_a_run_that_was_killed_is_compared_at_the_steps_that_it_has(make_run: MakeRun) -> None:
+    whole, killed = (make_run("training.log_every_steps=10") for _ in range(2))
+    relog(whole, [10, 20, 30, 40, 50, 60])
+    edit_json(relog(killed, [10, 20, 40, 50, 60]) / "manifest.json", earlier_attempts=EARLIER)
+    text = (killed / "metrics.jsonl").read_text().replace('"num_steps": 20', '"num_steps": 10')
+    (killed / "metrics.jsonl").write_text(text)
+    for claim, found in ((whole, killed), (killed, whole)):
+        row = between(claim, found).rows[0]
+        assert (row.verdict, row.difference) == (Verdict.same, 0.0)
+        assert row.why.startswith("steps that only one run logged: 30; ")
+
+
+@pytest.mark.parametrize("num_kills", [0, 1])
+def test_more_missing_steps_than_kills_are_a_difference(make_run: MakeRun, num_kills: int) -> None:
+    other = relog(make_run(), [*range(3, 61)], first=2)
+    edit_json(other / "manifest.json", earlier_attempts=EARLIER * num_kills)
+    found = between(make_run(), other)
+    assert (found.exit_code, found.rows[0].why) == (5, "steps that only one run logged: 1, 2")
+
+
+def test_a_target_is_reached_or_missed(make_run: MakeRun, record: Record) -> None:
+    record(*(make_run(validation={30: 3.0, 60: 2.0}) for _ in range(2)), target="validation_loss<=2.5@60")
+    found = verified(make_run(validation={30: 2.6, 60: 2.45}))
+    row = found.rows[-1]
+    assert (row.name, row.expected, row.found) == ("target: validation_loss <= 2.5 within 60 steps", 2.5, 2.45)
+    assert (row.verdict, found.exit_code) == (Verdict.reached, 0)
+    assert row.why.startswith("reached at step 60, after 6.1 s of training; recorded: reached at step 60, after 6 to ")
+    missed = verified(make_run(validation={60: 2.51}))
+    assert (missed.rows[-1].verdict, missed.rows[-1].found, missed.exit_code) == (Verdict.missed, 2.51, 5)
+    assert verified(make_run()).rows[-1].verdict is Verdict.missed  # without a validation
+
+
+def test_brackets_in_a_name_are_not_markup(evidence: Path, make_run: MakeRun) -> None:
+    found = verified(make_run())
+    rows = [replace(row, why="of [bold] means", name="words [x]") for row in found.rows]
+    out = StringIO()
+    Console(file=out, width=400).print(replace(found, rows=rows).table())
+    assert out.getvalue().count("of [bold] means") == len(rows)

@@ -1,0 +1,54 @@
+"""Evidence files that were damaged or edited."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tunebook.errors import DataError
+from tunebook.evidence.files import read_evidence
+
+from .conftest import MakeRun, Record, curve, edit_json
+
+
+@pytest.fixture
+def evidence(make_run: MakeRun, record: Record) -> Path:
+    return record(make_run(), make_run(), target="loss<=3")
+
+
+def test_a_curve_is_one_line_and_read_as_it_was(evidence: Path) -> None:
+    assert max(map(len, evidence.read_text().splitlines())) > 300
+    assert read_evidence(evidence).results.losses == curve()
+
+
+def test_a_file_that_was_edited_by_hand_is_refused(evidence: Path) -> None:
+    evidence.write_text(evidence.read_text().replace('"label": "try"', '"label": "true"'))
+    with pytest.raises(DataError, match="changed after it was written"):
+        read_evidence(evidence)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": 2}, "format: Input should be less than or equal to 1"),
+        ({"tolerances": {}}, "tolerances.loss is missing"),
+        ({"extra": 1}, "extra: Extra inputs are not permitted"),
+        ({"repeats": []}, "repeats: List should have at least 2 items"),
+        ({"results": None}, "results: Input should be"),
+    ],
+)
+def test_a_file_of_another_form_is_refused_with_the_place(evidence: Path, change: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        read_evidence(edit_json(evidence, **change))
+
+
+def test_numbers_that_contradict_each_other_are_refused(evidence: Path) -> None:
+    content = json.loads(evidence.read_text())
+    with pytest.raises(DataError, match=r"steps has 1 entries and results\.losses 60"):
+        read_evidence(edit_json(evidence, results=content["results"] | {"steps": [1]}))
+    content["repeats"][1]["steps_to_target"] = None
+    with pytest.raises(DataError, match="target is set, and a repeat has no steps_to_target"):
+        read_evidence(edit_json(evidence, results=content["results"], repeats=content["repeats"]))
