@@ -138,7 +138,7 @@ def test_a_trial_worse_than_the_median_is_pruned_at_the_step_where_it_is(tmp_pat
             assert study.worse_at(trial) is None  # nothing is reported twice
             study.finish(trial.number, 0, seconds=1.0)
         else:
-            study.finish(trial.number, 6, seconds=1.0, how=f"pruned at step {step}")
+            study.finish(trial.number, 6, seconds=1.0, was_pruned=True)
         return step
 
     for number in range(5):

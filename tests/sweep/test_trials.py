@@ -100,11 +100,11 @@ def interrupt_when(file: Path, *, times: int = 1) -> threading.Thread:
 
 
 @pytest.mark.parametrize(
-    ("is_array", "launcher"),
-    [(False, ["launcher=slurm", "launcher.partition=a", "launcher.stop_timeout_s=9"]), (True, [])],
+    ("is_array", "overrides"),
+    [(False, ["launcher=slurm", "launcher.partition=a", "a=1"]), (True, ["a=1", "launcher=local"])],
 )
-def test_the_command_is_what_a_user_would_type(tmp_path: Path, is_array: bool, launcher: list[str]) -> None:
-    words = ["launcher=slurm", "launcher.partition=a", "launcher.stop_timeout_s=9", "a=1,2"]
+def test_the_command_is_what_a_user_would_type(tmp_path: Path, is_array: bool, overrides: list[str]) -> None:
+    words = ["launcher=slurm", "launcher.partition=a", "a=1,2"]
     sweep = Sweep(
         recipe="mine",
         recipes_dirs=["/recipes"],
@@ -118,9 +118,8 @@ def test_the_command_is_what_a_user_would_type(tmp_path: Path, is_array: bool, l
     study.enqueue_grid()
     trial = study.next_trial()
     assert trial is not None
-    inside = [*launcher, "a=1"] if not is_array else ["launcher.stop_timeout_s=9", "a=1", "launcher=local"]
     assert train_command(study, trial) == [
-        *(sys.executable, "-m", "tunebook", "train", "mine", *inside),
+        *(sys.executable, "-m", "tunebook", "train", "mine", *overrides),
         *("--recipes-dir", "/recipes", "--run-folder", str(tmp_path / "trial-000")),
     ]
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from tunebook.checkpoint.choose import same_command
 from tunebook.config.choices import Generation, LauncherName
@@ -26,9 +24,17 @@ from tunebook.processes import own_cores
 from tunebook.record.run_folder import WITHOUT_RECIPE, working_in
 from tunebook.slurm import check_job
 from tunebook.sweep.slurm import check_array, is_array, queued_array, submit_array
-from tunebook.sweep.space import Space, Values, as_text, described, read_space, title_of
+from tunebook.sweep.space import Values, read_space, title_of
 from tunebook.sweep.study import RESUMES, Study, Sweep, find_folder, make_folder, write_sweep
-from tunebook.sweep.table import CSV_FILE, LOGGED_WHILE_RUNNING, METRICS, ranked, sweep_exit_code, sweep_table
+from tunebook.sweep.table import (
+    CSV_FILE,
+    LOGGED_WHILE_RUNNING,
+    METRICS,
+    grid_table,
+    ranked,
+    sweep_exit_code,
+    sweep_table,
+)
 from tunebook.sweep.trials import CommandOf, StopRequests, divide, is_at_work, run_trials, train_command
 from tunebook.terminal import print_text
 
@@ -65,7 +71,8 @@ def sweep_command(
     machine = detect_machine()
     sweep, config = plan_sweep(recipe, words, recipes_dirs, options, machine, is_started=not dry_run)
     if dry_run:
-        console.print(_choices_table(sweep))
+        if sweep.num_trials is None:
+            console.print(grid_table(sweep.space.grid()))
         print_text(_how_it_runs(sweep, options), console)
         return 0
     outputs = Path(config.outputs).expanduser().absolute() / (recipe or WITHOUT_RECIPE)
@@ -254,21 +261,7 @@ def _how_it_runs(sweep: Sweep, options: SweepOptions) -> str:
     how = f"{options.jobs or ('all' if sweep.is_array else 1)} at a time"
     if sweep.is_array:
         how = f"as tasks of a Slurm job array, {how}"
-    return how if sweep.num_trials is None else f"{how}; Optuna searches for the best {sweep.metric}, seed {sweep.seed}"
-
-
-def _choices_table(sweep: Sweep) -> Table:
-    """Return a table of the trials of a grid, or of what a search chooses from."""
-    space: Space = sweep.space
-    if sweep.num_trials is not None:
-        table = Table("key", "chosen from", title=f"search of {sweep.num_trials} trials")
-        for key, distribution in space.choices.items():
-            table.add_row(Text(key), Text(described(distribution)))
-        return table
-    grid = space.grid()
-    table = Table("trial", title=f"{len(grid)} trials")
-    for key in space.choices:
-        table.add_column(key, justify="right", overflow="fold")
-    for number, values in enumerate(grid):
-        table.add_row(*map(Text, (f"trial-{number:03d}", *as_text(values).values())))
-    return table
+    if sweep.num_trials is None:
+        return how
+    searched = f"searched by Optuna for the best {sweep.metric}, seed {sweep.seed}"
+    return f"{sweep.num_trials} trials over {', '.join(sweep.space.choices)}, {searched}, {how}"

@@ -75,16 +75,6 @@ def title_of(values: Values) -> str:
     return " ".join(f"{key}={text}" for key, text in as_text(values).items())
 
 
-def described(distribution: BaseDistribution) -> str:
-    """Describe what a key is chosen from, as text."""
-    if isinstance(distribution, CategoricalDistribution):
-        return ", ".join(map(str, distribution.choices))
-    assert isinstance(distribution, FloatDistribution | IntDistribution)
-    kind = "whole numbers, " if isinstance(distribution, IntDistribution) else ""
-    step = f", in steps of {distribution.step}" if distribution.step not in (None, 1) else ""
-    return f"{kind}{distribution.low} to {distribution.high}{step}{', by magnitude' if distribution.log else ''}"
-
-
 def _parse(word: str) -> Override:
     try:
         override: Override = OverridesParser.create().parse_override(word)

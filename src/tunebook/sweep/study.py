@@ -190,11 +190,18 @@ class Study:
                     worse_at = step
         return worse_at
 
-    def finish(self, number: int, exit_code: int, *, seconds: float, how: str | None = None) -> TrialResult:
+    def finish(
+        self, number: int, exit_code: int, *, seconds: float, how: str | None = None, was_pruned: bool = False
+    ) -> TrialResult:
         """Record how a turn of a trial ended, also in sweep.csv. `how` is what only the sweep knows of it."""
         before = self.trials[number].user_attrs.get("result", {}).get("seconds", 0.0)
         result = read_result(
-            self.run_folder(number), self.log_file(number), exit_code, seconds=round(before + seconds, 1), how=how
+            self.run_folder(number),
+            self.log_file(number),
+            exit_code,
+            seconds=round(before + seconds, 1),
+            how=how,
+            was_pruned=was_pruned,
         )
         self._storage.set_trial_user_attr(self._id_of(number), "result", asdict(result))
         cost = cost_of(result, self.sweep.metric)

@@ -17,6 +17,7 @@ from tunebook.files import atomic_write_text, read_json
 from tunebook.record.differences import mean_score
 from tunebook.record.manifest import manifest_or_empty
 from tunebook.record.metrics import is_training_line, median_after_warm_up, read_metrics
+from tunebook.sweep.space import Values, as_text
 
 CSV_FILE = "sweep.csv"
 # Attributes of a result that can rank it, the most informative first: heading and format in the table.
@@ -29,7 +30,6 @@ METRICS = {
 }
 # Metrics that a running trial reports, and their keys in the lines of metrics.jsonl.
 LOGGED_WHILE_RUNNING = {"final_loss": "loss", "validation_loss": "validation_loss"}
-PRUNED = "pruned"
 _LONGEST_REASON = 120  # characters in a table
 _MAX_DIGITS = 9
 
@@ -46,11 +46,7 @@ class TrialResult:
     evaluation_score: float | None  # after training, mean over the tasks
     is_higher_better: bool  # of the evaluation score
     tokens_per_second_per_gpu: float | None  # median over the logged steps after warm-up
-
-    @property
-    def was_pruned(self) -> bool:
-        """Whether the sweep ended it early."""
-        return self.how_it_ended.startswith(PRUNED)
+    was_pruned: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +68,9 @@ class Row:
         return self.result.exit_code if self.result is not None else StoppedError.exit_code
 
 
-def read_result(run_folder: Path, log: Path, exit_code: int, *, seconds: float, how: str | None) -> TrialResult:
+def read_result(
+    run_folder: Path, log: Path, exit_code: int, *, seconds: float, how: str | None, was_pruned: bool = False
+) -> TrialResult:
     """Read one trial's result from its run folder and log, as far as recorded. `how` is what only the sweep knows."""
     metrics = read_metrics(run_folder)
     training = [line for line in metrics if is_training_line(line)]
@@ -93,6 +91,7 @@ def read_result(run_folder: Path, log: Path, exit_code: int, *, seconds: float, 
         evaluation_score=score,
         is_higher_better=is_higher_better,
         tokens_per_second_per_gpu=median_after_warm_up(speeds),
+        was_pruned=was_pruned,
     )
 
 
@@ -157,6 +156,16 @@ def write_csv(rows: list[Row], metric: str, fixed: list[str], folder: Path) -> N
         measured = [getattr(row.result, name, None) for name in measurements]
         writer.writerow([rank, *values, *measured, folder / row.name])
     atomic_write_text(folder / CSV_FILE, text.getvalue())
+
+
+def grid_table(grid: list[Values]) -> Table:
+    """Return a table of the trials of a grid."""
+    table = Table("trial", title=f"{len(grid)} trials")
+    for key in grid[0]:
+        table.add_column(key, justify="right", overflow="fold")
+    for number, values in enumerate(grid):
+        table.add_row(*map(Text, (f"trial-{number:03d}", *as_text(values).values())))
+    return table
 
 
 def sweep_table(rows: list[Row], metric: str) -> Table:

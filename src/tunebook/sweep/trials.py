@@ -26,12 +26,10 @@ from tunebook.processes import stopping_with_parent
 from tunebook.record.run_folder import LOCK_FILE, is_worked_in
 from tunebook.sweep.space import title_of
 from tunebook.sweep.study import Study
-from tunebook.sweep.table import PRUNED
 from tunebook.train.rank_process import RequestCount, handling_signals
 
 _POLL_S = 0.5
 _SAVES_WITHIN_S = 600.0  # the ranks of a killed trial, which may hold a large model
-_IN_JOB = ("launcher.timeout_s", "launcher.start_timeout_s", "launcher.stop_timeout_s")  # kept with launcher=local
 
 CommandOf = Callable[[Study, optuna.Trial], list[str]]
 Say = Callable[[str], None]
@@ -64,8 +62,7 @@ def train_command(study: Study, trial: optuna.Trial) -> list[str]:
     sweep = study.sweep
     overrides = sweep.space.overrides(trial.params)
     if sweep.is_array:
-        inside = [word for word in overrides if not word.startswith("launcher") or word.startswith(_IN_JOB)]
-        overrides = [*inside, "launcher=local"]
+        overrides = [*(word for word in overrides if not word.startswith("launcher")), "launcher=local"]
     words = command_words("train", sweep.recipe, overrides, map(Path, sweep.recipes_dirs))
     return [sys.executable, "-m", *words, "--run-folder", str(study.run_folder(trial.number))]
 
@@ -161,21 +158,21 @@ def _start(study: Study, trial: optuna.Trial, slot: Slot, stop: StopRequests, co
     stop.processes.append(process)
     if stop.first is not None:  # it came before the process was known
         process.terminate()
-    if slot.cores:
+    if slot.cores and hasattr(os, "sched_setaffinity"):  # Linux only
         with suppress(ProcessLookupError):
             os.sched_setaffinity(process.pid, slot.cores)  # while it has one thread: later threads inherit this
     return RunningTrial(trial=trial, process=process, slot=slot)
 
 
 def _finish(study: Study, one: RunningTrial, stop: StopRequests, say: Say) -> None:
-    code, how = one.process.returncode, None
+    code, how, was_pruned = one.process.returncode, None, False
     if one.worse_at is not None and code != 0:
-        how = f"{PRUNED} at step {one.worse_at}: {study.sweep.metric} worse than the median of the trials before"
+        how = f"pruned at step {one.worse_at}: {study.sweep.metric} worse than the median of the trials before"
+        code, was_pruned = StoppedError.exit_code, True
     elif stop.first is not None and code in (StoppedError.exit_code, -signal.SIGTERM, -signal.SIGINT):
-        how = "stopped with the sweep"
+        code, how = StoppedError.exit_code, "stopped with the sweep"
     elif code < 0:
-        how = f"failed: killed by signal {-code} (more in {study.log_file(one.trial.number).name})"
-    if code < 0:
-        code = 1 if how is None or how.startswith("failed") else StoppedError.exit_code
-    result = study.finish(one.trial.number, code, seconds=time.monotonic() - one.started, how=how)
+        code, how = 1, f"failed: killed by signal {-code} (more in {study.log_file(one.trial.number).name})"
+    seconds = time.monotonic() - one.started
+    result = study.finish(one.trial.number, code, seconds=seconds, how=how, was_pruned=was_pruned)
     say(f"trial {one.trial.number + 1} of {study.num_trials}: {result.how_it_ended}, after {result.seconds:.0f} s")
