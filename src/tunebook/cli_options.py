@@ -120,7 +120,7 @@ Jobs = Annotated[
     typer.Option(
         "--jobs",
         min=1,
-        help="Trials at a time; if unset, 1, in a Slurm job array all. On this machine the GPUs are divided evenly.",
+        help="Trials at a time; if unset, 1, in a Slurm job array 8. On this machine the GPUs are divided evenly.",
     ),
 ]
 NumTrials = Annotated[

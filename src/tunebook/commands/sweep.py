@@ -39,6 +39,7 @@ from tunebook.sweep.trials import CommandOf, StopRequests, divide, is_at_work, r
 from tunebook.terminal import print_text
 
 _SAVES_WITHIN_S = 600.0  # trials of a killed sweep, which may hold large models
+_NUM_TASKS = 8  # of an array at a time: a search learns from those that have ended
 _MAX_EXAMPLES = 3  # trials named per problem; the others are counted
 
 
@@ -221,7 +222,7 @@ def _submit(study: Study, config: RunConfig, options: SweepOptions, console: Con
         study.reopen()
         if study.num_left == 0:
             return _conclude(study, config, console, was_stopped=False)
-        job_id = submit_array(study, config, options.jobs)
+        job_id = submit_array(study, config, options.jobs or _NUM_TASKS)
         print_text(f"submitted as job {job_id}: {study.num_left} of {study.num_trials} trials", console)
     else:
         _show(study, console)
@@ -258,9 +259,9 @@ def _show(study: Study, console: Console) -> None:
 
 
 def _how_it_runs(sweep: Sweep, options: SweepOptions) -> str:
-    how = f"{options.jobs or ('all' if sweep.is_array else 1)} at a time"
+    how = f"{options.jobs or 1} at a time"
     if sweep.is_array:
-        how = f"as tasks of a Slurm job array, {how}"
+        how = f"as tasks of a Slurm job array, {options.jobs or _NUM_TASKS} at a time"
     if sweep.num_trials is None:
         return how
     searched = f"searched by Optuna for the best {sweep.metric}, seed {sweep.seed}"

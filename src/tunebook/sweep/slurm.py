@@ -47,12 +47,12 @@ def check_array(configs: list[RunConfig]) -> None:
     )
 
 
-def submit_array(study: Study, config: RunConfig, num_at_once: int | None) -> str:
+def submit_array(study: Study, config: RunConfig, num_at_once: int) -> str:
     """Submit one task for each trial that is left; return the job ID. Raises: RequestError if Slurm refuses it."""
     indices = f"{study.num_trials - study.num_left}-{study.num_trials - 1}"
     options = [
         *option_words(config),
-        f"--array={indices}" + (f"%{num_at_once}" if num_at_once else ""),
+        f"--array={indices}%{num_at_once}",
         f"--output={output_pattern(study.folder, 'slurm-%A_%a.out')}",
         "--open-mode=append",
     ]
