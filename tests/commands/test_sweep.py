@@ -120,7 +120,7 @@ def test_sigterm_stops_the_trial_and_still_writes_the_table(tmp_path: Path, cons
     assert sweep(tmp_path, console, "optimizer.learning_rate=0.1,0.2", "training.seed=0,77") == 6
     assert [(row["exit_code"], row["how_it_ended"]) for row in table_rows(tmp_path)] == [
         ("0", "finished"),
-        ("6", "stopped with the sweep"),
+        ("6", "stopped by SIGTERM"),
         ("", ""),
         ("", ""),
     ]

@@ -183,7 +183,7 @@ def test_ctrl_c_lets_the_trial_save_and_starts_no_other(tmp_path: Path) -> None:
     watcher.join()
     assert (tmp_path / "saved").exists()
     assert stopped is not None
-    assert (stopped.exit_code, stopped.how_it_ended, other) == (6, "stopped with the sweep", None)
+    assert (stopped.exit_code, stopped.how_it_ended, other) == (6, "stopped by SIGINT", None)
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -170,7 +170,7 @@ def _finish(study: Study, one: RunningTrial, stop: StopRequests, say: Say) -> No
         how = f"pruned at step {one.worse_at}: {study.sweep.metric} worse than the median of the trials before"
         code, was_pruned = StoppedError.exit_code, True
     elif stop.first is not None and code in (StoppedError.exit_code, -signal.SIGTERM, -signal.SIGINT):
-        code, how = StoppedError.exit_code, "stopped with the sweep"
+        code, how = StoppedError.exit_code, f"stopped by {stop.first.name}"
     elif code < 0:
         code, how = 1, f"failed: killed by signal {-code} (more in {study.log_file(one.trial.number).name})"
     seconds = time.monotonic() - one.started
