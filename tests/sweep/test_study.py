@@ -10,195 +10,170 @@ from typing import Any
 import optuna
 import pytest
 
-from tunebook.errors import RequestError
-from tunebook.sweep.folder import SweepFolder
-from tunebook.sweep.options import METRICS, SweepOptions
-from tunebook.sweep.results import Goal
-from tunebook.sweep.space import read_space
-from tunebook.sweep.study import NUM_NEVER_PRUNED, Search
-from tunebook.sweep.trial_process import TrialEnd, write_trial_end
-from tunebook.sweep.trials import Trial
+from tunebook.sweep.study import Study, Sweep, find_folder, make_folder, read_sweep, write_sweep
 
-WORDS = ["training.max_steps=3", "optimizer.learning_rate=tag(log,interval(1e-5,1e-1))", "schedule=cosine,linear"]
+SEARCHED = ["training.max_steps=3", "optimizer.learning_rate=tag(log,interval(1e-5,1e-1))", "schedule=cosine,linear"]
+LISTED = ["training.seed=0,1", "training.max_steps=3,4"]
 
 
-def search_in(folder: SweepFolder, num_trials: int = 20, *, metric: str = "final_loss", **options: Any) -> Search:
-    fixed, space = read_space(WORDS)
-    goal = Goal(metric=metric, direction=METRICS[metric])
-    return Search(fixed, space, goal, SweepOptions(search="optuna", num_trials=num_trials, **options), folder)
+def sweep_of(words: list[str], **values: Any) -> Sweep:
+    values = {"num_trials": None, "metric": "final_loss", "config_sha256": "0" * 64} | values
+    return Sweep(recipe="quickstart", recipes_dirs=[], words=words, **values)
 
 
-def loss_of(trial: Trial) -> float:
+def study_in(folder: Path, words: list[str] = LISTED, **values: Any) -> Study:
+    folder.mkdir(exist_ok=True)
+    study = Study(folder, sweep_of(words, **values))
+    study.enqueue_grid()
+    return study
+
+
+def log(study: Study, number: int, *losses: float | None) -> None:
+    """Write what a trial logs."""
+    study.run_folder(number).mkdir(exist_ok=True)
+    lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, 1)]
+    (study.run_folder(number) / "metrics.jsonl").write_text("".join(lines))
+
+
+def loss_of(trial: optuna.Trial) -> float:
     """Best at a learning rate of 1e-3, and with a linear schedule."""
-    distance = abs(math.log10(float(trial.swept["optimizer.learning_rate"])) + 3)
-    return distance + (trial.swept["schedule"] == "cosine")
+    return abs(math.log10(trial.params["optimizer.learning_rate"]) + 3) + (trial.params["schedule"] == "cosine")
 
 
-def end(folder: SweepFolder, trial: Trial, *, exit_code: int = 0, loss: float | None = None, **how: object) -> None:
-    """Write what a trial leaves."""
-    run_folder = folder.run_folder(trial)
-    run_folder.mkdir(exist_ok=True)
-    (run_folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": loss}) + "\n")
-    record = TrialEnd(exit_code=exit_code, seconds=1.0, was_interrupted=bool(how.get("interrupted")))
-    write_trial_end(record, folder.end_file(trial))
-
-
-def run_trials(search: Search, folder: SweepFolder, *, up_to: int = 10**6) -> list[Trial]:
-    done: list[Trial] = []
-    while len(done) < up_to and (trial := search.next_trial()) is not None:
-        end(folder, trial, loss=loss_of(trial))
-        search.tell(trial)
-        done.append(trial)
+def run(study: Study, *, up_to: int = 10**6) -> list[tuple[int, dict[str, Any]]]:
+    done = list[tuple[int, dict[str, Any]]]()
+    while len(done) < up_to and (trial := study.next_trial()) is not None:
+        log(study, trial.number, loss_of(trial))
+        study.finish(trial.number, 0, seconds=1.0)
+        done.append((trial.number, trial.params))
     return done
 
 
-def states(folder: SweepFolder) -> list[str]:
-    storage = optuna.storages.JournalStorage(
-        optuna.storages.journal.JournalFileBackend(str(folder.path / "study.jsonl"))
-    )
-    return [trial.state.name for trial in optuna.load_study(study_name="sweep", storage=storage).trials]
+def states(study: Study) -> list[str]:
+    return [trial.state.name for trial in study.trials]
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> SweepFolder:
-    return SweepFolder(path=tmp_path)
-
-
-def test_a_search_comes_close_to_the_best(folder: SweepFolder) -> None:
-    trials = run_trials(search_in(folder, 30), folder)
-    assert [trial.number for trial in trials] == list(range(30))
-    assert trials[0].overrides[0] == "training.max_steps=3"
-    early, late = (sum(map(loss_of, part)) / 10 for part in (trials[:10], trials[-10:]))
-    assert late < 0.6 * early  # ten at random, then proposals that learn from them
-    assert min(map(loss_of, trials)) < 0.2
-
-
-def test_an_interrupted_search_proposes_what_it_would_have_proposed(tmp_path: Path) -> None:
-    one, other = (SweepFolder(path=tmp_path / name) for name in ("one", "other"))
-    one.path.mkdir()
-    other.path.mkdir()
-    through = run_trials(search_in(one, 16), one)
-    parts = [*run_trials(search_in(other, 16), other, up_to=12), *run_trials(search_in(other, 16), other)]
-    assert parts == through
-    assert run_trials(search_in(other, 16), other) == []
-    assert search_in(other, 16).trials == through
-    assert [trial.number for trial in run_trials(search_in(other, 18), other)] == [16, 17]  # more were asked for
-
-
-def test_another_seed_proposes_other_values(tmp_path: Path) -> None:
-    found = []
-    for seed in (0, 50):
-        folder = SweepFolder(path=tmp_path / str(seed))
-        folder.path.mkdir()
-        found.append([trial.swept for trial in run_trials(search_in(folder, 3, seed=seed), folder)])
-    assert not any(one == other for one, other in zip(*found, strict=True))
-
-
-def test_failed_trials_are_told_as_failed_and_count(folder: SweepFolder) -> None:
-    search = search_in(folder, 4)
-    for exit_code, loss in ((0, 0.5), (7, 0.1), (0, None), (2, None)):
-        trial = search.next_trial()
-        assert trial is not None
-        end(folder, trial, exit_code=exit_code, loss=loss)
-        search.tell(trial)
-    assert search.next_trial() is None
-    assert states(folder) == ["COMPLETE", "FAIL", "FAIL", "FAIL"]
-    again = search_in(folder, 4)
-    assert again.next_trial() == trial  # what refused the last one may have been put right by now
+def test_a_grid_runs_once_in_order_also_after_a_kill_while_it_was_enqueued(tmp_path: Path) -> None:
+    study = study_in(tmp_path)
+    assert (study.num_trials, study.num_left, states(study)) == (4, 4, ["WAITING"] * 4)
+    again = study_in(tmp_path)
+    assert len(again.trials) == 4
+    taken = [trial.params for _ in range(4) if (trial := again.next_trial()) is not None]
+    assert taken == sweep_of(LISTED).space.grid()
     assert again.next_trial() is None
 
 
-@pytest.mark.parametrize("how", ["under way", "stopped", "unexpected"])
-def test_a_trial_that_did_not_come_to_its_end_is_taken_up_with_its_values(folder: SweepFolder, how: str) -> None:
-    search = search_in(folder, 3)
-    first, second = run_trials(search, folder, up_to=1)[0], search.next_trial()
-    assert second is not None
-    if how != "under way":
-        end(folder, second, exit_code=6 if how == "stopped" else 1, interrupted=how == "stopped")
-        search.tell(second)
-    again = search_in(folder, 3)
-    assert again.trials == [first, second]
-    taken_up = run_trials(again, folder)
-    assert [trial.number for trial in taken_up] == [1, 2]
-    assert taken_up[0] == second
-    assert states(folder) == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
+def test_a_search_comes_close_to_the_best(tmp_path: Path) -> None:
+    study = study_in(tmp_path, SEARCHED, num_trials=30)
+    run(study)
+    losses = [trial.value for trial in study.trials]
+    assert sum(losses[-10:]) < 0.6 * sum(losses[:10])  # ten at random, then proposals that learn from them
+    assert min(losses) < 0.2
 
 
-def test_a_trial_that_finished_unseen_is_told_and_not_run_again(folder: SweepFolder) -> None:
-    search = search_in(folder, 2)
-    trial = search.next_trial()
-    assert trial is not None
-    end(folder, trial, loss=0.25)
-    again = search_in(folder, 2)
-    assert states(folder) == ["COMPLETE"]
-    assert [trial.number for trial in run_trials(again, folder)] == [1]
+def test_an_interrupted_search_proposes_what_it_would_have_proposed(tmp_path: Path) -> None:
+    through = run(study_in(tmp_path / "one", SEARCHED, num_trials=16))
+    parts = [run(study_in(tmp_path / "two", SEARCHED, num_trials=16), up_to=count) for count in (12, 9)]
+    assert [*parts[0], *parts[1]] == through
+    assert [number for number, _ in run(study_in(tmp_path / "two", SEARCHED, num_trials=18))] == [16, 17]
+    other = run(study_in(tmp_path / "three", SEARCHED, num_trials=3, seed=50))
+    assert not any(one[1] == two[1] for one, two in zip(other, through, strict=False))
 
 
-def test_a_lock_that_a_killed_sweep_left_behind_is_no_lock(folder: SweepFolder) -> None:
-    run_trials(search_in(folder, 1), folder)
-    (folder.path / "study.jsonl.lock").symlink_to(folder.path / "study.jsonl")
-    assert len(run_trials(search_in(folder, 2), folder)) == 1
+def test_trials_side_by_side_get_different_values(tmp_path: Path) -> None:
+    study = study_in(tmp_path, SEARCHED, num_trials=20)
+    run(study, up_to=12)
+    together = [study.next_trial() for _ in range(3)]
+    assert len({trial.params["optimizer.learning_rate"] for trial in together if trial is not None}) == 3
 
 
-def test_trials_side_by_side_get_different_values(folder: SweepFolder) -> None:
-    search = search_in(folder, 20)
-    run_trials(search, folder, up_to=12)
-    together = [search.next_trial() for _ in range(3)]
-    rates = {trial.swept["optimizer.learning_rate"] for trial in together if trial is not None}
-    assert len(rates) == 3
+@pytest.mark.parametrize(
+    ("exit_code", "loss", "state"),
+    [(0, 0.5, "COMPLETE"), (7, 0.1, "FAIL"), (0, None, "FAIL"), (2, None, "WAITING"), (6, 0.1, "WAITING")],
+)
+def test_what_would_end_the_same_way_is_final_and_anything_else_runs_again(
+    tmp_path: Path, exit_code: int, loss: float | None, state: str
+) -> None:
+    study = study_in(tmp_path, SEARCHED, num_trials=1)
+    first = study.next_trial()
+    assert first is not None
+    log(study, 0, loss)
+    study.finish(0, exit_code, seconds=2.0)
+    again = study_in(tmp_path, SEARCHED, num_trials=1)
+    again.reopen()
+    assert states(again) == [state]
+    assert again.rows()[0].result is not None
+    trial = again.next_trial()
+    assert (trial is not None) is (state == "WAITING")
+    if trial is not None:
+        assert (trial.number, trial.params) == (0, first.params)
+        assert again.finish(0, 0, seconds=3.0).seconds == 5.0  # of both turns
 
 
-def test_a_trial_worse_than_the_median_is_pruned_at_the_step_where_it_is(folder: SweepFolder) -> None:
-    search = search_in(folder, 20, prune=2)
+def test_a_trial_that_finished_after_its_sweep_was_killed_is_not_run_again(tmp_path: Path) -> None:
+    study = study_in(tmp_path)
+    study.next_trial()
+    study.next_trial()
+    log(study, 0, 0.25)
+    status = {"state": "finished", "exit_code": 0, "reason": None, "seconds": 4.0}
+    (study.run_folder(0) / "manifest.json").write_text(json.dumps({"format": 1, "status": status}))
+    again = study_in(tmp_path)
+    again.reopen()
+    assert states(again) == ["COMPLETE", "WAITING", "WAITING", "WAITING"]
+    result = again.rows()[0].result
+    assert result is not None
+    assert (result.final_loss, result.seconds) == (0.25, 4.0)
 
-    def curve(trial: Trial, losses: list[float]) -> str | None:
-        folder.run_folder(trial).mkdir()
-        watch = search.watch(trial)
-        assert watch is not None
-        assert watch() is None  # nothing logged yet
-        lines = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
-        lines.insert(1, {"step": 1, "validation_loss": 99.0})
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (folder.run_folder(trial) / "metrics.jsonl").write_text(text)
-        return watch()
 
-    for number in range(NUM_NEVER_PRUNED):
-        trial = search.next_trial()
+def test_a_trial_worse_than_the_median_is_pruned_at_the_step_where_it_is(tmp_path: Path) -> None:
+    study = study_in(tmp_path, SEARCHED, num_trials=20, prune=2)
+
+    def worse_at(*losses: float | None) -> int | None:
+        trial = study.next_trial()
         assert trial is not None
-        assert curve(trial, [9.0 - number, 5.0 - number, 3.0 - number]) is None
-        write_trial_end(TrialEnd(exit_code=0, seconds=1.0, was_interrupted=False), folder.end_file(trial))
-        search.tell(trial)
-    good, bad = search.next_trial(), search.next_trial()
-    assert good is not None and bad is not None
-    assert curve(good, [6.9, 2.9, 0.9]) is None  # the medians are 7, 3 and 1
-    reason = curve(bad, [7.1, 3.1, 0.0])  # its first step is worse too, but too early to tell
-    assert reason == "at step 2, loss 3.1 is worse than the median of the trials before"
-    record = TrialEnd(exit_code=6, seconds=1.0, was_interrupted=True, was_pruned=True, reason=reason)
-    write_trial_end(record, folder.end_file(bad))
-    search.tell(bad)
-    assert states(folder)[-1] == "PRUNED"
-    assert bad not in [search_in(folder, 7, prune=2).next_trial()]
+        assert study.worse_at(trial) is None  # nothing logged yet
+        log(study, trial.number, *losses)
+        step = study.worse_at(trial)
+        if step is None:
+            assert study.worse_at(trial) is None  # nothing is reported twice
+            study.finish(trial.number, 0, seconds=1.0)
+        else:
+            study.finish(trial.number, 6, seconds=1.0, was_pruned=True)
+        return step
+
+    for number in range(5):
+        assert worse_at(9.0 - number, 5.0 - number, 3.0 - number) is None
+    assert worse_at(6.9, None, 0.9) is None  # the medians are 7, 3 and 1
+    assert worse_at(7.1, 3.1, 0.0) == 2  # its first step is worse too, but too early
+    assert states(study)[-1] == "PRUNED"
+    study.reopen()
+    assert study.num_open == 20 - 7
 
 
-def test_nobody_watches_where_pruning_was_not_asked_for(folder: SweepFolder) -> None:
-    search = search_in(folder, 2)
-    trial = search.next_trial()
-    assert trial is not None
-    assert search.watch(trial) is None
+def test_a_lower_score_is_better_if_its_tasks_say_so(tmp_path: Path) -> None:
+    study = study_in(tmp_path, metric="evaluation_score")
+    for score, is_higher_better in ((12.0, False), (0.5, True)):
+        trial = study.next_trial()
+        assert trial is not None
+        (study.run_folder(trial.number) / "evaluation").mkdir(parents=True)
+        task = {"value": score, "higher_is_better": is_higher_better, "subtasks": []}
+        after = study.run_folder(trial.number) / "evaluation" / "after.json"
+        after.write_text(json.dumps({"tasks": {"words": task}}))
+        study.finish(trial.number, 0, seconds=1.0)
+    assert [trial.value for trial in study.trials[:2]] == [12.0, -0.5]  # what Optuna minimizes
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_a_score_that_is_better_low_is_not_searched_high_by_accident(folder: SweepFolder, named: bool) -> None:
-    search = search_in(folder, 2, metric="evaluation_score", direction="maximize" if named else None)
-    trial = search.next_trial()
-    assert trial is not None
-    end(folder, trial, loss=1.0)
-    (folder.run_folder(trial) / "evaluation").mkdir()
-    task = {"value": 12.0, "higher_is_better": False, "subtasks": []}
-    (folder.run_folder(trial) / "evaluation" / "after.json").write_text(json.dumps({"tasks": {"perplexity": task}}))
-    if named:
-        search.tell(trial)
-        assert states(folder) == ["COMPLETE"]
-    else:
-        with pytest.raises(RequestError, match=r"better when lower.*add --direction=minimize"):
-            search.tell(trial)
+def test_the_newest_folder_of_the_same_sweep_is_found(tmp_path: Path) -> None:
+    one, two, other = (make_folder(tmp_path / "out") for _ in range(3))
+    for folder, words in ((one, LISTED), (two, LISTED), (other, LISTED[:1])):
+        write_sweep(sweep_of(words), folder)
+    assert find_folder(sweep_of([*LISTED, "training.resume=auto"], metric="seconds"), tmp_path / "out") == two
+    assert find_folder(sweep_of(LISTED, config_sha256="1"), tmp_path / "out") is None
+    assert read_sweep(other) == sweep_of(LISTED[:1])
+
+
+def test_a_search_with_more_trials_is_the_same_and_one_with_another_seed_is_not() -> None:
+    identity = sweep_of(SEARCHED, num_trials=3).identity
+    assert sweep_of(SEARCHED, num_trials=5).identity == identity
+    others = [{"seed": 1}, {"metric": "seconds"}, {"words": [SEARCHED[1], "schedule=linear,cosine"]}]
+    assert all(sweep_of(**{"words": SEARCHED, "num_trials": 3} | other).identity != identity for other in others)

@@ -1,103 +1,232 @@
+"""Trials as processes, with small programs in the place of `tunebook train`."""
+
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import optuna
 import pytest
-from hydra.core.override_parser.types import RangeSweep
 
-from tunebook.config.compose import compose
-from tunebook.errors import RequestError
-from tunebook.sweep.trials import Trial, check_trials, expand_trials, num_values, parse_sweep_overrides
+from tunebook.sweep.study import Study, Sweep
+from tunebook.sweep.table import TrialResult
+from tunebook.sweep.trials import Slot, StopRequests, divide, run_trials, train_command
+
+# Ends as a run does that is asked to stop: cleanly, with 6.
+STOPS_CLEANLY = """
+import pathlib, signal, sys, time
+def stop(number, frame):
+    pathlib.Path(sys.argv[1], "saved").touch()
+    raise SystemExit(6)
+signal.signal(signal.SIGTERM, stop)
+pathlib.Path(sys.argv[1], "running").touch()
+time.sleep(30)
+"""
+# Notes which requests come, and heeds none.
+IGNORES_REQUESTS = """
+import pathlib, signal, sys, time
+def note(number, frame):
+    with pathlib.Path(sys.argv[1], "noted").open("a") as file:
+        file.write(signal.Signals(number).name + " ")
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, note)
+pathlib.Path(sys.argv[1], "running").touch()
+end = time.monotonic() + 60
+while time.monotonic() < end:
+    time.sleep(1)
+"""
+# A sweep of one trial, to be killed.
+SWEEP = """
+import sys
+from tests.sweep.test_trials import run_program
+run_program(sys.argv[1], sys.argv[2])
+"""
 
 
-def check_with_compose(overrides: list[str]) -> None:
-    compose("quickstart", overrides)
-
-
-def test_every_combination_is_one_trial_and_the_last_key_changes_fastest() -> None:
-    trials = expand_trials(["optimizer.learning_rate=0.1,0.2", "training.max_length=99", "training.seed=0,1"])
-    assert [trial.swept for trial in trials] == [
-        {"optimizer.learning_rate": "0.1", "training.seed": "0"},
-        {"optimizer.learning_rate": "0.1", "training.seed": "1"},
-        {"optimizer.learning_rate": "0.2", "training.seed": "0"},
-        {"optimizer.learning_rate": "0.2", "training.seed": "1"},
-    ]
-    assert trials[2] == Trial(
-        number=2,
-        overrides=("optimizer.learning_rate=0.2", "training.max_length=99", "training.seed=0"),
-        swept={"optimizer.learning_rate": "0.2", "training.seed": "0"},
+def study_in(folder: Path, num_trials: int = 1, **values: object) -> Study:
+    sweep = Sweep(
+        recipe="mine",
+        recipes_dirs=["/recipes"],
+        words=[f"training.seed=range({num_trials})"] if num_trials > 1 else ["training.seed=choice(0)"],
+        config_sha256="0",
+        num_trials=None,
+        metric="final_loss",
+        **values,  # type: ignore[arg-type]
     )
-    assert (trials[2].name, trials[2].title) == ("trial-002", "optimizer.learning_rate=0.2 training.seed=0")
+    study = Study(folder, sweep)
+    study.enqueue_grid()
+    return study
 
 
-def test_ranges_choices_groups_and_lists_are_understood() -> None:
-    trials = expand_trials(["training.seed=range(1,4)", "optimizer=adamw,adamw_8bit", "evaluation.tasks=[a,b]"])
-    assert len(trials) == 6
-    assert trials[5].overrides == ("training.seed=3", "optimizer=adamw_8bit", "evaluation.tasks=[a,b]")
-    assert [trial.swept["peft.rank"] for trial in expand_trials(["peft.rank=choice(4,8)"])] == ["4", "8"]
+def run_program(program: str, folder: str, slots: int = 1, **values: int) -> list[TrialResult | None]:
+    """Run the program once per trial, with the sweep's folder and the trial's number as its arguments."""
+    study, stop = study_in(Path(folder), **values), StopRequests()
+
+    def command_of(_study: Study, trial: optuna.Trial) -> list[str]:
+        return [sys.executable, "-c", program, folder, str(trial.number)]
+
+    with stop.listening():
+        cores = sorted(os.sched_getaffinity(0))
+        run_trials(study, divide([], cores, slots), stop, print, command_of)
+    return [row.result for row in study.rows()]
+
+
+def run_one(program: str, folder: Path) -> TrialResult:
+    (result,) = run_program(program, str(folder))
+    assert result is not None
+    return result
+
+
+def interrupt_when(file: Path, *, times: int = 1) -> threading.Thread:
+    """Send this process Ctrl-C once the file is there, and again each time that one has been noted next to it."""
+    noted = file.with_name("noted")
+
+    def watch() -> None:
+        while not file.exists():
+            time.sleep(0.01)
+        for count in range(times):
+            while count and not (noted.exists() and noted.read_text().count(" ") == count):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("is_array", "overrides"),
+    [(False, ["launcher=slurm", "launcher.partition=a", "a=1"]), (True, ["a=1", "launcher=local"])],
+)
+def test_the_command_is_what_a_user_would_type(tmp_path: Path, is_array: bool, overrides: list[str]) -> None:
+    words = ["launcher=slurm", "launcher.partition=a", "a=1,2"]
+    sweep = Sweep(
+        recipe="mine",
+        recipes_dirs=["/recipes"],
+        words=words,
+        config_sha256="0",
+        num_trials=None,
+        metric="seconds",
+        is_array=is_array,
+    )
+    study = Study(tmp_path, sweep)
+    study.enqueue_grid()
+    trial = study.next_trial()
+    assert trial is not None
+    assert train_command(study, trial) == [
+        *(sys.executable, "-m", "tunebook", "train", "mine", *overrides),
+        *("--recipes-dir", "/recipes", "--run-folder", str(tmp_path / "trial-000")),
+    ]
+
+
+def test_a_machine_is_divided_evenly() -> None:
+    assert divide(["a", "b"], [0, 1], 1) == [Slot()]
+    assert divide(["a", "b", "c", "d", "e"], [0, 1, 2, 3], 2) == [
+        Slot(gpus=["a", "b"], cores=[0, 1]),
+        Slot(gpus=["c", "d"], cores=[2, 3]),
+    ]
+
+
+def test_trials_side_by_side_see_gpus_of_their_own(tmp_path: Path) -> None:
+    program = "import os, sys; open(f'{sys.argv[1]}/{sys.argv[2]}', 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
+    study, stop = study_in(tmp_path, 4), StopRequests()
+    run_trials(
+        study,
+        divide(["GPU-a", "GPU-b", "GPU-c", "GPU-d"], [], 2),
+        stop,
+        print,
+        lambda _study, trial: [sys.executable, "-c", program, str(tmp_path), str(trial.number)],
+    )
+    seen = [(tmp_path / str(number)).read_text() for number in range(4)]
+    assert set(seen) == {"GPU-a,GPU-b", "GPU-c,GPU-d"}
+    assert set(seen[:2]) == set(seen)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two trials at a time need two cores")
+def test_trials_run_at_the_same_time_on_cores_of_their_own(tmp_path: Path) -> None:
+    # Each waits until both are there: one at a time they would wait for ever.
+    meets = (
+        "import os, pathlib, sys, time; folder = pathlib.Path(sys.argv[1]); time.sleep(0.5)\n"
+        "(folder / f'{sys.argv[2]}.cores').write_text(str(sorted(os.sched_getaffinity(0))))\n"
+        "while len(list(folder.glob('*.cores'))) < 2: time.sleep(0.05)\n"
+    )
+    results = run_program(meets, str(tmp_path), slots=2, num_trials=2)
+    assert [result and result.exit_code for result in results] == [0, 0]
+    one, two = (set(eval(file.read_text())) for file in sorted(tmp_path.glob("*.cores")))
+    assert one.isdisjoint(two)
+
+
+@pytest.mark.parametrize(
+    ("program", "exit_code", "how"),
     [
-        ([], r"no override lists several values.*tunebook train"),
-        (["training.seed=1"], r"no override lists several values"),
-        (["+training.seed=0,1"], r"keys can be set, not added or removed"),
-        (["~training.seed"], r"keys can be set, not added or removed"),
-        (["training.seed=0,[1"], r"cannot be read"),
-        (["training.seed=glob(*)"], r"glob\(\.\.\.\).*write them out with commas"),
-        (["optimizer.learning_rate=interval(0,1)"], r"interval\(\.\.\.\)"),
-        (["optimizer.learning_rate=interval(0,1)"], r"--search=optuna --num-trials=20"),
-        (["training.seed=0,1", "hydra.sweep.dir=/tmp"], r"override 'hydra.sweep.dir=/tmp': Hydra's own keys"),
-        (["training.seed=0,1", "hydra/launcher=joblib"], r"--launcher=joblib --jobs=2"),
-        (["training.seed=0,1", "training.seed=5"], r"training.seed is given 2 times.*the last one win"),
-        (["training.seed=0,1,0"], r"two trials would be the same \(training.seed=0\)"),
-        (["training.seed=range(0,5,0)"], r"in steps of 0 never reaches its end.*training.seed=range\(0,10,2\)"),
-        (["a=range(0,1,0.0)"], r"in steps of 0"),
-        (["a=range(0,inf)"], r"a range has two ends; write numbers"),
-        (["a=range(0,1000000000000)"], r"1,000,000,000,000 trials \(1,000,000,000,000 of a\).*--search=optuna"),
-        (["a=range(0,1e9,0.001)"], r"at most 2,000 are listed"),
-        (["a=range(0,100)", "b=range(0,7)", "c=1,2,3", "d=x"], r"2,100 trials \(100 of a x 7 of b x 3 of c\)"),
-        (["training.seed=shuffle(0,1)"], r"shuffle\(\.\.\.\) would order the trials differently each time"),
-        (["training.seed=0,1", "recipes=quickstart"], r"name the recipe as the first word"),
+        ("pass", 0, ""),
+        ("raise SystemExit(7)", 7, "it printed nothing"),
+        ("1/0", 1, "ZeroDivisionError"),
+        ("import os; os.kill(os.getpid(), 9)", 1, "killed by signal 9"),
     ],
 )
-def test_what_is_no_sweep_is_refused(words: list[str], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        expand_trials(words)
+def test_an_end_is_a_row(tmp_path: Path, program: str, exit_code: int, how: str) -> None:
+    result = run_one(program, tmp_path)
+    assert result.exit_code == exit_code
+    assert how in result.how_it_ended
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["0,10", "8,65,8", "1,10,2", "10,1,-3", "5,1", "0,1,0.1", "0,0.3,0.1", "0.1,1.0,0.2", "1,0,-0.25", "0,1e-3,1e-4"],
-)
-def test_a_range_is_counted_as_hydra_counts_it_up(text: str) -> None:
-    (override,) = parse_sweep_overrides([f"a=range({text})"])
-    sweep = override.value()
-    assert isinstance(sweep, RangeSweep)
-    assert num_values(sweep) == len(list(sweep.range()))
+def test_ctrl_c_lets_the_trial_save_and_starts_no_other(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    watcher = interrupt_when(tmp_path / "running")
+    stopped, other = run_program(STOPS_CLEANLY, str(tmp_path), num_trials=2)
+    watcher.join()
+    assert (tmp_path / "saved").exists()
+    assert stopped is not None
+    assert (stopped.exit_code, stopped.how_it_ended, other) == (6, "stopped by SIGINT", None)
+    assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_good_trials_pass() -> None:
-    check_trials(expand_trials(["optimizer.learning_rate=0.1,0.2"]), check_with_compose)
+def test_a_third_ctrl_c_kills_a_trial_that_does_not_stop(tmp_path: Path) -> None:
+    watcher = interrupt_when(tmp_path / "running", times=3)
+    result = run_one(IGNORES_REQUESTS, tmp_path)
+    watcher.join()
+    assert result.exit_code == 1
+    assert (tmp_path / "noted").read_text().split() == ["SIGTERM", "SIGINT"]
 
 
-def test_a_misspelt_key_is_reported_once_for_all_its_values() -> None:
-    trials = expand_trials(["optimizer.learning_rat=0.1,0.2", "training.seed=0,1"])
-    with pytest.raises(RequestError) as raised:
-        check_trials(trials, check_with_compose)
-    headline, *problems = raised.value.message.splitlines()
-    assert "none of its trials was started" in headline
-    assert len(problems) == 1
-    assert problems[0].startswith("all 4 trials: ")
-    assert "Did you mean 'optimizer.learning_rate'?" in problems[0]
-    assert raised.value.problem_id == "unknown-key"
+def test_a_trial_is_asked_to_save_when_its_sweep_is_killed(tmp_path: Path) -> None:
+    sweep = subprocess.Popen([sys.executable, "-c", SWEEP, STOPS_CLEANLY, str(tmp_path)])
+    while not (tmp_path / "running").exists():
+        time.sleep(0.05)
+    sweep.kill()
+    sweep.wait()
+    end = time.monotonic() + 10
+    while not (tmp_path / "saved").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert (tmp_path / "saved").exists()
 
 
-def test_different_problems_name_the_trials_that_have_them() -> None:
-    trials = expand_trials(["training.seed=0,1,zero", "optimizer=adamw,adam"])
-    with pytest.raises(RequestError) as raised:
-        check_trials(trials, check_with_compose)
-    wrong_choice, wrong_type, both, *_ = raised.value.message.splitlines()[1:]
-    assert wrong_choice.startswith("2 of 6 trials (training.seed=0 optimizer=adam; training.seed=1 optimizer=adam): ")
-    assert "no optimizer 'adam'" in wrong_choice
-    assert wrong_type.startswith("1 of 6 trials (training.seed=zero optimizer=adamw): ")
-    assert both == "1 of 6 trials (training.seed=zero optimizer=adam): 2 problems"
+def test_a_trial_worse_than_the_others_is_pruned(tmp_path: Path) -> None:
+    # Six trials log their number as the loss; the last one is the worst, and waits to be stopped.
+    program = """
+import json, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(6))
+folder = pathlib.Path(sys.argv[1], f"trial-{int(sys.argv[2]):03d}")
+folder.mkdir()
+(folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": float(sys.argv[2])}) + "\\n")
+time.sleep(30 if sys.argv[2] == "5" else 0)
+"""
+    study, stop = study_in(tmp_path, 6, prune=2), StopRequests()
+    run_trials(
+        study,
+        [Slot()],
+        stop,
+        print,
+        lambda _study, trial: [sys.executable, "-c", program, str(tmp_path), str(trial.number)],
+    )
+    *finished, pruned = [row.result for row in study.rows()]
+    assert [one and one.exit_code for one in finished] == [0] * 5
+    assert pruned is not None
+    assert pruned.how_it_ended.startswith("pruned at step 3: final_loss")
+    assert study.num_open == 0

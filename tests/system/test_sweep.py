@@ -1,4 +1,4 @@
-"""Real sweeps: one with trials that cannot be trained, one side by side that is killed and goes on, and a search."""
+"""Real sweeps: one with trials that cannot be trained, one side by side that is killed and resumes, and a search."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_a_failing_trial_stops_no_other(run, project_root, tmp_path):
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two trials at a time need two cores")
-def test_trials_side_by_side_whose_sweep_is_killed_save_and_go_on(start, run, read_run, tmp_path):
+def test_trials_side_by_side_whose_sweep_is_killed_save_and_resume(start, run, read_run, tmp_path):
     # The first two are short; the others so long that one is at work yet when the other begins.
     words = [
         *["tunebook", "sweep", "quickstart", "training.max_steps=3,100", "training.seed=0,1", *SHORT],
-        *[f"outputs={tmp_path}", "--launcher=joblib", "--jobs=2"],
+        *[f"outputs={tmp_path}", "--jobs=2"],
     ]
     sweep = start(words)
 
@@ -61,29 +61,21 @@ def test_trials_side_by_side_whose_sweep_is_killed_save_and_go_on(start, run, re
     # The kernel tells its trials as each of its threads ends: several times, which is one request all the same.
     os.kill(sweep.process.pid, signal.SIGKILL)
     sweep.process.wait()
-    killed = [number for number in (2, 3) if not (folder / f"trial-{number:03d}.json").exists()]
-    assert killed
-    refused = run([*words, "--jobs=64"])
-    assert refused.exit_code == 2, refused.output
-    assert "type --jobs=" in refused.output
-
     ended = run(words, timeout_s=600)
     assert ended.exit_code == 0, ended.output
-    assert f"{4 - len(killed)} of 4 trials are done" in ended.output
+    assert "2 of 4 trials to run" in ended.output
     assert [path.name for path in (tmp_path / "quickstart").glob("sweep-*")] == [folder.name]
     assert [line["exit_code"] for line in rows_of(folder)] == ["0"] * 4
     assert {name: (folder / name).stat().st_mtime for name in records} == records  # finished ones were left alone
     for number in (2, 3):
-        finished = read_run(folder / f"trial-{number:03d}")
-        assert len(finished.losses) == 100
-        if number in killed:
-            assert "resuming from" in (folder / f"trial-{number:03d}.log").read_text()
+        assert len(read_run(folder / f"trial-{number:03d}").losses) == 100
+        assert "resuming from" in (folder / f"trial-{number:03d}.log").read_text()
 
 
-def test_a_search_learns_what_is_best_and_goes_on_after_ctrl_c(start, run, tmp_path):
+def test_a_search_learns_what_is_best_and_resumes_after_ctrl_c(start, run, tmp_path):
     words = [
         *["tunebook", "sweep", "quickstart", "optimizer.learning_rate=tag(log,interval(1e-5,1e-2))", *SHORT],
-        *["training.max_steps=30", f"outputs={tmp_path}", "--search=optuna", "--num-trials=3", "--metric=final_loss"],
+        *["training.max_steps=30", f"outputs={tmp_path}", "--num-trials=3"],
     ]
     sweep = start(words)
     sweep.wait_for(lambda: list(tmp_path.glob("quickstart/sweep-*/trial-001/metrics.jsonl")), 400)
@@ -92,13 +84,10 @@ def test_a_search_learns_what_is_best_and_goes_on_after_ctrl_c(start, run, tmp_p
     assert stopped.exit_code == 6, stopped.output
     assert "the same command resumes it" in stopped.output
     (folder,) = (tmp_path / "quickstart").glob("sweep-*")
-    # Two where the second took its last step before it heard of the request.
-    num_done = [json.loads(file.read_text())["exit_code"] for file in folder.glob("trial-00?.json")].count(0)
-    assert num_done in (1, 2)
-
     ended = run(words, timeout_s=600)
     assert ended.exit_code == 0, ended.output
-    assert f"{num_done} of 3 trials are done" in ended.output
+    # One if the second took its last step before it heard of the request.
+    assert any(f"{left} of 3 trials to run" in ended.output for left in (1, 2))
     lines = rows_of(folder)
     assert [line["rank"] for line in lines] == ["1", "2", "3"]
     losses = [float(line["final_loss"]) for line in lines]

@@ -22,9 +22,7 @@ from tunebook.cli.book import book_app
 from tunebook.cli.options import (
     AllowMismatch,
     BatchSize,
-    Direction,
     Jobs,
-    Launcher,
     Metric,
     NumFewshot,
     NumTrials,
@@ -33,7 +31,6 @@ from tunebook.cli.options import (
     Prune,
     RecipesDir,
     RunFolder,
-    Search,
     SearchSeed,
     UnsafeCode,
     Words,
@@ -289,12 +286,9 @@ def chat(
 def sweep(
     words: Words = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the trials and stop.")] = False,
-    launcher: Launcher = "basic",
     jobs: Jobs = None,
-    search: Search = None,
     num_trials: NumTrials = None,
     metric: Metric = None,
-    direction: Direction = None,
     seed: SearchSeed = None,
     prune: Prune = None,
     recipes_dir: RecipesDir = None,
@@ -304,20 +298,10 @@ def sweep(
     After an interruption the same command continues: finished trials are kept, the others resume from their
     checkpoints. training.resume=never starts from the beginning.
     """
-    from tunebook.commands.sweep import sweep_command
-    from tunebook.sweep.options import SweepOptions
+    from tunebook.commands.sweep import SweepOptions, sweep_command
 
     recipe, overrides = split(words)
-    options = SweepOptions(
-        launcher=launcher,
-        jobs=jobs,
-        search=search,
-        num_trials=num_trials,
-        metric=metric,
-        direction=direction,
-        seed=seed,
-        prune=prune,
-    )
+    options = SweepOptions(jobs=jobs, num_trials=num_trials, metric=metric, seed=seed, prune=prune)
     outlive_readers()
     code = sweep_command(recipe, overrides, recipes_dir or [], make_console(), options=options, dry_run=dry_run)
     raise typer.Exit(code)

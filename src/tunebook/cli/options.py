@@ -115,48 +115,37 @@ class ExportFormat(StrEnum):
 
 
 # Of a sweep.
-Launcher = Annotated[
-    str,
-    typer.Option(
-        "--launcher",
-        help="basic: one trial after the other; joblib: several at a time on this machine, each on GPUs or cores of "
-        "its own; slurm: each a Slurm job, with the keys launcher.partition=... of launcher=slurm.",
-    ),
-]
 Jobs = Annotated[
     int | None,
     typer.Option(
         "--jobs",
-        help="Trials at a time; if unset, as many as fit, in Slurm 8. GPUs are divided evenly among them where "
-        "parallelism and hardware.gpus_per_node are left open.",
+        min=1,
+        help="Trials at a time; if unset, 1, in a Slurm job array 8. On this machine the GPUs are divided evenly.",
     ),
 ]
-Search = Annotated[
-    str | None,
+NumTrials = Annotated[
+    int | None,
     typer.Option(
-        "--search",
-        help="optuna: let it choose from key=interval(1e-6,1e-4), tag(log,interval(...)), int(interval(1,8)), "
-        "range(8,65,8) or a,b,c.",
+        "--num-trials",
+        min=1,
+        help="Search with this many trials instead of all combinations, with Optuna: key=interval(1e-6,1e-4), "
+        "tag(log,interval(...)), int(interval(1,8)), range(8,65,8) or a,b,c.",
     ),
 ]
-NumTrials = Annotated[int | None, typer.Option("--num-trials", help="How many trials a search takes.")]
 Metric = Annotated[
     str | None,
     typer.Option(
         "--metric",
-        help="What counts: evaluation_score, validation_loss, final_loss, tokens_per_second_per_gpu or seconds; if "
-        "unset, the first of these that the trials measure.",
+        help="What ranks the trials: evaluation_score, validation_loss, final_loss, tokens_per_second_per_gpu or "
+        "seconds; if unset, the first of these that they measure.",
     ),
 ]
-Direction = Annotated[
-    str | None, typer.Option("--direction", help="minimize or maximize, where the metric does not say it.")
+SearchSeed = Annotated[
+    int | None, typer.Option("--seed", min=0, max=2**31 - 1, help="Of a search's proposals; if unset, 0.")
 ]
-SearchSeed = Annotated[int | None, typer.Option("--seed", help="Of a search's proposals; if unset, 0.")]
 Prune = Annotated[
     int | None,
-    typer.Option(
-        "--prune", help="End trials of a search that, from this step on, are worse than the median of 5 or more."
-    ),
+    typer.Option("--prune", min=1, help="From this step on, end trials that are worse than the median of 5 or more."),
 ]
 
 

@@ -1,46 +1,57 @@
-"""`tunebook sweep`: list or propose the trials, check them, run each in its own folder, rank them.
+"""`tunebook sweep`: check every trial, run each in its own folder, rank them.
 
-Exit code: 0 if every trial finished or was pruned, otherwise that of the first trial (in the order of the sweep) that
-did not finish; 6 if the sweep was stopped.
+Exit code: 0 if every trial finished or was pruned, otherwise that of the first trial that did not; 6 if the sweep was
+stopped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from tunebook.checkpoint.choose import same_command
-from tunebook.commands.sweep_planning import SweepPlan, plan_sweep
+from tunebook.config.choices import Generation, LauncherName
 from tunebook.config.identity import hash_anywhere
-from tunebook.errors import RequestError
-from tunebook.plan.show import preparing
-from tunebook.record.run_folder import WITHOUT_RECIPE
-from tunebook.sweep.folder import Request, SweepFolder, create, newest_with, working_on
-from tunebook.sweep.launching import CommandOf, RunLocally, Runner, TrialList, run_trials
-from tunebook.sweep.options import SweepOptions, check_options
-from tunebook.sweep.results import (
-    Ranking,
-    TrialResult,
-    best_line,
-    rank,
-    read_result,
+from tunebook.config.override_text import command_words, shell_command
+from tunebook.config.schema import RayConfig, RunConfig
+from tunebook.errors import RequestError, StoppedError, TunebookError, first_few
+from tunebook.hardware.detect import Machine, detect_machine
+from tunebook.plan.auto.decisions import asked_keys
+from tunebook.plan.draft import Draft, draft_run
+from tunebook.processes import own_cores
+from tunebook.record.run_folder import WITHOUT_RECIPE, working_in
+from tunebook.slurm import check_job
+from tunebook.sweep.slurm import check_array, is_array, queued_array, submit_array
+from tunebook.sweep.space import Values, read_space, title_of
+from tunebook.sweep.study import RESUMES, Study, Sweep, find_folder, make_folder, write_sweep
+from tunebook.sweep.table import (
+    CSV_FILE,
+    LOGGED_WHILE_RUNNING,
+    METRICS,
+    grid_table,
+    ranked,
     sweep_exit_code,
     sweep_table,
-    trial_table,
-    write_csv,
 )
-from tunebook.sweep.shares import machine_shares
-from tunebook.sweep.slurm_trials import RunInSlurm
-from tunebook.sweep.trial_process import EXIT_STOPPED, Stopping, TrialEnd, wait_until_free
-from tunebook.sweep.trials import Trial, without_resume_override
+from tunebook.sweep.trials import CommandOf, StopRequests, divide, is_at_work, run_trials, train_command
 from tunebook.terminal import print_text
 
-CSV_FILE = "sweep.csv"
-_MANY = 50  # trials: from this number on, checking takes seconds
+_SAVES_WITHIN_S = 600.0  # trials of a killed sweep, which may hold large models
+_NUM_TASKS = 8  # of an array at a time: a search learns from those that have ended
+_MAX_EXAMPLES = 3  # trials named per problem; the others are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """The options as typed; None if omitted."""
+
+    jobs: int | None = None
+    num_trials: int | None = None
+    metric: str | None = None
+    seed: int | None = None
+    prune: int | None = None
 
 
 def sweep_command(
@@ -51,139 +62,207 @@ def sweep_command(
     *,
     options: SweepOptions | None = None,
     dry_run: bool = False,
-    command_of: CommandOf | None = None,
+    command_of: CommandOf = train_command,
 ) -> int:
     """Run a sweep, print the ranked table and write `sweep.csv`; return the exit code.
 
     Raises: RequestError, before anything runs, if any trial would be refused.
     """
     options = options or SweepOptions()
-    check_options(options)
-    with preparing(console) as show:
-
-        def progress(done: int, total: int) -> None:
-            if total >= _MANY:
-                show(done, total, f"checking {total} trials")
-
-        plan = plan_sweep(recipe, words, recipes_dirs, options, is_started=not dry_run, progress=progress)
+    machine = detect_machine()
+    sweep, config = plan_sweep(recipe, words, recipes_dirs, options, machine, is_started=not dry_run)
     if dry_run:
-        console.print(trial_table(plan.trials, plan.space))
-        print_text(plan.describe(), console)
-        for why, names in plan.too_large().items():
-            print_text(f"warning: {', '.join(names)}: {why}", console, style="yellow")
+        if sweep.num_trials is None:
+            console.print(grid_table(sweep.space.grid()))
+        print_text(_how_it_runs(sweep, options), console)
         return 0
-    stopping = Stopping()
-    with _locked_sweep(plan, console) as (folder, source), stopping.listening():
-        if options.launcher != "slurm":
-            _wait_for_leftovers(folder, source.trials, console)
-        run_one = _runner(plan, folder, stopping, command_of or plan.command)
-        run_trials(source, run_one, stopping, plan.num_at_once, folder.has_filled_disk)
-        return _conclude(plan, folder, source.trials, console, was_stopped=stopping.num_requests > 0)
+    outputs = Path(config.outputs).expanduser().absolute() / (recipe or WITHOUT_RECIPE)
+    earlier = find_folder(sweep, outputs) if config.training.resume != "never" else None
+    folder = earlier or make_folder(outputs)
+    with working_in(folder):
+        write_sweep(sweep, folder)
+        study = Study(folder, sweep)
+        study.enqueue_grid()
+        print_text(f"{'resuming the sweep in' if earlier else 'sweep:'} {folder}", console)
+        if sweep.is_array:
+            return _submit(study, config, options, console)
+        _reopen(study, console)
+        print_text(f"{study.num_left} of {study.num_trials} trials to run, {_how_it_runs(sweep, options)}", console)
+        gpus = [gpu.uuid or str(gpu.index) for gpu in machine.gpus]
+        slots = divide(gpus, own_cores(), options.jobs or 1) if _is_here(config) else divide([], [], options.jobs or 1)
+        stop = StopRequests()
+        with stop.listening():
+            run_trials(study, slots, stop, lambda text: print_text(text, console), command_of)
+        return _conclude(study, config, console, was_stopped=stop.first is not None)
 
 
-@contextmanager
-def _locked_sweep(plan: SweepPlan, console: Console) -> Iterator[tuple[SweepFolder, TrialList]]:
-    """Lock the folder of an interrupted sweep with an equal request, or a new one; yield it and the trials to run."""
-    config = plan.configs[0]
-    request = Request(
-        recipe=plan.recipe,
-        overrides=without_resume_override(plan.words),
-        config_sha256=hash_anywhere(config, plan.asked),
-        search=plan.search_record(),
-        gpus_per_trial=plan.division.gpus_per_trial if plan.division else None,
+def plan_sweep(
+    recipe: str | None,
+    words: list[str],
+    recipes_dirs: list[Path],
+    options: SweepOptions,
+    machine: Machine,
+    *,
+    is_started: bool,
+) -> tuple[Sweep, RunConfig]:
+    """Check every trial of a grid, or the ends of every range of a search; return the first one's configuration.
+
+    Raises: RequestError that names the trials that cannot run, or says which option cannot be used.
+    """
+    space = read_space(words, is_search=options.num_trials is not None)
+    trials = space.grid() if options.num_trials is None else space.corners()
+    # Trials side by side see their share of the GPUs, so `auto` decides for that share.
+    share = replace(machine, gpus=machine.gpus[: max(1, len(machine.gpus) // (options.jobs or 1))])
+    drafts = [draft_run(recipe, space.overrides(values), recipes_dirs, share) for values in trials]
+    _check_trials(trials, drafts, machine, options, is_started=is_started)
+    configs = [draft.config for draft in drafts]
+    sweep = Sweep(
+        recipe=recipe,
+        recipes_dirs=[str(folder.expanduser().absolute()) for folder in recipes_dirs],
+        words=[RESUMES if word == "training.resume=never" else word for word in words],
+        config_sha256=hash_anywhere(configs[0], asked_keys(drafts[0].resolved.choices)),
+        num_trials=options.num_trials,
+        metric=_metric(options, configs),
+        seed=options.seed or 0,
+        prune=options.prune,
+        is_array=is_array(configs[0]),
     )
-    outputs, recipe = Path(config.outputs), plan.recipe or WITHOUT_RECIPE
-    earlier = newest_with(request, outputs, recipe) if config.training.resume != "never" else None
-    if earlier is not None:
-        with working_on(earlier):
-            source = _source(plan, earlier)
-            num_done = sum(earlier.is_done(trial) for trial in source.trials)
-            if num_done < plan.num_trials:
-                notice = f"resuming the sweep in {earlier.path}: {num_done} of {plan.num_trials} trials are done"
-                notice += f"; to start over: training.resume=never\n{plan.describe()}"
-                print_text(notice, console)
-                yield earlier, source
-                return
-    folder = create(request, outputs, recipe)
-    with working_on(folder):
-        print_text(f"sweep of {plan.num_trials} trials: {folder.path}\n{plan.describe()}", console)
-        yield folder, _source(plan, folder)
+    if sweep.is_array:
+        check_array(configs)
+        if is_started:
+            check_job(configs[0])
+    return sweep, configs[0]
 
 
-def _source(plan: SweepPlan, folder: SweepFolder) -> TrialList:
-    if plan.space is None or plan.goal is None:
-        return TrialList(plan.trials, folder)
-    from tunebook.sweep.study import Search
-
-    return Search(plan.fixed, plan.space, plan.goal, plan.options, folder)
-
-
-def _wait_for_leftovers(folder: SweepFolder, trials: list[Trial], console: Console) -> None:
-    """Wait for processes of trials of a killed sweep: they save and end, and their GPUs are not free until then."""
-    for trial in trials:
-        run_folder = folder.run_folder(trial)
-
-        def say(name: str = trial.name) -> None:
-            console.print(f"waiting for {name}, which still saves")
-
-        if not wait_until_free(run_folder, say):
-            raise RequestError(
-                f"{run_folder} is still running on resources that this sweep needs; end it, or start another: "
-                "training.resume=never",
-                problem_id="sweep-is-running",
-            )
-
-
-def _runner(plan: SweepPlan, folder: SweepFolder, stopping: Stopping, command_of: CommandOf) -> Runner:
-    common: dict[str, Any] = {
-        "folder": folder,
-        "command_of": command_of,
-        "config_of": plan.config_of,
-        "stopping": stopping,
-        "num_trials": plan.num_trials,
-    }
-    if plan.options.launcher == "slurm":
-        return RunInSlurm(**common)
-    return RunLocally(**common, shares=machine_shares(plan.num_at_once), prints_to_files=plan.num_at_once > 1)
+def _check_trials(
+    trials: list[Values], drafts: list[Draft], machine: Machine, options: SweepOptions, *, is_started: bool
+) -> None:
+    """Raises: RequestError with each kind of problem, its trials, and the message of the first."""
+    found: dict[str | None, list[str]] = {}
+    messages: dict[str | None, str] = {}
+    for values, draft in zip(trials, drafts, strict=True):
+        try:
+            draft.raise_errors()
+            if is_started:
+                _check_start(draft, machine, options.jobs or 1)
+        except TunebookError as error:
+            found.setdefault(error.problem_id, []).append(title_of(values))
+            messages.setdefault(error.problem_id, error.message)
+    if found:
+        parts = [
+            f"{len(names)} of {len(trials)} trials ({first_few(names, _MAX_EXAMPLES, '; ')}): {messages[problem_id]}"
+            for problem_id, names in found.items()
+        ]
+        headline = "this sweep cannot run, and none of its trials was started"
+        raise RequestError("\n".join([headline, *parts]), problem_id=next(iter(found)))
 
 
-def _conclude(plan: SweepPlan, folder: SweepFolder, trials: list[Trial], console: Console, *, was_stopped: bool) -> int:
-    """Write and print the results of the trials; return the exit code."""
-    ends = [folder.end_of(trial) for trial in trials]
-    results = [read_result(trial, folder.run_folder(trial), end) for trial, end in zip(trials, ends, strict=True)]
-    if results:
-        ranking = rank(results, plan.goal)
-        write_csv(ranking, folder.path / CSV_FILE)
-        console.print(sweep_table(ranking))
-        if ranking.ranked:
-            print_text(best_line(plan.recipe, ranking.ranked[0], plan.recipes_dirs), console)
-        print_text(f"written: {folder.path / CSV_FILE}", console)
-    again = same_command(plan.configs[0])
-    if was_stopped and (len(trials) < plan.num_trials or any(map(_was_cut_short, ends))):
-        console.print(f"stopped; {again} resumes it")
-        return EXIT_STOPPED
-    if any(folder.has_filled_disk(trial) for trial in trials):
-        console.print(f"no further trials were started, since the disk is full; free some space; {again} resumes it")
-    elif num_left := sum(not folder.is_done(trial) for trial in trials):
-        console.print(f"{again} tries {num_left} of {plan.num_trials} trials again")
-    _require_metric(plan, ranking, results)
-    return sweep_exit_code(results)
+def _check_start(draft: Draft, machine: Machine, jobs: int) -> None:
+    """Check that this machine can run a trial. Raises: RequestError, DataError."""
+    config, num_gpus = draft.config, draft.config.hardware.gpus_per_node or 1
+    is_on_gpus = _is_here(config) and config.hardware.generation is not Generation.cpu
+    if is_on_gpus and jobs > 1 and jobs * num_gpus > len(machine.gpus):
+        raise RequestError(
+            f"--jobs={jobs}: {jobs} trials on {num_gpus} GPUs each do not fit on the {len(machine.gpus)} GPUs here; "
+            f"type --jobs={max(1, len(machine.gpus) // num_gpus)}, or fewer GPUs per trial: hardware.gpus_per_node=1",
+            problem_id="sweep-jobs",
+        )
+    if draft.resolved.problem is not None:
+        raise RequestError(draft.resolved.why_not_runnable, problem_id=draft.resolved.problem.id)
+    draft.raise_if_data_is_missing()
 
 
-def _was_cut_short(end: TrialEnd | None) -> bool:
-    """Whether a trial did not finish because its sweep or its job was stopped."""
-    return end is None or ((end.was_interrupted or end.exit_code == EXIT_STOPPED) and not end.was_pruned)
+def _is_here(config: RunConfig) -> bool:
+    """Whether a trial's ranks run on this machine."""
+    if isinstance(config.launcher, RayConfig):
+        return config.launcher.address == "local"
+    return config.launcher.name is LauncherName.local
 
 
-def _require_metric(plan: SweepPlan, ranking: Ranking, results: list[TrialResult]) -> None:
-    """Fail a search in which no trial measured the metric."""
-    if plan.goal is None or ranking.ranked or not any(result.has_finished for result in results):
+def _metric(options: SweepOptions, configs: list[RunConfig]) -> str:
+    """Return what ranks the trials. Raises: RequestError for a metric that not every trial measures."""
+    measured = [name for name in METRICS if all(_measures(config, name) for config in configs)]
+    metric = options.metric or measured[0]
+    if metric not in measured:
+        raise RequestError(
+            f"--metric={metric}: not every trial measures it; type one of {', '.join(measured)}, or hold documents out "
+            "(dataset.validation_share=0.05), or choose an evaluation (evaluation=quickstart)",
+            problem_id="sweep-metric",
+        )
+    if options.prune and metric not in LOGGED_WHILE_RUNNING:
+        raise RequestError(
+            f"--prune: a running trial does not show its {metric} yet; add --metric=final_loss",
+            problem_id="sweep-option",
+        )
+    return metric
+
+
+def _measures(config: RunConfig, metric: str) -> bool:
+    data = config.dataset
+    if metric == "validation_loss":
+        return bool(data.validation_split or data.validation_path or data.validation_share > 0)
+    return metric != "evaluation_score" or bool(config.evaluation.tasks and config.evaluation.after)
+
+
+def _reopen(study: Study, console: Console) -> None:
+    """Let the trials of an interrupted sweep run again, once the processes that it left have saved and ended."""
+    for row in study.rows():
+        folder = study.run_folder(row.number)
+        if is_at_work(folder):
+            print_text(f"waiting for {folder.name}, which still saves", console)
+            with working_in(folder, _SAVES_WITHIN_S):
+                pass
+    study.reopen()
+
+
+def _submit(study: Study, config: RunConfig, options: SweepOptions, console: Console) -> int:
+    """Submit the trials that are left as an array, unless one is still queued; print the table so far."""
+    job_id = queued_array(study.folder)
+    if job_id is None:
+        study.reopen()
+        if study.num_left == 0:
+            return _conclude(study, config, console, was_stopped=False)
+        job_id = submit_array(study, config, options.jobs or _NUM_TASKS)
+        print_text(f"submitted as job {job_id}: {study.num_left} of {study.num_trials} trials", console)
+    else:
+        _show(study, console)
+    print_text(
+        f"{same_command(config)} prints the table so far, and runs again what did not finish once job {job_id} has "
+        f"ended; to stop it: scancel {job_id}",
+        console,
+    )
+    return 0
+
+
+def _conclude(study: Study, config: RunConfig, console: Console, *, was_stopped: bool) -> int:
+    """Print the table and what remains; return the exit code."""
+    _show(study, console)
+    if was_stopped and study.num_open:
+        print_text(f"stopped; {same_command(config)} resumes it", console)
+        return StoppedError.exit_code
+    if study.num_open:
+        print_text(f"{same_command(config)} tries {study.num_open} of {study.num_trials} trials again", console)
+    return sweep_exit_code(study.rows())
+
+
+def _show(study: Study, console: Console) -> None:
+    rows, sweep = study.rows(), study.sweep
+    if not rows:
         return
-    measured = [
-        name for name in ("validation_loss", "final_loss") if any(getattr(r, name) is not None for r in results)
-    ]
-    instead = " or ".join(f"--metric={name}" for name in measured or ["seconds"])
-    raise RequestError(
-        f"--metric={plan.goal.metric}: no trial has it; type {instead}",
-        problem_id="sweep-metric",
-    )
+    console.print(sweep_table(rows, sweep.metric))
+    print_text(f"written: {study.folder / CSV_FILE}", console)
+    rank, best = ranked(rows, sweep.metric)[0]
+    if rank:
+        overrides = sweep.space.overrides(best.values)
+        words = command_words("train", sweep.recipe, overrides, map(Path, sweep.recipes_dirs))
+        print_text(f"best: {best.name}, again: {shell_command(words)}", console)
+
+
+def _how_it_runs(sweep: Sweep, options: SweepOptions) -> str:
+    how = f"{options.jobs or 1} at a time"
+    if sweep.is_array:
+        how = f"as tasks of a Slurm job array, {options.jobs or _NUM_TASKS} at a time"
+    if sweep.num_trials is None:
+        return how
+    searched = f"searched by Optuna for the best {sweep.metric}, seed {sweep.seed}"
+    return f"{sweep.num_trials} trials over {', '.join(sweep.space.choices)}, {searched}, {how}"

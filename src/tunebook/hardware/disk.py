@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 from pathlib import Path
 
@@ -19,8 +18,6 @@ _WORDS = (
     "enforce fail at inline_container",
     "iostream error",
 )
-# How messages with the id `disk-full` begin.
-_MESSAGE = re.compile(r"\bno space (is )?left\b|\bthe disk of .+ (is full;|has [\d.,]+ \w+ free\b)", re.IGNORECASE)
 FREE_SPACE = (
     "free some space, keep fewer checkpoints (training.keep_checkpoints=1), or write elsewhere: "
     "outputs=/a/folder/on/another/disk"
@@ -40,11 +37,6 @@ def is_disk_full(error: BaseException) -> bool:
         (isinstance(one, OSError) and one.errno in _CODES) or any(words in str(one) for words in _WORDS)
         for one in causes(error)
     )
-
-
-def tells_of_full_disk(reason: str) -> bool:
-    """True if the recorded reason of a failed run is a full disk or quota."""
-    return _MESSAGE.search(reason) is not None
 
 
 def no_space(what: str, folder: Path, advice: str) -> DoesNotFitError:

@@ -1,215 +1,178 @@
-"""The trials of a sweep: every combination of the values that its overrides list, as Hydra combines them."""
+"""Run the trials of a study on this machine: each a child process `tunebook train`, one or several at a time.
+
+A trial has its own session, so that Ctrl-C reaches it only through this process, once, and it can save and end. If this
+process is killed, the kernel asks its trials to save and end.
+"""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from decimal import Decimal
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep
-from hydra.errors import HydraException
+import optuna
 
-from tunebook.config.choices import RESUME_WORDS
-from tunebook.config.compose import parse_overrides
-from tunebook.errors import RequestError, TunebookError, first_few
+from tunebook.config.override_text import command_words
+from tunebook.errors import StoppedError
+from tunebook.hardware.detect import VISIBLE_VARIABLE
+from tunebook.processes import stopping_with_parent
+from tunebook.record.run_folder import LOCK_FILE, is_worked_in
+from tunebook.sweep.space import title_of
+from tunebook.sweep.study import Study
+from tunebook.train.rank_process import RequestCount, handling_signals
 
-_LOOKS_LIKE_A_RANGE = re.compile(r"=.*\b(interval|range|choice|tag|log|int)\(")
-MAX_TRIALS = 2000  # of a list: each is checked before any runs, in 0.2 s of one core
-_MAX_EXAMPLES = 3  # combinations named per problem; the others are counted
+_POLL_S = 0.5
+_SAVES_WITHIN_S = 600.0  # the ranks of a killed trial, which may hold a large model
+
+CommandOf = Callable[[Study, optuna.Trial], list[str]]
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One run of a sweep."""
+class Slot:
+    """The GPUs and cores of one trial at a time; empty: all that this process may use."""
 
-    number: int  # from 0, in Hydra's order: the last listed key changes fastest
-    overrides: tuple[str, ...]  # one value each, as `tunebook train` takes them
-    swept: dict[str, str]  # values of the keys that differ between trials
-
-    @property
-    def name(self) -> str:
-        """The name of its folder in the sweep's folder."""
-        return f"trial-{self.number:03d}"
-
-    @property
-    def title(self) -> str:
-        """The values that distinguish it."""
-        return " ".join(f"{key}={value}" for key, value in self.swept.items())
+    gpus: Sequence[str] = ()  # as in CUDA_VISIBLE_DEVICES
+    cores: Sequence[int] = ()
 
 
-def expand_trials(overrides: list[str]) -> list[Trial]:
-    """Return every combination. Raises: RequestError for an invalid override, or if none lists several values."""
-    parsed = parse_sweep_overrides(overrides)
-    swept_keys = [override.key_or_group for override in parsed if override.is_sweep_override()]
-    if not swept_keys:
-        raise RequestError(
-            "no override lists several values, so there is nothing to sweep over; list some with commas, such as "
-            "optimizer.learning_rate=1e-4,3e-4 training.seed=0,1 (for one run: tunebook train)",
-            problem_id="sweep-without-values",
+def divide(gpus: Sequence[str], cores: Sequence[int], num_slots: int) -> list[Slot]:
+    """Divide a machine evenly; the remainder stays idle."""
+    if num_slots == 1:
+        return [Slot()]
+    num_gpus, num_cores = len(gpus) // num_slots, len(cores) // num_slots
+    return [
+        Slot(
+            gpus=gpus[index * num_gpus : (index + 1) * num_gpus],
+            cores=cores[index * num_cores : (index + 1) * num_cores],
         )
-    _refuse_too_many(parsed)
-    try:
-        combinations = BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
-    except (HydraException, TypeError) as error:
-        raise RequestError(
-            "the values of this sweep cannot be listed beforehand, as with glob(...) and interval(...); write them out "
-            "with commas, or as range(1,4) or choice(a,b), or let a search choose from an interval: add "
-            "--search=optuna --num-trials=20",
-            problem_id="sweep-form",
-        ) from error
-    _refuse_repeats(combinations)
-    return [_trial(number, words, swept_keys) for number, words in enumerate(combinations)]
-
-
-def num_values(sweep: RangeSweep) -> int:
-    """Count the numbers of a range, with Hydra's arithmetic, without generating them."""
-    assert sweep.start is not None and sweep.stop is not None
-    numbers = (sweep.start, sweep.stop, sweep.step)
-    if all(isinstance(number, int) for number in numbers):
-        return len(range(*map(int, numbers)))
-    start, stop, step = map(Decimal, numbers)
-    return max(0, math.ceil((stop - start) / step))
-
-
-def _refuse_too_many(parsed: list[Override]) -> None:
-    """Refuse more trials than can be listed, before listing them. Raises: RequestError with what to type."""
-    counts = {override.key_or_group: _num_listed(override) for override in parsed if override.is_sweep_override()}
-    total = math.prod(counts.values())
-    if total <= MAX_TRIALS:
-        return
-    parts = " x ".join(f"{count:,} of {key}" for key, count in counts.items() if count > 1)
-    raise _bad_form(
-        f"this sweep would have {total:,} trials ({parts}), and at most {MAX_TRIALS:,} are listed; name fewer values, "
-        "with larger steps, or let a search choose among them: add --search=optuna --num-trials=20"
-    )
-
-
-def _num_listed(override: Override) -> int:
-    value = override.value()
-    if isinstance(value, RangeSweep):
-        return num_values(value)
-    return len(value.list) if isinstance(value, ChoiceSweep) else 1
-
-
-def check_trials(trials: list[Trial], check: Callable[[list[str]], None]) -> None:
-    """Check every trial before any runs. Raises: RequestError with each distinct problem and its trials."""
-    found: dict[str, list[tuple[Trial, TunebookError]]] = {}
-    for trial in trials:
-        try:
-            check(list(trial.overrides))
-        except TunebookError as error:
-            found.setdefault(_without_values(error.message, trial), []).append((trial, error))
-    if not found:
-        return
-    parts = [
-        f"{_which([trial for trial, _ in problems], len(trials))}: {problems[0][1].message}"
-        for problems in found.values()
+        for index in range(num_slots)
     ]
-    first = next(iter(found.values()))[0][1]
-    raise RequestError(
-        "\n".join(["this sweep cannot run, and none of its trials was started", *parts]), problem_id=first.problem_id
-    )
 
 
-def _without_values(message: str, trial: Trial) -> str:
-    """Remove a trial's own values from a message, so that the same problem of several trials has the same text."""
-    for key, value in trial.swept.items():
-        message = message.replace(f"{key}={value}", key)
-    return message
+def train_command(study: Study, trial: optuna.Trial) -> list[str]:
+    """Return the command that trains one trial; in a Slurm job it starts its ranks there."""
+    sweep = study.sweep
+    overrides = sweep.space.overrides(trial.params)
+    if sweep.is_array:
+        overrides = [*(word for word in overrides if not word.startswith("launcher")), "launcher=local"]
+    words = command_words("train", sweep.recipe, overrides, map(Path, sweep.recipes_dirs))
+    return [sys.executable, "-m", *words, "--run-folder", str(study.run_folder(trial.number))]
 
 
-def without_resume_override(words: list[str]) -> list[str]:
-    """Drop `training.resume=auto` and `never`, which say whether to resume an earlier sweep.
+class StopRequests:
+    """Forwards this process's stop requests to its trials: save and end, at Ctrl-C again just end, then be killed."""
 
-    A folder stays: the trials start from it.
-    """
-    parts = [(word, *word.partition("=")[::2]) for word in words]
-    return [word for word, key, value in parts if key != "training.resume" or value.strip("'\"") not in RESUME_WORDS]
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._count = RequestCount()
 
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle this process's signals (main thread only), and restore the handlers afterwards."""
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+        with handling_signals(numbers, self._note):
+            yield
 
-def parse_sweep_overrides(words: list[str]) -> list[Override]:
-    """Parse a sweep's overrides. Raises: RequestError for those that Hydra would misread or silently ignore."""
-    parsed = [_parse(word) for word in words]
-    keys = [override.key_or_group for override in parsed]
-    for override in parsed:
-        key = override.key_or_group
-        if override.is_sweep_override() and keys.count(key) > 1:
-            raise _bad_form(
-                f"{key} is given {keys.count(key)} times, once with several values; Hydra would let the last one win "
-                f"and run trials that differ in name only; type it once, with all values: {key}=1,2,3"
-            )
-        if override.is_sweep_override() and getattr(override.value(), "shuffle", False):
-            raise _bad_form(
-                f"override '{override.input_line}': shuffle(...) would order the trials differently each time, and an "
-                "interrupted sweep could not be resumed; write the values in the order in which to try them"
-            )
-        _check_range(override)
-    return parsed
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        turn = self._count.take(number)
+        if turn == 0:
+            return
+        self.first = self.first or signal.Signals(number)
+        for process in list(self.processes):
+            process.send_signal({1: signal.SIGTERM, 2: signal.SIGINT}.get(turn, signal.SIGKILL))
 
 
-def _check_range(override: Override) -> None:
-    """Refuse a range that never reaches its end. Raises: RequestError with what to type."""
-    sweep = override.value()
-    if not isinstance(sweep, RangeSweep):
-        return
-    if sweep.step != 0 and all(map(math.isfinite, (sweep.start or 0, sweep.stop or 0, sweep.step))):
-        return
-    why = "a range has two ends" if sweep.step else "a range in steps of 0 never reaches its end"
-    raise RequestError(
-        f"override '{override.input_line}': {why}; write numbers, the third of them the step, as in "
-        f"{override.key_or_group}=range(0,10,2)",
-        problem_id="sweep-range",
-    )
+@dataclass(kw_only=True)
+class RunningTrial:
+    """A trial and its process."""
+
+    trial: optuna.Trial
+    process: subprocess.Popen[bytes]
+    slot: Slot
+    started: float = field(default_factory=time.monotonic)
+    ended: float | None = None
+    worse_at: int | None = None  # the step at which it was found worse than the others, and asked to stop
+
+    def has_ended(self, run_folder: Path) -> bool:
+        """Whether its process has ended, and after a kill also its ranks, which save first and hold their GPUs."""
+        code = self.process.poll()
+        if code is None:
+            return False
+        self.ended = self.ended or time.monotonic()
+        is_over = code >= 0 or time.monotonic() - self.ended > _SAVES_WITHIN_S
+        return is_over or not is_at_work(run_folder)
 
 
-def _parse(word: str) -> Override:
-    """Parse one override; those with a single value get the usual checks."""
-    if word.startswith("hydra"):
-        raise _bad_form(
-            f"override '{word}': Hydra's own keys are not set in a sweep; its launcher is chosen by --launcher=basic, "
-            "--launcher=joblib --jobs=2 or --launcher=slurm, a search by --search=optuna, and the values to try are "
-            "listed with commas"
+def is_at_work(run_folder: Path) -> bool:
+    """Whether processes of a trial hold its run folder."""
+    return (run_folder / LOCK_FILE).is_file() and is_worked_in(run_folder)
+
+
+def run_trials(
+    study: Study,
+    slots: Sequence[Slot],
+    stop: StopRequests,
+    say: Say,
+    command_of: CommandOf = train_command,
+    next_trial: Callable[[], optuna.Trial | None] | None = None,
+) -> None:
+    """Run trials until none is left, or until those that run have ended after a stop request."""
+    next_trial = next_trial or study.next_trial
+    free, running = [*slots], list[RunningTrial]()
+    while True:
+        while free and stop.first is None and (trial := next_trial()) is not None:
+            running.append(_start(study, trial, free.pop(0), stop, command_of(study, trial)))
+            what = f"{title_of(trial.params)}, prints to {study.log_file(trial.number).name}"
+            say(f"trial {trial.number + 1} of {study.num_trials}: {what}")
+        if not running:
+            return
+        time.sleep(_POLL_S)
+        for one in [*running]:
+            has_ended = one.has_ended(study.run_folder(one.trial.number))
+            if study.sweep.prune and one.worse_at is None:  # also of an ended trial: it counts in the median
+                one.worse_at = study.worse_at(one.trial)
+                if one.worse_at is not None:
+                    one.process.terminate()
+            if has_ended:
+                running.remove(one)
+                stop.processes.remove(one.process)
+                free.append(one.slot)
+                _finish(study, one, stop, say)
+
+
+def _start(study: Study, trial: optuna.Trial, slot: Slot, stop: StopRequests, command: list[str]) -> RunningTrial:
+    environment = os.environ | ({VISIBLE_VARIABLE: ",".join(slot.gpus)} if slot.gpus else {})
+    with study.log_file(trial.number).open("ab") as log:
+        process = subprocess.Popen(
+            stopping_with_parent(command), stdout=log, stderr=log, env=environment, start_new_session=True
         )
-    try:
-        override: Override = OverridesParser.create().parse_override(word)
-    except HydraException as error:
-        if _LOOKS_LIKE_A_RANGE.search(word):
-            said = " ".join(str(error).split()).partition(" See ")[0]
-            raise RequestError(
-                f"override '{word}' is no range ({said}); write numbers, as in key=interval(1e-6,1e-4), "
-                "key=int(interval(1,8)), key=tag(log,interval(1e-6,1e-4)), key=range(1,4) or key=choice(a,b)",
-                problem_id="sweep-range",
-            ) from error
-        parse_overrides([word])
-        raise
-    if word.startswith(("+", "~")) or not override.is_sweep_override():
-        parse_overrides([word])
-    return override
+    stop.processes.append(process)
+    if stop.first is not None:  # it came before the process was known
+        process.terminate()
+    if slot.cores and hasattr(os, "sched_setaffinity"):  # Linux only
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(process.pid, slot.cores)  # while it has one thread: later threads inherit this
+    return RunningTrial(trial=trial, process=process, slot=slot)
 
 
-def _refuse_repeats(combinations: list[list[str]]) -> None:
-    seen: set[tuple[str, ...]] = set()
-    for words in map(tuple, combinations):
-        if words in seen:
-            raise _bad_form(f"two trials would be the same ({' '.join(words)}); name each value of a key once")
-        seen.add(words)
-
-
-def _bad_form(message: str) -> RequestError:
-    return RequestError(message, problem_id="sweep-form")
-
-
-def _trial(number: int, words: list[str], swept_keys: list[str]) -> Trial:
-    values = dict(word.split("=", 1) for word in words)
-    return Trial(number=number, overrides=tuple(words), swept={key: values[key] for key in swept_keys})
-
-
-def _which(trials: list[Trial], num_all: int) -> str:
-    if len(trials) == num_all:
-        return f"all {num_all} trials" if num_all > 1 else "its only trial"
-    named = first_few([trial.title for trial in trials], _MAX_EXAMPLES, "; ")
-    return f"{len(trials)} of {num_all} trials ({named})"
+def _finish(study: Study, one: RunningTrial, stop: StopRequests, say: Say) -> None:
+    code, how, was_pruned = one.process.returncode, None, False
+    if one.worse_at is not None and code != 0:
+        how = f"pruned at step {one.worse_at}: {study.sweep.metric} worse than the median of the trials before"
+        code, was_pruned = StoppedError.exit_code, True
+    elif stop.first is not None and code in (StoppedError.exit_code, -signal.SIGTERM, -signal.SIGINT):
+        code, how = StoppedError.exit_code, f"stopped by {stop.first.name}"
+    elif code < 0:
+        code, how = 1, f"failed: killed by signal {-code} (more in {study.log_file(one.trial.number).name})"
+    seconds = time.monotonic() - one.started
+    result = study.finish(one.trial.number, code, seconds=seconds, how=how, was_pruned=was_pruned)
+    say(f"trial {one.trial.number + 1} of {study.num_trials}: {result.how_it_ended}, after {result.seconds:.0f} s")
