@@ -67,7 +67,7 @@ def test_generated_documents_that_leave_rows_empty_are_not_planned_as_if_they_fi
 
 def recorded(*names: str) -> list[dict[str, Any]]:
     """The lines of some results that ended well."""
-    texts = [(ROOT / f"tests/bench/results/{name}.jsonl").read_text() for name in names]
+    texts = [(ROOT / f"benchmarks/results/{name}.jsonl").read_text() for name in names]
     return [line for text in texts for line in map(json.loads, text.splitlines()) if line["verdict"] == "ok"]
 
 

@@ -31,7 +31,7 @@ _SPEED_MAY_SPREAD = 0.1  # a larger spread shows the machine's other load, not t
 _MEMORY_MAY_SPREAD = 1 / FACTOR  # a larger spread would allow everything down to zero
 _STDERRS = 3.0
 # What losses may differ by when sums are added in another order, relative: in fp32 that moves the seventh digit and
-# grows with the steps; in bf16 the third digit of every product. Measured on 50 steps: see tests/bench/results.
+# grows with the steps; in bf16 the third digit of every product. Measured on 50 steps: see benchmarks/results.
 CPU_TOLERANCE, FP32_TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-5, 1e-4, 2e-3
 FP8_TOLERANCE = 1e-2  # of strategies that all compute in fp8: not measured. fp8 was up to 1.2% from bf16 in 50 steps
 

@@ -88,14 +88,14 @@ def test_what_several_reached_is_what_was_recorded(row: StrategySpeed) -> None:
 
 
 def test_the_speeds_of_one_of_them_alone_are_recorded_too() -> None:
-    single = result("tests/bench/results/h200_qwen05b_single.jsonl sdpa_rows_4096")["tokens_per_second_per_gpu"]
+    single = result("benchmarks/results/h200_qwen05b_single.jsonl sdpa_rows_4096")["tokens_per_second_per_gpu"]
     big = {
-        result(f"tests/bench/results/h200_speed.jsonl {name}")["tokens_per_second_per_gpu"]
+        result(f"benchmarks/results/h200_speed.jsonl {name}")["tokens_per_second_per_gpu"]
         for name in ("packed_flash_attention_4", "packed_flash_attention_4_compiled", "padded_as_published")
     }
     for file in ("h200x4_speed", "h200x4_beside_peers"):
-        big.add(result(f"tests/bench/results/{file}.jsonl compiled_8192")["tokens_per_second_per_gpu"])
-    big.add(result("tests/bench/results/h200x4_selective.jsonl compiled_16384")["tokens_per_second_per_gpu"])
+        big.add(result(f"benchmarks/results/{file}.jsonl compiled_8192")["tokens_per_second_per_gpu"])
+    big.add(result("benchmarks/results/h200x4_selective.jsonl compiled_16384")["tokens_per_second_per_gpu"])
     (layers,) = (row for row in ONE_GPU_SPEEDS if row.model is LLAMA_8B_SLICE and row.compute is Compute.bf16)
     as_its_layers = layers.efficiency * BF16_PEAK * 1e12 / flops_per_token(LLAMA_8B, layers.attended_length)
     for row in STRATEGY_SPEEDS:

@@ -15,7 +15,7 @@ from tunebook.config.choices import Attention, Compute, Strategy
 from tunebook.config.model_facts import ModelFacts
 from tunebook.model.flops import flops_per_token, model_flops_utilization, recomputed_flops_per_token
 
-RESULTS = "tests/bench/results/"
+RESULTS = "benchmarks/results/"
 _SPEED, _SMALL = f"{RESULTS}h200_speed.jsonl", f"{RESULTS}h200_qwen05b_single.jsonl"
 _ONE_GPU, _FOUR = f"{RESULTS}h200_speed_one_gpu.jsonl", f"{RESULTS}h200x4_speed.jsonl"
 _WITH_PEERS = f"{RESULTS}h200x4_beside_peers.jsonl"
@@ -335,13 +335,13 @@ ADAPTER_SPEEDS = (
 
 # Share of its peak that a GPU reaches in the attention of long documents, where an operation counts as in the MFU: of
 # Qwen3-4B in rows of 73,472 and 144,128 tokens on two H100s, once the products had their share. Flash attention 4 is
-# quicker, and was not measured (tests/bench/results/h100x2_sequence.jsonl, longest_4b).
+# quicker, and was not measured (benchmarks/results/h100x2_sequence.jsonl, longest_4b).
 LONG_ATTENTION_SHARE = 0.27
 LONG_ATTENTIONS = (Attention.varlen_attention, Attention.flash_attention_2)
 
 # Inputs of recomputed layers that went to the host while a forward pass computed, without a loss of speed: Qwen3-4B in
 # shared rows of 173,056 tokens on two H200s copied 31.9 GB in a quarter of 70.3 s, and was 3% slower than without, in
-# rows 2% longer (tests/bench/results/h200x2_sequence.jsonl, fsdp_tiled_offload).
+# rows 2% longer (benchmarks/results/h200x2_sequence.jsonl, fsdp_tiled_offload).
 HIDDEN_COPIES_GB_PER_S = 1.8
 
 # Remaining share of the speed with deterministic kernels and the same attention: Qwen2.5-0.5B on an H200.
