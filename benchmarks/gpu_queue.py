@@ -71,11 +71,11 @@ class GpuQueue:
         self.max_host_gib = max_host_gib  # of weights of runs that have not ended
         self.running: list[_Running] = []
         self.lines: list[Line] = []
-        self._start = time.monotonic()
-        self._deadline = self._start + deadline_s
+        self._deadline = time.monotonic() + deadline_s
 
     def run(self) -> list[Line]:
         """Run until all jobs have ended or the deadline has passed."""
+        (self.output / "logs").mkdir(parents=True, exist_ok=True)
         for name in ("turns", *(job.name for job in self.waiting)):
             shutil.rmtree(self.runs / name, ignore_errors=True)
         while (self.waiting or self.running) and time.monotonic() < self._deadline:
@@ -100,7 +100,7 @@ class GpuQueue:
 
     def _launch(self, job: Job) -> _Running:
         kept, turn = self.output / "logs" / job.name, self.runs / "turns" / job.name
-        kept.mkdir(parents=True, exist_ok=True)
+        kept.mkdir(exist_ok=True)
         turn.mkdir(parents=True)
         path = os.pathsep.join([str(_TURNS), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "TUNEBOOK_BENCH_TURN": str(turn), "PYTHONPATH": path}

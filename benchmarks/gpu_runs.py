@@ -150,8 +150,8 @@ def compare_series(lines: list[Line]) -> None:
             line |= {"compared_with": name, "largest_difference": difference}
 
 
-def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """The arguments of the command line."""
+def main(words: list[str] | None = None) -> int:
+    """Run the cases. Exit code 1 where one failed or its time was up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--output", type=Path, required=True)
@@ -163,19 +163,14 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=150, help="of one run on its GPUs")
     parser.add_argument("--deadline-s", type=float, default=500, help="of all runs")
-    parser.add_argument("--max-ranks", type=int, default=4, help="started at a time: those that wait use the CPU too")
+    parser.add_argument("--max-ranks", type=int, help="started at a time, 2 for each GPU if not given")
     parser.add_argument("--max-host-gib", type=float, default=120, help="of weights of runs that have not trained yet")
     parser.add_argument("--threads", type=int, default=8, help="of a rank; an optimizer on the host takes 16")
     parser.add_argument("--profile", nargs="*", default=[], metavar="NAME", help="trace the kernels of one step")
     parser.add_argument("--memory", nargs="*", default=[], metavar="NAME", help="trace the memory of the third step")
     parser.add_argument("--models", type=Path, default=Path("/tmp/models"), help="where models are written")
     parser.add_argument("--runs", type=Path, default=Path("/tmp/runs"), help="where run folders are made")
-    return parser.parse_args(words)
-
-
-def main(words: list[str] | None = None) -> int:
-    """Run the cases. Exit code 1 where one failed or its time was up."""
-    asked = parse(words)
+    asked = parser.parse_args(words)
     cases = [
         case
         for case in read_cases(asked.files)
@@ -188,7 +183,7 @@ def main(words: list[str] | None = None) -> int:
         print("\n".join(json.dumps([job.name, job.gpus, *job.words]) for job in jobs))
         return 0
     lines = GpuQueue(
-        jobs, asked.output, runs=asked.runs, deadline_s=asked.deadline_s, max_ranks=asked.max_ranks,
+        jobs, asked.output, runs=asked.runs, deadline_s=asked.deadline_s, max_ranks=asked.max_ranks or 2 * asked.gpus,
         max_host_gib=asked.max_host_gib,
     ).run()  # fmt: skip
     compare_series(lines)

