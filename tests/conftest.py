@@ -250,7 +250,7 @@ def project_root() -> Path:
 
 @pytest.fixture(scope="session")
 def load_module() -> Callable[[Path], ModuleType]:
-    """Import a file that is in no package, such as a benchmark."""
+    """Import a file that is in no package, such as a recipe's script."""
 
     def load(file: Path) -> ModuleType:
         spec = importlib.util.spec_from_file_location(file.stem, file)

@@ -56,7 +56,7 @@ def test_without_a_setting_it_is_torchs_own_folder(monkeypatch, tmp_path):
     )
 
 
-RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def recorded(file):

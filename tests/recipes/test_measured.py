@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS: dict[str, dict[str, Any]] = {
     line["name"]: line
-    for line in map(json.loads, (ROOT / "tests/bench/results/h200_qwen05b_single.jsonl").read_text().splitlines())
+    for line in map(json.loads, (ROOT / "benchmarks/results/h200_qwen05b_single.jsonl").read_text().splitlines())
 }
 CARD = (ROOT / "recipes/qwen05b_single/README.md").read_text()
 
@@ -40,7 +40,7 @@ def test_zero_differs_as_the_card_says() -> None:
 
 
 OLDER, NEWER = (
-    [json.loads(line) for line in (ROOT / f"tests/bench/results/{name}.jsonl").read_text().splitlines()]
+    [json.loads(line) for line in (ROOT / f"benchmarks/results/{name}.jsonl").read_text().splitlines()]
     for name in ("h200x4_recipes", "h200x2_recipes")
 )
 
@@ -73,7 +73,7 @@ def test_the_card_of_a_recipe_shows_its_run(recipe: str) -> None:
     told = " ".join(card.split("### Run on H200")[1].split())
     assert row in told
     assert f"On {line['date']}, on " in told
-    assert f"`tests/bench/results/{'h200x2_recipes' if line in NEWER else 'h200x4_recipes'}.jsonl`" in told
+    assert f"`benchmarks/results/{'h200x2_recipes' if line in NEWER else 'h200x4_recipes'}.jsonl`" in told
     assert f"on {'`' + line['attention'] + '`' if 'attention' in line else 'sdpa'}" in told
     assert ("Cut short" in card) == (line["exit_code"] != 0)
     assert len(line["losses"]) == line["steps"]

@@ -52,7 +52,7 @@ def test_13_5_hours_on_2_nodes_of_8_a100() -> None:
 
 
 def test_72_hours_on_2_rtx_4090() -> None:
-    lines = map(json.loads, (ROOT / "tests/bench/results/h200x2_recipes.jsonl").read_text().splitlines())
+    lines = map(json.loads, (ROOT / "benchmarks/results/h200x2_recipes.jsonl").read_text().splitlines())
     slice_: dict[str, Any] = next(line for line in lines if line["name"] == "llama3_8b_fsdp_offload")
     growth = 8_030_261_248 / slice_["num_parameters"]
     hours = 52_000 / 16 * slice_["seconds_per_step"] * growth / 3600

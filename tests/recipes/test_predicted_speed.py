@@ -55,7 +55,7 @@ def test_most_are_within_a_third() -> None:
 
 def long_rows() -> list[dict[str, Any]]:
     """The measured rows of one document each that are as long as the plan, or the time, allowed: one GPU and two."""
-    files = [ROOT / f"tests/bench/results/{name}.jsonl" for name in ("h100x2_sequence", "h200x2_sequence")]
+    files = [ROOT / f"benchmarks/results/{name}.jsonl" for name in ("h100x2_sequence", "h200x2_sequence")]
     lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     return [line for line in lines if line["verdict"] == "ok" and line["series"].startswith("longest")]
 

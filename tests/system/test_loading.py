@@ -1,19 +1,20 @@
 """Every strategy's way to its weights, on real ranks over gloo: the same weights arrive, and damaged ones never do.
 
-The ranks run tests/bench/loading_memory.py, which measures the same at full size. FSDP goes by accelerate's own
-preparation there, because its Accelerator takes FSDP for a GPU's only.
+The ranks run `loading_rank.py`.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -31,11 +32,6 @@ SIZES = {
 }  # fmt: skip
 INDEX = "model.safetensors.index.json"
 FAULTS = ("missing", "unexpected", "misshapen", "file missing", "file cut off")
-
-
-@pytest.fixture(scope="module")
-def bench(load_module: Callable[[Path], ModuleType], project_root: Path) -> ModuleType:
-    return load_module(project_root / "tests" / "bench" / "loading_memory.py")
 
 
 def make(folder: Path, kind: str, **sizes: object) -> Path:
@@ -76,8 +72,13 @@ def damaged(whole: Path) -> list[Path]:
     return copies
 
 
-def words(bench: ModuleType, model: Path, strategy: str, ranks: int, *more: str) -> list[str]:
-    return [*bench.overrides(model, ranks), f"parallelism={strategy}", "precision=fp32", *more]
+def words(model: Path, strategy: str, ranks: int, *more: str) -> list[str]:
+    """The overrides of a run of a model in a folder."""
+    return [
+        "model=hub", f"model.path={model}", "dataset=synthetic", "training.global_samples=16", "attention=sdpa",
+        "packing=isolated", "activation=stored", "training.max_length=512", "optimizer.learning_rate=1e-4",
+        f"hardware.gpus_per_node={ranks}", f"parallelism={strategy}", "precision=fp32", *more,
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -99,31 +100,34 @@ def tied(whole: Path) -> Path:
 class Loaded:
     """What the ranks of one start loaded, one model after the other."""
 
-    ranks: list[dict[str, Any]]  # the sums of the stored weights, and how each damaged model was refused
-    tied: list[dict[str, float]]  # sums of each rank
+    stored: list[dict[str, float]]  # sums of each rank
+    refused: list[list[Any]]  # of each rank, how each damaged model was refused
+    tied: list[dict[str, float]]
     drawn: list[dict[str, float]]
 
 
 @pytest.fixture(scope="module")
 def loaded(
-    bench: ModuleType, whole: Path, damaged: list[Path], tied: Path, tmp_path_factory: pytest.TempPathFactory
+    whole: Path, damaged: list[Path], tied: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str, int], Loaded]:
     """Load on so many ranks, once for each strategy: most of a start's time is importing."""
 
     @functools.cache
     def load(strategy: str, ranks: int) -> Loaded:
-        random = words(bench, whole, strategy, ranks, "model.weights=random", "training.seed=7")
-        code, lines, output = bench.launch(
-            tmp_path_factory.mktemp("loaded") / "run",
-            words(bench, whole, strategy, ranks),
-            ranks,
-            sums=True,
-            refused=[str(path) for path in damaged],
-            others=[words(bench, tied, strategy, ranks), random],
-        )
-        assert (code, len(lines)) == (0, ranks), output
-        tied_sums, drawn_sums = ([line["sums_of_others"][other] for line in lines] for other in (0, 1))
-        return Loaded(lines, tied_sums, drawn_sums)
+        folder = tmp_path_factory.mktemp("loaded")
+        random = words(whole, strategy, ranks, "model.weights=random", "training.seed=7")
+        models = [words(whole, strategy, ranks), words(tied, strategy, ranks), random]
+        (folder / "request.json").write_text(json.dumps({"models": models, "refused": [*map(str, damaged)]}))
+        ended = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+             str(Path(__file__).with_name("loading_rank.py")), str(folder)],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            timeout=900, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        lines = [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
+        assert (ended.returncode, len(lines)) == (0, ranks), ended.stdout
+        stored, tied_sums, drawn = ([line["sums"][model] for line in lines] for model in range(3))
+        return Loaded(stored, [line["refused"] for line in lines], tied_sums, drawn)
 
     return load
 
@@ -134,9 +138,10 @@ def test_stored_weights_arrive_and_damaged_ones_are_refused_on_every_rank(
     loaded: Callable[[str, int], Loaded], whole: Path, strategy: str, ranks: int
 ) -> None:
     expected = sums_of(AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32))
-    for line in loaded(strategy, ranks).ranks:
-        assert line["sums"] == pytest.approx(expected, rel=1e-6, abs=1e-5)
-        by_fault = dict(zip(FAULTS, line["refused"], strict=True))
+    found = loaded(strategy, ranks)
+    for sums, refused in zip(found.stored, found.refused, strict=True):
+        assert sums == pytest.approx(expected, rel=1e-6, abs=1e-5)
+        by_fault = dict(zip(FAULTS, refused, strict=True))
         assert {fault: (code, problem) for fault, (code, problem, _) in by_fault.items()} == {
             "missing": (2, "weights-incomplete"),
             "unexpected": (2, "weights-incomplete"),

@@ -196,7 +196,7 @@ def test_documents_differ_in_every_token_and_keep_their_lengths(lengths):
     assert min(LENGTHS_FOR_FLEX) >= 128  # below which flex_attention takes the kernel of decoding
 
 
-MEASURED = Path(__file__).resolve().parents[1] / "bench" / "results" / "isolation.jsonl"
+MEASURED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "isolation.jsonl"
 OF_EXPERTS = {"qwen3_moe", "Qwen2MoeForCausalLM", "MixtralForCausalLM", "OlmoeForCausalLM", "DeepseekV3ForCausalLM"}
 
 

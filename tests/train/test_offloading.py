@@ -208,7 +208,7 @@ def test_copies_of_autocast_are_offloaded(offloading):
 
 def test_recorded_memory_and_speed_with_compiled_layers(project_root):
     """Qwen2.5-3B on two H100, which keeps all layers whole between the passes."""
-    lines = (project_root / "tests/bench/results/h100x2_offloaded.jsonl").read_text().splitlines()
+    lines = (project_root / "benchmarks/results/h100x2_offloaded.jsonl").read_text().splitlines()
     runs = [json.loads(line) for line in lines]
     after, before = (run for run in runs if run["name"] == "fsdp_grad_op_away")
     assert before["offloading"] == "TRL's own" != after["offloading"]

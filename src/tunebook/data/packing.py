@@ -83,7 +83,7 @@ def deal_rows(
     The order of packing gives the first rank the row with the longest document of each round. Lognormal lengths to 16k
     in 9 rounds of 8 ranks: the largest rank had 14% more work than the mean, and has 3% more. The largest rows of the
     rounds stay as they are, so nothing is gained where ranks wait for each other in every round
-    (tests/bench/results/row_balance.jsonl).
+    (benchmarks/results/row_balance.jsonl).
 
     Rows are dealt in rounds of `num_ranks` x `micro_batch_size`, those with the largest sums of squared lengths first.
     In a round, the rank with the smallest sum so far gets the row with the largest. Deterministic.

@@ -27,7 +27,7 @@ _MEMORY_FLOOR = 0.02  # rounding of the allocator, another choice of kernels
 _MAY_SPREAD = 0.1  # of speed or memory: a larger spread shows the machine's other load and supports no tolerance
 _STDERRS = 3.0
 # What losses may differ by when sums are added in another order, relative: in fp32 that moves the seventh digit and
-# grows with the steps; in bf16 the third digit of every product. Measured on 50 steps: see tests/bench/results.
+# grows with the steps; in bf16 the third digit of every product. Measured on 50 steps: see benchmarks/results.
 CPU_TOLERANCE, FP32_TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-5, 1e-4, 2e-3
 FP8_TOLERANCE = 1e-2  # of strategies that all compute in fp8: not measured. fp8 was up to 1.2% from bf16 in 50 steps
 

@@ -36,7 +36,7 @@ class AttentionFacts:
     keeps_softmax: bool = False  # keeps the scores of every pair of tokens, in fp32
     mask_bytes: int | None = None  # bytes of a mask entry; all layers share the mask. None: the compute format
     keeps_documents: bool = False  # keeps the output of each document, and all outputs again as one tensor
-    # Tokens of a packed row that keep a GPU busy. Measured on one H200 with Qwen2.5-0.5B (tests/bench/results): rows of
+    # Tokens of a packed row that keep a GPU busy. Measured on one H200 with Qwen2.5-0.5B (benchmarks/results): rows of
     # 1,024 are bound by kernel launches; 8,192 with flash attention are 5.6 x as fast. sdpa computes the whole square
     # of a row, so a row longer than 4,096 (2.5 x) costs more than it gains. None: unknown.
     full_row_tokens: int | None = 8192

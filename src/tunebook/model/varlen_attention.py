@@ -14,7 +14,7 @@ flash-attn 4's kernels are wrapped as one torch operation with a shape, which co
 own integration reads the number of the calling block, so every block would be compiled, and the compiler would trace
 the package's Python functions. The functions for one direction each are not public, so the package is pinned to
 flash-attn-4 4.0.0b36 (flash_attn/cute/interface.py). Losses: the series `flash_4` of
-tests/bench/results/h200x2_parity.jsonl.
+benchmarks/results/h200x2_parity.jsonl.
 
 Source: torch.nn.attention.varlen, from torch 2.10 on; transformers' AttentionInterface.
 """

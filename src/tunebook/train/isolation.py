@@ -45,7 +45,7 @@ _TF32_UNIT_ROUNDOFF = 2.0**-11
 # Rounding errors of 100 layers add up to about sqrt(2 x 100) times one, and kernels choose tiles by a row's length.
 _LOGIT_ROUNDOFFS = 32.0
 # Replacing the other document changes no shape, so neither kernels nor the order of sums: isolated logits stay equal.
-# Measured (tests/bench/results/isolation.jsonl): exactly 0 with every kernel and format on an H100 and for 17 small
+# Measured (benchmarks/results/isolation.jsonl): exactly 0 with every kernel and format on an H100 and for 17 small
 # dense architectures on a CPU. Of 36 that leak, the smallest was 1.2e-3 in fp32 and 6.5e-3 in bf16.
 _MOVED_ROUNDOFFS = 0.5
 _MOVED_FP32_ROUNDOFFS = 16.0

@@ -1,4 +1,4 @@
-"""Runs and checkpoints as each strategy lays them out, of any size: for the tests here and `tests/bench`.
+"""Runs and checkpoints as each strategy lays them out, of any size: for the tests here and `benchmarks`.
 
 Weights are random. ZeRO's and FSDP's files hold what an export reads of them; real ones are tried in `tests/system`.
 """

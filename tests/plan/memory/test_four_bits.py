@@ -65,7 +65,7 @@ def test_beside_4_bits_no_adapter_widens_the_inner_numbers(quantized, changed):
 
 @pytest.mark.parametrize(("targets", "at_work", "compiled"), [((), 7, 10 + 2 - 3), (ATTENTION, 9, 4 + 1 + 1)], ids=str)
 def test_gradients_of_the_inner_numbers_are_in_fp32_too(quantized, targets, at_work, compiled):
-    """By the peaks of eight runs on an H200 (tests/bench/results/h200_quantised.jsonl)."""
+    """By the peaks of eight runs on an H200 (benchmarks/results/h200_quantised.jsonl)."""
     facts = quantized.model.facts
     quantized.peft.target_modules = list(targets)
     assert backward_work(quantized, facts) == ROW * (at_work * INNER - 8 * HIDDEN)

@@ -38,7 +38,7 @@ from tunebook.plan.memory.work import kept_by_mlp
 from ..plans import NO_GPU, resolved
 from .layers import llama_layers
 
-RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "loading_memory.jsonl"
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "loading_memory.jsonl"
 GIB, MIB, BILLION = 2**30, 2**20, 10**9
 CPU, NVME, CAST = Offload.cpu, Offload.nvme, MixedPrecision.cast
 # The model that loading was measured with: its largest parameters are the embeddings and the head.

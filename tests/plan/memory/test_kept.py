@@ -34,7 +34,7 @@ from .layers import measured
 from .live_tensors import NUM_HEADS, SMALL, Way, saved_by_a_layer
 from .live_tensors import TOKENS as LIVE_TOKENS
 
-RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 TOKENS, RANK = 40, 4  # like no size of a weight, by which those are told apart
 SIZES = {
     "hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32

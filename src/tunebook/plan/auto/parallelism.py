@@ -1,6 +1,6 @@
 """`parallelism=auto`: the fastest strategy whose estimated memory fits, with the settings that it would get.
 
-The strategies' speeds were measured on two and four H200 (tests/bench/results: h200_speed_spread.jsonl,
+The strategies' speeds were measured on two and four H200 (benchmarks/results: h200_speed_spread.jsonl,
 h200x4_speed.jsonl): the less of a model is divided, the less the GPUs wait for each other.
 """
 

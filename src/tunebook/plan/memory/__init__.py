@@ -10,7 +10,7 @@
     overhead   GPU memory that is not tensors
     gpu, host  the verdicts for a GPU, and for a node's host memory and disk
 
-tests/bench/test_memory_table.py compares it with every peak that torch reported for runs on H100s and H200s.
+tests/plan/memory/test_recorded_runs.py compares it with every peak that torch reported for runs on H100s and H200s.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tunebook.plan.memory.rows import step_ledger
 GIB = 2**30
 # Share of GPU memory that tensors may fill. The rest is the CUDA context, communication buffers and fragmentation,
 # which `overhead` estimates. The fullest runs on H200s held 86% (one GPU), 85% (DDP) and 83% (FSDP) without running out
-# of memory (tests/bench/results: h200_memory.jsonl, h200x2_selective.jsonl). Thirty runs that were sized to fill one or
+# of memory (benchmarks/results: h200_memory.jsonl, h200x2_selective.jsonl). Thirty runs that were sized to fill one or
 # two H100s to this share took 79% to 97% of each GPU with the overhead (h100_held_out.jsonl, h100x2_held_out.jsonl).
 # Two of them needed the allocator's expandable segments (`supervise`). With today's estimates, no run is estimated more
 # than 5% too low.

@@ -7,7 +7,7 @@
     saving      the full model, gathered to be written
 
 The numbers come from arithmetic and from reading the packages (versions are next to each number), for the node of rank
-0. Loading and offloading have been measured (tests/bench/results, loading_memory and h200x2_host_memory). File cache
+0. Loading and offloading have been measured (benchmarks/results, loading_memory and h200x2_host_memory). File cache
 pages are not counted, because the kernel reclaims them.
 
 What is copied to and from a GPU is page-locked, since only such memory is copied while the GPU computes; Adam's moments

@@ -18,14 +18,14 @@ CUDA_CONTEXT = 781 * MIB
 # One NCCL communicator's buffers: 544 MiB between 2 GPUs, 688 MiB between more, on 4 A100 with NVLink (nccl#964). Links
 # with more channels need more: 1.06 GB with CUDA's context on 8 H100 (nccl#1685), about the sum of the two here.
 NCCL_TWO_GPUS, NCCL_MORE_GPUS = 544 * MIB, 688 * MIB
-# Measured on H200s (tests/bench/results/h200_memory.jsonl): the allocator reserves this share more than the tensors, in
+# Measured on H200s (benchmarks/results/h200_memory.jsonl): the allocator reserves this share more than the tensors, in
 # blocks too small for the next requests. 27 runs on one GPU or with DDP: 1% to 18%, median 7%. 17 runs that divide the
 # states or offload them to the host, and so allocate varying sizes: 2% to 51%, median 20%. 21 runs with FSDP: 5% to
 # 50%, median 18%, and 5% to 7% if the GPU was nearly full, since the allocator then frees unused blocks.
 ALLOCATOR_SHARE, ALLOCATOR_SHARE_DIVIDED, ALLOCATOR_SHARE_FSDP = 0.10, 0.22, 0.18
 ALLOCATOR_SHARE_FULL_GPU = 0.07
 # Measured: the resident memory of a rank after all imports and the rendezvous, before it loads a model
-# (tests/bench/results/loading_memory.jsonl, a CPU build of torch 2.13: 417.7 to 418.4 MiB).
+# (benchmarks/results/loading_memory.jsonl, a CPU build of torch 2.13: 417.7 to 418.4 MiB).
 PROCESS_BYTES = 418 * MIB
 
 

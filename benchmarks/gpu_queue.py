@@ -1,0 +1,216 @@
+"""Run many `tunebook train` commands on one GPU machine: several start at once and take turns on the GPUs.
+
+A short run spends most of its time without a GPU: it imports libraries and prepares data. Those parts overlap here.
+From the first use of a GPU to its end, a run has its GPUs to itself. The other end is `gpu_turns/sitecustomize.py`.
+Each run that ends appends one JSON line to OUTPUT/results.jsonl; its small files are in OUTPUT/logs.tgz.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lines import Line, add_line, read_lines, surroundings
+
+from tunebook.plan.auto.decisions import AS_ASKED
+
+WARM_UP_STEPS = 10  # left out of the median speed: compiled layers meet their shapes in these
+_RESOLVED = ("model.one_pass_head", "model.compile_layers", "precision.master_weights")  # change what a step computes
+_KEPT = ("run.yaml", "manifest.json", "metrics.jsonl", "deepspeed.json", "log.txt", "plan.json")
+_STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGINT)  # the third request makes Tunebook kill its ranks
+_TICK_S = 0.05
+_TURNS = Path(__file__).parent / "gpu_turns"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run and the GPUs that it trains on."""
+
+    name: str
+    gpus: tuple[int, ...]
+    words: list[str]  # after `tunebook train`
+    line: Line  # copied to its line of results
+    host_gib: float = 0.0  # weights of its ranks in host memory
+    timeout_s: float = 150  # on its GPUs
+    warm_up_steps: int = WARM_UP_STEPS
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class _Running:
+    job: Job
+    process: subprocess.Popen[bytes]
+    turn: Path  # the folder for messages to its ranks
+    started: float
+    went: float | None = None  # when it got its GPUs
+    ended: str | None = None  # why it was stopped
+
+    def is_ready(self) -> bool:
+        return self.went is None and len(list(self.turn.glob("ready-*"))) == len(self.job.gpus)
+
+
+class GpuQueue:
+    """`run` starts the jobs in order and returns the lines of those that ended."""
+
+    def __init__(
+        self, jobs: list[Job], output: Path, *, runs: Path, deadline_s: float, max_ranks: int, max_host_gib: float
+    ) -> None:
+        self.waiting = list(jobs)
+        self.output = output
+        self.runs = runs  # run folders, which are not kept
+        self.max_ranks = max_ranks  # of runs that have not ended
+        self.max_host_gib = max_host_gib  # of weights of runs that have not ended
+        self.running: list[_Running] = []
+        self.lines: list[Line] = []
+        self._deadline = time.monotonic() + deadline_s
+
+    def run(self) -> list[Line]:
+        """Run until all jobs have ended or the deadline has passed."""
+        (self.output / "logs").mkdir(parents=True, exist_ok=True)
+        for name in ("turns", *(job.name for job in self.waiting)):
+            shutil.rmtree(self.runs / name, ignore_errors=True)
+        while (self.waiting or self.running) and time.monotonic() < self._deadline:
+            self._start_some()
+            self._let_some_go()
+            self._watch()
+            time.sleep(_TICK_S)
+        self._stop(self.running, "the time was up")
+        for run in list(self.running):
+            self._collect(run, "the time was up")
+        with tarfile.open(self.output / "logs.tgz", "w:gz") as archive:
+            archive.add(self.output / "logs", arcname="logs")
+        return self.lines
+
+    def _start_some(self) -> None:
+        for job in list(self.waiting):
+            jobs = [*(run.job for run in self.running), job]
+            has_memory = sum(other.host_gib for other in jobs) <= self.max_host_gib or not self.running
+            if sum(len(other.gpus) for other in jobs) <= self.max_ranks and has_memory:
+                self.waiting.remove(job)
+                self.running.append(self._launch(job))
+
+    def _launch(self, job: Job) -> _Running:
+        kept, turn = self.output / "logs" / job.name, self.runs / "turns" / job.name
+        kept.mkdir(exist_ok=True)
+        turn.mkdir(parents=True)
+        path = os.pathsep.join([str(_TURNS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "TUNEBOOK_BENCH_TURN": str(turn), "PYTHONPATH": path}
+        environment |= {"CUDA_VISIBLE_DEVICES": visible(job.gpus)} | job.environment
+        command = [sys.executable, "-m", "tunebook", "train", *job.words, "--run-folder", str(self.runs / job.name)]
+        with (kept / "terminal.txt").open("w") as terminal:
+            process = subprocess.Popen(command, stdout=terminal, stderr=subprocess.STDOUT, env=environment)
+        return _Running(job=job, process=process, turn=turn, started=time.monotonic())
+
+    def _let_some_go(self) -> None:
+        """Give GPUs to the runs that are ready, in order. A run that waits for several GPUs reserves them."""
+        taken = {gpu for run in self.running if run.went is not None for gpu in run.job.gpus}
+        for run in self.running:
+            if run.is_ready():
+                if not taken & set(run.job.gpus):
+                    run.went = time.monotonic()
+                    (run.turn / "go").touch()
+                taken |= set(run.job.gpus)
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        for run in list(self.running):
+            if run.process.poll() is not None:
+                self._collect(run, run.process.returncode)
+            elif run.went is not None and run.ended is None and now - run.went > run.job.timeout_s:
+                self._stop([run], f"stopped after {run.job.timeout_s:g} s on the GPUs")
+
+    def _stop(self, runs: list[_Running], why: str) -> None:
+        for request in _STOP:
+            for run in runs:
+                run.ended = why
+                run.process.send_signal(request)
+            time.sleep(0.3)
+
+    def _collect(self, run: _Running, exit_code: int | str) -> None:
+        self.running.remove(run)
+        now, job = time.monotonic(), run.job
+        kept, folder = self.output / "logs" / job.name, self.runs / job.name
+        for name in _KEPT:
+            if (folder / name).exists():
+                shutil.copy(folder / name, kept / name)
+        for file in [*folder.glob("outcome-*.json"), *folder.glob("logs/*.log")]:
+            shutil.copy(file, kept / file.name)
+        line = {"name": job.name, "gpus": len(job.gpus), **job.line, "exit_code": exit_code}
+        line |= {"ended": run.ended} if run.ended else {}
+        line |= {"wall_s": round(now - run.started, 1)}
+        line |= (
+            {"ready_after_s": round(run.went - run.started, 1), "turn_s": round(now - run.went, 1)} if run.went else {}
+        )
+        line |= measured(kept, job.warm_up_steps) | host_memory(run.turn) | surroundings()
+        self.lines.append(line)
+        add_line(line, self.output / "results.jsonl")
+        shutil.rmtree(folder / "model", ignore_errors=True)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+
+def require_gpus(count: int) -> None:
+    """End the script if this process sees fewer GPUs than it needs, before each run fails by itself."""
+    import torch
+
+    found = torch.cuda.device_count()
+    if found < count:
+        needed = "a GPU" if count == 1 else f"{count} GPUs"
+        sys.exit(f"{needed} needed, and {found} found here: torch {torch.__version__} sees no more; nothing was run")
+
+
+def visible(gpus: tuple[int, ...]) -> str:
+    """CUDA_VISIBLE_DEVICES for some of the GPUs that this process sees."""
+    mine = [number for number in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if number]
+    return ",".join(mine[gpu] if mine else str(gpu) for gpu in gpus)
+
+
+def measured(folder: Path, warm_up_steps: int = WARM_UP_STEPS) -> Line:
+    """Losses, speed, memory and the wrapper of the model, from the records of a run folder."""
+    found: Line = {}
+    if (file := folder / "plan.json").exists():
+        plan = json.loads(file.read_text())
+        found = {key: plan.get(key) for key in ("attention", "packing")} | {"resolved": _resolved(plan)}
+    if (file := folder / "manifest.json").exists():
+        manifest = json.loads(file.read_text())
+        found |= {key: manifest.get(key) for key in ("parallelism_found", "leak_probe")}
+    metrics = folder / "metrics.jsonl"
+    lines = [line for line in read_lines(metrics) if "loss" in line] if metrics.exists() else []
+    if not lines:
+        return found
+    timed, last = lines[warm_up_steps:] or lines, lines[-1]
+    for key, digits in (("tokens_per_second_per_gpu", 1), ("seconds", 4), ("mfu", 4), ("padding_share", 4)):
+        values = [line[key] for line in timed if line.get(key) is not None]
+        name = "seconds_per_step" if key == "seconds" else key
+        found |= {name: round(statistics.median(values), digits)} if values else {}
+    memory = ("memory_gib", "memory_reserved_gib", "memory_device_gib")
+    return found | {key: last[key] for key in memory if key in last} | {
+        "steps": last["step"],
+        "losses": [round(line["loss"], 6) for line in lines],
+        "grad_norms": [round(line["grad_norm"] or 0.0, 5) for line in lines],
+        "tokens_per_step": round(last["tokens_seen"] / last["step"]),
+    }  # fmt: skip
+
+
+def _resolved(plan: Line) -> list[str]:
+    """Of `_RESOLVED`, what `auto` decided in a run, as overrides."""
+    return [
+        f"{choice['key']}={json.dumps(choice['value']).strip(chr(34))}"
+        for choice in plan["choices"]
+        if choice["key"] in _RESOLVED and choice["why"] != AS_ASKED
+    ]
+
+
+def host_memory(turn: Path) -> Line:
+    """`host_gib`, `host_peak_gib` and `host_pinned_gib` of each rank that has trained, as `gpu_turns` wrote them."""
+    ranks = sorted(turn.glob("host-*"), key=lambda file: int(file.name.removeprefix("host-")))
+    found = [json.loads(file.read_text()) for file in ranks]
+    return {key: [each[key] for each in found] for key in (found[0] if found else ())}

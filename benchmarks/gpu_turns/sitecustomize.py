@@ -1,0 +1,82 @@
+"""Python imports this file at startup where `gpu_queue.py` puts its folder on PYTHONPATH: ranks wait for their turn.
+
+Imports and data need no GPU and overlap with other runs. Once a rank has imported its libraries, before it connects to
+the others or touches a GPU, it waits until `gpu_queue.py` gives the run its GPUs. Files in $TUNEBOOK_BENCH_TURN carry
+the messages, so Tunebook itself knows nothing of them. More variables:
+
+    TUNEBOOK_BENCH_UNSAVED  write no model at the end
+    TUNEBOOK_BENCH_PROFILE  rank 0 traces the kernels of one step: NAME.kernels.txt and NAME.trace.json.gz
+    TUNEBOOK_BENCH_MEMORY   rank 0 traces the memory of the third step: NAME.memory.pickle, for pytorch.org/memory_viz
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_RANK_MODULE = "tunebook.train.run"  # every rank imports it last before it connects
+_POLL_S = 0.02
+
+
+class _RankFinder(importlib.abc.MetaPathFinder):
+    """Finds the ranks' module as usual, and waits once it has been loaded."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _RANK_MODULE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        loader: Any = spec.loader if spec else None
+        execute = loader.exec_module
+
+        def execute_and_wait(module: Any) -> None:
+            execute(module)
+            _add_traces(module.RecipeTrainer)
+            _wait_for_turn()
+
+        loader.exec_module = execute_and_wait
+        return spec
+
+
+def _wait_for_turn() -> None:
+    turn = Path(os.environ["TUNEBOOK_BENCH_TURN"])
+    if "TUNEBOOK_BENCH_UNSAVED" in os.environ:
+        (Path(sys.argv[1]) / ".unsaved").touch()  # in the run folder
+    (turn / f"ready-{os.environ.get('RANK', '0')}").touch()
+    while not (turn / "go").exists():
+        time.sleep(_POLL_S)
+
+
+def _add_traces(trainer_class: Any) -> None:
+    train = trainer_class.train
+
+    def train_traced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from traces import callbacks
+
+        for callback in callbacks(self):
+            self.add_callback(callback)
+        return train(self, *args, **kwargs)
+
+    trainer_class.train = train_traced
+
+
+def _run_the_other() -> None:
+    """Run the environment's own sitecustomize, which this one hides."""
+    elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+_run_the_other()
+if "TUNEBOOK_BENCH_TURN" in os.environ:
+    sys.meta_path.insert(0, _RankFinder())

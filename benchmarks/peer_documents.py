@@ -1,0 +1,91 @@
+"""The documents of speed measurements as each peer reads them, the FLOPs of their tokens, and the median of speeds.
+
+Every peer gets the documents that `dataset=synthetic` makes. A peer that reads text gets the id of each token as a
+word, and a tokenizer whose vocabulary is these words, so that documents keep their lengths.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from gpu_models import facts_of
+from lines import Line, write_lines
+
+from tunebook.config.model_facts import ModelFacts
+from tunebook.config.schema import SyntheticConfig
+from tunebook.data.synthetic import generate
+from tunebook.model.flops import attended_length_tokens, flops_per_token, model_flops_utilization
+
+PEAK_TFLOPS = 989  # an H100's and an H200's in bf16, dense
+TOKENS_PER_STEP, DOCUMENTS_PER_GPU = 32_768, 4000
+WARM_UP_STEPS = 10  # of those that are not timed
+EOS, PADDING = "<eos>", "<pad>"
+TINY = "tiny"  # a model small enough for a CPU, to try a peer without a GPU
+_EOS_IDS = {"qwen25_3b": 151645, "qwen3_4b": 151645, "llama3_8b": 128001, "llama31_8b": 128001, "llama32_1b": 128001,
+            TINY: 2000}  # fmt: skip
+_TINY_FACTS = {
+    "architecture": "Qwen2ForCausalLM", "num_parameters": 1_180_224, "num_layers": 2, "hidden_size": 256,
+    "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 2048,
+    "max_position_embeddings": 4096, "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The generated documents in the tokens of one model."""
+
+    model: str
+    count: int
+    lengths: SyntheticConfig = field(default_factory=SyntheticConfig)
+
+    @cached_property
+    def facts(self) -> ModelFacts:
+        """The model's planned sizes."""
+        return ModelFacts(**(_TINY_FACTS if self.model == TINY else facts_of(self.model)))
+
+    @cached_property
+    def documents(self) -> list[list[int]]:
+        """Token ids of each document; all of them count, and EOS is the last."""
+        batches = generate(
+            self.lengths, num_documents=self.count, vocab_size=self.facts.vocab_size,
+            eos_token_id=_EOS_IDS[self.model],
+        )  # fmt: skip
+        return [ids for batch in batches for ids in batch.column("input_ids").to_pylist()]
+
+    def mfu(self, tokens_per_second_per_gpu: float, num_trained_parameters: int | None = None) -> float:
+        """The share of an H100's or H200's arithmetic in bf16 that real tokens use: attention within documents only."""
+        attended = attended_length_tokens(len(ids) for ids in self.documents)
+        flops = flops_per_token(self.facts, attended, num_trained_parameters)
+        return round(model_flops_utilization(tokens_per_second_per_gpu, flops, PEAK_TFLOPS), 4)
+
+    def write_texts(self, folder: Path) -> None:
+        """One line a document, `{"text": ...}`, alone in its folder; the reader appends EOS."""
+        folder.mkdir(parents=True, exist_ok=True)
+        write_lines(folder / "documents.jsonl", ({"text": " ".join(map(str, ids[:-1]))} for ids in self.documents))
+
+    def write_tokenizer(self, folder: Path) -> None:
+        """Write a tokenizer.json whose words are token ids, and the settings that transformers needs."""
+        from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+        special = {_EOS_IDS[self.model]: EOS, self.facts.vocab_size - 1: PADDING}  # the latter is in no document
+        words = {special.get(number, str(number)): number for number in range(self.facts.vocab_size)}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token=PADDING))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer.add_special_tokens([AddedToken(word, special=True) for word in special.values()])
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS,
+                                    "pad_token": PADDING, "model_max_length": 1 << 20}  # fmt: skip
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+
+
+def median_speed(speeds: list[float], warm_up_steps: int = WARM_UP_STEPS) -> Line:
+    """The median of the steps after the warm-up; without one, only their number."""
+    timed = speeds[warm_up_steps:]
+    found: Line = {"steps": len(speeds), "timed_steps": len(timed)}
+    return found | ({"tokens_per_second_per_gpu": round(statistics.median(timed), 1)} if timed else {})

@@ -1,0 +1,38 @@
+"""The memory plan against every run on H100s and H200s whose peak was recorded."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+
+import pytest
+from memory_table import recorded_runs
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of architectures, about sizes and positions
+NUM_RUNS = 535
+
+
+def errors(runs: list[tuple[str, float, float]]) -> dict[str, float]:
+    """The relative error of each run, sorted by size. `runs` have a name, and planned and measured GiB."""
+    found = {name: planned / measured - 1 for name, planned, measured in runs}
+    return dict(sorted(found.items(), key=lambda item: abs(item[1])))
+
+
+def test_one_in_twenty_recorded_peaks_is_planned_within_the_bounds(tmp_path: Path) -> None:
+    runs = list(recorded_runs(tmp_path))
+    assert len(runs) == NUM_RUNS
+    found = errors([(f"{run.file} {run.name}", run.planned_gib(), run.allocated_gib) for run in runs[::20]])
+    assert statistics.median(map(abs, found.values())) <= 0.02
+    assert {name: error for name, error in found.items() if not -0.15 <= error <= 0.15} == {}
+
+
+@pytest.mark.nightly
+def test_every_recorded_peak_is_planned_within_the_gate(tmp_path: Path) -> None:
+    """The median within 2%, 95% within 10%, the worst within 15%."""
+    runs = [(f"{run.file} {run.name}", run.planned_gib(), run.allocated_gib) for run in recorded_runs(tmp_path)]
+    found = errors(runs)
+    assert len(found) == NUM_RUNS
+    sizes = [abs(error) for error in found.values()]
+    assert statistics.median(sizes) <= 0.02
+    assert sizes[int(0.95 * len(sizes))] <= 0.10
+    assert sizes[-1] <= 0.15, list(found.items())[-10:]
