@@ -201,9 +201,8 @@ def _report(file: Path, end: ProcessEnd, when: str, missing: list[Missing], cons
 def _print_checks(before: Path, record: dict[str, Any]) -> None:
     """Print which items were trained on, the scores without them, and faults that the untrained model had less."""
     found = record.get("contamination")
-    lines = result_lines(found["tasks"], found["not_checked"]) if found else []
-    for line, is_warning in lines:
-        print(f"{'warning: ' if is_warning else ''}contamination: {line}", file=sys.stderr)
+    for line in result_lines(found["tasks"], found["not_checked"]) if found else []:
+        print(line, file=sys.stderr)
     for line in score_lines(record):
         print(line, file=sys.stderr)
     for line in fault_warnings(read_json(before) if before.is_file() else None, record):

@@ -24,8 +24,7 @@ from tunebook.evaluate.answer_faults import count_faults
 from tunebook.evaluate.batch_size import AUTO, LARGEST_ON_CPU, LARGEST_ON_GPU, BatchSize
 from tunebook.evaluate.code.checks import require_sandbox
 from tunebook.evaluate.code.judging import judge_programs
-from tunebook.evaluate.contamination.check import check_evaluated, check_run
-from tunebook.evaluate.contamination.result import with_scores
+from tunebook.evaluate.contamination import check_evaluated, check_run, with_scores
 from tunebook.evaluate.harness import SEEDS, HarnessSettings, load_tasks, prepare_environment
 from tunebook.evaluate.helpers import Answer as AnswerRequests
 from tunebook.evaluate.helpers import Helpers
