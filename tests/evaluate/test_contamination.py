@@ -174,7 +174,7 @@ def items_of(task: Any, limit: int | None = None) -> list[Item]:
 
 def test_a_passage_and_its_question_are_apart_from_their_template() -> None:
     passage = "A passage about a king of old days"
-    docs = [
+    docs: list[dict[str, Any]] = [
         {"passage": passage, "question": "was the king old", "label": "yes", "idx": 3},
         {"passage": passage, "question": "is it a king", "label": "no", "idx": 4},
     ]
@@ -401,7 +401,8 @@ def test_the_evaluation_before_a_training_checks_once_and_goes_on(
     monkeypatch.setattr(worker, "_with_placement", lambda evaluation, _: evaluation)
     monkeypatch.setattr(worker, "evaluate", lambda evaluation, _: evaluated.append(evaluation.when))
     if not is_possible:
-        monkeypatch.setattr("tunebook.evaluate.contamination.search", lambda *_: {}["a fault of ours"])
+        nothing: dict[str, Any] = {}
+        monkeypatch.setattr("tunebook.evaluate.contamination.search", lambda *_: nothing["a fault of ours"])
     assert worker.main(["--run", str(run), "--when", "before"]) == 0
     printed = capsys.readouterr().err
     assert is_checked(run, config) is is_possible
