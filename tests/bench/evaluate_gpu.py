@@ -27,7 +27,6 @@ from tunebook.config.frozen import config_to_yaml
 from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate.batch_size import read_batch_size
 from tunebook.evaluate.command import settings_as_json
-from tunebook.evaluate.preflight import harness_environment
 from tunebook.evaluate.target import bare_config, find_target
 from tunebook.evaluate.task_files import check_tasks
 from tunebook.train.environment import evaluation_environment
@@ -65,7 +64,7 @@ def lines(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         config, file = bare_config(target), Path(scratch) / "model.yaml"
         file.write_text(config_to_yaml(config), encoding="utf-8")
         for task in asked.tasks:
-            environment = evaluation_environment(config, os.environ | harness_environment([task]))
+            environment = evaluation_environment(config, os.environ)
             for number, size in enumerate(asked.batch_size):
                 folder = Path(scratch) / f"{Path(task).stem}-{number}"
                 folder.mkdir()

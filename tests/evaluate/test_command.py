@@ -26,7 +26,6 @@ from tunebook.evaluate.command import (
     worker_command,
     worker_error,
 )
-from tunebook.evaluate.preflight import Missing
 from tunebook.evaluate.worker import _settings_of
 from tunebook.record.model_origin import ORIGIN_FILE
 from tunebook.supervise import ProcessEnd
@@ -69,8 +68,6 @@ class Worker:
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
     worker = Worker()
     monkeypatch.setattr(command, "run_and_wait", worker)
-    monkeypatch.setattr(command, "find_missing", lambda _: [])
-    monkeypatch.setattr(command, "harness_environment", lambda _: {})
     return worker
 
 
@@ -271,42 +268,6 @@ def test_a_run_without_tasks_of_its_own_says_what_to_type(
     assert raised.value.problem_id == "no-tasks"
 
 
-def test_tasks_that_lack_something_are_named_and_left_out_and_the_others_run(
-    run: Path,
-    outputs: Path,
-    console: Console,
-    worker: Worker,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    missing = [
-        Missing(task="gsm8k", lacks="its data is not here"),
-        Missing(task="arc_easy", lacks="no package", fix="get it"),
-    ]
-    monkeypatch.setattr(command, "find_missing", lambda _: missing)
-    with pytest.raises(RequestError, match="not evaluated, for what this machine lacks: gsm8k, arc_easy"):
-        evaluate_command(asked(tasks=["gsm8k", QUICKSTART, "arc_easy"]), outputs, console)
-    assert worker.tasks == [QUICKSTART]
-    said = capsys.readouterr().err
-    assert "left out:\n  gsm8k: its data is not here\n  arc_easy: no package\n" in said
-    assert "  with a network, type: tunebook fetch tasks=gsm8k\n  get it\n" in said
-    (file,) = (run / "evaluation").iterdir()
-    assert f"written: {file}\n" in console.export_text(), "results are shown before what failed"
-    written = json.loads(file.read_text())
-    assert [entry["task"] for entry in written["left_out"]] == ["gsm8k", "arc_easy"]
-    assert written["tasks"]["words"]["value"] == 0.5
-
-
-def test_where_every_task_lacks_something_nothing_is_started(
-    run: Path, outputs: Path, console: Console, worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "find_missing", lambda _: [Missing(task="gsm8k", lacks="its data is not here")])
-    with pytest.raises(RequestError, match=r"a task cannot be evaluated.*\n  gsm8k: its data") as raised:
-        evaluate_command(asked(tasks=["gsm8k"]), outputs, console)
-    assert raised.value.problem_id == "task-data-missing"
-    assert worker.words == []
-
-
 def test_nothing_is_evaluated_in_an_image_that_cannot_run_it(
     run: Path, outputs: Path, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,13 +325,9 @@ def test_the_workers_arguments() -> None:
     ]
 
 
-def test_a_trainings_evaluation_is_what_its_configuration_says(
-    run: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "harness_environment", lambda tasks: {"TASKS": ",".join(tasks)})
+def test_a_trainings_evaluation_is_what_its_configuration_says(run: Path, worker: Worker) -> None:
     assert run_worker(run, "before").exit_code == 0
     assert worker.words == ["--run", str(run), "--when", "before"]
-    assert worker.environment["TASKS"] == QUICKSTART
 
 
 def record(when: str, value: float, **more: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tunebook.config.choices import Contamination, Format, Source
 from tunebook.config.schema import RunConfig
@@ -38,7 +38,7 @@ from tunebook.data.readers import read_records
 from tunebook.data.sources import load_corpus
 from tunebook.data.turns import texts_of_turn
 from tunebook.errors import DataError, TunebookError
-from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks
+from tunebook.evaluate.harness import LoadedTask, loaded_without_model
 from tunebook.evaluate.results import Answer, mean_with_error
 from tunebook.evaluate.task_files import Task
 from tunebook.files import atomic_write_json, cache_root, sha256_text
@@ -345,17 +345,8 @@ def _groups_of(tasks: Sequence[Task], limit: int | None) -> list[ItemGroup]:
     """The items of tasks, without a model or a chat template. Tasks whose data is missing are left out."""
     groups = [conversation_items(task.name, task.conversations, limit) for task in tasks if task.conversations]
     if others := [task for task in tasks if not task.conversations]:
-        with tempfile.TemporaryDirectory(prefix="tunebook-evaluation-") as folder:
-            settings = HarnessSettings(
-                tokenizer=cast(Any, None),  # only prompts of conversations are rendered
-                max_length=sys.maxsize,  # no model reads the items
-                num_fewshot=None,
-                limit=limit,
-                system_prompt=None,
-                items_folder=Path(folder),
-                cache_folder=Path(folder),
-            )
-            groups += [task_items(name, task, limit) for name, task in load_tasks(others, settings).tasks.items()]
+        with loaded_without_model(others, limit) as loaded:
+            groups += [task_items(name, task, limit) for name, task in loaded.tasks.items()]
     return groups
 
 
