@@ -20,7 +20,6 @@ from tunebook.config.book import resolve_path
 from tunebook.config.choices import Source
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
-from tunebook.evaluate.answer_faults import count_faults
 from tunebook.evaluate.batch_size import AUTO, LARGEST_ON_CPU, LARGEST_ON_GPU, BatchSize
 from tunebook.evaluate.code.checks import require_sandbox
 from tunebook.evaluate.code.judging import judge_programs
@@ -45,6 +44,7 @@ from tunebook.evaluate.trained_model import (
 )
 from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.model.adapters import is_adapter
+from tunebook.record.answer_faults import count_faults
 from tunebook.record.model_origin import Trained, check_base, check_bound
 
 if TYPE_CHECKING:
