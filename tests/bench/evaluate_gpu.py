@@ -25,8 +25,7 @@ from typing import Any
 
 from tunebook.config.frozen import config_to_yaml
 from tunebook.errors import RequestError, TunebookError
-from tunebook.evaluate.batch_size import read_batch_size
-from tunebook.evaluate.command import settings_as_json
+from tunebook.evaluate.command import read_batch_size, settings_as_json
 from tunebook.evaluate.target import bare_config, find_target
 from tunebook.evaluate.task_files import check_tasks
 from tunebook.train.environment import evaluation_environment

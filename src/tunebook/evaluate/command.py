@@ -18,7 +18,6 @@ from tunebook.config.book import as_word
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
-from tunebook.evaluate.batch_size import read_batch_size
 from tunebook.evaluate.code.checks import apply_overrides, check_code
 from tunebook.evaluate.target import (
     MODEL_FILE,
@@ -112,6 +111,19 @@ def _check(request: EvaluationRequest) -> None:
             )
     if request.batch_size is not None:
         read_batch_size(request.batch_size)
+
+
+def read_batch_size(text: str) -> int | None:
+    """Parse `auto` (None) or a number of requests. Raises: RequestError for anything else."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) == 0:
+        raise RequestError(
+            f"--batch-size {text} is not a number of requests; type a number from 1, or auto for as many as fit into "
+            "memory",
+            problem_id="batch-size",
+        )
+    return int(text)
 
 
 def _settings(request: EvaluationRequest, config: RunConfig) -> EvaluationConfig:
