@@ -166,6 +166,7 @@ def test_without_network_or_account_it_is_refused(hub, error, message):
         check_upload("me/model")
 
 
+@pytest.mark.slow
 def test_a_task_that_cannot_be_loaded_is_refused_before_anything_is_prepared() -> None:
     job = plan_job("quickstart", ["hardware=cpu", "evaluation=tasks", "evaluation.tasks=[gsm8k]"], [])
     with pytest.raises(RequestError) as raised:  # there is no network

@@ -42,6 +42,7 @@ def task(tmp_path: Path) -> Callable[..., str]:
     return make
 
 
+@pytest.mark.slow
 def test_tasks_that_cannot_be_loaded_are_refused_together(
     task: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +98,10 @@ def test_a_recipe_is_its_model_its_data_and_its_tasks(monkeypatch: pytest.Monkey
         ({"suite": None, "tasks": ["gsm8k"]}, "not-fetched"),
     ],
 )
-def test_what_cannot_be_fetched_is_refused(asked: dict[str, Any], problem_id: str) -> None:
+def test_what_cannot_be_fetched_is_refused(
+    asked: dict[str, Any], problem_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "load_problems", lambda names: [f"no network for {name}" for name in names])
     with pytest.raises(RequestError) as raised:
         fetch_command(None, [], [], Console(file=io.StringIO()), **asked)
     assert raised.value.problem_id == problem_id
