@@ -246,23 +246,24 @@ def test_export_hands_its_options_on(run, monkeypatch, tmp_path):
     assert "'int8' is not one of 'fp32', 'bf16', 'fp16'" in said
 
 
-def test_chat_passes_its_options_and_exit_code(run, monkeypatch, tmp_path):
+def test_chat_passes_its_options(run, monkeypatch, tmp_path):
+    from tunebook.evaluate.chat import Sampling
+
     asked = {}
-
-    def chat(target, outputs, **settings):
-        asked.update(settings, target=target, outputs=outputs)
-        return 3
-
-    monkeypatch.setattr("tunebook.evaluate.chat.terminal.chat_command", chat)
-    usual = {"prompt": None, "system": None, "max_new_tokens": 512, "temperature": 0.0, "seed": 0}
-    assert run("chat")[0] == 3
+    monkeypatch.setattr(
+        "tunebook.evaluate.chat.chat_command",
+        lambda target, outputs, **settings: asked.update(settings, target=target, outputs=outputs),
+    )
+    assert run("chat")[0] == 0
+    usual = {"prompt": None, "system": None, "sampling": Sampling(max_new_tokens=512, temperature=0.0, seed=0)}
     assert asked == usual | {"target": "latest", "outputs": Path("outputs")}
     options = ("--prompt", "hello", "--system", "", "--max-new-tokens", "9", "--temperature", "0.7", "--seed", "4")
     run("chat", "run=quickstart", *options, "--outputs", str(tmp_path))
+    sampling = Sampling(max_new_tokens=9, temperature=0.7, seed=4)
     assert asked == {
-        "prompt": "hello", "system": "", "max_new_tokens": 9, "temperature": 0.7, "seed": 4,
-        "target": "quickstart", "outputs": tmp_path,
+        "prompt": "hello", "system": "", "sampling": sampling, "target": "quickstart", "outputs": tmp_path,
     }  # fmt: skip
+    assert run("chat", "--max-new-tokens", "0")[0] == 2
     monkeypatch.setenv("TUNEBOOK_IMAGE_FILE", str(tmp_path / "image.json"))
     code, _, said = run("chat")
     assert code == 2

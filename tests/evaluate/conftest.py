@@ -24,7 +24,7 @@ from tunebook.config.choices import Attention, Compute, Generation, MasterWeight
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import EvaluationConfig, ModelConfig, RunConfig
-from tunebook.evaluate import task_files, task_requirements
+from tunebook.evaluate import task_files
 from tunebook.evaluate.harness import prepare_environment
 
 _CHANGED = (
@@ -233,10 +233,6 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "lm_eval" / "tasks"
     folder.mkdir(parents=True)
     monkeypatch.setattr(task_files, "task_folder", lambda: folder)
-    monkeypatch.setattr(task_requirements, "task_folder", lambda: folder)
-    caches = (task_files.harness_tasks, task_requirements.harness_index)
-    for function in caches:
-        function.cache_clear()
+    task_files.harness_tasks.cache_clear()
     yield folder
-    for function in caches:
-        function.cache_clear()
+    task_files.harness_tasks.cache_clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
@@ -23,10 +22,8 @@ from tunebook.evaluate.command import (
     evaluate_command,
     run_worker,
     score_table,
-    worker_command,
     worker_error,
 )
-from tunebook.evaluate.preflight import Missing
 from tunebook.evaluate.worker import _settings_of
 from tunebook.record.model_origin import ORIGIN_FILE
 from tunebook.supervise import ProcessEnd
@@ -69,8 +66,6 @@ class Worker:
 def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
     worker = Worker()
     monkeypatch.setattr(command, "run_and_wait", worker)
-    monkeypatch.setattr(command, "find_missing", lambda _: [])
-    monkeypatch.setattr(command, "harness_environment", lambda _: {})
     return worker
 
 
@@ -215,30 +210,25 @@ def test_a_hub_model_out_of_reach_says_what_to_type(
 
 
 @pytest.mark.parametrize(
-    ("request_", "problem_id", "message"),
+    ("request_", "problem_id"),
     [
-        (asked(run="a", model="b"), "run-and-model", "run=a and model=b exclude each other"),
-        (asked(suite="quick", tasks=["a", "b"]), "suite-and-tasks", "suite=quick and tasks=a,b exclude each other"),
-        (asked(tasks=[]), "no-tasks", "tasks= names no task"),
-        (asked(limit=0), "evaluation-option", "--limit 0: it must be 1 or more; leave it out for all items"),
-        (asked(num_fewshot=-1), "evaluation-option", "--num-fewshot -1: it must be 0 or more"),
-        (asked(batch_size="big"), "batch-size", "--batch-size big"),
-        (asked(allow_mismatch="prompt"), "unknown-mismatch", "there is no mismatch 'prompt'"),
-        (asked(tasks=["gsm8kk"]), "unknown-task", "Did you mean 'gsm8k'"),
-        (asked(tasks=["leaderboard_math_hard"]), "leaderboard-math-hard", "suite=leaderboard is the other five"),
-        (asked(suite="leaderbord"), "unknown-suite", "Did you mean 'leaderboard'"),
+        (asked(run="a", model="b"), "run-and-model"),
+        (asked(suite="quick", tasks=["a", "b"]), "suite-and-tasks"),
+        (asked(tasks=[]), "no-tasks"),
+        (asked(limit=0), "evaluation-option"),
+        (asked(num_fewshot=-1), "evaluation-option"),
+        (asked(batch_size="big"), "batch-size"),
+        (asked(batch_size="0"), "batch-size"),
+        (asked(allow_mismatch="prompt"), "unknown-mismatch"),
+        (asked(tasks=["gsm8kk"]), "unknown-task"),
+        (asked(tasks=["leaderboard_math_hard"]), "leaderboard-math-hard"),
+        (asked(suite="leaderbord"), "unknown-suite"),
     ],
 )
-def test_what_cannot_be_evaluated_is_said_before_anything_is_loaded(
-    run: Path,
-    outputs: Path,
-    console: Console,
-    worker: Worker,
-    request_: EvaluationRequest,
-    problem_id: str,
-    message: str,
+def test_what_cannot_be_evaluated_is_refused_before_anything_is_loaded(
+    run: Path, outputs: Path, console: Console, worker: Worker, request_: EvaluationRequest, problem_id: str
 ) -> None:
-    with pytest.raises(RequestError, match=message) as raised:
+    with pytest.raises(RequestError) as raised:
         evaluate_command(request_, outputs, console)
     assert raised.value.problem_id == problem_id
     assert worker.words == []
@@ -260,73 +250,12 @@ def test_a_runs_own_task_file_is_found_from_another_folder(
     assert worker.tasks == [str(own / "mine.yaml")]
 
 
-def test_a_run_without_tasks_of_its_own_says_what_to_type(
-    run: Path, outputs: Path, console: Console, worker: Worker
-) -> None:
-    config = load_config(run / "run.yaml")
-    config.evaluation.tasks = []
-    (run / "run.yaml").write_text(config_to_yaml(config))
-    with pytest.raises(RequestError, match=r"names no tasks of its own.*suite=leaderboard") as raised:
-        evaluate_command(asked(), outputs, console)
-    assert raised.value.problem_id == "no-tasks"
-
-
-def test_tasks_that_lack_something_are_named_and_left_out_and_the_others_run(
-    run: Path,
-    outputs: Path,
-    console: Console,
-    worker: Worker,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    missing = [
-        Missing(task="gsm8k", lacks="its data is not here"),
-        Missing(task="arc_easy", lacks="no package", fix="get it"),
-    ]
-    monkeypatch.setattr(command, "find_missing", lambda _: missing)
-    with pytest.raises(RequestError, match="not evaluated, for what this machine lacks: gsm8k, arc_easy"):
-        evaluate_command(asked(tasks=["gsm8k", QUICKSTART, "arc_easy"]), outputs, console)
-    assert worker.tasks == [QUICKSTART]
-    said = capsys.readouterr().err
-    assert "left out:\n  gsm8k: its data is not here\n  arc_easy: no package\n" in said
-    assert "  with a network, type: tunebook fetch tasks=gsm8k\n  get it\n" in said
-    (file,) = (run / "evaluation").iterdir()
-    assert f"written: {file}\n" in console.export_text(), "results are shown before what failed"
-    written = json.loads(file.read_text())
-    assert [entry["task"] for entry in written["left_out"]] == ["gsm8k", "arc_easy"]
-    assert written["tasks"]["words"]["value"] == 0.5
-
-
-def test_where_every_task_lacks_something_nothing_is_started(
-    run: Path, outputs: Path, console: Console, worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "find_missing", lambda _: [Missing(task="gsm8k", lacks="its data is not here")])
-    with pytest.raises(RequestError, match=r"a task cannot be evaluated.*\n  gsm8k: its data") as raised:
-        evaluate_command(asked(tasks=["gsm8k"]), outputs, console)
-    assert raised.value.problem_id == "task-data-missing"
-    assert worker.words == []
-
-
 def test_nothing_is_evaluated_in_an_image_that_cannot_run_it(
     run: Path, outputs: Path, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TUNEBOOK_IMAGE_FILE", str(tmp_path / "image.json"))
     with pytest.raises(RequestError, match="make image"):
         evaluate_command(asked(run=str(run)), outputs, console)
-
-
-def test_what_was_allowed_to_differ_and_does_is_said(
-    run: Path,
-    outputs: Path,
-    console: Console,
-    worker: Worker,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    differing = record("now", 0.5) | {"bound": {"mismatches": ["template"]}}
-    monkeypatch.setattr(command, "read_json", lambda _: differing)
-    evaluate_command(asked(allow_mismatch="template,tokenizer"), outputs, console)
-    assert "not as in training: template\n" in capsys.readouterr().err
 
 
 def test_a_failed_worker_hands_on_its_exit_code_and_what_it_wrote(
@@ -345,32 +274,15 @@ def test_a_failed_worker_hands_on_its_exit_code_and_what_it_wrote(
 
 def test_a_request_to_stop_ends_an_evaluation_with_6() -> None:
     stopped = worker_error(ProcessEnd(exit_code=-15, stopped_by="SIGTERM"), "after", "this command")
-    assert (stopped.exit_code, stopped.message) == (
-        6,
-        "stopped by SIGTERM during the evaluation after; its finished tasks are kept, and this command evaluates the "
-        "others",
-    )
+    assert stopped.exit_code == 6
     assert worker_error(ProcessEnd(exit_code=6, stopped_by=None), "after", "this command").exit_code == 6
     killed = worker_error(ProcessEnd(exit_code=-9, stopped_by=None), "after", "this command")
-    assert (killed.exit_code, killed.message) == (
-        1,
-        "the evaluation after was killed by signal 9; its message is above",
-    )
+    assert killed.exit_code == 1
 
 
-def test_the_workers_arguments() -> None:
-    assert worker_command(Path("/run"), "after", ["--fresh"]) == [
-        *(sys.executable, "-m", "tunebook.evaluate", "--run", "/run", "--when", "after", "--fresh"),
-    ]
-
-
-def test_a_trainings_evaluation_is_what_its_configuration_says(
-    run: Path, worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "harness_environment", lambda tasks: {"TASKS": ",".join(tasks)})
+def test_a_trainings_evaluation_is_what_its_configuration_says(run: Path, worker: Worker) -> None:
     assert run_worker(run, "before").exit_code == 0
     assert worker.words == ["--run", str(run), "--when", "before"]
-    assert worker.environment["TASKS"] == QUICKSTART
 
 
 def record(when: str, value: float, **more: Any) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from lm_eval import evaluator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tunebook.errors import DataError, RequestError
-from tunebook.evaluate.batch_size import BatchSize
 from tunebook.evaluate.harness import (
     HarnessSettings,
     load_tasks,
@@ -98,7 +97,7 @@ def exact_match_task(folder: Path, held_out: list[tuple[str, str, str, str]]) ->
 
 @pytest.fixture
 def run_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RequestModel:
-    return RequestModel(model, tokenizer, batch_size=BatchSize(2), compute_dtype=None, progress=AnswerProgress("test"))
+    return RequestModel(model, tokenizer, batch_size=2, compute_dtype=None, progress=AnswerProgress("test"))
 
 
 def run_harness(model: RequestModel, tasks: list[Task], settings: HarnessSettings) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tunebook.errors import DataError
-from tunebook.evaluate.batch_size import BatchSize
 from tunebook.evaluate.harness import HarnessSettings, load_tasks, run_task
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.request_model import RequestModel
@@ -107,9 +106,7 @@ def test_a_prompt_begins_as_in_training_with_one_bos_or_none(
     held_out.write_text(json.dumps({"messages": turns}) + "\n")
     file = tmp_path / "task.yaml"
     file.write_text(text.replace("DATA", str(data)).replace("CACHE", str(tmp_path / "cache")))
-    run_model = RequestModel(
-        model, adding_bos, batch_size=BatchSize(2), compute_dtype=None, progress=AnswerProgress("test")
-    )
+    run_model = RequestModel(model, adding_bos, batch_size=2, compute_dtype=None, progress=AnswerProgress("test"))
     settings = settings_of(adding_bos, tmp_path)
     adding_bos.chat_template = TEMPLATE.replace("<s> ", start)
     (task,) = load_tasks([read_task_file(file)], settings).tasks.values()
@@ -152,7 +149,7 @@ def test_an_answer_ends_where_training_taught_it_to_also_where_the_models_settin
     assert known_model.generation_config is not None
     known_model.generation_config.eos_token_id = None
     model = RequestModel(
-        known_model, known_tokenizer, batch_size=BatchSize(1), compute_dtype=None, progress=AnswerProgress("test")
+        known_model, known_tokenizer, batch_size=1, compute_dtype=None, progress=AnswerProgress("test")
     )
     rows = rows_read(known_model, monkeypatch)
     # After </s> this model goes on with a, b, c, d for ever.

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tunebook.evaluate.batch_size import BatchSize
+from tunebook.errors import DoesNotFitError
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.request_model import RequestModel
 
@@ -19,9 +21,9 @@ pytestmark = pytest.mark.usefixtures("quiet_harness")
 WRITES_BOS = "{{ '<s>' }}{% for message in messages %}{{ message.content }} {% endfor %}"
 
 
-def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RequestModel:
-    progress = AnswerProgress("evaluation test")
-    return RequestModel(model, tokenizer, batch_size=BatchSize(4), compute_dtype=None, progress=progress)
+def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int | None = 4) -> RequestModel:
+    progress = AnswerProgress("evaluation test", clock=lambda: 0.0)  # no line because it takes long
+    return RequestModel(model, tokenizer, batch_size=batch_size, compute_dtype=None, progress=progress)
 
 
 def tokenizer_that_adds_bos(chat_template: str | None) -> PreTrainedTokenizerFast:
@@ -98,3 +100,108 @@ def test_each_answer_knows_how_it_ended(known_model: PreTrainedModel, known_toke
     answers = wrapped.generate_until(requests)
     assert [answer.strip() for answer in answers] == ["d", "b", "c", "d"]
     assert [answer.finish for answer in answers] == ["eos", "stop", "length", "eos"]
+
+
+class SmallMemory:
+    """Stands in for a model's forward pass on a GPU: more than so many rows at once do not fit."""
+
+    def __init__(self, forward: Callable[..., Any], num_rows: int) -> None:
+        self.forward, self.num_rows = forward, num_rows
+        self.tried: list[int] = []
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        rows = (options["input_ids"] if "input_ids" in options else arguments[0]).shape[0]
+        self.tried.append(rows)
+        if rows > self.num_rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return self.forward(*arguments, **options)
+
+
+def requests(kind: str, count: int) -> list[Instance]:
+    """Prompts of 1 to `count` words, none of which shares its context with another."""
+    words = ["a" + " b c" * number for number in range(count)]
+    second = {"until": ["</s>"], "do_sample": False, "max_gen_toks": 4}
+    return [Instance(kind, {}, (word, second if kind == "generate_until" else " a b"), 0) for word in words]
+
+
+@pytest.mark.parametrize("kind", ["generate_until", "loglikelihood"])
+def test_auto_goes_down_until_it_fits_and_the_answers_stay(
+    kind: str,
+    known_model: PreTrainedModel,
+    known_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = requests(kind, 9)
+    expected = getattr(wrap(known_model, known_tokenizer, 1), kind)(asked)
+    small = SmallMemory(known_model.forward, num_rows=2)
+    monkeypatch.setattr(known_model, "forward", small)
+    model = wrap(known_model, known_tokenizer, None)
+    answers = getattr(model, kind)(asked)
+    if kind == "loglikelihood":
+        assert [is_greedy for _, is_greedy in answers] == [is_greedy for _, is_greedy in expected]
+        assert [value for value, _ in answers] == pytest.approx([value for value, _ in expected])
+    else:
+        assert answers == expected
+    assert small.tried[:3] == [9, 4, 2]  # no more rows than requests
+    assert max(small.tried[3:]) == model.batch_size == 2
+    small.num_rows, small.tried = 9, []
+    getattr(model, kind)(asked)
+    getattr(model, kind)(asked)
+    assert (small.tried[0], model.batch_size) == (4, 8), "short requests are not slowed down by long ones before them"
+
+
+@pytest.mark.parametrize("asked", [6, 1, None])
+def test_requests_that_do_not_fit_are_an_error(
+    asked: int | None,
+    known_model: PreTrainedModel,
+    known_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(known_model, "forward", SmallMemory(known_model.forward, num_rows=2 if asked == 6 else 0))
+    with pytest.raises(DoesNotFitError) as raised:
+        wrap(known_model, known_tokenizer, asked).generate_until(requests("generate_until", 9))
+    assert raised.value.problem_id == "batch-does-not-fit"
+
+
+def test_sampled_answers_do_not_depend_on_how_often_it_was_tried(
+    known_model: PreTrainedModel, known_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = {"until": ["</s>"], "do_sample": True, "temperature": 1.0, "max_gen_toks": 8}
+    asked = [Instance("generate_until", {}, (f"a{' b' * number}", sampled), 0) for number in range(4)]
+    torch.manual_seed(0)
+    expected = wrap(known_model, known_tokenizer, 1).generate_until(asked)
+    original = RequestModel._try
+    failures = [True, True]
+
+    def failing_late(self: RequestModel, kind: str, requests: Any, size: int) -> Any:
+        answers = original(self, kind, requests, size)
+        return None if failures and failures.pop() else answers
+
+    monkeypatch.setattr(RequestModel, "_try", failing_late)
+    torch.manual_seed(0)
+    model = wrap(known_model, known_tokenizer, None)
+    assert model.generate_until(asked) == expected
+    assert model._progress.num_done == 4  # and what was answered in vain is not counted
+
+
+def test_an_error_of_another_kind_is_not_taken_for_too_little_memory(
+    known_model: PreTrainedModel, known_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr(known_model, "forward", fail)
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        wrap(known_model, known_tokenizer, None).loglikelihood(requests("loglikelihood", 2))
+
+
+def test_the_rows_on_a_cpu_are_bound_by_its_memory(
+    known_model: PreTrainedModel, known_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # 5 words of the context, 2 of the answer and one to be safe; 6 logits and 6 log-probabilities of 4 bytes for each
+    bytes_per_row = 8 * 6 * 2 * 4
+    memory = SimpleNamespace(host_memory_gib=4 * 5.5 * bytes_per_row / 2**30)
+    monkeypatch.setattr("tunebook.evaluate.request_model.detect_machine", lambda **_: memory)
+    model = wrap(known_model, known_tokenizer, None)
+    assert model._limit_on_cpu("loglikelihood", requests("loglikelihood", 3)) == 5
+    assert model._limit_on_cpu("generate_until", requests("generate_until", 3)) > 5

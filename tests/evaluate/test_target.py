@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,12 +15,9 @@ from tunebook.evaluate import target as target_module
 from tunebook.evaluate.target import (
     Target,
     bare_config,
-    checkpoints_of,
     choose_run,
     find_target,
     results_folder,
-    why_not_finished,
-    without_overrides,
 )
 from tunebook.hardware.detect import Gpu, Machine
 from tunebook.record.model_origin import ORIGIN_FILE
@@ -102,32 +98,20 @@ def test_a_name_on_the_hub_is_no_run_of_a_recipe_called_the_same(run: Path, outp
 
 @pytest.mark.parametrize("text", ["tinny", "./someone/model", "/someone/model", "one/two/three", "someone/"])
 def test_what_cannot_be_on_the_hub_is_an_unknown_run(run: Path, outputs: Path, text: str) -> None:
-    with pytest.raises(RequestError, match="there is no run") as raised:
+    with pytest.raises(RequestError) as raised:
         find_target(text, outputs)
     assert raised.value.problem_id == "unknown-run"
-
-
-def test_a_misspelt_recipe_gets_the_nearest(run: Path, outputs: Path) -> None:
-    with pytest.raises(RequestError, match="Did you mean 'tiny'"):
-        find_target("tinny", outputs)
 
 
 def test_a_sharded_checkpoint_is_refused(run: Path, outputs: Path) -> None:
     sharded = run / "checkpoints" / "checkpoint-20"
     sharded.mkdir(parents=True)
-    with pytest.raises(RequestError, match=r"checkpoint-20 holds no full model .*tunebook export RUN"):
-        find_target(str(sharded), outputs)
-    (sharded / "config.json").write_text("{}")
-    with pytest.raises(RequestError, match="holds no full model"):
-        find_target(str(sharded), outputs)
-
-
-def test_a_run_without_a_model_names_its_checkpoints(
-    run: Path, outputs: Path, make_checkpoint: Callable[..., Path]
-) -> None:
-    checkpoint = make_checkpoint(run, 20, WHOLE)
-    with pytest.raises(RequestError, match=f"has finished.*{checkpoint}"):
-        find_target("tiny", outputs)
+    for has_config in (False, True):
+        if has_config:
+            (sharded / "config.json").write_text("{}")
+        with pytest.raises(RequestError) as raised:
+            find_target(str(sharded), outputs)
+        assert raised.value.problem_id == "model-without-weights"
 
 
 def test_a_named_model_may_be_one_word_on_the_hub_but_no_path(run: Path, outputs: Path, tmp_path: Path) -> None:
@@ -136,7 +120,7 @@ def test_a_named_model_may_be_one_word_on_the_hub_but_no_path(run: Path, outputs
     assert find_target("someone/model", outputs, is_model=True) == Target(hub_name="someone/model")
     assert find_target("tiny", outputs, is_model=True) == Target(run=run, folder=model)
     for text in ("./gpt2", str(tmp_path / "gone"), "a b", "one/two/three"):
-        with pytest.raises(RequestError, match=r"there is no such folder.*model=organization/name") as raised:
+        with pytest.raises(RequestError) as raised:
             find_target(text, outputs, is_model=True)
         assert raised.value.problem_id == "model-folder"
 
@@ -160,8 +144,9 @@ def test_an_exported_folder_may_say_where_it_comes_from(run: Path, tmp_path: Pat
 
 def test_a_run_whose_model_has_no_weights_is_refused(run: Path, outputs: Path) -> None:
     (model_folder(run / "model") / "model.safetensors").unlink()
-    with pytest.raises(RequestError, match=r"holds no full model .*tunebook export RUN"):
+    with pytest.raises(RequestError) as raised:
         find_target("latest", outputs)
+    assert raised.value.problem_id == "model-without-weights"
 
 
 def test_an_unfinished_run_that_is_named_tells_its_checkpoints(
@@ -170,12 +155,6 @@ def test_an_unfinished_run_that_is_named_tells_its_checkpoints(
     checkpoint = make_checkpoint(run, 20, WHOLE)
     with pytest.raises(RequestError, match=f"has no model/ folder.*checkpoints: {checkpoint}"):
         find_target(str(run), outputs)
-
-
-def test_what_was_chosen_is_said(run: Path, outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model_folder(run / "model")
-    find_target("latest", outputs)
-    assert capsys.readouterr() == ("", f"the newest finished run: {run}\n")
 
 
 MakeRun = Callable[..., Path]
@@ -195,12 +174,9 @@ def test_newer_runs_that_did_not_finish_are_passed_over_and_told(make_run: MakeR
     trained(make_run("a", 5, "stopped", "stopped by SIGTERM after step 98"))
     said: list[str] = []
     assert choose_run("latest", outputs, said.append) == taken
-    assert said == [
-        f"the newest finished run: {taken}",
-        "  newer, but a/2026-01-02T03-05-00Z: stopped by SIGTERM after step 98",
-        "  newer, but c/2026-01-02T03-04-00Z: it is running, or was killed",
-        "  newer, but a/2026-01-02T03-03-00Z: it failed: no space left",
-    ]
+    assert [line.partition(": ")[2] for line in said] == [
+        str(taken), "stopped by SIGTERM after step 98", "it is running, or was killed", "it failed: no space left",
+    ]  # fmt: skip
 
 
 def test_a_recipe_is_its_newest_finished_run(
@@ -211,12 +187,7 @@ def test_a_recipe_is_its_newest_finished_run(
     trained(make_run("b", 3))
     monkeypatch.chdir(tmp_path)
     for target in ("a", "outputs/a"):
-        said: list[str] = []
-        assert choose_run(target, outputs, said.append) == taken
-        assert said == [
-            f"the newest finished run of a: {taken}",
-            "  newer, but a/2026-01-02T03-02-00Z: it is invalid: the loss is not finite",
-        ]
+        assert choose_run(target, outputs, print) == taken
 
 
 def test_a_folder_that_is_named_is_taken_whatever_became_of_it(make_run: MakeRun, outputs: Path) -> None:
@@ -237,30 +208,11 @@ def test_no_finished_run_names_what_there_is(
     whole = make_checkpoint(newest, 20, weights)
     make_checkpoint(newest, 30)  # sharded, so it cannot be named
     (newest / "checkpoints" / "checkpoint-40").mkdir()  # never finished
-    with pytest.raises(
-        RequestError, match=r"^no run has finished: a/2026-01-02T03-04-00Z: it failed: no mem"
-    ) as raised:
-        choose_run("latest", outputs, print)
-    assert "; 2 more that did not finish." in raised.value.message
-    assert f"(run={newest})" in raised.value.message
-    assert raised.value.message.endswith(f"one of its checkpoints: {whole}")
-    assert raised.value.problem_id == "run-without-model"
-    with pytest.raises(RequestError, match=r"^no run of a has finished"):
-        choose_run("a", outputs, print)
-
-
-def test_checkpoints_that_hold_no_whole_model_are_to_be_exported(
-    make_run: MakeRun, make_checkpoint: Callable[..., Path]
-) -> None:
-    run = make_run("a", 1, "failed")
-    (run / "checkpoints" / "checkpoint-20").mkdir(parents=True)
-    assert checkpoints_of(run) == "none is complete, so resume training"
-    make_checkpoint(run, 40)
-    assert checkpoints_of(run).startswith("they are sharded")
-    assert checkpoints_of(run).endswith(f"tunebook export {run}")
-    weights = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights"}
-    whole = [make_checkpoint(run, step, weights) for step in (60, 100)]
-    assert checkpoints_of(run) == f"{whole[1]}, {whole[0]}"
+    for target in ("latest", "a"):
+        with pytest.raises(RequestError) as raised:
+            choose_run(target, outputs, print)
+        assert raised.value.problem_id == "run-without-model"
+        assert raised.value.message.endswith(f": {whole}")
 
 
 def test_an_unknown_name_suggests_the_nearest(make_run: MakeRun, outputs: Path) -> None:
@@ -268,15 +220,6 @@ def test_an_unknown_name_suggests_the_nearest(make_run: MakeRun, outputs: Path) 
     with pytest.raises(RequestError, match=r"Did you mean 'quickstart'\?") as raised:
         choose_run("quickstrat", outputs, print)
     assert raised.value.problem_id == "unknown-run"
-
-
-def test_why_a_run_does_not_count(make_run: MakeRun) -> None:
-    assert why_not_finished(make_run("a", 1, state=None)) == "its manifest cannot be read"
-    broken = make_run("a", 2)
-    (broken / "manifest.json").write_text('{"format": 1, "status": null}')
-    assert why_not_finished(broken) == "its manifest cannot be read"
-    assert why_not_finished(make_run("a", 3)) == "its model/ folder is gone"
-    assert why_not_finished(trained(make_run("a", 4))) is None
 
 
 def machine(*gpus: Generation) -> Machine:
@@ -326,20 +269,3 @@ def test_results_of_two_folders_of_one_name_lie_apart(tmp_path: Path) -> None:
     assert all(place.name.startswith("my-model-") for place in places)
     assert results_folder(Target(folder=folders[0]), tmp_path) == places[0]
     assert results_folder(Target(hub_name="org/name"), tmp_path) == tmp_path / "evaluations" / "org--name"
-
-
-@pytest.mark.parametrize(
-    ("target", "error", "expected"),
-    [
-        (Target(hub_name="org/name"), ("gone", "hub-out-of-reach"), "type: tunebook eval model=DIR"),
-        (Target(hub_name="org/name"), ("no such model", "hub-cannot-load"), "on the hub: no such model"),
-        (Target(folder=Path("/m")), ("set model.eos_token=X", "tokenizer-no-eos"), "in the model's own folder"),
-        (Target(folder=Path("/m")), ("it is broken", "tokenizer-broken"), "it is broken"),
-        (Target(folder=Path("/m")), ("code", "remote-code-refused"), "which is not run here"),
-    ],
-)
-def test_what_is_told_can_be_typed_without_overrides(target: Target, error: tuple[Any, str], expected: str) -> None:
-    message, problem_id = error
-    told = without_overrides(RequestError(message, problem_id=problem_id), target, "tunebook eval model=")
-    assert expected in told.message
-    assert told.problem_id == problem_id

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.config import book
-from tunebook.config.book import book_root, is_task_file, resolve_path
+from tunebook.config.book import book_root, resolve_path
 from tunebook.config.compose import compose
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
@@ -29,13 +29,6 @@ def write(folder: Path, text: str, name: str = "task.yaml") -> Path:
     file = folder / name
     file.write_text(text)
     return file
-
-
-@pytest.mark.parametrize(
-    ("task", "expected"), [(QUICKSTART, True), ("a/b.yaml", True), ("b.yml", True), ("gsm8k", False)]
-)
-def test_a_file_is_told_from_a_name(task: str, expected: bool) -> None:
-    assert is_task_file(task) is expected
 
 
 def test_the_quickstarts_task_names_its_conversations_and_baseline() -> None:
@@ -80,24 +73,22 @@ def test_a_group_is_known_by_its_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "problem_id"),
     [
-        ("task: [", "task.yaml, line 1: this is not YAML: expected the node content"),
-        ("task: a\nmetric_list: [{metric: exact_mach}]", "no metric 'exact_mach'.*Did you mean 'exact_match'"),
-        ("- a\n- b\n", "holds no keys"),
-        ("output_type: generate_until\n", "has no key 'task'"),
-        ("task: mine\nunsafe_code: true\n", "'mine' executes programs"),
-        ("task: mine\nmetric_list:\n  - metric: code_eval\n", "'mine' executes programs"),
-        (
-            "task: mine\nmetadata:\n  conversations: gone.jsonl\n",
-            r"metadata.conversations is 'gone.jsonl', but .* no file",
-        ),
-        ("task: mine\ninclude: task.yaml\n", "includes itself"),
+        ("task: [", "task-file"),
+        ("task: a\nmetric_list: [{metric: exact_mach}]", "task-file"),
+        ("- a\n- b\n", "task-file"),
+        ("output_type: generate_until\n", "task-file"),
+        ("task: mine\nunsafe_code: true\n", "task-runs-code"),
+        ("task: mine\nmetric_list:\n  - metric: code_eval\n", "task-runs-code"),
+        ("task: mine\nmetadata:\n  conversations: gone.jsonl\n", "task-file"),
+        ("task: mine\ninclude: task.yaml\n", "task-file"),
     ],
 )
-def test_a_broken_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
+def test_a_broken_file_is_refused(tmp_path: Path, text: str, problem_id: str) -> None:
+    with pytest.raises(RequestError) as raised:
         read_task_file(write(tmp_path, text))
+    assert raised.value.problem_id == problem_id
 
 
 def test_all_wrong_tasks_are_reported_together(tmp_path: Path) -> None:
@@ -144,17 +135,15 @@ def test_without_shipped_tasks_quick_is_the_runs_own_files(config: RunConfig) ->
     without = replace(config, recipe=None, evaluation=replace(config.evaluation, tasks=["gsm8k", "tasks/mine.yaml"]))
     assert suite_settings("quick", without).tasks == ["tasks/mine.yaml"]
     nothing = replace(without, evaluation=replace(config.evaluation, tasks=["gsm8k"]))
-    with pytest.raises(RequestError, match=r"has no recipe; name another suite \(boolq, code, .*, quickstart\)"):
-        suite_settings("quick", nothing)
-    with pytest.raises(RequestError, match="zero1_lora ships none"):
-        suite_settings("quick", replace(nothing, recipe="zero1_lora"))
+    for recipe in (None, "zero1_lora"):
+        with pytest.raises(RequestError) as raised:
+            suite_settings("quick", replace(nothing, recipe=recipe))
+        assert raised.value.problem_id == "unknown-suite"
 
 
 @pytest.mark.parametrize("name", ["leaderbord", "none", "tasks"])
 def test_an_unknown_suite_lists_those_with_tasks(config: RunConfig, name: str) -> None:
-    with pytest.raises(
-        RequestError, match=r"Suites: boolq, code, code_completion, leaderboard, quick, quickstart\. Single"
-    ) as raised:
+    with pytest.raises(RequestError) as raised:
         suite_settings(name, config)
     assert ("Did you mean 'leaderboard'?" in raised.value.message) is (name == "leaderbord")
     assert raised.value.problem_id == "unknown-suite"
@@ -166,7 +155,7 @@ def test_a_broken_group_is_named(config: RunConfig, tmp_path: Path, monkeypatch:
     file.parent.mkdir(parents=True)
     file.write_text(text)
     monkeypatch.setattr(task_files, "book_root", lambda: tmp_path)
-    with pytest.raises(RequestError, match=f"{file} is not an evaluation group: ") as raised:
+    with pytest.raises(RequestError) as raised:
         suite_settings("mine", config)
     assert raised.value.problem_id == "suite-file"
 
@@ -226,10 +215,9 @@ def test_the_installed_harness_has(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["humaneval", "humaneval_instruct", "mbpp", "mbpp_plus"])
 def test_the_installed_harness_code_tasks_are_refused(name: str) -> None:
-    with pytest.raises(
-        RequestError, match=f"'{name}' executes programs .*only the sandbox does that here.*small_python"
-    ):
+    with pytest.raises(RequestError) as raised:
         check_harness_name(name)
+    assert raised.value.problem_id == "task-runs-code"
 
 
 def test_a_misspelt_name_is_answered_with_the_nearest() -> None:

@@ -1,4 +1,4 @@
-"""What evaluation and chat share; loading a run's folder is tried in chat/test_model.py and test_worker.py."""
+"""What evaluation and chat share; loading a run's folder is tried in test_chat.py and test_worker.py."""
 
 from __future__ import annotations
 

@@ -4,21 +4,87 @@ from typing import Any
 
 import pytest
 
-from tunebook.record.answer_faults import fault_rows, fault_warnings
+from tunebook.evaluate.results import Answer
+from tunebook.record.answer_faults import FAULTS, count_faults, fault_rows, fault_warnings, find_faults
 
 
 def record(num_answers: int = 200, task: str = "gsm8k", **counts: int) -> dict[str, Any]:
-    found = {fault: counts.get(fault, 0) for fault in ("empty", "looping", "endless", "abrupt")}
+    found = {fault: counts.get(fault, 0) for fault in FAULTS}
     examples = {fault: {"item": 0, "end": f"{fault} answer"} for fault, count in found.items() if count}
     return {"answer_faults": {task: {"num_answers": num_answers, **found, "examples": examples}}}
 
 
+PROSE = (
+    "The river rises in the hills north of the town and runs for forty miles to the sea. Along its banks there are "
+    "mills, most of them built before the railway came. Two of them still work, and one sells its flour on Saturdays. "
+)
+TABLE = "| year | mills | flour |\n|---|---|---|\n" + "".join(f"| {1900 + n} | {n * 7 % 13} | 0 |\n" for n in range(60))
+RIGHT = {
+    "yes": "yes",
+    "decimals": "0.0 0.0 0.0 0.0",
+    "prose": PROSE,
+    "list": "- a\n- b\n- c\n- d\n- e\n- f\n- g\n- h\n",
+    "table": TABLE,
+    "zeros": "[" + ", ".join(["0"] * 64) + "]",
+    "separator": PROSE + "-" * 100,
+    "laughter": "Ha ha ha ha! Very funny.",
+    "rhyme": "Row, row, row your boat gently down the stream. Merrily, merrily, merrily, merrily, life is but a dream.",
+    "thought": "<think>Seven times six is forty-two, of course.</think>42",
+    "loop in the middle": "ho " * 18 + PROSE,
+}
+
+
+@pytest.mark.parametrize("text", RIGHT.values(), ids=RIGHT.keys())
+def test_a_right_answer_has_no_fault(text: str) -> None:
+    assert find_faults(text, "eos") == set()
+    assert find_faults(text, "length") == {"endless"}
+
+
+@pytest.mark.parametrize("text", ["", " \n\t", "<think>Nothing to say.</think>\n", "</think>"])
+def test_empty(text: str) -> None:
+    assert find_faults(text, "eos") == {"empty"}
+
+
+LOOPS = {
+    "sentence": PROSE + "I hope this helps you. " * 20,
+    "line": PROSE + "\n" + "print(x)\n" * 30,
+    "word": "The answer is " + "yes " * 20,
+    "long run": (PROSE + "\n") * 6,
+    "chinese": "\u6211\u4e0d\u77e5\u9053\u3002" * 20,
+    "cut within a repeat": "Let us see. " * 20 + "Let us",
+}
+
+
+@pytest.mark.parametrize("text", LOOPS.values(), ids=LOOPS.keys())
+def test_looping(text: str) -> None:
+    assert find_faults(text, "eos") == {"looping"}
+
+
+def answer(item: int, responses: list[object], finishes: list[str | None]) -> Answer:
+    return Answer(
+        task="t", group=None, prompt="p", answer="", expected="", value=None, correct=None, item=item,
+        responses=responses, finishes=finishes,
+    )  # fmt: skip
+
+
+def test_every_sample_of_every_item_is_counted_and_likelihoods_are_not() -> None:
+    answers = {
+        "code": [answer(0, ["yes", ""], ["eos", "eos"]), answer(1, ["so it goes", "done."], ["length", "eos"])],
+        "choices": [answer(0, [-1.5, -2.5], [])],
+    }
+    examples = {"empty": {"item": 0, "end": ""}, "endless": {"item": 1, "end": "so it goes"}}
+    assert count_faults(answers) == {
+        "code": {
+            "num_answers": 4, "num_faulty": 2, "empty": 1, "looping": 0, "endless": 1, "examples": examples,
+        }
+    }  # fmt: skip
+
+
 def test_more_faults_than_before_are_a_warning() -> None:
-    assert fault_warnings(record(endless=10, empty=1), record(endless=60, empty=1)) == [
-        "gsm8k: 30.0% (60 of 200) of the answers after training reached the limit of new tokens, 5.0% "
-        "(10 of 200) before"
-    ]
-    assert "are empty, 0.0%" in fault_warnings(record(), record(empty=30))[0]
+    (line,) = fault_warnings(record(endless=10, empty=1), record(endless=60, empty=1))
+    assert "30.0% (60 of 200)" in line
+    assert "5.0% (10 of 200) before" in line
+    assert len(fault_warnings(record(), record(empty=30))) == 1
 
 
 @pytest.mark.parametrize(
@@ -29,12 +95,6 @@ def test_more_faults_than_before_are_a_warning() -> None:
         (record(10), record(10, looping=2)),  # one in five of ten may be chance
         (None, record(endless=200)),
         (record(task="other"), record(endless=200)),
-        ({"tasks": {}}, record(endless=200)),  # of an older version
-        (record(0), record(0)),
-        (
-            {"answer_faults": {"gsm8k": {**record()["answer_faults"]["gsm8k"], "num_unknown_finish": 200}}},
-            record(endless=200),
-        ),
     ],
 )
 def test_no_warning(before: Any, after: Any) -> None:
@@ -43,11 +103,11 @@ def test_no_warning(before: Any, after: Any) -> None:
 
 def test_the_report_lists_the_faults_that_there_were() -> None:
     rows = fault_rows(record(endless=190, looping=4), record(endless=2))
-    assert [(row.fault, row.before, row.after, row.is_warning) for row in rows] == [
-        ("repeat themselves to the end", "2.0% (4 of 200)", "0.0% (0 of 200)", False),
-        ("reached the limit of new tokens", "95.0% (190 of 200)", "1.0% (2 of 200)", False),
+    assert [(row["before"], row["after"], row["is_warning"]) for row in rows] == [
+        ("2.0% (4 of 200)", "0.0% (0 of 200)", False),
+        ("95.0% (190 of 200)", "1.0% (2 of 200)", False),
     ]
-    assert [(row.example, row.example_when) for row in rows] == [
+    assert [(row["example"], row["example_when"]) for row in rows] == [
         ("looping answer", "before"),
         ("endless answer", "after"),
     ]

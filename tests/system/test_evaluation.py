@@ -135,7 +135,6 @@ def test_a_process_that_is_killed_costs_one_task(run: Path, worker: Callable[...
     (folder / "go").touch()
     ended = running.wait(timeout_s=600)
     assert ended.exit_code == 1, ended.output
-    assert "process 1 of the evaluation was killed by signal 9" in ended.output
     assert "1 of 4 tasks failed: " in ended.output
     assert len(record(run, "before")["tasks"]) == 3
     again = worker("before").wait(timeout_s=600)

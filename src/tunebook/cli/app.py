@@ -253,15 +253,17 @@ def chat(
     system: Annotated[
         str | None, typer.Option("--system", help="In place of the run's system prompt; '' for none.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="The longest answer, in tokens.")] = 512,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, help="The longest answer, in tokens.")
+    ] = 512,
     temperature: Annotated[
-        float, typer.Option("--temperature", help="0: always the likeliest token; 0.7 is usual for variety.")
+        float, typer.Option("--temperature", min=0, help="0: always the likeliest token; 0.7 is usual for variety.")
     ] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", help="Of what is drawn at a temperature above 0.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of what is drawn at a temperature above 0.")] = 0,
     outputs: Outputs = Path("outputs"),
 ) -> None:
     """Talk to the newest finished run, or to run=DIR, run=RECIPE or a model, with its own chat template."""
-    from tunebook.evaluate.chat.terminal import chat_command
+    from tunebook.evaluate.chat import Sampling, chat_command
     from tunebook.record.run_folder import LATEST
     from tunebook.train.image import refuse_wrong_image
 
@@ -270,16 +272,8 @@ def chat(
         raise RequestError("run= and model= both say what is talked to; type one of them", problem_id="run-and-model")
     target = next(iter(given.values()), LATEST)
     refuse_wrong_image()
-    code = chat_command(
-        target,
-        outputs,
-        prompt=prompt,
-        system=system,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-    )
-    raise typer.Exit(code)
+    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    chat_command(target, outputs, prompt=prompt, system=system, sampling=sampling)
 
 
 @app.command()

@@ -24,7 +24,7 @@ from tunebook.config.choices import Contamination, Generation, LauncherName
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, DoesNotFitError, StoppedError, TunebookError
 from tunebook.evaluate.code.checks import check_code
-from tunebook.evaluate.command import run_worker, score_table, worker_command, worker_environment, worker_error
+from tunebook.evaluate.command import run_worker, score_table, worker_command, worker_error
 from tunebook.evaluate.results import is_evaluated
 from tunebook.evaluate.resume import BEFORE, resume_command
 from tunebook.files import read_json
@@ -62,7 +62,7 @@ from tunebook.record.run_folder import (
 from tunebook.record.start_up import StartClock, note_launch
 from tunebook.supervise import ProcessEnd, run_and_wait
 from tunebook.terminal import print_text
-from tunebook.train.environment import rank_environment
+from tunebook.train.environment import evaluation_environment, rank_environment
 
 REPORT_FILE = "report.html"
 _PROBE_BYTES = 4096  # one block: a smaller write may fit into a block that a file already has
@@ -127,7 +127,7 @@ class Attempt:
             if is_checked_by_evaluation(self.config) and not is_evaluated(self.folder, BEFORE):
                 return
             if self._can_check_while_training():
-                self.companion = worker_command(self.folder, CHECK), worker_environment(self.config)
+                self.companion = worker_command(self.folder, CHECK), evaluation_environment(self.config, os.environ)
                 return
             end = self._run_worker(CHECK)
             if end.stopped_by is not None or end.exit_code == StoppedError.exit_code:

@@ -27,7 +27,7 @@ from tunebook.data.prepared import PREPARED_FILE
 from tunebook.data.view import show_summary
 from tunebook.errors import DataError, RequestError, RulesError
 from tunebook.evaluate.code.checks import check_code
-from tunebook.evaluate.preflight import require_task_data
+from tunebook.evaluate.fetch import require_tasks
 from tunebook.evaluate.sandbox.client import HANDOVER_VARIABLE, SERVICE_HANDOVER
 from tunebook.evaluate.task_files import check_tasks, resolve_task
 from tunebook.files import atomic_write_json, atomic_write_text, read_json
@@ -159,7 +159,7 @@ def require_runnable(job: Draft) -> None:
     if job.config.evaluation.tasks:
         check_tasks(job.config.evaluation.tasks)
         _check_sandbox(job.config)
-        require_task_data(job.config.evaluation.tasks)  # now, and not after hours of training
+        require_tasks(job.config.evaluation.tasks)  # now, and not after hours of training
     check_upload(job.config.training.push_to_hub)
 
 

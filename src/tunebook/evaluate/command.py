@@ -18,9 +18,7 @@ from tunebook.config.book import as_word
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
-from tunebook.evaluate.batch_size import read_batch_size
 from tunebook.evaluate.code.checks import apply_overrides, check_code
-from tunebook.evaluate.preflight import Missing, describe_missing, find_missing, harness_environment, missing_error
 from tunebook.evaluate.target import (
     MODEL_FILE,
     bare_config,
@@ -29,7 +27,7 @@ from tunebook.evaluate.target import (
     without_overrides,
 )
 from tunebook.evaluate.task_files import check_tasks, refuse_suite_and_tasks, suite_settings
-from tunebook.files import atomic_write_json, atomic_write_text, read_json
+from tunebook.files import atomic_write_text, read_json
 from tunebook.processes import ending
 from tunebook.record.answer_faults import fault_warnings
 from tunebook.record.contamination import result_lines, score_lines
@@ -66,7 +64,7 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
 
     A run's model gets the tokenizer, template and system prompt that it was trained with. A `suite` or `tasks` replace
     the run's own. Writes `evaluation/eval-<time>.json` in the run's folder, next to `before.json` and `after.json`; for
-    another model in `<outputs>/evaluations/<name>/`. Tasks with missing requirements are reported first and skipped.
+    another model in `<outputs>/evaluations/<name>/`. Tasks that cannot be loaded are left out.
     Raises: RequestError for what cannot be evaluated; after the results are printed, the error of what failed.
     """
     _check(request)
@@ -81,16 +79,14 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
             problem_id="no-tasks",
         )
     check_tasks(settings.tasks)
-    missing = find_missing(settings.tasks)
-    tasks = _without(settings.tasks, missing)
-    check_code(settings, tasks)
+    check_code(settings, settings.tasks)
     when = f"eval-{time_name()}-{os.getpid()}"
-    options += ["--evaluation", settings_as_json(replace(settings, tasks=[as_word(task) for task in tasks]))]
+    options += ["--evaluation", settings_as_json(replace(settings, tasks=[as_word(task) for task in settings.tasks]))]
     options += [part for name in allowed for part in ("--allow-mismatch", name)]
     options += ["--fresh"] if request.is_fresh else []
     options += [] if request.processes is None else ["--processes", str(request.processes)]
-    end = run_and_wait(worker_command(folder, when, options), worker_environment(config, tasks))
-    _report(folder / "evaluation" / f"{when}.json", end, when, missing, console)
+    end = run_and_wait(worker_command(folder, when, options), evaluation_environment(config, os.environ))
+    _report(folder / "evaluation" / f"{when}.json", end, when, console)
 
 
 def _check(request: EvaluationRequest) -> None:
@@ -115,6 +111,19 @@ def _check(request: EvaluationRequest) -> None:
             )
     if request.batch_size is not None:
         read_batch_size(request.batch_size)
+
+
+def read_batch_size(text: str) -> int | None:
+    """Parse `auto` (None) or a number of requests. Raises: RequestError for anything else."""
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) == 0:
+        raise RequestError(
+            f"--batch-size {text} is not a number of requests; type a number from 1, or auto for as many as fit into "
+            "memory",
+            problem_id="batch-size",
+        )
+    return int(text)
 
 
 def _settings(request: EvaluationRequest, config: RunConfig) -> EvaluationConfig:
@@ -163,20 +172,8 @@ def _find_subject(request: EvaluationRequest, outputs: Path) -> tuple[Path, RunC
     return folder, config, options
 
 
-def _without(asked: list[str], missing: list[Missing]) -> list[str]:
-    """Return the tasks without missing requirements; report the others. Raises: RequestError if none is left."""
-    left_out = {entry.task for entry in missing}
-    left = [task for task in asked if task not in left_out]
-    if missing and not left:
-        raise missing_error(missing)
-    if missing:
-        print("\n".join(["left out:", *(f"  {line}" for line in describe_missing(missing))]), file=sys.stderr)
-        print(f"evaluated: {', '.join(left)}", file=sys.stderr)
-    return left
-
-
-def _report(file: Path, end: ProcessEnd, when: str, missing: list[Missing], console: Console) -> None:
-    """Print the results. Raises: the worker's error, at once if it wrote no record, or the error of missing tasks."""
+def _report(file: Path, end: ProcessEnd, when: str, console: Console) -> None:
+    """Print the results. Raises: the worker's error, at once if it wrote no record."""
     error = None if end.exit_code == 0 else worker_error(end, when, "the same command")
     if error is not None and not file.is_file():
         raise error
@@ -184,14 +181,6 @@ def _report(file: Path, end: ProcessEnd, when: str, missing: list[Missing], cons
     if record["bound"]["mismatches"]:
         print(f"not as in training: {', '.join(record['bound']['mismatches'])}", file=sys.stderr)
     _print_checks(file.with_name("before.json"), record)
-    if missing:
-        record["left_out"] = [asdict(entry) for entry in missing]
-        atomic_write_json(file, record)
-        names = ", ".join(dict.fromkeys(entry.task for entry in missing))
-        error = error or RequestError(
-            f"not evaluated, for what this machine lacks: {names}; what to type is above, and under left_out in {file}",
-            problem_id="task-data-missing",
-        )
     console.print(score_table([record]))
     print_text(f"written: {file}", console)
     if error is not None:
@@ -201,9 +190,8 @@ def _report(file: Path, end: ProcessEnd, when: str, missing: list[Missing], cons
 def _print_checks(before: Path, record: dict[str, Any]) -> None:
     """Print which items were trained on, the scores without them, and faults that the untrained model had less."""
     found = record.get("contamination")
-    lines = result_lines(found["tasks"], found["not_checked"]) if found else []
-    for line, is_warning in lines:
-        print(f"{'warning: ' if is_warning else ''}contamination: {line}", file=sys.stderr)
+    for line in result_lines(found["tasks"], found["not_checked"]) if found else []:
+        print(line, file=sys.stderr)
     for line in score_lines(record):
         print(line, file=sys.stderr)
     for line in fault_warnings(read_json(before) if before.is_file() else None, record):
@@ -225,18 +213,12 @@ def worker_error(end: ProcessEnd, when: str, command: str) -> TunebookError:
 
 def run_worker(run: Path, when: str) -> ProcessEnd:
     """Evaluate a run's configuration in a separate process and wait for it."""
-    return run_and_wait(worker_command(run, when), worker_environment(load_config(run / RUN_FILE)))
+    return run_and_wait(worker_command(run, when), evaluation_environment(load_config(run / RUN_FILE), os.environ))
 
 
 def worker_command(run: Path, when: str, options: Sequence[str] = ()) -> list[str]:
     """Return the worker's argument list, with additional `options`."""
     return [sys.executable, "-m", "tunebook.evaluate", "--run", str(run), "--when", when, *options]
-
-
-def worker_environment(config: RunConfig, tasks: Sequence[str] | None = None) -> dict[str, str]:
-    """Return the worker's environment for `tasks`, by default the configuration's."""
-    tasks = config.evaluation.tasks if tasks is None else tasks
-    return evaluation_environment(config, os.environ) | harness_environment(tasks)
 
 
 def score_table(records: list[dict[str, Any]], run: Path | None = None) -> Table:

@@ -20,12 +20,9 @@ from tunebook.config.book import resolve_path
 from tunebook.config.choices import Source
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
-from tunebook.evaluate.answer_faults import count_faults
-from tunebook.evaluate.batch_size import AUTO, LARGEST_ON_CPU, LARGEST_ON_GPU, BatchSize
 from tunebook.evaluate.code.checks import require_sandbox
 from tunebook.evaluate.code.judging import judge_programs
-from tunebook.evaluate.contamination.check import check_evaluated, check_run
-from tunebook.evaluate.contamination.result import with_scores
+from tunebook.evaluate.contamination import check_evaluated, check_run, with_scores
 from tunebook.evaluate.harness import SEEDS, HarnessSettings, load_tasks, prepare_environment
 from tunebook.evaluate.helpers import Answer as AnswerRequests
 from tunebook.evaluate.helpers import Helpers
@@ -46,6 +43,7 @@ from tunebook.evaluate.trained_model import (
 )
 from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.model.adapters import is_adapter
+from tunebook.record.answer_faults import count_faults
 from tunebook.record.model_origin import Trained, check_base, check_bound
 
 if TYPE_CHECKING:
@@ -208,7 +206,7 @@ def _load(
     return RequestModel(
         model,
         tokenizer,
-        batch_size=BatchSize(config.evaluation.batch_size, LARGEST_ON_GPU if is_on_gpu else LARGEST_ON_CPU),
+        batch_size=config.evaluation.batch_size,
         compute_dtype=dtype,
         progress=progress,
         helpers=helpers,
@@ -264,7 +262,7 @@ def _record(
         "harness_version": version("lm_eval"),
         "seeds": SEEDS,
         "limit": evaluation.config.evaluation.limit,
-        "batch_size": AUTO if config.batch_size is None else config.batch_size,
+        "batch_size": "auto" if config.batch_size is None else config.batch_size,
         "batch_sizes": {name: result.batch_size for name, result in runs.done.items()},
         "device": prompted["device"],
         "spread": {

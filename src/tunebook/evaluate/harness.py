@@ -11,11 +11,14 @@ import json
 import logging
 import os
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, cast
 
 from tunebook.config.choices import Format
 from tunebook.data.formats import FormatSettings, Normalizer
@@ -23,9 +26,9 @@ from tunebook.data.problems import DocumentError, DocumentProblems
 from tunebook.data.readers import read_records
 from tunebook.errors import DataError, RequestError, TunebookError, first_line
 from tunebook.evaluate.code.checks import check_context
-from tunebook.evaluate.preflight import search_path
-from tunebook.evaluate.task_files import Task
-from tunebook.files import atomic_write_text, sha256_file, sha256_text
+from tunebook.evaluate.code.code_task import book_task_files
+from tunebook.evaluate.task_files import Task, harness_tasks, task_folder
+from tunebook.files import atomic_write_text, cache_root, sha256_file, sha256_text
 from tunebook.hardware.disk import is_disk_full
 from tunebook.train.rank_process import hide_import_warnings
 
@@ -38,6 +41,7 @@ SEEDS = {"python": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}  # the harn
 GROUP_KEY = "task"  # key next to a conversation in its file: the group that its score counts for
 UNGROUPED = "all"  # the group of conversations without that key
 _NO_CACHE = "Couldn't find cache"  # message of `datasets` if it has only another configuration of the data
+_HUB_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +79,7 @@ class LoadedTasks:
 
     tasks: dict[str, LoadedTask] = field(default_factory=dict)  # in the order they run
     groups: dict[str, Any] = field(default_factory=dict)  # the harness' own objects, by name
-    missing: dict[str, RequestError] = field(default_factory=dict)  # tasks whose data is not available
+    missing: dict[str, RequestError] = field(default_factory=dict)  # tasks that cannot be loaded
 
 
 def prepare_environment(is_offline: bool) -> None:
@@ -87,25 +91,38 @@ def prepare_environment(is_offline: bool) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # Code-executing tasks are refused by name; this stops one that is part of a group.
     os.environ["HF_ALLOW_CODE_EVAL"] = "0"
-    os.environ["NLTK_DATA"] = search_path()
-    if is_offline:
+    # Some tasks download nltk's data on import: into the cache, which outlives containers.
+    folder = Path(os.environ.setdefault("NLTK_DATA", str(cache_root() / "nltk_data")))
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # nltk refuses a folder that others may write to
+    os.environ["NLTK_ALLOW_PROXIED_URLOPEN"] = "1"
+    if is_offline or not _reaches_hub():
         os.environ["HF_HUB_OFFLINE"] = "1"
         os.environ["HF_DATASETS_OFFLINE"] = "1"
 
 
-def load_tasks(tasks: Sequence[Task], settings: HarnessSettings) -> LoadedTasks:
-    """Load the harness' objects with their data; tasks without data are listed in `missing`.
+def _reaches_hub() -> bool:
+    """Whether the hub answers. If it does not, the libraries would try for minutes before they take what is cached."""
+    from huggingface_hub import constants, get_session
 
-    Raises: RequestError for a task that the harness refuses, and if no task has its data; DataError for unusable
-    held-out conversations; disk-full errors unchanged.
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
+    except Exception:  # of the HTTP library, or of the hub's if it is told to work offline
+        constants.HF_HUB_OFFLINE = True
+        return False
+    return True
+
+
+def load_tasks(tasks: Sequence[Task], settings: HarnessSettings) -> LoadedTasks:
+    """Load the harness' objects with their data; tasks that cannot be loaded are listed in `missing`.
+
+    Raises: RequestError if no task can be loaded, DataError for unusable held-out conversations; disk-full errors
+    unchanged.
     """
     loaded = LoadedTasks()
     for task in tasks:
         try:
             found = _load(task, settings)
         except RequestError as error:
-            if error.problem_id != "task-data-missing":
-                raise
             loaded.missing[task.name] = error
             continue
         loaded.groups |= found["groups"]
@@ -115,10 +132,25 @@ def load_tasks(tasks: Sequence[Task], settings: HarnessSettings) -> LoadedTasks:
                 name=child.task_name, task=child, source=task, source_sha256=_source_hash(task.file)
             )
     if not loaded.tasks:
-        raise RequestError(
-            "\n".join(error.message for error in loaded.missing.values()), problem_id="task-data-missing"
-        )
+        errors = list(loaded.missing.values())
+        raise RequestError("\n".join(error.message for error in errors), problem_id=errors[0].problem_id)
     return loaded
+
+
+@contextmanager
+def loaded_without_model(tasks: Sequence[Task], limit: int | None = None) -> Iterator[LoadedTasks]:
+    """Load tasks that render no conversations, so that no tokenizer is needed."""
+    with TemporaryDirectory(prefix="tunebook-evaluation-") as folder:
+        settings = HarnessSettings(
+            tokenizer=cast(Any, None),
+            max_length=sys.maxsize,
+            num_fewshot=None,
+            limit=limit,
+            system_prompt=None,
+            items_folder=Path(folder),
+            cache_folder=Path(folder),
+        )
+        yield load_tasks(tasks, settings)
 
 
 def run_task(model: Any, loaded: LoadedTask, settings: HarnessSettings) -> dict[str, Any]:
@@ -147,41 +179,60 @@ def run_task(model: Any, loaded: LoadedTask, settings: HarnessSettings) -> dict[
 
 def _load(task: Task, settings: HarnessSettings) -> dict[str, Any]:
     from lm_eval.tasks import TaskManager
+    from lm_eval.tasks._index import Entry, Kind
 
-    from tunebook.evaluate.task_requirements import harness_index
-
-    name = str(task.file or task.name)
-    if task.code is not None and task.code.problems is not None:
-        name += f" with the problems in {task.code.problems}"
     folder = task.file.parent if task.file is not None and task.is_group else None
     seed_libraries()  # tasks such as gpqa shuffle their choices while they are loaded
+    _let_nltk_fail()
     try:
         manager = TaskManager(include_path=folder and str(folder), include_defaults=False)
         if folder or task.file is None:
-            for known, entry in harness_index().items():
-                manager.task_index.setdefault(known, entry)
+            for name, (kind, file, members) in harness_tasks().entries.items():
+                entry = Entry(name=name, kind=Kind[kind], yaml_path=file and task_folder() / file, tags=set(members))
+                manager.task_index.setdefault(name, entry)
         found: dict[str, Any] = manager.load([task.name if folder else _task_spec(task, settings)])
     except TunebookError:
         raise
-    except (ConnectionError, FileNotFoundError) as error:
-        raise _missing(name, error) from error
     except Exception as error:  # a task's own functions and templates may raise anything
         if is_disk_full(error):
             raise
-        if str(error).startswith(_NO_CACHE):
-            raise _missing(name, error) from error
-        raise RequestError(
-            f"lm-evaluation-harness refuses task {name}: {_reason(error)}", problem_id="task-file"
-        ) from error
+        raise _load_error(task, error) from error
     return found
 
 
-def _missing(name: str, error: Exception) -> RequestError:
-    return RequestError(
-        f"the data of task {name} is not on this machine and cannot be fetched ({_reason(error)}); with a "
-        "network, unset HF_HUB_OFFLINE; without one, take the task out of evaluation.tasks",
-        problem_id="task-data-missing",
-    )
+def _let_nltk_fail() -> None:
+    """Have nltk raise if it cannot download: tasks would continue, and fail once all answers are generated."""
+    if not find_spec("nltk"):
+        return
+    import nltk
+
+    def download(package: str) -> None:
+        try:
+            nltk.downloader.download(package, quiet=True, raise_on_error=True)
+        except (ValueError, OSError) as error:
+            raise ConnectionError(f"nltk's {package}: {first_line(error)}") from error
+
+    nltk.download = download
+
+
+def _load_error(task: Task, error: Exception) -> RequestError:
+    """Return the error of a task that cannot be loaded, with what to type."""
+    is_known = task.file is None or task.file in book_task_files().values()
+    name = task.name if is_known else str(task.file)
+    if isinstance(error, ModuleNotFoundError) and error.name is not None:
+        return RequestError(
+            f"task {name} needs the Python package {error.name}, which is not installed here; type: pip install "
+            f"{error.name.partition('.')[0]} (in a container: add it to the image's lock)",
+            problem_id="task-package-missing",
+        )
+    if isinstance(error, ConnectionError | FileNotFoundError) or str(error).startswith(_NO_CACHE):
+        problems = f"; or name a local file with its problems: {name}@FILE" if is_known and task.code else ""
+        return RequestError(
+            f"the data of task {name} is not on this machine and cannot be fetched ({_reason(error)}); with a "
+            f"network, type: tunebook fetch tasks={name}{problems}",
+            problem_id="task-data-missing",
+        )
+    return RequestError(f"lm-evaluation-harness refuses task {name}: {_reason(error)}", problem_id="task-file")
 
 
 def _reason(error: Exception) -> str:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -29,6 +29,7 @@ class AnswerProgress:
         self._started = self._last_line = clock()
         self._task = ""
         self._num_done = self._num_expected = 0
+        self.others: Any = None  # shared count of the requests that helper processes answered
         self._bar: Progress | None = None
         self._bar_task = TaskID(0)
 
@@ -48,6 +49,8 @@ class AnswerProgress:
         """Start a task; its requests are counted from zero."""
         self._task = name if num_tasks == 1 else f"{name} (task {number} of {num_tasks})"
         self._num_done = self._num_expected = 0
+        if self.others is not None:
+            self.others.value = 0
         self._last_line = self._clock()
         if self._bar is not None:
             self._bar.reset(self._bar_task, total=None, description=f"{self._label}: {self._task}")
@@ -69,15 +72,16 @@ class AnswerProgress:
 
     @property
     def num_done(self) -> int:
-        """Number of answered requests of the task."""
+        """Number of requests of the task that this process answered."""
         return self._num_done
 
     def advance(self, num_requests: int = 1) -> None:
         """Count answered requests; negative if some must be answered again."""
         self._num_done += num_requests
+        num_done = self._num_done + (self.others.value if self.others is not None else 0)
         if self._bar is not None:
-            self._bar.update(self._bar_task, completed=self._num_done)
+            self._bar.update(self._bar_task, completed=num_done)
             return
         now = self._clock()
         if now - self._last_line >= max(_SECONDS_BETWEEN_LINES, _SHARE_BETWEEN_LINES * (now - self._started)):
-            self.say(f"{self._task}: {self._num_done:,} of {self._num_expected:,} requests")
+            self.say(f"{self._task}: {num_done:,} of {self._num_expected:,} requests")

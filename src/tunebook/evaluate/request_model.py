@@ -14,7 +14,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from lm_eval.models.huggingface import HFLM
 
-from tunebook.evaluate.batch_size import BatchSize
+from tunebook.errors import DoesNotFitError
 from tunebook.evaluate.finish import FinishLog, finish_of
 from tunebook.evaluate.progress import AnswerProgress
 from tunebook.hardware.detect import detect_machine
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     from tunebook.evaluate.helpers import Helpers
 
-_CHARACTERS_PER_TOKEN = 4  # rough estimate, to add generated tokens to text
+_LARGEST_ON_GPU = 256  # rows; more do not make a GPU faster, for models of any size
+_LARGEST_ON_CPU = 32  # more are hardly faster, and running out of memory kills the process
 _SHARE_OF_HOST_MEMORY = 0.25  # for one batch's logits on a CPU, where running out of memory kills the process
 
 
@@ -39,7 +40,7 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        batch_size: BatchSize,
+        batch_size: int | None,
         compute_dtype: torch.dtype | None,
         progress: AnswerProgress,
         helpers: Helpers | None = None,
@@ -47,7 +48,7 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         super().__init__(
             pretrained=model,
             tokenizer=tokenizer,
-            batch_size=batch_size.asked or 1,
+            batch_size=batch_size or 1,
             mixed_precision_dtype=compute_dtype,
             # A chat template writes BOS itself if the model wants one, and training added no second BOS. Text without a
             # template gets the tokenizer's default.
@@ -56,8 +57,10 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         assert model.generation_config is not None
         model.generation_config.eos_token_id = stop_ids(model, tokenizer)
         self._finishes = FinishLog()
-        self.set_cache_hook(_Counter(progress, helpers, self._finishes))
-        self.sizes = batch_size
+        self.set_cache_hook(_Counter(progress, self._finishes))
+        self._asked_size = batch_size  # None: the largest that fits
+        self._largest = _LARGEST_ON_CPU if self.device.type == "cpu" else _LARGEST_ON_GPU
+        self._allowed = self._largest
         self._progress = progress
         self._helpers = helpers
 
@@ -89,27 +92,27 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         return self._helpers.share(kind, requests, self.answer_alone)
 
     def answer_alone(self, kind: str, requests: Sequence[Instance]) -> list[Any]:
-        """Return answers in the order of the requests. Raises: DoesNotFitError if no allowed batch size fits."""
+        """Return answers in the order of the requests. Raises: DoesNotFitError if no allowed batch size fits.
+
+        If memory runs out, half as many rows are tried; the next call may take twice as many again. Answers do not
+        depend on it, because rows are computed independently.
+        """
         if not requests:
             return []
-        longest = max(requests, key=_num_characters)
-        # More rows than requests would only fail and be halved.
-        rows = 1 << (len(requests) - 1).bit_length()
-        length, limit = _num_characters(longest), min(rows, self._limit_on_cpu(kind, longest) or rows)
-        random_state = _random_state()
-        while True:
-            size = self.batch_size_per_gpu = self.sizes.size_for(kind, length, limit)
-            num_done = self._progress.num_done
-            self._finishes.begin()
-            answers = self._try(kind, requests)
-            if answers is not None:
-                break
-            self.sizes.lower(kind, size, length)
+        size = self._asked_size or max(1, min(self._allowed, len(requests), self._limit_on_cpu(kind, requests)))
+        random_state, num_done = _random_state(), self._progress.num_done
+        while (answers := self._try(kind, requests, size)) is None:
+            if self._asked_size is not None or size == 1:
+                raise DoesNotFitError(
+                    f"a batch of {size} requests does not fit into the memory next to the model; type --batch-size "
+                    "auto for the largest that fits, end what else runs there, or use more GPUs",
+                    problem_id="batch-does-not-fit",
+                )
+            size = self._allowed = size // 2
             self._progress.advance(num_done - self._progress.num_done)
             clear_device_cache(garbage_collection=True)
             _set_random_state(random_state)  # otherwise sampled answers would depend on the number of attempts
-        if note := self.sizes.fitted(kind, size):
-            self._progress.say(note)
+        self._allowed = min(self._largest, 2 * self._allowed)
         if kind == "generate_until":
             return self._finishes.with_finish([request.args for request in requests], answers)
         return answers
@@ -127,8 +130,10 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         self._finishes.note_batch(finishes)
         return rows
 
-    def _try(self, kind: str, requests: Sequence[Instance]) -> list[Any] | None:
+    def _try(self, kind: str, requests: Sequence[Instance], size: int) -> list[Any] | None:
         """Return the answers, or None if memory ran out; then nothing refers to the attempt, so it can be freed."""
+        self.batch_size_per_gpu = size
+        self._finishes.begin()
         answer: Any = getattr(super(), kind)
         try:
             answers: list[Any] = answer(list(requests), disable_tqdm=True)
@@ -138,14 +143,15 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
             return None
         return answers
 
-    def _limit_on_cpu(self, kind: str, longest: Instance) -> int | None:
-        """Return how many rows of logits fit into a share of host memory; None if the device raises an error itself."""
+    def _limit_on_cpu(self, kind: str, requests: Sequence[Instance]) -> int:
+        """Return how many rows of logits fit into a share of the host's memory; a GPU raises an error itself."""
         if self.device.type != "cpu" or kind == "generate_until":
-            return None
-        num_tokens = min(self.max_length, len(self.tok_encode("".join(_texts(longest)))) + 1)
+            return self._largest
+        longest = max(("".join(map(str, request.args)) for request in requests), key=len)
+        num_tokens = min(self.max_length, len(self.tok_encode(longest)) + 1)
         logits_gib = 2 * 4 * num_tokens * self.model.config.vocab_size / 2**30  # and as many log-probabilities
         memory_gib = detect_machine(no_gpu_because="the host's memory is asked for").host_memory_gib
-        return max(1, int(_SHARE_OF_HOST_MEMORY * memory_gib / logits_gib))
+        return int(_SHARE_OF_HOST_MEMORY * memory_gib / logits_gib)
 
 
 class _Counter:
@@ -153,29 +159,15 @@ class _Counter:
 
     dbdict = None  # attribute of the harness' own hook
 
-    def __init__(self, progress: AnswerProgress, helpers: Helpers | None, finishes: FinishLog) -> None:
+    def __init__(self, progress: AnswerProgress, finishes: FinishLog) -> None:
         self._progress = progress
-        self._helpers = helpers
         self._finishes = finishes
 
     def add_partial(self, attr: str, req: Sequence[Any], res: Any) -> None:
-        """Count one request, and those that helpers answered meanwhile."""
+        """Count one request."""
         if attr == "generate_until":
             self._finishes.note_answer(req)
         self._progress.advance()
-        if self._helpers is not None:
-            self._helpers.listen()
-
-
-def _texts(request: Instance) -> list[str]:
-    return [part for part in request.args if isinstance(part, str)]
-
-
-def _num_characters(request: Instance) -> int:
-    """Return the length of a request, including what it may generate."""
-    options = [part for part in request.args if isinstance(part, dict)]
-    generated = sum(_CHARACTERS_PER_TOKEN * int(option.get("max_gen_toks") or 0) for option in options)
-    return sum(map(len, _texts(request))) + generated
 
 
 def _random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:

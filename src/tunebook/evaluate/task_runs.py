@@ -133,7 +133,6 @@ class TaskRuns:
 
     def _run_one(self, task: LoadedTask, model: RequestModel) -> None:
         started = time.monotonic()
-        model.sizes.begin_task()
         results = run_task(model, task, self.settings)
         is_code = task.source.code is not None
         score = None if is_code else task_scores(results).get(task.name)  # programs are judged at the end
@@ -145,7 +144,7 @@ class TaskRuns:
             score=score,
             answers=task_answers(task.name, results),
             generated=as_stored({key: results[key] for key in _GENERATED}) if is_code else None,
-            batch_size=model.sizes.smallest,
+            batch_size=model.batch_size,
             seconds=round(time.monotonic() - started, 1),
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
             bound=model.prompted(),

@@ -1,107 +1,113 @@
-"""Faults of generated answers before and after training: rows for the report, and warnings for the terminal.
+"""Shares of generated answers that show a damaged model, before and after training: empty, repeating, or endless.
 
-`evaluate.answer_faults` counts them in the record of each evaluation.
+An answer repeats itself if it ends with one text at least four times, over 64 characters or more. It has no end if the
+limit of new tokens cut it off.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from itertools import zip_longest
 from typing import Any
 
-FAULTS = ("empty", "looping", "endless", "abrupt")
-_MEANING = {
-    "empty": "empty",
+from tunebook.data.conversation import REASONING_ENDS
+
+FAULTS = {
+    "empty": "are empty",
     "looping": "repeat themselves to the end",
     "endless": "reached the limit of new tokens",
-    "abrupt": "end within a sentence, a code block or a thought",
 }
-_BY_FINISH = ("endless", "abrupt")
 WARNING_MARGIN = 0.05  # by which the share after training is above the share before ...
 _ERRORS = 2.0  # ... and by how many standard errors of that difference: 1 of 10 answers says nothing
+_REPEATS, _SHORTEST_LOOP = 4, 64  # times, characters
+_SEARCHED = 4000  # last characters of an answer
+_EXCERPT = 200  # last characters of an example
 _Record = Mapping[str, Any]  # of an evaluation
 
 
-@dataclass(frozen=True, kw_only=True)
-class FaultRow:
-    """One fault of one task; None for an evaluation that did not count it."""
-
-    task: str
-    fault: str
-    before: str | None
-    after: str | None
-    is_warning: bool
-    example: str  # how one such answer ends, of the evaluation after training if it has one
-    example_when: str  # before or after
+def find_faults(text: str, finish: str | None) -> set[str]:
+    """Return the faults of one answer. `finish` says how it ended, as in `evaluate.finish`."""
+    without_thoughts = REASONING_ENDS.split(text)[-1]
+    faults = {"empty": not without_thoughts.strip(), "looping": _is_looping(text), "endless": finish == "length"}
+    return {fault for fault, is_found in faults.items() if is_found}
 
 
-def fault_rows(before: _Record | None, after: _Record | None) -> list[FaultRow]:
-    """A row for each fault of each task that was found before or after training."""
+def _is_looping(text: str) -> bool:
+    tail = text.rstrip()[-_SEARCHED:]
+    for period in range(1, len(tail) // _REPEATS + 1):
+        times = max(_REPEATS, -(-_SHORTEST_LOOP // period))
+        repeated = tail[-period:]
+        if tail[-times * period :] == repeated * times and any(map(str.isalpha, repeated)):  # numbers may be a table
+            return True
+    return False
+
+
+def count_faults(answers: Mapping[str, Iterable[Any]]) -> dict[str, dict[str, Any]]:
+    """Count the faults of each task that generates text: `{task: {num_answers, num_faulty, empty, ..., examples}}`.
+
+    `answers` are `evaluate.results.Answer`.
+    """
+    counted: dict[str, dict[str, Any]] = {}
+    for task, found in answers.items():
+        for answer in found:
+            texts = [one for one in answer.responses if isinstance(one, str)]
+            for text, finish in zip_longest(texts, answer.finishes[: len(texts)]):
+                counts = counted.setdefault(
+                    task, {"num_answers": 0, "num_faulty": 0, **dict.fromkeys(FAULTS, 0), "examples": {}}
+                )
+                faults = find_faults(text, finish)
+                counts["num_answers"] += 1
+                counts["num_faulty"] += bool(faults)
+                for fault in faults:
+                    counts[fault] += 1
+                    counts["examples"].setdefault(fault, {"item": answer.item, "end": text[-_EXCERPT:]})
+    return counted
+
+
+def fault_rows(before: _Record | None, after: _Record | None) -> list[dict[str, Any]]:
+    """A row of the report for each fault of each task that was found before or after training."""
     old, new = _faults(before), _faults(after)
     rows = []
     for task in dict.fromkeys([*new, *old]):
-        pair = old.get(task), new.get(task)
-        for fault in FAULTS:
-            if any(found and found[fault] for found in pair):
-                example, when = _example(fault, *pair)
-                rows.append(
-                    FaultRow(
-                        task=task,
-                        fault=_MEANING[fault],
-                        before=_text(pair[0], fault),
-                        after=_text(pair[1], fault),
-                        is_warning=is_more(fault, *pair),
-                        example=example,
-                        example_when=when,
-                    )
-                )
+        pair = {"after": new.get(task), "before": old.get(task)}
+        for fault, meaning in FAULTS.items():
+            examples = {when: counts["examples"][fault] for when, counts in pair.items() if counts and counts[fault]}
+            if examples:
+                when, example = next(iter(examples.items()))
+                row = {"task": task, "fault": meaning, "example": example["end"], "example_when": when}
+                row |= {when: _text(counts, fault) for when, counts in pair.items()}
+                rows.append(row | {"is_warning": _is_more(fault, pair["before"], pair["after"])})
     return rows
-
-
-def _example(fault: str, before: _Record | None, after: _Record | None) -> tuple[str, str]:
-    """The end of an answer with this fault, and of which evaluation it is."""
-    for found, when in ((after, "after"), (before, "before")):
-        if found and fault in found["examples"]:
-            return str(found["examples"][fault]["end"]), when
-    return "", ""
-
-
-def is_more(fault: str, before: _Record | None, after: _Record | None) -> bool:
-    """Whether the share of a fault is above that before training by the margin, and by more than chance."""
-    if not before or not after or not before["num_answers"] or not after["num_answers"]:
-        return False
-    if fault in _BY_FINISH and any(found.get("num_unknown_finish") for found in (before, after)):
-        return False  # an older version answered, and did not save how answers ended
-    shares = [found[fault] / found["num_answers"] for found in (before, after)]
-    counts = [found["num_answers"] for found in (before, after)]
-    error = math.sqrt(sum(share * (1 - share) / count for share, count in zip(shares, counts, strict=True)))
-    return bool(shares[1] - shares[0] > max(WARNING_MARGIN, _ERRORS * error))
 
 
 def fault_warnings(before: _Record | None, after: _Record | None) -> list[str]:
     """A line for each fault that is more frequent after training."""
     old, new = _faults(before), _faults(after)
     return [
-        f"{task}: {_text(new[task], fault)} of the answers after training {_verb(fault)}, {_text(old[task], fault)} "
-        "before"
+        f"{task}: {_text(new[task], fault)} of the answers after training {meaning}, {_text(old[task], fault)} before"
         for task in new
-        if task in old
-        for fault in FAULTS
-        if is_more(fault, old[task], new[task])
+        for fault, meaning in FAULTS.items()
+        if _is_more(fault, old.get(task), new[task])
     ]
 
 
-def _verb(fault: str) -> str:
-    return "are empty" if fault == "empty" else _MEANING[fault]
+def _is_more(fault: str, before: _Record | None, after: _Record | None) -> bool:
+    """Whether the share of a fault is above that before training by the margin, and by more than chance."""
+    if before is None or after is None:
+        return False
+    counts = [found["num_answers"] for found in (before, after)]
+    shares = [found[fault] / found["num_answers"] for found in (before, after)]
+    error = math.sqrt(sum(share * (1 - share) / count for share, count in zip(shares, counts, strict=True)))
+    return bool(shares[1] - shares[0] > max(WARNING_MARGIN, _ERRORS * error))
 
 
 def _text(found: _Record | None, fault: str) -> str | None:
-    if not found or not found["num_answers"]:
+    if found is None:
         return None
     return f"{found[fault] / found['num_answers']:.1%} ({found[fault]:,} of {found['num_answers']:,})"
 
 
 def _faults(record: _Record | None) -> Mapping[str, Any]:
-    """The counts by task; empty for a record without any, as older ones."""
+    """The counts by task; empty without an evaluation."""
     return (record or {}).get("answer_faults") or {}

@@ -90,7 +90,7 @@ def test_faults_are_on_the_page(make_run: Callable[..., Path]) -> None:
     for when, endless in (("before", 1), ("after", 40)):
         file = run / "evaluation" / f"{when}.json"
         record = json.loads(file.read_text())
-        counts = {"num_answers": 50, "empty": 0, "looping": 0, "endless": endless, "abrupt": 0}
+        counts = {"num_answers": 50, "empty": 0, "looping": 0, "endless": endless}
         record["answer_faults"] = {"example": {**counts, "examples": {"endless": {"item": 1, "end": "<i>so on"}}}}
         file.write_text(json.dumps(record))
     page = render_run(read_run(run))

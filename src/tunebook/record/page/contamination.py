@@ -43,24 +43,15 @@ def contamination_notes(record: RunRecord) -> list[str]:
 
 
 def _notes(content: Mapping[str, Any]) -> list[str]:
-    if content.get("not_checked"):
+    if content["not_checked"]:
         return [f"Not checked: {content['not_checked']}"]
     notes = [
         f"Looked for in {content['num_documents']:,} training documents. The whole question: all its fields are in one "
         "document. A part: 13 consecutive words. A passage: only the longest of several fields."
     ]
     groups: Mapping[str, Mapping[str, Any]] = content["groups"]
-    for name, group in groups.items():
-        if group["num_overlapping"]:
-            notes.append(
-                f"{name}: of the items found in part, {group['num_half']:,} with at least half of their runs of 13 "
-                f"words; on average {group['mean_share']:.0%}."
-            )
-        if group["num_short"]:
-            notes.append(
-                f"{name}: {group['num_short']:,} items have fewer than 8 words and count only if a document has the "
-                "same question and answer."
-            )
-        if group["num_all"] > group["num_items"]:
-            notes.append(f"{name}: {group['num_items']:,} of {group['num_all']:,} documents were looked for.")
-    return notes
+    return notes + [
+        f"{name}: {group['num_items']:,} of {group['num_all']:,} documents were looked for."
+        for name, group in groups.items()
+        if group["num_all"] > group["num_items"]
+    ]

@@ -1,0 +1,371 @@
+"""`tunebook chat`: talk to a run or a model in the terminal, with its own tokenizer, template and system prompt.
+
+With `--prompt` or piped input, exactly one answer goes to stdout and everything else to stderr. torch is imported only
+after the request was checked.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from tunebook.config.frozen import load_config
+from tunebook.config.schema import RunConfig
+from tunebook.data.conversation import Conversation
+from tunebook.data.template import ConversationRenderer
+from tunebook.errors import DoesNotFitError, RequestError, TunebookError, did_you_mean
+from tunebook.evaluate.target import Target, bare_config, find_target, without_overrides
+from tunebook.evaluate.trained_model import (
+    SHARE_FOR_COPIES_OF_ONE,
+    choose_copies,
+    compute_dtype,
+    load_trained,
+    tokenizer_of_run,
+    uses_gpu,
+)
+from tunebook.model.adapters import is_adapter
+from tunebook.model.tokenizer import load_tokenizer, stop_ids
+from tunebook.record.model_origin import check_base, check_bound, recorded_by_origin, recorded_by_run, uncompared_base
+from tunebook.record.run_folder import RUN_FILE
+from tunebook.second_interrupt import forget_interrupts
+from tunebook.terminal import print_text, quiet_libraries
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PROMPT = "> "
+HELP = """\
+/reset          forget the conversation, keep the system prompt
+/system TEXT    start again with another system prompt; /system "" removes it
+/save FILE      append the conversation to FILE.jsonl, in a format that can be trained on
+/help           this list
+/exit           end; so do Ctrl-D, and Ctrl-C here at the prompt
+Ctrl-C ends an answer that is being written.
+A space in front of a slash makes the line a question."""
+COMMANDS = ("/reset", "/system", "/save", "/help", "/exit")
+_COMMAND = re.compile(r"(/[a-zA-Z]+)(?:\s+(.*))?")
+# A model may write anything, including sequences that move the cursor, change colors or fill the clipboard.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_UNKNOWN_CONTEXT_TOKENS = 2048
+_DECODE = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is chosen: the most likely one at temperature 0, otherwise sampled."""
+
+    max_new_tokens: int
+    temperature: float
+    seed: int
+
+
+@dataclass(kw_only=True)
+class Chat:
+    """A model with the tokenizer it was trained with, and one conversation."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    stop_ids: list[int]
+    sampling: Sampling
+    autocast_dtype: torch.dtype | None = None
+    system_prompt: str | None = None
+    turns: list[dict[str, str]] = field(default_factory=list)  # the user's and the assistant's turns, alternating
+
+    def reset(self) -> None:
+        """Forget the turns; the same questions get the same answers again."""
+        import torch
+
+        self.turns = []
+        torch.manual_seed(self.sampling.seed)
+
+    def set_system_prompt(self, text: str | None) -> None:
+        """Start a new conversation. Raises: DataError if the template has no system turn; the old prompt then stays."""
+        before, self.system_prompt = self.system_prompt, text or None
+        try:
+            self._encode([{"role": "user", "content": "?"}])
+        except TunebookError:
+            self.system_prompt = before
+            raise
+        self.reset()
+
+    @property
+    def context_tokens(self) -> int:
+        """The model's context size in tokens."""
+        config: Any = self.model.config.get_text_config()
+        return int(getattr(config, "max_position_embeddings", None) or _UNKNOWN_CONTEXT_TOKENS)
+
+    def ask(self, question: str, show: Callable[[str], None]) -> list[str]:
+        """Answer a question, show the pieces of the answer, keep both; return notes for the user.
+
+        Ctrl-C ends the answer, and what there is of it is kept. Raises: KeyboardInterrupt, RequestError if the question
+        is too long, DataError if the template refuses the conversation, DoesNotFitError if memory runs out.
+        """
+        from transformers import TextIteratorStreamer
+
+        turns = [*self.turns, {"role": "user", "content": question}]
+        tokens, num_left_out = self._fit(turns)
+        stop = threading.Event()
+        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, **_DECODE)
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            generation = thread.submit(self._generate, tokens, streamer, stop)
+            try:
+                for piece in streamer:
+                    show(piece)
+            finally:
+                stop.set()
+                answer = generation.result()
+                is_whole = bool(answer) and answer[-1] in self.stop_ids
+                text = str(self.tokenizer.decode(answer[:-1] if is_whole else answer, **_DECODE))
+                if text:
+                    self.turns = [*turns, {"role": "assistant", "content": text}]
+        notes = [f"the first {num_left_out} questions no longer fit into the context"] if num_left_out else []
+        if not is_whole:
+            notes.append(f"cut off after {len(answer)} tokens; --max-new-tokens allows more, up to the context's size")
+        elif not text:
+            notes.append("the model gave an empty answer, which is not kept")
+        return notes
+
+    def save(self, file: Path) -> None:
+        """Append the conversation as a line of JSONL in the format `messages`. Raises: RequestError."""
+        if not self.turns or file.suffix != ".jsonl":
+            raise RequestError(
+                f"/save {file}: the name must end with .jsonl, and the conversation must not be empty",
+                problem_id="chat-save",
+            )
+        try:
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps({"messages": self._messages(self.turns)}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise RequestError(f"{file} cannot be written: {error.strerror}", problem_id="chat-save") from error
+
+    def _messages(self, turns: list[dict[str, str]]) -> list[dict[str, str]]:
+        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+        return [*system, *turns]
+
+    def _encode(self, turns: list[dict[str, str]]) -> list[int]:
+        """The tokens of a conversation, ready for the answer."""
+        conversation = Conversation.plain(self._messages(turns))
+        return ConversationRenderer(self.tokenizer).prompt_tokens(conversation)
+
+    def _fit(self, turns: list[dict[str, str]]) -> tuple[list[int], int]:
+        """Return tokens of the newest turns that leave space for an answer, and the number of questions left out."""
+        space = self.context_tokens - min(self.sampling.max_new_tokens, self.context_tokens // 2)
+        for first in range(0, len(turns), 2):  # a question and its answer stay together
+            tokens = self._encode(turns[first:])
+            if len(tokens) <= space:
+                return tokens, first // 2
+        raise RequestError(
+            f"the question has {len(tokens)} tokens with its template, and the model's context of "
+            f"{self.context_tokens} leaves {space} next to the answer; make it shorter, or lower --max-new-tokens",
+            problem_id="chat-too-long",
+        )
+
+    def _generate(self, tokens: list[int], streamer: Any, stop: threading.Event) -> list[int]:
+        """Generate in a thread, until the event is set at the latest; return the new tokens."""
+        import torch
+        from transformers import StoppingCriteriaList
+
+        model: Any = self.model
+        device, settings, sampling = model.device, model.generation_config, self.sampling
+        drawn = {"do_sample": True, "temperature": sampling.temperature, "top_k": settings.top_k or 0}
+        greedy = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+        try:
+            with (
+                torch.inference_mode(),
+                torch.autocast(device.type, dtype=self.autocast_dtype, enabled=self.autocast_dtype is not None),
+            ):
+                prompt = torch.tensor([tokens], device=device)
+                rows = model.generate(
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    max_new_tokens=min(sampling.max_new_tokens, self.context_tokens - len(tokens)),
+                    eos_token_id=self.stop_ids,
+                    pad_token_id=self.stop_ids[0],  # nothing is padded, but transformers warns without it
+                    use_cache=True,  # training turns it off
+                    streamer=streamer,
+                    stopping_criteria=StoppingCriteriaList([lambda *_, **__: stop.is_set()]),
+                    **(drawn if sampling.temperature > 0 else greedy),
+                )
+        except torch.OutOfMemoryError as error:
+            raise DoesNotFitError(
+                f"the GPU ran out of memory on a conversation of {len(tokens)} tokens; make it shorter, lower "
+                "--max-new-tokens, or answer on the CPU, slowly: put CUDA_VISIBLE_DEVICES= before the command",
+                problem_id="chat-out-of-memory",
+            ) from error
+        finally:
+            streamer.end()
+        found: list[int] = rows[0, len(tokens) :].tolist()
+        return found
+
+
+def load_chat(target: Target, sampling: Sampling, system: str | None = None) -> tuple[Chat, list[str]]:
+    """Load a target; return a chat, and notes on what it is. `system` replaces the run's system prompt; '' removes it.
+
+    Raises: RequestError, DataError (the template or tokenizer differs from training), DoesNotFitError.
+    """
+    try:
+        return _load(target, sampling, system)
+    except RequestError as error:
+        if target.run is not None:
+            raise
+        raise without_overrides(error, target, "tunebook chat model=") from error
+
+
+def _load(target: Target, sampling: Sampling, system: str | None) -> tuple[Chat, list[str]]:
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    if target.run is not None:
+        trained, config = recorded_by_run(target.run), load_config(target.run / RUN_FILE)
+    else:
+        trained, config = recorded_by_origin(target.origin) if target.origin else None, bare_config(target)
+    tokenizer = load_tokenizer(tokenizer_of_run(config.model, target.folder), is_padded=False)
+    check_bound(trained, tokenizer, config.dataset.system_prompt)
+    if not tokenizer.chat_template:
+        raise RequestError(
+            f"the tokenizer of {target.name} has no chat template: it is a base model or was trained on plain text. "
+            "Name an instruction-tuned model, or a run that was trained on conversations; if you know the template, "
+            "save it as chat_template.jinja next to the tokenizer",
+            problem_id="tokenizer-no-template",
+        )
+    source = f"those of the run {trained.name}" if trained else "the model's own, and not compared with a run"
+    notes: list[str | None] = [f"template and tokenizer are {source}"]
+    if target.folder is not None and is_adapter(target.folder):
+        check_base(trained, config.model)
+        notes.append(uncompared_base(trained, config.model))
+    model, autocast, placed = _place(config, target)
+    chat = Chat(
+        model=model,
+        tokenizer=tokenizer,
+        stop_ids=stop_ids(model, tokenizer),
+        sampling=sampling,
+        autocast_dtype=autocast,
+    )
+    chat.set_system_prompt(config.dataset.system_prompt if system is None else system)
+    if chat.system_prompt is not None:
+        notes.append(f"system prompt: {chat.system_prompt}")
+    dtype = str(autocast or model.dtype).removeprefix("torch.")
+    notes = [f"{model.device} in {dtype}, context {chat.context_tokens:,} tokens", *placed, *notes]
+    return chat, [note for note in notes if note]
+
+
+def _place(config: RunConfig, target: Target) -> tuple[Any, torch.dtype | None, list[str | None]]:
+    """Load the model on its device; also return the format of autocast, and notes."""
+    import torch
+
+    from tunebook.model.gpu_memory import place_on_gpus
+
+    model: Any = load_trained(config, target.folder)
+    model.train(False)
+    if not uses_gpu(config):
+        return model, None, []  # a CPU computes fastest in the weights' own format
+    autocast = compute_dtype(config)
+    if autocast is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        autocast = None  # trained on a newer GPU: fp32 loses nothing
+    if autocast is torch.float16 and target.run is None:
+        model, autocast = model.to(torch.float16), None  # as published, in half the memory
+    model, note = place_on_gpus(model, autocast)
+    return model, autocast, [note, choose_copies(model, autocast, SHARE_FOR_COPIES_OF_ONE)]
+
+
+def chat_command(target: str, outputs: Path, *, prompt: str | None, system: str | None, sampling: Sampling) -> None:
+    """Chat with a run, a checkpoint, a model folder or a model on the hub.
+
+    Raises: RequestError, DataError if the template differs from training, DoesNotFitError.
+    """
+    question = sys.stdin.read().rstrip("\r\n") if prompt is None and not sys.stdin.isatty() else prompt
+    if question is not None and not question.strip():
+        raise RequestError("there is nothing to answer: the text is empty; write a question", problem_id="chat-no-text")
+    found = find_target(target, outputs)
+    with quiet_libraries():
+        with Console(stderr=True).status(Text(f"loading {found.name}")):
+            chat, notes = load_chat(found, sampling, system)
+        if question is None:
+            with suppress(ImportError):  # Python may lack it: no arrow keys or history
+                import readline  # noqa: F401
+            console = Console(highlight=False)
+            _say("\n".join([found.name, *notes, "/help lists the commands, Ctrl-D ends"]), console)
+            converse(chat, console)
+            return
+        is_shown = sys.stdout.isatty()
+        for note in chat.ask(
+            question, lambda piece: print(printable(piece) if is_shown else piece, end="", flush=True)
+        ):
+            print(f"({note})", file=sys.stderr)
+        print()
+
+
+def printable(text: str) -> str:
+    """Replace control characters in the text; line breaks and tabs stay."""
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def _say(text: str, console: Console, style: str = "dim") -> None:
+    print_text(printable(text), console, style=style)
+
+
+def converse(chat: Chat, console: Console, read_line: Callable[[str], str] = input) -> None:
+    """Read questions and commands until /exit, Ctrl-D, or Ctrl-C at the prompt."""
+    while True:
+        try:
+            line = read_line(PROMPT)
+        except (EOFError, KeyboardInterrupt):
+            console.print()
+            return
+        command = _COMMAND.fullmatch(line.rstrip())
+        if command is not None and command[1].lower() == "/exit":
+            return
+        try:
+            if command is not None:
+                _say(_obey(chat, command[1].lower(), (command[2] or "").strip()), console)
+            elif line.strip():
+                _answer(chat, line.strip(), console)
+        except TunebookError as error:
+            _say(error.message, console, style="red")
+
+
+def _answer(chat: Chat, question: str, console: Console) -> None:
+    notes = ["stopped"]
+    try:
+        notes = chat.ask(question, lambda piece: console.out(printable(piece), end="", highlight=False))
+    except KeyboardInterrupt:
+        forget_interrupts()
+    finally:
+        console.print()
+    for note in notes:
+        _say(f"({note})", console)
+
+
+def _obey(chat: Chat, command: str, argument: str) -> str:
+    """Follow a command other than /exit; return what is shown. Raises: RequestError for an unknown one, DataError."""
+    if command == "/reset":
+        chat.reset()
+        return "(a new conversation)"
+    if command == "/system" and argument:
+        chat.set_system_prompt(argument.strip("\"'"))
+        return "(a new conversation)"
+    if command == "/system":
+        return f"system prompt: {chat.system_prompt or 'none'}"
+    if command == "/save":
+        file = Path(argument.strip("\"'")).expanduser().absolute()
+        chat.save(file)
+        return f"(saved: {file})"
+    if command == "/help":
+        return HELP
+    raise RequestError(
+        f"there is no command {command}.{did_you_mean(command, COMMANDS)} /help lists them; a space in front of the "
+        "slash makes the line a question",
+        problem_id="chat-command",
+    )

@@ -1,0 +1,484 @@
+"""Chat with a real model that answers what a test wants: streaming, history, commands, loading, Ctrl-C."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
+
+from tunebook.config.choices import Attention, Compute, Format, Generation, PackingMode, PeftMethod, TrainOn, Weights
+from tunebook.config.compose import compose
+from tunebook.config.frozen import config_to_yaml, load_config
+from tunebook.config.schema import RunConfig
+from tunebook.data.corpus import CorpusKind
+from tunebook.data.encode import Encoder
+from tunebook.data.formats import FormatSettings, Normalizer
+from tunebook.data.problems import DocumentProblems
+from tunebook.data.readers import read_records
+from tunebook.data.template import template_hash
+from tunebook.errors import DataError, DoesNotFitError, RequestError
+from tunebook.evaluate.chat import COMMANDS, HELP, Chat, Sampling, chat_command, converse, load_chat, printable
+from tunebook.evaluate.target import Target
+from tunebook.model.gpu_memory import place_on_gpus
+from tunebook.model.tokenizer import stop_ids, tokenizer_hash
+
+Models = Callable[..., PreTrainedModel]
+Chats = Callable[..., Chat]
+SAMPLING = Sampling(max_new_tokens=16, temperature=0.0, seed=0)
+
+
+def successor_model(successors: dict[int, int], *, context: int = 96) -> PreTrainedModel:
+    """A Qwen2 that writes `successors[t]` after token t, whatever came before: its layer adds nothing."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=832, hidden_size=256, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=context, tie_word_embeddings=False,
+    )  # fmt: skip
+    model: Any = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+        model.model.layers[0].mlp.down_proj.weight.zero_()
+        model.lm_head.weight.zero_()
+        for token, successor in successors.items():
+            model.lm_head.weight[successor] += model.model.embed_tokens.weight[token]
+    made: PreTrainedModel = model
+    return made
+
+
+@pytest.fixture
+def scripted(tokenizer: PreTrainedTokenizerBase) -> Models:
+    """A model that answers every prompt with one text and then `end`: the tokenizer's EOS unless a test says more."""
+
+    def make(answer: str, *, end: Sequence[int] | None = None, **options: Any) -> PreTrainedModel:
+        encode: Any = tokenizer
+        (newline,) = encode("\n")["input_ids"]  # the generation prompt ends with it
+        chain = [newline, *encode(answer)["input_ids"], *([tokenizer.eos_token_id] if end is None else end)]
+        assert len(set(chain[:-1])) == len(chain) - 1, "a token that comes twice has one successor only"
+        return successor_model(dict(pairwise(chain)), **options)
+
+    return make
+
+
+@pytest.fixture
+def chat_of(tokenizer: PreTrainedTokenizerBase, scripted: Models) -> Chats:
+    """A conversation with a model that always answers the same."""
+
+    def make(answer: str, *, max_new_tokens: int = 16, system: str | None = None, **options: Any) -> Chat:
+        model = scripted(answer, **options)
+        sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0.0, seed=0)
+        chat = Chat(model=model, tokenizer=tokenizer, stop_ids=stop_ids(model, tokenizer), sampling=sampling)
+        chat.set_system_prompt(system)
+        return chat
+
+    return make
+
+
+def ask(chat: Chat, question: str = "rain") -> tuple[str, list[str]]:
+    """The answer as it was shown, and the notes."""
+    pieces: list[str] = []
+    notes = chat.ask(question, pieces.append)
+    return "".join(pieces), notes
+
+
+def prompts(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, str]]]:
+    """What the model is shown, from now on."""
+    seen: list[list[tuple[str, str]]] = []
+    generate = chat._generate
+
+    def note(tokens: list[int], *rest: Any) -> Any:
+        text = str(chat.tokenizer.decode(tokens))
+        turns = [turn.partition("\n") for turn in text.replace("<|im_end|>", "").split("<|im_start|>")[1:-1]]
+        seen.append([(role, content.strip()) for role, _, content in turns])
+        return generate(tokens, *rest)
+
+    monkeypatch.setattr(chat, "_generate", note)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("written", "num_tokens", "shown", "is_whole"),
+    [
+        ("apple bird cat", 16, "apple bird cat", True),  # at the trained EOS
+        ("apple bird cat", 2, "apple bird", False),
+        ("é🦊w", 16, "é🦊w", True),  # 2 + 4 + 1 tokens: letters come whole
+        ("", 16, "", True),
+    ],
+)
+def test_an_answer_is_shown_and_kept(chat_of: Chats, written: str, num_tokens: int, shown: str, is_whole: bool) -> None:
+    chat = chat_of(written, max_new_tokens=num_tokens)
+    answer, notes = ask(chat)
+    assert answer == shown
+    assert [turn["content"] for turn in chat.turns] == (["rain", shown] if shown else [])
+    assert bool(notes) is not (is_whole and bool(shown))
+
+
+def test_every_end_token_ends_an_answer(scripted: Models, tokenizer: PreTrainedTokenizerBase) -> None:
+    end_of_text: Any = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    model = scripted("apple", end=[end_of_text, 300, 301])
+    eos: Any = tokenizer.eos_token_id
+    assert end_of_text != eos
+    one = Chat(model=model, tokenizer=tokenizer, stop_ids=[eos], sampling=SAMPLING)
+    both = Chat(model=model, tokenizer=tokenizer, stop_ids=[eos, end_of_text], sampling=SAMPLING)
+    assert ask(one)[0] != "apple"
+    assert ask(both) == ("apple", [])
+
+
+def test_a_prompt_is_encoded_as_in_training(
+    chat_of: Chats, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = [{"role": "user", "content": "Reverse the order: rain key chair"}]
+    answered = [*turns, {"role": "assistant", "content": "chair key rain"}]
+    row: dict[str, Any] = {"messages": [{**one, "train": one["role"] == "assistant"} for one in answered]}
+    (document,) = Encoder(CorpusKind.conversation, TrainOn.assistant, tokenizer).encode([{**row, "origin": "x"}])
+    prompt = chat_of("apple")._encode(turns)
+    assert document.input_ids[: len(prompt)] == prompt
+    assert all(label == -100 for label in document.labels[: len(prompt)])
+    assert document.labels[len(prompt)] != -100
+
+
+def test_greedy_takes_no_notice_of_the_models_own_sampling(chat_of: Chats) -> None:
+    chat = chat_of("apple bird cat")
+    assert chat.model.generation_config is not None
+    for key, value in {"do_sample": True, "temperature": 90.0, "top_p": 0.9, "top_k": 700}.items():
+        setattr(chat.model.generation_config, key, value)
+    assert ask(chat)[0] == "apple bird cat"
+
+
+def test_drawing_is_repeated_by_the_seed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def draw(seed: int) -> str:
+        sampling = Sampling(max_new_tokens=12, temperature=1.0, seed=seed)
+        chat = Chat(model=model, tokenizer=tokenizer, stop_ids=[2], sampling=sampling)
+        chat.reset()
+        return ask(chat)[0]
+
+    assert draw(1) == draw(1) != draw(2)
+
+
+def test_the_history_is_shown_with_every_question_and_reset_forgets_it(
+    chat_of: Chats, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = chat_of("apple bird", system="lemon")
+    seen = prompts(chat, monkeypatch)
+    ask(chat, "rain")
+    ask(chat, "key")
+    chat.reset()
+    ask(chat, "moon")
+    chat.set_system_prompt("cloud")
+    ask(chat, "sun")
+    assert seen == [
+        [("system", "lemon"), ("user", "rain")],
+        [("system", "lemon"), ("user", "rain"), ("assistant", "apple bird"), ("user", "key")],
+        [("system", "lemon"), ("user", "moon")],
+        [("system", "cloud"), ("user", "sun")],
+    ]
+
+
+def test_a_system_prompt_that_the_template_refuses_leaves_the_old_one(chat_of: Chats) -> None:
+    chat = chat_of("apple")
+    ask(chat, "rain")
+    chat.tokenizer = copy.deepcopy(chat.tokenizer)
+    chat.tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+    )
+    with pytest.raises(DataError, match="no system turns"):
+        chat.set_system_prompt("lemon")
+    assert (chat.system_prompt, len(chat.turns)) == (None, 2)
+
+
+def test_oldest_turns_are_left_out_and_the_system_prompt_stays(chat_of: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = chat_of("apple bird", system="lemon", context=64, max_new_tokens=16)
+    seen = prompts(chat, monkeypatch)
+    notes = [ask(chat, f"rain key moon {number}")[1] for number in ("one", "two", "three", "four", "five")]
+    assert notes[0] == []
+    assert "no longer fit" in notes[-1][0]
+    assert seen[-1][0] == ("system", "lemon")
+    assert seen[-1][-1] == ("user", "rain key moon five")
+    assert ("user", "rain key moon one") not in seen[-1]
+    assert [turn["role"] for turn in chat.turns] == ["user", "assistant"] * 5  # nothing is lost for /save
+
+
+def test_a_question_longer_than_the_context_is_refused_and_not_kept(chat_of: Chats) -> None:
+    chat = chat_of("apple", context=64)
+    ask(chat, "rain")
+    with pytest.raises(RequestError) as error:
+        ask(chat, "rain " * 80)
+    assert error.value.problem_id == "chat-too-long"
+    assert [turn["content"] for turn in chat.turns] == ["rain", "apple"]
+    assert ask(chat, "key")[0] == "apple"
+
+
+def test_an_error_of_the_model_is_raised(chat_of: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    chat = chat_of("apple")
+    monkeypatch.setattr(chat.model, "generate", fail)
+    with pytest.raises(DoesNotFitError) as error:
+        ask(chat)
+    assert (error.value.problem_id, chat.turns) == ("chat-out-of-memory", [])
+
+
+def test_ctrl_c_ends_an_answer_which_is_kept_as_far_as_it_came(chat_of: Chats) -> None:
+    chat = chat_of("apple")
+    chat.model = successor_model({token: (token + 1) % 832 for token in range(3, 832)}, context=100_000)
+    chat.sampling = Sampling(max_new_tokens=50_000, temperature=0.0, seed=0)
+
+    def show(_: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        chat.ask("rain", show)
+    assert 0 < len(chat.turns[1]["content"]) < 20_000
+
+
+def talk(chat: Chat, lines: Iterable[str], *, color: bool = False) -> str:
+    """What the terminal shows while these lines are typed, and then Ctrl-D."""
+    waiting = iter(lines)
+    screen = io.StringIO()
+
+    def read_line(prompt: str) -> str:
+        screen.write(prompt)
+        line = next(waiting, None)
+        if line is None:
+            raise EOFError
+        screen.write(line + "\n")
+        return line
+
+    console = Console(file=screen, width=100, force_terminal=color, color_system="standard" if color else None)
+    converse(chat, console, read_line)
+    return screen.getvalue()
+
+
+def test_questions_are_answered_and_streamed_text_is_no_markup(chat_of: Chats) -> None:
+    chat = chat_of("[red] :x w", max_new_tokens=40)
+    shown = talk(chat, ["[bold]rain[/bold]", "", "   "], color=True)
+    assert shown.startswith("> [bold]rain[/bold]\n[red] :x w\n")
+    assert [turn["content"] for turn in chat.turns] == ["[bold]rain[/bold]", "[red] :x w"]
+
+
+def test_what_a_terminal_would_obey_is_not_passed_on() -> None:
+    assert printable("a\x1b[31mb\x07\x9b2Jc\rd\te\nf é🦊") == "a\ufffd[31mb\ufffd\ufffd2Jc\ufffdd\te\nf é🦊"
+
+
+def test_commands(chat_of: Chats) -> None:
+    chat = chat_of("apple")
+    shown = talk(chat, ["rain", "/reset", "/system Be [bold] brief", "/system", '/system ""', "/system", "/help"])
+    assert "system prompt: Be [bold] brief" in shown
+    assert "system prompt: none" in shown
+    assert HELP in shown
+    assert all(command in HELP for command in COMMANDS)
+    assert (chat.turns, chat.system_prompt) == ([], None)
+    assert talk(chat, ["/exit", "rain"]) == "> /exit\n"
+
+
+def test_a_misspelt_command_is_no_question(chat_of: Chats) -> None:
+    chat = chat_of("apple")
+    assert "Did you mean '/reset'?" in talk(chat, ["/rest", "/Reset", "/", "/etc/passwd", " /rest"])
+    assert [turn["content"] for turn in chat.turns[::2]] == ["/", "/etc/passwd", "/rest"]
+
+
+def test_a_saved_conversation_can_be_trained_on(chat_of: Chats, tmp_path: Path) -> None:
+    chat, file = chat_of("apple bird", system="lemon"), tmp_path / "my chat.jsonl"
+    talk(chat, ["/save x.jsonl", "réverse [this]", f"/save '{file}'", f"/save {tmp_path}/x.txt"])
+    ((_, record),) = read_records(file, DocumentProblems(str(file)))
+    row = Normalizer(Format.auto, FormatSettings()).row(record)
+    assert [(turn["role"], turn["content"], turn["train"]) for turn in row["messages"]] == [
+        ("system", "lemon", False),
+        ("user", "réverse [this]", False),
+        ("assistant", "apple bird", True),
+    ]
+    assert [one.name for one in tmp_path.iterdir()] == ["my chat.jsonl"]
+
+
+def test_an_error_does_not_end_the_chat(chat_of: Chats) -> None:
+    shown = talk(chat_of("apple", context=40), ["rain " * 50, "rain"])
+    assert "the question has" in shown
+    assert shown.endswith("> rain\napple\n> \n")
+
+
+def test_ctrl_c_ends_the_answer_and_at_the_prompt_the_chat(chat_of: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> list[str]:
+        raise KeyboardInterrupt
+
+    chat = chat_of("apple")
+    monkeypatch.setattr(Chat, "ask", stop)
+    assert talk(chat, ["one", "two"]) == "> one\n\n(stopped)\n> two\n\n(stopped)\n> \n"
+
+    def read_line(_prompt: str) -> str:
+        raise KeyboardInterrupt
+
+    converse(chat, Console(file=io.StringIO()), read_line)
+
+
+@pytest.fixture
+def run(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, scripted: Models) -> Path:
+    """A finished run whose model answers "apple bird"."""
+    config = compose("quickstart", ["training.seed=3"]).config
+    config.attention.implementation = Attention.sdpa
+    config.precision.compute = Compute.fp32
+    config.packing.mode = PackingMode.isolated
+    config.hardware.generation = Generation.cpu
+    folder = tmp_path / "outputs" / "quickstart" / "2026-01-02T03-04-05Z"
+    for part in (scripted("apple bird"), tokenizer):
+        part.save_pretrained(folder / "model")
+    (folder / "run.yaml").write_text(config_to_yaml(config))
+    manifest = {
+        "format": 1,
+        "status": {"state": "finished", "reason": None},
+        "chat_template_sha256": template_hash(tokenizer),
+        "tokenizer_sha256": tokenizer_hash(tokenizer),
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def change_config(run: Path, edit: Callable[[RunConfig], None]) -> None:
+    config = load_config(run / "run.yaml")
+    edit(config)
+    (run / "run.yaml").write_text(config_to_yaml(config))
+
+
+def load(run: Path | None, folder: Path) -> Chat:
+    return load_chat(Target(run=run, folder=folder), SAMPLING)[0]
+
+
+def test_a_run_answers_with_its_own_tokenizer_and_system_prompt(run: Path) -> None:
+    def edit(config: RunConfig) -> None:
+        config.model.path, config.dataset.system_prompt = "/nowhere/model", "Answer with words."
+
+    change_config(run, edit)  # a run can be moved away from where its base model was
+    chat, notes = load_chat(Target(run=run, folder=run / "model"), SAMPLING)
+    assert any(note.startswith("template and tokenizer are those of the run") for note in notes)
+    assert (chat.system_prompt, ask(chat)) == ("Answer with words.", ("apple bird", []))
+    assert load_chat(Target(run=run, folder=run / "model"), SAMPLING, "")[0].system_prompt is None
+
+
+def test_another_template_than_in_training_is_an_error(run: Path) -> None:
+    file = run / "model" / "chat_template.jinja"
+    file.write_text(file.read_text() + "{{ 'x' }}")
+    with pytest.raises(DataError) as raised:
+        load(run, run / "model")
+    assert (raised.value.problem_id, raised.value.exit_code) == ("template-changed", 4)
+
+
+def test_a_model_folder_answers_with_its_own_template(run: Path, tmp_path: Path) -> None:
+    exported = Path(shutil.copytree(run / "model", tmp_path / "exported"))
+    assert ask(load(None, exported)) == ("apple bird", [])
+    (exported / "chat_template.jinja").unlink()
+    with pytest.raises(RequestError) as raised:
+        load(None, exported)
+    assert raised.value.problem_id == "tokenizer-no-template"
+
+
+def test_an_adapter_is_loaded_on_its_base(run: Path, scripted: Models, tmp_path: Path) -> None:
+    """The projection is the base's plus B @ A, and everything else is the base's."""
+    base = Path(shutil.move(run / "model", tmp_path / "base"))
+
+    def edit(config: RunConfig) -> None:
+        config.model.path, config.model.weights, config.model.facts = str(base), Weights.pretrained, None
+        config.peft.method, config.peft.target_modules = PeftMethod.lora, ["o_proj"]
+
+    change_config(run, edit)
+    settings = LoraConfig(r=2, lora_alpha=2, target_modules=["o_proj"], task_type="CAUSAL_LM")
+    adapted: Any = get_peft_model(scripted("apple bird"), settings)
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_" in name:
+                weight.normal_()
+    adapted.save_pretrained(run / "model")
+    parts = {name.split(".")[-2]: part for name, part in load_file(run / "model/adapter_model.safetensors").items()}
+    weights = load_file(base / "model.safetensors")
+    name = "model.layers.0.self_attn.o_proj.weight"
+    expected = weights[name] + parts["lora_B"] @ parts["lora_A"]
+    assert expected.abs().max() > 0
+    torch.testing.assert_close(load(run, run / "model").model.state_dict(), weights | {name: expected})
+    manifest = json.loads((run / "manifest.json").read_text()) | {"model": {"weights_fingerprint": "1" * 64}}
+    (run / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError) as raised:
+        load(run, run / "model")
+    assert raised.value.problem_id == "base-changed"
+
+
+def test_a_hub_name_without_network_says_what_to_type() -> None:
+    with pytest.raises(RequestError, match=r"tunebook chat model=DIR") as raised:
+        load_chat(Target(hub_name="someone/model"), SAMPLING)
+    assert raised.value.problem_id == "hub-out-of-reach"
+
+
+@pytest.mark.parametrize("piped", [None, "two lines\nof réin\n"])
+def test_a_prompt_or_piped_text_gets_one_answer_and_nothing_else_on_stdout(
+    run: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, piped: str | None
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(piped or ""))
+    prompt = None if piped else "/help"  # a prompt is a question like any other
+    chat_command("quickstart", run.parents[1], prompt=prompt, system=None, sampling=SAMPLING)
+    assert capfd.readouterr() == ("apple bird\n", f"the newest finished run of quickstart: {run}\n")
+
+
+@pytest.mark.parametrize(("prompt", "target"), [(" ", "quickstart"), ("a", "quickstrat"), ("rain " * 2000, "latest")])
+def test_wrong_requests_are_refused(run: Path, prompt: str, target: str) -> None:
+    with pytest.raises(RequestError):
+        chat_command(target, run.parents[1], prompt=prompt, system=None, sampling=SAMPLING)
+
+
+def test_requests_are_checked_before_torch_is_imported(run_python: Callable[[str], str]) -> None:
+    loaded = run_python("import sys, tunebook.evaluate.chat; print(sorted({'torch', 'lm_eval'} & set(sys.modules)))")
+    assert loaded == "[]\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_a_gpu_a_run_is_computed_as_it_was_trained_and_a_folder_in_its_own_format(
+    run: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    def edit(config: RunConfig) -> None:
+        config.hardware.generation, config.precision.compute = Generation.hopper, Compute.bf16
+
+    change_config(run, edit)
+    chat = load(run, run / "model")
+    assert (chat.model.device.type, chat.model.dtype, chat.autocast_dtype) == ("cuda", torch.float32, torch.bfloat16)
+    assert ask(chat)[0] == "apple bird"
+    bare = Path(shutil.copytree(run / "model", tmp_path / "bare"))
+    half: Any = Qwen2ForCausalLM.from_pretrained(bare)
+    half.to(dtype).save_pretrained(bare)
+    chat = load(None, bare)
+    assert (chat.model.device.type, chat.model.dtype) == ("cuda", dtype)
+    assert ask(chat)[0] == "apple bird"
+
+
+@pytest.mark.multigpu
+def test_a_model_too_large_for_one_gpu_is_spread_and_answers_alike(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=832, hidden_size=2048, intermediate_size=5632, num_hidden_layers=6, num_attention_heads=16,
+        num_key_value_heads=16, max_position_embeddings=96,
+    )  # fmt: skip
+    model: Any = Qwen2ForCausalLM(config)
+
+    def answer(model: Any) -> str:
+        return ask(Chat(model=model, tokenizer=tokenizer, stop_ids=[2], sampling=SAMPLING))[0]
+
+    whole = answer(model.to("cuda:0"))
+    model.to("cpu")
+    # 1.2 GiB of weights need 1.8 GiB, and it is told that each GPU has 1 GiB.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**30))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    spread, _ = place_on_gpus(model, None)
+    assert {str(parameter.device) for parameter in spread.parameters()} == {"cuda:0", "cuda:1"}
+    assert answer(spread) == whole != ""
