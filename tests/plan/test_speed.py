@@ -26,7 +26,7 @@ from tunebook.plan.speed import SHARES, TimePlan, plan_time, tokens_of_the_run
 
 from .plans import resolved
 
-RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 H200 = ("hardware=hopper", "hardware.memory_gib=139.8")
 ROWS = ("activation=stored", "packing.row_length=16384", "training.micro_batch_size=1")
 KERNELS = ("attention=varlen_attention", "model.compile_layers=true")
