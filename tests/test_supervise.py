@@ -180,59 +180,6 @@ def test_torchrun_is_passed_over_and_its_ranks_are_asked(request_stops):
     assert run_and_wait([sys.executable, "-c", agent, TORCHRUN], {}).exit_code == 16
 
 
-def test_a_companion_runs_at_the_same_time_and_is_waited_for(tmp_path):
-    """Each waits for the other's file."""
-    meets = "import pathlib, sys, time; own, other = map(pathlib.Path, sys.argv[1:3]); own.touch()\n"
-    meets += "while not other.exists(): time.sleep(0.02)\n"
-    a, b = str(tmp_path / "a"), str(tmp_path / "b")
-    second = [sys.executable, "-c", f"{meets}time.sleep(0.5); sys.exit(5)", b, a]
-    end = run_and_wait([sys.executable, "-c", meets, a, b], {}, companion=(second, {}))
-    assert (end.exit_code, end.companion_exit_code, end.stopped_by) == (0, 5, None)
-
-
-def test_a_failed_command_ends_its_companion():
-    never = [sys.executable, "-c", "import time; time.sleep(600)"]
-    end = run_and_wait([sys.executable, "-c", "raise SystemExit(7)"], {}, companion=(never, {}))
-    assert (end.exit_code, end.companion_exit_code) == (7, -signal.SIGTERM)
-
-
-# Ignores SIGTERM, as a child of it does, and says both processes in a file.
-STUBBORN = """
-import os, pathlib, signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-pathlib.Path(sys.argv[1]).write_text(f"{os.getpid()} {child.pid}")
-time.sleep(600)
-"""
-
-
-def test_a_companion_that_does_not_end_is_killed_with_what_it_has_started(tmp_path, monkeypatch):
-    monkeypatch.setattr("tunebook.supervise._COMPANION_ENDS_WITHIN_S", 0.3)
-    there = tmp_path / "processes"
-    fails = (
-        f"import pathlib, time\nwhile not pathlib.Path({str(there)!r}).exists(): time.sleep(0.02)\nraise SystemExit(7)"
-    )
-    companion = [sys.executable, "-c", STUBBORN, str(there)]
-    end = run_and_wait([sys.executable, "-c", fails], {}, companion=(companion, {}))
-    assert (end.exit_code, end.companion_exit_code) == (7, -signal.SIGKILL)
-    assert [process for process in there.read_text().split() if Path(f"/proc/{process}").exists()] == []
-
-
-def test_a_stop_request_reaches_the_companion_too(request_stops, tmp_path):
-    there = tmp_path / "companion"
-    waits = f"import pathlib, time\nwhile not pathlib.Path({str(there)!r}).exists(): time.sleep(0.02)\n"
-    command = [sys.executable, "-c", waits + COUNTS, str(request_stops(signal.SIGTERM)), "SIGTERM"]
-    end = run_and_wait(command, {}, companion=(program(there, "SIGTERM"), {}))
-    assert (end.exit_code, end.companion_exit_code, end.stopped_by) == (6, 6, "SIGTERM")
-
-
-def test_a_second_request_ends_also_a_companion_that_cannot_hear_it(request_stops, monkeypatch):
-    monkeypatch.setattr("tunebook.supervise._SECOND_WITHIN_S", 0.1)
-    companion = program(request_stops(signal.SIGINT, signal.SIGINT), "never")
-    end = run_and_wait([sys.executable, "-c", ""], {}, companion=(companion, {}))
-    assert end.companion_exit_code == -signal.SIGKILL
-
-
 def test_several_ranks_share_the_cores():
     two = config_of("quickstart", "hardware=cpu", "hardware.gpus_per_node=2", "parallelism=ddp")
     assert rank_environment(two, {})["OMP_NUM_THREADS"] == str(max(1, os.cpu_count() // 2))

@@ -7,7 +7,6 @@ save a large model. If a launcher dies, the kernel asks its processes to stop.
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
@@ -27,7 +26,6 @@ TORCHRUN = "torch.distributed.run"
 # saving, or are killed if they cannot. Further requests send SIGKILL. After the first request only Ctrl-C counts.
 _FIRST = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
 POLL_S = 0.2
-_COMPANION_ENDS_WITHIN_S = 10.0  # after a failure, in which nobody needs it any more
 _SECOND_WITHIN_S = 2.0  # to end after a second request: a rank inside library code never sees it
 
 
@@ -64,7 +62,6 @@ class ProcessEnd:
     failure: TunebookError | None = None  # why the launcher ended it: a node never joined, or was lost
     lost_ranks: tuple[int, ...] = ()  # of a lost node
     notice: str | None = None  # which machines were about to be removed, and when
-    companion_exit_code: int | None = None  # of the command that ran at the same time, if there was one
 
 
 def run_and_wait(
@@ -74,65 +71,38 @@ def run_and_wait(
     *,
     log: Path | None = None,
     stop_timeout_s: float = 60,
-    find_stall: Callable[[], TunebookError | None] = lambda: None,
-    companion: tuple[list[str], Mapping[str, str]] | None = None,
 ) -> ProcessEnd:
     """Run a command until it ends. The file descriptors `keep_open` stay open in it; `log` receives its standard error.
 
-    Processes that it leaves behind get `stop_timeout_s` to save and end, and are then killed. `find_stall` is polled
-    for a reason why the command will never end; if it returns one, the command is killed. `companion` is a second
-    command, with its environment, that runs at the same time. It is waited for after a success. After a failure it is
-    asked to end, and killed if it does not.
+    Processes that it leaves behind get `stop_timeout_s` to save and end, and are then killed.
     """
-    ranks, other = _Recipient(), _Recipient()
+    started: Started | None = None
+    early: list[signal.Signals] = []  # requests that came before the command ran
 
     def hand_on(number: signal.Signals) -> None:
-        ranks.send(number)
-        other.send(number)
+        if started is None:
+            early.append(number)
+        else:
+            started.send(number)
 
     requests = StopRequests(hand_on)
     with requests.listening(), adopting_orphans():
         before = set(children_of(os.getpid()))
-        second = other.started(start_command(*companion)) if companion is not None else None
-        spared = {*before, *([second.process.pid] if second is not None else [])}
-        first = ranks.started(start_command(command, environment, keep_open, log=log))
-        exit_code, stall = _wait_for(first, requests, find_stall)
-        is_urgent = stall is not None
-        end_children(exclude=spared, timeout_s=stop_timeout_s, is_urgent=lambda: is_urgent or requests.is_urgent)
-        if second is not None:
-            _wait_for_companion(second, requests, has_failed=exit_code != 0)
-            end_children(exclude=before)  # what it has left behind
-    return ProcessEnd(
-        exit_code=exit_code,
-        stopped_by=requests.first,
-        failure=stall,
-        companion_exit_code=second.poll() if second is not None else None,
-    )
+        started = start_command(command, environment, keep_open, log=log)
+        for number in early:
+            started.send(number)
+        exit_code = _wait_for(started, requests)
+        end_children(exclude=before, timeout_s=stop_timeout_s, is_urgent=lambda: requests.is_urgent)
+    return ProcessEnd(exit_code=exit_code, stopped_by=requests.first)
 
 
-def _wait_for(
-    started: Started, requests: StopRequests, find_stall: Callable[[], TunebookError | None]
-) -> tuple[int, TunebookError | None]:
-    """Wait for the command; return its exit code and the stall for which it was killed, if any.
-
-    It is also killed some time after a second stop request.
-    """
-    stall: TunebookError | None = None
+def _wait_for(started: Started, requests: StopRequests) -> int:
+    """Wait for the command, and kill it some time after a second stop request; return its exit code."""
     while True:
         with suppress(subprocess.TimeoutExpired):
-            return started.process.wait(POLL_S), stall
-        stall = stall or find_stall()
-        if requests.overdue_s > 0 or stall is not None:
+            return started.process.wait(POLL_S)
+        if requests.overdue_s > 0:
             started.kill()
-
-
-def _wait_for_companion(companion: Started, requests: StopRequests, *, has_failed: bool) -> None:
-    """Wait for the second command, after the first has ended."""
-    end_by = time.monotonic() + _COMPANION_ENDS_WITHIN_S if has_failed else math.inf
-    if has_failed and requests.first is None:  # a stop request has reached it already
-        companion.send(signal.SIGTERM)
-    late = TunebookError("the second command did not end in time", problem_id="run-lost")
-    _wait_for(companion, requests, lambda: late if time.monotonic() > end_by else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,26 +152,6 @@ def start_command(
         if stream is not None:
             stream.close()
     return Started(process=process, is_torchrun=TORCHRUN in command)
-
-
-class _Recipient:
-    """Sends signals to a command, and keeps those that come before it is started."""
-
-    def __init__(self) -> None:
-        self._started: Started | None = None
-        self._pending: list[signal.Signals] = []
-
-    def send(self, number: signal.Signals) -> None:
-        if self._started is None:
-            self._pending.append(number)
-        else:
-            self._started.send(number)
-
-    def started(self, started: Started) -> Started:
-        self._started = started
-        for number in self._pending:
-            started.send(number)
-        return started
 
 
 class StopRequests:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from functools import partial
 from pathlib import Path
 
@@ -175,43 +174,10 @@ def test_a_loss_that_is_not_finite_names_the_step_and_the_last_good_checkpoint(r
     assert not (invalid.folder / "model").exists()
 
 
-STALLS = {  # the first is ended last: torchrun waits half a minute for it
-    "waiting for something else": (
-        "time.sleep(10_000)",
-        "runs, but did not reach the operation in which the others waited",
-    ),
-    "stopped": ("os.kill(os.getpid(), 19)", "has not run for"),
-    # vfork, whose parent waits in the kernel as for a disk
-    "in an uninterruptible wait": (
-        "__import__('ctypes').CDLL(None).syscall(56, 0x4000 | 17, 0, 0, 0, 0) == 0 and time.sleep(10_000)",
-        "has been in an uninterruptible wait (state D)",
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def stalled(start, tmp_path_factory):
-    """All of STALLS side by side, each begun when the one before is about to stall: most of their time is waiting."""
-    running = {}
-    for how, (fault, _) in STALLS.items():
-        folder = tmp_path_factory.mktemp("stalled")
-        # the pulse of its third step is written first
-        broken = environment_with(f"time.sleep(2); {fault}", folder)
-        running[how] = folder, start(command(folder, *TWO_RANKS, "launcher.timeout_s=8"), **broken)
-        metrics = latest(folder) / "metrics.jsonl"
-        running[how][1].wait_for(lambda metrics=metrics: metrics.exists() and metrics.read_text().count("\n") >= 3)
-    return running
-
-
-@pytest.mark.parametrize("how", STALLS)
-def test_a_rank_that_stalls_is_named_with_the_last_it_reported(read_run, stalled, how):
-    folder, running = stalled[how]
-    ended = running.wait(120)
+def test_a_rank_that_is_stopped_ends_the_run_after_the_time_out(run, read_run, tmp_path):
+    stopped = environment_with("os.kill(os.getpid(), 19)", tmp_path)
+    ended = run(command(tmp_path / "outputs", *TWO_RANKS, "launcher.timeout_s=8"), **stopped)
     assert ended.exit_code == 1, ended.output
-    reason = str(read_run(latest(folder)).status["reason"])
-    assert reason in ended.output
-    assert f"rank 1 on {socket.gethostname()} (process " in reason
-    assert STALLS[how][1] in reason
-    assert "its last report was step 3, then in broken (" in reason
-    assert "launcher.timeout_s=8 s. Rank 0 says: RuntimeError" in reason
-    assert ranks_of(latest(folder).resolve()) == []
+    folder = latest(tmp_path / "outputs")
+    assert str(read_run(folder).status["reason"]) in ended.output
+    assert ranks_of(folder.resolve()) == []

@@ -20,11 +20,11 @@ from rich.text import Text
 from tunebook.checkpoint.choose import same_command
 from tunebook.checkpoint.record import step_of
 from tunebook.checkpoint.verify import newest_checkpoint
-from tunebook.config.choices import Contamination, Generation, LauncherName
+from tunebook.config.choices import LauncherName
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, DoesNotFitError, StoppedError, TunebookError
 from tunebook.evaluate.code.checks import check_code
-from tunebook.evaluate.command import run_worker, score_table, worker_command, worker_error
+from tunebook.evaluate.command import run_worker, score_table, worker_error
 from tunebook.evaluate.results import is_evaluated
 from tunebook.evaluate.resume import BEFORE, resume_command
 from tunebook.files import read_json
@@ -32,7 +32,6 @@ from tunebook.hardware.disk import disk_full, is_disk_full
 from tunebook.launch.commands import evaluation_command, has_rendezvous, ranks_command, show_command
 from tunebook.launch.logs import first_failure, launcher_log, make_logs, quote_log, rank_log, torchrun_log, where
 from tunebook.launch.nodes import NodeGroup
-from tunebook.launch.pulse import PulseWatch
 from tunebook.launch.resume import is_trained
 from tunebook.launch.slurm.container import is_contained, record_container, remove_containers
 from tunebook.plan.show import show_end
@@ -62,7 +61,7 @@ from tunebook.record.run_folder import (
 from tunebook.record.start_up import StartClock, note_launch
 from tunebook.supervise import ProcessEnd, run_and_wait
 from tunebook.terminal import print_text
-from tunebook.train.environment import evaluation_environment, rank_environment
+from tunebook.train.environment import rank_environment
 
 REPORT_FILE = "report.html"
 _PROBE_BYTES = 4096  # one block: a smaller write may fit into a block that a file already has
@@ -81,7 +80,6 @@ class Attempt:
     stop_requests: Sequence[signal.Signals] = ()  # stop requests that arrived while no process ran to receive them
     hosts: Mapping[int, str] = field(default_factory=dict)  # by rank
     clock: StartClock = field(default_factory=StartClock)  # of this process, until the ranks start
-    companion: tuple[list[str], dict[str, str]] | None = None  # a command to run while the ranks train
 
     def carry_out(self) -> int:
         """Run the whole attempt; return the exit code of the run's outcome. Errors are recorded, then raised."""
@@ -117,8 +115,7 @@ class Attempt:
     def _check_contamination(self) -> None:
         """Look for evaluation items in the training documents. Raises: DataError.
 
-        The search takes seconds, most of them to import the harness, in which a GPU would wait. So it is part of the
-        evaluation before the training, or else happens while the ranks start, if nothing waits for it.
+        An evaluation before the training does it too: its process has the harness imported.
         """
         if is_trained(self.folder, self.config) or not needs_check(self.config):
             return
@@ -126,25 +123,13 @@ class Attempt:
             (self.folder / CONTAMINATION_FILE).unlink(missing_ok=True)  # of other data or tasks
             if is_checked_by_evaluation(self.config) and not is_evaluated(self.folder, BEFORE):
                 return
-            if self._can_check_while_training():
-                self.companion = worker_command(self.folder, CHECK), evaluation_environment(self.config, os.environ)
-                return
             end = self._run_worker(CHECK)
             if end.stopped_by is not None or end.exit_code == StoppedError.exit_code:
                 raise worker_error(end, CHECK, resume_command(self.folder, BEFORE))
-            self._warn_if_not_compared(end.exit_code)
+            if end.exit_code != 0:
+                print_text(f"warning: {NOT_COMPARED}", self.console, style="yellow")
             self.clock.passed("contamination")
         refuse_contaminated(self.folder, self.config)
-
-    def _can_check_while_training(self) -> bool:
-        """Whether nothing waits for the result, and the processors have time: on a CPU, they are what trains."""
-        is_awaited = self.config.evaluation.contamination is Contamination.refuse
-        is_on_cpu = self.config.hardware.generation is Generation.cpu
-        return not is_awaited and not is_on_cpu and not has_rendezvous(self.config)
-
-    def _warn_if_not_compared(self, exit_code: int) -> None:
-        if exit_code != 0:
-            print_text(f"warning: {NOT_COMPARED}", self.console, style="yellow")
 
     def _evaluate(self, when: str) -> None:
         end = self._run_worker(when)
@@ -200,36 +185,20 @@ class Attempt:
         config, folder = self.config, self.folder
         note_launch(folder, self.clock)
         ranks = world_size(config)
-        watch = PulseWatch(folder, ranks, config.launcher, is_shared=config.hardware.num_nodes > 1)
         if has_rendezvous(config):
             make_logs(folder)
-            end = self._start_nodes(watch)
-        else:
-            command = ranks_command(config, folder)
-            show_command(command, self.console)
-            self.hosts = dict.fromkeys(range(ranks), socket.gethostname())
-            log = None
-            if ranks > 1:
-                make_logs(folder)
-                log = torchrun_log(folder, 0)
-            environment = rank_environment(config, os.environ)
-            timeout_s = config.launcher.stop_timeout_s
-            end = run_and_wait(
-                command,
-                environment,
-                [self.lock],
-                log=log,
-                stop_timeout_s=timeout_s,
-                find_stall=watch.look,
-                companion=self.companion,
-            )
-            if end.exit_code == 0 and end.stopped_by is None:
-                self._warn_if_not_compared(end.companion_exit_code or 0)
-        if end.failure is None and end.stopped_by is None and self._read_outcomes().exit_code == 1:
-            return replace(end, failure=watch.cause())
-        return end
+            return self._start_nodes()
+        command = ranks_command(config, folder)
+        show_command(command, self.console)
+        self.hosts = dict.fromkeys(range(ranks), socket.gethostname())
+        log = None
+        if ranks > 1:
+            make_logs(folder)
+            log = torchrun_log(folder, 0)
+        environment, timeout_s = rank_environment(config, os.environ), config.launcher.stop_timeout_s
+        return run_and_wait(command, environment, [self.lock], log=log, stop_timeout_s=timeout_s)
 
-    def _start_nodes(self, watch: PulseWatch) -> ProcessEnd:
+    def _start_nodes(self) -> ProcessEnd:
         """Start ranks on several nodes, in containers or through Ray."""
         config, folder = self.config, self.folder
         nodes = self.nodes or NodeGroup(config)
@@ -237,22 +206,16 @@ class Attempt:
             nodes.on_start = lambda: clear_outcomes(folder)
         command = ranks_command(config, folder, nodes.endpoint)
         show_command(command, self.console)
-        end = self._run_on_nodes(command, nodes, lambda: self._read_outcomes().exit_code, watch.look)
+        end = self._run_on_nodes(command, nodes, lambda: self._read_outcomes().exit_code)
         self.hosts = nodes.hosts
         return end
 
-    def _run_on_nodes(
-        self,
-        command: list[str],
-        nodes: NodeGroup,
-        exit_code_of: Callable[[], int],
-        find_stall: Callable[[], TunebookError | None] = lambda: None,
-    ) -> ProcessEnd:
+    def _run_on_nodes(self, command: list[str], nodes: NodeGroup, exit_code_of: Callable[[], int]) -> ProcessEnd:
         config, folder = self.config, self.folder
         if is_contained(config):
             nodes.on_start = lambda: record_container(config, folder, nodes.members[0])
         try:
-            return nodes.run(command, folder, exit_code_of=exit_code_of, keep_open=[self.lock], find_stall=find_stall)
+            return nodes.run(command, folder, exit_code_of=exit_code_of, keep_open=[self.lock])
         finally:
             remove_containers(config, folder)
 
@@ -264,11 +227,6 @@ class Attempt:
         reason = outcome.reason
         if end.failure is not None:
             message = reason if outcome.time is not None else "no rank could save"
-            if end.failure.problem_id == "rank-stalled" and outcome.time is not None:
-                # Leave out the guess that the stalled rank was killed: the launcher or torchrun killed it because
-                # it stalled.
-                message = f"Rank {outcome.rank} says: {read_json(outcome_file(self.folder, outcome.rank))['reason']}"
-                message += f". After that, {self._resume_command(newest_checkpoint(self.folder))}"
             return replace(outcome, reason=f"{end.failure.message}. {message}")
         if outcome.exit_code != 1:
             return outcome

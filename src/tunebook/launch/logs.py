@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,13 +36,8 @@ def make_logs(folder: Path) -> None:
     """Make the log folder, and remove logs of an earlier attempt."""
     logs = folder / LOG_FOLDER
     logs.mkdir(exist_ok=True)
-    for pattern in ("*.log", "pulse-*.json"):
-        for file in logs.glob(pattern):
-            file.unlink(missing_ok=True)
-
-
-# One entry of that table: the root cause or another rank.
-_ENTRY = re.compile(r"^ *rank\s*: (\d+) \(local_rank: \d+\)\n *exitcode\s*: (-?\d+)", re.MULTILINE)
+    for file in logs.glob("*.log"):
+        file.unlink(missing_ok=True)
 
 
 def first_failure(folder: Path) -> Failure | None:
@@ -53,16 +47,6 @@ def first_failure(folder: Path) -> Failure | None:
         if match := _FIRST_FAILURE.search(file.read_text(errors="replace")):
             found.append(Failure(rank=int(match[1]), exit_code=int(match[2])))
     return min(found, key=lambda failure: (not failure.is_by_signal, failure.exit_code < 0), default=None)
-
-
-def failed_by_themselves(folder: Path) -> set[int]:
-    """Return the ranks that failed before torchrun ended the others."""
-    found = set()
-    for file in (folder / LOG_FOLDER).glob("torchrun-*.log"):
-        for rank, exit_code in _ENTRY.findall(file.read_text(errors="replace")):
-            if int(exit_code) not in (-signal.SIGTERM, -signal.SIGKILL):
-                found.add(int(rank))
-    return found
 
 
 def last_text(file: Path) -> str:

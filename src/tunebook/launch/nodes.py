@@ -355,13 +355,11 @@ class NodeGroup:
         *,
         exit_code_of: Callable[[], int],
         keep_open: Sequence[int] = (),
-        find_stall: Callable[[], TunebookError | None] = lambda: None,
     ) -> ProcessEnd:
         """Run a command that starts the nodes until all have ended; leaves no process behind.
 
-        `exit_code_of` reads the run's exit code from its folder; the nodes end with it. `find_stall` is polled for a
-        reason why the ranks will never end; if it returns one, they are killed. Raises: TunebookError if nodes were
-        refused before the command started.
+        `exit_code_of` reads the run's exit code from its folder; the nodes end with it. Raises: TunebookError if nodes
+        were refused before the command started.
         """
         log, requests = launcher_log(folder), StopRequests(self.stop)
         with requests.listening(), adopting_orphans():
@@ -379,10 +377,9 @@ class NodeGroup:
                 if requests.overdue_s > 0:
                     self.stop(signal.SIGKILL)
                 if self.is_running:
-                    if self.failure is None and (stall := find_stall()) is not None:
-                        self.give_up(stall, timeout_s=_CUT_OFF_S)
+                    continue
                 # srun would wait for the nodes that have started, and they for the missing one.
-                elif (error := why_not_started(self._config, log, reported_before)) is not None:
+                if (error := why_not_started(self._config, log, reported_before)) is not None:
                     self.give_up(error)
                 elif started.poll() is not None and self.has_been_running:
                     break  # Ray starts no other attempt; the ranks have written how they ended

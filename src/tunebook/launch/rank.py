@@ -18,7 +18,6 @@ from tunebook.errors import StoppedError
 from tunebook.launch.commands import DIES_WITH_PARENT
 from tunebook.launch.first_collective import StartWatch, meet
 from tunebook.launch.logs import rank_log, where
-from tunebook.launch.pulse import PulseWriter
 from tunebook.processes import ask_to_stop_when_parent_dies, die_with_parent
 from tunebook.record.run_folder import write_outcome
 from tunebook.record.start_up import StartClock, process_begun
@@ -50,7 +49,6 @@ def main() -> int:
             alone_timeout_s=launcher.stop_timeout_s,
         )
         watch.start()
-        PulseWriter(folder, rank, num_ranks, clock, launcher).start()
         code = _meet_and_train(folder, rank, request, watch, clock)
     for number in StopRequest.signals:
         signal.signal(number, signal.SIG_IGN)  # nothing is left to stop, and the end is recorded
