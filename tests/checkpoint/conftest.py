@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tunebook.checkpoint.record import Identity
-from tunebook.config.identity import HASH_VERSION, config_hash, result_settings
+from tunebook.config.identity import config_hash, result_settings
 from tunebook.config.schema import RunConfig
 from tunebook.record.manifest import describe_model
 
@@ -40,7 +40,6 @@ def identity(resolved: RunConfig) -> Identity:
         world_size=2,
         model=describe_model(config.model),
         config_sha256=config_hash(config),
-        hash_version=HASH_VERSION,
         settings=result_settings(config),
         data_sha256="d" * 64,
         tokenizer_sha256="e" * 64,

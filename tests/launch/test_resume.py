@@ -14,7 +14,7 @@ from tunebook.checkpoint.record import Identity
 from tunebook.checkpoint.verify import newest_checkpoint
 from tunebook.config.choices import Checkpointing, ResumeAnyway, Strategy
 from tunebook.config.frozen import config_to_yaml
-from tunebook.config.identity import HASH_VERSION, config_hash, result_settings
+from tunebook.config.identity import config_hash, result_settings
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, RequestError
 from tunebook.launch.resume import check_run_folder, machine_difference, unfinished_run
@@ -34,7 +34,7 @@ def make_run(make_checkpoint):
     def make(config, tmp_path, name, state, steps=(), sha256=None):
         folder = tmp_path / "quickstart" / name
         folder.mkdir(parents=True)
-        manifest = {"format": FORMAT, "config_sha256": sha256 or config_hash(config), "hash_version": HASH_VERSION}
+        manifest = {"format": FORMAT, "config_sha256": sha256 or config_hash(config)}
         manifest["status"] = {"state": state}
         (folder / "manifest.json").write_text(json.dumps(manifest))
         for step in steps:
@@ -83,25 +83,12 @@ def test_a_run_that_differs_only_in_what_auto_decided_is_named_with_what_to_type
             {
                 "format": FORMAT,
                 "config_sha256": config_hash(earlier),
-                "hash_version": HASH_VERSION,
                 "status": {"state": "stopped"},
             }
         )
     )
     said.clear()
     assert unfinished_run(config, said.append) is None and said == []
-
-
-def test_a_run_with_a_hash_of_version_1_is_known_by_its_configuration(config, tmp_path, make_run):
-    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,), sha256="0" * 64)
-    freeze(folder, config)
-    assert unfinished_run(config) is None
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["hash_version"]  # as before there was another version
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert unfinished_run(config) == folder
-    config.training.seed += 1
-    assert unfinished_run(config) is None
 
 
 def test_a_finished_run_after_the_stopped_one_settles_it(config, tmp_path, make_run):
@@ -297,7 +284,7 @@ def stop(tmp_path: Path, make_checkpoint: Callable[..., Path]) -> Stop:
     def make(config: RunConfig, name: str = NAME) -> Path:
         folder = tmp_path / "quickstart" / name
         folder.mkdir(parents=True)
-        manifest = {"format": FORMAT, "config_sha256": config_hash(config), "hash_version": HASH_VERSION}
+        manifest = {"format": FORMAT, "config_sha256": config_hash(config)}
         manifest["status"] = {"state": "stopped"}
         (folder / "manifest.json").write_text(json.dumps(manifest))
         (folder / "run.yaml").write_text(config_to_yaml(config))
@@ -307,7 +294,6 @@ def stop(tmp_path: Path, make_checkpoint: Callable[..., Path]) -> Stop:
             world_size=world_size(config),
             model={"name": "m", "revision": None, "config_sha256": None, "weights": "pretrained"},
             config_sha256=config_hash(config),
-            hash_version=HASH_VERSION,
             settings=result_settings(config),
             data_sha256="0" * 64,
             tokenizer_sha256=None,

@@ -25,7 +25,7 @@ from tunebook.record.manifest import (
 from tunebook.record.run_folder import write_outcome
 
 KEYS = {
-    "format", "recipe", "title", "status", "earlier_attempts", "code", "environment", "config_sha256", "hash_version",
+    "format", "recipe", "title", "status", "earlier_attempts", "code", "environment", "config_sha256",
     "model",
     "tokenizer_sha256", "chat_template_sha256", "template_date", "system_prompt_sha256", "dataset", "hardware",
     "world_size", "seed", "command",

@@ -13,7 +13,7 @@ from typing import Any
 
 from tunebook.checkpoint.record import CheckpointRecord, Identity
 from tunebook.config.choices import Offload, PeftMethod, ResumeAnyway, Strategy
-from tunebook.config.identity import HASH_VERSION, changed_settings, config_hash, default_of, result_settings
+from tunebook.config.identity import changed_settings, config_hash, default_of, result_settings
 from tunebook.config.override_text import as_typed, typed, typed_list, typed_mapping
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.prepared import Prepared
@@ -70,7 +70,6 @@ def identity_of(config: RunConfig, prepared: Prepared, fingerprint: str | None) 
         world_size=world_size(config),
         model=describe_model(config.model, fingerprint),
         config_sha256=config_hash(config),
-        hash_version=HASH_VERSION,
         settings=result_settings(config),
         data_sha256=prepared.content_sha256,
         tokenizer_sha256=prepared.tokenizer_sha256,

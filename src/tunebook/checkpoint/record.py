@@ -40,7 +40,6 @@ class Identity:
     world_size: int
     model: dict[str, Any]
     config_sha256: str
-    hash_version: int = 1  # of config_sha256; earlier checkpoints do not say
     settings: dict[str, Any]  # every setting that changes the result, to name the keys that differ
     data_sha256: str
     tokenizer_sha256: str | None

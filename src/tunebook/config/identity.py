@@ -18,9 +18,6 @@ from tunebook.config.schema import RunConfig, describes_claim, is_identity
 from tunebook.config.walk import schemas_of, texts_of
 from tunebook.files import sha256_text
 
-# Recorded with each hash. Version 1 also covered settings at their defaults; its hashes cannot be recomputed.
-HASH_VERSION = 2
-
 # Detected memory sizes. No loss depends on them; the settings that are derived from them are hashed themselves.
 CAPACITIES = ("hardware.memory_gib", "hardware.host_memory_gib")
 

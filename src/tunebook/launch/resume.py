@@ -28,7 +28,7 @@ from tunebook.config.identity import CAPACITIES, config_hash, found_capacities, 
 from tunebook.config.override_text import as_typed, typed
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, RequestError
-from tunebook.record.manifest import MANIFEST_FILE, RunState, hash_of_run, read_manifest
+from tunebook.record.manifest import MANIFEST_FILE, RunState, read_manifest
 from tunebook.record.run_folder import (
     LOCK_FILE,
     RUN_FILE,
@@ -65,7 +65,7 @@ def unfinished_run(
             manifest = _read_manifest(folder)
         except DataError:
             continue  # a damaged record of another run must not stop this one
-        sha256, has_ended = hash_of_run(folder, manifest), not _is_unfinished(folder, manifest)
+        sha256, has_ended = str(manifest["config_sha256"]), not _is_unfinished(folder, manifest)
         if has_ended and sha256 != wanted:
             ended.append((folder, sha256))  # its memory may differ: compared only if needed
             continue
@@ -130,7 +130,7 @@ def _why_taken(config: RunConfig, folder: Path, asked: Collection[str]) -> str |
     state = manifest["status"]["state"]
     if config.training.resume == "never":
         return f"it holds a run ({state}), and training.resume=never forbids resuming it"
-    sha256 = hash_of_run(folder, manifest)
+    sha256 = str(manifest["config_sha256"])
     if not is_same_run(config, folder, sha256, asked):
         words = overrides_to_match(config, folder, sha256, asked)
         add = f"; add {' '.join(words)} to resume it, which auto decides differently now" if words else ""

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.book import book_root, resolve_path
-from tunebook.config.frozen import load_config
-from tunebook.config.identity import HASH_VERSION, config_hash
+from tunebook.config.identity import config_hash
 from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.config.unsafe_text import without_secrets
-from tunebook.errors import DataError, RequestError
+from tunebook.errors import DataError
 from tunebook.files import atomic_write_json, read_json, sha256_file, sha256_text
 from tunebook.model.weights_fingerprint import recorded_in, weights_fingerprint
 from tunebook.record.metrics import METRICS_FILE
@@ -26,7 +25,7 @@ from tunebook.record.provenance import (
     describe_hardware,
     shorten_paths,
 )
-from tunebook.record.run_folder import FINISHED, RUN_FILE, trained_outcome
+from tunebook.record.run_folder import FINISHED, trained_outcome
 
 MANIFEST_FILE = "manifest.json"
 WANDB_RUN_ID = "wandb_run_id"  # the same for all attempts
@@ -92,7 +91,6 @@ def start_manifest(
         "code": describe_code(book_root()),
         "environment": describe_environment(config.hardware.generation.name),
         "config_sha256": config_hash(config),
-        "hash_version": HASH_VERSION,
         "model": describe_model(config.model, weights_fingerprint(config.model)) | (model or {}),
         "tokenizer_sha256": tokenizer_sha256,
         "chat_template_sha256": chat_template_sha256,
@@ -173,16 +171,6 @@ def changed_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
     return [
         name for name, sha256 in noted.items() if not (folder / name).is_file() or sha256_file(folder / name) != sha256
     ]
-
-
-def hash_of_run(folder: Path, manifest: dict[str, Any]) -> str:
-    """The hash of a run's configuration in the current version; for an older manifest computed from run.yaml."""
-    if manifest.get("hash_version", 1) == HASH_VERSION:
-        return str(manifest["config_sha256"])
-    try:
-        return config_hash(load_config(folder / RUN_FILE))
-    except RequestError:
-        return str(manifest["config_sha256"])
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -164,9 +164,6 @@ class Manifest(BaseModel):
     code: Code
     environment: Environment
     config_sha256: str
-    hash_version: int = Field(
-        default=1, ge=1, description="of config_sha256: 2 covers the settings that differ from their defaults, 1 all"
-    )
     model: Model
     tokenizer_sha256: str | None
     chat_template_sha256: str | None
