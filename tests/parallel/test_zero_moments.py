@@ -97,7 +97,7 @@ def test_stage_3_has_a_master_copy_of_its_share_also_of_fp32_weights(planned, fo
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_master_copy_of_a_cast_model_is_of_weights_that_were_rounded(followed, case):
-    """What `weights-rounded-by-zero` warns of: DeepSpeed makes it of the weights as it has cast them."""
+    """DeepSpeed makes it of the weights as it has cast them."""
     share = followed[case]["beyond_bf16"]
     if case.endswith("-cast"):
         assert share == 0

@@ -51,21 +51,6 @@ CHOSEN_EXPERTS = (
     "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "moe_k"
 )  # fmt: skip
 
-# The class of one transformer block, from the architecture's `_no_split_modules` in transformers 5.23.
-DECODER_LAYERS = {
-    "GPT2LMHeadModel": "GPT2Block",
-    "GPTNeoXForCausalLM": "GPTNeoXLayer",
-    "GemmaForCausalLM": "GemmaDecoderLayer",
-    "Gemma2ForCausalLM": "Gemma2DecoderLayer",
-    "Gemma3ForCausalLM": "Gemma3DecoderLayer",
-    "LlamaForCausalLM": "LlamaDecoderLayer",
-    "MistralForCausalLM": "MistralDecoderLayer",
-    "MixtralForCausalLM": "MixtralDecoderLayer",
-    "Phi3ForCausalLM": "Phi3DecoderLayer",
-    "Qwen2ForCausalLM": "Qwen2DecoderLayer",
-    "Qwen3ForCausalLM": "Qwen3DecoderLayer",
-}
-
 
 def has_attention(config: RunConfig, kernel: Attention) -> bool:
     """Whether transformers supports an attention kernel for the model's architecture; true if unknown."""

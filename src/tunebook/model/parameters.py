@@ -148,11 +148,6 @@ def _in_layers(facts: ModelFacts) -> int:
     return max(0, facts.num_parameters - facts.vocab_size * facts.hidden_size * (1 if facts.tie_word_embeddings else 2))
 
 
-def layer_parameters(facts: ModelFacts) -> int:
-    """Parameters of one decoder layer, with its norms and biases."""
-    return _in_layers(facts) // max(1, facts.num_layers)
-
-
 def _in_linear_layers(facts: ModelFacts) -> int:
     return _in_layers(facts) if facts.measured is None else round(of_layers(facts, facts.measured.linear_parameters))
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
 from tunebook.facts.architectures import YARN_ARCHITECTURES
-from tunebook.model.base_config import POSITIONS, first_stated, read_config
+from tunebook.model.base_config import read_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -30,16 +30,6 @@ def positions_of(model: ModelConfig) -> int | None:
     if model.yarn_factor is None:
         return model.facts.max_position_embeddings
     return round((model.yarn_original_positions or model.facts.max_position_embeddings) * model.yarn_factor)
-
-
-def stated_positions(model: ModelConfig) -> int | None:
-    """The positions that the local config.json states; None without a copy, or if it states none.
-
-    Raises: as `read_config`.
-    """
-    config = read_config(model) or {}
-    found = first_stated(config.get("text_config", config), POSITIONS)
-    return found if isinstance(found, int) else None
 
 
 def why_not_stretched(model: ModelConfig) -> str | None:

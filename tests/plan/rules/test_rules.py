@@ -10,20 +10,14 @@ import pytest
 from tunebook.config import schema
 from tunebook.config.choices import (
     Attention,
-    Compute,
-    Generation,
     LauncherName,
-    MixedPrecision,
     PackingMode,
     PeftMethod,
-    Strategy,
     Weights,
 )
 from tunebook.config.compose import parse_overrides
 from tunebook.config.schema import (
-    FsdpConfig,
     SlurmConfig,
-    ZeroConfig,
 )
 from tunebook.errors import RulesError
 from tunebook.plan.auto import resolve
@@ -70,7 +64,7 @@ NEED_LAYERS = {
     "row-shorter-than-document",
     "selective-without-compiled-blocks", "sequence-group-architecture", "sequence-group-attention",
     "sequence-group-heads", "sequence-group-row", "varlen-attention-padded", "whole-tied-head-under-fsdp",
-    "wrap-class-unknown", "wrap-size-too-large", "yarn-not-possible",
+    "yarn-not-possible",
 }  # fmt: skip
 
 
@@ -134,42 +128,17 @@ def test_a_problem_says_what_set_its_key(sound, changed):
 def test_warnings_are_the_ones_a_run_can_live_with():
     assert {rule.id for rule in RULES if not rule.is_error} == {
         "adapter-settings-ignored",
-        "length-beyond-config",
         "model-revision-ignored",
         "optimizer-settings-ignored",
         "dataset-field-ignored",
         "evaluation-never-runs",
-        "fp8-not-compiled",
         "fp8-scaling-ignored",
         "flash-attention-not-deterministic",
-        "micro-rows-on-mask",
         "parallelism-setting-ignored",
-        "row-length-without-packing",
-        "sharding-on-one-rank",
         "system-prompt-ignored",
-        "tied-matrix-trained-apart",
         "warm-up-ignored",
         "warm-up-longer-than-run",
-        "weights-rounded-by-zero",
     }
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_rounded"),
-    [
-        ({}, True),
-        ({"model.facts.dtype": "bfloat16"}, False),
-        ({"model.weights": Weights.random}, False),
-        ({"peft.method": PeftMethod.lora}, False),
-        ({"parallelism.mixed_precision": MixedPrecision.autocast}, False),
-        ({"parallelism": FsdpConfig(strategy=Strategy.fsdp, mixed_precision=MixedPrecision.cast)}, False),
-    ],
-)
-def test_zero_rounds_what_it_casts_of_weights_that_were_read_to_be_trained(sound, changed, changes, is_rounded):
-    cast = ZeroConfig(strategy=Strategy.zero2, mixed_precision=MixedPrecision.cast)
-    casting = {"parallelism": cast, "model.facts.dtype": "float32", "hardware.gpus_per_node": 8}
-    problems = check(changed(changed(sound, casting), changes))
-    assert ("weights-rounded-by-zero" in {problem.id for problem in problems}) is is_rounded
 
 
 def fix_of(config, id):
@@ -310,20 +279,3 @@ def test_a_kernel_that_shares_rows_is_offered_where_the_model_has_it(sound, chan
 def test_random_weights_are_not_quantized(sound, changed):
     values = {"model.name": None, "model.path": "gptq", "peft.method": PeftMethod.lora}
     assert check(changed(sound, values | {"model.weights": Weights.random})) == []
-
-
-@pytest.mark.parametrize(
-    ("values", "refused"),
-    [
-        ({}, False),
-        ({"hardware.generation": Generation.turing}, True),
-        ({"peft.method": PeftMethod.lora}, True),
-        ({"parallelism": ZeroConfig(strategy=Strategy.zero2), "hardware.gpus_per_node": 8}, True),
-        ({"parallelism": FsdpConfig(strategy=Strategy.fsdp), "hardware.gpus_per_node": 8}, False),
-    ],
-    ids=["hopper", "turing", "lora", "zero2", "fsdp"],
-)
-def test_nobody_is_told_to_compile_for_an_fp8_that_is_refused(values, refused, sound, changed):
-    found = {problem.id for problem in check(changed(sound, {"precision.compute": Compute.fp8} | values))}
-    assert ("fp8-not-compiled" in found) is not refused
-    assert bool(found & {"fp8-without-hardware", "fp8-with-adapters", "fp8-with-deepspeed"}) is refused

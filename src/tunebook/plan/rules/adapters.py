@@ -11,7 +11,6 @@ from tunebook.config.schema import FsdpConfig, RunConfig
 from tunebook.errors import nearest
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import (
-    EMBEDDINGS,
     HEADS,
     PRODUCTS_OF,
     adapted_layers,
@@ -256,33 +255,6 @@ def whole_tied_head_under_fsdp(config: RunConfig) -> Finding | None:
         f"{heads[0]} is the embeddings, to which accelerate cannot tie PEFT's copy of it again",
         f"parallelism.cpu_ram_efficient_loading=false or {rest}",
     )
-
-
-@rule("tied-matrix-trained-apart", is_error=False)
-def tied_matrix_trained_apart(config: RunConfig) -> Iterator[Finding]:
-    """Warn about tied embeddings or a tied head in either module list.
-
-    PEFT trains a copy of what is named and leaves the other as it was. A merged model has two matrices, and is larger
-    by one.
-    """
-    facts, peft = config.model.facts, config.peft
-    if peft.method is PeftMethod.full or facts is None or not facts.tie_word_embeddings:
-        return
-    if whole_tied_head_under_fsdp.find(config) is not None:  # an error already
-        return
-    for field in ("modules_to_save", "target_modules"):
-        asked: list[str] = getattr(peft, field)
-        # Another rule refuses an adapter on the head.
-        heads = HEADS if field == "modules_to_save" else ()
-        named = [name for name in asked if last_name(name) in (*heads, *EMBEDDINGS)]
-        if named:
-            key = f"peft.{field}"
-            size = facts.vocab_size * facts.hidden_size / 1e6
-            message = (
-                f"{' and '.join(named)}: embeddings and output head are one matrix in this model, and two of "
-                f"{size:,.1f} million weights after training"
-            )
-            yield Finding(message, without(key, asked, named), key=key)
 
 
 @rule("adapter-settings-ignored", is_error=False)

@@ -150,18 +150,6 @@ def packing_leaks(config: RunConfig) -> Finding | None:
     return Finding(message, fix)
 
 
-@rule("row-length-without-packing", "packing.row_length", is_error=False)
-def row_length_without_packing(config: RunConfig) -> Finding | None:
-    """Warn about a row length in padded mode other than the one `auto` fills in.
-
-    A padded row is as long as the longest document of its batch.
-    """
-    row = config.packing.row_length
-    if row is None or config.packing.mode is not PackingMode.padded or row == config.training.max_length:
-        return None
-    return Finding(f"{row} is not used when padding", "packing.row_length=null")
-
-
 liger_without_gpu = needs_gpu(id="liger-without-gpu", key="model.liger_kernel", message="Liger's kernels need a GPU")
 
 

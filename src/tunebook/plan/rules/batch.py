@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from tunebook.config.choices import Generation, PackingMode, Source
 from tunebook.config.schema import RunConfig, data_ranks
-from tunebook.facts.attention import ATTENTIONS, Isolation
 from tunebook.plan.rules.frame import Finding, rule
 
 
@@ -134,17 +133,3 @@ def row_shorter_than_document(config: RunConfig) -> Finding | None:
         return None
     message = f"rows of {row} tokens cannot hold documents of training.max_length={length}"
     return Finding(message, f"packing.row_length={length}")
-
-
-@rule("micro-rows-on-mask", "training.micro_batch_size", is_error=False)
-def micro_rows_on_mask(config: RunConfig) -> Finding | None:
-    """Warn about more than one packed row per pass on sdpa or eager.
-
-    Their mask has N x N entries for the N tokens of a pass, so two rows cost four times one row.
-    """
-    micro, kernel = config.training.micro_batch_size, config.attention.implementation
-    is_masked = ATTENTIONS[kernel].isolation is Isolation.mask and config.packing.mode is PackingMode.isolated
-    if micro is None or micro <= 1 or not is_masked:
-        return None
-    message = f"{micro} packed rows a pass make {kernel.name} build a mask {micro * micro} times as large as one row's"
-    return Finding(message, "training.micro_batch_size=1")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 
-from tunebook.config.choices import ContainerRuntime, LauncherName
+from tunebook.config.choices import LauncherName
 from tunebook.config.override_text import typed, typed_list
 from tunebook.config.schema import LauncherConfig, RayConfig, RunConfig, SlurmConfig
 from tunebook.config.unsafe_text import control_character, shown, without_control_characters
@@ -122,27 +122,6 @@ def container_settings(config: RunConfig) -> Iterator[Finding]:
     if wrong:
         fix = without(key, settings.container_mounts, wrong)
         yield Finding(f"{wrong[0]!r} is not the absolute path of a folder", fix, key=key)
-
-
-@rule("container-image-without-registry", "launcher.container_image")
-def container_image_without_registry(config: RunConfig) -> Finding | None:
-    """Refuse a bare image name, or one in Docker's notation.
-
-    enroot fetches a name without `#` from Docker Hub, where anybody may have published one of that name.
-
-    Source: enroot's import (docker://[USER@][REGISTRY#]IMAGE[:TAG]).
-    """
-    settings = config.launcher
-    if not isinstance(settings, SlurmConfig) or settings.container_runtime is not ContainerRuntime.pyxis:
-        return None
-    image = settings.container_image or ""
-    host, slash, rest = image.partition("/")
-    names_registry = bool(slash) and ("." in host.lstrip(".") or ":" in host)
-    if not image or "#" in image or image.endswith(".sqsh") or image[0] in "/." or (slash and not names_registry):
-        return None
-    as_enroot_has_it = typed("launcher.container_image", f"{host}#{rest}")
-    fix = as_enroot_has_it if names_registry else "launcher.container_runtime=docker"
-    return Finding(f"pyxis would fetch {image} from Docker Hub, where anybody may have published it", fix)
 
 
 @rule("ray-address-form", "launcher.address")

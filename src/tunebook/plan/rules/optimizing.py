@@ -142,15 +142,6 @@ def schedule_without_floor(config: RunConfig) -> Finding | None:
     return Finding("cosine_with_min_lr needs the learning rate it ends at", "schedule.min_learning_rate_share=0.1")
 
 
-@rule("floor-above-peak", "schedule.min_learning_rate")
-def floor_above_peak(config: RunConfig) -> Finding | None:
-    """Refuse a floor above the optimizer's learning rate: the rate would rise all the time."""
-    floor, peak = config.schedule.min_learning_rate, config.optimizer.learning_rate
-    if floor is None or floor <= peak:
-        return None
-    return Finding(f"the floor {floor:g} is above optimizer.learning_rate={peak:g}", "schedule.min_learning_rate=0")
-
-
 @rule("warm-up-longer-than-run", "schedule.warmup_steps", is_error=False)
 def warm_up_longer_than_run(config: RunConfig) -> Finding | None:
     """Warn about a warm-up of `max_steps` or more: the learning rate would never reach its peak."""

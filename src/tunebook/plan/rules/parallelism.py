@@ -6,29 +6,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tunebook.config.choices import (
-    Compute,
     Generation,
     MasterWeights,
     Offload,
     PackingMode,
     PeftMethod,
-    Weights,
     WrapPolicy,
 )
 from tunebook.config.identity import default_of
 from tunebook.config.override_text import as_typed
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig, world_size
 from tunebook.facts.architectures import (
-    DECODER_LAYERS,
     SINK_ARCHITECTURES,
     VARLEN_ARCHITECTURES,
     has_attention,
     without_flash_attn,
 )
 from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT
-from tunebook.facts.sharing import is_cast_by_deepspeed, offloaded_states, uses_nvme
+from tunebook.facts.sharing import uses_nvme
 from tunebook.facts.strategies import UNDECIDED, strategy_facts
-from tunebook.model.parameters import is_named_like_llama, layer_parameters
 from tunebook.plan.rules.frame import Finding, another_model, rule
 from tunebook.plan.rules.quantized import quantizer_of
 
@@ -66,18 +62,6 @@ def single_needs_one_gpu(config: RunConfig) -> Finding | None:
     message = f"single runs on one GPU, and {world} are asked for"
     fix = "hardware.num_nodes=1 hardware.gpus_per_node=1 or parallelism=ddp"
     return Finding(message, fix)
-
-
-@rule("sharding-on-one-rank", "parallelism.strategy", is_error=False)
-def sharding_on_one_rank(config: RunConfig) -> Finding | None:
-    """Warn about a distributed strategy without offload on one rank.
-
-    There is no other rank: DDP adds nothing, and ZeRO and FSDP save no memory unless they offload.
-    """
-    settings = config.parallelism
-    if strategy_facts(config).runs_on_one or world_size(config) > 1 or offloaded_states(config):
-        return None
-    return Finding(f"{settings.strategy.name} on one GPU saves nothing", "parallelism=single")
 
 
 @rule("fsdp-on-cpu", "parallelism.strategy")
@@ -230,26 +214,6 @@ def bf16_weights_under_zero(config: RunConfig) -> Finding | None:
     return Finding(message, "precision.master_weights=fp32")
 
 
-@rule("weights-rounded-by-zero", "parallelism.mixed_precision", is_error=False)
-def weights_rounded_by_zero(config: RunConfig) -> Finding | None:
-    """Warn if a full fine-tune rounds published weights; frozen ones below adapters are only read.
-
-    DeepSpeed makes its fp32 master copy from weights that it has already cast to 16 bits, so the precision beyond 16
-    bits is lost before the first step.
-    """
-    facts, compute = config.model.facts, config.precision.compute
-    is_read = config.model.weights is not Weights.random and config.peft.method is PeftMethod.full
-    if facts is None or not is_read or not is_cast_by_deepspeed(config):
-        return None
-    cast = "float16" if compute is Compute.fp16 else "bfloat16"
-    if facts.dtype in (None, cast, "bfloat16"):  # for bf16 in fp16 see `fp16-with-bf16-base`
-        return None
-    message = f"{config.parallelism.strategy.name} rounds weights that were published in {facts.dtype} to {cast} first"
-    fsdp = "parallelism=fsdp_offload" if offloaded_states(config) else "parallelism=fsdp"
-    fix = fsdp if compute is Compute.fp16 else "parallelism.mixed_precision=autocast"
-    return Finding(message, fix)
-
-
 @rule("qlora-without-gpu", "peft.method")
 def qlora_without_gpu(config: RunConfig) -> Finding | None:
     """Refuse 4-bit layers without a GPU.
@@ -310,39 +274,3 @@ def nvme_path_missing(config: RunConfig) -> Finding | None:
     if not uses_nvme(config) or not strategy_facts(config).is_zero3:  # other stages cannot offload to NVMe
         return None
     return Finding("an offload to nvme needs a folder on a local NVMe disk", "parallelism.nvme_path=/local_nvme")
-
-
-@rule("wrap-class-unknown", "parallelism.wrap_classes")
-def wrap_class_unknown(config: RunConfig) -> Finding | None:
-    """Refuse unknown classes for the architectures in `DECODER_LAYERS`; the model build checks others.
-
-    FSDP would find no block to wrap and shard the model as one unit: every forward pass would gather all of it.
-    """
-    settings, facts = config.parallelism, config.model.facts
-    if not isinstance(settings, FsdpConfig) or facts is None or settings.wrap_policy is not WrapPolicy.transformer:
-        return None
-    own = DECODER_LAYERS.get(facts.architecture)
-    if own is None or not settings.wrap_classes or own in settings.wrap_classes:
-        return None
-    names = ", ".join(settings.wrap_classes)
-    return Finding(f"{facts.architecture} has no {names}; its blocks are {own}", f"parallelism.wrap_classes=[{own}]")
-
-
-@rule("wrap-size-too-large", "parallelism.wrap_min_num_parameters")
-def wrap_size_too_large(config: RunConfig) -> Finding | None:
-    """Refuse a unit size above every part of a Llama-like model; the model build checks others (`units-too-large`).
-
-    Without units FSDP gathers the whole model at once, which saves nothing.
-    """
-    settings, facts = config.parallelism, config.model.facts
-    if not isinstance(settings, FsdpConfig) or facts is None or not is_named_like_llama(facts):
-        return None
-    minimum, largest = settings.wrap_min_num_parameters, layer_parameters(facts)
-    if settings.wrap_policy is not WrapPolicy.size or minimum <= largest:
-        return None
-    message = f"no part of {facts.architecture} has {minimum:,} parameters; its largest kind, a layer, has {largest:,}"
-    # A storage element holds several 4-bit weights, so the count is lower.
-    smaller = f"parallelism.wrap_min_num_parameters={largest}"
-    is_known = largest > 0 and config.peft.method is not PeftMethod.qlora
-    fix = (f"{smaller} or " if is_known else "") + "parallelism.wrap_policy=transformer"
-    return Finding(message, fix)

@@ -102,22 +102,6 @@ def fp8_with_deepspeed(config: RunConfig) -> Finding | None:
     return Finding(f"fp8 does not run under {settings.strategy.name}", f"parallelism=fsdp or {_instead_of_fp8(config)}")
 
 
-@rule("fp8-not-compiled", "model.compile_layers", is_error=False)
-def fp8_not_compiled(config: RunConfig) -> Finding | None:
-    """Warn about fp8 in uncompiled blocks, unless fp8 is refused altogether.
-
-    Compiled blocks fuse the casts and the search for the largest value into other operations. Otherwise each is a
-    pass over memory, which may cost more than fp8 saves (not measured here).
-    """
-    if config.precision.compute is not Compute.fp8 or config.model.compile_layers:
-        return None
-    refusing = (fp8_without_hardware, fp8_with_adapters, fp8_with_deepspeed)
-    if any(rule.find(config) for rule in refusing):
-        return None
-    message = "fp8's casts are separate passes over memory if the blocks are not compiled"
-    return Finding(message, "model.compile_layers=true")
-
-
 @rule("fp8-scaling-ignored", "precision.fp8_scaling", is_error=False)
 def fp8_scaling_ignored(config: RunConfig) -> Finding | None:
     """Warn about fp8 scaling settings without fp8."""

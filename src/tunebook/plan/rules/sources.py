@@ -28,7 +28,7 @@ from tunebook.model.base_config import (
     why_not_causal,
 )
 from tunebook.model.chat_templates import library_templates
-from tunebook.model.positions import positions_of, stated_positions, why_not_stretched
+from tunebook.model.positions import positions_of, why_not_stretched
 from tunebook.plan.rules.frame import Finding, another_model, rule
 
 # Same check as huggingface_hub's, whose import would slow down a plan. Some old models have no owner.
@@ -180,25 +180,6 @@ def yarn_not_possible(config: RunConfig) -> Finding | None:
         f"model.yarn_original_positions={known} or model.yarn_original_positions=null",
         key="model.yarn_original_positions",
     )
-
-
-@rule("length-beyond-config", "training.max_length", is_error=False)
-def length_beyond_config(config: RunConfig) -> Finding | None:
-    """Warn if the facts allow a length that the model's own config.json does not; `length-beyond-model` is an error.
-
-    The model was not trained on those positions. Keep the length to teach it longer ones on purpose.
-    """
-    model, length = config.model, config.training.max_length
-    is_stretched = model.yarn_factor is not None
-    if model.facts is None or is_stretched or (stated := stated_positions(model)) is None or length <= stated:
-        return None
-    if length_beyond_model.find(config) is not None or model_not_named.find(config) is not None:
-        return None
-    message = (
-        f"{length} tokens are more than the {stated} positions in the model's config.json, for which "
-        f"model.facts.max_position_embeddings={model.facts.max_position_embeddings} stands"
-    )
-    return Finding(message, f"training.max_length={stated}")
 
 
 _NEEDED = {Source.files: "path", Source.hub: "name"}
@@ -359,18 +340,6 @@ def validation_source(config: RunConfig) -> Iterator[Finding]:
     for field, reason in wrong:
         fix = f"dataset.{field}=null dataset.validation_share=0.05"
         yield Finding(f"{getattr(data, field)} cannot be used: {reason}", fix, key=f"dataset.{field}")
-
-
-@rule("synthetic-settings", "dataset.synthetic.min_tokens")
-def synthetic_settings(config: RunConfig) -> Finding | None:
-    """Require `min_tokens` to be at most `max_tokens`: lengths are drawn and clipped to that range."""
-    made = config.dataset.synthetic
-    if config.dataset.source is not Source.synthetic or made.min_tokens <= made.max_tokens:
-        return None
-    return Finding(
-        f"min_tokens={made.min_tokens} is above max_tokens={made.max_tokens}",
-        f"dataset.synthetic.max_tokens={made.min_tokens}",
-    )
 
 
 @rule("train-on-without-roles", "dataset.train_on")

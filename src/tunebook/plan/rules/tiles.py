@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tunebook.config.choices import Checkpointing, Compute, WrapPolicy
+from tunebook.config.choices import Checkpointing, Compute
 from tunebook.config.model_facts import TILED, ModelFacts
-from tunebook.config.schema import FsdpConfig, RunConfig
+from tunebook.config.schema import RunConfig
 from tunebook.model.parameters import has_experts
 from tunebook.plan.rules.frame import Finding, rule
 
@@ -66,18 +66,3 @@ def _has_no_mlp(facts: ModelFacts) -> bool:
     saved = facts.measured.saved if facts.measured is not None else {}
     pairs = [(numbers, saved[f"{mode}/{TILED}"]) for mode, numbers in saved.items() if f"{mode}/{TILED}" in saved]
     return bool(pairs) and all(whole == tiled for whole, tiled in pairs)
-
-
-@rule("mlp-tiles-units", _KEY)
-def mlp_tiles_units(config: RunConfig) -> Finding | None:
-    """Refuse tiles if FSDP's units may be inside of an MLP.
-
-    FSDP sends the gradients of a unit when its backward pass ends. Inside an MLP that is after the first tile.
-    """
-    settings = config.parallelism
-    if not _is_in_tiles(config) or not isinstance(settings, FsdpConfig):
-        return None
-    if settings.wrap_policy is not WrapPolicy.size and not settings.wrap_classes:
-        return None
-    message = "an FSDP unit inside of an MLP would send its gradients after the first tile"
-    return Finding(message, f"parallelism.wrap_policy=transformer parallelism.wrap_classes=[] or {_NO_TILES}")
