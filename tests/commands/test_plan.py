@@ -323,26 +323,6 @@ LLAMA = {
 }  # fmt: skip
 
 
-def test_what_breaks_a_rule_is_refused_before_its_model_is_traced(
-    as_json: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """With all that is known by then; a run that breaks nothing is traced."""
-    asked: list[str] = []
-    monkeypatch.setattr(architecture, "_ask", lambda *_: asked.append("") or {"error": "cut-off", "reason": "asked"})
-    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    words = [f"model.path={tmp_path}", "model.weights=random", "dataset=synthetic", "dataset.path=x", *ON_GPUS[3:5]]
-    code, plan = as_json(None, *words)
-    ids = [problem["id"] for problem in plan["problems"]]
-    assert (code, ids, asked) == (2, ["batch-one-way", "dataset-field-ignored"], [])
-    by_key = {problem["key"]: problem for problem in plan["problems"]}
-    assert not by_key["dataset.path"]["is_error"]
-    assert plan["hardware"] is plan["precision"] is None
-    code, plan = as_json(None, *words, "training.global_samples=64")
-    assert (code, asked) == (2, [""])
-    assert "could not be traced (asked)" in plan["problems"][-1]["message"]
-
-
 @pytest.mark.slow
 def test_planning_named_models_imports_neither_torch_nor_transformers() -> None:
     program = (

@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from itertools import product
@@ -59,14 +59,13 @@ def trace_file(
     trust_remote_code: bool = False,
     ways: Sequence[str] = ALL_WAYS,
     compiles: bool | None = True,
-    before_tracing: Callable[[], None] = lambda: None,
 ) -> ModelFacts | None:
     """The facts of the model that a config.json describes; None if torch or transformers is not installed.
 
     `ways`: those of `ALL_WAYS` that are traced; fewer take a fraction of the time, and others are added to the cached
     answer when they are asked for. `compiles`: whether compiled layers are traced, which is most of the work; None: if
     `auto` compiles those of the architecture. Raises: RequestError if transformers has no such causal language model,
-    or cannot build it, and what `before_tracing` does.
+    or cannot build it.
     """
     if (shipped := _shipped(config_file)) is not None:
         return shipped
@@ -81,7 +80,6 @@ def trace_file(
     if not missing:
         assert known is not None
         return facts_from_json(known)
-    before_tracing()
     _say_once(f"tracing the layers of {config_file}, once: this takes 5 to 15 s, longer on a busy machine")
     answer = _ask(config_file, trust_remote_code, missing, compiles)
     if "error" in answer:

@@ -53,8 +53,8 @@ def read_facts(model: ModelConfig, **tracing: Any) -> ModelFacts | None:
     """Return the model's facts from its group file or its config.json; None if neither is available.
 
     Layers of models that are not in the book are traced once on the meta device, which takes a while, depending on
-    `tracing`, the options of `trace_file`. A model that a rule refuses whatever its sizes is not traced. Raises:
-    RequestError if the file cannot be read, states impossible sizes, or names an unknown architecture.
+    `tracing`, the options of `trace_file`. Raises: RequestError if the file cannot be read, states impossible sizes, or
+    names an unknown architecture.
     """
     if model.facts is not None:
         if model.facts.measured is None:

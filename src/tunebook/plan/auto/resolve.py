@@ -7,7 +7,6 @@ With these, each strategy is tried. The strategy decides the row length and how 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tunebook.config.choices import (
@@ -40,9 +39,7 @@ from tunebook.plan.auto.kernels import (
 from tunebook.plan.auto.parallelism import decide_strategy
 from tunebook.plan.auto.passes import decide_passes
 from tunebook.plan.memory.kept import number_format_of
-from tunebook.plan.rules import refuse_before_tracing
 from tunebook.plan.rules.attention import leaks
-from tunebook.plan.rules.frame import read_key
 from tunebook.plan.rules.numbers import require_ranges
 from tunebook.train.packages import installed_version, missing_state_kernels
 from tunebook.train.requirements import hardware_problem
@@ -54,10 +51,6 @@ _STATES_IN_FP32, _STATES_IN_BF16 = 16, 8  # bytes of a trained weight, its gradi
 _FROZEN_IN_4_BITS = 0.5  # bytes of a weight
 _SOME_DROPOUT = 0.05  # of advised adapters
 _MOST_PARTS = 3  # most parts to list
-_DECIDED_BY_LAYERS = (
-    COMPILING, "model.one_pass_head", "attention.implementation", "packing.mode", "packing.row_length",
-    "parallelism.strategy", "training.micro_batch_size", "activation.checkpointing",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +100,6 @@ def _resolve(config: RunConfig, machine: Machine, *, why_not_compiled: str | Non
         resolved.model,
         ways=_ways(before.config, resolved),
         compiles=compiles_known_layers(before.config),
-        before_tracing=lambda: refuse_before_tracing(before.config, _unknown(before.config)),
     )
     _note_facts_of_book(decisions, config)
     _note_unreached(decisions)
@@ -130,14 +122,6 @@ def _resolve(config: RunConfig, machine: Machine, *, why_not_compiled: str | Non
         problem=problem,
         host_memory_gib=_host_memory_gib(resolved, machine, problem),
     )
-
-
-def _unknown(config: RunConfig) -> Iterator[str]:
-    """The keys whose values depend on the layers of the model, before these are traced."""
-    yield "model.facts" if config.model.facts is None else "model.facts.measured"
-    for key in _DECIDED_BY_LAYERS:
-        if is_open(read_key(config, key)):
-            yield key
 
 
 def _decide_precision(decisions: Decisions) -> None:

@@ -1,21 +1,16 @@
 """The table of all cross-field rules. `check` reports all broken ones at once, before anything is downloaded.
 
-`refuse_before_tracing` reports those that hold for any layers of the model, which are slow to trace.
-
 A rule looks at the resolved configuration only (see `plan.auto.resolve`); `train.requirements` holds the requirements
 on this machine. To add a rule: write it in the module of its topic, and its case in `tests/plan/rules/rule_cases.py`.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NoReturn
 
 from tunebook.config.schema import RunConfig
-from tunebook.errors import Problem, RulesError
+from tunebook.errors import Problem
 from tunebook.plan.rules import (
     adapters,
     attention,
@@ -32,7 +27,7 @@ from tunebook.plan.rules import (
 )
 from tunebook.plan.rules.frame import Rule
 
-__all__ = ["RULES", "check", "located", "refuse_before_tracing"]
+__all__ = ["RULES", "check", "located"]
 
 PlaceOf = Callable[[str], str | None]
 _MODULES = (
@@ -60,33 +55,3 @@ def check(config: RunConfig, place_of: PlaceOf | None = None) -> list[Problem]:
 def located(problems: list[Problem], place_of: PlaceOf) -> list[Problem]:
     """Add to each problem what set its key."""
     return [replace(problem, place=place_of(problem.key)) for problem in problems]
-
-
-class _UnknownError(AttributeError):
-    """A rule reads a value that depends on the model's layers. Rules that go through all values pass over it."""
-
-
-def refuse_before_tracing(config: RunConfig, unknown: Iterable[str]) -> None:
-    """Judge the rules that read no key of `unknown`. Raises: RulesError with every broken one, and the warnings."""
-    for key in unknown:
-        config = _without(config, key)
-    problems: list[Problem] = []
-    for rule in RULES:
-        with suppress(_UnknownError):
-            problems += rule.problems(config)
-    if any(problem.is_error for problem in problems):
-        raise RulesError(sorted(problems, key=lambda problem: not problem.is_error))
-
-
-def _without(section: Any, key: str) -> Any:
-    """A copy of a section of the configuration in which reading a dotted key raises _UnknownError."""
-
-    def refuse(_: Any) -> NoReturn:
-        raise _UnknownError
-
-    section, (name, _, rest) = copy.copy(section), key.partition(".")
-    if rest:
-        setattr(section, name, _without(getattr(section, name), rest))
-    else:
-        section.__class__ = type(type(section).__name__, (type(section),), {name: property(refuse)})
-    return section
