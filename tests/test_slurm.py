@@ -1,8 +1,7 @@
-"""What Slurm's commands say, as the versions from 22.05 on say it, and what is made of that."""
+"""Answers of Slurm's commands, as the versions from 22.05 on give them, and job scripts."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +16,7 @@ from tunebook.slurm import (
     job_state,
     option_lines,
     option_words,
-    patient_job_state,
-    refusal,
+    patiently,
     slurm,
 )
 
@@ -42,60 +40,36 @@ def llama2(*words):
     return config_of("llama2_70b_fsdp", *words)
 
 
-def test_without_slurm_it_is_said_where_to_type(monkeypatch, tmp_path):
+def test_a_machine_without_slurm_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RequestError, match=r"needs Slurm's command sbatch, .* login node .* or use launcher=local"):
+    with pytest.raises(RequestError) as caught:
         check_job(llama2())
+    assert caught.value.problem_id == "slurm-not-found"
 
 
 def test_a_controller_that_does_not_answer_is_given_up(says, monkeypatch):
     says("squeue")
     monkeypatch.setattr(client, "CLIENT_TIMEOUT_S", 0.2)
     monkeypatch.setattr(client.subprocess, "run", lambda *args, **kwargs: _time_out())
-    with pytest.raises(TunebookError, match=r"squeue did not answer within 0.2 s.*scontrol ping"):
+    with pytest.raises(TunebookError) as caught:
         slurm("squeue")
+    assert caught.value.problem_id == "slurm-out-of-reach"
 
 
 def _time_out():
     raise subprocess.TimeoutExpired("squeue", 0.2)
 
 
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        (
-            "sbatch: error: invalid partition specified: gpus\nallocation failure: Invalid partition name specified",
-            r"invalid partition specified: gpus; Invalid partition name specified. launcher.partition=gpus: Did you "
-            r"mean 'gpu'\? Partitions that are up: launcher.partition=cpu$",
-        ),
-        (
-            "allocation failure: Invalid account or account/partition combination specified",
-            r"launcher.account=chem: name an account that may use the partition",
-        ),
-        ("allocation failure: Requested node configuration is not available", r"no 2 nodes of the partition have"),
-        (
-            "sbatch: error: Invalid generic resource (gres) specification",
-            r"lower hardware.num_nodes, hardware.gpus_per_",
-        ),
-        ("allocation failure: More processors requested than permitted", r"no 2 nodes of the partition have"),
-        ("allocation failure: Required node not available (down, drained or reserved)", r"no 2 nodes of the partition"),
-        (
-            "allocation failure: Invalid node name specified",
-            r"specified\. a host in launcher\.extra_args is no node of this cluster: cpu, gpu",
-        ),
-        (
-            "allocation failure: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
-            r"wait until some have ended \(squeue --me\)",
-        ),
-        ("allocation failure: Invalid feature specification", r"look at the cluster with: sinfo"),
-    ],
-)
-def test_refusals_say_what_to_change(says, said, words):
-    says("sinfo", "cpu=up\ngpu=inact\ngpu=inact" if "partition" in said.lower() else "gpu\ncpu\ngpu")
-    says("sbatch", errors=said, code=1)
-    with pytest.raises(RequestError, match=words) as caught:
-        check_job(llama2("launcher.partition=gpus", "launcher.account=chem"))
+def test_refusal_has_slurms_own_words(says):
+    says(
+        "sbatch",
+        errors="sbatch: error: invalid partition specified: gpus\nallocation failure: Invalid partition name specified",
+        code=1,
+    )
+    with pytest.raises(RequestError) as caught:
+        check_job(llama2("launcher.partition=gpus"))
     assert caught.value.problem_id == "slurm-refused"
+    assert "invalid partition specified: gpus; allocation failure: Invalid partition name" in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -105,9 +79,11 @@ def test_refusals_say_what_to_change(says, said, words):
         "sbatch: fatal: Could not establish a configuration source",
     ],
 )
-def test_a_controller_that_is_down_is_no_refusal(said):
-    error = refusal(said, llama2())
-    assert (error.exit_code, error.problem_id) == (1, "slurm-out-of-reach")
+def test_a_controller_that_is_down_is_no_refusal(says, said):
+    says("sbatch", errors=said, code=1)
+    with pytest.raises(TunebookError) as caught:
+        check_job(llama2())
+    assert (caught.value.exit_code, caught.value.problem_id) == (1, "slurm-out-of-reach")
 
 
 def test_how_a_job_stands(says):
@@ -120,7 +96,7 @@ def test_how_a_job_stands(says):
     )
     state = job_state("12")
     assert state.text() == "PENDING (Nodes required for job are DOWN, DRAINED or reserved)"
-    assert (state.has_ended, state.exit_code) == (False, 0)
+    assert not state.has_ended
     assert (state.run_s, state.limit_s) == (0, None)
     says(
         "scontrol",
@@ -129,7 +105,7 @@ def test_how_a_job_stands(says):
     )
     state = job_state("12")
     assert (state.run_s, state.limit_s) == (65, 86400)
-    assert (state.text(), state.has_ended, state.signal) == ("NODE_FAIL (NodeDown) on node[1-2]", True, 9)
+    assert (state.text(), state.has_ended) == ("NODE_FAIL (NodeDown) on node[1-2]", True)
 
 
 def test_a_job_that_slurm_has_forgotten(says):
@@ -140,56 +116,23 @@ def test_a_job_that_slurm_has_forgotten(says):
         job_state("12")
 
 
-def test_a_hint_is_left_out_where_the_controller_falls_silent(monkeypatch):
-    def silent(*_words):
-        raise TunebookError("no answer", problem_id="slurm-out-of-reach")
-
-    monkeypatch.setattr(client, "slurm", silent)
-    error = refusal("sbatch: error: invalid partition specified: gpus", llama2("launcher.partition=gpus"))
-    assert (error.exit_code, error.problem_id) == (2, "slurm-refused")
-    assert error.message.endswith("launcher.partition=gpus: sinfo lists them")
-
-
-INACTIVE = "sbatch: error: Batch job submission failed: Required partition not available (inactive or drain)"
-
-
-@pytest.mark.parametrize(
-    ("asked", "states", "words"),
-    [
-        ([], "main=inact", "The cluster's default partition takes no such job now: type the same again later, or name"),
-        ([], "main=inact\nb=up", r"another. Partitions that are up: launcher.partition=b$"),
-        (["launcher.partition=main"], "main=inact", r"launcher.partition=main takes no .* No other partition is up"),
-    ],
-)
-def test_a_partition_that_is_closed_for_now_is_not_what_is_named_instead(says, asked, states, words):
-    says("sinfo", states)
-    error = refusal(INACTIVE, llama2(*asked))
-    assert re.search(words, error.message)
-    assert "None" not in error.message
-
-
-def test_an_account_that_was_left_out_is_written_as_it_is_typed():
-    said = refusal("allocation failure: Invalid account or account/partition combination specified", llama2())
-    assert "launcher.account=null:" in said.message
-
-
 def test_a_controller_that_is_silent_for_a_while_is_waited_for(monkeypatch):
-    answers = iter([out_of_reach, out_of_reach, lambda: None])
+    answers = iter([out_of_reach, out_of_reach, lambda: "here"])
     monkeypatch.setattr(client, "SILENT_POLL_S", 0.0)
-    monkeypatch.setattr(client, "job_state", lambda job_id: next(answers)())
     said = []
-    assert patient_job_state("12", said.append) is None
-    assert said == ["Slurm's controller does not answer; waiting for it for up to 600 s"]
+    assert patiently(lambda: next(answers)(), said.append) == "here"
+    assert len(said) == 2
     monkeypatch.setattr(client, "SILENT_WITHIN_S", 0.05)
-    monkeypatch.setattr(client, "job_state", lambda job_id: out_of_reach())
-    with pytest.raises(TunebookError, match="no answer"):
-        patient_job_state("12")
+    with pytest.raises(TunebookError) as caught:
+        patiently(out_of_reach, said.append)
+    assert caught.value.problem_id == "slurm-out-of-reach"
 
 
 def test_a_machine_without_slurm_is_not_waited_for(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RequestError, match="needs Slurm's command scontrol"):
-        patient_job_state("12")
+    with pytest.raises(RequestError) as caught:
+        patiently(lambda: job_state("12"), print)
+    assert caught.value.problem_id == "slurm-not-found"
 
 
 def out_of_reach():

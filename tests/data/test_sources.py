@@ -451,14 +451,6 @@ def test_what_the_hub_refuses_is_named(
     assert caught.value.problem_id == "hub-not-found"
 
 
-def test_a_token_that_cannot_be_read_is_named_and_not_the_data_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path))
-    with pytest.raises(RequestError, match=rf"for the data set some/chats: {tmp_path}, .* is a folder; type: rm -r"):
-        load(tmp_path, DatasetConfig(source=Source.hub, name="some/chats"))
-
-
 def test_a_disk_that_fills_up_while_the_files_are_read_is_not_their_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

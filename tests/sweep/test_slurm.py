@@ -57,7 +57,7 @@ def study(tmp_path: Path) -> Study:
 def requeued(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The jobs that were requeued."""
     found: list[str] = []
-    monkeypatch.setattr(module, "patient_requeue", lambda job_id, _say: found.append(job_id))
+    monkeypatch.setattr(module, "requeue", lambda job_id, _say: found.append(job_id))
     monkeypatch.setattr(module, "newest_checkpoint", lambda folder: next(folder.glob("checkpoints/*"), None))
     return found
 
@@ -88,7 +88,7 @@ def test_an_array_has_a_task_for_each_trial_that_is_left(study: Study, monkeypat
     study.next_trial()
     study.finish(0, 0, seconds=1.0)
     config = compose("quickstart", ["hardware=cpu", "hardware.gpus_per_node=1", "launcher=slurm"]).config
-    monkeypatch.setattr(module, "submit_script", lambda script, _config: "17")
+    monkeypatch.setattr(module, "submit_script", lambda script: "17")
     assert submit_array(study, config, 2) == "17"
     script = (study.folder / "array.sh").read_text()
     assert "#SBATCH --array=1-2%2\n" in script

@@ -21,7 +21,7 @@ from tunebook.launch.resume import is_trained
 from tunebook.record.manifest import RunState, read_manifest, update_manifest
 from tunebook.record.provenance import describe_hardware
 from tunebook.record.run_folder import RUN_FILE, clear_outcomes, working_in
-from tunebook.slurm import JobState, patient_job_state, patient_requeue
+from tunebook.slurm import JobState, job_state, patiently, requeue
 from tunebook.terminal import print_text
 
 _LOCK_WITHIN_S = 60.0  # the submitting process still locks the folder for a moment
@@ -80,23 +80,17 @@ def _begin(folder: Path, *, is_done: bool) -> None:
 def _requeue(settings: SlurmConfig, console: Console, *, has_progress: bool) -> None:
     """Request another turn, unless this one used its full time without progress, as the next one would.
 
-    A turn that was preempted early is requeued anyway, since the next may be longer. The job waits for a silent
-    controller, because a job that ends without a requeue has ended for good.
+    A turn that was preempted early is requeued anyway, since the next may be longer.
     """
     job_id = os.environ["SLURM_JOB_ID"]
 
     def say(text: str) -> None:
         print_text(f"job {job_id}: {text}", console)
 
-    try:
-        if not has_progress and _is_used_up(settings, patient_job_state(job_id, say)):
-            console.print("not requeued: this turn saved nothing; a longer launcher.time_limit is needed")
-            return
-        refused = patient_requeue(job_id, say)
-    except TunebookError as error:
-        refused = error.message
-    result = "requeued: it resumes in this folder" if refused is None else f"not requeued: {refused}"
-    print_text(f"job {job_id} {result}", console)
+    if not has_progress and _is_used_up(settings, patiently(lambda: job_state(job_id), say)):
+        say("not requeued: this turn saved nothing; a longer launcher.time_limit is needed")
+        return
+    requeue(job_id, say)
 
 
 def _is_used_up(settings: SlurmConfig, state: JobState | None) -> bool:

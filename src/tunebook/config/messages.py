@@ -15,17 +15,8 @@ from tunebook.config.override_text import shell_word, typed
 from tunebook.config.recipe_files import choice_schema, group_choices
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS
 from tunebook.config.unsafe_text import without_secrets
-from tunebook.config.walk import all_keys, describe_type, field_types, is_in_mapping, mapping_type, schemas_of
+from tunebook.config.walk import all_keys, describe_type, field_types, mapping_type, schemas_of
 from tunebook.errors import RequestError, did_you_mean, first_line, nearest
-
-# Examples for values that only the user can give.
-_MISSING_HINTS = {
-    "model.name": "model.name=organization/name, or model.path=DIR",
-    "dataset.path": "dataset.path=FILE_OR_GLOB",
-    "parallelism.strategy": "parallelism=auto",
-    "evaluation.tasks": "'evaluation.tasks=[TASK]', by name in lm-evaluation-harness or as a YAML file",
-}
-_LONGEST_VALUE = 200  # characters that a message repeats
 
 
 class OverrideError(RequestError):
@@ -56,16 +47,10 @@ def _wrong(key: str, message: str, origins: Origins, *, problem_id: str) -> Requ
 def unreadable_override(text: str) -> OverrideError:
     """The error for an override that Hydra's grammar does not accept."""
     key, has_value, _ = text.partition("=")
-    if not has_value:
-        near = nearest(text, all_keys())
-        hint = f"; did you mean '{near}=VALUE'?" if near else ""
-        message = f"'{text}' is no override: write key=value{hint} (a recipe's name comes first)"
-        if near != text and (instead := instead_of(text)):
-            message = f"'{text}' is no override, which is written key=value, and no key{instead}"
-    elif not key:
-        message = f"'{text}' has no key before it: write key=value, without spaces round the ="
-    else:
+    if key and has_value:
         message = f"override '{text}' cannot be read; its brackets or quotes do not match, or an entry needs quotes"
+    else:
+        message = f"'{text}' is no override: write key=value, without spaces round the ={instead_of(key)}"
     return OverrideError(text, message, problem_id="override-form")
 
 
@@ -73,41 +58,20 @@ def added_or_removed(text: str) -> OverrideError:
     """The error for an override with which Hydra would add or remove a key."""
     word = text.lstrip("+~")
     key, has_value, value = word.partition("=")
-    if not _is_known(key):
-        return _unknown_override(text, key, value)
-    message = f"override '{text}': keys can be set, not added or removed; type {shell_word(word)} instead" + (
-        "" if has_value else ", with '=' and a value (null for none)"
-    )
+    instead = instead_of(key, value) or f"; type {shell_word(word if has_value else f'{key}=VALUE')}"
+    message = f"override '{text}': keys can be set, not added or removed{instead}"
     return OverrideError(text, message, problem_id="override-form")
-
-
-def _is_known(key: str) -> bool:
-    return key in GROUPS or key in all_keys() or is_in_mapping(key)
-
-
-def _unknown_override(text: str, key: str, value: str) -> OverrideError:
-    """The error for an override of a key that there is not, in a form that is not composed."""
-    hint = instead_of(key, value) or f".{_guess_elsewhere(key)}"
-    return OverrideError(text, f"override '{text}': there is no key '{key}'{hint}", problem_id="unknown-key")
 
 
 def several_values(key: str, text: str) -> OverrideError:
     """The error for an override with several values, as for a sweep, or for a list under another tool's key."""
-    value = text.split("=", 1)[1]
-    if not _is_known(key):
-        return _unknown_override(text, key, value)
-    described = type_of(key)
-    instead = ""
-    if described.startswith("a list"):
-        instead = f", or {shell_word(f'{key}=[{value}]')} for a list"
-    elif described.startswith("text"):
-        instead = f", or {typed(key, value)} for this text"
-    return OverrideError(
-        text,
-        f"override '{text}' lists several values, and this command runs one; try `tunebook sweep` for one run each"
-        + instead,
-        problem_id="override-form",
+    value = text.partition("=")[2]
+    instead = (key not in all_keys() and instead_of(key, value)) or (
+        f"; try `tunebook sweep` for one run each, {shell_word(f'{key}=[{value}]')} for a list, or {typed(key, value)} "
+        "for a text"
     )
+    message = f"override '{text}' lists several values, and this command runs one{instead}"
+    return OverrideError(text, message, problem_id="override-form")
 
 
 def unknown_choice(group: str, choice: str, place: str, *, word: str | None = None) -> RequestError:
@@ -127,40 +91,16 @@ def unknown_key(key: str, owner: type | None, origins: Origins) -> RequestError:
     if asked not in all_keys() and (instead := instead_of(asked, origins.value(key))):
         return _wrong(key, f"there is no key '{asked}'{instead}", origins, problem_id="unknown-key")
     parent, _, name = key.rpartition(".")
-    elsewhere = _other_choices(parent, name, owner)
-    if elsewhere:
+    if elsewhere := _other_choices(parent, name, owner):
         group = parent.split(".")[0]
-        choice = origins.choice(group)
-        instead = ", which leaves the strategy open; name one it belongs to:" if choice == "auto" else "; it belongs to"
-        message = f"{key} has no meaning with {group}={choice}{instead} {', '.join(elsewhere)}"
+        message = f"{key} has no meaning with {group}={origins.choice(group)}; it belongs to {', '.join(elsewhere)}"
         return _wrong(key, message, origins, problem_id="unknown-key")
     siblings = list(field_types(owner)) if dataclasses.is_dataclass(owner) else []
     siblings = siblings or [field for schema in schemas_of(parent) for field in field_types(schema)]
-    guess = _near_key(key, parent, siblings, origins) or _guess_elsewhere(key)
+    near = nearest(name, siblings)
+    guess = f" Did you mean '{key.removesuffix(name)}{near}'?" if near else did_you_mean(key, all_keys() | set(GROUPS))
     allowed = f" Keys of {parent or 'a run'}: {', '.join(dict.fromkeys(siblings))}" if siblings else ""
     return _wrong(key, f"there is no key '{key}'.{guess}{allowed}", origins, problem_id="unknown-key")
-
-
-def _near_key(key: str, parent: str, siblings: list[str], origins: Origins) -> str:
-    """A suggestion of the full key, including what follows the misspelt part in an override."""
-    near = nearest(key.rpartition(".")[2], siblings)
-    if near is None:
-        return ""
-    instead = f"{parent}.{near}" if parent else near
-    override = origins.override(key)
-    if override is not None and override.key_or_group.startswith(f"{key}."):
-        instead += override.key_or_group.removeprefix(key)
-    return f" Did you mean '{instead}'?"
-
-
-def _guess_elsewhere(key: str) -> str:
-    """A suggestion of a key elsewhere: with the same last part, or with a similar spelling."""
-    keys = all_keys()
-    same_word = sorted(
-        (known for known in keys if known.split(".")[-1] == key.split(".")[-1]), key=lambda k: k.count(".")
-    )
-    full = same_word[0] if same_word else nearest(key, keys | set(GROUPS))
-    return f" Did you mean '{full}'?" if full else ""
 
 
 def _other_choices(parent: str, name: str, owner: type | None) -> list[str]:
@@ -175,7 +115,7 @@ def _other_choices(parent: str, name: str, owner: type | None) -> list[str]:
 
 def explain_missing(missing: list[str]) -> RequestError:
     """The error for missing required values."""
-    lines = [f"  {key}: type {_MISSING_HINTS.get(key, f'{key}=VALUE')} ({type_of(key)})" for key in missing]
+    lines = [f"  {key}=VALUE ({type_of(key)})" for key in missing]
     return RequestError("these values are required:\n" + "\n".join(lines), problem_id="missing-value")
 
 
@@ -198,10 +138,7 @@ def explain_composition(error: BaseException, origins: Origins) -> RequestError:
     if isinstance(error, AssertionError):
         # OmegaConf asserts on a key below a group that is null: only model.facts can be.
         key = next(name for name in (o.key_or_group for o in origins.overrides) if name.startswith("model.facts."))
-        message = (
-            f"model.facts is null with model={origins.choice('model')}, which has its sizes read from the model's "
-            "config.json; correct them there, or choose a model with facts in hydra_configs/model"
-        )
+        message = f"model={origins.choice('model')} takes its facts from the model's config.json; correct them there"
         return _wrong(key, message, origins, problem_id="unknown-key")
     return explain_value(error, origins)
 
@@ -220,25 +157,28 @@ def explain_value(error: BaseException, origins: Origins) -> RequestError:
     if "not in" in message and "Key" in message:
         return unknown_key(key, getattr(cause, "object_type", None), origins)
     if missing := re.search(r"Interpolation key '(.*?)' not found", message):
-        return _wrong(key, _no_such_reference(key, missing.group(1), origins), origins, problem_id="wrong-type")
+        message = f"{key} takes its value from '{missing[1]}', which is no key.{did_you_mean(missing[1], all_keys())}"
+        return _wrong(key, message, origins, problem_id="wrong-type")
+    return wrong_type(key, origins, message)
+
+
+def wrong_type(key: str, origins: Origins, said: str = "") -> RequestError:
+    """The error for a value of another type than its key has; `said` is the message of OmegaConf."""
     override = origins.override(key)
-    if override is not None and override.key_or_group.startswith(f"{key}."):
-        message = f"{key} is {type_of(key)}, with no keys below it; type {key}=VALUE"
-        return _wrong(key, message, origins, problem_id="unknown-key")
+    value: str | None = None
     if override is not None and override.key_or_group == key:
-        value: str | None = (override.input_line or "").partition("=")[2]
-    else:
-        found = re.search(r"[Vv]alue '(.*?)'", message) or re.search(r"value: (.*)", message)
-        value = found.group(1) if found else None
-    start = f"{key}={_shortened(value)} is not" if value is not None else f"{key} must be"
-    return _wrong(key, f"{start} {type_of(key)}{_near_value(key, value)}", origins, problem_id="wrong-type")
-
-
-def wrong_type(key: str, origins: Origins) -> RequestError:
-    """The error for an override of another form than its key has."""
-    override = origins.override(key)
-    value = (override.input_line or "").partition("=")[2] if override is not None else ""
-    return _wrong(key, f"{key}={_shortened(value)} is not {type_of(key)}", origins, problem_id="wrong-type")
+        value = (override.input_line or "").partition("=")[2]
+    elif found := re.search(r"[Vv]alue '(.*?)'", said) or re.search(r"value: (.*)", said):
+        value = found[1]
+    described = type_of(key)
+    if value is None:
+        return _wrong(key, f"{key} must be {described}", origins, problem_id="wrong-type")
+    guess = ""
+    if described.startswith("one of "):
+        guess = "." + did_you_mean(value, described.removeprefix("one of ").removesuffix(" or null").split(", "))
+    elif described.startswith("a list") and not value.startswith("["):
+        guess = f"; type {shell_word(f'{key}=[{value}]')}"
+    return _wrong(key, f"{key}={value} is not {described}{guess}", origins, problem_id="wrong-type")
 
 
 def secret_in_configuration(key: str, found: str, origins: Origins) -> RequestError:
@@ -249,36 +189,3 @@ def secret_in_configuration(key: str, found: str, origins: Origins) -> RequestEr
         "Leave it out: HF_TOKEN and WANDB_API_KEY reach the ranks by themselves; set others on the machines of the run",
         problem_id="secret-in-configuration",
     )
-
-
-def _shortened(value: str) -> str:
-    return value if len(value) <= _LONGEST_VALUE else f"{value[:20]}... ({len(value)} characters)"
-
-
-def _no_such_reference(key: str, name: str, origins: Origins) -> str:
-    override = origins.override(key)
-    text = (override.input_line or "").partition("=")[2] if override is not None else f"${{{name}}}"
-    return (
-        f"${{{name}}} stands for the value of a key '{name}', which there is not."
-        f"{did_you_mean(name, all_keys())} For the text itself type {typed(key, text.replace('${', chr(92) + '${'))}"
-    )
-
-
-def _near_value(key: str, value: str | None) -> str:
-    """What to type instead of a value, if that can be guessed; otherwise empty."""
-    described = type_of(key)
-    if value is None:
-        return ""
-    if described.startswith("one of "):
-        guess = did_you_mean(value, described.removeprefix("one of ").removesuffix(" or null").split(", "))
-        return f".{guess}" if guess else ""
-    if described.startswith("a list") and not value.startswith(("[", "{")) and value != "null":
-        return f"; type {shell_word(f'{key}=[{value}]')}"
-    if described.startswith("a whole number") and re.fullmatch(r"\d+(\.\d*)?(e\+?\d+)?", value.lower()):
-        number = float(value)
-        return f"; type {key}={number:.0f}" if number.is_integer() else ""
-    if key == "dataset.path" and value.startswith("["):
-        return "; for several files type a glob, or dataset=mixture dataset.parts.NAME.path=FILE"
-    if key.startswith("dataset.parts.") and value != "null":
-        return f"; type {typed(f'{key}.path', value)}"
-    return ""

@@ -60,7 +60,7 @@ def load_recipes(name: str, recipes_dirs: list[Path]) -> list[RecipeFile]:
     """
     known = find_recipes(recipes_dirs)
     if name in known:
-        refuse_unreadable_name(name, known[name])
+        _refuse_unreadable_name(name, known[name])
     chain: list[RecipeFile] = []
     waiting: list[tuple[str, Path, tuple[str, ...]]] = [(name, recipe_file(name, recipes_dirs), ())]
     while waiting:
@@ -78,7 +78,7 @@ def load_recipes(name: str, recipes_dirs: list[Path]) -> list[RecipeFile]:
     return chain
 
 
-def refuse_unreadable_name(name: str, file: Path) -> None:
+def _refuse_unreadable_name(name: str, file: Path) -> None:
     """Raises: RequestError for a name that Hydra's grammar does not read as the same text."""
     try:
         read: Any = OverridesParser.create().parse_override(f"recipes={name}").value()

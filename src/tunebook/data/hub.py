@@ -16,7 +16,7 @@ from tunebook.data.files import hash_folder
 from tunebook.errors import DataError, RequestError, TunebookError, first_line
 from tunebook.files import atomic_write_text
 from tunebook.hardware.disk import is_disk_full
-from tunebook.model.hub import is_out_of_reach, local_problem
+from tunebook.model.hub import disk_problem, is_out_of_reach
 
 if TYPE_CHECKING:
     import datasets
@@ -108,7 +108,7 @@ def _hub_problem(error: Exception, source: DatasetSource, key: str) -> TunebookE
     """The error for a data set that the hub does not give."""
     from huggingface_hub import errors
 
-    if problem := local_problem(error, f"the data set {source.name}"):
+    if problem := disk_problem(error, f"the data set {source.name}"):
         return problem
     name = f"{key}.name={source.name}"
     if is_out_of_reach(error):

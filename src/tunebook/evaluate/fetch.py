@@ -23,7 +23,7 @@ from tunebook.config.schema import DatasetSource, RunConfig
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError, first_line
 from tunebook.evaluate.harness import loaded_without_model, prepare_environment
 from tunebook.evaluate.task_files import check_tasks, refuse_suite_and_tasks, resolve_task, suite_settings
-from tunebook.model.hub import local_problem
+from tunebook.model.hub import disk_problem
 from tunebook.terminal import print_text, quiet_libraries
 
 
@@ -128,7 +128,7 @@ def _fetch_data_set(source: DatasetSource) -> None:
     try:
         snapshot_download(source.name, repo_type="dataset", revision=source.revision)
     except (OSError, ValueError) as error:  # the hub's errors are subclasses of these
-        raise local_problem(error, f"the data set {source.name}") or RequestError(
+        raise disk_problem(error, f"the data set {source.name}") or RequestError(
             f"the data set {source.name} cannot be fetched: {first_line(error)}. Without a network, type the same "
             "where there is one, and bring HF_HOME from there. For a gated one, ask for access on its page on the hub, "
             "and type `hf auth login`",

@@ -1,11 +1,8 @@
-"""Models on the hub: fetching and checking them, the access token, and the errors when the hub does not answer."""
+"""Models on the hub: fetching and checking them, and the errors when the hub does not answer."""
 
 from __future__ import annotations
 
-import os
-import shlex
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from tunebook.config.schema import ModelConfig
@@ -28,7 +25,6 @@ _OUT_OF_REACH = (
     "cannot find the requested files in the disk cache",
     "outgoing traffic has been disabled",
 )
-_ELSEWHERE = "HF_TOKEN in the environment"
 
 
 def is_out_of_reach(error: BaseException) -> bool:
@@ -105,18 +101,14 @@ def check_hub_model(model: ModelConfig) -> None:
         raise hub_problem(error, "model", model.name, model.revision) from error
 
 
-def local_problem(error: BaseException, what: str) -> TunebookError | None:
-    """The error if this machine, not the hub, is the cause of a failed request; else None."""
+def disk_problem(error: BaseException, what: str) -> TunebookError | None:
+    """The error if a full disk is the cause of a failed download; else None."""
     from huggingface_hub import constants
 
-    if is_disk_full(error):
-        advice = "free some space, or use another disk: HF_HOME=FOLDER in front of the command"
-        return no_space(what, Path(constants.HF_HOME), advice)
-    if token := token_problem(error):
-        return RequestError(
-            f"the hub cannot be asked for {what}: {token.what}; type: {token.fix}", problem_id="hub-token"
-        )
-    return None
+    if not is_disk_full(error):
+        return None
+    advice = "free some space, or use another disk: HF_HOME=FOLDER in front of the command"
+    return no_space(what, Path(constants.HF_HOME), advice)
 
 
 def hub_problem(
@@ -128,7 +120,7 @@ def hub_problem(
     key: str = "model.name=null model.path",
 ) -> TunebookError:
     """The error if a `kind` (model, tokenizer) called `name` cannot be loaded. `key` is the setting for a folder."""
-    if problem := local_problem(error, f"the {kind} '{name}'"):
+    if problem := disk_problem(error, f"the {kind} '{name}'"):
         return problem
     if is_out_of_reach(error):
         at = f" --revision {revision}" if revision is not None else ""
@@ -145,59 +137,3 @@ def hub_problem(
         "run `hf auth login` with an account that may read it",
         problem_id="hub-cannot-load",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenProblem:
-    """Why every request to the hub fails, even one that needs no token, and the fix."""
-
-    what: str
-    fix: str
-
-
-def token_problem(error: BaseException) -> TokenProblem | None:
-    """The problem of the token's file, if it caused an error of the hub's library."""
-    from huggingface_hub import constants
-
-    is_of_token = any(
-        isinstance(one, UnicodeDecodeError) or getattr(one, "filename", None) == constants.HF_TOKEN_PATH
-        for one in causes(error)
-    )
-    return unreadable_token() if is_of_token else None
-
-
-def unreadable_token() -> TokenProblem | None:
-    """The problem of the token's file; None if it can be read or is not used."""
-    from huggingface_hub import constants, get_token
-
-    file = Path(constants.HF_TOKEN_PATH)
-    try:
-        get_token()
-    except IsADirectoryError:
-        return TokenProblem(what=f"{file}, where the hub's token is looked for, is a folder", fix=_anew(file))
-    except UnicodeDecodeError:
-        return TokenProblem(what=f"{file}, where the hub's token is looked for, is not text", fix=_anew(file))
-    except OSError as error:
-        return TokenProblem(
-            what=f"the hub's token in {file} cannot be read: {error.strerror or error}",
-            fix=f"{_opened(file, error)}; or {_ELSEWHERE}",
-        )
-    return None
-
-
-def _opened(file: Path, error: OSError) -> str:
-    """The fix for a file without access. A file in a folder without access is not touched: it may be another user's."""
-    if isinstance(error, PermissionError) and os.access(file.parent, os.X_OK):
-        return f"sudo chown $(id -u) {_quoted(file)} && chmod 600 {_quoted(file)}"
-    return "HF_HOME=FOLDER in front of the command, with a folder of yours"
-
-
-def _anew(file: Path) -> str:
-    """The fix for a file that is no token. A file that the user has named is not touched."""
-    if os.environ.get("HF_TOKEN_PATH"):
-        return f"unset HF_TOKEN_PATH, or have it name the file with the token; or {_ELSEWHERE}"
-    return f"rm -r {_quoted(file)}, then hf auth login; or {_ELSEWHERE}"
-
-
-def _quoted(path: Path) -> str:
-    return shlex.quote(str(path))

@@ -17,7 +17,7 @@ from tunebook.checkpoint.verify import newest_checkpoint
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, TunebookError
 from tunebook.files import atomic_write_json, atomic_write_text, read_json
-from tunebook.slurm import option_words, output_pattern, patient_requeue, script_text, slurm, submit_script
+from tunebook.slurm import option_words, output_pattern, requeue, script_text, slurm, submit_script
 from tunebook.sweep.study import Study, read_sweep
 from tunebook.sweep.table import sweep_exit_code
 from tunebook.sweep.trials import CommandOf, Slot, StopRequests, run_trials, train_command
@@ -60,7 +60,7 @@ def submit_array(study: Study, config: RunConfig, num_at_once: int) -> str:
     body = f"trap '' USR1; exec {shlex.join([sys.executable, '-m', 'tunebook.sweep.slurm', str(study.folder)])}"
     script = study.folder / "array.sh"
     atomic_write_text(script, script_text([f"The trials of {study.folder}"], options, body))
-    job_id = submit_script(script, config)
+    job_id = submit_script(script)
     atomic_write_json(study.folder / _JOB_FILE, {"job_id": job_id})
     return job_id
 
@@ -95,7 +95,7 @@ def run_task(folder: Path, command_of: CommandOf = train_command) -> int:
     newest = newest_checkpoint(study.run_folder(trial.number))
     # A turn that saved nothing would repeat itself for ever. Slurm refuses jobs with launcher.requeue=false.
     if stop.first is not None and newest is not None and newest.stat().st_mtime > started:
-        print(patient_requeue(os.environ["SLURM_JOB_ID"], print) or "requeued", flush=True)
+        requeue(os.environ["SLURM_JOB_ID"], lambda text: print(text, flush=True))
     return sweep_exit_code([row for row in study.rows() if row.number == trial.number])
 
 

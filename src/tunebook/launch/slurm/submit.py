@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
 
 from rich.console import Console
 
@@ -20,23 +19,20 @@ from tunebook.files import atomic_write_text
 from tunebook.launch.commands import JOB_SCRIPT, job_body, show_command
 from tunebook.record.manifest import RunState, finish_manifest, read_manifest, update_manifest
 from tunebook.slurm import (
-    HopelessWait,
     JobState,
     job_state,
     option_words,
     output_file,
-    patient_job_state,
+    patiently,
     script_text,
     slurm,
     submit_command,
     submit_script,
-    take_back_hopeless,
 )
 from tunebook.terminal import print_text
 from tunebook.train.rank_process import RequestCount, handling_signals
 
 _POLL_S = 2.0
-_HELD = "JobHeldUser"
 _OWN_RECORDS_WITHIN_S = 20.0  # for a network file system to show the job's files
 
 
@@ -63,30 +59,20 @@ def submit(config: RunConfig, folder: Path, console: Console) -> str:
     try:
         atomic_write_text(folder / JOB_SCRIPT, job_script(config, folder))
         show_command(submit_command(folder / JOB_SCRIPT), console)
-        job_id = submit_script(folder / JOB_SCRIPT, config)
+        job_id = submit_script(folder / JOB_SCRIPT)
     except TunebookError as error:
         finish_manifest(folder, RunState.failed, error.exit_code, error.message)
         raise
     update_manifest(folder, {"slurm": {"job_id": job_id}})
-    output = output_file(folder, job_id)
-    state = _state_if_known(job_id)
     lines = [
-        f"submitted as job {job_id}" + (f", {state.text()}" if state is not None else ""),
-        f"  what it prints:  tail -F {shlex.quote(str(output))}",
+        f"submitted as job {job_id}",
+        f"  what it prints:  tail -F {shlex.quote(str(output_file(folder, job_id)))}",
         f"  how it stands:   squeue --job {job_id}",
         f"  stop and save:   scancel --batch --signal=TERM {job_id}",
         f"  take it back while it waits: scancel {job_id}",
     ]
     print_text("\n".join(lines), console)
     return job_id
-
-
-def _state_if_known(job_id: str) -> JobState | None:
-    """Return the state of a job just submitted; None if the controller does not respond: the job exists anyway."""
-    try:
-        return job_state(job_id)
-    except TunebookError:
-        return None
 
 
 def refuse_if_queued(folder: Path) -> None:
@@ -116,18 +102,13 @@ def follow(job_id: str, folder: Path, console: Console) -> int:
     """
     printed = _Tail(output_file(folder, job_id))
     last: str | None = None
-    state: JobState | None = None
-    hopeless = HopelessWait()
     with _stopping(job_id, console):
         while True:
-            state = patient_job_state(job_id, lambda text: print_text(f"job {job_id}: {text}", console))
+            state = _waited_for(job_id, console)
             printed.show(console)
-            text = state.text() if state is not None else None
-            if text is not None and text != last:
-                print_text(f"job {job_id}: {text}{_advice(job_id, state)}", console)
-            last = text
-            if state is not None and hopeless.is_long(state):
-                _give_up(job_id, folder, state)
+            if state is not None and state.text() != last:
+                last = state.text()
+                print_text(f"job {job_id}: {last}", console)
             if state is None or state.has_ended or (state.name == "COMPLETING" and _is_recorded(folder)):
                 break
             time.sleep(_POLL_S)
@@ -136,19 +117,9 @@ def follow(job_id: str, folder: Path, console: Console) -> int:
     return _exit_code(job_id, folder, state)
 
 
-def _advice(job_id: str, state: JobState | None) -> str:
-    """Advise on a pending job that needs action by its user."""
-    is_held = state is not None and state.name == "PENDING" and state.reason == _HELD
-    return f"; let it go with: scontrol release {job_id}" if is_held else ""
-
-
-def _give_up(job_id: str, folder: Path, state: JobState) -> NoReturn:
-    """Cancel a job that can never run. Raises: RequestError with what to change."""
-    error = take_back_hopeless(job_id, state)
-    before = read_manifest(folder)["status"]  # of a turn that saved, if only its requeue failed
-    step, checkpoint = before.get("step"), before.get("last_checkpoint")
-    finish_manifest(folder, RunState.failed, error.exit_code, error.message, step=step, last_checkpoint=checkpoint)
-    raise error
+def _waited_for(job_id: str, console: Console) -> JobState | None:
+    """Return the job's state, waiting for a silent controller."""
+    return patiently(lambda: job_state(job_id), lambda text: print_text(f"job {job_id}: {text}", console))
 
 
 def _is_recorded(folder: Path) -> bool:
@@ -183,7 +154,7 @@ def _stopping(job_id: str, console: Console) -> Iterator[None]:
         turn = count.take(number)
         if turn == 0:
             return
-        state = patient_job_state(job_id, console.print) if turn == 1 else None
+        state = _waited_for(job_id, console) if turn == 1 else None
         is_polite = state is not None and state.name == "RUNNING"
         words = ["scancel", "--batch", "--signal=TERM", job_id] if is_polite else ["scancel", job_id]
         console.print(f"stopping: {' '.join(words)}" + (" (Ctrl-C cancels it at once)" if is_polite else ""))
