@@ -29,15 +29,16 @@ from tunebook.evaluate.harness import prepare_environment
 
 _CHANGED = (
     "TQDM_DISABLE", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TOKENIZERS_PARALLELISM", "HF_ALLOW_CODE_EVAL",
-    "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "NLTK_DATA",
+    "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "NLTK_ALLOW_PROXIED_URLOPEN",
 )  # fmt: skip
 
 
 @pytest.fixture
-def quiet_harness(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of a worker, taken back after the test."""
     for name in _CHANGED:
         monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk_data"))
     prepare_environment(is_offline=True)
 
 
