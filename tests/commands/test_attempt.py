@@ -13,8 +13,8 @@ from tunebook.commands.attempt import Attempt
 from tunebook.config.choices import Contamination, Generation, LauncherName
 from tunebook.config.frozen import plain_config
 from tunebook.config.schema import DatasetConfig, EvaluationConfig, HardwareConfig, RayConfig
+from tunebook.launch.supervise import ProcessEnd
 from tunebook.record.run_folder import FINISHED, RUN_FILE
-from tunebook.supervise import ProcessEnd
 
 GOES = "node2 will be preempted in 26 s, with rank 1"
 

@@ -9,13 +9,13 @@ import sys
 import pytest
 from rich.console import Console
 
-from tunebook import slurm as client
 from tunebook.commands import slurm_turn as turn
 from tunebook.commands.slurm_turn import carry_out_turn
 from tunebook.config.frozen import config_to_yaml
 from tunebook.errors import TunebookError
+from tunebook.launch.slurm import client
+from tunebook.launch.slurm.client import JobState
 from tunebook.record.manifest import read_manifest, start_manifest
-from tunebook.slurm import JobState
 
 from ..conftest import config_of
 

@@ -25,8 +25,8 @@ from tunebook.evaluate.command import (
     worker_error,
 )
 from tunebook.evaluate.worker import _settings_of
+from tunebook.launch.supervise import ProcessEnd
 from tunebook.record.model_origin import ORIGIN_FILE
-from tunebook.supervise import ProcessEnd
 
 MakeRun = Callable[..., Path]
 QUICKSTART = "book:recipes/quickstart/tasks/quickstart.yaml"

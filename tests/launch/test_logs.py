@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from tunebook.launch.logs import first_failure, last_lines, make_logs, quote_log, rank_log, torchrun_log, where
-from tunebook.supervise import Failure
+from tunebook.launch.supervise import Failure
 
 # As torch 2.13 prints it, shortened.
 REPORT = """E1121 11:40:02 torch/distributed/elastic/api.py:1000] failed (exitcode: {code}) local_rank: 1

@@ -600,7 +600,7 @@ def test_one_node_without_the_image_ends_the_wait_for_it(follow, tmp_path, monke
 
 
 def test_a_second_request_waits_for_no_node_that_hangs(follow, monkeypatch):
-    monkeypatch.setattr("tunebook.supervise._SECOND_WITHIN_S", 0.1)
+    monkeypatch.setattr("tunebook.launch.supervise._SECOND_WITHIN_S", 0.1)
     monkeypatch.setattr(nodes, "_CUT_OFF_S", 0.2)
     monkeypatch.setattr(nodes, "KILL_AFTER_S", 600)
     end = follow(sys.executable, "-c", HANGS, "PORT")

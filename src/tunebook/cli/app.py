@@ -45,7 +45,7 @@ from tunebook.config.override_text import shell_command, typed
 from tunebook.config.unsafe_text import shown, without_secrets
 from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError
 from tunebook.hardware.disk import is_disk_full
-from tunebook.second_interrupt import watching_interrupts
+from tunebook.launch.second_interrupt import watching_interrupts
 from tunebook.terminal import outlive_readers
 from tunebook.train.other_launchers import refuse_inside_launcher
 

@@ -34,6 +34,7 @@ from tunebook.launch.logs import first_failure, launcher_log, make_logs, quote_l
 from tunebook.launch.nodes import NodeGroup
 from tunebook.launch.resume import is_trained
 from tunebook.launch.slurm.container import is_contained, record_container, remove_containers
+from tunebook.launch.supervise import ProcessEnd, run_and_wait
 from tunebook.plan.show import show_end
 from tunebook.processes import ending
 from tunebook.record.answer_faults import fault_warnings
@@ -59,7 +60,6 @@ from tunebook.record.run_folder import (
     read_outcomes,
 )
 from tunebook.record.start_up import StartClock, note_launch
-from tunebook.supervise import ProcessEnd, run_and_wait
 from tunebook.terminal import print_text
 from tunebook.train.environment import rank_environment
 

@@ -18,10 +18,10 @@ from tunebook.config.schema import SlurmConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.launch.node_facts import folder_problem
 from tunebook.launch.resume import is_trained
+from tunebook.launch.slurm.client import JobState, job_state, patiently, requeue
 from tunebook.record.manifest import RunState, read_manifest, update_manifest
 from tunebook.record.provenance import describe_hardware
 from tunebook.record.run_folder import RUN_FILE, clear_outcomes, working_in
-from tunebook.slurm import JobState, job_state, patiently, requeue
 from tunebook.terminal import print_text
 
 _LOCK_WITHIN_S = 60.0  # the submitting process still locks the folder for a moment

@@ -18,11 +18,11 @@ from tunebook.config.override_text import command_words, shell_command
 from tunebook.config.schema import RayConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError, first_few
 from tunebook.hardware.detect import Machine, detect_machine
+from tunebook.launch.slurm.client import check_job
 from tunebook.plan.auto.decisions import asked_keys
 from tunebook.plan.draft import Draft, draft_run
 from tunebook.processes import own_cores
 from tunebook.record.run_folder import WITHOUT_RECIPE, working_in
-from tunebook.slurm import check_job
 from tunebook.sweep.slurm import check_array, is_array, queued_array, submit_array
 from tunebook.sweep.space import Values, read_space, title_of
 from tunebook.sweep.study import RESUMES, Study, Sweep, find_folder, make_folder, write_sweep

@@ -35,6 +35,7 @@ from tunebook.launch.commands import JOB_SCRIPT, job_commands, launch_command, s
 from tunebook.launch.node import join_run
 from tunebook.launch.nodes import has_later_nodes, is_later_node, open_to_nodes
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
+from tunebook.launch.slurm.client import check_job
 from tunebook.launch.slurm.container import is_contained
 from tunebook.launch.slurm.submit import follow, job_script, refuse_if_queued, submit
 from tunebook.model.hub import why_no_upload
@@ -59,7 +60,6 @@ from tunebook.record.run_folder import (
     working_in,
 )
 from tunebook.record.start_up import StartClock
-from tunebook.slurm import check_job
 from tunebook.terminal import print_lines, print_text
 from tunebook.train.requirements import check_environment
 

@@ -34,11 +34,11 @@ from tunebook.evaluate.trained_model import (
     tokenizer_of_run,
     uses_gpu,
 )
+from tunebook.launch.second_interrupt import forget_interrupts
 from tunebook.model.adapters import is_adapter
 from tunebook.model.tokenizer import load_tokenizer, stop_ids
 from tunebook.record.model_origin import check_base, check_bound, recorded_by_origin, recorded_by_run, uncompared_base
 from tunebook.record.run_folder import RUN_FILE
-from tunebook.second_interrupt import forget_interrupts
 from tunebook.terminal import print_text, quiet_libraries
 
 if TYPE_CHECKING:

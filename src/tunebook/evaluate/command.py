@@ -28,6 +28,7 @@ from tunebook.evaluate.target import (
 )
 from tunebook.evaluate.task_files import check_tasks, refuse_suite_and_tasks, suite_settings
 from tunebook.files import atomic_write_text, read_json
+from tunebook.launch.supervise import ProcessEnd, run_and_wait
 from tunebook.processes import ending
 from tunebook.record.answer_faults import fault_warnings
 from tunebook.record.contamination import result_lines, score_lines
@@ -35,7 +36,6 @@ from tunebook.record.differences import answers_of, score_in_words
 from tunebook.record.model_origin import allowed_mismatches
 from tunebook.record.page.scores import Score, ScoreRow, score_rows
 from tunebook.record.run_folder import LATEST, RUN_FILE, time_name
-from tunebook.supervise import ProcessEnd, run_and_wait
 from tunebook.terminal import print_text
 from tunebook.train.environment import evaluation_environment
 from tunebook.train.image import refuse_wrong_image

@@ -15,9 +15,9 @@ from rich.console import Console
 from tunebook.config.choices import LauncherName
 from tunebook.config.override_text import shell_command
 from tunebook.config.schema import RunConfig, SlurmConfig
+from tunebook.launch.slurm.client import submit_command
 from tunebook.launch.slurm.container import in_container, is_contained
 from tunebook.record.contamination import CHECK, is_checked_by_evaluation, needs_check
-from tunebook.slurm import submit_command
 from tunebook.terminal import print_text
 
 _TRAIN = "tunebook.train"

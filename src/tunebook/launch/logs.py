@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from tunebook.supervise import Failure
+from tunebook.launch.supervise import Failure
 
 LOG_FOLDER = "logs"
 _NUM_LAST_LINES = 8

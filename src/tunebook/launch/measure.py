@@ -25,6 +25,7 @@ from tunebook.hardware.detect import Machine
 from tunebook.hardware.disk import disk_full
 from tunebook.launch.commands import ranks_command
 from tunebook.launch.logs import make_logs, quote_log, rank_log, torchrun_log
+from tunebook.launch.supervise import run_and_wait
 from tunebook.record.measurement import (
     NUM_STEPS,
     Measurement,
@@ -38,7 +39,6 @@ from tunebook.record.measurement import (
 )
 from tunebook.record.metrics import is_training_line, read_metrics
 from tunebook.record.run_folder import PLAN_FILE, PREPARED_FILE, RUN_FILE, UNSAVED_FILE, Outcome, read_outcomes
-from tunebook.supervise import run_and_wait
 from tunebook.terminal import print_text
 from tunebook.train.environment import rank_environment
 

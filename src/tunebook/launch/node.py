@@ -42,9 +42,9 @@ from tunebook.launch.rendezvous import (
     read_launcher,
 )
 from tunebook.launch.slurm.container import describe_container
+from tunebook.launch.supervise import POLL_S, Started, StopRequests, start_command
 from tunebook.processes import adopting_orphans, ask_to_stop_when_parent_dies, children_of, end_children, free_port
 from tunebook.record.run_folder import RUN_FILE, read_outcomes
-from tunebook.supervise import POLL_S, Started, StopRequests, start_command
 from tunebook.terminal import outlive_readers, print_text
 from tunebook.train.environment import evaluation_environment, rank_environment
 

@@ -34,10 +34,10 @@ from tunebook.launch.rendezvous import (
     publish,
     read_node,
 )
+from tunebook.launch.slurm.client import node_names
 from tunebook.launch.slurm.container import required_code, why_not_started
+from tunebook.launch.supervise import POLL_S, Failure, ProcessEnd, Started, StopRequests, start_command
 from tunebook.processes import adopting_orphans, children_of, end_children
-from tunebook.slurm import node_names
-from tunebook.supervise import POLL_S, Failure, ProcessEnd, Started, StopRequests, start_command
 from tunebook.terminal import print_text
 
 # Seconds that ranks get to end after one of them has failed: no save can succeed without it. torchrun uses the same.

@@ -9,12 +9,12 @@ import subprocess
 import pytest
 from rich.console import Console
 
-from tunebook import slurm as client
 from tunebook.errors import TunebookError
+from tunebook.launch.slurm import client
 from tunebook.launch.slurm import submit as module
+from tunebook.launch.slurm.client import JobState
 from tunebook.launch.slurm.submit import follow, submit
 from tunebook.record.manifest import RunState, finish_manifest, read_manifest, start_manifest
-from tunebook.slurm import JobState
 
 from ...conftest import config_of
 

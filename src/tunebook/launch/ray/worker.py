@@ -21,8 +21,8 @@ from tunebook.launch.logs import rank_log
 from tunebook.launch.node import Agent, join_launcher
 from tunebook.launch.node_facts import folder_problem, node_facts
 from tunebook.launch.rendezvous import TOKEN_VARIABLE, open_store
+from tunebook.launch.supervise import start_command
 from tunebook.record.run_folder import RUN_FILE
-from tunebook.supervise import start_command
 from tunebook.train.environment import rank_environment
 
 # Endings that were requested, or that another attempt would not change.

@@ -17,8 +17,7 @@ from tunebook.config.unsafe_text import require_printable
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.files import atomic_write_text
 from tunebook.launch.commands import JOB_SCRIPT, job_body, show_command
-from tunebook.record.manifest import RunState, finish_manifest, read_manifest, update_manifest
-from tunebook.slurm import (
+from tunebook.launch.slurm.client import (
     JobState,
     job_state,
     option_words,
@@ -29,6 +28,7 @@ from tunebook.slurm import (
     submit_command,
     submit_script,
 )
+from tunebook.record.manifest import RunState, finish_manifest, read_manifest, update_manifest
 from tunebook.terminal import print_text
 from tunebook.train.rank_process import RequestCount, handling_signals
 

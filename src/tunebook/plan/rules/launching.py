@@ -11,8 +11,8 @@ from tunebook.config.override_text import typed, typed_list
 from tunebook.config.schema import LauncherConfig, RayConfig, RunConfig, SlurmConfig
 from tunebook.config.unsafe_text import control_character, shown, without_control_characters
 from tunebook.config.walk import texts_of
+from tunebook.launch.slurm.client import slurm_seconds
 from tunebook.plan.rules.frame import Finding, rule, without
-from tunebook.slurm import slurm_seconds
 
 # sbatch options that the rendered script sets, and those that would run the same folder more than once.
 _RESERVED = {

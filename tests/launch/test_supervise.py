@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tunebook import processes as descendants
-from tunebook.supervise import TORCHRUN, StopRequests, run_and_wait
+from tunebook.launch.supervise import TORCHRUN, StopRequests, run_and_wait
 from tunebook.train.environment import handed_on, rank_environment
 
-from .conftest import config_of
+from ..conftest import config_of
 
 
 @pytest.mark.parametrize(("visible", "expected"), [(None, "0"), ("3,5", "3"), ("GPU-aa,GPU-bb", "GPU-aa")])
@@ -140,7 +140,7 @@ def test_a_third_request_kills(request_stops):
 
 def test_a_second_request_ends_also_what_cannot_hear_it(request_stops, monkeypatch):
     """A rank that waits for others in a library's code runs no handler."""
-    monkeypatch.setattr("tunebook.supervise._SECOND_WITHIN_S", 0.1)
+    monkeypatch.setattr("tunebook.launch.supervise._SECOND_WITHIN_S", 0.1)
     counter = request_stops(signal.SIGINT, signal.SIGINT)
     end = run_and_wait(program(counter, "never"), {}, stop_timeout_s=600)
     assert (end.exit_code, end.stopped_by) == (-signal.SIGKILL, "SIGINT")
@@ -167,7 +167,7 @@ def test_a_second_request_waits_for_nothing_that_was_left_behind(tmp_path, monke
             asked.append(signal.SIGINT)
         descendants.end_children(is_urgent=is_urgent, **_)
 
-    monkeypatch.setattr("tunebook.supervise.end_children", end_children)
+    monkeypatch.setattr("tunebook.launch.supervise.end_children", end_children)
     end = run_and_wait([sys.executable, "-c", LEAVES_BEHIND, str(tmp_path / "there")], {}, stop_timeout_s=600)
     assert (end.exit_code, end.stopped_by, len(asked)) == (0, "SIGINT", 2)
 

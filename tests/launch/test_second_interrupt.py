@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import wait_for
+from ..conftest import wait_for
 
 APART_S = 0.5  # two requests, and not one that came twice
 # Starts a process of its own, says its number, and is then in the state that follows.
 PROGRAM = """
 import ctypes, os, signal, subprocess, sys, time
-from tunebook import second_interrupt
+from tunebook.launch import second_interrupt
 second_interrupt._HANDLED_WITHIN_S = 0.2
 with second_interrupt.watching_interrupts():
     child = subprocess.Popen(["sleep", "600"])

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tunebook import slurm as client
 from tunebook.errors import RequestError, TunebookError
-from tunebook.launch.slurm.submit import job_script
-from tunebook.slurm import (
+from tunebook.launch.slurm import client
+from tunebook.launch.slurm.client import (
     check_job,
     job_state,
     option_lines,
@@ -19,8 +18,9 @@ from tunebook.slurm import (
     patiently,
     slurm,
 )
+from tunebook.launch.slurm.submit import job_script
 
-from .conftest import config_of
+from ...conftest import config_of
 
 
 @pytest.fixture
