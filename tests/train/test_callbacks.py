@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from trl import SFTTrainer
 
 from tunebook.record.manifest import read_manifest, start_manifest
-from tunebook.record.metrics import read_metrics
 from tunebook.record.provenance import describe_processor
 from tunebook.record.start_up import StartClock, note_launch
 from tunebook.train import callbacks
@@ -62,15 +60,6 @@ def test_trackers_and_checkpoints_get_the_numbers_of_the_metrics(config, run, ch
     state = json.loads((folder / "checkpoints" / "checkpoint-6" / "trainer_state.json").read_text())
     assert state["epoch"] == 2.0
     assert [{key: entry[key] for key in entry if key != "step"} for entry in state["log_history"]] == logged[:-1]
-
-
-@pytest.mark.skipif(not Path("/proc/self/schedstat").is_file(), reason="the system does not count waits for a core")
-def test_each_line_has_the_time_that_other_work_had_the_cores(config, run, changed, tmp_path):
-    _, code, _ = run(changed(config, training={"max_steps": 4}))
-    assert code == 0
-    waits = [line["core_wait_seconds"] for line in read_metrics(tmp_path / "run")]
-    assert len(waits) == 4
-    assert all(wait >= 0 for wait in waits)
 
 
 @pytest.mark.parametrize(

@@ -225,16 +225,10 @@ def gather_results(record: RunRecord) -> Results:
         steps=[step for step, _ in losses],
         losses=[loss for _, loss in losses],
         tokens_per_second_per_gpu=_rounded(summary.tokens_per_second_per_gpu),
-        core_wait_share=_rounded(_core_wait_share(record)),
         memory_gib=_rounded(max(summary.peak_memory_gib, default=None)),
         planned_memory_gib=planned if record.manifest and record.manifest["hardware"]["gpus"] else None,
         scores={name: _score(record, name, task) for name, task in tasks.items()},
     )
-
-
-def _core_wait_share(record: RunRecord) -> float | None:
-    waits, seconds = record.values("core_wait_seconds"), record.values("seconds")
-    return sum(waits) / sum(seconds) if sum(seconds) and len(waits) == len(seconds) == len(record.training) else None
 
 
 def _score(record: RunRecord, name: str, task: Mapping[str, Any]) -> Score:

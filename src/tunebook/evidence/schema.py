@@ -132,7 +132,6 @@ class Results(Section):
     steps: list[int] = Field(min_length=1)  # optimizer steps whose loss was logged
     losses: list[float] = Field(min_length=1)  # loss per trained token at these steps
     tokens_per_second_per_gpu: float | None  # real tokens, median after warming up
-    core_wait_share: float | None = Field(default=None, ge=0)  # of the time, in which a CPU run waited for a core
     memory_gib: float | None  # peak of the rank with the highest peak
     planned_memory_gib: float | None  # the plan's estimate
     scores: dict[str, Score]  # by task

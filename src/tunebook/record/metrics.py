@@ -4,9 +4,8 @@ A training line has `step, num_steps, loss, ...`; the loss is the mean of the la
 has `step, validation_loss, validation_tokens`. The last step is always logged, and so is each step with a validation if
 training may stop early. A run that is stopped between two logged steps logs the steps since the first of them, and logs
 the remaining ones after it resumes; `by_schedule` combines both lines. The first training line after a save has
-`save_seconds`, the time that training waited for the save. On a CPU each has `core_wait_seconds`, the time since the
-last line in which other work on the machine kept rank 0's main thread from running. A killed run loses at most the line
-it was writing. A resumed run removes the lines after its checkpoint, then appends, so that each step is in one line.
+`save_seconds`, the time that training waited for the save. A killed run loses at most the line it was writing. A
+resumed run removes the lines after its checkpoint, then appends, so that each step is in one line.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _WARM_UP_SHARE = 0.1  # of the logged steps, excluded from the median speed if t
 # The optional numbers of a line. Each may be null, and so may each number of a list.
 _NUMBERS = (
     "loss", "validation_loss", "grad_norm", "learning_rate", "tokens_seen", "tokens_per_second_per_gpu", "mfu",
-    "peak_tflops", "padding_share", "seconds", "core_wait_seconds",
+    "peak_tflops", "padding_share", "seconds",
 )  # fmt: skip
 _LISTS = ("memory_gib", "memory_reserved_gib", "memory_device_gib")
 

@@ -165,7 +165,6 @@ class Records(TrainerCallback):
         self._last = time.perf_counter()
         self._seconds = 0.0  # training time since the last logged step
         self._saving_seconds = 0.0  # time that training waited for saves since the last logged step
-        self._core_wait = 0.0  # seconds that this rank had waited for a core at the last logged step
         self._logged_step = 0
         self._first_step = 0  # steps of an earlier run or attempt
         self._before: dict[str, int] | None = None  # their tokens and documents; None: by this run's schedule
@@ -178,7 +177,6 @@ class Records(TrainerCallback):
         stored: Any = state.stateful_callbacks
         self._before = stored.get(_SEEN)
         self._last = time.perf_counter()
-        self._core_wait = _core_wait_seconds() or 0.0
         if self.folder is not None:
             remove_later_lines(self.folder, state.global_step, validation_losses(state))
         if self.progress is not None:
@@ -250,14 +248,6 @@ class Records(TrainerCallback):
         since = self.batches.totals(self._first_step, step)
         return {"tokens": before["tokens"] + since.tokens, "documents": before["documents"] + since.documents}
 
-    def _waited(self) -> dict[str, float]:
-        """The wait for a core since the last line; empty on GPUs, whose speed it does not limit, and if unknown."""
-        waited = None if PartialState().device.type == "cuda" else _core_wait_seconds()
-        if waited is None:
-            return {}
-        before, self._core_wait = self._core_wait, waited
-        return {"core_wait_seconds": round(waited - before, 4)}
-
     def _numbers(self, logs: dict[str, Any], state: TrainerState, num_gpus: int) -> dict[str, Any]:
         step = state.global_step
         num_steps = step - self._logged_step
@@ -284,15 +274,7 @@ class Records(TrainerCallback):
             "seconds": round(seconds, 4),
         }
         saved = {"save_seconds": round(saving, 4)} if saving else {}
-        return numbers | saved | self._waited() | _memory_of_every_rank()
-
-
-def _core_wait_seconds() -> float | None:
-    """How long the main thread was ready to run and other work had the cores; None if unknown (Linux tells)."""
-    try:
-        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return None
+        return numbers | saved | _memory_of_every_rank()
 
 
 def _memory_of_every_rank() -> dict[str, list[float]]:
