@@ -305,13 +305,6 @@ class TestFrozen:
         (tmp_path / "run.yaml").write_text(config_to_yaml(config))
         assert load_config(tmp_path / "run.yaml") == config
 
-    @pytest.mark.parametrize("key", ["compile_layers", "one_pass_head"])
-    def test_a_run_of_before_a_kernel_was_there_did_not_have_it(self, tmp_path, key):
-        text = config_to_yaml(composed())
-        assert f"  {key}: null\n" in text
-        (tmp_path / "run.yaml").write_text(text.replace(f"  {key}: null\n", ""))
-        assert getattr(load_config(tmp_path / "run.yaml").model, key) is False
-
     def test_a_missing_or_edited_file_is_refused(self, tmp_path):
         with pytest.raises(RequestError, match="no run folder"):
             load_config(tmp_path / "run.yaml")

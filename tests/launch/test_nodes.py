@@ -595,7 +595,7 @@ def test_one_node_without_the_image_ends_the_wait_for_it(follow, tmp_path, monke
     log.write_text("srun: error: node1: task 0: Exited with exit code 127\n")
     end = follow("sh", "-c", "echo 'srun: error: node2: task 1: Exited with exit code 125' >&2; exec sleep 600")
     assert end.failure.problem_id == "container-not-started"
-    assert "launcher.container_image=tunebook:cpu on node2, and says above why" in end.failure.message
+    assert "launcher.container_image=tunebook:cpu on node2 (exit code 125)" in end.failure.message
     assert end.failure.exit_code == 2
 
 
