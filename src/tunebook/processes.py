@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -43,6 +44,46 @@ os.execvp(sys.argv[3], sys.argv[3:])
 _RANK = ["-m", "tunebook.train"]
 _LONGEST_ANSWER = 1 << 20  # bytes
 _DYING_S = 2.0  # how long a killed program is given to go, so that it leaves no zombie
+
+
+@contextmanager
+def handling_signals(
+    numbers: Collection[int], handler: Callable[[int, FrameType | None], None], *, takes_ignored: bool = False
+) -> Iterator[None]:
+    """Handle signals of this process (main thread only), and restore the earlier handlers.
+
+    Ignored signals stay ignored unless `takes_ignored`: nohup ignores the end of the terminal, a shell ignores Ctrl-C
+    for background jobs.
+    """
+    taken = [number for number in numbers if takes_ignored or signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in taken}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+class RequestCount:
+    """Counts requests to stop. Only Ctrl-C counts a second time.
+
+    Other signals arrive several times for one reason: the kernel reports the death of each of the parent's threads, and
+    both the shell and the kernel report a closed terminal. A second request means "do not save" and would lose the
+    steps since the last checkpoint.
+    """
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def take(self, number: int) -> int:
+        """The number of this request, from 1; 0 if it was counted before.
+
+        Calls no function: the next signal may interrupt a handler at a call.
+        """
+        if self.num and number != signal.SIGINT:
+            return 0
+        self.num += 1
+        return self.num
 
 
 def own_cores() -> list[int]:

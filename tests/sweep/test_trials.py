@@ -15,7 +15,7 @@ import pytest
 
 from tunebook.sweep.study import Study, Sweep
 from tunebook.sweep.table import TrialResult
-from tunebook.sweep.trials import Slot, StopRequests, divide, run_trials, train_command
+from tunebook.sweep.trials import Slot, TrialStopRequests, divide, run_trials, train_command
 
 # Ends as a run does that is asked to stop: cleanly, with 6.
 STOPS_CLEANLY = """
@@ -23,7 +23,8 @@ import pathlib, signal, sys, time
 def stop(number, frame):
     pathlib.Path(sys.argv[1], "saved").touch()
     raise SystemExit(6)
-signal.signal(signal.SIGTERM, stop)
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, stop)
 pathlib.Path(sys.argv[1], "running").touch()
 time.sleep(30)
 """
@@ -65,7 +66,7 @@ def study_in(folder: Path, num_trials: int = 1, **values: object) -> Study:
 
 def run_program(program: str, folder: str, slots: int = 1, **values: int) -> list[TrialResult | None]:
     """Run the program once per trial, with the sweep's folder and the trial's number as its arguments."""
-    study, stop = study_in(Path(folder), **values), StopRequests()
+    study, stop = study_in(Path(folder), **values), TrialStopRequests()
 
     def command_of(_study: Study, trial: optuna.Trial) -> list[str]:
         return [sys.executable, "-c", program, folder, str(trial.number)]
@@ -134,7 +135,7 @@ def test_a_machine_is_divided_evenly() -> None:
 
 def test_trials_side_by_side_see_gpus_of_their_own(tmp_path: Path) -> None:
     program = "import os, sys; open(f'{sys.argv[1]}/{sys.argv[2]}', 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])"
-    study, stop = study_in(tmp_path, 4), StopRequests()
+    study, stop = study_in(tmp_path, 4), TrialStopRequests()
     run_trials(
         study,
         divide(["GPU-a", "GPU-b", "GPU-c", "GPU-d"], [], 2),
@@ -192,7 +193,7 @@ def test_a_third_ctrl_c_kills_a_trial_that_does_not_stop(tmp_path: Path) -> None
     result = run_one(IGNORES_REQUESTS, tmp_path)
     watcher.join()
     assert result.exit_code == 1
-    assert (tmp_path / "noted").read_text().split() == ["SIGTERM", "SIGINT"]
+    assert (tmp_path / "noted").read_text().split() == ["SIGINT", "SIGINT"]
 
 
 def test_a_trial_is_asked_to_save_when_its_sweep_is_killed(tmp_path: Path) -> None:
@@ -217,7 +218,7 @@ folder.mkdir()
 (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": float(sys.argv[2])}) + "\\n")
 time.sleep(30 if sys.argv[2] == "5" else 0)
 """
-    study, stop = study_in(tmp_path, 6, prune=2), StopRequests()
+    study, stop = study_in(tmp_path, 6, prune=2), TrialStopRequests()
     run_trials(
         study,
         [Slot()],

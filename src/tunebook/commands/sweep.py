@@ -35,7 +35,7 @@ from tunebook.sweep.table import (
     sweep_exit_code,
     sweep_table,
 )
-from tunebook.sweep.trials import CommandOf, StopRequests, divide, is_at_work, run_trials, train_command
+from tunebook.sweep.trials import CommandOf, TrialStopRequests, divide, is_at_work, run_trials, train_command
 from tunebook.terminal import print_text
 
 _SAVES_WITHIN_S = 600.0  # trials of a killed sweep, which may hold large models
@@ -90,7 +90,7 @@ def sweep_command(
         print_text(f"{study.num_left} of {study.num_trials} trials to run, {_how_it_runs(sweep, options)}", console)
         gpus = [gpu.uuid or str(gpu.index) for gpu in machine.gpus]
         slots = divide(gpus, own_cores(), options.jobs or 1) if _is_here(config) else divide([], [], options.jobs or 1)
-        stop = StopRequests()
+        stop = TrialStopRequests()
         with stop.listening():
             run_trials(study, slots, stop, lambda text: print_text(text, console), command_of)
         return _conclude(study, config, console, was_stopped=stop.first is not None)

@@ -17,8 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from tunebook.errors import StoppedError
-from tunebook.processes import descendants_of
-from tunebook.train.rank_process import RequestCount
+from tunebook.processes import RequestCount, descendants_of
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PLAIN_WITHIN_S = 1.0  # after the second request, if only Python's KeyboardInterrupt handles it

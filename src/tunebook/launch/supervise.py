@@ -18,8 +18,14 @@ from pathlib import Path
 from types import FrameType
 
 from tunebook.errors import TunebookError
-from tunebook.processes import adopting_orphans, children_of, end_children, stopping_with_parent
-from tunebook.train.rank_process import RequestCount, handling_signals
+from tunebook.processes import (
+    RequestCount,
+    adopting_orphans,
+    children_of,
+    end_children,
+    handling_signals,
+    stopping_with_parent,
+)
 
 TORCHRUN = "torch.distributed.run"
 # Signals forwarded for the first request (finish the step and save). The second request sends SIGINT: ranks end without
@@ -135,15 +141,21 @@ def start_command(
     keep_open: Sequence[int] = (),
     *,
     log: Path | None = None,
+    output: Path | None = None,
     working_folder: Path | None = None,
 ) -> Started:
-    """Start a command in its own process group; the kernel asks it to stop if this process dies."""
-    stream = None if log is None else log.open("ab")
+    """Start a command in its own process group; the kernel asks it to stop if this process dies.
+
+    `log` receives its standard error, `output` all that it prints; without them both are this process's own.
+    """
+    file = output or log
+    stream = None if file is None else file.open("ab")
     try:
         process = subprocess.Popen(
             stopping_with_parent(command),
             env=environment,
             cwd=working_folder,
+            stdout=None if output is None else stream,
             stderr=stream,
             process_group=0,
             pass_fds=tuple(keep_open),

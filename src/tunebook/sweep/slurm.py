@@ -20,7 +20,7 @@ from tunebook.files import atomic_write_json, atomic_write_text, read_json
 from tunebook.launch.slurm.client import option_words, output_pattern, requeue, script_text, slurm, submit_script
 from tunebook.sweep.study import Study, read_sweep
 from tunebook.sweep.table import sweep_exit_code
-from tunebook.sweep.trials import CommandOf, Slot, StopRequests, run_trials, train_command
+from tunebook.sweep.trials import CommandOf, Slot, TrialStopRequests, run_trials, train_command
 
 _JOB_FILE = "slurm.json"
 _TASK = "slurm_task"  # attribute of a trial: the task that ran it last
@@ -88,7 +88,7 @@ def run_task(folder: Path, command_of: CommandOf = train_command) -> int:
     if trial is None:
         return 0
     trial.set_user_attr(_TASK, task)
-    stop, waiting = StopRequests(), [trial]
+    stop, waiting = TrialStopRequests(), [trial]
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the script ignores it until now
     with stop.listening():
         run_trials(study, [Slot()], stop, print, command_of, lambda: waiting.pop() if waiting else None)

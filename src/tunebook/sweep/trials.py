@@ -1,7 +1,7 @@
 """Run the trials of a study on this machine: each a child process `tunebook train`, one or several at a time.
 
-A trial has its own session, so that Ctrl-C reaches it only through this process, once, and it can save and end. If this
-process is killed, the kernel asks its trials to save and end.
+Ctrl-C reaches a trial only through this process, once, so that it can save and end. If this process is killed, the
+kernel asks its trials to save and end.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 
 import optuna
 
 from tunebook.config.override_text import command_words
 from tunebook.errors import StoppedError
 from tunebook.hardware.detect import VISIBLE_VARIABLE
-from tunebook.processes import stopping_with_parent
+from tunebook.launch.supervise import StopRequests, start_command
 from tunebook.record.run_folder import LOCK_FILE, is_worked_in
 from tunebook.sweep.space import title_of
 from tunebook.sweep.study import Study
-from tunebook.train.rank_process import RequestCount, handling_signals
 
 _POLL_S = 0.5
+_KILLED_BY_REQUEST = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)  # before it could handle the request
 _SAVES_WITHIN_S = 600.0  # the ranks of a killed trial, which may hold a large model
 
 CommandOf = Callable[[Study, optuna.Trial], list[str]]
@@ -67,28 +66,16 @@ def train_command(study: Study, trial: optuna.Trial) -> list[str]:
     return [sys.executable, "-m", *words, "--run-folder", str(study.run_folder(trial.number))]
 
 
-class StopRequests:
-    """Forwards this process's stop requests to its trials: save and end, at Ctrl-C again just end, then be killed."""
+class TrialStopRequests(StopRequests):
+    """Forwards this process's stop requests to its trials."""
 
     def __init__(self) -> None:
-        self.first: signal.Signals | None = None
+        super().__init__(self._send)
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._count = RequestCount()
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Handle this process's signals (main thread only), and restore the handlers afterwards."""
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-        with handling_signals(numbers, self._note):
-            yield
-
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        turn = self._count.take(number)
-        if turn == 0:
-            return
-        self.first = self.first or signal.Signals(number)
+    def _send(self, number: signal.Signals) -> None:
         for process in list(self.processes):
-            process.send_signal({1: signal.SIGTERM, 2: signal.SIGINT}.get(turn, signal.SIGKILL))
+            process.send_signal(number)
 
 
 @dataclass(kw_only=True)
@@ -120,7 +107,7 @@ def is_at_work(run_folder: Path) -> bool:
 def run_trials(
     study: Study,
     slots: Sequence[Slot],
-    stop: StopRequests,
+    stop: TrialStopRequests,
     say: Say,
     command_of: CommandOf = train_command,
     next_trial: Callable[[], optuna.Trial | None] | None = None,
@@ -149,12 +136,9 @@ def run_trials(
                 _finish(study, one, stop, say)
 
 
-def _start(study: Study, trial: optuna.Trial, slot: Slot, stop: StopRequests, command: list[str]) -> RunningTrial:
+def _start(study: Study, trial: optuna.Trial, slot: Slot, stop: TrialStopRequests, command: list[str]) -> RunningTrial:
     environment = os.environ | ({VISIBLE_VARIABLE: ",".join(slot.gpus)} if slot.gpus else {})
-    with study.log_file(trial.number).open("ab") as log:
-        process = subprocess.Popen(
-            stopping_with_parent(command), stdout=log, stderr=log, env=environment, start_new_session=True
-        )
+    process = start_command(command, environment, output=study.log_file(trial.number)).process
     stop.processes.append(process)
     if stop.first is not None:  # it came before the process was known
         process.terminate()
@@ -164,13 +148,13 @@ def _start(study: Study, trial: optuna.Trial, slot: Slot, stop: StopRequests, co
     return RunningTrial(trial=trial, process=process, slot=slot)
 
 
-def _finish(study: Study, one: RunningTrial, stop: StopRequests, say: Say) -> None:
+def _finish(study: Study, one: RunningTrial, stop: TrialStopRequests, say: Say) -> None:
     code, how, was_pruned = one.process.returncode, None, False
     if one.worse_at is not None and code != 0:
         how = f"pruned at step {one.worse_at}: {study.sweep.metric} worse than the median of the trials before"
         code, was_pruned = StoppedError.exit_code, True
-    elif stop.first is not None and code in (StoppedError.exit_code, -signal.SIGTERM, -signal.SIGINT):
-        code, how = StoppedError.exit_code, f"stopped by {stop.first.name}"
+    elif stop.first is not None and code in (StoppedError.exit_code, *_KILLED_BY_REQUEST):
+        code, how = StoppedError.exit_code, f"stopped by {stop.first}"
     elif code < 0:
         code, how = 1, f"failed: killed by signal {-code} (more in {study.log_file(one.trial.number).name})"
     seconds = time.monotonic() - one.started

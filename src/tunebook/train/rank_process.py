@@ -13,56 +13,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
 from tunebook.errors import InvalidTrainingError, StoppedError
+from tunebook.processes import handling_signals
 
 # Exit codes of endings that all ranks reach together.
 AGREED_ENDINGS = (0, StoppedError.exit_code, InvalidTrainingError.exit_code)
 _SEEN_WITHIN_S = 2.0  # torchrun polls its processes ten times a second
-
-
-@contextmanager
-def handling_signals(
-    numbers: Collection[int], handler: Callable[[int, FrameType | None], None], *, takes_ignored: bool = False
-) -> Iterator[None]:
-    """Handle signals of this process (main thread only), and restore the earlier handlers.
-
-    Ignored signals stay ignored unless `takes_ignored`: nohup ignores the end of the terminal, a shell ignores Ctrl-C
-    for background jobs.
-    """
-    taken = [number for number in numbers if takes_ignored or signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in taken}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
-
-
-class RequestCount:
-    """Counts requests to stop. Only Ctrl-C counts a second time.
-
-    Other signals arrive several times for one reason: the kernel reports the death of each of the parent's threads, and
-    both the shell and the kernel report a closed terminal. A second request means "do not save" and would lose the
-    steps since the last checkpoint.
-    """
-
-    def __init__(self) -> None:
-        self.num = 0
-
-    def take(self, number: int) -> int:
-        """The number of this request, from 1; 0 if it was counted before.
-
-        Calls no function: the next signal may interrupt a handler at a call.
-        """
-        if self.num and number != signal.SIGINT:
-            return 0
-        self.num += 1
-        return self.num
 
 
 class StopRequest:

@@ -28,9 +28,9 @@ from tunebook.launch.slurm.client import (
     submit_command,
     submit_script,
 )
+from tunebook.processes import RequestCount, handling_signals
 from tunebook.record.manifest import RunState, finish_manifest, read_manifest, update_manifest
 from tunebook.terminal import print_text
-from tunebook.train.rank_process import RequestCount, handling_signals
 
 _POLL_S = 2.0
 _OWN_RECORDS_WITHIN_S = 20.0  # for a network file system to show the job's files
