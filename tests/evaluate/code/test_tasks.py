@@ -111,9 +111,7 @@ def test_problems_of_a_file_are_asked_as_those_of_the_hub(
 def test_a_file_without_the_fields_of_the_task_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = tmp_path / "problems.jsonl"
     file.write_text('{"question": "1 + 1"}\n')
-    with pytest.raises(
-        RequestError, match=r"humaneval.yaml with the problems in /.*/problems.jsonl: 'prompt' is undef"
-    ):
+    with pytest.raises(RequestError, match="task humaneval: 'prompt' is undefined"):
         load_tasks([resolve_task(f"humaneval@{file}")], settings_of(tokenizer, tmp_path))
 
 

@@ -15,7 +15,6 @@ from tunebook.model.base_config import (
     ENCODER_DECODERS,
     ENCODERS,
     causal_text_part,
-    model_folder_problem,
     read_dtype,
     read_quantizer,
     why_not_causal,
@@ -132,11 +131,6 @@ def test_an_architecture_that_transformers_has_not_is_refused_however_few_sizes_
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path))
     with pytest.raises(RequestError, match="has no causal language model of this architecture: model_type=chatglm9"):
         read_facts(model(model_type="chatglm9", architectures=["ChatGLMModel"], vocab_size=None))
-
-
-def test_a_folder_whose_path_no_disk_takes():
-    with pytest.raises(RequestError, match=r"there is no file or folder /.*a\.\.\. \(\d+ characters\)"):
-        model_folder_problem(ModelConfig(path=5000 * "a"))
 
 
 @pytest.mark.parametrize(

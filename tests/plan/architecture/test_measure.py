@@ -83,9 +83,13 @@ def test_a_tower_for_images_is_not_trained_on_text(folder_of, config_of):
     tower = [parameter.numel() for name, parameter in model.named_parameters() if "language_model" not in name]
     assert found["measured"]["unreached"] == ["model.multi_modal_projector", "model.vision_tower"]
     assert found["measured"]["unreached_parameters"] == sum(tower) == found["num_parameters"] - text["num_parameters"]
-    same = ("num_layers", "parameters", "linear_inputs", "adapter_parameters", "linear_parameters", "attention")
+    same = ("num_layers", "parameters", "linear_inputs", "adapter_parameters", "linear_parameters")
     assert {key: found["measured"][key] for key in same} == {key: text["measured"][key] for key in same}
     assert (text["measured"]["unreached"], text["measured"]["unreached_parameters"]) == ([], 0)
+    # transformers 5.24: flash attention drops the mask over the tokens of an image
+    assert {*text["measured"]["attention"]} - {*found["measured"]["attention"]} == {
+        "flash_attention_2", "flash_attention_3", "flash_attention_4"
+    }  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore")

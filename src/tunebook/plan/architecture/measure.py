@@ -252,10 +252,11 @@ def _unreached(config: Any, options: dict[str, Any]) -> set[str]:
     """
     loader: Any = AutoModelForCausalLM
     try:
+        with quiet(), torch.device("meta"), no_init_weights():
+            model = loader.from_config(copy.deepcopy(config), attn_implementation="eager", **options)
         with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
-            with no_init_weights():
-                model = loader.from_config(copy.deepcopy(config), attn_implementation="eager", **options)
-                model.tie_weights()
+            model.to_empty(device="cpu")
+            model.tie_weights()
             output = model.train()(input_ids=torch.zeros(1, LENGTHS[0], dtype=torch.long), use_cache=False)
             last = getattr(getattr(output, "logits", None), "grad_fn", None)
             if last is None:  # architecture with its own code
