@@ -93,8 +93,9 @@ def run_task(folder: Path, command_of: CommandOf = train_command) -> int:
     with stop.listening():
         run_trials(study, [Slot()], stop, print, command_of, lambda: waiting.pop() if waiting else None)
     newest = newest_checkpoint(study.run_folder(trial.number))
-    # A turn that saved nothing would repeat itself for ever. Slurm refuses jobs with launcher.requeue=false.
-    if stop.first is not None and newest is not None and newest.stat().st_mtime > started:
+    # USR1 is Slurm's warning before the time limit and a preemption; a canceled task gets SIGTERM. A turn that saved
+    # nothing would repeat itself for ever. Slurm refuses jobs with launcher.requeue=false.
+    if stop.first == signal.SIGUSR1.name and newest is not None and newest.stat().st_mtime > started:
         requeue(os.environ["SLURM_JOB_ID"], lambda text: print(text, flush=True))
     return sweep_exit_code([row for row in study.rows() if row.number == trial.number])
 
