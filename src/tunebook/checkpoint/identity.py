@@ -26,7 +26,6 @@ from tunebook.record.manifest import describe_model
 # Keys that change no weight of a resumed run, or that are compared in another way:
 _NOT_COMPARED = (
     "recipe",
-    "title",  # earlier checkpoints hold it
     "evaluation",
     "training.save_every_steps",
     "training.keep_checkpoints",
@@ -174,10 +173,7 @@ def _cannot_load(theirs: Identity, own: Identity) -> Iterator[Difference]:
 
 
 def _other_tensors(theirs: Identity, own: Identity) -> Iterator[tuple[str, Any, Any]]:
-    """The keys of `_DECIDE_TENSORS` with another value than a checkpoint's, and both values.
-
-    Earlier checkpoints lack newer keys, which they had at their defaults.
-    """
+    """The keys of `_DECIDE_TENSORS` with another value than a checkpoint's, and both values."""
     keys = _DECIDE_TENSORS if own.peft != PeftMethod.full.name else ("optimizer.name",)
     for key in keys:
         section, _, name = key.partition(".")

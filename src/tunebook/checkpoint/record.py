@@ -119,8 +119,7 @@ def _without_record(checkpoint: Path) -> str:
     if (checkpoint / PENDING_FILE).is_file():
         return "it was not written completely"
     return (
-        f"it has no {RECORD_FILE}: it is no checkpoint, was not written completely, or was written by another "
-        "program or an older version"
+        f"it has no {RECORD_FILE}: it is no checkpoint, was not written completely, or was written by another program"
     )
 
 

@@ -123,7 +123,7 @@ def verified_record(checkpoint: Path) -> CheckpointRecord:
 def require_unchanged_model(run: Path, *, by_hash: bool = False) -> None:
     """Refuse changed weights in a run's `model/`: by size, or by hash, which reads them.
 
-    Older runs recorded nothing to compare with. Raises: DataError saying what is wrong.
+    Raises: DataError saying what is wrong.
     """
     recorded = manifest_or_empty(run).get(MODEL_FILES) or {}
     weights = {name: FileEntry(**entry) for name, entry in recorded.items() if name.endswith(_WEIGHTS)}

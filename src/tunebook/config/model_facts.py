@@ -47,12 +47,11 @@ class MeasuredLayers:
     looked_up_parameters: int = 0
     per_layer_inputs: int = 0  # numbers of a token that are computed once for all layers, each of which takes its share
     # Heads x head size, summed over the layers that attend to the whole document, and over those that attend to a
-    # sliding window of so many tokens. All 0 if an earlier version traced the layers.
+    # sliding window of so many tokens.
     attention_width: int = 0
     sliding_width: int = 0
     sliding_window: int = 0  # tokens
-    # Experts that a router chooses for each token, and the inner size of one; 0 if there are none, or if an earlier
-    # version traced the layers.
+    # Experts that a router chooses for each token, and the inner size of one; 0 if there are none.
     experts_per_token: int = 0
     expert_size: int = 0
     has_expert_biases: bool = False

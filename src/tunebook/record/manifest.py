@@ -164,7 +164,7 @@ def finish_manifest(
 
 
 def changed_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Result files that changed since the run ended, by name. Older manifests have no hashes to compare with."""
+    """Result files that changed since the run ended, by name."""
     if manifest["status"]["state"] == RunState.running.name:  # resumed: the hashes are from the earlier attempt
         return []
     noted: dict[str, str] = manifest.get("files_sha256") or {}

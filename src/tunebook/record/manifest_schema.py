@@ -33,7 +33,7 @@ class Status(Section):
     seconds: float | None
     step: int | None = Field(default=None, description="optimizer steps that were done")
     best_step: int | None = Field(
-        default=None, description="that the weights in model/ are of, where the best were loaded; older runs lack it"
+        default=None, description="that the weights in model/ are of, where the best were loaded"
     )
     last_checkpoint: str | None = None
 
@@ -72,16 +72,12 @@ class Environment(Section):
         description="of the published image; of one that was built here its id, if make ran it; null outside containers"
     )
     image: dict[str, Any] | None
-    lock_sha256: str | None = Field(
-        description="of the lock where nothing differs from it, else null; older runs, without `lock`, did not compare"
-    )
-    lock: Lock | None = Field(default=None, description="older runs lack it")
+    lock_sha256: str | None = Field(description="of the lock where nothing differs from it, else null")
+    lock: Lock
     installed_sha256: str
     python: str
     packages: dict[str, str] = Field(description="versions of those that can change a loss or a speed")
-    variables: dict[str, str] | None = Field(
-        default=None, description="set in the environment for NCCL, torch's allocator and the like; older runs lack it"
-    )
+    variables: dict[str, str] = Field(description="set in the environment for NCCL, torch's allocator and the like")
 
 
 class Model(Section):
@@ -91,9 +87,7 @@ class Model(Section):
     revision: str | None
     config_sha256: str | None = Field(description="of config.json, where the model is a folder")
     weights: Literal["pretrained", "random"]
-    weights_fingerprint: str | None = Field(
-        default=None, description="of pretrained weights in a folder, by samples of every tensor; older runs lack it"
-    )
+    weights_fingerprint: str | None = Field(description="of pretrained weights in a folder, by samples of every tensor")
 
 
 class Dataset(Section):
@@ -176,16 +170,16 @@ class Manifest(BaseModel):
     hardware: Hardware
     world_size: int = Field(ge=1)
     seed: int
-    command: list[str] = Field(description="that trains the same again; in older manifests what was typed")
+    command: list[str] = Field(description="that trains the same again")
     typed: list[str] | None = Field(default=None, description="the command line that led to it")
-    processor: Processor | None = Field(default=None, description="of a run on a CPU; older runs lack it")
+    processor: Processor | None = Field(default=None, description="of a run on a CPU")
     start_up: StartUp | None = None
     model_files: dict[str, File] | None = Field(
-        default=None, description="of model/, by their paths in it; not there before it is written, nor in older runs"
+        default=None, description="of model/, by their paths in it; not there before it is written"
     )
     wandb_run_id: str | None = Field(default=None, description="with tracking=wandb: one id over all attempts")
     files_sha256: dict[str, str] | None = Field(
-        default=None, description="of what the run measured, by name, when it ended; older runs lack it"
+        default=None, description="of what the run measured, by name, when it ended"
     )
 
 

@@ -60,13 +60,7 @@ class RunRecord:
 
     @property
     def model_step(self) -> int | None:
-        """Optimizer steps behind the weights in `model/`: fewer than were trained if the best were loaded.
-
-        None if unknown: earlier versions did not record which were the best.
-        """
-        loads_best = ((self.config or {}).get("training") or {}).get("load_best_at_end")
-        if loads_best and "best_step" not in self.status:
-            return None
+        """Optimizer steps behind the weights in `model/`: fewer than were trained if the best were loaded."""
         best: int | None = self.status.get("best_step")
         return best if best is not None else self.status.get("step")
 

@@ -269,7 +269,9 @@ def folder(tmp_path):
 def environment(**more):
     image = {"generation": "cpu", "torch": "2.13.0"}
     found = {"image_digest": None, "image": image, "lock_sha256": "2" * 64, "installed_sha256": "3" * 64}
-    return found | {"python": "3.99", "packages": {"torch": "2.13.0+cpu"}} | more
+    lock = {"name": "cpu", "sha256": "2" * 64, "differences": {}, "reason": None}
+    found |= {"python": "3.99", "packages": {"torch": "2.13.0+cpu"}, "variables": {}, "lock": lock}
+    return found | more
 
 
 def test_the_launchers_code_is_required_of_containers_alone_and_not_where_the_images_is_meant(monkeypatch):
@@ -302,7 +304,7 @@ def test_the_manifest_says_what_the_container_holds_and_keeps_the_commit_of_the_
     inside = {"code": OF_THE_IMAGE, "environment": environment(of_a_later_version=1)}
     record_container(config, folder, node_with(code_hash(), inside))
     after = read_manifest(folder)
-    assert after["environment"] == environment(image_digest=DIGEST, variables=None, lock=None), "an earlier version"
+    assert after["environment"] == environment(image_digest=DIGEST)
     assert after["code"] == before["code"] != OF_THE_IMAGE
 
 

@@ -219,7 +219,7 @@ def record_container(config: RunConfig, folder: Path, node: NodeState) -> None:
     environment = {name: value for name, value in inside["environment"].items() if name in known}
     _, _, last = (settings.container_image or "").rpartition("@")  # a user's name before it may contain one, too
     digest = last if last.startswith("sha256:") else environment.get("image_digest")
-    facts = {"environment": {"variables": None, "lock": None} | environment | {"image_digest": digest}}
+    facts = {"environment": environment | {"image_digest": digest}}
     if node.code != code_hash():  # else the commit found on the host is also that of the container's code
         facts["code"] = inside["code"]
     update_manifest(folder, facts)

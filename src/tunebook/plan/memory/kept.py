@@ -136,14 +136,12 @@ def _with_cast_experts(
 
 
 def _without_mlps(facts: ModelFacts) -> ModelFacts:
-    """Layers whose MLPs keep their inputs only; as they are if an earlier version traced them."""
+    """Layers whose MLPs keep their inputs only."""
     measured = traced_layers(facts)
 
     def tiled(saved: dict[str, list[int]]) -> dict[str, list[int]]:
         return {mode: saved[f"{mode}/{TILED}"] for mode in saved if f"{mode}/{TILED}" in saved}
 
-    if not tiled(measured.saved):
-        return facts
     of_mlps = MLP_INPUT_LAYERS | MLP_OUTPUT_LAYERS
     adapters = {name: sizes for name, sizes in measured.adapters.items() if name not in of_mlps}
     return replace(
