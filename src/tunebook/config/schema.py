@@ -299,9 +299,8 @@ class PeftSettings:
     target_parameters: list[str] = field(default_factory=list)
     modules_to_save: list[str] = field(default_factory=list)  # trained whole and saved with the adapter
     use_rslora: bool = False  # scale by alpha / sqrt(rank)
-    # Other ranks, by a linear layer's name: {q_proj: 32}
+    # Other ranks and alphas, by a linear layer's name: {q_proj: 32}
     rank_pattern: dict[str, int] = number(dict, at_least=1, usual="16")
-    # Other alphas, likewise
     alpha_pattern: dict[str, float] = number(dict, above=0, usual="32")
     use_dora: bool = False  # also train the length of each output's weights (DoRA, arXiv:2402.09353)
 
@@ -473,7 +472,7 @@ class RunConfig:
 
 
 def world_size(config: RunConfig) -> int:
-    """The number of ranks of a resolved configuration. At least 1: a rule reports invalid numbers."""
+    """The number of ranks of a resolved configuration."""
     return config.hardware.num_nodes * (config.hardware.gpus_per_node or 1)
 
 
