@@ -55,7 +55,7 @@ def test_a_recipe_for_gpus_that_are_not_here(levels):
     [
         (("qwen3b_zeor2",), "unknown-recipe"),
         (("quickstart", "training.sede=1"), "unknown-key"),
-        (("quickstart", "precision=fp16", "hardware=cpu"), "fp16-on-cpu"),
+        (("quickstart", "precision=fp16", "hardware=cpu"), "needs-gpu"),
         (("quickstart", "model.name=a/model"), "model-not-named"),
     ],
 )

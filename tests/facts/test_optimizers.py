@@ -9,7 +9,7 @@ import yaml
 from transformers.training_args import OptimizerNames
 
 from tunebook.config.choices import OptimizerName
-from tunebook.facts.optimizers import OPTIMIZERS, RUNS_EVERYWHERE
+from tunebook.facts.optimizers import OPTIMIZERS
 
 
 @pytest.mark.parametrize("name", OptimizerName)
@@ -20,8 +20,3 @@ def test_every_optimizer_has_facts_and_a_group_file_and_transformers_knows_it(
     assert facts.optim in {known.value for known in OptimizerNames}
     group = yaml.safe_load((project_root / "hydra_configs" / "optimizer" / f"{name.name}.yaml").read_text())
     assert group["name"] == name.name
-
-
-def test_what_runs_everywhere_does() -> None:
-    facts = OPTIMIZERS[RUNS_EVERYWHERE]
-    assert (facts.needs_gpu, facts.package, facts.takes_dtensors, facts.can_be_offloaded) == (False, None, True, True)

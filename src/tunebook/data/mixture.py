@@ -124,7 +124,7 @@ def check_validation(config: DatasetConfig) -> None:
     }
     named_in = [f"dataset.{key}={value}" for key, value in named.items() if value is not None]
     if len(named_in) > 1:
-        raise RequestError(f"{' and '.join(named_in)}: keep one of them", problem_id="validation-twice")
+        raise RequestError(f"{' and '.join(named_in)}: keep one of them", problem_id="validation-source")
     if not 0 <= config.validation_share <= _LARGEST_SHARE:
         raise RequestError(
             f"dataset.validation_share={config.validation_share} is not between 0 and {_LARGEST_SHARE}; try 0.05",

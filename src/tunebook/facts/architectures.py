@@ -59,22 +59,16 @@ def has_attention(config: RunConfig, kernel: Attention) -> bool:
     return not names or kernel.name in names
 
 
-def nearest_attention(config: RunConfig) -> Attention:
-    """The kernel that needs no further package: sdpa, or else the one that every architecture supports.
-
-    Not flex_attention: for GPT-OSS it found no kernel that an H200 could run (torch 2.11).
-    """
-    return MASKED if has_attention(config, MASKED) else WITHOUT_KERNEL
-
-
 def without_flash_attn(config: RunConfig) -> Attention:
     """The kernel `auto` uses for compiled blocks or without flash-attn.
 
-    It is torch's varlen for packed rows of architectures that were compared with it, else the nearest one.
+    It is torch's varlen for packed rows of architectures that were compared with it, else sdpa, else the one that every
+    architecture supports. Not flex_attention: for GPT-OSS it found no kernel that an H200 could run (torch 2.11).
     """
     kernel, facts = COMPILED, config.model.facts
     is_known = facts is not None and facts.architecture in VARLEN_ARCHITECTURES | SINK_ARCHITECTURES
     is_packed = config.packing.mode is not PackingMode.padded
     is_possible = can_run(kernel, config.hardware.generation) and config.precision.compute is not Compute.fp32
-    is_taken = is_known and is_packed and is_possible and has_attention(config, kernel)
-    return kernel if is_taken else nearest_attention(config)
+    if is_known and is_packed and is_possible and has_attention(config, kernel):
+        return kernel
+    return MASKED if has_attention(config, MASKED) else WITHOUT_KERNEL

@@ -30,7 +30,7 @@ class AttentionFacts:
     is_flash: bool = False  # a flash attention kernel: fp16 and bf16 only, heads of at most LARGEST_FLASH_HEAD
     needs_lengths: bool = False  # Tunebook's own kernel, registered with transformers: packed rows only
     trains_on_cpu: bool = True
-    compiles_with_blocks: bool = True  # a block with it is one graph: see the rules `compiled-layers-...`
+    compiles_with_blocks: bool = True  # a block with it is one graph: see the rule `compiled-layers-not-possible`
     compiles_itself: str = ""  # what the first steps compile of it, for display
     repeats_heads: bool = False  # keeps keys and values once for each query head
     keeps_softmax: bool = False  # keeps the scores of every pair of tokens, in fp32

@@ -68,4 +68,3 @@ OPTIMIZERS: dict[OptimizerName, OptimizerFacts] = {
         can_be_offloaded=False,
     ),
 }
-RUNS_EVERYWHERE = OptimizerName.adamw  # with every strategy, on every GPU and on CPUs

@@ -123,7 +123,6 @@ UNDECIDED, ALONE, COPIED = Strategy.auto, Strategy.single, Strategy.ddp
 # nothing fits.
 FASTEST_ON_ONE_NODE = (Strategy.ddp, Strategy.fsdp_grad_op, Strategy.fsdp)
 FASTEST_ON_SEVERAL_NODES = (Strategy.ddp, Strategy.hsdp, Strategy.fsdp)
-SPARING_THE_HOST = Strategy.fsdp  # all states on the GPUs
 
 
 def strategy_facts(config: RunConfig) -> StrategyFacts:

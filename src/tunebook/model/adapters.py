@@ -82,7 +82,7 @@ def require_patterns(config: RunConfig, adapted: Any) -> None:
             raise RequestError(
                 f"peft.{key}: {unmatched[0]} is the name of no layer that gets an adapter; a key is one of "
                 f"{', '.join(sorted(layers))}",
-                problem_id="adapter-pattern-unmatched",
+                problem_id="adapter-module-unknown",
             )
 
 

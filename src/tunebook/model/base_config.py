@@ -189,12 +189,6 @@ def why_config_is_not_causal(model: ModelConfig, config: dict[str, Any]) -> str 
     return f"{architecture or kind} is {other}: AutoModelForCausalLM of transformers loads no model_type={kind}"
 
 
-def causal_text_part(model: ModelConfig) -> str | None:
-    """The model_type of the text part of a model of more than text, if AutoModelForCausalLM loads that part alone."""
-    part = str(((_config_at_hand(model) or {}).get("text_config") or {}).get("model_type"))
-    return part if part in causal_classes() else None
-
-
 def kind_without_causal_class(model_type: str) -> str | None:
     """What a model is that transformers knows and AutoModelForCausalLM does not load; None for all others."""
     if model_type in causal_classes():

@@ -14,7 +14,6 @@ from tunebook.model import base_config
 from tunebook.model.base_config import (
     ENCODER_DECODERS,
     ENCODERS,
-    causal_text_part,
     read_dtype,
     read_quantizer,
     why_not_causal,
@@ -345,13 +344,6 @@ def test_the_classes_of_transformers_are_read_from_its_source(table):
     imported = vars(modeling_auto)[table].items()
     expected = {name: [found] if isinstance(found, str) else list(found) for name, found in imported}
     assert base_config._auto_classes(table) == expected
-
-
-@pytest.mark.parametrize(
-    ("kind", "part"), [("mistral", "mistral"), ("deepseek_v3", "deepseek_v3"), ("qwen3_vl_text", None)]
-)
-def test_a_text_part_is_named_where_transformers_loads_it_alone(model, kind, part):
-    assert causal_text_part(model(model_type="mistral3", text_config={"model_type": kind})) == part
 
 
 def test_without_transformers_no_class_is_refused(model, monkeypatch):

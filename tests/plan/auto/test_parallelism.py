@@ -214,7 +214,7 @@ class TestCpu:
         config.hardware.gpus_per_node = 2
         resolution = resolve_auto(config, machine())
         assert chosen(resolution) == ("ddp", "several ranks on a CPU, where FSDP does not run")
-        assert "fsdp-on-cpu" not in {problem.id for problem in check(resolution.config)}
+        assert "needs-gpu" not in {problem.id for problem in check(resolution.config)}
 
 
 class TestRulesDecideToo:

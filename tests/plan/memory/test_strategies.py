@@ -39,7 +39,7 @@ def refused_by(strategy, method=PeftMethod.full, optimizer=ADAMW):
     if optimizer is not ADAMW and strategy in OPTIMIZER_OFFLOADED:
         rules.add("optimizer-offloaded")
     if method is PeftMethod.qlora and strategy == "zero3_nvme":
-        rules.add("qlora-parameters-on-nvme")
+        rules.add("offload-not-possible")
     return rules
 
 

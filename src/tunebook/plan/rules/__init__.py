@@ -15,15 +15,16 @@ from tunebook.plan.rules import (
     adapters,
     attention,
     batch,
-    launching,
+    blocks,
+    data,
+    ignored,
+    launcher,
+    model,
     numbers,
-    optimizing,
+    optimizer,
     parallelism,
     precision,
-    quantized,
     running,
-    sources,
-    tiles,
 )
 from tunebook.plan.rules.frame import Rule
 
@@ -31,8 +32,8 @@ __all__ = ["RULES", "check", "located"]
 
 PlaceOf = Callable[[str], str | None]
 _MODULES = (
-    numbers, sources, batch, precision, attention, tiles, parallelism, adapters, optimizing, quantized, running,
-    launching,
+    numbers, model, data, batch, precision, attention, blocks, parallelism, adapters, optimizer, running, launcher,
+    ignored,
 )  # fmt: skip
 # By id, in the order in which modules define them.
 RULES: tuple[Rule, ...] = tuple(

@@ -22,7 +22,7 @@ def out_of_range(config: RunConfig) -> Iterator[Finding]:
         demand = limits.demand(value)
         if demand is not None:
             fix = "model.facts=null" if key.startswith("model.facts.") else f"{key}={limits.usual}"
-            yield Finding(f"{value} must be {demand}", fix, key=key)
+            yield Finding(f"{value} must be {demand}", key, fix)
 
 
 def require_ranges(config: RunConfig) -> None:

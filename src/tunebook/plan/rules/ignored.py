@@ -1,0 +1,69 @@
+"""The rule about settings that nothing reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tunebook.config.choices import Compute, Format, LauncherName, PeftMethod, ScheduleName, Source, WrapPolicy
+from tunebook.config.identity import default_of
+from tunebook.config.override_text import as_typed
+from tunebook.config.schema import RunConfig
+from tunebook.facts.optimizers import OPTIMIZERS
+from tunebook.facts.sharing import uses_nvme
+from tunebook.facts.strategies import strategy_facts
+from tunebook.plan.rules.frame import Finding, rule
+
+_OF_A_PART = (
+    "format", "text_field", "ignore_keys", "chat_template_kwargs", "question_template", "answer_template"
+)  # fmt: skip
+_OF_ADAPTERS = (
+    *("target_modules", "modules_to_save", "target_parameters", "rank_pattern", "alpha_pattern"),
+    *("use_dora", "use_rslora"),
+)
+_OF_ZERO3 = (
+    *("max_live_parameters", "max_reuse_distance", "prefetch_bucket_size", "param_persistence_threshold"),
+    "sub_group_size",
+)
+_OF_ADAM = ("beta1", "beta2", "epsilon")
+_OF_NODES = ("node_rank", "master_address", "master_port")
+
+
+@rule("setting-ignored", is_error=False)
+def setting_ignored(config: RunConfig) -> Iterator[Finding]:
+    """Warn about settings that this run does not read, because they belong to another choice.
+
+    Examples are adapter settings in a full fine-tune, ZeRO-3's settings under ZeRO-2, and a warm-up with the constant
+    schedule. The run is the same as without them.
+    """
+    data, launcher, strategy = config.dataset, config.launcher, strategy_facts(config)
+    is_mixture, policy = data.source is Source.mixture, getattr(config.parallelism, "wrap_policy", None)
+    has_turns = data.format not in (Format.text, Format.pretokenized) and data.source is not Source.synthetic
+    has_warm_up = config.schedule.name is not ScheduleName.constant
+    has_container = getattr(launcher, "container_image", None) is not None
+    is_adam = bool(OPTIMIZERS[config.optimizer.name].settings)
+    groups = (  # whether this run reads them, what else would, and the keys
+        (config.model.path is None, "model.name", "model", ("revision",)),
+        (data.source is Source.files, "dataset.source=files", "dataset", ("path",)),
+        (data.source is Source.hub, "dataset.source=hub", "dataset", ("name", "subset", "revision", "train_split")),
+        (is_mixture, "dataset.source=mixture", "dataset", ("parts",)),
+        (not is_mixture or bool(data.validation_path), "a part (dataset.parts.NAME)", "dataset", _OF_A_PART),
+        (has_turns, "a data set of conversations", "dataset", ("system_prompt",)),
+        (config.precision.compute is Compute.fp8, "precision.compute=fp8", "precision", ("fp8_scaling",)),
+        (config.peft.method is not PeftMethod.full, "peft=lora", "peft", _OF_ADAPTERS),
+        (is_adam, "optimizer.name=adamw", "optimizer", _OF_ADAM),
+        (has_warm_up, "schedule.name=constant_with_warmup", "schedule", ("warmup_steps", "warmup_share")),
+        (not strategy.keeps_whole_weights, "parallelism=zero3", "parallelism", _OF_ZERO3),
+        (uses_nvme(config), "parallelism=zero3_nvme", "parallelism", ("nvme_path",)),
+        (strategy.within_groups, "parallelism=hsdp", "parallelism", ("shard_group_size",)),
+        (policy is not WrapPolicy.size, "parallelism.wrap_policy=transformer", "parallelism", ("wrap_classes",)),
+        (policy is WrapPolicy.size, "parallelism.wrap_policy=size", "parallelism", ("wrap_min_num_parameters",)),
+        (launcher.name is LauncherName.local, "launcher=local", "launcher", _OF_NODES),
+        (has_container, "launcher.container_image", "launcher", ("container_mounts",)),
+        (bool(config.evaluation.tasks), "evaluation.tasks", "evaluation", ("before",)),
+    )
+    for is_read, reader, group, fields in groups:
+        for field in fields if not is_read else ():
+            key = f"{group}.{field}"
+            value, default = getattr(getattr(config, group), field, None), default_of(key)
+            if value and getattr(value, "name", value) != default:
+                yield Finding(f"this run does not read it; {reader} does", key, f"{key}={as_typed(default)}")
