@@ -32,7 +32,7 @@ def _row_length(config: RunConfig) -> int:
     return config.packing.row_length or config.training.max_length
 
 
-@rule("batch-not-divisible", fix="a multiple of that number, or another training.micro_batch_size")
+@rule("batch-not-divisible", fix="a multiple of the rows of one pass, or another training.micro_batch_size")
 def batch_not_divisible(config: RunConfig) -> Iterator[Finding]:
     """Require padded documents, or the rows of `global_tokens`, to be a multiple of ranks x micro batch.
 
@@ -40,12 +40,12 @@ def batch_not_divisible(config: RunConfig) -> Iterator[Finding]:
     """
     training, rows = config.training, _rows_per_pass(config)
     if _is_padded(config) and training.global_samples is not None and training.global_samples % rows:
-        message = f"{training.global_samples} documents are no multiple of {rows}, the rows that all GPUs take at once"
+        message = f"{training.global_samples} documents are not a multiple of {rows}, the rows of one pass of all GPUs"
         yield Finding(message, "training.global_samples")
     tokens, length = training.global_tokens, _row_length(config)
     # `batch-too-small` covers too few tokens
     if not _is_padded(config) and tokens is not None and tokens >= rows * length and tokens // length % rows:
-        message = f"{tokens // length} rows of {length} tokens are no multiple of {rows}, which all GPUs take at once"
+        message = f"{tokens // length} rows of {length} tokens are not a multiple of {rows}, the rows of one pass"
         yield Finding(message, "training.global_tokens")
 
 

@@ -30,23 +30,23 @@ def dataset_source(config: RunConfig) -> Iterator[Finding]:
             yield Finding(f"source={source.source.name} needs {prefix}.{field}", f"{prefix}.{field}")
 
 
-@rule("hub-name-form")
+@rule("hub-name-form", fix="ORG/NAME; model.path=FOLDER for a model, dataset=jsonl dataset.path=FILE for documents")
 def hub_name_form(config: RunConfig) -> Iterator[Finding]:
     """Refuse a name that the hub cannot have and that is no folder.
 
     The hub would refuse it only when it is used. A model in a folder is named by `model.path`. A data set or a
     tokenizer may be a folder by its name; other machines may have folders that are missing here.
     """
-    model, upload = config.model, config.training.push_to_hub
+    model, upload = config.model, "training.push_to_hub"
     folders = {"model.tokenizer": model.tokenizer}
     for prefix, source in sources_of(config.dataset).items():
         folders[f"{prefix}.name"] = source.name if source.source is Source.hub else None
-    names = {"model.name": None if model.path else model.name, "training.push_to_hub": upload}
+    names = {"model.name": None if model.path else model.name, upload: config.training.push_to_hub}
     for key, name in (names | folders).items():
-        is_folder = key in folders and (starts_elsewhere(config) or bool(name and resolve_path(name).is_dir()))
-        if name and not is_folder and (not _is_hub_name(name) or (name == upload and "/" not in name)):
-            fix = f"{key}=ORG/NAME" + (" or model.name=null model.path=FOLDER" if key == "model.name" else "")
-            yield Finding(f"'{name}' does not have the form organization/name of the hub", key, fix)
+        if not name or (key in folders and (starts_elsewhere(config) or resolve_path(name).is_dir())):
+            continue
+        if not _is_hub_name(name) or (key == upload and "/" not in name):
+            yield Finding(f"'{name}' does not have the form organization/name of the hub", key)
 
 
 def _is_hub_name(name: str) -> bool:

@@ -64,7 +64,8 @@ def yarn_not_possible(config: RunConfig) -> Iterator[str | Finding]:
     if model.yarn_factor is not None and (reason := why_not_stretched(model)) is not None:
         yield f"YaRN cannot stretch this model's positions: {reason}"
     if model.yarn_factor is None and model.yarn_original_positions is not None:
-        yield Finding("it means nothing without a factor", "model.yarn_original_positions", "model.yarn_factor=4")
+        message = "this has no effect without model.yarn_factor"
+        yield Finding(message, "model.yarn_original_positions", "model.yarn_factor=4")
 
 
 @rule("chat-template-not-found", "model.chat_template", "model.chat_template=FILE, chatml, training or trl:NAME")

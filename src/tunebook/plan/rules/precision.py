@@ -30,11 +30,11 @@ def needs_gpu(config: RunConfig) -> Iterator[Finding]:
         ("activation.offload", config.activation.offload, "activation.offload=false"),
         ("optimizer.name", OPTIMIZERS[config.optimizer.name].needs_gpu, "optimizer.name=adamw"),
         ("peft.method", config.peft.method is PeftMethod.qlora, "peft.method=lora"),
-        ("parallelism.strategy", strategy_facts(config).is_fsdp, "parallelism=ddp"),
+        ("parallelism.strategy", strategy_facts(config).is_fsdp, "parallelism=auto"),
     )
     for key, is_used, fix in uses:
         if is_used:
-            yield Finding("it needs a GPU, and hardware.generation is cpu", key, fix)
+            yield Finding("this needs a GPU, and hardware.generation is cpu", key, fix)
 
 
 @rule("bf16-on-volta", "precision.compute", "precision.compute=fp32")

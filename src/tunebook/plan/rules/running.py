@@ -18,7 +18,7 @@ def validation_missing(config: RunConfig) -> Iterator[Finding]:
         return
     for field in ("evaluate_every_steps", "load_best_at_end", "early_stopping_patience"):
         if getattr(training, field):
-            yield Finding("it needs documents to validate on, and none are held out", f"training.{field}")
+            yield Finding("this needs documents to validate on, and none are held out", f"training.{field}")
 
 
 @rule("best-needs-evaluations", fix="training.evaluate_every_steps=100 training.save_every_steps=100")
@@ -31,7 +31,7 @@ def best_needs_evaluations(config: RunConfig) -> Iterator[Finding]:
     evaluate, save = training.evaluate_every_steps, training.save_every_steps
     if evaluate is None and (is_best or training.early_stopping_patience):
         key = "training.load_best_at_end" if is_best else "training.early_stopping_patience"
-        yield Finding("it compares validation losses, and training.evaluate_every_steps is not set", key)
+        yield Finding("this compares validation losses, and training.evaluate_every_steps is not set", key)
     elif is_best and evaluate is not None and (save is None or save % evaluate):
         message = f"the best step is not always saved: it must be a multiple of evaluate_every_steps={evaluate}"
         yield Finding(message, "training.save_every_steps")
