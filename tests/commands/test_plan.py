@@ -62,7 +62,7 @@ def test_the_choices_the_batch_the_launch_and_the_memory_are_shown() -> None:
     text = shown("qwen3b_zero2", folder=Path("/a/run"))
     for part in (
         "hardware.generation",
-        "model.compile_layers       false             varlen_attention, which compiles",
+        "model.compile_layers       false             compiled blocks need a GPU",
         "one optimizer step: 528 documents",
         "-m tunebook.launch.rank /a/run",
         "Memory of each GPU or rank (estimated, GiB, of 32)\n  weights 11.5 + gradients 2.9 + optimizer 4.3 + ",
@@ -124,7 +124,7 @@ def test_each_value_of_the_yaml_has_its_origin(as_yaml: Any) -> None:
         "gpus_per_node: 4": "override 'hardware.reference={gpus_per_node: 4}'",
         "memory_gib: 32.0": "recipes/qwen3b_zero2.yaml",  # hardware.reference, which the override leaves as it was
         "num_documents: 659808": "hydra_configs/dataset/infinity_instruct.yaml",
-        "compute: fp32": "auto: the base model is bfloat16, and volta has no bf16",
+        "compute: fp32": "auto: the base model is bfloat16, volta has no bf16, and fp16 could overflow",
         "num_epochs: 3.0": "recipes/qwen3b_zero2.yaml",
         "resume: auto": "default of the schema",
     }
@@ -210,7 +210,7 @@ def test_a_strategy_that_was_chosen_is_planned_like_one_that_was_typed(as_json: 
     )
     assert mine["value"] == theirs["value"] == "fsdp_grad_op"
     assert theirs["why"] == "as asked"
-    assert mine["why"].endswith("fit into 83% of 79.6 GiB; ddp would take 154.1 GiB")
+    assert mine["why"].endswith("; ddp would take 154.1 GiB")
     assert chosen == typed
 
 

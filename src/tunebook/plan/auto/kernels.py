@@ -1,127 +1,97 @@
-"""Choose a run's kernels where they are left open: whether its blocks are compiled, and which attention.
+"""Choose a run's kernels where they are left open: compiled blocks, the output head, attention and packing.
 
-Compiling is decided first, because not every attention can be part of a compiled block. If blocks are compiled, an open
-attention becomes one that compiles with them. Only combinations that were seen working on GPUs are enabled. All others
-stay disabled, with the reason; model.compile_layers=true requests them.
+Compiling is decided first, because not every attention can be part of a compiled block. Only combinations that were
+seen working on GPUs are enabled. All others stay disabled, with the reason; model.compile_layers=true requests them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, Source, WrapPolicy
-from tunebook.config.schema import FsdpConfig, RunConfig
-from tunebook.data.batch import solve_batch
-from tunebook.data.mean_length import with_file_estimate
+from tunebook.config.schema import FsdpConfig, RunConfig, world_size
+from tunebook.data.mean_length import count_documents, mean_tokens, with_file_estimate
 from tunebook.facts.architectures import (
     COMPILED_ARCHITECTURES,
     VARLEN_ARCHITECTURES,
     has_attention,
     without_flash_attn,
 )
-from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, COMPILED_BETA, INSTALLED, MASKED, UNDECIDED
+from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, COMPILED_BETA, INSTALLED, UNDECIDED
 from tunebook.facts.compiling import COMPILE_SECONDS, largest_gain
 from tunebook.facts.generations import GENERATIONS, can_run
+from tunebook.facts.peaks import peak_of
 from tunebook.facts.sharing import is_offloaded
 from tunebook.facts.strategies import strategy_facts
+from tunebook.model.base_config import brings_code
+from tunebook.model.flops import flops_per_token
 from tunebook.model.parameters import adapts_parameters, has_dora
-from tunebook.plan.rules import check
-from tunebook.plan.speed import plan_time
-from tunebook.train.packages import installed_version
+from tunebook.plan.rules.attention import leaks
+from tunebook.train.packages import installed_version, missing_state_kernels
 
-# Kernels tested in compiled blocks with packed rows; `auto` takes the first.
-_COMPILED_WITH, *_COMPILED_TOO = COMPILED, COMPILED_BETA
-_UNKNOWN = "the model's architecture is not known before it is loaded"
-
-
-def compiles_known_layers(config: RunConfig) -> bool | None:
-    """Whether the blocks are compiled if their architecture was tested compiled; None: `decide_compiling` may do so."""
-    asked = config.model.compile_layers
-    return False if asked is None and any(why != _UNKNOWN for why in _reasons_against(config)) else asked
+UNKNOWN_ARCHITECTURE = "the model's architecture is not known before it is loaded"
+_LOW_SHARE = 0.1  # of a GPU's peak that a run reaches: a low guess, which favors compiling
 
 
 def decide_compiling(config: RunConfig, missing_for_triton: str | None) -> tuple[bool, str]:
-    """Compile the blocks if that was seen working; otherwise return the first reason against it.
+    """Compile the blocks if that was seen working and the run is long enough to gain by it.
 
     `missing_for_triton`: what Triton needs and the launching machine lacks.
     """
-    for reason in _reasons_against(config):
-        return False, reason
-    if missing_for_triton is not None:
-        return False, f"Triton compiles a launcher for each kernel, and {missing_for_triton}"
-    return True, "Qwen2.5-3B was 8% faster so than with Liger's kernels, in 5% less memory (one H200)"
+    why = why_not_compiled(config)
+    if why is None and missing_for_triton is not None:
+        why = f"Triton compiles a launcher for each kernel, and {missing_for_triton}"
+    if why is None and _is_too_short(config):
+        why = f"the run is too short: compiling costs at least {COMPILE_SECONDS:.0f} s"
+    return why is None, why or "Qwen2.5-3B was 8% faster so than with Liger's kernels, in 5% less memory (one H200)"
 
 
-def _reasons_against(config: RunConfig) -> Iterator[str]:
-    """Why compiled blocks cannot work in a configuration or are untested there, most basic reason first."""
-    generation, compute, facts = config.hardware.generation, config.precision.compute, config.model.facts
-    kernel, settings = config.attention.implementation, config.parallelism
-    if generation is Generation.cpu:
-        yield "blocks were compiled on GPUs only; a CPU has other costs"
-    elif not can_run(_COMPILED_WITH, generation):
-        yield f"{_COMPILED_WITH.name}, which compiles with them, needs capability 8.0; {generation.name} is older"
-    if compute not in (Compute.bf16, Compute.fp8):
-        yield f"blocks were compiled in bf16 and fp8 only, and precision.compute={compute.name}"
-    if config.model.liger_kernel:
-        yield "blocks that call Liger's kernels cannot be compiled (model.liger_kernel=true)"
-    if facts is None:
-        yield _UNKNOWN
-    elif facts.architecture not in COMPILED_ARCHITECTURES:
-        seen = ", ".join(sorted({name.partition("For")[0] for name in COMPILED_ARCHITECTURES}))
-        yield f"{facts.architecture} was not tested compiled; {seen} were"
-    elif not has_attention(config, _COMPILED_WITH):
-        yield f"{facts.architecture} cannot attend by {_COMPILED_WITH.name}, which compiles with the blocks"
-    if config.packing.mode is PackingMode.padded:
-        yield "blocks were compiled with packed rows only, and packing.mode=padded"
-    if kernel not in (UNDECIDED, _COMPILED_WITH, *_COMPILED_TOO):
-        known = " and ".join(one.name for one in (_COMPILED_WITH, *_COMPILED_TOO))
-        yield f"blocks were compiled with {known} only, and {kernel.name} is asked for"
-    if config.parallelism.sequence_group_size > 1 and not isinstance(settings, FsdpConfig):
-        yield "blocks of rows that GPUs share (parallelism.sequence_group_size) were compiled under FSDP only"
-    if config.activation.mlp_tile_tokens is not None:
-        yield "blocks would be compiled once more for each number of tiles (activation.mlp_tile_tokens)"
-    if config.training.deterministic:
-        yield "training.deterministic=true, and compiled kernels were not seen to be bitwise deterministic"
-    if not strategy_facts(config).may_compile:
-        yield f"blocks were not seen to gain by it under parallelism={settings.strategy.name}"
-    if isinstance(settings, FsdpConfig) and (settings.wrap_policy is WrapPolicy.size or settings.wrap_classes):
-        yield "blocks were not compiled yet where FSDP's units are other ones than the blocks"
-    if is_offloaded(config):
-        yield "blocks were not compiled yet where weights, optimizer or activations are in host memory or on a disk"
-    if has_dora(config):
-        yield (
-            "blocks are several graphs with DoRA: compiled, Qwen3-4B was 2.5 times as fast, with losses up to 0.2% "
-            "apart in 16 steps (one H200; model.compile_layers=true)"
-        )
-    if adapts_parameters(config):
-        yield "each step adds adapters to the weights of peft.target_parameters, which breaks compiled blocks apart"
-    if config.peft.method is PeftMethod.qlora:
-        yield "blocks were not compiled over a quantized base yet (peft=qlora)"
+def why_not_compiled(config: RunConfig) -> str | None:
+    """The first reason why compiled blocks cannot work in a configuration or are untested there; None if they work."""
+    compute, facts, settings = config.precision.compute, config.model.facts, config.parallelism
+    is_fsdp, kernel = isinstance(settings, FsdpConfig), config.attention.implementation
+    is_wrapped = isinstance(settings, FsdpConfig) and (settings.wrap_policy is WrapPolicy.size or settings.wrap_classes)
+    architecture = "" if facts is None else facts.architecture
+    against = [
+        (not can_run(COMPILED, config.hardware.generation), "compiled blocks need a GPU of compute capability 8.0"),
+        (compute not in (Compute.bf16, Compute.fp8), f"blocks were not compiled in {compute.name}"),
+        (config.model.liger_kernel, "blocks that call Liger's kernels cannot be compiled"),
+        (config.packing.mode is PackingMode.padded, "blocks were compiled with packed rows only"),
+        (kernel not in (UNDECIDED, COMPILED, COMPILED_BETA), f"blocks were not compiled with {kernel.name}"),
+        (settings.sequence_group_size > 1 and not is_fsdp, "blocks of shared rows were compiled under FSDP only"),
+        (config.activation.mlp_tile_tokens is not None, "blocks would be compiled for each number of MLP tiles"),
+        (config.training.deterministic, "compiled kernels were not seen to be bitwise deterministic"),
+        (not strategy_facts(config).may_compile, f"blocks gained nothing by it under {settings.strategy.name}"),
+        (is_wrapped, "blocks were not compiled where FSDP's units are not the blocks"),
+        (is_offloaded(config), "blocks were not compiled with states or activations in host memory or on a disk"),
+        (has_dora(config), "with DoRA compiled losses were up to 0.2% apart in 16 steps"),
+        (adapts_parameters(config), "adapters on parameters break compiled blocks apart"),
+        (config.peft.method is PeftMethod.qlora, "blocks were not compiled over a quantized base"),
+        (facts is None, UNKNOWN_ARCHITECTURE),
+        (architecture not in COMPILED_ARCHITECTURES, f"{architecture} was not tested compiled"),
+        (not has_attention(config, COMPILED), f"{architecture} cannot attend by {COMPILED.name}"),
+    ]
+    return next((reason for is_against, reason in against if is_against), None)
 
 
-def why_not_worth_compiling(config: RunConfig) -> str | None:
-    """Why compiling costs more time than the whole run can gain by it; None if it may gain, or nothing is known.
+def _is_too_short(config: RunConfig) -> bool:
+    """Whether compiling costs more time than all steps can gain by it; false if the run's length is unknown.
 
-    `config` is the resolved run with compiled blocks. Its time is estimated from the data set's facts, and for local
-    files without facts from their sizes.
+    A few steps on generated documents measure the run that they stand for, which is longer.
     """
-    # A few steps on generated documents measure the run that they stand for, which is longer.
-    is_measurement = config.dataset.source is Source.synthetic
-    facts = config.model.facts
-    if facts is None or is_measurement or any(problem.is_error for problem in check(config)):
-        return None
-    config = replace(config, dataset=with_file_estimate(config.dataset))
-    hours = plan_time(config, solve_batch(config, None)).hours
-    if hours is None:
-        return None
-    saved = hours * 3600 * (largest_gain(facts.num_parameters) - 1)
-    if saved >= COMPILE_SECONDS:
-        return None
-    return (
-        f"compiling would cost at least {COMPILE_SECONDS:.0f} s, and save at most about {saved:.2g} s of the steps; "
-        "model.compile_layers=true compiles anyway"
-    )
+    training, facts = config.training, config.model.facts
+    run = replace(config, dataset=with_file_estimate(config.dataset))
+    mean, documents = mean_tokens(run), count_documents(run)
+    if facts is None or mean is None or config.dataset.source is Source.synthetic:
+        return False
+    tokens = None if documents is None else documents * mean * training.num_epochs
+    if training.max_steps is not None:
+        tokens = training.max_steps * (training.global_tokens or mean * (training.global_samples or 0))
+    peak = peak_of(config.hardware.generation, config.precision.compute, gpu_name=None, uses_tf32=False)
+    if tokens is None or peak is None:
+        return False
+    seconds = tokens * flops_per_token(facts, mean) / (world_size(config) * _LOW_SHARE * peak.tflops * 1e12)
+    return seconds * (largest_gain(facts.num_parameters) - 1) < COMPILE_SECONDS
 
 
 def decide_head(config: RunConfig) -> tuple[bool, str]:
@@ -129,78 +99,55 @@ def decide_head(config: RunConfig) -> tuple[bool, str]:
 
     On H200s, bf16, LoRA and fp8: h200_one_pass_head.jsonl. The losses of seven strategies: h200x2_parity.jsonl.
     """
-    generation, compute = config.hardware.generation, config.precision.compute
-    if generation is Generation.cpu:
-        return False, "the head's gradients were made in the forward pass on GPUs only"
-    if compute not in (Compute.bf16, Compute.fp8):
-        return False, f"the head's gradients were made in the forward pass in bf16 and fp8 only, not in {compute.name}"
+    if config.hardware.generation is Generation.cpu or config.precision.compute not in (Compute.bf16, Compute.fp8):
+        return False, "the head's gradients were made in the forward pass on GPUs in bf16 and fp8 only"
     return True, "the head's logits are computed once and not twice: Qwen2.5-3B was 3% faster in bf16 (one H200)"
 
 
 def decide_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, str]:
-    """The fastest kernel, or else the one that the architecture supports: torch's varlen, or the nearest one."""
-    kernel, why = _fastest_attention(config, is_planned)
-    if has_attention(config, kernel):
-        return kernel, why
-    assert config.model.facts is not None
-    other = without_flash_attn(config)
-    return other, f"{config.model.facts.architecture} cannot attend by {kernel.name}, but by {other.name}"
+    """The fastest kernel that the GPU, the precision, the blocks, the model and the installed packages allow.
 
-
-def _fastest_attention(config: RunConfig, is_planned: bool) -> tuple[Attention, str]:
-    """The fastest kernel for the GPU, the precision and the installed packages.
-
-    Compiled blocks: a kernel that compiles with them. Otherwise flash-attn 2 if GPU and precision allow it and it is
-    installed; else torch's own kernel for packed rows. In fp32, sdpa document by document. Runs planned for another
-    machine use an image that has flash-attn.
+    Without flash-attn it is torch's own kernel for packed rows if possible, else the nearest one. Runs planned for
+    another machine use an image that has flash-attn.
     """
-    flash, generation, compute = INSTALLED, config.hardware.generation, config.precision.compute
+    other, generation, compute = without_flash_attn(config), config.hardware.generation, config.precision.compute
     if config.parallelism.sequence_group_size > 1:
-        kernel = _of_torch(config)
-        shares = "torch's own kernels for packed rows let GPUs share rows (parallelism.sequence_group_size)"
-        return (kernel if kernel is _COMPILED_WITH else BY_DOCUMENT), shares
-    if generation is Generation.cpu:
-        return MASKED, "flash attention needs a GPU"
-    if compute is Compute.fp32 and _goes_by_document(config):
-        return BY_DOCUMENT, (
-            "flash attention computes in bf16 or fp16 only; in fp32 packed rows were 1.5 x as fast so as with the mask "
-            "of a whole row (one H200)"
-        )
-    if not can_run(flash, generation):
-        return MASKED, f"flash attention needs compute capability 8.0, and {generation.name} is older"
+        is_by_document = other is not COMPILED and has_attention(config, BY_DOCUMENT)
+        return BY_DOCUMENT if is_by_document else other, "torch's own kernels for packed rows let GPUs share rows"
+    if generation is not Generation.cpu and compute is Compute.fp32 and _goes_by_document(config):
+        return BY_DOCUMENT, "in fp32 packed rows were 1.5 x as fast so as with the mask of a whole row (one H200)"
+    if not can_run(INSTALLED, generation):
+        return other, "flash attention needs a GPU of compute capability 8.0"
     if compute is Compute.fp32:
-        return MASKED, "flash attention computes in bf16 or fp16 only, and precision.compute=fp32"
+        return other, "flash attention computes in bf16 or fp16 only"
     if config.model.compile_layers:
-        kernel = _of_torch(config)
-        return kernel, f"flash-attn's packages do not compile with the blocks; {kernel.name}, torch's own, does"
-    if is_planned:
-        return flash, f"the fastest stable kernel on {generation.name}; the {_image(config)} image has it"
-    package = str(ATTENTIONS[flash].package)
-    version = installed_version(package)
-    if version is None:
-        missing = f"the package {package} is not installed here; the {_image(config)} image has it"
-        kernel = _of_torch(config)
-        return kernel, missing if kernel is MASKED else f"torch brings it along; {missing}"
-    return flash, f"the fastest stable kernel on {generation.name} ({package} {version})"
-
-
-def _of_torch(config: RunConfig) -> Attention:
-    """torch's kernel for packed rows if possible, else sdpa; the caller checks whether the model supports it."""
-    kernel = without_flash_attn(config)
-    return kernel if kernel is _COMPILED_WITH else MASKED
+        return other, "flash-attn's packages do not compile with the blocks"
+    if not has_attention(config, INSTALLED):
+        return other, f"the architecture cannot attend by {INSTALLED.name}"
+    image, package = GENERATIONS[generation].image.name, str(ATTENTIONS[INSTALLED].package)
+    if not is_planned and installed_version(package) is None:
+        return other, f"the package {package} is not installed here; the {image} image has it"
+    return INSTALLED, f"the fastest stable kernel on {generation.name}"
 
 
 def _goes_by_document(config: RunConfig) -> bool:
-    """Whether packed rows can go through sdpa one document at a time.
-
-    In fp32 this avoids keeping the attention scores of a whole row.
-    """
-    is_known = config.model.facts is not None and config.model.facts.architecture in VARLEN_ARCHITECTURES
-    is_known = is_known and has_attention(config, BY_DOCUMENT)
+    """Whether packed rows can go through sdpa one document at a time, which keeps no scores of a whole row."""
+    facts = config.model.facts
+    is_known = facts is not None and facts.architecture in VARLEN_ARCHITECTURES and has_attention(config, BY_DOCUMENT)
     is_packed = config.packing.mode is not PackingMode.padded
     # torch's kernel for this has no deterministic backward pass.
     return is_known and is_packed and not config.model.compile_layers and not config.training.deterministic
 
 
-def _image(config: RunConfig) -> str:
-    return GENERATIONS[config.hardware.generation].image.name
+def decide_packing(config: RunConfig, is_planned: bool) -> tuple[PackingMode, str]:
+    """Packed rows if kernel and architecture keep the documents of a row apart, with the packages that are there."""
+    image = GENERATIONS[config.hardware.generation].image
+    if leaks(config):
+        return PackingMode.padded, "the architecture cannot keep packed documents apart"
+    is_there = image.state_kernels.__contains__ if is_planned else installed_version
+    if missing := missing_state_kernels(config, is_there):
+        where = f"is not in the {image.name} image" if is_planned else "is not installed here"
+        return PackingMode.padded, f"packed documents are kept apart by {' and '.join(missing)}, which {where}"
+    if brings_code(config.model):
+        return PackingMode.padded, "the model brings code of its own, which may let packed documents see each other"
+    return PackingMode.isolated, f"rows without padding; {config.attention.implementation.name} keeps documents apart"
