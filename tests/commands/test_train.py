@@ -179,12 +179,3 @@ LONG = (
     "hardware=hopper", "hardware.memory_gib=79.6", "hardware.gpus_per_node=1", "parallelism=single",
     "dataset=jsonl", "dataset.path=documents.jsonl", "training.global_samples=64", "training.max_length=32768",
 )  # fmt: skip
-
-
-def test_the_plan_says_where_documents_may_be_much_shorter_than_their_rows() -> None:
-    words = [*LONG, "dataset.num_documents=10000"]
-    for mean, is_said in ((400, True), (8000, False)):
-        choices = plan_job("qwen3_4b_lora", [*words, f"dataset.mean_tokens={mean}"], []).resolved.choices
-        (row,) = [choice for choice in choices if choice.key == "packing.row_length"]
-        assert row.value == 32_768
-        assert ("of documents of 400 tokens the longest may need less of training.max_length" in row.why) is is_said

@@ -52,15 +52,6 @@ def test_the_exit_code_is_that_of_the_best():
     assert table("qwen3b_zero2", ["hardware=volta", "parallelism=ddp"], "training.seed=0,1")[0] == 3
 
 
-def test_a_host_that_is_too_small_fits_nothing():
-    overrides = ["hardware=hopper", "parallelism=zero3_offload"]
-    code, text = printed("llama2_70b_fsdp_1node", overrides, "hardware.host_memory_gib=500,4000")
-    assert code == 0
-    rows = {line.split()[0]: line for line in text.splitlines()[2:]}
-    assert rows["500"].split()[-1] == "no"
-    assert rows["4000"].split()[-1] == "yes"
-
-
 def test_no_word_or_number_is_cut_in_a_narrow_terminal():
     compared = "parallelism=fsdp_grad_op,zero2,none_such"
     wide, narrow = (printed("qwen3b_zero2", ["hardware=volta"], compared, width)[1] for width in (200, 60))

@@ -9,11 +9,9 @@ import pytest
 from rich.console import Console
 
 from tunebook.commands.plan import plan_command
-from tunebook.data.batch import solve_batch
 from tunebook.plan.draft import draft_run
 from tunebook.plan.longest import LongestRow, longest_row
 from tunebook.plan.memory import tensors_fit
-from tunebook.plan.memory.kept import tokens_per_pass
 
 from .plans import NO_GPU, resolved
 
@@ -37,14 +35,6 @@ def test_the_longest_row_fits_and_a_longer_one_does_not() -> None:
         fits.append(tensors_fit(resolved(*RECIPE, *words, *row.overrides, f"packing.row_length={tokens}")))
     assert fits == [True, False]
     assert not row.has_all_positions
-
-
-def test_layers_are_recomputed_where_that_is_left_open() -> None:
-    row = longest(*IN_A_GROUP)
-    assert (row.tokens, row.has_all_positions) == (40_960, True)
-    assert row.overrides == [
-        "training.max_length=40960", "packing.row_length=40960", "training.micro_batch_size=1",
-    ]  # fmt: skip
 
 
 def test_two_gpus_hold_a_row_twice_as_long_of_the_same_states() -> None:
@@ -83,14 +73,6 @@ def test_the_command_prints_it_and_adds_it_to_the_json(capsys: pytest.CaptureFix
     assert lines[1].split()[:2] == ["training.max_length=40960", "packing.row_length=40960"]
     assert plan_command(recipe, words, [], console, is_longest=True, as_json=True) == 0
     assert json.loads(capsys.readouterr().out)["longest"]["tokens"] == 40_960
-
-
-def test_a_group_counts_once_in_the_batch_and_has_a_part_of_the_row() -> None:
-    config = resolved(*RECIPE, "hardware.gpus_per_node=8", "parallelism.sequence_group_size=4")
-    batch = solve_batch(config, None)
-    assert (batch.world_size, batch.data_ranks, batch.row_length) == (8, 2, 2048)
-    assert tokens_per_pass(config) == 512
-    assert config.attention.implementation.name == "varlen_attention" and not config.model.compile_layers
 
 
 def test_the_longest_padded_row_is_not_limited_by_the_documents_that_would_be_generated() -> None:

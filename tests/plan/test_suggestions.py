@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tunebook.plan.draft import draft_run
 from tunebook.plan.suggestions import suggest
 
@@ -45,8 +43,3 @@ def test_what_changes_nothing_is_skipped() -> None:
 def test_rows_are_halved_together_with_their_documents() -> None:
     words = (*ON_A_SMALL_GPU, "peft=lora", "activation=stored", "training.max_length=8192", "packing.row_length=8192")
     assert "training.max_length=4096 packing.row_length=4096" in suggested("qwen05b_single", *words)
-
-
-@pytest.mark.parametrize("word", ["optimizer=adamw_8bit", "precision=fp32"])
-def test_what_rules_refuse_is_skipped(word: str) -> None:
-    assert "peft=qlora" in suggested("qwen3b_zero2", *ON_A_SMALL_GPU, word)

@@ -92,9 +92,7 @@ def plan(
     as_yaml: Annotated[
         bool, typer.Option("--yaml", help="Print the resolved configuration, each value with its origin.")
     ] = False,
-    show_all: Annotated[
-        bool, typer.Option("--all", help="Print every choice, also those as asked or as in the last run.")
-    ] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Print every choice, also those as asked.")] = False,
     compare: Annotated[
         list[str] | None, typer.Option(metavar="KEY=A,B", help="Memory and speed by the values of a key, as a table.")
     ] = None,

@@ -17,10 +17,9 @@ book_app = typer.Typer()
 @book_app.command(name="list")
 def list_recipes(recipes_dir: RecipesDir = None) -> None:
     """List the recipes: title, strategy, reference hardware, evidence."""
-    from tunebook.evidence.card import listed
-    from tunebook.plan.show import recipes_table
+    from tunebook.commands.list import recipes_table
 
-    make_console().print(recipes_table(recipes_dir or [], listed))
+    make_console().print(recipes_table(recipes_dir or []))
 
 
 @book_app.command()

@@ -35,7 +35,6 @@ from tunebook.launch.nodes import NodeGroup
 from tunebook.launch.resume import is_trained
 from tunebook.launch.slurm.container import is_contained, record_container, remove_containers
 from tunebook.launch.supervise import ProcessEnd, run_and_wait
-from tunebook.plan.show import show_end
 from tunebook.processes import ending
 from tunebook.record.answer_faults import fault_warnings
 from tunebook.record.contamination import (
@@ -90,7 +89,11 @@ class Attempt:
             raise
         is_reported = self._record_end(outcome)
         show_scores(self.folder, self.console)
-        show_end(outcome, self.folder, self.folder / REPORT_FILE if is_reported else None, self.console)
+        end, color = (outcome.reason, "red") if outcome.exit_code else ("finished", "green")
+        print_text(end, self.console, style=color)
+        print_text(f"run folder: {self.folder}", self.console)
+        if is_reported:
+            print_text(f"report: {self.folder / REPORT_FILE}", self.console)
         return outcome.exit_code
 
     def _train_and_evaluate(self) -> Outcome:

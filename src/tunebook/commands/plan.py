@@ -17,7 +17,7 @@ from tunebook.model.load import check_model
 from tunebook.plan.draft import Draft, draft_json, draft_run, draft_yaml
 from tunebook.plan.longest import LongestRow, longest_row
 from tunebook.plan.memory.gpu import judge_measurement, plan_memory
-from tunebook.plan.show import host_memory_lines, show_memory, show_warnings, time_lines
+from tunebook.plan.show import host_memory_lines, memory_lines, show_warnings, time_lines
 from tunebook.plan.suggestions import Suggestion, suggest
 from tunebook.record.run_folder import WITHOUT_RECIPE
 from tunebook.terminal import print_lines, print_text
@@ -65,21 +65,23 @@ def plan_command(
     if as_yaml:
         print(draft_yaml(draft), end="")
         show_warnings(draft.problems, Console(stderr=True, soft_wrap=True))
-        draft.raise_if_too_large()
-        draft.raise_if_data_is_missing()
-        return 0
+        return _end(draft)
     assert draft.memory is not None and draft.host is not None and draft.time is not None
     show_decisions(draft, console, is_complete=is_complete)
     show_job(draft, console, folder or Path(draft.config.outputs) / (recipe or WITHOUT_RECIPE) / "<time>")
     if draft.missing_data is not None:
         console.print("note: planned without the data, which is missing")
-    show_memory(draft.memory, console)
-    print_lines(host_memory_lines(draft.host), console)
-    print_lines(time_lines(draft.time), console)
+    lines = [*memory_lines(draft.memory), *host_memory_lines(draft.host), *time_lines(draft.time)]
+    print_lines(lines, console)
     if is_in_doubt:
         _show_suggestions(suggested, console)
-    draft.raise_if_too_large()
-    draft.raise_if_data_is_missing()
+    return _end(draft)
+
+
+def _end(draft: Draft) -> int:
+    """Return 0. Raises: DoesNotFitError or DataError for a plan that cannot be trained."""
+    if draft.shortcomings:
+        raise draft.shortcomings[0]
     return 0
 
 

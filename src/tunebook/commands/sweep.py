@@ -169,7 +169,8 @@ def _check_start(draft: Draft, machine: Machine, jobs: int) -> None:
         )
     if draft.resolved.problem is not None:
         raise RequestError(draft.resolved.why_not_runnable, problem_id=draft.resolved.problem.id)
-    draft.raise_if_data_is_missing()
+    if draft.missing_data is not None:
+        raise draft.missing_data
 
 
 def _is_here(config: RunConfig) -> bool:

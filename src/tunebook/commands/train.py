@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +25,12 @@ from tunebook.config.unsafe_text import require_printable
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.prepared import PREPARED_FILE
 from tunebook.data.view import show_summary
-from tunebook.errors import DataError, RequestError, RulesError
+from tunebook.errors import RequestError, RulesError
 from tunebook.evaluate.code.checks import check_code
 from tunebook.evaluate.fetch import require_tasks
 from tunebook.evaluate.sandbox.client import HANDOVER_VARIABLE, SERVICE_HANDOVER
 from tunebook.evaluate.task_files import check_tasks, resolve_task
-from tunebook.files import atomic_write_json, atomic_write_text, read_json
+from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.launch.commands import JOB_SCRIPT, job_commands, launch_command, show_command
 from tunebook.launch.node import join_run
 from tunebook.launch.nodes import has_later_nodes, is_later_node, open_to_nodes
@@ -46,7 +46,7 @@ from tunebook.plan.auto.resolve import Resolution
 from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time, refuse_too_large
 from tunebook.plan.memory.gpu import measured_memory, plan_memory
 from tunebook.plan.memory.host_memory import plan_host_memory
-from tunebook.plan.show import LastRun, batch_lines, show_choices, show_warnings
+from tunebook.plan.show import batch_lines, show_choices, show_warnings
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, start_manifest
 from tunebook.record.run_folder import (
     PLAN_FILE,
@@ -55,7 +55,6 @@ from tunebook.record.run_folder import (
     check_outputs,
     clear_outcomes,
     create_run_folder,
-    find_runs,
     make_run_folder,
     working_in,
 )
@@ -78,21 +77,10 @@ def plan_job(recipe: str | None, overrides: list[str], recipes_dirs: list[Path])
 
 
 def show_decisions(job: Draft, console: Console, *, is_complete: bool = False) -> None:
-    """Print the warnings and the choices: all, or those that differ from the last run or that `auto` made."""
+    """Print the choices, all or those that `auto` made, and the warnings."""
     words = [*command_words("plan", job.recipe, job.overrides, job.recipes_dirs), "--all"]
-    command = None if is_complete else shell_command(words)
-    show_choices(job.resolved.choices, console, last=_last_run(job.config), command=command)
+    show_choices(job.resolved.choices, console, None if is_complete else shell_command(words))
     show_warnings(job.problems, console)
-
-
-def _last_run(config: RunConfig) -> LastRun | None:
-    """The newest run of the same recipe that has a plan; None if there is none, or its folder cannot be read."""
-    with suppress(OSError, ValueError):  # outputs that cannot be a folder are refused by `check_outputs`
-        for folder in reversed(find_runs(Path(config.outputs), config.recipe or WITHOUT_RECIPE)):
-            with suppress(OSError, DataError, KeyError, TypeError):  # a damaged record is not this run's problem
-                choices = read_json(folder / PLAN_FILE)["choices"]
-                return LastRun(name=folder.name, values={choice["key"]: choice["value"] for choice in choices})
-    return None
 
 
 def show_job(job: Draft, console: Console, folder: Path) -> None:

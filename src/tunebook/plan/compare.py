@@ -25,11 +25,8 @@ def compare_plans(
     key, separator, listed = compared[0].partition("=")
     values = list(dict.fromkeys(value.strip() for value in split_values(listed)))
     if len(compared) > 1 or not (key and separator and len(values) > 1 and all(values)):
-        raise RequestError(
-            f"--compare {' --compare '.join(compared)}: it takes one key and at least two values; such as "
-            "--compare parallelism=ddp,zero2,zero3,fsdp",
-            problem_id="compare-form",
-        )
+        example = "--compare takes one key and at least two values, such as --compare parallelism=ddp,zero2,zero3,fsdp"
+        raise RequestError(example, problem_id="compare-form")
     drafts = {value: draft_run(recipe, [*overrides, f"{key}={value}"], recipes_dirs) for value in values}
     rows = [[key.rpartition(".")[2], "GiB", "tokens/s", "fits"]]
     rows += [[value, *_row(draft)] for value, draft in drafts.items()]
@@ -38,8 +35,8 @@ def compare_plans(
     for value, gib, speed, fits in rows:
         print_text(f"{value:<{widths[0]}}  {gib:>{widths[1]}}  {speed:>{widths[2]}}  {fits}", console)
     best = min(drafts.values(), key=lambda draft: draft.exit_code)
-    if best.exit_code == DataError.exit_code:
-        best.raise_if_data_is_missing()
+    if best.exit_code == DataError.exit_code and best.missing_data is not None:
+        raise best.missing_data
     return best.exit_code
 
 

@@ -5,7 +5,6 @@ It needs no GPU, weights, data or network and does not import torch, so it takes
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,23 +12,18 @@ from typing import Any
 from tunebook.config.book import book_root
 from tunebook.config.compose import Composition, compose
 from tunebook.config.frozen import TYPED_IN_KEY, config_to_yaml
-from tunebook.config.schema import RunConfig
+from tunebook.config.schema import HardwareConfig, RunConfig
 from tunebook.config.walk import all_keys
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.files import missing_files
-from tunebook.errors import DataError, DoesNotFitError, Problem, RequestError, RulesError
+from tunebook.errors import DataError, DoesNotFitError, Problem, RequestError, RulesError, TunebookError
 from tunebook.hardware.detect import Machine, detect_machine
-from tunebook.plan.auto.decisions import AS_ASKED, ChoiceValue
+from tunebook.plan.auto.decisions import AS_ASKED
 from tunebook.plan.auto.resolve import Resolution, resolve_auto
 from tunebook.plan.memory.gpu import MemoryPlan, measured_memory, plan_memory
 from tunebook.plan.memory.host_memory import HostPlan, plan_host_memory
 from tunebook.plan.rules import check, located
 from tunebook.plan.speed import TimePlan, plan_time
-
-TRY = (
-    "try activation=checkpointing, parallelism=fsdp or zero3_offload, peft=lora, or more or larger GPUs; "
-    "`tunebook plan` lists what would fit"
-)
 
 
 @dataclass(kw_only=True)
@@ -62,21 +56,24 @@ class Draft:
         return self.resolved.config
 
     def raise_errors(self) -> None:
-        """Raise the request's errors.
-
-        Raises: RequestError, or RulesError with every broken rule at once.
-        """
+        """Raise the request's errors: RequestError, or RulesError with every broken rule at once."""
         if self.error is not None:
             raise self.error
         if any(problem.is_error for problem in self.problems):
             raise RulesError(self.problems)
 
-    def raise_if_too_large(self) -> None:
-        """Raise DoesNotFitError if the run cannot fit into the GPUs or the hosts by estimate."""
-        if self.memory is not None:
-            refuse_too_large(self.memory)
-        if self.host is not None:
-            self.host.raise_if_too_large()
+    @property
+    def shortcomings(self) -> list[TunebookError]:
+        """Why a request without errors cannot be trained: by estimate it does not fit, or its files are missing."""
+        missing: list[TunebookError] = [] if self.missing_data is None else [self.missing_data]
+        try:
+            if self.memory is not None:
+                refuse_too_large(self.memory)
+            if self.host is not None:
+                self.host.raise_if_too_large()
+        except DoesNotFitError as error:
+            return [error, *missing]
+        return missing
 
     @property
     def fits(self) -> bool | None:
@@ -85,56 +82,43 @@ class Draft:
             return False
         return self.memory.fits if self.memory is not None else None
 
-    def raise_if_data_is_missing(self) -> None:
-        """Raise DataError if its files are missing, as training would."""
-        if self.missing_data is not None:
-            raise self.missing_data
-
     @property
     def exit_code(self) -> int:
         """Exit code of a command that only plans."""
-        try:
-            self.raise_errors()
-            self.raise_if_too_large()
-            self.raise_if_data_is_missing()
-        except (RequestError, DoesNotFitError, DataError) as error:
-            return error.exit_code
-        return 0
+        if self.error is not None or any(problem.is_error for problem in self.problems):
+            return RequestError.exit_code
+        return next((error.exit_code for error in self.shortcomings), 0)
 
 
 def refuse_too_large(memory: MemoryPlan) -> None:
     """Raise DoesNotFitError if the estimate or a measurement does not fit."""
     if memory.fits is False:
         by = "by estimate" if memory.measured is None else "as measured,"
-        raise DoesNotFitError(f"{by} this plan {memory.verdict} on each GPU or rank; {TRY}", problem_id="does-not-fit")
+        raise DoesNotFitError(
+            f"{by} this plan {memory.verdict} on each GPU or rank; try activation=checkpointing, parallelism=fsdp or "
+            "zero3_offload, peft=lora, or more or larger GPUs; `tunebook plan` lists what would fit",
+            problem_id="does-not-fit",
+        )
 
 
 def draft_run(
     recipe: str | None, overrides: list[str], recipes_dirs: list[Path], machine: Machine | None = None
 ) -> Draft:
-    """Plan a run as far as possible, on this machine by default.
-
-    Errors are stored, not raised.
-    """
+    """Plan a run as far as possible, on this machine by default. Errors are stored, not raised."""
+    draft = Draft(recipe=recipe, machine=machine, overrides=overrides, recipes_dirs=recipes_dirs)
     try:
-        composition = compose(recipe, overrides, recipes_dirs)
+        composition = draft.composition = compose(recipe, overrides, recipes_dirs)
     except RequestError as error:
-        return Draft(recipe=recipe, error=error)
-    draft = draft_composition(composition, machine or detect_machine())
-    draft.overrides, draft.recipes_dirs = overrides, recipes_dirs
-    return draft
-
-
-def draft_composition(composition: Composition, machine: Machine) -> Draft:
-    """Plan a composed run as far as possible on a machine; errors are stored, not raised."""
-    draft = Draft(recipe=composition.config.recipe, machine=machine, composition=composition)
+        draft.error = error
+        return draft
+    draft.recipe = composition.config.recipe
+    draft.machine = machine = machine or detect_machine()
     draft.missing_data = missing_files(composition.config.dataset)
     try:
         draft.resolution = resolve_auto(composition.config, machine)
         config = draft.resolution.config
         draft.problems = check(config, composition.origins.set_by)
         if not any(problem.is_error for problem in draft.problems):
-            draft.memory = plan_memory(config)
             draft.host = plan_host_memory(config, draft.resolution.host_memory_gib)
             draft.batch = solve_batch(config, None)
             draft.memory = measured_memory(config, draft.batch, machine) or plan_memory(config, draft.batch)
@@ -147,10 +131,7 @@ def draft_composition(composition: Composition, machine: Machine) -> Draft:
 
 
 def estimate_time(config: RunConfig, batch: BatchPlan, machine: Machine | None = None) -> TimePlan:
-    """Estimate the speed on this machine's GPUs if they are of the planned generation.
-
-    Otherwise it assumes the generation's usual GPU.
-    """
+    """Estimate the speed on this machine's GPUs if they are of the planned generation, else on its usual GPU."""
     machine = machine or detect_machine()
     gpus = machine.gpus
     is_here = gpus and all(gpu.generation is config.hardware.generation for gpu in gpus)
@@ -160,24 +141,37 @@ def estimate_time(config: RunConfig, batch: BatchPlan, machine: Machine | None =
 def draft_json(draft: Draft) -> dict[str, Any]:
     """Return what `plan --json` prints. Every key is always present; unknown values are null."""
     config = draft.resolution.config if draft.resolution else None
-    choices = draft.resolution.choices if draft.resolution else []
+    measured = draft.memory.measured if draft.memory else None
     return {
         "recipe": draft.recipe,
-        "hardware": _hardware_json(config) if config else None,
+        "hardware": _hardware_json(config.hardware) if config else None,
         "precision": config.precision.compute.name if config else None,
         "attention": config.attention.implementation.name if config else None,
         "packing": config.packing.mode.name if config else None,
         "batch": draft.batch.to_json() if draft.batch else None,
         "memory_gib": draft.memory.memory.to_json() if draft.memory else None,
-        "memory_source": ("measured" if draft.memory.measured else "estimated") if draft.memory else None,
-        "measured": asdict(draft.memory.measured) if draft.memory and draft.memory.measured else None,
+        "memory_source": ("measured" if measured else "estimated") if draft.memory else None,
+        "measured": asdict(measured) if measured else None,
         "host_memory_gib": draft.host.memory.to_json() if draft.host else None,
         "nvme_gib": round(draft.host.nvme_gib, 3) if draft.host and draft.host.nvme_gib is not None else None,
         "fits": draft.fits,
         "time": draft.time.to_json() if draft.time else None,
-        "choices": [{"key": choice.key, "value": _plain(choice.value), "why": choice.why} for choice in choices],
+        "choices": [asdict(choice) for choice in draft.resolution.choices] if draft.resolution else [],
         "problems": _problems_json(draft),
     }
+
+
+def _hardware_json(hardware: HardwareConfig) -> dict[str, Any]:
+    keys = ("num_nodes", "gpus_per_node", "memory_gib")
+    return {"generation": hardware.generation.name} | {key: getattr(hardware, key) for key in keys}
+
+
+def _problems_json(draft: Draft) -> list[dict[str, Any]]:
+    """Broken rules, then errors that stopped the planning; those have no key, only a message."""
+    problems = [asdict(problem) for problem in draft.problems]
+    errors = [*([draft.error] if draft.error else []), *draft.shortcomings]
+    stopped: dict[str, Any] = {"key": None, "fix": None, "is_error": True, "place": None}
+    return problems + [{"id": error.problem_id, "message": error.message} | stopped for error in errors]
 
 
 def draft_yaml(draft: Draft) -> str:
@@ -187,61 +181,14 @@ def draft_yaml(draft: Draft) -> str:
     """
     assert draft.composition is not None
     config, origins, groups = draft.composition.config, draft.composition.origins, draft.composition.groups
-    reasons = {choice.key: choice.why for choice in draft.resolved.choices if choice.why != AS_ASKED}
-    sections = {key.rpartition(".")[0] for key in all_keys()}
+    comments = {choice.key: f"auto: {choice.why}" for choice in draft.resolved.choices if choice.why != AS_ASKED}
+    comments |= {key.rpartition(".")[0]: "" for key in all_keys()}  # each value of a section has its own
+    comments |= {group: f"{group}={name}: {origins.of_choice(group)}" for group, name in groups.items()}
+    comments |= {"recipe": "", TYPED_IN_KEY: "where relative paths start"}
 
     def origin(key: str) -> str:
-        if key in groups:
-            return f"{key}={groups[key]}: {_in_book(origins.of_choice(key))}"
-        if key in reasons:
-            return f"auto: {reasons[key].partition('; ')[0]}"
-        if key == TYPED_IN_KEY:
-            return "where relative paths start"
-        if key == "recipe":
-            return "not named" if config.recipe is None else "named on the command line"
-        if key.startswith("model.facts") and config.model.facts is None:
+        if key.startswith("model.facts.") and config.model.facts is None:
             return "read from the model's config.json"
-        if key in sections:
-            return ""  # each of its values has its own
-        is_stated = origins.override(key) is not None or origins.file(key) is not None
-        return _in_book(origins.of(key)) if is_stated else "default of the schema"
+        return comments.get(key, origins.of(key)).replace(f"{book_root()}/", "")  # elsewhere on every machine
 
     return config_to_yaml(draft.config, origin)
-
-
-def _in_book(place: str) -> str:
-    """A file of the book without the book's own folder, which every machine has elsewhere."""
-    return place.removeprefix(f"{book_root()}/")
-
-
-def _hardware_json(config: RunConfig) -> dict[str, Any]:
-    hardware = config.hardware
-    return {
-        "generation": hardware.generation.name,
-        "num_nodes": hardware.num_nodes,
-        "gpus_per_node": hardware.gpus_per_node,
-        "memory_gib": _plain(hardware.memory_gib),
-    }
-
-
-def _problems_json(draft: Draft) -> list[dict[str, Any]]:
-    """Broken rules, then errors that stopped the planning; those have no key, only a message."""
-    problems: list[dict[str, Any]] = [
-        {"id": p.id, "key": p.key, "message": p.message, "fix": p.fix, "is_error": p.is_error, "place": p.place}
-        for p in draft.problems
-    ]
-    errors: list[RequestError | DoesNotFitError | DataError] = [draft.error] if draft.error else []
-    errors += [draft.missing_data] if draft.missing_data else []
-    try:
-        draft.raise_if_too_large()
-    except DoesNotFitError as error:
-        errors.append(error)
-    return problems + [
-        {"id": e.problem_id, "key": None, "message": e.message, "fix": None, "is_error": True, "place": None}
-        for e in errors
-    ]
-
-
-def _plain(value: ChoiceValue) -> ChoiceValue:
-    """A value for JSON: a user may type an infinite number, which JSON lacks and a rule then refuses."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

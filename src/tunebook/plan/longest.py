@@ -36,8 +36,7 @@ def longest_row(draft: Draft) -> LongestRow | None:
     num_fitting = bisect_left(rows, True, key=lambda tokens: not _fits(draft, tokens))
     tokens = num_fitting * unit
     overrides = [f"training.max_length={tokens}", f"packing.row_length={tokens}", "training.micro_batch_size=1"]
-    has_all_positions = num_fitting == len(rows)
-    return LongestRow(tokens=tokens, has_all_positions=has_all_positions, overrides=overrides if tokens else [])
+    return LongestRow(tokens=tokens, has_all_positions=num_fitting == len(rows), overrides=overrides if tokens else [])
 
 
 def _fits(draft: Draft, tokens: int) -> bool:

@@ -98,7 +98,7 @@ def _reason_for(chosen: _Tried) -> str:
     what = STRATEGIES[chosen.strategy].auto_reason
     if chosen.fits is None or chosen.total_gib is None:
         return f"{what}; the memory or the model's size is not known, and this is the safe choice"
-    return f"{what}: {gib_text(chosen.total_gib)} by estimate, which {'fit' if chosen.fits else 'do not fit'}"
+    return f"{what}: an estimated {gib_text(chosen.total_gib)} {'fit' if chosen.fits else 'do not fit'}"
 
 
 def _reasons_against(tried: list[_Tried], chosen: _Tried) -> Iterator[str]:

@@ -1,0 +1,45 @@
+"""`tunebook list`: names that can be typed, and titles as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tunebook.commands.list import recipes_table
+from tunebook.config.book import find_recipes
+
+
+def printed(width: int, *folders: Path) -> str:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(recipes_table([*folders]))
+    return capture.get()
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "shown"),
+    [
+        ("mine", "LoRA [r=8] of data[/x] test", "LoRA [r=8] of data[/x] test"),
+        ("mine", ":smile:", ":smile:"),
+        ("a=b", "mine", "does not read 'a=b' as a name; rename it"),
+    ],
+)
+def test_titles_are_shown_as_they_are_and_errors_beside_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, title: str, shown: str
+) -> None:
+    monkeypatch.setattr("tunebook.config.book.recipe_folders", lambda named: named)
+    (tmp_path / f"{name}.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - override /dataset: synthetic\n  - override /parallelism: ddp\n"
+        f"  - _self_\ntitle: '{title}'\nmodel:\n  name: a/b\n"
+    )
+    row = printed(240, tmp_path).splitlines()[1]
+    assert row.split()[0] == name and shown in row
+
+
+def test_a_narrow_terminal_cuts_no_name() -> None:
+    shown = printed(80)
+    names = [line.split()[0] for line in shown.splitlines()[1:] if not line.startswith(" ")]
+    assert [name for name in names if name != "recipe"] == list(find_recipes([]))  # its heading may take two lines
+    assert "…" not in shown
