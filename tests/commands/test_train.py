@@ -173,9 +173,3 @@ def test_a_task_that_cannot_be_loaded_is_refused_before_anything_is_prepared() -
         require_runnable(job)
     assert raised.value.problem_id == "task-data-missing"
     assert "tunebook fetch tasks=gsm8k" in raised.value.message
-
-
-LONG = (
-    "hardware=hopper", "hardware.memory_gib=79.6", "hardware.gpus_per_node=1", "parallelism=single",
-    "dataset=jsonl", "dataset.path=documents.jsonl", "training.global_samples=64", "training.max_length=32768",
-)  # fmt: skip
