@@ -44,10 +44,6 @@ def test_gpt2_is_planned_to_the_last_parameter(run: Any, folder: Path, tmp_path:
     (remembered,) = (tmp_path / "architectures").iterdir()
     answer = json.loads(remembered.read_text())
     assert answer["num_parameters"] == PARAMETERS
-    saved = answer["measured"]["saved"]
-    # Of the ways that this run can take: its number format, full fine-tuning, and every attention.
-    ways = [f"autocast/full/{attention}" for attention in ("eager", "flash", "sdpa")]
-    assert {*saved} == {f"{way}{kept}" for way in ways for kept in ("", "/offloaded", "/tiled")}
     # Read the second time, not made again: this number is nobody's but ours.
     answer["num_parameters"] = 1_000_000_000
     remembered.write_text(json.dumps(answer))

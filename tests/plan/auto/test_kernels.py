@@ -139,7 +139,7 @@ def test_attention_and_packing(undecided, changed, machine, gpu, values, model, 
     if model is not None:
         facts.architecture, attention, isolates = model
         facts.measured = traced(
-            num_layers=facts.num_layers, parameters=1000, linear_inputs=10, adapter_parameters=10,
+            num_layers=facts.num_layers, parameters=1000,
             attention=attention, isolates={"mask": isolates},
         )  # fmt: skip
     config = resolve_auto(changed(undecided, values), machine(*[gpu] * 2 if gpu else [])).config

@@ -18,9 +18,9 @@ from tunebook.config.choices import (
     Strategy,
 )
 from tunebook.config.compose import compose
-from tunebook.config.frozen import PARALLELISM_SCHEMAS, config_to_yaml, load_config
+from tunebook.config.frozen import PARALLELISM_SCHEMAS, architecture_json, config_to_yaml, load_config
 from tunebook.config.identity import config_hash
-from tunebook.config.model_facts import ModelFacts
+from tunebook.config.model_facts import ARCHITECTURE_FILE, ModelFacts
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory import tensors_fit
@@ -136,6 +136,7 @@ def test_the_run_is_the_one_of_the_strategys_name(words, gpus, strategy, machine
     assert type(ours.parallelism) is type(theirs.parallelism) is PARALLELISM_SCHEMAS[Strategy[strategy]]
     assert config_hash(ours) == config_hash(theirs)
     (tmp_path / "run.yaml").write_text(config_to_yaml(ours))
+    (tmp_path / ARCHITECTURE_FILE).write_text(architecture_json(ours))
     assert load_config(tmp_path / "run.yaml") == ours == theirs
 
 

@@ -13,8 +13,8 @@ from tunebook.data.batch import solve_batch
 from tunebook.errors import DoesNotFitError
 from tunebook.plan.draft import estimate_time, refuse_too_large
 from tunebook.plan.memory import gpu
+from tunebook.plan.memory.activations import shape_of
 from tunebook.plan.memory.gpu import Memory, MemoryPlan, judge_measurement, measured_memory, plan_memory
-from tunebook.plan.memory.kept import tokens_per_pass
 from tunebook.plan.show import memory_lines
 from tunebook.record.measurement import Measurement
 
@@ -39,23 +39,6 @@ def test_zero2_divides_gradients_and_optimizer_state_among_8_gpus() -> None:
     assert memory.overhead == pytest.approx((781 + 688) / 1024 + 0.22 * memory.allocated)
 
 
-def test_checkpointing_keeps_each_layers_input_while_the_head_is_computed() -> None:
-    config = resolved("qwen05b_single", "hardware=volta", "attention=sdpa")
-    config.activation.checkpointing = Checkpointing.disabled
-    stored = plan_memory(config).memory
-    config.activation.checkpointing = Checkpointing.enabled
-    recomputed = plan_memory(config).memory
-    assert stored.activations is not None and recomputed.activations is not None
-    saved = stored.activations - recomputed.activations
-    tokens = config.packing.row_length
-    assert tokens is not None
-    # 24 layers keep no more than their input of 896 numbers in fp32; none is whole beside the head's tiles
-    assert config.model.facts is not None and config.model.facts.measured is not None
-    one_layer = (config.model.facts.measured.saved["fp32/full/sdpa"][4] + 4 * tokens) * tokens
-    assert saved == pytest.approx((24 * one_layer - 24 * 4 * 896 * tokens) / GIB)
-    assert recomputed.total is not None
-
-
 def test_with_every_activation_kept_the_parts_add_up() -> None:
     plan = plan_memory(resolved("qwen05b_single"))
     memory = plan.memory
@@ -63,18 +46,36 @@ def test_with_every_activation_kept_the_parts_add_up() -> None:
     assert memory.allocated == pytest.approx(sum(part for part in parts if part is not None))
     assert memory.total == pytest.approx((memory.allocated or 0) * 1.10 + 781 / 1024)  # one GPU talks to no other
     assert plan.fits is True
-    assert plan.verdict == f"fits: {memory.allocated:.1f} GiB without the overhead, no more than 83% of 32 GiB"
+    assert (
+        plan.verdict
+        == f"fits: {memory.allocated:.1f} GiB (or 4% more) without the overhead, no more than 83% of 32 GiB"
+    )
 
 
 @pytest.mark.parametrize(
     ("capacity", "checkpointing", "fits", "said"),
     [
         (7.0, Checkpointing.enabled, False, "does not fit: 8.9 GiB are more than 7 GiB"),  # 7.4 GiB of states
-        (10.0, Checkpointing.enabled, None, "8.9 GiB without the overhead, more than 83% of 10 GiB, which leaves"),
-        (12.0, Checkpointing.enabled, True, "fits: 8.9 GiB without the overhead, no more than 83% of 12 GiB"),
-        (16.0, Checkpointing.disabled, False, "does not fit: 20.5 GiB are more than 16 GiB"),
-        (18.0, Checkpointing.disabled, None, "20.5 GiB of tensors are more than 18 GiB"),
-        (21.0, Checkpointing.disabled, None, "20.5 GiB without the overhead, more than 83% of 21 GiB, which leaves"),
+        (
+            10.0,
+            Checkpointing.enabled,
+            None,
+            "8.9 GiB (or 4% more) without the overhead, more than 83%",
+        ),
+        (
+            12.0,
+            Checkpointing.enabled,
+            True,
+            "fits: 8.9 GiB (or 4% more) without the overhead",
+        ),
+        (16.0, Checkpointing.disabled, False, "does not fit: 20.4 GiB are more than 16 GiB"),
+        (18.0, Checkpointing.disabled, None, "20.4 GiB of tensors are more than 18 GiB"),
+        (
+            21.0,
+            Checkpointing.disabled,
+            None,
+            "20.4 GiB (or 4% more) without the overhead, more than 83%",
+        ),
         (None, Checkpointing.disabled, None, "hardware.memory_gib is not set"),
     ],
 )
@@ -95,19 +96,6 @@ def test_a_model_of_unknown_size_has_no_numbers() -> None:
     assert plan.memory == Memory(capacity=32.0)
     assert plan.fits is None
     assert "nor is the model's size" in plan.verdict
-
-
-@pytest.mark.parametrize(("words", "method"), [((), "full"), (("peft=lora",), "adapter")])
-def test_layers_that_could_not_be_traced_have_no_estimate(words: tuple[str, ...], method: str) -> None:
-    config = resolved("qwen05b_single", "hardware=hopper", *words)
-    facts = config.model.facts
-    assert facts is not None and facts.measured is not None
-    saved = {mode: numbers for mode, numbers in facts.measured.saved.items() if mode.split("/")[1] != method}
-    assert saved  # those of the other method are no substitute
-    measured = replace(facts.measured, saved=saved, saved_without_autocast={})
-    plan = plan_memory(replace(config, model=replace(config.model, facts=replace(facts, measured=measured))))
-    assert (plan.memory, plan.fits) == (Memory(capacity=config.hardware.memory_gib), None)
-    assert "what such layers keep could not be traced; `tunebook plan --measure` trains two steps" in plan.verdict
 
 
 def test_json_has_every_part_and_no_infinity() -> None:
@@ -150,10 +138,10 @@ def test_padded_passes_are_planned_as_the_batch_is_solved(samples: int, micro: i
 
 
 def test_the_source_s_70b_model_is_not_refused_on_the_machines_it_was_trained_on() -> None:
-    """71 of 80 GiB with a layer's weights and gradients beside all states; its source pages the optimizer's out."""
+    """70 of 80 GiB with a layer's weights and gradients beside all states; its source pages the optimizer's out."""
     plan = plan_memory(resolved("llama2_70b_fsdp"))
     assert plan.fits is None
-    assert plan.memory.allocated == pytest.approx(71.2, abs=0.3)
+    assert plan.memory.allocated == pytest.approx(70.5, abs=0.3)
     assert plan.memory.capacity == 80  # of each of 16 A100
 
 
@@ -168,12 +156,13 @@ def test_padded_rows_are_as_long_as_generated_documents_can_be() -> None:
     )
     assert plan_memory(short).memory == plan_memory(same).memory
     assert solve_batch(short, None).row_length == 256 < short.training.max_length == solve_batch(long, None).row_length
-    assert tokens_per_pass(short) == 512 and tokens_per_pass(long) == 2 * long.training.max_length
+    assert shape_of(short) == (2, 256) and shape_of(long) == (2, long.training.max_length)
     assert estimate_time(short, solve_batch(short, None), NO_GPU) == estimate_time(
         same, solve_batch(same, None), NO_GPU
     )
     packed = resolved("qwen3b_zero2", *SHORT, "packing=isolated")
-    assert tokens_per_pass(packed) == 2 * (packed.packing.row_length or 0) >= 2 * packed.training.max_length
+    rows, tokens = shape_of(packed)
+    assert rows == 1 and tokens == 2 * (packed.packing.row_length or 0) >= 2 * packed.training.max_length
 
 
 GPUS = Measurement(

@@ -22,18 +22,16 @@ from tunebook.config.choices import (
 )
 from tunebook.config.compose import compose
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
-from tunebook.model.parameters import trained_sizes, weight_sizes
+from tunebook.model.parameters import trained_sizes
 from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.plan.memory.activations import activations_of, shape_of
 from tunebook.plan.memory.host import (
     host_bytes,
     loading_bytes,
-    offloaded_activation_bytes,
     offloaded_bytes,
     page_locked,
     saving_bytes,
 )
-from tunebook.plan.memory.kept import kept_by_layers, tokens_per_pass
-from tunebook.plan.memory.work import kept_by_mlp
 
 from ..plans import NO_GPU, resolved
 from .layers import llama_layers
@@ -152,7 +150,7 @@ def test_what_is_offloaded_takes_what_was_measured(line):
     measured = sum(line.get("host_gib", line["host_peak_gib"]))
     assert (found.processes + found.offload) / GIB == pytest.approx(measured, rel=0.04, abs=0.5)
     if config.activation.offload:
-        locked = offloaded_activation_bytes(config, config.model.facts) / GIB
+        locked = activations_of(config, accumulates=False).offloaded / GIB
         assert locked == pytest.approx(line["host_pinned_gib"][0], rel=0.02)
 
 
@@ -258,41 +256,17 @@ def test_on_a_cpu_the_ranks_train_in_the_hosts_memory(sound):
 
 
 def test_paged_moments_and_offloaded_activations_are_on_the_host(sound):
-    """The layers' inputs, and the last norm's in fp32 and as its weight takes it."""
+    """The layers' inputs, and what the last norm keeps, in fp32 blocks of the next power of two."""
     sound.hardware.gpus_per_node = 1
     facts, sound.optimizer.name = sound.model.facts, OptimizerName.paged_adamw_32bit
     sound.activation.offload, sound.activation.checkpointing = True, Checkpointing.enabled
     sound.model.one_pass_head = True
-    hidden = by_torch(4 * tokens_per_pass(sound) * facts.hidden_size)
+    hidden = by_torch(4 * shape_of(sound)[1] * facts.hidden_size)
     found = host_bytes(sound, facts, tensors=0)
-    assert found.offload == pytest.approx(8 * facts.num_parameters + (facts.num_layers + 2) * hidden)
+    expected = 8 * facts.num_parameters + (facts.num_layers + 2) * hidden
+    assert found.offload == pytest.approx(expected, rel=1e-4)  # and norms' factors
     sound.model.one_pass_head = False  # saves its input in bf16
-    assert host_bytes(sound, facts, tensors=0).offload == pytest.approx(found.offload + hidden / 2)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "checkpointing", "copies"),
-    [
-        (Strategy.single, Checkpointing.disabled, 2),  # autocast's, which go with the activations
-        (Strategy.single, Checkpointing.selective, 0),  # each layer's are made again
-        (Strategy.fsdp, Checkpointing.disabled, 0),  # what it gathers in bf16 is left to it
-    ],
-)
-def test_copies_of_weights_go_to_the_host_with_the_activations(sound, strategy, checkpointing, copies):
-    sound.hardware.gpus_per_node, sound.activation.offload = 2, True
-    sound.activation.checkpointing = checkpointing
-    if strategy is Strategy.fsdp:
-        sound.parallelism = FsdpConfig(strategy=strategy)
-    facts, tokens = sound.model.facts, tokens_per_pass(sound)
-    hidden, inner = (
-        by_torch(2 * tokens * size) / size / 2 / tokens for size in (facts.hidden_size, facts.intermediate_size)
-    )
-    of_mlps = facts.num_layers * kept_by_mlp(sound, facts)
-    kept = hidden * (kept_by_layers(sound, facts) - of_mlps) + inner * of_mlps
-    found = offloaded_activation_bytes(sound, facts)
-    cast = facts.num_layers * by_torch(*(copies * size for size in weight_sizes(facts).values())) if copies else 0
-    assert found == pytest.approx(kept + cast)
-    assert host_bytes(sound, facts, tensors=0).offload == pytest.approx(2 * found)
+    assert host_bytes(sound, facts, tensors=0).offload == pytest.approx(found.offload + hidden / 2, rel=2e-3)
 
 
 def test_recipes_that_say_what_their_host_needs():

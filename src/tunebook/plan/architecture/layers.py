@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers.integrations import moe
+from transformers.utils.logging import get_verbosity, set_verbosity
 
 _SHARING = "num_kv_shared_layers"  # the key of configs for layers that share keys and values
-_MAX_LAYERS = 12  # most layers that are traced
 # The keys of configs that list the places of layers of a kind. Llama 4's and Zamba2's follow from others when a config
 # is made, and are not made again.
 _PLACES = ("attn_layer_indices", "hybrid_layer_ids", "local_layer_ids", "mlp_only_layers", "moe_layers")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress warnings, and use a product of experts that can be computed anywhere, also without memory."""
+    verbosity = get_verbosity()
+    set_verbosity(logging.ERROR)
+    try:
+        with (
+            warnings.catch_warnings(action="ignore"),
+            mock.patch.object(moe, "_can_use_grouped_mm", lambda *_: False),
+        ):
+            yield
+    finally:
+        set_verbosity(verbosity)
 
 
 def text_decoder(model: Any) -> Any:
@@ -48,40 +65,6 @@ def kinds_of(config: Any, layers: nn.ModuleList) -> list[tuple[Any, ...]]:
     shapes = (tuple(tuple(p.shape) for p in layer.parameters()) for layer in layers)
     found = itertools.islice(itertools.zip_longest(stated, derived, shapes), len(layers))
     return [(repr(values), (name, shape)) for values, name, shape in found]
-
-
-def places_to_trace(
-    kinds: list[tuple[Any, ...]], kinds_when_shortened: Callable[[list[int]], list[Any] | None]
-) -> list[int]:
-    """The layers to trace: each kind twice, so that one of them is not the first.
-
-    If a model with these layers only would have others, since a layer's place decides its kind, the first layers are
-    taken as they are, at most `_MAX_LAYERS`. `kinds_when_shortened` is asked if that may be so.
-    """
-    twice = [[place for place, other in enumerate(kinds) if other == kind][:2] for kind in dict.fromkeys(kinds)]
-    places = [places[0] for places in twice] + [places[1] for places in twice if len(places) > 1]
-    if len({by_place for _, by_place in kinds}) == 1:
-        return places[:_MAX_LAYERS]
-    places.sort()
-    if len(places) <= _MAX_LAYERS and kinds_when_shortened(places) == [kinds[each] for each in places]:
-        return places
-    return list(range(min(max(2, *(places[-1] + 1 for places in twice)), len(kinds), _MAX_LAYERS)))
-
-
-def traced_places(config: Any, kinds: list[tuple[Any, ...]], options: dict[str, Any]) -> list[int]:
-    """`places_to_trace` of a model."""
-    loader: Any = AutoModelForCausalLM
-
-    def when_shortened(places: list[int]) -> list[Any] | None:
-        try:
-            shorter = shortened(config, places)
-            with warnings.catch_warnings(action="ignore"), torch.device("meta"):
-                model = loader.from_config(copy.deepcopy(shorter), **options)
-            return kinds_of(shorter, decoder_layers(text_decoder(model), len(places)))
-        except Exception:  # of any type: architectures check their sizes in various ways, or not at all
-            return None
-
-    return places_to_trace(kinds, when_shortened)
 
 
 def shortened(config: Any, places: list[int]) -> Any:

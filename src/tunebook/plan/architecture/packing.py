@@ -23,8 +23,7 @@ from tunebook.config.model_facts import LENGTHS, MASK
 from tunebook.facts.attention import BY_DOCUMENT, WITHOUT_KERNEL
 from tunebook.model.linear_attention import isolate_documents, packages_for_packing
 from tunebook.model.varlen_attention import register
-from tunebook.plan.architecture.layers import shortened, stated_kinds
-from tunebook.plan.architecture.saved import quiet
+from tunebook.plan.architecture.layers import quiet, shortened, stated_kinds
 from tunebook.train.isolation import all_tokens_chosen, leaks, measure_isolation, tolerance
 
 # By the names that architectures have for them; each takes those that it knows.
@@ -61,7 +60,7 @@ _LARGEST = 20_000_000  # parameters of a small model
 
 
 def packing_facts(architecture: str, config: Any, *, has_experts: bool = False) -> dict[str, Any]:
-    """What `MeasuredLayers` says about packed rows; without a way of attention that could not be tried.
+    """What `LayerFacts` says about packed rows; without a way of attention that could not be tried.
 
     `config`: the model's config, or None for that of the architecture's defaults.
     """

@@ -29,7 +29,6 @@ from tunebook.model.parameters import adapts_parameters, has_dora
 from tunebook.plan.rules.attention import leaks
 from tunebook.train.packages import installed_version, missing_state_kernels
 
-UNKNOWN_ARCHITECTURE = "the model's architecture is not known before it is loaded"
 _LOW_SHARE = 0.1  # of a GPU's peak that a run reaches: a low guess, which favors compiling
 
 
@@ -67,7 +66,7 @@ def why_not_compiled(config: RunConfig) -> str | None:
         (has_dora(config), "with DoRA compiled losses were up to 0.2% apart in 16 steps"),
         (adapts_parameters(config), "adapters on parameters break compiled blocks apart"),
         (config.peft.method is PeftMethod.qlora, "blocks were not compiled over a quantized base"),
-        (facts is None, UNKNOWN_ARCHITECTURE),
+        (facts is None, "the model's architecture is not known before it is loaded"),
         (architecture not in COMPILED_ARCHITECTURES, f"{architecture} was not tested compiled"),
         (not has_attention(config, COMPILED), f"{architecture} cannot attend by {COMPILED.name}"),
     ]

@@ -15,7 +15,16 @@ from tunebook.config.schema import RunConfig
 from tunebook.data.batch import BatchPlan
 from tunebook.hardware.detect import Machine
 from tunebook.model.parameters import known_facts
-from tunebook.plan.memory import GIB, USABLE_SHARE, Estimate, estimate_memory, gib_text, unknown_size
+from tunebook.plan.memory import (
+    GIB,
+    MARGIN,
+    USABLE_SHARE,
+    Estimate,
+    estimate_memory,
+    gib_text,
+    margin_of,
+    unknown_size,
+)
 from tunebook.plan.memory.overhead import overhead_bytes
 from tunebook.record.measurement import Measurement, recall_measurement
 
@@ -88,7 +97,7 @@ def plan_memory(config: RunConfig, batch: BatchPlan | None = None) -> MemoryPlan
         total=estimate.total_gib + overhead,
         capacity=capacity,
     )
-    fits, verdict = _judge(estimate, overhead, capacity)
+    fits, verdict = _judge(config, estimate, overhead, capacity)
     return MemoryPlan(memory=parts, fits=fits, verdict=verdict)
 
 
@@ -103,21 +112,22 @@ def _with_rows_of(config: RunConfig, batch: BatchPlan | None) -> RunConfig:
     )
 
 
-def _judge(estimate: Estimate, overhead: float, capacity: float | None) -> tuple[bool | None, str]:
+def _judge(config: RunConfig, estimate: Estimate, overhead: float, capacity: float | None) -> tuple[bool | None, str]:
     """Fits if the tensors fit into the usable share; does not fit if they surely exceed the capacity.
 
     Only part of the overhead is measured. It can turn a yes into unknown, but never gives a yes.
     """
     if capacity is None:
         return None, f"{_NOT_KNOWN}: hardware.memory_gib is not set"
-    tensors = estimate.total_gib
+    tensors, margin = estimate.total_gib, margin_of(config)
     if estimate.states_gib > capacity or tensors > capacity * SURELY_TOO_LARGE:
         return False, f"does not fit: {tensors:.1f} GiB are more than {capacity:g} GiB"
     if tensors > capacity:
         why = f"{tensors:.1f} GiB of tensors are more than {capacity:g} GiB, and the estimate may be too high"
         return None, f"{_NOT_KNOWN}: {why}"
-    without, share = f"{tensors:.1f} GiB without the overhead", f"{USABLE_SHARE:.0%} of {capacity:g} GiB"
-    if tensors > capacity * USABLE_SHARE:
+    without = f"{tensors:.1f} GiB (or {margin:.0%} more) without the overhead"
+    share = f"{USABLE_SHARE:.0%} of {capacity:g} GiB"
+    if tensors * (1 + margin) / (1 + MARGIN) > capacity * USABLE_SHARE:
         return None, f"{_NOT_KNOWN}: {without}, more than {share}, which leaves little for it"
     if tensors + overhead > capacity * (1 + _ROUNDING):
         return None, f"{_NOT_KNOWN}: with an overhead of about {overhead:.1f} GiB it is more than {capacity:g} GiB"

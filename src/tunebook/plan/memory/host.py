@@ -18,32 +18,27 @@ counted.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from tunebook.config.choices import Checkpointing, Generation, MasterWeights, Offload, PeftMethod, Weights
+from tunebook.config.choices import Generation, MasterWeights, Offload, PeftMethod, Weights
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.facts.sharing import Sharing, offloaded_states, sharing_of, stays_whole
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters, largest_parameter, trained_sizes, weight_sizes
 from tunebook.parallel.deepspeed import nvme_bytes
-from tunebook.plan.memory.kept import kept_by_layers, tokens_per_pass
+from tunebook.plan.memory.activations import activations_of
+from tunebook.plan.memory.ledger import page_locked
 from tunebook.plan.memory.overhead import PROCESS_BYTES
-from tunebook.plan.memory.sharding import cast_copies_bytes
 from tunebook.plan.memory.states import (
     FOUR_BIT_BYTES,
-    bytes_of_embedded_value,
-    bytes_per_compute_value,
-    bytes_per_hidden_value,
     bytes_per_weight,
     paged_bytes,
     shard_counts,
     state_bytes_with_offloaded,
 )
-from tunebook.plan.memory.work import is_recomputed, kept_by_mlp
 
 # A GPU process, whose CUDA build has larger libraries: 1.8 to 2.9 GiB in eleven runs (h200x2_host_memory).
 GPU_PROCESS_BYTES = 2 * 2**30
@@ -87,53 +82,20 @@ def host_bytes(config: RunConfig, facts: ModelFacts, *, tensors: float) -> HostB
         processes=float(ranks * (PROCESS_BYTES if is_cpu else GPU_PROCESS_BYTES)),
         training=ranks * tensors if is_cpu else 0.0,
         loading=loading_bytes(config, facts),
-        offload=ranks * (offloaded.host + paged_bytes(config, facts) + offloaded_activation_bytes(config, facts)),
+        offload=ranks * (offloaded.host + paged_bytes(config, facts) + _offloaded_activations(config)),
         saving=saving_bytes(config, facts),
         nvme=ranks * offloaded.nvme,
     )
 
 
-def page_locked(num_bytes: float) -> float:
-    """Bytes of PyTorch's page-locked block for so many bytes: the next power of two; 0 for none."""
-    return 2.0 ** math.ceil(math.log2(num_bytes)) if num_bytes > 0 else 0.0
+def _offloaded_activations(config: RunConfig) -> float:
+    """Bytes of a pass that one rank copies to the host, and what TRL's offloading treats as such."""
+    return activations_of(config, accumulates=False).offloaded if config.activation.offload else 0.0
 
 
 def _each_page_locked(sizes: Iterable[float], element: float) -> float:
     """Bytes of a block for each of the tensors with so many elements."""
     return sum(page_locked(element * size) for size in sizes)
-
-
-def offloaded_activation_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes of a pass that one rank offloads: activations, and what TRL's offloading (1.16) treats as such.
-
-    That includes autocast's copies of weights. Weights themselves stay (`train.offloaded_weights`), and so does what a
-    recomputed layer keeps: torch's checkpointing saves it outside of TRL's hooks.
-    """
-    if not config.activation.offload:
-        return 0.0
-    hidden = float(tokens_per_pass(config) * facts.hidden_size)
-    if is_recomputed(config):
-        first, stream = bytes_of_embedded_value(config), bytes_per_hidden_value(config)
-        inputs = page_locked(first * hidden) + (facts.num_layers - 1) * page_locked(stream * hidden)
-        return inputs + _saved_by_last_norm(config, hidden)
-    # Most tensors have the hidden numbers of all tokens, and those of the MLP the inner ones.
-    element, mlps = bytes_per_compute_value(config), facts.num_layers * kept_by_mlp(config, facts)
-    inner = float(element * tokens_per_pass(config) * facts.intermediate_size)
-    kept = (kept_by_layers(config, facts) - mlps) * page_locked(element * hidden) / (element * hidden)
-    if inner:
-        kept += mlps * page_locked(inner) / inner
-    casts_again = config.activation.checkpointing is Checkpointing.selective
-    if casts_again or not cast_copies_bytes(config, facts):
-        return kept
-    return kept + facts.num_layers * _each_page_locked(weight_sizes(facts).values(), 2)
-
-
-def _saved_by_last_norm(config: RunConfig, hidden: float) -> float:
-    """Bytes of what the last norm and the head save: an input in fp32, and the factor and the input of weights."""
-    saved = page_locked(4 * hidden)
-    if config.peft.method is PeftMethod.full:
-        saved += page_locked(bytes_per_hidden_value(config) * hidden)
-    return saved if config.model.one_pass_head else saved + page_locked(bytes_per_compute_value(config) * hidden)
 
 
 def offloaded_bytes(config: RunConfig, facts: ModelFacts) -> Offloaded:
