@@ -70,24 +70,6 @@ def read_facts(model: ModelConfig, **tracing: Any) -> ModelFacts | None:
     return None if _is_refused_anyway(model, config) else _traced(model, file, sizes, **tracing)
 
 
-def about_parameters(model: ModelConfig) -> int:
-    """Roughly how many parameters a model has, without tracing it; 0 if its sizes are unknown. Raises: as `read_facts`.
-
-    Two matrices as wide as the hidden size and two of the inner size, of each expert if there are experts, per layer:
-    less than most models have.
-    """
-    if model.facts is not None:
-        return model.facts.num_parameters
-    config = read_config(model) or {}
-    text = config.get("text_config", config)
-    stated = [first_stated(text, _NAMES[name]) for name in ("num_layers", "hidden_size", "vocab_size")]
-    experts = first_stated(text, EXPERTS) or 1
-    own = text.get("moe_intermediate_size") if experts != 1 else None
-    stated += [experts, own or first_stated(text, _NAMES["intermediate_size"])]
-    layers, hidden, words, experts, inner = (size if isinstance(size, int) else 0 for size in stated)
-    return hidden * (words + 2 * layers * (hidden + experts * inner))
-
-
 def facts_of_book(model: ModelConfig) -> tuple[str, ModelFacts] | None:
     """The book's model of this name on the hub, and its facts; None if there is none, or it may be another model.
 
