@@ -95,7 +95,8 @@ def test_a_word_is_completed_to_what_may_be_typed_there(tmp_path: Path) -> None:
     assert completed("bash", f"tunebook plan --recipes-dir {tmp_path} qwen_") == ["qwen_mine"]
     assert completed("bash", "tunebook sweep qwen_", TUNEBOOK_RECIPES=str(tmp_path)) == ["qwen_mine"]
     assert completed("bash", "tunebook train quickstart q") == []  # KEY=VALUE follows a recipe
-    assert completed("bash", "tunebook train q", TUNEBOOK_RECIPES="/nowhere") == []  # and no error on the prompt
+    missing = str(tmp_path / "missing")
+    assert completed("bash", "tunebook train q", TUNEBOOK_RECIPES=missing) == []  # and no error on the prompt
     assert completed("bash", "tunebook init mine --parallelism zero1") == ["zero1"]
     assert completed("bash", "tunebook init mine --model llama3_") == ["llama3_8b"]
     assert completed("bash", "tunebook init mine --base zero1") == ["zero1_lora"]

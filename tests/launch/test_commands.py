@@ -86,11 +86,11 @@ def test_who_calls_the_launcher(words, expected):
     assert has_rendezvous(config_of(*words)) is expected
 
 
-def test_an_evaluation_in_a_container_takes_the_first_node_of_the_job(monkeypatch):
+def test_an_evaluation_in_a_container_takes_the_first_node_of_the_job(monkeypatch, tmp_path):
+    config = config_of("qwen3b_zero2", "launcher=slurm", "hardware.num_nodes=2", "launcher.container_image=x")
     monkeypatch.chdir("/")
     for name in ("HOME", "HF_HOME", "XDG_CACHE_HOME", "TUNEBOOK_CACHE"):  # whose folders would be mounted
-        monkeypatch.setenv(name, "/nowhere")
-    config = config_of("qwen3b_zero2", "launcher=slurm", "hardware.num_nodes=2", "launcher.container_image=x")
+        monkeypatch.setenv(name, str(tmp_path / "missing"))
     assert evaluation_command(config, FOLDER, "a:1", "after") == [
         *["srun", "--nodes", "1", "--ntasks", "1", "--ntasks-per-node", "1", "--kill-on-bad-exit=0"],
         *["--container-image=x", "--container-mounts=/:/,/runs/1:/runs/1", "--container-workdir=/"],
