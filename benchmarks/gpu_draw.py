@@ -27,7 +27,6 @@ from gpu_runs import planned, words_of
 from lines import add_line
 
 from tunebook.plan.draft import draft_run
-from tunebook.plan.memory import USABLE_SHARE
 
 # The peak comes with the second step, when the optimizer has its state. ZeRO-3 keeps more and more parameters whole
 # until it knows their order.
@@ -38,6 +37,7 @@ _EDGE_HOST = "hardware.host_memory_gib=120"
 _MOST_ROWS, _FILLED = 64, 0.94  # rows per pass; share of the usable memory at the edge
 LARGEST_GIB = 110.0  # of a plan
 LARGEST_PARAMETERS = 4.2e9  # which the ranks of one GPU draw on the host
+_USABLE_SHARE = 0.83  # of a GPU, that tensors fill at the edge
 _H200 = "hardware.memory_gib=140.4"
 BASE = [
     "model.weights=random", "hardware=hopper", _H200, "dataset=synthetic",
@@ -122,7 +122,7 @@ def at_the_edge(case: dict[str, Any], folder: Path, memory_gib: float) -> dict[s
         return None
     words = [word for word in case["overrides"] if not word.startswith(_OF_ROWS)]
     length = next(int(word.partition("=")[2]) for word in words if word.startswith("packing.row_length="))
-    usable = memory_gib * USABLE_SHARE
+    usable = memory_gib * _USABLE_SHARE
 
     def with_rows(micro: int) -> dict[str, Any]:
         samples = case["gpus"] * micro * case["accumulation"] * length // DOCUMENT_TOKENS
@@ -152,7 +152,7 @@ def draw(asked: argparse.Namespace) -> None:
         "known": ([*PUBLISHED, *LAYERS], BLOCKS),
     }[asked.models]
     series = "edge" if asked.edge else "drawn" if asked.models == "known" else asked.models
-    most_gib = LARGEST_GIB if asked.memory_gib is None else asked.memory_gib * USABLE_SHARE
+    most_gib = LARGEST_GIB if asked.memory_gib is None else asked.memory_gib * _USABLE_SHARE
     seen: set[str] = set()
     while len(seen) < asked.count:
         case: dict[str, Any] | None = drawn(

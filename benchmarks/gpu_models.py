@@ -15,6 +15,7 @@ import yaml
 
 from tunebook.config.book import book_root
 from tunebook.config.model_facts import ModelFacts
+from tunebook.plan.architecture import with_layers
 
 ROW = 8192  # tokens that a model takes
 _FIVE_LAYERS = {"num_hidden_layers": 5, "max_position_embeddings": 32768}
@@ -154,10 +155,10 @@ def model_words(case: dict[str, Any], folder: Path, *, has_weights: bool = False
 def first_layers(model: str, layers: int) -> list[str]:
     """The overrides for a model of the book with fewer layers, with its exact number of parameters."""
     facts = facts_of(model)
-    traced = ModelFacts(**facts).measured
-    if traced is None or traced.parameters % traced.num_layers:
-        raise ValueError(f"{model}: its layers were not traced, or have several sizes")
-    gone = (facts["num_layers"] - layers) * traced.parameters // traced.num_layers
+    found = with_layers(ModelFacts(**facts)).measured
+    if found is None or found.parameters % found.num_layers:
+        raise ValueError(f"{model}: its layers are not known, or have several sizes")
+    gone = (facts["num_layers"] - layers) * found.parameters // found.num_layers
     return [f"model.facts.num_layers={layers}", f"model.facts.num_parameters={facts['num_parameters'] - gone}"]
 
 

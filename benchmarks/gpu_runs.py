@@ -76,7 +76,7 @@ def planned(words: list[str]) -> Line:
         return {"refused": refused}
     if draft.fits is False:
         return {"refused": [{"id": "does-not-fit", "message": draft.memory.verdict if draft.memory else ""}]}
-    facts, peak_gib = draft.config.model.facts, draft.memory.memory.allocated if draft.memory else None
+    facts, peak_gib = draft.config.model.facts, draft.memory.allocated if draft.memory else None
     speed = draft.time.tokens_per_second_per_gpu if draft.time else None
     found = {"planned_gib": round(peak_gib or 0, 3), "num_parameters": facts.num_parameters if facts else 0}
     return found | ({"planned_tokens_per_second": round(speed)} if speed else {})

@@ -6,35 +6,30 @@ Every recorded run of `FILES` is planned again by today's code, from its own ove
 (`resolved`). Peaks are of torch's allocated memory on the rank with the highest. A test holds the errors to their
 bounds (tests/plan/memory/test_recorded_runs.py); the table shows which runs they come from. Nothing is written.
 
-Models that are not in the book are planned from a config.json, as a user's own model is. `architectures/` has the
-traces of their layers; `python -m tunebook.plan.architecture.measure CONFIG_FILE architectures/NAME.json` makes one.
+Models that are not in the book are planned from a config.json, as a user's own model is.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 from gpu_models import model_words
 from lines import read_lines
 
 from tunebook.config.compose import compose
-from tunebook.config.model_facts import ModelFacts, facts_from_json
 from tunebook.config.schema import RunConfig
 from tunebook.hardware.detect import Machine
-from tunebook.plan.architecture import base_model
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory import estimate_memory
 
 HERE = Path(__file__).parent
-RESULTS, TRACES = HERE / "results", HERE / "architectures"
+RESULTS = HERE / "results"
 FILES = (
     "h200_memory", "h200_quantised", "h200x2_architectures",  # chosen one by one
     "h200x2_held_out", "h100_held_out", "h100x2_held_out",  # drawn by `gpu_draw.py`, and planned before they ran
@@ -57,8 +52,7 @@ class RecordedRun:
 
     def config(self) -> RunConfig:
         """The resolved configuration, as it was run."""
-        with mock.patch.object(base_model, "trace_file", _recorded_trace):
-            return resolve_auto(compose(self.recipe, self.words).config, _MACHINE).config
+        return resolve_auto(compose(self.recipe, self.words).config, _MACHINE).config
 
     def planned_gib(self) -> float:
         """The peak that today's plan expects."""
@@ -83,13 +77,6 @@ def recorded_runs(models: Path, files: Iterable[str] = FILES) -> Iterator[Record
                 allocated_gib=max(line["memory_gib"]),
                 reserved_gib=max(line["memory_reserved_gib"]),
             )
-
-
-def _recorded_trace(config_file: Path, **_: bool) -> ModelFacts:
-    """The trace of a model by the name of its folder, or by its kind."""
-    name = config_file.parent.name
-    file = next(file for file in TRACES.glob("*.json") if file.stem == name or file.stem.endswith(f"-{name}"))
-    return facts_from_json(json.loads(file.read_text(encoding="utf-8")))
 
 
 def main(words: list[str] | None = None) -> int:

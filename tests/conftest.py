@@ -5,7 +5,6 @@ The environment is set on import of this file: torch, transformers and datasets 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import importlib.util
@@ -288,21 +287,6 @@ def small_qwen2() -> Callable[..., PreTrainedModel]:
         return model
 
     return make
-
-
-@pytest.fixture
-def traces_no_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read facts of models that are not in the book in this process, without the traces, which take 10 to 40 s."""
-    from tunebook.plan import architecture
-    from tunebook.plan.architecture import measure
-
-    def describe(file: Path, trust_remote_code: bool, *_: Any) -> dict[str, Any]:
-        return measure.describe(file, trust_remote_code=trust_remote_code)
-
-    found = ({"fp32/full/sdpa": [0, 1, 0, 0, 1, 0]}, {})
-    monkeypatch.setattr(measure, "measuring", lambda *_, **__: contextlib.nullcontext(lambda: found))
-    monkeypatch.setattr(architecture, "_ask", describe)
-    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ from tunebook.config.frozen import plain_config
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import DatasetConfig, ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
 from tunebook.hardware.detect import Gpu, Machine
+from tunebook.plan.architecture import with_layers
 
 from ..record.conftest import run_config  # noqa: F401
 
@@ -44,7 +45,7 @@ QWEN_FACTS = {
 def open_config() -> RunConfig:
     """Qwen2.5-0.5B on one GPU, with all optional settings unset."""
     return plain_config(
-        model=ModelConfig(name="Qwen/Qwen2.5-0.5B", facts=ModelFacts(**QWEN_FACTS)),
+        model=ModelConfig(name="Qwen/Qwen2.5-0.5B", facts=with_layers(ModelFacts(**QWEN_FACTS))),
         dataset=DatasetConfig(source=Source.hub, name="organization/chats"),
         optimizer=OptimizerConfig(learning_rate=1e-5),
         training=TrainingConfig(global_samples=64, max_length=2048),

@@ -21,7 +21,6 @@ from tunebook.launch.slurm.submit import job_script
 from tunebook.plan.draft import Draft, draft_json, draft_run
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=8, host_memory_gib=32.0)
-OF_TRACES = "model.facts.measured"  # what tracing the model's layers found
 BATCH = ("global_samples", "global_tokens", "world_size", "accumulation", "micro", "row_length", "is_packed",
          "documents_per_step", "tokens_per_step", "steps_per_epoch", "total_steps", "sequence_group_size")  # fmt: skip
 
@@ -62,7 +61,7 @@ def values(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{path}{name}"
-        if key not in (OF_TRACES, TYPED_IN_KEY):
+        if key != TYPED_IN_KEY:
             found |= values(value, f"{key}.") if isinstance(value, dict) and value else {key: value}
     return found
 

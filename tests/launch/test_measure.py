@@ -59,7 +59,7 @@ def as_json(capsys, *words: str, is_measured: bool = False):
 def test_the_two_steps_are_trained_once_and_their_folder_is_removed(steps_end, capsys):
     folders = steps_end(0)
     assert "fits: two steps with rows of 1,024 tokens, measured on " in planned()
-    assert "took 0.75 GiB in each process" in planned("training.seed=3")
+    assert "0.75 GiB in all" in planned("training.seed=3")
     assert (len(folders), folders[0].exists()) == (1, False)
     planned("training.micro_batch_size=2")
     assert len(folders) == 2
@@ -90,7 +90,7 @@ def test_any_other_end_is_an_error_of_which_nothing_is_kept(steps_end, tmp_path,
     with pytest.raises(TunebookError, match="the two steps of --measure failed, and nothing was measured: ") as caught:
         planned()
     assert caught.value.problem_id == "measure-failed"
-    assert not list((tmp_path / "cache").rglob("*.json"))
+    assert not list((tmp_path / "cache" / "measured_memory").rglob("*.json"))
 
 
 @pytest.mark.parametrize(

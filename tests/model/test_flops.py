@@ -55,9 +55,7 @@ def test_utilisation_is_the_share_of_the_peak() -> None:
 
 def test_only_active_experts_count() -> None:
     facts = qwen_3b()
-    facts.measured = traced(
-        num_layers=36, parameters=2_000_000_000, linear_inputs=1, adapter_parameters=1, active_parameters=500_000_000
-    )
+    facts.measured = traced(num_layers=36, parameters=2_000_000_000, active_parameters=500_000_000)
     active = 3_085_938_688 - 1_500_000_000
     assert flops_per_token(facts, attended_length=0) == 6 * active
     assert flops_per_token(facts, attended_length=0, num_trained_parameters=10) == 4 * active + 20
@@ -68,7 +66,7 @@ def test_only_active_experts_count() -> None:
 def test_unreached_parts_do_not_count() -> None:
     facts = qwen_3b()
     facts.measured = traced(
-        num_layers=36, parameters=2_000_000_000, linear_inputs=1, adapter_parameters=1,
+        num_layers=36, parameters=2_000_000_000,
         unreached_parameters=400_000_000,
     )  # fmt: skip
     assert flops_per_token(facts, attended_length=0) == 6 * (3_085_938_688 - 400_000_000)

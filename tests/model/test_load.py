@@ -42,7 +42,7 @@ def folder(tmp_path: Path, project_root: Path) -> Path:
 
 
 @pytest.fixture
-def config(folder: Path, traces_no_activations: None) -> RunConfig:
+def config(folder: Path) -> RunConfig:
     composed = compose("quickstart", [f"model.path={folder}"]).config
     return resolve_auto(composed, NO_GPU).config
 

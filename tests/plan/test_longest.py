@@ -11,7 +11,7 @@ from rich.console import Console
 from tunebook.commands.plan import plan_command
 from tunebook.plan.draft import draft_run
 from tunebook.plan.longest import LongestRow, longest_row
-from tunebook.plan.memory import tensors_fit
+from tunebook.plan.memory.verdict import tensors_fit
 
 from .plans import NO_GPU, resolved
 
@@ -56,6 +56,7 @@ def test_inputs_of_layers_on_the_host_take_blocks_of_a_power_of_two() -> None:
     words = (
         "parallelism=fsdp", *IN_A_GROUP, MANY_POSITIONS, "precision.master_weights=fp32",
         "activation=checkpointing", "activation.mlp_tile_tokens=4096", "activation.offload=true",
+        "hardware.memory_gib=140",
     )  # fmt: skip
     free, held = (longest(*words, f"hardware.host_memory_gib={gib}").tokens for gib in (512, 256))
     assert held == 2**31 // 2560 // 4 * 2 // 256 * 256 < free

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from tunebook.errors import Problem
 from tunebook.plan.auto.decisions import Choice
-from tunebook.plan.memory.gpu import Memory, MemoryPlan
+from tunebook.plan.memory.verdict import MemoryPlan
 from tunebook.plan.show import memory_lines, preparing, show_choices, show_warnings, time_lines
 from tunebook.plan.speed import TimePlan
 from tunebook.terminal import print_lines
@@ -64,8 +64,7 @@ def test_choices_that_are_not_shown_are_counted_with_the_command_that_shows_them
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_plan_wraps_at_words_in_a_terminal_and_nowhere_else(width):
     parts = {"weights": 11.5, "gradients": 2.9, "optimizer": 4.3, "activations": 1.8, "buffers": 0.22, "overhead": 6.0}
-    memory = Memory(**parts, total=26.7, capacity=32.0)
-    plan = MemoryPlan(memory=memory, fits=True, verdict="fits: " + "20.7 GiB without the overhead, no more than " * 2)
+    plan = MemoryPlan(parts=parts, total=26.7, capacity=32.0, fits=True, verdict="fits: " + "20.7 GiB of tensors, " * 4)
     warning = Problem(id="an-id", key="a.key", message="one two three four " * 6, fix="a.key=1", is_error=False)
     shown = {}
     for is_terminal in (True, False):

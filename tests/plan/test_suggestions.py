@@ -31,7 +31,7 @@ def test_with_several_gpus_states_are_divided() -> None:
 
 def test_the_least_memory_is_named_if_nothing_fits() -> None:
     words = ("hardware=ampere", "hardware.gpus_per_node=1", "hardware.num_nodes=1", "hardware.memory_gib=2")
-    assert suggested("llama2_70b_fsdp", *words) == {"parallelism=fsdp_offload": (False, 11)}
+    assert suggested("llama2_70b_fsdp", *words) == {"parallelism=fsdp_offload": (False, 10)}
 
 
 def test_what_changes_nothing_is_skipped() -> None:

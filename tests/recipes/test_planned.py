@@ -11,7 +11,7 @@ from tunebook.config.compose import compose
 from tunebook.data.batch import solve_batch
 from tunebook.hardware.detect import Machine
 from tunebook.plan.auto.resolve import resolve_auto
-from tunebook.plan.memory.gpu import plan_memory
+from tunebook.plan.memory.verdict import plan_memory
 from tunebook.plan.show import about
 from tunebook.plan.speed import plan_time
 
@@ -38,7 +38,7 @@ def test_a_card_without_evidence_says_that_the_recipe_was_not_run(recipe: str) -
 @pytest.mark.parametrize("recipe", PLANNED)
 def test_the_estimates_on_a_card_are_those_of_the_plan(recipe: str) -> None:
     config = resolve_auto(compose(recipe, []).config, NO_GPU).config
-    memory, time = plan_memory(config).memory, plan_time(config, solve_batch(config, None))
+    memory, time = plan_memory(config), plan_time(config, solve_batch(config, None))
     stated = f"{memory.total:.1f} GiB of {config.hardware.memory_gib:g} GiB"
     if time.tokens_per_second_per_gpu is not None:
         stated += f" and about {about(time.tokens_per_second_per_gpu)} tokens/s per GPU"

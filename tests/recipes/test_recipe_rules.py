@@ -10,7 +10,7 @@ from tunebook.config.compose import compose
 from tunebook.config.schema import RunConfig
 from tunebook.data.batch import solve_batch
 from tunebook.plan.memory import estimate_memory
-from tunebook.plan.memory.gpu import plan_memory
+from tunebook.plan.memory.verdict import plan_memory
 from tunebook.plan.rules import check
 
 from ..plan.plans import resolved

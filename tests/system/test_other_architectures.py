@@ -44,10 +44,6 @@ def test_gpt2_is_planned_to_the_last_parameter(run: Any, folder: Path, tmp_path:
     (remembered,) = (tmp_path / "architectures").iterdir()
     answer = json.loads(remembered.read_text())
     assert answer["num_parameters"] == PARAMETERS
-    saved = answer["measured"]["saved"]
-    # Of the ways that this run can take: its number format, full fine-tuning, and every attention.
-    ways = [f"autocast/full/{attention}" for attention in ("eager", "flash", "sdpa")]
-    assert {*saved} == {f"{way}{kept}" for way in ways for kept in ("", "/offloaded", "/tiled")}
     # Read the second time, not made again: this number is nobody's but ours.
     answer["num_parameters"] = 1_000_000_000
     remembered.write_text(json.dumps(answer))
@@ -61,7 +57,7 @@ def test_an_architecture_that_nobody_knows_is_an_error_in_words(run: Any, folder
     assert ended.exit_code == 2
     (problem,) = json.loads(ended.output)["problems"]
     assert problem["id"] == "unknown-architecture"
-    assert "model_type=gpt22" in problem["message"] and "(did you mean 'gpt2'?)" in problem["message"]
+    assert "model_type=gpt22" in problem["message"] and "Did you mean 'gpt2'?" in problem["message"]
 
 
 TOWERS: dict[str, dict[str, Any]] = {

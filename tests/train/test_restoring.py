@@ -396,7 +396,7 @@ def test_weights_that_are_absent_from_a_checkpoint_are_an_error(small_qwen2, tmp
 
 
 @pytest.fixture
-def experts(config, changed, tiny_model, tmp_path, traces_no_activations):
+def experts(config, changed, tiny_model, tmp_path):
     """A mixture of experts, which are one tensor in the model and are stored one by one."""
     folder = tmp_path / "moe"
     shutil.copytree(tiny_model, folder)

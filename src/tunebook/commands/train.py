@@ -44,8 +44,7 @@ from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.plan.auto.decisions import asked_keys
 from tunebook.plan.auto.resolve import Resolution
 from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time, refuse_too_large
-from tunebook.plan.memory.gpu import measured_memory, plan_memory
-from tunebook.plan.memory.host_memory import plan_host_memory
+from tunebook.plan.memory.verdict import measured_memory, plan_host_memory, plan_memory
 from tunebook.plan.show import batch_lines, show_choices, show_warnings
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, start_manifest
 from tunebook.record.run_folder import (
@@ -140,8 +139,8 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
 def require_runnable(job: Draft) -> None:
     """Refuse a run that can be planned but cannot run here. Raises: RequestError, RulesError, DoesNotFitError."""
     require_machine(job.resolved)
-    refuse_too_large(measured_memory(job.config, job.batch) or plan_memory(job.config))
-    plan_host_memory(job.config, job.resolved.host_memory_gib).raise_if_too_large()
+    memory = measured_memory(job.config, job.batch) or plan_memory(job.config)
+    refuse_too_large(memory, plan_host_memory(job.config, job.resolved.host_memory_gib))
     check_launcher(job.config)
     check_model(job.config.model)
     if job.config.evaluation.tasks:

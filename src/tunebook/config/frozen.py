@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
@@ -31,7 +31,7 @@ from tunebook.config.book import (
 )
 from tunebook.config.choices import LauncherName, Strategy
 from tunebook.config.interpolation import escaped, to_object
-from tunebook.config.model_facts import ARCHITECTURE_FILE, MeasuredLayers, layers_from_json, layers_to_json
+from tunebook.config.model_facts import ARCHITECTURE_FILE, LayerFacts, layers_from_json
 from tunebook.config.schema import (
     FsdpConfig,
     LauncherConfig,
@@ -68,12 +68,12 @@ TYPED_IN_KEY = "typed_in"
 
 
 def architecture_json(config: RunConfig) -> str | None:
-    """The content of a run's `architecture.json`; None if nothing was traced of its model."""
+    """The content of a run's `architecture.json`; None if the layers of its model are unknown."""
     facts = config.model.facts
-    return None if facts is None or facts.measured is None else json.dumps(layers_to_json(facts.measured)) + "\n"
+    return None if facts is None or facts.measured is None else json.dumps(asdict(facts.measured)) + "\n"
 
 
-def _recorded_layers(architecture: Path) -> MeasuredLayers | None:
+def _recorded_layers(architecture: Path) -> LayerFacts | None:
     """What a run's `architecture.json` records of its model's layers; None without one."""
     return layers_from_json(json.loads(architecture.read_text(encoding="utf-8"))) if architecture.is_file() else None
 

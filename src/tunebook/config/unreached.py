@@ -1,6 +1,6 @@
 """Parts of a model that text does not use, such as an image encoder: they get no gradient and are not trained.
 
-They are found on the meta device (`plan.architecture.measure`) and stored as patterns of parameter names.
+They are found by a pass without memory (`plan.architecture.build`) and stored as patterns of parameter names.
 """
 
 from __future__ import annotations

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tunebook.config.choices import Generation
 from tunebook.config.schema import RunConfig
@@ -67,6 +69,23 @@ def set_up_compiler(*, recomputes: bool) -> None:
     torch.compiler.config.dynamic_sources = _OPEN
     for reason in _REASONS_TO_KEEP:
         setattr(functorch, reason, not recomputes)
+
+
+@contextmanager
+def keeping_compiler_settings() -> Iterator[None]:
+    """Undo what `set_up_compiler` sets inside, in a process that compiles for a plan only."""
+    import torch
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config
+
+    functorch: Any = config
+    compiler: Any = torch.compiler.config
+    with (
+        dynamo.patch(optimize_ddp=dynamo.optimize_ddp),
+        functorch.patch({reason: getattr(functorch, reason) for reason in _REASONS_TO_KEEP}),
+        compiler.patch(dynamic_sources=compiler.dynamic_sources),
+    ):
+        yield
 
 
 def compilation_notice(config: RunConfig) -> str | None:

@@ -238,14 +238,7 @@ def _in_words(name: str) -> str:
 
 
 def _config_at_hand(model: ModelConfig) -> dict[str, Any] | None:
-    """A local config.json that may contain more than the facts; None if there is none or it could not be read.
-
-    The hub's cache needs a slow import, so it is not read for a model with the layers of a shipped model.
-    """
-    if model.path is None and model.facts is not None:
-        layers = model.facts.measured
-        if layers is not None and layers.is_of_the_book:
-            return None
+    """A local config.json that may contain more than the facts; None if there is none or it could not be read."""
     try:
         return read_config(model)
     except RequestError:

@@ -51,7 +51,7 @@ def compile_layers(model: nn.Module, *, recomputes: bool = False, backend: str =
     has_routers = "router_logits" in (getattr(model, "_can_record_outputs", None) or {})
     for block in blocks:
         own = vars(block).get("forward")  # if something has replaced it
-        compiled = torch.compile(own or MethodType(_forward, block), backend=backend)
+        compiled = torch.compile(own or MethodType(block_forward, block), backend=backend)
         has_frozen = any(not parameter.requires_grad for parameter in block.parameters())
         forward = _OutsideTheGraph(block, compiled) if has_frozen else compiled
         if has_routers and own is None:
@@ -61,7 +61,7 @@ def compile_layers(model: nn.Module, *, recomputes: bool = False, backend: str =
     return len(blocks)
 
 
-def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def block_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A block's forward pass, looked up in its class at call time.
 
     FSDP changes the class of a block later, and transformers recomputes activations only in that class' forward pass.

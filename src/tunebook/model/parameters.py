@@ -6,7 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from tunebook.config.choices import PeftMethod
-from tunebook.config.model_facts import MeasuredLayers, ModelFacts
+from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig
 
 
@@ -41,19 +41,9 @@ _LLAMA_LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 
 
 def known_facts(config: RunConfig) -> ModelFacts | None:
-    """The model's facts if memory can be estimated of them, with traced layers and plain LoRA; or else None."""
+    """The model's facts if its layers are known, so that memory can be estimated; else None."""
     facts = config.model.facts
-    is_unmeasured = has_dora(config) or adapts_parameters(config)
-    if facts is None or facts.measured is None or is_unmeasured or lacks_traces(config, facts.measured):
-        return None
-    return facts
-
-
-def lacks_traces(config: RunConfig, measured: MeasuredLayers) -> bool:
-    """Whether no way to compute the layers, as they are trained, could be traced: then what they keep is unknown."""
-    method = "full" if config.peft.method is PeftMethod.full else "adapter"
-    modes = (*measured.saved, *measured.saved_without_autocast, *measured.saved_beside_experts)
-    return not any(mode.split("/")[1] == method for mode in modes)
+    return None if facts is None or facts.measured is None else facts
 
 
 def has_dora(config: RunConfig) -> bool:
@@ -130,7 +120,7 @@ def last_name(module: str) -> str:
 
 
 def of_layers(facts: ModelFacts, measured: float) -> float:
-    """Scale a number traced over all layers to the planned number of layers, since a run may use fewer."""
+    """Scale a number of all layers to the planned number of layers, since a run may use fewer."""
     return measured * facts.num_layers / max(1, facts.measured.num_layers if facts.measured else facts.num_layers)
 
 

@@ -44,6 +44,6 @@ def _row(draft: Draft) -> list[str]:
     if draft.memory is None:
         rules = ", ".join(problem.id for problem in draft.problems if problem.is_error)
         return ["-", "-", f"refused: {draft.error.message if draft.error else rules}"]
-    total = draft.memory.memory.total
+    total = draft.memory.total
     speed = draft.time.tokens_per_second_per_gpu if draft.time else None
     return ["-" if total is None else f"{total:.1f}", "-" if speed is None else about(speed), _FITS[draft.fits]]

@@ -20,8 +20,7 @@ from tunebook.errors import DataError, DoesNotFitError, Problem, RequestError, R
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.plan.auto.decisions import AS_ASKED
 from tunebook.plan.auto.resolve import Resolution, resolve_auto
-from tunebook.plan.memory.gpu import MemoryPlan, measured_memory, plan_memory
-from tunebook.plan.memory.host_memory import HostPlan, plan_host_memory
+from tunebook.plan.memory.verdict import MemoryPlan, measured_memory, plan_host_memory, plan_memory
 from tunebook.plan.rules import check, located
 from tunebook.plan.speed import TimePlan, plan_time
 
@@ -37,7 +36,7 @@ class Draft:
     problems: list[Problem] = field(default_factory=list)  # every broken rule, errors before warnings
     batch: BatchPlan | None = None
     memory: MemoryPlan | None = None
-    host: HostPlan | None = None
+    host: MemoryPlan | None = None
     time: TimePlan | None = None
     error: RequestError | None = None  # why it does not compose, or its batch cannot be solved
     missing_data: DataError | None = None  # why its files are unusable here; the plan ignores them
@@ -67,10 +66,7 @@ class Draft:
         """Why a request without errors cannot be trained: by estimate it does not fit, or its files are missing."""
         missing: list[TunebookError] = [] if self.missing_data is None else [self.missing_data]
         try:
-            if self.memory is not None:
-                refuse_too_large(self.memory)
-            if self.host is not None:
-                self.host.raise_if_too_large()
+            refuse_too_large(self.memory, self.host)
         except DoesNotFitError as error:
             return [error, *missing]
         return missing
@@ -90,14 +86,20 @@ class Draft:
         return next((error.exit_code for error in self.shortcomings), 0)
 
 
-def refuse_too_large(memory: MemoryPlan) -> None:
-    """Raise DoesNotFitError if the estimate or a measurement does not fit."""
-    if memory.fits is False:
+def refuse_too_large(memory: MemoryPlan | None, host: MemoryPlan | None) -> None:
+    """Raise DoesNotFitError if the estimate or a measurement does not fit into the GPUs, or into a node's host."""
+    if memory is not None and memory.fits is False:
         by = "by estimate" if memory.measured is None else "as measured,"
         raise DoesNotFitError(
             f"{by} this plan {memory.verdict} on each GPU or rank; try activation=checkpointing, parallelism=fsdp or "
             "zero3_offload, peft=lora, or more or larger GPUs; `tunebook plan` lists what would fit",
             problem_id="does-not-fit",
+        )
+    if host is not None and host.fits is False:
+        raise DoesNotFitError(
+            f"by estimate this plan {host.verdict} on each node; offload less to the host, or take more nodes or fewer "
+            "GPUs of each (hardware.gpus_per_node); hardware.host_memory_gib=GIB sets what a node has",
+            problem_id="host-memory-too-small",
         )
 
 
@@ -149,10 +151,10 @@ def draft_json(draft: Draft) -> dict[str, Any]:
         "attention": config.attention.implementation.name if config else None,
         "packing": config.packing.mode.name if config else None,
         "batch": draft.batch.to_json() if draft.batch else None,
-        "memory_gib": draft.memory.memory.to_json() if draft.memory else None,
+        "memory_gib": draft.memory.to_json() if draft.memory else None,
         "memory_source": ("measured" if measured else "estimated") if draft.memory else None,
         "measured": asdict(measured) if measured else None,
-        "host_memory_gib": draft.host.memory.to_json() if draft.host else None,
+        "host_memory_gib": draft.host.to_json() if draft.host else None,
         "nvme_gib": round(draft.host.nvme_gib, 3) if draft.host and draft.host.nvme_gib is not None else None,
         "fits": draft.fits,
         "time": draft.time.to_json() if draft.time else None,

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from tunebook.model.positions import positions_of
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.draft import Draft
-from tunebook.plan.memory import tensors_fit
-from tunebook.plan.memory.host_memory import plan_host_memory
+from tunebook.plan.memory.verdict import plan_host_memory, tensors_fit
 
 _UNIT_TOKENS = 128  # rows are multiples of this for each GPU that shares them
 
@@ -29,7 +28,7 @@ def longest_row(draft: Draft) -> LongestRow | None:
     None if the memory, or the model's size or positions, are unknown. `draft` has a memory plan.
     """
     positions = positions_of(draft.config.model)
-    if positions is None or draft.memory is None or None in (draft.memory.memory.total, draft.memory.memory.capacity):
+    if positions is None or draft.memory is None or None in (draft.memory.total, draft.memory.capacity):
         return None
     unit = _UNIT_TOKENS * draft.config.parallelism.sequence_group_size
     rows = range(unit, positions + 1, unit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -16,8 +15,7 @@ from tunebook.config.unsafe_text import shown
 from tunebook.data.batch import BatchPlan
 from tunebook.errors import Problem
 from tunebook.plan.auto.decisions import AS_ASKED, Choice
-from tunebook.plan.memory.gpu import MemoryPlan
-from tunebook.plan.memory.host_memory import HostPlan
+from tunebook.plan.memory.verdict import MemoryPlan
 from tunebook.plan.speed import TimePlan
 from tunebook.terminal import print_lines, print_text
 
@@ -68,27 +66,24 @@ def batch_lines(plan: BatchPlan) -> list[str]:
 
 def memory_lines(plan: MemoryPlan) -> list[str]:
     """The memory of one GPU or rank as lines of text."""
-    parts = asdict(plan.memory)
-    total, capacity = parts.pop("total"), parts.pop("capacity")
     measured = plan.measured if plan.measured is not None and plan.measured.ran_out is None else None
-    of = "" if capacity is None else f", of {capacity:g}"
+    of = "" if plan.capacity is None else f", of {plan.capacity:g}"
     lines = [f"Memory of each GPU or rank ({f'measured on {measured.date}' if measured else 'estimated'}, GiB{of})"]
     if measured is not None and (speed := measured.tokens_per_second_per_gpu) is not None:
         lines.append(f"  the second of the two steps trained {speed:,.0f} tokens/s per GPU or rank")
-    elif measured is None and total is not None:
-        lines.append(f"  {' + '.join(f'{name} {_gib(value)}' for name, value in parts.items())} = {_gib(total)}")
+    elif measured is None and plan.total is not None:
+        parts = " + ".join(f"{name} {_gib(value or 0)}" for name, value in plan.parts.items())
+        lines.append(f"  {parts} = {_gib(plan.total)}")
     return [*lines, f"  {plan.verdict}"]
 
 
-def host_memory_lines(plan: HostPlan) -> list[str]:
+def host_memory_lines(plan: MemoryPlan) -> list[str]:
     """The estimated host memory of one node, and what is written to its NVMe disk; zero parts are left out."""
-    memory = plan.memory
-    of = "" if memory.capacity is None else f", of {memory.capacity:,g}"
+    of = "" if plan.capacity is None else f", of {plan.capacity:,g}"
     lines = [f"Host memory of each node (estimated, GiB{of})"]
-    named = ("processes", "training", "loading", "offload", "saving")
-    parts = [f"{name} {_gib(value)}" for name in named if (value := getattr(memory, name))]
-    if memory.total is not None:
-        lines.append(f"  {', '.join(parts)}; {_gib(memory.total)} at the peak")
+    parts = [f"{name} {_gib(value)}" for name, value in plan.parts.items() if value]
+    if plan.total is not None:
+        lines.append(f"  {', '.join(parts)}; {_gib(plan.total)} at the peak")
     if plan.nvme_gib:
         lines.append(f"  on its NVMe disk {_gib(plan.nvme_gib)}")
     return [*lines, f"  {plan.verdict}"]

@@ -25,7 +25,7 @@ from tunebook.facts.sharing import offloaded_states, uses_nvme
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.flops import attention_flops_per_token, flops_per_token
 from tunebook.model.parameters import count_parameters, has_experts
-from tunebook.plan.memory.work import is_recomputed
+from tunebook.plan.memory.activations import is_recomputed
 
 MEASURED_ON = Generation.hopper
 

@@ -35,7 +35,7 @@ def suggest(draft: Draft) -> list[Suggestion]:
     found = []
     for overrides in candidates:
         tried = draft_run(draft.recipe, [*draft.overrides, *overrides], draft.recipes_dirs, draft.machine)
-        if tried.memory is None or tried.memory.memory.total is None or tried.config == config:
+        if tried.memory is None or tried.memory.total is None or tried.config == config:
             continue
-        found.append(Suggestion(overrides=overrides, total_gib=tried.memory.memory.total, fits=tried.fits is True))
+        found.append(Suggestion(overrides=overrides, total_gib=tried.memory.total, fits=tried.fits is True))
     return [each for each in found if each.fits] or sorted(found, key=lambda each: each.total_gib)[:1]

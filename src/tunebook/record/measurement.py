@@ -1,6 +1,6 @@
 """What two optimizer steps of a configuration took on this machine, kept in the cache for later plans and runs.
 
-`tunebook plan --measure` trains the two steps (`launch.measure`); `plan.memory.gpu` judges by the result.
+`tunebook plan --measure` trains the two steps (`launch.measure`); `plan.memory.verdict` judges by the result.
 """
 
 from __future__ import annotations

@@ -172,7 +172,6 @@ def test_an_adapter_is_not_merged_into_another_base(
     assert not (tmp_path / "second").exists()
 
 
-@pytest.mark.usefixtures("traces_no_activations")
 @pytest.mark.parametrize("how", LOST)
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 def test_an_adapter_that_stays_one_needs_no_base(

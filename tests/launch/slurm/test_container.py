@@ -41,7 +41,9 @@ def no_folders(monkeypatch, tmp_path):
 
 
 def in_slurm(recipe, *words):
-    return config_of(recipe, "launcher=slurm", *words)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TUNEBOOK_CACHE", CACHE)  # which keeps what planning finds out
+        return config_of(recipe, "launcher=slurm", *words)
 
 
 def in_docker(*words, image="x"):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 
 import pytest
 import torch
+import transformers
 import yaml
 from transformers import AutoConfig, Qwen3NextConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -16,24 +16,21 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from tunebook.config.book import book_root
 from tunebook.config.model_facts import ModelFacts
 from tunebook.facts.architectures import VARLEN_ARCHITECTURES
+from tunebook.model.linear_attention import packages_for_packing
 from tunebook.model.load import architecture_from_facts
-from tunebook.plan.architecture import packing
-from tunebook.plan.architecture.packing import packing_facts, small_model
-from tunebook.train import isolation
+from tunebook.plan.architecture.packing import isolation_of, small_model
 from tunebook.train.isolation import LENGTHS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of architectures, about sizes that no published model has
 
-# Of all causal language models of transformers 5.24, with attention by a mask. Some take no positions, from which
-# transformers finds where a document starts, or do not use them for the mask. Others carry a state along the row, and
-# no kernel of theirs is told where documents end. MiniMax M3 compares positions in a document with places in the row.
+# With attention by a mask. Some take no positions, from which transformers finds where a document starts, or do not use
+# them for the mask. Others carry a state along the row, and no kernel of theirs is told where documents end. MiniMax M3
+# compares positions in a document with places in the row.
 LEAKING = (
-    "AfmoeForCausalLM", "BailingHybridForCausalLM", "BioGptForCausalLM", "BloomForCausalLM", "CpmAntForCausalLM",
-    "DeepseekV4ForCausalLM", "FalconMambaForCausalLM", "GptOssForCausalLM",
-    "InklingForCausalLM", "JambaForCausalLM", "Mamba2ForCausalLM",
-    "MambaForCausalLM",     "MiniMaxForCausalLM", "MiniMaxM3VLForCausalLM", "MptForCausalLM", "OPTForCausalLM",
-    "OpenAIGPTLMHeadModel", "RecurrentGemmaForCausalLM",     "RwkvForCausalLM", "XGLMForCausalLM",
-    "ZambaForCausalLM", "xLSTMForCausalLM",
+    "AfmoeForCausalLM", "BioGptForCausalLM", "BloomForCausalLM", "CpmAntForCausalLM", "DeepseekV4ForCausalLM",
+    "FalconMambaForCausalLM", "GptOssForCausalLM", "InklingForCausalLM", "JambaForCausalLM", "MambaForCausalLM",
+    "MiniMaxForCausalLM", "MiniMaxM3VLForCausalLM", "OPTForCausalLM", "OpenAIGPTLMHeadModel",
+    "RecurrentGemmaForCausalLM", "RwkvForCausalLM",
 )  # fmt: skip
 # They carry a state, too, and are told. The packages that they need for it on a GPU.
 HYBRID = {
@@ -41,76 +38,55 @@ HYBRID = {
     "FalconH1ForCausalLM": ["fla-core"],
     "GraniteMoeHybridForCausalLM": ["fla-core"],
     "Lfm2ForCausalLM": [],
-    "Lfm2MoeForCausalLM": [],
     "NemotronHForCausalLM": ["fla-core"],
     "OlmoHybridForCausalLM": ["fla-core"],
     "Qwen3NextForCausalLM": ["fla-core"],
     "Qwen3_5ForCausalLM": ["fla-core"],
     "Qwen3_5MoeForCausalLM": ["fla-core"],
-    "Zamba2ForCausalLM": ["fla-core"],
 }
 
 
-# By default their image towers are as large as published ones, so a small model is made of a config.
-WITH_TOWERS = {"Gemma3ForConditionalGeneration": "gemma3"}
+def config_of(architecture, **sizes):
+    if architecture == "MiniMaxM3VLForCausalLM":
+        sizes["layer_types"] = ["full_attention", "minimax_m3_sparse"] * 30
+    kinds = [kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture]
+    return AutoConfig.for_model(min(kinds, key=len), **sizes)  # of text alone, if there is one
 
 
-def facts_of(architecture):
-    config = AutoConfig.for_model(WITH_TOWERS[architecture]) if architecture in WITH_TOWERS else None
-    return packing_facts(architecture, config, has_experts="Moe" in architecture)
+def facts_of(architecture, config=None):
+    model = getattr(transformers, architecture)
+    return isolation_of(model, config or config_of(architecture), has_experts="Moe" in architecture)
 
 
 @pytest.mark.parametrize("architecture", LEAKING)
 def test_documents_reach_each_other(architecture):
-    assert facts_of(architecture)["isolates"]["mask"] is False
+    assert facts_of(architecture)["mask"] is False
 
 
 @pytest.mark.parametrize("architecture", ["BioGptForCausalLM", "OPTForCausalLM"])
 def test_lengths_keep_apart_what_the_mask_does_not(architecture):
-    assert facts_of(architecture)["isolates"] == {"mask": False, "lengths": True}
+    assert facts_of(architecture) == {"mask": False, "lengths": True}
 
 
 @pytest.mark.parametrize("architecture", sorted(VARLEN_ARCHITECTURES))
 def test_documents_do_not_reach_each_other(architecture):
-    assert facts_of(architecture) == {"isolates": {"mask": True, "lengths": True}, "packing_packages": []}
+    assert facts_of(architecture) == {"mask": True, "lengths": True}
 
 
 @pytest.mark.parametrize("architecture", HYBRID)
 def test_states_are_kept_apart_by_packages(architecture):
-    by_mask = architecture != "GraniteMoeHybridForCausalLM"  # see test_hybrids_of_published_sizes_are_tried
-    expected = {"isolates": {"mask": by_mask, "lengths": True}, "packing_packages": HYBRID[architecture]}
-    assert facts_of(architecture) == expected
+    assert facts_of(architecture) == {"mask": True, "lengths": True}
+    assert packages_for_packing(small_model(config_of(architecture), "eager")) == HYBRID[architecture]
 
 
 # They choose the tokens that each token attends to.
-INDEXED = ("AXK2ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "HYV4ForCausalLM")
+INDEXED = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
 
 @pytest.mark.parametrize("architecture", INDEXED)
 def test_chosen_tokens_are_of_the_same_document(architecture):
-    assert small_model(architecture, None, "eager").config.index_topk < min(LENGTHS)
-    assert packing_facts(architecture, None, has_experts=True)["isolates"]["mask"] is True
-
-
-@pytest.mark.parametrize("architecture", INDEXED)
-def test_only_the_choice_among_equal_scores_depends_on_the_rows_length(monkeypatch, architecture):
-    """With the earliest of equal ones, which is the same in any row, a document has the logits that it has alone."""
-
-    def earliest(scores, number, dim=-1, **_):
-        values, places = torch.sort(scores, dim=dim, descending=True, stable=True)
-        return torch.return_types.topk((values.narrow(dim, 0, number), places.narrow(dim, 0, number)))
-
-    def measured():
-        forward = packing._Forward(model := small_model(architecture, None, "eager"))
-        monkeypatch.setattr(packing, "all_tokens_chosen", lambda _: contextlib.nullcontext(False))
-        with torch.no_grad():
-            return isolation.measure_isolation(forward, model.config.vocab_size)
-
-    by_torch = measured()
-    monkeypatch.setattr(torch.Tensor, "topk", earliest)
-    found = measured()
-    assert (by_torch.moved, by_torch.alone_median, found.moved, found.alone) == (0.0, 0.0, 0.0, 0.0)
-    assert by_torch.alone > 0.01
+    assert small_model(config_of(architecture), "eager").config.index_topk < min(LENGTHS)
+    assert facts_of(architecture)["mask"] is True
 
 
 def test_an_indexer_that_ranks_the_tokens_of_other_documents_is_found(monkeypatch):
@@ -122,7 +98,7 @@ def test_an_indexer_that_ranks_the_tokens_of_other_documents_is_found(monkeypatc
         return forward(self, hidden, residual, positions, causal, *args, **kwargs)
 
     monkeypatch.setattr(modeling_deepseek_v32.DeepseekV32Indexer, "forward", without_mask)
-    assert packing_facts("DeepseekV32ForCausalLM", None, has_experts=True)["isolates"]["mask"] is False
+    assert facts_of("DeepseekV32ForCausalLM")["mask"] is False
 
 
 @pytest.mark.parametrize(
@@ -136,10 +112,7 @@ def test_an_indexer_that_ranks_the_tokens_of_other_documents_is_found(monkeypatc
 )
 def test_hybrids_of_published_sizes_are_tried(architecture, by_mask, sizes):
     """Granite's attention gives transformers' mask no positions, from which it finds where a document starts."""
-    kind = next(kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name == architecture)
-    config = AutoConfig.for_model(kind, **sizes)
-    facts = packing_facts(architecture, config)
-    assert facts == {"isolates": {"mask": by_mask, "lengths": True}, "packing_packages": ["fla-core"]}
+    assert facts_of(architecture, config_of(architecture, **sizes)) == {"mask": by_mask, "lengths": True}
 
 
 @pytest.mark.parametrize(
@@ -148,14 +121,14 @@ def test_hybrids_of_published_sizes_are_tried(architecture, by_mask, sizes):
 def test_a_kernel_that_goes_on_past_the_end_of_a_document_is_found(monkeypatch, name, told_by):
     kernel = getattr(modeling_qwen3_next, name)
     monkeypatch.setattr(modeling_qwen3_next, name, lambda *args, **kwargs: kernel(*args, **kwargs | {told_by: None}))
-    assert facts_of("Qwen3NextForCausalLM")["isolates"] == {"mask": False, "lengths": False}
+    assert facts_of("Qwen3NextForCausalLM") == {"mask": False, "lengths": False}
 
 
 def test_the_small_model_has_the_switches_and_kinds_of_layers_of_the_config():
     kinds = ["linear_attention", "linear_attention", "full_attention"] * 4
     config = Qwen3NextConfig(num_hidden_layers=12, layer_types=kinds, hidden_act="gelu")
     before = copy.deepcopy(config.to_dict())
-    model = small_model("Qwen3NextForCausalLM", config, "eager")
+    model = small_model(config, "eager")
     assert model.config.layer_types == ["linear_attention", "full_attention"]
     assert model.config.hidden_act == "gelu"
     assert model.config.hidden_size == 64
@@ -164,16 +137,15 @@ def test_the_small_model_has_the_switches_and_kinds_of_layers_of_the_config():
 
 @pytest.mark.parametrize("model", ["gemma3_4b", "gemma4_e2b", "gemma4_12b"])
 def test_models_with_other_parts_than_text_are_tried(model):
-    """Without those parts, or with small ones; with layers that share keys and values, and sizes of their own."""
+    """With small ones; with layers that share keys and values, and sizes of their own."""
     facts = ModelFacts(**yaml.safe_load((book_root() / f"hydra_configs/model/{model}.yaml").read_text())["facts"])
     config = architecture_from_facts(facts)
-    small = small_model(facts.architecture, config, "eager").config.text_config
+    small = small_model(config, "eager").config.text_config
     assert small.layer_types == ["sliding_attention", "full_attention"] * (2 if model == "gemma4_e2b" else 1)
     assert getattr(small, "num_kv_shared_layers", 0) == (2 if model == "gemma4_e2b" else 0)
-    assert packing_facts(facts.architecture, config)["isolates"] == {"mask": True, "lengths": True}
+    assert facts_of(facts.architecture, config)["mask"] is True
 
 
 def test_what_cannot_be_tried_is_unknown():
-    assert packing_facts("OfItsOwnForCausalLM", None) == {"isolates": {}, "packing_packages": []}
-    mistaken = AutoConfig.for_model("llama", hidden_act="none")  # the architecture's defaults serve instead
-    assert packing_facts("LlamaForCausalLM", mistaken)["isolates"]["mask"] is True
+    assert facts_of("LlamaForCausalLM", config_of("MambaForCausalLM")) == {}  # of another class
+    assert facts_of("LlamaForCausalLM", config_of("LlamaForCausalLM", hidden_act="none")) == {}

@@ -132,6 +132,7 @@ FALCON = {"model.facts.architecture": "FalconForCausalLM"}
         (H200, {"packing.mode": PackingMode.padded}, SINKS, "eager", "padded"),
         (None, {}, CAPPED, "eager", "isolated"),
         (None, {}, ("GraniteForCausalLM", ["eager", "sdpa"], True), "sdpa", "isolated"),
+        (None, {}, ("GraniteForCausalLM", ["eager", "sdpa"], None), "sdpa", "padded"),  # no small model showed it
     ],
 )
 def test_attention_and_packing(undecided, changed, machine, gpu, values, model, kernel, packing):
@@ -139,7 +140,7 @@ def test_attention_and_packing(undecided, changed, machine, gpu, values, model, 
     if model is not None:
         facts.architecture, attention, isolates = model
         facts.measured = traced(
-            num_layers=facts.num_layers, parameters=1000, linear_inputs=10, adapter_parameters=10,
+            num_layers=facts.num_layers, parameters=1000,
             attention=attention, isolates={"mask": isolates},
         )  # fmt: skip
     config = resolve_auto(changed(undecided, values), machine(*[gpu] * 2 if gpu else [])).config

@@ -18,12 +18,12 @@ from tunebook.config.choices import (
     Strategy,
 )
 from tunebook.config.compose import compose
-from tunebook.config.frozen import PARALLELISM_SCHEMAS, config_to_yaml, load_config
+from tunebook.config.frozen import PARALLELISM_SCHEMAS, architecture_json, config_to_yaml, load_config
 from tunebook.config.identity import config_hash
-from tunebook.config.model_facts import ModelFacts
+from tunebook.config.model_facts import ARCHITECTURE_FILE, ModelFacts
 from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.plan.auto.resolve import resolve_auto
-from tunebook.plan.memory import tensors_fit
+from tunebook.plan.memory.verdict import tensors_fit
 from tunebook.plan.rules import check
 
 from ..plans import H200, V100
@@ -136,6 +136,7 @@ def test_the_run_is_the_one_of_the_strategys_name(words, gpus, strategy, machine
     assert type(ours.parallelism) is type(theirs.parallelism) is PARALLELISM_SCHEMAS[Strategy[strategy]]
     assert config_hash(ours) == config_hash(theirs)
     (tmp_path / "run.yaml").write_text(config_to_yaml(ours))
+    (tmp_path / ARCHITECTURE_FILE).write_text(architecture_json(ours))
     assert load_config(tmp_path / "run.yaml") == ours == theirs
 
 
@@ -191,7 +192,7 @@ def test_parts_are_recomputed_for_the_fastest_strategy_and_short_rows_are_given_
         config = planned("qwen3b_zero2", *words, *more).config
         return config.parallelism.strategy, config.activation.checkpointing, config.packing.row_length
 
-    small = decided("hardware.memory_gib=96", "training.max_length=4096", "training.global_tokens=32768")
+    small = decided("hardware.memory_gib=92", "training.max_length=4096", "training.global_tokens=32768")
     assert small[:2] == (Strategy.ddp, Checkpointing.selective)
     eight = ("model=llama3_8b", "training.max_length=2048", "training.global_tokens=131072")
     strategy, _, row = decided("hardware.memory_gib=80", *eight)

@@ -61,7 +61,7 @@ def test_two_h200(undecided, machine):
     assert undecided == before
 
 
-LAYERS = {"num_layers": 36, "parameters": 1000, "linear_inputs": 10, "adapter_parameters": 10}
+LAYERS = {"num_layers": 36, "parameters": 1000}
 AMPERE = {"hardware.reference.generation": Generation.ampere}
 ON_SLURM = {"launcher": SlurmConfig(name=LauncherName.slurm)}
 NOT_COMPILED, COMPILED = {"model.compile_layers": False}, {"model.compile_layers": True}
@@ -72,7 +72,7 @@ LEAKING = {
 }
 GATED = {
     "model.facts.architecture": "Qwen3_5ForCausalLM",
-    "model.facts.measured": traced(**LAYERS, isolates={"mask": True}, packing_packages=["fla-core"]),
+    "model.facts.measured": traced(**LAYERS, isolates={"mask": True, "lengths": True}, packing_packages=["fla-core"]),
 }
 HOPPER, VOLTA = {"hardware.generation": Generation.hopper}, {"hardware.generation": Generation.volta}
 FOUR_VOLTA = {"hardware.generation": Generation.volta, "hardware.gpus_per_node": 4}
@@ -193,10 +193,10 @@ def test_explicit_choices_are_kept_even_when_they_cannot_work(undecided, machine
 def test_a_model_of_code_of_its_own_is_padded(undecided, machine, tmp_path, auto_map, mode):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "auto_map": auto_map}))
     undecided.model.name, undecided.model.path = None, str(tmp_path)
-    undecided.model.trust_remote_code = True
-    assert resolve_auto(undecided, machine(H200)).config.packing.mode is mode
+    undecided.model.trust_remote_code, undecided.hardware.memory_gib = True, None
+    assert resolve_auto(undecided, machine()).config.packing.mode is mode
     undecided.packing.mode = PackingMode.isolated  # asked for: the leak probe decides
-    assert resolve_auto(undecided, machine(H200)).config.packing.mode is PackingMode.isolated
+    assert resolve_auto(undecided, machine()).config.packing.mode is PackingMode.isolated
 
 
 ON_HOPPER = ("model=qwen25_05b", "hardware=hopper", "hardware.gpus_per_node=1", "dataset=synthetic")

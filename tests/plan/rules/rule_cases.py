@@ -87,25 +87,21 @@ FP8 = {"precision.compute": Compute.fp8}
 COMPILED = {"model.compile_layers": True, "attention.implementation": Attention.varlen_attention}
 TILED = {"activation.mlp_tile_tokens": 4096, "activation.checkpointing": Checkpointing.enabled}
 DDP = {"parallelism": ParallelismConfig(strategy=Strategy.ddp), **ON_8}
-MEASURED = traced(
-    num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, attention=["eager", "flash_attention_2"]
-)
+MEASURED = traced(num_layers=2, parameters=1, attention=["eager", "flash_attention_2"])
 LEAKING = {
     "model.facts.architecture": "BloomForCausalLM",
-    "model.facts.measured": traced(
-        num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, isolates={"mask": False, "lengths": False}
-    ),
+    "model.facts.measured": traced(num_layers=2, parameters=1, isolates={"mask": False, "lengths": False}),
 }
 GPT_OSS = {
     "model.facts.architecture": "GptOssForCausalLM",
     "model.facts.measured": traced(
-        num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, isolates={"mask": False},
+        num_layers=2, parameters=1, isolates={"mask": False},
         attention=["eager", "flex_attention", "flash_attention_4", "varlen_attention"],
     ),
     "attention.implementation": Attention.eager,
 }  # fmt: skip
 WITH_EXPERTS = traced(
-    num_layers=2, parameters=900, active_parameters=300, linear_inputs=10, expert_adapters={"down_proj": [20, 10]},
+    num_layers=2, parameters=900, active_parameters=300, expert_adapters={"down_proj": [20, 10]},
     attention=["eager", "sdpa", "flash_attention_2"],
 )  # fmt: skip
 GPT2 = {"model.facts.architecture": "GPT2LMHeadModel", "model.facts.measured": MEASURED}

@@ -22,7 +22,7 @@ from tunebook.config.choices import (
     Switch,
     TrackerName,
 )
-from tunebook.config.model_facts import MeasuredLayers
+from tunebook.config.model_facts import LayerFacts
 from tunebook.config.schema import (
     SlurmConfig,
     ZeroConfig,
@@ -98,11 +98,11 @@ def test_a_missing_package_is_named_with_its_install_line(sound, changed, machin
 
 
 def test_kernels_for_packed_rows_are_asked_for_before_a_gpu_is_used(sound, changed, machine, installed):
-    layers = {"num_layers": 2, "parameters": 1, "linear_inputs": 1, "adapter_parameters": 1}
+    layers = {"num_layers": 2, "parameters": 1}
     gated = changed(
         sound,
         {
-            "model.facts.measured": MeasuredLayers(
+            "model.facts.measured": LayerFacts(
                 **layers, largest_parameter=1, active_parameters=1, linear_parameters=1, packing_packages=["fla-core"]
             )
         },
@@ -129,8 +129,8 @@ UNPACKED = {"packing.mode": PackingMode.padded, "packing.row_length": None}
 GEMMA = {"model.facts.architecture": "Gemma2ForCausalLM"}  # no kernel of torch's was tried with it
 SINKS = {
     "model.facts.architecture": "GptOssForCausalLM",
-    "model.facts.measured": MeasuredLayers(
-        num_layers=2, parameters=1, linear_inputs=1, adapter_parameters=1, largest_parameter=1, active_parameters=1,
+    "model.facts.measured": LayerFacts(
+        num_layers=2, parameters=1, largest_parameter=1, active_parameters=1,
         linear_parameters=1, attention=["eager", "flash_attention_4", "varlen_attention"],
     ),
 }  # fmt: skip

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
+import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
-import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers.integrations import moe
+from transformers.utils.logging import get_verbosity, set_verbosity
 
-_SHARING = "num_kv_shared_layers"  # the key of configs for layers that share keys and values
-_MAX_LAYERS = 12  # most layers that are traced
-# The keys of configs that list the places of layers of a kind. Llama 4's and Zamba2's follow from others when a config
-# is made, and are not made again.
-_PLACES = ("attn_layer_indices", "hybrid_layer_ids", "local_layer_ids", "mlp_only_layers", "moe_layers")
+_SHARING = "num_kv_shared_layers"  # config key: the number of layers that share keys and values with earlier ones
+_WITHOUT_EXPERTS = "mlp_only_layers"  # config key: a list of places of layers
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress warnings, and use a product of experts that can be computed anywhere, also without memory."""
+    verbosity = get_verbosity()
+    set_verbosity(logging.ERROR)
+    try:
+        with (
+            warnings.catch_warnings(action="ignore"),
+            mock.patch.object(moe, "_can_use_grouped_mm", lambda *_: False),
+        ):
+            yield
+    finally:
+        set_verbosity(verbosity)
 
 
 def text_decoder(model: Any) -> Any:
@@ -32,56 +47,18 @@ def decoder_layers(decoder: Any, expected: int) -> nn.ModuleList:
     return exact[0] if exact else max(lists, key=lambda each: sum(p.numel() for p in each.parameters()))
 
 
-def _lists(text: Any) -> dict[str, list[Any]]:
-    """The lists in a config that say something about each layer, such as `layer_types` or `no_rope_layers`."""
-    number = text.num_hidden_layers
-    stated = sorted(vars(text).items())
-    return {name: value for name, value in stated if isinstance(value, list) and len(value) == number}
+def stated_kinds(config: Any) -> list[tuple[Any, ...]]:
+    """What a config says about each layer: its values in lists, and whether it shares keys and values."""
+    text = config.get_text_config(decoder=True)
+    lists = _lists(text).values()
+    return [(repr([values[place] for values in lists]), shares) for place, shares in enumerate(_sharing(text))]
 
 
 def kinds_of(config: Any, layers: nn.ModuleList) -> list[tuple[Any, ...]]:
-    """The kind of each layer: what the config's lists say about it, and what its place decides, such as its shapes."""
-    text = config.get_text_config(decoder=True)
-    lists = _lists(text)
-    stated = zip(*lists.values(), strict=True)
-    derived = () if "layer_types" in lists else getattr(text, "layer_types", None) or ()  # of Mamba, by the place
-    shapes = (tuple(tuple(p.shape) for p in layer.parameters()) for layer in layers)
-    found = itertools.islice(itertools.zip_longest(stated, derived, shapes), len(layers))
-    return [(repr(values), (name, shape)) for values, name, shape in found]
-
-
-def places_to_trace(
-    kinds: list[tuple[Any, ...]], kinds_when_shortened: Callable[[list[int]], list[Any] | None]
-) -> list[int]:
-    """The layers to trace: each kind twice, so that one of them is not the first.
-
-    If a model with these layers only would have others, since a layer's place decides its kind, the first layers are
-    taken as they are, at most `_MAX_LAYERS`. `kinds_when_shortened` is asked if that may be so.
-    """
-    twice = [[place for place, other in enumerate(kinds) if other == kind][:2] for kind in dict.fromkeys(kinds)]
-    places = [places[0] for places in twice] + [places[1] for places in twice if len(places) > 1]
-    if len({by_place for _, by_place in kinds}) == 1:
-        return places[:_MAX_LAYERS]
-    places.sort()
-    if len(places) <= _MAX_LAYERS and kinds_when_shortened(places) == [kinds[each] for each in places]:
-        return places
-    return list(range(min(max(2, *(places[-1] + 1 for places in twice)), len(kinds), _MAX_LAYERS)))
-
-
-def traced_places(config: Any, kinds: list[tuple[Any, ...]], options: dict[str, Any]) -> list[int]:
-    """`places_to_trace` of a model."""
-    loader: Any = AutoModelForCausalLM
-
-    def when_shortened(places: list[int]) -> list[Any] | None:
-        try:
-            shorter = shortened(config, places)
-            with warnings.catch_warnings(action="ignore"), torch.device("meta"):
-                model = loader.from_config(copy.deepcopy(shorter), **options)
-            return kinds_of(shorter, decoder_layers(text_decoder(model), len(places)))
-        except Exception:  # of any type: architectures check their sizes in various ways, or not at all
-            return None
-
-    return places_to_trace(kinds, when_shortened)
+    """The kind of each layer: what the config says about it, and its shapes."""
+    stated = stated_kinds(config)[: len(layers)]
+    shapes = (tuple(tuple(parameter.shape) for parameter in layer.parameters()) for layer in layers)
+    return list(itertools.zip_longest(stated, shapes))
 
 
 def shortened(config: Any, places: list[int]) -> Any:
@@ -90,9 +67,8 @@ def shortened(config: Any, places: list[int]) -> Any:
     text = shorter.get_text_config(decoder=True)
     for name, values in _lists(text).items():
         setattr(text, name, [values[place] for place in places])
-    for name in _PLACES:
-        if of_kind := getattr(text, name, None):
-            setattr(text, name, [index for index, place in enumerate(places) if place in of_kind])
+    if without := getattr(text, _WITHOUT_EXPERTS, None):
+        setattr(text, _WITHOUT_EXPERTS, [index for index, place in enumerate(places) if place in without])
     if _SHARING in vars(text):
         setattr(text, _SHARING, sum(shares for place, shares in enumerate(_sharing(text)) if place in places))
     own = text.to_dict().get("per_layer_config") or {}  # sizes of some layers, by place
@@ -103,13 +79,14 @@ def shortened(config: Any, places: list[int]) -> Any:
     return shorter
 
 
+def _lists(text: Any) -> dict[str, list[Any]]:
+    """The lists in a config that say something about each layer, such as `layer_types` or `no_rope_layers`."""
+    number = text.num_hidden_layers
+    stated = sorted(vars(text).items())
+    return {name: value for name, value in stated if isinstance(value, list) and len(value) == number}
+
+
 def _sharing(text: Any) -> list[bool]:
     """Whether each layer takes the keys and values of an earlier one, as the last ones of some models do."""
     number = text.num_hidden_layers
     return [place >= number - (getattr(text, _SHARING, None) or 0) for place in range(number)]
-
-
-def stated_kinds(text: Any) -> list[tuple[Any, ...]]:
-    """What a config says about each layer; empty if it says nothing."""
-    lists = _lists(text).values()
-    return [*zip(*(map(repr, each) for each in lists), _sharing(text), strict=True)] if lists else []

@@ -7,17 +7,16 @@ match it.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection, Iterable
 from typing import Any
 
-import torch
 from peft import LoraConfig
-from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 
+from tunebook.config.unreached import stand_for
 from tunebook.model.parameters import last_name
-
-Sizes = dict[str, list[int]]  # by name: total inputs and outputs
 
 # Names of the linear layers of experts and of a router before they were stacked, grouped by their current parameter.
 _STACKED = (("w1", "w3"), ("w2",), ("gate_proj", "up_proj"), ("down_proj",), ("gate",))
@@ -28,32 +27,36 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def num_inputs(module: Any) -> int:
-    """Number of inputs per token of a linear layer."""
-    rows, columns = module.weight.shape
-    return int(columns if isinstance(module, nn.Linear) else rows)
+def adapters_of(model: Any, unreached: Collection[str]) -> dict[str, Any]:
+    """What `LayerFacts` says about adapters, on all layers that text reaches.
 
-
-def sizes_of_adapted(wrapped: Any, stacked: dict[str, tuple[str, ...]]) -> tuple[Sizes, Sizes]:
-    """Sizes of linear layers, and of experts and routers, that have an adapter of rank 1.
-
-    Experts and routers have theirs as parameters. `stacked` describes the model before it had adapters.
+    An adapter of rank 1 has as many parameters as its weight has rows and columns, for each expert.
     """
-    linear: Sizes = {}
-    experts: Sizes = {}
-    for name, module in wrapped.named_modules():
-        if not getattr(module, "lora_A", None):
-            continue
-        inputs, outputs = (part["default"].weight.numel() for part in (module.lora_A, module.lora_B))
-        parameter = getattr(module, "parameter_name", None)
-        names = (last_name(name),) if parameter is None else _names(name, parameter, stacked)
-        found = linear if parameter is None else experts
-        for each in names:
-            _add(found, each, inputs // len(names), outputs // len(names))
-    return linear, experts
+    stacked, head = _stacked_names(model), model.get_output_embeddings()
+    of_experts = {*itertools.chain(*stacked.values())}  # PEFT does not adapt other layers with these names
+    linear: dict[str, list[int]] = {}
+    for name, module in model.named_modules():
+        is_adapted = is_linear(module) and module is not head and last_name(name) not in of_experts
+        if is_adapted and not stand_for(unreached, name):
+            rows, columns = module.weight.shape
+            _add(linear, [last_name(name)], (columns, rows) if isinstance(module, nn.Linear) else (rows, columns))
+    experts: dict[str, list[int]] = {}
+    for name, parameter in model.named_parameters():
+        names = next((names for target, names in stacked.items() if name.endswith(f".{target}")), ())
+        if names and not stand_for(unreached, name):
+            rows, columns = parameter.shape[-2:]
+            number = parameter.numel() // (rows * columns)
+            _add(experts, names, (number * columns, number * rows))
+    return {"adapters": linear, "expert_adapters": experts}
 
 
-def stacked_names(model: Any) -> dict[str, tuple[str, ...]]:
+def _add(found: dict[str, list[int]], names: Iterable[str], sizes: tuple[int, int]) -> None:
+    for name in names:
+        inputs, outputs = found.get(name, (0, 0))
+        found[name] = [inputs + sizes[0], outputs + sizes[1]]
+
+
+def _stacked_names(model: Any) -> dict[str, tuple[str, ...]]:
     """Map each parameter that PEFT adapts like a module to the names that PEFT accepts for it."""
     found: dict[str, tuple[str, ...]] = {}
     for names in _STACKED:
@@ -61,72 +64,3 @@ def stacked_names(model: Any) -> dict[str, tuple[str, ...]]:
         convert_peft_config_for_transformers(lora, model, None)
         found |= dict.fromkeys(lora.target_parameters or (), names)
     return found
-
-
-def has_stacked_experts(model: Any) -> bool:
-    """Whether PEFT adapts experts as parameters."""
-    parameters = {last_name(name) for name, each in model.named_parameters() if each.dim() == 3}
-    return not parameters.isdisjoint(stacked_names(model))
-
-
-def names_beside_experts(model: Any) -> list[str]:
-    """Names of the modules that PEFT adapts as linear layers, without the output head."""
-    taken = {name for names in stacked_names(model).values() for name in names}
-    head = model.get_output_embeddings()
-    linear = {last_name(name) for name, each in model.named_modules() if is_linear(each) and each is not head}
-    return sorted(linear - taken - {*not_adapted(model, model)})
-
-
-def names_to_adapt(model: Any) -> list[str]:
-    """Names of all modules and experts that an adapter computes with; empty if those are all: PEFT's "all-linear"."""
-    if not not_adapted(model, model):
-        return []
-    return sorted({*names_beside_experts(model)}.union(*stacked_names(model).values()))
-
-
-def not_adapted(model: Any, layers: nn.Module) -> list[str]:
-    """Names of a model's linear layers that get no adapter: PEFT refuses them, as some of Mamba's, or fails later."""
-    names = dict.fromkeys(last_name(name) for name, each in layers.named_modules() if is_linear(each))
-    return [*unlike_linear(layers), *(name for name in names if _is_refused(model, name))]
-
-
-def _is_refused(model: Any, name: str) -> bool:
-    try:
-        _check_lora_target_modules_mamba(LoraConfig(), model, name)
-    except ValueError:
-        return True
-    return False
-
-
-def unlike_linear(layers: nn.Module) -> list[str]:
-    """Names of linear layers that return something else than a linear layer.
-
-    The routers of PhiMoE and Llama 4 return the chosen experts too, and DeepSeek V4's grouped output projection takes
-    each group of heads by itself. PEFT 0.21 puts an adapter on them, which fails in the first pass.
-    """
-    found = {last_name(name): each for name, each in layers.named_modules() if _overrides_linear(each)}
-    return [name for name, each in found.items() if not _returns_product(each)]
-
-
-def _overrides_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
-
-
-def _returns_product(module: Any) -> bool:
-    weight, shape = module.weight, (1, 3, num_inputs(module))
-    try:
-        with torch.no_grad():
-            output = module(torch.zeros(shape, dtype=weight.dtype, device=weight.device))
-    except Exception:  # of any type: it is for inputs of another shape
-        return False
-    return isinstance(output, torch.Tensor) and output.shape == (*shape[:2], len(weight))
-
-
-def _names(module: str, parameter: str, stacked: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    key = f"{module.replace('.base_layer', '')}.{parameter}"
-    return next((names for target, names in stacked.items() if key.endswith(f".{target}")), (parameter,))
-
-
-def _add(sizes: Sizes, name: str, inputs: int, outputs: int) -> None:
-    before = sizes.get(name, [0, 0])
-    sizes[name] = [before[0] + inputs, before[1] + outputs]

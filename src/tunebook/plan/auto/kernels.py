@@ -13,6 +13,7 @@ from tunebook.config.schema import FsdpConfig, RunConfig, world_size
 from tunebook.data.mean_length import count_documents, mean_tokens, with_file_estimate
 from tunebook.facts.architectures import (
     COMPILED_ARCHITECTURES,
+    SINK_ARCHITECTURES,
     VARLEN_ARCHITECTURES,
     has_attention,
     without_flash_attn,
@@ -26,10 +27,9 @@ from tunebook.facts.strategies import strategy_facts
 from tunebook.model.base_config import brings_code
 from tunebook.model.flops import flops_per_token
 from tunebook.model.parameters import adapts_parameters, has_dora
-from tunebook.plan.rules.attention import leaks
+from tunebook.plan.rules.attention import isolates
 from tunebook.train.packages import installed_version, missing_state_kernels
 
-UNKNOWN_ARCHITECTURE = "the model's architecture is not known before it is loaded"
 _LOW_SHARE = 0.1  # of a GPU's peak that a run reaches: a low guess, which favors compiling
 
 
@@ -67,7 +67,7 @@ def why_not_compiled(config: RunConfig) -> str | None:
         (has_dora(config), "with DoRA compiled losses were up to 0.2% apart in 16 steps"),
         (adapts_parameters(config), "adapters on parameters break compiled blocks apart"),
         (config.peft.method is PeftMethod.qlora, "blocks were not compiled over a quantized base"),
-        (facts is None, UNKNOWN_ARCHITECTURE),
+        (facts is None, "the model's architecture is not known before it is loaded"),
         (architecture not in COMPILED_ARCHITECTURES, f"{architecture} was not tested compiled"),
         (not has_attention(config, COMPILED), f"{architecture} cannot attend by {COMPILED.name}"),
     ]
@@ -142,7 +142,7 @@ def _goes_by_document(config: RunConfig) -> bool:
 def decide_packing(config: RunConfig, is_planned: bool) -> tuple[PackingMode, str]:
     """Packed rows if kernel and architecture keep the documents of a row apart, with the packages that are there."""
     image = GENERATIONS[config.hardware.generation].image
-    if leaks(config):
+    if isolates(config) is False:
         return PackingMode.padded, "the architecture cannot keep packed documents apart"
     is_there = image.state_kernels.__contains__ if is_planned else installed_version
     if missing := missing_state_kernels(config, is_there):
@@ -150,4 +150,8 @@ def decide_packing(config: RunConfig, is_planned: bool) -> tuple[PackingMode, st
         return PackingMode.padded, f"packed documents are kept apart by {' and '.join(missing)}, which {where}"
     if brings_code(config.model):
         return PackingMode.padded, "the model brings code of its own, which may let packed documents see each other"
+    facts = config.model.facts
+    is_tested = facts is None or facts.measured is None or facts.architecture in SINK_ARCHITECTURES
+    if isolates(config) is None and not is_tested:
+        return PackingMode.padded, "no small model of the architecture showed that it keeps packed documents apart"
     return PackingMode.isolated, f"rows without padding; {config.attention.implementation.name} keeps documents apart"

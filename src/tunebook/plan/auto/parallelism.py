@@ -23,7 +23,8 @@ from tunebook.facts.strategies import (
 from tunebook.model.parameters import known_facts
 from tunebook.plan.auto.decisions import Decisions
 from tunebook.plan.auto.passes import SHORT_ROW_TOKENS, decide_passes
-from tunebook.plan.memory import estimate_memory, gib_text, tensors_fit
+from tunebook.plan.memory import estimate_memory
+from tunebook.plan.memory.verdict import gib_text, tensors_fit
 from tunebook.plan.rules import check
 
 

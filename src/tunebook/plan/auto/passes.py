@@ -7,6 +7,7 @@ The decision depends on the estimated memory. It therefore comes after the strat
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import replace
 
 from tunebook.config.choices import Checkpointing, Generation, PackingMode, PeftMethod
@@ -14,7 +15,7 @@ from tunebook.config.schema import FsdpConfig, RunConfig, data_ranks
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.strategies import strategy_facts
 from tunebook.plan.auto.decisions import Decisions
-from tunebook.plan.memory import tensors_fit
+from tunebook.plan.memory.verdict import tensors_fit
 
 # Compiled blocks spend less time between matrix products, and a longer row makes the products larger. Qwen2.5-3B on one
 # H200 had 25,079 tokens/s in rows of 8,192 and 27,062 in rows of 16,384 (h200x4_speed.jsonl). With norms and activation
@@ -92,13 +93,13 @@ def _tokens_of_a_step(config: RunConfig, passed: int) -> tuple[float, float]:
 
 
 def _longest(config: RunConfig, rows: list[int], checkpointing: Checkpointing) -> int | None:
-    """The first of these row lengths that fits by estimate."""
+    """The first of these row lengths, longest first, that fits by estimate."""
 
-    def fits(row: int) -> bool | None:
+    def fits(row: int) -> bool:
         longer = replace(config, packing=replace(config.packing, row_length=row))
-        return tensors_fit(longer, checkpointing=checkpointing)
+        return bool(tensors_fit(longer, checkpointing=checkpointing))
 
-    return next(filter(fits, rows), None)
+    return next(iter(rows[bisect_left(rows, True, key=fits) :]), None)
 
 
 def _micro_batch_size(config: RunConfig) -> tuple[int | None, str]:

@@ -8,7 +8,6 @@ With these, each strategy is tried. The strategy decides the row length and how 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from tunebook.config.choices import Compute, Generation, MasterWeights, PeftMethod, Switch
 from tunebook.config.schema import RunConfig, starts_elsewhere
@@ -22,16 +21,13 @@ from tunebook.plan.architecture.base_model import facts_of_book, read_facts
 from tunebook.plan.auto.decisions import Choice, Decisions
 from tunebook.plan.auto.hardware import decide_hardware
 from tunebook.plan.auto.kernels import (
-    UNKNOWN_ARCHITECTURE,
     decide_attention,
     decide_compiling,
     decide_head,
     decide_packing,
-    why_not_compiled,
 )
 from tunebook.plan.auto.parallelism import decide_strategy
 from tunebook.plan.auto.passes import decide_passes
-from tunebook.plan.memory.kept import number_format_of
 from tunebook.plan.rules.numbers import require_ranges
 from tunebook.train.requirements import hardware_problem
 
@@ -69,7 +65,7 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
     decisions = Decisions(config)
     resolved = decisions.config
     decide_hardware(decisions, machine)
-    resolved.model.facts = read_facts(resolved.model, **_tracing(resolved))
+    resolved.model.facts = read_facts(resolved.model)
     _note_model(decisions, config)
     problem = hardware_problem(resolved, machine)
     is_planned = problem is not None or starts_elsewhere(resolved)
@@ -88,22 +84,6 @@ def resolve_auto(config: RunConfig, machine: Machine) -> Resolution:
         problem=problem,
         host_memory_gib=resolved.hardware.host_memory_gib or here,
     )
-
-
-def _tracing(config: RunConfig) -> dict[str, Any]:
-    """What to trace of a model that is not in the book: the layers as this run computes them."""
-    decided = Decisions(config)  # precision depends on the facts' dtype only, which a config.json has, too
-    _decide_precision(decided)
-    run = decided.config
-    is_full = run.peft.method is PeftMethod.full
-    method = "full" if is_full else "dropout" if run.peft.dropout > 0 else "adapter"
-    # In fp32, autocast's for what offloading leaves of adapters; in bf16, the strategies differ in autocast.
-    formats = {"fp32": ["fp32"] + ["autocast"] * (not is_full), "bf16": ["bf16", "cast"]}
-    number_format = number_format_of(run)
-    compiles = run.model.compile_layers
-    if compiles is None and why_not_compiled(run) not in (None, UNKNOWN_ARCHITECTURE):
-        compiles = False
-    return {"ways": [f"{each}/{method}" for each in formats.get(number_format, [number_format])], "compiles": compiles}
 
 
 def _note_model(decisions: Decisions, asked: RunConfig) -> None:

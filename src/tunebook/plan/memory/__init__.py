@@ -1,109 +1,62 @@
-"""Estimate one rank's memory from the model's sizes and traced layers: no weights, no network, no torch.
+"""Estimate one rank's memory: one fake training step of a few layers, and a ledger of states and buffers. No weights.
 
-    states     weights, gradients and optimizer state, divided among the ranks by the strategy
-    kept       activations that the forward pass keeps for the backward pass
-    work       working memory of one layer
-    experts    the same of a layer that sends tokens to experts
-    sharding   gathered or cast weights, and gradients in transit
-    ledger     rows of bytes over the moments of a step; the peak is the fullest moment
-    rows       the ledger of a run
-    overhead   GPU memory that is not tensors
-    gpu, host  the verdicts for a GPU, and for a node's host memory and disk
+    activations  which fake step stands for a run, and what was found of such steps before
+    fake_step    runs a few layers on tensors without memory and counts what is alive; `stand_ins` for GPU kernels
+    states       weights, gradients and optimizer state, divided among the ranks by the strategy
+    sharding     gathered weights, and gradients in transit
+    ledger       rows of bytes over the moments of a step; the peak is the fullest moment
+    rows         the ledger of a run
+    host         a node's host memory
+    verdict      whether both fit, with the overhead, margins, and measured steps
 
 tests/plan/memory/test_recorded_runs.py compares it with every peak that torch reported for runs on H100s and H200s.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from tunebook.config.choices import Checkpointing, PackingMode
+from tunebook.config.choices import PackingMode
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig, data_ranks
 from tunebook.data.mean_length import longest_document
-from tunebook.model.parameters import adapts_parameters, has_dora, known_facts, lacks_traces
 from tunebook.plan.memory.ledger import Kind
-from tunebook.plan.memory.overhead import overhead_bytes
 from tunebook.plan.memory.rows import step_ledger
 
 GIB = 2**30
-# Share of GPU memory that tensors may fill. The rest is the CUDA context, communication buffers and fragmentation,
-# which `overhead` estimates. The fullest runs on H200s held 86% (one GPU), 85% (DDP) and 83% (FSDP) without running out
-# of memory (benchmarks/results: h200_memory.jsonl, h200x2_selective.jsonl). Thirty runs that were sized to fill one or
-# two H100s to this share took 79% to 97% of each GPU with the overhead (h100_held_out.jsonl, h100x2_held_out.jsonl).
-# Two of them needed the allocator's expandable segments (`supervise`). With today's estimates, no run is estimated more
-# than 5% too low.
-USABLE_SHARE = 0.83
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Estimated memory of one rank in GiB at its peak."""
+    """GiB of one rank at its estimated peak."""
 
-    weights_gib: float
-    gradients_gib: float
-    optimizer_gib: float
-    buffers_gib: float
-    activations_gib: float  # including the output head's
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float  # including the output head's
+    buffers: float
 
     @property
     def states_gib(self) -> float:
         """Weights, gradients and optimizer state."""
-        return self.weights_gib + self.gradients_gib + self.optimizer_gib
+        return self.weights + self.gradients + self.optimizer
 
     @property
     def total_gib(self) -> float:
         """All tensors: the peak of allocated memory that torch reports."""
-        return self.states_gib + self.buffers_gib + self.activations_gib
+        return self.states_gib + self.buffers + self.activations
 
 
-def estimate_memory(
-    config: RunConfig, facts: ModelFacts, *, checkpointing: Checkpointing | None = None, accumulates: bool | None = None
-) -> Estimate:
+def estimate_memory(config: RunConfig, facts: ModelFacts, *, accumulates: bool | None = None) -> Estimate:
     """Estimate one rank's memory for a resolved machine, precision, packing and micro batch.
 
-    `checkpointing`: overrides the configured value. `accumulates`: whether an optimizer step takes more than one pass.
-    None means that nobody has counted the passes: the estimate then assumes accumulation, unless one pass holds all
-    tokens of a step.
+    `accumulates`: whether an optimizer step takes more than one pass. None means that nobody has counted the passes:
+    the estimate then assumes accumulation, unless one pass holds all tokens of a step.
     """
-    if checkpointing is not None:
-        config = replace(config, activation=replace(config.activation, checkpointing=checkpointing))
     if accumulates is None:
         accumulates = _may_accumulate(config)
     parts = step_ledger(config, facts, accumulates=accumulates).parts()
-    return Estimate(**{f"{kind.value}_gib": parts[kind] / GIB for kind in Kind})
-
-
-def unknown_size(config: RunConfig) -> str:
-    """Return why there is no estimate, as the end of a sentence."""
-    if config.model.facts is None:
-        return "nor is the model's size"
-    if has_dora(config):
-        return "what DoRA holds was not measured yet; `tunebook plan --measure` trains two steps"
-    if adapts_parameters(config):
-        return "what adapters on parameters hold was not measured yet; `tunebook plan --measure` trains two steps"
-    if (measured := config.model.facts.measured) is not None and lacks_traces(config, measured):
-        return "what such layers keep could not be traced; `tunebook plan --measure` trains two steps"
-    return "the layers of the stated sizes are traced with torch and transformers, which are not installed here"
-
-
-def fits_into(config: RunConfig, tensors_gib: float, memory_gib: float) -> bool:
-    """Whether a peak of tensors plus the overhead fits into the memory, with the reserve of `USABLE_SHARE`."""
-    besides = overhead_bytes(config, tensors_gib * GIB) / GIB
-    return tensors_gib <= memory_gib * USABLE_SHARE and tensors_gib + besides <= memory_gib
-
-
-def tensors_fit(config: RunConfig, *, checkpointing: Checkpointing | None = None) -> bool | None:
-    """Whether the estimated tensors fit into a GPU; None if its memory or the model's size is unknown."""
-    facts, memory = known_facts(config), config.hardware.memory_gib
-    if facts is None or memory is None:
-        return None
-    return fits_into(config, estimate_memory(config, facts, checkpointing=checkpointing).total_gib, memory)
-
-
-def gib_text(value: float) -> str:
-    """Format GiB for messages: one decimal, or two significant digits below 1 GiB."""
-    return f"{value:.1f} GiB" if value >= 1 else f"{value:.2g} GiB"
+    return Estimate(**{kind.value: parts[kind] / GIB for kind in Kind})
 
 
 def _may_accumulate(config: RunConfig) -> bool:

@@ -6,63 +6,46 @@
     offload     weights, gradients, optimizer state and activations that live on the host
     saving      the full model, gathered to be written
 
-The numbers come from arithmetic and from reading the packages (versions are next to each number), for the node of rank
-0. Loading and offloading have been measured (benchmarks/results, loading_memory and h200x2_host_memory). File cache
-pages are not counted, because the kernel reclaims them.
+The node is that of rank 0. Loading and offloading have been measured (benchmarks/results, loading_memory and
+h200x2_host_memory). File cache pages are not counted, because the kernel reclaims them.
 
 What is copied to and from a GPU is page-locked, since only such memory is copied while the GPU computes; Adam's moments
 are not. PyTorch gives such a block the next power of two bytes, so 2.3 GiB take 4 (torch 2.13, CachingHostAllocator.h).
-It keeps freed blocks for others of their size. Blocks of shorter rows, which stay next to those of the longest, are not
-counted.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from tunebook.config.choices import Checkpointing, Generation, MasterWeights, Offload, PeftMethod, Weights
+from tunebook.config.choices import Generation, MasterWeights, Offload, PeftMethod, Weights
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig
 from tunebook.facts.sharing import Sharing, offloaded_states, sharing_of, stays_whole
 from tunebook.facts.strategies import strategy_facts
-from tunebook.model.parameters import count_parameters, largest_parameter, trained_sizes, weight_sizes
-from tunebook.parallel.deepspeed import nvme_bytes
-from tunebook.plan.memory.kept import kept_by_layers, tokens_per_pass
-from tunebook.plan.memory.overhead import PROCESS_BYTES
-from tunebook.plan.memory.sharding import cast_copies_bytes
-from tunebook.plan.memory.states import (
-    FOUR_BIT_BYTES,
-    bytes_of_embedded_value,
-    bytes_per_compute_value,
-    bytes_per_hidden_value,
-    bytes_per_weight,
-    paged_bytes,
-    shard_counts,
-    state_bytes_with_offloaded,
-)
-from tunebook.plan.memory.work import is_recomputed, kept_by_mlp
+from tunebook.model.parameters import count_parameters, largest_parameter, trained_sizes
+from tunebook.plan.memory import GIB, estimate_memory
+from tunebook.plan.memory.activations import activations_of
+from tunebook.plan.memory.ledger import page_locked
+from tunebook.plan.memory.states import bytes_per_weight, paged_bytes, shard_counts, state_bytes_with_offloaded
 
-# A GPU process, whose CUDA build has larger libraries: 1.8 to 2.9 GiB in eleven runs (h200x2_host_memory).
-GPU_PROCESS_BYTES = 2 * 2**30
+# The resident memory of a rank after all imports and the rendezvous, before it loads a model: of a CPU build of torch
+# 2.13 (loading_memory), and of a CUDA build, whose libraries are larger: 1.8 to 2.9 GiB (h200x2_host_memory).
+PROCESS_BYTES, GPU_PROCESS_BYTES = 418 * 2**20, 2 * GIB
 # DeepSpeed 0.19.8, runtime/zero/offload_config.py: buffers between host and NVMe, and what else stays on the host.
 _PARAMETER_BUFFERS, _PARAMETER_BUFFER_ELEMENTS, _MAX_IN_CPU = 5, 100_000_000, 1_000_000_000
 _OPTIMIZER_BUFFERS, _SUB_GROUP_ELEMENTS = 4, 1_000_000_000
-_LARGEST_FILE = 50_000_000_000  # bytes; transformers 5.23 writes at most this into one file, copied from the GPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostBytes:
-    """Bytes of one node's memory; `nvme` is bytes of its disk."""
+    """Bytes of one node's memory."""
 
     processes: float
     training: float
     loading: float
     offload: float
     saving: float
-    nvme: float
 
     @property
     def peak(self) -> float:
@@ -70,105 +53,48 @@ class HostBytes:
         return self.processes + max(self.loading, self.training + self.offload + self.saving)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Offloaded:
-    """Offloaded bytes of one rank."""
-
-    host: float = 0.0
-    nvme: float = 0.0
-
-
-def host_bytes(config: RunConfig, facts: ModelFacts, *, tensors: float) -> HostBytes:
-    """Host memory of the node of rank 0. `tensors`: a rank's device peak, which on a CPU is host memory."""
+def host_bytes(config: RunConfig, facts: ModelFacts) -> HostBytes:
+    """Host memory of the node of rank 0."""
     ranks = config.hardware.gpus_per_node or 1
     is_cpu = config.hardware.generation is Generation.cpu
-    offloaded = offloaded_bytes(config, facts)
+    offloaded = offloaded_bytes(config, facts) + paged_bytes(config, facts)
+    if config.activation.offload:
+        offloaded += activations_of(config, accumulates=False).offloaded
     return HostBytes(
         processes=float(ranks * (PROCESS_BYTES if is_cpu else GPU_PROCESS_BYTES)),
-        training=ranks * tensors if is_cpu else 0.0,
+        training=ranks * estimate_memory(config, facts).total_gib * GIB if is_cpu else 0.0,
         loading=loading_bytes(config, facts),
-        offload=ranks * (offloaded.host + paged_bytes(config, facts) + offloaded_activation_bytes(config, facts)),
+        offload=ranks * offloaded,
         saving=saving_bytes(config, facts),
-        nvme=ranks * offloaded.nvme,
     )
 
 
-def page_locked(num_bytes: float) -> float:
-    """Bytes of PyTorch's page-locked block for so many bytes: the next power of two; 0 for none."""
-    return 2.0 ** math.ceil(math.log2(num_bytes)) if num_bytes > 0 else 0.0
-
-
-def _each_page_locked(sizes: Iterable[float], element: float) -> float:
-    """Bytes of a block for each of the tensors with so many elements."""
-    return sum(page_locked(element * size) for size in sizes)
-
-
-def offloaded_activation_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes of a pass that one rank offloads: activations, and what TRL's offloading (1.16) treats as such.
-
-    That includes autocast's copies of weights. Weights themselves stay (`train.offloaded_weights`), and so does what a
-    recomputed layer keeps: torch's checkpointing saves it outside of TRL's hooks.
-    """
-    if not config.activation.offload:
-        return 0.0
-    hidden = float(tokens_per_pass(config) * facts.hidden_size)
-    if is_recomputed(config):
-        first, stream = bytes_of_embedded_value(config), bytes_per_hidden_value(config)
-        inputs = page_locked(first * hidden) + (facts.num_layers - 1) * page_locked(stream * hidden)
-        return inputs + _saved_by_last_norm(config, hidden)
-    # Most tensors have the hidden numbers of all tokens, and those of the MLP the inner ones.
-    element, mlps = bytes_per_compute_value(config), facts.num_layers * kept_by_mlp(config, facts)
-    inner = float(element * tokens_per_pass(config) * facts.intermediate_size)
-    kept = (kept_by_layers(config, facts) - mlps) * page_locked(element * hidden) / (element * hidden)
-    if inner:
-        kept += mlps * page_locked(inner) / inner
-    casts_again = config.activation.checkpointing is Checkpointing.selective
-    if casts_again or not cast_copies_bytes(config, facts):
-        return kept
-    return kept + facts.num_layers * _each_page_locked(weight_sizes(facts).values(), 2)
-
-
-def _saved_by_last_norm(config: RunConfig, hidden: float) -> float:
-    """Bytes of what the last norm and the head save: an input in fp32, and the factor and the input of weights."""
-    saved = page_locked(4 * hidden)
-    if config.peft.method is PeftMethod.full:
-        saved += page_locked(bytes_per_hidden_value(config) * hidden)
-    return saved if config.model.one_pass_head else saved + page_locked(bytes_per_compute_value(config) * hidden)
-
-
-def offloaded_bytes(config: RunConfig, facts: ModelFacts) -> Offloaded:
-    """Bytes of the model's states that one rank keeps off its device."""
+def offloaded_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes of the model's states that one rank keeps on the host."""
     settings = config.parallelism
+    if isinstance(settings, ZeroConfig):
+        return _zero_optimizer(config, facts, settings) + _zero_weights(config, facts, settings)
+    if not isinstance(settings, FsdpConfig) or not offloaded_states(config):
+        return 0.0
+    # Each parameter's share is page-locked, and so is its gradient (torch 2.13, _fsdp_param.py; `Tensor.to`).
     states = state_bytes_with_offloaded(config, facts)
-    if isinstance(settings, FsdpConfig) and offloaded_states(config):
-        # Each parameter's share is page-locked, and so is its gradient (torch 2.13, _fsdp_param.py; `Tensor.to`).
-        gradients = states.bytes_per_gradient / shard_counts(config).gradients
-        locked = _weights_apart(config, facts) + _each_page_locked(trained_sizes(config, facts), gradients)
-        return Offloaded(host=locked + states.optimizer)
-    if not isinstance(settings, ZeroConfig):
-        return Offloaded()
-    optimizer, weights = _zero_optimizer(config, facts, settings), _zero_weights(config, facts, settings)
-    return Offloaded(host=optimizer + weights, nvme=nvme_bytes(config, facts))
+    element = states.bytes_per_gradient / shard_counts(config).gradients
+    gradients = sum(page_locked(element * size) for size in trained_sizes(config, facts))
+    return _weights_in_blocks(config, facts) + gradients + states.optimizer
 
 
-def _weights_apart(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes of a rank's shares of all weights, each in a block of its own."""
-    element, shares = bytes_per_weight(config), shard_counts(config).weights
-    matrices = [round(size) for size in weight_sizes(facts).values()] * facts.num_layers
-    every = Counter(trained_sizes(replace(config, peft=replace(config.peft, method=PeftMethod.full)), facts))
-    others = [*(every - Counter(matrices)).elements()]
-    if config.peft.method is not PeftMethod.full:
-        others += trained_sizes(config, facts)
-    of_matrix = FOUR_BIT_BYTES if config.peft.method is PeftMethod.qlora else element
-    locked = _each_page_locked(matrices, of_matrix / shares) + _each_page_locked(others, element / shares)
-    in_blocks = (of_matrix * sum(matrices) + element * sum(others)) / shares
-    return locked + max(0.0, state_bytes_with_offloaded(config, facts).weights - in_blocks)  # norms are small
+def _weights_in_blocks(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes of a rank's share of all weights, each weight in a block of its own, as if none were quantized."""
+    element = bytes_per_weight(config) / shard_counts(config).weights
+    full = replace(config, peft=replace(config.peft, method=PeftMethod.full))
+    sizes = [element * size for size in trained_sizes(full, facts)]
+    return state_bytes_with_offloaded(config, facts).weights * sum(map(page_locked, sizes)) / sum(sizes)
 
 
 def _zero_optimizer(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> float:
-    """Bytes of master copy and moments, 12 per parameter, and of the fp32 gradient for the update, 4 per parameter.
+    """Bytes of master copy and moments, 12 per parameter, of the fp32 gradient for the update, and of buffers.
 
-    More buffers are in the format of the weights: in stages 1 and 2 the updated weights in transit and one parameter's
+    The buffers are in the format of the weights: in stages 1 and 2 the updated weights in transit and the largest
     gradient, in stage 3 the arriving gradients (DeepSpeed 0.19.8: `param_buffer_of_bit16_for_cpu_offload_groups`,
     `temp_grad_buffer_for_cpu_offload`, `grad_partitions_flat_buffer`). Page-locked are these buffers, the gradient, in
     stage 3 for each sub-group, and in stages 1 and 2 the master copy.
@@ -177,84 +103,55 @@ def _zero_optimizer(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) 
         return 0.0
     mine, element = count_parameters(config, facts).trained / shard_counts(config).optimizer, bytes_per_weight(config)
     group = min(mine, settings.sub_group_size or _SUB_GROUP_ELEMENTS)
-    locked = _block_of(settings)
-    if settings.offload_optimizer is not Offload.cpu:
-        return locked(element * mine) + _OPTIMIZER_BUFFERS * 4 * group
-    moments, buffer = 8 * mine, locked(element * mine)
-    if not strategy_facts(config).is_zero3:
-        return moments + 2 * locked(4 * mine) + buffer + locked(float(element * max(trained_sizes(config, facts))))
-    groups, left = divmod(mine, max(1.0, group))
-    return moments + 4 * mine + groups * locked(4 * group) + locked(4 * left) + buffer
-
-
-def _block_of(settings: ZeroConfig) -> Callable[[float], float]:
-    """The bytes of a buffer: page-locked unless that is switched off (DeepSpeed's default)."""
-    return float if settings.pin_memory is False else page_locked
+    buffer = page_locked(element * mine)
+    if settings.offload_optimizer is Offload.nvme:
+        return buffer + _OPTIMIZER_BUFFERS * 4 * group
+    if strategy_facts(config).is_zero3:
+        return 12 * mine + math.ceil(mine / group) * page_locked(4 * group) + buffer
+    return 8 * mine + 2 * page_locked(4 * mine) + buffer + page_locked(element * max(trained_sizes(config, facts)))
 
 
 def _zero_weights(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> float:
-    weights = state_bytes_with_offloaded(config, facts).weights
+    """Bytes of offloaded weights. Each is page-locked before all are in one buffer, and PyTorch keeps its block."""
     if settings.offload_parameters is Offload.none:
         return 0.0
     if settings.offload_parameters is Offload.cpu:
-        # Each share is page-locked before all are in one buffer, and PyTorch keeps its block.
-        return weights if settings.pin_memory is False else page_locked(weights) + _weights_apart(config, facts)
-    element, shares = bytes_per_weight(config), shard_counts(config)
-    largest = largest_parameter(facts) / shares.weights
-    buffers = _PARAMETER_BUFFERS * max(_PARAMETER_BUFFER_ELEMENTS, largest)
-    stays = min(count_parameters(config, facts).trained / shares.weights, _MAX_IN_CPU)
-    return element * buffers + _block_of(settings)(element * stays)
+        weights = state_bytes_with_offloaded(config, facts).weights
+        return page_locked(weights) + _weights_in_blocks(config, facts)
+    element, shares = bytes_per_weight(config), shard_counts(config).weights
+    buffer = max(_PARAMETER_BUFFER_ELEMENTS, largest_parameter(facts) / shares)
+    stays = min(count_parameters(config, facts).trained / shares, _MAX_IN_CPU)
+    return element * _PARAMETER_BUFFERS * buffer + page_locked(element * stays)
 
 
 def loading_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of weights that the node's ranks hold at once while loading (see `model.load`)."""
-    ranks, element = (config.hardware.gpus_per_node or 1), _loaded_bytes_per_weight(config)
-    sharing, largest = sharing_of(config), largest_parameter(facts)
-    is_cpu = config.hardware.generation is Generation.cpu
-    reads_piecewise = stays_whole(config) or config.peft.method is PeftMethod.qlora
-    if config.model.weights is Weights.random and not (is_cpu and stays_whole(config)):
-        # Rank 0 draws them in fp32. Every rank does if each keeps what it has drawn.
-        whole = 4.0 * facts.num_parameters * (1 if sharing is not Sharing.each or stays_whole(config) else ranks)
-    elif sharing is Sharing.send:
-        whole = float(element * facts.num_parameters)  # measured: 4.0 bytes for each of 1.01 billion in fp32
+    ranks, sharing = (config.hardware.gpus_per_node or 1), sharing_of(config)
+    element = 2 if config.precision.master_weights is MasterWeights.bf16 else 4  # DeepSpeed may cast it later
+    is_cpu, largest = config.hardware.generation is Generation.cpu, largest_parameter(facts)
+    readers = ranks if sharing is Sharing.each else 1
+    if config.model.weights is Weights.random:  # drawn in fp32, by rank 0 if all get the whole model
+        held = 4.0 * facts.num_parameters * (1 if stays_whole(config) else readers)
     elif sharing is Sharing.scatter:  # measured: twice the largest parameter, on a CPU in every rank
-        whole = 2.0 * largest * bytes_per_weight(config) * (ranks if is_cpu else 1)
-    elif reads_piecewise:  # directly to the training device, one parameter at a time
-        whole = float(ranks * largest * element)
+        held = 2.0 * largest * bytes_per_weight(config) * (ranks if is_cpu else 1)
+    elif sharing is Sharing.each and (stays_whole(config) or config.peft.method is PeftMethod.qlora):
+        held = float(ranks * largest * element)  # directly to the training device, one parameter at a time
     else:
-        whole = float(ranks * element * facts.num_parameters)
-    return whole + ranks * _filled_on_host(config, facts)
-
-
-def _filled_on_host(config: RunConfig, facts: ModelFacts) -> float:
-    """One rank's part of the weights, if it stays on the host while others are still being loaded."""
-    is_cpu = config.hardware.generation is Generation.cpu
-    is_away = offloaded_states(config).get("offload_parameters") is Offload.cpu
-    is_filled = is_cpu and (stays_whole(config) or sharing_of(config) is Sharing.scatter)
-    return state_bytes_with_offloaded(config, facts).weights if is_away or is_filled else 0.0
+        held = float(readers * element * facts.num_parameters)
+    if is_cpu or offloaded_states(config).get("offload_parameters") is Offload.cpu:
+        held += ranks * state_bytes_with_offloaded(config, facts).weights  # what is loaded stays on the host
+    return held
 
 
 def saving_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes of the copies of the model made to write it (transformers 5.23, accelerate 1.15, DeepSpeed 0.19.8).
-
-    Saving needs no more GPU memory than a pass: sharded weights are gathered one layer or parameter at a time, when no
-    activations exist.
-    """
-    parameters, settings, element = count_parameters(config, facts), config.parallelism, bytes_per_weight(config)
-    is_adapter = config.peft.method is not PeftMethod.full
-    states = state_bytes_with_offloaded(config, facts)
-    model = states.weights * shard_counts(config).weights  # full model, quantized or not, with the adapter
-    if isinstance(settings, ZeroConfig) and strategy_facts(config).is_zero3:
-        if not settings.gather_weights_on_save:
-            return 0.0
-        return float(parameters.trained * element) if is_adapter else model  # gathered on rank 0
-    if isinstance(settings, ZeroConfig):  # `Accelerator.get_state_dict` clones it to the host, on every rank
-        return (config.hardware.gpus_per_node or 1) * model
+    """Bytes of the copies of the model made to write it (transformers 5.23, accelerate 1.15, DeepSpeed 0.19.8)."""
+    settings, strategy = config.parallelism, strategy_facts(config)
+    model = state_bytes_with_offloaded(config, facts).weights * shard_counts(config).weights  # with the adapter
     if isinstance(settings, FsdpConfig):
         return model  # gathered on rank 0
-    return min(float(parameters.trained * element), _LARGEST_FILE)  # copied from rank 0's GPU
-
-
-def _loaded_bytes_per_weight(config: RunConfig) -> int:
-    """Bytes of one weight while it is loaded; DeepSpeed may cast it later."""
-    return 2 if config.precision.master_weights is MasterWeights.bf16 else 4
+    if isinstance(settings, ZeroConfig) and not strategy.is_zero3:
+        return (config.hardware.gpus_per_node or 1) * model  # `Accelerator.get_state_dict` clones it on every rank
+    if isinstance(settings, ZeroConfig) and not settings.gather_weights_on_save:
+        return 0.0
+    is_adapter = config.peft.method is not PeftMethod.full
+    return float(count_parameters(config, facts).trained * bytes_per_weight(config)) if is_adapter else model

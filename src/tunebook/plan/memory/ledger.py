@@ -5,6 +5,7 @@ A step is a short list of moments; the peak is the fullest moment. `Ledger.as_te
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -22,8 +23,9 @@ class Moment(IntEnum):
     last = 6  # backward pass of the last layer
     middle = 7  # backward pass of an earlier layer
     first = 8  # backward pass of the first layer
-    end = 9  # backward pass of the embeddings: all gradients exist
-    step = 10  # optimizer step
+    end = 9  # backward pass of the embeddings
+    sent = 10  # FSDP sends the last gradients
+    step = 11  # optimizer step
 
 
 class Kind(Enum):
@@ -76,6 +78,11 @@ class Ledger:
         ]
         sums = [f"{total / 2**30:9.3f}  {moment.name}" for moment, total in there.items()]
         return "\n".join([*lines, "", *sums, f"the peak is at {self.peak.name}"])
+
+
+def page_locked(num_bytes: float) -> float:
+    """Bytes of PyTorch's page-locked block for so many bytes: the next power of two; 0 for none."""
+    return 2.0 ** math.ceil(math.log2(num_bytes)) if num_bytes > 0 else 0.0
 
 
 def _total(rows: Iterable[Row]) -> float:

@@ -7,24 +7,23 @@ Read in torch 2.13 (distributed/fsdp/_fully_shard), accelerate 1.15 (fsdp2_prepa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
-from tunebook.config.choices import Checkpointing, Compute, MasterWeights, Offload, PeftMethod
+from tunebook.config.choices import Compute, Offload, PeftMethod
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig, world_size
 from tunebook.facts.strategies import strategy_facts
-from tunebook.model.parameters import count_parameters, last_name, looked_up_parameters, weight_sizes
-from tunebook.plan.memory.kept import ATTENTION_OUTPUT_LAYERS, SHARED_INPUT_LAYERS, inputs_without_adapter
+from tunebook.model.parameters import count_parameters, looked_up_parameters
+from tunebook.plan.memory.activations import is_recomputed
 from tunebook.plan.memory.ledger import Kind, Moment, Row
 from tunebook.plan.memory.states import (
     FOUR_BIT_BYTES,
     bytes_per_compute_value,
+    bytes_per_hidden_value,
     bytes_per_trained_weight,
     bytes_per_weight,
     offloads_parameters,
     shard_counts,
 )
-from tunebook.plan.memory.work import is_recomputed, kept_by_mlp, routes_tokens
 
 # Number of buckets that stages 1 and 2 hold with an offloaded optimizer and overlap_comm: 4.5 by DeepSpeed's
 # documentation of overlap_comm, and in eight recorded runs. With adapters, six recorded runs held 1.5, and 2 in a
@@ -35,7 +34,6 @@ _LIVE_PARAMETERS = 1_000_000_000  # most parameters that ZeRO-3 keeps gathered b
 
 def buffer_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
     """Yield all buffer rows of the strategy."""
-    yield from _cast_rows(config, facts)
     strategy = strategy_facts(config)
     if strategy.is_fsdp:
         yield from _fsdp_rows(config, facts)
@@ -48,68 +46,6 @@ def buffer_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
 
 def _row(label: str, num_bytes: float, since: Moment, until: Moment) -> Row:
     return Row(label, Kind.buffers, num_bytes, since, until)
-
-
-# Autocast's copies of weights
-
-
-def _cast_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
-    """Rows of autocast's weight copies that the backward pass needs. Stacked experts have none.
-
-    Autocast's cache holds unsaved copies until the forward pass ends, except copies of frozen weights and those that
-    compiled layers make. With selective checkpointing each layer casts again.
-    """
-    copies, layer = cast_copies_bytes(config, facts), cast_copies_bytes(config, facts) / max(1, facts.num_layers)
-    is_full, is_compiled = config.peft.method is PeftMethod.full, bool(config.model.compile_layers)
-    label = "autocast's copies of weights"
-    if not copies:
-        return
-    if config.activation.checkpointing is Checkpointing.selective:
-        yield _row(label, layer, Moment.forward, Moment.last)
-    elif is_recomputed(config):
-        yield _row(label, copies if is_full and not is_compiled else 0.0, Moment.forward, Moment.cast)
-        yield _row("autocast's copies for one layer", layer, Moment.last, Moment.last)
-    elif config.activation.offload:
-        left = copies if is_full else 0.0 if is_compiled else _copies_left_by_offloading(config, facts)
-        yield _row(label, left, Moment.forward, Moment.cast)
-        yield _row(label, left, Moment.last, Moment.last)
-    else:
-        yield _row(label, copies, Moment.forward, Moment.last)
-
-
-def cast_copies_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes of autocast's copies of all layers' weights, on the GPU or offloaded."""
-    return 2.0 * count_parameters(config, facts).linear if _casts(config) else 0.0
-
-
-def _casts(config: RunConfig) -> bool:
-    """Whether weights are cast for products and the copies kept for the backward pass.
-
-    FSDP gathers weights in bf16, 4-bit weights are dequantized for each product, and ZeRO-3's linear function keeps no
-    copy. On one rank nothing is gathered, and ZeRO-3 keeps the copies (25.1 GiB of Dolly v2 3B, of which 4.7 are
-    copies, on an H200).
-    """
-    is_mixed = config.precision.compute is not Compute.fp32 and bytes_per_weight(config) == 4
-    if not is_mixed or config.precision.master_weights is MasterWeights.bf16:
-        return False
-    if config.peft.method is PeftMethod.qlora or isinstance(config.parallelism, FsdpConfig):
-        return False
-    return not strategy_facts(config).is_zero3 or bool(config.model.compile_layers) or world_size(config) == 1
-
-
-def _copies_left_by_offloading(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes of frozen-weight copies that TRL's offloading leaves on the GPU because it confuses their addresses.
-
-    It identifies a tensor by its address while copying it (trl 1.16, activation_offloading.py, pack_tensor). The copy
-    of a linear layer's weight reuses the address of the previous layer's copy if both have the same size.
-    """
-    sizes = weight_sizes(facts)
-    missing, stay = inputs_without_adapter(config, facts), set[str]()
-    for before, name in pairwise(sizes):
-        is_next = before in missing and before not in stay and name not in ATTENTION_OUTPUT_LAYERS
-        if is_next and sizes[before] == sizes[name]:
-            stay.add(name)
-    return 2.0 * facts.num_layers * sum(sizes[name] for name in stay)
 
 
 # FSDP
@@ -131,6 +67,10 @@ def _fsdp_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
         yield from _head_unit_rows(config, facts)
         return
     yield from _embedding_rows(config, facts)
+    is_cast = bytes_per_hidden_value(config) != bytes_per_compute_value(config)
+    if is_cast and not _is_full(config) and config.model.one_pass_head and not offloads_parameters(config):
+        cast = float(bytes_per_compute_value(config) * count_parameters(config, facts).embeddings)
+        yield _row("cast weight of the head", cast, Moment.head, Moment.head)
     yield _row("gathered layers", _prefetched_layer_bytes(config, facts), Moment.forward, Moment.reduce)
 
 
@@ -202,13 +142,12 @@ def _fsdp_backward_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
         whole = layers - 1 if strategy_facts(config).keeps_gathered else 1 if layers == 2 else 2
         sent = float(bytes_per_weight(config) * layer)
         yield _row("gradients of the previous layer in transit", sent, Moment.middle, Moment.first)
-        there = element * (whole + _gradients_at_work(facts)) * layer
-        yield _row("gathered layers and one layer's gradient", there, Moment.middle, Moment.middle)
-        yield _row("gathered first layer and its gradient", element * 2 * layer, Moment.first, Moment.first)
+        yield _row("gathered layers", element * whole * layer, Moment.middle, Moment.middle)
+        yield _row("gathered first layer", element * layer, Moment.first, Moment.first)
     if _is_full(config):
         # The gradient in fp32 in transit, and as it was computed (9 layers of Llama 3 8B on two H200).
         embeddings = float((parameters.trained_embeddings + looked_up_parameters(facts)) * (4 + element))
-        yield _row("gradient of the embeddings in transit", embeddings, Moment.end, Moment.end)
+        yield _row("gradient of the embeddings in transit", embeddings, Moment.sent, Moment.sent)
 
 
 def _prefetched_layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
@@ -230,10 +169,9 @@ def _gathered_layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
     if shard_counts(config).weights == 1 and not offloads_parameters(config):
         return 0.0
     layer = _layer_bytes(config, facts)
-    gradient = layer * _gradients_at_work(facts) if _is_full(config) else 0.0
     if world_size(config) == 1 and not (_is_full(config) and strategy_facts(config).keeps_gathered):
-        return layer + gradient
-    return gradient + layer * (facts.num_layers if strategy_facts(config).keeps_gathered else 2)
+        return layer
+    return layer * (facts.num_layers if strategy_facts(config).keeps_gathered else 2)
 
 
 def _layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
@@ -242,16 +180,6 @@ def _layer_bytes(config: RunConfig, facts: ModelFacts) -> float:
     in_four_bits = parameters.linear if config.peft.method is PeftMethod.qlora else 0
     whole = in_four_bits * FOUR_BIT_BYTES + (parameters.layers - in_four_bits) * element
     return whole / max(1, facts.num_layers)
-
-
-def _gradients_at_work(facts: ModelFacts) -> int:
-    """How many layers' gradients exist while a layer needs most.
-
-    Experts need most at their outputs, before the layer has a gradient: with one, 3 layers of OLMoE with offloading and
-    8 of Qwen3-30B-A3B on two H200 were planned 12.7% and 3.5% too high; without it, 2.4% and 1.4% (book_38_29 in
-    h200x2_book_held_out.jsonl, h200x2_models.jsonl).
-    """
-    return 0 if routes_tokens(facts) else 1
 
 
 def _is_full(config: RunConfig) -> bool:
@@ -286,108 +214,35 @@ def _zero_rows(config: RunConfig, facts: ModelFacts) -> Iterator[Row]:
         forward = backward = _OVERLAPPING
     if not settings.overlap_comm:
         forward = backward = 1.0
-    if freed := _freed_before_first_gradient(config, facts):
-        # The first gradient allocates the buckets, and the end of the backward pass frees them (deepspeed 0.19.8,
-        # stage_1_and_2.py, setup_buckets and _release_ipg_buffers): a forward pass has none. Elsewhere they are counted
-        # in it, since one recorded run of adapters on all layers would be planned 0.4% too low (claim_zero2_lora_4).
-        yield _row("gradient buckets", max(0.0, backward * bucket - freed), Moment.last, Moment.last)
-        yield _row("gradient buckets", backward * bucket, Moment.middle, Moment.end)
-        return
     yield _row("gradient buckets", forward * bucket, Moment.start, Moment.reduce)
     yield _row("gradient buckets", backward * bucket, Moment.last, Moment.last)
     yield _row("gradient buckets", forward * bucket, Moment.middle, Moment.end)
 
 
-def _freed_before_first_gradient(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes that the backward pass of the last layer frees before an adapter's first gradient.
-
-    If adapters are on the attention alone, that is its MLP. 0 if layers are compiled, recomputed or offloaded.
-    """
-    is_stored = config.activation.checkpointing is Checkpointing.disabled and not config.activation.offload
-    names = {last_name(module) for module in [*config.peft.target_modules, *config.peft.modules_to_save]}
-    is_attention = bool(names) and names <= SHARED_INPUT_LAYERS[0] | ATTENTION_OUTPUT_LAYERS
-    if _is_full(config) or not is_attention or not is_stored or config.model.compile_layers:
-        return 0.0
-    return kept_by_mlp(config, facts)
-
-
 def _zero3_rows(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> Iterator[Row]:
-    """Rows of parameters that stage 3 keeps gathered, and of the gathered output head and its partitioned gradient."""
-    ranks, is_cast = world_size(config), config.precision.compute is not Compute.fp32
-    yield _row("ZeRO-3's configured buffers", _configured_buffers(config, facts, settings), Moment.start, Moment.end)
-    is_away = offloads_parameters(config)
+    """Rows of parameters that stage 3 keeps gathered, and of the gathered output head and its partitioned gradient.
+
+    Parameters stay gathered if they are used again within as many numbers as stage 3 may keep, a billion by default
+    (deepspeed 0.19.8, partitioned_param_coordinator.py, __params_to_release). A single rank fetches what it offloads,
+    the embeddings again for the head that arrives, whose gradient is in fp32.
+    """
+    ranks, parameters, element = world_size(config), count_parameters(config, facts), bytes_per_weight(config)
+    is_away, head = offloads_parameters(config), float(element * parameters.embeddings)
+    live = settings.max_live_parameters or _LIVE_PARAMETERS
+    if is_away and _is_full(config) and not facts.tie_word_embeddings:
+        live += parameters.embeddings  # measured: an untied head came on top (4 layers of Qwen2.5-7B)
+    kept = element * float(max(min(parameters.layers + parameters.embeddings, live), parameters.embeddings))
+    yield _row("reduce bucket", float(element * (settings.reduce_bucket_size or 0)), Moment.start, Moment.end)
     if ranks == 1:
-        if is_away:
-            yield _row(
-                "offloaded parameters on one rank",
-                _single_rank_offload_bytes(config, facts),
-                Moment.forward,
-                Moment.last,
-            )
+        fetched = element * min(facts.num_parameters, live) + head + 4.0 * parameters.trained_head
+        yield _row("parameters from the host", fetched if is_away else 0.0, Moment.forward, Moment.last)
         return
-    head = float(bytes_per_weight(config) * count_parameters(config, facts).embeddings)
-    kept = _gathered_parameter_bytes(config, facts)
     yield _row("gathered parameters", kept, Moment.forward, Moment.last)
     # The gather buffer, and a copy to the parameter: 5.8 GiB for Qwen3-8B's 2.3 of embeddings on two H200. With
     # adapters no layer is gathered at that moment.
     arriving = (1 + 1 / ranks) * head - (0.0 if _is_full(config) or is_away else kept - head)
     yield _row("output head being gathered", arriving, Moment.gather, Moment.gather)
     if not facts.tie_word_embeddings:  # bf16, and each rank's share in fp32 (2.9 GiB for Qwen2.5-14B's of 2.9)
-        gradient = 4.0 * count_parameters(config, facts).trained_head
-        sent = ((0.5 if is_cast else 0.0) + 1 / ranks) * gradient
+        is_cast = config.precision.compute is not Compute.fp32
+        sent = ((0.5 if is_cast else 0.0) + 1 / ranks) * 4.0 * parameters.trained_head
         yield _row("gradient of the output head in transit", sent, Moment.reduce, Moment.reduce)
-
-
-def _gathered_parameter_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes that ZeRO-3 keeps gathered: the head, and layers up to the limit of live parameters."""
-    parameters = count_parameters(config, facts)
-    again = parameters.layers + parameters.embeddings
-    return float(bytes_per_weight(config) * max(min(again, _live_parameters(config, facts)), parameters.embeddings))
-
-
-def _live_parameters(config: RunConfig, facts: ModelFacts) -> float:
-    """The most parameters that ZeRO-3 keeps gathered, from traces and nine runs on H200s.
-
-    It keeps a parameter that is used again within a billion numbers (deepspeed 0.19.8,
-    partitioned_param_coordinator.py, __params_to_release). The backward pass uses the layers in reverse, so the layers
-    of the last half billion qualify.
-
-    Full training: a billion if the shards are on the GPU (9 layers of Qwen2.5-3B). With shards on the host, half of
-    that (12 layers of Qwen2.5-3B), or a billion plus an untied head (4 layers of Qwen2.5-7B). With LoRA: a billion in
-    bf16 (Phi-4) and from the host (Qwen2.5-3B); otherwise the parameters that are used twice within a billion (12
-    layers of Qwen2.5-3B), where an untied head is used once (9 layers of Llama 3 8B).
-    """
-    parameters, is_away, half = count_parameters(config, facts), offloads_parameters(config), _LIVE_PARAMETERS / 2
-    if _is_full(config):
-        more = half + parameters.embeddings if is_away and not facts.tie_word_embeddings else 0.0
-        return (half if is_away else _LIVE_PARAMETERS) + more
-    if is_away or bytes_per_weight(config) == 2:
-        return _LIVE_PARAMETERS
-    layer = parameters.layers / max(1, facts.num_layers)
-    return half + (0.0 if facts.tie_word_embeddings else parameters.embeddings / 2 + layer)
-
-
-def _single_rank_offload_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes of a model that ZeRO-3 offloads from a single GPU, with the gradients of a layer and of the head.
-
-    With no other rank to gather from, DeepSpeed copies parameters as they are and keeps those that are needed again
-    soon. The embeddings count again for the head that arrives. Two recorded slices of Dolly v2 3B: 3.6% too high with
-    offloading to the host, 0.7% too low with offloading to a disk (h200_memory).
-    """
-    parameters, element = count_parameters(config, facts), bytes_per_weight(config)
-    whole = min(facts.num_parameters, _LIVE_PARAMETERS)  # `_configured_buffers` counts a higher configured limit
-    gradients = element * parameters.layers / max(1, facts.num_layers) if _is_full(config) else 0.0
-    head = 0.0 if facts.tie_word_embeddings else 4.0 * parameters.trained_head
-    return element * (whole + parameters.embeddings) + gradients + head
-
-
-def _configured_buffers(config: RunConfig, facts: ModelFacts, settings: ZeroConfig) -> float:
-    """Bytes of ZeRO-3's configured reduce bucket, and of gathered parameters above the default limit.
-
-    The bucket is one buffer, allocated at the start; the Trainer's default is small. Prefetched parameters count toward
-    the limit (deepspeed 0.19.8, stage3.py, _setup_for_real_optimizer; partitioned_param_coordinator.py,
-    fetch_sub_module). One recorded run configures them: 3.3% too low with these bytes, 10.9% too low without
-    (h200_memory).
-    """
-    live = max(0, min(settings.max_live_parameters or 0, facts.num_parameters) - _LIVE_PARAMETERS)
-    return float(bytes_per_weight(config) * ((settings.reduce_bucket_size or 0) + live))

@@ -226,24 +226,3 @@ def bytes_per_hidden_value(config: RunConfig) -> int:
     settings = config.parallelism
     is_cast = isinstance(settings, FsdpConfig) and settings.mixed_precision is MixedPrecision.cast
     return 2 if is_cast and config.precision.compute is not Compute.fp32 else bytes_per_weight(config)
-
-
-def bytes_of_embedded_value(config: RunConfig) -> int:
-    """Bytes of one number of the embeddings' output, which FSDP computes in the format of the products."""
-    element = bytes_per_hidden_value(config)
-    return min(element, bytes_per_compute_value(config)) if isinstance(config.parallelism, FsdpConfig) else element
-
-
-def experts_are_cast(config: RunConfig, facts: ModelFacts) -> bool:
-    """Whether experts that are fully trained compute in 16 bits though the numbers between the layers are fp32.
-
-    FSDP gathers all weights in 16 bits. Elsewhere stacked experts stay fp32: autocast does not cast them.
-    """
-    is_full_fsdp = isinstance(config.parallelism, FsdpConfig) and config.peft.method is PeftMethod.full
-    is_wide = bytes_per_hidden_value(config) == 4 and config.precision.compute is not Compute.fp32
-    return is_full_fsdp and is_wide and facts.measured is not None and facts.measured.experts_per_token > 0
-
-
-def bytes_per_expert_value(config: RunConfig, facts: ModelFacts) -> int:
-    """Bytes of one number inside the experts."""
-    return 2 if experts_are_cast(config, facts) else bytes_per_hidden_value(config)

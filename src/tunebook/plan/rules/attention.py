@@ -16,12 +16,12 @@ _KEY = "attention.implementation"
 _AUTO = f"{_KEY}=auto"
 
 
-def leaks(config: RunConfig) -> bool:
-    """Whether documents of a packed row saw each other in a small model of this architecture, with this attention."""
+def isolates(config: RunConfig) -> bool | None:
+    """Whether a small model of this architecture kept packed documents apart, with this attention; None if unknown."""
     facts = config.model.facts
     if facts is None or facts.measured is None:
-        return False
-    return facts.measured.isolates.get(MASK if attention_facts(config).has_mask else LENGTHS) is False
+        return None
+    return facts.measured.isolates.get(MASK if attention_facts(config).has_mask else LENGTHS)
 
 
 @rule("packing-leaks", "packing.mode", "attention=auto packing=auto")
@@ -32,7 +32,7 @@ def packing_leaks(config: RunConfig) -> Iterator[str]:
     without them, or carries a state along the row lets a document see the one before it.
     """
     facts, kernel = config.model.facts, config.attention.implementation
-    if config.packing.mode is PackingMode.isolated and facts is not None and leaks(config):
+    if config.packing.mode is PackingMode.isolated and facts is not None and isolates(config) is False:
         yield f"{facts.architecture} with {kernel.name} cannot keep packed documents apart"
 
 

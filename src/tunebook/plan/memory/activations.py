@@ -1,0 +1,226 @@
+"""The activations of a run: which fake step stands for it, and what was found of such steps before.
+
+A step is run once for each way of computing, number of rows and length; the answers are kept in the cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tunebook.config.choices import Checkpointing, Compute, PackingMode, PeftMethod
+from tunebook.config.schema import RunConfig, data_ranks, world_size
+from tunebook.data.batch import PADDED_TOKENS_PER_PASS, largest_micro_batch
+from tunebook.data.mean_length import longest_document
+from tunebook.facts.attention import attention_facts
+from tunebook.facts.strategies import strategy_facts
+from tunebook.files import cache_root, remember
+from tunebook.model.base_config import config_file
+from tunebook.parallel import deepspeed, fsdp
+from tunebook.plan.memory.ledger import Moment
+from tunebook.plan.memory.states import bytes_per_weight
+from tunebook.train.packages import installed_version
+
+if TYPE_CHECKING:
+    from tunebook.plan.memory.fake_step import FakeStep
+
+_FORM = 3  # increase when the answer to the same question changes, so that cached answers are not reused
+_PACKAGES = ("torch", "transformers", "peft", "trl")
+_FORMATS = {2: "bfloat16", 4: "float32"}  # by bytes
+# Names of `attn_implementation`, by what a kernel gets: the boundaries of documents, or a mask.
+BY_LENGTHS, BY_MASK = "tunebook_fake_lengths", "tunebook_fake_mask"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """How a step computes. The run's configuration says the rest: the model and its adapters."""
+
+    weights: str  # number format in which the layers see them: FSDP's gathered format
+    adapters: str  # number format of trained weights of adapters
+    autocast: bool
+    attention: str  # BY_LENGTHS, BY_MASK or eager
+    repeats_heads: bool = False
+    keeps_documents: bool = False
+    quantized: bool = False
+    recomputed: bool = False
+    selective: bool = False
+    compiled: bool = False
+    offloaded: bool = False
+    tile_tokens: int | None = None
+    group_size: int = 1  # ranks that share a row
+    one_pass_head: bool = True
+    accumulates: bool = False  # gradients of earlier passes exist
+    gradients: str = "held"  # until the step; "sent" one by one as they come (ZeRO), "unit" layer by layer (FSDP)
+    zero3_linear: bool = False
+    fp32_between_layers: bool = False  # FSDP's output_dtype
+    fp8: bool = False
+
+
+# Fields that do not change how the layers are built and compiled.
+RUN_TIME: dict[str, Any] = {
+    "one_pass_head": True, "accumulates": False, "gradients": "held", "zero3_linear": False,
+    "fp32_between_layers": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes at one moment."""
+
+    live: float = 0.0  # all but parameters
+    gradients: float = 0.0  # those of `live` that are gradients of parameters and stay until the optimizer step
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.live + other.live, self.gradients + other.gradients)
+
+    def __sub__(self, other: Bytes) -> Bytes:
+        return Bytes(self.live - other.live, self.gradients - other.gradients)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What a step of all layers holds on the GPU at each moment, and what it offloads to the host."""
+
+    at: dict[Moment, Bytes]
+    offloaded: float
+
+
+def activations_of(config: RunConfig, *, accumulates: bool) -> Activations:
+    """Run the step of a resolved configuration, or take what was found before."""
+    mode, rows, tokens = mode_of(config, accumulates=accumulates), *shape_of(config)
+    question = _question(config, mode)
+    file = cache_root() / "steps" / f"{hashlib.sha256(question.encode()).hexdigest()}.json"
+    known, shape = _read(file), f"{rows} x {tokens}"
+    if shape not in known:
+        found = _fake_step(config, replace(mode, **RUN_TIME)).run(mode, rows, tokens)
+        at = {moment.name: [each.live, each.gradients] for moment, each in found.at.items()}
+        known[shape] = {"at": at, "offloaded": found.offloaded}
+        remember(file, json.dumps(known))
+        _known[file] = known
+    moments = {Moment[name]: Bytes(*numbers) for name, numbers in known[shape]["at"].items()}
+    return Activations(at=moments, offloaded=known[shape]["offloaded"])
+
+
+_known: dict[Path, dict[str, Any]] = {}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if file not in _known:
+        try:
+            _known[file] = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            _known[file] = {}
+    return _known[file]
+
+
+_MOST_STEPS = 8  # that are kept in memory
+_steps: dict[str, FakeStep] = {}  # by what they were built for
+
+
+def _fake_step(config: RunConfig, mode: Mode) -> FakeStep:
+    from tunebook.plan.memory.fake_step import FakeStep
+
+    question = _question(config, mode)
+    if question not in _steps:
+        if len(_steps) == _MOST_STEPS:
+            _steps.clear()
+        _steps[question] = FakeStep(config, architecture_of(config), mode)
+    return _steps[question]
+
+
+def architecture_of(config: RunConfig) -> Any:
+    """The run's transformers config, by its config.json or else its facts."""
+    from transformers import AutoConfig
+
+    from tunebook.model.load import planned_architecture
+
+    model = config.model
+    file = config_file(model)
+    if file is None or not file.is_file():
+        return planned_architecture(model)
+    stated = AutoConfig.from_pretrained(file.parent, trust_remote_code=model.trust_remote_code)
+    num_layers = stated.get_text_config(decoder=True).num_hidden_layers
+    is_shortened = model.facts is not None and model.facts.num_layers != num_layers
+    return planned_architecture(model) if is_shortened else stated
+
+
+def _question(config: RunConfig, mode: Mode) -> str:
+    """All that the answer depends on, but for rows and tokens."""
+    model = config.model
+    stated = asdict(model.facts) if model.facts is not None else {}
+    stated.pop("measured", None)
+    file = config_file(model)
+    asked = {
+        "form": _FORM,
+        "versions": {package: installed_version(package) for package in _PACKAGES},
+        "facts": stated,
+        "config": file.read_text(encoding="utf-8") if file is not None and file.is_file() else None,
+        "peft": asdict(config.peft) if config.peft.method is not PeftMethod.full else None,
+        "mode": asdict(mode),
+    }
+    return json.dumps(asked, sort_keys=True, default=str)
+
+
+def shape_of(config: RunConfig) -> tuple[int, int]:
+    """Rows and tokens of one rank's pass with full rows. Packed rows are concatenated into one.
+
+    An unset micro batch of padded rows counts as the largest that may be chosen.
+    """
+    rows, length = config.training.micro_batch_size, config.packing.row_length or config.training.max_length
+    if config.packing.mode is PackingMode.padded:
+        return rows or _padded_rows(config), min(length, longest_document(config))
+    return 1, math.ceil((rows or 1) * length / config.parallelism.sequence_group_size)
+
+
+def _padded_rows(config: RunConfig) -> int:
+    samples, length, ranks = config.training.global_samples, config.training.max_length, data_ranks(config)
+    if samples is None or samples < ranks:
+        return max(1, PADDED_TOKENS_PER_PASS // max(1, length))
+    return largest_micro_batch(samples // ranks, length)
+
+
+def is_recomputed(config: RunConfig) -> bool:
+    """Whether activation checkpointing recomputes whole layers."""
+    return config.activation.checkpointing is Checkpointing.enabled
+
+
+def mode_of(config: RunConfig, *, accumulates: bool) -> Mode:
+    """How the layers of a resolved run compute."""
+    strategy, kernel, checkpointing = strategy_facts(config), attention_facts(config), config.activation.checkpointing
+    is_16_bit = config.precision.compute is not Compute.fp32
+    is_full, is_qlora = config.peft.method is PeftMethod.full, config.peft.method is PeftMethod.qlora
+    stored = _FORMATS[bytes_per_weight(config)]
+    weights = "bfloat16" if strategy.is_fsdp and is_16_bit else stored
+    adapters = weights if strategy.is_fsdp else stored if strategy.is_zero else "float32"
+    attention = "eager" if kernel.keeps_softmax else BY_MASK if kernel.mask_bytes != 0 else BY_LENGTHS
+    tile, (rows, tokens) = config.activation.mlp_tile_tokens, shape_of(config)
+    return Mode(
+        weights=weights,
+        adapters=stored if is_full else adapters,
+        autocast=is_16_bit and (strategy.is_copied or fsdp.uses_autocast(config) or deepspeed.uses_autocast(config)),
+        attention=attention,
+        repeats_heads=kernel.repeats_heads,
+        keeps_documents=kernel.keeps_documents,
+        quantized=is_qlora,
+        recomputed=is_recomputed(config),
+        selective=checkpointing is Checkpointing.selective,
+        compiled=bool(config.model.compile_layers),
+        offloaded=config.activation.offload,
+        tile_tokens=tile if tile is not None and rows * tokens > tile else None,
+        group_size=config.parallelism.sequence_group_size,
+        one_pass_head=bool(config.model.one_pass_head),
+        accumulates=accumulates and not strategy.divides_gradients,
+        gradients="unit" if strategy.is_fsdp else "sent" if strategy.zero_stage in (2, 3) else "held",
+        zero3_linear=strategy.is_zero3 and world_size(config) > 1,
+        fp32_between_layers=strategy.is_fsdp and fsdp.uses_autocast(config),
+        fp8=config.precision.compute is Compute.fp8,
+    )
+
+
+def held_gradients(config: RunConfig) -> bool:
+    """Whether every rank holds all gradients from their backward pass on, as the fake step counts them."""
+    return not strategy_facts(config).divides_gradients

@@ -1,0 +1,583 @@
+"""Activations of a training step, by running it: a few real layers on tensors without memory, counting live storages.
+
+transformers builds the layers, PEFT adapts them, torch checkpoints and compiles them, as in the run. Forward pass,
+output head and backward pass run on PyTorch's FakeTensors, and a dispatch mode counts the bytes of the storages that
+are alive. Marks cut the step into segments: the forward pass of each layer, the head, the backward pass of each layer.
+A segment of a layer starts with what the layers before it left, so the segments of a few layers put together give the
+step of all layers (`moments_of`). `stand_ins` has what a CPU does not have or does otherwise.
+
+Fake tensors are on "cpu": on "cuda" they abort a CPU-only torch in autograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import _engine_run_backward  # Tensor.backward would leave CudaFunctions during recomputation
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from tunebook.config.schema import RunConfig
+from tunebook.facts.compiling import keeping_compiler_settings, set_up_compiler
+from tunebook.model.adapters import adapter_config, freeze_unreached
+from tunebook.model.blocks import block_forward, compile_layers, layers_for_fp8
+from tunebook.model.tiled_mlp import tile_mlps
+from tunebook.plan.architecture.layers import decoder_layers, kinds_of, shortened, text_decoder
+from tunebook.plan.memory import stand_ins
+from tunebook.plan.memory.activations import Activations, Bytes, Mode
+from tunebook.plan.memory.ledger import Moment, page_locked
+from tunebook.plan.memory.stand_ins import BF16
+
+MOST_LAYERS = 12  # that are run
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of the step: what is there at its start, its fullest moment and its end."""
+
+    start: Bytes
+    peak: Bytes
+    end: Bytes
+    offloaded: float  # bytes of page-locked host memory that activations were copied to
+
+
+class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Live bytes of all storages that operations return, by segment."""
+
+    def __init__(self, parameters: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live, self.gradients, self.offloaded = 0, 0, 0.0
+        self.counting, self.in_backward, self.in_graph = True, False, False
+        self._parameters, self._alive = parameters, dict[int, Any]()
+        self._found = dict[str, list[Any]]()  # by label: start, peak and offloaded bytes at the start
+        self.mark("begin")
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """True, or dynamo refuses to run compiled layers."""
+        return True
+
+    def mark(self, label: str) -> None:
+        """Begin a segment. Recomputed layers call their hooks again, which is no new segment."""
+        if label not in self._found:
+            now = self._now()
+            self._current = self._found[label] = [now, now, self.offloaded]
+
+    def segments(self) -> dict[str, Segment]:
+        """All segments, in order."""
+        found = list(self._found.values())
+        after = [*found[1:], [self._now(), None, self.offloaded]]
+        return {
+            label: Segment(start, peak, end, offloaded - before)
+            for label, (start, peak, before), (end, _, offloaded) in zip(self._found, found, after, strict=True)
+        }
+
+    def _now(self) -> Bytes:
+        return Bytes(self.live, self.gradients)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and count what it returns."""
+        if self._is_sum_of_gradients(function, args):
+            self._drop(args[0].untyped_storage()._cdata)
+        found = function(*args, **(kwargs or {}))
+        if self.counting:
+            for each in found if isinstance(found, tuple | list) else (found,):
+                if isinstance(each, torch.Tensor):
+                    self._note(each.untyped_storage())
+        return found
+
+    def _is_sum_of_gradients(self, function: Any, args: Any) -> bool:
+        """Whether autograd adds up gradients. It does so in place, but for tensor subclasses such as fake ones."""
+        is_sum = function is torch.ops.aten.add.Tensor and self.in_backward and not self.in_graph
+        return is_sum and not torch.is_grad_enabled() and args[0].shape == getattr(args[1], "shape", None)
+
+    def _drop(self, key: int) -> None:
+        if key in self._alive:
+            self.live -= self._alive.pop(key)[1]
+
+    def _note(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive or key in self._parameters or not isinstance(size, int):
+            return
+
+        self._alive[key] = weakref.ref(storage, lambda _: self._drop(key)), size
+        self.live += size
+        if self.live > self._current[1].live:
+            self._current[1] = self._now()
+
+
+# Compiled layers
+
+
+_TRACKERS: list[Tracker] = []  # of the pass that runs; empty: nothing is counted
+
+
+class _Fused(torch.fx.Interpreter):
+    """Runs a partitioned graph. Only what inductor writes to memory counts.
+
+    That is results of products and kernels, what they read, and what the graph returns. All else is inside of fused
+    kernels.
+    """
+
+    _PRODUCTS = (
+        "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "fake_attention", "fake_attention_backward", "embedding",
+        "_grouped_mm", "convolution",
+    )  # fmt: skip
+    _VIEWS = (
+        "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice",
+        "getitem", "detach", "alias", "select", "as_strided", "split",
+    )  # fmt: skip
+
+    def __init__(self, graph: Any) -> None:
+        self._fuse(graph.graph)
+        super().__init__(graph)
+        self._written = set[Any]()
+        self._read: list[Any] = []
+        for node in reversed(graph.graph.nodes):
+            name = self._name(node)
+            ends = node.op == "output" or name in self._PRODUCTS
+            if ends or (node in self._written and name in self._VIEWS):
+                self._written.update(node.all_input_nodes)
+            if name in self._PRODUCTS:
+                self._written.add(node)
+        self._keep_sources()
+
+    def _keep_sources(self) -> None:
+        """Keep what a result inside of kernels is computed from until its last use: each kernel computes it again."""
+        nodes = list(self.graph.nodes)
+        places = {node: place for place, node in enumerate(nodes)}
+        last = {node: max([places[user] for user in node.users], default=places[node]) for node in nodes}
+        for node in reversed(nodes):
+            if node.op == "call_function" and node not in self._written:
+                for source in node.all_input_nodes:
+                    last[source] = max(last[source], last[node])
+        self.user_to_last_uses = {}
+        for node, place in last.items():
+            if node.users:
+                self.user_to_last_uses.setdefault(nodes[place], []).append(node)
+
+    def _fuse(self, graph: Any) -> None:
+        """Move operations that read the same tensors together, as inductor computes them in one kernel."""
+        done = set[Any]()
+
+        def is_ready(node: Any) -> bool:
+            is_fusible = node.op == "call_function" and self._name(node) not in self._PRODUCTS
+            return is_fusible and node not in done and done.issuperset(node.all_input_nodes)
+
+        for node in list(graph.nodes):
+            if node in done:
+                continue
+            done.add(node)
+            if node.op != "call_function" or self._name(node) in self._PRODUCTS:
+                continue
+            place, waiting = node, [node]
+            while waiting:
+                read = waiting.pop(0)
+                for other in [user for each in (read, *read.all_input_nodes) for user in each.users if is_ready(user)]:
+                    if is_ready(other):
+                        place.append(other)
+                        done.add(other)
+                        place = other
+                        waiting.append(other)
+
+    @staticmethod
+    def _name(node: Any) -> str:
+        return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "").split(".")[0]
+
+    def run_node(self, node: Any) -> Any:
+        """Run one operation."""
+        if not _TRACKERS:
+            return super().run_node(node)
+        if self._name(node) in self._PRODUCTS:
+            self._read.clear()
+        else:  # a fused kernel holds what it reads until all of it has been computed
+            self._read.extend(self.env[each] for each in node.all_input_nodes)
+        tracker = _TRACKERS[0]
+        tracker.counting, tracker.in_graph = node in self._written, True
+        try:
+            return super().run_node(node)
+        finally:
+            tracker.counting, tracker.in_graph = True, False
+
+    def __call__(self, args: list[Any]) -> Any:
+        """Run the graph, whose inputs are freed as it has read them."""
+        try:
+            return self.boxed_run(args)
+        finally:
+            self.env.clear()  # else it would hold the results until the next layer runs
+            self._read.clear()
+
+
+def _run_fused(graph: Any, _: Any) -> Any:
+    fused = _Fused(graph)
+
+    def run(args: list[Any]) -> Any:
+        return fused(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+_BACKEND: Any = aot_autograd(
+    fw_compiler=_run_fused,
+    bw_compiler=_run_fused,
+    partition_fn=min_cut_rematerialization_partition,
+    decompositions=select_decomp_table(),
+)
+
+
+class _Offloading(torch.autograd.graph.saved_tensors_hooks):
+    """TRL's activation offloading (1.16, models/activation_offloading.py).
+
+    A tensor stays on the GPU until 5 more were saved. One that is saved again meanwhile is not offloaded.
+    """
+
+    def __init__(self, parameters: set[int]) -> None:
+        self._parameters = parameters
+        self._num_saved = 0
+        self._stash = dict[int, torch.Tensor]()  # on their way, by number
+        self._known = dict[Any, tuple[int, Any]]()  # number and storage, by address
+        super().__init__(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        self._num_saved += 1
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor.storage_offset(), tensor.dtype)
+        if key in self._known and self._known[key][1]() is storage:
+            self._known[key] = (self._num_saved, weakref.ref(storage))
+            return tensor
+        num_bytes = tensor.numel() * tensor.element_size()
+        is_parameter = key[0] in self._parameters or isinstance(tensor._base, nn.Parameter)
+        if is_parameter or num_bytes < _SMALLEST_BYTES:
+            return tensor
+        self._release()
+        is_whole = 0 in tensor.stride() or (tensor.is_contiguous() and not tensor.storage_offset())
+        self._stash[self._num_saved] = tensor if is_whole else tensor.contiguous()
+        self._known[key] = (self._num_saved, weakref.ref(storage))
+        for tracker in _TRACKERS:
+            tracker.offloaded += page_locked(num_bytes)
+        return tensor.shape, tensor.stride(), tensor.dtype
+
+    def _release(self) -> None:
+        sent = {number for number in self._stash if number <= self._num_saved - _MOST_STASHED}
+        self._stash = {number: tensor for number, tensor in self._stash.items() if number not in sent}
+        self._known = {key: known for key, known in self._known.items() if known[0] not in sent}
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        self._stash.clear()
+        if isinstance(packed, torch.Tensor):
+            return packed
+        shape, stride, dtype = packed
+        return torch.empty_strided(shape, stride, dtype=dtype)
+
+
+_NUMBERS = itertools.count()  # of steps in this process
+_MOST_STASHED, _SMALLEST_BYTES = 5, 1024  # TRL's max_fwd_stash_size and min_offload_size
+
+
+# The step
+
+
+class FakeStep:
+    """A step of a few layers of a model. Building and compiling takes seconds; each `run` then a fraction of one.
+
+    `run` takes modes that differ in `RUN_TIME` fields only.
+    """
+
+    def __init__(self, config: RunConfig, architecture: Any, mode: Mode) -> None:
+        self._mode = mode
+        # The inputs of recomputed layers that are on their way to the host come from as many layers.
+        num_first = _MOST_STASHED + 2 if mode.offloaded and mode.recomputed else 1
+        self._kinds, self._places = _kinds_and_places(architecture, num_first)
+        self._is_compiled = False
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._waiting: list[Any] = []  # parameters whose gradients are taken when the next segment begins
+        with warnings.catch_warnings(action="ignore"), keeping_compiler_settings(), self._fake:
+            self._build(config, shortened(architecture, self._places))
+
+    def _build(self, config: RunConfig, architecture: Any) -> None:
+        mode = self._mode
+        loader: Any = AutoModelForCausalLM
+        self._register()
+        options = {"dtype": getattr(torch, mode.weights), "trust_remote_code": config.model.trust_remote_code}
+        with no_init_weights():  # some initializers fail on a tensor without memory
+            try:
+                stated = copy.deepcopy(architecture)
+                causal: Any = loader.from_config(stated, attn_implementation=mode.attention, **options)
+            except (KeyError, ValueError):  # attends by classes of its own, such as Falcon
+                causal = loader.from_config(architecture, **options)
+        causal.tie_weights()
+        self._causal, self._decoder = causal, text_decoder(causal)
+        self._layers = decoder_layers(self._decoder, len(self._places))
+        freeze_unreached(config, causal)
+        if mode.quantized:
+            head = causal.get_output_embeddings()
+            linear: list[Any] = [each for each in self._layers.modules() if isinstance(each, nn.Linear)]
+            for module in linear:
+                if module is not head:
+                    module.forward = stand_ins.four_bit_forward.__get__(module)
+        lora = adapter_config(config)
+        if lora is not None:
+            _adapt(causal, lora, getattr(torch, mode.adapters), is_quantized=mode.quantized)
+        if mode.tile_tokens is not None:
+            tile_mlps(causal, mode.tile_tokens)
+        causal.train()
+        if mode.recomputed:
+            causal.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        self._hook()
+        if mode.fp8:
+            scaling = config.precision.fp8_scaling
+            for name in layers_for_fp8(causal, scaling):
+                layer: Any = causal.get_submodule(name)
+                layer.forward = stand_ins.fp8_forward.__get__(layer)
+        if mode.compiled:
+            # torch takes compiled code by the code that it was compiled from, and remembers sizes that differed by its
+            # name. Steps of other modes and models must share neither.
+            code = block_forward.__code__.replace(co_name=f"fake_block_{next(_NUMBERS)}")
+            for block in self._layers:
+                block.forward = MethodType(FunctionType(code, block_forward.__globals__), block)
+            compile_layers(causal, recomputes=mode.selective, backend=_BACKEND)
+
+    def _register(self) -> None:
+        mode = self._mode
+        stand_ins.register_attention(
+            repeats_heads=mode.repeats_heads, keeps_documents=mode.keeps_documents, group_size=mode.group_size
+        )
+
+    def run(self, mode: Mode, rows: int, tokens: int) -> Activations:
+        """A step with so many rows of so many tokens on one rank."""
+        self._mode = mode
+        self._register()
+        put_back = stand_ins.replace_state_kernels(self._causal)
+        try:
+            with (
+                warnings.catch_warnings(action="ignore"),
+                keeping_compiler_settings(),
+                self._fake,
+                stand_ins.products(zero3_linear=mode.zero3_linear),
+            ):
+                set_up_compiler(recomputes=mode.selective)
+                if mode.compiled and not self._is_compiled:
+                    self._step(rows, tokens, None)  # compiles both graphs, uncounted
+                    self._causal.zero_grad()
+                    self._is_compiled = True
+                tracker = Tracker({_storage(each) for each in (*self._causal.parameters(), *self._earlier_gradients())})
+                _TRACKERS[:] = [tracker]
+                with tracker:
+                    self._step(rows, tokens, tracker)
+                segments = tracker.segments()
+        finally:
+            _TRACKERS.clear()
+            self._causal.zero_grad()
+            put_back()
+        return step_of_all_layers(segments, self._places, self._kinds)
+
+    def _earlier_gradients(self) -> list[torch.Tensor]:
+        """Make the gradients of earlier passes, which this one is added to. The ledger counts them."""
+        if self._mode.accumulates:
+            for parameter in self._causal.parameters():
+                parameter.grad = torch.empty_like(parameter).detach() if parameter.requires_grad else None
+        return [each.grad for each in self._causal.parameters() if each.grad is not None]
+
+    def _step(self, rows: int, tokens: int, tracker: Tracker | None) -> None:
+        mode, causal = self._mode, self._causal
+        trained = [each for each in causal.parameters() if each.requires_grad]
+        inputs = {"input_ids": torch.zeros(rows, tokens, dtype=torch.long), "use_cache": False}
+        inputs["position_ids"] = torch.arange(tokens).expand(rows, tokens)
+        offloading = _Offloading({*map(_storage, causal.parameters())}) if mode.offloaded else contextlib.nullcontext()
+        functions = contextlib.nullcontext() if mode.compiled else stand_ins.CudaFunctions()
+        with self._taking_gradients(trained, tracker), functions:
+            with torch.autocast("cpu", BF16, enabled=mode.autocast), offloading:
+                hidden = self._decoder(**inputs).last_hidden_state
+                places = torch.zeros(rows * tokens - 1, dtype=torch.long)  # of the trained tokens
+                picked = hidden.flatten(0, 1).index_select(0, places)
+                head: Any = stand_ins.Head
+                loss = head.apply(picked, causal.get_output_embeddings().weight, mode.one_pass_head).sum()
+                del hidden, picked
+                if tracker is not None:
+                    tracker.mark("uncached")
+            if tracker is not None:
+                tracker.in_backward = True
+                tracker.mark("cast")
+            gradient = (torch.empty_like(loss),)
+            _engine_run_backward((loss,), gradient, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+    @contextlib.contextmanager
+    def _taking_gradients(self, trained: list[Any], tracker: Tracker | None) -> Iterator[None]:
+        """Free each gradient as it has come, or those of a layer once the next one's backward pass begins."""
+        mode, waiting = self._mode, self._waiting
+
+        def take(parameter: Any) -> None:
+            if mode.gradients == "sent":
+                parameter.grad = None
+            elif mode.gradients == "unit":
+                waiting.append(parameter)
+            elif tracker is not None and not mode.accumulates:
+                tracker.gradients += parameter.grad.nbytes
+
+        handles = [each.register_post_accumulate_grad_hook(take) for each in trained]
+        try:
+            yield
+        finally:
+            waiting.clear()
+            for handle in handles:
+                handle.remove()
+
+    def _mark(self, label: str) -> None:
+        if label != f"b{len(self._places) - 1}":  # the head's gradient stays during the last layer's backward pass
+            for parameter in self._waiting:
+                parameter.grad = None
+            self._waiting.clear()
+        for tracker in _TRACKERS:
+            tracker.mark(label)
+
+    def _hook(self) -> None:
+        """Mark the segments where layers begin and end, and where gradients reach their outputs."""
+        last = len(self._layers) - 1
+
+        def before(place: int) -> Callable[..., None]:
+            def hook(_: Any, args: Any, kwargs: Any) -> None:
+                if _is_in_backward():
+                    return
+                self._mark(f"f{place}")
+                hidden = args[0] if args else kwargs["hidden_states"]
+                if place == 0 and hidden.requires_grad:
+                    hidden.register_hook(lambda _: self._mark("e"))
+
+            return hook
+
+        def after(place: int) -> Callable[..., Any]:
+            def hook(_: Any, __: Any, output: Any) -> Any:
+                hidden = output[0] if isinstance(output, tuple) else output
+                if self._mode.fp32_between_layers:
+                    hidden = hidden.float()
+                if not _is_in_backward():
+                    if hidden.requires_grad and hidden.grad_fn is not None:
+                        hidden.register_hook(lambda _: self._mark(f"b{place}"))
+                    if place == last:
+                        self._mark("head")
+                return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+            return hook
+
+        def from_unit(_: Any, __: Any, output: Any) -> Any:
+            return output.float() if self._mode.fp32_between_layers else output
+
+        self._causal.get_input_embeddings().register_forward_hook(from_unit)
+        for place, layer in enumerate(self._layers):
+            layer.register_forward_pre_hook(before(place), with_kwargs=True)
+            layer.register_forward_hook(after(place))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _is_in_backward() -> bool:
+    return bool(_TRACKERS) and _TRACKERS[0].in_backward
+
+
+def _adapt(causal: Any, lora: Any, number_format: torch.dtype, *, is_quantized: bool) -> None:
+    """Put adapters into the model, as `train.run` and TRL do. Moves are off: tensors without memory have none."""
+    module: Any = nn.Module
+    moving = module.to
+    module.to = lambda self, *_, **__: self
+    try:
+        adapted: Any = get_peft_model(causal, lora)
+    finally:
+        module.to = moving
+    adapted.enable_input_require_grads()
+    for part in adapted.modules():
+        if is_quantized and hasattr(part, "lora_A"):
+            part.cast_input_dtype_enabled = False  # peft 0.21, tuners/lora/bnb.py, under autocast
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(number_format)
+
+
+# From a few layers to all
+
+
+def _kinds_and_places(architecture: Any, num_first: int = 1) -> tuple[list[Any], list[int]]:
+    """The kind of every layer, and the layers to run: the first and the last, and one of each kind between them.
+
+    A model whose layers' kinds follow from their places, so that a shortened model would have others, is run with its
+    first layers.
+    """
+    kinds = _kinds(architecture)
+    between = list(range(1, len(kinds) - 1))
+    of_each = [next(place for place in between if kinds[place] == kind) for kind in dict.fromkeys(kinds[1:-1])]
+    places = sorted({*range(min(num_first, len(kinds))), *of_each, len(kinds) - 1})
+    if len(places) <= MOST_LAYERS and _kinds(shortened(architecture, places)) == [kinds[place] for place in places]:
+        return kinds, places
+    return kinds, list(range(min(len(kinds), MOST_LAYERS)))
+
+
+def _kinds(architecture: Any) -> list[Any]:
+    loader: Any = AutoModelForCausalLM
+    with warnings.catch_warnings(action="ignore"), torch.device("meta"):
+        model = loader.from_config(copy.deepcopy(architecture), trust_remote_code=True)
+    layers = decoder_layers(text_decoder(model), architecture.get_text_config(decoder=True).num_hidden_layers)
+    return kinds_of(architecture, layers)
+
+
+def step_of_all_layers(segments: dict[str, Segment], places: Sequence[int], kinds: Sequence[Any]) -> Activations:
+    """The step of all layers, from the segments of a step of those at `places`.
+
+    `kinds`: of all layers. A layer adds what the layer that stands for it added.
+    """
+    names = [_stand_in(place, places, kinds) for place in range(len(kinds))]
+    now, offloaded = segments["f0"].start, 0.0
+    found = {Moment.start: now}
+
+    def go_through(label: str, moment: Moment) -> None:
+        nonlocal now, offloaded
+        segment = segments[label]
+        peak = now + segment.peak - segment.start
+        if moment not in found or peak.live > found[moment].live:
+            found[moment] = peak
+        now += segment.end - segment.start
+        offloaded += segment.offloaded
+
+    for name in names:
+        go_through(f"f{name}", Moment.forward)
+    found[Moment.gather] = now
+    go_through("head", Moment.head)
+    uncached = segments["uncached"]  # autocast drops its copies of the weights of all layers
+    now += Bytes((uncached.end - uncached.start).live * len(kinds) / len(places))
+    go_through("cast", Moment.cast)
+    found[Moment.reduce] = now
+    for place in reversed(range(len(kinds))):
+        moment = Moment.last if place == len(kinds) - 1 else Moment.first if place == 0 else Moment.middle
+        if f"b{names[place]}" in segments:
+            go_through(f"b{names[place]}", moment)
+    found[Moment.end] = now
+    if "e" in segments:
+        go_through("e", Moment.end)
+    found[Moment.sent] = now
+    return Activations(at=found, offloaded=offloaded)
+
+
+def _stand_in(place: int, places: Sequence[int], kinds: Sequence[Any]) -> int:
+    """The number in `places` of the layer that stands for one: itself, or the last of its kind between the ends."""
+    if place in places:
+        return places.index(place)
+    of_kind = [number for number in range(len(places)) if kinds[places[number]] == kinds[place]]
+    inner = [number for number in of_kind if 0 < number < len(places) - 1]
+    return [len(places) // 2, *of_kind, *inner][-1]

@@ -1,0 +1,130 @@
+"""What a model's config.json says, and what is no causal language model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tunebook.config.choices import Weights
+from tunebook.config.schema import ModelConfig
+from tunebook.model import base_config
+from tunebook.model.base_config import (
+    ENCODER_DECODERS,
+    ENCODERS,
+    read_quantizer,
+    why_not_causal,
+)
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float16", "num_hidden_layers": 2,
+    "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32,
+    "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+BY_BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+BY_GPTQ = {"quant_method": "gptq", "bits": 4}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """`model(hidden_size=0)`, `model(text="{")`: a model in a folder whose config.json says this."""
+
+    def make(text=None, **changes):
+        stated = {key: value for key, value in (LLAMA | changes).items() if value is not None}
+        (tmp_path / "config.json").write_text(json.dumps(stated) if text is None else text)
+        return ModelConfig(path=str(tmp_path), weights=Weights.random)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("stated", "quantizer"),
+    [
+        ({}, None),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "bitsandbytes_4bit"),
+        ({"quantization_config": {"load_in_8bit": True}}, "bitsandbytes_8bit"),
+        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "fp8"),
+    ],
+    ids=str,
+)
+def test_what_quantized_the_weights(model, stated, quantizer):
+    assert read_quantizer(model(**stated)) == quantizer
+
+
+def test_a_config_that_cannot_be_read_says_nothing_of_quantization(model):
+    assert read_quantizer(model(text="{")) is None
+    assert read_quantizer(ModelConfig(path="not/there")) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["LlamaForSequenceClassification"]}, "is made for sequence classification, not to continue"),
+        ({"architectures": "LlamaForSequenceClassification"}, "is made for sequence classification, not to continue"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "BertForMaskedLM is made for masked LM"),
+        ({"architectures": ["BertModel"], "model_type": "bert"}, "BertModel is an encoder: its attention looks both"),
+        ({"architectures": ["BertLMHeadModel"], "model_type": "bert"}, "BertLMHeadModel is an encoder"),
+        ({"architectures": None, "model_type": "roberta"}, "roberta is an encoder"),
+        ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, "T5ForConditionalGeneration is an enc"),
+        ({"architectures": None, "model_type": "mt5"}, "mt5 is an encoder-decoder: it reads all of a text before"),
+        ({"architectures": None, "model_type": "kimi_k25"}, "kimi_k25 is a model of images or sound and text: Auto"),
+        ({"architectures": ["Qwen3VLTextModel"], "model_type": "qwen3_vl_text"}, "is a model without an output head"),
+        ({"architectures": ["BertLMHeadModel"], "model_type": "bert", "is_decoder": True}, None),
+        ({}, None),
+        ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, None),
+        ({"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}, None),
+        ({"architectures": "LlamaForCausalLM"}, None),
+        ({"architectures": []}, None),
+    ],
+    ids=str,
+)
+def test_only_what_continues_a_text_is_causal(model, changes, said):
+    found = why_not_causal(model(**changes))
+    assert found is None if said is None else said in found
+
+
+def test_code_of_its_own_decides_what_a_model_is_for(model):
+    named = model(architectures=["XForReward"], auto_map={"AutoModelForCausalLM": "modeling_x.XForReward"})
+    assert why_not_causal(named) is not None
+    named.trust_remote_code = True
+    assert why_not_causal(named) is None
+
+
+def test_no_encoder_that_transformers_has_a_causal_head_for_is_forgotten():
+    """By what they say of themselves: they are no decoders, and are trained on masked words."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    both = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & MODEL_FOR_MASKED_LM_MAPPING_NAMES.keys()
+    assert both - MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.keys() == ENCODERS - {"bert-generation", "xlnet"}
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() >= ENCODERS
+
+
+def test_an_encoder_decoder_is_one_that_transformers_has_no_causal_head_for():
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    )
+
+    assert MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.keys() >= ENCODER_DECODERS
+    assert not MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() & ENCODER_DECODERS
+
+
+@pytest.mark.parametrize("table", [base_config._CAUSAL, *base_config._OTHER_KINDS])
+def test_the_classes_of_transformers_are_read_from_its_source(table):
+    from transformers.models.auto import modeling_auto
+
+    imported = vars(modeling_auto)[table].items()
+    expected = {name: [found] if isinstance(found, str) else list(found) for name, found in imported}
+    assert base_config._auto_classes(table) == expected
+
+
+def test_without_transformers_no_class_is_refused(model, monkeypatch):
+    monkeypatch.setattr(base_config, "_auto_classes", lambda _: {})
+    assert why_not_causal(model(architectures=None, model_type="kimi_k25")) is None

@@ -1,0 +1,185 @@
+"""The fake step: bytes worked out by hand, the same bytes as real layers keep, and a few layers standing for all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tunebook.config.choices import PeftMethod
+from tunebook.plan.memory import activations, fake_step
+from tunebook.plan.memory.activations import BY_LENGTHS, BY_MASK, Mode
+from tunebook.plan.memory.fake_step import FakeStep
+from tunebook.plan.memory.ledger import Moment
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's compiler
+TOKENS, HIDDEN, INNER, HEADS, GROUPS, WORDS, LAYERS = 48, 64, 128, 4, 2, 512, 6
+HEAD_SIZE = HIDDEN // HEADS
+KEYS = GROUPS * HEAD_SIZE
+FP32 = Mode(weights="float32", adapters="float32", autocast=False, attention=BY_LENGTHS, one_pass_head=False)
+BF16 = replace(FP32, autocast=True)
+# Numbers of a token that a layer of Llama keeps: a norm its normalized input and the factor; the linear layers their
+# inputs, shared where they are the same; the attention query, key, value, output and a number per head; the MLP gate,
+# its activation, up and their product; each residual sum is the input of the next norm.
+KEPT = 2 * (HIDDEN + 1 + HIDDEN) + HIDDEN + 2 * KEYS + HIDDEN + HEADS + 4 * INNER + 2 * HIDDEN
+
+
+def llama(**keys: Any) -> Any:
+    """A small Llama."""
+    sizes = {
+        "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS, "vocab_size": WORDS, "tie_word_embeddings": False,
+    }  # fmt: skip
+    return AutoConfig.for_model(keys.pop("kind", "llama"), **sizes | keys)
+
+
+def step(config: Any, mode: Mode = FP32, architecture: Any = None, tokens: int = TOKENS) -> Any:
+    """What a step of so many tokens holds."""
+    return FakeStep(config, architecture or llama(), mode).run(mode, 1, tokens)
+
+
+def kept(config: Any, mode: Mode = FP32, architecture: Any = None) -> float:
+    """Bytes per token and layer that the forward pass leaves."""
+    at = step(config, mode, architecture).at
+    return (at[Moment.gather].live - at[Moment.start].live) / TOKENS / LAYERS
+
+
+@pytest.fixture
+def full(sound):
+    """Full training of nothing but the layers."""
+    sound.model.facts, sound.peft.method = None, PeftMethod.full
+    return sound
+
+
+@pytest.fixture
+def lora(full):
+    full.peft = replace(full.peft, method=PeftMethod.lora, rank=8, dropout=0.0, target_modules=["q_proj", "v_proj"])
+    return full
+
+
+def test_a_layer_keeps_what_was_worked_out_by_hand(full):
+    assert kept(full) == 4 * KEPT
+
+
+def test_it_keeps_what_real_layers_keep(full):
+    """Storages that autograd saves in a real forward pass, without parameters; eager attention runs on a CPU."""
+    architecture, mode = llama(), replace(FP32, attention="eager")
+    by_length = []
+    for layers in (2, 3):
+        architecture.num_hidden_layers = layers
+        model = AutoModelForCausalLM.from_config(architecture, attn_implementation="eager").train()
+        own, found = {each.untyped_storage().data_ptr() for each in model.parameters()}, dict[int, int]()
+
+        def pack(tensor, own=own, found=found):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                found[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        ids = torch.zeros(1, TOKENS, dtype=torch.long)
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        assert hidden.requires_grad
+        by_length.append(sum(found.values()))
+    # Besides what is saved, the layer's output is alive, which the next one saves.
+    assert kept(full, mode) == (by_length[1] - by_length[0]) / TOKENS
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [FP32, BF16, replace(BF16, recomputed=True), replace(BF16, accumulates=True), replace(BF16, gradients="unit")],
+    ids=["fp32", "autocast", "recomputed", "accumulated", "sharded"],
+)
+def test_a_few_layers_stand_for_all(full, mode, monkeypatch):
+    few = step(full, mode)
+    kinds, places = fake_step._kinds_and_places(llama())
+    assert len(places) == 3 < len(kinds) == LAYERS
+    monkeypatch.setattr(fake_step, "_kinds_and_places", lambda *_: (kinds, list(range(LAYERS))))
+    assert step(full, mode) == few
+
+
+def test_every_kind_of_layer_is_run(full):
+    """One layer in three has a window; half of the others are in the middle."""
+    kinds = ["sliding_attention", "full_attention"] * 3
+    architecture = llama(kind="qwen3", layer_types=kinds, sliding_window=16, use_sliding_window=True, head_dim=16)
+    of_kinds, places = fake_step._kinds_and_places(architecture)
+    assert len(set(of_kinds)) == 2
+    assert places == [0, 1, 2, 5]
+
+
+def test_recomputed_layers_keep_their_input(full):
+    assert kept(full, replace(FP32, recomputed=True)) == 4 * HIDDEN
+    stored, again = step(full).at, step(full, replace(FP32, recomputed=True)).at
+    assert again[Moment.middle].live < stored[Moment.middle].live
+    assert again[Moment.head].live < stored[Moment.head].live
+
+
+def test_autocast_keeps_16_bit_inputs_and_the_weights_that_it_casts(full):
+    weights = 2 * HIDDEN * HIDDEN + 2 * KEYS * HIDDEN + 3 * HIDDEN * INNER
+    copies = 2 * weights / TOKENS
+    assert 0.5 * 4 * KEPT + copies < kept(full, BF16) < 4 * KEPT + copies
+
+
+def test_adapters_keep_the_inputs_that_they_read(lora):
+    """Frozen weights need no inputs; q and v read one norm's output, and each adapter keeps its inner numbers."""
+    frozen = HIDDEN + HIDDEN  # normalized inputs are for a norm's weight, and the inputs of k, o, gate, up and down
+    inputs = HIDDEN + INNER  # of the second norm's readers, and of down
+    assert kept(lora) == 4 * (KEPT - frozen - inputs + 2 * lora.peft.rank)
+
+
+def test_dropout_keeps_a_mask_of_bytes(lora):
+    before = kept(lora)
+    lora.peft.dropout = 0.05
+    # Each of two adapters gets an input of its own and a mask; the shared one is kept by neither.
+    assert kept(lora) == before + 2 * 4 * HIDDEN + 2 * HIDDEN - 4 * HIDDEN
+
+
+def test_compiled_layers_keep_less_and_selective_ones_still_less(full):
+    compiled, selective = replace(BF16, compiled=True), replace(BF16, compiled=True, selective=True)
+    assert kept(full, selective) < kept(full, compiled) < kept(full, BF16)
+
+
+def test_offloaded_activations_are_on_the_host(full):
+    mode = replace(BF16, offloaded=True)
+    assert kept(full, mode) < 0.6 * kept(full, BF16)
+    assert step(full, BF16).offloaded == 0 < step(full, mode).offloaded
+
+
+def test_recomputed_inputs_leave_the_gpu_but_for_the_last_five(full):
+    deep = llama(num_hidden_layers=40)
+    at = step(full, replace(FP32, recomputed=True, offloaded=True), deep, tokens=4800).at
+    left = (at[Moment.gather].live - at[Moment.start].live) / 4800 / (4 * HIDDEN)
+    assert 4 <= left <= 6
+
+
+def test_a_mask_holds_every_pair_of_tokens_once(full):
+    once = step(full, replace(FP32, attention=BY_MASK)).at[Moment.gather].live
+    assert once - step(full).at[Moment.gather].live >= TOKENS * TOKENS
+
+
+def test_tiles_of_an_mlp_keep_their_input_only(full):
+    """The MLP of one row in tiles of a quarter: gate, its activation, up and product are dropped."""
+    assert kept(full, replace(FP32, tile_tokens=TOKENS // 4)) == pytest.approx(4 * (KEPT - 4 * INNER), rel=0.02)
+
+
+@pytest.mark.parametrize(("gradients", "stay"), [("held", True), ("sent", False), ("unit", False)])
+def test_gradients_stay_where_no_rank_takes_them(full, gradients, stay):
+    found = step(full, replace(FP32, gradients=gradients)).at[Moment.sent]
+    layers = LAYERS * (2 * HIDDEN * HIDDEN + 2 * KEYS * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN)
+    assert found.gradients == stay * 4 * (layers + 2 * WORDS * HIDDEN + HIDDEN)
+
+
+def test_an_answer_is_taken_from_the_cache(sound, monkeypatch, tmp_path):
+    monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path))
+    monkeypatch.setattr(activations, "_known", {})
+    found = activations.activations_of(sound, accumulates=False)
+    monkeypatch.setattr(activations, "_known", {})
+    monkeypatch.setattr(activations, "_fake_step", None)
+    assert activations.activations_of(sound, accumulates=False) == found
+    sound.activation.offload = True
+    with pytest.raises(TypeError):  # another question
+        activations.activations_of(sound, accumulates=False)

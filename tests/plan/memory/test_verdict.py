@@ -1,0 +1,316 @@
+"""What fits, what does not and what is not known: of a GPU, of a node's host, and of two measured steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tunebook.config.choices import Checkpointing, Generation, LauncherName
+from tunebook.config.compose import compose
+from tunebook.config.schema import RunConfig
+from tunebook.data.batch import solve_batch
+from tunebook.errors import DoesNotFitError
+from tunebook.facts.generations import generation_of
+from tunebook.hardware.detect import Gpu, Machine
+from tunebook.plan.auto.resolve import resolve_auto
+from tunebook.plan.draft import estimate_time, refuse_too_large
+from tunebook.plan.memory import verdict
+from tunebook.plan.memory.activations import shape_of
+from tunebook.plan.memory.verdict import (
+    MemoryPlan,
+    judge_measurement,
+    margin_of,
+    measured_memory,
+    plan_host_memory,
+    plan_memory,
+    tensors_fit,
+)
+from tunebook.plan.show import host_memory_lines, memory_lines
+from tunebook.record.measurement import Measurement
+
+from ..plans import NO_GPU, resolved
+
+GIB = 2**30
+GPU_PARTS = {"weights", "gradients", "optimizer", "activations", "buffers", "overhead"}
+HOST_PARTS = {"processes", "training", "loading", "offload", "saving"}
+
+
+def test_zero2_divides_gradients_and_optimizer_state_among_8_gpus() -> None:
+    config = resolved("qwen3b_zero2")
+    assert config.model.facts is not None
+    num_parameters = config.model.facts.num_parameters
+    plan = plan_memory(config)
+    assert plan.parts["weights"] == pytest.approx(4 * num_parameters / GIB)
+    assert plan.parts["gradients"] == pytest.approx(2 * 4 * num_parameters / 8 / GIB)  # one pass's, and the sum
+    assert plan.parts["optimizer"] == pytest.approx(12 * num_parameters / 8 / GIB)  # with DeepSpeed's master copy
+    # whole parameters of which a rank has a piece: less than the embeddings and one more
+    assert 0 <= (plan.parts["buffers"] or 0) < 4 * 2 * 151_936 * 2048 / GIB
+    assert plan.capacity == 32.0
+    # CUDA's context, NCCL's buffers, and 6% of blocks that are too small
+    assert plan.parts["overhead"] == pytest.approx((781 + 688) / 1024 + 0.06 * (plan.allocated or 0))
+
+
+def test_one_gpu_has_no_communicator_and_the_parts_add_up() -> None:
+    plan = plan_memory(resolved("qwen05b_single"))
+    assert plan.total == pytest.approx(sum(part or 0 for part in plan.parts.values()))
+    assert plan.total == pytest.approx((plan.allocated or 0) * 1.06 + 781 / 1024)
+    assert plan.fits is True
+    assert {*plan.to_json()} == GPU_PARTS | {"total", "capacity", "allocated"}
+
+
+@pytest.mark.parametrize(
+    ("capacity", "checkpointing", "fits"),
+    [
+        (7.0, Checkpointing.enabled, False),  # 7.4 GiB of states
+        (10.0, Checkpointing.enabled, None),  # 8.9 GiB of tensors
+        (12.0, Checkpointing.enabled, True),  # (8.9 x 1.10 + 0.8) / 0.94 = 11.2
+        (16.0, Checkpointing.disabled, False),  # 20.4 GiB of tensors
+        (18.0, Checkpointing.disabled, None),  # 20.4 / 1.15 = 17.7
+        (24.0, Checkpointing.disabled, None),
+        (26.0, Checkpointing.disabled, True),  # (20.4 x 1.10 + 0.8) / 0.94 = 24.7
+        (None, Checkpointing.disabled, None),
+    ],
+)
+def test_the_verdict_is_no_only_where_it_cannot_be_yes(
+    capacity: float | None, checkpointing: Checkpointing, fits: bool | None
+) -> None:
+    config = resolved("qwen05b_single", "attention=sdpa")
+    config.hardware.memory_gib = capacity
+    plan = plan_memory(replace(config, activation=replace(config.activation, checkpointing=checkpointing)))
+    assert plan.fits is fits
+    assert plan.is_in_doubt is (fits is None and capacity is not None)
+    assert tensors_fit(config, checkpointing=checkpointing) is (None if capacity is None else fits is True)
+
+
+@pytest.mark.parametrize(
+    ("words", "margin"),
+    [
+        (["parallelism=fsdp", "activation=checkpointing"], 0.04),
+        (["parallelism=zero2"], 0.04),
+        (["parallelism=zero3"], 0.15),
+        (["parallelism=fsdp_offload"], 0.15),
+        (["parallelism=fsdp", "activation=checkpointing", "activation.offload=true"], 0.15),
+        (["parallelism=fsdp", "activation=checkpointing", "model.compile_layers=true"], 0.15),
+        (["parallelism=fsdp", "activation=stored", "model.compile_layers=true"], 0.04),
+    ],
+)
+def test_the_margin_is_wide_for_what_is_not_run(words: list[str], margin: float) -> None:
+    base = ("hardware=hopper", "model.compile_layers=false")
+    assert margin_of(resolved("qwen3b_zero2", *base, *words)) == margin
+
+
+def test_a_model_of_unknown_size_has_no_numbers() -> None:
+    config = resolved("qwen05b_single")
+    config = replace(config, model=replace(config.model, facts=None))
+    plan, host = plan_memory(config), plan_host_memory(config, 64.0)
+    assert plan.to_json() == dict.fromkeys(GPU_PARTS | {"total", "allocated"}) | {"capacity": 32.0}
+    assert host.to_json() == dict.fromkeys(HOST_PARTS | {"total"}) | {"capacity": 64.0}
+    assert (plan.fits, plan.is_in_doubt, host.fits, host.nvme_gib) == (None, False, None, None)
+
+
+def test_the_json_has_no_infinity() -> None:
+    plan = MemoryPlan(parts={"offload": 1.23456}, total=2.0, capacity=float("inf"), fits=True, verdict="")
+    assert plan.to_json() == {"offload": 1.235, "total": 2.0, "capacity": None}
+
+
+def test_a_small_model_needs_more_than_its_tensors() -> None:
+    """On a slice of a GPU: CUDA's context alone is 781 MiB."""
+    config = resolved("quickstart", "hardware=hopper", "hardware.memory_gib=0.7")
+    plan = plan_memory(config)
+    assert plan.allocated is not None and plan.allocated < 0.8 * 0.7
+    assert plan.fits is None
+    config.hardware.memory_gib = 2.0
+    assert plan_memory(config).fits is True
+
+
+def test_a_process_on_a_cpu_is_python_and_its_libraries() -> None:
+    assert plan_memory(resolved("quickstart", "hardware=cpu")).parts["overhead"] == pytest.approx(418 / 1024)
+
+
+def test_rows_that_the_data_does_not_fill_take_less() -> None:
+    """16 documents of 256 tokens over 4 GPUs are 1,024 tokens each, whatever a row could hold."""
+    config = resolved("qwen3b_zero2", "hardware=hopper", "hardware.gpus_per_node=4", "training.global_samples=16")
+    lengths = np.full(1600, 256, dtype=np.int64)
+    batch = solve_batch(config, lengths)
+    assert config.packing.row_length is not None and config.packing.row_length > 1024 == batch.longest_row
+    as_filled = replace(config, packing=replace(config.packing, row_length=1024))
+    assert plan_memory(config, batch).parts == plan_memory(as_filled, solve_batch(as_filled, lengths)).parts
+    full, filled = plan_memory(config).parts["activations"], plan_memory(config, batch).parts["activations"]
+    assert full is not None and filled is not None and filled < full / 2
+
+
+@pytest.mark.parametrize(("samples", "micro"), [(8, 1), (528, 11), (512, 16)])
+def test_padded_passes_are_planned_as_the_batch_is_solved(samples: int, micro: int) -> None:
+    words = ("packing=padded", "training.max_length=512", "hardware=hopper", "hardware.gpus_per_node=8")
+    asked = ("qwen05b_single", "parallelism=ddp", f"training.global_samples={samples}", *words)
+    left_open, typed = resolved(*asked), resolved(*asked, f"training.micro_batch_size={micro}")
+    assert solve_batch(left_open, None).micro_batch_size == micro
+    assert plan_memory(left_open).parts == plan_memory(typed).parts
+
+
+def test_the_source_s_70b_model_is_not_refused_on_the_machines_it_was_trained_on() -> None:
+    """70 of 80 GiB with a layer's weights and gradients in addition to all states; its source pages the optimizer's."""
+    plan = plan_memory(resolved("llama2_70b_fsdp"))
+    assert plan.fits is None
+    assert plan.allocated == pytest.approx(70.5, abs=0.3)
+    assert plan.capacity == 80  # of each of 16 A100
+
+
+SHORT = ("dataset=synthetic", "dataset.synthetic.max_tokens=256", "activation=stored", "training.micro_batch_size=2")
+
+
+def test_padded_rows_are_as_long_as_generated_documents_can_be() -> None:
+    """As if `training.max_length` were no more; packed rows are full whatever fills them."""
+    short, same, long = (
+        resolved("qwen3b_zero2", *SHORT, "packing=padded", *words)
+        for words in ((), ("training.max_length=256",), ("dataset.synthetic.max_tokens=4096",))
+    )
+    assert plan_memory(short).parts == plan_memory(same).parts
+    assert solve_batch(short, None).row_length == 256 < short.training.max_length == solve_batch(long, None).row_length
+    assert shape_of(short) == (2, 256) and shape_of(long) == (2, long.training.max_length)
+    assert estimate_time(short, solve_batch(short, None), NO_GPU) == estimate_time(
+        same, solve_batch(same, None), NO_GPU
+    )
+    packed = resolved("qwen3b_zero2", *SHORT, "packing=isolated")
+    rows, tokens = shape_of(packed)
+    assert rows == 1 and tokens == 2 * (packed.packing.row_length or 0) >= 2 * packed.training.max_length
+
+
+GPUS = Measurement(
+    date="2026-01-02",
+    row_length=4096,
+    memory_gib=[62.0, 61.5],
+    memory_reserved_gib=[66.0, 70.0],
+    memory_device_gib=[72.0, 71.0],
+    tokens_per_second_per_gpu=12_345.6,
+)
+ESTIMATED = MemoryPlan(
+    parts={"weights": 20.0, "gradients": 10.0, "optimizer": 30.0, "activations": 9.0, "buffers": 1.0, "overhead": 5.0},
+    total=75.0,
+    capacity=79.6,
+    fits=None,
+    verdict="whether it fits is not known",
+)
+
+
+def judged(
+    measurement: Measurement = GPUS, capacity: float | None = 79.6, generation: Generation = Generation.hopper
+) -> MemoryPlan:
+    config = resolved("qwen3b_zero2")
+    config.hardware.generation = generation
+    return judge_measurement(config, replace(ESTIMATED, capacity=capacity), measurement)
+
+
+def test_the_measured_peak_replaces_the_total_and_not_the_parts() -> None:
+    plan = judged()
+    assert (plan.allocated, plan.parts["overhead"], plan.total) == (62.0, 10.0, 72.0)
+    assert (plan.parts["weights"], plan.parts["activations"]) == (20.0, 9.0)
+
+
+@pytest.mark.parametrize(("capacity", "fits"), [(79.6, True), (71.0, None), (61.0, False), (None, None)])
+def test_what_two_steps_held_fits_into_as_much(capacity: float | None, fits: bool | None) -> None:
+    assert judged(capacity=capacity).fits is fits
+
+
+def test_a_process_on_a_cpu_records_its_libraries_too() -> None:
+    alone = replace(GPUS, memory_gib=[3.0], memory_reserved_gib=[], memory_device_gib=[])
+    plan = judged(alone, generation=Generation.cpu)
+    assert (plan.total, plan.parts["overhead"]) == (3.0, pytest.approx(418 / 1024))
+
+
+def test_steps_that_ran_out_do_not_fit_and_leave_the_numbers_estimated() -> None:
+    plan = judged(replace(GPUS, memory_gib=[], ran_out="the GPU ran out of memory before the first step was over"))
+    assert (plan.parts, plan.total) == (ESTIMATED.parts, ESTIMATED.total)
+    with pytest.raises(DoesNotFitError) as caught:
+        refuse_too_large(plan, None)
+    assert (caught.value.exit_code, caught.value.problem_id) == (3, "does-not-fit")
+    assert "(estimated, " in memory_lines(plan)[0]
+
+
+def test_the_lines_for_people_say_when_it_was_measured() -> None:
+    lines = memory_lines(judged())
+    assert lines[0] == "Memory of each GPU or rank (measured on 2026-01-02, GiB, of 79.6)"
+    assert lines[1] == "  the second of the two steps trained 12,346 tokens/s per GPU or rank"
+
+
+@pytest.mark.parametrize(("longest_row", "is_used"), [(None, True), (4096, True), (4050, True), (3600, False)])
+def test_steps_with_longer_rows_than_the_run_has_do_not_replace_the_estimate(
+    monkeypatch: pytest.MonkeyPatch, longest_row: int | None, is_used: bool
+) -> None:
+    config = resolved("qwen3b_zero2", "hardware=hopper")
+    monkeypatch.setattr(verdict, "recall_measurement", lambda *_: GPUS)
+    batch = replace(solve_batch(config, None), longest_row=longest_row)
+    assert (measured_memory(config, batch, NO_GPU) is not None) is is_used
+
+
+@pytest.mark.parametrize(
+    ("capacity", "fits"),
+    [
+        (None, None),
+        (931.0, False),  # 1,088 GiB are offloaded
+        (1160.0, False),  # 1,361 GiB at the peak
+        (1216.0, None),  # 1,361 / 1.15 = 1,183
+        (1440.0, None),
+        (1536.0, True),  # 1,361 x 1.04 / 0.94 = 1,506
+    ],
+)
+def test_the_host_of_llama_2_70b_on_one_node(capacity: float | None, fits: bool | None) -> None:
+    plan = plan_host_memory(resolved("llama2_70b_fsdp_1node"), capacity)
+    assert plan.fits is fits
+    assert plan.parts["offload"] == pytest.approx(1087.9, abs=0.5)
+    assert plan.total == pytest.approx(1360.9, abs=0.5)
+    if fits is False:
+        with pytest.raises(DoesNotFitError) as caught:
+            refuse_too_large(None, plan)
+        assert (caught.value.exit_code, caught.value.problem_id) == (3, "host-memory-too-small")
+    else:
+        refuse_too_large(None, plan)
+
+
+def test_two_nodes_share_what_is_offloaded() -> None:
+    one, two = (
+        plan_host_memory(resolved("llama2_70b_fsdp_1node", f"hardware.num_nodes={nodes}"), None).parts["offload"]
+        for nodes in (1, 2)
+    )
+    assert one and two == pytest.approx(one / 2)
+
+
+def test_a_cpu_is_not_refused_twice() -> None:
+    """What does not fit there is reported of each rank's memory."""
+    config = resolved("qwen05b_single", "hardware=cpu", "model.liger_kernel=false")
+    plan = plan_host_memory(config, 6.0)
+    assert (plan.parts["training"] or 0) > 6 * 1.15
+    assert plan.fits is None
+
+
+def test_the_disk_holds_what_is_offloaded_to_it() -> None:
+    """20 bytes for each of 2.8 billion parameters."""
+    plan = plan_host_memory(resolved("dolly3b_zero3_nvme"), None)
+    assert plan.nvme_gib == pytest.approx(20 * 2_775_086_080 / GIB)
+    assert "  on its NVMe disk 51.7" in host_memory_lines(plan)
+
+
+def test_whose_memory_is_meant() -> None:
+    """This machine's where the ranks start here; else only what the configuration has."""
+    gpu = Gpu(
+        name="NVIDIA H200", memory_gib=140.4, compute_capability=(9, 0), generation=generation_of((9, 0)).generation
+    )
+    machine = Machine(gpus=[gpu], driver="580.65.06", num_cpus=8, host_memory_gib=200.0)
+    config: RunConfig = compose("qwen05b_single", []).config
+
+    def known(
+        machine: Machine, launcher: str = "local", gib: float | None = None, generation: str = "auto"
+    ) -> float | None:
+        config.launcher.name, config.hardware.host_memory_gib = LauncherName[launcher], gib
+        config.hardware.generation = Generation[generation]
+        return resolve_auto(config, machine).host_memory_gib
+
+    assert known(machine) == 200.0
+    assert known(machine, gib=64.0) == 64.0
+    assert known(machine, "slurm") is None
+    assert known(machine, "slurm", gib=64.0) == 64.0
+    assert known(machine, generation="volta") is None  # it cannot run here
+    assert known(NO_GPU) is None
+    assert known(NO_GPU, generation="cpu") == 8.0
