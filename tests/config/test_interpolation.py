@@ -9,7 +9,7 @@ from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.identity import config_hash
 from tunebook.config.interpolation import escaped, may_read
 from tunebook.errors import RequestError
-from tunebook.evaluate.code.checks import apply_overrides
+from tunebook.evaluate.code.code_task import apply_overrides
 from tunebook.hardware.detect import Machine
 from tunebook.plan.auto.resolve import resolve_auto
 

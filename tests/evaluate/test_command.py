@@ -150,17 +150,6 @@ def test_what_was_asked_reaches_the_worker(run: Path, outputs: Path, console: Co
     assert [Path(task).name for task in worker.tasks] == ["quickstart.yaml"]
 
 
-@pytest.mark.parametrize("is_confirmed", [False, True])
-def test_what_a_training_confirmed_is_not_confirmed_for_later(
-    run: Path, outputs: Path, console: Console, worker: Worker, is_confirmed: bool
-) -> None:
-    config = load_config(run / "run.yaml")
-    config.evaluation.confirm_run_unsafe_code = True
-    (run / "run.yaml").write_text(config_to_yaml(config))
-    evaluate_command(asked(confirm_run_unsafe_code=is_confirmed), outputs, console)
-    assert worker.settings.confirm_run_unsafe_code is is_confirmed
-
-
 def test_a_model_without_a_run_has_a_folder_of_its_own(
     tmp_path: Path, outputs: Path, console: Console, worker: Worker, capsys: pytest.CaptureFixture[str]
 ) -> None:

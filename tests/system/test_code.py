@@ -68,7 +68,7 @@ def test_what_was_learned_by_heart_passes(run, bubblewrap, task, conversations, 
     assert after["tasks"]["small_python_instruct"]["value"] == 1.0
     assert after["code"]["tasks"]["small_python_instruct"]["statuses"] == {"passed": NUM_PROBLEMS}
     execution = after["code"]["execution"]
-    assert (execution["backend"], execution["confirm_run_unsafe_code"]) == ("bubblewrap", False)
+    assert execution["backend"] == "bubblewrap"
     samples = [json.loads(line) for line in (folder / "evaluation" / after["code"]["samples"]).read_text().splitlines()]
     assert [sample["status"] for sample in samples] == ["passed"] * NUM_PROBLEMS
     assert samples[1]["program"].startswith("def running_total(")

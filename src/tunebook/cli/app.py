@@ -32,7 +32,6 @@ from tunebook.cli.options import (
     RecipesDir,
     RunFolder,
     SearchSeed,
-    UnsafeCode,
     Words,
     complete_recipe,
     settings,
@@ -183,7 +182,6 @@ def evaluate(
     allow_mismatch: AllowMismatch = "",
     fresh: Annotated[bool, typer.Option("--fresh", help="Evaluate finished tasks once more.")] = False,
     processes: Processes = None,
-    confirm_run_unsafe_code: UnsafeCode = False,
     outputs: Outputs = Path("outputs"),
 ) -> None:
     """Evaluate the newest finished run, or run=DIR, run=RECIPE, model=FOLDER; suite=quick: the tasks its recipe ships.
@@ -209,7 +207,6 @@ def evaluate(
         code=code_words,
         is_fresh=fresh,
         processes=processes,
-        confirm_run_unsafe_code=confirm_run_unsafe_code,
     )
     outlive_readers()
     evaluate_command(request, outputs, make_console())

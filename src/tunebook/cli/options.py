@@ -99,10 +99,6 @@ AllowMismatch = Annotated[
 Processes = Annotated[
     int | None, typer.Option("--processes", min=1, help="That share the requests; if unset, one for each GPU.")
 ]
-UnsafeCode = Annotated[
-    bool,
-    typer.Option("--confirm_run_unsafe_code", help="Run programs that a model wrote without a sandbox; recorded."),
-]
 
 
 # Of an export.

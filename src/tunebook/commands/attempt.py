@@ -23,7 +23,7 @@ from tunebook.checkpoint.verify import newest_checkpoint
 from tunebook.config.choices import LauncherName
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, DoesNotFitError, StoppedError, TunebookError
-from tunebook.evaluate.code.checks import check_code
+from tunebook.evaluate.code.judging import check_code
 from tunebook.evaluate.command import run_worker, score_table, worker_error
 from tunebook.evaluate.results import is_evaluated
 from tunebook.evaluate.resume import BEFORE, resume_command

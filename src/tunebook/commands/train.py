@@ -26,9 +26,9 @@ from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.prepared import PREPARED_FILE
 from tunebook.data.view import show_summary
 from tunebook.errors import RequestError, RulesError
-from tunebook.evaluate.code.checks import check_code
+from tunebook.evaluate.code.judging import check_code
 from tunebook.evaluate.fetch import require_tasks
-from tunebook.evaluate.sandbox.client import HANDOVER_VARIABLE, SERVICE_HANDOVER
+from tunebook.evaluate.sandbox.start import HANDOVER_VARIABLE, SERVICE_HANDOVER
 from tunebook.evaluate.task_files import check_tasks, resolve_task
 from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.launch.commands import JOB_SCRIPT, job_commands, launch_command, show_command
@@ -194,7 +194,7 @@ def refuse_code_inside(config: RunConfig) -> None:
     settings, evaluation = config.launcher, config.evaluation
     assert isinstance(settings, SlurmConfig)
     handover = os.environ.get(HANDOVER_VARIABLE) or str(SERVICE_HANDOVER)
-    if evaluation.confirm_run_unsafe_code or handover in settings.container_mounts:
+    if handover in settings.container_mounts:
         return
     tasks = [task for task in evaluation.tasks if resolve_task(task).code is not None]
     if tasks and (evaluation.before or evaluation.after):

@@ -411,7 +411,6 @@ class EvaluationConfig:
     # counts them, refuse does not train if they are there, disabled does not look
     contamination: Contamination = field(default=Contamination.report, metadata=_SAME_RESULT)
     code: CodeConfig = field(default_factory=CodeConfig)
-    confirm_run_unsafe_code: bool = False  # run programs that a model wrote without a sandbox
 
 
 @dataclass(kw_only=True)

@@ -18,7 +18,8 @@ from tunebook.config.book import as_word
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
-from tunebook.evaluate.code.checks import apply_overrides, check_code
+from tunebook.evaluate.code.code_task import apply_overrides
+from tunebook.evaluate.code.judging import check_code
 from tunebook.evaluate.target import (
     MODEL_FILE,
     bare_config,
@@ -56,7 +57,6 @@ class EvaluationRequest:
     code: list[str] = field(default_factory=list)  # overrides such as evaluation.code.num_samples=20
     is_fresh: bool = False  # evaluate finished tasks once more
     processes: int | None = None  # that share the requests
-    confirm_run_unsafe_code: bool = False
 
 
 def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console) -> None:
@@ -127,17 +127,13 @@ def read_batch_size(text: str) -> int | None:
 
 
 def _settings(request: EvaluationRequest, config: RunConfig) -> EvaluationConfig:
-    """Return the settings of this evaluation. Raises: RequestError for an unknown suite or an invalid override.
-
-    Permission to run programs without a sandbox during a training does not carry over to later evaluations.
-    """
+    """Return the settings of this evaluation. Raises: RequestError for an unknown suite or an invalid override."""
     settings = config.evaluation if request.suite is None else suite_settings(request.suite, config)
     asked = {"tasks": request.tasks, "limit": request.limit, "num_fewshot": request.num_fewshot}
     given: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
     if request.batch_size is not None:
         given["batch_size"] = read_batch_size(request.batch_size)
-    settings = replace(settings, **given, confirm_run_unsafe_code=request.confirm_run_unsafe_code)
-    return apply_overrides(settings, request.code)
+    return apply_overrides(replace(settings, **given), request.code)
 
 
 def settings_as_json(settings: EvaluationConfig) -> str:

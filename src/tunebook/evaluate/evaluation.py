@@ -20,8 +20,7 @@ from tunebook.config.book import resolve_path
 from tunebook.config.choices import Source
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
-from tunebook.evaluate.code.checks import require_sandbox
-from tunebook.evaluate.code.judging import judge_programs
+from tunebook.evaluate.code.judging import judge_programs, require_sandbox
 from tunebook.evaluate.contamination import check_evaluated, check_run, with_scores
 from tunebook.evaluate.harness import SEEDS, HarnessSettings, load_tasks, prepare_environment
 from tunebook.evaluate.helpers import Answer as AnswerRequests
@@ -84,8 +83,7 @@ def evaluate(evaluation: Evaluation, started: float) -> Path:
             "evaluation.tasks=[book:recipes/quickstart/tasks/quickstart.yaml]",
             problem_id="no-tasks",
         )
-    is_unsafe = evaluation.config.evaluation.confirm_run_unsafe_code
-    require_sandbox(evaluation.tasks, confirm_run_unsafe_code=is_unsafe)
+    require_sandbox(evaluation.tasks)
     prepare_environment(is_offline=_is_local(evaluation))
     evaluation.folder.mkdir(exist_ok=True)
     tokenizer, bound = _bound_tokenizer(evaluation)
@@ -223,7 +221,6 @@ def _write_results(evaluation: Evaluation, runs: TaskRuns, bound: dict[str, Any]
         results,
         finished,
         evaluation.folder / f"{evaluation.when}-programs.jsonl",
-        confirm_run_unsafe_code=evaluation.config.evaluation.confirm_run_unsafe_code,
         say=lambda line: print(f"evaluation {evaluation.when}: {line}", file=sys.stderr, flush=True),
     )
     if code is not None:

@@ -25,8 +25,7 @@ from tunebook.data.formats import FormatSettings, Normalizer
 from tunebook.data.problems import DocumentError, DocumentProblems
 from tunebook.data.readers import read_records
 from tunebook.errors import DataError, RequestError, TunebookError, first_line
-from tunebook.evaluate.code.checks import check_context
-from tunebook.evaluate.code.code_task import book_task_files
+from tunebook.evaluate.code.code_task import book_task_files, check_context
 from tunebook.evaluate.task_files import Task, harness_tasks, task_folder
 from tunebook.files import atomic_write_text, cache_root, sha256_file, sha256_text
 from tunebook.hardware.disk import is_disk_full

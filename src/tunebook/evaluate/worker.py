@@ -25,7 +25,7 @@ from tunebook.config.choices import Contamination
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError
-from tunebook.evaluate.code.checks import with_samples
+from tunebook.evaluate.code.judging import with_samples
 from tunebook.evaluate.evaluation import Evaluation, check_contamination, evaluate
 from tunebook.evaluate.placement import choose_placement, is_for_gpus, loaded_gib
 from tunebook.evaluate.resume import AFTER, BEFORE, resume_command

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,13 @@ def harness_function() -> Callable[[str, str], Callable[..., Any]]:
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """No `sandbox` service, whatever runs on this machine."""
     monkeypatch.setenv("TUNEBOOK_HANDOVER", "/nonexistent/handover")
+
+
+@pytest.fixture
+def bubblewrap(nowhere: None) -> None:
+    """Skips a test on a machine without bubblewrap; CI has it."""
+    if shutil.which("bwrap") is None and not os.environ.get("CI"):
+        pytest.skip("no bubblewrap on this machine: apt install bubblewrap")
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate import evaluation, worker
-from tunebook.evaluate.code.checks import apply_overrides, check_code
+from tunebook.evaluate.code.code_task import apply_overrides
+from tunebook.evaluate.code.judging import check_code
 from tunebook.evaluate.command import settings_as_json
 from tunebook.evaluate.task_files import resolve_task, suite_settings
 
@@ -31,14 +32,6 @@ def test_programs_are_refused_without_a_sandbox() -> None:
     with pytest.raises(RequestError) as raised:
         check_code(settings("humaneval"), ["humaneval"])
     assert raised.value.problem_id == "sandbox-missing"
-    for part in (
-        "nothing answers in /nonexistent/handover",
-        "bubblewrap is not installed: apt install bubblewrap",
-        "docker compose up -d --build sandbox",
-        "--confirm_run_unsafe_code",
-        "evaluation.confirm_run_unsafe_code=true",
-    ):
-        assert part in raised.value.message
 
 
 @pytest.mark.usefixtures("no_sandbox")
@@ -48,15 +41,11 @@ def test_other_tasks_need_none() -> None:
 
 
 @pytest.mark.usefixtures("no_sandbox")
-def test_a_confirmation_is_enough() -> None:
-    check_code(settings("humaneval", confirm_run_unsafe_code=True), ["humaneval"])
-
-
-@pytest.mark.usefixtures("no_sandbox")
 def test_contradictions_are_named_first() -> None:
     evaluation = settings("humaneval", code=CodeConfig(num_samples=3))
-    with pytest.raises(RequestError, match="3 times the same"):
+    with pytest.raises(RequestError) as raised:
         check_code(evaluation, evaluation.tasks)
+    assert raised.value.problem_id == "code-sampling"
 
 
 @pytest.fixture
@@ -83,9 +72,9 @@ def test_the_worker_refuses_before_it_loads_a_model(
     assert not (run / "evaluation").exists()
 
 
-@pytest.mark.usefixtures("nowhere", "quiet_harness")
+@pytest.mark.usefixtures("bubblewrap", "quiet_harness")
 def test_a_program_that_does_not_fit_into_the_context_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = settings("small_python", confirm_run_unsafe_code=True, code=CodeConfig(max_new_tokens=1024))
+    asked = settings("small_python", code=CodeConfig(max_new_tokens=1024))
     words = ["--run", str(run), "--when", "before", "--evaluation", settings_as_json(asked)]
     assert worker.main(words) == 2
     said = capsys.readouterr().err
@@ -130,7 +119,6 @@ def test_words_that_cannot_be_meant(word: str, message: str) -> None:
 def test_the_suites(suite: str, tasks: list[str]) -> None:
     found = suite_settings(suite, compose("quickstart", []).config)
     assert found.tasks == tasks
-    assert found.confirm_run_unsafe_code is False
     assert [resolve_task(task).name for task in tasks] == tasks
 
 
@@ -144,8 +132,6 @@ def test_a_training_is_refused_before_it_starts(launcher: list[str], monkeypatch
         return
     with pytest.raises(RequestError, match="programs that a model wrote are not executed"):
         job.require_runnable(planned)
-    planned.config.evaluation.confirm_run_unsafe_code = True
-    job.require_runnable(planned)
 
 
 @pytest.mark.usefixtures("no_sandbox")

@@ -75,44 +75,47 @@ def test_what_the_harness_is_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "message"),
+    ("choice", "problem_id", "key"),
     [
-        (CodeConfig(pass_at_k=[1, 10]), r"pass@10 .* number of samples is 1; try evaluation.code.num_samples=10"),
-        (CodeConfig(num_samples=5, temperature=0.8, pass_at_k=[0]), r"pass@0 cannot be estimated"),
-        (CodeConfig(num_samples=5), r"5 samples of each .* temperature 0 are .* evaluation.code.temperature=0.8"),
-        (CodeConfig(num_samples=5, temperature=0.0), r"5 times the same"),
-        (CodeConfig(top_p=0.9), r"evaluation.code.top_p=0.9 says .* nothing is sampled at temperature 0"),
+        (CodeConfig(pass_at_k=[1, 10]), "too-few-samples", "evaluation.code.num_samples=10"),
+        (CodeConfig(num_samples=5, temperature=0.8, pass_at_k=[0]), "too-few-samples", "pass@0"),
+        (CodeConfig(num_samples=5), "code-sampling", "evaluation.code.temperature=0.8"),
+        (CodeConfig(num_samples=5, temperature=0.0), "code-sampling", "evaluation.code.num_samples"),
+        (CodeConfig(top_p=0.9), "code-sampling", "evaluation.code.top_p"),
     ],
-)  # fmt: skip
-def test_contradictions(choice: CodeConfig, message: str) -> None:
-    with pytest.raises(RequestError, match=message):
+)
+def test_contradictions(choice: CodeConfig, problem_id: str, key: str) -> None:
+    with pytest.raises(RequestError) as raised:
         with_choice("humaneval", code_of("humaneval"), choice)
+    assert raised.value.problem_id == problem_id
+    assert key in raised.value.message
 
 
 @pytest.mark.parametrize(
-    ("lines", "message"),
+    ("lines", "key"),
     [
-        ("code: {program: first_bloc}", r"metadata.code.program is 'first_bloc'. Did you mean 'first_block'\?"),
-        ("code: {program: answer, pass_at_k: []}", r"metadata.code.pass_at_k is \[\]"),
-        ("code: {program: answer, pass_at_k: [0]}", r"metadata.code.pass_at_k is \[0\]"),
-        ("code: {program: answer, pass_at_k: [true]}", r"metadata.code.pass_at_k is \[True\]"),
-        ("code: {program: answer, time_limit_s: 0}", r"metadata.code.time_limit_s is 0"),
-        ("code: {program: answer, time_limit_s: .inf}", r"metadata.code.time_limit_s is inf"),
-        ("code: {program: answer, problems: gone.jsonl}", r"code.problems is 'gone.jsonl', but there is no file"),
-        ("code: {programm: answer}", r"metadata.code is {'programm': 'answer'}; its keys are program, pass_at_k"),
-        ("code: []", r"metadata.code is \[\]; its keys are"),
-        ("code: {program: answer}\nrepeats: many", r"repeats is 'many'"),
-        ("code: {program: answer}\nrepeats: 0", r"repeats is 0"),
-        ("code: {program: answer}\noutput_type: multiple_choice", r"is generate_until, not multiple_choice"),
-        ("code: {program: answer}\ngeneration_kwargs: [a]", r"generation_kwargs holds keys"),
+        ("code: {program: first_bloc}", "metadata.code.program is"),
+        ("code: {program: answer, pass_at_k: []}", "metadata.code.pass_at_k is"),
+        ("code: {program: answer, pass_at_k: [0]}", "metadata.code.pass_at_k is"),
+        ("code: {program: answer, pass_at_k: [true]}", "metadata.code.pass_at_k is"),
+        ("code: {program: answer, time_limit_s: 0}", "metadata.code.time_limit_s is"),
+        ("code: {program: answer, time_limit_s: .inf}", "metadata.code.time_limit_s is"),
+        ("code: {program: answer, problems: gone.jsonl}", "metadata.code.problems is"),
+        ("code: {programm: answer}", "metadata.code is"),
+        ("code: []", "metadata.code is"),
+        ("code: {program: answer}\nrepeats: many", "repeats is"),
+        ("code: {program: answer}\nrepeats: 0", "repeats is"),
+        ("code: {program: answer}\noutput_type: multiple_choice", "output_type is"),
+        ("code: {program: answer}\ngeneration_kwargs: [a]", "generation_kwargs is"),
     ],
 )
-def test_task_files_that_cannot_be_meant(tmp_path: Path, lines: str, message: str) -> None:
+def test_invalid_task_files(tmp_path: Path, lines: str, key: str) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(f"task: mine\nmetadata:\n  {lines}\n")
-    with pytest.raises(RequestError, match=message) as raised:
+    with pytest.raises(RequestError) as raised:
         read_task_file(file)
     assert raised.value.problem_id == "task-file"
+    assert key in raised.value.message
 
 
 def test_a_file_of_the_users_own(tmp_path: Path) -> None:

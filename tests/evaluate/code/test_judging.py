@@ -15,12 +15,11 @@ import pytest
 from tunebook.config.schema import CodeConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate.code import judging
-from tunebook.evaluate.code.checks import with_samples
-from tunebook.evaluate.code.judging import MAX_PROGRAM_CHARS, estimate_pass_at_k, judge_programs
+from tunebook.evaluate.code.judging import MAX_PROGRAM_CHARS, estimate_pass_at_k, judge_programs, with_samples
 from tunebook.evaluate.results import task_answers, task_scores
 from tunebook.evaluate.task_files import Task, read_task_file, resolve_task
 
-pytestmark = pytest.mark.usefixtures("quiet_harness", "nowhere")
+pytestmark = pytest.mark.usefixtures("quiet_harness", "bubblewrap")
 
 Generate = Callable[..., dict[str, Any]]
 PATIENT_S = 60.0  # a machine that is busy must not make a right program wrong
@@ -34,8 +33,7 @@ def task_named(name: str, time_limit_s: float = PATIENT_S, **choice: Any) -> Tas
 
 
 def judge(results: dict[str, Any], tasks: list[Task], file: Path) -> dict[str, Any]:
-    """Judge behind whatever wall there is: all programs here are harmless."""
-    record = judge_programs(results, tasks, file, confirm_run_unsafe_code=True, say=lambda line: None)
+    record = judge_programs(results, tasks, file, say=lambda line: None)
     assert record is not None
     return record
 
@@ -99,8 +97,7 @@ def test_the_samples_say_what_became_of_each(tmp_path: Path, generate: Generate)
     assert [line["problem"] for line in (right, wrong, none)] == [f"small_python/{number}" for number in range(3)]
     assert record["samples"] == "programs.jsonl"
     assert record["execution"]["limits"]["memory_bytes"] == 512 << 20
-    assert record["execution"]["confirm_run_unsafe_code"] is True
-    assert record["execution"]["backend"] in ("bubblewrap", "unsafe")
+    assert record["execution"]["backend"] == "bubblewrap"
 
 
 def test_an_endless_program_is_ended(tmp_path: Path, generate: Generate) -> None:
@@ -152,9 +149,9 @@ def test_the_samples_are_written_before_anything_is_executed(
     tmp_path: Path, generate: Generate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(*words: Any, **more: Any) -> Any:
-        raise RequestError("the sandbox is gone", problem_id="sandbox-dead")
+        raise RequestError("the sandbox is gone", problem_id="sandbox-broken")
 
-    monkeypatch.setattr(judging, "open_backend", gone)
+    monkeypatch.setattr(judging, "open_sandbox", gone)
     task = task_named("small_python")
     results = generate([task], told({"count_vowels": [RIGHT]}), limit=1)
     with pytest.raises(RequestError, match="the sandbox is gone"):
@@ -166,7 +163,7 @@ def test_the_samples_are_written_before_anything_is_executed(
 def test_without_programs_nothing_is_done(tmp_path: Path) -> None:
     task = resolve_task("book:recipes/quickstart/tasks/quickstart.yaml")
     file = tmp_path / "programs.jsonl"
-    assert judge_programs({}, [task, Task(name="gsm8k")], file, confirm_run_unsafe_code=False, say=print) is None
+    assert judge_programs({}, [task, Task(name="gsm8k")], file, say=print) is None
     assert not file.exists()
 
 
@@ -177,7 +174,7 @@ def test_how_far_it_is_and_how_it_ended_is_said(
     task = task_named("small_python")
     results = generate([task], told({"count_vowels": [RIGHT], "running_total": [WRONG]}), limit=2)
     said: list[str] = []
-    judge_programs(results, [task], tmp_path / "p.jsonl", confirm_run_unsafe_code=True, say=said.append)
+    judge_programs(results, [task], tmp_path / "p.jsonl", say=said.append)
     assert said[0].startswith("2 programs are executed ")
     assert said[1:3] == ["1 of 2 programs executed", "2 of 2 programs executed"]
     assert said[3].startswith("of 2 samples: 1 passed, 1 failed; ")

@@ -1,4 +1,4 @@
-"""The programs that attack the sandbox: every function in attacks/*.py is one, and is handed over as text.
+"""The programs that attack the sandbox: every function in attacks/*.py is one, and is sent as text.
 
 `answer()` is called by the test, and returns 42 if the attack came through. So a program that passes is a breach, and
 one that is stopped fails. The last line of its docstring says how it may be stopped.
@@ -12,7 +12,15 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent / "attacks"
 TEST = "assert answer() == 42"
-RIGHT = "def answer():\n    return 42\n"
+# What is judged after an attack, and finds nothing of it.
+RIGHT = """
+import os
+def answer():
+    assert os.getcwd() == "/work" and os.listdir() == []
+    assert set(filter(str.isdigit, os.listdir("/proc"))) == {"1", str(os.getpid())}
+    assert os.environ.keys() == {"PATH", "HOME", "TMPDIR", "LANG"}
+    return 42
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,71 +1,93 @@
-"""Programs that attack, each followed by one that is right: the first must fail, the second pass, and nothing stay."""
+"""Programs that attack, each followed by a right one in the same sandbox: the first is contained, the second passes."""
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
-from tunebook.evaluate.sandbox.client import run_programs
-from tunebook.evaluate.sandbox.protocol import Program
-from tunebook.evaluate.sandbox.walls import FIRST_UIDS, descendants
 
 LIST = runpy.run_path(str(Path(__file__).parent / "attack_list.py"))
 ATTACKS = {attack.name: attack for attack in LIST["load_attacks"]()}
 pytestmark = pytest.mark.slow
 
 
-def attack_all(backend, secrets):
-    """What became of each attack, and of the right program after it."""
-    programs = []
-    for name, attack in ATTACKS.items():
-        source = attack.source.replace("/secrets", str(secrets))
-        programs.append(Program(id=name, source=source, test=LIST["TEST"], time_limit_s=attack.time_limit_s))
-        programs.append(Program(id=f"after {name}", source=LIST["RIGHT"], test=LIST["TEST"], time_limit_s=20.0))
-    return {outcome.id: outcome for outcome in run_programs(programs, backend)}
+def verdicts(sandbox, *sources, time_limit_s):
+    """What `run.py` writes about a file of programs."""
+    lines = [json.dumps({"source": source, "test": LIST["TEST"], "time_limit_s": time_limit_s}) for source in sources]
+    answer = sandbox.ask(("\n".join(lines) + "\n").encode(), 200.0)
+    return [json.loads(line) for line in answer.splitlines()]
 
 
 @pytest.fixture(scope="module")
-def secrets(tmp_path_factory):
-    """A file of the user's; bubblewrap hides also what every user of the machine may read."""
+def outcomes(bubblewrap, tmp_path_factory):
+    """The verdicts on each attack and on the right program after it."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "diary.txt").write_text("secret")
-    return folder
 
+    def run(attack):
+        source = attack.source.replace("/secrets", str(folder))
+        return verdicts(bubblewrap, source, LIST["RIGHT"], time_limit_s=attack.time_limit_s)
 
-@pytest.fixture(scope="module", params=["bubblewrap", "users"])
-def outcomes(request, secrets):
-    return attack_all(request.getfixturevalue(request.param), secrets)
+    with ThreadPoolExecutor(bubblewrap.num_programs) as pool, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_TOKEN", "hf_secret")
+        return dict(zip(ATTACKS, pool.map(run, ATTACKS.values()), strict=True))
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_it_is_stopped_and_the_next_program_is_judged(name, outcomes):
-    assert outcomes[name].status in ATTACKS[name].stopped_as, outcomes[name]
-    assert outcomes[f"after {name}"].is_passed, outcomes[f"after {name}"]
+def test_it_is_contained_and_the_next_program_finds_nothing_of_it(name, outcomes):
+    attack, right = outcomes[name]
+    assert attack["status"] in ATTACKS[name].stopped_as, attack
+    assert right["status"] == "passed", right
 
 
 def test_there_are_at_least_fifty():
     assert len(ATTACKS) >= 50
 
 
-def test_nothing_of_them_is_left(outcomes, users, service):
-    assert [path for slot in service.slots.iterdir() for path in slot.iterdir()] == []
-    shared = [Path(folder) for folder in ("/tmp", "/dev/shm", "/var/tmp") if Path(folder).is_dir()]
-    owners = {path.lstat().st_uid for folder in shared for path in folder.iterdir()}
-    assert not [owner for owner in owners if owner >= FIRST_UIDS[0]]
-    assert {Path(f"/proc/{process}").stat().st_uid for process in descendants(service.process.pid)} == {os.getuid()}
+MESSES = {
+    "files, links and closed folders": """
+        os.makedirs("a/b")
+        for name in ("a/b/file", "odd \\n *", "-rf"):
+            open(name, "w").close()
+        os.symlink("/etc", "a/link"); os.symlink("/etc", "link"); os.symlink("/nowhere", "broken")
+        os.mkfifo("pipe"); os.chmod("a/b", 0); os.chmod("a", 0); os.chmod(".", 0)
+    """,
+    "deeper than a path may be": """
+        for _ in range(30):
+            os.mkdir("x" * 200); os.chdir("x" * 200)
+    """,
+    "more names than a command may have": """
+        for number in range(8_700):
+            open(f"{number}-{'x' * 240}", "w").close()
+    """,
+}
 
 
-def test_the_handover_folder_holds_only_the_socket(outcomes, users, service):
-    names = {str(path.relative_to(service.handover)) for path in service.handover.rglob("*")}
-    assert names == {"runner.sock"}
-    assert {path.stat().st_uid for path in service.handover.rglob("*")} == {os.getuid()}
+@pytest.mark.parametrize("name", MESSES)
+def test_what_a_program_leaves_is_removed(name, bubblewrap):
+    lines = os.linesep.join(line[4:] for line in MESSES[name].splitlines())
+    first, second = verdicts(
+        bubblewrap, f"import os\ndef answer():{lines}\n    return 42", LIST["RIGHT"], time_limit_s=30.0
+    )
+    assert (first["status"], second["status"]) == ("passed", "passed"), (first, second)
 
 
-def test_what_a_program_prints_does_not_steer_a_terminal(users):
-    source = "print('\\x1b]0;owned\\x07')\ndef answer():\n    raise ValueError('\\x1b[2J')\n"
-    [outcome] = run_programs([Program(id="x", source=source, test=LIST["TEST"])], users)
-    assert outcome.last_lines == ["\\x1b]0;owned\\x07"]
-    assert outcome.message.startswith("ValueError: \\x1b[2J (program, line 3)")
+def test_memory_of_a_program_whose_main_thread_has_ended_is_counted(bubblewrap):
+    source = """
+import ctypes, os, threading, time
+def keep():
+    kept = bytearray(300 << 20)
+    kept[::4096] = b"x" * len(kept[::4096])
+    time.sleep(600)
+for _ in range(3):
+    if os.fork() == 0:
+        threading.Thread(target=keep).start()
+        ctypes.CDLL(None).pthread_exit(None)
+time.sleep(600)
+"""
+    [verdict] = verdicts(bubblewrap, source, time_limit_s=30.0)
+    assert verdict["status"] == "memory"

@@ -1,4 +1,4 @@
-"""Verdicts on right and wrong programs: the same as code_eval's, which executes program and test in one process."""
+"""Verdicts on right and wrong programs: the same as code_eval's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.evaluate.sandbox.protocol import Status
+from tunebook.evaluate.sandbox.start import Status
 
 PAIRS = {
     "carriage returns": ("def area(a, b):\r\n  return a*b", "assert area(10,20)==200\nassert area(4,8)==32"),
@@ -32,7 +32,7 @@ def code_eval(program: str, test: str) -> bool:
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_verdict_is_that_of_code_eval(name, judge):
     outcome = judge(*PAIRS[name])
-    assert outcome.is_passed == code_eval(*PAIRS[name]), outcome
+    assert (outcome.status is Status.passed) == code_eval(*PAIRS[name]), outcome
 
 
 def test_right_and_wrong_programs_are_among_them():
@@ -43,21 +43,21 @@ def test_right_and_wrong_programs_are_among_them():
 @pytest.mark.parametrize(
     ("source", "test", "status", "message"),
     [
-        ("def f():\n    return 1", "\nassert f() == 2", Status.failed, r"^AssertionError \(test, line 2: assert f\("),
+        ("def f():\n    return 1", "\nassert f() == 2", Status.failed, r"^AssertionError \(test, line 2\)$"),
         ("\n1 / 0", "assert 1", Status.failed, r"^ZeroDivisionError: division by zero \(program, line 2\)$"),
-        ("def f():\n    return {}['x']", "f()", Status.failed, r"^KeyError: 'x' \(program, line 2\) \(test, line 1: f"),
+        ("def f():\n    return {}['x']", "f()", Status.failed, r"^KeyError: 'x' \(program, line 2\) \(test, line 1\)$"),
         ("def f(:", "f()", Status.failed, r"^SyntaxError: .*\(program, line 1\)$"),
-        ("import os\nos._exit(3)", "assert 1", Status.failed, r"^it ended before its test did \(exit code 3\)$"),
-        ("import os\ndef f():\n    os.kill(os.getpid(), 11)\n    os.abort()", "f()", Status.crashed, "killed by SIG"),
+        ("import os\nos._exit(0)", "assert 1", Status.failed, r"^it ended before its test did \(exit code 0\)$"),
+        ("import sys\nsys.exit(0)", "assert 1", Status.failed, r"^SystemExit: 0 \(program, line 2\)$"),
+        ("import os\ndef f():\n    os.kill(os.getpid(), 11)\n    os.abort()", "f()", Status.crashed, "by signal"),
         ("while True:\n    pass", "assert 1", Status.timed_out, r"^it was not done after 1 s$"),
         ("def f():\n    return 'x' * 10**10", "f()", Status.memory, "^MemoryError"),
         ("def f():\n    while True:\n        print('spam')", "f()", Status.output, r"^it printed more than 1024 KiB$"),
         ("def f():\n    open('x', 'wb').write(bytes(70 << 20))", "f()", Status.disk, "File too large|No space left"),
-        ("def f():\n    return 1", "import os\nf()\nos._exit(0)", Status.failed, r"^its test ended without a verdict"),
-        ("def f():\n    return 1", "assert f(", Status.failed, "the test itself cannot be compiled"),
+        ("def f():\n    return 1", "assert f(", Status.failed, r"^SyntaxError: .*\(test, line 1\)$"),
     ],
 )  # fmt: skip
-def test_what_is_said_of_a_failure(source, test, status, message, judge):
+def test_a_failure_is_explained(source, test, status, message, judge):
     outcome = judge(source, test, time_limit_s=1.0 if status is Status.timed_out else 20.0)
     assert outcome.status is status, outcome
     assert re.search(message, outcome.message), outcome
@@ -68,20 +68,7 @@ def test_the_last_lines_that_it_printed_are_kept(judge):
     assert outcome.last_lines == [*(f"line {n}" for n in range(91, 100)), "é"]
 
 
-def test_a_test_cannot_hand_over_objects_of_its_own(judge):
-    outcome = judge("def f(x):\n    return 1", "class Own:\n    pass\nassert f(Own()) == 1")
-    assert "TypeError: a test can hand plain data and functions to the program, not Own" in outcome.message
-
-
-def test_builtins_of_the_program_do_not_reach_its_test(judge):
-    source = "abs = len = all = round = lambda *_: 0\ndef f(x):\n    return x"
-    assert not judge(source, "assert abs(f(5) - 3) < 1e-6").is_passed
-    assert not judge(f"class math:\n    isclose = lambda *_: True\n{source}", "assert math.isclose(f(5), 3)").is_passed
-
-
-def test_an_end_that_the_test_expects_as_an_exception_is_no_pass(judge):
-    source = "import os\ndef f():\n    os._exit(0)"
-    for caught in ("Exception", "BaseException"):
-        outcome = judge(source, f"try:\n    f()\nexcept {caught}:\n    pass")
-        assert outcome.status is Status.failed
-        assert "ended before its test" in outcome.message
+def test_a_program_cannot_control_the_terminal(judge):
+    outcome = judge("print('\\x1b]0;owned\\x07')\nraise ValueError('\\x1b[2J')", "assert 0")
+    assert outcome.last_lines == ["\\x1b]0;owned\\x07"]
+    assert outcome.message == "ValueError: \\x1b[2J (program, line 2)"

@@ -235,7 +235,6 @@ def test_programs_that_no_container_would_execute_are_refused_before_the_trainin
         refuse_code_inside(in_docker(tasks))
     assert error.value.problem_id == "sandbox-missing"
     refuse_code_inside(in_docker(tasks, "evaluation.before=false", "evaluation.after=false"))
-    refuse_code_inside(in_docker(tasks, "evaluation.confirm_run_unsafe_code=true"))
     refuse_code_inside(in_docker(tasks, "launcher.container_mounts=[/handover]"))
     refuse_code_inside(in_docker("evaluation.tasks=[gsm8k]"))
 

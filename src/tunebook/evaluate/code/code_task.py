@@ -13,15 +13,21 @@ sampling, as in the harness. The settings of `evaluation.code` replace them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tunebook.config.schema import CodeConfig
-from tunebook.errors import RequestError, did_you_mean
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from tunebook.config.interpolation import to_object
+from tunebook.config.ranges import range_of
+from tunebook.config.schema import CodeConfig, EvaluationConfig
+from tunebook.errors import RequestError, did_you_mean, first_line
 
 FOLDER = Path(__file__).parent / "tasks"
+PREFIX = "evaluation.code."
 TIME_LIMIT_S = 3.0  # as in the harness' own code_eval
 _KEYS = ("program", "pass_at_k", "time_limit_s", "problems")
 FENCE = "```"
@@ -29,34 +35,7 @@ _OPENING = re.compile(r"\A\s*(?:```\w*|python)[ \t]*\n")
 _BLOCK = re.compile(r"```(?:\w+)?\n?(.*?)\n?```", re.DOTALL)
 
 
-# Builders: an answer becomes the executed program as in lm-evaluation-harness 0.4.13: `build_predictions` and
-# `build_predictions_instruct` of its humaneval, `extract_code_blocks` of its mbpp. A test compares them.
-
-
-def prompt_and_answer(problem: Mapping[str, Any], answer: str) -> str:
-    """Return the problem's prompt, continued by the answer."""
-    return str(problem["prompt"]) + answer
-
-
-def prompt_and_answer_to_fence(problem: Mapping[str, Any], answer: str) -> str:
-    """Return the prompt and the answer up to its first fence: the answer begins inside a code block."""
-    return str(problem["prompt"]) + answer.partition(FENCE)[0]
-
-
-def answer_to_fence(problem: Mapping[str, Any], answer: str) -> str:
-    """Return the answer, which begins inside a code block, up to the end of the block. It may open the block again.
-
-    Differs from the harness, which takes the answer's first word for a language name even if its line continues.
-    """
-    return _OPENING.sub("", answer, count=1).partition(FENCE)[0]
-
-
-def answer_alone(problem: Mapping[str, Any], answer: str) -> str:
-    """Return the answer as the program."""
-    return answer
-
-
-def first_block(problem: Mapping[str, Any], answer: str) -> str:
+def _first_block(answer: str) -> str:
     """Return the first code block of an answer that begins inside one; empty if none is closed.
 
     The harness then searches again without the language name. That search needs two fences and finds nothing more.
@@ -65,12 +44,17 @@ def first_block(problem: Mapping[str, Any], answer: str) -> str:
     return found[1] if found else ""
 
 
+# An answer becomes the executed program as in lm-evaluation-harness 0.4.13: `build_predictions` and
+# `build_predictions_instruct` of its humaneval, `extract_code_blocks` of its mbpp. A test compares them.
 BUILDERS: dict[str, Callable[[Mapping[str, Any], str], str]] = {
-    "prompt_and_answer": prompt_and_answer,
-    "prompt_and_answer_to_fence": prompt_and_answer_to_fence,
-    "answer": answer_alone,
-    "answer_to_fence": answer_to_fence,
-    "first_block": first_block,
+    "prompt_and_answer": lambda problem, answer: str(problem["prompt"]) + answer,
+    # The answer begins inside a code block, and may end it.
+    "prompt_and_answer_to_fence": lambda problem, answer: str(problem["prompt"]) + answer.partition(FENCE)[0],
+    "answer": lambda problem, answer: answer,
+    # The same without the prompt. The answer may open the block again. Differs from the harness, which takes the
+    # answer's first word for a language name even if its line continues.
+    "answer_to_fence": lambda problem, answer: _OPENING.sub("", answer, count=1).partition(FENCE)[0],
+    "first_block": lambda problem, answer: _first_block(answer),
 }
 
 
@@ -100,30 +84,46 @@ def book_task_files() -> dict[str, Path]:
 
 
 def read_code_task(file: Path, config: Mapping[str, Any]) -> CodeTask | None:
-    """Read a code task's settings; None for another kind of task. Raises: RequestError for invalid ones."""
+    """Read a code task's settings; None for another kind of task. Raises: RequestError for an invalid one."""
     metadata = config.get("metadata")
     settings = metadata.get("code") if isinstance(metadata, dict) else None
     if settings is None:
         return None
     if not isinstance(settings, dict) or not settings.keys() <= set(_KEYS):
-        raise _wrong(file, f"is {settings!r}; its keys are {', '.join(_KEYS)}")
-    program = settings.get("program")
-    if program not in BUILDERS:
-        guess = did_you_mean(str(program), BUILDERS)
-        raise _wrong(file, f".program is {program!r}.{guess} Programs are made by: {', '.join(BUILDERS)}")
-    ks, seconds = settings.get("pass_at_k", [1]), settings.get("time_limit_s", TIME_LIMIT_S)
-    if not (isinstance(ks, list) and ks and all(type(k) is int and k > 0 for k in ks)):
-        raise _wrong(file, f".pass_at_k is {ks!r}; it is a list of whole numbers above 0, such as [1, 10]")
-    if type(seconds) not in (int, float) or not 0 < seconds < float("inf"):
-        raise _wrong(file, f".time_limit_s is {seconds!r}; it is a number of seconds above 0, such as 3.0")
+        raise _wrong(file, "metadata.code", settings, f"a mapping with keys of {', '.join(_KEYS)}")
+    program, ks = settings.get("program"), settings.get("pass_at_k", [1])
+    time_limit_s = settings.get("time_limit_s", TIME_LIMIT_S)
+    repeats, generation = config.get("repeats", 1), config.get("generation_kwargs") or {}
+    kind = config.get("output_type", "generate_until")
+    problems = (file.parent / str(settings["problems"])).resolve() if "problems" in settings else None
+    is_time = type(time_limit_s) in (int, float) and 0 < time_limit_s < float("inf")
+    for is_right, key, value, demand in (
+        (program in BUILDERS, "metadata.code.program", program, f"one of {', '.join(BUILDERS)}"),
+        (_are_counts(ks), "metadata.code.pass_at_k", ks, "a list of whole numbers above 0, such as [1, 10]"),
+        (is_time, "metadata.code.time_limit_s", time_limit_s, "a number of seconds above 0, such as 3.0"),
+        (problems is None or problems.is_file(), "metadata.code.problems", str(problems), "a file that exists"),
+        (_are_counts([repeats]), "repeats", repeats, "the number of samples of each problem, such as 1"),
+        (isinstance(generation, dict), "generation_kwargs", generation, "a mapping, such as {max_gen_toks: 512}"),
+        (kind == "generate_until", "output_type", kind, "generate_until, because metadata.code asks for programs"),
+    ):
+        if not is_right:
+            raise _wrong(file, key, value, demand)
     return CodeTask(
-        program=program,
+        program=str(program),
         pass_at_k=tuple(ks),
-        time_limit_s=float(seconds),
-        num_samples=_num_samples(file, config),
-        generation=_generation(file, config),
-        problems=_problems(file, settings),
+        time_limit_s=float(time_limit_s),
+        num_samples=repeats,
+        generation=dict(generation),
+        problems=problems,
     )
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and bool(values) and all(type(value) is int and value > 0 for value in values)
+
+
+def _wrong(file: Path, key: str, value: Any, demand: str) -> RequestError:
+    return RequestError(f"{file}: {key} is {value!r}; it must be {demand}", problem_id="task-file")
 
 
 def with_choice(name: str, task: CodeTask, choice: CodeConfig) -> CodeTask:
@@ -156,52 +156,42 @@ def _check_sampling(name: str, task: CodeTask) -> None:
             "evaluation.code.pass_at_k=[1]",
             problem_id="too-few-samples",
         )
-    if task.generation.get("do_sample"):
-        return
-    if task.num_samples > 1:
+    if not task.generation.get("do_sample") and (task.num_samples > 1 or "top_p" in task.generation):
         raise RequestError(
-            f"{name}: {task.num_samples} samples of each problem at temperature 0 are {task.num_samples} times the "
-            "same; try evaluation.code.temperature=0.8, or evaluation.code.num_samples=1",
-            problem_id="code-sampling",
-        )
-    if "top_p" in task.generation:
-        raise RequestError(
-            f"{name}: evaluation.code.top_p={task.generation['top_p']:g} says what is sampled from, and nothing is "
-            "sampled at temperature 0; try evaluation.code.temperature=0.8 too, or leave it out",
+            f"{name}: at temperature 0, all samples of a problem are equal, and evaluation.code.top_p changes nothing; "
+            "try evaluation.code.temperature=0.8, or leave out evaluation.code.num_samples and evaluation.code.top_p",
             problem_id="code-sampling",
         )
 
 
-def _num_samples(file: Path, config: Mapping[str, Any]) -> int:
-    repeats = config.get("repeats", 1)
-    if type(repeats) is not int or repeats < 1:
+def apply_overrides(evaluation: EvaluationConfig, overrides: Sequence[str]) -> EvaluationConfig:
+    """Apply overrides like `evaluation.code.num_samples=20`. Raises: RequestError for an invalid one."""
+    code: Any = evaluation.code
+    known = {f"{PREFIX}{setting.name}": setting for setting in fields(CodeConfig)}
+    for override in overrides:
+        key, _, text = override.partition("=")
+        if key not in known:
+            raise RequestError(
+                f"there is no setting '{key}' here.{did_you_mean(key, known)} About programs: {', '.join(known)}",
+                problem_id="unknown-key",
+            )
+        name = known[key].name
+        try:
+            code = to_object(OmegaConf.merge(OmegaConf.structured(code), OmegaConf.from_dotlist([f"{name}={text}"])))
+        except OmegaConfBaseException as error:
+            raise RequestError(f"{override} cannot be read: {first_line(error)}", problem_id="unknown-key") from error
+        limits, value = range_of(known[key]), getattr(code, name)
+        if limits is not None and value is not None and (demand := limits.demand(value)):
+            raise RequestError(f"{override}: it must be {demand}, or left out", problem_id="unknown-key")
+    return replace(evaluation, code=code)
+
+
+def check_context(name: str, code: CodeTask, *, max_gen_toks: int, max_length: int) -> None:
+    """Refuse programs longer than the model's context: the harness would fail an assertion. Raises: RequestError."""
+    longest = code.generation.get("max_gen_toks", max_gen_toks)
+    if longest >= max_length:
         raise RequestError(
-            f"{file}: repeats is {repeats!r}; it is the number of samples of each problem, such as 1",
-            problem_id="task-file",
+            f"{name} allows a program {longest} tokens, and the whole context of this model, with the problem in it, "
+            f"is {max_length}; try {PREFIX}max_new_tokens={max(max_length // 2, 1)}",
+            problem_id="code-context",
         )
-    return repeats
-
-
-def _generation(file: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    generation = config.get("generation_kwargs") or {}
-    kind = config.get("output_type", "generate_until")
-    if kind != "generate_until" or not isinstance(generation, dict):
-        raise RequestError(
-            f"{file} asks for programs (metadata.code), so its output_type is generate_until, not {kind}; "
-            "generation_kwargs holds keys, such as max_gen_toks: 512",
-            problem_id="task-file",
-        )
-    return dict(generation)
-
-
-def _problems(file: Path, settings: Mapping[str, Any]) -> Path | None:
-    if "problems" not in settings:
-        return None
-    named = (file.parent / str(settings["problems"])).resolve()
-    if not named.is_file():
-        raise _wrong(file, f".problems is '{settings['problems']}', but there is no file {named}")
-    return named
-
-
-def _wrong(file: Path, what: str) -> RequestError:
-    return RequestError(f"{file}: metadata.code{'' if what.startswith('.') else ' '}{what}", problem_id="task-file")

@@ -16,30 +16,36 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from enum import StrEnum
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tunebook.evaluate.code.code_task import BUILDERS, CodeTask
+from tunebook.config.schema import CodeConfig, EvaluationConfig
+from tunebook.evaluate.code.code_task import BUILDERS, CodeTask, with_choice
 from tunebook.evaluate.results import mean_with_error
-from tunebook.evaluate.sandbox.client import check_programs, open_backend, run_programs
-from tunebook.evaluate.sandbox.limits import Limits
-from tunebook.evaluate.sandbox.protocol import Outcome, Program, Status
-from tunebook.evaluate.task_files import Task
+from tunebook.evaluate.sandbox.run import LIMITS, version
+from tunebook.evaluate.sandbox.start import Program, Status, open_sandbox, run_programs
+from tunebook.evaluate.task_files import Task, resolve_task
 from tunebook.files import atomic_write_text
 
 SAY_EVERY_S = 5.0
 MAX_PROGRAM_CHARS = 200_000  # a hundred times the longest answers
-UNPROTECTED = "WITHOUT a sandbox, as confirmed by confirm_run_unsafe_code"
 
 
-class Refused(StrEnum):
-    """Why a sample counts as wrong without being executed."""
+def check_code(evaluation: EvaluationConfig, tasks: Iterable[str]) -> None:
+    """Refuse code tasks that contradict `evaluation.code` or cannot be executed here. Raises: RequestError."""
+    require_sandbox([with_samples(resolve_task(task), evaluation.code) for task in tasks])
 
-    not_text = "not_text"
-    empty = "empty"
-    too_long = "too_long"
+
+def with_samples(task: Task, choice: CodeConfig) -> Task:
+    """Apply the configured samples to a code task. Raises: RequestError for a contradiction."""
+    return task if task.code is None else replace(task, code=with_choice(task.name, task.code, choice))
+
+
+def require_sandbox(tasks: Iterable[Task]) -> None:
+    """Refuse code tasks if no sandbox can execute programs. Raises: RequestError with the reason and the fix."""
+    if any(task.code is not None for task in tasks):
+        open_sandbox()
 
 
 @dataclass(kw_only=True)
@@ -53,7 +59,8 @@ class Sample:
     program: str | None  # None: there is none to execute
     test: str
     time_limit_s: float
-    status: str | None = None  # of `Refused`, or the sandbox's `Status`; None: not executed yet
+    # The sandbox's `Status`, or why it is not executed: not_text, empty, too_long; None: not executed yet
+    status: str | None = None
     message: str = ""
     last_lines: list[str] = field(default_factory=list)  # of the program's output
     seconds: float | None = None
@@ -63,25 +70,9 @@ class Sample:
         """Whether the sample counts as right."""
         return self.status == Status.passed
 
-    def take(self, outcome: Outcome) -> None:
-        """Store the sandbox's outcome."""
-        self.status, self.message = outcome.status.value, outcome.message
-        self.last_lines, self.seconds = outcome.last_lines, outcome.seconds
-
-    def as_program(self) -> Program:
-        """Return the program for the sandbox."""
-        assert self.program is not None
-        name = f"{self.task}/{self.problem}/{self.number}"
-        return Program(id=name, source=self.program, test=self.test, time_limit_s=self.time_limit_s)
-
 
 def judge_programs(
-    results: dict[str, Any],
-    tasks: Sequence[Task],
-    file: Path,
-    *,
-    confirm_run_unsafe_code: bool,
-    say: Callable[[str], None],
+    results: dict[str, Any], tasks: Sequence[Task], file: Path, *, say: Callable[[str], None]
 ) -> dict[str, Any] | None:
     """Execute the generated programs and score them in `results`; return the record, or None without code tasks.
 
@@ -93,7 +84,7 @@ def judge_programs(
     by_task = {name: collect_samples(name, code, results["samples"][name]) for name, code in codes.items()}
     samples = [sample for problems in by_task.values() for problem in problems for sample in problem]
     write_samples(samples, file)
-    execution = _execute(samples, confirm_run_unsafe_code, say)
+    execution = _execute(samples, say)
     write_samples(samples, file)
     scores = {name: _score(code, by_task[name]) for name, code in codes.items()}
     for name in codes:
@@ -101,31 +92,28 @@ def judge_programs(
     return {"execution": execution, "tasks": scores, "samples": file.name}
 
 
-def _execute(samples: Sequence[Sample], confirm_run_unsafe_code: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """Execute every program; return the sandbox's record and limits."""
-    waiting = [sample for sample in samples if sample.program is not None]
-    programs = [sample.as_program() for sample in waiting]
-    check_programs(programs)
+def _execute(samples: Sequence[Sample], say: Callable[[str], None]) -> dict[str, Any]:
+    """Execute every program; return which sandbox did, its limits and the time."""
+    waiting = [(sample, sample.program) for sample in samples if sample.program is not None]
+    programs = [
+        Program(
+            id=f"{one.task}/{one.problem}/{one.number}", source=source, test=one.test, time_limit_s=one.time_limit_s
+        )
+        for one, source in waiting
+    ]
     started = reported = time.monotonic()
-    num_done = 0
-
-    def report(outcome: Outcome) -> None:
-        nonlocal num_done, reported
-        num_done += 1
+    sandbox = open_sandbox()
+    say(f"{len(programs)} programs are executed in the sandbox: {sandbox.name}")
+    for num_done, ((sample, _), outcome) in enumerate(zip(waiting, run_programs(programs, sandbox), strict=True), 1):
+        sample.status, sample.message = outcome.status.value, outcome.message
+        sample.last_lines, sample.seconds = outcome.last_lines, outcome.seconds
         if time.monotonic() - reported >= SAY_EVERY_S:
             reported = time.monotonic()
             say(f"{num_done} of {len(programs)} programs executed")
-
-    with open_backend(confirm_run_unsafe_code=confirm_run_unsafe_code) as backend:
-        record = backend.record()
-        where = UNPROTECTED if backend.name == "unsafe" else f"in the sandbox: {backend.name}, wall: {record['wall']}"
-        say(f"{len(programs)} programs are executed {where}")
-        for sample, outcome in zip(waiting, run_programs(programs, backend, report=report), strict=True):
-            sample.take(outcome)
     seconds = time.monotonic() - started
     ended = ", ".join(f"{number} {status}" for status, number in count_statuses(samples).items())
     say(f"of {len(samples)} samples: {ended}; {seconds:.1f} s")
-    return record | {"limits": asdict(Limits()), "seconds": round(seconds, 1)}
+    return {"backend": sandbox.name, "runner_version": version(), "limits": LIMITS, "seconds": round(seconds, 1)}
 
 
 def _score(code: CodeTask, problems: Sequence[Sequence[Sample]]) -> dict[str, Any]:
@@ -200,13 +188,13 @@ def _sample(task: str, code: CodeTask, document: Mapping[str, Any], number: int,
     problem = document["doc"]
     status, message, program = None, "", None
     if not isinstance(answer, str):
-        status, message = Refused.not_text, f"the answer is {type(answer).__name__}, not text"
+        status, message = "not_text", f"the answer is {type(answer).__name__}, not text"
     else:
         program = BUILDERS[code.program](problem, answer)
         if not answer.strip() or not program.strip():
-            status, message = Refused.empty, "the answer holds no program"
+            status, message = "empty", "the answer holds no program"
         elif len(program) > MAX_PROGRAM_CHARS:
-            status, message = Refused.too_long, f"{len(program)} characters, and {MAX_PROGRAM_CHARS} are the most"
+            status, message = "too_long", f"{len(program)} characters, and {MAX_PROGRAM_CHARS} are the most"
     return Sample(
         task=task,
         problem=str(problem.get("task_id", document["doc_id"])),

@@ -238,7 +238,5 @@ def program_lines(before: dict[str, Any] | None, after: dict[str, Any] | None) -
 
 
 def _execution(execution: dict[str, Any]) -> str:
-    if execution["backend"] == "unsafe":
-        return "Executed without a sandbox, as confirmed by confirm_run_unsafe_code"
     where = "the sandbox service" if execution["backend"] == "service" else execution["backend"]
     return f"Executed in {where}, each with at most {execution['limits']['memory_bytes'] >> 20} MiB of memory"

@@ -1,4 +1,4 @@
-"""Attacks on the verdict: programs that do not solve the problem and say that they passed."""
+"""Attacks on the verdict. A program may cheat its own test (`passed`), but not change the verdict of the next one."""
 
 # Written as attackers would, not as this project does.
 # ruff: noqa: N818, PTH106, PTH113, PTH118, PTH202, PTH207
@@ -68,7 +68,7 @@ def print_success():
 def write_verdicts_everywhere(at_once=True):
     """Write verdicts, with a guessed nonce and without, to every descriptor that there is.
 
-    Stopped as failed, crashed, timed_out.
+    Stopped as failed, crashed, timed_out, passed.
     """
     import os
 
@@ -83,7 +83,7 @@ def write_verdicts_everywhere(at_once=True):
 def answer_for_the_test():
     """Send replies of its own ahead of every question.
 
-    Stopped as failed, timed_out.
+    Stopped as failed, timed_out, passed.
     """
     import os
 
@@ -99,7 +99,7 @@ def answer_for_the_test():
 def equal_to_everything():
     """Answer with something that is equal to whatever it is compared with.
 
-    Stopped as failed.
+    Stopped as failed, passed.
     """
 
     class Anything(int):
@@ -123,7 +123,7 @@ def equal_to_everything():
 def equal_object():
     """The same with an object that is no number.
 
-    Stopped as failed.
+    Stopped as failed, passed.
     """
 
     class Anything:
@@ -139,7 +139,7 @@ def equal_object():
 def any_of_the_library():
     """The same with the standard library's own.
 
-    Stopped as failed.
+    Stopped as failed, passed.
     """
     from unittest.mock import ANY
 
@@ -149,7 +149,7 @@ def any_of_the_library():
 def patch_builtins():
     """Change what the test is made of, for the case that it shares the process.
 
-    Stopped as failed.
+    Stopped as failed, passed.
     """
     import builtins
     import sys
@@ -170,7 +170,7 @@ def patch_builtins():
 def change_the_children(at_once=True):
     """Change everything of the sandbox that it finds in its process.
 
-    Stopped as failed, timed_out.
+    Stopped as failed, timed_out, passed.
     """
     import gc
     import sys
@@ -208,7 +208,7 @@ def delete_its_checker():
 def look_for_the_answer():
     """Look for the test, its answer and its nonce in every object and every frame of the process.
 
-    Stopped as failed.
+    Stopped as failed, passed.
     """
     import gc
     import sys
@@ -231,11 +231,10 @@ def forge_a_result():
 
     Stopped as failed.
     """
-    import glob
     import os
     import socket
 
-    for folder in ("/handover", *glob.glob("/tmp/tunebook-handover-*"), *glob.glob("/tmp/*/*/handover")):
+    for folder in ("/handover", "/closed/handover", "/closed", "/proc/1/cwd", "/proc/1/root/closed/handover"):
         name = os.path.join(folder, "runner.sock")
         for act, path in ((os.unlink, name), (os.listdir, folder), (os.rmdir, folder)):
             try:
@@ -256,7 +255,7 @@ def forge_a_result():
 def escape_through_a_value():
     """Hand the test values that would execute code, or be equal to everything, where they are unpacked.
 
-    Stopped as failed.
+    Stopped as failed, passed.
     """
     import os
 
@@ -279,10 +278,26 @@ def escape_through_a_value():
     return 0
 
 
+def say_that_the_sandbox_broke(at_once=True):
+    """Write a status of the sandbox's own into the report, and empty every file that it has.
+
+    Stopped as failed.
+    """
+    import os
+
+    for descriptor in range(256):
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, b'{"status": "broken", "message": ""}', 0)
+        except OSError:
+            continue
+    os._exit(0)
+
+
 def call_what_the_test_did_not_give():
     """Have the test's process call something of its own, of Python's, or its way to say that all passed.
 
-    Stopped as failed.
+    Stopped as failed, passed.
     """
     import os
 

@@ -272,6 +272,36 @@ def stop_the_parent():
     return stopped
 
 
+def limit_the_runner():
+    """Take away the time, files and priority of the process that judges, which has the same user.
+
+    Stopped as failed.
+    """
+    import ctypes
+    import os
+    import resource
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    changed = 0
+    for what in (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS, resource.RLIMIT_CPU):
+        try:
+            resource.prlimit(1, what, (1, 1))
+            changed = 42
+        except OSError:
+            continue
+    for change in (
+        lambda: os.sched_setaffinity(1, {0}),
+        lambda: os.sched_setscheduler(1, os.SCHED_IDLE, os.sched_param(0)),
+        lambda: os.setpriority(os.PRIO_PROCESS, 1, 19),
+    ):
+        try:
+            change()
+            changed = 42
+        except OSError:
+            continue
+    return changed if libc.syscall(251, 1, 1, 3 << 13) != 0 else 42
+
+
 def become_another_user():
     """Be root, or a neighbour.
 
