@@ -32,7 +32,7 @@ from lines import Line, largest_difference, read_lines, write_lines
 
 from tunebook.plan.draft import draft_run
 
-PATIENT = "launcher.start_timeout_s=7200"  # ranks that are ready wait for their turn before they meet
+PATIENT = "launcher.timeout_s=7200"  # ranks that are ready wait for their turn before they meet
 _COPIED = ("series", "recipe", "overrides", "model", "kind", "mode", "sizes", "layers", "accumulation", "seed",
            "weights", "data", "against", "unsaved", "warm_up_steps", "planned_then_gib",
            "planned_then_tokens_per_second")  # fmt: skip

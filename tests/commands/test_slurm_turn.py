@@ -13,8 +13,8 @@ from tunebook.commands import slurm_turn as turn
 from tunebook.commands.slurm_turn import carry_out_turn
 from tunebook.config.frozen import config_to_yaml
 from tunebook.errors import TunebookError
-from tunebook.launch.slurm import client
-from tunebook.launch.slurm.client import JobState
+from tunebook.launch import slurm as client
+from tunebook.launch.slurm import JobState
 from tunebook.record.manifest import read_manifest, start_manifest
 
 from ..conftest import config_of
@@ -23,7 +23,7 @@ from ..conftest import config_of
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A run's folder as its job finds it."""
-    words = ["launcher=slurm", "launcher.stop_timeout_s=60", "launcher.start_timeout_s=100"]
+    words = ["launcher=slurm", "launcher.stop_timeout_s=60"]
     config = config_of("quickstart", *words)
     run = tmp_path / "run"
     run.mkdir()

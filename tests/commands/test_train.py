@@ -82,17 +82,17 @@ def test_a_dry_run_shows_what_a_job_starts_in_containers(capsys: pytest.CaptureF
     for command in (check, ranks, after):
         assert command.startswith("srun --nodes 1 --ntasks 1 ")
         assert " docker run --rm " in command
-        assert " registry/x:1 -m tunebook.launch.node /runs/1 --endpoint '<address>:<port>'" in command
-    assert check.endswith("--evaluate contamination")
-    assert not ranks.endswith("--evaluate after")
-    assert after.endswith("--evaluate after")
+        assert " registry/x:1 -m tunebook." in command
+    assert check.endswith("--when contamination")
+    assert not ranks.endswith("--when after")
+    assert after.endswith("--when after")
     unchecked = [*image, "evaluation.contamination=disabled"]
     before, ranks = shown([*unchecked, "evaluation.before=true", "evaluation.after=false"], capsys)
-    assert before.endswith("--evaluate before")
-    assert "--evaluate" not in ranks
+    assert before.endswith("--when before")
+    assert "--when" not in ranks
     assert len(shown([*image, "evaluation=none"], capsys)) == 1
     before, _ = shown([*image, "evaluation.before=true", "evaluation.after=false"], capsys)
-    assert before.endswith("--evaluate before"), "which looks for contamination, too"
+    assert before.endswith("--when before"), "which looks for contamination, too"
 
 
 def test_a_dry_run_says_which_folder_its_containers_will_have_besides(
@@ -114,8 +114,8 @@ def test_a_dry_run_says_which_folder_its_containers_will_have_besides(
 def test_a_dry_run_shows_what_a_job_starts_on_several_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["hardware=cpu", "hardware.num_nodes=2", "hardware.gpus_per_node=1", "parallelism=ddp"]
     (ranks,) = shown(words, capsys)
-    assert ranks.startswith("srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --kill-on-bad-exit=0 ")
-    assert ranks.endswith("-m tunebook.launch.node /runs/1 --endpoint '<address>:<port>'")
+    assert ranks.startswith("srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --kill-on-bad-exit=1 ")
+    assert ranks.endswith("-m tunebook.launch.local /runs/1 --endpoint '<host>:<port>'")
     assert shown([], capsys) == []  # one node: the script says it all
 
 

@@ -17,7 +17,7 @@ from tunebook.config.frozen import TYPED_IN_KEY, config_to_yaml
 from tunebook.config.schema import SlurmConfig
 from tunebook.hardware.detect import Machine
 from tunebook.launch.commands import job_commands, launch_command
-from tunebook.launch.slurm.submit import job_script
+from tunebook.launch.slurm import job_script
 from tunebook.plan.draft import Draft, draft_json, draft_run
 
 NO_GPU = Machine(gpus=[], driver=None, num_cpus=8, host_memory_gib=32.0)

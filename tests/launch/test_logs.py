@@ -4,7 +4,15 @@ import signal
 
 import pytest
 
-from tunebook.launch.logs import first_failure, last_lines, make_logs, quote_log, rank_log, torchrun_log, where
+from tunebook.launch.logs import (
+    first_failure,
+    last_lines,
+    make_logs,
+    quote_log,
+    rank_log,
+    stuck_collective,
+    torchrun_log,
+)
 from tunebook.launch.supervise import Failure
 
 # As torch 2.13 prints it, shortened.
@@ -41,14 +49,14 @@ def folder(tmp_path):
 def test_the_first_failure_is_torchruns_root_cause(folder):
     assert first_failure(folder) is None
     torchrun_log(folder, 0).write_text("W1121 something else\n" + REPORT.format(rank=5, code=-9))
-    assert first_failure(folder) == Failure(rank=5, exit_code=-9)
+    assert first_failure(folder) == Failure(host="node1", rank=5, exit_code=-9)
 
 
 @pytest.mark.parametrize("codes", [(1, -9, -15), (-15, 1, -9)])
 def test_of_several_nodes_the_one_with_a_killed_rank_is_believed(folder, codes):
     for node, code in enumerate(codes):
         torchrun_log(folder, node).write_text(REPORT.format(rank=node, code=code))
-    assert first_failure(folder) == Failure(rank=codes.index(-9), exit_code=-9)
+    assert first_failure(folder) == Failure(host="node1", rank=codes.index(-9), exit_code=-9)
 
 
 def test_a_rank_that_was_ended_for_another_is_no_cause(folder):
@@ -62,7 +70,7 @@ def test_a_rank_that_was_ended_for_another_is_no_cause(folder):
     [(-9, "killed by SIGKILL (the system"), (-6, "killed by SIGABRT"), (3, "ended with exit code 3")],
 )
 def test_endings_in_words(code, words):
-    assert words in Failure(rank=0, exit_code=code).how
+    assert words in Failure(host="node1", rank=0, exit_code=code).how
 
 
 def test_the_last_lines_of_a_log(folder):
@@ -75,5 +83,5 @@ def test_the_last_lines_of_a_log(folder):
     assert last_lines(file) == []
 
 
-def test_a_rank_and_its_host():
-    assert (where(1, {1: "node2"}), where(1, {})) == ("rank 1 on node2", "rank 1")
+def test_without_a_record_of_collectives_there_is_no_summary(folder):
+    assert stuck_collective(folder) == ""

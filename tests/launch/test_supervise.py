@@ -197,3 +197,11 @@ def test_deepspeed_is_told_of_a_cpu_and_ninja_is_found_beside_python():
 def test_ranks_elsewhere_hear_where_models_are_and_nothing_of_other_programs():
     ours = {"HF_HOME": "/h", "HF_HUB_CACHE": "/hub", "TUNEBOOK_CACHE": "/c", "NCCL_DEBUG": "INFO"}
     assert handed_on(ours | {"AWS_SECRET": "x", "HOME": "/root"}) == ours
+
+
+def test_the_first_request_to_ranks_elsewhere_is_a_file(tmp_path):
+    stop_file = tmp_path / ".stop"
+    waits = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)"
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    end = run_and_wait([sys.executable, "-c", waits, str(stop_file)], os.environ, stop_file=stop_file)
+    assert (end.exit_code, end.stopped_by, stop_file.read_text()) == (0, "SIGTERM", "SIGTERM")

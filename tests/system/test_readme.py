@@ -38,7 +38,7 @@ EXPECTED = {
     "make help": "make TARGET",
     "make list": "llama2_70b_fsdp",
     "make train RECIPE=qwen3b_zero2 ARGS=--dry-run": "launch: ",
-    'make train RECIPE=qwen3b_zero2 WHERE=local ARGS="hardware.num_nodes=2 hardware': "tunebook.launch.node",
+    'make train RECIPE=qwen3b_zero2 WHERE=local ARGS="hardware.num_nodes=2 hardware': "--rdzv-endpoint",
     'make train RECIPE=qwen3b_zero2 WHERE=local ARGS="hardware.num_nodes=2 launcher=slurm': "#SBATCH --nodes=2",
     "make train RECIPE=dolly3b_ray_zero3_offload": "tunebook.launch.ray",
     "make plan RECIPE=qwen3b_zero2 ARGS=hardware": "Memory of each GPU",

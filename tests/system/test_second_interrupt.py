@@ -21,8 +21,8 @@ def hang(*_, **__):
 
 state, module = os.environ["HANG_IN"], sys.orig_argv[2:3]
 if state == "rendezvous" and os.environ.get("RANK") == "1":
-    import tunebook.launch.first_collective
-    tunebook.launch.first_collective.meet = hang
+    import tunebook.train.spread
+    tunebook.train.spread.join_ranks = hang
 elif state == "preparation" and module != ["tunebook.train"]:
     import tunebook.data.prepare
     tunebook.data.prepare.prepare = hang

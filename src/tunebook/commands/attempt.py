@@ -8,8 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -20,7 +19,6 @@ from rich.text import Text
 from tunebook.checkpoint.choose import same_command
 from tunebook.checkpoint.record import step_of
 from tunebook.checkpoint.verify import newest_checkpoint
-from tunebook.config.choices import LauncherName
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, DoesNotFitError, StoppedError, TunebookError
 from tunebook.evaluate.code.judging import check_code
@@ -29,11 +27,27 @@ from tunebook.evaluate.results import is_evaluated
 from tunebook.evaluate.resume import BEFORE, resume_command
 from tunebook.files import read_json
 from tunebook.hardware.disk import disk_full, is_disk_full
-from tunebook.launch.commands import evaluation_command, has_rendezvous, ranks_command, show_command
-from tunebook.launch.logs import first_failure, launcher_log, make_logs, quote_log, rank_log, torchrun_log, where
-from tunebook.launch.nodes import NodeGroup
+from tunebook.launch.commands import (
+    endpoint_of,
+    evaluation_command,
+    ranks_command,
+    show_command,
+    uses_other_machines,
+)
+from tunebook.launch.container import is_contained, remove_containers
+from tunebook.launch.local import START_FILE, announce_start, note_for_other_nodes
+from tunebook.launch.logs import (
+    first_failure,
+    last_text,
+    launch_logs,
+    launcher_log,
+    make_logs,
+    quote_log,
+    rank_log,
+    stuck_collective,
+    torchrun_log,
+)
 from tunebook.launch.resume import is_trained
-from tunebook.launch.slurm.container import is_contained, record_container, remove_containers
 from tunebook.launch.supervise import ProcessEnd, run_and_wait
 from tunebook.processes import ending
 from tunebook.record.answer_faults import fault_warnings
@@ -51,8 +65,8 @@ from tunebook.record.manifest import finish_manifest, state_of_exit_code
 from tunebook.record.metrics import is_training_line, read_metrics
 from tunebook.record.run_folder import (
     RUN_FILE,
+    STOP_FILE,
     Outcome,
-    clear_outcomes,
     has_outcome,
     noted_checkpoint,
     outcome_file,
@@ -74,10 +88,8 @@ class Attempt:
     folder: Path
     lock: int  # descriptor that locks the folder; the ranks keep it open
     console: Console
-    nodes: NodeGroup | None = None  # if the nodes know the port beforehand
     stopped_by: str | None = None
     stop_requests: Sequence[signal.Signals] = ()  # stop requests that arrived while no process ran to receive them
-    hosts: Mapping[int, str] = field(default_factory=dict)  # by rank
     clock: StartClock = field(default_factory=StartClock)  # of this process, until the ranks start
 
     def carry_out(self) -> int:
@@ -146,21 +158,12 @@ class Attempt:
         return end
 
     def _evaluate_in_container(self, when: str) -> ProcessEnd:
-        """Evaluate in a container, followed through a rendezvous like the ranks: it may outlive what started it."""
-        nodes = NodeGroup(self.config, is_evaluation=True)
-        launcher_log(self.folder).parent.mkdir(exist_ok=True)
-        command = evaluation_command(self.config, self.folder, nodes.endpoint, when)
+        command = evaluation_command(self.config, self.folder, when)
         show_command(command, self.console)
-
-        def exit_code() -> int:
-            return nodes.failed.exit_code if nodes.failed is not None else 0
-
-        end = self._run_on_nodes(command, nodes, exit_code)
-        if end.failure is not None or end.failed is not None:
-            self._quote(launcher_log(self.folder))
-        if end.failure is not None:
-            raise end.failure
-        return replace(end, exit_code=exit_code())
+        try:
+            return run_and_wait(command, os.environ, [self.lock])
+        finally:
+            remove_containers(self.config, self.folder)
 
     def _train(self) -> Outcome:
         """Launch the ranks and wait for them, unless an earlier attempt has finished training."""
@@ -169,8 +172,8 @@ class Attempt:
         self._refuse_if_stopped()
         end = self._start_ranks()
         self.stopped_by = end.stopped_by
-        for rank in end.lost_ranks[:1]:
-            self._quote(rank_log(self.folder, rank))
+        if summary := stuck_collective(self.folder):
+            print_text(summary, self.console)
         if not (self.folder / RUN_FILE).is_file():
             message = f"the run folder {self.folder} was removed while its run was active"
             raise TunebookError(message, problem_id="run-lost")
@@ -179,69 +182,50 @@ class Attempt:
         if end.stopped_by is not None and is_trained(self.folder, self.config) and self.config.evaluation.tasks:
             message = f"stopped by {end.stopped_by} after the last step, before the evaluation"
             raise StoppedError(f"{message}; {same_command(self.config)} resumes it", problem_id="stopped")
-        outcome = self._with_cause(self._read_outcomes(), end)
-        if end.notice is None or outcome.exit_code == 0:
-            return outcome
-        return replace(outcome, reason=f"{end.notice}. {outcome.reason}")
+        return self._with_cause(self._read_outcomes())
 
     def _start_ranks(self) -> ProcessEnd:
         config, folder = self.config, self.folder
+        is_elsewhere = uses_other_machines(config)
         note_launch(folder, self.clock)
-        ranks = world_size(config)
-        if has_rendezvous(config):
-            make_logs(folder)
-            return self._start_nodes()
-        command = ranks_command(config, folder)
+        make_logs(folder)
+        (folder / STOP_FILE).unlink(missing_ok=True)
+        announce_start(config, folder)
+        if (note := note_for_other_nodes(config)) is not None:
+            print_text(note, self.console)
+        command = ranks_command(config, folder, endpoint_of(config))
         show_command(command, self.console)
-        self.hosts = dict.fromkeys(range(ranks), socket.gethostname())
-        log = None
-        if ranks > 1:
-            make_logs(folder)
-            log = torchrun_log(folder, 0)
-        environment, timeout_s = rank_environment(config, os.environ), config.launcher.stop_timeout_s
-        return run_and_wait(command, environment, [self.lock], log=log, stop_timeout_s=timeout_s)
-
-    def _start_nodes(self) -> ProcessEnd:
-        """Start ranks on several nodes, in containers or through Ray."""
-        config, folder = self.config, self.folder
-        nodes = self.nodes or NodeGroup(config)
-        if config.launcher.name is LauncherName.ray:
-            nodes.on_start = lambda: clear_outcomes(folder)
-        command = ranks_command(config, folder, nodes.endpoint)
-        show_command(command, self.console)
-        end = self._run_on_nodes(command, nodes, lambda: self._read_outcomes().exit_code)
-        self.hosts = nodes.hosts
-        return end
-
-    def _run_on_nodes(self, command: list[str], nodes: NodeGroup, exit_code_of: Callable[[], int]) -> ProcessEnd:
-        config, folder = self.config, self.folder
-        if is_contained(config):
-            nodes.on_start = lambda: record_container(config, folder, nodes.members[0])
+        log = launcher_log(folder) if is_elsewhere else torchrun_log(folder, 0) if world_size(config) > 1 else None
         try:
-            return nodes.run(command, folder, exit_code_of=exit_code_of, keep_open=[self.lock])
+            return run_and_wait(
+                command,
+                os.environ if is_elsewhere else rank_environment(config, os.environ),
+                [self.lock],
+                log=log,
+                stop_timeout_s=config.launcher.stop_timeout_s,
+                stop_file=folder / STOP_FILE if is_elsewhere else None,
+            )
         finally:
+            (folder / START_FILE).unlink(missing_ok=True)
             remove_containers(config, folder)
 
     def _read_outcomes(self) -> Outcome:
         return read_outcomes(self.folder, world_size(self.config))
 
-    def _with_cause(self, outcome: Outcome, end: ProcessEnd) -> Outcome:
+    def _with_cause(self, outcome: Outcome) -> Outcome:
         """Add to an outcome what only the launcher knows: which rank failed, its host and its last output."""
-        reason = outcome.reason
-        if end.failure is not None:
-            message = reason if outcome.time is not None else "no rank could save"
-            return replace(outcome, reason=f"{end.failure.message}. {message}")
         if outcome.exit_code != 1:
             return outcome
-        rank, failed = outcome.rank, first_failure(self.folder) or end.failed
+        rank, reason, failed = outcome.rank, outcome.reason, first_failure(self.folder)
         if failed is not None and (failed.is_by_signal or outcome.time is None):
             rank = failed.rank
             reason = f"rank {rank} ended without recording a reason: {failed.how}"
         elif outcome.time is not None:  # silent ranks were ended because of this one
             reason = str(read_json(outcome_file(self.folder, rank))["reason"])
         self._quote(rank_log(self.folder, rank))
-        is_named = len(set(self.hosts.values())) < 2 or where(rank, self.hosts) in reason
-        return replace(outcome, reason=reason if is_named else f"{reason} [{where(rank, self.hosts)}]")
+        if failed is not None and self.config.hardware.num_nodes > 1:
+            reason = f"{reason} [{failed.where}]"
+        return replace(outcome, reason=reason)
 
     def _quote(self, log: Path) -> None:
         """Print the end of a log, which says more than the one sentence of a record."""
@@ -250,21 +234,20 @@ class Attempt:
 
     def _error_without_outcome(self, end: ProcessEnd) -> TunebookError:
         """Return the error for a training in which no rank could record how it ended."""
-        if end.failure is not None:
-            self._quote(launcher_log(self.folder))
-            return end.failure
-        if end.notice is not None:
-            return StoppedError(f"{end.notice}. {self._nothing_saved()}", problem_id="stopped")
         if end.stopped_by is not None:
             return StoppedError(f"stopped by {end.stopped_by} {self._progress()}", problem_id="stopped")
         # torchrun returns 1 for any exit code of its ranks, and a full disk may also prevent their records
         if end.exit_code == DoesNotFitError.exit_code or self._is_disk_full():
             return disk_full(self.folder)
-        failed = first_failure(self.folder) or end.failed
+        failed = first_failure(self.folder)
         code = failed.exit_code if failed is not None else end.exit_code
-        who = where(failed.rank, self.hosts) if failed is not None else "the training"
-        log = rank_log(self.folder, failed.rank) if failed is not None else torchrun_log(self.folder, 0)
-        self._quote(log)
+        logs = [rank_log(self.folder, failed.rank)] if failed is not None else launch_logs(self.folder)
+        for log in logs:
+            self._quote(log)
+        if any("RendezvousTimeoutError" in last_text(log) for log in logs):
+            limit = f"launcher.timeout_s={self.config.launcher.timeout_s}"
+            raise TunebookError(f"not every node joined within {limit}", problem_id="node-missing")
+        who = failed.where if failed is not None else "the launch of the ranks"
         message = f"{who} {ending(code)} and recorded no reason; its output is above, and in {self.folder / 'log.txt'}"
         if -code == signal.SIGKILL:
             message += ". A kill by signal 9 is most often the system's, which ran out of memory"
@@ -278,13 +261,6 @@ class Attempt:
         except OSError as error:
             return is_disk_full(error)
         return False
-
-    def _nothing_saved(self) -> str:
-        """Return the message if no rank finished a step in the available time."""
-        return (
-            f"No rank ended within that, or within launcher.stop_timeout_s={self.config.launcher.stop_timeout_s}, and "
-            f"nothing more was saved; {self._resume_command(newest_checkpoint(self.folder))}"
-        )
 
     def _resume_command(self, newest: Path | None) -> str:
         if newest is None:

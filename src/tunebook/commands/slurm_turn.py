@@ -13,15 +13,14 @@ from rich.console import Console
 
 from tunebook.checkpoint.verify import newest_checkpoint
 from tunebook.commands.attempt import Attempt
-from tunebook.config.frozen import load_config
 from tunebook.config.schema import SlurmConfig
-from tunebook.errors import RequestError, StoppedError, TunebookError
-from tunebook.launch.node_facts import folder_problem
+from tunebook.errors import StoppedError, TunebookError
+from tunebook.launch.local import load_shared_config
 from tunebook.launch.resume import is_trained
-from tunebook.launch.slurm.client import JobState, job_state, patiently, requeue
+from tunebook.launch.slurm import JobState, job_state, patiently, requeue
 from tunebook.record.manifest import RunState, read_manifest, update_manifest
 from tunebook.record.provenance import describe_hardware
-from tunebook.record.run_folder import RUN_FILE, clear_outcomes, working_in
+from tunebook.record.run_folder import clear_outcomes, working_in
 from tunebook.terminal import print_text
 
 _LOCK_WITHIN_S = 60.0  # the submitting process still locks the folder for a moment
@@ -33,9 +32,7 @@ def carry_out_turn(folder: Path, stop_requests: Sequence[signal.Signals] = ()) -
     """Run one turn of the job; return the run's exit code. No step has handled `stop_requests` yet."""
     console = Console(width=160)
     try:
-        if problem := folder_problem(folder):
-            raise RequestError(problem, problem_id="folder-not-shared")
-        config = load_config(folder / RUN_FILE)
+        config = load_shared_config(folder)
         assert isinstance(config.launcher, SlurmConfig)
         with working_in(folder, _LOCK_WITHIN_S) as lock:
             _begin(folder, is_done=is_trained(folder, config))

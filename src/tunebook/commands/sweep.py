@@ -18,7 +18,7 @@ from tunebook.config.override_text import command_words, shell_command
 from tunebook.config.schema import RayConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError, first_few
 from tunebook.hardware.detect import Machine, detect_machine
-from tunebook.launch.slurm.client import check_job
+from tunebook.launch.slurm import check_job
 from tunebook.plan.auto.decisions import asked_keys
 from tunebook.plan.draft import Draft, draft_run
 from tunebook.processes import own_cores

@@ -31,13 +31,11 @@ from tunebook.evaluate.fetch import require_tasks
 from tunebook.evaluate.sandbox.start import HANDOVER_VARIABLE, SERVICE_HANDOVER
 from tunebook.evaluate.task_files import check_tasks, resolve_task
 from tunebook.files import atomic_write_json, atomic_write_text
-from tunebook.launch.commands import JOB_SCRIPT, job_commands, launch_command, show_command
-from tunebook.launch.node import join_run
-from tunebook.launch.nodes import has_later_nodes, is_later_node, open_to_nodes
+from tunebook.launch.commands import is_later_node, job_commands, launch_command, show_command
+from tunebook.launch.container import is_contained
+from tunebook.launch.local import join_run
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
-from tunebook.launch.slurm.client import check_job
-from tunebook.launch.slurm.container import is_contained
-from tunebook.launch.slurm.submit import follow, job_script, refuse_if_queued, submit
+from tunebook.launch.slurm import JOB_SCRIPT, check_job, follow, job_script, refuse_if_queued, submit
 from tunebook.model.hub import why_no_upload
 from tunebook.model.load import check_model
 from tunebook.model.weights_fingerprint import weights_fingerprint
@@ -103,17 +101,16 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
     config, asked, clock = job.config, asked_keys(job.resolved.choices), clock or StartClock()
     show_decisions(job, console)
     require_runnable(job)
-    if is_later_node(config):
-        return join_run(config, console)
     if folder is not None:
         folder = folder.expanduser().absolute()
+    if is_later_node(config):
+        return join_run(config, folder, console)
+    if folder is not None:
         require_printable("--run-folder", folder)
         check_run_folder(config, folder, asked)
     check_outputs(folder or Path(config.outputs))
     clock.passed("checks")
     with ExitStack() as stack:
-        # Before anything is prepared: a port in use is reported at once, and nodes that join early get a reply.
-        nodes = open_to_nodes(config, console) if has_later_nodes(config) else None
         prepared = prepare_data(config, console)
         clock.passed("data")
         show_summary(prepared, console)
@@ -129,7 +126,7 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
         print_text(f"run folder: {folder}{_resume_note(config, folder, checkpoint)}", console)
         clock.passed("run_folder")
         if not isinstance(config.launcher, SlurmConfig):
-            attempt = Attempt(config=config, folder=folder, lock=lock, console=console, nodes=nodes, clock=clock)
+            attempt = Attempt(config=config, folder=folder, lock=lock, console=console, clock=clock)
             return attempt.carry_out()
         job_id = submit(config, folder, console)
     # The job holds the folder from here on.
@@ -163,7 +160,7 @@ def check_launcher(config: RunConfig) -> None:
     if isinstance(config.launcher, SlurmConfig):
         check_job(config)
     elif isinstance(config.launcher, RayConfig):
-        from tunebook.launch.ray.check import check_ray
+        from tunebook.launch.ray import check_ray
 
         check_ray(config)
 

@@ -331,17 +331,16 @@ class ScheduleConfig:
 
 @dataclass(kw_only=True)
 class LauncherConfig:
-    """What starts the ranks, and how long it waits for them."""
+    """What starts the ranks, and how long they wait for each other."""
 
     name: LauncherName = MISSING
-    timeout_s: int = number(1800, at_least=1)  # seconds a rank waits for the others in one collective
-    # Seconds until every node is there, then until the ranks meet: cold disks take minutes
-    start_timeout_s: int = number(600, at_least=1)
-    # Seconds ranks get to save and end when a node is lost, or Slurm or Ray takes one away
+    # Seconds until every node has joined, and that a rank waits for the others in one collective
+    timeout_s: int = number(600, at_least=1)
+    # Seconds ranks get to save and end when their launcher is lost, or Slurm or Ray takes a machine away
     stop_timeout_s: int = number(300, at_least=1)
     # launcher=local on several nodes: which this is; node 0 prepares, evaluates and keeps records
     node_rank: int = number(0, at_least=0)
-    master_address: str | None = None  # the same: node 0's name or address, as this node reaches it
+    master_address: str | None = None  # the same: node 0's name or address, as the other nodes reach it
     # The same: a port of node 0 that the other nodes can reach; 29400 is torchrun's usual one
     master_port: int = number(29400, at_least=1, at_most=65535)
 

@@ -1,12 +1,13 @@
 """Build the commands that start the ranks of a run, as argument lists. Pure functions; nothing runs here.
 
-On one node the command is `tunebook.train` for one rank, torchrun for several. On several nodes, the user or srun
-starts `tunebook.launch.node` on each; it joins the launcher and then starts torchrun. For Ray see `launch.ray`.
+One rank is `tunebook.train`; torchrun starts several. On several nodes torchrun's c10d rendezvous joins them: the user
+types the same command on each node, or srun starts `launch.local` on each, which becomes torchrun. Ray's workers start
+one rank each.
 """
 
 from __future__ import annotations
 
-import shlex
+import socket
 import sys
 from pathlib import Path
 
@@ -15,66 +16,80 @@ from rich.console import Console
 from tunebook.config.choices import LauncherName
 from tunebook.config.override_text import shell_command
 from tunebook.config.schema import RunConfig, SlurmConfig
-from tunebook.launch.slurm.client import submit_command
-from tunebook.launch.slurm.container import in_container, is_contained
+from tunebook.launch.container import in_container, is_contained
+from tunebook.launch.logs import torchrun_log
+from tunebook.launch.slurm import JOB_SCRIPT, output_pattern, submit_command
+from tunebook.processes import free_port
 from tunebook.record.contamination import CHECK, is_checked_by_evaluation, needs_check
 from tunebook.terminal import print_text
 
 _TRAIN = "tunebook.train"
 _RANK = "tunebook.launch.rank"  # tunebook.train plus what only several ranks need
-_NODE = "tunebook.launch.node"
+_NODE = "tunebook.launch.local"
 _EVALUATE = "tunebook.evaluate"
 _RAY = "tunebook.launch.ray"
-_SLURM_JOB = "tunebook.commands.slurm_job"
-JOB_SCRIPT = "job.sh"
 DIES_WITH_PARENT = "--dies-with-parent"
-ENDPOINT_LATER = "<address>:<port>"  # of the launcher, known once it listens
+ENDPOINT_LATER = "<host>:<port>"  # of the rendezvous, chosen in the job
 
 
 def launch_command(config: RunConfig, folder: Path) -> list[str]:
     """Return the command for the user's machine that launches a resolved configuration from its run folder."""
     if config.launcher.name is LauncherName.slurm:
         return submit_command(folder / JOB_SCRIPT)
-    return ranks_command(config, folder)
+    return ranks_command(config, folder, endpoint_of(config))
 
 
 def ranks_command(config: RunConfig, folder: Path, endpoint: str = ENDPOINT_LATER) -> list[str]:
-    """Return the command that starts every rank, in a Slurm job or not; `endpoint` is the launcher's."""
+    """Return the command that starts every rank, in a Slurm job or not; by hand, those of this node."""
     if config.launcher.name is LauncherName.ray:
-        return [sys.executable, "-m", _RAY, str(folder), "--endpoint", endpoint]
-    if not has_rendezvous(config):
-        return one_node_command(config, folder)
-    if isinstance(config.launcher, SlurmConfig):
-        return [*step_command(config), *in_container(config, folder, node_command(folder, endpoint, None))]
-    return node_command(folder, endpoint, config.launcher.node_rank)
+        return [sys.executable, "-m", _RAY, str(folder)]
+    if uses_srun(config):
+        node = [sys.executable, "-m", _NODE, str(folder), "--endpoint", endpoint]
+        return [*step_command(config, folder), *in_container(config, folder, node)]
+    return node_command(config, folder, endpoint, is_first=config.launcher.node_rank == 0)
 
 
-def has_rendezvous(config: RunConfig) -> bool:
-    """Whether processes on each node join the launcher: on several nodes, in containers, and under Ray."""
-    return config.hardware.num_nodes > 1 or is_contained(config) or config.launcher.name is LauncherName.ray
+def node_command(config: RunConfig, folder: Path, endpoint: str, *, is_first: bool) -> list[str]:
+    """Return the command for the ranks of one node: one process for one rank alone, torchrun for several.
 
-
-def one_node_command(config: RunConfig, folder: Path) -> list[str]:
-    """Return the command for one node: one process for one rank, torchrun for several."""
-    if config.hardware.gpus_per_node == 1:
+    The first node opens the port of the rendezvous at `endpoint`, in the form HOST:PORT.
+    """
+    hardware, timeout_s = config.hardware, config.launcher.timeout_s
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    ranks = ["--nproc-per-node", str(hardware.gpus_per_node), "-m", _RANK, str(folder)]
+    if hardware.num_nodes > 1:
+        limits = f"join_timeout={timeout_s},read_timeout={timeout_s},is_host={int(is_first)}"
+        return [
+            *[*torchrun, "--nnodes", str(hardware.num_nodes), "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint],
+            *["--rdzv-id", folder.name, "--rdzv-conf", limits, *ranks],
+        ]
+    if hardware.gpus_per_node == 1:
         return [sys.executable, "-m", _TRAIN, str(folder)]
-    return [
-        *[sys.executable, "-m", "torch.distributed.run", "--standalone"],
-        *["--nproc_per_node", str(config.hardware.gpus_per_node)],
-        *["-m", _RANK, str(folder)],
-    ]
+    return [*torchrun, "--standalone", *ranks]
 
 
-def torchrun_command(config: RunConfig, folder: Path, node: int, master_address: str, master_port: int) -> list[str]:
-    """Return the torchrun command of one node of several; the rendezvous of the ranks is on node 0."""
-    return [
-        *[sys.executable, "-m", "torch.distributed.run"],
-        *["--nnodes", str(config.hardware.num_nodes), "--node_rank", str(node)],
-        *["--nproc_per_node", str(config.hardware.gpus_per_node)],
-        *["--master_addr", master_address, "--master_port", str(master_port)],
-        *["--rdzv_conf", f"timeout={config.launcher.start_timeout_s}"],
-        *["-m", _RANK, str(folder)],
-    ]
+def endpoint_of(config: RunConfig) -> str:
+    """Return host and port of the rendezvous: the user's for nodes started by hand, else a free port of this host."""
+    launcher = config.launcher
+    if launcher.name is LauncherName.local:
+        return f"{launcher.master_address or socket.gethostname()}:{launcher.master_port}"
+    return f"{socket.gethostname()}:{free_port()}"
+
+
+def uses_srun(config: RunConfig) -> bool:
+    """Whether srun starts the ranks: in a Slurm job on several nodes or in containers."""
+    is_in_job = isinstance(config.launcher, SlurmConfig)
+    return is_in_job and (config.hardware.num_nodes > 1 or is_contained(config))
+
+
+def uses_other_machines(config: RunConfig) -> bool:
+    """Whether the ranks are out of reach of this process's signals: started by srun or by Ray."""
+    return uses_srun(config) or config.launcher.name is LauncherName.ray
+
+
+def is_later_node(config: RunConfig) -> bool:
+    """Whether this is a node of `launcher=local` that joins node 0."""
+    return config.launcher.name is LauncherName.local and config.launcher.node_rank > 0
 
 
 def rank_command(folder: Path) -> list[str]:
@@ -82,48 +97,40 @@ def rank_command(folder: Path) -> list[str]:
     return [sys.executable, "-m", _RANK, str(folder), DIES_WITH_PARENT]
 
 
-def node_command(folder: Path, endpoint: str, node: int | None) -> list[str]:
-    """Return the command for one node; without a number, the node takes its number from Slurm."""
-    number = [] if node is None else ["--node", str(node)]
-    return [sys.executable, "-m", _NODE, str(folder), "--endpoint", endpoint, *number]
-
-
-def evaluation_command(config: RunConfig, folder: Path, endpoint: str, when: str) -> list[str]:
+def evaluation_command(config: RunConfig, folder: Path, when: str) -> list[str]:
     """Return the command for an evaluation in a container on the first node of a Slurm job; the host may lack torch."""
-    inside = [*node_command(folder, endpoint, None), "--evaluate", when]
-    return [*step_command(config, 1), *in_container(config, folder, inside)]
-
-
-def evaluation_worker(folder: Path, when: str) -> list[str]:
-    """Return the command that a node runs in a container to evaluate a run."""
-    return [sys.executable, "-m", _EVALUATE, "--run", str(folder), "--when", when]
+    inside = [sys.executable, "-m", _EVALUATE, "--run", str(folder), "--when", when]
+    return [*step_command(config), *in_container(config, folder, inside)]
 
 
 def job_commands(config: RunConfig, folder: Path) -> list[list[str]]:
     """Return the commands that a Slurm job runs on its nodes in order; empty if the job's own process trains alone."""
-    if not has_rendezvous(config):
+    if not uses_srun(config):
         return []
     evaluation = config.evaluation
     is_evaluated_inside = bool(evaluation.tasks) and is_contained(config)
     commands = [ranks_command(config, folder)]
     if is_evaluated_inside and evaluation.before:
-        commands.insert(0, evaluation_command(config, folder, ENDPOINT_LATER, "before"))
+        commands.insert(0, evaluation_command(config, folder, "before"))
     if is_contained(config) and needs_check(config) and not is_checked_by_evaluation(config):
-        commands.insert(0, evaluation_command(config, folder, ENDPOINT_LATER, CHECK))
+        commands.insert(0, evaluation_command(config, folder, CHECK))
     if is_evaluated_inside and evaluation.after:
-        commands.append(evaluation_command(config, folder, ENDPOINT_LATER, "after"))
+        commands.append(evaluation_command(config, folder, "after"))
     return commands
 
 
-def step_command(config: RunConfig, num_nodes: int | None = None) -> list[str]:
-    """Return srun with one task per node. If one task fails, the launcher handles the others, so that they can save."""
-    nodes = str(num_nodes or config.hardware.num_nodes)
-    return ["srun", "--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1", "--kill-on-bad-exit=0"]
+def step_command(config: RunConfig, folder: Path | None = None) -> list[str]:
+    """Return srun with one task per node, which ends all nodes if one fails; without a folder, on one node.
 
-
-def job_body(folder: Path) -> str:
-    """Return the last line of a job script; `exec` makes Slurm's signals reach the launcher, not a shell."""
-    return f"exec {shlex.join([sys.executable, '-m', _SLURM_JOB, str(folder)])}"
+    With a folder, each node's torchrun writes its errors to a log of its own.
+    """
+    nodes = str(config.hardware.num_nodes if folder is not None else 1)
+    words = ["srun", "--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1", "--kill-on-bad-exit=1"]
+    return (
+        words
+        if folder is None
+        else [*words, f"--error={output_pattern(torchrun_log(folder, 0).parent, 'torchrun-%t.log')}"]
+    )
 
 
 def show_command(command: list[str], console: Console, what: str = "launch") -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import sys
 from pathlib import Path
 
 from tunebook.launch.supervise import Failure
+from tunebook.processes import ask
 
 LOG_FOLDER = "logs"
 _NUM_LAST_LINES = 8
 _LONGEST_TAIL = 16384
+_SUMMARY_WITHIN_S = 60.0
+_NUM_SUMMARY_LINES = 14
 # torchrun's report of the first rank to fail, the last part of its table (torch 2.10 to 2.13).
 _FIRST_FAILURE = re.compile(
-    r"Root Cause \(first observed failure\):.*?rank\s*: (\d+) \(local_rank: \d+\).*?exitcode\s*: (-?\d+)", re.DOTALL
+    r"Root Cause \(first observed failure\):.*?host\s*: (\S+).*?rank\s*: (\d+) \(local_rank: \d+\)"
+    r".*?exitcode\s*: (-?\d+)",
+    re.DOTALL,
 )
 
 
@@ -32,11 +37,21 @@ def launcher_log(folder: Path) -> Path:
     return folder / LOG_FOLDER / "launcher.log"
 
 
+def launch_logs(folder: Path) -> list[Path]:
+    """The logs of what started the ranks."""
+    return [*(folder / LOG_FOLDER).glob("launcher.log"), *sorted((folder / LOG_FOLDER).glob("torchrun-*.log"))]
+
+
+def flight_recorder_file(folder: Path) -> Path:
+    """The path of torch's records of collectives, which it writes at a time-out; torch appends the rank."""
+    return folder / LOG_FOLDER / "collectives-rank-"
+
+
 def make_logs(folder: Path) -> None:
     """Make the log folder, and remove logs of an earlier attempt."""
     logs = folder / LOG_FOLDER
     logs.mkdir(exist_ok=True)
-    for file in logs.glob("*.log"):
+    for file in logs.iterdir():
         file.unlink(missing_ok=True)
 
 
@@ -45,7 +60,7 @@ def first_failure(folder: Path) -> Failure | None:
     found = []
     for file in sorted((folder / LOG_FOLDER).glob("torchrun-*.log")):
         if match := _FIRST_FAILURE.search(file.read_text(errors="replace")):
-            found.append(Failure(rank=int(match[1]), exit_code=int(match[2])))
+            found.append(Failure(host=match[1], rank=int(match[2]), exit_code=int(match[3])))
     return min(found, key=lambda failure: (not failure.is_by_signal, failure.exit_code < 0), default=None)
 
 
@@ -72,6 +87,12 @@ def quote_log(file: Path, folder: Path) -> str:
     return f"the last lines of {file.relative_to(folder)}:\n{quoted}"
 
 
-def where(rank: int, hosts: Mapping[int, str]) -> str:
-    """Name a rank and its host."""
-    return f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
+def stuck_collective(folder: Path) -> str:
+    """Return torch's summary of the collective in which ranks were missing at a time-out; empty without a record."""
+    file = flight_recorder_file(folder)
+    if not any(file.parent.glob(f"{file.name}*")):
+        return ""
+    program = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
+    words = [str(file.parent), "--prefix", file.name, "--allow-incomplete-ranks"]
+    lines = ask([*program, *words], timeout_s=_SUMMARY_WITHIN_S).errors.splitlines()  # it logs
+    return "\n".join(["torch's record of the collectives:", *(f"    {line}" for line in lines[:_NUM_SUMMARY_LINES])])

@@ -2,7 +2,8 @@
 
 The command gets its own process group. So Ctrl-C in a terminal reaches it only through this process, once and at the
 right process. Stop requests bypass torchrun, which would give its ranks 30 seconds and then kill them: too short to
-save a large model. If a launcher dies, the kernel asks its processes to stop.
+save a large model. Ranks on other machines, started by srun or Ray, get the first request by a file in the run folder.
+If a launcher dies, the kernel asks its processes to stop.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from tunebook.errors import TunebookError
 from tunebook.processes import (
     RequestCount,
     adopting_orphans,
@@ -41,11 +41,17 @@ class Failure:
 
     rank: int
     exit_code: int  # negative: killed by that signal
+    host: str
 
     @property
     def is_by_signal(self) -> bool:
         """Whether an outside signal killed it. SIGTERM does not count: it ends ranks after another rank's failure."""
         return self.exit_code < 0 and self.exit_code != -signal.SIGTERM
+
+    @property
+    def where(self) -> str:
+        """The rank and its host."""
+        return f"rank {self.rank} on {self.host}"
 
     @property
     def how(self) -> str:
@@ -64,10 +70,6 @@ class ProcessEnd:
 
     exit_code: int  # negative: killed by that signal
     stopped_by: str | None  # the first stop request received while it ran
-    failed: Failure | None = None  # the rank that failed first, if the launcher of the ranks reports it
-    failure: TunebookError | None = None  # why the launcher ended it: a node never joined, or was lost
-    lost_ranks: tuple[int, ...] = ()  # of a lost node
-    notice: str | None = None  # which machines were about to be removed, and when
 
 
 def run_and_wait(
@@ -77,16 +79,20 @@ def run_and_wait(
     *,
     log: Path | None = None,
     stop_timeout_s: float = 60,
+    stop_file: Path | None = None,
 ) -> ProcessEnd:
     """Run a command until it ends. The file descriptors `keep_open` stay open in it; `log` receives its standard error.
 
-    Processes that it leaves behind get `stop_timeout_s` to save and end, and are then killed.
+    With `stop_file`, the first stop request is written there, and the command itself gets the second one. Processes
+    that the command leaves behind get `stop_timeout_s` to save and end, and are then killed.
     """
     started: Started | None = None
     early: list[signal.Signals] = []  # requests that came before the command ran
 
     def hand_on(number: signal.Signals) -> None:
-        if started is None:
+        if stop_file is not None and not requests.is_urgent:
+            stop_file.write_text(str(requests.first))
+        elif started is None:
             early.append(number)
         else:
             started.send(number)

@@ -17,7 +17,7 @@ from tunebook.checkpoint.verify import newest_checkpoint
 from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, TunebookError
 from tunebook.files import atomic_write_json, atomic_write_text, read_json
-from tunebook.launch.slurm.client import option_words, output_pattern, requeue, script_text, slurm, submit_script
+from tunebook.launch.slurm import option_words, output_pattern, requeue, script_text, slurm, submit_script
 from tunebook.sweep.study import Study, read_sweep
 from tunebook.sweep.table import sweep_exit_code
 from tunebook.sweep.trials import CommandOf, Slot, TrialStopRequests, run_trials, train_command

@@ -17,13 +17,14 @@ def main() -> int:
     outlive_readers()
     clock = StartClock(process_begun())
     clock.passed("start_python")
-    request = StopRequest()
+    folder = Path(sys.argv[1])
+    request = StopRequest(folder)
     with request.listening():
         with importing_libraries():  # takes seconds, during which a request to stop must not be lost
             from tunebook.train.run import run_rank
 
         clock.passed("import_libraries")
-        code = run_rank(Path(sys.argv[1]), request, clock)
+        code = run_rank(folder, request, clock)
     for number in StopRequest.signals:
         signal.signal(number, signal.SIG_IGN)  # nothing is left to stop, and the outcome is written
     # torchrun must not get an exit code that all ranks agreed on: it would call it a failure and kill slower ranks.

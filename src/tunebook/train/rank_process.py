@@ -1,7 +1,7 @@
 """A rank's process: how it starts, how it is asked to stop, and how it ends. Imports nothing heavy.
 
-Ctrl-C, SIGTERM and Slurm's SIGUSR1 ask a rank to finish the step, save and end with exit code 6. The handler only
-records the request: ranks are in the middle of collectives, so they agree at the end of a step.
+Ctrl-C, SIGTERM, Slurm's SIGUSR1 and a file in the run folder ask a rank to finish the step, save and end with exit code
+6. The request is only recorded: ranks are in the middle of collectives, so they agree at the end of a step.
 """
 
 from __future__ import annotations
@@ -15,24 +15,39 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from tunebook.errors import InvalidTrainingError, StoppedError
 from tunebook.processes import handling_signals
+from tunebook.record.run_folder import STOP_FILE
 
 # Exit codes of endings that all ranks reach together.
 AGREED_ENDINGS = (0, StoppedError.exit_code, InvalidTrainingError.exit_code)
+_READ_EVERY_S = 1.0  # of the file, which may be on a network file system
 _SEEN_WITHIN_S = 2.0  # torchrun polls its processes ten times a second
 
 
 class StopRequest:
-    """Whether this process has been asked to stop, and by which signal."""
+    """Whether this process has been asked to stop: by a signal, or by a file in `folder` if one is given."""
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
-    def __init__(self) -> None:
-        self.name: str | None = None
+    def __init__(self, folder: Path | None = None) -> None:
+        self._name: str | None = None
+        self._file = None if folder is None else folder / STOP_FILE
+        self._read_at = float("-inf")
+
+    @property
+    def name(self) -> str | None:
+        """What asked this process to stop; None if nothing did."""
+        now = time.monotonic()
+        if self._name is None and self._file is not None and now - self._read_at > _READ_EVERY_S:
+            self._read_at = now
+            with suppress(OSError):
+                self._name = self._file.read_text().strip() or None
+        return self._name
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -45,9 +60,9 @@ class StopRequest:
             yield
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self.name is not None and number == signal.SIGINT:
+        if self._name is not None and number == signal.SIGINT:
             raise KeyboardInterrupt  # the user asked twice: stop now, without saving
-        self.name = signal.Signals(number).name
+        self._name = signal.Signals(number).name
 
 
 @contextmanager

@@ -153,17 +153,15 @@ def one_rank(
     return losses
 
 
+def host_of(process: int) -> str:
+    """The name of the host that a process runs on."""
+    words = ["nsenter", f"--target={process}", "--uts", "hostname"]
+    return subprocess.run(words, capture_output=True, text=True).stdout.strip()
+
+
 def train_words(outputs: Path, *overrides: str, steps: int = 400) -> list[str]:
     """The quickstart without its evaluation, some steps of it; a step is the same however many follow."""
     return [
         *["tunebook", "train", "quickstart", "evaluation=none", f"training.max_steps={steps}", f"outputs={outputs}"],
         *["schedule=constant", "packing=padded", "training.micro_batch_size=1", *overrides],
     ]
-
-
-def fault(folder: Path, rank: int, program: str) -> dict[str, str]:
-    """Let something go wrong in one rank as soon as it starts; what to add to the environment."""
-    lines = ["import os", f"if os.environ.get('RANK') == '{rank}':", *(f"    {line}" for line in program.splitlines())]
-    (folder / "sitecustomize.py").write_text("\n".join(lines))  # Python imports it by itself
-    inherited = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": f"{folder}:{inherited}" if inherited else str(folder)}

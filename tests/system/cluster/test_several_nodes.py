@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
-import socket
 import subprocess
 import time
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import fault, ranks_of, train_words
+from .conftest import at_work, host_of, ranks_of, train_words
 
-ON_TWO = ("hardware=cpu", "parallelism=ddp", "hardware.num_nodes=2", "launcher.stop_timeout_s=20")
+ON_TWO = ("hardware=cpu", "parallelism=ddp", "hardware.num_nodes=2", "launcher.timeout_s=60")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +38,13 @@ class Pair:
 def start_pair(hosts, start, tmp_path):
     """Type the same on both hosts."""
 
-    def begin(*overrides, second=(), ranks=1, steps=400, **environment):
+    def begin(*overrides, second=(), on_second=None, ranks=1, steps=400):
         outputs = tmp_path / "outputs"
         words = train_words(outputs, *ON_TWO, f"hardware.gpus_per_node={ranks}", *overrides, steps=steps)
         later = [*words, "launcher.node_rank=1", "launcher.master_address=node3", *second]
         return Pair(
-            first=start(hosts("node3", words), **environment),
-            second=start(hosts("node4", later), **environment),
+            first=start(hosts("node3", words)),
+            second=start(hosts("node4", later), **(on_second or {})),
             folder=outputs / "quickstart" / "latest",
         )
 
@@ -58,7 +58,7 @@ def test_two_hosts_of_two_ranks_take_the_steps_of_one_rank(start_pair, read_run,
     run = read_run(pair.folder)
     assert run.losses == pytest.approx(one_rank, rel=1e-5)
     assert run.status["state"] == "finished"
-    assert "launcher.node_rank=1 launcher.master_address=node3" in first.output
+    assert "launcher.node_rank=N launcher.master_address=node3" in first.output
     assert "node 1: starts its ranks" in second.output
     leaves_nothing()
 
@@ -67,52 +67,49 @@ def test_a_rank_that_is_killed_ends_the_run_on_both_and_is_named(start_pair, rea
     pair = start_pair("training.save_every_steps=2")
     pair.wait_for_steps(read_run, 4)
     (pair.folder / "logs" / "rank-1.log").write_text("the last thing it said\n")
-    os.kill(ranks_of(pair.folder.resolve())[1], signal.SIGKILL)
+    process = ranks_of(pair.folder.resolve())[1]
+    host = host_of(process)  # torchrun decides
+    os.kill(process, signal.SIGKILL)
     first, second = pair.wait()
     assert (first.exit_code, second.exit_code) == (1, 1), first.output + second.output
     reason = read_run(pair.folder).status["reason"]
     assert "rank 1 ended without recording a reason: it was killed by SIGKILL" in reason
-    assert "[rank 1 on node4]" in reason
-    assert "rank 1 on node4" in first.output
+    assert f"[rank 1 on {host}]" in reason
     assert "the last lines of logs/rank-1.log:\n    the last thing it said" in first.output
     leaves_nothing()
 
 
-def test_a_node_that_is_killed_is_named_and_the_run_goes_on_later(start_pair, read_run, leaves_nothing):
-    pair = start_pair()
-    pair.wait_for_steps(read_run, 3)
-    (pair.folder / "logs" / "rank-1.log").write_text("the last thing it said\n")
-    pair.second.process.kill()
-    first = pair.first.wait(120)
-    assert first.exit_code == 6, first.output
-    assert "node 1 (node4) was lost with rank 1" in first.output
-    assert "the last lines of logs/rank-1.log:\n    the last thing it said" in first.output
-    stopped = read_run(pair.folder)
-    assert stopped.status["state"] == "stopped"
-    assert stopped.checkpoints
-    leaves_nothing()
-
-
-def test_after_a_killed_head_nothing_runs_on_and_the_same_command_goes_on(start_pair, read_run, leaves_nothing):
-    pair = start_pair(steps=60)
-    pair.wait_for_steps(read_run, 3)
-    pair.first.process.kill()
-    second = pair.second.wait(120)
-    assert second.exit_code == 6, second.output
-    assert "the launcher on node 0 was lost; stopped by SIGTERM after step" in second.output
+@pytest.mark.parametrize("lost", ["node3", "node4"])
+def test_after_a_node_is_killed_the_other_ends_and_the_same_command_resumes(start_pair, read_run, leaves_nothing, lost):
+    pair = start_pair("training.save_every_steps=2", steps=60)
+    pair.wait_for_steps(read_run, 5)
+    for process in at_work(pair.folder.resolve().parents[1]):
+        if host_of(process) == lost:
+            os.kill(process, signal.SIGKILL)
+    ended = (pair.second if lost == "node3" else pair.first).wait(120)
+    assert ended.exit_code == 1, ended.output
     leaves_nothing()
     killed = read_run(pair.folder)
-    assert killed.status["state"] == "running"
-    assert killed.checkpoints  # the ranks saved before they left
-    pair = start_pair(steps=60)
+    assert killed.checkpoints
+    pair = start_pair("training.save_every_steps=2", steps=60)
     first, second = pair.wait(150)
     assert (first.exit_code, second.exit_code) == (0, 0), first.output + second.output
-    assert f"resuming from {killed.folder}" in first.output
+    assert f"resuming from {killed.folder}" in "".join(first.output.splitlines())
     assert len(read_run(pair.folder).losses) == 60
 
 
+def test_a_rank_that_stands_still_ends_the_run_in_time(start_pair, read_run, leaves_nothing):
+    pair = start_pair("launcher.timeout_s=20")
+    pair.wait_for_steps(read_run, 3)
+    os.kill(ranks_of(pair.folder.resolve())[1], signal.SIGSTOP)
+    first, second = pair.wait(150)
+    assert (first.exit_code, second.exit_code) == (1, 1), first.output + second.output
+    assert read_run(pair.folder).status["state"] == "failed"
+    leaves_nothing()
+
+
 def test_a_cable_that_is_cut_ends_the_run_on_both_sides(start_pair, read_run, leaves_nothing):
-    pair = start_pair("launcher.stop_timeout_s=5")
+    pair = start_pair("launcher.timeout_s=20")
     pair.wait_for_steps(read_run, 3)
     cable = ["ip", "-n", "tb-node4", "link", "set", "eth0"]
     subprocess.run([*cable, "down"], check=True)
@@ -121,7 +118,6 @@ def test_a_cable_that_is_cut_ends_the_run_on_both_sides(start_pair, read_run, le
     finally:
         subprocess.run([*cable, "up"], check=True)
     assert (first.exit_code, second.exit_code) == (1, 1), first.output + second.output
-    assert "node 1 (node4) was lost" in first.output
     leaves_nothing()
 
 
@@ -138,63 +134,27 @@ def test_ctrl_c_on_any_node_saves_on_all(start_pair, read_run, leaves_nothing):
     leaves_nothing()
 
 
-def test_a_node_that_does_not_come_up_is_named_in_time(hosts, run, tmp_path, leaves_nothing):
-    words = train_words(tmp_path, *ON_TWO, "hardware.gpus_per_node=1", "launcher.start_timeout_s=20")
-    ended = run(hosts("node3", words), timeout_s=60)
+def test_a_node_that_does_not_come_up_ends_the_run_in_time(hosts, run, tmp_path, leaves_nothing):
+    words = train_words(tmp_path, *ON_TWO, "hardware.gpus_per_node=1", "launcher.timeout_s=20")
+    ended = run(hosts("node3", words), timeout_s=90)
     assert ended.exit_code == 1, ended.output
-    assert "node 1 of 2 nodes has not joined within 20 s (launcher.start_timeout_s)" in ended.output
+    assert "not every node joined within launcher.timeout_s=20" in ended.output
     leaves_nothing(2)
 
 
-@pytest.mark.parametrize(
-    ("address", "why"), [("node3", "Connection refused"), ("10.213.77.99", "No route to host")], ids=["head", "host"]
-)
-def test_a_node_whose_head_is_not_there_says_so_in_time(hosts, run, tmp_path, leaves_nothing, address, why):
-    later = ("launcher.node_rank=1", f"launcher.master_address={address}", "launcher.start_timeout_s=3")
+def test_a_node_without_the_first_one_ends_in_time(hosts, run, tmp_path, leaves_nothing):
+    later = ("launcher.node_rank=1", "launcher.master_address=node3", "launcher.timeout_s=3")
     ended = run(hosts("node4", train_words(tmp_path, *ON_TWO, "hardware.gpus_per_node=1", *later)), timeout_s=60)
     assert ended.exit_code == 1, ended.output
-    assert (
-        f"no launcher answers at {address}:29400 within 3 s (launcher.start_timeout_s): {address}: {why}"
-        in ended.output
-    )
+    assert "node 0 has started no run of this configuration" in ended.output
     leaves_nothing(2)
 
 
-def test_a_port_in_use_is_said_before_anything_is_prepared(run, tmp_path):
-    with socket.create_server(("", 0)) as other:
-        port = other.getsockname()[1]
-        words = train_words(tmp_path, *ON_TWO, "hardware.gpus_per_node=1", f"launcher.master_port={port}")
-        ended = run(words, timeout_s=60)
-    assert ended.exit_code == 2, ended.output
-    assert f"launcher.master_port={port}: Address already in use" in ended.output
-    assert f"Try launcher.master_port={port + 1}" in ended.output
-    assert not (tmp_path / "quickstart").exists()
-
-
-def test_nodes_that_were_asked_for_different_runs_do_not_start(start_pair, leaves_nothing):
-    first, second = start_pair(second=("training.seed=1",)).wait()
-    assert (first.exit_code, second.exit_code) == (2, 2), first.output + second.output
-    for ended in (first, second):
-        assert "node 1 (node4) was started for another run" in ended.output
+def test_a_node_with_another_checkout_is_named(start_pair, project_root, tmp_path, leaves_nothing):
+    other = tmp_path / "src"
+    shutil.copytree(project_root / "src", other)
+    (other / "tunebook" / "errors.py").open("a").write("# changed\n")
+    first, second = start_pair("launcher.timeout_s=20", on_second={"PYTHONPATH": str(other)}).wait()
+    assert (first.exit_code, second.exit_code) == (1, 2), first.output + second.output
+    assert "node4 has different code than node 0" in " ".join(second.output.split())
     leaves_nothing(2)
-
-
-@pytest.mark.parametrize(
-    ("program", "says"),
-    [
-        ("import time; time.sleep(600)", "rank 1 did not connect"),
-        (
-            "import time\nimport torch.distributed as d\nd.all_reduce = lambda *a: time.sleep(600)",
-            "no data arrives",
-        ),
-    ],
-    ids=["never-arrives", "first-collective-hangs"],
-)
-def test_a_hang_before_the_first_step_ends_in_time(start_pair, read_run, tmp_path, leaves_nothing, program, says):
-    pair = start_pair("launcher.start_timeout_s=40", **fault(tmp_path, 1, program))
-    first, second = pair.wait(150)
-    assert (first.exit_code, second.exit_code) == (1, 1), first.output + second.output
-    reason = read_run(pair.folder).status["reason"]
-    assert "waited 40 s (launcher.start_timeout_s) for the first collective" in reason
-    assert says in reason
-    leaves_nothing()

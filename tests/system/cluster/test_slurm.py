@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import at_work, fault, ranks_of, train_words
+from .conftest import at_work, host_of, ranks_of, train_words
 
 ON_TWO = (
     *("hardware=cpu", "parallelism=ddp", "hardware.num_nodes=2", "hardware.gpus_per_node=1"),
-    *("launcher=slurm", "launcher.stop_timeout_s=20"),
+    *("launcher=slurm", "launcher.stop_timeout_s=20", "launcher.timeout_s=60"),
 )
 
 
@@ -33,16 +33,6 @@ def start_job(start, slurm, tmp_path):
 
 def wait_for_steps(running, read_run, folder, count, timeout_s=180):
     running.wait_for(lambda: folder.exists() and len(read_run(folder).losses) >= count, timeout_s)
-
-
-def agent_of(folder, node):
-    """The process of a node's part of a run."""
-    for process, words in at_work(folder).items():
-        if " -m tunebook.launch.node " in words and "srun" not in words:
-            variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-            if f"SLURM_NODEID={node}".encode() in variables:
-                return process
-    raise AssertionError(f"node {node} is not at work")
 
 
 def test_a_submitted_job_takes_the_steps_of_one_rank_and_evaluates(
@@ -125,40 +115,45 @@ def test_ctrl_c_lets_the_job_save_and_does_not_requeue_it(start_job, in_slurm, r
     leaves_nothing()
 
 
-def test_a_rank_that_is_killed_is_named_with_its_node(start_job, read_run, leaves_nothing):
-    running, folder = start_job()
-    wait_for_steps(running, read_run, folder, 3)
-    os.kill(ranks_of(folder.resolve())[1], signal.SIGKILL)
+def test_a_rank_that_is_killed_is_named_with_its_node_and_the_same_command_resumes(start_job, read_run, leaves_nothing):
+    running, folder = start_job("training.save_every_steps=2", steps=60)
+    wait_for_steps(running, read_run, folder, 5)
+    process = ranks_of(folder.resolve())[1]
+    host = host_of(process)
+    os.kill(process, signal.SIGKILL)
     ended = running.wait(150)
     assert ended.exit_code == 1, ended.output
-    reason = read_run(folder).status["reason"]
+    killed = read_run(folder)
+    reason = killed.status["reason"]
     assert "rank 1 ended without recording a reason: it was killed by SIGKILL" in reason
-    assert "[rank 1 on node2]" in reason
+    assert f"[rank 1 on {host}]" in reason
     assert reason in ended.output
     leaves_nothing()
+    running, folder = start_job("training.save_every_steps=2", steps=60)
+    ended = running.wait(150)
+    assert ended.exit_code == 0, ended.output
+    assert read_run(folder).folder == killed.folder
+    assert len(read_run(folder).losses) == 60
 
 
-def test_a_node_whose_part_is_killed_is_named_and_the_others_save(start_job, read_run, leaves_nothing):
+def test_a_node_whose_processes_are_killed_ends_the_job(start_job, read_run, leaves_nothing):
     running, folder = start_job()
     wait_for_steps(running, read_run, folder, 3)
-    os.kill(agent_of(folder.resolve(), 1), signal.SIGKILL)
+    for process in at_work(folder.resolve()):
+        if host_of(process) == "node2":
+            os.kill(process, signal.SIGKILL)
     ended = running.wait(150)
-    assert ended.exit_code == 6, ended.output
-    stopped = read_run(folder)
-    assert "node 1 (node2) was lost with rank 1" in stopped.status["reason"]
-    assert stopped.checkpoints
+    assert ended.exit_code == 1, ended.output
+    assert read_run(folder).status["state"] == "failed"
     leaves_nothing()
 
 
-def test_a_hang_in_the_first_collective_ends_the_job_in_time(start_job, read_run, tmp_path, leaves_nothing):
-    program = "import time\nimport torch.distributed as d\nd.all_reduce = lambda *a: time.sleep(600)"
-    running, folder = start_job("launcher.start_timeout_s=40", **fault(tmp_path, 1, program))
+def test_a_rank_that_stands_still_ends_the_job_in_time(start_job, read_run, leaves_nothing):
+    running, folder = start_job("launcher.timeout_s=20")
+    wait_for_steps(running, read_run, folder, 3)
+    os.kill(ranks_of(folder.resolve())[1], signal.SIGSTOP)
     ended = running.wait(150)
     assert ended.exit_code == 1, ended.output
-    reason = read_run(folder).status["reason"]
-    assert re.search(r"rank [01] on node[12] waited 40 s \(launcher.start_timeout_s\) for the first collective", reason)
-    assert "no data arrives" in reason
-    assert re.search(r"the last lines of logs/rank-[01].log:\n", ended.output)
     leaves_nothing()
 
 
@@ -179,11 +174,11 @@ def test_a_node_that_does_not_come_up_ends_the_job_in_time(start_job, in_slurm, 
                                                            leaves_nothing):  # fmt: skip
     os.kill(int(Path("/run/tunebook-ci-slurm/slurmd-node2.pid").read_text()), signal.SIGKILL)
     try:
-        running, folder = start_job("launcher.start_timeout_s=20")
+        running, folder = start_job("launcher.timeout_s=20")
         ended = running.wait(150)
     finally:
         subprocess.run([project_root / ".ci" / "slurm", "start", "node2"], check=True, env=os.environ | slurm)
     assert ended.exit_code == 1, ended.output
-    assert re.search(r"node 1 \(node2\) of 2 nodes ha(s|ve) not joined", read_run(folder).status["reason"])
-    assert "failed on node node2" in ended.output
+    assert read_run(folder).status["state"] == "failed"
+    assert "node2" in ended.output
     leaves_nothing()

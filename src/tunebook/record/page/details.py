@@ -44,7 +44,6 @@ _START_PHASES = {
         "start_python": "Python",
         "import_torch": "torch imported",  # of runs before the libraries were imported in one phase
         "import_libraries": "libraries imported",
-        "meet": "rendezvous of all ranks",
         "data": "data opened, batches assigned",
         "model": "model built",
         "join_ranks": "GPU and process group",

@@ -4,15 +4,16 @@ import socket
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tunebook.errors import RequestError, RulesError
-from tunebook.launch.ray import check
-from tunebook.launch.ray.__main__ import runtime_env
-from tunebook.launch.ray.check import check_ray, cluster_resources, worker_resources
+from tunebook.launch import ray as check
+from tunebook.launch.ray import check_ray, cluster_resources, runtime_env, worker_resources
+from tunebook.train.rank_process import StopRequest
 
-from ...conftest import config_of
+from ..conftest import config_of
 
 
 @pytest.fixture
@@ -141,3 +142,22 @@ def test_the_runtime_environment(monkeypatch):
     assert runtime_env(settings) == {"env_vars": {"HF_TOKEN": "t", "NCCL_DEBUG": "INFO"}, "pip": ["x==1"]}
     settings = config_of("quickstart", "launcher=ray", "launcher.ship_code=true").launcher
     assert runtime_env(settings)["py_modules"][0].endswith("/tunebook")
+
+
+def test_a_preemption_notice_asks_the_ranks_to_stop(monkeypatch, tmp_path):
+    monkeypatch.setattr(check, "_ASK_EVERY_S", 0.0)
+    answers = [None, SimpleNamespace(preempted_ranks=[2, 3])]
+    watch = check.NoticeWatch(lambda: answers.pop(0), tmp_path / ".stop")
+    watch.run()
+    assert watch.has_come
+    assert StopRequest(tmp_path).name == "a preemption notice for rank 2, 3"
+
+
+def test_an_end_of_ray_is_no_notice(tmp_path):
+    def ask():
+        raise RuntimeError("the actor died")
+
+    watch = check.NoticeWatch(ask, tmp_path / ".stop")
+    watch.run()
+    assert not watch.has_come
+    assert StopRequest(tmp_path).name is None

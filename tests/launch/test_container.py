@@ -12,25 +12,20 @@ import pytest
 from tunebook.commands.train import refuse_code_inside
 from tunebook.config.book import book_root
 from tunebook.errors import RequestError
-from tunebook.launch.node_facts import code_hash
-from tunebook.launch.rendezvous import NodeState
-from tunebook.launch.slurm import container
-from tunebook.launch.slurm.container import (
+from tunebook.launch import container
+from tunebook.launch.container import (
     container_mounts,
-    describe_container,
     in_container,
     record_container,
     remove_containers,
-    required_code,
-    why_not_started,
 )
 from tunebook.record.manifest import read_manifest, start_manifest
 
-from ...conftest import config_of
+from ..conftest import config_of
 
 FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "TUNEBOOK_HOME", "TUNEBOOK_CACHE")
 CACHE = os.environ["TUNEBOOK_CACHE"]  # of the tests
-COMMAND = ["/venv/bin/python", "-m", "tunebook.launch.node", "/runs/1"]
+COMMAND = ["/venv/bin/python", "-m", "tunebook.launch.local", "/runs/1"]
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +57,7 @@ def test_pyxis_takes_options_of_srun(monkeypatch, tmp_path):
         "--container-image=registry/x:1",
         f"--container-mounts=/:/,{tmp_path}:{tmp_path},/data:/data,/cache/prepared/1:/cache/prepared/1",
         "--container-workdir=/",
-        *["python", "-m", "tunebook.launch.node", "/runs/1"],
+        *["python", "-m", "tunebook.launch.local", "/runs/1"],
     ]
 
 
@@ -79,7 +74,7 @@ def test_docker_gets_gpus_the_hosts_network_and_no_more_of_the_environment(monke
     assert all(f"--env {name} " in text for name in passed)
     assert "secret" not in text
     assert "AWS_SECRET" not in text
-    assert text.endswith("--entrypoint python x -m tunebook.launch.node /runs/1")
+    assert text.endswith("--entrypoint python x -m tunebook.launch.local /runs/1")
     on_cpu = in_container(in_slurm("quickstart", *image), tmp_path / "run", COMMAND)
     assert "--gpus" not in on_cpu
 
@@ -170,37 +165,6 @@ def test_only_an_image_with_a_registrys_name_is_fetched(tmp_path, image, is_fetc
     assert ("--pull never" in " ".join(words)) == (not is_fetched)
 
 
-def test_a_container_that_docker_could_not_start_says_what_to_do(tmp_path):
-    said = (
-        "docker: Error response from daemon: No such image: tunebook:cpu.\n"
-        "srun: error: node2: task 1: Exited with exit code 125\nsrun: error: node3: task 2: Exited with exit code 125\n"
-        "srun: error: node4: task 3: Exited with exit code 127\n"
-    )
-    log = tmp_path / "launcher.log"
-    log.write_text("srun: error: node1: task 0: Exited with exit code 127\n" + said)
-    after = log.stat().st_size - len(said)  # what another attempt had said
-    error = why_not_started(in_docker(image="tunebook:cpu"), log, after)
-    assert error is not None
-    assert error.problem_id == "container-not-started"
-    assert "launcher.container_image=tunebook:cpu on node2 (exit code 125), node3 (exit code 125)" in error.message
-    assert why_not_started(in_slurm("quickstart"), log, after) is None
-    assert why_not_started(in_docker(), tmp_path / "removed", 0) is None
-
-
-@pytest.mark.parametrize(
-    ("said", "is_dockers"),
-    [
-        ("srun: error: node[1-2]: tasks 0-1: Exited with exit code 127", True),
-        ("srun: error: node1: task 0: Exited with exit code 1", False),
-        ("srun: error: node1: task 0: Killed", False),
-    ],
-)
-def test_other_ends_of_a_container_are_told_apart(tmp_path, said, is_dockers):
-    (tmp_path / "launcher.log").write_text(said)
-    error = why_not_started(in_docker(), tmp_path / "launcher.log", 0)
-    assert (error is not None) == is_dockers
-
-
 @pytest.mark.parametrize("left", ["", "0a1b\n2c3d\n"])
 def test_what_is_left_of_a_runs_containers_is_removed(monkeypatch, tmp_path, left):
     called = []
@@ -253,81 +217,28 @@ def test_a_folder_that_no_option_can_name_is_refused(monkeypatch, tmp_path, name
 
 
 DIGEST = "sha256:" + "0" * 64
-OF_THE_IMAGE = {"git_commit": "1" * 40, "git_diff_sha256": None, "is_clean": True, "reason": None}
 
 
-def node_with(code, inside):
-    """What a node publishes."""
-    return NodeState(node=0, host="a", address="a", port=1, versions="", code=code, inside=inside)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    start_manifest(tmp_path, in_slurm("quickstart"), world_size=1, command=["tunebook", "train"])
-    return tmp_path
-
-
-def environment(**more):
-    image = {"generation": "cpu", "torch": "2.13.0"}
-    found = {"image_digest": None, "image": image, "lock_sha256": "2" * 64, "installed_sha256": "3" * 64}
-    lock = {"name": "cpu", "sha256": "2" * 64, "differences": {}, "reason": None}
-    found |= {"python": "3.99", "packages": {"torch": "2.13.0+cpu"}, "variables": {}, "lock": lock}
-    return found | more
-
-
-def test_the_launchers_code_is_required_of_containers_alone_and_not_where_the_images_is_meant(monkeypatch):
-    image = "launcher.container_image=x"
-    monkeypatch.delenv("TUNEBOOK_USE_IMAGE_SOURCES", raising=False)
-    assert required_code(in_slurm("quickstart")) is None
-    assert required_code(in_slurm("quickstart", image)) == code_hash()
-    monkeypatch.setenv("TUNEBOOK_USE_IMAGE_SOURCES", "1")
-    assert required_code(in_slurm("quickstart", image)) is None
-
-
-def test_a_container_describes_itself_and_nothing_else_does(monkeypatch, tmp_path):
-    facts = {
-        "generation": "cpu", "torch": "2.13.0", "cuda": None, "min_driver": None, "compute_capabilities": [],
-        "arch_list": [], "attention": "none", "lock_sha256": "2" * 64, "sources_sha256": "4" * 64,
-        "git_commit": "1" * 40, "git_diff_sha256": None, "base_image": None,
-    }  # fmt: skip
-    (tmp_path / "image.json").write_text(json.dumps(facts))
-    assert describe_container(in_slurm("quickstart")) is None
-    monkeypatch.setenv("TUNEBOOK_IMAGE_FILE", str(tmp_path / "image.json"))
-    inside = describe_container(in_slurm("quickstart", "launcher.container_image=x"))
-    assert inside["code"] == OF_THE_IMAGE
-    assert inside["environment"]["lock_sha256"] == "2" * 64
-    assert inside["environment"]["image"]["sources_sha256"] == "4" * 64
-
-
-def test_the_manifest_says_what_the_container_holds_and_keeps_the_commit_of_the_same_code(folder):
-    before = read_manifest(folder)
-    config = in_slurm("quickstart", f"launcher.container_image='registry.example/tunebook@{DIGEST}'")
-    inside = {"code": OF_THE_IMAGE, "environment": environment(of_a_later_version=1)}
-    record_container(config, folder, node_with(code_hash(), inside))
-    after = read_manifest(folder)
-    assert after["environment"] == environment(image_digest=DIGEST)
-    assert after["code"] == before["code"] != OF_THE_IMAGE
-
-
-def test_other_code_in_the_container_is_the_runs_code(folder):
-    differences = {"torch": {"installed": "2.11.0", "locked": "2.13.0"}}
-    lock = {"name": "cpu", "sha256": "2" * 64, "differences": differences, "reason": None}
-    found = environment(variables={"NCCL_ALGO": "Ring"}, lock=lock, lock_sha256=None)
-    inside = {"code": OF_THE_IMAGE, "environment": found}
-    record_container(in_slurm("quickstart", "launcher.container_image=x"), folder, node_with("5" * 64, inside))
-    after = read_manifest(folder)
-    assert (after["code"], after["environment"]) == (OF_THE_IMAGE, found)
-
-
-@pytest.mark.parametrize("image", ["user@host#image", "/data/me@site/tunebook.sqsh"])
-def test_what_is_no_digest_is_not_recorded_as_one(folder, image):
-    inside = {"code": OF_THE_IMAGE, "environment": environment()}
+@pytest.mark.parametrize(
+    ("image", "digest"),
+    [
+        (f"registry.example/tunebook@{DIGEST}", DIGEST),
+        ("user@host#image", None),
+        ("/data/me@site/tunebook.sqsh", None),
+    ],
+)
+def test_the_manifest_describes_the_container_and_the_code_that_runs(monkeypatch, tmp_path, image, digest):
     config = in_slurm("quickstart", f"launcher.container_image='{image}'")
-    record_container(config, folder, node_with("5" * 64, inside))
-    assert read_manifest(folder)["environment"]["image_digest"] is None
-
-
-def test_nodes_without_containers_change_nothing(folder):
-    before = read_manifest(folder)
-    record_container(in_slurm("quickstart"), folder, node_with("5" * 64, None))
-    assert read_manifest(folder) == before
+    start_manifest(tmp_path, config, world_size=1, command=["tunebook", "train"])
+    before = read_manifest(tmp_path)
+    inside = before["environment"] | {"python": "3.99", "image_digest": None}
+    monkeypatch.setattr(container, "describe_environment", lambda generation: inside | {"of_a_later_version": 1})
+    monkeypatch.setattr(container, "describe_code", lambda checkout: {"git_commit": "1" * 40})
+    monkeypatch.delenv("TUNEBOOK_USE_IMAGE_SOURCES", raising=False)
+    record_container(config, tmp_path)
+    after = read_manifest(tmp_path)
+    assert after["environment"] == inside | {"image_digest": digest}
+    assert after["code"] == before["code"]
+    monkeypatch.setenv("TUNEBOOK_USE_IMAGE_SOURCES", "1")
+    record_container(config, tmp_path)
+    assert read_manifest(tmp_path)["code"]["git_commit"] == "1" * 40

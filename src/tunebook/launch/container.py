@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from tunebook.config.book import book_root, is_in_book, is_task_file, resolve_path
 from tunebook.config.choices import ContainerRuntime, Generation
@@ -17,20 +15,16 @@ from tunebook.config.unsafe_text import require_printable
 from tunebook.data.prepared import PREPARED_FILE
 from tunebook.errors import RequestError
 from tunebook.files import CACHE_VARIABLE, cache_root
-from tunebook.launch.node_facts import code_hash
-from tunebook.launch.rendezvous import TOKEN_VARIABLE, NodeState
 from tunebook.record.manifest import read_manifest, update_manifest
 from tunebook.record.provenance import describe_code, describe_environment
 from tunebook.train.environment import handed_on
 
 # Variables of the task that a Docker container gets; pyxis passes all of them.
-_OF_THE_TASK = (TOKEN_VARIABLE, "SLURM_NODEID", "SLURM_JOB_ID")
+_OF_THE_TASK = ("SLURM_NODEID", "SLURM_JOB_ID")
 # Variables that name a folder which a rank reads.
 _FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "TUNEBOOK_HOME", CACHE_VARIABLE)
 _LABEL = "tunebook.run"
 _DOCKER_TIMEOUT_S = 30.0
-# 125: Docker itself failed; 126 and 127: Docker cannot run, or find, a program.
-_FAILED = re.compile(r"^srun: error: (\S+): tasks? \S+: Exited with exit code (125|126|127)$", re.MULTILINE)
 
 
 def is_contained(config: RunConfig) -> bool:
@@ -140,33 +134,6 @@ def _named_folders() -> dict[str, str]:
     return {name: str(folder) for name, folder in folders.items() if folder.is_dir()}
 
 
-def why_not_started(config: RunConfig, log: Path, after: int) -> RequestError | None:
-    """Return why Docker has started no container on some node, from srun's log after byte `after`.
-
-    None if the log reports no such failure.
-    """
-    settings = _of_docker(config)
-    found = _FAILED.findall(_said(log, after)) if settings is not None else []
-    if settings is None or not found:
-        return None
-    ends = ", ".join(dict.fromkeys(f"{node} (exit code {code})" for node, code in found))
-    return RequestError(
-        f"docker could not start a container of launcher.container_image={settings.container_image} on {ends}, and "
-        "says above why. Type `make image` or `make pull` on that node, or name an image that Docker fetches from a "
-        f"registry; Tunebook must be installed in launcher.container_python={settings.container_python}",
-        problem_id="container-not-started",
-    )
-
-
-def _said(log: Path, after: int) -> str:
-    try:
-        with log.open("rb") as stream:
-            stream.seek(after)
-            return stream.read().decode(errors="replace")
-    except OSError:  # the run's folder was removed, which the waiter reports
-        return ""
-
-
 def remove_containers(config: RunConfig, folder: Path) -> None:
     """Remove a run's containers left on this machine: they outlive a killed Docker client."""
     if _of_docker(config) is None:
@@ -192,34 +159,21 @@ def _docker(*words: str) -> subprocess.CompletedProcess[str]:
 USE_IMAGE_SOURCES_VARIABLE = "TUNEBOOK_USE_IMAGE_SOURCES"  # "1": run the sources in the image
 
 
-def required_code(config: RunConfig) -> str | None:
-    """Return the hash that the code in containers must have; None without containers, or if any code is allowed.
-
-    Versions are not compared: the launcher's machine may lack torch.
-    """
-    if not is_contained(config) or os.environ.get(USE_IMAGE_SOURCES_VARIABLE) == "1":
-        return None
-    return code_hash()
+def runs_image_sources() -> bool:
+    """Whether the user allows other code in the container than on this machine."""
+    return os.environ.get(USE_IMAGE_SOURCES_VARIABLE) == "1"
 
 
-def describe_container(config: RunConfig) -> dict[str, Any] | None:
-    """Return code and packages of the container that this process runs in; None outside a container."""
-    if not is_contained(config):
-        return None
-    environment = describe_environment(config.hardware.generation.name)
-    return {"code": describe_code(book_root()), "environment": environment}
-
-
-def record_container(config: RunConfig, folder: Path, node: NodeState) -> None:
-    """Replace facts of the host in the manifest by those of a node's container."""
-    inside, settings = node.inside, config.launcher
-    if inside is None or not isinstance(settings, SlurmConfig):
-        return
+def record_container(config: RunConfig, folder: Path) -> None:
+    """Replace facts of the host in the manifest by those of the container that this process runs in."""
+    settings = config.launcher
+    assert isinstance(settings, SlurmConfig)
     known = read_manifest(folder)["environment"]  # an image's own Tunebook may say more
-    environment = {name: value for name, value in inside["environment"].items() if name in known}
+    inside = describe_environment(config.hardware.generation.name)
+    environment = {name: value for name, value in inside.items() if name in known}
     _, _, last = (settings.container_image or "").rpartition("@")  # a user's name before it may contain one, too
     digest = last if last.startswith("sha256:") else environment.get("image_digest")
     facts = {"environment": environment | {"image_digest": digest}}
-    if node.code != code_hash():  # else the commit found on the host is also that of the container's code
-        facts["code"] = inside["code"]
+    if runs_image_sources():  # else it is the code that was found on the host, with its commit
+        facts["code"] = describe_code(book_root())
     update_manifest(folder, facts)

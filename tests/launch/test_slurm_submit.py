@@ -10,13 +10,12 @@ import pytest
 from rich.console import Console
 
 from tunebook.errors import TunebookError
-from tunebook.launch.slurm import client
-from tunebook.launch.slurm import submit as module
-from tunebook.launch.slurm.client import JobState
-from tunebook.launch.slurm.submit import follow, submit
+from tunebook.launch import slurm as client
+from tunebook.launch import slurm as module
+from tunebook.launch.slurm import JobState, follow, submit
 from tunebook.record.manifest import RunState, finish_manifest, read_manifest, start_manifest
 
-from ...conftest import config_of
+from ..conftest import config_of
 
 
 @pytest.fixture

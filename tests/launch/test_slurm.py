@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from tunebook.errors import RequestError, TunebookError
-from tunebook.launch.slurm import client
-from tunebook.launch.slurm.client import (
+from tunebook.launch import slurm as client
+from tunebook.launch.slurm import (
     check_job,
+    job_script,
     job_state,
     option_lines,
     option_words,
     patiently,
     slurm,
 )
-from tunebook.launch.slurm.submit import job_script
 
-from ...conftest import config_of
+from ..conftest import config_of
 
 
 @pytest.fixture

@@ -1,0 +1,299 @@
+"""Ray Train: check the cluster, start one worker per rank, and run each rank in a child process of its worker.
+
+`python -m tunebook.launch.ray RUN_FOLDER` runs Ray Train's TorchTrainer. Ray places the workers, gives each its GPU,
+and restarts all of them when one is lost. The ranks then resume from the newest checkpoint of the run folder.
+`python -m tunebook.launch.ray --resources ADDRESS` prints a cluster's resources as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+import tunebook
+from tunebook.config.book import book_root
+from tunebook.config.choices import Generation
+from tunebook.config.frozen import load_config
+from tunebook.config.schema import RayConfig, RunConfig, world_size
+from tunebook.errors import Problem, RequestError, RulesError, TunebookError, first_line
+from tunebook.hardware.image import read_image
+from tunebook.launch.commands import rank_command
+from tunebook.launch.local import load_shared_config, refuse_other_node
+from tunebook.launch.logs import rank_log
+from tunebook.launch.supervise import start_command
+from tunebook.processes import ask, ending, free_port
+from tunebook.record.run_folder import RUN_FILE, STOP_FILE, outcome_file, write_outcome
+from tunebook.train.environment import handed_on, rank_environment
+
+_RAY_LOCK = "docker/requirements-ray.lock"
+CLUSTER_TIMEOUT_S = 60.0
+_UNTIL_THE_HEAD_IS_GONE_S = 30  # Ray's own default is 60
+_CONNECT_TIMEOUT_S = 10.0  # Ray itself retries for half a minute and more
+# Endings that were requested, or that another attempt would not change.
+_DECIDED = (0, 2, 3, 4, 6, 7)
+_ASK_EVERY_S = 1.0
+
+
+def check_ray(config: RunConfig) -> None:
+    """Raises: RulesError without the package, RequestError if the cluster is unreachable or too small."""
+    settings = config.launcher
+    assert isinstance(settings, RayConfig)
+    try:
+        metadata.version("ray")
+    except metadata.PackageNotFoundError as error:
+        message = f"the package ray is not installed in this {'image' if read_image() else 'environment'}"
+        problem = Problem(id="missing-package", key="launcher", message=message, fix=_how_to_get_ray())
+        raise RulesError([problem]) from error
+    if settings.address != "local":
+        _check_size(config, cluster_resources(settings.address), "the Ray cluster has")
+    elif (resources := local_resources()) is not None:
+        _check_size(config, resources, "launcher.address=local: on this machine Ray has")
+
+
+def _how_to_get_ray() -> str:
+    if read_image() is not None:
+        return f"an image of your own with {_RAY_LOCK} on top (docker/README.md), or WHERE=local after make"
+    lock = book_root() / _RAY_LOCK
+    if not lock.is_file():  # installed as a package, without a checkout
+        return "pip install 'tunebook[ray]'"
+    return f"{shlex.quote(sys.executable)} -m pip install --no-deps --require-hashes -r {shlex.quote(str(lock))}"
+
+
+def cluster_resources(address: str, timeout_s: float = CLUSTER_TIMEOUT_S) -> dict[str, float]:
+    """Return a cluster's total resources. A child process asks, because Ray's client exits when it gives up.
+
+    Raises: RequestError if the cluster does not reply.
+    """
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            raise _out_of_reach(address, error.strerror or str(error)) from error
+    return _query(address, timeout_s)
+
+
+def _query(address: str, timeout_s: float) -> dict[str, float]:
+    answer = ask(_command(address), timeout_s=timeout_s)
+    if answer.is_late:
+        raise _out_of_reach(address, str(answer.problem))
+    try:
+        answered: dict[str, Any] = json.loads(answer.text.strip().rpartition("\n")[2])
+    except ValueError:
+        raise _out_of_reach(address, answer.last_words or str(answer.problem)) from None
+    if "error" in answered:
+        raise _out_of_reach(address, answered["error"])
+    return {name: float(value) for name, value in answered["resources"].items()}
+
+
+def local_resources() -> dict[str, float] | None:
+    """Return the resources that Ray counts on this machine, from a temporary local cluster; None if that fails.
+
+    Ray's count may differ from the cores that this process may use. Ray ignores CPU affinity, so it counts more cores
+    under taskset, and fewer if a container's CPU share is limited.
+    """
+    try:
+        return _query("local", CLUSTER_TIMEOUT_S)
+    except RequestError:
+        return None  # the run's own start reports the cause, with its own timeout
+
+
+def _command(address: str) -> list[str]:
+    return [sys.executable, "-m", "tunebook.launch.ray", "--resources", address]
+
+
+def _out_of_reach(address: str, why: str) -> TunebookError:
+    return RequestError(
+        f"launcher.address={address}: no Ray cluster answers there ({why}). Type this on a machine of the cluster, "
+        "with launcher.address=HOST:6379 of its head node; or start one here with launcher.address=local",
+        problem_id="ray-out-of-reach",
+    )
+
+
+def worker_resources(config: RunConfig) -> dict[str, float]:
+    """Return the resources of one worker."""
+    settings = config.launcher
+    assert isinstance(settings, RayConfig)
+    gpu = {"GPU": 1.0} if config.hardware.generation is not Generation.cpu else {}
+    return {"CPU": float(settings.cpus_per_worker)} | gpu
+
+
+def _check_size(config: RunConfig, resources: dict[str, float], subject: str) -> None:
+    count = world_size(config)
+    for name, each in worker_resources(config).items():
+        has = resources.get(name, 0.0)
+        if has < count * each:
+            raise RequestError(
+                f"{subject} {has:g} {name}s, and {count} workers with {each:g} each need {count * each:g}; "
+                "lower hardware.num_nodes, hardware.gpus_per_node or launcher.cpus_per_worker",
+                problem_id="ray-too-small",
+            )
+
+
+def connect(address: str, runtime_env: dict[str, Any] | None = None) -> Any:
+    """Connect this process to the cluster at an address, `auto` or `local`; return the package `ray`.
+
+    Raises: ConnectionError or RuntimeError, from Ray, if there is no cluster.
+    """
+    # Ray reads these on import: no usage statistics, and relative paths start in the usual working folder.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_UNTIL_THE_HEAD_IS_GONE_S))
+    ray: Any = import_module("ray")
+    here = {"include_dashboard": False} if address == "local" else {}
+    ray.init(address=address, runtime_env=runtime_env, logging_level=logging.WARNING, **here)
+    return ray
+
+
+def print_resources(address: str) -> NoReturn:
+    """Print `{"resources": ...}` or `{"error": ...}` and end this process."""
+    try:
+        ray = connect(address)
+        answered = {"resources": ray.cluster_resources()}
+        if address == "local":
+            ray.shutdown()  # it was started only for this query
+    except Exception as error:  # from Ray, which documents no base class
+        answered = {"error": first_line(error)}
+    print(json.dumps(answered), flush=True)
+    os._exit(0)  # skips Ray's own shutdown, which waits for the head
+
+
+def runtime_env(settings: RayConfig) -> dict[str, Any]:
+    """Return Ray's runtime environment for the workers."""
+    variables = dict(variable.split("=", 1) for variable in settings.env_vars)
+    environment: dict[str, Any] = {"env_vars": handed_on(os.environ) | variables}
+    if settings.pip:
+        environment["pip"] = list(settings.pip)
+    if settings.ship_code:
+        environment["py_modules"] = [str(Path(tunebook.__file__).parent)]
+    return environment
+
+
+def make_trainer(config: RunConfig, folder: Path) -> Any:
+    """Return Ray Train's trainer, which starts one worker per rank."""
+    train, torch_train = import_module("ray.train"), import_module("ray.train.torch")
+    settings = config.launcher
+    assert isinstance(settings, RayConfig)
+    return torch_train.TorchTrainer(
+        work,
+        train_loop_config={"folder": str(folder), "working_folder": str(Path.cwd())},
+        # Only the workers use this process group; their ranks make their own for training.
+        torch_config=torch_train.TorchConfig(backend="gloo", timeout_s=settings.timeout_s),
+        scaling_config=train.ScalingConfig(
+            num_workers=world_size(config),
+            use_gpu=config.hardware.generation is not Generation.cpu,
+            resources_per_worker=worker_resources(config),
+            placement_strategy="STRICT_PACK" if config.hardware.num_nodes == 1 else "PACK",
+        ),
+        run_config=train.RunConfig(
+            name="ray",
+            storage_path=str(folder),
+            failure_config=train.FailureConfig(
+                max_failures=settings.max_failures,
+                controller_failure_limit=0,
+                preemption_grace_s=settings.stop_timeout_s,
+            ),
+        ),
+    )
+
+
+def work(settings: dict[str, str]) -> None:
+    """Run one worker: run the rank, and raise if Ray should restart all workers.
+
+    The rank is a child process because Ray runs this function in a thread, where no signal can be handled.
+    """
+    train = import_module("ray.train")
+    context, folder, working_folder = train.get_context(), Path(settings["folder"]), Path(settings["working_folder"])
+    rank, host = int(context.get_world_rank()), socket.gethostname()
+    config = load_shared_config(folder)
+    if context.get_local_rank() == 0:
+        refuse_other_node(config, folder)
+    outcome_file(folder, rank).unlink(missing_ok=True)  # of an earlier attempt
+    environment = rank_environment(config, os.environ) | _rank_variables(context)
+    watch = NoticeWatch(train.get_preemption_info, folder / STOP_FILE if rank == 0 else None)
+    watch.start()  # in every worker, since Ray makes them agree; from here on no worker waits for all others
+    started = start_command(
+        rank_command(folder),
+        environment,
+        working_folder=working_folder if working_folder.is_dir() else folder,
+    )
+    exit_code = started.process.wait()
+    if exit_code in _DECIDED or watch.has_come:  # after a notice, nothing must restart here
+        return
+    reason = f"rank {rank} on {host} {ending(exit_code)}; its output is in {rank_log(folder, rank)}"
+    if not outcome_file(folder, rank).is_file():
+        write_outcome(folder, rank=rank, exit_code=1, reason=reason)
+    raise RuntimeError(reason)
+
+
+def _rank_variables(context: Any) -> dict[str, str]:
+    """Return the variables that torchrun would set; rank 0 opens its store on another port than its worker's."""
+    port = import_module("ray.train.collective").broadcast_from_rank_zero(free_port())
+    return {
+        "RANK": str(context.get_world_rank()),
+        "LOCAL_RANK": str(context.get_local_rank()),
+        "WORLD_SIZE": str(context.get_world_size()),
+        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+        "GROUP_RANK": str(context.get_node_rank()),
+        "MASTER_ADDR": os.environ["MASTER_ADDR"],
+        "MASTER_PORT": str(port),
+    }
+
+
+class NoticeWatch(threading.Thread):
+    """Polls Ray Train for a preemption notice, and writes it into the file by which the ranks are asked to stop.
+
+    Ray has a notice when a node is drained: by its autoscaler, by a cloud's operator for a spot machine, or by `ray
+    start --block` itself on SIGTERM, as in a pod that Kubernetes deletes. This is a thread because
+    `ray.train.get_preemption_info` waits for the same call of every worker.
+    """
+
+    def __init__(self, get_notice: Callable[[], Any], stop_file: Path | None) -> None:
+        super().__init__(name="notices", daemon=True)  # it may wait for a worker that is gone
+        self.has_come = False
+        self._get_notice, self._stop_file = get_notice, stop_file
+
+    def run(self) -> None:
+        """Poll until there is a notice."""
+        try:
+            while (notice := self._get_notice()) is None:
+                time.sleep(_ASK_EVERY_S)
+        except Exception:  # from Ray: it ends this worker, or has lost another
+            return
+        self.has_come = True
+        if self._stop_file is not None:
+            ranks = ", ".join(map(str, notice.preempted_ranks))
+            self._stop_file.write_text(f"a preemption notice for rank {ranks}")
+
+
+def main() -> int:
+    """Start the workers and wait for them; the run's outcome is in its folder."""
+    if sys.argv[1] == "--resources":
+        print_resources(sys.argv[2])
+    folder = Path(sys.argv[1])
+    config = load_config(folder / RUN_FILE)
+    settings = config.launcher
+    assert isinstance(settings, RayConfig)
+    os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", str(settings.timeout_s))
+    ray = connect(settings.address, runtime_env(settings))
+    try:
+        make_trainer(config, folder).fit()
+    finally:
+        ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    # Ray sends functions of a module by their name, but those of a program as they are.
+    sys.exit(import_module("tunebook.launch.ray").main())
