@@ -67,50 +67,6 @@ def test_a_cluster_without_enough_gpus_is_refused(with_ray, monkeypatch):
     check_ray(config_of("qwen3b_zero2", "launcher=ray", "hardware.gpus_per_node=4"))
 
 
-def ray_here(monkeypatch, answer):
-    """What asking Ray on this machine prints; no cluster is asked."""
-    monkeypatch.setattr(check, "cluster_resources", None)
-    asked = []
-    program = f"print({answer!r})"
-    monkeypatch.setattr(check, "_command", lambda address: asked.append(address) or [sys.executable, "-c", program])
-    return asked
-
-
-def test_a_cluster_of_its_own_holds_as_many_workers_as_ray_counts_cores_here(with_ray, monkeypatch):
-    asked = ray_here(monkeypatch, '{"resources": {"CPU": 2.0, "memory": 1e9}}')
-    local = ("quickstart", "hardware=cpu", "parallelism=ddp", "launcher=ray", "launcher.address=local")
-    check_ray(config_of(*local, "hardware.gpus_per_node=2"))
-    with pytest.raises(
-        RequestError, match=r"address=local: on this machine Ray has 2 CPUs, and 3 workers with 1 each need 3; lower"
-    ) as caught:
-        check_ray(config_of(*local, "hardware.gpus_per_node=3"))
-    assert (caught.value.problem_id, caught.value.exit_code) == ("ray-too-small", 2)
-    assert asked == ["local", "local"]
-
-
-def test_a_cluster_of_its_own_has_this_machines_gpus(with_ray, monkeypatch):
-    config = config_of("qwen3b_zero2", "launcher=ray", "launcher.address=local")
-    ray_here(monkeypatch, '{"resources": {"CPU": 256.0, "GPU": 8.0}}')
-    check_ray(config)
-    ray_here(monkeypatch, '{"resources": {"CPU": 256.0}}')
-    with pytest.raises(RequestError, match=r"Ray has 0 GPUs, and 8 workers with 1 each need 8"):
-        check_ray(config)
-
-
-def test_the_affinity_of_this_process_does_not_count_since_ray_does_not_heed_it(with_ray, monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0})
-    ray_here(monkeypatch, '{"resources": {"CPU": 2.0}}')
-    words = ("hardware=cpu", "parallelism=ddp", "hardware.gpus_per_node=2", "launcher=ray", "launcher.address=local")
-    check_ray(config_of("quickstart", *words))
-
-
-@pytest.mark.parametrize("answer", ["nothing like it", '{"error": "the raylet did not start"}'])
-def test_where_ray_cannot_be_asked_here_the_run_is_left_to_find_out(with_ray, monkeypatch, answer):
-    asked = ray_here(monkeypatch, answer)
-    check_ray(config_of("dolly3b_ray_zero3_offload", "launcher.address=local"))
-    assert asked == ["local"]
-
-
 def test_an_address_where_nobody_listens_is_said_at_once():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

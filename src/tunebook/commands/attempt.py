@@ -204,6 +204,7 @@ class Attempt:
                 log=log,
                 stop_timeout_s=config.launcher.stop_timeout_s,
                 stop_file=folder / STOP_FILE if is_elsewhere else None,
+                end_timeout_s=config.launcher.timeout_s,
             )
         finally:
             (folder / START_FILE).unlink(missing_ok=True)

@@ -133,8 +133,13 @@ def join_run(config: RunConfig, named: Path | None, console: Console) -> int:
     log = torchrun_log(folder, launcher.node_rank)
     print_text(f"node {launcher.node_rank}: starts its ranks of the run in {folder}", console)
     command = node_command(config, folder, endpoint_of(config), is_first=False)
-    environment = rank_environment(config, os.environ)
-    run_and_wait(command, environment, log=log, stop_timeout_s=launcher.stop_timeout_s)
+    run_and_wait(
+        command,
+        rank_environment(config, os.environ),
+        log=log,
+        stop_timeout_s=launcher.stop_timeout_s,
+        end_timeout_s=launcher.timeout_s,
+    )
     if not has_outcome(folder):
         raise TunebookError(f"the ranks did not start: {' '.join(last_lines(log)[-1:])} ({log})", problem_id="run-lost")
     outcome = read_outcomes(folder, world_size(config))

@@ -32,7 +32,7 @@ def main() -> int:
     _record_collectives(folder)
     clock = StartClock(process_begun())
     clock.passed("start_python")
-    request = StopRequest(folder if rank == 0 else None)
+    request = StopRequest(folder)
     with request.listening():
         with importing_libraries():  # takes seconds, during which a request to stop must not be lost
             from tunebook.train.run import run_rank

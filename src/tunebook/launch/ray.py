@@ -55,9 +55,7 @@ def check_ray(config: RunConfig) -> None:
         problem = Problem(id="missing-package", key="launcher", message=message, fix=_how_to_get_ray())
         raise RulesError([problem]) from error
     if settings.address != "local":
-        _check_size(config, cluster_resources(settings.address), "the Ray cluster has")
-    elif (resources := local_resources()) is not None:
-        _check_size(config, resources, "launcher.address=local: on this machine Ray has")
+        _check_size(config, cluster_resources(settings.address))
 
 
 def _how_to_get_ray() -> str:
@@ -96,18 +94,6 @@ def _query(address: str, timeout_s: float) -> dict[str, float]:
     return {name: float(value) for name, value in answered["resources"].items()}
 
 
-def local_resources() -> dict[str, float] | None:
-    """Return the resources that Ray counts on this machine, from a temporary local cluster; None if that fails.
-
-    Ray's count may differ from the cores that this process may use. Ray ignores CPU affinity, so it counts more cores
-    under taskset, and fewer if a container's CPU share is limited.
-    """
-    try:
-        return _query("local", CLUSTER_TIMEOUT_S)
-    except RequestError:
-        return None  # the run's own start reports the cause, with its own timeout
-
-
 def _command(address: str) -> list[str]:
     return [sys.executable, "-m", "tunebook.launch.ray", "--resources", address]
 
@@ -128,13 +114,13 @@ def worker_resources(config: RunConfig) -> dict[str, float]:
     return {"CPU": float(settings.cpus_per_worker)} | gpu
 
 
-def _check_size(config: RunConfig, resources: dict[str, float], subject: str) -> None:
+def _check_size(config: RunConfig, resources: dict[str, float]) -> None:
     count = world_size(config)
     for name, each in worker_resources(config).items():
         has = resources.get(name, 0.0)
         if has < count * each:
             raise RequestError(
-                f"{subject} {has:g} {name}s, and {count} workers with {each:g} each need {count * each:g}; "
+                f"the Ray cluster has {has:g} {name}s, and {count} workers with {each:g} each need {count * each:g}; "
                 "lower hardware.num_nodes, hardware.gpus_per_node or launcher.cpus_per_worker",
                 problem_id="ray-too-small",
             )
@@ -161,8 +147,6 @@ def print_resources(address: str) -> NoReturn:
     try:
         ray = connect(address)
         answered = {"resources": ray.cluster_resources()}
-        if address == "local":
-            ray.shutdown()  # it was started only for this query
     except Exception as error:  # from Ray, which documents no base class
         answered = {"error": first_line(error)}
     print(json.dumps(answered), flush=True)
@@ -217,9 +201,13 @@ def work(settings: dict[str, str]) -> None:
     context, folder, working_folder = train.get_context(), Path(settings["folder"]), Path(settings["working_folder"])
     rank, host = int(context.get_world_rank()), socket.gethostname()
     config = load_shared_config(folder)
-    if context.get_local_rank() == 0:
-        refuse_other_node(config, folder)
     outcome_file(folder, rank).unlink(missing_ok=True)  # of an earlier attempt
+    if context.get_local_rank() == 0:
+        try:
+            refuse_other_node(config, folder)
+        except RequestError as error:
+            write_outcome(folder, rank=rank, exit_code=error.exit_code, reason=error.message)
+            raise
     environment = rank_environment(config, os.environ) | _rank_variables(context)
     watch = NoticeWatch(train.get_preemption_info, folder / STOP_FILE if rank == 0 else None)
     watch.start()  # in every worker, since Ray makes them agree; from here on no worker waits for all others

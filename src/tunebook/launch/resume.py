@@ -5,26 +5,22 @@ precedence. A run can be resumed if it stopped, failed or was killed after a che
 training has finished: then only its evaluation remains.
 
 Two runs are the same if their configuration hashes match; the memory found on the machine does not count. A run that
-differs only in what `auto` decided, or in the machine, is another run. A message then names the overrides that resume
-it anyway.
+differs only in what `auto` decided, or in the machine, is another run. A message then says what differs.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection
-from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from tunebook.checkpoint.choose import named_by
-from tunebook.checkpoint.identity import differences
-from tunebook.checkpoint.record import Identity, read_record
 from tunebook.checkpoint.verify import newest_checkpoint, passed_over
 from tunebook.config.choices import ResumeAnyway
 from tunebook.config.frozen import load_config
-from tunebook.config.identity import CAPACITIES, config_hash, found_capacities, result_settings
+from tunebook.config.identity import CAPACITIES, config_hash, found_capacities
 from tunebook.config.override_text import as_typed, typed
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, RequestError
@@ -70,8 +66,8 @@ def unfinished_run(
             ended.append((folder, sha256))  # its memory may differ: compared only if needed
             continue
         if not is_wanted(folder, sha256):
-            if why := _why_not_resumed(config, folder, sha256, asked, is_newest=is_newest):
-                say(f"not resuming {folder}, which ended early: {why}")
+            if is_newest and config.training.resume == "auto" and (why := difference(config, folder, sha256, asked)):
+                say(f"not resuming {folder}, which ended early: {why}; to resume it: {typed(_RESUME, str(folder))}")
             is_newest = False
             continue
         # The newest run of this configuration decides: if it has finished, there is nothing to resume.
@@ -83,17 +79,6 @@ def unfinished_run(
             say(f"not resuming from {checkpoint}: {why}")
         return None
     return None
-
-
-def _why_not_resumed(
-    config: RunConfig, folder: Path, sha256: str, asked: Collection[str], *, is_newest: bool
-) -> str | None:
-    """Say why an unfinished run that almost matches is not resumed; None for any other run."""
-    if config.training.resume != "auto":
-        return None  # the user named where to resume
-    if words := overrides_to_match(config, folder, sha256, asked):
-        return f"settings left to auto are decided differently now; to resume it, add {' '.join(words)}"
-    return machine_difference(config, folder, sha256, asked) if is_newest else None
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -132,9 +117,8 @@ def _why_taken(config: RunConfig, folder: Path, asked: Collection[str]) -> str |
         return f"it holds a run ({state}), and training.resume=never forbids resuming it"
     sha256 = str(manifest["config_sha256"])
     if not is_same_run(config, folder, sha256, asked):
-        words = overrides_to_match(config, folder, sha256, asked)
-        add = f"; add {' '.join(words)} to resume it, which auto decides differently now" if words else ""
-        return f"it holds a run ({state}) of another configuration, which is in {folder / 'run.yaml'}{add}"
+        why = difference(config, folder, sha256, asked)
+        return f"it holds a run ({state}) of another configuration, {folder / 'run.yaml'}{f' ({why})' if why else ''}"
     if state == RunState.finished.name:
         return "its run has finished (evaluate it again with: tunebook eval)"
     if state == RunState.invalid.name:
@@ -160,9 +144,12 @@ def is_trained(folder: Path, config: RunConfig) -> bool:
     return (folder / "model").is_dir() and read_outcomes(folder, world_size(config)).exit_code == 0
 
 
-# Decisions of `auto` by estimates that may improve: how much one pass computes and keeps. No loss depends on them.
-_AUTO_DECISIONS = ("activation.checkpointing", "packing.row_length", "training.micro_batch_size")
-_MACHINE = ("hardware.generation", "hardware.num_nodes", "hardware.gpus_per_node")
+_RESUME = "training.resume"
+# What another machine, or a better estimate of `auto`, changes without the user.
+_MAY_DIFFER = (
+    *("hardware.generation", "hardware.num_nodes", "hardware.gpus_per_node", *CAPACITIES),
+    *("activation.checkpointing", "packing.row_length", "training.micro_batch_size"),
+)
 
 
 def is_same_run(config: RunConfig, folder: Path, sha256: str, asked: Collection[str]) -> bool:
@@ -191,48 +178,21 @@ def has_same_start(config: RunConfig, folder: Path) -> bool:
     return not (set(theirs.training.resume_anyway) ^ set(config.training.resume_anyway)) - {ResumeAnyway.best}
 
 
-def overrides_to_match(config: RunConfig, folder: Path, sha256: str, asked: Collection[str]) -> list[str]:
-    """Return overrides that give an earlier run's configuration if only `_AUTO_DECISIONS` differ; else nothing."""
-    theirs = _recorded_config(folder)
-    if theirs is None:
-        return []
-    same = _with_values_of(config, theirs, (*found_capacities(config, asked), *_AUTO_DECISIONS))
-    if config_hash(same) != sha256:
-        return []
-    return [f"{key}={as_typed(_plain(theirs, key))}" for key in _changed_keys(theirs, config, _AUTO_DECISIONS)]
+def difference(config: RunConfig, folder: Path, sha256: str, asked: Collection[str]) -> str | None:
+    """Say how an earlier run differs if only the machine or what `auto` decides does; None for any other run.
 
-
-def machine_difference(config: RunConfig, folder: Path, sha256: str, asked: Collection[str]) -> str | None:
-    """Say how an earlier run's machine differs and how to resume it; None unless exactly the machine differs.
-
-    The strategy, and what `auto` decides, may differ with the machine.
+    The strategy may differ with the machine.
     """
-    theirs, checkpoint = _recorded_config(folder), newest_checkpoint(folder)
-    if theirs is None or checkpoint is None:
+    theirs = _recorded_config(folder)
+    if theirs is None or config_hash(_with_values_of(config, theirs, (*_MAY_DIFFER, "parallelism"))) != sha256:
         return None
-    named = [key for key in CAPACITIES if key not in found_capacities(config, asked)]
-    changed = _changed_keys(theirs, config, (*_MACHINE, *named))
-    own = _with_values_of(config, theirs, (*_MACHINE, *CAPACITIES, "parallelism", *_AUTO_DECISIONS))
-    if not changed or config_hash(own) != sha256:
+    found = found_capacities(config, asked)
+    changed = _changed_keys(theirs, config, [key for key in _MAY_DIFFER if key not in found])
+    if not changed:
         return None
-    changed += _changed_keys(theirs, config, ("parallelism.strategy",))
+    changed += _changed_keys(theirs, config, ["parallelism.strategy"])
     changes = [f"{key} was {as_typed(_plain(theirs, key))} and is {as_typed(_plain(config, key))}" for key in changed]
-    return f"{', '.join(changes)}; {_resume_text(config, folder, read_record(checkpoint).identity)}"
-
-
-def _resume_text(config: RunConfig, folder: Path, theirs: Identity) -> str:
-    """Say what to type to resume a checkpoint of a run on another machine, or why that is impossible."""
-    # Of data and model, only the configurations are compared here; both name the same.
-    strategy = config.parallelism.strategy.name
-    own = replace(theirs, strategy=strategy, world_size=world_size(config), settings=result_settings(config))
-    found = list(differences(theirs, own))
-    impossible = next((difference for difference in found if difference.allowed_by is None), None)
-    if impossible is not None:
-        return f"{impossible.text}. {impossible.fix}"
-    needed = {*(difference.allowed_by for difference in found), *config.training.resume_anyway}
-    names = ",".join(name.name for name in ResumeAnyway if name in needed)
-    anyway = f" 'training.resume_anyway=[{names}]'" if names else ""
-    return f"to resume: {typed('training.resume', str(folder))}{anyway}"
+    return ", ".join(changes)
 
 
 def _recorded_config(folder: Path) -> RunConfig | None:

@@ -32,6 +32,7 @@ TORCHRUN = "torch.distributed.run"
 # saving, or are killed if they cannot. Further requests send SIGKILL. After the first request only Ctrl-C counts.
 _FIRST = {signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1, signal.SIGHUP: signal.SIGTERM}
 POLL_S = 0.2
+_LOOK_EVERY_S = 5.0  # for ranks: it reads the state of every process
 _SECOND_WITHIN_S = 2.0  # to end after a second request: a rank inside library code never sees it
 
 
@@ -80,11 +81,13 @@ def run_and_wait(
     log: Path | None = None,
     stop_timeout_s: float = 60,
     stop_file: Path | None = None,
+    end_timeout_s: float = float("inf"),
 ) -> ProcessEnd:
     """Run a command until it ends. The file descriptors `keep_open` stay open in it; `log` receives its standard error.
 
     With `stop_file`, the first stop request is written there, and the command itself gets the second one. Processes
-    that the command leaves behind get `stop_timeout_s` to save and end, and are then killed.
+    that the command leaves behind get `stop_timeout_s` to save and end, and are then killed. torchrun is killed if it
+    stays for `end_timeout_s` after its ranks have ended: it waits for a lost first node without a limit of its own.
     """
     started: Started | None = None
     early: list[signal.Signals] = []  # requests that came before the command ran
@@ -103,17 +106,23 @@ def run_and_wait(
         started = start_command(command, environment, keep_open, log=log)
         for number in early:
             started.send(number)
-        exit_code = _wait_for(started, requests)
+        exit_code = _wait_for(started, requests, end_timeout_s)
         end_children(exclude=before, timeout_s=stop_timeout_s, is_urgent=lambda: requests.is_urgent)
     return ProcessEnd(exit_code=exit_code, stopped_by=requests.first)
 
 
-def _wait_for(started: Started, requests: StopRequests) -> int:
+def _wait_for(started: Started, requests: StopRequests, end_timeout_s: float) -> int:
     """Wait for the command, and kill it some time after a second stop request; return its exit code."""
+    ranks_seen_at, look_at = float("inf"), 0.0
     while True:
         with suppress(subprocess.TimeoutExpired):
             return started.process.wait(POLL_S)
-        if requests.overdue_s > 0:
+        now = time.monotonic()
+        if started.is_torchrun and now > look_at:
+            look_at = now + _LOOK_EVERY_S
+            if children_of(started.process.pid):
+                ranks_seen_at = now
+        if requests.overdue_s > 0 or now - ranks_seen_at > end_timeout_s:
             started.kill()
 
 

@@ -30,24 +30,28 @@ _SEEN_WITHIN_S = 2.0  # torchrun polls its processes ten times a second
 
 
 class StopRequest:
-    """Whether this process has been asked to stop: by a signal, or by a file in `folder` if one is given."""
+    """Whether this process has been asked to stop: by a signal, or by a file in `folder`, for which rank 0 looks."""
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
     def __init__(self, folder: Path | None = None) -> None:
         self._name: str | None = None
         self._file = None if folder is None else folder / STOP_FILE
-        self._read_at = float("-inf")
+        self._read_at = float("-inf") if os.environ.get("RANK", "0") == "0" else float("inf")
 
     @property
     def name(self) -> str | None:
         """What asked this process to stop; None if nothing did."""
         now = time.monotonic()
-        if self._name is None and self._file is not None and now - self._read_at > _READ_EVERY_S:
-            self._read_at = now
-            with suppress(OSError):
-                self._name = self._file.read_text().strip() or None
+        if self._name is None and now - self._read_at > _READ_EVERY_S:
+            self._read_at, self._name = now, self.in_file()
         return self._name
+
+    def in_file(self) -> str | None:
+        """What the file says; None if there is none."""
+        with suppress(OSError):
+            return (self._file.read_text().strip() or None) if self._file is not None else None
+        return None
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -160,8 +160,9 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
     _run_to_its_end(config, trainer, resumed, folder)
     trainer.accelerator.wait_for_everyone()  # rank 0 may still be saving and must not be killed
     if stopping.is_stopping:
+        by = request.name or request.in_file() or "another rank"
         raise StoppedError(
-            f"stopped by {request.name or 'another rank'} after step {trainer.state.global_step}, saved in "
+            f"stopped by {by} after step {trainer.state.global_step}, saved in "
             f"{newest_checkpoint(folder)}; {same_command(config)} resumes from there",
             problem_id="stopped",
         )

@@ -153,8 +153,10 @@ def test_a_node_without_the_first_one_ends_in_time(hosts, run, tmp_path, leaves_
 def test_a_node_with_another_checkout_is_named(start_pair, project_root, tmp_path, leaves_nothing):
     other = tmp_path / "src"
     shutil.copytree(project_root / "src", other)
-    (other / "tunebook" / "errors.py").open("a").write("# changed\n")
-    first, second = start_pair("launcher.timeout_s=20", on_second={"PYTHONPATH": str(other)}).wait()
+    (other / "tunebook" / "config" / "added.py").touch()
+    first, second = start_pair(
+        "launcher.timeout_s=20", on_second={"PYTHONPATH": str(other), "TUNEBOOK_HOME": str(project_root)}
+    ).wait()
     assert (first.exit_code, second.exit_code) == (1, 2), first.output + second.output
     assert "node4 has different code than node 0" in " ".join(second.output.split())
     leaves_nothing(2)

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -35,14 +36,17 @@ def engine(project_root):
 
 @pytest.fixture
 def in_containers(project_root, start, slurm, in_slurm, engine, tmp_path):
-    """Start the quickstart on both nodes, each in a container."""
+    """Start the quickstart on a node, in a container.
+
+    Two containers here would have the network of the machine instead of those of their nodes.
+    """
 
     def begin(*overrides, steps):
         interpreter = Path(sys.executable).resolve().parents[1]
         mounts = [str(project_root), str(interpreter), str(Path(sys.prefix).resolve())]
         words = train_words(
-            *[tmp_path / "outputs", "hardware=cpu", "parallelism=ddp", "hardware.num_nodes=2"],
-            *["hardware.gpus_per_node=1", "launcher=slurm", "launcher.wait=true", "launcher.stop_timeout_s=20"],
+            *[tmp_path / "outputs", "hardware=cpu", "parallelism=ddp", "hardware.num_nodes=1"],
+            *["hardware.gpus_per_node=2", "launcher=slurm", "launcher.wait=true", "launcher.stop_timeout_s=20"],
             *[f"launcher.container_image={IMAGE}", "launcher.container_runtime=docker"],
             *[f"launcher.container_mounts=[{','.join(mounts)}]", f"launcher.container_python={sys.executable}"],
             *overrides,
@@ -95,7 +99,7 @@ def kill_the_head(folder):
 def test_containers_whose_job_is_killed_do_not_train_on(in_containers, engine, read_run, leaves_nothing):
     running, folder = in_containers(steps=400)
     running.wait_for(lambda: folder.exists() and len(read_run(folder).losses) >= 3, 180)
-    assert len(containers(engine)) == 2
+    assert len(containers(engine)) == 1
     kill_the_head(folder)
     ended = running.wait(120)
     assert ended.exit_code == 1, ended.output
@@ -105,8 +109,8 @@ def test_containers_whose_job_is_killed_do_not_train_on(in_containers, engine, r
 
 def test_a_container_whose_job_is_killed_does_not_evaluate_on(in_containers, engine, leaves_nothing):
     running, folder = in_containers("evaluation=quickstart", "evaluation.before=true", steps=6)
-    running.wait_for(lambda: "node 0: starts the evaluation before" in running.output, 120)
-    assert len(containers(engine)) == 1
+    running.wait_for(lambda: containers(engine), 120)
+    time.sleep(5)  # until its Python handles SIGTERM
     kill_the_head(folder)
     ended = running.wait(120)
     assert ended.exit_code == 1, ended.output
