@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +24,7 @@ from typing import IO
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+ENDS_WITH_INPUT = "TUNEBOOK_ENDS_WITH_INPUT"  # variable
 _POLL_S = 0.1
 _DEAD_WITHIN_S = 20.0  # after a kill: letting go of a large memory takes seconds
 
@@ -114,6 +116,22 @@ def ask_to_stop_when_parent_dies() -> None:
 def die_with_parent() -> None:
     """Be killed when the parent dies."""
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def stop_when_input_ends() -> None:
+    """Get SIGTERM when standard input ends, if the environment asks for it.
+
+    Docker closes the input of a container whose client was killed, as the clients of a killed job are; nothing else
+    would end it.
+    """
+    if os.environ.get(ENDS_WITH_INPUT):
+
+        def wait() -> None:
+            while os.read(0, 4096):
+                pass
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=wait, daemon=True, name="input").start()
 
 
 def stopping_with_parent(command: list[str]) -> list[str]:

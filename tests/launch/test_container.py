@@ -69,7 +69,7 @@ def test_docker_gets_gpus_the_hosts_network_and_no_more_of_the_environment(monke
     image = ["launcher.container_image=x", "launcher.container_runtime=docker"]
     words = in_container(in_slurm("qwen3b_zero2", *image), tmp_path / "run", COMMAND)
     text = " ".join(words)
-    assert text.startswith("docker run --rm --network host --ipc host --gpus all --ulimit memlock=-1 --user ")
+    assert text.startswith("docker run --rm --network host --ipc host --gpus all --ulimit memlock=-1 --interactive ")
     assert f"--volume {tmp_path}:{tmp_path} --volume {tmp_path / 'run'}:{tmp_path / 'run'}" in text
     assert all(f"--env {name} " in text for name in passed)
     assert "secret" not in text

@@ -4,6 +4,7 @@ import signal
 import sys
 
 from tunebook.errors import StoppedError
+from tunebook.processes import stop_when_input_ends
 from tunebook.record.contamination import CHECK
 from tunebook.terminal import outlive_readers
 
@@ -12,6 +13,7 @@ def main() -> int:
     """Evaluate, and end quietly on a stop request, even while the libraries are still being imported."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     outlive_readers()
+    stop_when_input_ends()
     try:
         from tunebook.evaluate.worker import main as work
 

@@ -15,6 +15,7 @@ from tunebook.config.unsafe_text import require_printable
 from tunebook.data.prepared import PREPARED_FILE
 from tunebook.errors import RequestError
 from tunebook.files import CACHE_VARIABLE, cache_root
+from tunebook.processes import ENDS_WITH_INPUT
 from tunebook.record.manifest import read_manifest, update_manifest
 from tunebook.record.provenance import describe_code, describe_environment
 from tunebook.train.environment import handed_on
@@ -69,6 +70,7 @@ def _docker_words(
     # Host network and shared memory: NCCL and gloo then connect as without a container.
     return [
         *["docker", "run", "--rm", "--network", "host", "--ipc", "host", *gpus],
+        *["--interactive", "--env", f"{ENDS_WITH_INPUT}=1"],
         *["--user", f"{os.getuid()}:{os.getgid()}", "--workdir", str(Path.cwd()), *volumes, *passed],
         *["--label", f"{_LABEL}={folder}", *pull],
     ]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tunebook.launch.commands import DIES_WITH_PARENT
 from tunebook.launch.logs import flight_recorder_file, rank_log
-from tunebook.processes import ask_to_stop_when_parent_dies, die_with_parent
+from tunebook.processes import ask_to_stop_when_parent_dies, die_with_parent, stop_when_input_ends
 from tunebook.record.start_up import StartClock, process_begun
 from tunebook.terminal import outlive_readers
 from tunebook.train.rank_process import AGREED_ENDINGS, RankEnd, StopRequest, importing_libraries
@@ -27,6 +27,7 @@ def main() -> int:
     else:
         ask_to_stop_when_parent_dies()
     outlive_readers()
+    stop_when_input_ends()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, StopRequest.signals)  # Ray's workers block some; children inherit it
     _log_errors(rank_log(folder, rank))
     _record_collectives(folder)

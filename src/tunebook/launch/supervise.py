@@ -170,6 +170,7 @@ def start_command(
             stopping_with_parent(command),
             env=environment,
             cwd=working_folder,
+            stdin=subprocess.PIPE if command[0] == "srun" else None,  # open as long as this process lives
             stdout=None if output is None else stream,
             stderr=stream,
             process_group=0,

@@ -105,6 +105,7 @@ def test_containers_whose_job_is_killed_do_not_train_on(in_containers, engine, r
     assert ended.exit_code == 1, ended.output
     leaves_nothing(60)
     assert containers(engine) == []
+    assert len(read_run(folder.resolve()).losses) < 400
 
 
 def test_a_container_whose_job_is_killed_does_not_evaluate_on(in_containers, engine, leaves_nothing):
