@@ -256,7 +256,7 @@ ROWS_4096 = ("training.global_samples=null", "training.max_length=4096")
         ((*ROWS_4096, "training.global_tokens=49152", "model=llama3_8b", "peft=lora"), 12_288, "disabled"),
         # Where parts are computed again anyway, and where rows would be very short otherwise, LoRA gains, too.
         ((*LLAMA_LORA, "training.global_samples=64", "dataset.mean_tokens=200", "hardware.memory_gib=56",
-          "training.max_length=512"), 2560, "selective"),
+          "training.max_length=512"), 3072, "selective"),
         ((*LORA_IN_FP32, "dataset.mean_tokens=200", "hardware.memory_gib=24", "training.max_length=256"), 2048,
          "selective"),
         # Eight documents are one pass of 8,192 tokens at most, however long a row may be.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from tunebook.train.packages import installed_version
 if TYPE_CHECKING:
     from tunebook.plan.memory.fake_step import FakeStep
 
-_FORM = 3  # increase when the answer to the same question changes, so that cached answers are not reused
+_FORM = 4  # increase when the answer to the same question changes, so that cached answers are not reused
 _PACKAGES = ("torch", "transformers", "peft", "trl")
 _FORMATS = {2: "bfloat16", 4: "float32"}  # by bytes
 # Names of `attn_implementation`, by what a kernel gets: the boundaries of documents, or a mask.
@@ -57,6 +58,7 @@ class Mode:
     gradients: str = "held"  # until the step; "sent" one by one as they come (ZeRO), "unit" layer by layer (FSDP)
     zero3_linear: bool = False
     fp32_between_layers: bool = False  # FSDP's output_dtype
+    liger: bool = False
     fp8: bool = False
 
 
@@ -128,6 +130,8 @@ def _fake_step(config: RunConfig, mode: Mode) -> FakeStep:
     if question not in _steps:
         if len(_steps) == _MOST_STEPS:
             _steps.clear()
+        if sys.stderr.isatty():  # to keep JSON output and logs clean
+            print("running a step of a few layers without memory to count its activations", file=sys.stderr, flush=True)
         _steps[question] = FakeStep(config, architecture_of(config), mode)
     return _steps[question]
 
@@ -217,6 +221,7 @@ def mode_of(config: RunConfig, *, accumulates: bool) -> Mode:
         gradients="unit" if strategy.is_fsdp else "sent" if strategy.zero_stage in (2, 3) else "held",
         zero3_linear=strategy.is_zero3 and world_size(config) > 1,
         fp32_between_layers=strategy.is_fsdp and fsdp.uses_autocast(config),
+        liger=config.model.liger_kernel,
         fp8=config.precision.compute is Compute.fp8,
     )
 

@@ -335,6 +335,8 @@ class FakeStep:
         lora = adapter_config(config)
         if lora is not None:
             _adapt(causal, lora, getattr(torch, mode.adapters), is_quantized=mode.quantized)
+        if mode.liger:
+            stand_ins.use_liger(self._decoder)
         if mode.tile_tokens is not None:
             tile_mlps(causal, mode.tile_tokens)
         causal.train()

@@ -332,3 +332,45 @@ class CudaFunctions(TorchFunctionMode):
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
+
+
+# Liger's kernels (liger-kernel 0.8.5)
+
+
+class _LigerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any) -> Any:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=FP32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad, torch.empty_like(ctx.saved_tensors[1])  # computed in place
+
+
+class _LigerSilu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Any, up: Any) -> Any:
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return ctx.saved_tensors  # overwritten in place
+
+
+def use_liger(decoder: nn.Module) -> None:
+    """Give the norms and gated MLPs of a decoder Liger's kernels."""
+    norm: Any = _LigerNorm
+    silu: Any = _LigerSilu
+
+    def mlp_forward(mlp: Any, x: Tensor) -> Tensor:
+        output: Tensor = mlp.down_proj(silu.apply(mlp.gate_proj(x), mlp.up_proj(x)))
+        return output
+
+    for module in decoder.modules():
+        layer: Any = module
+        if type(module).__name__.endswith("RMSNorm"):
+            layer.forward = lambda x, layer=layer: norm.apply(x, layer.weight)
+        elif hasattr(module, "gate_proj") and hasattr(module, "act_fn"):
+            layer.forward = lambda x, layer=layer: mlp_forward(layer, x)
