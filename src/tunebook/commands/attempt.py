@@ -188,14 +188,15 @@ class Attempt:
         config, folder = self.config, self.folder
         is_elsewhere = uses_other_machines(config)
         note_launch(folder, self.clock)
-        make_logs(folder)
+        log = launcher_log(folder) if is_elsewhere else torchrun_log(folder, 0) if world_size(config) > 1 else None
+        if log is not None:
+            make_logs(folder)
         (folder / STOP_FILE).unlink(missing_ok=True)
         announce_start(config, folder)
         if (note := note_for_other_nodes(config)) is not None:
             print_text(note, self.console)
         command = ranks_command(config, folder, endpoint_of(config))
         show_command(command, self.console)
-        log = launcher_log(folder) if is_elsewhere else torchrun_log(folder, 0) if world_size(config) > 1 else None
         try:
             return run_and_wait(
                 command,
