@@ -256,8 +256,7 @@ class RecipeTrainer(SFTTrainer):
         self.require_finite_loss()
         step = self.state.global_step
         try:
-            estimate = estimate_bytes(self.model, self.saver.identity, is_deepspeed=self.is_deepspeed_enabled)
-            self.saver.begin(step, estimate)
+            self.saver.begin(step, estimate_bytes(self.model))
             self._is_saving = True
             super()._save_checkpoint(model, trial)  # type: ignore[no-untyped-call]
             self._name_best(step)
