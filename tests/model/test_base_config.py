@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 
 import pytest
 
-from tunebook.config.choices import Weights
 from tunebook.config.schema import ModelConfig
 from tunebook.model import base_config
 from tunebook.model.base_config import (
@@ -16,27 +15,13 @@ from tunebook.model.base_config import (
     why_not_causal,
 )
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float16", "num_hidden_layers": 2,
-    "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32,
-    "max_position_embeddings": 64, "tie_word_embeddings": False,
-}  # fmt: skip
-
-
-BY_BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-BY_GPTQ = {"quant_method": "gptq", "bits": 4}
+from ..base_models import write_model
 
 
 @pytest.fixture
 def model(tmp_path):
-    """`model(hidden_size=0)`, `model(text="{")`: a model in a folder whose config.json says this."""
-
-    def make(text=None, **changes):
-        stated = {key: value for key, value in (LLAMA | changes).items() if value is not None}
-        (tmp_path / "config.json").write_text(json.dumps(stated) if text is None else text)
-        return ModelConfig(path=str(tmp_path), weights=Weights.random)
-
-    return make
+    """`model(hidden_size=0)`, `model(text="{")`."""
+    return partial(write_model, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -224,8 +224,3 @@ def mode_of(config: RunConfig, *, accumulates: bool) -> Mode:
         liger=config.model.liger_kernel,
         fp8=config.precision.compute is Compute.fp8,
     )
-
-
-def held_gradients(config: RunConfig) -> bool:
-    """Whether every rank holds all gradients from their backward pass on, as the fake step counts them."""
-    return not strategy_facts(config).divides_gradients

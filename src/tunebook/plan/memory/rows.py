@@ -9,7 +9,7 @@ from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import RunConfig
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import count_parameters, looked_up_parameters
-from tunebook.plan.memory.activations import activations_of, held_gradients
+from tunebook.plan.memory.activations import activations_of
 from tunebook.plan.memory.ledger import Kind, Ledger, Moment, Row
 from tunebook.plan.memory.sharding import buffer_rows, reduces_layers
 from tunebook.plan.memory.states import (
@@ -48,7 +48,7 @@ def _gradient_rows(config: RunConfig, facts: ModelFacts, states: States, *, accu
     it adds them up, and keeps the first pass's buffer. ZeRO-1 allocates it at the end of the last pass.
     """
     strategy, whole = strategy_facts(config), reduced_gradient_bytes(config, facts)
-    if held_gradients(config):
+    if not strategy.divides_gradients:  # every rank holds all, as the fake step counts them
         earlier = states.gradients if accumulates else 0.0
         yield Row("gradients of earlier passes", Kind.gradients, earlier, Moment.start, Moment.sent)
         yield Row("gradient buffer of the rank", Kind.buffers, whole, Moment.end, Moment.end)
