@@ -32,7 +32,7 @@ FAULT = """
 import os, time
 if os.environ.get("RANK") == "1":
     from tunebook.train.callbacks import StopOnRequest
-    from tunebook.train.trainer import RecipeTrainer
+    from tunebook.train.methods.sft import RecipeTrainer
 
     original = RecipeTrainer.training_step
 

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from trl import SFTConfig
 
 from tunebook.data.sampler import RankBatches, Schedule, StepSize
-from tunebook.train.trainer import RecipeTrainer
+from tunebook.train.methods.sft import RecipeTrainer
 
 NUM_TOKENS = 30  # of each document
 TRAINED = (25, 2, 20, 1, 3, 15, 2, 1)  # of these, the last so many: micro-batches of one document are far from alike

@@ -17,7 +17,7 @@ from tunebook.config.choices import OptimizerName, PackingMode, PeftMethod
 from tunebook.files import sha256_file
 from tunebook.record.metrics import by_schedule
 from tunebook.train.callbacks import Records
-from tunebook.train.trainer import RecipeTrainer
+from tunebook.train.methods.sft import RecipeTrainer
 
 from .conftest import losses, outcome, same_weights, steps
 

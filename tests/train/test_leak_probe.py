@@ -20,7 +20,7 @@ from tunebook.config.choices import Attention, Compute, PackingMode
 from tunebook.record.manifest import read_manifest, start_manifest
 from tunebook.train import leak_probe
 from tunebook.train.leak_probe import LeakProbe, TrainingForward
-from tunebook.train.trainer import RecipeTrainer
+from tunebook.train.methods.sft import RecipeTrainer
 
 from .conftest import outcome
 

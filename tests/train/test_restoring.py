@@ -17,8 +17,8 @@ from tunebook.config.choices import PackingMode, PeftMethod, ResumeAnyway, Sched
 from tunebook.errors import DataError
 from tunebook.plan.architecture.base_model import read_facts
 from tunebook.train.callbacks import Records
+from tunebook.train.methods.sft import RecipeTrainer
 from tunebook.train.restoring import apply_hyperparameters, hyperparameters, load_stored_weights
-from tunebook.train.trainer import RecipeTrainer
 
 from .conftest import losses, outcome, same_weights, steps, weights
 

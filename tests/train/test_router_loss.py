@@ -12,7 +12,7 @@ from transformers import AutoConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tunebook.config.choices import PackingMode
 from tunebook.model.blocks import name_experts
-from tunebook.train.trainer import RecipeTrainer, TokenTotals
+from tunebook.train.methods.sft import RecipeTrainer, TokenTotals
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16,
            "tie_word_embeddings": False, "output_router_logits": False}  # fmt: skip

@@ -24,8 +24,8 @@ from tunebook.model.adapters import holds_model, is_adapter, with_adapter
 from tunebook.model.load import load_model
 from tunebook.record.manifest import read_manifest, start_manifest
 from tunebook.train import run as train_run
+from tunebook.train.methods.sft import RecipeTrainer
 from tunebook.train.rank_process import StopRequest
-from tunebook.train.trainer import RecipeTrainer
 
 from .conftest import losses, outcome, weights
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from trl import SFTTrainer
 
-from tunebook.train.trainer import RecipeTrainer, TokenTotals
+from tunebook.train.methods.sft import RecipeTrainer, TokenTotals
 
 
 def head(judged, entropy, right):

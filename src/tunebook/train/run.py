@@ -72,6 +72,7 @@ from tunebook.train.callbacks import (
     validation_losses,
 )
 from tunebook.train.leak_probe import LeakProbe
+from tunebook.train.methods.sft import RecipeTrainer
 from tunebook.train.out_of_memory import memory_ran_out
 from tunebook.train.rank_process import AGREED_ENDINGS, StopRequest
 from tunebook.train.reporting import (
@@ -83,7 +84,6 @@ from tunebook.train.reporting import (
 from tunebook.train.restoring import RestoredState
 from tunebook.train.sequence import SequenceGroup, attend_over_group, join_sequence_group
 from tunebook.train.spread import ParallelismCheck, bound_deepspeed_groups, join_ranks
-from tunebook.train.trainer import RecipeTrainer
 
 
 @dataclass(frozen=True, kw_only=True)
