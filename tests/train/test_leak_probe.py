@@ -168,7 +168,7 @@ def test_states_are_kept_apart_on_a_cpu(probed, hybrid):
 
 
 def test_states_that_refuse_packed_rows_end_the_run(probed, hybrid, monkeypatch):
-    monkeypatch.setattr("tunebook.train.run.isolate_documents", lambda model, **_: None)
+    monkeypatch.setattr("tunebook.train.build.isolate_documents", lambda model, **_: None)
     code, reason, entry, lines = probed(model=hybrid[1])
     assert (code, entry, lines) == (7, None, [])
     assert "can't keep packed sequences apart" in reason

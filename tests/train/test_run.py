@@ -23,6 +23,7 @@ from tunebook.files import sha256_file
 from tunebook.model.adapters import holds_model, is_adapter, with_adapter
 from tunebook.model.load import load_model
 from tunebook.record.manifest import read_manifest, start_manifest
+from tunebook.train import build
 from tunebook.train import run as train_run
 from tunebook.train.methods.sft import RecipeTrainer
 from tunebook.train.rank_process import StopRequest
@@ -366,8 +367,8 @@ def test_only_ranks_that_end_together_wait_for_each_other(tmp_path, monkeypatch,
 )
 def test_states_are_replaced_for_packed_rows_and_on_every_gpu(config, changed, monkeypatch, generation, mode, replaced):
     found = []
-    monkeypatch.setattr(train_run, "isolate_documents", lambda model, *, is_on_cpu: found.append(is_on_cpu))
+    monkeypatch.setattr(build, "isolate_documents", lambda model, *, is_on_cpu: found.append(is_on_cpu))
     chosen = changed(config, hardware={"generation": generation}, packing={"mode": mode})
-    monkeypatch.setattr(train_run, "require_patterns", lambda config, adapted: None)
-    assert train_run._finish_layers(chosen, mock.Mock(), mock.Mock()) == []
+    monkeypatch.setattr(build, "require_patterns", lambda config, adapted: None)
+    assert build._finish_layers(chosen, mock.Mock(), mock.Mock()) == []
     assert found == replaced

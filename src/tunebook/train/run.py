@@ -13,77 +13,50 @@ import sys
 import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from transformers import PreTrainedModel, PrinterCallback
-from transformers.integrations.integration_utils import TensorBoardCallback
-from trl import SFTConfig
 
 from tunebook.checkpoint.choose import choose_checkpoint, same_command
-from tunebook.checkpoint.collectives import background_group, on_first_rank
-from tunebook.checkpoint.identity import differences, has_same_data, identity_of, resumed_identity
+from tunebook.checkpoint.identity import differences, has_same_data, resumed_identity
 from tunebook.checkpoint.record import RECORD_FILE, read_record
-from tunebook.checkpoint.resharding import link_in_flat_order
-from tunebook.checkpoint.save import CheckpointSaver
 from tunebook.checkpoint.unpickling import restricted_unpickling
 from tunebook.checkpoint.verify import newest_checkpoint
-from tunebook.config.choices import Checkpointing, Compute, Generation, PackingMode, PeftMethod, Switch
+from tunebook.config.choices import Generation, PeftMethod, Switch
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RunConfig
-from tunebook.data.batch import BatchPlan, row_length, schedule_of, solve_batch
-from tunebook.data.prepared import PREPARED_FILE, Prepared, PreparedPart, load_prepared
-from tunebook.data.sampler import RankBatches, Schedule, StepSize
+from tunebook.data.batch import schedule_of, solve_batch
+from tunebook.data.prepared import PREPARED_FILE, load_prepared
 from tunebook.errors import DataError, DoesNotFitError, InvalidTrainingError, StoppedError, TunebookError
 from tunebook.facts.compiling import compilation_notice
 from tunebook.facts.peaks import peak_of
 from tunebook.hardware.disk import disk_full, is_disk_full
-from tunebook.model.adapters import adapter_config, freeze_unreached, keep_in_fp32, require_patterns, trains_in_fp32
-from tunebook.model.blocks import compile_layers, convert_to_fp8
 from tunebook.model.flops import attended_length_tokens, flops_per_token
 from tunebook.model.gpu_memory import is_out_of_memory
-from tunebook.model.linear_attention import isolate_documents
-from tunebook.model.load import begin_loading, finish_loading
-from tunebook.model.tiled_mlp import tile_mlps
-from tunebook.model.tokenizer import added_token_ids, agree_on_tokens, rehearse_saving, trainer_tokenizer
-from tunebook.model.weights_fingerprint import weights_fingerprint
-from tunebook.parallel.deepspeed import zero_stage
-from tunebook.parallel.fsdp import autocast_dtype, is_fsdp, mixed_precision_policy
-from tunebook.parallel.units import unit_classes
 from tunebook.record.manifest import MODEL_FILES, add_to_manifest
 from tunebook.record.metrics import read_metrics
 from tunebook.record.provenance import describe_processor
 from tunebook.record.run_folder import FINISHED, LOG_FILE, UNSAVED_FILE, write_outcome
 from tunebook.record.start_up import StartClock
 from tunebook.terminal import quiet_libraries
-from tunebook.train.arguments import optimizer_factory, row_multiple, trainer_arguments
+from tunebook.train.build import build_trainer
 from tunebook.train.callbacks import (
     EarlyStopping,
     FiniteLoss,
     LogToTheEnd,
     Records,
     SaveNothing,
-    StartRecord,
     StopOnRequest,
     validation_losses,
 )
-from tunebook.train.leak_probe import LeakProbe
 from tunebook.train.methods.sft import RecipeTrainer
 from tunebook.train.out_of_memory import memory_ran_out
 from tunebook.train.rank_process import AGREED_ENDINGS, StopRequest
-from tunebook.train.reporting import (
-    ResumableTensorBoard,
-    TrainingProgress,
-    set_up_libraries,
-    set_up_tracking,
-)
+from tunebook.train.reporting import TrainingProgress, set_up_libraries
 from tunebook.train.restoring import RestoredState
-from tunebook.train.sequence import SequenceGroup, attend_over_group, join_sequence_group
-from tunebook.train.spread import ParallelismCheck, bound_deepspeed_groups, join_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +110,7 @@ def train(folder: Path, request: StopRequest, clock: StartClock) -> Ending:
     plan = solve_batch(config, lengths)
     schedule = schedule_of(config, plan, lengths)
     clock.passed("data")
-    trainer = _build_trainer(config, plan, prepared, schedule, folder, clock)
+    trainer = build_trainer(config, plan, prepared, schedule, folder, clock)
     if trainer.args.process_index == 0 and (notice := compilation_notice(config)) is not None:
         print(notice, flush=True)
     patience = config.training.early_stopping_patience
@@ -256,132 +229,12 @@ def _last_good(folder: Path) -> str:
     return f"The last good checkpoint is {kept}" if kept else "There is no good checkpoint: nothing was saved yet"
 
 
-def _build_trainer(
-    config: RunConfig, plan: BatchPlan, prepared: Prepared, schedule: Schedule, folder: Path, clock: StartClock
-) -> RecipeTrainer:
-    assert plan.total_steps is not None
-    validation = prepared.validation
-    is_first_rank = os.environ.get("RANK", "0") == "0"
-    set_up_tracking(config.tracking, folder, is_first_rank=is_first_rank, say=partial(print, flush=True))
-    arguments, model, sequence = _load(config, plan, folder, clock, has_validation=validation is not None)
-    tokenizer = trainer_tokenizer(config)
-    rank, ranks = arguments.process_index // plan.sequence_group_size, plan.data_ranks
-    units = unit_classes(config, model) if is_fsdp(config.parallelism.strategy) else []
-    if units:  # the Trainer has no arguments for these two settings
-        policy = mixed_precision_policy(config)
-        arguments.fsdp_plugin_args |= {"transformer_cls_names_to_wrap": units, "mixed_precision_policy": policy}
-    if zero_stage(config.parallelism.strategy) in (1, 2):
-        link_in_flat_order()
-    note = agree_on_tokens(model, tokenizer)
-    if note is not None and is_first_rank:
-        print(note, flush=True)
-    rehearse_saving(model, tokenizer)
-    batches = RankBatches(
-        schedule, num_steps=plan.total_steps, micro_batch_size=plan.micro_batch_size, rank=rank, world_size=ranks
-    )
-    trainer = RecipeTrainer(
-        model=model,
-        args=arguments,
-        processing_class=tokenizer,
-        train_dataset=prepared.train.load(),
-        eval_dataset=validation.load() if validation is not None else None,
-        peft_config=adapter_config(config, model, added_token_ids(config.model, tokenizer)),
-        optimizer_cls_and_kwargs=optimizer_factory(config),
-        filler_token_id=tokenizer.eos_token_id,
-        train_batches=batches,
-        validation_batches=_validation_batches(config, plan, validation, rank, ranks) if validation else None,
-        autocast_dtype=autocast_dtype(config),
-        row_multiple=row_multiple(config),
-        has_one_pass_head=bool(config.model.one_pass_head),
-        sequence=sequence,
-        saver=_saver(config, folder, prepared),
-    )
-    fp8_layers = _finish_layers(config, model, trainer)
-    clock.passed("trainer")
-    trainer.add_callback(StartRecord(clock, folder))
-    trainer.add_callback(ParallelismCheck(config, trainer, folder, units, len(fp8_layers)))
-    trainer.add_callback(LeakProbe(config, trainer, folder))  # after the check of the wrapped model
-    trainer.remove_callback(PrinterCallback)  # the base class adds it in place of its progress bar
-    if trainer.pop_callback(TensorBoardCallback) is not None:
-        trainer.add_callback(ResumableTensorBoard())  # type: ignore[no-untyped-call]
-    return trainer
-
-
-def _load(
-    config: RunConfig, plan: BatchPlan, folder: Path, clock: StartClock, *, has_validation: bool
-) -> tuple[SFTConfig, PreTrainedModel, SequenceGroup | None]:
-    """Load the model and join the ranks; returns the Trainer's arguments, the model and this rank's sequence group."""
-    begun = begin_loading(config, rank=int(os.environ.get("RANK", "0")))
-    clock.passed("model")
-    join_ranks(config)
-    arguments = SFTConfig(**trainer_arguments(config, plan, folder, has_validation=has_validation))
-    bound_deepspeed_groups(config)
-    clock.passed("join_ranks")
-    model = finish_loading(config, begun, arguments.process_index, arguments.device)
-    if config.peft.method is PeftMethod.full:
-        freeze_unreached(config, model)
-    sequence = join_sequence_group(config)
-    if sequence is not None:
-        attend_over_group(config, sequence, model.config)
-    clock.passed("weights")
-    return arguments, model, sequence
-
-
-def _finish_layers(config: RunConfig, model: PreTrainedModel, trainer: RecipeTrainer) -> list[str]:
-    """Convert and compile the layers once the trainer has changed the blocks (adapters, Liger); the layers in fp8."""
-    is_on_cpu = config.hardware.generation is Generation.cpu
-    if config.packing.mode is PackingMode.isolated or not is_on_cpu:  # a GPU's kernels are for padded rows, too
-        isolate_documents(model, is_on_cpu=is_on_cpu)
-    if config.activation.mlp_tile_tokens is not None:
-        tile_mlps(model, config.activation.mlp_tile_tokens)
-    is_fp8 = config.precision.compute is Compute.fp8
-    fp8_layers = convert_to_fp8(model, config.precision.fp8_scaling) if is_fp8 else []
-    if config.model.compile_layers:
-        compile_layers(model, recomputes=config.activation.checkpointing is Checkpointing.selective)
-    require_patterns(config, trainer.model)
-    if trains_in_fp32(config):
-        keep_in_fp32(trainer.model)
-    return fp8_layers
-
-
-def _saver(config: RunConfig, folder: Path, prepared: Prepared) -> CheckpointSaver:
-    """The saver of the run's checkpoints. The ranks are joined already."""
-    training = config.training
-    return CheckpointSaver(
-        folder,
-        identity_of(config, prepared, on_first_rank(lambda: weights_fingerprint(config.model))),
-        keep=training.keep_checkpoints,
-        in_background=training.save_in_background,
-        group=background_group(config.launcher.timeout_s) if training.save_in_background else None,
-    )
-
-
 def _loaded_model(trainer: RecipeTrainer) -> dict[str, Any]:
     """The manifest's facts about the base weights: the hub's commit, or a folder's fingerprint."""
     model: Any = trainer.model
     commit = getattr(model.config, "_commit_hash", None)
     known = {"weights_fingerprint": trainer.saver.identity.model["weights_fingerprint"]}
     return known | ({"revision": commit} if commit else {})
-
-
-def _validation_batches(config: RunConfig, plan: BatchPlan, part: PreparedPart, rank: int, ranks: int) -> RankBatches:
-    """Batches that contain every validation document once, in stored order, in rows like those of training.
-
-    `rank` and `ranks` count data ranks.
-    """
-    lengths = part.load_lengths().astype(np.int64)
-    rows = ranks * plan.micro_batch_size
-    is_packed = config.packing.mode is PackingMode.isolated
-    length = row_length(config)
-    size = StepSize(tokens=rows * length, row_length=length) if is_packed else StepSize(documents=rows)
-    schedule = Schedule(lengths=lengths, size=size, rows_per_step=rows, is_packed=is_packed, seed=None)
-    return RankBatches(
-        schedule,
-        num_steps=len(schedule.steps_of_epoch(0)),
-        micro_batch_size=plan.micro_batch_size,
-        rank=rank,
-        world_size=ranks,
-    )
 
 
 def _num_adapted(config: RunConfig, parameters: Iterable[torch.nn.Parameter]) -> int | None:

@@ -298,7 +298,7 @@ def _is_in_backward() -> bool:
 
 
 def _adapt(causal: Any, lora: Any, number_format: torch.dtype, *, is_quantized: bool) -> None:
-    """Put adapters into the model, as `train.run` and TRL do. Moves are off: tensors without memory have none."""
+    """Put adapters into the model, as `train.build` and TRL do. Moves are off: tensors without memory have none."""
     module: Any = nn.Module
     moving = module.to
     module.to = lambda self, *_, **__: self
