@@ -12,8 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tunebook.checkpoint.export.stored_weights import sharded_weights
-from tunebook.checkpoint.export.zero_weights import partitioned_weights
+from tunebook.checkpoint.export.weights import Form, read_weights
 
 STEP = 20  # of the newest checkpoint
 SHARD = """
@@ -71,9 +70,9 @@ def test_partitions_of_deepspeed_are_what_it_gathers(
     shutil.copytree(saved_by(f"zero{stage}").folder, folder)
     checkpoint = folder / "checkpoints" / f"checkpoint-{STEP}"
     gathered = load_file(checkpoint / "model.safetensors")
-    partitions = partitioned_weights(checkpoint / f"global_step{STEP}")
+    partitions = read_weights(checkpoint, Form.zero, is_adapter=False)
     for name, tensor in gathered.items():
-        assert torch.equal(partitions[name].load(), tensor), name
+        assert torch.equal(partitions[name], tensor), name
     without_gathered(layouts, folder)
     ended = run(["tunebook", "export", str(folder), "--to", str(tmp_path / "out")])
     assert ended.exit_code == 0, ended.output
@@ -117,9 +116,9 @@ def test_two_ranks_shards_of_fsdp_are_exported_and_merged(run: Any, layouts: Any
     assert ended.exit_code == 0, ended.output
     for kind in ("full", "lora"):
         assert len(list((tmp_path / kind / "pytorch_model_fsdp_0").glob("*.distcp"))) == 2
-    whole, sharded = load_file(base / "model.safetensors"), sharded_weights(tmp_path / "full" / "pytorch_model_fsdp_0")
+    whole, sharded = load_file(base / "model.safetensors"), read_weights(tmp_path / "full", Form.fsdp, is_adapter=False)
     for name, tensor in whole.items():
-        assert torch.equal(sharded[name].load(), tensor), name
+        assert torch.equal(sharded[name], tensor), name
     folder = layouts.write_run(tmp_path / "run", base, peft="lora")
     shutil.copytree(tmp_path / "lora", folder / "checkpoints" / "checkpoint-2")
     layouts.write_record(folder / "checkpoints" / "checkpoint-2")
@@ -127,10 +126,10 @@ def test_two_ranks_shards_of_fsdp_are_exported_and_merged(run: Any, layouts: Any
     assert ended.exit_code == 0, ended.output
     assert "FSDP's sharded checkpoint" in ended.output
     merged = load_file(tmp_path / "merged" / "model.safetensors")
-    adapter = sharded_weights(tmp_path / "lora" / "pytorch_model_fsdp_0")
+    adapter = read_weights(tmp_path / "lora", Form.fsdp, is_adapter=True)
     name = "model.layers.1.self_attn.q_proj"
     names = [f"base_model.model.{name}.lora_{part}.weight" for part in "AB"]
-    first, second = (adapter[name].load() for name in names)
+    first, second = (adapter[name] for name in names)
     torch.testing.assert_close(merged[f"{name}.weight"], whole[f"{name}.weight"] + second @ first * (8 / 4))
     origin = json.loads((tmp_path / "merged" / "tunebook.json").read_text())
     assert (origin["is_merged"], origin["step"], origin["num_parameters"]) == (True, 2, 1_046_592)

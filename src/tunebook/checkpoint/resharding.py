@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tunebook.checkpoint.export.zero_weights import partitioned_weights
+from tunebook.checkpoint.export.weights import zero_weights
 from tunebook.checkpoint.record import Identity
 from tunebook.checkpoint.unpickling import restricted_unpickling
 from tunebook.config.choices import Strategy
@@ -34,8 +34,8 @@ def needs_universal(theirs: Identity, own: Identity) -> bool:
 def write_universal(checkpoint: Path, place: Path) -> Path:
     """Write the universal form of a ZeRO checkpoint into a new folder in `place` and return its path. For one process.
 
-    Takes the memory of one rank's shard and the disk space of the checkpoint. Raises: OSError, TunebookError for
-    shards that cannot be assembled, DataError for a shard that would run code.
+    Takes the disk space of the checkpoint and the memory of the fp32 weights (under ZeRO-3 of one rank's shard).
+    Raises: OSError, TunebookError for shards that cannot be assembled, DataError for a shard that would run code.
     """
     from deepspeed.checkpoint import ds_to_universal
 
@@ -62,17 +62,17 @@ def write_universal(checkpoint: Path, place: Path) -> Path:
         raise
     except Exception as error:
         raise _not_resharded(checkpoint, f"{type(error).__name__}: {error}") from error
-    _require_same(shards, folder / f"{shards.name}_universal" / "zero", checkpoint)
+    _require_same(folder / f"{shards.name}_universal" / "zero", checkpoint)
     return folder
 
 
-def _require_same(shards: Path, parameters: Path, checkpoint: Path) -> None:
+def _require_same(parameters: Path, checkpoint: Path) -> None:
     """Compare DeepSpeed's result with the shards as an export reads them. Raises: TunebookError."""
-    for name, stored in partitioned_weights(shards).items():
+    for name, stored in zero_weights(checkpoint, is_adapter=True).items():
         file = parameters / name / "fp32.pt"
         if not file.is_file():
             continue
-        made, tensor = torch.load(file, weights_only=True), stored.load()
+        made, tensor = torch.load(file, weights_only=True), stored.contiguous()
         made = made["param"] if isinstance(made, dict) else made
         if made.numel() != tensor.numel() or not torch.equal(made.flatten(), tensor.flatten()):
             raise _not_resharded(checkpoint, f"{name} has other values in DeepSpeed's universal checkpoint")

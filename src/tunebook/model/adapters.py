@@ -156,7 +156,7 @@ def with_adapter(base: PreTrainedModel, folder: Path, method: PeftMethod) -> Pre
 
     stored = read_shapes(_adapter_files(folder))
     adapted: Any = PeftModel.from_pretrained(base, str(folder), ignore_mismatched_sizes=True)
-    _require_whole_adapter(adapted, stored, folder)
+    require_whole_adapter(adapted, stored, folder)
     if method is PeftMethod.qlora or base.dtype is not torch.float32:
         # lm-eval 0.4.13 ties the weights again, which fails if PEFT has made a copy of the head.
         adapted.tie_weights = lambda: None
@@ -204,17 +204,13 @@ def _adapter_files(folder: Path) -> list[Path]:
     return files[:1]
 
 
-def adapter_shapes(adapted: Any) -> Shapes:
-    """The shapes of the tensors in an adapter's file, by name."""
+def require_whole_adapter(adapted: Any, stored: Shapes, folder: Path) -> None:
+    """Compare a model's adapter with stored shapes. Raises: RequestError if they differ."""
     from peft import get_peft_model_state_dict
 
     # False: the base's embeddings, which are only needed if the vocabulary was changed.
     weights = get_peft_model_state_dict(adapted, save_embedding_layers=False)
-    return {name: tuple(weight.shape) for name, weight in weights.items()}
-
-
-def _require_whole_adapter(adapted: Any, stored: Shapes, folder: Path) -> None:
-    expected = adapter_shapes(adapted)
+    expected: Shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     # With an adapter on the embeddings, PEFT also writes those of the base, which it considers changed.
     stored = {name: shape for name, shape in stored.items() if not name.endswith(_BASE_EMBEDDINGS)}
     require_complete(

@@ -381,7 +381,7 @@ def _scatter_drawn(config: RunConfig, begun: PreTrainedModel, rank: int) -> PreT
     return model
 
 
-def _forget_unused_conversions(model: Any) -> None:
+def forget_unused_conversions(model: Any) -> None:
     """Let a model be saved with the names of its stored weights.
 
     transformers reverses the renamings of loading when it saves. Under ZeRO-3 it keeps all renamings of the
@@ -418,6 +418,6 @@ def _read(
     # Also by the library's own report, which covers weights that are converted while they are read.
     kinds = {kind: sorted(map(str, info.get(f"{kind}_keys") or ())) for kind in ("missing", "unexpected", "mismatched")}
     require_complete(**kinds, place=location)
-    _forget_unused_conversions(model)
+    forget_unused_conversions(model)
     loaded: PreTrainedModel = model
     return loaded

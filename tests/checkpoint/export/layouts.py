@@ -228,15 +228,14 @@ def _stage_1_or_2(weights: Tensors, rank: int, ranks: int) -> list[torch.Tensor]
 
 
 def _stage_3(weights: Tensors, rank: int, ranks: int) -> list[torch.Tensor]:
-    """In two subgroups, so that one parameter may lie in both."""
+    """In two subgroups of whole parameters."""
     shares = []
     for weight in weights.values():
         length = math.ceil(weight.numel() / ranks)
         padded = torch.nn.functional.pad(weight.flatten(), (0, length * ranks - weight.numel()))
         shares.append(padded[rank * length : (rank + 1) * length])
-    joined = torch.cat(shares)
-    half = joined.numel() // 2 + 1
-    return [joined[:half].clone(), joined[half:].clone()]
+    half = len(shares) // 2
+    return [torch.cat(part) for part in (shares[:half], shares[half:]) if part]
 
 
 def write_fsdp(folder: Path, weights: Tensors) -> None:

@@ -58,24 +58,23 @@ def test_a_whole_folder_is_one_commit_in_a_private_repository(
     assert hub.calls[-1][1][1] == "checkpoints/checkpoint-3 of tiny/run"
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [("tiny", "names no owner"), ("a/b/c", "write it as ORGANIZATION/NAME"), ("me/ti ny", "write it as")],
-)
-def test_a_name_that_is_none_is_refused_before(
-    layouts: Any, run: Path, export: Any, hub: type[FakeHub], name: str, says: str
+@pytest.mark.parametrize("name", ["tiny", "a/b/c", "me/ti ny"])
+def test_an_invalid_name_is_refused_before_anything_is_written(
+    layouts: Any, run: Path, export: Any, hub: type[FakeHub], name: str
 ) -> None:
     layouts.write_checkpoint(run, "whole")
-    with pytest.raises(RequestError, match=says):
+    with pytest.raises(RequestError) as raised:
         export(run, push_to=name)
-    assert hub.calls == [] and not (run / "exports").exists()
+    assert raised.value.problem_id == "upload-not-possible"
+    assert not (run / "exports").exists()
 
 
 def test_without_a_network_nothing_is_written(layouts: Any, run: Path, export: Any, hub: type[FakeHub]) -> None:
     hub.error = ConnectionError("Name or service not known")
     layouts.write_checkpoint(run, "whole")
-    with pytest.raises(RequestError, match=r"--push me/tiny: the hub is out of reach .*export without --push"):
+    with pytest.raises(RequestError) as raised:
         export(run, push_to="me/tiny")
+    assert raised.value.problem_id == "upload-not-possible"
     assert not (run / "exports").exists()
 
 
@@ -89,12 +88,3 @@ def test_an_upload_that_breaks_off_keeps_the_folder(layouts: Any, run: Path, exp
         export(run, push_to="me/tiny")
     assert (raised.value.exit_code, raised.value.problem_id) == (1, "upload-failed")
     assert (place / "model.safetensors").is_file()
-
-
-def test_an_adapter_over_a_local_base_is_no_use_to_others(
-    layouts: Any, lora_run: Path, export: Any, hub: type[FakeHub]
-) -> None:
-    layouts.write_checkpoint(lora_run, "adapter")
-    with pytest.raises(RequestError, match="which nobody else has; push one whole model: --merge"):
-        export(lora_run, push_to="me/tiny")
-    assert hub.calls == []

@@ -1,5 +1,5 @@
 """`tunebook export`: one plain Hugging Face folder from any checkpoint of a run, on a CPU.
 
-`run` is the command. `source` finds the weights, `stored_weights` and `zero_weights` read them, `model` makes what
-belongs to them. `kinds` writes (`write`, `folder`, `card`) and compares.
+`run` is the command. `source` finds the weights and `weights` reads them. `model` and `adapter` build what is written,
+`write` saves it, loads it again and compares it. `card` describes it.
 """

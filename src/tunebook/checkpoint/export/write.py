@@ -1,185 +1,82 @@
-"""Write weights as safetensors, shard by shard: checked, cast to one number format, flushed to the disk.
+"""Write an export under a temporary name, load it again, and compare it with the model in memory.
 
-One shard is in memory at a time, without copies of weights that are in memory already. Names and shapes are compared
-with the architecture before anything is read; numbers are checked while they are written. An error names every problem,
-and then no file is kept.
-
-Sharded and merged weights have module names. Published files have other names: separate experts, other prefixes.
-transformers reads both, but inference servers know only the published names. So weights are written as transformers
-itself would save them. `save_pretrained` and `save_torch_state_dict` need all tensors in memory at once.
+Both models compute a fixed input on the CPU. The logits of the written model must equal those of the model in memory
+within one rounding of the number format, since two passes may add in another order. If weights were cast or an adapter
+was merged, the root mean square difference from the checkpoint's own logits must stay within the format's rounding.
 """
 
 from __future__ import annotations
 
-import json
+import errno
+import gc
 import os
-from collections.abc import Callable, Collection
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors.torch import save_file
-from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import AutoModelForCausalLM
 
-from tunebook.checkpoint.export.stored_weights import Weights, close, shapes_of
-from tunebook.errors import RequestError, first_few
-from tunebook.files import sha256_file
-from tunebook.model.weight_files import Shapes
+from tunebook.checkpoint.export.model import in_format
+from tunebook.checkpoint.export.weights import Weights
+from tunebook.checkpoint.record import CHECKPOINTS_FOLDER
+from tunebook.checkpoint.verify import MODEL_FOLDER
+from tunebook.config.schema import RunConfig
+from tunebook.errors import DifferenceError, RequestError, first_few
+from tunebook.files import flush_folder
+from tunebook.hardware.disk import is_disk_full, no_space
+from tunebook.model.load import attention_option
+from tunebook.parallel.wrapped import format_name
 
-SHARD_BYTES = 2 * 10**9
-Problems = dict[str, list[str]]  # tensors by problem
-Tensors = dict[str, "torch.Tensor"]
-_NUM_NAMED = 5
-_EMPTY, _MISSING, _MISSHAPEN, _UNEXPECTED, _NOT_FINITE, _TOO_LARGE = (
-    "empty",
-    "missing",
-    "misshapen",
-    "not of this model",
-    "not finite",
-    "too large for the number format",
-)
+ELSEWHERE = "free some space, or write elsewhere: --to /a/folder/on/another/disk"
+_ROWS, _TOKENS = 2, 24
+_FACTOR = 16  # maximum sum of roundings of one weight; bf16 was measured at 0.5 to 2
+_LEAST_ALLOWED = 1e-4  # fp32: sums in another order
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTEMPTY)
 
 
-def refuse(problems: Problems, place: str) -> None:
-    """Raise a RequestError that names the tensors with problems, if there are any."""
-    found = [f"{len(names)} {kind}: {first_few(names, _NUM_NAMED)}" for kind, names in problems.items() if names]
-    if not found:
-        return
-    is_only_large = problems.get(_TOO_LARGE) and len(found) == 1
-    advice = "Export with --dtype bf16 or fp32" if is_only_large else "Name another checkpoint with --checkpoint"
-    raise RequestError(
-        f"the weights in {place} cannot be exported: {'; '.join(found)}; a model of them would fail to load or "
-        f"answer nonsense. {advice}",
-        problem_id="export-weights",
-    )
+def check_target(folder: Path, run: Path) -> Path:
+    """The folder to write as an absolute path. Raises: RequestError if it exists or lies in a checkpoint."""
+    folder = folder.expanduser().absolute()
+    why = "exists, and an export never writes over anything" if folder.exists() or folder.is_symlink() else None
+    for taken in (run / CHECKPOINTS_FOLDER, run / MODEL_FOLDER):
+        if folder.resolve().is_relative_to(taken.resolve()):
+            why = f"lies in {taken}, whose files are listed in its records"
+    if why is not None:
+        raise RequestError(f"{folder} {why}; name a new folder with --to FOLDER", problem_id="export-target")
+    return folder
 
 
-def compare_with(expected: Shapes, weights: Weights) -> Problems:
-    """Stored names and shapes against the expected ones."""
-    empty = _empty(weights)
-    return {
-        _EMPTY: empty,
-        _MISSING: sorted(set(expected) - set(weights)),
-        _MISSHAPEN: [
-            f"{name} of shape {list(tensor.shape)}, where the model has {list(expected[name])}"
-            for name, tensor in sorted(weights.items())
-            if name not in empty and tensor.shape != expected.get(name, tensor.shape)
-        ],
-        _UNEXPECTED: sorted(set(weights) - set(expected)),
-    }
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A new folder that is renamed to `folder` at the end, and removed after an error. A killed export's is replaced.
 
-
-def compare_with_model(model: PreTrainedModel, weights: Weights) -> Problems:
-    """The same for a whole model, with the names that transformers knows: older, tied and converted ones."""
-    from tunebook.model.weight_files import compare_shapes
-
-    empty, found = _empty(weights), compare_shapes(model, shapes_of(weights))
-    return {
-        _EMPTY: empty,
-        _MISSING: found["missing"],
-        _MISSHAPEN: [text for text in found["mismatched"] if text.partition(" ")[0] not in empty],
-        _UNEXPECTED: found["unexpected"],
-    }
-
-
-def without_tied(model: PreTrainedModel, weights: Weights, place: str) -> Weights:
-    """The tensors to write: of tensors that the architecture ties, the one that the others are tied to.
-
-    Raises: RequestError if stored copies of one tensor differ.
+    Raises: DoesNotFitError if the disk fills up, RequestError if nothing may be written.
     """
-    tied = {name: kept for name, kept in model.all_tied_weights_keys.items() if {name, kept} <= set(weights)}
-    for name, kept in tied.items():
-        if not torch.equal(weights[name].load(), weights[kept].load()):
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    made = [path for path in folder.parents if not path.exists()]
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        unfinished.rename(folder)
+        flush_folder(folder.parent)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+        if is_disk_full(error):
+            raise no_space("the export", folder, ELSEWHERE) from error
+        if isinstance(error, OSError) and error.errno in _NOT_WRITABLE:
             raise RequestError(
-                f"the weights in {place} cannot be exported: {name} and {kept} are one tensor in this architecture "
-                "(tie_word_embeddings) and differ here, so one of them is not what was trained; name another "
-                "checkpoint with --checkpoint",
-                problem_id="export-weights",
-            )
-    return {name: tensor for name, tensor in weights.items() if name not in tied}
-
-
-def num_bytes(weights: Weights, dtype: torch.dtype | None) -> int:
-    """The size of the tensors on disk in a number format; None: as they are stored."""
-    return sum(tensor.num_bytes(dtype) for tensor in weights.values())
-
-
-def write_weights(
-    weights: Weights,
-    folder: Path,
-    *,
-    stem: str = "model",
-    dtype: torch.dtype | None,
-    place: str,
-    shard_bytes: int = SHARD_BYTES,
-    convert: Callable[[Tensors], Tensors] | None = None,
-) -> dict[str, str]:
-    """Write tensors as `<stem>.safetensors`, or as several files with an index; returns the SHA-256 of each file.
-
-    `convert` is that of `as_stored`. Raises: RequestError naming every tensor that is not finite, before or after the
-    cast. The caller removes the folder with the files written so far.
-    """
-    layers: dict[str, list[str]] = {}  # tensors by layer, kept together for the conversion
-    for name in weights:
-        layers.setdefault(layer_of(name) if convert is not None else name, []).append(name)
-    split = split_state_dict_into_shards_factory(
-        layers,
-        get_storage_size=lambda names: sum(weights[name].num_bytes(dtype) for name in names),
-        filename_pattern=f"{stem}{{suffix}}.safetensors",
-        max_shard_size=shard_bytes,
-    )
-    hashes: dict[str, str] = {}
-    places: dict[str, str] = {}
-    problems: Problems = {_NOT_FINITE: [], _TOO_LARGE: []}
-    for file_name, keys in split.filename_to_tensors.items():
-        tensors = _loaded({name: weights[name] for key in keys for name in layers[key]}, dtype, problems)
-        if any(problems.values()):
-            continue  # check the other shards, write no more
-        if convert is not None:
-            tensors = convert(tensors)
-        file = folder / file_name
-        save_file(tensors, file, metadata={"format": "pt"})
-        places |= dict.fromkeys(tensors, file_name)
-        del tensors
-        share(file)
-        flush(file)
-        hashes[file_name] = sha256_file(file)
-    close(weights)
-    refuse(problems, place)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": dict(sorted(places.items()))}
-        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return hashes
-
-
-def as_stored(model: PreTrainedModel, names: Collection[str]) -> Callable[[Tensors], Tensors] | None:
-    """A function from tensors with the names of modules to those of a file; None if they have the names of files.
-
-    It needs whole layers: some tensors of a file are made of several tensors of a layer.
-    """
-    if not set(names) <= set(model.state_dict()):
-        return None
-
-    def convert(tensors: Tensors) -> Tensors:
-        reverted: Any = revert_weight_conversion(model, tensors)
-        return {name: _own_memory(tensor) for name, tensor in reverted.items()}
-
-    return convert
-
-
-def layer_of(name: str) -> str:
-    """The part of a tensor's name that all tensors of its layer share; outside of layers, the whole name."""
-    parts = name.split(".")
-    number = next((place for place, part in enumerate(parts) if part.isdecimal()), len(parts))
-    return ".".join(parts[: number + 1])
-
-
-def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with its own memory: safetensors refuses to write two views of one tensor."""
-    is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
-    return tensor.clone().contiguous() if is_view else tensor.contiguous()
+                f"{folder} cannot be written: {error.strerror} ({error.filename}); name another place with --to FOLDER",
+                problem_id="export-target",
+            ) from error
+        raise
 
 
 def share(file: Path) -> None:
@@ -189,34 +86,86 @@ def share(file: Path) -> None:
     file.chmod(0o666 & ~mask)
 
 
-def flush(file: Path) -> None:
-    """Make the content of a file survive a power cut."""
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How the written weights compare with the checkpoint's."""
+
+    is_exact: bool
+    difference: float  # of the logits, relative root mean square
+    allowed: float
+    logits: str | None  # the input that gave the logits; None: an adapter's tensors were compared
 
 
-def _loaded(weights: Weights, dtype: torch.dtype | None, problems: Problems) -> Tensors:
-    """Tensors in the number format to write, in memory of their own; problems with them are added."""
-    tensors = {}
-    for name, stored in weights.items():
-        tensor = stored.load()
-        if not _is_finite(tensor):
-            problems[_NOT_FINITE].append(name)
-            continue
-        is_cast = dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
-        kept = tensor.to(dtype) if is_cast else tensor if stored.is_in_memory else tensor.clone()
-        if is_cast and not _is_finite(kept):
-            problems[_TOO_LARGE].append(name)
-        tensors[name] = kept.contiguous()
-    return tensors
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """The logits of a model that was saved: as it was trained, and in the written format."""
+
+    own: torch.Tensor
+    cast: torch.Tensor
+    dtype: torch.dtype
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    if not tensor.is_floating_point() or tensor.itemsize < 2 or not tensor.numel():
-        return True
-    low, high = tensor.aminmax()  # a NaN is both; makes no second tensor
-    return bool(low.isfinite() and high.isfinite())
+def save_model(model: Any, own: torch.Tensor, dtype: torch.dtype, folder: Path) -> Saved:
+    """Write a model in a number format. `own` are its logits before. Raises: RequestError for numbers not finite."""
+    in_format(model, dtype)
+    require_finite(dict(model.named_parameters()), dtype)
+    model.save_pretrained(str(folder))
+    return Saved(own=own, cast=logits_of(model), dtype=dtype)
 
 
-def _empty(weights: Weights) -> list[str]:
-    return sorted(name for name, tensor in weights.items() if 0 in tensor.shape)
+def require_finite(weights: Weights, dtype: torch.dtype) -> None:
+    """Raises: RequestError naming tensors with numbers that are not finite."""
+    wrong = [name for name, tensor in weights.items() if not bool(tensor.isfinite().all())]
+    if wrong:
+        raise RequestError(
+            f"{len(wrong)} of the weights are not finite in {format_name(dtype)}: {first_few(wrong, 5)}; export with "
+            "--dtype fp32, or name another checkpoint with --checkpoint",
+            problem_id="export-weights",
+        )
+
+
+def compare(folder: Path, saved: Saved, config: RunConfig) -> Comparison:
+    """Load a written model like any other and compare its logits. Raises: DifferenceError beyond rounding."""
+    gc.collect()  # one model is in memory at a time
+    loader: Any = AutoModelForCausalLM
+    written, info = loader.from_pretrained(
+        str(folder),
+        dtype="auto",
+        output_loading_info=True,
+        trust_remote_code=config.model.trust_remote_code,
+        attn_implementation=attention_option(config.attention.implementation),
+    )
+    if wrong := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:
+        raise differs(f"{len(wrong)} of its weights do not fill the model: {first_few(list(map(str, wrong)), 5)}")
+    found = logits_of(written.eval())
+    rounding = torch.finfo(saved.dtype).eps
+    if not _relative_difference(found, saved.cast) <= rounding:  # also for numbers that are not finite
+        raise differs(f"its logits differ by up to {float((found - saved.cast).abs().max()):.3g}")
+    difference, allowed = _relative_difference(found, saved.own), max(_FACTOR * rounding, _LEAST_ALLOWED)
+    if not difference <= allowed:
+        raise differs(f"its logits differ by {difference:.3g}, and rounding to the format explains {allowed:.3g}")
+    where = f"{_ROWS} rows of {_TOKENS} fixed token ids, on a CPU"
+    return Comparison(is_exact=torch.equal(found, saved.own), difference=difference, allowed=allowed, logits=where)
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    """The logits of the fixed input in fp32. Shape: (2, 24, vocabulary)."""
+    size = model.config.get_text_config().vocab_size
+    ids = (torch.arange(_ROWS * _TOKENS).reshape(_ROWS, _TOKENS) * 7919 + 17) % size
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits.float()
+
+
+def _relative_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The root mean square of the difference, relative to the other's."""
+    return float((one - other).square().mean().sqrt() / other.square().mean().sqrt().clamp_min(1e-12))
+
+
+def differs(what: str) -> DifferenceError:
+    """The error for written weights that are not the checkpoint's."""
+    return DifferenceError(
+        f"the exported model, loaded again, is not the checkpoint's: {what}. Nothing was kept. Try another checkpoint, "
+        "and report this with the run's manifest.json",
+        problem_id="export-differs",
+    )
