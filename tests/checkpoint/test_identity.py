@@ -86,8 +86,8 @@ def test_settings_that_change_the_result_are_named(said: Callable[..., str], ide
         ({"data_sha256": "1" * 64}, "its data have the hash 111111111111..., not dddddddddddd...", "data"),
         ({"tokenizer_sha256": "1" * 64}, "its tokenizer is another", "data"),
         ({"chat_template_sha256": "1" * 64}, "its chat template is another", "template"),
-        ({"world_size": 1}, "it was saved by 1 rank and this run has 2 ranks", "world_size"),
-        ({"world_size": 1, "strategy": "single"}, "it was saved by 1 rank and this run has 2 ranks", "world_size"),
+        ({"world_size": 1}, "the number of ranks was 1 and is 2", "world_size"),
+        ({"world_size": 1, "strategy": "single"}, "the number of ranks was 1 and is 2", "world_size"),
     ],
     ids=["data", "tokenizer", "template", "world_size", "single"],
 )
@@ -107,47 +107,44 @@ def test_all_that_must_be_named_is_said_at_once(said: Callable[..., str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("change", "text", "fix"),
+    ("change", "text"),
     [
-        ({"strategy": "zero2"}, "it was saved with parallelism=zero2, and this run has parallelism=ddp", "zero2"),
-        ({"peft": "lora"}, "it was trained with peft=lora, and this run with peft=full", "Resume with peft=lora"),
+        ({"strategy": "zero2"}, "parallelism was zero2 and is single or ddp"),
+        ({"peft": "lora"}, "peft was lora and is full"),
         (
             {"model": {"name": "other/model", "revision": "main", "config_sha256": None, "weights": "pretrained"}},
-            "it is of the model other/model@main, and this run trains with the config.json ",
-            "Name a checkpoint of this model",
+            "the model was other/model@main and is ",
         ),
     ],
     ids=["strategy", "adapter", "model"],
 )
 def test_what_cannot_be_loaded_is_refused_whatever_is_allowed(
-    said: Callable[..., str], change: dict[str, Any], text: str, fix: str
+    said: Callable[..., str], change: dict[str, Any], text: str
 ) -> None:
     refused = said(*ResumeAnyway, **change)
     assert refused.startswith("checkpoint-of-another-run: ")
     assert text in refused
-    assert fix in refused
 
 
 @pytest.mark.parametrize(
-    ("own_peft", "key", "value", "text", "fix"),
+    ("own_peft", "key", "value", "text"),
     [
-        ("full", "optimizer__name", "adamw_8bit", "optimizer.name was adamw_8bit and is adamw", "optimizer.name=adamw"),
-        ("lora", "peft__rank", 4, "peft.rank was 4 and is 16", "peft.rank=4"),
-        ("lora", "peft__use_dora", True, "peft.use_dora was true and is false", "Resume with peft.use_dora=true"),
-        ("lora", "peft__rank_pattern", {"q_proj": 4}, "was {'q_proj': 4} and is {}", "'peft.rank_pattern={q_proj: 4}'"),
-        ("lora", "peft__target_modules", ["q_proj"], "target_modules was ['q_proj'] and is []", "modules=[q_proj]"),
+        ("full", "optimizer__name", "adamw_8bit", "optimizer.name was adamw_8bit and is adamw"),
+        ("lora", "peft__rank", 4, "peft.rank was 4 and is 16"),
+        ("lora", "peft__use_dora", True, "peft.use_dora was true and is false"),
+        ("lora", "peft__rank_pattern", {"q_proj": 4}, "was {'q_proj': 4} and is {}"),
+        ("lora", "peft__target_modules", ["q_proj"], "target_modules was ['q_proj'] and is []"),
     ],
 )
 def test_an_optimizer_or_adapter_of_other_tensors_is_refused_whatever_is_allowed(
     make_checkpoint: MakeCheckpoint, tmp_path: Path, identity: Identity,
-    own_peft: str, key: str, value: object, text: str, fix: str,
+    own_peft: str, key: str, value: object, text: str,
 ) -> None:  # fmt: skip
     own = replace(identity, peft=own_peft)
     theirs = replace(own, settings=with_settings(identity, **{key: value}))
     refused = refusal(make_checkpoint, tmp_path, theirs, own, *ResumeAnyway)
     assert refused.startswith("checkpoint-of-another-run: ")
     assert text in refused
-    assert fix in refused
 
 
 def test_an_adapters_settings_are_nothing_to_a_whole_model(said: Callable[..., str], identity: Identity) -> None:
@@ -156,12 +153,11 @@ def test_an_adapters_settings_are_nothing_to_a_whole_model(said: Callable[..., s
 
 def test_a_model_that_was_moved_is_the_same(said: Callable[..., str], identity: Identity) -> None:
     assert said(model=identity.model | {"name": "/elsewhere"}) == ""
-    assert "is of the model" in said(model=identity.model | {"config_sha256": "1" * 64})
+    assert "the model was 1111" in said(model=identity.model | {"config_sha256": "1" * 64})
 
 
 DEALT = ZeroConfig(strategy=Strategy.zero2, round_robin_gradients=True)
 SHARDED, FULL = (FsdpConfig(strategy=Strategy.fsdp, state_dict=kind) for kind in (StateDict.sharded, StateDict.full))
-ROUND_ROBIN, STATE = "parallelism.round_robin_gradients=", "parallelism.state_dict="
 
 
 def identity_with(identity: Identity, config: RunConfig, parallelism: ParallelismConfig, ranks: int) -> Identity:
@@ -185,7 +181,7 @@ def test_shards_are_cut_anew_for_another_number_of_ranks_if_that_is_allowed(
     two, four = (identity_with(identity, config, parallelism, ranks) for ranks in (2, 4))
     (found,) = differences(two, four)
     assert found.allowed_by is ResumeAnyway.world_size
-    assert found.text == "it was saved by 2 ranks and this run has 4 ranks"
+    assert found.text == "the number of ranks was 2 and is 4"
 
 
 def test_what_is_on_nvme_disks_fits_its_number_of_ranks_only(identity: Identity, config: RunConfig) -> None:
@@ -193,29 +189,23 @@ def test_what_is_on_nvme_disks_fits_its_number_of_ranks_only(identity: Identity,
     two, four = (identity_with(identity, config, zero, ranks) for ranks in (2, 4))
     (found,) = differences(two, four)
     assert found.allowed_by is None
-    assert found.text == (
-        "it holds the shards of 2 ranks, and this run has 4 ranks; state on NVMe disks is saved as each rank's files"
-    )
-    assert found.fix.startswith("Resume with 2 ranks. ")
     assert list(differences(two, two)) == []
 
 
 @pytest.mark.parametrize(
-    ("theirs", "own", "then", "now", "fix"),
+    ("theirs", "own", "text"),
     [
-        (DEALT, ZeroConfig(strategy=Strategy.zero2), ROUND_ROBIN + "true", ROUND_ROBIN + "false", ROUND_ROBIN + "true"),
-        (SHARDED, FULL, STATE + "sharded", STATE + "full", STATE + "sharded"),
-        (SHARDED, DEALT, "parallelism=fsdp", "parallelism=zero2", f"parallelism=fsdp {STATE}sharded"),
+        (DEALT, ZeroConfig(strategy=Strategy.zero2), "parallelism.round_robin_gradients was true and is false"),
+        (SHARDED, FULL, "parallelism.state_dict was sharded and is full"),
+        (SHARDED, DEALT, "parallelism was fsdp and is zero2"),
     ],
     ids=["zero", "fsdp", "strategies"],
 )
 def test_a_checkpoint_that_is_laid_out_otherwise_cannot_be_loaded(
-    identity: Identity, config: RunConfig,
-    theirs: ParallelismConfig, own: ParallelismConfig, then: str, now: str, fix: str,
-) -> None:  # fmt: skip
+    identity: Identity, config: RunConfig, theirs: ParallelismConfig, own: ParallelismConfig, text: str
+) -> None:
     found, *_ = differences(*(identity_with(identity, config, one, 2) for one in (theirs, own)))
-    assert (found.text, found.allowed_by) == (f"it was saved with {then}, and this run has {now}", None)
-    assert found.fix.startswith(f"Resume with {fix}. To start from its weights")
+    assert (found.text, found.allowed_by) == (text, None)
 
 
 def test_the_identity_of_a_run(config: RunConfig, tmp_path: Path, identity: Identity) -> None:
@@ -255,9 +245,7 @@ def test_an_adapter_does_not_go_on_over_other_weights(
     theirs, own = over(identity, "lora", "1" * 64), over(identity, "lora", "2" * 64)
     refused = refusal(make_checkpoint, tmp_path, theirs, own, *ResumeAnyway)
     assert refused.startswith("checkpoint-of-another-run: ")
-    assert "its adapter was trained on weights with the fingerprint 111111111111..., and those of book:" in refused
-    assert "have 222222222222... now. Put the weights back" in refused
-    assert refused.endswith("to start again on these: training.resume=never")
+    assert "weights was 1111" in refused
 
 
 def test_the_same_base_one_not_recorded_and_that_of_a_whole_model_are_no_difference(

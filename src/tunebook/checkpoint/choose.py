@@ -19,7 +19,6 @@ from tunebook.checkpoint.record import (
     RECORD_FILE,
     CheckpointRecord,
     Identity,
-    NewerRecordError,
     UnreadableRecordError,
     named_as_checkpoints,
     step_of,
@@ -30,8 +29,6 @@ from tunebook.config.book import resolve_path
 from tunebook.config.choices import RESUME_WORDS
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError, RequestError
-
-_PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt", ".distcp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +43,8 @@ class Candidate:
 def expected_checkpoint(config: RunConfig, run: Path | None, own: Identity) -> Path | None:
     """The checkpoint that the ranks will resume from unless its content is damaged; None to start at the beginning.
 
-    Raises: RequestError for a checkpoint of another run or a later version, or a named folder without one; DataError
-    for a named checkpoint that is damaged.
+    Raises: RequestError for a checkpoint of another run, or a named folder without one; DataError for a named
+    checkpoint that is damaged.
     """
     found = candidates_in(run / CHECKPOINTS_FOLDER) if run is not None else []
     named = named_by(config)
@@ -79,10 +76,7 @@ def same_command(config: RunConfig, option: str = "") -> str:
 
 
 def candidates_in(checkpoints: Path) -> list[Candidate]:
-    """Every folder with the name of a checkpoint, newest first, its files compared by name and size.
-
-    Raises: RequestError for one of a later version: resuming from an older one would lose it.
-    """
+    """Every folder with the name of a checkpoint, newest first, its files compared by name and size."""
     return [_candidate(path) for path in named_as_checkpoints(checkpoints)]
 
 
@@ -94,8 +88,10 @@ def named_candidates(named: Path) -> list[Candidate]:
     named = named.resolve()
     found = candidates_in(named / CHECKPOINTS_FOLDER) or candidates_in(named) or [_candidate(named)]
     if not any((candidate.path / RECORD_FILE).is_file() for candidate in found):
+        why = found[0].why_not if named.is_dir() else f"there is no such folder on {socket.gethostname()}"
         raise RequestError(
-            f"training.resume={named} is no checkpoint to resume from: {_why_refused(found[0])}",
+            f"training.resume={named} is no checkpoint to resume from: {why}; name a run folder, or a folder "
+            f"checkpoint-<step> in its checkpoints; to start from other weights: model.path={named}",
             problem_id="checkpoint-not-usable",
         )
     return found
@@ -170,31 +166,8 @@ def _wrong_anywhere(checkpoint: Path, record: CheckpointRecord) -> str | None:
 def _candidate(path: Path) -> Candidate:
     try:
         record = complete_record(path)
-    except NewerRecordError as error:
-        raise RequestError(f"{path}: {error}", problem_id="checkpoint-of-newer-version") from error
     except UnreadableRecordError as error:
         return Candidate(path=path, record=None, why_not=str(error))
     if step_of(path) not in (None, record.step):
         return Candidate(path=path, record=None, why_not=f"its record is of step {record.step}")
     return Candidate(path=path, record=record)
-
-
-def _why_refused(candidate: Candidate) -> str:
-    """Why a folder is not a checkpoint of Tunebook, and how to use it otherwise."""
-    if not candidate.path.is_dir():
-        return (
-            f"there is no such folder on {socket.gethostname()}; name one that every node can read, in a container one "
-            "that launcher.container_mounts has"
-        )
-    names = sorted(path.name for path in candidate.path.iterdir())
-    pickles = [name for name in names if name.endswith(_PICKLES) or name.startswith("global_step")]
-    weights = [name for name in names if name.endswith(".safetensors")]
-    from_weights = f"to start from its weights, with a new optimizer: model.path={candidate.path}"
-    if pickles:
-        advice = f"{pickles[0]} in it is a pickle, which runs code when it is loaded, and it has no record"
-        advice += f"; {from_weights}" if weights else ""
-    elif weights:
-        advice = f"it holds weights and no optimizer state; {from_weights}"
-    else:
-        advice = "name a run folder, or a folder checkpoint-<step> in its checkpoints"
-    return f"{candidate.path.name}: {candidate.why_not}; {advice}"

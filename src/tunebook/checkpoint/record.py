@@ -69,10 +69,6 @@ class UnreadableRecordError(Exception):
     """No complete checkpoint; the message gives the reason, to follow the checkpoint's name."""
 
 
-class NewerRecordError(UnreadableRecordError):
-    """The record is of a later version of Tunebook."""
-
-
 def step_of(checkpoint: Path) -> int | None:
     """The step in a checkpoint's name, `checkpoint-<step>`; None for any other name."""
     match = _NAME.fullmatch(checkpoint.name)
@@ -91,36 +87,24 @@ def named_as_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_record(checkpoint: Path) -> CheckpointRecord:
-    """The record of a checkpoint. Raises: UnreadableRecordError for none, a damaged or a newer one; OSError."""
+    """The record of a checkpoint. Raises: UnreadableRecordError for none or a damaged one; OSError."""
     path = checkpoint / RECORD_FILE
     if not path.is_file():
-        raise UnreadableRecordError(_without_record(checkpoint))
+        if (checkpoint / PENDING_FILE).is_file():
+            raise UnreadableRecordError("it was not written completely")
+        raise UnreadableRecordError(f"it has no {RECORD_FILE}: it is no checkpoint of Tunebook, or is not complete")
     try:
         content = read_json(path)
-        written_as = content["format"]
-        if isinstance(written_as, int) and written_as > FORMAT:
-            raise NewerRecordError(
-                f"its {RECORD_FILE} has format {written_as} and this Tunebook reads up to {FORMAT}: use the "
-                "version that wrote it, or a later one"
-            )
         identity = Identity(**content.pop("identity"))
         files = {name: FileEntry(**entry) for name, entry in content.pop("files").items()}
         record = CheckpointRecord(identity=identity, files=files, **content)
-    except UnreadableRecordError:
-        raise
     except Exception as error:  # not JSON, or not what Tunebook writes
         raise UnreadableRecordError(f"its {RECORD_FILE} is damaged ({type(error).__name__})") from error
+    if record.format != FORMAT:
+        raise UnreadableRecordError(f"its {RECORD_FILE} has format {record.format}, and this Tunebook reads {FORMAT}")
     if not record.files:
         raise UnreadableRecordError(f"its {RECORD_FILE} lists no files")
     return record
-
-
-def _without_record(checkpoint: Path) -> str:
-    if (checkpoint / PENDING_FILE).is_file():
-        return "it was not written completely"
-    return (
-        f"it has no {RECORD_FILE}: it is no checkpoint, was not written completely, or was written by another program"
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,15 +16,10 @@ from tunebook.checkpoint.record import (
     PENDING_FILE,
     RECORD_FILE,
     UNFINISHED_FOLDER,
-    Identity,
     named_as_checkpoints,
     step_of,
 )
 from tunebook.checkpoint.verify import complete_checkpoints
-from tunebook.config.choices import OptimizerName
-from tunebook.facts.optimizers import OPTIMIZERS
-
-_DEEPSPEED_BYTES = 4  # of each trained parameter: the fp32 weights that it updates
 
 
 def steps_to_remove(
@@ -73,22 +68,13 @@ def clean_up(checkpoints: Path) -> None:
             remove_checkpoint(checkpoint)
 
 
-def estimate_bytes(model: Any, identity: Identity, *, is_deepspeed: bool) -> float:
-    """A lower bound for the first checkpoint of a run: the saved weights and the optimizer's state.
-
-    Of an adapter only trained parameters are saved. DeepSpeed saves the weights a second time, and its state in fp32.
-    """
-    optimizer = OPTIMIZERS[OptimizerName[identity.settings["optimizer"]["name"]]]
-    is_adapter = hasattr(model, "peft_config")
-    total = 0.0
+def estimate_bytes(model: Any) -> float:
+    """A lower bound for the first checkpoint of a run: the saved weights, of an adapter those that are trained."""
+    is_adapter, total = hasattr(model, "peft_config"), 0.0
     for parameter in model.parameters():
-        count = getattr(parameter, "ds_numel", parameter.numel())  # under ZeRO-3 a rank holds a part
         if parameter.requires_grad or not is_adapter:
-            total += count * parameter.element_size() * (2 if is_deepspeed else 1)
-        if parameter.requires_grad:
-            moments = optimizer.matrix_moments * (4 if is_deepspeed else parameter.element_size())
-            state = moments if optimizer.state_bytes is None else optimizer.state_bytes
-            total += count * (state + (_DEEPSPEED_BYTES if is_deepspeed else 0))
+            count = getattr(parameter, "ds_numel", parameter.numel())  # under ZeRO-3 a rank holds a part
+            total += count * parameter.element_size()
     return total
 
 

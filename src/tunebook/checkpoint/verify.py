@@ -66,7 +66,7 @@ def why_not_complete(checkpoint: Path) -> str | None:
 def complete_record(checkpoint: Path) -> CheckpointRecord:
     """The record of a checkpoint whose files have the recorded names and sizes.
 
-    Raises: UnreadableRecordError saying why it is not complete, NewerRecordError.
+    Raises: UnreadableRecordError saying why it is not complete.
     """
     try:
         record = read_record(checkpoint)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from tunebook.config.unsafe_text import control_character, shown
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+-]+")  # needs no quotes in Hydra or a shell
 _OPENING, _CLOSING, _QUOTES = "[{(", ")}]", "'\""
-_PLAIN_IN_LIST = re.compile(r"[A-Za-z0-9_./-]+")  # needs no quotes in a list of Hydra's
 
 
 def as_typed(value: object) -> str:
@@ -24,17 +23,6 @@ def as_typed(value: object) -> str:
 def typed(key: str, value: str) -> str:
     """`key=value` for a text value, as one argument of a shell command."""
     return f"{key}={value}" if _PLAIN.fullmatch(value) else shell_word(f"{key}={quoted(value)}")
-
-
-def typed_list(key: str, values: Iterable[str]) -> str:
-    """`key=[value,value]` for texts, with quotes around those that Hydra needs them for, such as --nodes=3."""
-    listed = ",".join(value if _PLAIN_IN_LIST.fullmatch(value) else quoted(value) for value in values)
-    return f"{key}=[{listed}]" if '"' not in listed and "'" not in listed else shell_word(f"{key}=[{listed}]")
-
-
-def typed_mapping(key: str, mapping: Mapping[str, object]) -> str:
-    """`key={name: value}` for names without special characters, as one argument of a shell command."""
-    return shell_word(f"{key}={{{', '.join(f'{name}: {as_typed(value)}' for name, value in mapping.items())}}}")
 
 
 def shell_word(text: str) -> str:

@@ -52,8 +52,7 @@ class CompleteCheckpoints(RecordedLogs):
         self.require_finite_loss()
         step = self.state.global_step
         try:
-            estimate = estimate_bytes(self.model, self.saver.identity, is_deepspeed=self.is_deepspeed_enabled)
-            self.saver.begin(step, estimate)
+            self.saver.begin(step, estimate_bytes(self.model))
             self._is_saving = True
             super()._save_checkpoint(model, trial)
             self._name_best(step)

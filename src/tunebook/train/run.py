@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 
 from tunebook.checkpoint.choose import choose_checkpoint, same_command
-from tunebook.checkpoint.identity import differences, has_same_data, resumed_identity
+from tunebook.checkpoint.identity import differences, resumed_identity
 from tunebook.checkpoint.record import RECORD_FILE, read_record
 from tunebook.checkpoint.unpickling import restricted_unpickling
 from tunebook.checkpoint.verify import newest_checkpoint
@@ -194,7 +194,7 @@ def _resumed(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | 
     resumed = choose_checkpoint(config, folder, trainer.saver.identity, say)
     if resumed is not None:
         record, own = read_record(resumed), trainer.saver.identity
-        is_same = has_same_data(record.identity, own)
+        is_same = record.identity.data_sha256 == own.data_sha256
         trainer.add_callback(RestoredState(config.training, trainer, resumed, has_same_data=is_same, say=say))
         trainer.saver.resumed_step = record.step
         trainer.saver.identity = resumed_identity(record.identity, own)
