@@ -79,7 +79,7 @@ def test_an_adapter_stays_one_in_its_own_format(layouts: Any, lora_run: Path, ex
     settings = json.loads((exported.folder / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"]) == (4, 8)
     assert sorted(settings["target_modules"]) == ["down_proj", "q_proj"]
-    assert (exported.origin.is_adapter, exported.origin.is_merged, exported.origin.check["is_exact"]) == (
+    assert (exported.origin.is_adapter, exported.origin.is_merged, exported.origin.is_exact) == (
         True, False, True,
     )  # fmt: skip
 
@@ -96,7 +96,7 @@ def test_a_merged_adapter_is_added_to_its_base(layouts: Any, lora_run: Path, bas
     untouched = "model.layers.1.self_attn.k_proj.weight"
     assert torch.equal(found[untouched], weights[untouched].float())
     assert not (exported.folder / "adapter_config.json").exists()
-    assert 0 < exported.origin.check["difference"] < exported.origin.check["allowed"] == 1e-4
+    assert 0 < exported.origin.difference < exported.origin.allowed == 1e-4
 
 
 def test_a_merged_model_and_an_adapter_stop_where_their_base_does(layouts: Any, tmp_path: Path, export: Any) -> None:
@@ -124,7 +124,7 @@ def test_a_tied_matrix_that_was_trained_apart_is_written_beside_the_other(
     head = adapter["base_model.model.lm_head.weight"] if "lm_head" in saved else embeddings
     assert torch.equal(found["lm_head.weight"], head)
     assert json.loads((exported.folder / "config.json").read_text())["tie_word_embeddings"] is False
-    assert exported.origin.check["difference"] < exported.origin.check["allowed"] == 1e-4
+    assert exported.origin.difference < exported.origin.allowed == 1e-4
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_an_adapter_that_stays_one_needs_no_base(
     expected = {name: tensor.to(torch.bfloat16) if dtype else tensor for name, tensor in trained.items()}
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert (exported.origin.check["is_exact"], exported.origin.check["logits"]) == (dtype is None, None)
+    assert (exported.origin.is_exact, exported.origin.logits) == (dtype is None, None)
 
 
 SAVED_WHOLE = {"modules_to_save": ["k_proj", "lm_head"]}
@@ -225,7 +225,7 @@ def test_the_format_asked_for_wins_and_the_folder_says_so(layouts: Any, run: Pat
     expected = layouts.trained(run, "zero2")
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert json.loads((exported.folder / "config.json").read_text())["dtype"] == "float32"
-    assert exported.origin.check["is_exact"] is True
+    assert exported.origin.is_exact is True
 
 
 def test_what_is_recorded(layouts: Any, run: Path, export: Any) -> None:
@@ -240,8 +240,8 @@ def test_what_is_recorded(layouts: Any, run: Path, export: Any) -> None:
     assert origin["files_sha256"] == {"model.safetensors": sha256_file(folder / "model.safetensors")}
     assert len(origin["tokenizer_sha256"]) == len(origin["chat_template_sha256"]) == 64
     assert origin["num_parameters"] == sum(weight.numel() for weight in layouts.trained(run, "zero3").values())
-    assert not origin["check"]["is_exact"]
-    assert 0 < origin["check"]["difference"] < origin["check"]["allowed"] == 16 * torch.finfo(torch.bfloat16).eps
+    assert not origin["is_exact"]
+    assert 0 < origin["difference"] < origin["allowed"] == 16 * torch.finfo(torch.bfloat16).eps
 
 
 def test_an_exported_folder_is_bound_to_what_its_run_was_trained_with(layouts: Any, run: Path, export: Any) -> None:
@@ -355,7 +355,7 @@ def test_logits_that_another_order_of_sums_has_moved_are_those_of_the_same_weigh
     monkeypatch.setattr(write, "logits_of", lambda model: logits_of(model) * (1 + moved * (next(passes) == 0)))
     if is_kept:
         exported = export(run, to=run / "other")
-        assert exported.origin.check["is_exact"] is False
+        assert exported.origin.is_exact is False
     else:
         with pytest.raises(DifferenceError):
             export(run, to=run / "other")
@@ -373,8 +373,8 @@ def test_a_disk_that_fills_up_leaves_nothing(
     with pytest.raises(DoesNotFitError, match=r"--to") as raised:
         export(run)
     assert raised.value.problem_id == "disk-full"
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=2**40, free=40 * 2**20))
-    with pytest.raises(DoesNotFitError, match=r"40 MiB free and the export takes about 4\d\.\d+ MiB"):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=2**40, free=2**10))
+    with pytest.raises(DoesNotFitError, match=r"1 KiB free and the export takes about \d+\.\d+ KiB"):
         export(run)
     assert left_in(run) == ["checkpoints", "manifest.json", "run.yaml"]
 

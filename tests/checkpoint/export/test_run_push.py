@@ -58,17 +58,6 @@ def test_a_whole_folder_is_one_commit_in_a_private_repository(
     assert hub.calls[-1][1][1] == "checkpoints/checkpoint-3 of tiny/run"
 
 
-@pytest.mark.parametrize("name", ["tiny", "a/b/c", "me/ti ny"])
-def test_an_invalid_name_is_refused_before_anything_is_written(
-    layouts: Any, run: Path, export: Any, hub: type[FakeHub], name: str
-) -> None:
-    layouts.write_checkpoint(run, "whole")
-    with pytest.raises(RequestError) as raised:
-        export(run, push_to=name)
-    assert raised.value.problem_id == "upload-not-possible"
-    assert not (run / "exports").exists()
-
-
 def test_without_a_network_nothing_is_written(layouts: Any, run: Path, export: Any, hub: type[FakeHub]) -> None:
     hub.error = ConnectionError("Name or service not known")
     layouts.write_checkpoint(run, "whole")

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from tunebook.checkpoint.export.model import in_format, most_frequent
 from tunebook.checkpoint.export.weights import ADAPTER_WEIGHTS, Weights, require_package
-from tunebook.checkpoint.export.write import Comparison, differs, require_finite
+from tunebook.checkpoint.export.write import Written, differs, require_finite
 from tunebook.config.choices import MasterWeights, PeftMethod
 from tunebook.config.choices import Weights as Origin
 from tunebook.config.schema import PeftSettings, RunConfig
@@ -21,6 +21,7 @@ from tunebook.errors import RequestError, first_line
 from tunebook.model.adapters import ADAPTER_FILE, adapter_config, require_whole_adapter
 from tunebook.model.load import load_model
 from tunebook.model.tokenizer import added_token_ids, trainer_tokenizer
+from tunebook.parallel.wrapped import format_name
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -88,14 +89,17 @@ def adapted_base(config: RunConfig, settings: PeftConfig, weights: Weights, dtyp
     return adapted.eval()
 
 
-def save_adapter(settings: PeftConfig, weights: Weights, dtype: torch.dtype | None, folder: Path) -> Comparison:
+def save_adapter(settings: PeftConfig, weights: Weights, dtype: torch.dtype | None, folder: Path) -> Written:
     """Write an adapter's files, read its weights again and compare them bit for bit. Raises: DifferenceError."""
     cast = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in weights.items()}
-    require_finite(cast, dtype or most_frequent(cast))
+    require_finite(cast, most_frequent(cast))
     save_file(cast, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     settings.save_pretrained(str(folder))
     written = load_file(folder / ADAPTER_WEIGHTS)
     if written.keys() != cast.keys() or not all(torch.equal(written[name], cast[name]) for name in cast):
         raise differs("its tensors are others")
-    is_exact = all(torch.equal(tensor.float(), weights[name].float()) for name, tensor in cast.items())
-    return Comparison(is_exact=is_exact, difference=0.0, allowed=0.0, logits=None)
+    return Written(
+        dtype=format_name(most_frequent(cast)),
+        num_parameters=sum(tensor.numel() for tensor in cast.values()),
+        is_exact=all(torch.equal(tensor.float(), weights[name].float()) for name, tensor in cast.items()),
+    )

@@ -32,7 +32,10 @@ class ExportOrigin(Origin):
     is_merged: bool
     dtype: str
     num_parameters: int
-    check: dict[str, Any]
+    is_exact: bool  # these four as in `write.Written`
+    difference: float
+    allowed: float
+    logits: str | None
     files_sha256: dict[str, str]
 
 
@@ -103,7 +106,8 @@ def _rows(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> list[tu
     rows = []
     for source in data.get("records") or []:
         name = str(source.get("location") or source.get("name") or "").rpartition(BOOK_PREFIX)[2]
-        facts = [f"{key} {source[key]}" for key in ("num_documents", "revision", "sha256") if source.get(key)]
+        facts = [f"{source['num_documents']:,} documents"] if source.get("num_documents") else []
+        facts += [f"{key} {source[key]}" for key in ("revision", "sha256") if source.get(key)]
         rows.append(("data", ", ".join([Path(name).name if name.startswith(("/", "~")) else name, *facts])))
     if data.get("content_sha256"):
         rows.append(("SHA-256 of the tokens", data["content_sha256"]))
@@ -157,13 +161,13 @@ def _score(task: dict[str, Any] | None) -> str:
 
 def check_text(origin: ExportOrigin) -> str:
     """How the written files compare with the checkpoint, in words."""
-    check = origin.check
-    if check["logits"] is None:
-        rounded = "" if check["is_exact"] else f" rounded to {origin.dtype}"
+    if origin.logits is None:
+        rounded = "" if origin.is_exact else f" rounded to {origin.dtype}"
         return f"read again, its tensors equal the checkpoint's{rounded}"
-    if check["is_exact"]:
-        return f"loaded again, the logits of {check['logits']} equal the checkpoint's bit for bit"
+    if origin.is_exact:
+        return f"loaded again, the logits of {origin.logits} equal the checkpoint's bit for bit"
     return (
-        f"loaded again, the logits of {check['logits']} differ from the checkpoint's by {check['difference']:.2g} "
-        f"(root mean square, relative); rounding explains {check['allowed']:.2g}, and --dtype fp32 loses nothing"
+        f"loaded again, the logits of {origin.logits} differ from the checkpoint's by {origin.difference:.2g} "
+        f"(root mean square, relative); rounding explains {origin.allowed:.2g}"
+        f"{'' if origin.dtype == 'fp32' else '. --dtype fp32 keeps every digit of the training'}"
     )

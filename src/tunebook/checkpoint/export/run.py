@@ -15,18 +15,15 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils._validators import validate_repo_id
 from rich.console import Console
 from transformers.utils import logging
 
 from tunebook.checkpoint.export.adapter import adapted_base, adapter_settings, save_adapter
 from tunebook.checkpoint.export.card import ExportOrigin, card, check_text
-from tunebook.checkpoint.export.model import find_tokenizer, most_frequent, skeleton_of, whole_model
+from tunebook.checkpoint.export.model import find_tokenizer, skeleton_of, whole_model
 from tunebook.checkpoint.export.source import Source, choose_source
 from tunebook.checkpoint.export.weights import Form, form_of, read_weights
 from tunebook.checkpoint.export.write import (
-    ELSEWHERE,
     check_target,
     compare,
     logits_of,
@@ -41,20 +38,16 @@ from tunebook.config.schema import AttentionConfig, RunConfig
 from tunebook.errors import RequestError, TunebookError, first_line
 from tunebook.facts.attention import MASKED, WITHOUT_KERNEL
 from tunebook.files import atomic_write_text
-from tunebook.hardware.disk import require_space
 from tunebook.model.adapters import merged
 from tunebook.model.base_config import read_dtype
 from tunebook.model.hub import why_no_upload
 from tunebook.model.positions import stretched_keys
 from tunebook.model.tokenizer import agree_on_tokens
-from tunebook.parallel.wrapped import format_name
 from tunebook.record.model_origin import check_base, check_bound, origin_of, recorded_by_run, write_origin
 from tunebook.record.run_folder import RUN_FILE, resolve_run
 from tunebook.record.run_record import RunRecord, read_run
 from tunebook.terminal import print_text, quiet_libraries
 
-_EXPORTS_FOLDER = "exports"
-_EXTRA_BYTES = 50_000_000  # for the tokenizer, the card and the file system itself
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -117,7 +110,7 @@ def export_run(
     run, config = read_run(folder), load_config(folder / RUN_FILE)
     source = choose_source(run, checkpoint)
     name = "-".join(filter(None, (source.folder.name, "merged" if merge else None, dtype)))
-    place = check_target(to if to is not None else run.folder / _EXPORTS_FOLDER / name, run.folder)
+    place = check_target(to if to is not None else run.folder / "exports" / name, run.folder)
     if merge and config.peft.method is PeftMethod.full:
         raise RequestError(
             f"--merge: {run.name} trained the whole model (peft.method=full), so there is no adapter to merge; leave "
@@ -127,8 +120,8 @@ def export_run(
     if merge:
         without = "leave --merge out to export the adapter alone, which needs no base"
         check_base(recorded_by_run(run.folder), config.model, way_out=without)
-    if push_to is not None:
-        _check_push(push_to)
+    if push_to is not None and (why := why_no_upload()):
+        raise RequestError(f"--push {push_to}: {why}; or export without --push", problem_id="upload-not-possible")
     kernel = WITHOUT_KERNEL if config.attention.implementation is WITHOUT_KERNEL else MASKED  # both run on a CPU
     work = _Work(
         run=run,
@@ -140,7 +133,7 @@ def export_run(
     )
     say(f"exporting {source.name_in(run.folder)} of {run.name} ({work.form.value}) to {place}")
     with new_folder(place) as unfinished:
-        origin = _write(work, unfinished, place)
+        origin = _write(work, unfinished)
     return Exported(folder=place, origin=origin, address=_push(place, push_to, origin) if push_to else None)
 
 
@@ -154,75 +147,51 @@ def _format(config: RunConfig, asked: str | None, *, merge: bool) -> torch.dtype
     return found
 
 
-def _write(work: _Work, folder: Path, place: Path) -> ExportOrigin:
+def _write(work: _Work, folder: Path) -> ExportOrigin:
     """Write everything in an exported folder."""
-    config, stored = work.config, work.source.folder
+    config, stored, is_adapter = work.config, work.source.folder, work.config.peft.method is not PeftMethod.full
     tokenizer = find_tokenizer(config, stored)
     check_bound(recorded_by_run(work.run.folder), tokenizer, config.dataset.system_prompt)
     skeleton = skeleton_of(config, stored, tokenizer)
-    is_adapter = config.peft.method is not PeftMethod.full
     weights = read_weights(stored, work.form, is_adapter=is_adapter)
+    base_keywords = stretched_keys(skeleton.config, config.model)
     settings = adapter_settings(config, stored, skeleton, weights) if is_adapter else None
     if settings is not None and not work.merge:
-        dtype, count = work.dtype or most_frequent(weights), sum(map(torch.numel, weights.values()))
-        check = save_adapter(settings, weights, work.dtype, folder)
+        written = save_adapter(settings, weights, work.dtype, folder)
         skeleton.generation_config.save_pretrained(str(folder))
     else:
-        if settings is None:
-            model: Any = whole_model(skeleton, weights, str(stored))
-            own = logits_of(model)
+        if settings is not None:
+            model: Any = adapted_base(config, settings, weights, work.dtype or torch.float32)
         else:
-            adapted = adapted_base(config, settings, weights, work.dtype or torch.float32)
-            own = logits_of(adapted)
-            model = merged(adapted)
-            del adapted
+            model = whole_model(skeleton, weights, str(stored))
         del weights
-        dtype, count = work.dtype or model.dtype, sum(map(torch.numel, model.parameters()))
-        require_space(place, count * dtype.itemsize + _EXTRA_BYTES, "the export", ELSEWHERE)
+        own = logits_of(model)
+        model = merged(model) if work.merge else model
         agree_on_tokens(model, tokenizer)
-        saved = save_model(model, own, dtype, folder)
-        del model
+        saved = save_model(model, own, work.dtype or model.dtype, folder)
+        del model  # one is in memory at a time
         if config.model.trust_remote_code:
             for file in stored.glob("*.py"):
                 shutil.copy2(file, folder)
-        check = compare(folder, saved, config)
+        written = compare(folder, saved, config)
     tokenizer.save_pretrained(str(folder))
     for file in folder.iterdir():
         share(file)
-    hashes = {name: entry.sha256 for name, entry in seal_files(folder).items() if name.endswith(".safetensors")}
-    recorded = origin_of(work.run.folder)
-    if work.source.record is not None:
-        recorded = replace(recorded, config_sha256=work.source.record.identity.config_sha256)
+    recorded, record = origin_of(work.run.folder), work.source.record
     origin = ExportOrigin(
-        **asdict(recorded),
+        **asdict(recorded) | ({"config_sha256": record.identity.config_sha256} if record is not None else {}),
+        **asdict(written),
         source=work.source.name_in(work.run.folder),
         stored_as=work.form.value,
         step=work.source.step,
-        base_keywords=stretched_keys(skeleton.config, config.model),
-        is_adapter=settings is not None and not work.merge,
+        base_keywords=base_keywords,
+        is_adapter=is_adapter and not work.merge,
         is_merged=work.merge,
-        dtype=format_name(dtype),
-        num_parameters=count,
-        check=asdict(check),
-        files_sha256=hashes,
+        files_sha256={name: file.sha256 for name, file in seal_files(folder).items() if name.endswith(".safetensors")},
     )
     write_origin(folder, origin)
     atomic_write_text(folder / "README.md", card(origin, config, work.run))
     return origin
-
-
-def _check_push(name: str) -> None:
-    """Raises: RequestError for an invalid name, or without a network or an account."""
-    why = why_no_upload()
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        why = first_line(error)
-    if why or name.count("/") != 1:
-        raise RequestError(
-            f"--push {name}: {why or 'it names no owner'}; write it as ORGANIZATION/NAME, or export without --push",
-            problem_id="upload-not-possible",
-        )
 
 
 def _push(folder: Path, name: str, origin: ExportOrigin) -> str:

@@ -27,7 +27,7 @@ from tunebook.checkpoint.verify import MODEL_FOLDER
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DifferenceError, RequestError, first_few
 from tunebook.files import flush_folder
-from tunebook.hardware.disk import is_disk_full, no_space
+from tunebook.hardware.disk import is_disk_full, no_space, require_space
 from tunebook.model.load import attention_option
 from tunebook.parallel.wrapped import format_name
 
@@ -87,30 +87,35 @@ def share(file: Path) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """How the written weights compare with the checkpoint's."""
+class Written:
+    """What was written, and how it compares with the checkpoint."""
 
+    dtype: str
+    num_parameters: int
     is_exact: bool
-    difference: float  # of the logits, relative root mean square
-    allowed: float
-    logits: str | None  # the input that gave the logits; None: an adapter's tensors were compared
+    difference: float = 0.0  # of the logits, relative root mean square
+    allowed: float = 0.0
+    logits: str | None = None  # the input that gave the logits; None: an adapter's tensors were compared
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """The logits of a model that was saved: as it was trained, and in the written format."""
+    """A model that was saved, with its logits as it was trained and in the written format."""
 
     own: torch.Tensor
     cast: torch.Tensor
     dtype: torch.dtype
+    num_parameters: int
 
 
 def save_model(model: Any, own: torch.Tensor, dtype: torch.dtype, folder: Path) -> Saved:
     """Write a model in a number format. `own` are its logits before. Raises: RequestError for numbers not finite."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    require_space(folder, count * dtype.itemsize, "the export", ELSEWHERE)
     in_format(model, dtype)
     require_finite(dict(model.named_parameters()), dtype)
     model.save_pretrained(str(folder))
-    return Saved(own=own, cast=logits_of(model), dtype=dtype)
+    return Saved(own=own, cast=logits_of(model), dtype=dtype, num_parameters=count)
 
 
 def require_finite(weights: Weights, dtype: torch.dtype) -> None:
@@ -124,7 +129,7 @@ def require_finite(weights: Weights, dtype: torch.dtype) -> None:
         )
 
 
-def compare(folder: Path, saved: Saved, config: RunConfig) -> Comparison:
+def compare(folder: Path, saved: Saved, config: RunConfig) -> Written:
     """Load a written model like any other and compare its logits. Raises: DifferenceError beyond rounding."""
     gc.collect()  # one model is in memory at a time
     loader: Any = AutoModelForCausalLM
@@ -145,7 +150,14 @@ def compare(folder: Path, saved: Saved, config: RunConfig) -> Comparison:
     if not difference <= allowed:
         raise differs(f"its logits differ by {difference:.3g}, and rounding to the format explains {allowed:.3g}")
     where = f"{_ROWS} rows of {_TOKENS} fixed token ids, on a CPU"
-    return Comparison(is_exact=torch.equal(found, saved.own), difference=difference, allowed=allowed, logits=where)
+    return Written(
+        dtype=format_name(saved.dtype),
+        num_parameters=saved.num_parameters,
+        is_exact=torch.equal(found, saved.own),
+        difference=difference,
+        allowed=allowed,
+        logits=where,
+    )
 
 
 def logits_of(model: Any) -> torch.Tensor:
