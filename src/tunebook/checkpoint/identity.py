@@ -132,7 +132,8 @@ def _needed_to_load(identity: Identity) -> dict[str, Any]:
     """What must be the same to load a checkpoint: the model, which tensors there are, and how they lie on the disk."""
     strategy, model = Strategy[identity.strategy], identity.model
     # A model on the hub has a name; one in a folder, which may have moved, has its config.json.
-    name = model["config_sha256"] or f"{model['name']}@{model['revision']}"
+    of_folder, on_hub = model["config_sha256"], f"{model['name']}@{model['revision']}"
+    name = f"that with the config.json {of_folder[:12]}..." if of_folder is not None else on_hub
     found: dict[str, Any] = {"the model": name, "peft": identity.peft, "parallelism": "single or ddp"}
     keys = ["optimizer.name"]
     if zero_stage(strategy) is not None:  # whose parameters may be assigned to the ranks one by one, in another order
@@ -145,7 +146,7 @@ def _needed_to_load(identity: Identity) -> dict[str, Any]:
     if identity.peft != PeftMethod.full.name:
         keys += _OF_ADAPTERS
         if (fingerprint := recorded_in(model)) is not None:
-            found["the fingerprint of the base's weights"] = fingerprint
+            found["the fingerprint of the base's weights"] = f"{fingerprint[:12]}..."
     for key in keys:
         section, _, last = key.partition(".")
         found[key] = identity.settings.get(section, {}).get(last, default_of(key))

@@ -68,7 +68,7 @@ def test_damaged_generation_settings_of_a_model_are_named(layouts: Any, run: Pat
     assert raised.value.problem_id == "tokenizer-broken"
 
 
-@pytest.mark.parametrize("form", ["adapter", "zero3_adapter", "fsdp_adapter"])
+@pytest.mark.parametrize("form", ["adapter", "zero2_adapter", "zero3_adapter", "fsdp_adapter"])
 def test_an_adapter_stays_one_in_its_own_format(layouts: Any, lora_run: Path, export: Any, form: str) -> None:
     layouts.write_checkpoint(lora_run, form)
     exported = export(lora_run)
