@@ -91,8 +91,6 @@ def test_a_dry_run_shows_what_a_job_starts_in_containers(capsys: pytest.CaptureF
     assert before.endswith("--when before")
     assert "--when" not in ranks
     assert len(shown([*image, "evaluation=none"], capsys)) == 1
-    before, _ = shown([*image, "evaluation.before=true", "evaluation.after=false"], capsys)
-    assert before.endswith("--when before"), "which looks for contamination, too"
 
 
 def test_a_dry_run_says_which_folder_its_containers_will_have_besides(

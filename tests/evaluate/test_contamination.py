@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +18,13 @@ from tunebook.config.schema import DatasetConfig, EvaluationConfig, RunConfig
 from tunebook.errors import DataError
 from tunebook.evaluate import worker
 from tunebook.evaluate.contamination import (
-    Item,
-    ItemGroup,
+    Question,
     check_evaluated,
-    conversation_items,
-    document_item,
+    conversation_questions,
+    document_question,
     search,
     split_scores,
-    task_items,
+    task_questions,
     with_scores,
     words_of,
 )
@@ -61,98 +59,81 @@ def words(start: int, number: int) -> str:
     return " ".join(f"w{place}" for place in range(start, start + number))
 
 
-def group_of(*items: Item, name: str = "task") -> ItemGroup:
-    return ItemGroup(name=name, items=list(items), num_all=len(items))
+def search_in(questions: Sequence[Question], documents: Sequence[Sequence[str]]) -> dict[str, Any]:
+    origins = ((f"train.jsonl:{number}", texts) for number, texts in enumerate(documents, 1))
+    return search({"task": questions}, origins)["task"]
 
 
-def item(*question: str, number: int = 0, **texts: tuple[str, ...]) -> Item:
-    return Item(number=number, question=question, **texts)
-
-
-def kinds(items: Sequence[Item], documents: Sequence[Sequence[str]]) -> list[str]:
+def kinds(questions: Sequence[Question], documents: Sequence[Sequence[str]]) -> list[str]:
     """The kind of each item after a search."""
-    [result] = search_in([group_of(*items)], documents)
+    result = search_in(questions, documents)
     found = {number: kind for kind in KINDS for number in result["items"][kind]}
-    return [found.get(one.number, "clean") for one in items]
-
-
-def search_in(groups: list[ItemGroup], documents: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    corpus: Any = SimpleNamespace(train=[{"origin": f"train.jsonl:{number}"} for number in range(1, 200)])
-    return search(groups, corpus, documents)
+    return [found.get(number, "clean") for number in range(len(questions))]
 
 
 def test_a_whole_question_is_found_in_any_template_and_case() -> None:
     document = [f"Q) {words(0, 30).upper().replace(' ', ', ')}!? Say yes."]
-    assert kinds([item(words(0, 30))], [["nothing of it"], document]) == ["exact"]
+    assert kinds([(words(0, 30),)], [["nothing of it"], document]) == ["exact"]
 
 
-def test_a_part_is_found_with_its_share_and_its_document() -> None:
-    [result] = search_in([group_of(item(words(0, 30)))], [["x"], ["y"], [words(5, 14) + " and other words"]])
-    [example] = result["examples"]
+def test_a_part_is_found_with_its_document() -> None:
+    result = search_in([(words(0, 30),)], [["x"], ["y"], [words(5, 14) + " and other words"]])
     assert result["items"] == {"exact": [], "overlapping": [0], "shared_passage": []}
-    assert (example["share"], example["document"], result["num_half"]) == (round(2 / 18, 4), "train.jsonl:3", 0)
-    assert kinds([item(words(0, 30))], [[words(5, 12)]]) == ["clean"]
+    assert [example["document"] for example in result["examples"]] == ["train.jsonl:3"]
+    assert kinds([(words(0, 30),)], [[words(5, 12)]]) == ["clean"]
 
 
 def test_a_shared_passage_is_no_whole_question_but_passage_and_question_are() -> None:
     passage = words(0, 40)
-    items = [item(passage, f"is it number {name}", number=n) for n, name in enumerate(("one", "two"))]
-    assert kinds(items, [[f"Is it number one?\n\n{passage}", "Yes"]]) == ["exact", "shared_passage"]
-    apart = kinds(items, [[passage], ["is it number two"]])
+    questions = [(passage, f"is it number {name}") for name in ("one", "two")]
+    assert kinds(questions, [[f"Number one: is it number one?\n\n{passage}", "Yes"]]) == ["exact", "shared_passage"]
+    apart = kinds(questions, [[passage], ["is it number two"]])
     assert apart == ["shared_passage", "shared_passage"], "both must be in one document"
 
 
 def test_the_words_of_two_turns_or_two_documents_are_no_run() -> None:
-    assert kinds([item(words(0, 20))], [[words(0, 10), words(10, 10)], [words(0, 12)], [words(12, 8)]]) == ["clean"]
-
-
-def test_an_answer_is_searched_but_does_not_make_an_item_exact() -> None:
-    one = item(words(0, 20), answers=(words(50, 20),), others=(words(80, 20),))
-    assert kinds([one], [[f"the text {words(50, 20)}"]]) == ["overlapping"]
-    assert kinds([one], [[words(0, 20), "another answer"]]) == ["exact"]
+    assert kinds([(words(0, 20),)], [[words(0, 10), words(10, 10)], [words(0, 12)], [words(12, 8)]]) == ["clean"]
 
 
 @pytest.mark.parametrize(
     ("document", "kind"),
     [
         (["What is the capital of France?", "It is Paris."], "exact"),
-        (["what is the capital of france", "Lyon"], "clean"),
         (["Tell me: what is the capital of France? It is Paris."], "clean"),
         (["What is the capital of France and why?", "Paris"], "clean"),
     ],
 )
-def test_a_short_question_needs_a_turn_of_its_own_and_the_answer(document: list[str], kind: str) -> None:
-    assert kinds([item("What is the capital of France?", answers=("Paris",))], [document]) == [kind]
+def test_a_short_question_needs_a_turn_of_its_own(document: list[str], kind: str) -> None:
+    assert kinds([("What is the capital of France?",)], [document]) == [kind]
     longer = "Do Iran and Afghanistan speak the same language?"
-    assert kinds([item(longer)], [["x"], [f"Question: {longer.lower()}\nAnswer: no"]]) == ["exact"]
+    assert kinds([(longer,)], [["x"], [f"Question: {longer.lower()}\nAnswer: no"]]) == ["exact"]
 
 
 def test_text_of_many_items_is_ignored_and_the_items_are_still_found() -> None:
     """An instruction of 20 words before every question, as a prompt template."""
-    items = [item(f"{words(0, 20)} {words(100 * n + 100, 20)}", number=n) for n in range(30)]
+    questions = [(f"{words(0, 20)} {words(100 * n + 100, 20)}",) for n in range(30)]
     documents = [[words(0, 20)], [f"{words(0, 20)} {words(300, 20)}"]]
-    assert kinds(items, documents) == ["clean"] * 2 + ["exact"] + ["clean"] * 27
-    assert kinds(items[:3], [[words(0, 20)]]) == ["clean"] * 3, "in a small task half of the items is many"
+    assert kinds(questions, documents) == ["clean"] * 2 + ["exact"] + ["clean"] * 27
+    assert kinds(questions[:3], [[words(0, 20)]]) == ["clean"] * 3, "in a small task half of the items is many"
 
 
 def test_items_of_one_task_do_not_make_those_of_another_common() -> None:
-    many = group_of(*(item(words(0, 20), number=n) for n in range(30)), name="many")
-    one = group_of(item(words(0, 20)), name="one")
-    found = search_in([many, one], [[words(0, 15)]])
-    assert [result["num_overlapping"] for result in found] == [0, 1]
+    groups = {"many": [(words(0, 20),)] * 30, "one": [(words(0, 20),)]}
+    found = search(groups, [("train.jsonl:1", [words(0, 15)])])
+    assert [found[name]["num_overlapping"] for name in groups] == [0, 1]
 
 
 def test_nothing_to_look_for_and_nothing_to_look_in() -> None:
-    assert search_in([], [["a text"]]) == []
-    assert kinds([item("")], [["", "a text"], []]) == ["clean"]
-    assert kinds([item(words(0, 20))], []) == ["clean"]
+    assert search({}, [("train.jsonl:1", ["a text"])]) == {}
+    assert kinds([("",), ()], [["", "a text"], []]) == ["clean", "clean"]
+    assert kinds([(words(0, 20),)], []) == ["clean"]
 
 
 class HarnessTask:
     """A task as far as its items are read; `text` is a template with {field}, or a function."""
 
-    def __init__(self, docs: list[dict[str, Any]], text: Any, target: Any = "", choices: Any = None) -> None:
-        self.docs, self.text, self.target, self.choices = docs, text, target, choices
+    def __init__(self, docs: list[dict[str, Any]], text: Any) -> None:
+        self.docs, self.text = docs, text
 
     def doc_iterator(self, *, rank: int, limit: int | None, world_size: int) -> Any:
         return enumerate(self.docs[:limit])
@@ -160,54 +141,41 @@ class HarnessTask:
     def doc_to_text(self, doc: dict[str, Any]) -> Any:
         return self.text.format(**doc) if isinstance(self.text, str) else self.text(doc)
 
-    def doc_to_target(self, doc: dict[str, Any]) -> Any:
-        return doc.get(self.target, self.target)
 
-    def doc_to_choice(self, doc: dict[str, Any]) -> Any:
-        return doc[self.choices]
-
-
-def items_of(task: Any, limit: int | None = None) -> list[Item]:
-    loaded = LoadedTask(name="task", task=task, source=Task(name="task"), source_sha256=None)
-    return task_items("task", loaded, limit).items
+def questions_of(task: Any, limit: int | None = None) -> list[Question]:
+    return task_questions(LoadedTask(name="task", task=task, source=Task(name="task"), source_sha256=None), limit)
 
 
 def test_a_passage_and_its_question_are_apart_from_their_template() -> None:
     passage = "A passage about a king of old days"
-    docs: list[dict[str, Any]] = [
-        {"passage": passage, "question": "was the king old", "label": "yes", "idx": 3},
-        {"passage": passage, "question": "is it a king", "label": "no", "idx": 4},
-    ]
-    task = HarnessTask(docs, "{passage}\nQuestion: {question}?\nAnswer:", "label")
-    assert items_of(task) == [
-        Item(number=place, question=(doc["passage"], doc["question"]), answers=(doc["label"],))
-        for place, doc in enumerate(docs)
-    ]
-    assert len(items_of(task, 1)) == 1
+    docs = [{"passage": passage, "question": text, "idx": 3} for text in ("was the king old", "is it a king")]
+    task = HarnessTask(docs, "{passage}\nQuestion: {question}?\nAnswer:")
+    assert questions_of(task) == [(passage, "was the king old"), (passage, "is it a king")]
+    assert len(questions_of(task, 1)) == 1
 
 
 def test_choices_are_no_part_of_the_question_and_a_subject_does_not_decide() -> None:
     docs = [{"question": "Which planet is the largest of all?", "subject": "space", "choices": ["Mars", "Jupiter"]}]
-    [one] = items_of(HarnessTask(docs, "About {subject}: {question}\nA. {choices[0]}\nB. {choices[1]}", 1, "choices"))
-    assert one.question == ("Which planet is the largest of all?",)
-    assert (one.answers, one.others) == (("Jupiter",), ("Mars", "Jupiter"))
+    task = HarnessTask(docs, "About {subject}: {question}\nA. {choices[0]}\nB. {choices[1]}")
+    assert questions_of(task) == [("Which planet is the largest of all?",)]
 
 
 def test_a_function_that_writes_the_prompt_is_searched_for_the_fields() -> None:
     docs = [{"text": f"how many legs have {number} of these spiders", "id": "x"} for number in range(3)]
-    items = items_of(HarnessTask(docs, lambda doc: f"Solve  the task.\n{doc['text'].upper()}\nIt is"))
-    assert [one.question for one in items] == [(doc["text"],) for doc in docs]
+    found = questions_of(HarnessTask(docs, lambda doc: f"Solve  the task.\n{doc['text'].upper()}\nIt is"))
+    assert found == [(doc["text"],) for doc in docs]
 
 
 def test_a_prompt_of_no_field_is_the_question_and_without_a_prompt_all_fields_are() -> None:
     def fail(doc: dict[str, Any]) -> str:
         raise KeyError("no such field")
 
-    [counted] = items_of(HarnessTask([{"numbers": [3, 4]}], lambda doc: "what is {} and {}".format(*doc["numbers"])))
-    assert counted.question == ("what is 3 and 4",)
+    numbers = HarnessTask([{"numbers": [3, 4]}], lambda doc: "what is {} and {}".format(*doc["numbers"]))
+    assert questions_of(numbers) == [("what is 3 and 4",)]
     for text in (lambda doc: "", fail):
-        [whole] = items_of(HarnessTask([{"page": "some text to be read", "id": "7"}], text, "page"))
-        assert whole.question == ("some text to be read",)
+        assert questions_of(HarnessTask([{"page": "some text to be read", "id": "7"}], text)) == [
+            ("some text to be read",)
+        ]
 
 
 def test_conversations_are_numbered_as_the_harness_does(tmp_path: Path) -> None:
@@ -215,26 +183,20 @@ def test_conversations_are_numbered_as_the_harness_does(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": role, "content": text} for role, text in turns[start:]]} for start in (0, 3)]
     file = tmp_path / "held.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert conversation_items("held", file, None).items == [
-        Item(number=0, question=("One?", "Two?"), answers=("Yes.", "No.")),
-        Item(number=1, question=("Two?",), answers=("No.",)),
-    ]
-    assert len(conversation_items("held", file, 1).items) == 1
+    assert conversation_questions(file, None) == [("One?", "Two?"), ("Two?",)]
+    assert conversation_questions(file, 1) == [("One?", "Two?")]
 
 
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"text": "all of it"}, Item(number=5, question=("all of it",))),
-        ({"prompt": "p", "completion": "c"}, Item(number=5, question=("p",), answers=("c",))),
-        (
-            {"messages": [{"role": "assistant", "content": "Hello."}, {"role": "tool", "content": None}]},
-            Item(number=5, question=("Hello.",)),
-        ),
+        ({"text": "all of it"}, ("all of it",)),
+        ({"prompt": "p", "completion": "c"}, ("p",)),
+        ({"messages": [{"role": "assistant", "content": "Hello."}, {"role": "system", "content": None}]}, ("Hello.",)),
     ],
 )
-def test_a_validation_document_is_asked_for_by_its_prompt(row: dict[str, Any], expected: Item) -> None:
-    assert document_item(5, row) == expected
+def test_a_validation_document_is_asked_for_by_its_prompt(row: dict[str, Any], expected: Question) -> None:
+    assert document_question(row) == expected
 
 
 def answer(number: int, value: float | None) -> Answer:
@@ -242,35 +204,33 @@ def answer(number: int, value: float | None) -> Answer:
 
 
 ANSWERS = [answer(number, value) for number, value in enumerate([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])]
-GROUP = {"items": {"exact": [2, 3], "overlapping": [], "shared_passage": [5]}, "num_items": 6, "items_sha256": "x"}
+ITEMS: dict[str, list[int]] = {"exact": [2, 3], "overlapping": [], "shared_passage": [5]}
 
 
 def test_each_kind_of_item_has_its_mean_and_error() -> None:
     third = {"value": pytest.approx(1 / 3), "stderr": pytest.approx(math.sqrt(1 / 3) / math.sqrt(3)), "num_items": 3}
-    assert split_scores(GROUP, ANSWERS, {"value": 0.5}) == {
+    scores = {
         "clean": third,
         "exact": {"value": 1.0, "stderr": 0.0, "num_items": 2},
         "shared_passage": {"value": 0.0, "stderr": None, "num_items": 1},
     }
-    result = {"not_checked": None, "num_documents": 9, "groups": {"t": {**GROUP, "examples": []}, "validation": GROUP}}
+    result = {"not_checked": None, "groups": {"t": {"items": ITEMS, "num_items": 6}}}
     found = with_scores(result, {"t": ANSWERS}, {"t": {"value": 0.5}})
-    assert found is not None
-    assert list(found["tasks"]) == ["t"]
-    assert found["tasks"]["t"].keys() == {"num_items", "examples", "scores"}
+    assert found == {"not_checked": None, "tasks": {"t": {"num_items": 6, "scores": scores}}}
 
 
 @pytest.mark.parametrize(
-    ("group", "answers", "score"),
+    ("items", "answers", "score"),
     [
-        ({**GROUP, "items": {kind: [] for kind in KINDS}}, ANSWERS, {"value": 0.5}),
-        (GROUP, ANSWERS, {"value": 12.7}),  # a perplexity
-        (GROUP, [answer(0, None)], {"value": 0.5}),
-        (GROUP, ANSWERS, None),
+        ({kind: [] for kind in KINDS}, ANSWERS, {"value": 0.5}),
+        (ITEMS, ANSWERS, {"value": 12.7}),  # a perplexity
+        (ITEMS, [answer(0, None)], {"value": 0.5}),
+        (ITEMS, ANSWERS, None),
     ],
     ids=["all clean", "no mean", "not judged", "no score"],
 )
-def test_nothing_to_tell_apart(group: Any, answers: list[Answer], score: Any) -> None:
-    assert split_scores(group, answers, score) == {}
+def test_nothing_to_tell_apart(items: Any, answers: list[Answer], score: Any) -> None:
+    assert split_scores(items, answers, score) == {}
 
 
 NUM_DEV, NUM_SHARED = 60, 12  # questions, of which the first are about a passage of the train part
@@ -381,37 +341,10 @@ def test_a_file_that_also_holds_the_dev_questions(
     first = group["examples"][0]
     assert (first["item"], first["document"], first["kind"]) == (0, "combined.jsonl:201", "exact")
     assert first["text"].startswith(passages.dev[0]["question"])
-    assert "warning: contamination: passages: 60 of 60 items (100.0%)" in capsys.readouterr().err
+    assert "warning: contamination: passages: of 60 items, 60 whole question found" in capsys.readouterr().err
     assert is_checked(run, config)
     assert not is_checked(run, replace(config, evaluation=replace(config.evaluation, limit=20)))
     assert list((passages.folder / "cache").glob("contamination*")) == [], "temporary files are removed"
-
-
-@pytest.mark.parametrize("is_possible", [True, False], ids=["checked", "failed"])
-def test_the_evaluation_before_a_training_checks_once_and_goes_on(
-    passages: Passages,
-    checked_run: MakeRun,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    is_possible: bool,
-) -> None:
-    file = passages.write("combined.jsonl", [*passages.train, *passages.dev])
-    run, config = checked_run(file, [passages.task], before=True)
-    evaluated: list[str] = []
-    monkeypatch.setattr(worker, "_with_placement", lambda evaluation, _: evaluation)
-    monkeypatch.setattr(worker, "evaluate", lambda evaluation, _: evaluated.append(evaluation.when))
-    if not is_possible:
-        nothing: dict[str, Any] = {}
-        monkeypatch.setattr("tunebook.evaluate.contamination.search", lambda *_: nothing["a fault of ours"])
-    assert worker.main(["--run", str(run), "--when", "before"]) == 0
-    printed = capsys.readouterr().err
-    assert is_checked(run, config) is is_possible
-    assert printed.count("60 of 60 items") == is_possible
-    assert ("KeyError: 'a fault of ours'" in printed) is not is_possible
-    assert printed.count("warning: the training documents were not compared with the evaluation") == (not is_possible)
-    assert worker.main(["--run", str(run), "--when", "before"]) == 0
-    assert capsys.readouterr().err.count("60 of 60 items") == 0, "an earlier attempt has checked"
-    assert evaluated == ["before", "before"]
 
 
 def test_a_file_of_train_questions_shares_only_passages(
@@ -448,18 +381,12 @@ def test_a_validation_part_that_was_cut_off_by_share_has_near_copies_in_the_rest
     assert group["num_exact"] + group["num_clean"] == group["num_items"]
 
 
-def test_documents_of_tokens_are_decoded(checked_run: MakeRun, tokenizer: Any, tmp_path: Path) -> None:
-    texts = [
-        "Reverse the order: rain key chair lamp boat horse frog bread apple door cat leaf",
-        "Say the contrary: full hot",
-    ]
-    file = tmp_path / "tokens.jsonl"
-    ids = [tokenizer(text)["input_ids"] for text in texts]
-    file.write_text("".join(json.dumps({"input_ids": one, "labels": one}) + "\n" for one in ids))
-    held = tmp_path / "held.jsonl"
-    held.write_text(file.read_text().splitlines()[0] + "\n")
+def test_documents_of_tokens_are_not_checked(checked_run: MakeRun, tmp_path: Path) -> None:
+    file, held = tmp_path / "tokens.jsonl", tmp_path / "held.jsonl"
+    for one, ids in ((file, [1, 2]), (held, [3, 4])):
+        one.write_text(json.dumps({"input_ids": ids, "labels": ids}) + "\n")
     run, _ = checked_run(file, validation_path=str(held), format=Format.pretokenized)
-    assert counts(check(run)["groups"]["validation part"]) == [1, 0, 0, 0]
+    assert "token ids" in check(run)["not_checked"]
 
 
 def test_documents_that_are_gone_or_others_are_reported(
@@ -469,7 +396,7 @@ def test_documents_that_are_gone_or_others_are_reported(
     run, config = checked_run(file, [passages.task], contamination=Contamination.refuse)
     records = [{"location": str(file), "sha256": "0" * 64, "revision": None}]
     (run / "manifest.json").write_text(json.dumps({"format": 1, "dataset": {"records": records}}))
-    assert check(run)["not_checked"].startswith(f"{file}: not as it was when the run was trained")
+    assert "changed after the training" in check(run)["not_checked"]
     file.unlink()
     found = check(run)
     assert "train.jsonl" in found["not_checked"]
@@ -489,20 +416,23 @@ def test_an_evaluation_looks_only_for_items_that_no_check_looked_for(passages: P
         name: LoadedTask(name=name, task=one, source=Task(name=name), source_sha256=None)
         for name, one in TaskManager(include_defaults=False).load([str(passages.task)])["tasks"].items()
     }
-    found = check_evaluated(run, config, loaded, None)
+    found = check_evaluated(run, config, loaded)
     assert found is not None
     assert counts(found["groups"]["passages"]) == [9, 0, 0, 51]
-    assert json.loads((run / "contamination.json").read_text())["groups"] == found["groups"]
+    config.evaluation.tasks, config.evaluation.after = [str(passages.task)], True
+    (run / "run.yaml").write_text(config_to_yaml(config))
+    check(run)
     Path(str(config.dataset.path)).unlink()
-    again = check_evaluated(run, config, loaded, None)
+    again = check_evaluated(run, config, loaded)
     assert again is not None
-    assert again["groups"] == found["groups"]
-    fewer = check_evaluated(run, config, loaded, 10)
+    assert again["groups"] == found["groups"], "the run's check looked for these items"
+    config.evaluation.limit = 10
+    fewer = check_evaluated(run, config, loaded)
     assert fewer is not None
     assert "train.jsonl" in fewer["not_checked"]
     config.evaluation.contamination = Contamination.disabled
-    assert check_evaluated(run, config, loaded, None) is None
+    assert check_evaluated(run, config, loaded) is None
 
 
 def test_a_model_without_a_run_has_no_documents(cpu_config: RunConfig, tmp_path: Path) -> None:
-    assert check_evaluated(tmp_path, cpu_config, {}, None) is None
+    assert check_evaluated(tmp_path, cpu_config, {}) is None

@@ -54,9 +54,7 @@ from tunebook.record.answer_faults import fault_warnings
 from tunebook.record.contamination import (
     CHECK,
     CONTAMINATION_FILE,
-    NOT_COMPARED,
     is_checked,
-    is_checked_by_evaluation,
     needs_check,
     refuse_contaminated,
     score_lines,
@@ -128,21 +126,20 @@ class Attempt:
             raise StoppedError(f"stopped by {self.stopped_by} between two steps", problem_id="stopped")
 
     def _check_contamination(self) -> None:
-        """Look for evaluation items in the training documents. Raises: DataError.
-
-        An evaluation before the training does it too: its process has the harness imported.
-        """
+        """Look for evaluation items in the training documents. Raises: DataError."""
         if is_trained(self.folder, self.config) or not needs_check(self.config):
             return
         if not is_checked(self.folder, self.config):
             (self.folder / CONTAMINATION_FILE).unlink(missing_ok=True)  # of other data or tasks
-            if is_checked_by_evaluation(self.config) and not is_evaluated(self.folder, BEFORE):
-                return
             end = self._run_worker(CHECK)
             if end.stopped_by is not None or end.exit_code == StoppedError.exit_code:
                 raise worker_error(end, CHECK, resume_command(self.folder, BEFORE))
             if end.exit_code != 0:
-                print_text(f"warning: {NOT_COMPARED}", self.console, style="yellow")
+                print_text(
+                    "warning: the training documents were not compared with the evaluation",
+                    self.console,
+                    style="yellow",
+                )
             self.clock.passed("contamination")
         refuse_contaminated(self.folder, self.config)
 

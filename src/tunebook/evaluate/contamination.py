@@ -3,15 +3,13 @@
 Texts are compared by their words: Unicode form NFKC, lower case, no punctuation. An item counts as
 
 - exact if one training document has its whole question: every field of it, such as a passage and a question about it. A
-  question of fewer than 8 words must be a whole turn or field there, and the expected answer must be there too;
-- overlapping if it is not exact, but 13 consecutive words of its question, choices or answer are in a document;
-- shared_passage if those words are only in the longest of several fields: another question about the same passage may
-  have been trained on;
+  field of fewer than 8 words must be a whole turn or field there;
+- overlapping if it is not exact, but 13 consecutive words of its question are in a document;
+- shared_passage if those words are only in the longest of several fields;
 - clean otherwise.
 
 Thirteen words in more than 10 items of a task, or in more than half of a small task, are ignored: an instruction or a
-template. Source: "Language Models are Few-Shot Learners" (GPT-3, arXiv 2005.14165), appendix C: 13-grams, lower case
-without punctuation, and at least 8 words of a shorter item.
+template. Source: "Language Models are Few-Shot Learners" (GPT-3, arXiv 2005.14165), appendix C.
 """
 
 from __future__ import annotations
@@ -22,15 +20,14 @@ import sys
 import tempfile
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tunebook.config.choices import Contamination, Format, Source
 from tunebook.config.schema import RunConfig
-from tunebook.data.corpus import Corpus, CorpusKind
+from tunebook.data.corpus import CorpusKind
 from tunebook.data.formats import FormatSettings, Normalizer
 from tunebook.data.prepare import vocabulary
 from tunebook.data.problems import DocumentError, DocumentProblems
@@ -46,6 +43,8 @@ from tunebook.record.contamination import CONTAMINATION_FILE, KINDS, read_contam
 from tunebook.record.manifest import manifest_or_empty
 from tunebook.record.run_folder import RUN_FILE
 
+Question = tuple[str, ...]  # the fields or turns that one document must all hold; an item's number is its place
+
 GRAM = 13  # consecutive words that mark an item
 ANCHOR = 8  # consecutive words by which a whole question is found; a shorter one is compared as a whole
 MAX_ITEMS_WITH_GRAM = 10
@@ -55,7 +54,6 @@ VALIDATION = "validation part"  # with a blank, which no task has in its name
 NUM_EXAMPLES = 3  # of each group
 _EXCERPT = 200  # characters of an item
 _FEW_WORDS = 3  # a shorter field, such as a subject or a label, does not decide whether a question was found
-_TOLERANCE = 1e-6  # between a score and the mean of its items' values; metrics that are no means differ by more
 
 # Chinese and Japanese write no spaces: each of their characters is one word.
 _ALONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
@@ -72,7 +70,6 @@ def words_of(text: str) -> list[str]:
 
 
 def _join(words: Sequence[str]) -> str:
-    """Words as a text to search in, with a blank around each."""
     return f" {' '.join(words)} "
 
 
@@ -82,222 +79,44 @@ def _grams(words: Sequence[str], length: int = GRAM) -> set[int]:
 
 
 def _anchors(words: Sequence[str]) -> set[int]:
-    """Hashes of all runs of 8 words; of a shorter text, of the whole."""
     return _grams(words, ANCHOR) or {hash(tuple(words))}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Item:
-    """One item as texts without the template around them."""
-
-    number: int  # its index in the task's data, as in the saved answers
-    question: tuple[str, ...]  # the fields or turns that one document must all hold
-    answers: tuple[str, ...] = ()  # the expected answer
-    others: tuple[str, ...] = ()  # such as choices: only searched for 13 words
-
-
-@dataclass(frozen=True, kw_only=True)
-class ItemGroup:
-    """The items of one task, or of the validation part."""
-
-    name: str
-    items: list[Item]
-    num_all: int  # before the limit on validation documents
-
-    @property
-    def sha256(self) -> str:
-        """Hash of all texts."""
-        return sha256_text(ascii([(item.number, item.question, item.answers, item.others) for item in self.items]))
-
-
-def task_items(name: str, task: LoadedTask, limit: int | None) -> ItemGroup:
+def task_questions(task: LoadedTask, limit: int | None) -> list[Question]:
     """The items of a loaded task, without examples, description and chat template."""
     if task.source.conversations is not None:
-        return conversation_items(name, task.source.conversations, limit)
+        return conversation_questions(task.source.conversations, limit)
     documents = task.task.doc_iterator(rank=0, limit=limit, world_size=1)
-    items = [_task_item(task.task, number, document) for number, document in documents]
-    return ItemGroup(name=name, items=items, num_all=len(items))
+    return [_task_question(task.task, document) for _, document in documents]
 
 
-def _task_item(task: Any, number: int, document: Mapping[str, Any]) -> Item:
-    """An item whose question is the fields that are in its prompt: training may show them in another template."""
-    prompt: Any = ""
-    answers: tuple[str, ...] = ()
-    with suppress(Exception):  # a task's own functions may raise anything; the evaluation reports it
-        prompt = task.doc_to_text(document)
-    with suppress(Exception):
-        target = task.doc_to_target(document)
-        target = task.doc_to_choice(document)[target] if isinstance(target, int) else target
-        answers = tuple(text for text in _texts_in(target) if words_of(text))
-    prompt = prompt if isinstance(prompt, str) else ""
-    texts = {text: words_of(text) for text in document.values() if isinstance(text, str)}
+def _task_question(task: Any, document: Mapping[str, Any]) -> Question:
+    """The fields that are in an item's prompt: training may show them in another template."""
+    prompt = ""
+    with suppress(Exception):  # a task's own function may raise anything; the evaluation reports it
+        prompt = str(task.doc_to_text(document))
+    texts = dict.fromkeys(text for text in document.values() if isinstance(text, str))
+    fields = [text for text in texts if len(words_of(text)) >= _FEW_WORDS]
     within = _join(words_of(prompt))
-    fields = [text for text, words in texts.items() if len(words) >= _FEW_WORDS and _join(words) in within]
-    question = fields or ([prompt] if prompt else [text for text, words in texts.items() if len(words) >= _FEW_WORDS])
-    others = [text for value in document.values() if isinstance(value, list | dict) for text in _texts_in(value)]
-    return Item(number=number, question=tuple(question), answers=answers, others=tuple(others))
+    return tuple(text for text in fields if _join(words_of(text)) in within) or ((prompt,) if prompt else tuple(fields))
 
 
-def _texts_in(value: Any) -> Iterator[str]:
-    """All texts within lists and sections."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | dict):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _texts_in(one)
-
-
-def conversation_items(name: str, file: Path, limit: int | None) -> ItemGroup:
+def conversation_questions(file: Path, limit: int | None) -> list[Question]:
     """The items of a file of held-out conversations, in the order in which the harness numbers them."""
     normalizer = Normalizer(Format.auto, FormatSettings())
-    items: list[Item] = []
+    questions: list[Question] = []
     for _, record in read_records(file, DocumentProblems(str(file)), normalizer.account):
-        if limit is not None and len(items) == limit:
-            break
         with suppress(DocumentError):  # the evaluation itself refuses such a file
-            items.append(document_item(len(items), {"messages": [], **normalizer.row(record)}))
-    return ItemGroup(name=name, items=items, num_all=len(items))
+            questions.append(document_question({"messages": [], **normalizer.row(record)}))
+    return questions[:limit]
 
 
-def document_item(number: int, row: Mapping[str, Any]) -> Item:
-    """A document as an item: its prompt, or the turns that are not the assistant's, are the question."""
-    if "messages" in row:
-        spoken = [(turn["role"], text) for turn in row["messages"] if turn["role"] != "system"
-                  for text in texts_of_turn(turn)]  # fmt: skip
-        answers = tuple(text for role, text in spoken if role == "assistant")
-        asked = tuple(text for role, text in spoken if role != "assistant")
-        return Item(number=number, question=asked or answers, answers=answers if asked else ())
-    if "prompt" in row:
-        return Item(number=number, question=(row["prompt"],), answers=(row["completion"],))
-    return Item(number=number, question=(row["text"],))
-
-
-class _Wanted:
-    """An item as it is looked for."""
-
-    def __init__(self, item: Item) -> None:
-        self.item = item
-        question = [words for text in item.question if (words := words_of(text))]
-        self.longest = max(question, key=len, default=[])
-        self.parts = [_join(words) for words in question]  # that a document must have if the item is exact
-        if sum(map(len, question)) < ANCHOR:
-            self.parts += [_join(words) for text in item.answers if (words := words_of(text))]
-        self.grams = _grams_of(item.question + item.answers + item.others)  # later without common ones
-        self.exact_in: int | None = None  # the first document with the whole question
-
-    def grams_beside_passage(self) -> set[int]:
-        """The 13-grams that are not only in the longest of several fields."""
-        passage = max(self.item.question, key=len) if len(self.item.question) > 1 else None
-        rest = [text for text in self.item.question if text != passage]
-        return self.grams & _grams_of((*rest, *self.item.answers, *self.item.others))
-
-
-def _grams_of(texts: Iterable[str]) -> set[int]:
-    return set().union(*(_grams(words_of(text)[:MAX_WORDS]) for text in texts))
-
-
-def search(groups: Sequence[ItemGroup], corpus: Corpus, documents: Iterable[Sequence[str]]) -> list[dict[str, Any]]:
-    """Look for all items in one pass over the documents, each as its turns or fields; return each group's result."""
-    wanted = [_without_common(group) for group in groups]
-    every = [one for of_group in wanted for one in of_group]
-    counts = Counter(anchor for one in every for anchor in _anchors(one.longest))
-    by_anchor: defaultdict[int, list[_Wanted]] = defaultdict(list)
-    for one in every:
-        if one.longest:
-            by_anchor[min(_anchors(one.longest), key=counts.__getitem__)].append(one)
-    anchors, grams = frozenset(by_anchor), frozenset().union(*(one.grams for one in every))
-    first_in: dict[int, int] = {}  # the first document with each 13-gram
-    for number, texts in enumerate(documents):
-        words = [words_of(text) for text in texts]
-        for gram in grams & set().union(*map(_grams, words)):
-            first_in.setdefault(gram, number)
-        found = anchors & set().union(*map(_anchors, words))
-        left = [one for anchor in found for one in by_anchor[anchor] if one.exact_in is None]
-        joined = [_join(one) for one in words] if left else []
-        for one in left:
-            if all(any(part in text for text in joined) for part in one.parts):
-                one.exact_in = number
-    return [_result(group, of_group, first_in, corpus) for group, of_group in zip(groups, wanted, strict=True)]
-
-
-def _without_common(group: ItemGroup) -> list[_Wanted]:
-    """A group's items without the 13-grams that many of them share."""
-    wanted = [_Wanted(item) for item in group.items]
-    counts = Counter(gram for one in wanted for gram in one.grams)
-    most = min(MAX_ITEMS_WITH_GRAM, max(2, len(wanted) // 2))
-    common = {gram for gram, count in counts.items() if count > most}
-    for one in wanted:
-        one.grams -= common
-    return wanted
-
-
-def _result(group: ItemGroup, wanted: list[_Wanted], first_in: Mapping[int, int], corpus: Corpus) -> dict[str, Any]:
-    """Counts, the numbers of the items of each kind, and a few examples with the training document's origin."""
-    found: dict[str, list[tuple[float, Item, int]]] = {kind: [] for kind in KINDS}  # share of 13-grams, item, document
-    for one in wanted:
-        hits = one.grams & first_in.keys()
-        share = len(hits) / max(1, len(one.grams))
-        if one.exact_in is not None:
-            found["exact"].append((share, one.item, one.exact_in))
-        elif hits:
-            kind = "overlapping" if hits & one.grams_beside_passage() else "shared_passage"
-            [(document, _)] = Counter(first_in[gram] for gram in hits).most_common(1)
-            found[kind].append((share, one.item, document))
-    ordered = [(kind, *one) for kind in KINDS for one in sorted(found[kind], key=lambda each: -each[0])]
-    return {
-        "items_sha256": group.sha256,
-        "num_all": group.num_all,
-        "num_items": len(wanted),
-        **{f"num_{kind}": len(some) for kind, some in found.items()},
-        "num_clean": len(wanted) - len(ordered),
-        "num_half": sum(share >= 0.5 for share, *_ in found["overlapping"]),
-        "items": {kind: [item.number for _, item, _ in some] for kind, some in found.items()},
-        "examples": [
-            {"item": item.number, "kind": kind, "share": round(share, 4), "text": _excerpt(item),
-             "document": corpus.train[document]["origin"]}
-            for kind, share, item, document in ordered[:NUM_EXAMPLES]
-        ],
-    }  # fmt: skip
-
-
-def _excerpt(item: Item) -> str:
-    """The question in one line, its shortest field first: a long passage says less about the item."""
-    text = " / ".join(" ".join(field.split()) for field in sorted(item.question, key=len))
-    return text if len(text) <= _EXCERPT else text[: _EXCERPT - 3] + "..."
-
-
-@contextmanager
-def _corpus_of(run: Path, config: RunConfig) -> Iterator[Corpus]:
-    """Read a run's documents again: the prepared tokens know neither their origin nor the text that was cut off.
-
-    Raises: RequestError or DataError if they cannot be read any more, or are not those that the run was trained on.
-    """
-    vocab_size, eos_token_id = vocabulary(config)
-    cache_root().mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache_root(), prefix="contamination-") as folder:
-        corpus = load_corpus(config.dataset, cache_dir=Path(folder), vocab_size=vocab_size, eos_token_id=eos_token_id)
-        recorded = (manifest_or_empty(run).get("dataset") or {}).get("records")
-        contents = [[(record.get("sha256"), record.get("revision")) for record in records]
-                    for records in (recorded or (), map(asdict, corpus.records))]  # fmt: skip
-        if recorded is not None and contents[0] != contents[1]:
-            raise DataError(
-                f"{', '.join(str(record['location']) for record in recorded)}: not as it was when the run was trained; "
-                "put that version back to have it compared",
-                problem_id="training-data-changed",
-            )
-        yield _decoded(corpus, config) if corpus.kind is CorpusKind.tokens else corpus
-
-
-def _decoded(corpus: Corpus, config: RunConfig) -> Corpus:
-    """Documents of tokens as text."""
-    from tunebook.model.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(config.model, is_padded=False)
-    train, validation = (
-        part and part.map(lambda row: {"text": tokenizer.decode(row["input_ids"], skip_special_tokens=True)})
-        for part in (corpus.train, corpus.validation)
-    )
-    return replace(corpus, kind=CorpusKind.text, train=train, validation=validation)
+def document_question(row: Mapping[str, Any]) -> Question:
+    """A document as an item: its prompt, the turns that are not the assistant's, or all of it."""
+    if "messages" not in row:
+        return (row.get("prompt", row.get("text")),)
+    asked = [turn for turn in row["messages"] if turn["role"] not in ("assistant", "system")]
+    return tuple(text for turn in asked or row["messages"] for text in texts_of_turn(turn))
 
 
 def _texts_of(row: Mapping[str, Any]) -> list[str]:
@@ -307,99 +126,164 @@ def _texts_of(row: Mapping[str, Any]) -> list[str]:
     return [row["prompt"], row["completion"]] if "prompt" in row else [row["text"]]
 
 
-def _validation_group(corpus: Corpus) -> list[ItemGroup]:
-    """The validation documents as items, of a large part so many from all over it; empty without one."""
-    part = corpus.validation
-    if part is None:
-        return []
-    numbers = range(0, len(part), -(-len(part) // MAX_VALIDATION_ITEMS))
-    items = [document_item(number, row) for number, row in zip(numbers, part.select(numbers), strict=True)]
-    return [ItemGroup(name=VALIDATION, items=items, num_all=len(part))]
+class _Wanted:
+    """An item as it is looked for."""
+
+    def __init__(self, question: Question) -> None:
+        fields = sorted((words for text in question if (words := words_of(text))), key=len)
+        self.parts = [_join(words) for words in fields]  # that a document must have if the item is exact
+        self.anchors = _anchors(fields[-1]) if fields else set()
+        self.passage = _grams(fields[-1][:MAX_WORDS]) if len(fields) > 1 else set()
+        self.grams = set().union(*(_grams(words[:MAX_WORDS]) for words in fields))  # later without common ones
+        self.exact_in: str | None = None  # the first document with the whole question
+
+    def kind(self, found: Mapping[int, str]) -> str:
+        """The kind, if `found` are the 13-grams of the training documents."""
+        if self.exact_in is not None:
+            return "exact"
+        hits = self.grams & found.keys()
+        return "overlapping" if hits - self.passage else "shared_passage" if hits else "clean"
 
 
-def _search_run(run: Path, config: RunConfig, groups: list[ItemGroup], *, with_validation: bool) -> dict[str, Any]:
-    """Return what a run's file holds; if documents cannot be read, why."""
+def search(
+    groups: Mapping[str, Sequence[Question]], documents: Iterable[tuple[str, Sequence[str]]]
+) -> dict[str, dict[str, Any]]:
+    """Look for the items of all groups in one pass over the documents: (origin, turns or fields)."""
+    wanted = {name: _without_common(questions) for name, questions in groups.items()}
+    every = [one for of_group in wanted.values() for one in of_group]
+    counts = Counter(anchor for one in every for anchor in one.anchors)
+    by_anchor: defaultdict[int, list[_Wanted]] = defaultdict(list)
+    for one in every:
+        if one.anchors:
+            by_anchor[min(one.anchors, key=counts.__getitem__)].append(one)
+    grams = frozenset().union(*(one.grams for one in every))
+    first_in: dict[int, str] = {}  # the first document with each 13-gram
+    for origin, texts in documents:
+        words = [words_of(text) for text in texts]
+        for gram in grams & set().union(*map(_grams, words)):
+            first_in.setdefault(gram, origin)
+        joined = [_join(one) for one in words]
+        for anchor in by_anchor.keys() & set().union(*map(_anchors, words)):
+            for one in by_anchor[anchor]:
+                if one.exact_in is None and all(any(part in text for text in joined) for part in one.parts):
+                    one.exact_in = origin
+    return {name: _result(groups[name], of_group, first_in) for name, of_group in wanted.items()}
+
+
+def _without_common(questions: Sequence[Question]) -> list[_Wanted]:
+    """A group's items without the 13-grams that many of them share."""
+    wanted = [_Wanted(question) for question in questions]
+    counts = Counter(gram for one in wanted for gram in one.grams)
+    most = min(MAX_ITEMS_WITH_GRAM, max(2, len(wanted) // 2))
+    common = {gram for gram, count in counts.items() if count > most}
+    for one in wanted:
+        one.grams -= common
+    return wanted
+
+
+def _result(questions: Sequence[Question], wanted: Sequence[_Wanted], first_in: Mapping[int, str]) -> dict[str, Any]:
+    """Counts, the numbers of the items of each kind, and a few examples with the training document's origin."""
+    kinds = [one.kind(first_in) for one in wanted]
+    items = {kind: [number for number, found in enumerate(kinds) if found == kind] for kind in KINDS}
+    examples = []
+    for number in [number for kind in KINDS for number in items[kind]][:NUM_EXAMPLES]:
+        # The shortest field first: a long passage says less about the item.
+        text = " / ".join(" ".join(field.split()) for field in sorted(questions[number], key=len))[:_EXCERPT]
+        one = wanted[number]
+        document = one.exact_in or next(first_in[gram] for gram in one.grams if gram in first_in)
+        examples.append({"item": number, "kind": kinds[number], "text": text, "document": document})
+    return {
+        "items_sha256": sha256_text(ascii(questions)),
+        "num_items": len(questions),
+        **{f"num_{kind}": kinds.count(kind) for kind in (*KINDS, "clean")},
+        "items": items,
+        "examples": examples,
+    }
+
+
+def _search_run(
+    run: Path, config: RunConfig, groups: Mapping[str, Sequence[Question]], *, is_first: bool
+) -> dict[str, Any]:
+    """Read a run's documents again and search them; the first time for the validation documents, too.
+
+    Returns the content of a run's file; if the documents cannot be read or have changed, why.
+    """
+    vocab_size, eos_token_id = vocabulary(config)
+    cache_root().mkdir(parents=True, exist_ok=True)
     try:
-        with _corpus_of(run, config) as corpus:
-            groups = [*groups, *(_validation_group(corpus) if with_validation else [])]
-            groups = [group for group in groups if group.items]
-            results = search(groups, corpus, map(_texts_of, corpus.train))
-            num_documents = len(corpus.train)
+        with tempfile.TemporaryDirectory(dir=cache_root(), prefix="contamination-") as folder:
+            corpus = load_corpus(
+                config.dataset, cache_dir=Path(folder), vocab_size=vocab_size, eos_token_id=eos_token_id
+            )
+            recorded = (manifest_or_empty(run).get("dataset") or {}).get("records")
+            today = [(record.sha256, record.revision) for record in corpus.records]
+            if recorded and [(record.get("sha256"), record.get("revision")) for record in recorded] != today:
+                raise DataError("the documents changed after the training", problem_id="training-data-changed")
+            if corpus.kind is CorpusKind.tokens:
+                raise DataError("the documents are token ids, not text", problem_id="training-data-tokens")
+            if is_first and (part := corpus.validation) is not None:
+                rows = part.select(range(min(len(part), MAX_VALIDATION_ITEMS)))
+                groups = {**groups, VALIDATION: [document_question(row) for row in rows]}
+            found = search(groups, ((row["origin"], _texts_of(row)) for row in corpus.train))
+            return {"not_checked": None, "num_documents": len(corpus.train), "groups": found}
     except TunebookError as error:
         return {"not_checked": error.message.splitlines()[0], "num_documents": 0, "groups": {}}
-    named = {group.name: result for group, result in zip(groups, results, strict=True)}
-    return {"not_checked": None, "num_documents": num_documents, "groups": named}
 
 
 def check_run(run: Path, config: RunConfig, tasks: Sequence[Task]) -> None:
     """Look for a run's items before its training; write and print what was found."""
-    request = request_of(config)
-    groups = _groups_of(tasks if request["tasks"] else [], config.evaluation.limit)
-    result = _search_run(run, config, groups, with_validation=True)
+    request, limit = request_of(config), config.evaluation.limit
+    tasks = tasks if request["tasks"] else []
+    groups = {task.name: conversation_questions(task.conversations, limit) for task in tasks if task.conversations}
+    if others := [task for task in tasks if not task.conversations]:
+        with loaded_without_model(others, limit) as loaded:
+            groups |= {name: task_questions(task, limit) for name, task in loaded.tasks.items()}
+    result = _search_run(run, config, groups, is_first=True)
     atomic_write_json(run / CONTAMINATION_FILE, result | {"request": request})
     for line in result_lines(result["groups"], result["not_checked"]):
         print(line, file=sys.stderr, flush=True)
 
 
-def _groups_of(tasks: Sequence[Task], limit: int | None) -> list[ItemGroup]:
-    """The items of tasks, without a model or a chat template. Tasks whose data is missing are left out."""
-    groups = [conversation_items(task.name, task.conversations, limit) for task in tasks if task.conversations]
-    if others := [task for task in tasks if not task.conversations]:
-        with loaded_without_model(others, limit) as loaded:
-            groups += [task_items(name, task, limit) for name, task in loaded.tasks.items()]
-    return groups
-
-
-def check_evaluated(
-    run: Path, config: RunConfig, tasks: Mapping[str, LoadedTask], limit: int | None
-) -> dict[str, Any] | None:
-    """Return what is known of an evaluation's items, and look for those that no earlier check looked for.
+def check_evaluated(run: Path, config: RunConfig, tasks: Mapping[str, LoadedTask]) -> dict[str, Any] | None:
+    """Return what is known of an evaluation's items; look for them if the run's own check looked for others.
 
     None if it is switched off, and for a model that belongs to no run.
     """
     is_off = config.evaluation.contamination is Contamination.disabled or config.dataset.source is Source.synthetic
     if is_off or not (run / RUN_FILE).is_file():
         return None
-    groups = [task_items(name, task, limit) for name, task in tasks.items()]
-    known = read_contamination(run) or {"not_checked": None, "num_documents": 0, "groups": {}, "request": None}
-    new = [group for group in groups if known["groups"].get(group.name, {}).get("items_sha256") != group.sha256]
-    if new:
-        found = _search_run(run, config, new, with_validation=False)
-        if found["not_checked"]:
-            return found
-        known |= found | {"groups": known["groups"] | found["groups"]}
-        if limit is None:  # the file keeps what is known of all items
-            atomic_write_json(run / CONTAMINATION_FILE, known)
-    return known | {"groups": {group.name: known["groups"][group.name] for group in groups if group.items}}
+    groups = {name: task_questions(task, config.evaluation.limit) for name, task in tasks.items()}
+    found = read_contamination(run) or {}
+    known = {name: found.get("groups", {}).get(name, {}) for name in groups}
+    if all(known[name].get("items_sha256") == sha256_text(ascii(groups[name])) for name in groups):
+        return {**found, "groups": known}
+    return _search_run(run, config, groups, is_first=False)
 
 
 def with_scores(
-    result: Mapping[str, Any] | None, answers: Mapping[str, Sequence[Answer]], scores: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any] | None:
+    result: Mapping[str, Any], answers: Mapping[str, Sequence[Answer]], scores: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
     """Return what an evaluation's record says about contamination: counts and scores of each task."""
-    if result is None:
-        return None
     tasks = {
-        name: {key: value for key, value in group.items() if key.startswith("num_") or key == "examples"}
-        | {"scores": split_scores(group, answers[name], scores.get(name))}
+        name: {key: value for key, value in group.items() if key.startswith("num_")}
+        | {"scores": split_scores(group["items"], answers[name], scores.get(name))}
         for name, group in result["groups"].items()
-        if name in answers
     }
-    return {"not_checked": result["not_checked"], "num_documents": result["num_documents"], "tasks": tasks}
+    return {"not_checked": result["not_checked"], "tasks": tasks}
 
 
 def split_scores(
-    group: Mapping[str, Any], answers: Sequence[Answer], score: Mapping[str, Any] | None
+    items: Mapping[str, Sequence[int]], answers: Sequence[Answer], score: Mapping[str, Any] | None
 ) -> dict[str, dict[str, Any]]:
     """The mean with its standard error on the items of each kind that there are.
 
     Empty if every item is clean, and for a metric that is no mean of its items' values, such as a perplexity.
     """
     values = {answer.item: answer.value for answer in answers if answer.value is not None}
-    kinds = {number: kind for kind in KINDS for number in group["items"][kind]}
+    kinds = {number: kind for kind in KINDS for number in items[kind]}
     if score is None or not kinds.keys() & values.keys():
         return {}
-    if abs(statistics.fmean(values.values()) - score["value"]) > _TOLERANCE:
+    if abs(statistics.fmean(values.values()) - score["value"]) > 1e-6:
         return {}
     by_kind: dict[str, list[float]] = {kind: [] for kind in ("clean", *KINDS)}
     for number, value in values.items():

@@ -232,13 +232,9 @@ def _write_results(evaluation: Evaluation, runs: TaskRuns, bound: dict[str, Any]
     record = _record(evaluation, runs, bound, scores, everything)
     record["code"] = code
     record["answer_faults"] = count_faults(answers)
-    checked = check_evaluated(
-        evaluation.run,
-        evaluation.config,
-        {name: task for name, task in runs.loaded.tasks.items() if name in runs.done},
-        evaluation.config.evaluation.limit,
-    )
-    record["contamination"] = with_scores(checked, answers, scores)
+    finished_tasks = {name: task for name, task in runs.loaded.tasks.items() if name in runs.done}
+    checked = check_evaluated(evaluation.run, evaluation.config, finished_tasks)
+    record["contamination"] = with_scores(checked, answers, scores) if checked else None
     record["seconds"] = round(time.monotonic() - started, 1)
     atomic_write_json(file, record)
 

@@ -3,7 +3,7 @@
 Before: the exact weights that training starts from, made or loaded as in training. After: the run folder's `model/`.
 Both use the run's own tokenizer and chat template. Writes `evaluation/<when>.json` in the run folder, and every answer
 to `evaluation/<when>-answers.jsonl`. `--when contamination` does not evaluate: it looks for the tasks' items in the
-training documents, and writes `contamination.json`. The evaluation before a training does the same first.
+training documents, and writes `contamination.json`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import shutil
 import sys
 import tempfile
 import time
-import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,12 @@ from tunebook.errors import DoesNotFitError, RequestError, TunebookError
 from tunebook.evaluate.code.judging import with_samples
 from tunebook.evaluate.evaluation import Evaluation, check_contamination, evaluate
 from tunebook.evaluate.placement import choose_placement, is_for_gpus, loaded_gib
-from tunebook.evaluate.resume import AFTER, BEFORE, resume_command
+from tunebook.evaluate.resume import AFTER, resume_command
 from tunebook.evaluate.task_files import resolve_task
 from tunebook.hardware.detect import detect_machine
 from tunebook.hardware.disk import existing, is_disk_full, no_space
 from tunebook.model.adapters import holds_model
-from tunebook.record.contamination import CHECK, NOT_COMPARED, is_checked, is_checked_by_evaluation
+from tunebook.record.contamination import CHECK
 from tunebook.record.model_origin import MISMATCHES, recorded_by_run, recorded_in_export
 from tunebook.record.run_folder import LOG_FILE, RUN_FILE
 from tunebook.terminal import quiet_libraries
@@ -49,8 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
             if request.when == CHECK:
                 check_contamination(evaluation)
                 return 0
-            if request.when == BEFORE and _is_unchecked(evaluation):
-                _try_to_check(evaluation)
             evaluate(_with_placement(evaluation, request.processes), started)
     except TunebookError as error:
         print(f"evaluation: {error.message}", file=sys.stderr)
@@ -103,19 +100,6 @@ def _evaluation_of(request: argparse.Namespace) -> Evaluation:
         allowed=tuple(request.allow_mismatch),
         is_fresh=request.fresh,
     )
-
-
-def _is_unchecked(evaluation: Evaluation) -> bool:
-    return is_checked_by_evaluation(evaluation.config) and not is_checked(evaluation.run, evaluation.config)
-
-
-def _try_to_check(evaluation: Evaluation) -> None:
-    """Check the training documents; a check that fails costs no evaluation."""
-    try:
-        check_contamination(evaluation)
-    except Exception:
-        traceback.print_exc()
-        print(f"warning: {NOT_COMPARED}", file=sys.stderr, flush=True)
 
 
 def _with_placement(evaluation: Evaluation, num_processes: int | None) -> Evaluation:

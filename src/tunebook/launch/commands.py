@@ -20,7 +20,7 @@ from tunebook.launch.container import in_container, is_contained
 from tunebook.launch.logs import torchrun_log
 from tunebook.launch.slurm import JOB_SCRIPT, output_pattern, submit_command
 from tunebook.processes import free_port
-from tunebook.record.contamination import CHECK, is_checked_by_evaluation, needs_check
+from tunebook.record.contamination import CHECK, needs_check
 from tunebook.terminal import print_text
 
 _TRAIN = "tunebook.train"
@@ -112,7 +112,7 @@ def job_commands(config: RunConfig, folder: Path) -> list[list[str]]:
     commands = [ranks_command(config, folder)]
     if is_evaluated_inside and evaluation.before:
         commands.insert(0, evaluation_command(config, folder, "before"))
-    if is_contained(config) and needs_check(config) and not is_checked_by_evaluation(config):
+    if is_contained(config) and needs_check(config):
         commands.insert(0, evaluation_command(config, folder, CHECK))
     if is_evaluated_inside and evaluation.after:
         commands.append(evaluation_command(config, folder, "after"))

@@ -1,8 +1,6 @@
-"""What a run folder records about evaluation items that are in the training documents, and how it is reported.
+"""Evaluation items in the training documents: `contamination.json`, its text, and `evaluation.contamination=refuse`.
 
-`contamination.json` is written by `evaluate.contamination`, which also puts the scores on clean and on other items into
-the record of each evaluation. `evaluation.contamination=refuse` allows no training on documents that hold items of its
-evaluation.
+The file is written by `evaluate.contamination`, which also records each evaluation's scores on clean and other items.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from tunebook.record.differences import is_share, score_in_words
 
 CONTAMINATION_FILE = "contamination.json"
 CHECK = "contamination"  # names the check among a run's evaluations
-NOT_COMPARED = "the training documents were not compared with the evaluation; the reason is above"
 KINDS = ("exact", "overlapping", "shared_passage")  # of items that are not clean, the worst first
 WARNING_SHARE = 0.01  # of a group's items that are exact or overlapping
 NAMES = {
@@ -37,13 +34,6 @@ def needs_check(config: RunConfig) -> bool:
     has_items = request_of(config)["tasks"] or data.validation_share or data.validation_path or data.validation_split
     is_text = data.source is not Source.synthetic
     return is_text and evaluation.contamination is not Contamination.disabled and bool(has_items)
-
-
-def is_checked_by_evaluation(config: RunConfig) -> bool:
-    """Whether the evaluation before the training checks: it has imported the harness, which takes 2 to 8 seconds."""
-    evaluation = config.evaluation
-    is_asked = needs_check(config) and evaluation.contamination is Contamination.report
-    return is_asked and bool(evaluation.tasks) and evaluation.before
 
 
 def request_of(config: RunConfig) -> dict[str, Any]:
@@ -65,47 +55,21 @@ def read_contamination(run: Path) -> dict[str, Any] | None:
     return dict(read_json(file)) if file.is_file() else None
 
 
-def num_found(group: Mapping[str, Any]) -> int:
-    """Items that are in the training documents, as a whole or in part; a passage alone does not count."""
-    return int(group["num_exact"] + group["num_overlapping"])
-
-
 def is_warning(group: Mapping[str, Any]) -> bool:
     """Whether so many items were found that the score says little about other items."""
-    return num_found(group) >= max(1.0, WARNING_SHARE * int(group["num_items"]))
-
-
-def describe_group(name: str, group: Mapping[str, Any]) -> str:
-    """One line on a task or the validation part."""
-    total, exact = group["num_items"], group["num_exact"]
-    share = f" ({exact / total:.1%})" if exact else ""
-    line = f"{name}: {exact:,} of {total:,} items{share} have their whole question in the training documents"
-    if group["num_overlapping"]:
-        line += f", {_count(group['num_overlapping'], total)} a part of it ({group['num_half']:,} at least half)"
-    if group["num_shared_passage"]:
-        line += f", {_count(group['num_shared_passage'], total)} only a passage"
-    return line
-
-
-def _count(number: int, total: int) -> str:
-    return f"{number:,} ({number / total:.1%})"
+    return bool(group["num_exact"] + group["num_overlapping"] >= max(1.0, WARNING_SHARE * group["num_items"]))
 
 
 def result_lines(groups: _Groups, not_checked: str | None) -> list[str]:
-    """What the check found: a line for each group with items that were found, and one for all others."""
+    """A line for each task or validation part with items that were found."""
     if not_checked:
         return [f"warning: contamination: not checked: {not_checked}"]
-    clean = [name for name, group in groups.items() if group["num_clean"] == group["num_items"]]
-    lines = [
-        f"{'warning: ' if is_warning(group) else ''}contamination: {describe_group(name, group)}"
+    return [
+        f"{'warning: ' if is_warning(group) else ''}contamination: {name}: of {counted(group['num_items'], 'item')}, "
+        + ", ".join(f"{group[f'num_{kind}']:,} {NAMES[kind]}" for kind in (*KINDS, "clean"))
         for name, group in groups.items()
-        if name not in clean
-    ]
-    if clean:
-        what = clean[0] if len(clean) == 1 else f"{len(clean)} tasks or parts"
-        num_items = sum(groups[name]["num_items"] for name in clean)
-        lines.append(f"contamination: {what}: none of {num_items:,} items is in the training documents")
-    return lines
+        if group["num_clean"] < group["num_items"]
+    ] or ["contamination: no item is in the training documents"]
 
 
 def contamination_of(evaluation: Mapping[str, Any] | None) -> _Groups:
@@ -124,8 +88,7 @@ def score_lines(evaluation: Mapping[str, Any] | None) -> list[str]:
             f"{score_in_words(score, as_share=as_share)} on {counted(score['num_items'], 'item')} ({NAMES[kind]})"
             for kind, score in group["scores"].items()
         ]
-        if parts:
-            lines.append(f"{name}: {', '.join(parts)}")
+        lines += [f"{name}: {', '.join(parts)}"] if parts else []
     return lines
 
 
@@ -139,22 +102,17 @@ def refuse_contaminated(run: Path, config: RunConfig) -> None:
         return
     result = read_contamination(run)
     if result is None or result["not_checked"]:
-        why = result["not_checked"] if result else "the check failed, and its message is above"
+        why = result["not_checked"] if result else "the message is above"
         raise DataError(
-            f"evaluation.contamination=refuse, and the training documents could not be compared with the evaluation: "
-            f"{why}. Train without the comparison: evaluation.contamination=disabled",
+            f"evaluation.contamination=refuse, and the training documents could not be checked: {why}. Train without "
+            "the check: evaluation.contamination=disabled",
             problem_id="contamination-not-checked",
         )
     found = {name: group for name, group in result["groups"].items() if group["num_exact"] or is_warning(group)}
     if found:
-        examples = [
-            f"{one['document']} has item {one['item']}" for group in found.values() for one in group["examples"]
-        ]
         raise DataError(
-            f"evaluation.contamination=refuse, and the training documents hold items of the evaluation. "
-            f"{'. '.join(describe_group(name, group) for name, group in found.items())}. For example: "
-            f"{'; '.join(examples[:3])}. Take these documents out of the training data ({run / CONTAMINATION_FILE} "
-            "numbers the items), or train with evaluation.contamination=report, which reports the scores on clean "
-            "items too",
+            f"evaluation.contamination=refuse: {'; '.join(result_lines(found, None))}. Remove these documents from the "
+            f"training data ({run / CONTAMINATION_FILE} lists items and examples), or use evaluation.contamination="
+            "report, which reports the scores on clean items too",
             problem_id="contaminated",
         )

@@ -21,10 +21,9 @@ from tunebook.errors import RequestError
 from tunebook.files import atomic_write_text
 from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.record.answer_faults import fault_rows
-from tunebook.record.contamination import NAMES, is_warning
+from tunebook.record.contamination import NAMES, is_warning, score_lines
 from tunebook.record.differences import answers_of
 from tunebook.record.page.comparison import config_differences, number_rows, short_names
-from tunebook.record.page.contamination import contamination_notes, scores_by_kind
 from tunebook.record.page.curves import dash_of_run, loss_chart, other_charts, overlaid_charts
 from tunebook.record.page.details import (
     batch_facts,
@@ -102,8 +101,12 @@ def render_run(record: RunRecord) -> str:
         programs=program_lines(record.before, record.after),
         samples=pair_samples(record.before, record.after),
         contamination=record.contamination,
-        contamination_scores=scores_by_kind(record),
-        contamination_notes=contamination_notes(record),
+        contamination_scores=[
+            f"{found['when']}: {line}"
+            for found in (record.before, record.after, *record.evaluations)
+            if found is not None
+            for line in score_lines(found)
+        ],
         is_contaminated=is_warning,
         kind_names=NAMES,
         faults=fault_rows(record.before, record.after),

@@ -8,16 +8,13 @@ from typing import Any
 import pytest
 
 from tunebook.errors import DataError
-from tunebook.record.contamination import score_lines
-from tunebook.record.page.contamination import contamination_notes, scores_by_kind
-from tunebook.record.page.numbers import NO_VALUE
 from tunebook.record.report import render_run, write_report
 from tunebook.record.run_record import read_run
 
-EXAMPLE = {"item": 4, "kind": "overlapping", "share": 0.5, "text": "is it <b>a mill</b>", "document": "train.jsonl:17"}
+EXAMPLE = {"item": 4, "kind": "overlapping", "text": "is it <b>a mill</b>", "document": "train.jsonl:17"}
 GROUP = {
-    "num_all": 50, "num_items": 50, "num_exact": 0, "num_overlapping": 5, "num_shared_passage": 0, "num_clean": 45,
-    "num_half": 2, "num_short": 3, "mean_share": 0.41, "examples": [EXAMPLE],
+    "num_items": 50, "num_exact": 0, "num_overlapping": 5, "num_shared_passage": 0, "num_clean": 45,
+    "examples": [EXAMPLE],
 }  # fmt: skip
 SCORES = {
     "clean": {"value": 0.5, "stderr": 0.07, "num_items": 45},
@@ -26,7 +23,7 @@ SCORES = {
 
 
 def checked(run: Path, **changes: Any) -> Path:
-    groups = {"example": GROUP, "validation": {**GROUP, "num_all": 70, "examples": []}}
+    groups = {"example": GROUP, "validation": {**GROUP, "examples": []}}
     content = {"not_checked": None, "num_documents": 5120, "groups": groups}
     (run / "contamination.json").write_text(json.dumps(content | changes))
     file = run / "evaluation" / "after.json"
@@ -42,26 +39,8 @@ def test_counts_scores_and_examples(make_run: Callable[..., Path]) -> None:
     page = render_run(record)
     for label, count in (("whole question", "0"), ("a part", "5 (10.0%)"), ("clean", "45 (90.0%)")):
         assert page.count(f'data-label="{label}">{count}</td>') == 2
-    assert scores_by_kind(record) == [
-        ("example", "all", f"{record.after['tasks']['example']['num_items']:,}", NO_VALUE, "97.3 % ± 1.3"),  # type: ignore[index]
-        ("example", "clean", "45", NO_VALUE, "50.0 % ± 7.0"),
-        ("example", "part found", "5", NO_VALUE, "80.0 % ± 20.0"),
-    ]
-    assert "example, item 4: part found in train.jsonl:17, 50% of its runs of 13 words</p>" in page
-    notes = contamination_notes(record)
-    assert "validation: 50 of 70 documents were looked for." in notes
-    assert notes[-1] == "eval-1: example: 50.0% ± 7.0 on 45 items (clean), 80.0% on 5 items (part found)"
-
-
-def test_what_is_better_low_is_no_share_although_it_is_below_1(make_run: Callable[..., Path]) -> None:
-    run = checked(make_run())
-    file = run / "evaluation" / "after.json"
-    record = json.loads(file.read_text())
-    record["tasks"]["example"] |= {"higher_is_better": False}
-    file.write_text(json.dumps(record))
-    found = read_run(run)
-    assert [row[-1] for row in scores_by_kind(found)][1:] == ["0.5 ± 0.07", "0.8 ± 0.2"]
-    assert score_lines(found.after) == ["example: 0.5 ± 0.07 on 45 items (clean), 0.8 on 5 items (part found)"]
+    assert "example, item 4: part found in train.jsonl:17</p>" in page
+    assert page.count("example: 50.0% ± 7.0 on 45 items (clean), 80.0% on 5 items (part found)") == 2, "after, eval-1"
 
 
 def test_a_group_without_its_examples_is_a_broken_record(make_run: Callable[..., Path], tmp_path: Path) -> None:
@@ -79,7 +58,6 @@ def test_the_section_is_on_the_page_and_text_of_items_is_escaped(make_run: Calla
 
 def test_a_run_that_was_not_checked_has_no_section_or_says_why(make_run: Callable[..., Path]) -> None:
     run = make_run()
-    assert contamination_notes(read_run(run)) == []
     assert '<section id="contamination">' not in render_run(read_run(run))
     page = render_run(read_run(checked(run, not_checked="train.jsonl is gone", groups={})))
     assert "Not checked: train.jsonl is gone" in page
