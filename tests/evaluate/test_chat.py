@@ -20,20 +20,16 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM
 
-from tunebook.config.choices import Attention, Compute, Format, Generation, PackingMode, PeftMethod, TrainOn, Weights
+from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, TrainOn, Weights
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import RunConfig
 from tunebook.data.corpus import CorpusKind
 from tunebook.data.encode import Encoder
-from tunebook.data.formats import FormatSettings, Normalizer
-from tunebook.data.problems import DocumentProblems
-from tunebook.data.readers import read_records
 from tunebook.data.template import template_hash
 from tunebook.errors import DataError, DoesNotFitError, RequestError
-from tunebook.evaluate.chat import COMMANDS, HELP, Chat, Sampling, chat_command, converse, load_chat, printable
+from tunebook.evaluate.chat import HELP, Chat, Sampling, chat_command, converse, load_chat, printable
 from tunebook.evaluate.target import Target
-from tunebook.model.gpu_memory import place_on_gpus
 from tunebook.model.tokenizer import stop_ids, tokenizer_hash
 
 Models = Callable[..., PreTrainedModel]
@@ -87,11 +83,11 @@ def chat_of(tokenizer: PreTrainedTokenizerBase, scripted: Models) -> Chats:
     return make
 
 
-def ask(chat: Chat, question: str = "rain") -> tuple[str, list[str]]:
-    """The answer as it was shown, and the notes."""
+def ask(chat: Chat, question: str = "rain") -> tuple[str, str | None]:
+    """The answer as it was shown, and the note."""
     pieces: list[str] = []
-    notes = chat.ask(question, pieces.append)
-    return "".join(pieces), notes
+    note = chat.ask(question, pieces.append)
+    return "".join(pieces), note
 
 
 def prompts(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, str]]]:
@@ -120,10 +116,10 @@ def prompts(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str,
 )
 def test_an_answer_is_shown_and_kept(chat_of: Chats, written: str, num_tokens: int, shown: str, is_whole: bool) -> None:
     chat = chat_of(written, max_new_tokens=num_tokens)
-    answer, notes = ask(chat)
+    answer, note = ask(chat)
     assert answer == shown
     assert [turn["content"] for turn in chat.turns] == (["rain", shown] if shown else [])
-    assert bool(notes) is not (is_whole and bool(shown))
+    assert bool(note) is not (is_whole and bool(shown))
 
 
 def test_every_end_token_ends_an_answer(scripted: Models, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -134,7 +130,7 @@ def test_every_end_token_ends_an_answer(scripted: Models, tokenizer: PreTrainedT
     one = Chat(model=model, tokenizer=tokenizer, stop_ids=[eos], sampling=SAMPLING)
     both = Chat(model=model, tokenizer=tokenizer, stop_ids=[eos, end_of_text], sampling=SAMPLING)
     assert ask(one)[0] != "apple"
-    assert ask(both) == ("apple", [])
+    assert ask(both) == ("apple", None)
 
 
 def test_a_prompt_is_encoded_as_in_training(
@@ -199,19 +195,7 @@ def test_a_system_prompt_that_the_template_refuses_leaves_the_old_one(chat_of: C
     assert (chat.system_prompt, len(chat.turns)) == (None, 2)
 
 
-def test_oldest_turns_are_left_out_and_the_system_prompt_stays(chat_of: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
-    chat = chat_of("apple bird", system="lemon", context=64, max_new_tokens=16)
-    seen = prompts(chat, monkeypatch)
-    notes = [ask(chat, f"rain key moon {number}")[1] for number in ("one", "two", "three", "four", "five")]
-    assert notes[0] == []
-    assert "no longer fit" in notes[-1][0]
-    assert seen[-1][0] == ("system", "lemon")
-    assert seen[-1][-1] == ("user", "rain key moon five")
-    assert ("user", "rain key moon one") not in seen[-1]
-    assert [turn["role"] for turn in chat.turns] == ["user", "assistant"] * 5  # nothing is lost for /save
-
-
-def test_a_question_longer_than_the_context_is_refused_and_not_kept(chat_of: Chats) -> None:
+def test_a_conversation_longer_than_the_context_is_refused_and_not_kept(chat_of: Chats) -> None:
     chat = chat_of("apple", context=64)
     ask(chat, "rain")
     with pytest.raises(RequestError) as error:
@@ -280,38 +264,24 @@ def test_commands(chat_of: Chats) -> None:
     assert "system prompt: Be [bold] brief" in shown
     assert "system prompt: none" in shown
     assert HELP in shown
-    assert all(command in HELP for command in COMMANDS)
     assert (chat.turns, chat.system_prompt) == ([], None)
     assert talk(chat, ["/exit", "rain"]) == "> /exit\n"
 
 
-def test_a_misspelt_command_is_no_question(chat_of: Chats) -> None:
+def test_an_unknown_command_is_no_question(chat_of: Chats) -> None:
     chat = chat_of("apple")
-    assert "Did you mean '/reset'?" in talk(chat, ["/rest", "/Reset", "/", "/etc/passwd", " /rest"])
+    assert HELP in talk(chat, ["/rest", "/Reset", "/", "/etc/passwd", " /rest"])
     assert [turn["content"] for turn in chat.turns[::2]] == ["/", "/etc/passwd", "/rest"]
-
-
-def test_a_saved_conversation_can_be_trained_on(chat_of: Chats, tmp_path: Path) -> None:
-    chat, file = chat_of("apple bird", system="lemon"), tmp_path / "my chat.jsonl"
-    talk(chat, ["/save x.jsonl", "réverse [this]", f"/save '{file}'", f"/save {tmp_path}/x.txt"])
-    ((_, record),) = read_records(file, DocumentProblems(str(file)))
-    row = Normalizer(Format.auto, FormatSettings()).row(record)
-    assert [(turn["role"], turn["content"], turn["train"]) for turn in row["messages"]] == [
-        ("system", "lemon", False),
-        ("user", "réverse [this]", False),
-        ("assistant", "apple bird", True),
-    ]
-    assert [one.name for one in tmp_path.iterdir()] == ["my chat.jsonl"]
 
 
 def test_an_error_does_not_end_the_chat(chat_of: Chats) -> None:
     shown = talk(chat_of("apple", context=40), ["rain " * 50, "rain"])
-    assert "the question has" in shown
+    assert "tokens with this question" in shown
     assert shown.endswith("> rain\napple\n> \n")
 
 
 def test_ctrl_c_ends_the_answer_and_at_the_prompt_the_chat(chat_of: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(*_: object) -> list[str]:
+    def stop(*_: object) -> str | None:
         raise KeyboardInterrupt
 
     chat = chat_of("apple")
@@ -363,7 +333,7 @@ def test_a_run_answers_with_its_own_tokenizer_and_system_prompt(run: Path) -> No
     change_config(run, edit)  # a run can be moved away from where its base model was
     chat, notes = load_chat(Target(run=run, folder=run / "model"), SAMPLING)
     assert any(note.startswith("template and tokenizer are those of the run") for note in notes)
-    assert (chat.system_prompt, ask(chat)) == ("Answer with words.", ("apple bird", []))
+    assert (chat.system_prompt, ask(chat)) == ("Answer with words.", ("apple bird", None))
     assert load_chat(Target(run=run, folder=run / "model"), SAMPLING, "")[0].system_prompt is None
 
 
@@ -377,7 +347,7 @@ def test_another_template_than_in_training_is_an_error(run: Path) -> None:
 
 def test_a_model_folder_answers_with_its_own_template(run: Path, tmp_path: Path) -> None:
     exported = Path(shutil.copytree(run / "model", tmp_path / "exported"))
-    assert ask(load(None, exported)) == ("apple bird", [])
+    assert ask(load(None, exported)) == ("apple bird", None)
     (exported / "chat_template.jinja").unlink()
     with pytest.raises(RequestError) as raised:
         load(None, exported)
@@ -411,12 +381,6 @@ def test_an_adapter_is_loaded_on_its_base(run: Path, scripted: Models, tmp_path:
     with pytest.raises(DataError) as raised:
         load(run, run / "model")
     assert raised.value.problem_id == "base-changed"
-
-
-def test_a_hub_name_without_network_says_what_to_type() -> None:
-    with pytest.raises(RequestError, match=r"tunebook chat model=DIR") as raised:
-        load_chat(Target(hub_name="someone/model"), SAMPLING)
-    assert raised.value.problem_id == "hub-out-of-reach"
 
 
 @pytest.mark.parametrize("piped", [None, "two lines\nof réin\n"])
@@ -456,29 +420,6 @@ def test_on_a_gpu_a_run_is_computed_as_it_was_trained_and_a_folder_in_its_own_fo
     half: Any = Qwen2ForCausalLM.from_pretrained(bare)
     half.to(dtype).save_pretrained(bare)
     chat = load(None, bare)
-    assert (chat.model.device.type, chat.model.dtype) == ("cuda", dtype)
+    kept = torch.float32 if dtype is torch.float16 else dtype  # fp16 is computed by autocast
+    assert (chat.model.device.type, chat.model.dtype) == ("cuda", kept)
     assert ask(chat)[0] == "apple bird"
-
-
-@pytest.mark.multigpu
-def test_a_model_too_large_for_one_gpu_is_spread_and_answers_alike(
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=832, hidden_size=2048, intermediate_size=5632, num_hidden_layers=6, num_attention_heads=16,
-        num_key_value_heads=16, max_position_embeddings=96,
-    )  # fmt: skip
-    model: Any = Qwen2ForCausalLM(config)
-
-    def answer(model: Any) -> str:
-        return ask(Chat(model=model, tokenizer=tokenizer, stop_ids=[2], sampling=SAMPLING))[0]
-
-    whole = answer(model.to("cuda:0"))
-    model.to("cpu")
-    # 1.2 GiB of weights need 1.8 GiB, and it is told that each GPU has 1 GiB.
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**30))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    spread, _ = place_on_gpus(model, None)
-    assert {str(parameter.device) for parameter in spread.parameters()} == {"cuda:0", "cuda:1"}
-    assert answer(spread) == whole != ""

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tunebook.config.frozen import load_config
 from tunebook.errors import RequestError
-from tunebook.evaluate import worker
+from tunebook.evaluate import placement, worker
 from tunebook.evaluate.evaluation import score_baseline
 from tunebook.evaluate.trained_model import load_trained, trained_architecture
 from tunebook.hardware.detect import VISIBLE_VARIABLE
@@ -65,7 +65,7 @@ def test_a_model_is_read_straight_onto_its_gpu(known_run: KnownRun, monkeypatch:
 def test_a_run_made_for_a_cpu_leaves_the_gpus_alone(
     task_file: TaskFile, known_run: KnownRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "detect_machine", lambda: pytest.fail("it was asked for GPUs"))
+    monkeypatch.setattr(placement, "detect_machine", lambda: pytest.fail("it was asked for GPUs"))
     monkeypatch.setenv(VISIBLE_VARIABLE, "0,1")
     run = known_run([task_file("choice")])
     assert worker.main(["--run", str(run), "--when", "before"]) == 0

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from tunebook.config.choices import Generation, MasterWeights, PeftMethod, Weights
 from tunebook.config.schema import ModelConfig, PeftSettings, RunConfig
 from tunebook.errors import DoesNotFitError, RequestError
-from tunebook.evaluate.placement import choose_placement, is_for_gpus, loaded_gib
+from tunebook.evaluate.placement import choose_placement, loaded_gib, place
 from tunebook.hardware.detect import Gpu
 from tunebook.train.environment import evaluation_environment
 
@@ -77,7 +77,7 @@ def test_the_size_of_the_weights_is_read_from_their_files(
     assert loaded_gib(base, adapter) == count * 4 / 2**30
     assert loaded_gib(cpu_config, None) is None  # random weights: there is no file
     assert loaded_gib(replace(base, peft=PeftSettings(method=PeftMethod.qlora)), folder) is None
-    assert not is_for_gpus(cpu_config)
+    assert place(cpu_config, folder, None) == choose_placement(None, [])
 
 
 def test_an_evaluation_sees_all_gpus_that_it_was_given(cpu_config: RunConfig) -> None:

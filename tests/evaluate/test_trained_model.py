@@ -20,8 +20,8 @@ from tunebook.evaluate import trained_model
 from tunebook.evaluate.trained_model import (
     choose_copies,
     compute_dtype,
-    load_on_gpu,
     load_padded_tokenizer,
+    load_to_answer,
     load_trained,
     refuse_offloading,
     tokenizer_of_run,
@@ -111,48 +111,28 @@ GIB = 2**30
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU of 80 GiB that is not there; 1 GiB is free, 9 GiB are ours."""
+    """A GPU of 80 GiB that is not there; 1 GiB is free."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 9 * GIB)
-
-
-class Moved(torch.nn.Linear):
-    """Weights on the CPU, which say where they are to be moved."""
-
-    def to(self, device: torch.device) -> Any:  # type: ignore[override]
-        return f"moved to {device}"
 
 
 @pytest.mark.usefixtures("card")
-def test_a_model_is_read_onto_the_gpu_or_moved_there() -> None:
-    asked: list[torch.device] = []
-
-    def load(device: torch.device) -> Any:
-        asked.append(device)
-        return Moved(1, 1)
-
-    assert load_on_gpu(load) == "moved to cuda:0"
-    assert asked == [torch.device("cuda", 0)]
-    there = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=torch.device("cuda", 0))])
-    assert load_on_gpu(lambda device: there) is there
-
-
-@pytest.mark.usefixtures("card")
-def test_a_model_that_does_not_fit_into_what_is_left_is_refused_in_words() -> None:
-    def fail(error: Exception) -> Any:
-        def load(device: torch.device) -> Any:
+def test_a_model_that_does_not_fit_into_what_is_left_is_refused(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_with(error: Exception) -> None:
+        def load(*_: object, **__: object) -> None:
             raise error
 
-        return load_on_gpu(load)
+        monkeypatch.setattr(trained_model, "load_trained", load)
+        load_to_answer(config, None)
 
-    with pytest.raises(
-        DoesNotFitError, match=r"into a GPU of 80\.0 GiB, of which other processes use 70\.0 GiB"
-    ) as caught:
-        fail(torch.OutOfMemoryError("CUDA out of memory."))
+    monkeypatch.setattr(trained_model, "uses_gpu", lambda _: True)
+    with pytest.raises(DoesNotFitError) as caught:
+        fail_with(torch.OutOfMemoryError("CUDA out of memory."))
     assert caught.value.problem_id == "model-does-not-fit"
     with pytest.raises(RuntimeError, match="no kernel image"):
-        fail(RuntimeError("CUDA error: no kernel image is available"))
+        fail_with(RuntimeError("CUDA error: no kernel image is available"))
 
 
 def test_a_part_that_stays_on_the_host_is_refused() -> None:

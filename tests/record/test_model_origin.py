@@ -29,7 +29,6 @@ from tunebook.record.model_origin import (
     recorded_by_origin,
     recorded_by_run,
     recorded_in_export,
-    uncompared_base,
     write_origin,
 )
 
@@ -161,14 +160,9 @@ def test_missing_base_weights_are_an_error(tmp_path: Path) -> None:
             check_base(trained, ModelConfig(path=str(folder)))
 
 
-def test_hub_base_is_reported_as_not_compared(base: ModelConfig) -> None:
+def test_hub_base_is_not_compared() -> None:
     trained = Trained(by="/outputs/tiny/now", name="tiny/now", weights_fingerprint="1" * 64)
-    on_hub = ModelConfig(name="org/base")
-    assert check_base(trained, on_hub) == []
-    note = uncompared_base(trained, on_hub)
-    assert note is not None and note.startswith("the base model org/base is named on the hub and /outputs/tiny/now")
-    assert [uncompared_base(trained, base), uncompared_base(None, on_hub)] == [None, None]
-    assert uncompared_base(Trained(by="a run", name="a/run"), on_hub) is None
+    assert check_base(trained, ModelConfig(name="org/base")) == []
 
 
 @pytest.mark.parametrize("recorded", ["2" * 64, None])

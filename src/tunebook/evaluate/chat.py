@@ -6,7 +6,6 @@ after the request was checked.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import threading
@@ -21,23 +20,16 @@ from rich.console import Console
 from rich.text import Text
 
 from tunebook.config.frozen import load_config
-from tunebook.config.schema import RunConfig
 from tunebook.data.conversation import Conversation
 from tunebook.data.template import ConversationRenderer
-from tunebook.errors import DoesNotFitError, RequestError, TunebookError, did_you_mean
-from tunebook.evaluate.target import Target, bare_config, find_target, without_overrides
-from tunebook.evaluate.trained_model import (
-    SHARE_FOR_COPIES_OF_ONE,
-    choose_copies,
-    compute_dtype,
-    load_trained,
-    tokenizer_of_run,
-    uses_gpu,
-)
+from tunebook.errors import DoesNotFitError, RequestError, TunebookError
+from tunebook.evaluate.placement import place
+from tunebook.evaluate.target import Target, bare_config, find_target
+from tunebook.evaluate.trained_model import load_to_answer, tokenizer_of_run, uses_gpu
 from tunebook.launch.second_interrupt import forget_interrupts
 from tunebook.model.adapters import is_adapter
 from tunebook.model.tokenizer import load_tokenizer, stop_ids
-from tunebook.record.model_origin import check_base, check_bound, recorded_by_origin, recorded_by_run, uncompared_base
+from tunebook.record.model_origin import check_base, check_bound, recorded_by_origin, recorded_by_run
 from tunebook.record.run_folder import RUN_FILE
 from tunebook.terminal import print_text, quiet_libraries
 
@@ -49,12 +41,9 @@ PROMPT = "> "
 HELP = """\
 /reset          forget the conversation, keep the system prompt
 /system TEXT    start again with another system prompt; /system "" removes it
-/save FILE      append the conversation to FILE.jsonl, in a format that can be trained on
-/help           this list
 /exit           end; so do Ctrl-D, and Ctrl-C here at the prompt
 Ctrl-C ends an answer that is being written.
 A space in front of a slash makes the line a question."""
-COMMANDS = ("/reset", "/system", "/save", "/help", "/exit")
 _COMMAND = re.compile(r"(/[a-zA-Z]+)(?:\s+(.*))?")
 # A model may write anything, including sequences that move the cursor, change colors or fill the clipboard.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -106,16 +95,22 @@ class Chat:
         config: Any = self.model.config.get_text_config()
         return int(getattr(config, "max_position_embeddings", None) or _UNKNOWN_CONTEXT_TOKENS)
 
-    def ask(self, question: str, show: Callable[[str], None]) -> list[str]:
-        """Answer a question, show the pieces of the answer, keep both; return notes for the user.
+    def ask(self, question: str, show: Callable[[str], None]) -> str | None:
+        """Answer a question, show the pieces of the answer, keep both; return a note for the user, if any.
 
-        Ctrl-C ends the answer, and what there is of it is kept. Raises: KeyboardInterrupt, RequestError if the question
-        is too long, DataError if the template refuses the conversation, DoesNotFitError if memory runs out.
+        Ctrl-C ends the answer, and what there is of it is kept. Raises: KeyboardInterrupt, RequestError if the
+        conversation is too long, DataError if the template refuses it, DoesNotFitError if memory runs out.
         """
         from transformers import TextIteratorStreamer
 
         turns = [*self.turns, {"role": "user", "content": question}]
-        tokens, num_left_out = self._fit(turns)
+        tokens = self._encode(turns)
+        if len(tokens) >= self.context_tokens:
+            raise RequestError(
+                f"the conversation has {len(tokens)} tokens with this question, and the model's context is "
+                f"{self.context_tokens}; ask less, or begin again with /reset",
+                problem_id="chat-too-long",
+            )
         stop = threading.Event()
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, **_DECODE)
         with ThreadPoolExecutor(max_workers=1) as thread:
@@ -130,47 +125,14 @@ class Chat:
                 text = str(self.tokenizer.decode(answer[:-1] if is_whole else answer, **_DECODE))
                 if text:
                     self.turns = [*turns, {"role": "assistant", "content": text}]
-        notes = [f"the first {num_left_out} questions no longer fit into the context"] if num_left_out else []
         if not is_whole:
-            notes.append(f"cut off after {len(answer)} tokens; --max-new-tokens allows more, up to the context's size")
-        elif not text:
-            notes.append("the model gave an empty answer, which is not kept")
-        return notes
-
-    def save(self, file: Path) -> None:
-        """Append the conversation as a line of JSONL in the format `messages`. Raises: RequestError."""
-        if not self.turns or file.suffix != ".jsonl":
-            raise RequestError(
-                f"/save {file}: the name must end with .jsonl, and the conversation must not be empty",
-                problem_id="chat-save",
-            )
-        try:
-            with file.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"messages": self._messages(self.turns)}, ensure_ascii=False) + "\n")
-        except OSError as error:
-            raise RequestError(f"{file} cannot be written: {error.strerror}", problem_id="chat-save") from error
-
-    def _messages(self, turns: list[dict[str, str]]) -> list[dict[str, str]]:
-        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
-        return [*system, *turns]
+            return f"cut off after {len(answer)} tokens; --max-new-tokens allows more, up to the context's size"
+        return None if text else "the model gave an empty answer, which is not kept"
 
     def _encode(self, turns: list[dict[str, str]]) -> list[int]:
         """The tokens of a conversation, ready for the answer."""
-        conversation = Conversation.plain(self._messages(turns))
-        return ConversationRenderer(self.tokenizer).prompt_tokens(conversation)
-
-    def _fit(self, turns: list[dict[str, str]]) -> tuple[list[int], int]:
-        """Return tokens of the newest turns that leave space for an answer, and the number of questions left out."""
-        space = self.context_tokens - min(self.sampling.max_new_tokens, self.context_tokens // 2)
-        for first in range(0, len(turns), 2):  # a question and its answer stay together
-            tokens = self._encode(turns[first:])
-            if len(tokens) <= space:
-                return tokens, first // 2
-        raise RequestError(
-            f"the question has {len(tokens)} tokens with its template, and the model's context of "
-            f"{self.context_tokens} leaves {space} next to the answer; make it shorter, or lower --max-new-tokens",
-            problem_id="chat-too-long",
-        )
+        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+        return ConversationRenderer(self.tokenizer).prompt_tokens(Conversation.plain([*system, *turns]))
 
     def _generate(self, tokens: list[int], streamer: Any, stop: threading.Event) -> list[int]:
         """Generate in a thread, until the event is set at the latest; return the new tokens."""
@@ -215,15 +177,6 @@ def load_chat(target: Target, sampling: Sampling, system: str | None = None) -> 
 
     Raises: RequestError, DataError (the template or tokenizer differs from training), DoesNotFitError.
     """
-    try:
-        return _load(target, sampling, system)
-    except RequestError as error:
-        if target.run is not None:
-            raise
-        raise without_overrides(error, target, "tunebook chat model=") from error
-
-
-def _load(target: Target, sampling: Sampling, system: str | None) -> tuple[Chat, list[str]]:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -240,44 +193,23 @@ def _load(target: Target, sampling: Sampling, system: str | None) -> tuple[Chat,
             "save it as chat_template.jinja next to the tokenizer",
             problem_id="tokenizer-no-template",
         )
-    source = f"those of the run {trained.name}" if trained else "the model's own, and not compared with a run"
-    notes: list[str | None] = [f"template and tokenizer are {source}"]
     if target.folder is not None and is_adapter(target.folder):
         check_base(trained, config.model)
-        notes.append(uncompared_base(trained, config.model))
-    model, autocast, placed = _place(config, target)
+    placement = place(config, target.folder, num_processes=1)
+    model, autocast, note = load_to_answer(config, target.folder, is_sharded=placement.is_sharded)
     chat = Chat(
         model=model,
         tokenizer=tokenizer,
         stop_ids=stop_ids(model, tokenizer),
         sampling=sampling,
-        autocast_dtype=autocast,
+        autocast_dtype=autocast if uses_gpu(config) else None,  # a CPU computes fastest in the weights' own format
     )
     chat.set_system_prompt(config.dataset.system_prompt if system is None else system)
-    if chat.system_prompt is not None:
-        notes.append(f"system prompt: {chat.system_prompt}")
-    dtype = str(autocast or model.dtype).removeprefix("torch.")
-    notes = [f"{model.device} in {dtype}, context {chat.context_tokens:,} tokens", *placed, *notes]
-    return chat, [note for note in notes if note]
-
-
-def _place(config: RunConfig, target: Target) -> tuple[Any, torch.dtype | None, list[str | None]]:
-    """Load the model on its device; also return the format of autocast, and notes."""
-    import torch
-
-    from tunebook.model.gpu_memory import place_on_gpus
-
-    model: Any = load_trained(config, target.folder)
-    model.train(False)
-    if not uses_gpu(config):
-        return model, None, []  # a CPU computes fastest in the weights' own format
-    autocast = compute_dtype(config)
-    if autocast is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
-        autocast = None  # trained on a newer GPU: fp32 loses nothing
-    if autocast is torch.float16 and target.run is None:
-        model, autocast = model.to(torch.float16), None  # as published, in half the memory
-    model, note = place_on_gpus(model, autocast)
-    return model, autocast, [note, choose_copies(model, autocast, SHARE_FOR_COPIES_OF_ONE)]
+    source = f"those of the run {trained.name}" if trained else "the model's own, and not compared with a run"
+    prompt = chat.system_prompt and f"system prompt: {chat.system_prompt}"
+    dtype = str(chat.autocast_dtype or model.dtype).removeprefix("torch.")
+    about = f"{model.device} in {dtype}, context {chat.context_tokens:,} tokens"
+    return chat, [text for text in (about, note, f"template and tokenizer are {source}", prompt) if text]
 
 
 def chat_command(target: str, outputs: Path, *, prompt: str | None, system: str | None, sampling: Sampling) -> None:
@@ -296,13 +228,12 @@ def chat_command(target: str, outputs: Path, *, prompt: str | None, system: str 
             with suppress(ImportError):  # Python may lack it: no arrow keys or history
                 import readline  # noqa: F401
             console = Console(highlight=False)
-            _say("\n".join([found.name, *notes, "/help lists the commands, Ctrl-D ends"]), console)
+            _say("\n".join([found.name, *notes, HELP]), console)
             converse(chat, console)
             return
         is_shown = sys.stdout.isatty()
-        for note in chat.ask(
-            question, lambda piece: print(printable(piece) if is_shown else piece, end="", flush=True)
-        ):
+        note = chat.ask(question, lambda piece: print(printable(piece) if is_shown else piece, end="", flush=True))
+        if note:
             print(f"({note})", file=sys.stderr)
         print()
 
@@ -325,11 +256,11 @@ def converse(chat: Chat, console: Console, read_line: Callable[[str], str] = inp
             console.print()
             return
         command = _COMMAND.fullmatch(line.rstrip())
-        if command is not None and command[1].lower() == "/exit":
+        if command is not None and command[1] == "/exit":
             return
         try:
             if command is not None:
-                _say(_obey(chat, command[1].lower(), (command[2] or "").strip()), console)
+                _say(_obey(chat, command[1], (command[2] or "").strip()), console)
             elif line.strip():
                 _answer(chat, line.strip(), console)
         except TunebookError as error:
@@ -337,35 +268,23 @@ def converse(chat: Chat, console: Console, read_line: Callable[[str], str] = inp
 
 
 def _answer(chat: Chat, question: str, console: Console) -> None:
-    notes = ["stopped"]
+    note: str | None = "stopped"
     try:
-        notes = chat.ask(question, lambda piece: console.out(printable(piece), end="", highlight=False))
+        note = chat.ask(question, lambda piece: console.out(printable(piece), end="", highlight=False))
     except KeyboardInterrupt:
         forget_interrupts()
     finally:
         console.print()
-    for note in notes:
+    if note:
         _say(f"({note})", console)
 
 
 def _obey(chat: Chat, command: str, argument: str) -> str:
-    """Follow a command other than /exit; return what is shown. Raises: RequestError for an unknown one, DataError."""
+    """Follow a command other than /exit; return what is shown. Raises: DataError if the template has no system turn."""
     if command == "/reset":
         chat.reset()
         return "(a new conversation)"
     if command == "/system" and argument:
         chat.set_system_prompt(argument.strip("\"'"))
         return "(a new conversation)"
-    if command == "/system":
-        return f"system prompt: {chat.system_prompt or 'none'}"
-    if command == "/save":
-        file = Path(argument.strip("\"'")).expanduser().absolute()
-        chat.save(file)
-        return f"(saved: {file})"
-    if command == "/help":
-        return HELP
-    raise RequestError(
-        f"there is no command {command}.{did_you_mean(command, COMMANDS)} /help lists them; a space in front of the "
-        "slash makes the line a question",
-        problem_id="chat-command",
-    )
+    return f"system prompt: {chat.system_prompt or 'none'}" if command == "/system" else HELP

@@ -33,9 +33,8 @@ from tunebook.evaluate.resume import ResultCache, model_identity, resume_command
 from tunebook.evaluate.task_files import Task
 from tunebook.evaluate.task_runs import TaskRuns, describe_error, failure
 from tunebook.evaluate.trained_model import (
-    compute_dtype,
     load_padded_tokenizer,
-    load_trained,
+    load_to_answer,
     tokenizer_of_run,
     trained_architecture,
     uses_gpu,
@@ -188,19 +187,11 @@ def _load(
 ) -> RequestModel:
     """Load the model on its device, ready to answer."""
     from tunebook.evaluate.request_model import RequestModel
-    from tunebook.evaluate.trained_model import choose_copies, load_on_gpu, refuse_offloading
 
-    config, is_sharded = evaluation.config, evaluation.placement.is_sharded
-    dtype, is_on_gpu = compute_dtype(config), uses_gpu(config)
-    if is_on_gpu and not is_sharded:
-        # Not through the host, whose memory may not hold one model per GPU.
-        model: Any = load_on_gpu(lambda device: load_trained(config, evaluation.model, device=device))
-    else:
-        model = load_trained(config, evaluation.model, is_sharded=is_sharded)
-    if is_on_gpu:
-        refuse_offloading(model)
-        if note := choose_copies(model, dtype):
-            progress.say(note)
+    config = evaluation.config
+    model, dtype, note = load_to_answer(config, evaluation.model, is_sharded=evaluation.placement.is_sharded)
+    if note:
+        progress.say(note)
     return RequestModel(
         model,
         tokenizer,

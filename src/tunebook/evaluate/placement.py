@@ -13,7 +13,7 @@ from pathlib import Path
 from tunebook.config.choices import Generation, MasterWeights, PeftMethod, Weights
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DoesNotFitError, RequestError, counted
-from tunebook.hardware.detect import GIB, VISIBLE_VARIABLE, Gpu
+from tunebook.hardware.detect import GIB, VISIBLE_VARIABLE, Gpu, detect_machine
 from tunebook.model.adapters import is_adapter
 from tunebook.model.load import weights_folder
 from tunebook.model.weight_files import find_weight_files, read_shapes
@@ -39,6 +39,12 @@ class Placement:
 
 
 ONE_PROCESS = Placement(text="in this process, on the device that torch finds")
+
+
+def place(config: RunConfig, folder: Path | None, num_processes: int | None) -> Placement:
+    """Choose the GPUs of a run's model, by default with a copy on each. Raises: as `choose_placement`."""
+    gpus = detect_machine().gpus if config.hardware.generation is not Generation.cpu else []
+    return choose_placement(loaded_gib(config, folder) if gpus else None, gpus, num_processes)
 
 
 def choose_placement(weights_gib: float | None, gpus: Sequence[Gpu], asked: int | None = None) -> Placement:
@@ -94,8 +100,3 @@ def loaded_gib(config: RunConfig, folder: Path | None) -> float | None:
     if all(file.suffix == ".safetensors" for file in files):
         return sum(math.prod(shape) for shape in read_shapes(files).values()) * bytes_each / GIB
     return sum(file.stat().st_size for file in files) * bytes_each / 2 / GIB  # pickles: assume two bytes per value
-
-
-def is_for_gpus(config: RunConfig) -> bool:
-    """Return whether a run's model is evaluated on GPUs, if there are any."""
-    return config.hardware.generation is not Generation.cpu

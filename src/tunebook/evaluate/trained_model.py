@@ -6,7 +6,6 @@ Evaluations and chats both load here, so that they get the same answers.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 SHARE_FOR_COPIES = 0.5  # of the free memory after loading the weights; the rest is for a batch of requests
-SHARE_FOR_COPIES_OF_ONE = 0.9  # for a single conversation, as `model.placement` counts it
 
 
 def load_trained(
@@ -59,12 +57,15 @@ def uses_gpu(config: RunConfig) -> bool:
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype | None:
-    """Return the autocast format, as in training; None: the weights' own format."""
+    """Return the autocast format, as in training; None: the weights' own format, also on a GPU without bf16."""
     import torch
 
-    return {Compute.bf16: torch.bfloat16, Compute.fp8: torch.bfloat16, Compute.fp16: torch.float16}.get(
-        config.precision.compute
-    )
+    if config.precision.compute is Compute.fp16:
+        return torch.float16
+    if config.precision.compute is Compute.fp32:
+        return None
+    is_older = uses_gpu(config) and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return None if is_older else torch.bfloat16
 
 
 def tokenizer_of_run(model: ModelConfig, folder: Path | None) -> ModelConfig:
@@ -82,25 +83,39 @@ def load_padded_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_on_gpu(load: Callable[[torch.device], Any]) -> Any:
-    """Return the model from `load` on this process' GPU. Raises: DoesNotFitError if its free memory is too small."""
+def load_to_answer(
+    config: RunConfig, folder: Path | None, *, is_sharded: bool = False
+) -> tuple[Any, torch.dtype | None, str | None]:
+    """Load a model on its device; return it, the autocast format, and a note for the user, if any.
+
+    Raises: DoesNotFitError if the free memory of the GPUs is too small.
+    """
+    dtype = compute_dtype(config)
+    if not uses_gpu(config):
+        return load_trained(config, folder).train(False), dtype, None
+    # Not through the host, whose memory may not hold one model per GPU.
+    model = load_trained(config, folder, is_sharded=True) if is_sharded else _load_on_gpu(config, folder)
+    refuse_offloading(model)
+    return model.train(False), dtype, choose_copies(model, dtype)
+
+
+def _load_on_gpu(config: RunConfig, folder: Path | None) -> Any:
     import torch
 
     from tunebook.model.gpu_memory import is_out_of_memory
 
     device = torch.device("cuda", torch.cuda.current_device())
     try:
-        model = load(device)
-        is_there = all(parameter.device == device for parameter in model.parameters())
-        return model if is_there else model.to(device)
+        model: Any = load_trained(config, folder, device=device)
+        # Quantized weights are there already, and cannot be moved.
+        return model if all(parameter.device == device for parameter in model.parameters()) else model.to(device)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         free, whole = torch.cuda.mem_get_info(device)
-        others = whole - free - torch.cuda.memory_reserved(device)
         raise DoesNotFitError(
-            f"the model's weights do not fit into a GPU of {whole / GIB:.1f} GiB, of which other processes use "
-            f"{others / GIB:.1f} GiB; end them (nvidia-smi lists them), or leave that GPU out by CUDA_VISIBLE_DEVICES",
+            f"the model's weights do not fit into a GPU of {whole / GIB:.1f} GiB with {free / GIB:.1f} GiB free; end "
+            "what else runs there (nvidia-smi lists it), or leave that GPU out by CUDA_VISIBLE_DEVICES",
             problem_id="model-does-not-fit",
         ) from error
 
@@ -116,7 +131,7 @@ def refuse_offloading(model: Any) -> None:
         )
 
 
-def choose_copies(model: Any, compute_dtype: torch.dtype | None, share_of_free: float = SHARE_FOR_COPIES) -> str | None:
+def choose_copies(model: Any, compute_dtype: torch.dtype | None) -> str | None:
     """Let autocast cache converted weights if they fit; return a note for the user if they do not.
 
     torch caches only weights that require a gradient (`cached_cast` in aten/src/ATen/autocast_mode.cpp), even under
@@ -132,7 +147,7 @@ def choose_copies(model: Any, compute_dtype: torch.dtype | None, share_of_free: 
     converted = [parameter for parameter in model.parameters() if parameter.dtype is torch.float32]
     for parameter in converted:
         sizes[parameter.device] += parameter.numel() * compute_dtype.itemsize
-    is_kept = all(size <= share_of_free * _free_bytes(device) for device, size in sizes.items())
+    is_kept = all(size <= SHARE_FOR_COPIES * _free_bytes(device) for device, size in sizes.items())
     for parameter in converted:
         parameter.requires_grad_(is_kept)
     if is_kept:

@@ -26,10 +26,9 @@ from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError
 from tunebook.evaluate.code.judging import with_samples
 from tunebook.evaluate.evaluation import Evaluation, check_contamination, evaluate
-from tunebook.evaluate.placement import choose_placement, is_for_gpus, loaded_gib
+from tunebook.evaluate.placement import place
 from tunebook.evaluate.resume import AFTER, resume_command
 from tunebook.evaluate.task_files import resolve_task
-from tunebook.hardware.detect import detect_machine
 from tunebook.hardware.disk import existing, is_disk_full, no_space
 from tunebook.model.adapters import holds_model
 from tunebook.record.contamination import CHECK
@@ -104,9 +103,7 @@ def _evaluation_of(request: argparse.Namespace) -> Evaluation:
 
 def _with_placement(evaluation: Evaluation, num_processes: int | None) -> Evaluation:
     """Choose the evaluation's GPUs; from here on this process sees only its own."""
-    config = evaluation.config
-    gpus = detect_machine().gpus if is_for_gpus(config) else []
-    placement = choose_placement(loaded_gib(config, evaluation.model) if gpus else None, gpus, num_processes)
+    placement = place(evaluation.config, evaluation.model, num_processes)
     os.environ.update(placement.environments(os.environ)[0])
     return replace(evaluation, placement=placement)
 

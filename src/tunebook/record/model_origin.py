@@ -181,16 +181,6 @@ def _hash_without_padding(tokenizer: PreTrainedTokenizerBase) -> str:
     return found
 
 
-def uncompared_base(trained: Trained | None, model: ModelConfig) -> str | None:
-    """Why the configured base model cannot be compared with the training's; None if it can, or none is recorded."""
-    if trained is None or trained.weights_fingerprint is None or model.path is not None:
-        return None
-    return (
-        f"the base model {model.name} is named on the hub and {trained.by} started from a folder, so they were not "
-        "compared"
-    )
-
-
 def check_base(
     trained: Trained | None,
     model: ModelConfig,
@@ -200,7 +190,7 @@ def check_base(
 ) -> list[str]:
     """Refuse another base model than an adapter was trained on; `model` is the configured base.
 
-    Only weights in a folder have a fingerprint, so a base that is named on the hub is not compared (`uncompared_base`).
+    Only weights in a folder have a fingerprint, so a base that is named on the hub is not compared.
     `way_out` says how to continue anyway. Returns the mismatches to record. Raises: DataError for another base,
     RequestError for one that cannot be read.
     """
