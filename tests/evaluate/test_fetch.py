@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
 from rich.console import Console
 
 from tunebook.errors import RequestError
 from tunebook.evaluate import fetch
-from tunebook.evaluate.fetch import fetch_command, load_problems, require_tasks
+from tunebook.evaluate.fetch import fetch_command, require_tasks
 
 QUICKSTART = "book:recipes/quickstart/tasks/quickstart.yaml"
 TASK = """
@@ -52,7 +51,7 @@ def test_tasks_that_cannot_be_loaded_are_refused_together(
     rows.write_text(json.dumps({"question": "it barks", "right": 1}) + "\n")
     local = f"dataset_kwargs: {{data_files: {{test: {rows}}}, cache_dir: {cache}}}\n"
     there = task("json", local)
-    assert load_problems([there, QUICKSTART]) == []
+    require_tasks([there, QUICKSTART])
     lacking = task("json", local + "process_results: !function utils.score\n")
     gone = task("zoo/gone")
     with pytest.raises(RequestError) as raised:
@@ -72,20 +71,22 @@ def test_without_tasks_that_lack_data_no_process_is_started(monkeypatch: pytest.
 
 def test_a_recipe_is_its_model_its_data_and_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     models: list[str | None] = []
-    data: list[str | None] = []
+    data: list[str] = []
     tasks: list[str] = []
-    monkeypatch.setattr(fetch, "_fetch_model", lambda config: models.append(config.model.name))
-    monkeypatch.setattr(fetch, "_fetch_data_set", lambda source: data.append(source.name))
-    monkeypatch.setattr(fetch, "load_problems", lambda names: tasks.__iadd__(names) and [])
+    monkeypatch.setattr("tunebook.model.hub.fetch_config", lambda model: models.append(model.name))
+    monkeypatch.setattr("tunebook.model.hub.fetch_weights", lambda model: models.append(model.name))
+    monkeypatch.setattr("tunebook.model.tokenizer_files.tokenizer_folder", lambda model: models.append(model.name))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: data.append(name))
+    monkeypatch.setattr(fetch, "require_tasks", tasks.extend)
     console = Console(file=io.StringIO(), width=200)
     overrides = ["model=hub", "model.name=some/model", "dataset=hub", "dataset.name=some/data"]
     fetch_command("quickstart", [*overrides, "evaluation=leaderboard"], [], console, suite=None, tasks=None)
-    assert (models, data) == (["some/model"], ["some/data"])
+    assert (models, data) == (["some/model"] * 3, ["some/data"])
     assert "leaderboard_ifeval" in tasks
     assert "everything is here" in console.file.getvalue()  # type: ignore[attr-defined]
     tasks.clear()
     fetch_command(None, [], [], console, suite=None, tasks=["gsm8k"])
-    assert (models, tasks) == (["some/model"], ["gsm8k"])
+    assert (len(models), tasks) == (3, ["gsm8k"])
 
 
 @pytest.mark.parametrize(
@@ -95,22 +96,19 @@ def test_a_recipe_is_its_model_its_data_and_its_tasks(monkeypatch: pytest.Monkey
         ({"suite": "leaderboard", "tasks": ["gsm8k"]}, "suite-and-tasks"),
         ({"suite": "leaderbord", "tasks": None}, "unknown-suite"),
         ({"suite": None, "tasks": ["gsm8kk"]}, "unknown-task"),
-        ({"suite": None, "tasks": ["gsm8k"]}, "not-fetched"),
     ],
 )
-def test_what_cannot_be_fetched_is_refused(
-    asked: dict[str, Any], problem_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fetch, "load_problems", lambda names: [f"no network for {name}" for name in names])
+def test_what_cannot_be_fetched_is_refused(asked: dict[str, Any], problem_id: str) -> None:
     with pytest.raises(RequestError) as raised:
         fetch_command(None, [], [], Console(file=io.StringIO()), **asked)
     assert raised.value.problem_id == problem_id
 
 
-def test_a_token_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path))
-    overrides = ["model=hub", "model.name=some/model", "dataset=hub", "dataset.name=some/data"]
+def test_a_data_set_that_cannot_be_fetched_is_named() -> None:
     with pytest.raises(RequestError) as raised:
-        fetch_command("quickstart", overrides, [], Console(file=io.StringIO()), suite=None, tasks=None)
-    assert raised.value.problem_id == "not-fetched"
-    assert raised.value.message.count(str(tmp_path)) == 2
+        fetch_command(
+            "quickstart", ["dataset=hub", "dataset.name=some/data"], [], Console(file=io.StringIO()),
+            suite=None, tasks=None,
+        )  # fmt: skip
+    assert raised.value.problem_id == "hub-out-of-reach"
+    assert "some/data" in raised.value.message

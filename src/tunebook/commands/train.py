@@ -29,7 +29,7 @@ from tunebook.errors import RequestError, RulesError
 from tunebook.evaluate.code.judging import check_code
 from tunebook.evaluate.fetch import require_tasks
 from tunebook.evaluate.sandbox.start import HANDOVER_VARIABLE, SERVICE_HANDOVER
-from tunebook.evaluate.task_files import check_tasks, resolve_task
+from tunebook.evaluate.task_files import resolve_task
 from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.launch.commands import is_later_node, job_commands, launch_command, show_command
 from tunebook.launch.container import is_contained
@@ -141,9 +141,8 @@ def require_runnable(job: Draft) -> None:
     check_launcher(job.config)
     check_model(job.config.model)
     if job.config.evaluation.tasks:
-        check_tasks(job.config.evaluation.tasks)
-        _check_sandbox(job.config)
         require_tasks(job.config.evaluation.tasks)  # now, and not after hours of training
+        _check_sandbox(job.config)
     check_upload(job.config.training.push_to_hub)
 
 
