@@ -17,7 +17,6 @@ from tunebook.evaluate.harness import (
     load_tasks,
     run_task,
 )
-from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.request_model import RequestModel
 from tunebook.evaluate.results import task_answers, task_scores
 from tunebook.evaluate.task_files import Task, read_task_file
@@ -97,7 +96,7 @@ def exact_match_task(folder: Path, held_out: list[tuple[str, str, str, str]]) ->
 
 @pytest.fixture
 def run_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RequestModel:
-    return RequestModel(model, tokenizer, batch_size=2, compute_dtype=None, progress=AnswerProgress("test"))
+    return RequestModel(model, tokenizer, batch_size=2, compute_dtype=None)
 
 
 def run_harness(model: RequestModel, tasks: list[Task], settings: HarnessSettings) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 
 from tunebook.errors import DataError
 from tunebook.evaluate.harness import HarnessSettings, load_tasks, run_task
-from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.request_model import RequestModel
 from tunebook.evaluate.task_files import read_task_file
 from tunebook.evaluate.task_runs import requests_of
@@ -106,7 +105,7 @@ def test_a_prompt_begins_as_in_training_with_one_bos_or_none(
     held_out.write_text(json.dumps({"messages": turns}) + "\n")
     file = tmp_path / "task.yaml"
     file.write_text(text.replace("DATA", str(data)).replace("CACHE", str(tmp_path / "cache")))
-    run_model = RequestModel(model, adding_bos, batch_size=2, compute_dtype=None, progress=AnswerProgress("test"))
+    run_model = RequestModel(model, adding_bos, batch_size=2, compute_dtype=None)
     settings = settings_of(adding_bos, tmp_path)
     adding_bos.chat_template = TEMPLATE.replace("<s> ", start)
     (task,) = load_tasks([read_task_file(file)], settings).tasks.values()
@@ -148,9 +147,7 @@ def test_an_answer_ends_where_training_taught_it_to_also_where_the_models_settin
 ) -> None:
     assert known_model.generation_config is not None
     known_model.generation_config.eos_token_id = None
-    model = RequestModel(
-        known_model, known_tokenizer, batch_size=1, compute_dtype=None, progress=AnswerProgress("test")
-    )
+    model = RequestModel(known_model, known_tokenizer, batch_size=1, compute_dtype=None)
     rows = rows_read(known_model, monkeypatch)
     # After </s> this model goes on with a, b, c, d for ever.
     request = Instance("generate_until", {}, ("a", {"until": [], "max_gen_toks": 20, "do_sample": False}), 0)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from tunebook.errors import TunebookError
-from tunebook.evaluate.finish import Finish, GeneratedText
 from tunebook.evaluate.results import (
     Answer,
     as_stored,
@@ -14,7 +13,7 @@ from tunebook.evaluate.results import (
     is_evaluated,
     task_answers,
     task_scores,
-    with_finishes,
+    with_cuts,
 )
 from tunebook.record.differences import mean_score
 
@@ -170,16 +169,19 @@ def test_an_evaluation_is_finished_when_no_task_of_it_failed(tmp_path: Path) -> 
         assert is_evaluated(tmp_path, "before") is expected
 
 
-def test_how_answers_ended_is_saved_and_kept_when_their_programs_are_judged() -> None:
-    texts = [GeneratedText.of("one", Finish.length), GeneratedText.of("two", Finish.eos)]
+def test_whether_answers_were_cut_is_saved_and_kept_when_their_programs_are_judged() -> None:
+    from tunebook.evaluate.request_model import GeneratedText
+
+    texts = [GeneratedText("one"), GeneratedText("two")]
+    texts[0].is_cut = True
     score = {"exact_match,strip": 1.0}
     generated = task_answers(
         "words", results([sample("p", "one", "one", None) | {"resps": [texts], "doc_id": 3}], **score)
     )
-    assert (generated[0].responses, generated[0].finishes) == (["one", "two"], ["length", "eos"])
+    assert (generated[0].responses, generated[0].is_cut) == (["one", "two"], [True, False])
     stored = [sample("p", "one", "one", None) | {"resps": [["one", "two"]], "doc_id": 3}]
     judged = task_answers("words", results(stored, **score))
-    assert judged[0].finishes == [None, None]
-    assert with_finishes(judged, generated)[0].finishes == ["length", "eos"]
+    assert judged[0].is_cut == [False, False]
+    assert with_cuts(judged, generated)[0].is_cut == [True, False]
     likelihoods = [sample("p", "one", "one", None) | {"resps": [[(-1.5, True)]]}]
-    assert task_answers("words", results(likelihoods, **score))[0].finishes == []
+    assert task_answers("words", results(likelihoods, **score))[0].is_cut == []

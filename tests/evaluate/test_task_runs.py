@@ -97,7 +97,7 @@ def test_an_evaluation_of_which_everything_is_there_loads_no_model(
     run = known_run([task_file("choice")])
     assert evaluate(run) == 0
     first = record(run)
-    monkeypatch.setattr("tunebook.evaluate.evaluation.load_trained", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("tunebook.evaluate.evaluation.load_to_answer", lambda *_, **__: pytest.fail("it was loaded"))
     assert evaluate(run) == 0
     assert ran == ["choice"]
     again = record(run)
@@ -201,7 +201,7 @@ def test_a_failing_task_costs_no_other(
     assert evaluate(run) == 1
     assert ran == ["next_word", "choice", "continuation"]
     said = capfd.readouterr().err
-    assert "evaluation before: choice (task 2 of 3): failed, ValueError: no score for this" in said
+    assert "evaluation before: choice: failed, ValueError: no score for this" in said
     assert "evaluation: 1 of 3 tasks failed: choice (ValueError: no score for this). " in said
     assert f"The results of the other 2 are in {run / 'evaluation' / 'before.json'}" in said
     assert scores(run) == {"next_word": ("acc", 0.5), "continuation": ("exact_match", 0.75)}

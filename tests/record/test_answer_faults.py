@@ -36,13 +36,13 @@ RIGHT = {
 
 @pytest.mark.parametrize("text", RIGHT.values(), ids=RIGHT.keys())
 def test_a_right_answer_has_no_fault(text: str) -> None:
-    assert find_faults(text, "eos") == set()
-    assert find_faults(text, "length") == {"endless"}
+    assert find_faults(text, is_cut=False) == set()
+    assert find_faults(text, is_cut=True) == {"endless"}
 
 
 @pytest.mark.parametrize("text", ["", " \n\t", "<think>Nothing to say.</think>\n", "</think>"])
 def test_empty(text: str) -> None:
-    assert find_faults(text, "eos") == {"empty"}
+    assert find_faults(text, is_cut=False) == {"empty"}
 
 
 LOOPS = {
@@ -57,19 +57,19 @@ LOOPS = {
 
 @pytest.mark.parametrize("text", LOOPS.values(), ids=LOOPS.keys())
 def test_looping(text: str) -> None:
-    assert find_faults(text, "eos") == {"looping"}
+    assert find_faults(text, is_cut=False) == {"looping"}
 
 
-def answer(item: int, responses: list[object], finishes: list[str | None]) -> Answer:
+def answer(item: int, responses: list[object], is_cut: list[bool]) -> Answer:
     return Answer(
         task="t", group=None, prompt="p", answer="", expected="", value=None, correct=None, item=item,
-        responses=responses, finishes=finishes,
+        responses=responses, is_cut=is_cut,
     )  # fmt: skip
 
 
 def test_every_sample_of_every_item_is_counted_and_likelihoods_are_not() -> None:
     answers = {
-        "code": [answer(0, ["yes", ""], ["eos", "eos"]), answer(1, ["so it goes", "done."], ["length", "eos"])],
+        "code": [answer(0, ["yes", ""], [False, False]), answer(1, ["so it goes", "done."], [True, False])],
         "choices": [answer(0, [-1.5, -2.5], [])],
     }
     examples = {"empty": {"item": 0, "end": ""}, "endless": {"item": 1, "end": "so it goes"}}

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.metadata import version
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -23,11 +20,8 @@ from tunebook.errors import RequestError
 from tunebook.evaluate.code.judging import judge_programs, require_sandbox
 from tunebook.evaluate.contamination import check_evaluated, check_run, with_scores
 from tunebook.evaluate.harness import SEEDS, HarnessSettings, load_tasks, prepare_environment
-from tunebook.evaluate.helpers import Answer as AnswerRequests
-from tunebook.evaluate.helpers import Helpers
 from tunebook.evaluate.placement import ONE_PROCESS, Placement
-from tunebook.evaluate.progress import AnswerProgress
-from tunebook.evaluate.results import Answer, choose_samples, task_answers, task_scores, with_finishes
+from tunebook.evaluate.results import Answer, choose_samples, task_answers, task_scores, with_cuts
 from tunebook.evaluate.resume import FOLDER as RESULTS_FOLDER
 from tunebook.evaluate.resume import ResultCache, model_identity, resume_command
 from tunebook.evaluate.task_files import Task
@@ -63,11 +57,17 @@ class Evaluation:
     allowed: tuple[str, ...] = ()  # those of `trained` that may differ
     is_fresh: bool = False  # evaluate finished tasks again
     placement: Placement = ONE_PROCESS
+    process: int = 0  # of the placement's processes; the first writes the results
 
     @property
     def folder(self) -> Path:
         """The folder of its files."""
         return self.run / "evaluation"
+
+    def say(self, text: str) -> None:
+        """Print a line, in the first process."""
+        if self.process == 0:
+            print(f"evaluation {self.when}: {text}", file=sys.stderr, flush=True)
 
 
 def evaluate(evaluation: Evaluation, started: float) -> Path:
@@ -86,14 +86,11 @@ def evaluate(evaluation: Evaluation, started: float) -> Path:
     prepare_environment(is_offline=_is_local(evaluation))
     evaluation.folder.mkdir(exist_ok=True)
     tokenizer, bound = _bound_tokenizer(evaluation)
-    with ExitStack() as stack:
-        progress = stack.enter_context(AnswerProgress(f"evaluation {evaluation.when}"))
-        cache = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tunebook-evaluation-")))
-        helpers = stack.enter_context(Helpers(progress))
-        runs = _task_runs(evaluation, tokenizer, bound, progress, helpers, cache)
+    with tempfile.TemporaryDirectory(prefix="tunebook-evaluation-") as cache:
+        runs = _task_runs(evaluation, tokenizer, bound, Path(cache))
         runs.run()
     file = evaluation.folder / f"{evaluation.when}.json"
-    if runs.done:
+    if runs.done and evaluation.process == 0:
         _write_results(evaluation, runs, bound, file, started)
     if error := failure(runs, str(file), resume_command(evaluation.run, evaluation.when)):
         raise error
@@ -106,19 +103,10 @@ def check_contamination(evaluation: Evaluation) -> None:
     check_run(evaluation.run, evaluation.config, evaluation.tasks)
 
 
-def load_for_helper(evaluation: Evaluation, progress: AnswerProgress) -> AnswerRequests:
-    """Load the model in a helper process; return the function that answers requests."""
-    prepare_environment(is_offline=_is_local(evaluation))
-    tokenizer, _ = _bound_tokenizer(evaluation)
-    return _load(evaluation, tokenizer, progress, None).answer_alone
-
-
 def _task_runs(
     evaluation: Evaluation,
     tokenizer: PreTrainedTokenizerBase,
     bound: dict[str, Any],
-    progress: AnswerProgress,
-    helpers: Helpers,
     cache: Path,
 ) -> TaskRuns:
     from lm_eval.models.utils import resolve_max_length
@@ -135,10 +123,8 @@ def _task_runs(
     )
 
     def load_model() -> RequestModel:
-        progress.say(f"{_describe_model(evaluation)} is loaded {evaluation.placement.text}")
-        others = evaluation.placement.environments(os.environ)[1:]
-        helpers.start(partial(load_for_helper, evaluation), others)
-        return _load(evaluation, tokenizer, progress, helpers if others else None)
+        evaluation.say(f"{_describe_model(evaluation)} is loaded {evaluation.placement.text}")
+        return _load(evaluation, tokenizer)
 
     return TaskRuns(
         loaded=load_tasks(evaluation.tasks, settings),
@@ -157,7 +143,7 @@ def _task_runs(
         },
         cache=ResultCache(folder=evaluation.folder / RESULTS_FOLDER),
         load_model=load_model,
-        progress=progress,
+        say=evaluation.say,
         is_fresh=evaluation.is_fresh,
     )
 
@@ -182,23 +168,21 @@ def _bound_tokenizer(evaluation: Evaluation) -> tuple[PreTrainedTokenizerBase, d
     return tokenizer, bound
 
 
-def _load(
-    evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase, progress: AnswerProgress, helpers: Helpers | None
-) -> RequestModel:
+def _load(evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase) -> RequestModel:
     """Load the model on its device, ready to answer."""
     from tunebook.evaluate.request_model import RequestModel
 
     config = evaluation.config
     model, dtype, note = load_to_answer(config, evaluation.model, is_sharded=evaluation.placement.is_sharded)
     if note:
-        progress.say(note)
+        evaluation.say(note)
     return RequestModel(
         model,
         tokenizer,
         batch_size=config.evaluation.batch_size,
         compute_dtype=dtype,
-        progress=progress,
-        helpers=helpers,
+        process=evaluation.process,
+        num_processes=evaluation.placement.num_processes,
     )
 
 
@@ -212,11 +196,11 @@ def _write_results(evaluation: Evaluation, runs: TaskRuns, bound: dict[str, Any]
         results,
         finished,
         evaluation.folder / f"{evaluation.when}-programs.jsonl",
-        say=lambda line: print(f"evaluation {evaluation.when}: {line}", file=sys.stderr, flush=True),
+        say=evaluation.say,
     )
     if code is not None:
         scores |= task_scores(results)
-        answers |= {name: with_finishes(task_answers(name, results), answers[name]) for name in code["tasks"]}
+        answers |= {name: with_cuts(task_answers(name, results), answers[name]) for name in code["tasks"]}
     everything = [answer for found in answers.values() for answer in found]
     lines = [json.dumps(asdict(answer), ensure_ascii=False) for answer in everything]
     atomic_write_text(evaluation.folder / f"{evaluation.when}-answers.jsonl", "\n".join([*lines, ""]))

@@ -85,7 +85,8 @@ def prepare_environment(is_offline: bool) -> None:
     """Set environment variables that the harness' libraries read on import; call it before importing them."""
     hide_import_warnings()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    os.environ["TQDM_DISABLE"] = "1"
+    if not sys.stderr.isatty():  # a log gets a line for each task
+        os.environ["TQDM_DISABLE"] = "1"
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # Code-executing tasks are refused by name; this stops one that is part of a group.
@@ -152,15 +153,18 @@ def loaded_without_model(tasks: Sequence[Task], limit: int | None = None) -> Ite
         yield load_tasks(tasks, settings)
 
 
-def run_task(model: Any, loaded: LoadedTask, settings: HarnessSettings) -> dict[str, Any]:
-    """Run one task and return the harness' results. Raises: errors of the harness and of the task's own functions."""
+def run_task(model: Any, loaded: LoadedTask, settings: HarnessSettings) -> dict[str, Any] | None:
+    """Run one task and return the harness' results; of several processes, the first gets them.
+
+    Raises: errors of the harness and of the task's own functions.
+    """
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
     is_chat = has_template(loaded, model.tokenizer)
     require_system_prompt(model.tokenizer, settings.system_prompt if is_chat else None)
     with _without_environment_report():
-        results: dict[str, Any] = simple_evaluate(
+        results: dict[str, Any] | None = simple_evaluate(
             model=model,
             tasks=[loaded.task],
             num_fewshot=settings.num_fewshot,

@@ -6,14 +6,14 @@ Chosen before torch is imported, from the headers of the weight files and the dr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tunebook.config.choices import Generation, MasterWeights, PeftMethod, Weights
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DoesNotFitError, RequestError, counted
-from tunebook.hardware.detect import GIB, VISIBLE_VARIABLE, Gpu, detect_machine
+from tunebook.hardware.detect import GIB, Gpu, detect_machine
 from tunebook.model.adapters import is_adapter
 from tunebook.model.load import weights_folder
 from tunebook.model.weight_files import find_weight_files, read_shapes
@@ -27,15 +27,8 @@ class Placement:
     """Placement of the model."""
 
     text: str  # for the user and the record
-    gpus: list[str] = field(default_factory=list)  # one per process, as for CUDA_VISIBLE_DEVICES; empty: a CPU
     num_processes: int = 1
     is_sharded: bool = False  # one model over all GPUs
-
-    def environments(self, inherited: Mapping[str, str]) -> list[dict[str, str]]:
-        """Return the environment of each process, which sees its own GPU, or all of them with a sharded model."""
-        if self.is_sharded or not self.gpus:
-            return [dict(inherited) for _ in range(self.num_processes)]
-        return [{**inherited, VISIBLE_VARIABLE: gpu} for gpu in self.gpus[: self.num_processes]]
 
 
 ONE_PROCESS = Placement(text="in this process, on the device that torch finds")
@@ -64,11 +57,10 @@ def choose_placement(weights_gib: float | None, gpus: Sequence[Gpu], asked: int 
         )
     needed = 0.0 if weights_gib is None else weights_gib * _HEADROOM + _HEADROOM_GIB
     smallest, everything = min(gpu.memory_gib for gpu in gpus), sum(gpu.memory_gib for gpu in gpus)
-    names = [gpu.uuid or str(gpu.index) for gpu in gpus]
     if needed <= smallest:
         count = asked or len(gpus)
         how = "one GPU" if count == 1 else f"{count} GPUs, a copy of the model on each"
-        return Placement(text=f"on {how}", gpus=names, num_processes=count)
+        return Placement(text=f"on {how}", num_processes=count)
     if needed > everything:
         raise DoesNotFitError(
             f"the model's weights take {weights_gib:.1f} GiB, with working memory {needed:.1f} GiB, and the "
@@ -79,7 +71,6 @@ def choose_placement(weights_gib: float | None, gpus: Sequence[Gpu], asked: int 
     return Placement(
         text=f"one model over {len(gpus)} GPUs: its weights take {weights_gib:.1f} GiB, which does not fit into one of "
         f"{smallest:.1f} GiB",
-        gpus=names,
         is_sharded=True,
     )
 

@@ -32,7 +32,7 @@ class Answer:
     correct: bool | None
     item: int = 0  # its index in the task's data
     responses: list[Any] = field(default_factory=list)  # all generated texts, or else the log-likelihoods
-    finishes: list[str | None] = field(default_factory=list)  # how each generated text ended: a `Finish`; None: unknown
+    is_cut: list[bool] = field(default_factory=list)  # whether the limit of new tokens cut off each generated text
 
 
 def task_scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -75,10 +75,10 @@ def task_answers(name: str, results: dict[str, Any]) -> list[Answer]:
     return [_answer(name, sample, metric) for sample in samples if sample["filter"] == filter_name]
 
 
-def with_finishes(judged: list[Answer], generated: list[Answer]) -> list[Answer]:
-    """Add how answers ended, which is not in the stored results that programs are judged from."""
-    finishes = {answer.item: answer.finishes for answer in generated}
-    return [replace(answer, finishes=finishes.get(answer.item, [])) for answer in judged]
+def with_cuts(judged: list[Answer], generated: list[Answer]) -> list[Answer]:
+    """Add which answers were cut off: the stored results that programs are judged from do not hold it."""
+    cuts = {answer.item: answer.is_cut for answer in generated}
+    return [replace(answer, is_cut=cuts.get(answer.item, [])) for answer in judged]
 
 
 def choose_samples(answers: list[Answer], num_samples: int = NUM_SAMPLES) -> list[dict[str, Any]]:
@@ -126,7 +126,7 @@ def _answer(task: str, sample: dict[str, Any], metric: str) -> Answer:
         correct=None if number is None else number >= 1.0,
         item=int(sample.get("doc_id", 0)),
         responses=[_response(one) for one in responses],
-        finishes=[getattr(one, "finish", None) for one in responses if isinstance(one, str)],
+        is_cut=[getattr(one, "is_cut", False) for one in responses if isinstance(one, str)],
     )
 
 

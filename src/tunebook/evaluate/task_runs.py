@@ -26,7 +26,6 @@ from tunebook.evaluate.harness import (
     run_task,
     seed_libraries,
 )
-from tunebook.evaluate.progress import AnswerProgress
 from tunebook.evaluate.results import as_stored, settings_hash, task_answers, task_scores
 from tunebook.evaluate.resume import ResultCache, TaskResult, cache_key, requests_hash
 from tunebook.hardware.disk import is_disk_full
@@ -48,7 +47,7 @@ class TaskRuns:
     ingredients: dict[str, Any]  # everything that determines all results, in addition to the task itself
     cache: ResultCache
     load_model: Callable[[], RequestModel]  # called only if something is left to compute
-    progress: AnswerProgress
+    say: Callable[[str], None]
     is_fresh: bool = False  # reuse nothing
     done: dict[str, TaskResult] = field(default_factory=dict)
     reused: dict[str, str] = field(default_factory=dict)  # finish time of each reused result
@@ -58,7 +57,7 @@ class TaskRuns:
         """Run all tasks; collect failures in `failed`. Raises: errors of loading the model and disk-full errors."""
         self.failed |= self.loaded.missing
         for error in self.loaded.missing.values():
-            self.progress.say(f"left out: {error.message}")
+            self.say(f"left out: {error.message}")
         if not self.is_fresh:
             self._reuse()
         left = [task for name, task in self.loaded.tasks.items() if name not in self.done]
@@ -66,7 +65,7 @@ class TaskRuns:
             return
         model = self.load_model()
         for number, task in enumerate(left, len(self.done) + 1):
-            self.progress.begin_task(task.name, number, len(self.loaded.tasks))
+            self.say(f"{task.name} (task {number} of {len(self.loaded.tasks)})")
             try:
                 self._run_one(task, model)
             except Exception as error:
@@ -76,7 +75,7 @@ class TaskRuns:
                 if not isinstance(error, TunebookError):
                     traceback.print_exc(file=sys.stderr)
                 message = error.message if isinstance(error, TunebookError) else describe_error(error)
-                self.progress.end_task(f"failed, {message}")
+                self.say(f"{task.name}: failed, {message}")
 
     def scores(self) -> dict[str, dict[str, Any]]:
         """Return scores of finished tasks, and of groups whose tasks are all finished, each group before its tasks."""
@@ -120,9 +119,9 @@ class TaskRuns:
                 self.done[task.name] = result
                 self.reused[task.name] = result.finished
         for line in self.cache.damaged:
-            self.progress.say(line)
+            self.say(line)
         if self.reused:
-            self.progress.say(_describe_reused(self.reused, len(self.loaded.tasks)))
+            self.say(_describe_reused(self.reused, len(self.loaded.tasks)))
 
     def _has_same_requests(self, task: LoadedTask, result: TaskResult) -> bool:
         """Return whether the model would get the same requests today: data may have changed under the same name."""
@@ -134,6 +133,8 @@ class TaskRuns:
     def _run_one(self, task: LoadedTask, model: RequestModel) -> None:
         started = time.monotonic()
         results = run_task(model, task, self.settings)
+        if results is None:  # the harness gives them to the first of several processes
+            return
         is_code = task.source.code is not None
         score = None if is_code else task_scores(results).get(task.name)  # programs are judged at the end
         result = TaskResult(
@@ -151,7 +152,7 @@ class TaskRuns:
         )
         self.cache.write(result)
         self.done[task.name] = result
-        self.progress.end_task(f"{_describe_score(score)}{result.seconds:.0f} s")
+        self.say(f"{task.name}: {_describe_score(score)}{result.seconds:.0f} s")
 
 
 def failure(runs: TaskRuns, record_file: str, command: str) -> TunebookError | None:

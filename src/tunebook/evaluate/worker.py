@@ -12,10 +12,13 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +32,10 @@ from tunebook.evaluate.evaluation import Evaluation, check_contamination, evalua
 from tunebook.evaluate.placement import place
 from tunebook.evaluate.resume import AFTER, resume_command
 from tunebook.evaluate.task_files import resolve_task
+from tunebook.evaluate.trained_model import uses_gpu
 from tunebook.hardware.disk import existing, is_disk_full, no_space
 from tunebook.model.adapters import holds_model
+from tunebook.processes import ask_to_stop_when_parent_dies, ending, free_port
 from tunebook.record.contamination import CHECK
 from tunebook.record.model_origin import MISMATCHES, recorded_by_run, recorded_in_export
 from tunebook.record.run_folder import LOG_FILE, RUN_FILE
@@ -38,27 +43,80 @@ from tunebook.terminal import quiet_libraries
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one evaluation; return the exit code, which is the error's."""
+    """Run one evaluation, in a process for each copy of the model; return the exit code, which is the error's."""
     started = time.monotonic()
     request = _parse(arguments)
+    log_file = request.run / LOG_FILE
     try:
-        with quiet_libraries(request.run / LOG_FILE):
+        with quiet_libraries(log_file):
             evaluation = _evaluation_of(request)
             if request.when == CHECK:
                 check_contamination(evaluation)
                 return 0
-            evaluate(_with_placement(evaluation, request.processes), started)
+            placement = place(evaluation.config, evaluation.model, request.processes)
     except TunebookError as error:
         print(f"evaluation: {error.message}", file=sys.stderr)
         return error.exit_code
+    evaluation = replace(evaluation, placement=placement)
+    if placement.num_processes > 1:
+        return _evaluate_together(evaluation, started, log_file)
+    problem = _evaluate(evaluation, started, log_file)
+    if problem is not None:
+        print(f"evaluation: {problem.message}", file=sys.stderr)
+    return problem.exit_code if problem is not None else 0
+
+
+def _evaluate(evaluation: Evaluation, started: float, log_file: Path) -> TunebookError | None:
+    """Evaluate in this process; return what went wrong."""
+    try:
+        with quiet_libraries(log_file):
+            evaluate(evaluation, started)
+    except TunebookError as error:
+        return error
     except Exception as error:
         if not is_disk_full(error):
             raise
-        run = request.run.absolute()
-        problem = full_disk_error(run / "evaluation", resume_command(run, request.when))
-        print(f"evaluation: {problem.message}", file=sys.stderr)
-        return problem.exit_code
+        return full_disk_error(evaluation.folder, resume_command(evaluation.run, evaluation.when))
+    return None
+
+
+def _evaluate_together(evaluation: Evaluation, started: float, log_file: Path) -> int:
+    """Start the processes and wait for them; return the exit code of the first that fails, and end the others."""
+    from torch.multiprocessing.spawn import ProcessExitedException, spawn
+
+    with tempfile.TemporaryDirectory(prefix="tunebook-evaluation-") as folder:
+        error_file = Path(folder) / "error"
+        shared = (evaluation, started, log_file, free_port(), error_file)
+        count = evaluation.placement.num_processes
+        try:
+            spawn(_evaluate_share, shared, nprocs=count, daemon=True)  # type: ignore[no-untyped-call]
+        except ProcessExitedException as error:
+            how = f"one of its processes {ending(error.exit_code)}"
+            print(f"evaluation: {error_file.read_text() if error_file.exists() else how}", file=sys.stderr)
+            return max(1, error.exit_code)
     return 0
+
+
+def _evaluate_share(
+    process: int, evaluation: Evaluation, started: float, log_file: Path, port: int, error_file: Path
+) -> None:
+    """Be one of several processes, on a GPU of its own."""
+    if process > 0 or not sys.stderr.isatty():
+        os.environ["TQDM_DISABLE"] = "1"  # before it is imported
+    from accelerate import PartialState
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first process, which ends these
+    ask_to_stop_when_parent_dies()
+    size = str(evaluation.placement.num_processes)
+    os.environ |= {"RANK": str(process), "LOCAL_RANK": str(process), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    # Processes wait for each other as long as the longest share takes.
+    PartialState(cpu=not uses_gpu(evaluation.config), timeout=timedelta(weeks=4))
+    problem = _evaluate(replace(evaluation, process=process), started, log_file)
+    if problem is not None:
+        with suppress(FileExistsError), error_file.open("x") as file:  # the others often fail in the same way
+            file.write(problem.message)
+        sys.exit(problem.exit_code)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -99,13 +157,6 @@ def _evaluation_of(request: argparse.Namespace) -> Evaluation:
         allowed=tuple(request.allow_mismatch),
         is_fresh=request.fresh,
     )
-
-
-def _with_placement(evaluation: Evaluation, num_processes: int | None) -> Evaluation:
-    """Choose the evaluation's GPUs; from here on this process sees only its own."""
-    placement = place(evaluation.config, evaluation.model, num_processes)
-    os.environ.update(placement.environments(os.environ)[0])
-    return replace(evaluation, placement=placement)
 
 
 def _settings_of(found: dict[str, Any]) -> EvaluationConfig:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from itertools import zip_longest
 from typing import Any
 
 from tunebook.data.conversation import REASONING_ENDS
@@ -26,10 +25,10 @@ _EXCERPT = 200  # last characters of an example
 _Record = Mapping[str, Any]  # of an evaluation
 
 
-def find_faults(text: str, finish: str | None) -> set[str]:
-    """Return the faults of one answer. `finish` says how it ended, as in `evaluate.finish`."""
+def find_faults(text: str, *, is_cut: bool) -> set[str]:
+    """Return the faults of one answer. `is_cut`: the limit of new tokens cut it off."""
     without_thoughts = REASONING_ENDS.split(text)[-1]
-    faults = {"empty": not without_thoughts.strip(), "looping": _is_looping(text), "endless": finish == "length"}
+    faults = {"empty": not without_thoughts.strip(), "looping": _is_looping(text), "endless": is_cut}
     return {fault for fault, is_found in faults.items() if is_found}
 
 
@@ -52,11 +51,11 @@ def count_faults(answers: Mapping[str, Iterable[Any]]) -> dict[str, dict[str, An
     for task, found in answers.items():
         for answer in found:
             texts = [one for one in answer.responses if isinstance(one, str)]
-            for text, finish in zip_longest(texts, answer.finishes[: len(texts)]):
+            for number, text in enumerate(texts):
                 counts = counted.setdefault(
                     task, {"num_answers": 0, "num_faulty": 0, **dict.fromkeys(FAULTS, 0), "examples": {}}
                 )
-                faults = find_faults(text, finish)
+                faults = find_faults(text, is_cut=answer.is_cut[number : number + 1] == [True])
                 counts["num_answers"] += 1
                 counts["num_faulty"] += bool(faults)
                 for fault in faults:
