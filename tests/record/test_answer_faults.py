@@ -75,7 +75,7 @@ def test_every_sample_of_every_item_is_counted_and_likelihoods_are_not() -> None
     examples = {"empty": {"item": 0, "end": ""}, "endless": {"item": 1, "end": "so it goes"}}
     assert count_faults(answers) == {
         "code": {
-            "num_answers": 4, "num_faulty": 2, "empty": 1, "looping": 0, "endless": 1, "examples": examples,
+            "num_answers": 4, "empty": 1, "looping": 0, "endless": 1, "examples": examples,
         }
     }  # fmt: skip
 

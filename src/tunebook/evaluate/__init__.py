@@ -2,5 +2,5 @@
 
 command checks the request and starts worker in its own process. placement chooses its GPUs. There,
 evaluation goes through task_files -> harness -> task_runs (reused by resume, or run) -> results. request_model answers
-in batches that fit, together with the helper processes (helpers).
+in batches that fit, a share of the requests in each process.
 """

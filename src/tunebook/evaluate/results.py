@@ -78,7 +78,7 @@ def task_answers(name: str, results: dict[str, Any]) -> list[Answer]:
 def with_cuts(judged: list[Answer], generated: list[Answer]) -> list[Answer]:
     """Add which answers were cut off: the stored results that programs are judged from do not hold it."""
     cuts = {answer.item: answer.is_cut for answer in generated}
-    return [replace(answer, is_cut=cuts.get(answer.item, [])) for answer in judged]
+    return [replace(answer, is_cut=cuts[answer.item]) for answer in judged]
 
 
 def choose_samples(answers: list[Answer], num_samples: int = NUM_SAMPLES) -> list[dict[str, Any]]:
