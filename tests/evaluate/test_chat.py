@@ -390,7 +390,7 @@ def test_a_prompt_or_piped_text_gets_one_answer_and_nothing_else_on_stdout(
     monkeypatch.setattr(sys, "stdin", io.StringIO(piped or ""))
     prompt = None if piped else "/help"  # a prompt is a question like any other
     chat_command("quickstart", run.parents[1], prompt=prompt, system=None, sampling=SAMPLING)
-    assert capfd.readouterr() == ("apple bird\n", f"the newest finished run of quickstart: {run}\n")
+    assert capfd.readouterr() == ("apple bird\n", f"the newest finished run: {run}\n")
 
 
 @pytest.mark.parametrize(("prompt", "target"), [(" ", "quickstart"), ("a", "quickstrat"), ("rain " * 2000, "latest")])

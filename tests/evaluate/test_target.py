@@ -174,9 +174,7 @@ def test_newer_runs_that_did_not_finish_are_passed_over_and_told(make_run: MakeR
     trained(make_run("a", 5, "stopped", "stopped by SIGTERM after step 98"))
     said: list[str] = []
     assert choose_run("latest", outputs, said.append) == taken
-    assert [line.partition(": ")[2] for line in said] == [
-        str(taken), "stopped by SIGTERM after step 98", "it is running, or was killed", "it failed: no space left",
-    ]  # fmt: skip
+    assert [state in said[0] for state in ("is stopped", "is running", "is failed")] == [True] * 3
 
 
 def test_a_recipe_is_its_newest_finished_run(

@@ -83,7 +83,7 @@ def test_finished_tasks_are_taken_by_the_next_evaluation_of_the_same(
     assert evaluate(run, when="again") == 0
     assert ran == ["choice", "continuation"]
     said = capfd.readouterr().err
-    assert "evaluation again: 1 of 2 tasks are taken from an evaluation of the same model and request" in said
+    assert "evaluation again: 1 of 2 tasks taken from an evaluation of the same model and request" in said
     assert ": choice; --fresh evaluates again" in said
     taken = record(run, "again")
     assert list(taken["taken"]) == ["choice"]
@@ -245,7 +245,7 @@ def test_a_full_disk_ends_it_at_once_and_is_no_tasks_fault(
     monkeypatch.setattr(module, name, fill)
     assert evaluate(run) == 3
     said = capfd.readouterr().err
-    assert "evaluation: no space is left for the evaluation: the disk of " in said
+    assert "evaluation: a disk is full" in said
     assert "refuses task" not in said
     assert ran == {"task": [], "part": ["next_word"], "record": ["next_word", "choice"]}[place]
 

@@ -1,18 +1,15 @@
-"""Which disk is full where an evaluation writes to several, and what helps there."""
+"""The process of one evaluation."""
 
 from __future__ import annotations
 
 import json
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import constants
 from transformers import PreTrainedTokenizerBase
 
 from tunebook.config.choices import Attention, Compute, Contamination, Generation, PackingMode, Weights
@@ -26,7 +23,6 @@ from tunebook.evaluate import worker
 from tunebook.evaluate.command import settings_as_json
 from tunebook.evaluate.evaluation import Evaluation, _bound_tokenizer, score_first_baseline
 from tunebook.evaluate.task_files import resolve_task, suite_settings
-from tunebook.evaluate.worker import full_disk_error
 from tunebook.model.load import load_model
 from tunebook.record.contamination import CHECK
 from tunebook.record.model_origin import recorded_by_run
@@ -183,25 +179,3 @@ def test_other_weights_than_the_run_started_from_are_an_error_unless_they_are_na
     assert _bound_tokenizer(replace(asked, allowed=("base",)))[1]["mismatches"] == ["base"]
     whole = replace(asked, model=base)  # trained whole: nothing of the base is left in it
     assert _bound_tokenizer(whole)[1]["mismatches"] == []
-
-
-@pytest.mark.parametrize(
-    ("fullest", "helps"),
-    [
-        ("results", "free some space, then the same command reuses the finished tasks"),
-        ("temporary", "free some space or use another disk, TMPDIR=FOLDER in front of the command"),
-        ("hub", "free some space or use another disk, HF_HOME=FOLDER in front of the command"),
-    ],
-)
-def test_the_disk_with_the_least_room_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fullest: str, helps: str
-) -> None:
-    for name in ("results", "temporary", "hub"):
-        (tmp_path / name).mkdir()
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
-    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "hub"))
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=int(folder.name != fullest)))
-    error = full_disk_error(tmp_path / "results", "the same command")
-    assert (error.exit_code, error.problem_id) == (3, "disk-full")
-    assert f"the disk of {tmp_path / fullest}, or a quota on it, is full" in error.message
-    assert helps in error.message

@@ -91,7 +91,7 @@ def test_after_a_kill_or_by_two_processes_it_comes_to_the_same(run: Path, worker
     (folder / "go").touch()
     ended = worker("before").wait(timeout_s=600)
     assert ended.exit_code == 0, ended.output
-    assert "2 of 4 tasks are taken from an evaluation of the same model and request" in ended.output
+    assert "2 of 4 tasks taken from an evaluation of the same model and request" in ended.output
     assert "choice (task" not in ended.output
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
     assert list(record(run, "before")["taken"]) == ["choice", "next_word"]
@@ -138,7 +138,7 @@ def test_a_process_that_is_killed_ends_the_evaluation_and_finished_tasks_are_kep
     (folder / "go").touch()
     again = worker("before").wait(timeout_s=600)
     assert again.exit_code == 0, again.output
-    assert "2 of 4 tasks are taken" in again.output
+    assert "2 of 4 tasks taken" in again.output
 
 
 def processes_of(running: Running) -> list[int]:

@@ -176,7 +176,7 @@ def evaluate(
             help="A run or checkpoint, or a model folder or a model's name on the hub; other tasks than the run's own.",
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", help="Items per task.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Items per task.")] = None,
     num_fewshot: NumFewshot = None,
     batch_size: BatchSize = None,
     allow_mismatch: AllowMismatch = "",

@@ -83,7 +83,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a recipe o
 
 # Of an evaluation.
 NumFewshot = Annotated[
-    int | None, typer.Option("--num-fewshot", help="Examples before each item; if unset, the task's own.")
+    int | None, typer.Option("--num-fewshot", min=0, help="Examples before each item; if unset, the task's own.")
 ]
 BatchSize = Annotated[
     str | None,

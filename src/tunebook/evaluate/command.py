@@ -20,13 +20,7 @@ from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.code.code_task import apply_overrides
 from tunebook.evaluate.code.judging import check_code
-from tunebook.evaluate.target import (
-    MODEL_FILE,
-    bare_config,
-    find_target,
-    results_folder,
-    without_overrides,
-)
+from tunebook.evaluate.target import MODEL_FILE, bare_config, find_target, results_folder
 from tunebook.evaluate.task_files import check_tasks, refuse_suite_and_tasks, suite_settings
 from tunebook.files import atomic_write_text, read_json
 from tunebook.launch.supervise import ProcessEnd, run_and_wait
@@ -102,13 +96,6 @@ def _check(request: EvaluationRequest) -> None:
             "tasks= names no task; type tasks=gsm8k,arc_easy of lm-evaluation-harness, or YAML files of yours",
             problem_id="no-tasks",
         )
-    for name, number, least in (("limit", request.limit, 1), ("num-fewshot", request.num_fewshot, 0)):
-        if number is not None and number < least:
-            raise RequestError(
-                f"--{name} {number}: it must be {least} or more; leave it out for "
-                + ("all items" if name == "limit" else "the task's own"),
-                problem_id="evaluation-option",
-            )
     if request.batch_size is not None:
         read_batch_size(request.batch_size)
 
@@ -118,11 +105,7 @@ def read_batch_size(text: str) -> int | None:
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) == 0:
-        raise RequestError(
-            f"--batch-size {text} is not a number of requests; type a number from 1, or auto for as many as fit into "
-            "memory",
-            problem_id="batch-size",
-        )
+        raise RequestError(f"--batch-size {text}: type a number from 1, or auto", problem_id="batch-size")
     return int(text)
 
 
@@ -152,10 +135,7 @@ def _find_subject(request: EvaluationRequest, outputs: Path) -> tuple[Path, RunC
         config, folder = load_config(target.run / RUN_FILE), target.run
         options = ["--model", str(target.folder)]
     else:
-        try:
-            config = bare_config(target)
-        except RequestError as error:
-            raise without_overrides(error, target, "tunebook eval model=") from error
+        config = bare_config(target)
         source = (
             f"exported from the run {target.origin.run}" if target.origin else "without a run: nothing to compare with"
         )

@@ -273,21 +273,16 @@ def score_baseline(file: Path, train_file: Path, heldout_file: Path) -> dict[str
     {value}}}`. Raises: RequestError for a file that breaks this contract.
     """
     module = _import_file(file)
-    if not callable(getattr(module, "score", None)) or not isinstance(getattr(module, "NAME", None), str):
+    try:
+        scores: dict[str, float] = dict(module.score(train_file, heldout_file))
+        name, overall = str(module.NAME), float(scores.pop("overall"))
+    except (AttributeError, KeyError) as error:
         raise RequestError(
-            f"{file} is named as a task's baseline, but does not define NAME and score(train_file, heldout_file)",
+            f"{file}, a task's baseline, must define NAME and score(train_file, heldout_file), which returns a share "
+            f"under 'overall': {type(error).__name__} {error}",
             problem_id="task-file",
-        )
-    scores: dict[str, float] = dict(module.score(train_file, heldout_file))
-    if "overall" not in scores:
-        raise RequestError(
-            f"{file}: score(train_file, heldout_file) must return a share under 'overall'; it returned "
-            f"{', '.join(scores) or 'nothing'}",
-            problem_id="task-file",
-        )
-    overall = float(scores.pop("overall"))
-    groups = {group: {"value": float(value)} for group, value in sorted(scores.items())}
-    return {"name": module.NAME, "value": overall, "groups": groups}
+        ) from error
+    return {"name": name, "value": overall, "groups": {group: {"value": scores[group]} for group in sorted(scores)}}
 
 
 def _import_file(file: Path) -> ModuleType:

@@ -6,7 +6,6 @@ reason is reported. Such a run can still be named by its folder.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -36,10 +35,10 @@ from tunebook.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from tunebook.errors import DataError, RequestError
+from tunebook.errors import DataError, RequestError, first_few
 from tunebook.facts.attention import MASKED
 from tunebook.facts.generations import GENERATIONS
-from tunebook.files import sha256_text
+from tunebook.files import read_json, sha256_text
 from tunebook.hardware.detect import detect_machine
 from tunebook.model.adapters import ADAPTER_FILE, holds_model, is_adapter
 from tunebook.model.base_config import read_dtype
@@ -53,11 +52,6 @@ from tunebook.record.run_folder import LATEST, RUN_FILE, find_runs, is_run, reso
 EVALUATIONS = "evaluations"  # folder in outputs/ with the results of models that belong to no run
 MODEL_FILE = "model.yaml"  # replaces run.yaml there
 _NUM_NAMED = 3  # skipped runs named in a message; the others are counted
-_STATES = {
-    RunState.stopped.name: "was stopped",
-    RunState.failed.name: "failed",
-    RunState.invalid.name: "is invalid",
-}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -86,7 +80,7 @@ def find_target(text: str, outputs: Path, *, is_model: bool = False) -> Target:
     if named.is_dir() and not is_run(named):
         run = next((folder for folder in named.parents if (folder / RUN_FILE).is_file()), None)
         if holds_model(named) or run is not None:
-            require_weights(named)
+            _require_weights(named)
             if run is not None and named == run / MODEL_FOLDER:
                 require_unchanged_model(run)
             return Target(run=run, folder=named, origin=None if run else read_origin(named))
@@ -108,9 +102,9 @@ def find_target(text: str, outputs: Path, *, is_model: bool = False) -> Target:
     return Target(run=run, folder=_model_of(run))
 
 
-def require_weights(folder: Path) -> None:
+def _require_weights(folder: Path) -> None:
     """Refuse a folder without a full model or adapter. Raises: RequestError."""
-    if holds_model(folder) and has_weights(folder):
+    if holds_model(folder) and _has_weights(folder):
         return
     raise RequestError(
         f"{folder} holds no full model (config.json or adapter_config.json, and {' or '.join(WEIGHT_FILES)}): it is a "
@@ -124,10 +118,10 @@ def _model_of(run: Path) -> Path:
     model = run / MODEL_FOLDER
     if not holds_model(model):
         raise RequestError(
-            f"{run} has no model/ folder: the run did not finish. Name one of its checkpoints: {checkpoints_of(run)}",
+            f"{run} has no model/ folder: the run did not finish. Name one of its checkpoints: {_checkpoints_of(run)}",
             problem_id="run-without-model",
         )
-    require_weights(model)
+    _require_weights(model)
     require_unchanged_model(run)
     return model
 
@@ -142,63 +136,46 @@ def choose_run(target: str, outputs: Path, say: Callable[[str], None]) -> Path:
     named = resolve_run(target, outputs)
     if is_run(Path(target).expanduser()) or is_run(outputs / target):
         return named
-    is_any = target == LATEST
-    runs = find_runs(outputs) if is_any else find_runs(named.parent.parent, named.parent.name)
+    runs = find_runs(outputs) if target == LATEST else find_runs(named.parent.parent, named.parent.name)
     skipped: list[str] = []  # newer runs, with the reason
     for run in reversed(runs):
-        reason = why_not_finished(run)
+        reason = _why_not_finished(run)
         if reason is None:
-            say(f"the newest finished run{'' if is_any else f' of {run.parent.name}'}: {run}")
-            for line in _shorten(skipped):
-                say(f"  newer, but {line}")
+            newer = f" (newer, but not finished: {first_few(skipped, _NUM_NAMED)})" if skipped else ""
+            say(f"the newest finished run: {run}{newer}")
             return run
-        skipped.append(f"{run.parent.name}/{run.name}: {reason}")
-    of = "" if is_any else f" of {named.parent.name}"
+        skipped.append(f"{run.parent.name}/{run.name} {reason}")
     raise RequestError(
-        f"no run{of} has finished: {'; '.join(_shorten(skipped))}. Name one by its folder to take it as it is "
-        f"(run={runs[-1]}), or one of its checkpoints: {checkpoints_of(runs[-1])}",
+        f"no run has finished: {first_few(skipped, _NUM_NAMED)}. Name one of the newest's checkpoints: "
+        f"{_checkpoints_of(runs[-1])}",
         problem_id="run-without-model",
     )
 
 
-def why_not_finished(run: Path) -> str | None:
+def _why_not_finished(run: Path) -> str | None:
     """Return why a run does not count as finished with a model; None if it does."""
     try:
-        status = read_manifest(run)["status"]
-        state, reason = status["state"], status["reason"]
+        state = str(read_manifest(run)["status"]["state"])
     except (DataError, KeyError, TypeError):
-        return "its manifest cannot be read"
-    if state == RunState.running.name:
-        return "it is running, or was killed"
-    if state == RunState.stopped.name and reason:  # such as `stopped by SIGTERM after step 98`
-        return str(reason).splitlines()[0]
+        return "has an unreadable manifest"
     if state != RunState.finished.name:
-        return f"it {_STATES.get(state, state)}" + (f": {str(reason).splitlines()[0]}" if reason else "")
-    return None if holds_model(run / "model") else "its model/ folder is gone"
+        return f"is {state}"
+    return None if holds_model(run / MODEL_FOLDER) else "has no model/"
 
 
-def has_weights(folder: Path) -> bool:
+def _has_weights(folder: Path) -> bool:
     """Return whether a folder holds the weights of a full model; a sharded checkpoint does not."""
     return any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
 
 
-def checkpoints_of(run: Path) -> str:
+def _checkpoints_of(run: Path) -> str:
     """List a run's complete, unsharded checkpoints for a message, newest first."""
     complete = complete_checkpoints(run / CHECKPOINTS_FOLDER)
-    whole = [folder for folder in complete if holds_model(folder) and has_weights(folder)]
-    if whole:
-        return ", ".join(map(str, whole))
-    if complete:
-        return f"they are sharded, so make a full model of the newest with: tunebook export {run}"
-    return "none is complete, so resume training"
+    whole = [str(folder) for folder in complete if holds_model(folder) and _has_weights(folder)]
+    return ", ".join(whole) or (f"tunebook export {run} makes a model of them" if complete else "it has none")
 
 
-def _shorten(lines: list[str]) -> list[str]:
-    more = len(lines) - _NUM_NAMED
-    return [*lines[:_NUM_NAMED], f"{more} more that did not finish"] if more > 0 else lines
-
-
-def model_config(target: Target) -> ModelConfig:
+def _model_config(target: Target) -> ModelConfig:
     """Return the model of a target without a run; for an adapter its base, with the adapter folder's tokenizer if any.
 
     Raises: RequestError for an adapter whose base is unknown or not local.
@@ -208,21 +185,14 @@ def model_config(target: Target) -> ModelConfig:
     if not is_adapter(target.folder):
         return ModelConfig(path=str(target.folder))
     file = target.folder / ADAPTER_FILE
-    try:
-        base = str(json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise RequestError(
-            f"{file} does not say which base model the adapter belongs to; copy it again, or add "
-            "base_model_name_or_path",
-            problem_id="adapter-without-base",
-        ) from error
+    base = str(read_json(file).get("base_model_name_or_path"))
     tokenizer = str(target.folder) if has_vocabulary(target.folder) else None
     if Path(base).is_dir():
         return ModelConfig(path=base, tokenizer=tokenizer)
-    if base.startswith(("/", ".", "~")) or base.count("/") > 1:
+    if base == "None" or not _HUB_NAME.fullmatch(base):
         raise RequestError(
-            f"the adapter's base model, {base}, is not on this machine; copy it here and correct "
-            f"base_model_name_or_path in {file}",
+            f"{file}: base_model_name_or_path is {base}, which is neither a folder here nor a name on the hub; copy "
+            "the base model here and correct it",
             problem_id="adapter-without-base",
         )
     return ModelConfig(name=base, tokenizer=tokenizer)
@@ -234,7 +204,7 @@ def bare_config(target: Target) -> RunConfig:
     Fetches the config.json of a hub model. Detects the GPUs without importing torch. Raises: RequestError for a model
     that is not local and cannot be fetched.
     """
-    model = model_config(target)
+    model = _model_config(target)
     if target.origin is not None:  # as in the training
         model = replace(model, template_date=target.origin.template_date or model.template_date)
         if target.folder is not None and is_adapter(target.folder):  # a whole model's own config.json says it
@@ -279,34 +249,3 @@ def results_folder(target: Target, outputs: Path) -> Path:
         place = sha256_text(str(target.folder.resolve()))[:8]
         name = f"{re.sub(r'[^A-Za-z0-9._-]', '-', target.folder.resolve().name)}-{place}"
     return outputs.expanduser().absolute() / EVALUATIONS / name
-
-
-def without_overrides(error: RequestError, target: Target, command: str) -> RequestError:
-    """Rewrite the error of a target without a run, so that its advice names no keys: there are no overrides here.
-
-    `command` is the text before the model folder, such as `tunebook chat `.
-    """
-    if error.problem_id == "hub-out-of-reach":
-        return RequestError(
-            f"there is no run or folder {target.name} here, and the hub is out of reach with no copy of it in the "
-            f"cache. On a machine with network run `hf download {target.name} --local-dir DIR`, copy DIR here and "
-            f"type: {command}DIR",
-            problem_id="hub-out-of-reach",
-        )
-    if error.problem_id == "remote-code-refused":
-        return RequestError(
-            f"{target.name} brings Python code of its own, which is not run here; name a model of an "
-            "architecture that transformers has, or a run that was trained with model.trust_remote_code=true",
-            problem_id="remote-code-refused",
-        )
-    if target.hub_name is not None:
-        return RequestError(
-            f"there is no run or folder {target.name} here, and on the hub: {error.message}",
-            problem_id=error.problem_id,
-        )
-    if "model." not in error.message:
-        return error
-    return RequestError(
-        f"{error.message}. (No keys are set here: set it in the model's own folder, in tokenizer_config.json)",
-        problem_id=error.problem_id,
-    )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from tunebook.errors import TunebookError, first_few
+from tunebook.errors import TunebookError, counted, first_few
 from tunebook.evaluate.harness import (
     SEEDS,
     HarnessSettings,
@@ -121,7 +121,10 @@ class TaskRuns:
         for line in self.cache.damaged:
             self.say(line)
         if self.reused:
-            self.say(_describe_reused(self.reused, len(self.loaded.tasks)))
+            self.say(
+                f"{len(self.reused)} of {counted(len(self.loaded.tasks), 'task')} taken from an evaluation of the same "
+                f"model and request: {first_few(list(self.reused), _NUM_NAMED)}; --fresh evaluates again"
+            )
 
     def _has_same_requests(self, task: LoadedTask, result: TaskResult) -> bool:
         """Return whether the model would get the same requests today: data may have changed under the same name."""
@@ -188,16 +191,6 @@ def _describe_score(score: dict[str, Any] | None) -> str:
         return ""
     error = "" if score["stderr"] is None else f" ± {score['stderr']:.2g}"
     return f"{score['num_items']:,} items, {score['metric']} {score['value']:.4g}{error}, "
-
-
-def _describe_reused(reused: dict[str, str], num_tasks: int) -> str:
-    named = first_few(list(reused), _NUM_NAMED)
-    count = "the only task is" if num_tasks == 1 else f"{len(reused)} of {num_tasks} tasks are"
-    when = max(reused.values()).replace("T", " ").replace("+00:00", " UTC")
-    return (
-        f"{count} taken from an evaluation of the same model and request, the last of {when}: {named}; --fresh "
-        "evaluates again"
-    )
 
 
 def requests_of(loaded: LoadedTask, settings: HarnessSettings) -> list[tuple[int, str, list[Any]]]:

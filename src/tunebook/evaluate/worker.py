@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from tunebook.evaluate.placement import place
 from tunebook.evaluate.resume import AFTER, resume_command
 from tunebook.evaluate.task_files import resolve_task
 from tunebook.evaluate.trained_model import uses_gpu
-from tunebook.hardware.disk import existing, is_disk_full, no_space
+from tunebook.hardware.disk import is_disk_full
 from tunebook.model.adapters import holds_model
 from tunebook.processes import ask_to_stop_when_parent_dies, ending, free_port
 from tunebook.record.contamination import CHECK
@@ -76,7 +75,7 @@ def _evaluate(evaluation: Evaluation, started: float, log_file: Path) -> Tuneboo
     except Exception as error:
         if not is_disk_full(error):
             raise
-        return full_disk_error(evaluation.folder, resume_command(evaluation.run, evaluation.when))
+        return full_disk_error(evaluation)
     return None
 
 
@@ -165,20 +164,13 @@ def _settings_of(found: dict[str, Any]) -> EvaluationConfig:
     return EvaluationConfig(**found)
 
 
-def full_disk_error(results: Path, command: str) -> DoesNotFitError:
-    """Return the error for the disk with the least free space; libraries seldom report the file they were writing.
-
-    `command` resumes the evaluation.
-    """
+def full_disk_error(evaluation: Evaluation) -> DoesNotFitError:
+    """Return the error for a full disk; libraries seldom report the file they were writing."""
     from huggingface_hub import constants
 
-    temporary, hub = Path(tempfile.gettempdir()), Path(constants.HF_HOME)
-    again = f"then {command} reuses the finished tasks"
-    advice = {
-        results: f"free some space, {again}",
-        temporary: f"free some space or use another disk, TMPDIR=FOLDER in front of the command; {again}",
-        hub: f"free some space or use another disk, HF_HOME=FOLDER in front of the command; {again}",
-    }
-    # The first one, if several are on the same disk.
-    fullest = min(advice, key=lambda folder: shutil.disk_usage(existing(folder)).free)
-    return no_space("the evaluation", fullest, advice[fullest])
+    again = resume_command(evaluation.run, evaluation.when)
+    return DoesNotFitError(
+        f"a disk is full, of {evaluation.folder}, {tempfile.gettempdir()} (TMPDIR) or {constants.HF_HOME} (HF_HOME); "
+        f"free some space or use another disk, then {again} reuses the finished tasks",
+        problem_id="disk-full",
+    )
