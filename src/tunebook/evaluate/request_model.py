@@ -8,6 +8,7 @@ and adds requests to the last one.)
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -129,7 +130,7 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
             self._are_cut.clear()
             self._cut_texts.clear()
             torch.manual_seed(SEEDS["torch"])  # otherwise sampled answers would depend on the number of attempts
-            return list(answer(list(requests)))
+            return list(answer(list(requests), disable_tqdm=self._process > 0 or not sys.stderr.isatty()))
 
         try:
             if self._asked_size is not None:

@@ -83,6 +83,8 @@ def _evaluate_together(evaluation: Evaluation, started: float, log_file: Path) -
     """Start the processes and wait for them; return the exit code of the first that fails, and end the others."""
     from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
+    if not sys.stderr.isatty():
+        os.environ["TQDM_DISABLE"] = "1"  # the processes import it with torch
     with tempfile.TemporaryDirectory(prefix="tunebook-evaluation-") as folder:
         error_file = Path(folder) / "error"
         shared = (evaluation, started, log_file, free_port(), error_file)
@@ -100,8 +102,6 @@ def _evaluate_share(
     process: int, evaluation: Evaluation, started: float, log_file: Path, port: int, error_file: Path
 ) -> None:
     """Be one of several processes, on a GPU of its own."""
-    if process > 0 or not sys.stderr.isatty():
-        os.environ["TQDM_DISABLE"] = "1"  # before it is imported
     from accelerate import PartialState
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the first process, which ends these
