@@ -56,17 +56,15 @@ def _write_page(
     file: Path, title: str, prepared: Prepared, tokenizer: PreTrainedTokenizerBase | None, num_samples: int
 ) -> None:
     from tunebook.files import atomic_write_text
-    from tunebook.record.page.details import data_counts, data_sources
     from tunebook.record.report import render_page
 
     counts = {name: part.counts.to_json() for name, part in prepared.parts().items()}
     records = [vars(record) for record in prepared.records]
-    manifest: dict[str, Any] = {"dataset": {"counts": counts, "records": records}}
     page = render_page(
         "data.html.jinja",
         title=title,
-        sources=data_sources(manifest),
-        parts=data_counts(manifest),
+        sources=records,
+        parts=counts,
         warnings=_warnings(prepared),
         notes=prepared.notes,
         samples=_samples(prepared, tokenizer, num_samples),

@@ -14,12 +14,10 @@ from tunebook.evidence.schema import Evidence, Kind
 from tunebook.evidence.target import describe_target, recorded_text
 from tunebook.evidence.tolerances import LOSS, SPEED
 from tunebook.files import atomic_write_text
-from tunebook.record.page.charts import Chart, Line, Point, Stroke
-from tunebook.record.page.curves import outlier_ceiling, smooth
+from tunebook.record.page.charts import SMOOTH_FROM, Chart, Line, Point, outlier_ceiling, smooth
 
 BEGIN, END = "<!-- made from evidence/*.json when some is recorded -->", "<!-- end of evidence -->"
 _HEADING = re.compile(r"^## Evidence\n+", re.MULTILINE)
-_SMOOTH_FROM = 30
 # A picture in a card cannot use a page's style sheet. Both colors are readable on white and on black.
 _STYLE = """<style>
 text{font:12px sans-serif;fill:#808080}.rule{stroke:#808080;opacity:.25}.base{stroke:#808080;opacity:.7}
@@ -115,9 +113,9 @@ def draw(found: Evidence) -> str:
     """The loss per step, and its mean if there are many steps, as a self-contained SVG."""
     points: list[Point] = list(zip(map(float, found.results.steps), found.results.losses, strict=True))
     lines = [Line(name="loss", points=points)]
-    if len(points) >= _SMOOTH_FROM:
+    if len(points) >= SMOOTH_FROM:
         smoothed, _ = smooth(points)
-        lines = [Line(name="each step", points=points, stroke=Stroke.faint), Line(name="mean", points=smoothed)]
+        lines = [Line(name="each step", points=points, stroke="faint"), Line(name="mean", points=smoothed)]
     ceiling = outlier_ceiling(found.results.losses)
     text = str(Chart(title="Loss", y_label="loss per trained token", lines=lines, ceiling=ceiling).draw(720, 280))
     text = re.sub(r' data-chart="[^"]*"', "", text, count=1)  # values under the pointer: a picture runs no script

@@ -10,6 +10,7 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +18,42 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedErro
 from markupsafe import Markup
 
 from tunebook import __version__
+from tunebook.config.override_text import as_typed
 from tunebook.errors import RequestError
 from tunebook.files import atomic_write_text
 from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.record.answer_faults import fault_rows
 from tunebook.record.contamination import NAMES, is_warning, score_lines
 from tunebook.record.differences import answers_of
-from tunebook.record.page.comparison import config_differences, number_rows, short_names
-from tunebook.record.page.curves import dash_of_run, loss_chart, other_charts, overlaid_charts
-from tunebook.record.page.details import (
-    batch_facts,
-    choices,
-    data_counts,
-    data_sources,
-    flatten,
-    memory_bars,
-    problems,
-    start_bars,
+from tunebook.record.locks import describe_differences
+from tunebook.record.page.curves import dash_of_run, loss_charts, other_charts, overlaid_charts
+from tunebook.record.page.details import build_prediction, draw_histogram, flatten, memory_bars, start_bars
+from tunebook.record.page.numbers import NO_VALUE, Unit, format_count, format_duration, format_value
+from tunebook.record.page.overview import (
+    Summary,
+    describe_duration,
+    describe_machine,
+    format_time,
+    main_score,
+    recipe_of,
+    speed_unit,
+    state_of,
+    summarize,
+    title_of,
+    validation_of_model,
 )
-from tunebook.record.page.overview import NO_RECIPE, build_overview, format_time, recipe_of, summarize
-from tunebook.record.page.predicted import build_prediction, draw_stack
 from tunebook.record.page.scores import (
-    baseline_text,
+    baseline_of,
     compare_scores,
-    failed_tasks,
     later_evaluations,
     pair_samples,
-    program_lines,
     score_rows,
+    unit_of,
 )
 from tunebook.record.run_record import RunRecord, broken_records_named, read_run
 
+NO_RECIPE = "none (own model and data)"
+_NUM_DIFFERENCES = 4  # packages that the head lists; the manifest below lists all
 TEMPLATES = Path(__file__).parent / "page"
 
 
@@ -79,27 +85,29 @@ def write_report(folders: Sequence[Path], output: Path, *, makes_folder: bool = 
 
 def render_run(record: RunRecord) -> str:
     """The page of one run."""
-    summary = summarize(record)
+    before, after, manifest = record.before, record.after, record.manifest or {}
+    lock = (manifest.get("environment") or {}).get("lock") or {}
+    summary, losses = summarize(record), loss_charts(record)
     charts, missing = other_charts(record)
     bars, memory_note = memory_bars(record, summary)
-    prediction = build_prediction(record, summary)
-    started, start_note = start_bars(record.manifest)
     return render_page(
         "run.html.jinja",
-        overview=build_overview(record, summary),
-        scores=score_rows(
-            record.before,
-            record.after,
-            answers_of(record.folder, record.before),
-            answers_of(record.folder, record.after),
-        ),
+        run=_head(record, summary),
+        title=title_of(record),
+        unit=speed_unit([record]),
+        recipe=recipe_of(record) or NO_RECIPE,
+        machine=describe_machine(record),
+        took=describe_duration(summary),
+        main_score=main_score(record),
+        validation_of_model=validation_of_model(record),
+        peak_tflops=next(iter(record.values("peak_tflops")), None),
+        different_packages=", ".join(describe_differences(lock.get("differences") or {}, _NUM_DIFFERENCES)),
+        scores=score_rows(before, after, answers_of(record.folder, before), answers_of(record.folder, after)),
         later=later_evaluations(record),
-        failed_tasks=failed_tasks(record),
-        has_before=record.before is not None,
-        has_after=record.after is not None,
-        baseline=baseline_text(record.before, record.after),
-        programs=program_lines(record.before, record.after),
-        samples=pair_samples(record.before, record.after),
+        before=before,
+        after=after,
+        baseline=baseline_of(before, after),
+        samples=pair_samples(before, after),
         contamination=record.contamination,
         contamination_scores=[
             f"{found['when']}: {line}"
@@ -109,24 +117,18 @@ def render_run(record: RunRecord) -> str:
         ],
         is_contaminated=is_warning,
         kind_names=NAMES,
-        faults=fault_rows(record.before, record.after),
-        loss=loss_chart(record),
-        charts=charts,
+        faults=fault_rows(before, after),
+        loss=losses[0] if losses else None,
+        charts=losses[1:] + charts,
         missing_charts=missing,
-        prediction=prediction,
-        stack=draw_stack(prediction.stack) if prediction and prediction.stack else None,
+        prediction=build_prediction(record, summary),
         memory_bars=bars,
         memory_note=memory_note,
-        start_bars=started,
-        start_note=start_note,
-        batch=batch_facts(record),
-        choices=choices(record.plan),
-        problems=problems(record.plan),
-        has_plan=record.plan is not None,
-        data_sources=data_sources(record.manifest),
-        data_counts=data_counts(record.manifest),
-        manifest=flatten(record.manifest) if record.manifest else [],
-        config=flatten(record.config) if record.config else [],
+        start_bars=start_bars(record.manifest),
+        plan=record.plan or {},
+        dataset=manifest.get("dataset") or {},
+        manifest=manifest,
+        config=record.config or {},
     )
 
 
@@ -135,10 +137,7 @@ def render_comparison(records: Sequence[RunRecord]) -> str:
     names, summaries = short_names(records), [summarize(record) for record in records]
     return render_page(
         "comparison.html.jinja",
-        runs=[
-            (name, build_overview(record, summary))
-            for name, record, summary in zip(names, records, summaries, strict=True)
-        ],
+        runs=list(zip(names, map(_head, records, summaries), strict=True)),
         numbers=number_rows(records, summaries),
         differences=config_differences(records),
         not_compared=[name for name, record in zip(names, records, strict=True) if record.config is None],
@@ -149,13 +148,59 @@ def render_comparison(records: Sequence[RunRecord]) -> str:
     )
 
 
-def render_page(template: str, *, beside: Path | None = None, **view: Any) -> str:
-    """Render a template of the report, or one in the folder `beside` that extends the report's, as one page."""
-    folders = [TEMPLATES] if beside is None else [TEMPLATES, beside]
+def _head(record: RunRecord, summary: Summary) -> dict[str, Any]:
+    return {"record": record, "summary": summary, "state": state_of(record)}
+
+
+def short_names(records: Sequence[RunRecord]) -> list[str]:
+    """Unique names: the time if all runs are of one recipe, else recipe/time, else the path."""
+    is_one_recipe = len({record.folder.parent for record in records}) == 1
+    names = [record.folder.name if is_one_recipe else record.name for record in records]
+    return names if len(set(names)) == len(names) else [str(record.folder) for record in records]
+
+
+def number_rows(records: Sequence[RunRecord], summaries: Sequence[Summary]) -> list[tuple[str, list[str]]]:
+    """The runs' numbers as rows of a name and a value per run, without rows that no run recorded."""
+    numbers = (
+        ("Steps", "num_steps", Unit.whole), ("Tokens seen", "num_tokens", Unit.whole),
+        ("Final training loss", "final_loss", Unit.plain), ("Best validation loss", "best_validation_loss", Unit.plain),
+        (f"Tokens per second and {speed_unit(records)}", "tokens_per_second_per_gpu", Unit.plain),
+        ("MFU", "mfu", Unit.share), ("Padding", "padding_share", Unit.share),
+    )  # fmt: skip
+    peaks = [max(summary.peak_memory_gib, default=None) for summary in summaries]
+    rows = [
+        ("Hardware", [describe_machine(record) for record in records]),
+        *((label, [format_value(getattr(one, key), unit) for one in summaries]) for label, key, unit in numbers),
+        ("Peak memory", [format_value(peak, Unit.gib) for peak in peaks]),
+        ("Duration", [NO_VALUE if one.seconds is None else describe_duration(one) for one in summaries]),
+    ]
+    return [(label, row) for label, row in rows if any(text != NO_VALUE for text in row)]
+
+
+def config_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Keys of run.yaml that differ between the runs that have one, with each run's value."""
+    flat = [None if record.config is None else dict(flatten(record.config)) for record in records]
+    rows = []
+    for key in dict.fromkeys(key for config in flat for key in config or {}):
+        values = [NO_VALUE if config is None else config.get(key, "not set") for config in flat]
+        if len({value for value, config in zip(values, flat, strict=True) if config is not None}) > 1:
+            rows.append((key, values))
+    return rows
+
+
+def render_page(template: str, **view: Any) -> str:
+    """Render a template of the report as one page."""
     environment = Environment(
-        loader=FileSystemLoader(folders), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
+    environment.filters |= {
+        "as_typed": as_typed, "count": format_count, "duration": format_duration, "flatten": flatten,
+        "gib": partial(format_value, unit=Unit.gib), "number": format_value, "score": _score,
+        "sentence": lambda text: text and text[0].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else "."),
+        "share": partial(format_value, unit=Unit.share), "time": format_time,
+    }  # fmt: skip
+    environment.globals["histogram"] = draw_histogram
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # Markup, since these are our own files. The browser must get exactly the bytes of the digest.
@@ -167,3 +212,7 @@ def render_page(template: str, *, beside: Path | None = None, **view: Any) -> st
         )  # fmt: skip
     except UndefinedError as error:
         raise LookupError(error.message) from error  # as for a record's missing key in Python
+
+
+def _score(score: dict[str, Any], same_unit: dict[str, Any] | None = None) -> str:
+    return format_value(score["value"], unit_of(same_unit or score))

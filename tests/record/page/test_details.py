@@ -1,82 +1,98 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from tunebook.record.page.details import (
-    batch_facts,
-    choices,
-    data_counts,
-    data_sources,
-    draw_histogram,
-    flatten,
-    memory_bars,
-    start_bars,
-)
+from tunebook.record.page.details import Prediction, build_prediction, draw_histogram, flatten, memory_bars, start_bars
+from tunebook.record.page.numbers import MINUS
 from tunebook.record.page.overview import summarize
-from tunebook.record.report import write_report
 from tunebook.record.run_record import RunRecord, read_run
 
-TIMES = "\N{MULTIPLICATION SIGN}"
 START_UP = {
     "launched": "2026-11-21T07:18:07.000+00:00",
     "launcher": {"start_python": 1.0, "plan": 3.0},
     "rank": {"launch": 4.0, "model": 8.0, "a_later_phase": 0.0, "first_step": 4.0},
     "first_step_s": 20.0,
 }
+PARTS = {"weights": 10.0, "gradients": 0.0, "optimizer": 20.0, "overhead": 5.0}
+MEMORY = {**PARTS, "total": 35.0, "allocated": 30.0, "capacity": 80.0}
+TIME = {
+    "tokens_per_second_per_gpu": 1_100.0, "tokens_per_second": 2_200.0, "tokens": 7_920_000.0, "hours": 1.0,
+    "gpu_hours": 2.0, "efficiency": 0.4, "peak_tflops": 989.0, "assumption": "assumed: the share of another GPU",
+}  # fmt: skip
 
 
-def planned(plan: dict[str, Any] | None) -> RunRecord:
-    return RunRecord(folder=Path("a/b"), plan=plan)
+def predicted(generation: str = "hopper", *, steps: int = 2, **plan: Any) -> Prediction:
+    line: dict[str, Any] = {"tokens_per_second_per_gpu": 1_000.0, "memory_gib": [24.0, 25.0]}
+    if generation != "cpu":
+        line |= {"memory_reserved_gib": [28.0, 40.0], "memory_device_gib": [44.0, 43.0]}
+    training = [line | {"step": step, "tokens_seen": 400_000 * step, "seconds": 200.0} for step in range(1, steps + 1)]
+    content = {"hardware": {"generation": generation}, "batch": {"total_steps": 2}} | plan
+    record = RunRecord(folder=Path("a/b"), plan=content, training=training)
+    found = build_prediction(record, summarize(record))
+    assert found is not None
+    return found
 
 
-def test_batch_facts_explain_the_number_of_rows() -> None:
-    batch = {
-        "global_samples": 528, "micro": 1, "accumulation": 3, "world_size": 8, "rows_per_step": 24, "is_packed": True,
-        "row_length": 4096, "documents_per_step": 528.0, "tokens_per_step": 98_000.0, "total_steps": 1200,
-    }  # fmt: skip
-    hopper = {"hardware": {"generation": "hopper"}}
-    facts = batch_facts(planned(hopper | {"batch": batch}))
-    assert facts == [
-        ("528", "documents per step", "528 asked for, several to a row"),
-        ("24", "rows per step", f"8 GPUs {TIMES} 3 passes {TIMES} 1 row in a pass"),
-        ("98,000", "tokens per step", "rows hold up to 4,096"),
-        ("1,200", "steps in all", ""),
+def test_parts_lie_end_to_end_and_the_highest_peaks_are_marked() -> None:
+    found = predicted(memory_gib=MEMORY)
+    assert [(part.name, part.begins, part.share) for part in found.parts] == [
+        ("weights", 0.0, 0.125),
+        ("optimizer", 0.125, 0.25),
+        ("overhead", 0.375, 0.0625),
     ]
-    shared = batch | {"sequence_group_size": 8, "accumulation": 24}
-    assert batch_facts(planned(hopper | {"batch": shared}))[1][2] == (
-        f"1 group {TIMES} 24 passes {TIMES} 1 row in a pass; a group of 8 GPUs shares each row"
-    )
-    assert batch_facts(planned(None)) == batch_facts(planned({"recipe": "x"})) == []
-
-
-def test_an_estimate_is_called_one() -> None:
-    assert batch_facts(planned({"batch": {"tokens_per_step": 100.0, "is_estimate": True}})) == [
-        ("100", "tokens per step", "estimated before the data was prepared")
+    assert [part.kind for part in found.parts] == ["0", "2", "3"]  # gradients are nothing, and keep theirs
+    assert [(mark.kind, mark.text, mark.begins) for mark in found.marks] == [
+        ("allocated", "25 GiB", 0.3125),
+        ("reserved", "40 GiB", 0.5),
+        ("device", "44 GiB", 0.55),
     ]
 
 
-def test_data_counts_name_what_was_dropped_and_why() -> None:
-    counts = {"train": {"num_documents": 10, "num_cut": 3, "num_dropped": 2, "dropped": {"empty": 2, "too long": 0}}}
-    (part,) = data_counts({"dataset": {"counts": counts}})
-    assert part.counts == [
-        ("documents", "10"), ("documents cut to the maximum length", "3"),
-        ("documents dropped", "2"), ("dropped: empty", "2"),
-    ]  # fmt: skip
-    assert data_counts(None) == data_counts({"dataset": None}) == []
-    assert data_sources({"dataset": {"records": [{"location": "a/b", "revision": "v1", "num_documents": 7}]}}) == [
-        "a/b, revision v1, 7 documents"
-    ]
+def test_a_small_run_on_a_large_machine_is_drawn_larger() -> None:
+    found = predicted("cpu", memory_gib=MEMORY | {"capacity": 1000.0})
+    assert sum(part.share for part in found.parts) == pytest.approx(1 / 1.05)
+    assert len(found.marks) == 1
+
+
+def test_a_bar_of_more_than_the_capacity_is_as_long_as_the_largest_peak() -> None:
+    last = predicted(memory_gib=MEMORY | {"capacity": 30.0}).parts[-1]
+    assert last.begins + last.share == pytest.approx(35 / 44)
+
+
+def test_differences_are_of_the_prediction_from_what_was_measured() -> None:
+    rows = predicted(memory_gib=MEMORY, time=TIME).rows
+    assert [row[3] for row in rows] == ["+20.0 %", f"{MINUS}20.5 %", "+10.0 %", "+800.0 %"]
+    assert rows[-1][:3] == ("Time of the whole training", "1 h 00 min", "6 min 40 s")
+
+
+def test_an_unfinished_run_is_compared_over_the_tokens_it_saw() -> None:
+    *_, part, whole = predicted(steps=1, memory_gib=MEMORY, time=TIME).rows
+    assert part == ("Time for 400,000 tokens", "3 min 02 s", "3 min 20 s", f"{MINUS}9.1 %")
+    assert whole[2:] == ("\N{EN DASH}", "\N{EN DASH}")
+
+
+def test_a_process_on_a_cpu_is_compared_with_everything_planned() -> None:
+    memory, speed, _ = predicted("cpu", memory_gib=MEMORY).rows
+    assert memory[3] == "+40.0 %"  # 35 for 25
+    assert speed[1] == "not estimated"
+
+
+def test_a_run_without_a_plan_has_no_prediction() -> None:
+    record = RunRecord(folder=Path("a/b"))
+    assert build_prediction(record, summarize(record)) is None
 
 
 def test_memory_is_drawn_against_the_gpus_size_and_the_plan() -> None:
     record = RunRecord(
         folder=Path("a/b"),
-        plan={"hardware": {"generation": "hopper", "memory_gib": 80.0}, "memory_gib": {"total": 60.0}},
+        plan={
+            "hardware": {"generation": "hopper", "memory_gib": 80.0},
+            "memory_gib": {"allocated": 60.0, "total": 70.0},
+        },
         training=[{"step": 1, "memory_gib": [20.0, 40.0]}],
     )
     bars, note = memory_bars(record, summarize(record))
@@ -98,12 +114,6 @@ def test_host_memory_is_not_labelled_as_gpu_memory() -> None:
     assert note == "The full width is one rank's share of this machine's 24 GiB."
 
 
-def test_choices_keep_their_reasons() -> None:
-    assert choices({"choices": [{"key": "a", "value": 2, "why": "because"}]}) == [("a", "2", "because")]
-    assert choices({"choices": [{"key": "a", "value": True, "why": "b"}]}) == [("a", "true", "b")]
-    assert choices(None) == []
-
-
 def test_flattening_shows_every_value() -> None:
     nested = {"a": {"b": 1, "c": [1, 2]}, "gpus": [{"name": "x"}, {"name": "y"}], "none": None, "empty": {}, "no": []}
     assert flatten(nested) == [
@@ -120,45 +130,17 @@ def test_bars_are_as_tall_as_their_counts() -> None:
     assert [text.text for text in svg.iter("text")] == ["100", "0", "10", "20", "30", "tokens of a document"]
 
 
-def test_nothing_but_empty_bars_is_drawn_flat() -> None:
+def test_histogram_without_counts_is_drawn_flat() -> None:
     svg = ElementTree.fromstring(draw_histogram([0, 10, 20], [0, 0]))
     assert {float(bar.get("height")) for bar in svg.iter("rect")} == {0}
 
 
-def test_many_bars_have_few_labels() -> None:
-    svg = ElementTree.fromstring(draw_histogram(list(range(0, 4100, 100)), [1] * 40))
-    assert len(list(svg.iter("text"))) <= 9
-
-
 def test_phases_stand_one_after_the_other() -> None:
-    bars, note = start_bars({"start_up": START_UP, "model": {"weights": "random"}})
+    bars = start_bars({"start_up": START_UP})
     assert [(bar.kind, bar.begins, bar.share) for bar in bars] == [
         ("launcher", 0.0, 0.05), ("launcher", 0.05, 0.15), ("rank", 0.2, 0.2), ("rank", 0.4, 0.4),
         ("rank", 0.8, 0.0), ("rank", 0.8, 0.2),
     ]  # fmt: skip
     assert [bar.text for bar in bars] == ["1.0 s", "3.0 s", "4.0 s", "8.0 s", "0.0 s", "4.0 s"]
-    assert bars[3].name == "model built, random weights drawn"
-    assert bars[4].name == "a later phase"
-    assert start_bars({"start_up": START_UP, "model": {"weights": "pretrained"}})[0][3].name == "model built"
-    assert start_bars({"start_up": START_UP})[0][3].name == "model built"
-    assert note == "20 s from the command to the end of the first optimizer step."
-
-
-@pytest.mark.parametrize(
-    "manifest", [None, {}, {"start_up": None}, {"start_up": START_UP | {"rank": {}, "first_step_s": None}}]
-)
-def test_nothing_is_drawn_before_the_first_step(manifest) -> None:
-    assert start_bars(manifest) == ([], "")
-
-
-def test_the_page_has_them(make_run, tmp_path: Path) -> None:
-    folder = make_run()
-    file = folder / "manifest.json"
-    write_report([folder], tmp_path / "before.html")
-    assert "The start" not in (tmp_path / "before.html").read_text()
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"start_up": START_UP}))
-    write_report([folder], tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
-    assert "The start" in page
-    assert 'x="40.00%" width="40.00%"' in page
-    assert "20 s from the command" in page
+    for nothing in (None, {}, {"start_up": START_UP | {"rank": {}, "first_step_s": None}}):
+        assert start_bars(nothing) == []

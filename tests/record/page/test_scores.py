@@ -8,12 +8,9 @@ import pytest
 
 from tunebook.record.page.scores import (
     ScoreRow,
-    baseline_text,
     compare_scores,
-    failed_tasks,
     later_evaluations,
     pair_samples,
-    program_lines,
     score_rows,
     split_turns,
 )
@@ -91,10 +88,8 @@ def test_the_baseline_is_drawn_beside_a_single_task_and_its_groups() -> None:
     baseline = {"name": "look-up", "value": 0.25, "groups": {"sort": {"value": 0.4, "num_items": 5}}}
     after = evaluation(0.8, baseline=baseline)
     assert [row.baseline for row in score_rows(None, after)] == [0.25, 0.4]
-    assert baseline_text(None, after) == "look-up: 25.0 %"
     after["tasks"]["other"] = after["tasks"]["example"]
     assert [row.baseline for row in score_rows(None, after)] == [None] * 4  # whose would it be?
-    assert baseline_text(None, evaluation(0.8)) is None
 
 
 def test_answers_to_the_same_prompt_are_paired_and_five_are_shown() -> None:
@@ -199,33 +194,3 @@ def test_later_evaluations_are_listed_the_newest_first(tmp_path: Path) -> None:
         ("words", "exact_match", ["100.0 % ± 10.0"], "2")
     ]
     assert oldest[:2] == ("eval-1", "model")
-
-
-def test_failed_tasks_are_named_with_why(tmp_path: Path) -> None:
-    after = judged_evaluation("after", {"words": [1, 1]}, failed={"numbers": "ValueError: no score"})
-    assert failed_tasks(RunRecord(folder=tmp_path, after=after)) == ["numbers, after training: ValueError: no score"]
-    assert failed_tasks(RunRecord(folder=tmp_path)) == []
-
-
-def program_evaluation(statuses: dict[str, int], backend: str = "service") -> dict[str, Any]:
-    task = {"statuses": statuses, "time_limit_s": 3.0}
-    execution = {"backend": backend, "limits": {"memory_bytes": 512 << 20}}
-    return {"code": {"tasks": {"humaneval": task}, "execution": execution}}
-
-
-def test_how_programs_ended_and_where() -> None:
-    assert program_lines(program_evaluation({"failed": 1200}), program_evaluation({"passed": 3, "timed_out": 1})) == [
-        "humaneval, before training: 1,200 failed; at most 3 s each",
-        "humaneval, after training: 3 passed, 1 timed out; at most 3 s each",
-        "Executed in the sandbox service, each with at most 512 MiB of memory",
-    ]
-
-
-def test_each_way_of_executing_is_named() -> None:
-    lines = program_lines(program_evaluation({"failed": 1}, "bubblewrap"), program_evaluation({"failed": 1}))
-    assert [line.split(",")[0] for line in lines[2:]] == ["Executed in bubblewrap", "Executed in the sandbox service"]
-
-
-def test_no_lines_without_programs() -> None:
-    assert program_lines(None, None) == []
-    assert program_lines({"code": None}, {}) == []

@@ -9,94 +9,26 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from typing import Literal
 
 from markupsafe import Markup
 
 from tunebook.record.page.numbers import Unit, format_value, tick_labels
 
-_ROUND_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
-_START_AT_ZERO_BELOW = 0.5  # of the largest value: an axis whose smallest value is below this starts at zero
-
-
-@dataclass(frozen=True, kw_only=True)
-class Axis:
-    """One axis: its ends in data units, its ticks, and the scale of their labels."""
-
-    low: float
-    high: float
-    ticks: list[float]
-    labels: list[str]
-    scale_note: str
-
-    def share(self, value: float) -> float:
-        """The position of a value from 0 to 1; values outside are at the ends."""
-        return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
-
-
-def round_ticks(low: float, high: float, num_ticks: int, whole: bool = False) -> list[float]:
-    """About `num_ticks` multiples of a round step (1, 2, 2.5 or 5 times a power of ten) within `low` to `high`."""
-    rough = (high - low) / max(1, num_ticks - 1)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in _ROUND_STEPS if power * factor >= rough * 0.999)
-    if whole:
-        step = max(1.0, float(math.ceil(step)))
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [number * step for number in range(first, last + 1)]
-
-
-def step_axis(values: list[float], num_ticks: int = 6) -> Axis:
-    """The horizontal axis of steps or tokens, to exactly the last value; from zero unless all values are far away."""
-    low, high = min(values), max(values)
-    low = 0.0 if low == high or low < _START_AT_ZERO_BELOW * high else low
-    if high <= low:
-        high = low + 1
-    return _axis(low, high, round_ticks(low, high, num_ticks, whole=True), Unit.whole)
-
-
-def value_axis(values: list[float], unit: Unit, from_zero: bool, num_ticks: int = 5) -> Axis:
-    """The vertical axis with round ends; it starts at zero if asked to, or if the values come near zero."""
-    low, high = min(values), max(values)
-    if low >= 0 and (from_zero or low < _START_AT_ZERO_BELOW * high):
-        low = 0.0
-    if high <= low:  # one value, or all equal: add a margin on both sides
-        margin = abs(high) * 0.1 or 1.0
-        low, high = (0.0 if low == 0 else low - margin), high + margin
-    ticks = round_ticks(low, high, num_ticks)
-    step = ticks[1] - ticks[0] if len(ticks) > 1 else high - low
-    # Extend to the next tick on both sides, so that the frame has a number at each end.
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    ticks = [number * step for number in range(first, last + 1)]
-    return _axis(ticks[0], ticks[-1], ticks, unit)
-
-
-def _axis(low: float, high: float, ticks: list[float], unit: Unit) -> Axis:
-    labels, note = tick_labels(ticks, unit)
-    return Axis(low=low, high=high, ticks=ticks, labels=labels, scale_note=note)
-
-
 Point = tuple[float, float | None]  # x, y; None breaks the line
+Stroke = Literal["strong", "faint", "dots"]  # CSS class; faint: behind a smoothed line; dots: points on a thin line
 
 NUM_COLORS = 6
 NUM_DASHES = 3
 MAX_POINTS = 600  # drawn per line: more than that is finer than a pixel
+SMOOTH_FROM = 30  # points; fewer are readable without smoothing
 _TOP, _BOTTOM, _RIGHT = 26, 42, 14  # margins, in SVG units (about pixels)
-_HORIZONTAL = Markup(
-    '<line class="{0}" x1="{1}" x2="{2}" y1="{3}" y2="{3}"/><text class="tick" x="{4}" y="{5}">{6}</text>'
-)
-_VERTICAL = Markup(
-    '<line class="base" x1="{0}" x2="{0}" y1="{1}" y2="{2}"/><text class="x-tick" x="{0}" y="{3}">{4}</text>'
-)
 _CHARACTER_WIDTH = 9.2  # of the tick labels on a phone, where the style sheet sets 16 px type
-
-
-class Stroke(Enum):
-    """How a line is drawn; the value is its CSS class."""
-
-    strong = "strong"
-    faint = "faint"  # raw values behind a smoothed line
-    dots = "dots"  # single points, joined by a thin line
+_ROUND_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+_START_AT_ZERO_BELOW = 0.5  # of the largest value: an axis whose smallest value is below this starts at zero
+_OUTLIER_FACTOR = 3.0  # a value this many times the 98th percentile would flatten all others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,20 +39,12 @@ class Line:
     points: list[Point]
     color: int = 0
     dash: int = 0  # pattern, for lines that may cover each other
-    stroke: Stroke = Stroke.strong
+    stroke: Stroke = "strong"
 
     @property
     def style(self) -> str:
         """The CSS classes: stroke, color and dash pattern."""
-        return f"{self.stroke.value} c{self.color % NUM_COLORS} dash{self.dash % NUM_DASHES}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """An event at one x: a vertical line with a label."""
-
-    x: float
-    text: str
+        return f"{self.stroke} c{self.color % NUM_COLORS} dash{self.dash % NUM_DASHES}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,20 +59,46 @@ class Chart:
     from_zero: bool = False
     ceiling: float | None = None  # larger values are drawn at the top edge with an arrow
     band: list[tuple[float, float, float]] = field(default_factory=list)  # x, low, high: the area between them
-    marks: list[Mark] = field(default_factory=list)
+    mark: tuple[float, str] | None = None  # a vertical line at x, with a label
     note: str = ""
 
     def draw(self, width: int, height: int) -> Markup:
         """The chart as one <svg> of this size, which the page scales."""
-        plot = _Plot.of(self, width, height)
-        parts = [*_draw_axes(self, plot), *_draw_band(self.band, plot)]
+        x_axis, y_axis = self._axes(width, height)
+        parts = [*_draw_axes(self, x_axis, y_axis)]
+        if self.band:
+            upper = [f"{x_axis.at(x)},{y_axis.at(high)}" for x, _, high in self.band]
+            lower = [f"{x_axis.at(x)},{y_axis.at(low)}" for x, low, _ in reversed(self.band)]
+            parts.append(Markup('<polygon class="band c0" points="{}"/>').format(" ".join(upper + lower)))
         for line in self.lines:
-            parts.extend(_draw_line(line, plot, self.ceiling))
-        parts.extend(_draw_mark(mark, plot) for mark in self.marks)
+            parts += _draw_line(line, x_axis, y_axis, self.ceiling)
+        if self.mark:
+            x, is_right = x_axis.at(self.mark[0]), x_axis.at(self.mark[0]) > (x_axis.begin + x_axis.end) / 2
+            parts.append(
+                Markup(
+                    '<line class="mark" x1="{0}" x2="{0}" y1="{1}" y2="{2}"/>'
+                    '<text class="mark-name{3}" x="{4}" y="{5}">{6}</text>'
+                ).format(
+                    x, _TOP, y_axis.begin, " end" if is_right else "", x + (-6 if is_right else 6), _TOP + 12,
+                    self.mark[1],
+                )
+            )  # fmt: skip
+        hover = {  # from which the page's script shows the values under the pointer
+            "left": x_axis.begin, "right": x_axis.end, "low": x_axis.low, "high": x_axis.high, "x": self.x_label,
+            "percent": self.unit is Unit.share,
+            "lines": [
+                {"name": line.name,
+                 "points": [(x, None if y is None else float(f"{y:.4g}")) for x, y in thin(line.points)]}
+                for line in self.lines
+            ],
+        }  # fmt: skip
         return Markup(
             '<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}" data-chart="{}">{}'
             '<line class="cursor" y1="{}" y2="{}" x1="0" x2="0"/></svg>'
-        ).format(width, height, self.summary, _hover_data(self, plot), Markup("").join(parts), plot.top, plot.bottom)
+        ).format(
+            width, height, self.summary, json.dumps(hover, separators=(",", ":")), Markup("").join(parts), _TOP,
+            y_axis.begin,
+        )  # fmt: skip
 
     @property
     def summary(self) -> str:
@@ -157,12 +107,73 @@ class Chart:
         for line in self.lines:
             known = [(x, y) for x, y in line.points if y is not None]
             if known:
-                (first_x, first), (last_x, last) = known[0], known[-1]
-                sentences.append(
-                    f"{line.name}: {format_value(first, self.unit)} at {format_value(first_x, Unit.whole)}, "
-                    f"{format_value(last, self.unit)} at {format_value(last_x, Unit.whole)}"
-                )
+                ends = (known[0], known[-1])
+                texts = [f"{format_value(y, self.unit)} at {format_value(x, Unit.whole)}" for x, y in ends]
+                sentences.append(f"{line.name}: {', '.join(texts)}")
         return f"{self.title}, by {self.x_label}. " + "; ".join(sentences)
+
+    def _axes(self, width: int, height: int) -> tuple[_Axis, _Axis]:
+        xs = [x for line in self.lines for x, _ in line.points]
+        ys = [y for line in self.lines for _, y in line.points if y is not None]
+        ys += [edge for _, low, high in self.band for edge in (low, high)]
+        if self.ceiling is not None:
+            ys = [min(y, self.ceiling) for y in ys]
+        y_ticks = value_ticks(ys or [0.0, 1.0], from_zero=self.from_zero)
+        y_axis = _Axis(y_ticks, y_ticks[0], y_ticks[-1], *tick_labels(y_ticks, self.unit), height - _BOTTOM, _TOP)
+        low, high, x_ticks = step_ticks(xs, max(6, width // 100))
+        labels, _ = tick_labels(x_ticks, Unit.whole)
+        # The last tick's label is centered at the right edge of the lines and extends beyond it.
+        right = width - max(_RIGHT, _CHARACTER_WIDTH * len(labels[-1]) / 2)
+        return _Axis(
+            x_ticks, low, high, labels, "", 12 + _CHARACTER_WIDTH * max(map(len, y_axis.labels)), right
+        ), y_axis
+
+
+@dataclass(frozen=True)
+class _Axis:
+    ticks: list[float]
+    low: float  # the ends in data units
+    high: float
+    labels: list[str]
+    scale_note: str
+    begin: float  # the ends in SVG units
+    end: float
+
+    def at(self, value: float) -> float:
+        """The position of a value; values outside are at the ends."""
+        share = min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
+        return round(self.begin + (self.end - self.begin) * share, 1)
+
+
+def round_ticks(low: float, high: float, num_ticks: int, whole: bool = False) -> tuple[float, list[float]]:
+    """A round step (1, 2, 2.5 or 5 times a power of ten), and about `num_ticks` multiples of it in `low` to `high`."""
+    rough = (high - low) / max(1, num_ticks - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in _ROUND_STEPS if power * factor >= rough * 0.999)
+    if whole:
+        step = max(1.0, float(math.ceil(step)))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return step, [number * step for number in range(first, last + 1)]
+
+
+def step_ticks(values: list[float], num_ticks: int = 6) -> tuple[float, float, list[float]]:
+    """The ends and ticks of an axis of steps or tokens: to the last value; from zero unless all values are far away."""
+    low, high = min(values), max(values)
+    low = 0.0 if low == high or low < _START_AT_ZERO_BELOW * high else low
+    high = high if high > low else low + 1
+    return low, high, round_ticks(low, high, num_ticks, whole=True)[1]
+
+
+def value_ticks(values: list[float], *, from_zero: bool, num_ticks: int = 5) -> list[float]:
+    """The ticks of a vertical axis, also at its ends; from zero if asked to, or if the values come near zero."""
+    low, high = min(values), max(values)
+    if low >= 0 and (from_zero or low < _START_AT_ZERO_BELOW * high):
+        low = 0.0
+    if high <= low:  # one value, or all equal: add a margin on both sides
+        margin = abs(high) * 0.1 or 1.0
+        low, high = (0.0 if low == 0 else low - margin), high + margin
+    step, _ = round_ticks(low, high, num_ticks)
+    return [number * step for number in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)]
 
 
 def thin(points: list[Point], limit: int = MAX_POINTS) -> list[Point]:
@@ -180,104 +191,58 @@ def thin(points: list[Point], limit: int = MAX_POINTS) -> list[Point]:
     return [*kept, points[-1]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plot:
-    """The drawing area and its two axes."""
+def smooth(points: Sequence[Point]) -> tuple[list[Point], int]:
+    """The centered moving average over about a twentieth of the points, and the width of its window.
 
-    left: float
-    right: float
-    top: float
-    bottom: float
-    x_axis: Axis
-    y_axis: Axis
-
-    @staticmethod
-    def of(chart: Chart, width: int, height: int) -> _Plot:
-        xs = [x for line in chart.lines for x, _ in line.points]
-        ys = [y for line in chart.lines for _, y in line.points if y is not None]
-        ys += [edge for _, low, high in chart.band for edge in (low, high)]
-        if chart.ceiling is not None:
-            ys = [min(y, chart.ceiling) for y in ys]
-        y_axis = value_axis(ys or [0.0, 1.0], chart.unit, chart.from_zero)
-        left = 12 + _CHARACTER_WIDTH * max(map(len, y_axis.labels))
-        x_axis = step_axis(xs, num_ticks=max(6, width // 100))
-        # The last tick's label is centered at the right edge of the lines and extends beyond it.
-        beyond = max(_RIGHT, _CHARACTER_WIDTH * len(x_axis.labels[-1]) / 2)
-        return _Plot(left=left, right=width - beyond, top=_TOP, bottom=height - _BOTTOM, x_axis=x_axis, y_axis=y_axis)
-
-    def x(self, value: float) -> float:
-        return round(self.left + (self.right - self.left) * self.x_axis.share(value), 1)
-
-    def y(self, value: float) -> float:
-        return round(self.bottom - (self.bottom - self.top) * self.y_axis.share(value), 1)
+    An average over past values lags behind a falling loss and shows it too high. The window shrinks at both ends.
+    """
+    half = max(2, round(len(points) / 40))
+    sums, counts = [0.0], [0]
+    for _, y in points:
+        sums.append(sums[-1] + (y or 0.0))
+        counts.append(counts[-1] + (y is not None))
+    smoothed: list[Point] = []
+    for index, (x, y) in enumerate(points):
+        reach = min(half, index, len(points) - 1 - index)
+        first, end = index - reach, index + reach + 1
+        smoothed.append((x, None if y is None else (sums[end] - sums[first]) / (counts[end] - counts[first])))
+    return smoothed, 2 * half + 1
 
 
-def _draw_axes(chart: Chart, plot: _Plot) -> list[Markup]:
-    note = f" ({plot.y_axis.scale_note})" if plot.y_axis.scale_note else ""
-    parts = [Markup('<text class="axis-name" x="2" y="12">{}</text>').format(chart.y_label + note)]
-    for value, label in zip(plot.y_axis.ticks, plot.y_axis.labels, strict=True):
-        kind, y = "base" if value == plot.y_axis.low else "rule", plot.y(value)
-        parts.append(_HORIZONTAL.format(kind, plot.left, plot.right, y, plot.left - 8, y + 4, label))
-    for value, label in zip(plot.x_axis.ticks, plot.x_axis.labels, strict=True):
-        parts.append(_VERTICAL.format(plot.x(value), plot.bottom, plot.bottom + 4, plot.bottom + 18, label))
-    parts.append(
-        Markup('<text class="axis-name end" x="{}" y="{}">{}</text>').format(
-            plot.right, plot.bottom + 36, chart.x_label
-        )
-    )
-    return parts
+def outlier_ceiling(values: Sequence[float]) -> float | None:
+    """The value at which to cut an axis that a few outliers would stretch; None without outliers."""
+    if len(values) < SMOOTH_FROM:
+        return None
+    ordered = sorted(values)
+    usual = ordered[math.floor(0.98 * (len(ordered) - 1))]
+    return 1.5 * usual if usual > 0 and ordered[-1] > _OUTLIER_FACTOR * usual else None
 
 
-def _draw_band(points: list[tuple[float, float, float]], plot: _Plot) -> list[Markup]:
-    upper = [f"{plot.x(x)},{plot.y(high)}" for x, _, high in points]
-    lower = [f"{plot.x(x)},{plot.y(low)}" for x, low, _ in reversed(points)]
-    return [Markup('<polygon class="band c0" points="{}"/>').format(" ".join(upper + lower))] if points else []
+def _draw_axes(chart: Chart, x_axis: _Axis, y_axis: _Axis) -> list[Markup]:
+    left, right, bottom = x_axis.begin, x_axis.end, y_axis.begin
+    rule = Markup('<line class="{}" x1="{}" x2="{}" y1="{}" y2="{}"/><text class="{}" x="{}" y="{}">{}</text>')
+    name = Markup('<text class="axis-name{}" x="{}" y="{}">{}</text>')
+    note = f" ({y_axis.scale_note})" if y_axis.scale_note else ""
+    parts = [name.format("", 2, 12, chart.y_label + note)]
+    for value, label in zip(y_axis.ticks, y_axis.labels, strict=True):
+        kind, y = "base" if value == y_axis.low else "rule", y_axis.at(value)
+        parts.append(rule.format(kind, left, right, y, y, "tick", left - 8, y + 4, label))
+    for value, label in zip(x_axis.ticks, x_axis.labels, strict=True):
+        x = x_axis.at(value)
+        parts.append(rule.format("base", x, x, bottom, bottom + 4, "x-tick", x, bottom + 18, label))
+    return [*parts, name.format(" end", right, bottom + 36, chart.x_label)]
 
 
-def _draw_line(line: Line, plot: _Plot, ceiling: float | None) -> list[Markup]:
-    points = thin(line.points)
-    path, pen = [], "M"
-    for x, y in points:
+def _draw_line(line: Line, x_axis: _Axis, y_axis: _Axis, ceiling: float | None) -> list[Markup]:
+    path, pen, known = [], "M", []
+    for x, y in thin(line.points):
         if y is not None:
-            path.append(f"{pen}{plot.x(x)} {plot.y(y)}")
+            known.append((x_axis.at(x), y_axis.at(y), y))
+            path.append(f"{pen}{known[-1][0]} {known[-1][1]}")
         pen = "M" if y is None else "L"
     parts = [Markup('<path class="{}" d="{}"/>').format(line.style, "".join(path))]
-    if line.stroke is Stroke.dots or sum(y is not None for _, y in points) == 1:
-        parts.extend(
-            Markup('<circle class="{}" cx="{}" cy="{}" r="3.5"/>').format(line.style, plot.x(x), plot.y(y))
-            for x, y in points
-            if y is not None
-        )
-    if ceiling is not None:
-        arrow = Markup('<path class="arrow {0}" d="M{1} {2}l-4 7h8z"/>')
-        parts.extend(
-            arrow.format(line.style, plot.x(x), plot.top - 2) for x, y in points if y is not None and y > ceiling
-        )
-    return parts
-
-
-def _draw_mark(mark: Mark, plot: _Plot) -> Markup:
-    x = plot.x(mark.x)
-    on_right = x > (plot.left + plot.right) / 2
-    return Markup(
-        '<line class="mark" x1="{0}" x2="{0}" y1="{1}" y2="{2}"/><text class="mark-name{3}" x="{4}" y="{5}">{6}</text>'
-    ).format(
-        x, plot.top, plot.bottom, " end" if on_right else "", x + (-6 if on_right else 6), plot.top + 12, mark.text
-    )
-
-
-def _hover_data(chart: Chart, plot: _Plot) -> str:
-    """The data from which the page's script shows the values under the pointer."""
-    lines = [
-        {"name": line.name, "points": [_four_digits(point) for point in thin(line.points)]} for line in chart.lines
-    ]
-    data = {
-        "left": plot.left, "right": plot.right, "low": plot.x_axis.low, "high": plot.x_axis.high,
-        "x": chart.x_label, "percent": chart.unit is Unit.share, "lines": lines,
-    }  # fmt: skip
-    return json.dumps(data, separators=(",", ":"))
-
-
-def _four_digits(point: Point) -> Point:
-    x, y = point
-    return x, None if y is None else float(f"{y:.4g}")
+    if line.stroke == "dots" or len(known) == 1:
+        dot = Markup('<circle class="{}" cx="{}" cy="{}" r="3.5"/>')
+        parts += [dot.format(line.style, x, y) for x, y, _ in known]
+    arrow = Markup('<path class="arrow {}" d="M{} {}l-4 7h8z"/>')
+    return parts + [arrow.format(line.style, x, _TOP - 2) for x, _, y in known if ceiling is not None and y > ceiling]

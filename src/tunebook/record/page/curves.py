@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
-from tunebook.record.page.charts import NUM_COLORS, NUM_DASHES, Chart, Line, Mark, Point, Stroke
+from tunebook.record.page.charts import (
+    NUM_COLORS,
+    NUM_DASHES,
+    SMOOTH_FROM,
+    Chart,
+    Line,
+    Point,
+    Stroke,
+    outlier_ceiling,
+    smooth,
+)
 from tunebook.record.page.numbers import Unit, format_value
 from tunebook.record.page.overview import speed_unit
 from tunebook.record.run_record import RunRecord
 
-_SMOOTH_FROM = 30  # points; fewer are readable without smoothing
 _FLATTENED_SHARE = 0.35  # of the largest loss: a second half below it is hard to read in the same axes
-_OUTLIER_FACTOR = 3.0  # a value this many times the 98th percentile would flatten all others
+_LOSS = "loss per trained token"
 
 # key of metrics.jsonl, title, label of the vertical axis, unit
 _SIMPLE = (
@@ -24,91 +32,66 @@ _SIMPLE = (
 )
 
 
-def loss_chart(record: RunRecord) -> Chart | None:
-    """Training loss, raw and smoothed, validation loss as points, and a mark at a loss that was not finite."""
-    raw = record.points("loss")
+def loss_charts(record: RunRecord) -> list[Chart]:
+    """Training loss, raw and smoothed, with validation; its second half again if the first half flattens it."""
+    raw, values = record.points("loss"), record.values("loss")
     if not raw:
-        return None
-    lines = [Line(name="training", points=raw)]
-    if len(raw) >= _SMOOTH_FROM:
+        return []
+    every, middle = record.log_every_steps, len(raw) // 2
+    # A point is the mean since the previous point.
+    each = "each logged step" if every is None else "each step" if every == 1 else f"mean of each {every} steps"
+    lines, late = [Line(name="training", points=raw)], []
+    if len(raw) >= SMOOTH_FROM:
         smoothed, span = smooth(raw)
         lines = [
-            Line(name=f"training, {_each(record)}", points=raw, stroke=Stroke.faint),
+            Line(name=f"training, {each}", points=raw, stroke="faint"),
             Line(name=f"training, mean of {span} logged steps", points=smoothed),
         ]
-    validation = [(line["step"], line["validation_loss"]) for line in record.validation]
-    if validation:
-        lines.append(Line(name="validation", points=validation, color=1, stroke=Stroke.dots))
-    invalid = record.first_invalid_step
-    marks = [] if invalid is None else [Mark(x=invalid, text=f"not finite, step {invalid}")]
-    ceiling = outlier_ceiling(record.values("loss"))
-    note = _ceiling_note(raw, ceiling)
-    return Chart(title="Loss", y_label="loss per trained token", lines=lines, marks=marks, ceiling=ceiling, note=note)
-
-
-def late_loss_chart(record: RunRecord) -> Chart | None:
-    """The second half of the training loss in its own axes, if the first half would flatten it."""
-    points = record.points("loss")
-    late, values = points[len(points) // 2 :], record.values("loss")
-    late_values = [y for _, y in late if y is not None]
-    if len(late) < _SMOOTH_FROM or not late_values or max(late_values) > _FLATTENED_SHARE * max(values):
-        return None
-    smoothed, _ = smooth(points)
-    lines = [
-        Line(name=_each(record), points=late, stroke=Stroke.faint),
-        Line(name="mean", points=smoothed[len(points) // 2 :]),
-    ]
-    return Chart(title="Loss, second half", y_label="loss per trained token", lines=lines)
-
-
-def _each(record: RunRecord) -> str:
-    """The steps that a point of the raw loss covers: it is the mean since the previous point."""
-    every = record.log_every_steps
-    if every is None:
-        return "each logged step"
-    return "each step" if every == 1 else f"mean of each {every} steps"
+        late = [
+            Line(name=each, points=raw[middle:], stroke="faint"),
+            Line(name="mean", points=smoothed[middle:]),
+        ]
+    if validation := _validation(record):
+        lines.append(Line(name="validation", points=validation, color=1, stroke="dots"))
+    invalid, ceiling = record.first_invalid_step, outlier_ceiling(values)
+    charts = [
+        Chart(
+            title="Loss", y_label=_LOSS, lines=lines, ceiling=ceiling, note=_ceiling_note(raw, ceiling),
+            mark=None if invalid is None else (invalid, f"not finite, step {invalid}"),
+        )
+    ]  # fmt: skip
+    late_values = [y for _, y in raw[middle:] if y is not None]
+    if len(raw) - middle >= SMOOTH_FROM and late_values and max(late_values) <= _FLATTENED_SHARE * max(values):
+        charts.append(Chart(title="Loss, second half", y_label=_LOSS, lines=late))
+    return charts
 
 
 def other_charts(record: RunRecord) -> tuple[list[Chart], list[str]]:
     """The other recorded curves, and the titles of those that were not recorded."""
-    late = late_loss_chart(record)
-    charts, missing = [late] if late else [], []
-    for key, title, label, unit in _SIMPLE:
-        points = record.points(key)
-        if any(y is not None for _, y in points):
-            label = label.format(unit=speed_unit([record]))
-            charts.append(_simple_chart(key, title, label, unit, points))
-        else:
-            missing.append(title)
-    memory = _memory_chart(record)
-    if memory is None:
-        missing.append("Memory")
-    else:
-        charts.append(memory)
-    return charts, missing
+    charts = [*_simple_charts([record], None), *_memory_chart(record)]
+    titles = {chart.title for chart in charts}
+    return charts, [title for title in (*(title for _, title, _, _ in _SIMPLE), "Memory") if title not in titles]
 
 
 def overlaid_charts(records: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
     """The curves of several runs in shared axes: the loss over steps and over tokens, then the others."""
-    charts = []
-    for over, label in (("step", "optimizer step"), ("tokens_seen", "tokens seen")):
-        title = "Loss over steps" if over == "step" else "Loss over tokens"
-        lines = _overlay(records, names, "loss", over, smoothed=True)
-        charts.append(Chart(title=title, y_label="loss per trained token", lines=lines, x_label=label))
-    validation = [
-        Line(name=name, points=[(line["step"], line["validation_loss"]) for line in record.validation], color=index,
-             dash=dash_of_run(index), stroke=Stroke.dots)
-        for index, (record, name) in enumerate(zip(records, names, strict=True)) if record.validation
-    ]  # fmt: skip
-    charts.append(Chart(title="Validation loss", y_label="loss per trained token", lines=validation))
-    for key, title, label, unit in _SIMPLE:
-        lines = _overlay(records, names, key, "step", smoothed=False)
-        values = [y for line in lines for _, y in line.points if y is not None]
-        label = label.format(unit=speed_unit(records))
-        charts.append(
-            Chart(title=title, y_label=label, lines=lines, unit=unit, from_zero=True, ceiling=outlier_ceiling(values))
-        )
-    return [chart for chart in charts if any(y is not None for line in chart.lines for _, y in line.points)]
+
+    def chart(title: str, points: list[list[Point]], x_label: str = "optimizer step") -> Chart:
+        stroke: Stroke = "dots" if title == "Validation loss" else "strong"
+        return Chart(title=title, y_label=_LOSS, x_label=x_label, lines=_overlay(points, names, stroke))
+
+    def losses(over: str) -> list[list[Point]]:
+        found = (record.points("loss", over) for record in records)
+        return [smooth(points)[0] if len(points) >= SMOOTH_FROM else points for points in found]
+
+    charts = [
+        chart("Loss over steps", losses("step")),
+        chart("Loss over tokens", losses("tokens_seen"), "tokens seen"),
+        chart("Validation loss", [_validation(record) for record in records]),
+    ]
+    return [chart for chart in charts if any(y is not None for line in chart.lines for _, y in line.points)] + (
+        _simple_charts(records, names)
+    )
 
 
 def dash_of_run(index: int) -> int:
@@ -116,44 +99,35 @@ def dash_of_run(index: int) -> int:
     return (index + index // NUM_COLORS) % NUM_DASHES
 
 
-def smooth(points: Sequence[Point]) -> tuple[list[Point], int]:
-    """The centered moving average over about a twentieth of the points, and the width of its window.
-
-    An average over past values lags behind a falling loss and shows it too high. The window shrinks at both ends.
-    """
-    half = max(2, round(len(points) / 40))
-    sums, counts = [0.0], [0]
-    for _, y in points:
-        sums.append(sums[-1] + (y or 0.0))
-        counts.append(counts[-1] + (y is not None))
-    smoothed: list[Point] = []
-    for index, (x, y) in enumerate(points):
-        reach = min(half, index, len(points) - 1 - index)
-        first, end = index - reach, index + reach + 1
-        mean = None if y is None else (sums[end] - sums[first]) / (counts[end] - counts[first])
-        smoothed.append((x, mean))
-    return smoothed, 2 * half + 1
-
-
-def outlier_ceiling(values: Sequence[float]) -> float | None:
-    """The value at which to cut an axis that a few outliers would stretch; None without outliers."""
-    if len(values) < _SMOOTH_FROM:
-        return None
-    ordered = sorted(values)
-    usual = ordered[math.floor(0.98 * (len(ordered) - 1))]
-    return 1.5 * usual if usual > 0 and ordered[-1] > _OUTLIER_FACTOR * usual else None
+def _simple_charts(records: Sequence[RunRecord], names: Sequence[str] | None) -> list[Chart]:
+    """The curves of one run, or of several in shared axes if they have names."""
+    charts = []
+    for key, title, label, unit in _SIMPLE:
+        points = [record.points(key) for record in records]
+        values = [y for one in points for _, y in one if y is not None]
+        if values:
+            ceiling = outlier_ceiling(values)
+            warm_up = "The first steps include the warm-up." if key == "tokens_per_second_per_gpu" else ""
+            note = "" if names else " ".join(filter(None, (warm_up, _ceiling_note(points[0], ceiling))))
+            charts.append(
+                Chart(
+                    title=title, y_label=label.format(unit=speed_unit(records)), unit=unit, from_zero=True,
+                    lines=_overlay(points, names or [title.lower()]), ceiling=ceiling, note=note,
+                )
+            )  # fmt: skip
+    return charts
 
 
-def _simple_chart(key: str, title: str, label: str, unit: Unit, points: list[Point]) -> Chart:
-    values = [y for _, y in points if y is not None]
-    ceiling = outlier_ceiling(values) if key == "grad_norm" else None
-    note = _ceiling_note(points, ceiling)
-    if key == "tokens_per_second_per_gpu":
-        note = "The first steps include the warm-up."
-    return Chart(
-        title=title, y_label=label, lines=[Line(name=title.lower(), points=points)], unit=unit, from_zero=True,
-        ceiling=ceiling, note=note,
-    )  # fmt: skip
+def _validation(record: RunRecord) -> list[Point]:
+    return [(line["step"], line["validation_loss"]) for line in record.validation]
+
+
+def _overlay(curves: Sequence[list[Point]], names: Sequence[str], stroke: Stroke = "strong") -> list[Line]:
+    return [
+        Line(name=name, points=points, color=index, dash=dash_of_run(index), stroke=stroke)
+        for index, (points, name) in enumerate(zip(curves, names, strict=True))
+        if points
+    ]
 
 
 def _ceiling_note(points: Sequence[Point], ceiling: float | None) -> str:
@@ -165,29 +139,21 @@ def _ceiling_note(points: Sequence[Point], ceiling: float | None) -> str:
     return f"{len(above)} {are} off the scale (arrows); the largest is {format_value(largest)} at step {step:.0f}."
 
 
-def _memory_chart(record: RunRecord) -> Chart | None:
-    ranks = [(line["step"], line["memory_gib"]) for line in record.training if line.get("memory_gib")]
-    known = [(step, [value for value in values if value is not None]) for step, values in ranks]
-    known = [(step, values) for step, values in known if values]
+def _memory_chart(record: RunRecord) -> list[Chart]:
+    found = [
+        (line["step"], [gib for gib in line.get("memory_gib") or [] if gib is not None]) for line in record.training
+    ]
+    known = [(step, ranks) for step, ranks in found if ranks]
     if not known:
-        return None
-    highest: list[Point] = [(step, max(values)) for step, values in known]
-    several = any(len(values) > 1 for _, values in known)
-    band: list[tuple[float, float, float]] = [(step, min(values), max(values)) for step, values in known]
-    name = "highest of all ranks" if several else "memory"
-    return Chart(
-        title="Memory", y_label="peak GiB per rank", lines=[Line(name=name, points=highest)], unit=Unit.plain,
-        from_zero=True, band=band if several else [],
-        note="The shaded area reaches down to the lowest rank." if several else "",
-    )  # fmt: skip
-
-
-def _overlay(records: Sequence[RunRecord], names: Sequence[str], key: str, over: str, smoothed: bool) -> list[Line]:
-    lines = []
-    for index, (record, name) in enumerate(zip(records, names, strict=True)):
-        points = record.points(key, over)
-        if smoothed and len(points) >= _SMOOTH_FROM:
-            points, _ = smooth(points)
-        if points:
-            lines.append(Line(name=name, points=points, color=index, dash=dash_of_run(index)))
-    return lines
+        return []
+    several = any(len(ranks) > 1 for _, ranks in known)
+    highest = Line(
+        name="highest of all ranks" if several else "memory", points=[(step, max(ranks)) for step, ranks in known]
+    )
+    return [
+        Chart(
+            title="Memory", y_label="peak GiB per rank", lines=[highest], from_zero=True,
+            band=[(step, min(ranks), max(ranks)) for step, ranks in known] if several else [],
+            note="The shaded area reaches down to the lowest rank." if several else "",
+        )
+    ]  # fmt: skip

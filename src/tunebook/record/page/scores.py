@@ -1,4 +1,4 @@
-"""The evaluations in a report: scores before and after training and of later evaluations, samples, programs."""
+"""The evaluations in a report: scores before and after training and of later evaluations, samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TURN_PATTERNS = (
     re.compile(r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n\n(?P<text>.*?)(?:<\|eot_id\|>|\Z)", re.DOTALL),
 )
 _Scores = Mapping[str, Mapping[str, Any]]  # of one evaluation, by task
-_Column = Mapping[str, tuple[_Scores, Answers]]  # the evaluation of each task that a column of the table shows
+_Column = dict[str, tuple[_Scores, Answers]]  # the evaluation of each task that a column of the table shows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +70,10 @@ def score_rows(
 ) -> list[ScoreRow]:
     """Every task, each followed by its groups. The change is paired by item if both evaluations have answers."""
     old, new = (before or {}).get("tasks", {}), (after or {}).get("tasks", {})
-    columns = [_column(old, answers_before or {}), _column(new, answers_after or {})]
+    columns = [dict.fromkeys(old, (old, answers_before or {})), dict.fromkeys(new, (new, answers_after or {}))]
     names = list(dict.fromkeys([*new, *old]))
     # A baseline does not name its task, so it is drawn only if there is a single one.
-    baseline = (_baseline(before, after) or {}) if len(names) == 1 else {}
+    baseline = (baseline_of(before, after) or {}) if len(names) == 1 else {}
     rows = []
     for name in names:
         rows.append(_row(name, columns, baseline=baseline.get("value")))
@@ -83,39 +83,30 @@ def score_rows(
     return rows
 
 
-def _column(tasks: _Scores, answers: Answers) -> _Column:
-    return dict.fromkeys(tasks, (tasks, answers))
-
-
 def _row(name: str, columns: Sequence[_Column], group: str | None = None, *, baseline: float | None = None) -> ScoreRow:
     """The row of a task, or of a group of its items. Changes are from the first column."""
-    sources = [column.get(name) for column in columns]
-    found = [
-        None
-        if source is None
-        else source[0][name]
-        if group is None
-        else (source[0][name].get("groups") or {}).get(group)
-        for source in sources
-    ]
-    unit = unit_of(*filter(None, found), *(source[0][name] for source in sources if source is not None))
+    tasks = [column[name][0][name] if name in column else None for column in columns]
+    found = [task if task is None or group is None else (task.get("groups") or {}).get(group) for task in tasks]
+    unit = unit_of(*filter(None, found), *filter(None, tasks))
     scores: list[Score | None] = []
-    for score, source in zip(found, sources, strict=True):
-        if score is None or source is None:
+    for score, column in zip(found, columns, strict=True):
+        if score is None:
             scores.append(None)
             continue
-        change, first = "", sources[0]
-        if scores and found[0] is not None and first is not None:
-            change = change_text(task_difference(name, first[0], source[0], first[1], source[1], group), unit)
-        text, error = score_text(score, unit), standard_error(score)
+        change = ""
+        if scores and found[0] is not None:
+            (old, old_answers), (new, new_answers) = columns[0][name], column[name]
+            change = _change_text(task_difference(name, old, new, old_answers, new_answers, group), unit)
         scores.append(
-            Score(value=score["value"], standard_error=error, text=text, num_items=score["num_items"], change=change)
-        )
-    metrics = dict.fromkeys(source[0][name]["metric"] for source in sources if source is not None)
+            Score(
+                value=score["value"], standard_error=standard_error(score), text=score_text(score, unit),
+                num_items=score["num_items"], change=change,
+            )
+        )  # fmt: skip
     return ScoreRow(
         name=name if group is None else group,
         is_group=group is not None,
-        metric=" / ".join(metrics),
+        metric=" / ".join(dict.fromkeys(task["metric"] for task in tasks if task is not None)),
         scores=scores,
         baseline=baseline if unit is Unit.share else None,
         has_bar=unit is Unit.share,
@@ -135,7 +126,7 @@ def score_text(score: Mapping[str, Any], unit: Unit) -> str:
     return text + (f" ± {100 * error:.1f}" if unit is Unit.share else f" ± {format_value(error)}")
 
 
-def change_text(difference: Difference, unit: Unit) -> str:
+def _change_text(difference: Difference, unit: Unit) -> str:
     """A difference with its sign and standard error; for shares in percentage points."""
     sign = "" if not difference.value else "+" if difference.value > 0 else MINUS
     value, error = abs(difference.value), difference.standard_error
@@ -144,14 +135,9 @@ def change_text(difference: Difference, unit: Unit) -> str:
     return f"{sign}{format_value(value)}" + ("" if error is None else f" ± {format_value(error)}")
 
 
-def _baseline(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
+def baseline_of(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The baseline of the evaluations: `name`, `value` and `groups`; None without one."""
     return (after or {}).get("baseline") or (before or {}).get("baseline")
-
-
-def baseline_text(before: dict[str, Any] | None, after: dict[str, Any] | None) -> str | None:
-    """The name and score of the baseline; None without one."""
-    baseline = _baseline(before, after)
-    return None if baseline is None else f"{baseline['name']}: {format_value(baseline['value'], unit_of(baseline))}"
 
 
 def pair_samples(before: dict[str, Any] | None, after: dict[str, Any] | None) -> list[Sample]:
@@ -192,51 +178,22 @@ def later_evaluations(record: RunRecord) -> list[tuple[str, str, list[ScoreRow]]
     found = []
     for evaluation in reversed(record.evaluations):
         limit = f", the first {evaluation['limit']} items" if evaluation.get("limit") else ""
-        rows = [_row(name, [_column(evaluation["tasks"], {})]) for name in evaluation["tasks"]]
-        found.append((evaluation["when"], evaluation["model"] + limit, rows))
+        column: _Column = dict.fromkeys(evaluation["tasks"], (evaluation["tasks"], {}))
+        found.append((evaluation["when"], evaluation["model"] + limit, [_row(name, [column]) for name in column]))
     return found
-
-
-def failed_tasks(record: RunRecord) -> list[str]:
-    """Tasks of the evaluations before and after training that failed, and why."""
-    return [
-        f"{name}, {when} training: {why}"
-        for when, evaluation in (("before", record.before), ("after", record.after))
-        for name, why in ((evaluation or {}).get("failed") or {}).items()
-    ]
 
 
 def compare_scores(records: Sequence[RunRecord]) -> list[ScoreRow]:
-    """Every task that any of the runs was evaluated on, a column per run. Changes are from the first run."""
-    columns = [_column_of_run(record) for record in records]
-    names = dict.fromkeys(name for column in columns for name in column)
-    return [_row(name, columns) for name in names]
+    """Every task that any of the runs was evaluated on, a column per run. Changes are from the first run.
 
-
-def _column_of_run(record: RunRecord) -> _Column:
-    """Each task's score of the run's final model: after training, or from the newest later evaluation."""
-    found: dict[str, tuple[_Scores, Answers]] = {}
-    later = [evaluation for evaluation in record.evaluations if evaluation["model"] == FINAL_MODEL]
-    for evaluation in (record.after, *reversed(later)):
-        tasks = {} if evaluation is None else evaluation["tasks"]
-        if any(name not in found for name in tasks):
-            answers = answers_of(record.folder, evaluation)
-            for name in tasks:
-                found.setdefault(name, (tasks, answers))
-    return found
-
-
-def program_lines(before: dict[str, Any] | None, after: dict[str, Any] | None) -> list[str]:
-    """How programs that the model wrote ended, one line per task, and how they were executed."""
-    codes = {when: (found or {}).get("code") for when, found in (("before", before), ("after", after))}
-    lines = []
-    for when, code in codes.items():
-        for name, task in (code or {"tasks": {}})["tasks"].items():
-            counts = ", ".join(f"{num:,} {status.replace('_', ' ')}" for status, num in task["statuses"].items())
-            lines.append(f"{name}, {when} training: {counts}; at most {task['time_limit_s']:g} s each")
-    return [*lines, *dict.fromkeys(_execution(code["execution"]) for code in codes.values() if code)]
-
-
-def _execution(execution: dict[str, Any]) -> str:
-    where = "the sandbox service" if execution["backend"] == "service" else execution["backend"]
-    return f"Executed in {where}, each with at most {execution['limits']['memory_bytes'] >> 20} MiB of memory"
+    The score is that of the run's final model: after training, or from the newest later evaluation.
+    """
+    columns: list[_Column] = []
+    for record in records:
+        later = [evaluation for evaluation in record.evaluations if evaluation["model"] == FINAL_MODEL]
+        column: _Column = {}
+        for evaluation in filter(None, (record.after, *reversed(later))):
+            found = evaluation["tasks"], answers_of(record.folder, evaluation)
+            column |= {name: found for name in evaluation["tasks"] if name not in column}
+        columns.append(column)
+    return [_row(name, columns) for name in dict.fromkeys(name for column in columns for name in column)]
