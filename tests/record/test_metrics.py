@@ -83,26 +83,9 @@ def test_partly_logged_window_is_left_out() -> None:
     assert by_schedule(older, 5) == [(5, 15.0), (10, 10.0), (15, 5.0)]
 
 
-@pytest.mark.parametrize("num_steps", ['"two"', "0", "null"])
-def test_a_line_is_the_mean_of_one_step_or_more(tmp_path: Path, num_steps: str) -> None:
-    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "num_steps": {num_steps}, "loss": 2.0}}\n')
-    with pytest.raises(DataError, match=r"line 1: num_steps is .*, not a number of steps"):
-        read_metrics(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{}", "it has no step"),
-        ("5", "5 is not an object"),
-        ('{"step": 1, "loss": NaN}', "line 1 is not JSON"),
-        ('{"step": 1, "loss": 1e999}', "loss is inf, not a number"),
-        ('{"step": 1, "memory_gib": ["x"]}', r"memory_gib is \['x'\], not a list of numbers"),
-        ('{"step": 1, "not_finite": 1}', "not_finite is 1, not a list of names"),
-        ('{"step": 0, "loss": 1.0}', "step is 0, before the first"),
-    ],
-)
-def test_a_line_that_no_run_writes_is_named(tmp_path: Path, line: str, said: str) -> None:
+@pytest.mark.parametrize("line", ["{}", "5", '{"step": 1, "loss": NaN}'])
+def test_a_line_that_no_run_writes_is_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match="line 1") as raised:
         read_metrics(tmp_path)
+    assert raised.value.problem_id == "broken-record"

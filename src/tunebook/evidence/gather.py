@@ -22,8 +22,7 @@ from tunebook.evidence.schema import CleanScore, Hardware, Inputs, Lock, Results
 from tunebook.model.weights_fingerprint import recorded_in
 from tunebook.record.contamination import KINDS, contamination_of
 from tunebook.record.locks import matters
-from tunebook.record.manifest import MANIFEST_FILE, RunState, changed_files
-from tunebook.record.manifest_schema import check_read_manifest
+from tunebook.record.manifest import MANIFEST_FILE, RunState, changed_files, check_manifest
 from tunebook.record.page.overview import summarize
 from tunebook.record.run_folder import RUN_FILE, WITHOUT_RECIPE
 from tunebook.record.run_record import RunRecord, read_run
@@ -141,7 +140,7 @@ def read_facts(folder: Path) -> RunFacts:
     """Read a run, finished or not. Raises: RequestError if it has no configuration, DataError for a damaged file."""
     record = read_run(folder)
     config = load_config(record.folder / RUN_FILE)
-    check_read_manifest(record.manifest or {}, record.folder / MANIFEST_FILE)
+    check_manifest(record.manifest or {}, record.folder / MANIFEST_FILE)
     assert record.manifest is not None
     return RunFacts(record=record, config=config, manifest=record.manifest)
 

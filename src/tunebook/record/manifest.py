@@ -45,12 +45,9 @@ class RunState(Enum):
     invalid = "invalid"
 
 
-_STATE_OF_EXIT_CODE = {0: RunState.finished, 6: RunState.stopped, 7: RunState.invalid}
-
-
 def state_of_exit_code(exit_code: int) -> RunState:
     """The state of a run whose process ended with this code."""
-    return _STATE_OF_EXIT_CODE.get(exit_code, RunState.failed)
+    return {0: RunState.finished, 6: RunState.stopped, 7: RunState.invalid}.get(exit_code, RunState.failed)
 
 
 def start_manifest(
@@ -174,7 +171,7 @@ def changed_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a run. Raises: DataError if it is missing, not JSON, or from a later version of Tunebook."""
+    """The manifest of a run, of which only the format is checked. Raises: DataError if there is none, or another."""
     path = folder / MANIFEST_FILE
     if not path.is_file():
         raise DataError(
@@ -183,15 +180,30 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             problem_id="broken-record",
         )
     manifest: dict[str, Any] = read_json(path)
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
-        raise DataError(f"{path} is not a manifest: it has no format; name another run", problem_id="broken-record")
-    if manifest["format"] > FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise DataError(
-            f"{path} has format {manifest['format']} and this Tunebook reads up to {FORMAT}; "
-            "read it with the version that wrote it, or a later one",
+            f"{path} is no manifest of format {FORMAT}, which this Tunebook reads; name another run, or read it with "
+            "the version that wrote it",
             problem_id="broken-record",
         )
     return manifest
+
+
+def check_manifest(manifest: dict[str, Any], file: Path) -> None:
+    """Check a manifest that is written or read. Raises: DataError naming the file and its first wrong key."""
+    from pydantic import ValidationError  # importing it takes 0.1 s
+
+    from tunebook.record.manifest_schema import Manifest
+
+    try:
+        Manifest.model_validate(manifest)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        raise DataError(
+            f"{file} is no whole manifest: {'.'.join(map(str, fault['loc']))}: {fault['msg']}; Tunebook checks what it "
+            "writes, so something else changed it: restore it from a copy, or name another run",
+            problem_id="broken-record",
+        ) from None
 
 
 def system_prompt_hash(prompt: str | None) -> str:
@@ -220,7 +232,5 @@ def recorded_fingerprint(manifest: dict[str, Any]) -> str | None:
 
 
 def _write(folder: Path, manifest: dict[str, Any]) -> None:
-    from tunebook.record.manifest_schema import check_manifest  # importing pydantic takes 0.1 s
-
-    check_manifest(manifest)
+    check_manifest(manifest, folder / MANIFEST_FILE)
     atomic_write_json(folder / MANIFEST_FILE, manifest)

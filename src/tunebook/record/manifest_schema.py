@@ -1,19 +1,16 @@
-"""The content of a manifest: one type per section, used for the JSON schema and to validate.
+"""The content of a manifest: one type per section, used to check what is written and what is read.
 
 Facts that are learnt during a run (`parallelism_found`, `leak_probe`, `slurm` and others) may be added at the
-top level; the keys inside a section are fixed. The JSON schema is `manifest.schema.json` in this folder, written by
-`python -m tunebook.record.manifest_schema > src/tunebook/record/manifest.schema.json`.
+top level; the keys inside a section are fixed.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from tunebook.errors import DataError
+from tunebook.record.manifest import RunState
 
 
 class Section(BaseModel):
@@ -25,7 +22,7 @@ class Section(BaseModel):
 class Status(Section):
     """How the run stands, or an attempt before it stood."""
 
-    state: Literal["running", "finished", "stopped", "failed", "invalid"]
+    state: RunState
     exit_code: int | None
     reason: str | None = Field(description="one sentence; for every state but running, and finished at the last step")
     started: str = Field(description="ISO 8601, UTC")
@@ -150,7 +147,7 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(extra="allow", title="manifest.json of Tunebook")
 
-    format: int = Field(ge=1)
+    format: Literal[1]
     recipe: str | None
     title: str
     status: Status
@@ -181,41 +178,3 @@ class Manifest(BaseModel):
     files_sha256: dict[str, str] | None = Field(
         default=None, description="of what the run measured, by name, when it ended"
     )
-
-
-def check_manifest(manifest: dict[str, Any]) -> None:
-    """Raises: DataError naming the first key that violates the schema. Only a bug in Tunebook can cause that."""
-    for where, what, _ in _faults(manifest):
-        raise DataError(
-            f"the manifest would not be valid: {where}: {what}; this is a fault of Tunebook: report it "
-            "with `tunebook doctor --json`",
-            problem_id="broken-record",
-        )
-
-
-def check_read_manifest(manifest: dict[str, Any], file: Path, *, may_lack: bool = False) -> None:
-    """Raises: DataError naming the file and its first wrong key, or missing one unless `may_lack`.
-
-    Unknown keys in a section are accepted, since a later version of the same format may have written them.
-    """
-    accepted = ("extra_forbidden", "missing") if may_lack else ("extra_forbidden",)
-    for where, what, kind in _faults(manifest):
-        if kind not in accepted:
-            raise DataError(
-                f"{file} is no whole manifest: {where}: {what}; Tunebook checks what it writes, so something else "
-                "changed it: restore it from a copy, or name another run",
-                problem_id="broken-record",
-            )
-
-
-def _faults(manifest: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """The dotted key, the message and the type of each violation of the schema."""
-    try:
-        Manifest.model_validate(manifest)
-    except ValidationError as error:
-        return [(".".join(map(str, fault["loc"])), fault["msg"], fault["type"]) for fault in error.errors()]
-    return []
-
-
-if __name__ == "__main__":
-    print(json.dumps(Manifest.model_json_schema(), indent=2))

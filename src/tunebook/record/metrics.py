@@ -23,12 +23,6 @@ from tunebook.files import atomic_write_text
 METRICS_FILE = "metrics.jsonl"
 NOT_FINITE = "not_finite"  # names of the numbers of a line that were NaN or infinite, and are null in it
 _WARM_UP_SHARE = 0.1  # of the logged steps, excluded from the median speed if there are enough of them
-# The optional numbers of a line. Each may be null, and so may each number of a list.
-_NUMBERS = (
-    "loss", "validation_loss", "grad_norm", "learning_rate", "tokens_seen", "tokens_per_second_per_gpu", "mfu",
-    "peak_tflops", "padding_share", "seconds",
-)  # fmt: skip
-_LISTS = ("memory_gib", "memory_reserved_gib", "memory_device_gib")
 
 
 def write_line(folder: Path, line: Mapping[str, Any]) -> None:
@@ -102,14 +96,6 @@ def median_after_warm_up(values: list[float]) -> float | None:
     return median(values[num_warm_up:])
 
 
-def is_number(value: Any) -> bool:
-    """True for null and for finite numbers. JSON can write numbers that are too large for a float."""
-    try:
-        return value is None or (isinstance(value, int | float) and math.isfinite(value))
-    except OverflowError:  # a whole number that is too large for a float
-        return False
-
-
 def _finite(value: Any, name: str, not_finite: list[str]) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         not_finite.append(name)
@@ -134,9 +120,9 @@ def _parse_lines(path: Path) -> Iterable[dict[str, Any]]:
                 "the file; remove that line",
                 problem_id="broken-record",
             ) from error
-        if wrong := _line_problem(read):
+        if not isinstance(read, dict) or not isinstance(read.get("step"), int):
             raise DataError(
-                f"{path} line {number}: {wrong}. Tunebook does not write this, so something else changed the file; "
+                f"{path} line {number} has no step. Tunebook does not write this, so something else changed the file; "
                 "restore it from a copy, or train again",
                 problem_id="broken-record",
             )
@@ -145,25 +131,3 @@ def _parse_lines(path: Path) -> Iterable[dict[str, Any]]:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def _line_problem(read: Any) -> str | None:
-    """What is wrong with a line that is valid JSON; None if nothing is."""
-    if not isinstance(read, dict):
-        return f"{read!r} is not an object"
-    if not isinstance(read.get("step"), int):
-        return "it has no step"
-    if read["step"] < (1 if is_training_line(read) else 0):
-        return f"step is {read['step']}, before the first"
-    if not isinstance(read.get("num_steps", 1), int) or read.get("num_steps", 1) < 1:
-        return f"num_steps is {read['num_steps']!r}, not a number of steps"
-    for name in _NUMBERS:
-        if not is_number(read.get(name)):
-            return f"{name} is {read[name]!r}, not a number"
-    for name in _LISTS:
-        numbers = read.get(name) or []
-        if not isinstance(numbers, list) or not all(map(is_number, numbers)):
-            return f"{name} is {numbers!r}, not a list of numbers"
-    if not isinstance(read.get(NOT_FINITE, []), list):
-        return f"{NOT_FINITE} is {read[NOT_FINITE]!r}, not a list of names"
-    return None

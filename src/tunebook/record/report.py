@@ -26,6 +26,7 @@ from tunebook.record.answer_faults import fault_rows
 from tunebook.record.contamination import NAMES, is_warning, score_lines
 from tunebook.record.differences import answers_of
 from tunebook.record.locks import describe_differences
+from tunebook.record.manifest import MANIFEST_FILE, check_manifest
 from tunebook.record.page.curves import dash_of_run, loss_charts, other_charts, overlaid_charts
 from tunebook.record.page.details import build_prediction, draw_histogram, flatten, memory_bars, start_bars
 from tunebook.record.page.numbers import NO_VALUE, Unit, format_count, format_duration, format_value
@@ -65,8 +66,11 @@ def write_report(folders: Sequence[Path], output: Path, *, makes_folder: bool = 
     """
     if not folders:
         raise RequestError("no run was named; try: tunebook report latest", problem_id="unknown-run")
-    records = [read_run(folder) for folder in folders]
     with broken_records_named(*folders):
+        records = [read_run(folder) for folder in folders]
+        for record in records:
+            if record.manifest is not None:
+                check_manifest(record.manifest, record.folder / MANIFEST_FILE)
         page = render_run(records[0]) if len(records) == 1 else render_comparison(records)
     try:
         if makes_folder:

@@ -1,12 +1,11 @@
-"""Read a run folder: its configuration, plan, manifest, metrics and evaluations, each checked.
+"""Read a run folder: its configuration, plan, manifest, metrics and evaluations.
 
-JSON may be valid and still not be a record. The most used parts are checked when a file is read, so that the message
-names the file and the key. `broken_records_named` catches the rest where it is used, and can only name the folder.
+JSON may be valid and still not be a record. `broken_records_named` catches that where the records are used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -20,15 +19,9 @@ from yaml import YAMLError
 from tunebook.errors import DataError, RequestError, first_line
 from tunebook.files import read_json
 from tunebook.record.contamination import read_contamination
-from tunebook.record.manifest import MANIFEST_FILE, changed_files, read_manifest
-from tunebook.record.manifest_schema import check_read_manifest
-from tunebook.record.metrics import METRICS_FILE, NOT_FINITE, by_schedule, is_number, is_training_line, read_metrics
+from tunebook.record.manifest import MANIFEST_FILE, changed_files, manifest_or_empty
+from tunebook.record.metrics import METRICS_FILE, NOT_FINITE, by_schedule, is_training_line, read_metrics
 from tunebook.record.run_folder import PLAN_FILE, RUN_FILE, is_run
-
-_CONFIG_SECTIONS = ("hardware", "model", "dataset", "parallelism", "peft", "training")  # that reports show
-_PLAN_SECTIONS = ("hardware", "batch", "memory_gib", "time")
-_PLAN_LISTS = ("choices", "problems")
-_COUNTED = ("total_steps", "world_size", "accumulation", "micro", "row_length", "documents_per_step", "tokens_per_step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,35 +103,20 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(
         folder=folder,
         config=_read_config(folder / RUN_FILE),
-        plan=_read_optional(folder / PLAN_FILE, check_plan),
-        manifest=_read_manifest(folder) if (folder / MANIFEST_FILE).is_file() else None,
+        plan=_read_optional(folder / PLAN_FILE),
+        manifest=manifest_or_empty(folder) or None,
         training=[line for line in lines if is_training_line(line)],
         validation=[line for line in lines if not is_training_line(line)],
-        before=_read_optional(evaluations / "before.json", check_evaluation),
-        after=_read_optional(evaluations / "after.json", check_evaluation),
-        evaluations=[_read(file, check_evaluation) for file in sorted(evaluations.glob("eval-*.json"))],
+        before=_read_optional(evaluations / "before.json"),
+        after=_read_optional(evaluations / "after.json"),
+        evaluations=[read_json(file) for file in sorted(evaluations.glob("eval-*.json"))],
         contamination=read_contamination(folder),
         last_logged=datetime.fromtimestamp((folder / METRICS_FILE).stat().st_mtime, UTC) if lines else None,
     )
 
 
-def _read_optional(path: Path, check: Callable[[Any, Path], None]) -> dict[str, Any] | None:
-    return _read(path, check) if path.is_file() else None
-
-
-def _read(path: Path, check: Callable[[Any, Path], None]) -> dict[str, Any]:
-    content: dict[str, Any] = read_json(path)
-    check(content, path)
-    return content
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    manifest = read_manifest(folder)
-    status = manifest.get("status")
-    if not isinstance(status, dict) or not isinstance(status.get("state"), str):
-        raise _broken(folder / MANIFEST_FILE, "it has no status.state")
-    check_read_manifest(manifest, folder / MANIFEST_FILE, may_lack=True)  # older versions recorded less
-    return manifest
+def _read_optional(path: Path) -> dict[str, Any] | None:
+    return dict(read_json(path)) if path.is_file() else None
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:
@@ -146,48 +124,16 @@ def _read_config(path: Path) -> dict[str, Any] | None:
         return None
     try:
         config: Any = OmegaConf.to_container(OmegaConf.load(path))
+        why = "" if config and isinstance(config, dict) else "it holds no keys with values"
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        raise _broken(path, f"it cannot be read: {first_line(error)}") from error
-    if not isinstance(config, dict) or not config:
-        raise _broken(path, "it is empty" if not config else "it is not a mapping of keys to values")
-    for section in _CONFIG_SECTIONS:
-        if not isinstance(config.get(section) or {}, dict):
-            raise _broken(path, f"{section} is {config[section]!r}, not a section")
-    return config
-
-
-def check_plan(plan: Any, file: Path) -> None:
-    """Raises: DataError for an invalid `plan.json`."""
-    if not isinstance(plan, dict):
-        raise _broken(file, "it is not an object")
-    for key in _PLAN_SECTIONS:
-        if not isinstance(plan.get(key) or {}, dict):
-            raise _broken(file, f"{key} is {plan[key]!r}, not a section")
-    for key in _PLAN_LISTS:
-        if not _is_list_of_sections(plan.get(key) or []):
-            raise _broken(file, f"{key} is not a list of sections")
-    for section, keys in (("batch", _COUNTED), ("memory_gib", tuple(plan.get("memory_gib") or ()))):
-        for key in keys:
-            if not is_number(value := (plan.get(section) or {}).get(key)):
-                raise _broken(file, f"{section}.{key} is {value!r}, not a number")
-
-
-def check_evaluation(evaluation: Any, file: Path) -> None:
-    """Raises: DataError for an invalid record of an evaluation."""
-    if not isinstance(evaluation, dict):
-        raise _broken(file, "it is not an object")
-    tasks = evaluation.get("tasks")
-    if not isinstance(tasks, dict):
-        raise _broken(file, f"tasks is {tasks!r}, not a section")
-    if not _is_list_of_sections(evaluation.get("samples") or []):
-        raise _broken(file, "samples is not a list of sections")
-    for name, task in tasks.items():
-        if not isinstance(task, dict):
-            raise _broken(file, f"tasks.{name} is {task!r}, not a section")
-        for key in ("value", "stderr", "num_items"):
-            # A score may be infinite or NaN, as a perplexity is. Evidence refuses those.
-            if not isinstance(task.get(key), int | float | None):
-                raise _broken(file, f"tasks.{name}.{key} is {task[key]!r}, not a number")
+        config, why = None, f"it cannot be read: {first_line(error)}"
+    if why:
+        raise DataError(
+            f"{path}: {why}. Tunebook does not write this, so something else changed the file; restore it from a copy, "
+            "or remove it to continue without it",
+            problem_id="broken-record",
+        )
+    return dict(config)
 
 
 @contextmanager
@@ -206,15 +152,3 @@ def broken_records_named(*folders: Path) -> Iterator[None]:
             "a copy, or name another run. If nobody changed them, this is a bug in Tunebook",
             problem_id="broken-record",
         ) from error
-
-
-def _is_list_of_sections(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
-
-
-def _broken(file: Path, why: str) -> DataError:
-    return DataError(
-        f"{file}: {why}. Tunebook does not write this, so something else changed the file; restore it from a copy, or "
-        "remove it to continue without it",
-        problem_id="broken-record",
-    )

@@ -35,8 +35,8 @@ def test_head_of_a_finished_run(make_run) -> None:
     assert "tokens per second 12.1k per rank, median after warm-up memory 1.5 GiB peak" in text
     assert text.endswith(
         "Recipe example Model book:recipes/example/model from random weights Hardware CPU, 2 cores "
-        "Strategy ddp, full fine-tune Precision, attention, packing fp32, sdpa, isolated Optimizer steps 240 of 240 "
-        "Tokens seen 818,880 Started 21 November 2026, 07:18 UTC Took 1 min 42 s Exit code 0"
+        "Packages as in the cpu lock Strategy ddp, full fine-tune Precision, attention, packing fp32, sdpa, isolated "
+        "Optimizer steps 240 of 240 Tokens seen 818,880 Started 21 November 2026, 07:18 UTC Took 1 min 42 s Exit code 0"
     )
     assert 'class="banner' not in render_run(read_run(make_run("2026-11-21T07-18-06Z")))
 
