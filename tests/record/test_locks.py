@@ -10,7 +10,6 @@ import pytest
 
 from tunebook.record.locks import (
     LOCKED_PYTHON,
-    by_importance,
     describe_differences,
     generation_versions,
     installed_packages,
@@ -138,7 +137,6 @@ def test_differences_start_with_torch() -> None:
     ]  # fmt: skip
     assert describe_differences(differences, 1) == ["torch 2.11.0 where the lock has 2.13.0", "and 4 more"]
     assert describe_differences({}) == []
-    assert by_importance(["b", "python", "a", "torch"]) == ["torch", "python", "a", "b"]
 
 
 @pytest.mark.parametrize(

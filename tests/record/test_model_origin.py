@@ -218,12 +218,3 @@ def test_another_file_of_that_name_is_an_error(
     with pytest.raises(DataError, match=r"is not what `tunebook export` writes.*or remove the file") as raised:
         read_origin(tmp_path)
     assert raised.value.problem_id == "broken-record"
-
-
-def test_older_exported_folder_has_no_base(run: Path, tmp_path: Path) -> None:
-    write_origin(tmp_path, origin_of(run))
-    said = json.loads((tmp_path / ORIGIN_FILE).read_text())
-    del said["weights_fingerprint"]
-    (tmp_path / ORIGIN_FILE).write_text(json.dumps(said))
-    read = read_origin(tmp_path)
-    assert read is not None and read.weights_fingerprint is None

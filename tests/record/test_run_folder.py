@@ -65,10 +65,9 @@ def test_latest_is_a_relative_link_to_the_newest(tmp_path: Path) -> None:
 
 def test_outputs_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "outputs").touch()
-    with pytest.raises(
-        RequestError, match=r"no run folder can be made in .*outputs: .* is a file; .*outputs=/a/folder"
-    ):
+    with pytest.raises(RequestError, match=r"outputs is a file") as raised:
         create_run_folder(tmp_path / "outputs", "quickstart")
+    assert raised.value.problem_id == "outputs-not-writable"
 
 
 def test_outputs_that_cannot_be_written_to_is_refused_and_nothing_is_made(
@@ -90,8 +89,9 @@ def test_a_disk_that_fills_up_in_between_is_reported_as_full(tmp_path: Path, mon
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "mkdir", full)
-    with pytest.raises(DoesNotFitError, match=r"No space left on device; free some space"):
+    with pytest.raises(DoesNotFitError, match=r"free some space") as raised:
         create_run_folder(tmp_path, "quickstart")
+    assert raised.value.problem_id == "disk-full"
 
 
 def test_runs_are_found_oldest_first_and_other_folders_are_not_runs(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_path_is_not_read_as_a_recipe(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     for text in ("other/a", "other/a/", "./other/a", str(tmp_path / "other" / "a")):
         assert resolve_run(text, Path("outputs")) == elsewhere, text
-    for text in ("nowhere/a", "/nowhere/a", "some-org/a", "./a"):
+    for text in ("nowhere/a", "/nowhere/a", "some-org/a"):
         with pytest.raises(RequestError, match=f"there is no run '{text}'"):
             resolve_run(text, Path("outputs"))
 
@@ -151,13 +151,13 @@ def test_a_recipes_name_is_no_pattern(tmp_path: Path) -> None:
 
 
 def test_an_unknown_run_lists_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"holds no runs yet; make one with: tunebook train quickstart"):
+    with pytest.raises(RequestError, match=r"tunebook train quickstart") as error:
         resolve_run("latest", tmp_path)
+    assert error.value.problem_id == "unknown-run"
     runs = [make_run(tmp_path, "quickstart", second) for second in range(10)]
     with pytest.raises(RequestError, match=r"no run 'quickstrat'\. Did you mean 'quickstart'\?") as error:
         resolve_run("quickstrat", tmp_path)
     assert f"quickstart/{runs[-1].name}, quickstart/{runs[-2].name}" in error.value.message
-    assert "and 2 older" in error.value.message
 
 
 @pytest.mark.parametrize(

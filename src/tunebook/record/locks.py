@@ -59,9 +59,8 @@ def installed_packages() -> list[tuple[str, str]]:
     paths = [entry for entry in sys.path if Path(entry).name != "_vendor"]
     for distribution in importlib.metadata.distributions(path=paths):
         metadata = distribution.metadata  # each access parses it, which is slow
-        if metadata is not None and "Name" in metadata:
-            name = metadata["Name"]
-            version = metadata["Version"] if "Version" in metadata else "unknown"  # noqa: SIM401  (no get in its type)
+        if metadata is not None and "Name" in metadata and "Version" in metadata:
+            name, version = metadata["Name"], metadata["Version"]
             found.append((name, version if name == PROJECT else version + _local_source(distribution)))
     return found
 
@@ -71,12 +70,7 @@ def _local_source(distribution: importlib.metadata.Distribution) -> str:
 
     Source: PEP 610, direct_url.json. A wheel that was installed by its path gets no suffix.
     """
-    try:
-        origin = json.loads(distribution.read_text("direct_url.json") or "{}")
-    except ValueError:
-        return ""
-    if not isinstance(origin, dict):
-        return ""
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
     if commit := (origin.get("vcs_info") or {}).get("commit_id"):
         return f" (commit {commit[:12]})"
     return " (from a folder)" if "dir_info" in origin else ""
@@ -141,22 +135,16 @@ def matters(name: str) -> bool:
     return name in PACKAGES or name == PYTHON_NAME or _CUDA_LIBRARY.match(name) is not None
 
 
-def by_importance(names: Iterable[str]) -> list[str]:
-    """Names of packages, the most important first: those in `PACKAGES` in its order, then the others by name."""
-    rank = {name: number for number, name in enumerate((*PACKAGES, PYTHON_NAME))}
-    return sorted(names, key=lambda name: (rank.get(name, len(rank)), name))
-
-
-def describe_difference(name: str, difference: Mapping[str, str | None]) -> str:
-    """One difference in words: `torch 2.11.0 where the lock has 2.13.0`."""
-    installed, locked = difference["installed"], difference["locked"]
-    has = f"no {name}" if installed is None else f"{name} {installed}"
-    return f"{has} where the lock has {locked or 'none'}"
-
-
 def describe_differences(differences: Mapping[str, Mapping[str, str | None]], at_most: int | None = None) -> list[str]:
-    """Differences in words, the most important first. After `at_most` of them the rest is `and 4 more`."""
-    names = by_importance(differences)
-    shown = names if at_most is None else names[:at_most]
-    lines = [describe_difference(name, differences[name]) for name in shown]
-    return lines if len(shown) == len(names) else [*lines, f"and {len(names) - len(shown)} more"]
+    """Differences in words, such as `torch 2.11.0 where the lock has 2.13.0`; those of `PACKAGES` first, in its order.
+
+    After `at_most` of them the rest is `and 4 more`.
+    """
+    rank = {name: number for number, name in enumerate((*PACKAGES, PYTHON_NAME))}
+    lines = []
+    for name in sorted(differences, key=lambda name: (rank.get(name, len(rank)), name)):
+        installed, locked = differences[name]["installed"], differences[name]["locked"]
+        has = f"no {name}" if installed is None else f"{name} {installed}"
+        lines.append(f"{has} where the lock has {locked or 'none'}")
+    shown = lines[:at_most]
+    return shown if len(shown) == len(lines) else [*shown, f"and {len(lines) - len(shown)} more"]

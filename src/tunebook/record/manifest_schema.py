@@ -20,23 +20,21 @@ class Section(BaseModel):
 
 
 class Status(Section):
-    """How the run stands, or an attempt before it stood."""
+    """The state of the run, or the end of an earlier attempt."""
 
     state: RunState
     exit_code: int | None
-    reason: str | None = Field(description="one sentence; for every state but running, and finished at the last step")
-    started: str = Field(description="ISO 8601, UTC")
+    reason: str | None  # one sentence; for every state but running, and finished at the last step
+    started: str  # ISO 8601, UTC
     ended: str | None
     seconds: float | None
-    step: int | None = Field(default=None, description="optimizer steps that were done")
-    best_step: int | None = Field(
-        default=None, description="that the weights in model/ are of, where the best were loaded"
-    )
+    step: int | None = None  # finished optimizer steps
+    best_step: int | None = None  # of the weights in model/, if the best were loaded
     last_checkpoint: str | None = None
 
 
 class Code(Section):
-    """The commit, and a hash of what was changed since; `reason` says why one is null."""
+    """The commit, and a hash of later changes; `reason` says why one is null."""
 
     git_commit: str | None
     git_diff_sha256: str | None
@@ -45,36 +43,32 @@ class Code(Section):
 
 
 class PackageDifference(Section):
-    """A package whose installed version is not the lock's; null for one that is missing on that side."""
+    """A package whose installed version differs from the lock's; null if it is missing on that side."""
 
     installed: str | None
     locked: str | None
 
 
 class Lock(Section):
-    """The lock of the hardware generation, and where what was installed is not what it says."""
+    """The lock of the hardware generation, and how the installed packages differ from it."""
 
-    name: str = Field(description="its folder below docker/, or the generation of the image")
-    sha256: str | None = Field(description="of requirements.lock; null where the book has none")
-    differences: dict[str, PackageDifference] | None = Field(
-        description="by package, `python` for the interpreter; empty: the lock was installed; null: not compared"
-    )
-    reason: str | None = Field(description="why nothing was compared")
+    name: str  # its folder below docker/, or the generation of the image
+    sha256: str | None  # of requirements.lock; null if the book has none
+    differences: dict[str, PackageDifference] | None  # by package, or `python`; null: not compared
+    reason: str | None  # why nothing was compared
 
 
 class Environment(Section):
-    """What was installed, and what was set for it."""
+    """The installed packages and the environment variables of libraries."""
 
-    image_digest: str | None = Field(
-        description="of the published image; of one that was built here its id, if make ran it; null outside containers"
-    )
+    image_digest: str | None  # of the published image; its id if it was built here and make ran it
     image: dict[str, Any] | None
-    lock_sha256: str | None = Field(description="of the lock where nothing differs from it, else null")
+    lock_sha256: str | None  # null if a package differs from the lock
     lock: Lock
     installed_sha256: str
     python: str
-    packages: dict[str, str] = Field(description="versions of those that can change a loss or a speed")
-    variables: dict[str, str] = Field(description="set in the environment for NCCL, torch's allocator and the like")
+    packages: dict[str, str]  # versions of those that can change a loss or a speed
+    variables: dict[str, str]  # for NCCL, torch's allocator and the like
 
 
 class Model(Section):
@@ -82,18 +76,18 @@ class Model(Section):
 
     name: str
     revision: str | None
-    config_sha256: str | None = Field(description="of config.json, where the model is a folder")
+    config_sha256: str | None  # of config.json, if the model is a folder
     weights: Literal["pretrained", "random"]
-    weights_fingerprint: str | None = Field(description="of pretrained weights in a folder, by samples of every tensor")
+    weights_fingerprint: str | None  # of pretrained weights in a folder, by samples of every tensor
 
 
 class Dataset(Section):
     """The prepared data."""
 
-    records: list[dict[str, Any]] = Field(description="one per source, as it was read")
-    fingerprint: str = Field(description="of everything that could change a token: sources, code, libraries")
-    content_sha256: str | None = Field(default=None, description="of the tokens and labels themselves")
-    counts: dict[str, dict[str, Any]] = Field(default_factory=dict, description="by part: train, validation")
+    records: list[dict[str, Any]]  # one per source
+    fingerprint: str  # of everything that could change a token: sources, code, libraries
+    content_sha256: str | None = None  # of the tokens and labels
+    counts: dict[str, dict[str, Any]] = Field(default_factory=dict)  # by part: train, validation
 
 
 class Gpu(Section):
@@ -110,42 +104,40 @@ class Hardware(Section):
     gpus: list[Gpu]
     driver: str | None
     nccl: str | None
-    topology: str | None = Field(description="how the GPUs are connected, by NVML")
+    topology: str | None  # connections of the GPUs, by NVML
     cpus: int = Field(ge=1)
     memory_gib: float
-    host: str = Field(description="tells machines apart without naming them")
+    host: str  # tells machines apart without naming them
 
 
 class Processor(Section):
     """What decides the order of sums on a CPU: runs with the same processor and packages have the same bits."""
 
-    name: str = Field(description="with its family and model, where the system tells")
-    instructions: str = Field(
-        description="the set that torch uses, such as AVX2, and variables that change its libraries'"
-    )
-    threads: int = Field(ge=1, description="of each rank")
+    name: str
+    instructions: str  # the set that torch uses, such as AVX2, and variables that change its libraries'
+    threads: int = Field(ge=1)  # of each rank
 
 
 class StartUp(Section):
-    """How long it took to the first optimizer step, by phases in their order; each ends where the next begins."""
+    """The time to the first optimizer step in seconds, by phases in their order; each ends where the next begins."""
 
-    launched: str | None = Field(description="ISO 8601, UTC: when the ranks were started")
-    launcher: dict[str, float] = Field(description="seconds by phase of the process that started the ranks")
-    rank: dict[str, float] = Field(description="seconds by phase of rank 0; empty before its first step has ended")
-    first_step_s: float | None = Field(description="the sum of all phases: to the end of the first step")
+    launched: str | None  # ISO 8601, UTC: when the ranks were started
+    launcher: dict[str, float]
+    rank: dict[str, float]  # of rank 0; empty before its first step has ended
+    first_step_s: float | None  # the sum of all phases
 
 
 class File(Section):
-    """What a file was when it was written."""
+    """A file as it was written."""
 
-    size: int = Field(ge=0, description="bytes")
+    size: int = Field(ge=0)  # bytes
     sha256: str
 
 
 class Manifest(BaseModel):
     """`manifest.json` of a run folder."""
 
-    model_config = ConfigDict(extra="allow", title="manifest.json of Tunebook")
+    model_config = ConfigDict(extra="allow")
 
     format: Literal[1]
     recipe: str | None
@@ -158,23 +150,16 @@ class Manifest(BaseModel):
     model: Model
     tokenizer_sha256: str | None
     chat_template_sha256: str | None
-    template_date: str | None = Field(
-        default=None,
-        description="that the chat template writes as today's; null or not there: none",
-    )
+    template_date: str | None = None  # that the chat template writes as today's date
     system_prompt_sha256: str
     dataset: Dataset | None
     hardware: Hardware
     world_size: int = Field(ge=1)
     seed: int
-    command: list[str] = Field(description="that trains the same again")
-    typed: list[str] | None = Field(default=None, description="the command line that led to it")
-    processor: Processor | None = Field(default=None, description="of a run on a CPU")
+    command: list[str]  # trains the same again
+    typed: list[str] | None = None  # the command line that led to it
+    processor: Processor | None = None  # of a run on a CPU
     start_up: StartUp | None = None
-    model_files: dict[str, File] | None = Field(
-        default=None, description="of model/, by their paths in it; not there before it is written"
-    )
-    wandb_run_id: str | None = Field(default=None, description="with tracking=wandb: one id over all attempts")
-    files_sha256: dict[str, str] | None = Field(
-        default=None, description="of what the run measured, by name, when it ended"
-    )
+    model_files: dict[str, File] | None = None  # of model/, by their paths in it
+    wandb_run_id: str | None = None  # the same for all attempts
+    files_sha256: dict[str, str] | None = None  # of the results, by name, when the run ended

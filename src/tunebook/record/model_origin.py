@@ -8,7 +8,7 @@ allows it by name; then it is recorded with the scores.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,16 +91,16 @@ def read_origin(folder: Path) -> Origin | None:
     if not file.is_file():
         return None
     content: Any = read_json(file)
-    names = {field.name for field in fields(Origin)}
-    needed = {field.name for field in fields(Origin) if field.default is MISSING}
-    if not isinstance(content, dict) or content.get("format") != FORMAT or not needed <= set(content):
-        raise DataError(
-            f"{file} is not what `tunebook export` writes (format {FORMAT}: {', '.join(sorted(needed))}): it was "
-            "edited or written by another version; export the run again, or remove the file to use the model as one "
-            "without a run",
-            problem_id="broken-record",
-        )
-    return Origin(**{name: content[name] for name in names & set(content)})
+    try:
+        if content["format"] == FORMAT:
+            return Origin(**{name: content[name] for name in content if name in Origin.__dataclass_fields__})
+    except (KeyError, TypeError):
+        pass
+    raise DataError(
+        f"{file} is not what `tunebook export` writes: it was edited or written by another version; export the run "
+        "again, or remove the file to use the model as one without a run",
+        problem_id="broken-record",
+    )
 
 
 def recorded_by_run(run: Path) -> Trained | None:
@@ -158,12 +158,25 @@ def check_bound(
         SYSTEM_PROMPT: trained.system_prompt_sha256,
     }  # fmt: skip
     # The trainer adds a padding token to a tokenizer that has none. That is not a difference.
-    if recorded.get(TOKENIZER) == _hash_without_padding(tokenizer):
+    padding, tokenizer.pad_token = tokenizer.pad_token, None
+    if recorded.get(TOKENIZER) == tokenizer_hash(tokenizer):
         present[TOKENIZER] = str(recorded[TOKENIZER])
+    tokenizer.pad_token = padding
     different = [name for name, then in recorded.items() if then is not None and then != present[name]]
     refused = next((mismatch for mismatch in different if mismatch not in allowed), None)
     if trained is not None and refused is not None:
-        raise _mismatch_error(refused, trained.by, str(tokenizer.name_or_path))
+        place = f"the tokenizer is {tokenizer.name_or_path}"
+        what, where = {
+            TEMPLATE: ("chat template", place),
+            TOKENIZER: ("tokenizer", place),
+            SYSTEM_PROMPT: ("system prompt", "it is dataset.system_prompt of its run.yaml"),
+        }[refused]
+        raise DataError(
+            f"the {what} is not the one that {trained.by} was trained with ({where}); restore it, since a model "
+            f"answers badly under another one (`tunebook eval --allow-mismatch {refused}` evaluates it anyway and "
+            "records that)",
+            problem_id=f"{refused.replace('_', '-')}-changed",
+        )
     return {
         "to": None if trained is None else trained.name,
         "mismatches": different,
@@ -171,14 +184,6 @@ def check_bound(
         "chat_template_sha256": present[TEMPLATE],
         "system_prompt_sha256": present[SYSTEM_PROMPT],
     }
-
-
-def _hash_without_padding(tokenizer: PreTrainedTokenizerBase) -> str:
-    padding = tokenizer.pad_token
-    tokenizer.pad_token = None
-    found = tokenizer_hash(tokenizer)
-    tokenizer.pad_token = padding
-    return found
 
 
 def check_base(
@@ -220,24 +225,3 @@ def allowed_mismatches(text: str) -> list[str]:
                 problem_id="unknown-mismatch",
             )
     return named
-
-
-def _mismatch_error(mismatch: str, run: str, place: str) -> DataError:
-    anyway = f"(`tunebook eval --allow-mismatch {mismatch}` evaluates it anyway and records that)"
-    if mismatch == TEMPLATE:
-        return DataError(
-            f"the chat template is not the one that {run} was trained with (the tokenizer is {place}); restore it, "
-            f"since a model answers badly under another template {anyway}",
-            problem_id="template-changed",
-        )
-    if mismatch == TOKENIZER:
-        return DataError(
-            f"the tokenizer {place} is not the one that {run} was trained with; restore it, since the same text would "
-            f"become other tokens {anyway}",
-            problem_id="tokenizer-changed",
-        )
-    return DataError(
-        f"the system prompt is not the one that {run} was trained with: dataset.system_prompt in its run.yaml changed; "
-        f"restore it, since a model answers differently under another one {anyway}",
-        problem_id="system-prompt-changed",
-    )

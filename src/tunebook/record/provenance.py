@@ -26,7 +26,6 @@ from tunebook.hardware.image import Image, read_image
 from tunebook.hardware.links import links_text, read_links
 from tunebook.record.locks import (
     PACKAGES,
-    Difference,
     generation_versions,
     installed_packages,
     installed_versions,
@@ -50,29 +49,25 @@ _COMMAND_TIMEOUT_S = 20
 
 def describe_code(checkout: Path) -> dict[str, Any]:
     """The code's commit and a hash of later changes, from the image or the checkout; `reason` if one is null."""
-    code: dict[str, Any] = {"git_commit": None, "git_diff_sha256": None, "is_clean": None, "reason": None}
     if image := read_image():
         if image.git_commit is None:
-            return code | {"reason": "the image was built without a git checkout"}
-        difference = image.git_diff_sha256
-        return code | {
-            "git_commit": image.git_commit, "git_diff_sha256": difference, "is_clean": difference is None,
-        }  # fmt: skip
+            return _code(reason="the image was built without a git checkout")
+        return _code(image.git_commit, image.git_diff_sha256)
     if shutil.which("git") is None:
-        return code | {"reason": "git is not installed"}
+        return _code(reason="git is not installed")
     top = _git(checkout, "rev-parse", "--show-toplevel")
     # An installed book may be inside another repository, whose commits do not describe it.
     if top.returncode != 0 or Path(os.fsdecode(top.stdout).rstrip("\n")) != checkout.resolve():
-        return code | {"reason": "the book is not a git checkout"}
+        return _code(reason="the book is not a git checkout")
     head = _git(checkout, "rev-parse", "--verify", "--quiet", "HEAD")
     if head.returncode != 0:
-        return code | {"reason": "the checkout has no commit yet"}
-    difference = _hash_difference(checkout)
-    return code | {
-        "git_commit": head.stdout.decode().strip(),
-        "git_diff_sha256": difference,
-        "is_clean": difference is None,
-    }
+        return _code(reason="the checkout has no commit yet")
+    return _code(head.stdout.decode().strip(), _hash_difference(checkout))
+
+
+def _code(commit: str | None = None, difference: str | None = None, reason: str | None = None) -> dict[str, Any]:
+    is_clean = None if commit is None else difference is None
+    return {"git_commit": commit, "git_diff_sha256": difference, "is_clean": is_clean, "reason": reason}
 
 
 def describe_environment(generation: str) -> dict[str, Any]:
@@ -83,12 +78,13 @@ def describe_environment(generation: str) -> dict[str, Any]:
     image = read_image()
     packages = installed_packages()
     installed = installed_versions(packages)
-    lock = _describe_image_lock(image, installed) if image else _describe_lock(generation, installed)
+    lock = _describe_lock(generation, image, installed)
     # The build of an image that does not list its packages compared them, too, or it would have failed.
     is_installed = lock["differences"] == {} or (image is not None and image.packages is None)
+    kept = ("generation", "sources_sha256", "torch", "cuda", "attention", "base_image")
     return {
         "image_digest": os.environ.get(IMAGE_DIGEST_VARIABLE) or None,
-        "image": describe_image(image) if image else None,
+        "image": {name: getattr(image, name) for name in kept} if image else None,
         "lock_sha256": lock["sha256"] if is_installed else None,
         "lock": lock,
         "installed_sha256": sha256_text(
@@ -104,49 +100,27 @@ def describe_environment(generation: str) -> dict[str, Any]:
     }
 
 
-def _describe_lock(generation: str, installed: Mapping[str, str]) -> dict[str, Any]:
-    """The lock of a generation and the packages that differ from it; `reason` if that is unknown."""
+def _describe_lock(generation: str, image: Image | None, installed: Mapping[str, str]) -> dict[str, Any]:
+    """The lock of the image, or else of the generation, and the packages that differ; `reason` if that is unknown."""
     facts = GENERATIONS.get(Generation.__members__.get(generation, Generation.auto))
     docker = book_root() / "docker"
-    folder = docker / (facts.image.name if facts else generation)
+    folder = docker / (image.generation if image else facts.image.name if facts else generation)
     file = folder / "requirements.lock"
     lock: dict[str, Any] = {"name": folder.name, "sha256": None, "differences": None, "reason": None}
-    if not file.is_file():
+    if image is not None:
+        lock["sha256"] = image.lock_sha256
+        if image.packages is None:
+            return lock | {"reason": "the image does not list its packages; its build compared them with the lock"}
+    elif file.is_file():
+        lock["sha256"] = sha256_file(file)
+    else:
         return lock | {"reason": f"there is no docker/{folder.name}/requirements.lock in the book"}
-    lock["sha256"] = sha256_file(file)
     try:
-        wanted, optional = generation_versions(folder, installed), optional_versions(docker, folder)
+        locked = image.packages if image and image.packages else generation_versions(folder, installed)
+        differences = lock_differences(locked, installed, optional_versions(docker, folder))
     except ValueError as error:
         return lock | {"reason": f"docker/{folder.name}: {error}"}
-    return lock | {"differences": _differences(wanted, installed, optional)}
-
-
-def _describe_image_lock(image: Image, installed: Mapping[str, str]) -> dict[str, Any]:
-    """The lock that an image was built from, and the packages that differ from those its build found."""
-    lock: dict[str, Any] = {"name": image.generation, "sha256": image.lock_sha256, "differences": None, "reason": None}
-    if image.packages is None:
-        return lock | {"reason": "the image does not list its packages; its build compared them with the lock"}
-    docker = book_root() / "docker"
-    optional = optional_versions(docker, docker / image.generation)
-    return lock | {"differences": _differences(image.packages, installed, optional)}
-
-
-def _differences(
-    locked: Mapping[str, str], installed: Mapping[str, str], optional: Mapping[str, str]
-) -> dict[str, Difference]:
-    return python_difference(platform.python_version()) | lock_differences(locked, installed, optional)
-
-
-def describe_image(image: Image) -> dict[str, Any]:
-    """What the image was built from. Its commit is under `code`, its lock under `lock`."""
-    return {
-        "generation": image.generation,
-        "sources_sha256": image.sources_sha256,
-        "torch": image.torch,
-        "cuda": image.cuda,
-        "attention": image.attention,
-        "base_image": image.base_image,
-    }
+    return lock | {"differences": python_difference(platform.python_version()) | differences}
 
 
 def describe_hardware(nccl: str | None) -> dict[str, Any]:
@@ -188,7 +162,7 @@ def _processor_name(cpuinfo: Path) -> str:
         return f"{found['model name']}, family {found['cpu family']}, model {found.get('model', 'unknown')}"
     if "CPU part" in found:  # ARM
         return f"{platform.machine()}, implementer {found.get('CPU implementer', 'unknown')}, part {found['CPU part']}"
-    return platform.processor() or platform.machine() or "unknown"
+    return platform.machine() or "unknown"
 
 
 def host_fingerprint() -> str:

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tunebook.errors import DoesNotFitError, RequestError, TunebookError, did_you_mean
+from tunebook.errors import RequestError, TunebookError, did_you_mean
 from tunebook.files import atomic_write_json, read_json
-from tunebook.hardware.disk import existing, require_space
+from tunebook.hardware.disk import existing, is_disk_full, no_space, require_space
 
 LATEST = "latest"
 LOCK_FILE = ".lock"
@@ -51,11 +51,8 @@ def create_run_folder(outputs: Path, recipe: str, now: datetime | None = None) -
 
     Raises: RequestError if it cannot be written, DoesNotFitError if the disk is full. Nothing is left then.
     """
-    outputs = outputs.expanduser().absolute()
-    check_outputs(outputs)
-    recipe_folder = outputs / recipe
+    recipe_folder = make_run_folder(outputs.expanduser().absolute() / recipe)
     try:
-        recipe_folder.mkdir(parents=True, exist_ok=True)
         folder = make_unique(recipe_folder, time_name(now))
     except OSError as error:
         raise _cannot_write(outputs, error) from error
@@ -75,16 +72,11 @@ def make_run_folder(folder: Path) -> Path:
 
 def remove_if_empty(folder: Path) -> None:
     """Remove a run folder that is still empty, and point `latest` at the newest other run."""
-    try:
+    with suppress(OSError):  # it is not empty; the error that is being raised matters more
         folder.rmdir()
-    except OSError:  # it is not empty
-        return
-    latest = folder.with_name(LATEST)
-    with suppress(OSError):  # the error that is being raised matters more
-        if latest.is_symlink() and latest.readlink() == Path(folder.name):
-            latest.unlink(missing_ok=True)
-            if (before := latest_run(folder.parent.parent, folder.parent.name)) is not None:
-                _point_latest_at(before)
+        folder.with_name(LATEST).unlink(missing_ok=True)
+        if (before := latest_run(folder.parent.parent, folder.parent.name)) is not None:
+            _point_latest_at(before)
 
 
 def check_outputs(folder: Path) -> None:
@@ -126,23 +118,24 @@ def latest_run(outputs: Path, recipe: str | None = None) -> Path | None:
 def resolve_run(text: str, outputs: Path) -> Path:
     """The folder of a run that is named by its folder, by `latest`, by a recipe (its newest run) or `<recipe>/<time>`.
 
-    A path never stands for the recipe of its last part, which would be another run than the user named.
     Raises: RequestError that lists the newest runs.
     """
     outputs = outputs.expanduser().absolute()
-    named = Path(text).expanduser().absolute()
-    for folder in (named, outputs / text):
+    if text == LATEST and (newest := latest_run(outputs)) is not None:
+        return newest
+    for folder in (Path(text).expanduser().absolute(), outputs / text):
         if is_run(folder):
             return folder.resolve()
-    found = latest_run(outputs) if text == LATEST else None
-    if found is None and named.is_dir():
-        found = latest_run(named.parent, recipe=named.name)
-    recipe = text.rstrip("/")  # added by the shell's completion
-    if found is None and recipe and "/" not in recipe:
-        found = latest_run(outputs, recipe)
-    if found is None:
-        raise RequestError(_unknown_run(text, outputs), problem_id="unknown-run")
-    return found
+        if (newest := latest_run(folder.parent, folder.name)) is not None:
+            return newest
+    runs = [str(run.relative_to(outputs)) for run in reversed(find_runs(outputs))]
+    recipes = sorted({run.partition("/")[0] for run in runs})
+    known = f"newest first: {', '.join(runs[:_NUM_RUNS_LISTED])}" if runs else "none; try: tunebook train quickstart"
+    raise RequestError(
+        f"there is no run '{text}'.{did_you_mean(text, [*recipes, *runs])} Name a run "
+        f"folder, `latest`, or a recipe for its newest run. Runs in {outputs}, {known}",
+        problem_id="unknown-run",
+    )
 
 
 def resolve_runs(texts: Sequence[str], outputs: Path) -> list[Path]:
@@ -227,19 +220,6 @@ def clear_outcomes(folder: Path) -> None:
         file.unlink()
 
 
-def _unknown_run(text: str, outputs: Path) -> str:
-    runs = find_runs(outputs)
-    if not runs:
-        return f"there is no run '{text}': {outputs} holds no runs yet; make one with: tunebook train quickstart"
-    names = [str(run.relative_to(outputs)) for run in reversed(runs)]
-    recipes = sorted({run.parent.name for run in runs})
-    more = f" and {len(names) - _NUM_RUNS_LISTED} older" if len(names) > _NUM_RUNS_LISTED else ""
-    return (
-        f"there is no run '{text}'.{did_you_mean(text, [*recipes, *names])} Name a run folder, `latest`, or a recipe "
-        f"for its newest run. Runs in {outputs}, newest first: {', '.join(names[:_NUM_RUNS_LISTED])}{more}"
-    )
-
-
 def age_key(run: Path) -> tuple[str, int]:
     """What sorts the folders of runs, or of sweeps, by their age."""
     second, _, number = run.name.partition("Z")
@@ -267,15 +247,11 @@ def _point_latest_at(folder: Path) -> None:
 
 
 def _cannot_write(outputs: Path, error: OSError) -> TunebookError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DoesNotFitError(
-            f"no run folder can be made in {outputs}: {error.strerror}; free some space or inodes, "
-            "or write elsewhere: outputs=/a/folder/on/another/disk",
-            problem_id="disk-full",
-        )
+    advice = "write elsewhere: outputs=/a/folder/of/yours"
+    if is_disk_full(error):
+        return no_space("a run folder", outputs, f"free some space or inodes, or {advice}")
     return RequestError(
-        f"no run folder can be made in {outputs}: {error.strerror}; "
-        "make it writable, or write elsewhere: outputs=/a/folder/of/yours",
+        f"no run folder can be made in {outputs}: {error.strerror}; make it writable, or {advice}",
         problem_id="outputs-not-writable",
     )
 
