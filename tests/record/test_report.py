@@ -134,32 +134,25 @@ def test_a_long_run_stays_a_small_page(make_run, tmp_path: Path) -> None:
     assert (tmp_path / "report.html").stat().st_size < 500_000
 
 
-def test_folder_of_the_default_page_is_created(make_run, tmp_path: Path) -> None:
-    page = tmp_path / "outputs-of-nobody" / "comparison.html"
-    write_report([make_run("2026-11-21T07-18-05Z"), make_run("2026-11-21T07-18-06Z")], page, makes_folder=True)
-    assert "2 runs of example" in page.read_text()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RequestError, match=r"cannot be written to .*comparison\.html"):
-        write_report([make_run("2026-11-21T07-18-07Z")], tmp_path / "file" / "comparison.html", makes_folder=True)
-
-
 def test_folder_without_run_and_unwritable_output_are_refused(make_run, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"has neither run\.yaml nor manifest\.json"):
+    with pytest.raises(RequestError) as raised:
         write_report([create_run_folder(tmp_path / "outputs", "empty")], tmp_path / "report.html")
-    with pytest.raises(RequestError, match=r"cannot be written to .*no/such/folder/report\.html: No such file"):
-        write_report([make_run()], tmp_path / "no" / "such" / "folder" / "report.html")
-    with pytest.raises(RequestError, match="tunebook report latest"):
-        write_report([], tmp_path / "report.html")
+    assert raised.value.problem_id == "unknown-run"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RequestError) as raised:
+        write_report([make_run()], tmp_path / "file" / "report.html")
+    assert raised.value.problem_id == "outputs-not-writable"
+    write_report([make_run("2026-11-21T07-18-07Z")], tmp_path / "new" / "folder" / "report.html")
+    assert (tmp_path / "new" / "folder" / "report.html").is_file()
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_has_its_own_error(make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+def test_full_disk_has_its_own_error(make_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fill(*_: object) -> None:
-        raise OSError(code, "words of the system")
+        raise OSError(errno.ENOSPC, "words of the system")
 
     run = make_run()
     monkeypatch.setattr(report, "atomic_write_text", fill)
-    with pytest.raises(DoesNotFitError, match=r"for the report: .* is full; .* --output FILE") as raised:
+    with pytest.raises(DoesNotFitError) as raised:
         write_report([run], tmp_path / "report.html")
     assert raised.value.problem_id == "disk-full"
 

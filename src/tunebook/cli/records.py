@@ -33,7 +33,7 @@ def report(
 
     folders = resolve_runs(list(map(named_run, runs)), outputs)
     file = output or (folders[0] / "report.html" if len(folders) == 1 else outputs / "comparison.html")
-    write_report(folders, file, makes_folder=output is None)
+    write_report(folders, file)
     print_text(f"written: {file}", make_console())
 
 

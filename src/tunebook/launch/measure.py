@@ -33,7 +33,6 @@ from tunebook.record.measurement import (
     keep_measurement,
     measured_config,
     measurement_file,
-    ran_out,
     read_steps,
     recall_measurement,
 )
@@ -82,7 +81,7 @@ def measure_steps(config: RunConfig, row_length: int, console: Console, plan: di
         outcome = _train(config, folder, plan)
         date = datetime.now(UTC).strftime("%Y-%m-%d")
         if outcome.exit_code == DoesNotFitError.exit_code and not outcome.reason.startswith(disk_full(folder).message):
-            return ran_out(outcome.reason.partition(". ")[0], row_length, date)
+            return Measurement(date=date, row_length=row_length, ran_out=outcome.reason.partition(". ")[0])
         lines = [line for line in read_metrics(folder) if is_training_line(line)]
         if outcome.exit_code != 0 or len(lines) < NUM_STEPS:
             raise _failed(outcome, folder, console)

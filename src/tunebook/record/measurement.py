@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,10 @@ class Measurement:
 
     date: str  # YYYY-MM-DD, UTC
     row_length: int  # tokens of every row of the two steps
-    memory_gib: list[float]  # peak of tensors; on a CPU the peak of the process
-    memory_reserved_gib: list[float]  # peak of what the allocator held; empty on a CPU
-    memory_device_gib: list[float]  # in use of the whole GPU after the second step; empty on a CPU
-    tokens_per_second_per_gpu: float | None  # of the second step
+    memory_gib: list[float] = field(default_factory=list)  # peak of tensors; on a CPU the peak of the process
+    memory_reserved_gib: list[float] = field(default_factory=list)  # peak that the allocator held; empty on a CPU
+    memory_device_gib: list[float] = field(default_factory=list)  # of the GPU after the second step; empty on a CPU
+    tokens_per_second_per_gpu: float | None = None  # of the second step
     ran_out: str | None = None  # why the steps ended early: memory ran out, and what filled it
 
 
@@ -152,19 +152,6 @@ def read_steps(lines: Sequence[Mapping[str, Any]], row_length: int, date: str) -
         memory_reserved_gib=peaks("memory_reserved_gib"),
         memory_device_gib=peaks("memory_device_gib"),
         tokens_per_second_per_gpu=lines[-1]["tokens_per_second_per_gpu"],
-    )
-
-
-def ran_out(reason: str, row_length: int, date: str) -> Measurement:
-    """The measurement of steps for which the memory was too small."""
-    return Measurement(
-        date=date,
-        row_length=row_length,
-        memory_gib=[],
-        memory_reserved_gib=[],
-        memory_device_gib=[],
-        tokens_per_second_per_gpu=None,
-        ran_out=reason,
     )
 
 

@@ -58,14 +58,12 @@ _NUM_DIFFERENCES = 4  # packages that the head lists; the manifest below lists a
 TEMPLATES = Path(__file__).parent / "page"
 
 
-def write_report(folders: Sequence[Path], output: Path, *, makes_folder: bool = False) -> None:
-    """Write the report of one run, or the comparison of several, to `output`; `makes_folder` creates its folder.
+def write_report(folders: Sequence[Path], output: Path) -> None:
+    """Write the report of one run, or the comparison of several, to `output`, whose folder is created.
 
-    Raises: RequestError for a folder that is not a run folder, or an output that cannot be written; DoesNotFitError if
-    the disk is full.
+    Raises: RequestError for a folder that is not a run folder, or an output that cannot be written; DataError for a
+    damaged record; DoesNotFitError if the disk is full.
     """
-    if not folders:
-        raise RequestError("no run was named; try: tunebook report latest", problem_id="unknown-run")
     with broken_records_named(*folders):
         records = [read_run(folder) for folder in folders]
         for record in records:
@@ -73,16 +71,14 @@ def write_report(folders: Sequence[Path], output: Path, *, makes_folder: bool = 
                 check_manifest(record.manifest, record.folder / MANIFEST_FILE)
         page = render_run(records[0]) if len(records) == 1 else render_comparison(records)
     try:
-        if makes_folder:
-            output.parent.mkdir(parents=True, exist_ok=True)
+        output.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(output, page)
     except OSError as error:
         if is_disk_full(error):
             advice = "free some space, or name a file on another disk: --output FILE"
             raise no_space("the report", output.absolute().parent, advice) from error
         raise RequestError(
-            f"the report cannot be written to {output.absolute()}: {error.strerror}; name a file in a folder that "
-            "exists and can be written to",
+            f"the report cannot be written to {output.absolute()}: {error.strerror}; name a file that can be written",
             problem_id="outputs-not-writable",
         ) from error
 

@@ -97,15 +97,15 @@ def test_answers_to_the_same_prompt_are_paired_and_five_are_shown() -> None:
     after = evaluation(1, samples=[sample(f"p{number}", "yes", True) for number in range(7)])
     pairs = pair_samples(before, after)
     assert len(pairs) == 5
-    assert pairs[0].before is None
-    assert (pairs[1].before, pairs[1].after) == (("no", False), ("yes", True))
-    assert pairs[1].task == "example: sort"
-    assert [pair.after for pair in pair_samples(before, None)] == [None] * 5
+    assert pairs[0]["before"] is None
+    assert (pairs[1]["before"], pairs[1]["after"]) == (("no", False), ("yes", True))
+    assert pairs[1]["task"] == "example: sort"
+    assert [pair["after"] for pair in pair_samples(before, None)] == [None] * 5
 
 
 def test_unjudged_answer_is_neither_right_nor_wrong() -> None:
     (pair,) = pair_samples(None, evaluation(0.5, samples=[sample("p", "text", None)]))
-    assert pair.after == ("text", None)
+    assert pair["after"] == ("text", None)
 
 
 def test_known_templates_are_shown_as_turns() -> None:

@@ -51,17 +51,6 @@ class ScoreRow:
         return " / ".join(f"{number:,}" for number in (numbers[:1] if len(set(numbers)) == 1 else numbers))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One prompt, the expected answer, and the answers before and after training: text and whether it is right."""
-
-    task: str
-    turns: list[tuple[str, str]]  # role and text; one turn without a role if the prompt follows no known template
-    expected: str
-    before: tuple[str, bool | None] | None  # None in the pair: the metric does not judge single answers
-    after: tuple[str, bool | None] | None
-
-
 def score_rows(
     before: dict[str, Any] | None,
     after: dict[str, Any] | None,
@@ -140,26 +129,27 @@ def baseline_of(before: dict[str, Any] | None, after: dict[str, Any] | None) -> 
     return (after or {}).get("baseline") or (before or {}).get("baseline")
 
 
-def pair_samples(before: dict[str, Any] | None, after: dict[str, Any] | None) -> list[Sample]:
-    """Five samples, in the order that the evaluation chose, with the answers to the same prompt before and after."""
+def pair_samples(before: dict[str, Any] | None, after: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Five samples, in the order that the evaluation chose, with the answers to the same prompt before and after.
+
+    An answer is its text, and whether it is right: None if the metric does not judge single answers.
+    """
     old, new = (
-        {(sample["task"], sample["prompt"]): sample for sample in evaluation["samples"]} if evaluation else {}
+        {(sample["task"], sample["prompt"]): sample for sample in (evaluation or {}).get("samples", [])}
         for evaluation in (before, after)
     )
-    chosen = list((new or old).items())[:NUM_SAMPLES]
-    return [_sample(sample, old.get(key), new.get(key)) for key, sample in chosen]
-
-
-def _sample(shown: dict[str, Any], old: dict[str, Any] | None, new: dict[str, Any] | None) -> Sample:
-    group = shown.get("group")
-    before, after = (None if found is None else (str(found["answer"]), found["correct"]) for found in (old, new))
-    return Sample(
-        task=f"{shown['task']}: {group}" if group and group != shown["task"] else shown["task"],
-        turns=split_turns(shown["prompt"]),
-        expected=str(shown["expected"]),
-        before=before,
-        after=after,
-    )
+    found = []
+    for key, shown in list((new or old).items())[:NUM_SAMPLES]:
+        group = shown.get("group")
+        pair = [(str(side[key]["answer"]), side[key]["correct"]) if key in side else None for side in (old, new)]
+        found.append(
+            {
+                "task": f"{shown['task']}: {group}" if group and group != shown["task"] else shown["task"],
+                "turns": split_turns(shown["prompt"]), "expected": str(shown["expected"]),
+                "before": pair[0], "after": pair[1],
+            }
+        )  # fmt: skip
+    return found
 
 
 def split_turns(prompt: str) -> list[tuple[str, str]]:
