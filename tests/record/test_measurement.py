@@ -97,7 +97,7 @@ def test_neither_does_another_gpu_package_or_setting_of_the_allocator(monkeypatc
     with monkeypatch.context() as patch:
         patch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
         assert key() != usual
-    monkeypatch.setattr(module, "_installed", lambda: {"torch": "9.9"})
+    monkeypatch.setattr(module, "PACKAGES", ("torch",))
     assert key() != usual
 
 

@@ -83,7 +83,7 @@ def test_partly_logged_window_is_left_out() -> None:
     assert by_schedule(older, 5) == [(5, 15.0), (10, 10.0), (15, 5.0)]
 
 
-@pytest.mark.parametrize("line", ["{}", "5", '{"step": 1, "loss": NaN}'])
+@pytest.mark.parametrize("line", ["{}", "5", '{"step": 1, "loss":}'])
 def test_a_line_that_no_run_writes_is_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(f"{line}\n")
     with pytest.raises(DataError, match="line 1") as raised:

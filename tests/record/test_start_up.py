@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ import pytest
 
 from tunebook.record import start_up
 from tunebook.record.manifest import read_manifest, start_manifest
-from tunebook.record.start_up import StartClock, note_first_step, note_launch, process_begun
+from tunebook.record.start_up import StartClock, note_first_step, note_launch
 
 
 @pytest.fixture
@@ -70,13 +69,3 @@ def test_process_start_time_is_known() -> None:
     said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
     after = time.time()
     assert before - 0.1 <= float(said) <= after - 0.9  # the system counts in hundredths of a second
-
-
-def test_unknown_process_start_is_now(monkeypatch) -> None:
-    def nothing(name: str) -> int:
-        raise ValueError(name)
-
-    monkeypatch.setattr(os, "sysconf", nothing)
-    assert time.time() - process_begun() < 20
-    monkeypatch.setattr(os, "sysconf", lambda name: 10**-9)  # a start an age ago
-    assert time.time() - process_begun() < 20

@@ -120,23 +120,18 @@ def measurement_file(config: RunConfig, batch: BatchPlan, machine: Machine) -> P
     """Where the measurement of a configuration is kept: by everything that changes memory."""
     hardware = config.hardware
     gpus = machine.gpus[: world_size(config)]
-    facts = {
-        "config": comparable_config(measured_config(config, batch)),
-        "hardware": [hardware.generation.name, world_size(config)],
-        "gpus": sorted({(gpu.name, gpu.memory_gib) for gpu in gpus}),
-        "packages": _installed(),
-        "variables": {name: text for name, text in sorted(os.environ.items()) if name.startswith(_ALLOCATOR)},
-    }
-    return _folder() / f"{sha256_text(json.dumps(facts, sort_keys=True))[:32]}.json"
-
-
-def _installed() -> dict[str, str]:
-    """Versions of the packages that can change the memory of a run."""
     versions: dict[str, str] = {}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    return versions
+    facts = {
+        "config": comparable_config(measured_config(config, batch)),
+        "hardware": [hardware.generation.name, world_size(config)],
+        "gpus": sorted({(gpu.name, gpu.memory_gib) for gpu in gpus}),
+        "packages": versions,
+        "variables": {name: text for name, text in sorted(os.environ.items()) if name.startswith(_ALLOCATOR)},
+    }
+    return _folder() / f"{sha256_text(json.dumps(facts, sort_keys=True))[:32]}.json"
 
 
 def read_steps(lines: Sequence[Mapping[str, Any]], row_length: int, date: str) -> Measurement:

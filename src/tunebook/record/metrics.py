@@ -69,18 +69,14 @@ def by_schedule(lines: Iterable[Mapping[str, Any]], every: int) -> list[tuple[in
         if line["step"] % every == 0:
             has_lengths = all("num_steps" in one for one in window)
             if not has_lengths or sum(one["num_steps"] for one in window) >= every:
-                found.append((line["step"], _weighted_mean([(one["loss"], one.get("num_steps", 1)) for one in window])))
+                losses = [(one["loss"], one.get("num_steps", 1)) for one in window]
+                if len(losses) == 1 or any(loss is None for loss, _ in losses):
+                    mean = losses[0][0] if len(losses) == 1 else None  # a single one exactly
+                else:
+                    mean = sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
+                found.append((line["step"], mean))
             window = []
     return found
-
-
-def _weighted_mean(losses: list[tuple[float | None, int]]) -> float | None:
-    if len(losses) == 1:
-        return losses[0][0]  # exact
-    known = [(loss, num_steps) for loss, num_steps in losses if loss is not None]
-    if len(known) < len(losses):
-        return None
-    return sum(loss * num_steps for loss, num_steps in known) / sum(num_steps for _, num_steps in known)
 
 
 def is_training_line(line: Mapping[str, Any]) -> bool:
@@ -111,7 +107,7 @@ def _parse_lines(path: Path) -> Iterable[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            read = json.loads(line, parse_constant=_refuse_constant)
+            read = json.loads(line)
         except ValueError as error:
             if number == len(lines):  # no newline follows: the run was killed while writing it
                 return
@@ -127,7 +123,3 @@ def _parse_lines(path: Path) -> Iterable[dict[str, Any]]:
                 problem_id="broken-record",
             )
         yield read
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON number")

@@ -127,7 +127,8 @@ def describe_hardware(nccl: str | None) -> dict[str, Any]:
     """GPUs, driver, NCCL, topology, CPUs and memory of this machine, and a hash of its name."""
     from tunebook.hardware.detect import detect_machine
 
-    machine = detect_machine()
+    machine, machine_id = detect_machine(), Path("/etc/machine-id")
+    secret = machine_id.read_text() if machine_id.is_file() else ""
     return {
         "gpus": [
             {"name": gpu.name, "memory_gib": gpu.memory_gib, "generation": gpu.generation.name} for gpu in machine.gpus
@@ -137,7 +138,8 @@ def describe_hardware(nccl: str | None) -> dict[str, Any]:
         "topology": links_text(read_links(machine.gpus)) or None,
         "cpus": machine.num_cpus,
         "memory_gib": machine.host_memory_gib,
-        "host": host_fingerprint(),
+        # It tells machines apart without naming them.
+        "host": sha256_text(f"{secret.strip()}:{socket.gethostname()}")[:16],
     }
 
 
@@ -163,13 +165,6 @@ def _processor_name(cpuinfo: Path) -> str:
     if "CPU part" in found:  # ARM
         return f"{platform.machine()}, implementer {found.get('CPU implementer', 'unknown')}, part {found['CPU part']}"
     return platform.machine() or "unknown"
-
-
-def host_fingerprint() -> str:
-    """Identifies a machine without naming it: a hash of the host name and, if there is one, the machine id."""
-    machine_id = Path("/etc/machine-id")
-    secret = machine_id.read_text() if machine_id.is_file() else ""
-    return sha256_text(f"{secret.strip()}:{socket.gethostname()}")[:16]
 
 
 def describe_command(arguments: list[str]) -> list[str]:

@@ -84,31 +84,6 @@ def state_of(record: RunRecord) -> str:
     return "invalid" if state == "finished" and record.first_invalid_step is not None else state
 
 
-def _explain_end(record: RunRecord, summary: Summary, state: str) -> list[str]:
-    status = record.status
-    reason = status.get("reason") or ""
-    reason = reason and reason[0].upper() + reason[1:] + ("" if reason.endswith((".", "!", "?")) else ".")
-    until = f"after step {summary.num_steps}" if summary.num_steps else "before the first step was logged"
-    checkpoint = status.get("last_checkpoint")
-    saved = f"Last good checkpoint: {checkpoint}." if checkpoint else "No checkpoint of it is recorded."
-    match state:
-        case "finished":
-            return []
-        case "invalid":
-            reason = reason or f"The loss was not finite at step {record.first_invalid_step}."
-            return [f"This training is invalid. {reason}", f"Do not use its numbers as a result. {saved}"]
-        case "stopped":
-            unfinished = f"This run was stopped on request {until}, so it is not finished. {reason}"
-            return [unfinished, f"{saved} Starting it again with training.resume=auto resumes it."]
-        case "failed":
-            failed = f"This run failed {until} with exit code {status.get('exit_code')}. {reason}"
-            return [failed, f"What it recorded until then is below. {saved}"]
-        case "running":
-            when = f", at {format_time(record.last_logged)}" if record.last_logged else ""
-            return [f"This run has not recorded its end: it is still running, or it was killed {until}{when}."]
-    return ["This folder has no manifest.json: how the run ended, and what it was made from, is not recorded."]
-
-
 def speed_unit(records: Sequence[RunRecord]) -> str:
     """The unit of these runs' speeds: `GPU`, `rank` for runs on a CPU, or both."""
     return " or ".join(sorted({"GPU" if is_on_gpus(record) else "rank" for record in records}))
