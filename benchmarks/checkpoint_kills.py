@@ -1,11 +1,11 @@
 """Kill runs at random moments, most of them during saves, and resume each until it ends: what is lost?
 
-    python benchmarks/checkpoint_kills.py --kills 200 --output FILE [--only CASE ...] [--seed 0] [--waiting]
+    python benchmarks/checkpoint_kills.py --kills 200 --output FILE [--only CASE ...] [--seed 0] [--waiting] [--gpu]
 
-A run of 10 steps of a tiny model on CPU ranks saves after every second step. One rank or all are killed, and the run is
-started again in its folder until it ends; then the next run starts, until all kills are done. Saves complete in the
-background, or with `--waiting` while training waits. One JSON line per case counts the kills and their results; a case
-fails if
+A run of 10 steps of a tiny model, on CPU ranks or with `--gpu` on a GPU each, saves after every second step. One rank
+or all are killed, and the run is started again in its folder until it ends; then the next run starts, until all kills
+are done. Saves complete in the background, or with `--waiting` while training waits. One JSON line per case counts the
+kills and their results; a case fails if
 
     lost       the newest complete checkpoint after a kill is older than the newest that was complete before it
     damaged    a complete checkpoint has a file that is not what its record says
@@ -43,6 +43,7 @@ CASES: dict[str, list[str]] = {
     "zero1": ["parallelism=zero1", "hardware.gpus_per_node=2"],
     "zero2": ["parallelism=zero2", "hardware.gpus_per_node=2", "packing=padded", "training.micro_batch_size=2"],
     "zero3": ["parallelism=zero3", "hardware.gpus_per_node=2"],
+    "fsdp": ["parallelism=fsdp", "hardware.gpus_per_node=2"],
 }
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
          "num_key_value_heads": 1}  # fmt: skip
@@ -60,6 +61,7 @@ class Attempt:
             port = str(listening.getsockname()[1])
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_ranks),
                   "LOCAL_WORLD_SIZE": str(num_ranks)}  # fmt: skip
+        self.folder = folder
         self.log = log
         self.ended: dict[int, int] = {}
         self.ranks: list[int] = []
@@ -93,7 +95,9 @@ class Attempt:
         """Wait for a good end. Raises: SystemExit with the end of the log."""
         if not self.wait(timeout_s) or any(self.ended.values()):
             self.kill(self.ranks)
-            raise SystemExit(f"exit codes {sorted(self.ended.values())}:\n{self.log.read_text()[-4000:]}")
+            reasons = [json.loads(file.read_text())["reason"] for file in self.folder.glob("outcome-*.json")]
+            codes = sorted(self.ended.values())
+            raise SystemExit(f"exit codes {codes}: {reasons}\n{self.log.read_text()[-4000:]}")
 
 
 def _rank(folder: Path, environment: dict[str, str]) -> Callable[[], int]:
@@ -163,7 +167,7 @@ class Case:
             self.tally["runs"] += 1
             while not self._attempt(folder, may_kill=self.tally["kills"] < num_kills):
                 pass
-            self.tally["different"] += result_of(folder) != self.reference
+            self._compare(result_of(folder), folder)
             shutil.rmtree(folder)
 
     def _attempt(self, folder: Path, *, may_kill: bool) -> bool:
@@ -197,6 +201,15 @@ class Case:
                 newest = max(newest, newest_step(folder))
             time.sleep(0.001)
         return None
+
+    def _compare(self, result: tuple[list[float], str], folder: Path) -> None:
+        """Count a result that differs from the reference, and print from which step on."""
+        if result == self.reference:
+            return
+        self.tally["different"] += 1
+        pairs = enumerate(zip(result[0], self.reference[0], strict=True), start=1)
+        resumed = [line for line in self.log.read_text().splitlines() if str(folder) in line and "resuming" in line]
+        print([(step, *losses) for step, losses in pairs if losses[0] != losses[1]], resumed, file=sys.stderr)
 
     def _kill(self, attempt: Attempt, folder: Path) -> None:
         is_all = self.num_ranks == 1 or self.random.random() < SHARE_OF_ALL_RANKS
@@ -239,7 +252,7 @@ def write_run(folder: Path, words: list[str]) -> int:
         content = json.loads((model / "config.json").read_text()) | SIZES
         content.pop("layer_types", None)
         (model / "config.json").write_text(json.dumps(content))
-    common = [f"model.path={model}", "model.facts=null", "hardware=cpu", "evaluation=none", "dataset.max_documents=64",
+    common = [f"model.path={model}", "model.facts=null", "evaluation=none", "dataset.max_documents=64",
               "dataset.num_workers=1", f"training.max_steps={STEPS}", f"training.save_every_steps={SAVE_EVERY}",
               "schedule.warmup_steps=2"]  # fmt: skip
     config = resolve_auto(compose("quickstart", [*common, *words]).config, detect_machine()).config
@@ -273,17 +286,19 @@ def remove_stale_locks() -> None:
         lock.unlink()
 
 
-def prepare_process(place: Path) -> None:
+def prepare_process(place: Path, *, uses_gpu: bool) -> None:
     """Import what every rank needs, which takes seconds, and give it a cache and compiled operators of its own."""
     home = Path.home() / ".cache" / "torch_extensions" / f"py3{sys.version_info.minor}_cpu"
     known = Path(os.environ.get("TORCH_EXTENSIONS_DIR", home))
     if known.is_dir() and not any(known.rglob("lock")):
         shutil.copytree(known, place / "extensions")
     os.environ |= {"TORCH_EXTENSIONS_DIR": str(place / "extensions"), "TUNEBOOK_CACHE": str(place / "cache"),
-                   "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu",
+                   "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
                    "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE",
                    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}  # fmt: skip
-    import deepspeed  # noqa: F401
+    if not uses_gpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed  # noqa: F401  # with GPUs it would create a CUDA context, which forked ranks cannot use
 
     import tunebook.train.run  # noqa: F401
 
@@ -291,9 +306,16 @@ def prepare_process(place: Path) -> None:
 def measure(name: str, num_kills: int, place: Path, asked: argparse.Namespace) -> Line:
     """The line of one case."""
     begin = time.monotonic()
-    case = Case(name, place, asked.seed, [f"training.save_in_background={str(not asked.waiting).lower()}"])
+    hardware = (
+        ["hardware=hopper", "training.deterministic=true", "model.compile_layers=false"]
+        if asked.gpu
+        else ["hardware=cpu"]
+    )
+    saving = f"training.save_in_background={str(not asked.waiting).lower()}"
+    case = Case(name, place, asked.seed, [*hardware, saving])
     case.run(num_kills)
-    line = {"case": name, "ranks": case.num_ranks, "seed": asked.seed, "in_background": not asked.waiting}
+    line = {"case": name, "ranks": case.num_ranks, "seed": asked.seed, "in_background": not asked.waiting,
+            "on": "gpu" if asked.gpu else "cpu"}  # fmt: skip
     seconds = {"seconds": round(time.monotonic() - begin, 1), "longest_save_s": case.save_s}
     return line | case.tally | seconds | surroundings()
 
@@ -303,13 +325,16 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200, help="over all cases together")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--only", nargs="+", choices=CASES, default=None)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--waiting", action="store_true", help="training waits until a checkpoint is complete")
+    parser.add_argument("--gpu", action="store_true", help="a GPU for each rank instead of CPU ranks")
     asked = parser.parse_args(words)
+    # accelerate takes FSDP for GPUs only: on CPUs it would be DDP
+    asked.only = asked.only or [name for name in CASES if asked.gpu or name != "fsdp"]
     lines = []
     with tempfile.TemporaryDirectory() as place:
-        prepare_process(Path(place))
+        prepare_process(Path(place), uses_gpu=asked.gpu)
         for number, name in enumerate(asked.only):
             kills = asked.kills // len(asked.only) + (number < asked.kills % len(asked.only))
             lines.append(measure(name, kills, Path(place), asked))

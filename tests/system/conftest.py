@@ -263,11 +263,11 @@ def one_rank(train_once: Callable[..., Run]) -> Run:
 
 
 @pytest.fixture(scope="session")
-def saved_by(train_once: Callable[..., Run]) -> Callable[[str], Run]:
+def saved_by(train_once: Callable[..., Run]) -> Callable[..., Run]:
     """The same steps of two ranks with the last two of four checkpoints: `saved_by("zero2")`."""
 
-    def train(strategy: str) -> Run:
-        found = train_once(*SAVED, *ON_TWO_RANKS, f"parallelism={strategy}", **ONE_THREAD)
+    def train(strategy: str, *overrides: str) -> Run:
+        found = train_once(*SAVED, *ON_TWO_RANKS, f"parallelism={strategy}", *overrides, **ONE_THREAD)
         assert found.checkpoints == ["checkpoint-15", "checkpoint-20"]
         return found
 

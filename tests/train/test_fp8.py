@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tunebook.config.choices import Compute, PackingMode
 from tunebook.model import blocks
 from tunebook.record.manifest import read_manifest, start_manifest
-from tunebook.train import run as run_module
+from tunebook.train import build
 
 from .conftest import outcome
 
@@ -42,7 +42,7 @@ def asked(config, changed, wide_model):
 def fp8(asked, monkeypatch):
     """The same, computed as a GPU would."""
     pytest.importorskip("torchao", reason="torchao is in the images of GPUs with fp8 only")
-    monkeypatch.setattr(run_module, "convert_to_fp8", partial(blocks.convert_to_fp8, emulate=True))
+    monkeypatch.setattr(build, "convert_to_fp8", partial(blocks.convert_to_fp8, emulate=True))
     return asked
 
 
@@ -67,7 +67,7 @@ def test_it_trains_close_to_bf16_and_writes_ordinary_weights(fp8, run, changed, 
 
 def test_run_without_its_fp8_layers_ends_with_7(asked, run, monkeypatch):
     """Whatever the cause; here the conversion does nothing."""
-    monkeypatch.setattr(run_module, "convert_to_fp8", lambda model, scaling: ["model.layers.0.mlp.up_proj"])
+    monkeypatch.setattr(build, "convert_to_fp8", lambda model, scaling: ["model.layers.0.mlp.up_proj"])
     folder, code, lines = run(asked)
     assert (code, lines) == (7, [])
     reason = outcome(folder)["reason"]
@@ -83,7 +83,7 @@ def test_padded_rows_are_multiples_of_16_tokens_too(fp8, run, changed, monkeypat
         )
         return blocks.convert_to_fp8(model, scaling, emulate=True)
 
-    monkeypatch.setattr(run_module, "convert_to_fp8", look)
+    monkeypatch.setattr(build, "convert_to_fp8", look)
     for mode, micro in ((PackingMode.padded, 2), (PackingMode.isolated, 1)):
         settings = {"packing": {"mode": mode}, "training": {"max_steps": 2, "micro_batch_size": micro}}
         _, code, lines = run(changed(fp8, **settings), name=mode.name)
@@ -114,7 +114,7 @@ def test_leak_probe_runs_in_bf16(fp8, run, monkeypatch):
         )
         return blocks.convert_to_fp8(model, scaling, emulate=True)
 
-    monkeypatch.setattr(run_module, "convert_to_fp8", look)
+    monkeypatch.setattr(build, "convert_to_fp8", look)
     _, code, _ = run(fp8)
     assert code == 0
     assert passes == {(False, 0), (True, 4)}

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO: its configuration for a resolved run (`deepspeed.json` in the run folder), and a workaround.
+"""DeepSpeed ZeRO: its configuration for a resolved run (`deepspeed.json` in the run folder), and workarounds.
 
 Stage 1 shards the optimizer state over the ranks, stage 2 also the gradients, stage 3 also the parameters. A null
 setting is not written, so DeepSpeed's default applies; the Trainer fills in "auto" from its arguments.
@@ -19,6 +19,7 @@ from tunebook.model.parameters import count_parameters, largest_parameter
 
 _OPTIMIZER_BYTES = 16
 _NVME_BUFFER_ELEMENTS = 100_000_000  # DeepSpeed's default; a larger parameter ends the run before its first step
+_GATHERED_AS = "comm_dtype"  # set by DeepSpeed on the parameters of linear layers under `torch_autocast`
 
 
 def zero_stage(strategy: Strategy) -> int | None:
@@ -83,6 +84,18 @@ def forget_parameter_order(model: Any) -> None:
     coordinator = offload.get_param_coordinator()
     if not coordinator.is_invalid_trace():
         coordinator._invalidate_trace()
+
+
+def keep_format_of_persistent(model: Any) -> None:
+    """Make a ZeRO-3 engine gather the small parameters that it keeps on every rank in their own format.
+
+    With `torch_autocast` they are gathered in fp32 after a step, but in bf16 in a pass whose order is being recorded,
+    as in the first step of a resume. Biases and small adapters were rounded in it, so a resumed run differed from an
+    undisturbed one in the fifth digit. Needed until DeepSpeed gathers them in one format; 0.19.8 does not.
+    """
+    for parameter in getattr(getattr(model, "optimizer", None), "persistent_parameters", []):
+        if hasattr(parameter, _GATHERED_AS):
+            delattr(parameter, _GATHERED_AS)
 
 
 def _number_format(config: RunConfig) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tunebook.facts.sharing import offloaded_states, uses_nvme
 from tunebook.facts.strategies import STRATEGIES
 from tunebook.files import atomic_write_json
 from tunebook.model.blocks import count_fp8_layers
-from tunebook.parallel.deepspeed import zero_stage
+from tunebook.parallel.deepspeed import keep_format_of_persistent, zero_stage
 from tunebook.parallel.wrapped import find_parallelism, require_expected, require_fp8
 from tunebook.processes import free_port
 from tunebook.record.manifest import add_to_manifest
@@ -106,6 +106,7 @@ class ParallelismCheck(TrainerCallback):
     ) -> None:
         """All ranks get all findings, so that they raise together."""
         model = self.trainer.model_wrapped
+        keep_format_of_persistent(model)
         fp8 = {"fp8_layers": count_fp8_layers(model)} if self.config.precision.compute is Compute.fp8 else {}
         sequence = self.trainer.sequence
         group = {} if sequence is None else {"sequence_group_size": sequence.ranks.size()}

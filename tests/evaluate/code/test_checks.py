@@ -64,7 +64,7 @@ def test_the_worker_refuses_before_it_loads_a_model(
     def load(*words: Any, **more: Any) -> Any:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(evaluation, "load_trained", load)
+    monkeypatch.setattr(evaluation, "load_to_answer", load)
     monkeypatch.setattr(evaluation, "load_padded_tokenizer", load)
     words = ["--evaluation", settings_as_json(settings("small_python"))]
     assert worker.main(["--run", str(run), "--when", "before", *words]) == 2
