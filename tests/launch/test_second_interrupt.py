@@ -19,8 +19,9 @@ APART_S = 0.5  # two requests, and not one that came twice
 # Starts a process of its own, says its number, and is then in the state that follows.
 PROGRAM = """
 import ctypes, os, signal, subprocess, sys, time
+from tunebook import processes
 from tunebook.launch import second_interrupt
-second_interrupt._HANDLED_WITHIN_S = 0.2
+second_interrupt._HANDLED_WITHIN_S, processes._SAME_WITHIN_S = 0.2, 0.3
 with second_interrupt.watching_interrupts():
     child = subprocess.Popen(["sleep", "600"])
     {state}

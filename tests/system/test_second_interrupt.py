@@ -29,7 +29,7 @@ elif state == "preparation" and module != ["tunebook.train"]:
 elif state == "evaluation" and module == ["tunebook.evaluate"]:
     hang()
 """
-APART_S = 1.0  # two requests, and not one that came twice
+APART_S = 2.5  # two requests: those within two seconds are one
 STATES = {
     "rendezvous": ["evaluation=none", "parallelism=ddp", "hardware=cpu", "hardware.gpus_per_node=2"],
     "preparation": ["evaluation=none"],

@@ -201,7 +201,7 @@ class Attempt:
                 [self.lock],
                 log=log,
                 stop_timeout_s=config.launcher.stop_timeout_s,
-                stop_file=folder / STOP_FILE if is_elsewhere else None,
+                stop_file=folder / STOP_FILE,
                 end_timeout_s=config.launcher.timeout_s,
             )
         finally:

@@ -19,9 +19,9 @@ from tunebook.config.schema import RayConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError, first_few
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.launch.slurm import check_job
+from tunebook.launch.supervise import StopRequests
 from tunebook.plan.auto.decisions import asked_keys
 from tunebook.plan.draft import Draft, draft_run
-from tunebook.processes import own_cores
 from tunebook.record.run_folder import WITHOUT_RECIPE, working_in
 from tunebook.sweep.slurm import check_array, is_array, queued_array, submit_array
 from tunebook.sweep.space import Values, read_space, title_of
@@ -35,7 +35,7 @@ from tunebook.sweep.table import (
     sweep_exit_code,
     sweep_table,
 )
-from tunebook.sweep.trials import CommandOf, TrialStopRequests, divide, is_at_work, run_trials, train_command
+from tunebook.sweep.trials import CommandOf, divide, is_at_work, run_trials, train_command
 from tunebook.terminal import print_text
 
 _SAVES_WITHIN_S = 600.0  # trials of a killed sweep, which may hold large models
@@ -88,9 +88,10 @@ def sweep_command(
             return _submit(study, config, options, console)
         _reopen(study, console)
         print_text(f"{study.num_left} of {study.num_trials} trials to run, {_how_it_runs(sweep, options)}", console)
+        jobs = options.jobs or 1
         gpus = [gpu.uuid or str(gpu.index) for gpu in machine.gpus]
-        slots = divide(gpus, own_cores(), options.jobs or 1) if _is_here(config) else divide([], [], options.jobs or 1)
-        stop = TrialStopRequests()
+        slots = divide(gpus, jobs) if _is_here(config) else [{}] * jobs
+        stop = StopRequests()
         with stop.listening():
             run_trials(study, slots, stop, lambda text: print_text(text, console), command_of)
         return _conclude(study, config, console, was_stopped=stop.first is not None)

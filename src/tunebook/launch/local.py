@@ -35,6 +35,7 @@ from tunebook.launch.supervise import run_and_wait
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.record.run_folder import (
     RUN_FILE,
+    STOP_FILE,
     WITHOUT_RECIPE,
     find_runs,
     has_outcome,
@@ -138,6 +139,7 @@ def join_run(config: RunConfig, named: Path | None, console: Console) -> int:
         rank_environment(config, os.environ),
         log=log,
         stop_timeout_s=launcher.stop_timeout_s,
+        stop_file=folder / STOP_FILE,
         end_timeout_s=launcher.timeout_s,
     )
     if not has_outcome(folder):

@@ -37,7 +37,15 @@ from tunebook.record.measurement import (
     recall_measurement,
 )
 from tunebook.record.metrics import is_training_line, read_metrics
-from tunebook.record.run_folder import PLAN_FILE, PREPARED_FILE, RUN_FILE, UNSAVED_FILE, Outcome, read_outcomes
+from tunebook.record.run_folder import (
+    PLAN_FILE,
+    PREPARED_FILE,
+    RUN_FILE,
+    STOP_FILE,
+    UNSAVED_FILE,
+    Outcome,
+    read_outcomes,
+)
 from tunebook.terminal import print_text
 from tunebook.train.environment import rank_environment
 
@@ -107,6 +115,7 @@ def _train(config: RunConfig, folder: Path, plan: dict[str, object]) -> Outcome:
             rank_environment(config, os.environ),
             log=log,
             stop_timeout_s=config.launcher.stop_timeout_s,
+            stop_file=folder / STOP_FILE,
         )
     if end.stopped_by is not None:
         raise StoppedError(f"stopped by {end.stopped_by}; nothing was measured", problem_id="stopped")

@@ -30,8 +30,7 @@ from tunebook.hardware.image import read_image
 from tunebook.launch.commands import rank_command
 from tunebook.launch.local import load_shared_config, refuse_other_node
 from tunebook.launch.logs import rank_log
-from tunebook.launch.supervise import start_command
-from tunebook.processes import ask, ending, free_port
+from tunebook.processes import ask, ending, free_port, start, stop_when_input_ends
 from tunebook.record.run_folder import RUN_FILE, STOP_FILE, outcome_file, write_outcome
 from tunebook.train.environment import handed_on, rank_environment
 
@@ -211,12 +210,12 @@ def work(settings: dict[str, str]) -> None:
     environment = rank_environment(config, os.environ) | _rank_variables(context)
     watch = NoticeWatch(train.get_preemption_info, folder / STOP_FILE if rank == 0 else None)
     watch.start()  # in every worker, since Ray makes them agree; from here on no worker waits for all others
-    started = start_command(
+    with start(
         rank_command(folder),
         environment,
         working_folder=working_folder if working_folder.is_dir() else folder,
-    )
-    exit_code = started.process.wait()
+    ) as process:
+        exit_code = process.wait()
     if exit_code in _DECIDED or watch.has_come:  # after a notice, nothing must restart here
         return
     reason = f"rank {rank} on {host} {ending(exit_code)}; its output is in {rank_log(folder, rank)}"
@@ -269,6 +268,7 @@ def main() -> int:
     """Start the workers and wait for them; the run's outcome is in its folder."""
     if sys.argv[1] == "--resources":
         print_resources(sys.argv[2])
+    stop_when_input_ends()
     folder = Path(sys.argv[1])
     config = load_config(folder / RUN_FILE)
     settings = config.launcher

@@ -18,9 +18,10 @@ from tunebook.config.schema import RunConfig, SlurmConfig
 from tunebook.errors import RequestError, TunebookError
 from tunebook.files import atomic_write_json, atomic_write_text, read_json
 from tunebook.launch.slurm import option_words, output_pattern, requeue, script_text, slurm, submit_script
+from tunebook.launch.supervise import StopRequests
 from tunebook.sweep.study import Study, read_sweep
 from tunebook.sweep.table import sweep_exit_code
-from tunebook.sweep.trials import CommandOf, Slot, TrialStopRequests, run_trials, train_command
+from tunebook.sweep.trials import CommandOf, run_trials, train_command
 
 _JOB_FILE = "slurm.json"
 _TASK = "slurm_task"  # attribute of a trial: the task that ran it last
@@ -88,10 +89,10 @@ def run_task(folder: Path, command_of: CommandOf = train_command) -> int:
     if trial is None:
         return 0
     trial.set_user_attr(_TASK, task)
-    stop, waiting = TrialStopRequests(), [trial]
+    stop, waiting = StopRequests(), [trial]
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the script ignores it until now
     with stop.listening():
-        run_trials(study, [Slot()], stop, print, command_of, lambda: waiting.pop() if waiting else None)
+        run_trials(study, [{}], stop, print, command_of, lambda: waiting.pop() if waiting else None)
     newest = newest_checkpoint(study.run_folder(trial.number))
     # USR1 is Slurm's warning before the time limit and a preemption; a canceled task gets SIGTERM. A turn that saved
     # nothing would repeat itself for ever. Slurm refuses jobs with launcher.requeue=false.
