@@ -12,7 +12,7 @@ import pytest
 from tunebook.launch.supervise import StopRequests, run_and_wait
 from tunebook.train.environment import handed_on, rank_environment
 
-from ..conftest import config_of
+from ..conftest import config_of, wait_for
 
 APART_S = 0.3  # two requests, and not one that came twice
 
@@ -123,7 +123,7 @@ def test_a_second_ctrl_c_kills_the_command_and_what_it_started(request_stops):
     end = run_and_wait([sys.executable, "-c", STUBBORN, str(running)], {}, stop_timeout_s=600)
     assert (end.exit_code, end.stopped_by) == (-signal.SIGKILL, "SIGTERM")
     child = Path("/proc") / running.read_text() / "stat"
-    assert not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z"
+    wait_for(lambda: not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])

@@ -34,7 +34,7 @@ from tunebook.launch.commands import (
     show_command,
     uses_other_machines,
 )
-from tunebook.launch.container import is_contained, remove_containers
+from tunebook.launch.container import is_contained
 from tunebook.launch.local import START_FILE, announce_start, note_for_other_nodes
 from tunebook.launch.logs import (
     first_failure,
@@ -157,10 +157,7 @@ class Attempt:
     def _evaluate_in_container(self, when: str) -> ProcessEnd:
         command = evaluation_command(self.config, self.folder, when)
         show_command(command, self.console)
-        try:
-            return run_and_wait(command, os.environ, [self.lock])
-        finally:
-            remove_containers(self.config, self.folder)
+        return run_and_wait(command, os.environ, [self.lock])
 
     def _train(self) -> Outcome:
         """Launch the ranks and wait for them, unless an earlier attempt has finished training."""
@@ -206,7 +203,6 @@ class Attempt:
             )
         finally:
             (folder / START_FILE).unlink(missing_ok=True)
-            remove_containers(config, folder)
 
     def _read_outcomes(self) -> Outcome:
         return read_outcomes(self.folder, world_size(self.config))
