@@ -69,9 +69,9 @@ def unfinished_run(
             for checkpoint, why in passed_over(folder).items() if is_unfinished else ():
                 say(f"not resuming from {checkpoint}: {why}")
             return None
-        if is_unfinished and is_newest and config.training.resume == "auto" and (why := _by_machine(differing)):
+        if is_unfinished and is_newest and config.training.resume == "auto" and (changes := _by_machine(differing)):
             resume = typed("training.resume", str(folder))
-            say(f"not resuming {folder}, which ended early: {why}; to resume it: {resume}")
+            say(f"not resuming {folder}, which ended early: {changes}; to resume it: {resume}")
         is_newest = is_newest and not is_unfinished
     return None
 

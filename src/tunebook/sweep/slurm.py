@@ -15,9 +15,17 @@ from pathlib import Path
 
 from tunebook.checkpoint.verify import newest_checkpoint
 from tunebook.config.schema import RunConfig, SlurmConfig
-from tunebook.errors import RequestError, TunebookError
+from tunebook.errors import RequestError
 from tunebook.files import atomic_write_json, atomic_write_text, read_json
-from tunebook.launch.slurm import option_words, output_pattern, requeue, script_text, slurm, submit_script
+from tunebook.launch.slurm import (
+    is_unknown_job,
+    option_words,
+    output_pattern,
+    requeue,
+    script_text,
+    slurm,
+    submit_script,
+)
 from tunebook.launch.supervise import StopRequests
 from tunebook.sweep.study import Study, read_sweep
 from tunebook.sweep.table import sweep_exit_code
@@ -72,10 +80,12 @@ def queued_array(folder: Path) -> str | None:
     if not file.is_file():
         return None
     job_id = str(read_json(file)["job_id"])
-    answer = slurm("squeue", "--noheader", f"--jobs={job_id}")
-    if answer.returncode != 0 and "invalid job id" not in answer.stderr.lower():
-        raise TunebookError(f"squeue --jobs={job_id}: {answer.stderr.strip()}", problem_id="slurm-out-of-reach")
-    return job_id if answer.stdout.strip() else None
+    try:
+        return job_id if slurm("squeue", "--noheader", f"--jobs={job_id}").strip() else None
+    except RequestError as error:
+        if is_unknown_job(error):
+            return None
+        raise
 
 
 def run_task(folder: Path, command_of: CommandOf = train_command) -> int:
