@@ -30,15 +30,13 @@ from tunebook.sweep.table import (
     CSV_FILE,
     LOGGED_WHILE_RUNNING,
     METRICS,
-    grid_table,
     ranked,
     sweep_exit_code,
     sweep_table,
 )
-from tunebook.sweep.trials import CommandOf, divide, is_at_work, run_trials, train_command
+from tunebook.sweep.trials import SAVES_WITHIN_S, CommandOf, divide, is_at_work, run_trials, train_command
 from tunebook.terminal import print_text
 
-_SAVES_WITHIN_S = 600.0  # trials of a killed sweep, which may hold large models
 _NUM_TASKS = 8  # of an array at a time: a search learns from those that have ended
 _MAX_EXAMPLES = 3  # trials named per problem; the others are counted
 
@@ -72,9 +70,10 @@ def sweep_command(
     machine = detect_machine()
     sweep, config = plan_sweep(recipe, words, recipes_dirs, options, machine, is_started=not dry_run)
     if dry_run:
-        if sweep.num_trials is None:
-            console.print(grid_table(sweep.space.grid()))
-        print_text(_how_it_runs(sweep, options), console)
+        grid = sweep.space.grid() if sweep.num_trials is None else []
+        for number, values in enumerate(grid):
+            print_text(f"trial-{number:03d}  {title_of(values)}", console)
+        print_text(f"{sweep.num_trials or len(grid)} trials, {_how_it_runs(sweep, options)}", console)
         return 0
     outputs = Path(config.outputs).expanduser().absolute() / (recipe or WITHOUT_RECIPE)
     earlier = find_folder(sweep, outputs) if config.training.resume != "never" else None
@@ -138,24 +137,23 @@ def plan_sweep(
 def _check_trials(
     trials: list[Values], drafts: list[Draft], machine: Machine, options: SweepOptions, *, is_started: bool
 ) -> None:
-    """Raises: RequestError with each kind of problem, its trials, and the message of the first."""
-    found: dict[str | None, list[str]] = {}
-    messages: dict[str | None, str] = {}
+    """Raises: RequestError with the trials that cannot run, and the message of the first."""
+    errors: dict[str, TunebookError] = {}
     for values, draft in zip(trials, drafts, strict=True):
         try:
             draft.raise_errors()
             if is_started:
                 _check_start(draft, machine, options.jobs or 1)
         except TunebookError as error:
-            found.setdefault(error.problem_id, []).append(title_of(values))
-            messages.setdefault(error.problem_id, error.message)
-    if found:
-        parts = [
-            f"{len(names)} of {len(trials)} trials ({first_few(names, _MAX_EXAMPLES, '; ')}): {messages[problem_id]}"
-            for problem_id, names in found.items()
-        ]
-        headline = "this sweep cannot run, and none of its trials was started"
-        raise RequestError("\n".join([headline, *parts]), problem_id=next(iter(found)))
+            errors[title_of(values)] = error
+    if errors:
+        first = next(iter(errors.values()))
+        named = first_few([*errors], _MAX_EXAMPLES, "; ")
+        raise RequestError(
+            "this sweep cannot run, and none of its trials was started\n"
+            f"{len(errors)} of {len(trials)} trials ({named}): {first.message}",
+            problem_id=first.problem_id,
+        )
 
 
 def _check_start(draft: Draft, machine: Machine, jobs: int) -> None:
@@ -212,7 +210,7 @@ def _reopen(study: Study, console: Console) -> None:
         folder = study.run_folder(row.number)
         if is_at_work(folder):
             print_text(f"waiting for {folder.name}, which still saves", console)
-            with working_in(folder, _SAVES_WITHIN_S):
+            with working_in(folder, SAVES_WITHIN_S):
                 pass
     study.reopen()
 
@@ -266,5 +264,5 @@ def _how_it_runs(sweep: Sweep, options: SweepOptions) -> str:
         how = f"as tasks of a Slurm job array, {options.jobs or _NUM_TASKS} at a time"
     if sweep.num_trials is None:
         return how
-    searched = f"searched by Optuna for the best {sweep.metric}, seed {sweep.seed}"
-    return f"{sweep.num_trials} trials over {', '.join(sweep.space.choices)}, {searched}, {how}"
+    keys = ", ".join(sweep.space.choices)
+    return f"{how}, over {keys}, searched by Optuna for the best {sweep.metric}, seed {sweep.seed}"

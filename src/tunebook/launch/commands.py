@@ -24,7 +24,7 @@ from tunebook.record.contamination import CHECK, needs_check
 from tunebook.terminal import print_text
 
 _TRAIN = "tunebook.train"
-_RANK = "tunebook.launch.rank"  # tunebook.train plus what only several ranks need
+RANK = "tunebook.launch.rank"  # tunebook.train plus what only several ranks need
 _NODE = "tunebook.launch.local"
 _EVALUATE = "tunebook.evaluate"
 _RAY = "tunebook.launch.ray"
@@ -56,7 +56,7 @@ def node_command(config: RunConfig, folder: Path, endpoint: str, *, is_first: bo
     """
     hardware, timeout_s = config.hardware, config.launcher.timeout_s
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    ranks = ["--nproc-per-node", str(hardware.gpus_per_node), "-m", _RANK, str(folder)]
+    ranks = ["--nproc-per-node", str(hardware.gpus_per_node), "-m", RANK, str(folder)]
     if hardware.num_nodes > 1:
         limits = f"join_timeout={timeout_s},read_timeout={timeout_s},is_host={int(is_first)}"
         return [
@@ -83,18 +83,13 @@ def uses_srun(config: RunConfig) -> bool:
 
 
 def uses_other_machines(config: RunConfig) -> bool:
-    """Whether the ranks are out of reach of this process's signals: started by srun or by Ray."""
+    """Whether srun or Ray starts the ranks, on other machines too."""
     return uses_srun(config) or config.launcher.name is LauncherName.ray
 
 
 def is_later_node(config: RunConfig) -> bool:
     """Whether this is a node of `launcher=local` that joins node 0."""
     return config.launcher.name is LauncherName.local and config.launcher.node_rank > 0
-
-
-def rank_command(folder: Path) -> list[str]:
-    """Return the command that a Ray worker runs for one rank, whose environment names it; it dies with the worker."""
-    return [sys.executable, "-m", _RANK, str(folder), DIES_WITH_PARENT]
 
 
 def evaluation_command(config: RunConfig, folder: Path, when: str) -> list[str]:
@@ -126,11 +121,9 @@ def step_command(config: RunConfig, folder: Path | None = None) -> list[str]:
     """
     nodes = str(config.hardware.num_nodes if folder is not None else 1)
     words = ["srun", "--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1", "--kill-on-bad-exit=1"]
-    return (
-        words
-        if folder is None
-        else [*words, f"--error={output_pattern(torchrun_log(folder, 0).parent, 'torchrun-%t.log')}"]
-    )
+    if folder is not None:
+        words.append(f"--error={output_pattern(torchrun_log(folder, 0).parent, 'torchrun-%t.log')}")
+    return words
 
 
 def show_command(command: list[str], console: Console, what: str = "launch") -> None:

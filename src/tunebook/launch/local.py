@@ -49,7 +49,6 @@ from tunebook.train.packages import installed_version
 START_FILE = "start.json"
 _SAME_EVERYWHERE = ("tunebook", "torch", "transformers", "accelerate", "deepspeed")
 _POLL_S = 1.0
-_NUM_RUNS_SEARCHED = 20
 
 
 def announce_start(config: RunConfig, folder: Path) -> None:
@@ -157,7 +156,7 @@ def _wait_for_start(config: RunConfig, named: Path | None, console: Console) -> 
     print_text(f"waiting for node 0 to start this run in {named or outputs}", console)
     while time.monotonic() < end:
         runs = [named] if named is not None else find_runs(outputs, config.recipe or WITHOUT_RECIPE)
-        for folder in reversed(runs[-_NUM_RUNS_SEARCHED:]):
+        for folder in reversed(runs):
             with suppress(FileNotFoundError):
                 start = read_json(folder / START_FILE)
                 if all(start[name] == value for name, value in wanted.items()):

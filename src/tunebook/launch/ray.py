@@ -24,7 +24,7 @@ from tunebook.config.choices import Generation
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RayConfig, RunConfig, world_size
 from tunebook.errors import Problem, RequestError, RulesError
-from tunebook.launch.commands import rank_command
+from tunebook.launch.commands import DIES_WITH_PARENT, RANK
 from tunebook.launch.local import load_shared_config, refuse_other_node
 from tunebook.launch.logs import rank_log
 from tunebook.processes import ask, ending, free_port, start, stop_when_input_ends
@@ -172,7 +172,7 @@ def work(settings: dict[str, str]) -> None:
     watch = NoticeWatch(train.get_preemption_info, folder / STOP_FILE)
     watch.start()  # in every worker, since Ray makes them agree; from here on no worker waits for all others
     with start(
-        rank_command(folder),
+        [sys.executable, "-m", RANK, str(folder), DIES_WITH_PARENT],
         environment,
         working_folder=working_folder if working_folder.is_dir() else folder,
     ) as process:

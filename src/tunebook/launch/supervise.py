@@ -68,11 +68,12 @@ def run_and_wait(
     keep_open: Sequence[int] = (),
     *,
     log: Path | None = None,
+    output: Path | None = None,
     stop_timeout_s: float = 60,
     stop_file: Path | None = None,
     end_timeout_s: float = float("inf"),
 ) -> ProcessEnd:
-    """Run a command until it ends. `keep_open` and `log`, for its standard error, are those of `start`.
+    """Run a command until it ends. `log`, for its standard error, and the others are those of `start`.
 
     The first stop request is written to `stop_file`; without one, the command gets SIGTERM. Processes that the command
     leaves behind get `stop_timeout_s` to save and end, and are then killed. torchrun is killed if it stays for
@@ -82,7 +83,7 @@ def run_and_wait(
     with requests.listening(), adopting_orphans():
         before = children_of(os.getpid())
         limit_s = end_timeout_s if "torch.distributed.run" in command else float("inf")
-        with start(command, environment, keep_open, errors=log) as process:
+        with start(command, environment, keep_open, errors=log, output=output) as process:
             exit_code = _wait_for(process, requests, stop_file, limit_s)
         end_children(exclude=before, timeout_s=stop_timeout_s, is_urgent=lambda: requests.is_urgent)
     return ProcessEnd(exit_code=exit_code, stopped_by=requests.first)

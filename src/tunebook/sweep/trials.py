@@ -28,7 +28,7 @@ from tunebook.sweep.study import Study
 
 _POLL_S = 0.5
 _KILLED_BY_REQUEST = (-signal.SIGTERM, -signal.SIGKILL)  # before it could handle the request
-_SAVES_WITHIN_S = 600.0  # the ranks of a killed trial, which may hold a large model
+SAVES_WITHIN_S = 600.0  # the ranks of a killed trial, which may hold a large model
 
 CommandOf = Callable[[Study, optuna.Trial], list[str]]
 Say = Callable[[str], None]
@@ -74,7 +74,7 @@ class RunningTrial:
         if code is None:
             return False
         self.ended = self.ended or time.monotonic()
-        is_over = code >= 0 or time.monotonic() - self.ended > _SAVES_WITHIN_S
+        is_over = code >= 0 or time.monotonic() - self.ended > SAVES_WITHIN_S
         return is_over or not is_at_work(run_folder)
 
 
