@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.commands.train import refuse_code_inside
+from tunebook.commands.preflight import check_sandbox
 from tunebook.config.book import book_root
 from tunebook.errors import RequestError
 from tunebook.launch import container
@@ -147,11 +147,11 @@ def test_programs_that_no_container_would_execute_are_refused_before_the_trainin
     with pytest.raises(
         RequestError, match=r"small_python has programs .*evaluation=none, .* tunebook eval run="
     ) as error:
-        refuse_code_inside(in_docker(tasks))
+        check_sandbox(in_docker(tasks))
     assert error.value.problem_id == "sandbox-missing"
-    refuse_code_inside(in_docker(tasks, "evaluation.before=false", "evaluation.after=false"))
-    refuse_code_inside(in_docker(tasks, "launcher.container_mounts=[/handover]"))
-    refuse_code_inside(in_docker("evaluation.tasks=[gsm8k]"))
+    check_sandbox(in_docker(tasks, "evaluation.before=false", "evaluation.after=false"))
+    check_sandbox(in_docker(tasks, "launcher.container_mounts=[/handover]"))
+    check_sandbox(in_docker("evaluation.tasks=[gsm8k]"))
 
 
 DIGEST = "sha256:" + "0" * 64
