@@ -72,20 +72,10 @@ def shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_a_dry_run_shows_what_a_job_starts_in_containers(capsys: pytest.CaptureFixture[str]) -> None:
-    image = ["launcher.container_image=registry/x:1", "launcher.container_runtime=docker"]
-    check, ranks, after = shown([*image, "evaluation.before=false"], capsys)
-    for command in (check, ranks, after):
-        assert command.startswith("srun --nodes 1 --ntasks 1 ")
-        assert " docker run --rm " in command
-        assert " registry/x:1 -m tunebook." in command
-    assert check.endswith("--when contamination")
-    assert not ranks.endswith("--when after")
-    assert after.endswith("--when after")
-    unchecked = [*image, "evaluation.contamination=disabled"]
-    before, ranks = shown([*unchecked, "evaluation.before=true", "evaluation.after=false"], capsys)
-    assert before.endswith("--when before")
-    assert "--when" not in ranks
-    assert len(shown([*image, "evaluation=none"], capsys)) == 1
+    (ranks,) = shown(["launcher.container_image=registry/x:1", "launcher.container_runtime=docker"], capsys)
+    assert ranks.startswith("srun --nodes 1 --ntasks 1 ")
+    assert " docker run --rm " in ranks
+    assert " registry/x:1 -m tunebook.launch.local " in ranks
 
 
 def test_a_dry_run_shows_what_a_job_starts_on_several_nodes(capsys: pytest.CaptureFixture[str]) -> None:

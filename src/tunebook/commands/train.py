@@ -25,7 +25,7 @@ from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.prepared import PREPARED_FILE
 from tunebook.data.view import show_summary
 from tunebook.files import atomic_write_json, atomic_write_text
-from tunebook.launch.commands import is_later_node, job_commands, launch_command, show_command
+from tunebook.launch.commands import is_later_node, launch_command, ranks_command, show_command, uses_srun
 from tunebook.launch.local import join_run
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
 from tunebook.launch.slurm import JOB_SCRIPT, follow, job_script, refuse_if_queued, submit
@@ -76,8 +76,8 @@ def show_job(job: Draft, console: Console, folder: Path) -> None:
     show_command(launch_command(job.config, folder), console)
     if isinstance(job.config.launcher, SlurmConfig):
         print_text(f"{folder / JOB_SCRIPT}:\n{job_script(job.config, folder)}".rstrip(), console)
-        for command in job_commands(job.config, folder):
-            show_command(command, console, "in the job")
+        if uses_srun(job.config):
+            show_command(ranks_command(job.config, folder), console, "in the job")
 
 
 def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: StartClock | None = None) -> int:

@@ -20,7 +20,6 @@ from tunebook.launch.container import in_container, is_contained
 from tunebook.launch.logs import torchrun_log
 from tunebook.launch.slurm import JOB_SCRIPT, output_pattern, submit_command
 from tunebook.processes import free_port
-from tunebook.record.contamination import CHECK, needs_check
 from tunebook.terminal import print_text
 
 _TRAIN = "tunebook.train"
@@ -96,22 +95,6 @@ def evaluation_command(config: RunConfig, folder: Path, when: str) -> list[str]:
     """Return the command for an evaluation in a container on the first node of a Slurm job; the host may lack torch."""
     inside = [sys.executable, "-m", _EVALUATE, "--run", str(folder), "--when", when]
     return [*step_command(config), *in_container(config, folder, inside)]
-
-
-def job_commands(config: RunConfig, folder: Path) -> list[list[str]]:
-    """Return the commands that a Slurm job runs on its nodes in order; empty if the job's own process trains alone."""
-    if not uses_srun(config):
-        return []
-    evaluation = config.evaluation
-    is_evaluated_inside = bool(evaluation.tasks) and is_contained(config)
-    commands = [ranks_command(config, folder)]
-    if is_evaluated_inside and evaluation.before:
-        commands.insert(0, evaluation_command(config, folder, "before"))
-    if is_contained(config) and needs_check(config):
-        commands.insert(0, evaluation_command(config, folder, CHECK))
-    if is_evaluated_inside and evaluation.after:
-        commands.append(evaluation_command(config, folder, "after"))
-    return commands
 
 
 def step_command(config: RunConfig, folder: Path | None = None) -> list[str]:
