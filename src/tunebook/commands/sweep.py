@@ -22,7 +22,7 @@ from tunebook.launch.slurm import check_job
 from tunebook.launch.supervise import StopRequests
 from tunebook.plan.auto.decisions import asked_keys
 from tunebook.plan.draft import Draft, draft_run
-from tunebook.record.run_folder import WITHOUT_RECIPE, working_in
+from tunebook.record.run_folder import LOCK_FILE, WITHOUT_RECIPE, working_in
 from tunebook.sweep.slurm import check_array, is_array, queued_array, submit_array
 from tunebook.sweep.space import Values, read_space, title_of
 from tunebook.sweep.study import RESUMES, Study, Sweep, find_folder, make_folder, write_sweep
@@ -34,9 +34,10 @@ from tunebook.sweep.table import (
     sweep_exit_code,
     sweep_table,
 )
-from tunebook.sweep.trials import SAVES_WITHIN_S, CommandOf, divide, is_at_work, run_trials, train_command
+from tunebook.sweep.trials import CommandOf, divide, run_trials, train_command
 from tunebook.terminal import print_text
 
+_SAVES_WITHIN_S = 600.0  # trials of a killed sweep, which may hold large models
 _NUM_TASKS = 8  # of an array at a time: a search learns from those that have ended
 _MAX_EXAMPLES = 3  # trials named per problem; the others are counted
 
@@ -85,7 +86,7 @@ def sweep_command(
         print_text(f"{'resuming the sweep in' if earlier else 'sweep:'} {folder}", console)
         if sweep.is_array:
             return _submit(study, config, options, console)
-        _reopen(study, console)
+        _reopen(study)
         print_text(f"{study.num_left} of {study.num_trials} trials to run, {_how_it_runs(sweep, options)}", console)
         jobs = options.jobs or 1
         gpus = [gpu.uuid or str(gpu.index) for gpu in machine.gpus]
@@ -204,13 +205,12 @@ def _measures(config: RunConfig, metric: str) -> bool:
     return metric != "evaluation_score" or bool(config.evaluation.tasks and config.evaluation.after)
 
 
-def _reopen(study: Study, console: Console) -> None:
+def _reopen(study: Study) -> None:
     """Let the trials of an interrupted sweep run again, once the processes that it left have saved and ended."""
     for row in study.rows():
         folder = study.run_folder(row.number)
-        if is_at_work(folder):
-            print_text(f"waiting for {folder.name}, which still saves", console)
-            with working_in(folder, SAVES_WITHIN_S):
+        if (folder / LOCK_FILE).is_file():
+            with working_in(folder, _SAVES_WITHIN_S):
                 pass
     study.reopen()
 

@@ -22,13 +22,11 @@ from tunebook.errors import StoppedError
 from tunebook.hardware.detect import VISIBLE_VARIABLE
 from tunebook.launch.supervise import StopRequests
 from tunebook.processes import kill_descendants, own_cores, start
-from tunebook.record.run_folder import LOCK_FILE, is_worked_in
 from tunebook.sweep.space import title_of
 from tunebook.sweep.study import Study
 
 _POLL_S = 0.5
 _KILLED_BY_REQUEST = (-signal.SIGTERM, -signal.SIGKILL)  # before it could handle the request
-SAVES_WITHIN_S = 600.0  # the ranks of a killed trial, which may hold a large model
 
 CommandOf = Callable[[Study, optuna.Trial], list[str]]
 Say = Callable[[str], None]
@@ -65,22 +63,7 @@ class RunningTrial:
     process: subprocess.Popen[bytes]
     slot: dict[str, str]
     started: float = field(default_factory=time.monotonic)
-    ended: float | None = None
     worse_at: int | None = None  # the step at which it was found worse than the others, and asked to stop
-
-    def has_ended(self, run_folder: Path) -> bool:
-        """Whether its process has ended, and after a kill also its ranks, which save first and hold their GPUs."""
-        code = self.process.poll()
-        if code is None:
-            return False
-        self.ended = self.ended or time.monotonic()
-        is_over = code >= 0 or time.monotonic() - self.ended > SAVES_WITHIN_S
-        return is_over or not is_at_work(run_folder)
-
-
-def is_at_work(run_folder: Path) -> bool:
-    """Whether processes of a trial hold its run folder."""
-    return (run_folder / LOCK_FILE).is_file() and is_worked_in(run_folder)
 
 
 def run_trials(
@@ -115,7 +98,7 @@ def run_trials(
             if stop.is_urgent:
                 kill_descendants(one.process.pid)
                 one.process.kill()
-            has_ended = one.has_ended(study.run_folder(one.trial.number))
+            has_ended = one.process.poll() is not None
             if study.sweep.prune and one.worse_at is None:  # also of an ended trial: it counts in the median
                 one.worse_at = study.worse_at(one.trial)
                 if one.worse_at is not None:
