@@ -27,6 +27,7 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 ENDS_WITH_INPUT = "TUNEBOOK_ENDS_WITH_INPUT"  # variable
 _POLL_S = 0.1
 _SAME_WITHIN_S = 2.0
+_DEAD_WITHIN_S = 20.0  # after a kill: letting go of a large memory takes seconds
 _LONGEST_ANSWER = 1 << 20  # bytes
 _DYING_S = 2.0  # how long a killed program is given to go, so that it leaves no zombie
 
@@ -162,14 +163,17 @@ def adopting_orphans() -> Iterator[None]:
 
 def children_of(process: int) -> list[int]:
     """The running children of a process, adopted ones included (Linux only)."""
-    found = []
+    return [child for child, state in _children(process) if state != "Z"]
+
+
+def _children(process: int) -> Iterator[tuple[int, str]]:
+    """Each child of a process with its state; `Z` is a child that has ended and was not waited for."""
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it ended in the meantime
             # The program's name is in parentheses and may contain parentheses and blanks. State and parent follow it.
             state, parent = status.read_text().rpartition(")")[2].split()[:2]
-            if int(parent) == process and state != "Z":
-                found.append(int(status.parent.name))
-    return found
+            if int(parent) == process:
+                yield int(status.parent.name), state
 
 
 def kill_descendants(process: int) -> None:
@@ -187,19 +191,24 @@ def end_children(
 ) -> None:
     """Send adopted children SIGTERM once and wait for them; kill them after `timeout_s`, or when it is urgent.
 
-    `exclude` are other children of this process.
+    `exclude` are other children of this process. A child that a kill does not end, since it waits in the kernel for a
+    disk or a driver, is left after some seconds.
     """
     asked: set[int] = set()
     end = time.monotonic() + timeout_s
-    while left := set(children_of(os.getpid())) - set(exclude):
-        is_late = time.monotonic() >= end or is_urgent()
+    while (left := set(children_of(os.getpid())) - set(exclude)) and time.monotonic() < end + _DEAD_WITHIN_S:
+        if is_urgent():
+            end = min(end, time.monotonic())
+        is_late = time.monotonic() >= end
         for process in left if is_late else left - asked:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL if is_late else signal.SIGTERM)
-        if is_late:
-            return
         asked |= left
         time.sleep(_POLL_S)
+    for process, _ in _children(os.getpid()):
+        if process not in exclude:
+            with suppress(ChildProcessError):
+                os.waitpid(process, os.WNOHANG)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -295,7 +295,7 @@ def follow(job_id: str, folder: Path, console: Console) -> int:
             if state is not None and state.text() != last:
                 last = state.text()
                 print_text(f"job {job_id}: {last}", console)
-            if state is None or state.has_ended or (state.name == "COMPLETING" and _is_recorded(folder)):
+            if state is None or state.has_ended:
                 break
             time.sleep(_POLL_S)
     time.sleep(_POLL_S)  # a network file system may show the last lines late
@@ -306,11 +306,6 @@ def follow(job_id: str, folder: Path, console: Console) -> int:
 def _waited_for(job_id: str, console: Console) -> JobState | None:
     """Return the job's state, waiting for a silent controller."""
     return patiently(lambda: job_state(job_id), lambda text: print_text(f"job {job_id}: {text}", console))
-
-
-def _is_recorded(folder: Path) -> bool:
-    """Whether the run has ended for good, whatever Slurm still waits for; a stopped run may be requeued."""
-    return read_manifest(folder)["status"]["state"] not in (RunState.running.name, RunState.stopped.name)
 
 
 def _print_from(place: int, file: Path, console: Console) -> int:
