@@ -1,199 +1,54 @@
-"""Orphaned processes are adopted, asked to end, and killed if they do not."""
+"""Programs that are run with a time limit, and those that end with what started them."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
-from pathlib import Path
 
-import pytest
-
-import tunebook
-from tunebook.processes import adopting_orphans, ask, children_of, descendants_of, end_children, stopping_with_parent
-from tunebook.train import rank_process
+from tunebook.processes import ask
 
 from .conftest import wait_for
 
-# Starts a child in a session of its own, says who that is, and dies.
-PARENT = """
-import subprocess, sys
-pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True, **pipes)
-child.stdout.readline()
-print(child.pid, flush=True)
-"""
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
-POLITE = "import time; print(flush=True); time.sleep(60)"
 # Starts the command that follows through the module under test, says its process, and waits.
 PARENT_THAT_IS_KILLED = """
-import subprocess, sys, time
-from tunebook.processes import stopping_with_parent
+import os, sys, time
+from tunebook.processes import start
 
-child = subprocess.Popen(stopping_with_parent(sys.argv[1:]))
+child = start(sys.argv[1:], os.environ)
 print(child.pid, flush=True)
 time.sleep(60)
+"""
+# As torchrun: starts a rank in a session of its own, which has its input.
+AGENT = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", *sys.argv[1:]], start_new_session=True)
 """
 # Says when it is there, and writes down that it was asked to stop.
 CHILD = """
 import pathlib, signal, sys, time
+from tunebook.processes import stop_when_input_ends
 def stop(number, frame):
     pathlib.Path(sys.argv[1]).write_text(signal.Signals(number).name)
     sys.exit(6)
 signal.signal(signal.SIGTERM, stop)
+stop_when_input_ends()
 pathlib.Path(sys.argv[1]).write_text("there")
 time.sleep(60)
 """
 PYTHON = (sys.executable, "-c")
 
 
-def orphan(program):
-    answer = subprocess.run([sys.executable, "-c", PARENT, program], capture_output=True, text=True, check=True)
-    return int(answer.stdout)
-
-
-def test_an_orphan_is_adopted_and_asked_to_end():
-    with adopting_orphans():
-        before = set(children_of(os.getpid()))
-        process = orphan(POLITE)
-        assert process in children_of(os.getpid())
-        end_children(exclude=before, timeout_s=30)
-        assert process not in children_of(os.getpid())
-
-
-def test_one_that_does_not_end_is_killed_in_time():
-    with adopting_orphans():
-        before = set(children_of(os.getpid()))
-        process = orphan(STUBBORN)
-        started = time.monotonic()
-        end_children(exclude=before, timeout_s=0.3)
-        assert 0.3 <= time.monotonic() - started < 10
-    assert not os.path.exists(f"/proc/{process}")  # noqa: PTH110
-
-
-# Its main thread ends at once, and the process counts as a zombie, while another thread runs on. As with a killed rank
-# of many threads, but for longer.
-WITHOUT_MAIN_THREAD = """
-import ctypes, threading, time, os
-threading.Thread(target=time.sleep, args=(1.0,)).start()
-os.close(1)
-ctypes.CDLL(None).pthread_exit(None)
-"""
-
-
-def test_one_whose_other_threads_run_on_is_waited_for():
-    with adopting_orphans():
-        before = set(children_of(os.getpid()))
-        process = orphan(WITHOUT_MAIN_THREAD)
-        while Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
-            time.sleep(0.01)
-        end_children(exclude=before, timeout_s=30)
-    assert not os.path.exists(f"/proc/{process}")  # noqa: PTH110
-
-
-def test_children_for_other_reasons_are_left_alone():
-    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    end_children(exclude={*children_of(os.getpid())}, timeout_s=0)
-    assert other.poll() is None
-    other.communicate(b"\n")
-
-
-def test_all_descendants_are_found():
-    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(flush=True); input()'])"
-    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    process.stdout.readline()
-    (child,) = children_of(process.pid)
-    assert descendants_of(process.pid) == [child]
-    assert set(descendants_of(os.getpid())) >= {process.pid, child}
-    process.communicate(b"\n")
-
-
-def test_urgent_end_does_not_wait():
-    with adopting_orphans():
-        before = set(children_of(os.getpid()))
-        process = orphan(STUBBORN)
-        end_children(exclude=before, timeout_s=600, is_urgent=lambda: True)
-        assert process not in children_of(os.getpid())
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part of it is Linux's")
-def test_a_child_is_asked_to_stop_when_its_parent_is_killed(tmp_path):
+def test_a_rank_is_asked_to_stop_when_its_launcher_is_killed(tmp_path):
     says = tmp_path / "says"
-    words = [sys.executable, "-c", PARENT_THAT_IS_KILLED, sys.executable, "-c", CHILD, str(says)]
+    words = [*PYTHON, PARENT_THAT_IS_KILLED, *PYTHON, AGENT, CHILD, str(says)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         int(parent.stdout.readline())
         wait_for(lambda: says.exists() and says.read_text() == "there")
         parent.kill()
     wait_for(lambda: says.read_text() == "SIGTERM")
-
-
-def test_command_replaces_the_starting_process():
-    program = "import os, sys; print(os.getpid(), *sys.argv[1:]); sys.exit(7)"
-    begun = stopping_with_parent([sys.executable, "-c", program, "a b", "c=1"])
-    with subprocess.Popen(begun, stdout=subprocess.PIPE, text=True) as process:
-        assert process.communicate()[0] == f"{process.pid} a b c=1\n"
-    assert process.returncode == 7
-
-
-def test_ctrl_c_is_heard_also_where_the_parent_ignores_it():
-    """As for commands that a shell runs in the background."""
-    program = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        begun = stopping_with_parent([sys.executable, "-c", program])
-        assert subprocess.run(begun, capture_output=True, text=True, check=True).stdout == "True\n"
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-# A rank that takes its time before it listens, and says what it has heard by then.
-SLOW_RANK = """
-import sys, time
-from tunebook.train.rank_process import StopRequest
-print("there", flush=True)
-sys.stdin.readline()
-request = StopRequest()
-with request.listening():
-    print(request.name)
-"""
-
-
-def test_ctrl_c_waits_until_a_rank_listens(tmp_path):
-    package = tmp_path / "tunebook"  # in the place of the rank's own program, whose libraries take seconds
-    (package / "train").mkdir(parents=True)
-    (package / "__init__.py").write_text(f"__path__.append({str(Path(tunebook.__file__).parent)!r})")
-    (package / "train" / "__init__.py").write_text(f"__path__.append({str(Path(rank_process.__file__).parent)!r})")
-    (package / "train" / "__main__.py").write_text(SLOW_RANK)
-    begun = stopping_with_parent([sys.executable, "-m", "tunebook.train", "folder"])
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    with subprocess.Popen(begun, **pipes, text=True, env=environment) as process:
-        assert process.stdout.readline() == "there\n"
-        process.send_signal(signal.SIGINT)
-        assert process.communicate("go on\n", timeout=50) == ("SIGINT\n", "")
-    assert process.returncode == 0
-
-
-def test_it_starts_from_threads_while_torch_is_at_work():
-    """A `preexec_fn` would crash here."""
-    import torch
-
-    codes = []
-
-    def start():
-        torch.ones(64, 64) @ torch.ones(64, 64)
-        codes.append(subprocess.run(stopping_with_parent([sys.executable, "-c", ""]), check=False).returncode)
-
-    threads = [threading.Thread(target=start) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert codes == [0] * 8
 
 
 def test_an_answer() -> None:

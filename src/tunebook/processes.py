@@ -1,7 +1,7 @@
-"""Parent and child processes (Linux): none must continue unnoticed after a `kill -9`. Also programs that may hang.
+"""Processes: start one, find and end its descendants, run a program that may hang, and count requests to stop.
 
-The kernel can stop or kill a process when its parent dies; it watches the thread that started the process, which must
-live as long. This process can also adopt its descendants whose parent dies.
+None may continue unnoticed after a `kill -9` of its parent. So the standard input of a started process is a pipe that
+ends with the parent (`stop_when_input_ends`), and this process can adopt its descendants whose parent dies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -26,24 +26,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 ENDS_WITH_INPUT = "TUNEBOOK_ENDS_WITH_INPUT"  # variable
 _POLL_S = 0.1
+_SAME_WITHIN_S = 2.0
 _DEAD_WITHIN_S = 20.0  # after a kill: letting go of a large memory takes seconds
-
-# A separate program that becomes the command, since a fork that continues in Python (`preexec_fn`) crashed with torch
-# and threads. Its arguments: the parent, "waits" if SIGINT is blocked until the command handles it, the command.
-_PROGRAM = f"""
-import signal, sys
-if sys.argv[2] == "waits":
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-import ctypes, os
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, signal.SIGTERM)
-    if os.getppid() != int(sys.argv[1]):
-        os.kill(os.getpid(), signal.SIGTERM)
-signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.execvp(sys.argv[3], sys.argv[3:])
-"""
-# A rank without torchrun handles signals only after some imports, in which Ctrl-C would end it with a traceback.
-_RANK = ["-m", "tunebook.train"]
 _LONGEST_ANSWER = 1 << 20  # bytes
 _DYING_S = 2.0  # how long a killed program is given to go, so that it leaves no zombie
 
@@ -67,24 +51,26 @@ def handling_signals(
 
 
 class RequestCount:
-    """Counts requests to stop. Only Ctrl-C counts a second time.
+    """Counts requests to stop. Only Ctrl-C counts a second time, and only two seconds after the first.
 
-    Other signals arrive several times for one reason: the kernel reports the death of each of the parent's threads, and
-    both the shell and the kernel report a closed terminal. A second request means "do not save" and would lose the
-    steps since the last checkpoint.
+    Other signals arrive several times for one reason: both the shell and the kernel report a closed terminal. A second
+    request means "do not save" and would lose the steps since the last checkpoint.
     """
 
     def __init__(self) -> None:
         self.num = 0
+        self._last = 0.0
 
     def take(self, number: int) -> int:
-        """The number of this request, from 1; 0 if it was counted before.
+        """Return the number of this request, from 1; 0 if it belongs to the one before.
 
-        Calls no function: the next signal may interrupt a handler at a call.
+        After the first line it calls no function: the next signal may interrupt a handler at a call.
         """
-        if self.num and number != signal.SIGINT:
+        now = time.monotonic()
+        if self.num and (number != signal.SIGINT or now - self._last < _SAME_WITHIN_S):
             return 0
         self.num += 1
+        self._last = now
         return self.num
 
 
@@ -102,27 +88,39 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def prctl(option: int, value: int) -> None:
-    """Set an option of this process in the kernel (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value)
+def start(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    keep_open: Sequence[int] = (),
+    *,
+    errors: Path | None = None,
+    output: Path | None = None,
+    working_folder: Path | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a command in its own process group, so that Ctrl-C in a terminal reaches it only through this process.
 
-
-def ask_to_stop_when_parent_dies() -> None:
-    """Get SIGTERM, on which a rank saves and ends, when the parent dies."""
-    prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def die_with_parent() -> None:
-    """Be killed when the parent dies."""
-    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    `errors` receives its standard error, `output` all that it prints; without them both are this process's own. The
+    file descriptors `keep_open` stay open in it.
+    """
+    with ExitStack() as stack:
+        file = output or errors
+        stream = None if file is None else stack.enter_context(file.open("ab"))
+        return subprocess.Popen(
+            command,
+            env={**environment, ENDS_WITH_INPUT: "1"},
+            cwd=working_folder,
+            stdin=subprocess.PIPE,
+            stdout=None if output is None else stream,
+            stderr=stream,
+            process_group=0,
+            pass_fds=tuple(keep_open),
+        )
 
 
 def stop_when_input_ends() -> None:
-    """Get SIGTERM when standard input ends, if the environment asks for it.
+    """Get SIGTERM, on which a rank saves and ends, when standard input ends: the process that started this is gone.
 
-    Docker closes the input of a container whose client was killed, as the clients of a killed job are; nothing else
-    would end it.
+    torchrun, srun and Docker's client pass their input on. Only if the environment asks for it.
     """
     if os.environ.get(ENDS_WITH_INPUT):
 
@@ -134,56 +132,58 @@ def stop_when_input_ends() -> None:
         threading.Thread(target=wait, daemon=True, name="input").start()
 
 
-def stopping_with_parent(command: list[str]) -> list[str]:
-    """A command that gets SIGTERM when this process, which starts it, dies.
+def _prctl(option: int, value: int) -> None:
+    """Set an option of this process in the kernel."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value)
 
-    It may get SIGTERM several times, since the kernel watches the thread that started it and then the remaining ones.
-    SIGINT has its default action even if this process ignores it in the background. For a rank it is blocked until
-    `StopRequest` listens; other commands never unblock it. Exit code 1, with a traceback, if the command does not
-    exist.
-    """
-    when = "waits" if command[1:3] == _RANK else "at once"
-    return [sys.executable, "-I", "-S", "-c", _PROGRAM, str(os.getpid()), when, *command]
+
+def ask_to_stop_when_parent_dies() -> None:
+    """Get SIGTERM when the parent dies (Linux only), in a process that has no input."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def die_with_parent() -> None:
+    """Be killed when the parent dies (Linux only)."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Become the parent of every descendant whose own parent dies, instead of the init process.
+    """Become the parent of every descendant whose own parent dies, instead of the init process (Linux only).
 
     torchrun starts ranks in their own sessions: after a `kill -9` of torchrun no other process would know them.
     """
-    prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield
     finally:
-        prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
 def children_of(process: int) -> list[int]:
-    """The running children of a process, adopted ones included."""
+    """The running children of a process, adopted ones included (Linux only)."""
     return [child for child, state in _children(process) if state != "Z"]
 
 
 def _children(process: int) -> Iterator[tuple[int, str]]:
-    """Pid and state of every child of a process; `Z` is a child that has ended and was not waited for.
-
-    A process whose main thread has ended has that state, too, while others of its threads run: it is reported as `R`.
-    """
+    """Each child of a process with its state; `Z` is a child that has ended and was not waited for."""
     for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, IndexError):  # it ended in the meantime
+        with suppress(OSError):  # it ended in the meantime
             # The program's name is in parentheses and may contain parentheses and blanks. State and parent follow it.
             state, parent = status.read_text().rpartition(")")[2].split()[:2]
             if int(parent) == process:
-                has_threads = state == "Z" and len([*(status.parent / "task").iterdir()]) > 1
-                yield int(status.parent.name), "R" if has_threads else state
+                yield int(status.parent.name), state
 
 
-def descendants_of(process: int) -> list[int]:
-    """The running descendants of a process, its children first."""
+def kill_descendants(process: int) -> None:
+    """Kill all descendants of a process."""
     found = children_of(process)
     for child in found:  # the list grows in the loop
         found += children_of(child)
-    return found
+    for child in found:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 def end_children(
@@ -196,33 +196,19 @@ def end_children(
     """
     asked: set[int] = set()
     end = time.monotonic() + timeout_s
-    killed_at: float | None = None
-    while left := _reap(exclude):
-        is_late = time.monotonic() >= end or is_urgent()
-        if is_late:
-            killed_at = killed_at or time.monotonic()
-            if time.monotonic() - killed_at > _DEAD_WITHIN_S:
-                return
-        for process in left:
-            if is_late or process not in asked:
-                asked.add(process)
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL if is_late else signal.SIGTERM)
+    while (left := set(children_of(os.getpid())) - set(exclude)) and time.monotonic() < end + _DEAD_WITHIN_S:
+        if is_urgent():
+            end = min(end, time.monotonic())
+        is_late = time.monotonic() >= end
+        for process in left if is_late else left - asked:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL if is_late else signal.SIGTERM)
+        asked |= left
         time.sleep(_POLL_S)
-
-
-def _reap(exclude: Collection[int]) -> list[int]:
-    """Collect adopted children that have ended; returns the running ones."""
-    running = []
-    for child, state in _children(os.getpid()):
-        if child in exclude:
-            continue
-        if state != "Z":
-            running.append(child)
-            continue
-        with suppress(OSError):
-            os.waitpid(child, os.WNOHANG)
-    return running
+    for process, _ in _children(os.getpid()):
+        if process not in exclude:
+            with suppress(ChildProcessError):
+                os.waitpid(process, os.WNOHANG)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,26 +6,39 @@ import io
 import logging
 import os
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-_HANGING = 4  # columns by which the rest of a wrapped line is indented more than its start
+_HANGING = "    "  # before the rest of a wrapped line, in addition to the indent of its start
 
 
-def print_lines(lines: Iterable[str], console: Console, *, separator: str = " ", style: str = "") -> None:
-    """Print lines; in a terminal, each is wrapped at `separator` to its width. A log keeps them whole, to be searched.
+def print_lines(lines: Iterable[str], console: Console, *, style: str = "") -> None:
+    """Print lines; in a terminal, each is wrapped at words with a hanging indent. A log keeps them whole.
 
-    Not for a command: one that is wrapped cannot be copied.
+    Not for a command: one that is wrapped cannot be copied. A longer word, such as a path, stays whole.
     """
     if console.is_terminal:
-        lines = [part for line in lines for part in wrapped(line, console.width, separator)]
+        lines = [part for line in lines for part in _wrapped(line, console.width)]
     print_text("\n".join(lines), console, style=style)
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    text = line.lstrip(" ")
+    indent = " " * (len(line) - len(text))
+    return textwrap.wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + _HANGING,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def print_text(text: str, console: Console, *, style: str = "") -> None:
@@ -86,19 +99,3 @@ class _Outliving(io.FileIO):
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
             return len(data)
-
-
-def wrapped(line: str, width: int, separator: str = " ") -> list[str]:
-    """Wrap a line to `width` columns with a hanging indent; a longer word, such as a path, stays whole."""
-    text = line.lstrip(" ")
-    indent = " " * (len(line) - len(text))
-    first, *rest = text.split(separator)
-    parts, current = [], indent + first
-    for word in rest:
-        longer = current + separator + word
-        if cell_len(longer) <= width:
-            current = longer
-        else:
-            parts.append(current.rstrip(" "))
-            current = indent + " " * _HANGING + word
-    return [*parts, current]

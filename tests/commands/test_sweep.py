@@ -153,7 +153,7 @@ def test_a_dry_run_lists_the_trials_and_makes_nothing(tmp_path: Path, console: C
     options = SweepOptions(num_trials=3, seed=4)
     assert sweep_command("quickstart", words, [], console, options=options, dry_run=True) == 0
     text = console.export_text()
-    for expected in ("2 trials", "training.seed", "3 trials over schedule", "evaluation_score, seed 4"):
+    for expected in ("2 trials", "training.seed", "3 trials, 1 at a time, over schedule", "evaluation_score, seed 4"):
         assert expected in text
     assert list(tmp_path.iterdir()) == []
 

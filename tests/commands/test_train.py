@@ -10,13 +10,8 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from tunebook.commands.train import (
-    check_upload,
-    plan_job,
-    require_runnable,
-    set_up_folder,
-    show_job,
-)
+from tunebook.commands.preflight import check_upload, require_runnable
+from tunebook.commands.train import plan_job, set_up_folder, show_job
 from tunebook.data.prepared import Prepared
 from tunebook.errors import RequestError
 from tunebook.record.manifest import read_manifest, recorded_fingerprint, update_manifest
@@ -77,36 +72,10 @@ def shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_a_dry_run_shows_what_a_job_starts_in_containers(capsys: pytest.CaptureFixture[str]) -> None:
-    image = ["launcher.container_image=registry/x:1", "launcher.container_runtime=docker"]
-    check, ranks, after = shown([*image, "evaluation.before=false"], capsys)
-    for command in (check, ranks, after):
-        assert command.startswith("srun --nodes 1 --ntasks 1 ")
-        assert " docker run --rm " in command
-        assert " registry/x:1 -m tunebook." in command
-    assert check.endswith("--when contamination")
-    assert not ranks.endswith("--when after")
-    assert after.endswith("--when after")
-    unchecked = [*image, "evaluation.contamination=disabled"]
-    before, ranks = shown([*unchecked, "evaluation.before=true", "evaluation.after=false"], capsys)
-    assert before.endswith("--when before")
-    assert "--when" not in ranks
-    assert len(shown([*image, "evaluation=none"], capsys)) == 1
-
-
-def test_a_dry_run_says_which_folder_its_containers_will_have_besides(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = "  with the folder of the prepared data, known once that is prepared"
-    contained = ["launcher=slurm", "launcher.container_image=registry/x:1"]
-    show_job(plan_job("quickstart", contained, []), Console(width=200), tmp_path)
-    assert capsys.readouterr().out.splitlines()[-1] == line
-    (tmp_path / "prepared.json").write_text('{"folder": "/cache/prepared/1"}')
-    show_job(plan_job("quickstart", contained, []), Console(width=200), tmp_path)
-    printed = capsys.readouterr().out
-    assert line not in printed
-    assert "/cache/prepared/1:/cache/prepared/1" in printed
-    show_job(plan_job("quickstart", ["launcher=slurm"], []), Console(width=200), Path("/runs/1"))
-    assert line not in capsys.readouterr().out
+    (ranks,) = shown(["launcher.container_image=registry/x:1", "launcher.container_runtime=docker"], capsys)
+    assert ranks.startswith("srun --nodes 1 --ntasks 1 ")
+    assert " docker run --rm " in ranks
+    assert " registry/x:1 -m tunebook.launch.local " in ranks
 
 
 def test_a_dry_run_shows_what_a_job_starts_on_several_nodes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,16 +84,6 @@ def test_a_dry_run_shows_what_a_job_starts_on_several_nodes(capsys: pytest.Captu
     assert ranks.startswith("srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --kill-on-bad-exit=1 ")
     assert ranks.endswith("-m tunebook.launch.local /runs/1 --endpoint '<host>:<port>'")
     assert shown([], capsys) == []  # one node: the script says it all
-
-
-def test_programs_that_a_container_would_not_execute_are_refused_before_a_job_is_submitted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else they are missed after all of the training: nothing looks at them outside of the container."""
-    monkeypatch.setattr("tunebook.commands.train.check_launcher", lambda config: None)
-    words = ["launcher=slurm", "launcher.container_image=me/x", "hardware=cpu", "evaluation.tasks=[small_python]"]
-    with pytest.raises(RequestError, match=r"small_python has programs .* train with evaluation=none, and evaluate"):
-        require_runnable(plan_job("quickstart", words, []))
 
 
 class FakeHub:

@@ -9,7 +9,6 @@ from tunebook.launch.commands import (
     evaluation_command,
     launch_command,
     node_command,
-    rank_command,
     ranks_command,
     uses_other_machines,
 )
@@ -69,9 +68,8 @@ def test_a_slurm_job_of_one_node_needs_no_srun():
     assert ranks_of("qwen3b_zero2", "launcher=slurm")[:4] == ["python", "-m", "torch.distributed.run", "--standalone"]
 
 
-def test_rays_trainer_is_a_program_whose_workers_start_the_ranks():
+def test_rays_trainer_is_a_program():
     assert command_of("dolly3b_ray_zero3_offload") == ["python", "-m", "tunebook.launch.ray", "/runs/1"]
-    assert rank_command(FOLDER)[-1] == "--dies-with-parent"
 
 
 @pytest.mark.parametrize(
@@ -85,7 +83,7 @@ def test_rays_trainer_is_a_program_whose_workers_start_the_ranks():
         (["qwen3b_zero2", "launcher=ray"], True),
     ],
 )
-def test_ranks_that_signals_do_not_reach(words, expected):
+def test_ranks_that_start_elsewhere(words, expected):
     assert uses_other_machines(config_of(*words)) is expected
 
 

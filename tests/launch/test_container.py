@@ -1,24 +1,18 @@
-"""A node's command in a container, word by word, and what becomes of one that does not start or is left."""
+"""A node's command in a container, word by word."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tunebook.commands.train import refuse_code_inside
+from tunebook.commands.preflight import check_sandbox
 from tunebook.config.book import book_root
 from tunebook.errors import RequestError
 from tunebook.launch import container
-from tunebook.launch.container import (
-    container_mounts,
-    in_container,
-    record_container,
-    remove_containers,
-)
+from tunebook.launch.container import container_mounts, in_container, record_container
 from tunebook.record.manifest import read_manifest, start_manifest
 
 from ..conftest import config_of
@@ -41,8 +35,8 @@ def in_slurm(recipe, *words):
         return config_of(recipe, "launcher=slurm", *words)
 
 
-def in_docker(*words, image="x"):
-    return in_slurm("quickstart", f"launcher.container_image={image}", "launcher.container_runtime=docker", *words)
+def in_docker(*words):
+    return in_slurm("quickstart", "launcher.container_image=x", "launcher.container_runtime=docker", *words)
 
 
 def test_without_an_image_nothing_changes():
@@ -147,73 +141,17 @@ def test_the_named_checkpoint_and_task_files_are_there_inside(monkeypatch, tmp_p
     assert str(tmp_path / "gone") not in container_mounts(config, tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("image", "is_fetched"),
-    [
-        ("tunebook:cpu", False),
-        ("somebody/tunebook:cpu", False),
-        ("registry.example/tunebook:cpu", True),
-        ("host:5000/tunebook", True),
-        ("localhost/tunebook", True),
-        ("sha256:0123", False),
-    ],
-)
-def test_only_an_image_with_a_registrys_name_is_fetched(tmp_path, image, is_fetched):
-    """Anybody may publish an image of any other name on Docker Hub."""
-    words = in_container(in_docker(image=f"'{image}'"), tmp_path / "run", COMMAND)
-    assert image in words
-    assert ("--pull never" in " ".join(words)) == (not is_fetched)
-
-
-@pytest.mark.parametrize("left", ["", "0a1b\n2c3d\n"])
-def test_what_is_left_of_a_runs_containers_is_removed(monkeypatch, tmp_path, left):
-    called = []
-
-    def run(words, **_):
-        called.append(words)
-        return subprocess.CompletedProcess(words, 0, stdout=left, stderr="")
-
-    monkeypatch.setattr(container.subprocess, "run", run)
-    folder = tmp_path / "run"
-    label = f"tunebook.run={folder}"
-    words = in_container(in_docker(), folder, COMMAND)
-    assert words[words.index("--label") + 1] == label
-    remove_containers(in_docker(), folder)
-    remove_containers(in_slurm("quickstart"), folder)
-    remove_containers(in_slurm("quickstart", "launcher.container_image=x"), folder)
-    removal = [["docker", "rm", "--force", "0a1b", "2c3d"]] if left else []
-    assert called == [["docker", "ps", "--all", "--quiet", "--filter", f"label={label}"], *removal]
-
-
-def test_no_docker_is_no_reason_to_fail_at_the_end(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    remove_containers(in_docker(), tmp_path)
-
-
 def test_programs_that_no_container_would_execute_are_refused_before_the_training(monkeypatch):
     monkeypatch.setenv("TUNEBOOK_CACHE", CACHE)  # which keeps the index of the harness' tasks
     tasks = "evaluation.tasks=[small_python]"
     with pytest.raises(
         RequestError, match=r"small_python has programs .*evaluation=none, .* tunebook eval run="
     ) as error:
-        refuse_code_inside(in_docker(tasks))
+        check_sandbox(in_docker(tasks))
     assert error.value.problem_id == "sandbox-missing"
-    refuse_code_inside(in_docker(tasks, "evaluation.before=false", "evaluation.after=false"))
-    refuse_code_inside(in_docker(tasks, "launcher.container_mounts=[/handover]"))
-    refuse_code_inside(in_docker("evaluation.tasks=[gsm8k]"))
-
-
-@pytest.mark.parametrize("name", ["a:b", "a,b", "a\nb"])
-@pytest.mark.parametrize("runtime", ["pyxis", "docker"])
-def test_a_folder_that_no_option_can_name_is_refused(monkeypatch, tmp_path, name, runtime):
-    """pyxis and docker would mount another folder, or an empty one, without a word."""
-    monkeypatch.chdir(tmp_path)
-    config = in_slurm(
-        "quickstart", "launcher.container_image=registry.example/x:1", f"launcher.container_runtime={runtime}"
-    )
-    with pytest.raises(RequestError) as caught:
-        in_container(config, tmp_path / name, COMMAND)
-    assert caught.value.problem_id == ("control-characters" if "\n" in name else "container-mount")
+    check_sandbox(in_docker(tasks, "evaluation.before=false", "evaluation.after=false"))
+    check_sandbox(in_docker(tasks, "launcher.container_mounts=[/handover]"))
+    check_sandbox(in_docker("evaluation.tasks=[gsm8k]"))
 
 
 DIGEST = "sha256:" + "0" * 64

@@ -5,6 +5,7 @@ import signal
 import pytest
 
 from tunebook.launch.logs import (
+    Failure,
     first_failure,
     last_lines,
     make_logs,
@@ -13,7 +14,6 @@ from tunebook.launch.logs import (
     stuck_collective,
     torchrun_log,
 )
-from tunebook.launch.supervise import Failure
 
 # As torch 2.13 prints it, shortened.
 REPORT = """E1121 11:40:02 torch/distributed/elastic/api.py:1000] failed (exitcode: {code}) local_rank: 1

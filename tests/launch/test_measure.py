@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from tunebook.commands.plan import plan_command
-from tunebook.commands.train import plan_job, require_runnable
+from tunebook.commands.preflight import require_runnable
+from tunebook.commands.train import plan_job
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError
 from tunebook.hardware.disk import disk_full
 from tunebook.launch import measure as module

@@ -1,26 +1,23 @@
-"""Which earlier run is gone on with."""
+"""Which earlier run is resumed."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from tunebook.checkpoint.record import Identity
 from tunebook.checkpoint.verify import newest_checkpoint
 from tunebook.config.choices import Checkpointing, ResumeAnyway
 from tunebook.config.frozen import config_to_yaml
-from tunebook.config.identity import config_hash, result_settings
-from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, RequestError
 from tunebook.launch.resume import check_run_folder, unfinished_run
 from tunebook.record.manifest import FORMAT
 from tunebook.record.run_folder import working_in, write_outcome
 
 from ..conftest import config_of
+
+FIRST, SECOND, THIRD = (f"2026-01-0{day}T00-00-00Z" for day in (1, 2, 3))
 
 
 @pytest.fixture
@@ -29,13 +26,14 @@ def config(tmp_path):
 
 
 @pytest.fixture
-def make_run(make_checkpoint):
-    def make(config, tmp_path, name, state, steps=(), sha256=None):
+def make_run(tmp_path, make_checkpoint):
+    """Leave a run of a configuration in some state, with a checkpoint or without."""
+
+    def make(config, name=FIRST, state="stopped", steps=(5,)):
         folder = tmp_path / "quickstart" / name
         folder.mkdir(parents=True)
-        manifest = {"format": FORMAT, "config_sha256": sha256 or config_hash(config)}
-        manifest["status"] = {"state": state}
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        (folder / "manifest.json").write_text(json.dumps({"format": FORMAT, "status": {"state": state}}))
+        (folder / "run.yaml").write_text(config_to_yaml(config))
         for step in steps:
             make_checkpoint(folder, step)
         return folder
@@ -43,28 +41,112 @@ def make_run(make_checkpoint):
     return make
 
 
-def test_a_stopped_run_of_the_same_configuration_is_gone_on_with(config, tmp_path, make_run):
-    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5, 10))
+def changed(config, **settings):
+    """A copy of a configuration with other settings: `training__seed=1`."""
+    other = copy.deepcopy(config)
+    for key, value in settings.items():
+        section, _, name = key.partition("__")
+        setattr(getattr(other, section), name, value)
+    return other
+
+
+def test_a_stopped_run_of_the_same_configuration_is_resumed(config, make_run):
+    folder = make_run(config, steps=(5, 10))
     assert unfinished_run(config) == folder
     assert newest_checkpoint(folder) == folder / "checkpoints" / "checkpoint-10"
+    assert unfinished_run(changed(config, training__resume="never")) is None
+    assert unfinished_run(changed(config, training__seed=7)) is None
 
 
-@pytest.mark.parametrize("state", ["finished", "invalid", "running"])
-def test_other_endings_start_anew(config, tmp_path, state, make_run):
-    make_run(config, tmp_path, "2026-01-01T00-00-00Z", state, steps=(5,))
+@pytest.mark.parametrize("state", ["finished", "invalid"])
+def test_after_other_endings_the_same_command_starts_anew(config, state, make_run):
+    make_run(config)
+    make_run(config, SECOND, state)
     assert unfinished_run(config) is None
 
 
-def test_another_configuration_starts_anew(config, tmp_path, make_run):
-    make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,), sha256="0" * 64)
-    assert unfinished_run(config) is None
+def test_a_damaged_record_of_another_run_stops_nothing(config, make_run):
+    folder, newer = make_run(config), make_run(config, SECOND)
+    (newer / "manifest.json").write_text("no JSON")
+    assert unfinished_run(config) == folder
+    with pytest.raises(DataError, match="manifest"):
+        check_run_folder(config, newer)
 
 
-def test_a_run_that_differs_only_in_what_auto_decided_is_named_with_what_to_type(config, tmp_path, make_run):
-    earlier = copy.deepcopy(config)
-    earlier.activation.checkpointing, earlier.packing.row_length = Checkpointing.enabled, 2048
-    folder = make_run(earlier, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
-    (folder / "run.yaml").write_text(config_to_yaml(earlier))
+def test_without_a_complete_checkpoint_there_is_nothing_to_resume_and_that_is_said(config, make_run):
+    folder = make_run(config, steps=())
+    said = []
+    assert unfinished_run(config, said.append) is None and said == []
+    newer = make_run(config, SECOND)
+    (newer / "checkpoints" / "checkpoint-5" / "complete.json").unlink()
+    assert unfinished_run(config, said.append) is None
+    assert said[0].startswith(f"not resuming from {newer / 'checkpoints' / 'checkpoint-5'}: it has no complete.json")
+    assert folder.exists()
+
+
+def test_a_run_that_was_trained_and_not_evaluated_is_resumed(config, make_run):
+    folder = make_run(config, steps=())
+    (folder / "model").mkdir()
+    assert unfinished_run(config) is None  # a model, but no rank that says it is the trained one
+    write_outcome(folder, rank=0, exit_code=0, reason="finished")
+    assert unfinished_run(config) == folder
+
+
+def test_a_run_that_was_killed_is_resumed_and_one_at_work_is_not(config, make_run):
+    folder = make_run(config, state="running")
+    with working_in(folder):
+        assert unfinished_run(config) is None
+    assert unfinished_run(config) == folder
+
+
+def test_a_run_that_began_from_a_named_folder_is_resumed_by_the_same_words(config, tmp_path, make_run):
+    (tmp_path / "source").mkdir()
+    begun = changed(config, training__resume=str(tmp_path / "source"))
+    folder = make_run(begun)
+    assert unfinished_run(begun) == folder
+    assert unfinished_run(changed(begun, training__resume=f"{tmp_path}/source/../source")) == folder
+    # `best` was there when it began
+    assert unfinished_run(changed(begun, training__resume_anyway=[ResumeAnyway.best])) == folder
+    assert unfinished_run(changed(begun, training__resume_anyway=[ResumeAnyway.data])) is None
+    assert unfinished_run(config) == folder  # auto: whatever it began from
+
+
+def test_a_run_that_began_elsewhere_does_not_begin_from_a_named_folder(config, tmp_path, make_run):
+    for name in ("source", "second"):
+        (tmp_path / name).mkdir()
+    begun, second = (changed(config, training__resume=str(tmp_path / name)) for name in ("source", "second"))
+    make_run(config)  # auto
+    assert unfinished_run(begun) is None
+    newer = make_run(second, SECOND)
+    assert unfinished_run(begun) is None
+    assert unfinished_run(second) == newer
+    make_run(second, THIRD, "finished")
+    assert unfinished_run(second) is None  # done: the same words begin again
+
+
+def test_the_memory_found_on_a_host_makes_no_other_run(config, make_run):
+    folder = make_run(changed(config, hardware__memory_gib=11.5))
+    said = []
+    assert unfinished_run(config, said.append) == folder and said == []
+    check_run_folder(config, folder)
+    make_run(changed(config, hardware__memory_gib=12.5), SECOND, "finished")
+    assert unfinished_run(config) is None  # that one settles it
+
+
+def test_memory_that_was_typed_makes_another_run(config, make_run):
+    earlier, asked = changed(config, hardware__memory_gib=11.5), {"hardware.memory_gib"}
+    folder = make_run(earlier)
+    said = []
+    assert unfinished_run(changed(config, hardware__memory_gib=10.0), said.append, asked) is None
+    assert "hardware.memory_gib was 11.5 and is 10.0" in said[0]
+    assert unfinished_run(earlier, asked=asked) == folder
+    with pytest.raises(RequestError, match="of another configuration"):
+        check_run_folder(config, folder, asked)
+
+
+def test_a_run_that_differs_only_in_what_auto_decided_is_named_with_what_to_type(config, make_run):
+    earlier = changed(config, activation__checkpointing=Checkpointing.enabled, packing__row_length=2048)
+    folder = make_run(earlier)
     said = []
     assert unfinished_run(config, said.append) is None
     assert said == [
@@ -72,286 +154,63 @@ def test_a_run_that_differs_only_in_what_auto_decided_is_named_with_what_to_type
         f"{config.activation.checkpointing.name}, packing.row_length was 2048 and is {config.packing.row_length}; "
         f"to resume it: training.resume={folder}"
     ]
-    with pytest.raises(RequestError, match=r"packing\.row_length was 2048"):
-        check_run_folder(config, folder)
-    assert unfinished_run(earlier, said.append) == folder
-    earlier.training.seed += 1  # which nobody left open
-    (folder / "run.yaml").write_text(config_to_yaml(earlier))
-    (folder / "manifest.json").write_text(
-        json.dumps(
-            {
-                "format": FORMAT,
-                "config_sha256": config_hash(earlier),
-                "status": {"state": "stopped"},
-            }
-        )
-    )
-    said.clear()
-    assert unfinished_run(config, said.append) is None and said == []
+    assert unfinished_run(changed(config, training__seed=7), said.append) is None and len(said) == 1
 
 
-def test_a_finished_run_after_the_stopped_one_settles_it(config, tmp_path, make_run):
-    make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
-    make_run(config, tmp_path, "2026-01-02T00-00-00Z", "finished", steps=(9,))
-    assert unfinished_run(config) is None
-
-
-@pytest.mark.parametrize("damaged", ['{"format": 1}', '{"format": 1, "config_sha256": "x", "status": {}}', "no JSON"])
-def test_a_damaged_record_of_another_run_stops_nothing(config, tmp_path, make_run, damaged):
-    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
-    newer = make_run(config, tmp_path, "2026-01-02T00-00-00Z", "stopped", steps=(9,))
-    (newer / "manifest.json").write_text(damaged)
-    assert unfinished_run(config) == folder
-    with pytest.raises(DataError, match="manifest"):
-        check_run_folder(config, newer)
-
-
-def test_without_a_checkpoint_there_is_nothing_to_go_on_with(config, tmp_path, make_run):
-    make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped")
-    assert unfinished_run(config) is None
-
-
-def test_never_starts_anew(config, tmp_path, make_run):
-    make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5, 10))
-    config.training.resume = "never"
-    assert unfinished_run(config) is None
-
-
-@pytest.fixture
-def begun_elsewhere(config, tmp_path):
-    """The configuration of a run that is to begin from another's checkpoint, and that folder."""
-    source = tmp_path / "source"
-    source.mkdir()
-    own = copy.deepcopy(config)
-    own.training.resume = str(source)
-    return own
-
-
-def freeze(folder, config):
-    (folder / "run.yaml").write_text(config_to_yaml(config))
-
-
-def test_a_run_that_began_from_a_named_folder_is_gone_on_with_by_the_same_words(
-    config, begun_elsewhere, tmp_path, make_run
-):
-    folder = make_run(begun_elsewhere, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5, 10))
-    freeze(folder, begun_elsewhere)
-    assert unfinished_run(begun_elsewhere) == folder
-    spelt = copy.deepcopy(begun_elsewhere)
-    spelt.training.resume = f"{tmp_path}/source/../source"
-    assert unfinished_run(spelt) == folder
-    other = copy.deepcopy(begun_elsewhere)
-    other.training.resume_anyway = [ResumeAnyway.best]  # which was there when it began
-    assert unfinished_run(other) == folder
-    other.training.resume_anyway = [ResumeAnyway.data]
-    assert unfinished_run(other) is None
-    assert unfinished_run(config) == folder  # auto: whatever it began from
-
-
-def test_a_run_that_began_elsewhere_is_not_the_one_that_is_to_begin_from_a_named_folder(
-    config, begun_elsewhere, tmp_path, make_run
-):
-    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
-    freeze(folder, config)  # auto
-    assert unfinished_run(begun_elsewhere) is None
-    (tmp_path / "second").mkdir()
-    second = copy.deepcopy(begun_elsewhere)
-    second.training.resume = str(tmp_path / "second")
-    newer = make_run(second, tmp_path, "2026-01-02T00-00-00Z", "stopped", steps=(5,))
-    freeze(newer, second)
-    assert unfinished_run(begun_elsewhere) is None
-    assert unfinished_run(second) == newer
-    finished = make_run(second, tmp_path, "2026-01-03T00-00-00Z", "finished")
-    freeze(finished, second)
-    assert unfinished_run(second) is None  # done: the same words begin again
-
-
-def with_memory(config, gib):
-    other = copy.deepcopy(config)
-    other.hardware.memory_gib = gib
-    return other
-
-
-def test_the_memory_found_on_a_host_makes_no_other_run(config, tmp_path, make_run):
-    earlier = with_memory(config, 11.5)
-    folder = make_run(earlier, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
-    freeze(folder, earlier)
-    said = []
-    assert config_hash(earlier) != config_hash(config)
-    assert unfinished_run(config, said.append) == folder
-    assert said == []
-    check_run_folder(config, folder)
-    newer = make_run(with_memory(config, 12.5), tmp_path, "2026-01-02T00-00-00Z", "finished")
-    freeze(newer, with_memory(config, 12.5))
-    assert unfinished_run(config) is None  # that one settles it
-
-
-def test_memory_that_was_typed_makes_another_run(config, tmp_path, make_run):
-    earlier, asked = with_memory(config, 11.5), {"hardware.memory_gib"}
-    folder = make_run(earlier, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
-    freeze(folder, earlier)
-    assert unfinished_run(config, asked=asked) is None
-    assert unfinished_run(earlier, asked=asked) == folder
-    with pytest.raises(RequestError, match="of another configuration"):
-        check_run_folder(config, folder, asked)
-
-
-def test_what_a_host_with_other_memory_decides_otherwise_is_said(config, tmp_path, make_run):
-    earlier = with_memory(config, 11.5)
-    earlier.activation.checkpointing = Checkpointing.enabled
-    folder = make_run(earlier, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
-    freeze(folder, earlier)
-    said = []
-    assert unfinished_run(config, said.append) is None
-    assert "activation.checkpointing was enabled and is disabled; to resume it:" in said[0]
-
-
-def test_a_run_with_checkpoints_of_an_older_version_only_is_not_gone_on_with_and_that_is_said(
-    config, tmp_path, make_run
-):
-    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
-    (folder / "checkpoints" / "checkpoint-5" / "complete.json").unlink()
-    said = []
-    assert unfinished_run(config, said.append) is None
-    (told,) = said
-    assert told.startswith(f"not resuming from {folder / 'checkpoints' / 'checkpoint-5'}: it has no complete.json")
-
-
-def test_a_run_that_was_trained_and_not_evaluated_is_gone_on_with(config, tmp_path, make_run):
-    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped")
-    (folder / "model").mkdir()
-    assert unfinished_run(config) is None  # a model, but no rank that says it is the trained one
-    write_outcome(folder, rank=0, exit_code=0, reason="finished")
-    assert unfinished_run(config) == folder
-
-
-def test_a_run_that_was_killed_is_gone_on_with_and_one_at_work_is_not(config, tmp_path, make_run):
-    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "running", steps=(5,))
-    with working_in(folder):
-        assert unfinished_run(config) is None
-    assert unfinished_run(config) == folder
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        (["hardware.gpus_per_node=2"], [], "hardware.gpus_per_node was 2 and is 1"),
+        (
+            ["hardware.gpus_per_node=2", "parallelism=ddp"],
+            ["parallelism=single"],
+            "hardware.gpus_per_node was 2 and is 1, parallelism.strategy was ddp and is single",
+        ),
+        (
+            ["hardware.gpus_per_node=2", "parallelism=ddp"],
+            ["hardware.gpus_per_node=2", "parallelism=zero1"],
+            None,  # the user's choice
+        ),
+    ],
+)
+def test_another_machine_is_named_and_only_for_the_newest_run(tmp_path, make_run, then, now, said):
+    earlier, present = (config_of("quickstart", f"outputs={tmp_path}", "hardware=cpu", *words) for words in (then, now))
+    make_run(earlier)
+    newer, heard = make_run(earlier, SECOND), []
+    assert unfinished_run(present, heard.append) is None
+    line = f"not resuming {newer}, which ended early: {said}; to resume it: training.resume={newer}"
+    assert heard == ([line] if said else [])
 
 
 def test_a_named_run_folder_may_be_new_empty_or_an_unfinished_run_of_the_same(config, tmp_path, make_run):
     check_run_folder(config, tmp_path / "new")
     (tmp_path / "empty").mkdir()
     check_run_folder(config, tmp_path / "empty")
-    check_run_folder(config, make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,)))
-    check_run_folder(config, make_run(config, tmp_path, "2026-01-02T00-00-00Z", "failed"))
+    check_run_folder(config, make_run(config))
+    check_run_folder(config, make_run(config, SECOND, "failed", steps=()))
 
 
 @pytest.mark.parametrize(
-    ("state", "sha256", "message"),
+    ("state", "settings", "message"),
     [
-        ("finished", None, "its run has finished"),
-        ("invalid", None, "a loss that is not finite, and would again"),
-        ("running", None, "a run is active in it"),
-        ("stopped", "0" * 64, r"holds a run \(stopped\) of another configuration"),
+        ("finished", {}, "its run is finished"),
+        ("invalid", {}, "its run is invalid"),
+        ("stopped", {"training__seed": 7}, r"holds a run \(stopped\) of another configuration"),
+        ("stopped", {"training__resume": "never"}, r"training\.resume=never forbids"),
     ],
 )
-def test_any_other_run_in_a_named_folder_is_left_alone(config, tmp_path, state, sha256, message, make_run):
-    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", state, steps=(5,), sha256=sha256)
-    with pytest.raises(RequestError, match=f"{message}.*name a folder that is new or empty"):
-        check_run_folder(config, folder)
+def test_any_other_run_in_a_named_folder_is_left_alone(config, state, settings, message, make_run):
+    folder = make_run(config, state=state)
+    with pytest.raises(RequestError, match=message) as caught:
+        check_run_folder(changed(config, **settings), folder)
+    assert caught.value.problem_id == "run-folder-taken"
 
 
-def test_a_named_folder_with_other_files_or_with_resume_never_is_refused(config, tmp_path, make_run):
+def test_a_named_folder_with_other_files_or_a_run_at_work_is_refused(config, tmp_path, make_run):
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(RequestError, match="it holds other files and no run"):
-        check_run_folder(config, tmp_path)
-    with pytest.raises(RequestError, match="this is a file"):
-        check_run_folder(config, tmp_path / "thesis.tex")
-    folder = make_run(config, tmp_path, "2026-01-01T00-00-00Z", "stopped", steps=(5,))
-    config.training.resume = "never"
-    with pytest.raises(RequestError, match=r"training\.resume=never forbids"):
+    for place, message in ((tmp_path, "other files and no run"), (tmp_path / "thesis.tex", "this is a file")):
+        with pytest.raises(RequestError, match=message):
+            check_run_folder(config, place)
+    folder = make_run(config, state="running")
+    with working_in(folder), pytest.raises(RequestError, match="a run is active in it"):
         check_run_folder(config, folder)
-
-
-NAME = "2026-01-01T00-00-00Z"
-
-Stop = Callable[..., Path]
-
-
-def resolved(outputs: Path, *words: str) -> RunConfig:
-    return config_of("quickstart", f"outputs={outputs}", "hardware=cpu", *words)
-
-
-@pytest.fixture
-def stop(tmp_path: Path, make_checkpoint: Callable[..., Path]) -> Stop:
-    """Leave a stopped run of a configuration, with a checkpoint."""
-
-    def make(config: RunConfig, name: str = NAME) -> Path:
-        folder = tmp_path / "quickstart" / name
-        folder.mkdir(parents=True)
-        manifest = {"format": FORMAT, "config_sha256": config_hash(config)}
-        manifest["status"] = {"state": "stopped"}
-        (folder / "manifest.json").write_text(json.dumps(manifest))
-        (folder / "run.yaml").write_text(config_to_yaml(config))
-        identity = Identity(
-            strategy=config.parallelism.strategy.name,
-            peft=config.peft.method.name,
-            world_size=world_size(config),
-            model={"name": "m", "revision": None, "config_sha256": None, "weights": "pretrained"},
-            config_sha256=config_hash(config),
-            settings=result_settings(config),
-            data_sha256="0" * 64,
-            tokenizer_sha256=None,
-            chat_template_sha256=None,
-        )
-        make_checkpoint(folder, 5, identity=identity)
-        return folder
-
-    return make
-
-
-def test_fewer_ranks_are_named_with_what_goes_on(tmp_path: Path, stop: Stop) -> None:
-    folder = stop(resolved(tmp_path, "hardware.gpus_per_node=2"))
-    said: list[str] = []
-    assert unfinished_run(resolved(tmp_path, "hardware.gpus_per_node=1"), said.append) is None
-    assert said == [
-        f"not resuming {folder}, which ended early: hardware.gpus_per_node was 2 and is 1; to resume it: "
-        f"training.resume={folder}"
-    ]
-
-
-def test_another_strategy_on_another_machine_is_named_too(tmp_path: Path, stop: Stop) -> None:
-    folder = stop(resolved(tmp_path, "hardware.gpus_per_node=2", "parallelism=ddp"))
-    said: list[str] = []
-    assert unfinished_run(resolved(tmp_path, "parallelism=single"), said.append) is None
-    assert said == [
-        f"not resuming {folder}, which ended early: hardware.gpus_per_node was 2 and is 1, parallelism.strategy "
-        f"was ddp and is single; to resume it: training.resume={folder}"
-    ]
-
-
-def test_another_strategy_alone_is_another_run(tmp_path: Path, stop: Stop) -> None:
-    stop(resolved(tmp_path, "hardware.gpus_per_node=2", "parallelism=ddp"))
-    said: list[str] = []
-    assert unfinished_run(resolved(tmp_path, "hardware.gpus_per_node=2", "parallelism=zero1"), said.append) is None
-    assert said == []
-
-
-def test_only_the_newest_is_named(tmp_path: Path, stop: Stop) -> None:
-    stop(resolved(tmp_path, "hardware.gpus_per_node=2"))
-    newer = stop(resolved(tmp_path, "hardware.gpus_per_node=2"), "2026-01-02T00-00-00Z")
-    said: list[str] = []
-    unfinished_run(resolved(tmp_path, "hardware.gpus_per_node=1"), said.append)
-    assert [line.partition(",")[0] for line in said] == [f"not resuming {newer}"]
-
-
-def test_a_run_of_another_seed_is_not_named(tmp_path: Path, stop: Stop) -> None:
-    stop(resolved(tmp_path, "hardware.gpus_per_node=2", "training.seed=7"))
-    said: list[str] = []
-    assert unfinished_run(resolved(tmp_path, "hardware.gpus_per_node=1"), said.append) is None
-    assert said == []
-
-
-def test_memory_that_was_typed_is_named(tmp_path: Path, stop: Stop) -> None:
-    folder = stop(resolved(tmp_path, "hardware.memory_gib=20"))
-    now = resolved(tmp_path, "hardware.memory_gib=10")
-    said: list[str] = []
-    assert unfinished_run(now, said.append, {"hardware.memory_gib"}) is None
-    assert said == [
-        f"not resuming {folder}, which ended early: hardware.memory_gib was 20.0 and is 10.0; to resume it: "
-        f"training.resume={folder}"
-    ]

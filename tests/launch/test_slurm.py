@@ -14,9 +14,9 @@ from tunebook.launch.slurm import (
     check_job,
     job_script,
     job_state,
-    option_lines,
     option_words,
     patiently,
+    script_text,
     slurm,
 )
 
@@ -49,7 +49,7 @@ def test_a_machine_without_slurm_is_refused(monkeypatch, tmp_path):
 
 def test_a_controller_that_does_not_answer_is_given_up(says, monkeypatch):
     says("squeue")
-    monkeypatch.setattr(client, "CLIENT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(client, "_CLIENT_TIMEOUT_S", 0.2)
     monkeypatch.setattr(client.subprocess, "run", lambda *args, **kwargs: _time_out())
     with pytest.raises(TunebookError) as caught:
         slurm("squeue")
@@ -90,21 +90,17 @@ def test_how_a_job_stands(says):
     says(
         "scontrol",
         "JobId=12 JobName=x UserId=root(0) JobState=PENDING Reason=Nodes required for job are DOWN, DRAINED or "
-        "reserved Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0 RunTime=00:00:00 "
-        "TimeLimit=UNLIMITED TimeMin=N/A NodeList=(null) "
+        "reserved Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0 NodeList=(null) "
         "NumNodes=2-2 TRES=cpu=4,mem=1G Command=/a b/job.sh",
     )
     state = job_state("12")
     assert state.text() == "PENDING (Nodes required for job are DOWN, DRAINED or reserved)"
     assert not state.has_ended
-    assert (state.run_s, state.limit_s) == (0, None)
     says(
         "scontrol",
-        "JobId=12 JobState=NODE_FAIL Reason=NodeDown ExitCode=0:9 RunTime=00:01:05 TimeLimit=1-00:00:00 "
-        "NodeList=node[1-2] NumNodes=2",
+        "JobId=12 JobState=NODE_FAIL Reason=NodeDown ExitCode=0:9 NodeList=node[1-2] NumNodes=2",
     )
     state = job_state("12")
-    assert (state.run_s, state.limit_s) == (65, 86400)
     assert (state.text(), state.has_ended) == ("NODE_FAIL (NodeDown) on node[1-2]", True)
 
 
@@ -118,21 +114,14 @@ def test_a_job_that_slurm_has_forgotten(says):
 
 def test_a_controller_that_is_silent_for_a_while_is_waited_for(monkeypatch):
     answers = iter([out_of_reach, out_of_reach, lambda: "here"])
-    monkeypatch.setattr(client, "SILENT_POLL_S", 0.0)
+    monkeypatch.setattr(client, "_SILENT_POLL_S", 0.0)
     said = []
     assert patiently(lambda: next(answers)(), said.append) == "here"
     assert len(said) == 2
-    monkeypatch.setattr(client, "SILENT_WITHIN_S", 0.05)
+    monkeypatch.setattr(client, "_SILENT_WITHIN_S", 0.05)
     with pytest.raises(TunebookError) as caught:
         patiently(out_of_reach, said.append)
     assert caught.value.problem_id == "slurm-out-of-reach"
-
-
-def test_a_machine_without_slurm_is_not_waited_for(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RequestError) as caught:
-        patiently(lambda: job_state("12"), print)
-    assert caught.value.problem_id == "slurm-not-found"
 
 
 def out_of_reach():
@@ -185,17 +174,15 @@ def test_the_shell_reads_it_whatever_the_folders_are_called(monkeypatch, tmp_pat
     assert answer.stdout == f"{place}|4|-m|tunebook.commands.slurm_job|{place / 'run'}|", answer.stderr
 
 
-@pytest.mark.parametrize("sign", ["\n", "\r", "\0", "\x1b", "\t", "\x85", "\u2028", "\u2029"], ids=ascii)
-@pytest.mark.parametrize(
-    "part", ["title", "recipe", "partition", "account", "time_limit", "extra_args", "folder", "python", "cwd"]
-)
+@pytest.mark.parametrize("sign", ["\n", "\r", "\x1b", "\u2028"], ids=ascii)
+@pytest.mark.parametrize("part", ["title", "partition", "extra_args", "folder", "python", "cwd"])
 def test_no_part_of_a_script_may_begin_another_line(monkeypatch, sign, part):
     """sbatch reads no option after a line that is none, and the node would run it."""
     config = config_of("quickstart", "launcher=slurm")
     text = f"x{sign}touch /tmp/injected"
     folder = "/runs/a"
-    if part in ("title", "recipe"):
-        setattr(config, part, text)
+    if part == "title":
+        config.title = text
     elif part == "extra_args":
         config.launcher.extra_args = [f"--comment={text}"]
     elif part == "folder":
@@ -210,26 +197,20 @@ def test_no_part_of_a_script_may_begin_another_line(monkeypatch, sign, part):
         job_script(config, Path(folder))
     assert (caught.value.exit_code, caught.value.problem_id) == (2, "control-characters")
     assert sign not in caught.value.message
-    assert f"(U+{ord(sign):04X}), which could begin another line" in caught.value.message
 
 
 @pytest.mark.parametrize(
     ("word", "line"),
     [
-        ("--exclusive", "--exclusive"),
-        ("--comment=two words", '--comment="two words"'),
-        ("--output=/runs/#1/x", '--output="/runs/#1/x"'),
-        ("--comment=it's", '--comment="it\'s"'),
-        ('--comment=a "b"', r'--comment="a \"b\""'),
-        ("--comment=a\\b", r'--comment="a\\b"'),
+        ("--comment=two words", '"--comment=two words"'),
+        ("--output=/runs/#1/it's", '"--output=/runs/#1/it\'s"'),
+        ('--comment=a "b\\c"', r'"--comment=a \"b\\c\""'),
         ("--constraint=a|b&c", "--constraint=a|b&c"),
-        ("-C a100", '"-C a100"'),
-        ("--gres=gpu:a=1 b", '--gres="gpu:a=1 b"'),
     ],
 )
 def test_what_means_something_to_sbatch_is_between_quotes(word, line):
     """As sbatch 22.05 was seen to read them."""
-    assert option_lines([word]) == [f"#SBATCH {line}"]
+    assert f"#SBATCH {line}" in script_text([], [word], "true").splitlines()
 
 
 def test_the_signs_of_a_folder_are_not_slurms():

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 
 import pytest
 from rich.console import Console
 
 from tunebook.errors import TunebookError
-from tunebook.launch import slurm as client
 from tunebook.launch import slurm as module
 from tunebook.launch.slurm import JobState, follow, submit
 from tunebook.record.manifest import RunState, finish_manifest, read_manifest, start_manifest
@@ -26,7 +24,7 @@ def config():
 @pytest.fixture
 def folder(tmp_path, config, monkeypatch):
     monkeypatch.setattr(module, "_POLL_S", 0.001)
-    monkeypatch.setattr(client, "SILENT_POLL_S", 0.001)
+    monkeypatch.setattr(module, "_SILENT_POLL_S", 0.001)
     start_manifest(tmp_path, config, world_size=1, command=["tunebook"])
     return tmp_path
 
@@ -40,11 +38,12 @@ def answering(monkeypatch):
 
         def run(*command, input_text=None):
             words.append(" ".join(command))
-            return subprocess.CompletedProcess(command, told, stdout="12\n", stderr="Unable to contact")
+            if told:
+                raise TunebookError("Unable to contact", problem_id="slurm-out-of-reach")
+            return "12\n"
 
         monkeypatch.setattr(module, "job_state", lambda job_id: next(left)())
         monkeypatch.setattr(module, "slurm", run)
-        monkeypatch.setattr(client, "slurm", run)
         return words
 
     return begin

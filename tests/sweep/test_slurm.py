@@ -99,28 +99,26 @@ def test_an_array_has_a_task_for_each_trial_that_is_left(study: Study, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("answer", "queued"),
+    ("program", "queued"),
     [
-        ((0, "17_1 main\n", ""), "17"),
-        ((0, "", ""), None),
-        ((1, "", "slurm_load_jobs error: Invalid job id specified"), None),
+        ("echo 17_1 main", "17"),
+        ("exit 0", None),
+        ("echo slurm_load_jobs error: Invalid job id specified >&2; exit 1", None),
+        ("echo Unable to contact slurm controller >&2; exit 1", "slurm-out-of-reach"),
     ],
 )
 def test_a_queued_array_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: tuple[int, str, str], queued: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, queued: str | None
 ) -> None:
-    code, printed, error = answer
-    ended = subprocess.CompletedProcess([], code, stdout=printed, stderr=error)
-    monkeypatch.setattr(module, "slurm", lambda *_words: ended)
+    squeue = tmp_path / "squeue"
+    squeue.write_text(f"#!/bin/sh\n{program}\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert queued_array(tmp_path) is None
     (tmp_path / "slurm.json").write_text('{"job_id": "17"}')
-    assert queued_array(tmp_path) == queued
-
-
-def test_a_controller_that_is_silent_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "slurm.json").write_text('{"job_id": "17"}')
-    ended = subprocess.CompletedProcess([], 1, stdout="", stderr="Unable to contact slurm controller")
-    monkeypatch.setattr(module, "slurm", lambda *_words: ended)
-    with pytest.raises(TunebookError) as raised:
-        queued_array(tmp_path)
-    assert raised.value.problem_id == "slurm-out-of-reach"
+    if queued == "slurm-out-of-reach":
+        with pytest.raises(TunebookError) as raised:
+            queued_array(tmp_path)
+        assert raised.value.problem_id == queued
+    else:
+        assert queued_array(tmp_path) == queued

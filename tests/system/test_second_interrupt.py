@@ -27,9 +27,10 @@ elif state == "preparation" and module != ["tunebook.train"]:
     import tunebook.data.prepare
     tunebook.data.prepare.prepare = hang
 elif state == "evaluation" and module == ["tunebook.evaluate"]:
-    hang()
+    import tunebook.evaluate.worker
+    tunebook.evaluate.worker.main = hang
 """
-APART_S = 1.0  # two requests, and not one that came twice
+APART_S = 2.5  # two requests: those within two seconds are one
 STATES = {
     "rendezvous": ["evaluation=none", "parallelism=ddp", "hardware=cpu", "hardware.gpus_per_node=2"],
     "preparation": ["evaluation=none"],

@@ -58,7 +58,7 @@ def test_trials_side_by_side_whose_sweep_is_killed_save_and_resume(start, run, r
     sweep.wait_for(lambda: losses(2) >= 3 and losses(3) >= 3, 600)
     (folder,) = (tmp_path / "quickstart").glob("sweep-*")
     records = {name: (folder / name).stat().st_mtime for name in ("trial-000/manifest.json", "trial-001/manifest.json")}
-    # The kernel tells its trials as each of its threads ends: several times, which is one request all the same.
+    # The input of its trials ends with it, which asks them to stop.
     os.kill(sweep.process.pid, signal.SIGKILL)
     sweep.process.wait()
     ended = run(words, timeout_s=600)

@@ -45,6 +45,7 @@ from tunebook.config.unsafe_text import shown, without_secrets
 from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError
 from tunebook.hardware.disk import is_disk_full
 from tunebook.launch.second_interrupt import watching_interrupts
+from tunebook.processes import stop_when_input_ends
 from tunebook.terminal import outlive_readers
 from tunebook.train.other_launchers import refuse_inside_launcher
 
@@ -384,6 +385,7 @@ def main() -> None:
     """Run the command line and end with the exit code of what happened."""
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     _interrupt_on_request()
+    stop_when_input_ends()
     try:
         refuse_inside_launcher(sys.argv[1:], os.environ)
         with watching_interrupts():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
@@ -13,9 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tunebook.config.book import resolve_path
-from tunebook.config.compose import compose
-from tunebook.config.schema import RunConfig, starts_elsewhere
-from tunebook.data.batch import solve_batch
+from tunebook.config.schema import starts_elsewhere
 from tunebook.doctor.checks import (
     Finding,
     check_disks,
@@ -27,21 +24,9 @@ from tunebook.doctor.checks import (
     check_torch,
     finding_of,
 )
-from tunebook.errors import RequestError, RulesError
-from tunebook.hardware.detect import Machine
-from tunebook.plan.auto.resolve import resolve_auto
-from tunebook.plan.rules import check
+from tunebook.plan.draft import Draft, draft_run
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """The recipe as far as it composes for this machine; `config` is None if no run was named."""
-
-    config: RunConfig | None = None
-    outputs: str = "outputs"
-    findings: list[Finding] = field(default_factory=list)
 
 
 def doctor_command(
@@ -68,8 +53,9 @@ def diagnose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path])
     """Yield the findings, each as soon as it is known."""
     machine, driver = check_driver()
     yield driver
-    request = _resolve(recipe, overrides, recipes_dirs, machine)
-    yield from check_image(machine, request.config)
+    names_run = recipe is not None or any(word.lstrip("+").startswith("model") for word in overrides)
+    draft = draft_run(recipe, overrides, recipes_dirs, machine) if names_run else None
+    yield from check_image(machine, draft.resolution.config if draft and draft.resolution else None)
     torch = check_torch(machine)
     yield torch
     if (links := check_links(machine)) is not None:
@@ -77,41 +63,26 @@ def diagnose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path])
         if not torch.is_error:
             yield check_nccl(len(machine.gpus))
     yield check_shared_memory(len(machine.gpus))
-    yield from check_disks(resolve_path(request.outputs))
-    yield from request.findings
+    outputs = [word.removeprefix("outputs=") for word in overrides if word.startswith("outputs=")]
+    yield from check_disks(resolve_path(outputs[-1] if outputs else "outputs"))
+    if draft is not None:
+        yield from _findings_of(draft)
 
 
-def _resolve(recipe: str | None, overrides: list[str], recipes_dirs: list[Path], machine: Machine) -> _Request:
-    """Compose and check the named run; its problems become findings."""
-    if recipe is None and not overrides:
-        return _Request()
-    config, findings = None, []
-    try:
-        composition = compose(recipe, overrides, recipes_dirs)
-        outputs = composition.config.outputs
-        if recipe is None and not any(word.lstrip("+").startswith("model") for word in overrides):
-            return _Request(outputs=outputs)  # such as `outputs=FOLDER`: only the machine is checked
-        config = resolve_auto(composition.config, machine).config
-        findings = [finding_of(problem) for problem in check(config, composition.origins.set_by)]
-        if not any(finding.is_error for finding in findings):
-            solve_batch(config, None)
-            findings.append(_fitting(config))
-        return _Request(config=config, outputs=outputs, findings=findings)
-    except RulesError as error:
-        findings += map(finding_of, error.problems)
-    except RequestError as error:
-        id = error.problem_id or "recipe"
-        findings.append(Finding(id=id, what=error.message, fix="change the request as said above", is_error=True))
-    return _Request(config=config, findings=findings)
-
-
-def _fitting(config: RunConfig) -> Finding:
-    hardware = config.hardware
-    what = f"{config.recipe or 'the request'} composes for {hardware.num_nodes} x {hardware.gpus_per_node} "
-    what += f"{hardware.generation.name}, and no rule forbids it"
-    if starts_elsewhere(config) or hardware.num_nodes > 1:
-        what += "; other machines that it runs on were not checked: tunebook doctor on each"
-    return Finding(id="recipe", what=what)
+def _findings_of(draft: Draft) -> Iterator[Finding]:
+    """Yield what is wrong with the named run; one finding if nothing is."""
+    yield from map(finding_of, draft.problems)
+    for error in [draft.error] if draft.error else draft.shortcomings:
+        fix = "change the request as said above"
+        yield Finding(id=error.problem_id or "recipe", what=error.message, fix=fix, is_error=True)
+    if draft.exit_code == 0:
+        config = draft.config
+        hardware = config.hardware
+        what = f"{config.recipe or 'the request'} composes for {hardware.num_nodes} x {hardware.gpus_per_node} "
+        what += f"{hardware.generation.name}, and no rule forbids it"
+        if starts_elsewhere(config) or hardware.num_nodes > 1:
+            what += "; other machines that it runs on were not checked: tunebook doctor on each"
+        yield Finding(id="recipe", what=what)
 
 
 def _line(finding: Finding) -> Table:

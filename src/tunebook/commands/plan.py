@@ -10,7 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from tunebook.commands.train import require_machine, show_decisions, show_job
+from tunebook.commands.preflight import require_machine
+from tunebook.commands.train import show_decisions, show_job
 from tunebook.errors import RequestError
 from tunebook.launch.measure import measure, require_measurable
 from tunebook.model.load import check_model

@@ -11,20 +11,18 @@ from typing import Any
 
 from rich.console import Console
 
-from tunebook.checkpoint.verify import newest_checkpoint
 from tunebook.commands.attempt import Attempt
 from tunebook.config.schema import SlurmConfig
 from tunebook.errors import StoppedError, TunebookError
 from tunebook.launch.local import load_shared_config
 from tunebook.launch.resume import is_trained
-from tunebook.launch.slurm import JobState, job_state, patiently, requeue
+from tunebook.launch.slurm import requeue
 from tunebook.record.manifest import RunState, read_manifest, update_manifest
 from tunebook.record.provenance import describe_hardware
 from tunebook.record.run_folder import clear_outcomes, working_in
 from tunebook.terminal import print_text
 
 _LOCK_WITHIN_S = 60.0  # the submitting process still locks the folder for a moment
-_WARNED_EARLIER_S = 60 + 30  # Slurm may signal up to a minute early (`man sbatch`), plus a margin for its clock
 _BY_SLURM = "SIGUSR1"  # the signal that the job script requests from Slurm before it takes the job away
 
 
@@ -36,16 +34,14 @@ def carry_out_turn(folder: Path, stop_requests: Sequence[signal.Signals] = ()) -
         assert isinstance(config.launcher, SlurmConfig)
         with working_in(folder, _LOCK_WITHIN_S) as lock:
             _begin(folder, is_done=is_trained(folder, config))
-            before = newest_checkpoint(folder)
             attempt = Attempt(config=config, folder=folder, lock=lock, console=console, stop_requests=stop_requests)
             try:
                 code = attempt.carry_out()
             except TunebookError as error:
                 print_text(f"error: {error.message}", console)
                 code = error.exit_code
-            has_progress = newest_checkpoint(folder) != before or is_trained(folder, config)
         if code == StoppedError.exit_code and attempt.stopped_by == _BY_SLURM and config.launcher.requeue:
-            _requeue(config.launcher, console, has_progress=has_progress)
+            _requeue(folder, console, is_done=is_trained(folder, config))
     except TunebookError as error:
         print_text(f"error: {error.message}", console)
         return error.exit_code
@@ -74,24 +70,16 @@ def _begin(folder: Path, *, is_done: bool) -> None:
         clear_outcomes(folder)
 
 
-def _requeue(settings: SlurmConfig, console: Console, *, has_progress: bool) -> None:
-    """Request another turn, unless this one used its full time without progress, as the next one would.
-
-    A turn that was preempted early is requeued anyway, since the next may be longer.
-    """
+def _requeue(folder: Path, console: Console, *, is_done: bool) -> None:
+    """Request another turn, unless three in a row saved nothing: the time limit may be too short for one save."""
     job_id = os.environ["SLURM_JOB_ID"]
 
     def say(text: str) -> None:
         print_text(f"job {job_id}: {text}", console)
 
-    if not has_progress and _is_used_up(settings, patiently(lambda: job_state(job_id), say)):
-        say("not requeued: this turn saved nothing; a longer launcher.time_limit is needed")
+    manifest = read_manifest(folder)
+    last_turns = [*manifest["earlier_attempts"], manifest["status"]][-3:]
+    if not is_done and len(last_turns) == 3 and len({turn.get("last_checkpoint") for turn in last_turns}) == 1:
+        say("not requeued: three turns in a row saved nothing; a longer launcher.time_limit is needed")
         return
     requeue(job_id, say)
-
-
-def _is_used_up(settings: SlurmConfig, state: JobState | None) -> bool:
-    """Whether Slurm wants the nodes back because of the time limit."""
-    if state is None or state.limit_s is None:
-        return False
-    return state.limit_s - state.run_s <= settings.stop_timeout_s + _WARNED_EARLIER_S

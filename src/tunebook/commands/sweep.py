@@ -19,10 +19,10 @@ from tunebook.config.schema import RayConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError, first_few
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.launch.slurm import check_job
+from tunebook.launch.supervise import StopRequests
 from tunebook.plan.auto.decisions import asked_keys
 from tunebook.plan.draft import Draft, draft_run
-from tunebook.processes import own_cores
-from tunebook.record.run_folder import WITHOUT_RECIPE, working_in
+from tunebook.record.run_folder import LOCK_FILE, WITHOUT_RECIPE, working_in
 from tunebook.sweep.slurm import check_array, is_array, queued_array, submit_array
 from tunebook.sweep.space import Values, read_space, title_of
 from tunebook.sweep.study import RESUMES, Study, Sweep, find_folder, make_folder, write_sweep
@@ -30,12 +30,11 @@ from tunebook.sweep.table import (
     CSV_FILE,
     LOGGED_WHILE_RUNNING,
     METRICS,
-    grid_table,
     ranked,
     sweep_exit_code,
     sweep_table,
 )
-from tunebook.sweep.trials import CommandOf, TrialStopRequests, divide, is_at_work, run_trials, train_command
+from tunebook.sweep.trials import CommandOf, divide, run_trials, train_command
 from tunebook.terminal import print_text
 
 _SAVES_WITHIN_S = 600.0  # trials of a killed sweep, which may hold large models
@@ -72,9 +71,10 @@ def sweep_command(
     machine = detect_machine()
     sweep, config = plan_sweep(recipe, words, recipes_dirs, options, machine, is_started=not dry_run)
     if dry_run:
-        if sweep.num_trials is None:
-            console.print(grid_table(sweep.space.grid()))
-        print_text(_how_it_runs(sweep, options), console)
+        grid = sweep.space.grid() if sweep.num_trials is None else []
+        for number, values in enumerate(grid):
+            print_text(f"trial-{number:03d}  {title_of(values)}", console)
+        print_text(f"{sweep.num_trials or len(grid)} trials, {_how_it_runs(sweep, options)}", console)
         return 0
     outputs = Path(config.outputs).expanduser().absolute() / (recipe or WITHOUT_RECIPE)
     earlier = find_folder(sweep, outputs) if config.training.resume != "never" else None
@@ -86,11 +86,12 @@ def sweep_command(
         print_text(f"{'resuming the sweep in' if earlier else 'sweep:'} {folder}", console)
         if sweep.is_array:
             return _submit(study, config, options, console)
-        _reopen(study, console)
+        _reopen(study)
         print_text(f"{study.num_left} of {study.num_trials} trials to run, {_how_it_runs(sweep, options)}", console)
+        jobs = options.jobs or 1
         gpus = [gpu.uuid or str(gpu.index) for gpu in machine.gpus]
-        slots = divide(gpus, own_cores(), options.jobs or 1) if _is_here(config) else divide([], [], options.jobs or 1)
-        stop = TrialStopRequests()
+        slots = divide(gpus, jobs) if _is_here(config) else [{}] * jobs
+        stop = StopRequests()
         with stop.listening():
             run_trials(study, slots, stop, lambda text: print_text(text, console), command_of)
         return _conclude(study, config, console, was_stopped=stop.first is not None)
@@ -137,24 +138,23 @@ def plan_sweep(
 def _check_trials(
     trials: list[Values], drafts: list[Draft], machine: Machine, options: SweepOptions, *, is_started: bool
 ) -> None:
-    """Raises: RequestError with each kind of problem, its trials, and the message of the first."""
-    found: dict[str | None, list[str]] = {}
-    messages: dict[str | None, str] = {}
+    """Raises: RequestError with the trials that cannot run, and the message of the first."""
+    errors: dict[str, TunebookError] = {}
     for values, draft in zip(trials, drafts, strict=True):
         try:
             draft.raise_errors()
             if is_started:
                 _check_start(draft, machine, options.jobs or 1)
         except TunebookError as error:
-            found.setdefault(error.problem_id, []).append(title_of(values))
-            messages.setdefault(error.problem_id, error.message)
-    if found:
-        parts = [
-            f"{len(names)} of {len(trials)} trials ({first_few(names, _MAX_EXAMPLES, '; ')}): {messages[problem_id]}"
-            for problem_id, names in found.items()
-        ]
-        headline = "this sweep cannot run, and none of its trials was started"
-        raise RequestError("\n".join([headline, *parts]), problem_id=next(iter(found)))
+            errors[title_of(values)] = error
+    if errors:
+        first = next(iter(errors.values()))
+        named = first_few([*errors], _MAX_EXAMPLES, "; ")
+        raise RequestError(
+            "this sweep cannot run, and none of its trials was started\n"
+            f"{len(errors)} of {len(trials)} trials ({named}): {first.message}",
+            problem_id=first.problem_id,
+        )
 
 
 def _check_start(draft: Draft, machine: Machine, jobs: int) -> None:
@@ -205,12 +205,11 @@ def _measures(config: RunConfig, metric: str) -> bool:
     return metric != "evaluation_score" or bool(config.evaluation.tasks and config.evaluation.after)
 
 
-def _reopen(study: Study, console: Console) -> None:
+def _reopen(study: Study) -> None:
     """Let the trials of an interrupted sweep run again, once the processes that it left have saved and ended."""
     for row in study.rows():
         folder = study.run_folder(row.number)
-        if is_at_work(folder):
-            print_text(f"waiting for {folder.name}, which still saves", console)
+        if (folder / LOCK_FILE).is_file():
             with working_in(folder, _SAVES_WITHIN_S):
                 pass
     study.reopen()
@@ -265,5 +264,5 @@ def _how_it_runs(sweep: Sweep, options: SweepOptions) -> str:
         how = f"as tasks of a Slurm job array, {options.jobs or _NUM_TASKS} at a time"
     if sweep.num_trials is None:
         return how
-    searched = f"searched by Optuna for the best {sweep.metric}, seed {sweep.seed}"
-    return f"{sweep.num_trials} trials over {', '.join(sweep.space.choices)}, {searched}, {how}"
+    keys = ", ".join(sweep.space.choices)
+    return f"{how}, over {keys}, searched by Optuna for the best {sweep.metric}, seed {sweep.seed}"

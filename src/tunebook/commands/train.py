@@ -5,9 +5,7 @@ The steps are: compose, check, plan, prepare, launch, evaluate, record.
 
 from __future__ import annotations
 
-import os
 import sys
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,31 +15,23 @@ from rich.console import Console
 from tunebook.checkpoint.choose import expected_checkpoint
 from tunebook.checkpoint.identity import identity_of
 from tunebook.commands.attempt import Attempt
+from tunebook.commands.preflight import require_runnable
 from tunebook.config.frozen import architecture_json, config_to_yaml
 from tunebook.config.model_facts import ARCHITECTURE_FILE
 from tunebook.config.override_text import command_words, shell_command
-from tunebook.config.schema import RayConfig, RunConfig, SlurmConfig, world_size
+from tunebook.config.schema import RunConfig, SlurmConfig, world_size
 from tunebook.config.unsafe_text import require_printable
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.prepared import PREPARED_FILE
 from tunebook.data.view import show_summary
-from tunebook.errors import RequestError, RulesError
-from tunebook.evaluate.code.judging import check_code
-from tunebook.evaluate.fetch import require_tasks
-from tunebook.evaluate.sandbox.start import HANDOVER_VARIABLE, SERVICE_HANDOVER
-from tunebook.evaluate.task_files import resolve_task
 from tunebook.files import atomic_write_json, atomic_write_text
-from tunebook.launch.commands import is_later_node, job_commands, launch_command, show_command
-from tunebook.launch.container import is_contained
+from tunebook.launch.commands import is_later_node, launch_command, ranks_command, show_command, uses_srun
 from tunebook.launch.local import join_run
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
-from tunebook.launch.slurm import JOB_SCRIPT, check_job, follow, job_script, refuse_if_queued, submit
-from tunebook.model.hub import why_no_upload
-from tunebook.model.load import check_model
+from tunebook.launch.slurm import JOB_SCRIPT, follow, job_script, refuse_if_queued, submit
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.plan.auto.decisions import asked_keys
-from tunebook.plan.auto.resolve import Resolution
-from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time, refuse_too_large
+from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time
 from tunebook.plan.memory.verdict import measured_memory, plan_host_memory, plan_memory
 from tunebook.plan.show import batch_lines, show_choices, show_warnings
 from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, start_manifest
@@ -57,7 +47,6 @@ from tunebook.record.run_folder import (
 )
 from tunebook.record.start_up import StartClock
 from tunebook.terminal import print_lines, print_text
-from tunebook.train.requirements import check_environment
 
 if TYPE_CHECKING:
     from tunebook.data.prepared import Prepared
@@ -87,10 +76,8 @@ def show_job(job: Draft, console: Console, folder: Path) -> None:
     show_command(launch_command(job.config, folder), console)
     if isinstance(job.config.launcher, SlurmConfig):
         print_text(f"{folder / JOB_SCRIPT}:\n{job_script(job.config, folder)}".rstrip(), console)
-        for command in job_commands(job.config, folder):
-            show_command(command, console, "in the job")
-        if is_contained(job.config) and not (folder / PREPARED_FILE).is_file():
-            print_text("  with the folder of the prepared data, known once that is prepared", console)
+        if uses_srun(job.config):
+            show_command(ranks_command(job.config, folder), console, "in the job")
 
 
 def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: StartClock | None = None) -> int:
@@ -110,18 +97,17 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
         check_run_folder(config, folder, asked)
     check_outputs(folder or Path(config.outputs))
     clock.passed("checks")
-    with ExitStack() as stack:
-        prepared = prepare_data(config, console)
-        clock.passed("data")
-        show_summary(prepared, console)
-        plan = solve_batch(config, prepared.train.load_lengths().astype("int64"))
-        print_lines(batch_lines(plan), console)
-        found = folder or unfinished_run(config, lambda text: print_text(text, console), asked)
-        is_done = found is not None and is_trained(found, config)
-        identity = identity_of(config, prepared, weights_fingerprint(config.model))  # the ranks reuse the fingerprint
-        checkpoint = None if is_done else expected_checkpoint(config, found, identity)
-        folder = _make_folder(config, found)
-        lock = stack.enter_context(working_in(folder))
+    prepared = prepare_data(config, console)
+    clock.passed("data")
+    show_summary(prepared, console)
+    plan = solve_batch(config, prepared.train.load_lengths().astype("int64"))
+    print_lines(batch_lines(plan), console)
+    found = folder or unfinished_run(config, lambda text: print_text(text, console), asked)
+    is_done = found is not None and is_trained(found, config)
+    identity = identity_of(config, prepared, weights_fingerprint(config.model))  # the ranks reuse the fingerprint
+    checkpoint = None if is_done else expected_checkpoint(config, found, identity)
+    folder = _make_folder(config, found)
+    with working_in(folder) as lock:
         set_up_folder(job, plan, prepared, folder)
         print_text(f"run folder: {folder}{_resume_note(config, folder, checkpoint)}", console)
         clock.passed("run_folder")
@@ -131,75 +117,6 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
         job_id = submit(config, folder, console)
     # The job holds the folder from here on.
     return follow(job_id, folder, console) if config.launcher.wait else 0
-
-
-def require_runnable(job: Draft) -> None:
-    """Refuse a run that can be planned but cannot run here. Raises: RequestError, RulesError, DoesNotFitError."""
-    require_machine(job.resolved)
-    memory = measured_memory(job.config, job.batch) or plan_memory(job.config)
-    refuse_too_large(memory, plan_host_memory(job.config, job.resolved.host_memory_gib))
-    check_launcher(job.config)
-    check_model(job.config.model)
-    if job.config.evaluation.tasks:
-        require_tasks(job.config.evaluation.tasks)  # now, and not after hours of training
-        _check_sandbox(job.config)
-    check_upload(job.config.training.push_to_hub)
-
-
-def require_machine(resolution: Resolution) -> None:
-    """Refuse a run that this machine's hardware or packages cannot start. Raises: RequestError, RulesError."""
-    if resolution.problem is not None:
-        raise RequestError(resolution.why_not_runnable, problem_id=resolution.problem.id)
-    if missing := check_environment(resolution.config):
-        raise RulesError(missing)
-
-
-def check_launcher(config: RunConfig) -> None:
-    """Refuse a launch that cannot start. Raises: RequestError with what to change, TunebookError if unreachable."""
-    if isinstance(config.launcher, SlurmConfig):
-        check_job(config)
-    elif isinstance(config.launcher, RayConfig):
-        from tunebook.launch.ray import check_ray
-
-        check_ray(config)
-
-
-def check_upload(name: str | None) -> None:
-    """Refuse `training.push_to_hub` without a network or an account. Raises: RequestError."""
-    if name is not None and (why := why_no_upload()):
-        raise RequestError(
-            f"training.push_to_hub={name}: {why}; or train without: training.push_to_hub=null",
-            problem_id="upload-not-possible",
-        )
-
-
-def _check_sandbox(config: RunConfig) -> None:
-    """Refuse an evaluation that needs a sandbox if this machine has none; a Slurm job checks on its own node."""
-    if not isinstance(config.launcher, SlurmConfig) and not is_later_node(config):
-        check_code(config.evaluation, config.evaluation.tasks)
-    elif is_contained(config):
-        refuse_code_inside(config)
-
-
-def refuse_code_inside(config: RunConfig) -> None:
-    """Refuse code tasks in a container, where no sandbox exists, before hours of training. Raises: RequestError.
-
-    No image has bubblewrap, because a container would not let it isolate anything. The sandbox service's folder is not
-    mounted.
-    """
-    settings, evaluation = config.launcher, config.evaluation
-    assert isinstance(settings, SlurmConfig)
-    handover = os.environ.get(HANDOVER_VARIABLE) or str(SERVICE_HANDOVER)
-    if handover in settings.container_mounts:
-        return
-    tasks = [task for task in evaluation.tasks if resolve_task(task).code is not None]
-    if tasks and (evaluation.before or evaluation.after):
-        raise RequestError(
-            f"evaluation.tasks: {', '.join(tasks)} has programs executed that a model wrote, and a container of "
-            "launcher.container_image has no sandbox for them; train with evaluation=none, and evaluate the run "
-            f"afterwards where there is one: tunebook eval run=FOLDER tasks={','.join(tasks)}",
-            problem_id="sandbox-missing",
-        )
 
 
 def prepare_data(config: RunConfig, console: Console) -> Prepared:

@@ -152,11 +152,14 @@ def _require_complete(run: RunFacts) -> None:
             problem_id="evidence-of-changed-code",
         )
     if run.missing_steps:
-        raise RequestError(
+        raise _not_repeated(
             f"{folder} has no finite loss of step {run.missing_steps[0]}, which another run would be compared with; "
-            "train from the first step without interruption (training.resume=never)",
-            problem_id="evidence-not-repeated",
+            "train from the first step without interruption (training.resume=never)"
         )
+
+
+def _not_repeated(message: str) -> RequestError:
+    return RequestError(message, problem_id="evidence-not-repeated")
 
 
 def _require_repetitions(runs: Sequence[RunFacts]) -> None:
@@ -164,16 +167,14 @@ def _require_repetitions(runs: Sequence[RunFacts]) -> None:
     first, *others = runs
     # Each line of the metrics has times, so no two trainings write equal ones.
     if len({sha256_file(run.record.folder / METRICS_FILE) for run in runs}) < max(2, len(runs)):
-        raise RequestError(
+        raise _not_repeated(
             f"evidence needs two trainings or more: {first.record.folder} is alone, or another is a copy of it; train "
-            "again (training.resume=never) and name both: tunebook verify RUN RUN --record --label NAME",
-            problem_id="evidence-not-repeated",
+            "again (training.resume=never) and name both: tunebook verify RUN RUN --record --label NAME"
         )
     for other in others:
         if differing := _run_differences(first, other):
-            raise RequestError(
-                f"{other.record.folder} is not a repetition of {first.record.folder}: {named(differing)}",
-                problem_id="evidence-not-repeated",
+            raise _not_repeated(
+                f"{other.record.folder} is not a repetition of {first.record.folder}: {named(differing)}"
             )
 
 
@@ -196,10 +197,9 @@ def evidence_of(
     # On a CPU, runs on other processors, or with other threads or instructions, show what those may differ by.
     alike = [run for run in runs if run.hardware.processor == first.hardware.processor]
     if len(alike) < 2:
-        raise RequestError(
+        raise _not_repeated(
             f"only {first.record.folder} ran with its processor, instructions and threads: name another run like it; "
-            "runs with others may follow",
-            problem_id="evidence-not-repeated",
+            "runs with others may follow"
         )
     floor = SAME_PROCESSOR_FLOOR if first.hardware.processor is not None else None
     tolerances = compute_tolerances([run.results for run in alike], first.config, floor)

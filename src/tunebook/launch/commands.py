@@ -20,11 +20,10 @@ from tunebook.launch.container import in_container, is_contained
 from tunebook.launch.logs import torchrun_log
 from tunebook.launch.slurm import JOB_SCRIPT, output_pattern, submit_command
 from tunebook.processes import free_port
-from tunebook.record.contamination import CHECK, needs_check
 from tunebook.terminal import print_text
 
 _TRAIN = "tunebook.train"
-_RANK = "tunebook.launch.rank"  # tunebook.train plus what only several ranks need
+RANK = "tunebook.launch.rank"  # tunebook.train plus what only several ranks need
 _NODE = "tunebook.launch.local"
 _EVALUATE = "tunebook.evaluate"
 _RAY = "tunebook.launch.ray"
@@ -56,7 +55,7 @@ def node_command(config: RunConfig, folder: Path, endpoint: str, *, is_first: bo
     """
     hardware, timeout_s = config.hardware, config.launcher.timeout_s
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    ranks = ["--nproc-per-node", str(hardware.gpus_per_node), "-m", _RANK, str(folder)]
+    ranks = ["--nproc-per-node", str(hardware.gpus_per_node), "-m", RANK, str(folder)]
     if hardware.num_nodes > 1:
         limits = f"join_timeout={timeout_s},read_timeout={timeout_s},is_host={int(is_first)}"
         return [
@@ -83,7 +82,7 @@ def uses_srun(config: RunConfig) -> bool:
 
 
 def uses_other_machines(config: RunConfig) -> bool:
-    """Whether the ranks are out of reach of this process's signals: started by srun or by Ray."""
+    """Whether srun or Ray starts the ranks, on other machines too."""
     return uses_srun(config) or config.launcher.name is LauncherName.ray
 
 
@@ -92,31 +91,10 @@ def is_later_node(config: RunConfig) -> bool:
     return config.launcher.name is LauncherName.local and config.launcher.node_rank > 0
 
 
-def rank_command(folder: Path) -> list[str]:
-    """Return the command that a Ray worker runs for one rank, whose environment names it; it dies with the worker."""
-    return [sys.executable, "-m", _RANK, str(folder), DIES_WITH_PARENT]
-
-
 def evaluation_command(config: RunConfig, folder: Path, when: str) -> list[str]:
     """Return the command for an evaluation in a container on the first node of a Slurm job; the host may lack torch."""
     inside = [sys.executable, "-m", _EVALUATE, "--run", str(folder), "--when", when]
     return [*step_command(config), *in_container(config, folder, inside)]
-
-
-def job_commands(config: RunConfig, folder: Path) -> list[list[str]]:
-    """Return the commands that a Slurm job runs on its nodes in order; empty if the job's own process trains alone."""
-    if not uses_srun(config):
-        return []
-    evaluation = config.evaluation
-    is_evaluated_inside = bool(evaluation.tasks) and is_contained(config)
-    commands = [ranks_command(config, folder)]
-    if is_evaluated_inside and evaluation.before:
-        commands.insert(0, evaluation_command(config, folder, "before"))
-    if is_contained(config) and needs_check(config):
-        commands.insert(0, evaluation_command(config, folder, CHECK))
-    if is_evaluated_inside and evaluation.after:
-        commands.append(evaluation_command(config, folder, "after"))
-    return commands
 
 
 def step_command(config: RunConfig, folder: Path | None = None) -> list[str]:
@@ -126,11 +104,9 @@ def step_command(config: RunConfig, folder: Path | None = None) -> list[str]:
     """
     nodes = str(config.hardware.num_nodes if folder is not None else 1)
     words = ["srun", "--nodes", nodes, "--ntasks", nodes, "--ntasks-per-node", "1", "--kill-on-bad-exit=1"]
-    return (
-        words
-        if folder is None
-        else [*words, f"--error={output_pattern(torchrun_log(folder, 0).parent, 'torchrun-%t.log')}"]
-    )
+    if folder is not None:
+        words.append(f"--error={output_pattern(torchrun_log(folder, 0).parent, 'torchrun-%t.log')}")
+    return words
 
 
 def show_command(command: list[str], console: Console, what: str = "launch") -> None:

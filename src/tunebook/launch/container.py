@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-from contextlib import suppress
 from pathlib import Path
 
 from tunebook.config.book import book_root, is_in_book, is_task_file, resolve_path
 from tunebook.config.choices import ContainerRuntime, Generation
 from tunebook.config.schema import RunConfig, SlurmConfig
-from tunebook.config.unsafe_text import require_printable
 from tunebook.data.prepared import PREPARED_FILE
-from tunebook.errors import RequestError
 from tunebook.files import CACHE_VARIABLE, cache_root
 from tunebook.processes import ENDS_WITH_INPUT
 from tunebook.record.manifest import read_manifest, update_manifest
@@ -24,8 +20,7 @@ from tunebook.train.environment import handed_on
 _OF_THE_TASK = ("SLURM_NODEID", "SLURM_JOB_ID")
 # Variables that name a folder which a rank reads.
 _FOLDERS = ("HF_HOME", "HF_HUB_CACHE", "TUNEBOOK_HOME", CACHE_VARIABLE)
-_LABEL = "tunebook.run"
-_DOCKER_TIMEOUT_S = 30.0
+USE_IMAGE_SOURCES_VARIABLE = "TUNEBOOK_USE_IMAGE_SOURCES"  # "1": run the sources in the image
 
 
 def is_contained(config: RunConfig) -> bool:
@@ -47,39 +42,18 @@ def in_container(config: RunConfig, folder: Path, command: list[str]) -> list[st
         options = {"image": settings.container_image, "mounts": places, "workdir": Path.cwd()}
         named = ["env", *folders] if folders else []
         return [*(f"--container-{name}={value}" for name, value in options.items()), *named, *inside]
-    entry = ["--entrypoint", inside[0], settings.container_image, *inside[1:]]
-    return [*_docker_words(settings, folder, mounts, folders, _gpu_words(config)), *entry]
-
-
-def _gpu_words(config: RunConfig) -> list[str]:
-    if config.hardware.generation is Generation.cpu:
-        return []
-    return ["--gpus", "all", "--ulimit", "memlock=-1"]  # page-locked memory, for the network
-
-
-def _docker_words(
-    settings: SlurmConfig, folder: Path, mounts: list[str], folders: list[str], gpus: list[str]
-) -> list[str]:
-    """Return `docker run` with its options, up to the command."""
-    assert settings.container_image is not None
+    gpus = ["--gpus", "all", "--ulimit", "memlock=-1"]  # page-locked memory, for the network
     volumes = [word for place in mounts for word in ("--volume", f"{place}:{place}")]
     named = sorted(name for name in handed_on(os.environ) if name not in _FOLDERS)
     passed = [word for name in (*named, *folders, *_OF_THE_TASK) for word in ("--env", name)]
-    # Without a registry's name, Docker would pull anybody's image from Docker Hub, and give it the mounts and tokens.
-    pull = [] if _has_registry(settings.container_image) else ["--pull", "never"]
     # Host network and shared memory: NCCL and gloo then connect as without a container.
     return [
-        *["docker", "run", "--rm", "--network", "host", "--ipc", "host", *gpus],
+        *["docker", "run", "--rm", "--network", "host", "--ipc", "host"],
+        *([] if config.hardware.generation is Generation.cpu else gpus),
         *["--interactive", "--env", f"{ENDS_WITH_INPUT}=1"],
         *["--user", f"{os.getuid()}:{os.getgid()}", "--workdir", str(Path.cwd()), *volumes, *passed],
-        *["--label", f"{_LABEL}={folder}", *pull],
+        *["--entrypoint", inside[0], settings.container_image, *inside[1:]],
     ]
-
-
-def _has_registry(image: str) -> bool:
-    """Whether an image name starts with a registry's host. Source: distribution/reference, normalize.go."""
-    host, slash, _ = image.partition("/")
-    return bool(slash) and ("." in host or ":" in host or host == "localhost")
 
 
 def container_mounts(config: RunConfig, folder: Path) -> list[str]:
@@ -98,21 +72,7 @@ def container_mounts(config: RunConfig, folder: Path) -> list[str]:
         places.append(str(resolve_path(config.model.path)))
     seen = [Path(place) for place in places]
     places += [str(place) for place in _read_from(config) if not any(place.is_relative_to(other) for other in seen)]
-    mounts = list(dict.fromkeys([*places, *_named_folders().values()]))
-    for place in mounts:
-        _require_mountable(place)
-    return mounts
-
-
-def _require_mountable(place: str) -> None:
-    """Refuse a folder that a container option cannot express. Raises: RequestError."""
-    require_printable("a folder for the container", place)
-    if found := next((sign for sign in ",:" if sign in place), None):
-        raise RequestError(
-            f"a container cannot get the folder {place}: pyxis and docker take the '{found}' in it for the end of a "
-            "name; use a folder without, or a link to it that has none",
-            problem_id="container-mount",
-        )
+    return list(dict.fromkeys([*places, *_named_folders().values()]))
 
 
 def _read_from(config: RunConfig) -> list[Path]:
@@ -134,31 +94,6 @@ def _named_folders() -> dict[str, str]:
     chosen |= {name: Path(os.environ[name]) for name in _FOLDERS if os.environ.get(name)}
     folders = {name: chosen[name].expanduser().absolute() for name in _FOLDERS if name in chosen}
     return {name: str(folder) for name, folder in folders.items() if folder.is_dir()}
-
-
-def remove_containers(config: RunConfig, folder: Path) -> None:
-    """Remove a run's containers left on this machine: they outlive a killed Docker client."""
-    if _of_docker(config) is None:
-        return
-    with suppress(OSError, subprocess.SubprocessError):
-        left = _docker("ps", "--all", "--quiet", "--filter", f"label={_LABEL}={folder}").stdout.split()
-        if left:
-            _docker("rm", "--force", *left)
-
-
-def _of_docker(config: RunConfig) -> SlurmConfig | None:
-    """Return the settings of a run in plain Docker containers; None for any other run."""
-    settings = config.launcher
-    if not isinstance(settings, SlurmConfig) or settings.container_image is None:
-        return None
-    return settings if settings.container_runtime is ContainerRuntime.docker else None
-
-
-def _docker(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["docker", *words], capture_output=True, text=True, timeout=_DOCKER_TIMEOUT_S)
-
-
-USE_IMAGE_SOURCES_VARIABLE = "TUNEBOOK_USE_IMAGE_SOURCES"  # "1": run the sources in the image
 
 
 def runs_image_sources() -> bool:

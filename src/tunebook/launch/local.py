@@ -35,6 +35,7 @@ from tunebook.launch.supervise import run_and_wait
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.record.run_folder import (
     RUN_FILE,
+    STOP_FILE,
     WITHOUT_RECIPE,
     find_runs,
     has_outcome,
@@ -48,7 +49,6 @@ from tunebook.train.packages import installed_version
 START_FILE = "start.json"
 _SAME_EVERYWHERE = ("tunebook", "torch", "transformers", "accelerate", "deepspeed")
 _POLL_S = 1.0
-_NUM_RUNS_SEARCHED = 20
 
 
 def announce_start(config: RunConfig, folder: Path) -> None:
@@ -138,6 +138,7 @@ def join_run(config: RunConfig, named: Path | None, console: Console) -> int:
         rank_environment(config, os.environ),
         log=log,
         stop_timeout_s=launcher.stop_timeout_s,
+        stop_file=folder / STOP_FILE,
         end_timeout_s=launcher.timeout_s,
     )
     if not has_outcome(folder):
@@ -155,7 +156,7 @@ def _wait_for_start(config: RunConfig, named: Path | None, console: Console) -> 
     print_text(f"waiting for node 0 to start this run in {named or outputs}", console)
     while time.monotonic() < end:
         runs = [named] if named is not None else find_runs(outputs, config.recipe or WITHOUT_RECIPE)
-        for folder in reversed(runs[-_NUM_RUNS_SEARCHED:]):
+        for folder in reversed(runs):
             with suppress(FileNotFoundError):
                 start = read_json(folder / START_FILE)
                 if all(start[name] == value for name, value in wanted.items()):

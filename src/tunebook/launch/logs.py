@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
-from tunebook.launch.supervise import Failure
 from tunebook.processes import ask
 
 LOG_FOLDER = "logs"
@@ -20,6 +21,33 @@ _FIRST_FAILURE = re.compile(
     r".*?exitcode\s*: (-?\d+)",
     re.DOTALL,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """A rank that failed, as reported by torchrun."""
+
+    rank: int
+    exit_code: int  # negative: killed by that signal
+    host: str
+
+    @property
+    def is_by_signal(self) -> bool:
+        """Whether an outside signal killed it. SIGTERM does not count: it ends ranks after another rank's failure."""
+        return self.exit_code < 0 and self.exit_code != -signal.SIGTERM
+
+    @property
+    def where(self) -> str:
+        """The rank and its host."""
+        return f"rank {self.rank} on {self.host}"
+
+    @property
+    def how(self) -> str:
+        """The failure as text."""
+        if self.exit_code >= 0:
+            return f"it ended with exit code {self.exit_code}"
+        hint = " (the system's usual way when memory runs out)" if self.exit_code == -signal.SIGKILL else ""
+        return f"it was killed by {signal.Signals(-self.exit_code).name}{hint}"
 
 
 def rank_log(folder: Path, rank: int) -> Path:

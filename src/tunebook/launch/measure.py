@@ -6,9 +6,6 @@ The steps go through the ordinary launcher and ranks, in a temporary run folder.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,7 +34,15 @@ from tunebook.record.measurement import (
     recall_measurement,
 )
 from tunebook.record.metrics import is_training_line, read_metrics
-from tunebook.record.run_folder import PLAN_FILE, PREPARED_FILE, RUN_FILE, UNSAVED_FILE, Outcome, read_outcomes
+from tunebook.record.run_folder import (
+    PLAN_FILE,
+    PREPARED_FILE,
+    RUN_FILE,
+    STOP_FILE,
+    UNSAVED_FILE,
+    Outcome,
+    read_outcomes,
+)
 from tunebook.terminal import print_text
 from tunebook.train.environment import rank_environment
 
@@ -83,9 +88,14 @@ def measure_steps(config: RunConfig, row_length: int, console: Console, plan: di
         if outcome.exit_code == DoesNotFitError.exit_code and not outcome.reason.startswith(disk_full(folder).message):
             return Measurement(date=date, row_length=row_length, ran_out=outcome.reason.partition(". ")[0])
         lines = [line for line in read_metrics(folder) if is_training_line(line)]
-        if outcome.exit_code != 0 or len(lines) < NUM_STEPS:
-            raise _failed(outcome, folder, console)
-        return read_steps(lines, row_length, date)
+        if outcome.exit_code == 0 and len(lines) >= NUM_STEPS:
+            return read_steps(lines, row_length, date)
+        for log in (torchrun_log(folder, 0), rank_log(folder, outcome.rank)):
+            print_text(quote_log(log, folder), console)
+        raise TunebookError(
+            f"the two steps of --measure failed, and nothing was measured: {outcome.reason}",
+            problem_id="measure-failed",
+        )
 
 
 def _train(config: RunConfig, folder: Path, plan: dict[str, object]) -> Outcome:
@@ -100,35 +110,13 @@ def _train(config: RunConfig, folder: Path, plan: dict[str, object]) -> Outcome:
     atomic_write_json(folder / PREPARED_FILE, {"folder": str(prepared.folder)})
     (folder / UNSAVED_FILE).touch()
     make_logs(folder)
-    log = torchrun_log(folder, 0) if world_size(config) > 1 else None
-    with _printing_to_stderr():
-        end = run_and_wait(
-            ranks_command(config, folder),
-            rank_environment(config, os.environ),
-            log=log,
-            stop_timeout_s=config.launcher.stop_timeout_s,
-        )
+    end = run_and_wait(
+        ranks_command(config, folder),
+        rank_environment(config, os.environ),
+        output=torchrun_log(folder, 0),  # `--json` prints one object and nothing else
+        stop_timeout_s=config.launcher.stop_timeout_s,
+        stop_file=folder / STOP_FILE,
+    )
     if end.stopped_by is not None:
         raise StoppedError(f"stopped by {end.stopped_by}; nothing was measured", problem_id="stopped")
     return read_outcomes(folder, world_size(config))
-
-
-@contextmanager
-def _printing_to_stderr() -> Iterator[None]:
-    """Redirect the ranks' standard output to standard error: `--json` prints one object and nothing else."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-
-
-def _failed(outcome: Outcome, folder: Path, console: Console) -> TunebookError:
-    if quoted := quote_log(rank_log(folder, outcome.rank), folder):
-        print_text(quoted, console)
-    return TunebookError(
-        f"the two steps of --measure failed, and nothing was measured: {outcome.reason}", problem_id="measure-failed"
-    )

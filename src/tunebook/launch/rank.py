@@ -7,44 +7,24 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import signal
 import sys
 from pathlib import Path
 
 from tunebook.launch.commands import DIES_WITH_PARENT
 from tunebook.launch.logs import flight_recorder_file, rank_log
-from tunebook.processes import ask_to_stop_when_parent_dies, die_with_parent, stop_when_input_ends
-from tunebook.record.start_up import StartClock, process_begun
-from tunebook.terminal import outlive_readers
-from tunebook.train.rank_process import AGREED_ENDINGS, RankEnd, StopRequest, importing_libraries
+from tunebook.processes import die_with_parent
+from tunebook.train.__main__ import main as train
+from tunebook.train.rank_process import RankEnd
 
 
 def main() -> int:
-    """Run this rank. The exit code is for torchrun; the launcher reads the ranks' outcome files."""
+    """Run this rank; return its exit code."""
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
     if DIES_WITH_PARENT in sys.argv:  # Ray starts replacements at once, and two may not work in one folder
         die_with_parent()
-    else:
-        ask_to_stop_when_parent_dies()
-    outlive_readers()
-    stop_when_input_ends()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, StopRequest.signals)  # Ray's workers block some; children inherit it
     _log_errors(rank_log(folder, rank))
     _record_collectives(folder)
-    clock = StartClock(process_begun())
-    clock.passed("start_python")
-    request = StopRequest(folder)
-    with request.listening():
-        with importing_libraries():  # takes seconds, during which a request to stop must not be lost
-            from tunebook.train.run import run_rank
-
-        clock.passed("import_libraries")
-        code = run_rank(folder, request, clock)
-    for number in StopRequest.signals:
-        signal.signal(number, signal.SIG_IGN)  # nothing is left to stop, and the end is recorded
-    # torchrun must not see endings that all ranks agreed on: it would report a failure, and kill ranks that end a
-    # moment later.
-    return 0 if code in AGREED_ENDINGS else code
+    return train()
 
 
 def _log_errors(file: Path) -> None:

@@ -2,7 +2,7 @@
 
 `python -m tunebook.launch.ray RUN_FOLDER` runs Ray Train's TorchTrainer. Ray places the workers, gives each its GPU,
 and restarts all of them when one is lost. The ranks then resume from the newest checkpoint of the run folder.
-`python -m tunebook.launch.ray --resources ADDRESS` prints a cluster's resources as one line of JSON.
+`python -m tunebook.launch.ray --resources ADDRESS` prints a cluster's resources as JSON.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shlex
 import socket
 import sys
 import threading
@@ -21,24 +20,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import tunebook
-from tunebook.config.book import book_root
 from tunebook.config.choices import Generation
 from tunebook.config.frozen import load_config
 from tunebook.config.schema import RayConfig, RunConfig, world_size
-from tunebook.errors import Problem, RequestError, RulesError, TunebookError, first_line
-from tunebook.hardware.image import read_image
-from tunebook.launch.commands import rank_command
+from tunebook.errors import Problem, RequestError, RulesError
+from tunebook.launch.commands import DIES_WITH_PARENT, RANK
 from tunebook.launch.local import load_shared_config, refuse_other_node
 from tunebook.launch.logs import rank_log
-from tunebook.launch.supervise import start_command
-from tunebook.processes import ask, ending, free_port
+from tunebook.processes import ask, ending, free_port, start, stop_when_input_ends
 from tunebook.record.run_folder import RUN_FILE, STOP_FILE, outcome_file, write_outcome
 from tunebook.train.environment import handed_on, rank_environment
 
-_RAY_LOCK = "docker/requirements-ray.lock"
 CLUSTER_TIMEOUT_S = 60.0
 _UNTIL_THE_HEAD_IS_GONE_S = 30  # Ray's own default is 60
-_CONNECT_TIMEOUT_S = 10.0  # Ray itself retries for half a minute and more
 # Endings that were requested, or that another attempt would not change.
 _DECIDED = (0, 2, 3, 4, 6, 7)
 _ASK_EVERY_S = 1.0
@@ -51,70 +45,15 @@ def check_ray(config: RunConfig) -> None:
     try:
         metadata.version("ray")
     except metadata.PackageNotFoundError as error:
-        message = f"the package ray is not installed in this {'image' if read_image() else 'environment'}"
-        problem = Problem(id="missing-package", key="launcher", message=message, fix=_how_to_get_ray())
+        fix = (
+            "pip install 'tunebook[ray]', or in a checkout: python -m pip install --no-deps --require-hashes -r "
+            "docker/requirements-ray.lock; in a container, take an image of yours with it (docker/README.md)"
+        )
+        problem = Problem(id="missing-package", key="launcher", message="the package ray is not installed", fix=fix)
         raise RulesError([problem]) from error
-    if settings.address != "local":
-        _check_size(config, cluster_resources(settings.address))
-
-
-def _how_to_get_ray() -> str:
-    if read_image() is not None:
-        return f"an image of your own with {_RAY_LOCK} on top (docker/README.md), or WHERE=local after make"
-    lock = book_root() / _RAY_LOCK
-    if not lock.is_file():  # installed as a package, without a checkout
-        return "pip install 'tunebook[ray]'"
-    return f"{shlex.quote(sys.executable)} -m pip install --no-deps --require-hashes -r {shlex.quote(str(lock))}"
-
-
-def cluster_resources(address: str, timeout_s: float = CLUSTER_TIMEOUT_S) -> dict[str, float]:
-    """Return a cluster's total resources. A child process asks, because Ray's client exits when it gives up.
-
-    Raises: RequestError if the cluster does not reply.
-    """
-    if address != "auto":
-        host, _, port = address.rpartition(":")
-        try:
-            socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-        except OSError as error:
-            raise _out_of_reach(address, error.strerror or str(error)) from error
-    return _query(address, timeout_s)
-
-
-def _query(address: str, timeout_s: float) -> dict[str, float]:
-    answer = ask(_command(address), timeout_s=timeout_s)
-    if answer.is_late:
-        raise _out_of_reach(address, str(answer.problem))
-    try:
-        answered: dict[str, Any] = json.loads(answer.text.strip().rpartition("\n")[2])
-    except ValueError:
-        raise _out_of_reach(address, answer.last_words or str(answer.problem)) from None
-    if "error" in answered:
-        raise _out_of_reach(address, answered["error"])
-    return {name: float(value) for name, value in answered["resources"].items()}
-
-
-def _command(address: str) -> list[str]:
-    return [sys.executable, "-m", "tunebook.launch.ray", "--resources", address]
-
-
-def _out_of_reach(address: str, why: str) -> TunebookError:
-    return RequestError(
-        f"launcher.address={address}: no Ray cluster answers there ({why}). Type this on a machine of the cluster, "
-        "with launcher.address=HOST:6379 of its head node; or start one here with launcher.address=local",
-        problem_id="ray-out-of-reach",
-    )
-
-
-def worker_resources(config: RunConfig) -> dict[str, float]:
-    """Return the resources of one worker."""
-    settings = config.launcher
-    assert isinstance(settings, RayConfig)
-    gpu = {"GPU": 1.0} if config.hardware.generation is not Generation.cpu else {}
-    return {"CPU": float(settings.cpus_per_worker)} | gpu
-
-
-def _check_size(config: RunConfig, resources: dict[str, float]) -> None:
+    if settings.address == "local":
+        return
+    resources = cluster_resources(settings.address)
     count = world_size(config)
     for name, each in worker_resources(config).items():
         has = resources.get(name, 0.0)
@@ -124,6 +63,31 @@ def _check_size(config: RunConfig, resources: dict[str, float]) -> None:
                 "lower hardware.num_nodes, hardware.gpus_per_node or launcher.cpus_per_worker",
                 problem_id="ray-too-small",
             )
+
+
+def cluster_resources(address: str, timeout_s: float = CLUSTER_TIMEOUT_S) -> dict[str, float]:
+    """Return a cluster's total resources. A child process asks, because Ray's client exits when it gives up.
+
+    Raises: RequestError if the cluster does not reply.
+    """
+    answer = ask([sys.executable, "-m", "tunebook.launch.ray", "--resources", address], timeout_s=timeout_s)
+    if answer.failure is not None:
+        raise RequestError(
+            f"launcher.address={address}: no Ray cluster answers there ({answer.failure}). Type this on a machine of "
+            "the cluster, with launcher.address=HOST:6379 of its head node; or start one here with "
+            "launcher.address=local",
+            problem_id="ray-out-of-reach",
+        )
+    resources: dict[str, float] = json.loads(answer.text.strip().rpartition("\n")[2])
+    return resources
+
+
+def worker_resources(config: RunConfig) -> dict[str, float]:
+    """Return the resources of one worker."""
+    settings = config.launcher
+    assert isinstance(settings, RayConfig)
+    gpu = {"GPU": 1.0} if config.hardware.generation is not Generation.cpu else {}
+    return {"CPU": float(settings.cpus_per_worker)} | gpu
 
 
 def connect(address: str, runtime_env: dict[str, Any] | None = None) -> Any:
@@ -143,13 +107,9 @@ def connect(address: str, runtime_env: dict[str, Any] | None = None) -> Any:
 
 
 def print_resources(address: str) -> NoReturn:
-    """Print `{"resources": ...}` or `{"error": ...}` and end this process."""
-    try:
-        ray = connect(address)
-        answered = {"resources": ray.cluster_resources()}
-    except Exception as error:  # from Ray, which documents no base class
-        answered = {"error": first_line(error)}
-    print(json.dumps(answered), flush=True)
+    """Print a cluster's resources and end this process. Raises: what Ray raises."""
+    ray = connect(address)
+    print(json.dumps(ray.cluster_resources()), flush=True)
     os._exit(0)  # skips Ray's own shutdown, which waits for the head
 
 
@@ -209,14 +169,14 @@ def work(settings: dict[str, str]) -> None:
             write_outcome(folder, rank=rank, exit_code=error.exit_code, reason=error.message)
             raise
     environment = rank_environment(config, os.environ) | _rank_variables(context)
-    watch = NoticeWatch(train.get_preemption_info, folder / STOP_FILE if rank == 0 else None)
+    watch = NoticeWatch(train.get_preemption_info, folder / STOP_FILE)
     watch.start()  # in every worker, since Ray makes them agree; from here on no worker waits for all others
-    started = start_command(
-        rank_command(folder),
+    with start(
+        [sys.executable, "-m", RANK, str(folder), DIES_WITH_PARENT],
         environment,
         working_folder=working_folder if working_folder.is_dir() else folder,
-    )
-    exit_code = started.process.wait()
+    ) as process:
+        exit_code = process.wait()
     if exit_code in _DECIDED or watch.has_come:  # after a notice, nothing must restart here
         return
     reason = f"rank {rank} on {host} {ending(exit_code)}; its output is in {rank_log(folder, rank)}"
@@ -247,7 +207,7 @@ class NoticeWatch(threading.Thread):
     `ray.train.get_preemption_info` waits for the same call of every worker.
     """
 
-    def __init__(self, get_notice: Callable[[], Any], stop_file: Path | None) -> None:
+    def __init__(self, get_notice: Callable[[], Any], stop_file: Path) -> None:
         super().__init__(name="notices", daemon=True)  # it may wait for a worker that is gone
         self.has_come = False
         self._get_notice, self._stop_file = get_notice, stop_file
@@ -260,15 +220,14 @@ class NoticeWatch(threading.Thread):
         except Exception:  # from Ray: it ends this worker, or has lost another
             return
         self.has_come = True
-        if self._stop_file is not None:
-            ranks = ", ".join(map(str, notice.preempted_ranks))
-            self._stop_file.write_text(f"a preemption notice for rank {ranks}")
+        self._stop_file.write_text(f"a preemption notice for rank {', '.join(map(str, notice.preempted_ranks))}")
 
 
 def main() -> int:
     """Start the workers and wait for them; the run's outcome is in its folder."""
     if sys.argv[1] == "--resources":
         print_resources(sys.argv[2])
+    stop_when_input_ends()
     folder = Path(sys.argv[1])
     config = load_config(folder / RUN_FILE)
     settings = config.launcher

@@ -4,15 +4,13 @@ If `training.resume` names a folder, the run resumes a run that started from tha
 precedence. A run can be resumed if it stopped, failed or was killed after a checkpoint. It can also be resumed after
 training has finished: then only its evaluation remains.
 
-Two runs are the same if their configuration hashes match; the memory found on the machine does not count. A run that
-differs only in what `auto` decided, or in the machine, is another run. A message then says what differs.
+Two runs are the same if their settings are equal; the memory found on the machine does not count. A run that differs
+only in what `auto` decided, or in the machine, is another run. A message then says what differs.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from tunebook.checkpoint.choose import named_by
 from tunebook.checkpoint.verify import newest_checkpoint, passed_over
 from tunebook.config.choices import ResumeAnyway
 from tunebook.config.frozen import load_config
-from tunebook.config.identity import CAPACITIES, config_hash, found_capacities
+from tunebook.config.identity import CAPACITIES, changed_settings, found_capacities, result_settings
 from tunebook.config.override_text import as_typed, typed
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, RequestError
@@ -37,6 +35,12 @@ from tunebook.record.run_folder import (
 
 # An invalid run would end the same way again.
 _UNFINISHED = (RunState.stopped.name, RunState.failed.name)
+_STRATEGY = "parallelism.strategy"
+# What another machine, or a better estimate of `auto`, changes without the user.
+_MAY_DIFFER = {
+    *("hardware.generation", "hardware.num_nodes", "hardware.gpus_per_node", *CAPACITIES),
+    *("activation.checkpointing", "packing.row_length", "training.micro_batch_size", _STRATEGY),
+}
 
 
 def unfinished_run(
@@ -44,54 +48,32 @@ def unfinished_run(
 ) -> Path | None:
     """Return the newest unfinished run of a resolved configuration to resume; None if there is none, or resume=never.
 
-    The configuration hash must match: another seed, batch or learning rate is another run. If `training.resume` names a
+    The settings must be equal: another seed, batch or learning rate is another run. If `training.resume` names a
     folder, a run that started elsewhere is another run, too. `asked` are the keys that the user set. `say` gets the
     reason when an unfinished run is not resumed because none of its checkpoints is complete, or because only what
     `auto` decided or the machine differs.
     """
     if config.training.resume == "never":
         return None
-
-    def is_wanted(folder: Path, sha256: str) -> bool:
-        return is_same_run(config, folder, sha256, asked) and has_same_start(config, folder)
-
-    wanted, ended, is_newest = config_hash(config), list[tuple[Path, str]](), True
+    is_newest = True
     for folder in reversed(find_runs(Path(config.outputs), config.recipe or WITHOUT_RECIPE)):
         try:
-            manifest = _read_manifest(folder)
-        except DataError:
+            is_unfinished, theirs = _is_unfinished(folder), load_config(folder / RUN_FILE)
+        except (DataError, RequestError):
             continue  # a damaged record of another run must not stop this one
-        sha256, has_ended = str(manifest["config_sha256"]), not _is_unfinished(folder, manifest)
-        if has_ended and sha256 != wanted:
-            ended.append((folder, sha256))  # its memory may differ: compared only if needed
-            continue
-        if not is_wanted(folder, sha256):
-            if is_newest and config.training.resume == "auto" and (why := difference(config, folder, sha256, asked)):
-                say(f"not resuming {folder}, which ended early: {why}; to resume it: {typed(_RESUME, str(folder))}")
-            is_newest = False
-            continue
-        # The newest run of this configuration decides: if it has finished, there is nothing to resume.
-        if has_ended or any(is_wanted(*newer) for newer in ended):
+        differing = _differences(config, theirs, asked)
+        if not differing and _has_same_start(config, theirs):
+            # The newest run of this configuration decides: if it has finished, there is nothing to resume.
+            if is_unfinished and (newest_checkpoint(folder) is not None or is_trained(folder, config)):
+                return folder
+            for checkpoint, why in passed_over(folder).items() if is_unfinished else ():
+                say(f"not resuming from {checkpoint}: {why}")
             return None
-        if _has_progress(folder, config):
-            return folder
-        for checkpoint, why in passed_over(folder).items():
-            say(f"not resuming from {checkpoint}: {why}")
-        return None
+        if is_unfinished and is_newest and config.training.resume == "auto" and (changes := _by_machine(differing)):
+            resume = typed("training.resume", str(folder))
+            say(f"not resuming {folder}, which ended early: {changes}; to resume it: {resume}")
+        is_newest = is_newest and not is_unfinished
     return None
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    """Return a run's manifest after checking the keys used here. Raises: DataError if it is damaged."""
-    manifest = read_manifest(folder)
-    status = manifest.get("status")
-    if not isinstance(status, dict) or "state" not in status or "config_sha256" not in manifest:
-        raise DataError(
-            f"{folder / MANIFEST_FILE} is no whole manifest: it has no state or no config_sha256; restore it from a "
-            "copy, or name another folder",
-            problem_id="broken-record",
-        )
-    return manifest
 
 
 def check_run_folder(config: RunConfig, folder: Path, asked: Collection[str] = ()) -> None:
@@ -111,32 +93,15 @@ def _why_taken(config: RunConfig, folder: Path, asked: Collection[str]) -> str |
         return "it holds other files and no run"
     if not (folder / MANIFEST_FILE).is_file():
         return None  # ended during set-up
-    manifest = _read_manifest(folder)
-    state = manifest["status"]["state"]
+    state = read_manifest(folder)["status"]["state"]
     if config.training.resume == "never":
         return f"it holds a run ({state}), and training.resume=never forbids resuming it"
-    sha256 = str(manifest["config_sha256"])
-    if not is_same_run(config, folder, sha256, asked):
-        why = difference(config, folder, sha256, asked)
-        return f"it holds a run ({state}) of another configuration, {folder / 'run.yaml'}{f' ({why})' if why else ''}"
-    if state == RunState.finished.name:
-        return "its run has finished (evaluate it again with: tunebook eval)"
-    if state == RunState.invalid.name:
-        return "its run ended with a loss that is not finite, and would again"
-    return None if _is_unfinished(folder, manifest) else "a run is active in it"
-
-
-def _is_unfinished(folder: Path, manifest: dict[str, Any]) -> bool:
-    """Whether a run ended early. State `running` counts if no process here holds the folder.
-
-    Such a run was killed, or it runs on another machine.
-    """
-    state = manifest["status"]["state"]
-    return state in _UNFINISHED or (state == RunState.running.name and not is_worked_in(folder))
-
-
-def _has_progress(folder: Path, config: RunConfig) -> bool:
-    return newest_checkpoint(folder) is not None or is_trained(folder, config)
+    if differing := _differences(config, load_config(folder / RUN_FILE), asked):
+        keys = ", ".join(key for key, _, _ in differing[:3])
+        return f"it holds a run ({state}) of another configuration, {folder / RUN_FILE} (see {keys})"
+    if state in (RunState.finished.name, RunState.invalid.name):
+        return f"its run is {state}; to evaluate it: tunebook eval"
+    return None if _is_unfinished(folder) else "a run is active in it"
 
 
 def is_trained(folder: Path, config: RunConfig) -> bool:
@@ -144,84 +109,36 @@ def is_trained(folder: Path, config: RunConfig) -> bool:
     return (folder / "model").is_dir() and read_outcomes(folder, world_size(config)).exit_code == 0
 
 
-_RESUME = "training.resume"
-# What another machine, or a better estimate of `auto`, changes without the user.
-_MAY_DIFFER = (
-    *("hardware.generation", "hardware.num_nodes", "hardware.gpus_per_node", *CAPACITIES),
-    *("activation.checkpointing", "packing.row_length", "training.micro_batch_size"),
-)
+def _is_unfinished(folder: Path) -> bool:
+    """Whether a run ended early. State `running` counts if no process here holds the folder.
 
-
-def is_same_run(config: RunConfig, folder: Path, sha256: str, asked: Collection[str]) -> bool:
-    """Whether the run in a folder, with this configuration hash, is the run of `config` as resolved on this machine.
-
-    `asked` are the keys that the user set.
+    Such a run was killed, or it runs on another machine.
     """
-    if sha256 == config_hash(config):
-        return True
-    theirs = _recorded_config(folder)
-    return (
-        theirs is not None and config_hash(_with_values_of(config, theirs, found_capacities(config, asked))) == sha256
-    )
+    state = read_manifest(folder)["status"]["state"]
+    return state in _UNFINISHED or (state == RunState.running.name and not is_worked_in(folder))
 
 
-def has_same_start(config: RunConfig, folder: Path) -> bool:
-    """Whether the run in a folder started where `training.resume` says; otherwise its losses differ."""
-    named = named_by(config)
+def _differences(config: RunConfig, theirs: RunConfig, asked: Collection[str]) -> list[tuple[str, Any, Any]]:
+    """Return the settings of two runs that differ, theirs first; detected memory does not count."""
+    found = found_capacities(config, asked)
+    changed = changed_settings(result_settings(theirs), result_settings(config))
+    return [difference for difference in changed if difference[0] not in found]
+
+
+def _has_same_start(config: RunConfig, theirs: RunConfig) -> bool:
+    """Whether their run started where `training.resume` says; otherwise its losses differ."""
+    named, begun = named_by(config), named_by(theirs)
     if named is None:
         return True
-    theirs = _recorded_config(folder)
-    begun = named_by(theirs) if theirs is not None else None
-    if theirs is None or begun is None or begun.resolve() != named.resolve():
+    if begun is None or begun.resolve() != named.resolve():
         return False
     # `best` allows missing checkpoints; it does not change where a run started.
     return not (set(theirs.training.resume_anyway) ^ set(config.training.resume_anyway)) - {ResumeAnyway.best}
 
 
-def difference(config: RunConfig, folder: Path, sha256: str, asked: Collection[str]) -> str | None:
-    """Say how an earlier run differs if only the machine or what `auto` decides does; None for any other run.
-
-    The strategy may differ with the machine.
-    """
-    theirs = _recorded_config(folder)
-    if theirs is None or config_hash(_with_values_of(config, theirs, (*_MAY_DIFFER, "parallelism"))) != sha256:
+def _by_machine(differing: list[tuple[str, Any, Any]]) -> str | None:
+    """Say what differs if it is only the machine or what `auto` decides; the strategy may differ with the machine."""
+    keys = {key for key, _, _ in differing}
+    if not keys <= _MAY_DIFFER or keys <= {_STRATEGY}:
         return None
-    found = found_capacities(config, asked)
-    changed = _changed_keys(theirs, config, [key for key in _MAY_DIFFER if key not in found])
-    if not changed:
-        return None
-    changed += _changed_keys(theirs, config, ["parallelism.strategy"])
-    changes = [f"{key} was {as_typed(_plain(theirs, key))} and is {as_typed(_plain(config, key))}" for key in changed]
-    return ", ".join(changes)
-
-
-def _recorded_config(folder: Path) -> RunConfig | None:
-    try:
-        return load_config(folder / RUN_FILE)
-    except RequestError:
-        return None
-
-
-def _with_values_of(config: RunConfig, theirs: RunConfig, keys: Collection[str]) -> RunConfig:
-    """Return a copy of a configuration with some values taken from another."""
-    own = copy.deepcopy(config)
-    for key in keys:
-        *sections, name = key.split(".")
-        setattr(_value(own, sections), name, _value(theirs, [*sections, name]))
-    return own
-
-
-def _changed_keys(theirs: RunConfig, config: RunConfig, keys: Collection[str]) -> list[str]:
-    return [key for key in keys if _plain(theirs, key) != _plain(config, key)]
-
-
-def _plain(config: RunConfig, key: str) -> object:
-    value = _value(config, key.split("."))
-    return value.name if isinstance(value, Enum) else value
-
-
-def _value(config: RunConfig, path: list[str]) -> Any:
-    node: Any = config
-    for name in path:
-        node = getattr(node, name)
-    return node
+    return ", ".join(f"{key} was {as_typed(one)} and is {as_typed(other)}" for key, one, other in differing)

@@ -1,4 +1,4 @@
-"""Slurm: its commands with time limits, the job script of a run, submitting it, and following it to its end.
+"""Slurm: its commands with a time limit, the job script of a run, submitting it, and following it to its end.
 
 On the user's machine: submit, follow. In the job, on its first node: `commands.slurm_turn`. It does what `tunebook
 train` does elsewhere after the run folder is set up, and starts the ranks through srun. Sweeps submit arrays with the
@@ -30,7 +30,7 @@ from tunebook.config.unsafe_text import require_printable
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.files import atomic_write_text
 from tunebook.processes import RequestCount, handling_signals
-from tunebook.record.manifest import RunState, finish_manifest, read_manifest, update_manifest
+from tunebook.record.manifest import RunState, finish_manifest, manifest_or_empty, read_manifest, update_manifest
 from tunebook.terminal import print_text
 
 _Answer = TypeVar("_Answer")
@@ -39,10 +39,11 @@ JOB_SCRIPT = "job.sh"
 _SLURM_JOB = "tunebook.commands.slurm_job"
 _POLL_S = 2.0
 _OWN_RECORDS_WITHIN_S = 20.0  # for a network file system to show the job's files
-CLIENT_TIMEOUT_S = 60.0  # Slurm's own commands retry for minutes
-SILENT_WITHIN_S = 600.0  # for a controller that is restarting or busy; jobs continue without it
-SILENT_POLL_S = 10.0
+_CLIENT_TIMEOUT_S = 60.0  # Slurm's own commands retry for minutes
+_SILENT_WITHIN_S = 600.0  # for a controller that is restarting or busy; jobs continue without it
+_SILENT_POLL_S = 10.0
 _FIELD = re.compile(r"(?:^| )(\w+)=(.*?)(?= [A-Za-z/:]+=|\s*$)")  # a reason may contain blanks
+_UNKNOWN_JOB = "invalid job id"
 _OUT_OF_REACH = (  # scontrol reports "unexpected message" if it gets no reply to a change of a job
     *("unable to contact slurm controller", "socket timed out", "establish a configuration source"),
     "unexpected message received",
@@ -60,8 +61,6 @@ class JobState:
     name: str  # PENDING, RUNNING, COMPLETED ...
     reason: str  # why it is pending, or has ended
     nodes: str  # on which it runs
-    run_s: int = 0  # of this turn
-    limit_s: int | None = None  # of a turn; None: unlimited
 
     @property
     def has_ended(self) -> bool:
@@ -74,8 +73,11 @@ class JobState:
         return f"{self.name}{reason}" + (f" on {self.nodes}" if self.nodes else "")
 
 
-def slurm(*words: str, input_text: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a Slurm command. Raises: RequestError if it is missing, TunebookError if the controller does not respond."""
+def slurm(*words: str, input_text: str | None = None) -> str:
+    """Run a Slurm command; return its output.
+
+    Raises: RequestError if it is missing or Slurm refuses, TunebookError if the controller does not respond.
+    """
     if shutil.which(words[0]) is None:
         raise RequestError(
             f"launcher=slurm needs Slurm's command {words[0]}, which is not on this machine; type this on a login node "
@@ -83,36 +85,55 @@ def slurm(*words: str, input_text: str | None = None) -> subprocess.CompletedPro
             problem_id="slurm-not-found",
         )
     try:
-        return subprocess.run(
-            words, input=input_text, capture_output=True, text=True, timeout=CLIENT_TIMEOUT_S, start_new_session=True
+        answer = subprocess.run(
+            words, input=input_text, capture_output=True, text=True, timeout=_CLIENT_TIMEOUT_S, start_new_session=True
         )
     except subprocess.TimeoutExpired as error:
-        raise _out_of_reach(f"{words[0]} did not answer within {CLIENT_TIMEOUT_S:g} s") from error
+        raise _out_of_reach(f"{words[0]} did not answer within {_CLIENT_TIMEOUT_S:g} s") from error
+    if answer.returncode == 0:
+        return answer.stdout
+    why = "; ".join(answer.stderr.strip().splitlines())
+    if any(text in why.lower() for text in _OUT_OF_REACH):
+        raise _out_of_reach(why)
+    what = "the job" if words[0] == "sbatch" else words[0]
+    raise RequestError(
+        f"Slurm refuses {what}: {why}; look at the cluster with: sinfo; sacctmgr show assoc user=$USER, and at "
+        "launcher.partition, launcher.account, hardware.num_nodes",
+        problem_id="slurm-refused",
+    )
+
+
+def _out_of_reach(why: str) -> TunebookError:
+    message = f"Slurm's controller is not reachable ({why}); look with: scontrol ping"
+    return TunebookError(message, problem_id="slurm-out-of-reach")
+
+
+def is_unknown_job(error: RequestError) -> bool:
+    """Whether Slurm refused because it has forgotten a job."""
+    return _UNKNOWN_JOB in error.message.lower()
+
+
+def patiently(ask: Callable[[], _Answer], say: Callable[[str], None]) -> _Answer:
+    """Ask Slurm, again while its controller is silent. Raises: TunebookError after 10 minutes."""
+    end = time.monotonic() + _SILENT_WITHIN_S
+    while True:
+        try:
+            return ask()
+        except TunebookError as error:
+            if error.problem_id != "slurm-out-of-reach" or time.monotonic() > end:
+                raise
+            say(f"{error.message}; trying again in {_SILENT_POLL_S:g} s")
+        time.sleep(_SILENT_POLL_S)
 
 
 def check_job(config: RunConfig) -> None:
     """Let Slurm check the job's options before anything is prepared. Raises: RequestError if it refuses them."""
-    _submit("sbatch", "--test-only", *option_words(config), input_text="#!/bin/sh\ntrue\n")
+    slurm("sbatch", "--test-only", *option_words(config), input_text="#!/bin/sh\ntrue\n")
 
 
 def submit_script(script: Path) -> str:
     """Submit a job script to Slurm; return the job ID. Raises: RequestError if Slurm refuses it."""
-    return _submit(*submit_command(script)).strip().partition(";")[0]
-
-
-def _submit(*words: str, input_text: str | None = None) -> str:
-    """Run sbatch; return its output. Raises: RequestError with Slurm's reason, TunebookError without a controller."""
-    answer = slurm(*words, input_text=input_text)
-    if answer.returncode == 0:
-        return answer.stdout
-    why = "; ".join(answer.stderr.strip().splitlines())
-    if _is_out_of_reach(why):
-        raise _out_of_reach(why)
-    raise RequestError(
-        f"Slurm refuses the job: {why}; look at the cluster with: sinfo; sacctmgr show assoc user=$USER, and at "
-        "launcher.partition, launcher.account, hardware.num_nodes",
-        problem_id="slurm-refused",
-    )
+    return slurm(*submit_command(script)).strip().partition(";")[0]
 
 
 def requeue(job_id: str, say: Callable[[str], None]) -> None:
@@ -121,73 +142,23 @@ def requeue(job_id: str, say: Callable[[str], None]) -> None:
     A job that ends without a requeue has ended for good.
     """
     try:
-        patiently(lambda: _requeue(job_id), say)
+        patiently(lambda: slurm("scontrol", "requeue", job_id), say)
     except TunebookError as error:
         say(f"not requeued: {error.message}")
     else:
         say("requeued: it resumes in this folder")
 
 
-def _requeue(job_id: str) -> None:
-    answer = slurm("scontrol", "requeue", job_id)
-    why = answer.stderr.strip()
-    if answer.returncode != 0:
-        raise _out_of_reach(why) if _is_out_of_reach(why) else TunebookError(why, problem_id="slurm-refused")
-
-
-def patiently(ask: Callable[[], _Answer], say: Callable[[str], None]) -> _Answer:
-    """Ask Slurm, again while its controller is silent. Raises: TunebookError after `SILENT_WITHIN_S`."""
-    end = time.monotonic() + SILENT_WITHIN_S
-    while True:
-        try:
-            return ask()
-        except TunebookError as error:
-            if error.problem_id != "slurm-out-of-reach" or time.monotonic() > end:
-                raise
-            say(f"{error.message}; trying again in {SILENT_POLL_S:g} s")
-        time.sleep(SILENT_POLL_S)
-
-
-def _is_out_of_reach(said: str) -> bool:
-    return any(words in said.lower() for words in _OUT_OF_REACH)
-
-
-def _out_of_reach(why: str) -> TunebookError:
-    message = f"Slurm's controller is not reachable ({why}); look with: scontrol ping"
-    return TunebookError(message, problem_id="slurm-out-of-reach")
-
-
 def job_state(job_id: str) -> JobState | None:
     """Return a job's state; None once Slurm has forgotten it (some minutes after its end)."""
-    answer = slurm("scontrol", "--oneliner", "show", "job", job_id)
-    if answer.returncode != 0:
-        if "invalid job id" in answer.stderr.lower():
+    try:
+        values = dict(_FIELD.findall(slurm("scontrol", "--oneliner", "show", "job", job_id)))
+    except RequestError as error:
+        if is_unknown_job(error):
             return None
-        raise _out_of_reach(answer.stderr.strip())
-    values = dict(_FIELD.findall(answer.stdout))
+        raise
     nodes = values.get("NodeList", "")
-    return JobState(
-        name=values["JobState"],
-        reason=values.get("Reason", ""),
-        nodes="" if nodes == "(null)" else nodes,
-        run_s=slurm_seconds(values.get("RunTime", "")) or 0,
-        limit_s=slurm_seconds(values.get("TimeLimit", "")),  # UNLIMITED is no number
-    )
-
-
-def slurm_seconds(time_limit: str) -> int | None:
-    """Return the seconds of a Slurm time.
-
-    Forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
-    """
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time_limit)
-    if match is None:
-        return None
-    days, *parts = [int(part) if part is not None else None for part in match.groups()]
-    if days is None and parts[2] is None:
-        parts = [0, *parts[:2]]  # two parts end in seconds; a single part is minutes
-    hours, minutes, seconds = (part or 0 for part in parts)
-    return (((days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    return JobState(name=values["JobState"], reason=values.get("Reason", ""), nodes="" if nodes == "(null)" else nodes)
 
 
 def submit_command(script: Path) -> list[str]:
@@ -230,47 +201,29 @@ def option_words(config: RunConfig, folder: Path | None = None) -> list[str]:
 def script_text(comments: list[str], options: list[str], body: str) -> str:
     """Return a job script: comments, sbatch's options, and one command that starts everything.
 
-    Raises: RequestError for a control character in any input.
+    Raises: RequestError for a control character, which could begin another line.
     """
-    for what, text in {"the job's command": body, "the working folder": str(Path.cwd())}.items():
-        require_printable(what, text)
     lines = [
         "#!/usr/bin/env bash",
         *(f"# {comment}" for comment in comments),
-        *option_lines(options),
+        *(f"#SBATCH {_quoted(word)}" for word in options),
         "",
         "set -euo pipefail",
         "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_ON_NODE  # srun no longer takes it from the job, and would use one core",
         f"cd {shlex.quote(str(Path.cwd()))}",
         body,
     ]
+    for line in lines:
+        require_printable("a line of the job script", line)
     return "\n".join(lines) + "\n"
 
 
-def option_lines(words: list[str]) -> list[str]:
-    """Return options as `#SBATCH` lines; special characters are quoted.
-
-    Raises: RequestError for a control character: even in quotes, an option ends with its line.
-    """
-    for word in words:
-        require_printable("an option of sbatch", word)
-    return [f"#SBATCH {_quoted(word)}" for word in words]
-
-
 def _quoted(word: str) -> str:
-    """Quote an option where needed: its value, or the whole word if it has no value."""
+    """Quote an option for sbatch where needed."""
     if not _SPECIAL.search(word):
         return word
-    name, equals, value = word.partition("=")
-    if not equals or _SPECIAL.search(name):
-        name, equals, value = "", "", word
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'{name}{equals}"{escaped}"'
-
-
-def job_body(folder: Path) -> str:
-    """Return the last line of a job script; `exec` makes Slurm's signals reach the launcher, not a shell."""
-    return f"exec {shlex.join([sys.executable, '-m', _SLURM_JOB, str(folder)])}"
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def job_script(config: RunConfig, folder: Path) -> str:
@@ -280,15 +233,15 @@ def job_script(config: RunConfig, folder: Path) -> str:
     """
     settings = config.launcher
     assert isinstance(settings, SlurmConfig)
-    for what, text in {"title": config.title, "the run folder": str(folder)}.items():
-        require_printable(what, text)
     comments = [
         f"{config.title or 'A run'}: the job of {folder}",
         f"Submitted by tunebook train; again by hand: sbatch {shlex.quote(str(folder / JOB_SCRIPT))}",
         f"Slurm sends USR1 {settings.stop_timeout_s} s before the time limit, and on preemption where set to; the run",
         f"saves, and {'asks to be requeued: it then resumes in this folder' if settings.requeue else 'ends'}.",
     ]
-    return script_text(comments, option_words(config, folder), job_body(folder))
+    # `exec` makes Slurm's signals reach the launcher, not a shell.
+    body = f"exec {shlex.join([sys.executable, '-m', _SLURM_JOB, str(folder)])}"
+    return script_text(comments, option_words(config, folder), body)
 
 
 def submit(config: RunConfig, folder: Path, console: Console) -> str:
@@ -314,10 +267,7 @@ def submit(config: RunConfig, folder: Path, console: Console) -> str:
 
 def refuse_if_queued(folder: Path) -> None:
     """Refuse a run folder whose job is still pending or running. Raises: RequestError."""
-    try:
-        job_id = read_manifest(folder).get("slurm", {}).get("job_id")
-    except TunebookError:
-        return
+    job_id = manifest_or_empty(folder).get("slurm", {}).get("job_id")
     if job_id is None:
         return
     try:
@@ -337,20 +287,19 @@ def follow(job_id: str, folder: Path, console: Console) -> int:
 
     The first stop request (Ctrl-C, SIGTERM) lets the job save and end; a later Ctrl-C cancels the job.
     """
-    printed = _Tail(output_file(folder, job_id))
-    last: str | None = None
+    place, last = 0, None
     with _stopping(job_id, console):
         while True:
             state = _waited_for(job_id, console)
-            printed.show(console)
+            place = _print_from(place, output_file(folder, job_id), console)
             if state is not None and state.text() != last:
                 last = state.text()
                 print_text(f"job {job_id}: {last}", console)
-            if state is None or state.has_ended or (state.name == "COMPLETING" and _is_recorded(folder)):
+            if state is None or state.has_ended:
                 break
             time.sleep(_POLL_S)
     time.sleep(_POLL_S)  # a network file system may show the last lines late
-    printed.show(console)
+    _print_from(place, output_file(folder, job_id), console)
     return _exit_code(job_id, folder, state)
 
 
@@ -359,27 +308,16 @@ def _waited_for(job_id: str, console: Console) -> JobState | None:
     return patiently(lambda: job_state(job_id), lambda text: print_text(f"job {job_id}: {text}", console))
 
 
-def _is_recorded(folder: Path) -> bool:
-    """Whether the run has ended for good, whatever Slurm still waits for; a stopped run may be requeued."""
-    return read_manifest(folder)["status"]["state"] not in (RunState.running.name, RunState.stopped.name)
-
-
-class _Tail:
-    """Prints what is appended to a file."""
-
-    def __init__(self, file: Path) -> None:
-        self._file, self._place = file, 0
-
-    def show(self, console: Console) -> None:
-        """Print new text; keep the job's own terminal codes."""
-        if not self._file.is_file():
-            return
-        with self._file.open("rb") as stream:
-            stream.seek(self._place)
-            new = stream.read()
-        self._place += len(new)
-        console.file.write(new.decode(errors="replace"))
-        console.file.flush()
+def _print_from(place: int, file: Path, console: Console) -> int:
+    """Print what was appended to a file, with the job's own terminal codes; return the place of its end."""
+    if not file.is_file():
+        return place
+    with file.open("rb") as stream:
+        stream.seek(place)
+        new = stream.read()
+    console.file.write(new.decode(errors="replace"))
+    console.file.flush()
+    return place + len(new)
 
 
 @contextmanager
@@ -395,30 +333,28 @@ def _stopping(job_id: str, console: Console) -> Iterator[None]:
         is_polite = state is not None and state.name == "RUNNING"
         words = ["scancel", "--batch", "--signal=TERM", job_id] if is_polite else ["scancel", job_id]
         console.print(f"stopping: {' '.join(words)}" + (" (Ctrl-C cancels it at once)" if is_polite else ""))
-        answer = slurm(*words)
-        if answer.returncode != 0:
-            said = f"the job was not reached: {answer.stderr.strip()}; type it again: {' '.join(words)}"
-            print_text(said, console)
+        try:
+            slurm(*words)
+        except TunebookError as error:
+            print_text(f"the job was not reached: {error.message}; type it again: {' '.join(words)}", console)
 
     with handling_signals((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), ask, takes_ignored=True):
         yield
 
 
 def _exit_code(job_id: str, folder: Path, state: JobState | None) -> int:
-    """Return the exit code that the job recorded; Slurm's if there is none."""
-    end = time.monotonic() + _OWN_RECORDS_WITHIN_S
-    while True:
-        status = read_manifest(folder)["status"]
-        if status["state"] != RunState.running.name:
-            return int(status["exit_code"])
-        if time.monotonic() > end or (state is not None and state.name == "CANCELLED"):
-            break
+    """Return the exit code that the job recorded. Raises: StoppedError or TunebookError if it recorded none."""
+    is_canceled = state is not None and state.name == "CANCELLED"
+    end = time.monotonic() + (0.0 if is_canceled else _OWN_RECORDS_WITHIN_S)
+    while (status := read_manifest(folder)["status"])["state"] == RunState.running.name and time.monotonic() < end:
         time.sleep(_POLL_S)
-    how = state.text() if state is not None else "gone from Slurm's list"
-    if state is not None and state.name == "CANCELLED":
+    if status["state"] != RunState.running.name:
+        return int(status["exit_code"])
+    if is_canceled:
         reason = f"Slurm's job {job_id} was canceled before it could save"
         finish_manifest(folder, RunState.stopped, StoppedError.exit_code, reason)
         raise StoppedError(reason, problem_id="stopped")
+    how = state.text() if state is not None else "gone from Slurm's list"
     reason = (
         f"Slurm's job {job_id} ended without recording a reason: {how}; look at {output_file(folder, job_id)}. If that "
         "is missing, the nodes cannot see this folder or this Python; put both on a file system that all nodes share"

@@ -15,12 +15,21 @@ from pathlib import Path
 
 from tunebook.checkpoint.verify import newest_checkpoint
 from tunebook.config.schema import RunConfig, SlurmConfig
-from tunebook.errors import RequestError, TunebookError
+from tunebook.errors import RequestError
 from tunebook.files import atomic_write_json, atomic_write_text, read_json
-from tunebook.launch.slurm import option_words, output_pattern, requeue, script_text, slurm, submit_script
+from tunebook.launch.slurm import (
+    is_unknown_job,
+    option_words,
+    output_pattern,
+    requeue,
+    script_text,
+    slurm,
+    submit_script,
+)
+from tunebook.launch.supervise import StopRequests
 from tunebook.sweep.study import Study, read_sweep
 from tunebook.sweep.table import sweep_exit_code
-from tunebook.sweep.trials import CommandOf, Slot, TrialStopRequests, run_trials, train_command
+from tunebook.sweep.trials import CommandOf, run_trials, train_command
 
 _JOB_FILE = "slurm.json"
 _TASK = "slurm_task"  # attribute of a trial: the task that ran it last
@@ -71,10 +80,12 @@ def queued_array(folder: Path) -> str | None:
     if not file.is_file():
         return None
     job_id = str(read_json(file)["job_id"])
-    answer = slurm("squeue", "--noheader", f"--jobs={job_id}")
-    if answer.returncode != 0 and "invalid job id" not in answer.stderr.lower():
-        raise TunebookError(f"squeue --jobs={job_id}: {answer.stderr.strip()}", problem_id="slurm-out-of-reach")
-    return job_id if answer.stdout.strip() else None
+    try:
+        return job_id if slurm("squeue", "--noheader", f"--jobs={job_id}").strip() else None
+    except RequestError as error:
+        if is_unknown_job(error):
+            return None
+        raise
 
 
 def run_task(folder: Path, command_of: CommandOf = train_command) -> int:
@@ -88,10 +99,10 @@ def run_task(folder: Path, command_of: CommandOf = train_command) -> int:
     if trial is None:
         return 0
     trial.set_user_attr(_TASK, task)
-    stop, waiting = TrialStopRequests(), [trial]
+    stop, waiting = StopRequests(), [trial]
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # the script ignores it until now
     with stop.listening():
-        run_trials(study, [Slot()], stop, print, command_of, lambda: waiting.pop() if waiting else None)
+        run_trials(study, [{}], stop, print, command_of, lambda: waiting.pop() if waiting else None)
     newest = newest_checkpoint(study.run_folder(trial.number))
     # USR1 is Slurm's warning before the time limit and a preemption; a canceled task gets SIGTERM. A turn that saved
     # nothing would repeat itself for ever. Slurm refuses jobs with launcher.requeue=false.

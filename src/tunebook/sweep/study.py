@@ -25,11 +25,11 @@ from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState
 
-from tunebook.errors import InvalidTrainingError, RequestError
+from tunebook.errors import InvalidTrainingError
 from tunebook.files import atomic_write_json, read_json, sha256_text
 from tunebook.record.manifest import manifest_or_empty
 from tunebook.record.metrics import read_metrics
-from tunebook.record.run_folder import age_key, make_unique, time_name
+from tunebook.record.run_folder import age_key, make_run_folder, make_unique, time_name
 from tunebook.sweep.space import Space, Values, as_text, read_space
 from tunebook.sweep.table import LOGGED_WHILE_RUNNING, Row, TrialResult, cost_of, read_result, write_csv
 
@@ -64,9 +64,8 @@ class Sweep:
     def identity(self) -> str:
         """Equal for the same sweep. A search may get more trials, and a grid may be ranked by another metric."""
         search = None if self.num_trials is None else [self.metric, self.seed]
-        choices = {key: optuna.distributions.distribution_to_json(one) for key, one in self.space.choices.items()}
-        fixed = sorted(word for word in self.space.fixed if word != RESUMES)
-        return sha256_text(json.dumps([fixed, choices, search, self.config_sha256]))
+        words = sorted(word for word in self.words if word != RESUMES)
+        return sha256_text(json.dumps([words, search, self.config_sha256]))
 
 
 def find_folder(sweep: Sweep, outputs: Path) -> Path | None:
@@ -79,14 +78,7 @@ def find_folder(sweep: Sweep, outputs: Path) -> Path | None:
 
 def make_folder(outputs: Path) -> Path:
     """Make `outputs/sweep-<UTC time>[-NNN]/`. Raises: RequestError if it cannot be written."""
-    try:
-        outputs.mkdir(parents=True, exist_ok=True)
-        return make_unique(outputs, f"sweep-{time_name()}")
-    except OSError as error:
-        raise RequestError(
-            f"no sweep folder can be made in {outputs}: {error.strerror}; write elsewhere: outputs=/a/folder/of/yours",
-            problem_id="outputs-not-writable",
-        ) from error
+    return make_unique(make_run_folder(outputs), f"sweep-{time_name()}")
 
 
 def write_sweep(sweep: Sweep, folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import textwrap
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from tunebook.files import atomic_write_text, read_json
 from tunebook.record.differences import mean_score
 from tunebook.record.manifest import manifest_or_empty
 from tunebook.record.metrics import is_training_line, median_after_warm_up, read_metrics
-from tunebook.sweep.space import Values, as_text
 
 CSV_FILE = "sweep.csv"
 # Attributes of a result that can rank it, the most informative first: heading and format in the table.
@@ -158,16 +156,6 @@ def write_csv(rows: list[Row], metric: str, fixed: list[str], folder: Path) -> N
     atomic_write_text(folder / CSV_FILE, text.getvalue())
 
 
-def grid_table(grid: list[Values]) -> Table:
-    """Return a table of the trials of a grid."""
-    table = Table("trial", title=f"{len(grid)} trials")
-    for key in grid[0]:
-        table.add_column(key, justify="right", overflow="fold")
-    for number, values in enumerate(grid):
-        table.add_row(*map(Text, (f"trial-{number:03d}", *as_text(values).values())))
-    return table
-
-
 def sweep_table(rows: list[Row], metric: str) -> Table:
     """Return a table for a terminal: only swept keys, and only measurements that some trial has."""
     table = Table(title=f"Sweep, ranked by {metric.replace('_', ' ')}")
@@ -187,11 +175,11 @@ def sweep_table(rows: list[Row], metric: str) -> Table:
 
 
 def _shortened(value: str) -> str:
-    """Shorten a proposed number, which has 17 digits; the file has all of them."""
-    if len(value) > _MAX_DIGITS:
-        with suppress(ValueError):
-            return f"{float(value):.6g}"
-    return value
+    """Shorten a number that Optuna proposed, which has 17 digits; the file has all of them."""
+    try:
+        return f"{float(value):.6g}" if len(value) > _MAX_DIGITS else value
+    except ValueError:
+        return value
 
 
 def _cell(value: float | None, style: str) -> str:

@@ -1,7 +1,7 @@
 """Run the trials of a study on this machine: each a child process `tunebook train`, one or several at a time.
 
-Ctrl-C reaches a trial only through this process, once, so that it can save and end. If this process is killed, the
-kernel asks its trials to save and end.
+Ctrl-C reaches a trial only through this process, once, so that it can save and end. If this process is killed, its
+trials save and end.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,39 +20,29 @@ import optuna
 from tunebook.config.override_text import command_words
 from tunebook.errors import StoppedError
 from tunebook.hardware.detect import VISIBLE_VARIABLE
-from tunebook.launch.supervise import StopRequests, start_command
-from tunebook.record.run_folder import LOCK_FILE, is_worked_in
+from tunebook.launch.supervise import StopRequests
+from tunebook.processes import kill_descendants, own_cores, start
 from tunebook.sweep.space import title_of
 from tunebook.sweep.study import Study
 
 _POLL_S = 0.5
-_KILLED_BY_REQUEST = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGUSR1)  # before it could handle the request
-_SAVES_WITHIN_S = 600.0  # the ranks of a killed trial, which may hold a large model
+_KILLED_BY_REQUEST = (-signal.SIGTERM, -signal.SIGKILL)  # before it could handle the request
 
 CommandOf = Callable[[Study, optuna.Trial], list[str]]
 Say = Callable[[str], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Slot:
-    """The GPUs and cores of one trial at a time; empty: all that this process may use."""
-
-    gpus: Sequence[str] = ()  # as in CUDA_VISIBLE_DEVICES
-    cores: Sequence[int] = ()
-
-
-def divide(gpus: Sequence[str], cores: Sequence[int], num_slots: int) -> list[Slot]:
-    """Divide a machine evenly; the remainder stays idle."""
+def divide(gpus: Sequence[str], num_slots: int) -> list[dict[str, str]]:
+    """Divide a machine evenly: for each trial at a time, variables that name its GPUs and its number of threads."""
     if num_slots == 1:
-        return [Slot()]
-    num_gpus, num_cores = len(gpus) // num_slots, len(cores) // num_slots
-    return [
-        Slot(
-            gpus=gpus[index * num_gpus : (index + 1) * num_gpus],
-            cores=cores[index * num_cores : (index + 1) * num_cores],
-        )
-        for index in range(num_slots)
-    ]
+        return [{}]
+    num_gpus = len(gpus) // num_slots
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(own_cores()) // num_slots)))
+    slots = [{"OMP_NUM_THREADS": threads} for _ in range(num_slots)]
+    if num_gpus:
+        for index, slot in enumerate(slots):
+            slot[VISIBLE_VARIABLE] = ",".join(gpus[index * num_gpus : (index + 1) * num_gpus])
+    return slots
 
 
 def train_command(study: Study, trial: optuna.Trial) -> list[str]:
@@ -66,90 +55,64 @@ def train_command(study: Study, trial: optuna.Trial) -> list[str]:
     return [sys.executable, "-m", *words, "--run-folder", str(study.run_folder(trial.number))]
 
 
-class TrialStopRequests(StopRequests):
-    """Forwards this process's stop requests to its trials."""
-
-    def __init__(self) -> None:
-        super().__init__(self._send)
-        self.processes: list[subprocess.Popen[bytes]] = []
-
-    def _send(self, number: signal.Signals) -> None:
-        for process in list(self.processes):
-            process.send_signal(number)
-
-
 @dataclass(kw_only=True)
 class RunningTrial:
     """A trial and its process."""
 
     trial: optuna.Trial
     process: subprocess.Popen[bytes]
-    slot: Slot
+    slot: dict[str, str]
     started: float = field(default_factory=time.monotonic)
-    ended: float | None = None
     worse_at: int | None = None  # the step at which it was found worse than the others, and asked to stop
-
-    def has_ended(self, run_folder: Path) -> bool:
-        """Whether its process has ended, and after a kill also its ranks, which save first and hold their GPUs."""
-        code = self.process.poll()
-        if code is None:
-            return False
-        self.ended = self.ended or time.monotonic()
-        is_over = code >= 0 or time.monotonic() - self.ended > _SAVES_WITHIN_S
-        return is_over or not is_at_work(run_folder)
-
-
-def is_at_work(run_folder: Path) -> bool:
-    """Whether processes of a trial hold its run folder."""
-    return (run_folder / LOCK_FILE).is_file() and is_worked_in(run_folder)
 
 
 def run_trials(
     study: Study,
-    slots: Sequence[Slot],
-    stop: TrialStopRequests,
+    slots: Sequence[dict[str, str]],
+    stop: StopRequests,
     say: Say,
     command_of: CommandOf = train_command,
     next_trial: Callable[[], optuna.Trial | None] | None = None,
 ) -> None:
-    """Run trials until none is left, or until those that run have ended after a stop request."""
+    """Run trials until none is left, or until those that run have ended after a stop request; a second one kills them.
+
+    Each of the `slots` is the environment of one trial at a time.
+    """
     next_trial = next_trial or study.next_trial
-    free, running = [*slots], list[RunningTrial]()
+    free, running, are_asked = [*slots], list[RunningTrial](), False
     while True:
         while free and stop.first is None and (trial := next_trial()) is not None:
-            running.append(_start(study, trial, free.pop(0), stop, command_of(study, trial)))
+            slot = free.pop(0)
+            process = start(command_of(study, trial), os.environ | slot, output=study.log_file(trial.number))
+            running.append(RunningTrial(trial=trial, process=process, slot=slot))
             what = f"{title_of(trial.params)}, prints to {study.log_file(trial.number).name}"
             say(f"trial {trial.number + 1} of {study.num_trials}: {what}")
         if not running:
             return
         time.sleep(_POLL_S)
+        if stop.first is not None and not are_asked:
+            are_asked = True
+            for one in running:
+                one.process.terminate()
         for one in [*running]:
-            has_ended = one.has_ended(study.run_folder(one.trial.number))
+            if stop.is_urgent:
+                kill_descendants(one.process.pid)
+                one.process.kill()
+            has_ended = one.process.poll() is not None
             if study.sweep.prune and one.worse_at is None:  # also of an ended trial: it counts in the median
                 one.worse_at = study.worse_at(one.trial)
                 if one.worse_at is not None:
                     one.process.terminate()
             if has_ended:
                 running.remove(one)
-                stop.processes.remove(one.process)
                 free.append(one.slot)
                 _finish(study, one, stop, say)
 
 
-def _start(study: Study, trial: optuna.Trial, slot: Slot, stop: TrialStopRequests, command: list[str]) -> RunningTrial:
-    environment = os.environ | ({VISIBLE_VARIABLE: ",".join(slot.gpus)} if slot.gpus else {})
-    process = start_command(command, environment, output=study.log_file(trial.number)).process
-    stop.processes.append(process)
-    if stop.first is not None:  # it came before the process was known
-        process.terminate()
-    if slot.cores and hasattr(os, "sched_setaffinity"):  # Linux only
-        with suppress(ProcessLookupError):
-            os.sched_setaffinity(process.pid, slot.cores)  # while it has one thread: later threads inherit this
-    return RunningTrial(trial=trial, process=process, slot=slot)
-
-
-def _finish(study: Study, one: RunningTrial, stop: TrialStopRequests, say: Say) -> None:
-    code, how, was_pruned = one.process.returncode, None, False
+def _finish(study: Study, one: RunningTrial, stop: StopRequests, say: Say) -> None:
+    with one.process:  # closes its input
+        code = one.process.returncode
+    how, was_pruned = None, False
     if one.worse_at is not None and code != 0:
         how = f"pruned at step {one.worse_at}: {study.sweep.metric} worse than the median of the trials before"
         code, was_pruned = StoppedError.exit_code, True

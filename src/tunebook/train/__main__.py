@@ -5,7 +5,7 @@ import signal
 import sys
 from pathlib import Path
 
-from tunebook.processes import ask_to_stop_when_parent_dies, stop_when_input_ends
+from tunebook.processes import stop_when_input_ends
 from tunebook.record.start_up import StartClock, process_begun
 from tunebook.terminal import outlive_readers
 from tunebook.train.rank_process import AGREED_ENDINGS, RankEnd, StopRequest, importing_libraries
@@ -13,7 +13,6 @@ from tunebook.train.rank_process import AGREED_ENDINGS, RankEnd, StopRequest, im
 
 def main() -> int:
     """Run this rank; the exit code is for torchrun, the launcher reads the ranks' outcome files."""
-    ask_to_stop_when_parent_dies()
     outlive_readers()
     stop_when_input_ends()
     clock = StartClock(process_begun())

@@ -57,7 +57,7 @@ class StopRequest:
     def listening(self) -> Iterator[None]:
         """Handle the signals of this process (main thread only); restore the handlers afterwards.
 
-        A pending signal arrives now, if this process was started with it blocked (see `processes`).
+        Ray's workers block some, and their children inherit that: a pending signal arrives now.
         """
         with handling_signals(self.signals, self._note, takes_ignored=True):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, self.signals)

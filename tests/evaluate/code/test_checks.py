@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tunebook.commands import attempt
-from tunebook.commands import train as job
+from tunebook.commands import attempt, preflight
+from tunebook.commands.train import plan_job
 from tunebook.config.choices import Generation
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
@@ -125,13 +125,13 @@ def test_the_suites(suite: str, tasks: list[str]) -> None:
 @pytest.mark.usefixtures("no_sandbox")
 @pytest.mark.parametrize("launcher", [[], ["launcher=slurm", "launcher.partition=main"]], ids=["here", "slurm"])
 def test_a_training_is_refused_before_it_starts(launcher: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "check_launcher", lambda config: None)  # no sbatch is needed to see this
-    planned = job.plan_job("quickstart", ["evaluation=code", "evaluation.tasks=[small_python]", *launcher], [])
+    monkeypatch.setattr(preflight, "check_launcher", lambda config: None)  # no sbatch is needed to see this
+    planned = plan_job("quickstart", ["evaluation=code", "evaluation.tasks=[small_python]", *launcher], [])
     if launcher:  # looked for on the job's own node
-        job.require_runnable(planned)
+        preflight.require_runnable(planned)
         return
     with pytest.raises(RequestError, match="programs that a model wrote are not executed"):
-        job.require_runnable(planned)
+        preflight.require_runnable(planned)
 
 
 @pytest.mark.usefixtures("no_sandbox")

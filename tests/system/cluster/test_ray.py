@@ -166,7 +166,7 @@ def test_a_cluster_that_is_too_small_is_said_before_anything_is_prepared(cluster
 
 def test_an_address_that_nobody_answers_at_is_said_in_time(train, hosts, run, tmp_path):
     words = train(tmp_path, *ON_TWO, "launcher.address=10.213.77.99:6379")
-    ended = run(hosts("node1", words), timeout_s=60, **SECRET)
+    ended = run(hosts("node1", words), timeout_s=150, **SECRET)
     assert ended.exit_code == 2, ended.output
     assert "launcher.address=10.213.77.99:6379: no Ray cluster answers there" in ended.output
     assert not (tmp_path / "quickstart").exists()

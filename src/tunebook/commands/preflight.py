@@ -1,0 +1,85 @@
+"""What is refused before a run starts, because it can be planned but cannot run here."""
+
+from __future__ import annotations
+
+import os
+
+from tunebook.config.schema import RayConfig, RunConfig, SlurmConfig
+from tunebook.errors import RequestError, RulesError
+from tunebook.evaluate.code.judging import check_code
+from tunebook.evaluate.fetch import require_tasks
+from tunebook.evaluate.sandbox.start import HANDOVER_VARIABLE, SERVICE_HANDOVER
+from tunebook.evaluate.task_files import resolve_task
+from tunebook.launch.commands import is_later_node
+from tunebook.launch.container import is_contained
+from tunebook.launch.slurm import check_job
+from tunebook.model.hub import why_no_upload
+from tunebook.model.load import check_model
+from tunebook.plan.auto.resolve import Resolution
+from tunebook.plan.draft import Draft, refuse_too_large
+from tunebook.plan.memory.verdict import measured_memory, plan_host_memory, plan_memory
+from tunebook.train.requirements import check_environment
+
+
+def require_runnable(job: Draft) -> None:
+    """Refuse a run that can be planned but cannot run here. Raises: RequestError, RulesError, DoesNotFitError."""
+    require_machine(job.resolved)
+    memory = measured_memory(job.config, job.batch) or plan_memory(job.config)
+    refuse_too_large(memory, plan_host_memory(job.config, job.resolved.host_memory_gib))
+    check_launcher(job.config)
+    check_model(job.config.model)
+    if job.config.evaluation.tasks:
+        require_tasks(job.config.evaluation.tasks)  # now, and not after hours of training
+        check_sandbox(job.config)
+    check_upload(job.config.training.push_to_hub)
+
+
+def require_machine(resolution: Resolution) -> None:
+    """Refuse a run that this machine's hardware or packages cannot start. Raises: RequestError, RulesError."""
+    if resolution.problem is not None:
+        raise RequestError(resolution.why_not_runnable, problem_id=resolution.problem.id)
+    if missing := check_environment(resolution.config):
+        raise RulesError(missing)
+
+
+def check_launcher(config: RunConfig) -> None:
+    """Refuse a launch that cannot start. Raises: RequestError with what to change, TunebookError if unreachable."""
+    if isinstance(config.launcher, SlurmConfig):
+        check_job(config)
+    elif isinstance(config.launcher, RayConfig):
+        from tunebook.launch.ray import check_ray
+
+        check_ray(config)
+
+
+def check_upload(name: str | None) -> None:
+    """Refuse `training.push_to_hub` without a network or an account. Raises: RequestError."""
+    if name is not None and (why := why_no_upload()):
+        raise RequestError(
+            f"training.push_to_hub={name}: {why}; or train without: training.push_to_hub=null",
+            problem_id="upload-not-possible",
+        )
+
+
+def check_sandbox(config: RunConfig) -> None:
+    """Refuse an evaluation that needs a sandbox if there is none; a Slurm job checks on its own node.
+
+    In a container there is none: no image has bubblewrap, because a container would not let it isolate anything, and
+    the sandbox service's folder is not mounted. Raises: RequestError.
+    """
+    settings, evaluation = config.launcher, config.evaluation
+    if not isinstance(settings, SlurmConfig):
+        if not is_later_node(config):
+            check_code(evaluation, evaluation.tasks)
+        return
+    handover = os.environ.get(HANDOVER_VARIABLE) or str(SERVICE_HANDOVER)
+    if not is_contained(config) or handover in settings.container_mounts:
+        return
+    tasks = [task for task in evaluation.tasks if resolve_task(task).code is not None]
+    if tasks and (evaluation.before or evaluation.after):
+        raise RequestError(
+            f"evaluation.tasks: {', '.join(tasks)} has programs executed that a model wrote, and a container of "
+            "launcher.container_image has no sandbox for them; train with evaluation=none, and evaluate the run "
+            f"afterwards where there is one: tunebook eval run=FOLDER tasks={','.join(tasks)}",
+            problem_id="sandbox-missing",
+        )
