@@ -54,7 +54,7 @@ def test_a_service_is_one_command_with_gpus_and_without_rights(name: str) -> Non
     service = SERVICES[name]
     assert (service["entrypoint"], service["command"]) == (["/opt/tunebook/entrypoint.sh", name], [])
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
-    assert device == {"driver": "nvidia", "count": "${TUNEBOOK_GPUS:-all}", "capabilities": ["gpu"]}
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert service["read_only"] is True
@@ -66,10 +66,7 @@ def test_a_service_is_one_command_with_gpus_and_without_rights(name: str) -> Non
 def test_by_cdi_each_service_gets_all_gpus_and_nothing_else_changes() -> None:
     services = read(DOCKER / "cdi" / "compose.yaml")["services"]
     device = {"driver": "cdi", "device_ids": ["nvidia.com/gpu=all"], "capabilities": ["gpu"]}
-    service = {
-        "deploy": {"resources": {"reservations": {"devices": [device]}}},
-        "environment": {"TUNEBOOK_GPUS": "${TUNEBOOK_GPUS:-all}"},
-    }
+    service = {"deploy": {"resources": {"reservations": {"devices": [device]}}}}
     assert services == dict.fromkeys(RUNNING, service)
 
 

@@ -137,7 +137,6 @@ def test_the_image_goes_to_the_registry_that_the_repository_names(machine: Any) 
         f"""echo '{{"train": {{\n"containerimage.digest": "{digest}"\n}}}}' > "$2"\n""",
     )
     machine.tell("docker-buildx-bake")
-    machine.tell("docker-buildx-imagetools", "both")
     variables = {"GENERATION": "hopper", "REGISTRY": "registry.example/some-owner"}
     done = run_step(machine, script_with("make publish"), **variables)
     assert done.returncode == 0, done.stderr

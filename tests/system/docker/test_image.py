@@ -90,7 +90,7 @@ def test_files_belong_to_whoever_typed_sudo(cpu_image, checkout, in_checkout):
         give(outputs, 0, 0)
         refused = in_checkout(*words, timeout_s=600, **someone)
         assert refused.returncode == 2
-        assert f"chown -R {user}:{group}" in refused.stdout
+        assert "make it writable" in refused.stdout
     finally:
         shutil.rmtree(outputs / "other", ignore_errors=True)
         give(outputs, os.getuid(), os.getgid())
