@@ -81,15 +81,10 @@ run_in_container() { # run_in_container WHY COMMAND [ARGUMENT...]
   shift
   require_engine
   if [ "$generation" != cpu ]; then
-    if [ ${#gpus[@]} -gt 0 ]; then
-      require_gpu_access
-    else
-      case $1 in
-        train | eval | sweep | chat | doctor)
-          refuse "GPU=$GPU needs such GPUs, and there is none here: $no_gpu." "Without a GPU: GPU=cpu" ;;
-        *) compose+=(-f compose.yaml -f docker/cpu/compose.yaml) ;;
-      esac
-    fi
+    case $1 in
+      train | eval | sweep | chat | doctor) require_gpus ;;
+      *) if [ ${#gpus[@]} = 0 ]; then compose+=(-f compose.yaml -f docker/cpu/compose.yaml); fi ;;
+    esac
   fi
   choose_image
   write_settings
@@ -118,7 +113,15 @@ run_in_container() { # run_in_container WHY COMMAND [ARGUMENT...]
   run_stoppable "${words[@]}"
 }
 
-require_gpu_access() {
+require_gpus() { # before a build, which can take hours: GPUs that the image is for, and that Docker gives to containers
+  if [ ${#gpus[@]} = 0 ]; then
+    refuse "GPU=$GPU needs such GPUs, and there is none here: $no_gpu." "Without a GPU: GPU=cpu"
+  fi
+  local own
+  own=$(generation_of "$(cut -d , -f 3 <<< "${gpus[0]}")")
+  if [ "$generation" != "$own" ] && [ "$generation" != "$(fact "${own:-cpu}" OLDER_DRIVER_IMAGE)" ]; then
+    refuse "The $generation image is not for the GPUs here: $(describe_gpus)." "Leave GPU out."
+  fi
   if [ -n "$(gpu_access)" ]; then return; fi
   refuse "nvidia-smi finds $(describe_gpus), but Docker has neither NVIDIA's runtime nor a CDI file of GPUs." \
     "Install the NVIDIA Container Toolkit, then: sudo nvidia-ctk runtime configure --runtime=docker" \

@@ -81,7 +81,9 @@ kept_path() { # kept_path VARIABLE SETTING; prints an absolute path
 write_settings() {
   local name user=${SUDO_UID:-$(id -u)} group=${SUDO_GID:-$(id -g)} files=compose.yaml commit="" difference="" text
   for name in outputs .cache .cache/wheels ${HF_HOME:+"$HF_HOME"}; do # the engine would make them as root
-    if [ ! -d "$name" ]; then mkdir -- "$name" && own "$name"; fi
+    if [ -d "$name" ]; then continue; fi
+    mkdir -p -- "$name"
+    own "$name"
   done
   # In rootless Docker the container's root is the user outside, and every other uid owns nothing.
   if [[ $engine_info == *name=rootless* ]]; then user=0 group=0; fi
@@ -120,7 +122,9 @@ write_settings() {
   done
   text=$(sed "/^$settings_note$/,\$d" .env 2> /dev/null || true)
   text=${text:+$text$'\n'}$settings_note$'\n'${settings%$'\n'}
-  if [ "$text" != "$(cat .env 2> /dev/null)" ]; then printf '%s\n' "$text" > .env && own .env; fi
+  if [ "$text" = "$(cat .env 2> /dev/null)" ]; then return; fi
+  printf '%s\n' "$text" > .env
+  own .env
 }
 
 own() { # own FILE; gives what root made under sudo to the user

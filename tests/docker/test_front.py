@@ -178,6 +178,13 @@ def test_a_digest_is_used_while_it_is_of_this_checkout(machine):
     assert len(machine.calls("compose build")) == 1
 
 
+def test_a_named_image_must_be_for_the_gpus_here(machine, refused):
+    machine.gpus(A100)
+    refused(machine.front(*TRAIN, GPU="hopper"), "hopper image is not for the GPUs here: 1 x NVIDIA A100-SXM4-80GB")
+    machine.image("tunebook:volta")  # which an older driver needs
+    assert machine.front(*TRAIN, GPU="volta").returncode == 0
+
+
 def test_the_images_own_sources_are_not_built_again(machine):
     machine.image("tunebook:cpu")
     (machine.checkout / "recipes" / "quickstart.yaml").write_text("edited\n")
