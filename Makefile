@@ -9,14 +9,11 @@ FRONT := @exec docker/front.sh
 
 # Make silently accepts any NAME=VALUE: `recipe=mine` would train the default, and `training.seed=1` change nothing. No
 # variable of this file has a small letter in its name, and none of a library except such as http_proxy.
-NAMES := RECIPE ARGS WHERE GPU GPUS DATA REGISTRY SBOM_GENERATOR ATTENTION BASE_IMAGE CA PIP_CONF APT_CONF WHEELS \
-	NETWORK PYTHON WORKERS
 TYPED := $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),'$(name)'))
 IGNORED := $(if $(TYPED),$(shell printf '%s\n' $(TYPED) | grep '[a-z]' | grep -vm 1 '_proxy$$'))
 ifneq ($(IGNORED),)
-MEANT := $(filter $(shell printf %s '$(IGNORED)' | tr a-z A-Z),$(NAMES))
-$(error $(IGNORED)=$(value $(IGNORED)) would be ignored. \
-  Type $(if $(MEANT),$(MEANT)="$(value $(IGNORED))",ARGS="$(IGNORED)=$(value $(IGNORED))"))
+$(error $(IGNORED)=$(value $(IGNORED)) would be ignored: make's own variables are in capital letters, and overrides \
+  belong into ARGS="$(IGNORED)=$(value $(IGNORED))")
 endif
 
 # What is typed after make reaches front.sh through the environment, except ARGS, which make would expand on the way.
@@ -63,7 +60,7 @@ explain:  ## What a rule refuses and why: ARGS=<its id>, or all of them
 
 env:  ## Find the GPUs, pick the image and write .env; every target that uses a container does this
 image:  ## Build the image for the GPUs here, or for others: GPU=hopper
-push:  ## Push the images that are built here: REGISTRY=host/path
+push:  ## Push the image that is built here: REGISTRY=host/path
 publish:  ## Build an image and push it with SBOM and provenance: GPU=hopper REGISTRY=host/path
 pull:  ## Take the image from where it was published, instead of building it
 env image push publish pull:
@@ -123,7 +120,7 @@ docs:  ## Build the documentation site into .cache/site; its packages are in .ca
 setup:  ## Set up .venv for development, or bring it up to date with the locks
 	@docker/venv.sh setup dev
 
-lock:  ## Write the locks again after a change of an .in file in docker/; ARGS=--upgrade or --check
+lock:  ## Write the locks again after a change of an .in file in docker/; ARGS=--upgrade
 	$(PYTHON) docker/make_locks.py $(value ARGS)
 
 clean-venv:  ## Remove .venv; the next target sets it up again

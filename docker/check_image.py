@@ -5,41 +5,26 @@
 
 `packages` compares torch, its architectures, the attention package and every installed version with the locks and
 generation.env. It is a separate step because it takes seconds and does not depend on Tunebook's sources, except for
-record/locks.py, which the build mounts. It needs no GPU and no driver.
+record/locks.py, which the build mounts. `image` compares the labels. Neither needs a GPU or a driver.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import importlib
-import importlib.metadata
-import importlib.util
 import json
 import os
-import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import Requirement
-
-from tunebook.record.locks import (
-    LOCKED_PYTHON,
-    PROJECT,
-    generation_versions,
-    installed_versions,
-    lock_differences,
-    locked_versions,
-    python_difference,
-)
+from tunebook.record.locks import generation_versions, installed_versions, lock_differences, locked_versions
 
 NO_ATTENTION = "none"
-ATTENTION_MODULES = {"flash-attn-2": ("flash_attn", "flash_attn_2_cuda")}  # which must import
+ATTENTION_MODULES = {NO_ATTENTION: (), "flash-attn-2": ("flash_attn", "flash_attn_2_cuda")}  # which must import
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +64,6 @@ def version_problems(expected: Mapping[str, str], installed: Mapping[str, str]) 
     return problems
 
 
-def python_problems() -> list[str]:
-    """Whether this Python is the one that the locks are for."""
-    version = platform.python_version()
-    return [f"Python is {version}, but the locks are for {LOCKED_PYTHON}"] if python_difference(version) else []
-
-
 def torch_problems(settings: Mapping[str, str], torch: TorchFacts) -> list[str]:
     """Differences between torch and generation.env: version, CUDA, and the GPUs it has code for.
 
@@ -103,38 +82,14 @@ def torch_problems(settings: Mapping[str, str], torch: TorchFacts) -> list[str]:
     ]
 
 
-def attention_problems(settings: Mapping[str, str]) -> list[str]:
-    """Whether the attention package of generation.env imports, and was not overwritten."""
-    attention = settings["ATTENTION"]
-    if attention == NO_ATTENTION:
-        return []
-    if attention not in ATTENTION_MODULES:
-        return [f"generation.env says ATTENTION={attention}; known are {', '.join([NO_ATTENTION, *ATTENTION_MODULES])}"]
+def attention_problems(attention: str) -> list[str]:
+    """Whether the image's attention package imports."""
     problems = []
     for module in ATTENTION_MODULES[attention]:
         try:
             importlib.import_module(module)
         except Exception as error:  # of any kind: the package cannot be used
             problems.append(f"{attention}: `import {module}` fails: {type(error).__name__}: {error}")
-    # Both packages have files in the folder flash_attn, so one could overwrite the other's.
-    return problems + [text for name in ("flash-attn", "flash-attn-4") for text in overwritten_files(name)]
-
-
-def overwritten_files(name: str) -> list[str]:
-    """The files of a distribution that were changed since it was installed; empty if it is not installed."""
-    try:
-        files = importlib.metadata.files(name) or []
-    except importlib.metadata.PackageNotFoundError:
-        return []
-    problems = []
-    for file in files:
-        path = Path(str(file.locate()))
-        if file.hash is None or file.hash.mode != "sha256":
-            continue  # RECORD itself and byte code have no hash
-        if not path.is_file():
-            problems.append(f"{name}: {file} is missing")
-        elif sha256_file(path) != base64.urlsafe_b64decode(file.hash.value + "=").hex():
-            problems.append(f"{name}: {file} was overwritten by another package")
     return problems
 
 
@@ -155,9 +110,9 @@ def check_packages(generation: Path) -> tuple[dict[str, Any], list[str]]:
         settings["ATTENTION"] = NO_ATTENTION
     installed = installed_versions()
     expected = expected_versions(generation, installed, settings["ATTENTION"])
-    problems = version_problems(expected, installed) + python_problems()
     torch = torch_facts()
-    problems += torch_problems(settings, torch) + attention_problems(settings) + pip_problems()
+    problems = version_problems(expected, installed) + torch_problems(settings, torch)
+    problems += attention_problems(settings["ATTENTION"])
     facts = {
         "generation": settings["GENERATION"],
         "torch": settings["TORCH"],
@@ -181,36 +136,8 @@ def torch_facts() -> TorchFacts:
     return TorchFacts(version=torch.__version__, cuda=torch.version.cuda, arch_list=(flags or "").split())
 
 
-def pip_problems() -> list[str]:
-    """Packages whose requirements are not met, by `pip check`."""
-    command = [sys.executable, "-m", "pip", "check", "--disable-pip-version-check"]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    return [] if answer.returncode == 0 else [f"pip check: {line}" for line in answer.stdout.splitlines()]
-
-
-def own_problems() -> list[str]:
-    """Whether Tunebook is installed with its recipes and all its requirements."""
-    problems = []
-    for line in importlib.metadata.requires(PROJECT) or []:
-        requirement = Requirement(line)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            problems.append(f"{PROJECT} requires {requirement}, which is not installed")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            problems.append(f"{PROJECT} requires {requirement}, but {version} is installed")
-    package = importlib.util.find_spec(PROJECT)
-    folders = list(package.submodule_search_locations or []) if package else []
-    if not any((Path(folder) / "_book" / "recipes").is_dir() for folder in folders):
-        problems.append(f"{PROJECT} is installed without its recipes")
-    return problems
-
-
 def check_image(folder: Path, arguments: Mapping[str, str]) -> tuple[dict[str, object], list[str]]:
-    """The content of image.json, and every problem with Tunebook's part or with the labels."""
+    """The content of image.json, and every problem with the labels."""
     facts = json.loads((folder / "packages.json").read_text(encoding="utf-8"))
     sources = (folder / "sources.sha256").read_text(encoding="utf-8").strip()
     found = {
@@ -227,7 +154,7 @@ def check_image(folder: Path, arguments: Mapping[str, str]) -> tuple[dict[str, o
         "git_diff_sha256": arguments.get("GIT_DIFF_SHA256") or None,
         "base_image": arguments.get("BASE_IMAGE") or arguments.get("DEFAULT_BASE_IMAGE"),
     }
-    return facts, argument_problems(arguments, found) + own_problems()
+    return facts, argument_problems(arguments, found)
 
 
 def sha256_file(file: Path) -> str:

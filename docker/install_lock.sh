@@ -9,26 +9,16 @@ set -euo pipefail
 
 locks=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
-fail() {
-  printf '%s\n' "$@" >&2
-  exit 1
-}
+say() { printf 'tunebook: %s\n' "$*" >&2; }
 
-setup_says() { printf 'tunebook set-up: %s\n' "$*"; }
+fail() { # fail PROBLEM [ADVICE...]; each argument is a line
+  printf '%s\n' "error: $1" "${@:2}" >&2
+  exit 2
+}
 
 # Bash ends on Ctrl-C only if the program that it waits for dies of it; pip catches it and ends with 1, like any failure.
 # Call this once the script is read: bash 5.2 that gets a signal while it parses a $() takes the trap for a part of it.
 end_when_interrupted() { trap 'exit 130' INT; }
-
-generations() { # the folders that have a lock, on one line
-  (cd "$locks" && printf '%s\n' */requirements.lock) | sed 's|/.*||' | paste -sd ' '
-}
-
-require_generation() {
-  [ -n "$1" ] && [ -f "$locks/$1/requirements.lock" ] || fail \
-    "No lock for the GPU generation '$1': choose one of: $(generations)." \
-    "$(sed -n "s/^SERVES='\([a-z]*\) \(.*\)'$/\2 is served by \1./p" "$locks"/*/generation.env 2> /dev/null)"
-}
 
 pip_install() { # pip_install VENV ARGUMENT...; twice quiet hides warnings about the registry, not errors
   local venv=$1
@@ -66,27 +56,19 @@ install_generation() { # install_generation GENERATION VENV
   if [ "$generation" = cpu ]; then prefer_cpu_torch "$venv"; fi
   install_hashed "$venv" "$generation/requirements.lock"
   if [ "$generation" = cpu ] && torch_is_cuda_build "$venv"; then
-    setup_says "torch here is the CUDA build: installing its libraries too, several GB"
+    say "torch here is the CUDA build: installing its libraries too, several GB"
     install_hashed "$venv" cpu/requirements-cuda.lock
   fi
 }
 
-check_packages() { # check_packages VENV HINT
-  local log=$1/pip-check.log
-  "$1/bin/python" -m pip check --disable-pip-version-check > "$log" || {
-    cat "$log" >&2
-    fail "The packages in $1 do not fit together (above). $2"
-  }
+check_packages() { # check_packages VENV
+  local found
+  found=$("$1/bin/python" -m pip check --disable-pip-version-check) || fail "the packages in $1 do not fit together:" \
+    "$found" "A lock does not match its .in file (make lock), or .venv has others, too (make clean-venv)."
 }
 
-main() {
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then
   end_when_interrupted
-  [ $# -eq 2 ] || fail "usage: install_lock.sh GENERATION VENV; GENERATION is one of: $(generations)"
-  require_generation "$1"
-  "$2/bin/python" -m pip --version > /dev/null 2>&1 || fail \
-    "$2 is no virtual environment with a pip of its own. Make it first: python3 -m venv $2"
   install_generation "$1" "$2"
-  check_packages "$2" "A lock does not match its .in file: make lock"
-}
-
-if [ "${BASH_SOURCE[0]}" = "$0" ]; then main "$@"; fi
+  check_packages "$2"
+fi

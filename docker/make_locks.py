@@ -2,8 +2,8 @@
 
 Each lock names every package with the hashes of all its files and without the address of a registry, so one lock serves
 every Python, processor and registry. Locked versions stay unless an `.in` file says otherwise; `--upgrade` takes the
-newest version of everything that is not pinned there. `--check` writes nothing: it resolves every `.in` file again and
-names the differences from its lock.
+newest version of everything that is not pinned there. A second run changes nothing: `git diff docker` shows a lock that
+was not what its `.in` file resolves to.
 
 The generations share one set of versions: each is resolved under the versions of those before it, so only torch and its
 CUDA libraries can differ. The resolver cannot know two facts about torch. Registries have its CUDA build, whose
@@ -22,7 +22,6 @@ import sys
 import venv
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))  # whatever Python runs this: the facts need the standard library alone
@@ -37,15 +36,6 @@ GPU_GENERATIONS = ("ampere", "hopper", "blackwell", "volta")  # in the order in 
 CUDA_PACKAGE = re.compile(r"(nvidia-(?!ml-py)|cuda-|triton$)")  # nvidia-ml-py only talks to the driver
 
 Blocks = dict[str, str]  # package name -> its pin, hashes and who wants it, as text
-
-
-class Lock(NamedTuple):
-    """One lock file and what belongs in it."""
-
-    path: Path
-    source: Path  # the `.in` file
-    purpose: str
-    blocks: Blocks
 
 
 def split_blocks(lock_text: str) -> Blocks:
@@ -102,18 +92,16 @@ def resolve(source: Path, known: list[Path], constraints: list[Path], upgrade: b
     return split_blocks(re.sub(r"docker/\w+/\.\./", "docker/", text))
 
 
-def cpu_locks(upgrade: bool) -> Iterator[Lock]:
+def write_cpu_locks(upgrade: bool) -> None:
     """What a run on a CPU needs, and torch's CUDA libraries apart from it."""
     folder = DOCKER / "cpu"
-    run, cuda, source = folder / "requirements.lock", folder / "requirements-cuda.lock", folder / "requirements.in"
-    every = resolve(source, [run, cuda], [], upgrade)
+    run, cuda = folder / "requirements.lock", folder / "requirements-cuda.lock"
+    every = resolve(folder / "requirements.in", [run, cuda], [], upgrade)
     cpu_build = split_blocks((folder / "requirements-torch-cpu.lock").read_text())["torch"]
     every["torch"] = allow_cpu_build(every["torch"], cpu_build)
-    needed = {name: block for name, block in every.items() if not CUDA_PACKAGE.match(name)}
-    yield Lock(path=run, source=source, purpose="What a run needs.", blocks=needed)
-    libraries = {name: block for name, block in every.items() if name not in needed}
-    purpose = "What torch needs besides where the registry's build of it is the CUDA build."
-    yield Lock(path=cuda, source=source, purpose=purpose, blocks=libraries)
+    write(run, "What a run needs.", {name: block for name, block in every.items() if not CUDA_PACKAGE.match(name)})
+    libraries = {name: block for name, block in every.items() if CUDA_PACKAGE.match(name)}
+    write(cuda, "What torch needs besides where the registry's build of it is the CUDA build.", libraries)
 
 
 def shared_versions(generation: str) -> Path:
@@ -135,48 +123,32 @@ def shared_versions(generation: str) -> Path:
     return path
 
 
-def gpu_locks(generation: str, upgrade: bool) -> Iterator[Lock]:
+def write_gpu_locks(generation: str, upgrade: bool) -> None:
     """What a run on one GPU generation needs, and flash-attn apart from it where the generation has it."""
-    run, source = DOCKER / generation / "requirements.lock", DOCKER / generation / "requirements.in"
-    blocks = resolve(source, [run], [shared_versions(generation)], upgrade)
-    yield Lock(path=run, source=source, purpose=f"What a run on {generation} needs.", blocks=blocks)
-    attention, source = run.with_name("requirements-attention.lock"), source.with_name("requirements-attention.in")
-    if source.exists():
-        built = resolve(source, [attention], [run], upgrade)
-        alone = {name: block for name, block in built.items() if name not in blocks}
-        yield Lock(path=attention, source=source, purpose="What the image compiles.", blocks=alone)
+    run = DOCKER / generation / "requirements.lock"
+    blocks = resolve(run.with_suffix(".in"), [run], [shared_versions(generation)], upgrade)
+    write(run, f"What a run on {generation} needs.", blocks)
+    attention = run.with_name("requirements-attention.lock")
+    if attention.with_suffix(".in").exists():
+        built = resolve(attention.with_suffix(".in"), [attention], [run], upgrade)
+        write(attention, "What the image compiles.", {name: built[name] for name in built if name not in blocks})
 
 
-def tool_locks(upgrade: bool) -> Iterator[Lock]:
+def write_tool_locks(upgrade: bool) -> None:
     """What builds packages, checks the project, runs Ray, compiles for GPUs, builds the documentation site."""
     run = DOCKER / "cpu" / "requirements.lock"
     tools = ("build", "dev", "ray", "nvcc", "docs")
     build, dev, ray, nvcc, docs = (DOCKER / f"requirements-{name}.lock" for name in tools)
     # Installed first and alone, so it repeats setuptools and packaging, at the versions of requirements.lock.
-    source = build.with_suffix(".in")
-    blocks = resolve(source, [build], [run], upgrade)
-    yield Lock(path=build, source=source, purpose="What builds packages.", blocks=blocks)
+    write(build, "What builds packages.", resolve(build.with_suffix(".in"), [build], [run], upgrade))
     there = split_blocks(run.read_text())
     for besides, purpose in ((dev, "What `make check` needs besides."), (ray, "What launcher=ray needs besides.")):
-        source = besides.with_suffix(".in")
-        every = resolve(source, [besides], [run, build], upgrade)
-        blocks = {name: block for name, block in every.items() if name not in there}
-        yield Lock(path=besides, source=source, purpose=purpose, blocks=blocks)
-    source = nvcc.with_suffix(".in")
-    blocks = resolve(source, [nvcc], [DOCKER / "ampere" / "requirements.lock"], upgrade)
-    yield Lock(path=nvcc, source=source, purpose="What compiles for GPUs.", blocks=blocks)
+        every = resolve(besides.with_suffix(".in"), [besides], [run, build], upgrade)
+        write(besides, purpose, {name: block for name, block in every.items() if name not in there})
+    ampere = DOCKER / "ampere" / "requirements.lock"
+    write(nvcc, "What compiles for GPUs.", resolve(nvcc.with_suffix(".in"), [nvcc], [ampere], upgrade))
     # Installed into an environment of its own, so it repeats packages of requirements.lock, at the same versions.
-    source = docs.with_suffix(".in")
-    blocks = resolve(source, [docs], [run], upgrade)
-    yield Lock(path=docs, source=source, purpose="What `make docs` needs.", blocks=blocks)
-
-
-def every_lock(upgrade: bool) -> Iterator[Lock]:
-    """All locks; each is made under the versions that the ones before it have on disk."""
-    yield from cpu_locks(upgrade)
-    for generation in GPU_GENERATIONS:
-        yield from gpu_locks(generation, upgrade)
-    yield from tool_locks(upgrade)
+    write(docs, "What `make docs` needs.", resolve(docs.with_suffix(".in"), [docs], [run], upgrade))
 
 
 def generation_settings() -> Iterator[tuple[Path, str]]:
@@ -188,7 +160,6 @@ def generation_settings() -> Iterator[tuple[Path, str]]:
         settings = {
             "GENERATION": image.name,
             "SERVES": " ".join(served),
-            "GPU_MODELS": image.gpu_models,
             "TORCH": image.torch,
             "CUDA": image.cuda or "",
             "MIN_DRIVER": str(image.min_driver or ""),
@@ -197,67 +168,34 @@ def generation_settings() -> Iterator[tuple[Path, str]]:
             "TORCH_CUDA_ARCH_LIST": " ".join(image.torch_architectures),
             "ATTENTION": image.attention,
             "FLASH_ATTN_CUDA_ARCHS": ";".join(image.flash_attn_architectures),
-            "BUILD_DISK_GIB": str(image.build_disk_gib),
         }
         lines = [f"{key}={shlex.quote(value) if value else ''}\n" for key, value in settings.items()]
         note = "# Written by `make lock`; edit src/tunebook/facts/generations.py instead.\n"
         yield DOCKER / image.name / "generation.env", note + "".join(lines)
 
 
-def differences(lock: Lock) -> list[str]:
-    """Where the file on disk is not what its `.in` file resolves to, one line per package."""
-    name, source = lock.path.relative_to(ROOT), lock.source.relative_to(ROOT)
-    on_disk = split_blocks(lock.path.read_text()) if lock.path.exists() else {}
-    found = []
-    for package in sorted(on_disk.keys() | lock.blocks.keys()):
-        has = pin_line(on_disk[package]) if package in on_disk else "nothing"
-        wants = pin_line(lock.blocks[package]) if package in lock.blocks else "nothing"
-        if has != wants:
-            found.append(f"{name}: {package}: the lock has {has}, but {source} resolves to {wants}")
-    return found
-
-
-def write(lock: Lock) -> None:
+def write(path: Path, purpose: str, blocks: Blocks) -> None:
     """Write one lock, sorted as the resolver sorts it, and say so."""
-    text = "".join(lock.blocks.values())
-    lock.path.write_text(f"# {lock.purpose}\n# Written by `make lock`; edit the .in file instead.\n{text}")
-    print(f"{lock.path.relative_to(ROOT)}: {len(lock.blocks)} packages")
+    text = "".join(blocks.values())
+    path.write_text(f"# {purpose}\n# Written by `make lock`; edit the .in file instead.\n{text}")
+    print(f"{path.relative_to(ROOT)}: {len(blocks)} packages")
 
 
-def prepare_tools() -> None:
-    """Make the resolver's environment if it is missing. Raises: SystemExit if pip cannot install the resolver."""
+def main() -> None:
+    """Write generation.env and the locks; each lock is made under the versions of the ones before it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--upgrade", action="store_true", help="take the newest of everything the .in files leave open")
+    upgrade = parser.parse_args().upgrade
     if not (TOOLS / "bin" / "uv").exists():
         venv.create(TOOLS.resolve(), with_pip=True, clear=True)  # it refuses a link
-    install = [str(TOOLS / "bin" / "python"), "-m", "pip", "install", "--quiet", RESOLVER]
-    if subprocess.run(install, check=False).returncode != 0:
-        raise SystemExit(f"{RESOLVER} cannot be installed (above). See which package index pip asks: pip config list")
-
-
-def main() -> int:
-    """Write or check the locks."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--upgrade", action="store_true", help="take the newest of everything the .in files leave open")
-    mode.add_argument("--check", action="store_true", help="change nothing; fail where a lock is not what its .in says")
-    arguments = parser.parse_args()
-    prepare_tools()
-    found: list[str] = []
+    subprocess.run([str(TOOLS / "bin" / "python"), "-m", "pip", "install", "--quiet", RESOLVER], check=True)
     for path, text in generation_settings():
-        if not arguments.check:
-            path.write_text(text)
-        elif not path.exists() or path.read_text() != text:
-            found.append(f"{path.relative_to(ROOT)} is not what src/tunebook/facts/generations.py says")
-    for lock in every_lock(arguments.upgrade):
-        if arguments.check:
-            found += differences(lock)
-        else:
-            write(lock)
-    if found:
-        print("\n".join([*found, "files under docker/ do not match their sources: make lock"]), file=sys.stderr)
-    elif arguments.check:
-        print("every lock and every generation.env matches its source")
-    return 1 if found else 0
+        path.write_text(text)
+    write_cpu_locks(upgrade)
+    for generation in GPU_GENERATIONS:
+        write_gpu_locks(generation, upgrade)
+    write_tool_locks(upgrade)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

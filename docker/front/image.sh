@@ -1,234 +1,218 @@
 # shellcheck shell=bash
-# The image: which one is used, building it, and the registry that it is published in.
+# The image: .env, by which compose knows it, building it, and the registry that it is published in.
 # An image is current if its labels name the lock and the sources of this checkout. docker/<generation>/image.digest, if
-# it exists, names one in a registry to use instead of building.
+# it exists, names one in a registry; `make pull` takes that instead of building.
 
-image="" lock_sha256="" sources_sha256="" attention=""
+image="" lock="" sources="" attention=""
 
-built_image() { printf 'tunebook:%s' "$generation"; } # the name of what a build here makes
-
-published_image() { # prints what image.digest names, if it exists
-  local file=docker/$generation/image.digest name
-  if [ ! -f "$file" ]; then return; fi
-  name=$(grep -v '^#' "$file" | tr -d '[:space:]')
-  if ! [[ $name =~ ^[^@]+@sha256:[0-9a-f]{64}$ ]]; then
-    refuse "$file holds no image with its digest, as in REGISTRY/tunebook@sha256:..., but: ${name:-nothing}" \
-      "Pull it again: make pull GPU=$generation REGISTRY=host/path. Or build here: rm $file"
-  fi
-  printf '%s' "$name"
-}
-
-hash_checkout() { # what an image has to be built from to be current
-  sources_sha256=${sources_sha256:-$(docker/sources_hash.sh .)}
-  lock_sha256=$(sha256sum < "docker/$generation/requirements.lock" | cut -d ' ' -f 1)
-}
-
-choose_attention() { # the attention package of the image: the generation's, or none, which saves hours of compiling
-  local own
-  own=$(fact "$generation" ATTENTION)
-  case $(kept ATTENTION TUNEBOOK_ATTENTION_CHOICE) in
-    "" | "$own") attention=$own ;;
-    none) attention=none ;;
-    *)
-      if [ -z "${ATTENTION:-}" ]; then # kept from another generation's image
-        attention=$own
-        return
-      fi
-      refuse "ATTENTION=$ATTENTION is not known for the $generation image." \
-        "Choose one of: $(printf '%s\n' none "$own" | uniq | paste -sd ' '); or leave it out" ;;
-  esac
-}
-
-labels_of() { # labels_of IMAGE; prints the lock, the attention package and the sources of an image; fails if not here
-  local label='index .Config.Labels "tunebook'
-  docker image inspect \
-    --format "{{$label.lock-sha256\"}} {{$label.attention\"}} {{$label.sources-sha256\"}}" "$1" 2> /dev/null
-}
-
-is_usable() { # is_usable IMAGE; current, or here at all if the image's own code and recipes are asked for
-  local labels
-  labels=$(labels_of "$1") || return
-  hash_checkout
-  choose_attention
-  [ "$labels" = "$lock_sha256 $attention $sources_sha256" ] || [ "${TUNEBOOK_USE_IMAGE_SOURCES:-}" = 1 ]
-}
-
-what_differs() { # what_differs IMAGE; prints what the image was built from that is not as asked; after is_usable
-  local lock kind sources differences=()
-  read -r lock kind sources <<< "$(labels_of "$1")"
-  if [ "$sources" != "$sources_sha256" ]; then differences+=("from other sources"); fi
-  if [ "$lock" != "$lock_sha256" ]; then differences+=("from another lock"); fi
-  if [ "$kind" != "$attention" ]; then
-    differences+=("with the attention package $kind and not $attention (ATTENTION=$kind takes it as it is)")
-  fi
-  printf '%s\n' "${differences[@]}" | paste -sd , | sed 's/,/, /g'
-}
-
-choose_image() { # sets image: the published one if it is usable, else the one to build here
+choose_image() { # the published image if it is here and current, else the one to build here
   local published
+  choose_generation
+  case $(kept ATTENTION TUNEBOOK_ATTENTION_CHOICE) in
+    "") attention=$(fact "$generation" ATTENTION) ;;
+    none) attention=none ;; # which saves hours of compiling
+    *) refuse "ATTENTION can only be none, for an image without flash-attn 2." "Forget it: ATTENTION=" ;;
+  esac
+  lock=$(sha256sum < "docker/$generation/requirements.lock" | cut -d ' ' -f 1)
+  sources=$(docker/sources_hash.sh .)
   published=$(published_image)
-  image=$(built_image)
+  image=tunebook:$generation
   if [ -n "$published" ] && is_usable "$published"; then image=$published; fi
 }
 
-require_image() { # makes the chosen image usable: as it is, pulled or built
-  choose_image
+published_image() { cat "docker/$generation/image.digest" 2> /dev/null || true; }
+
+is_current() { # is_current IMAGE; it is here, and built from this checkout
+  local label='index .Config.Labels "tunebook'
+  [ "$lock $attention $sources" = "$(docker image inspect --format \
+    "{{$label.lock-sha256\"}} {{$label.attention\"}} {{$label.sources-sha256\"}}" "$1" 2> /dev/null)" ]
+}
+
+is_here() { docker image inspect "$1" > /dev/null 2>&1; }
+
+is_usable() { # is_usable IMAGE; current, or here at all if the image's own code and recipes are asked for
+  is_current "$1" || { [ "${TUNEBOOK_USE_IMAGE_SOURCES:-}" = 1 ] && is_here "$1"; }
+}
+
+require_image() { # builds the image if it is missing or out of date
   if is_usable "$image"; then return; fi
-  local published not_pulled=""
-  published=$(published_image)
-  if [ -n "$published" ]; then
-    pull_if_current "$published"
-    if [ -z "$not_pulled" ]; then
-      image=$published
-      return
-    fi
-    say "docker/$generation/image.digest is not used: $not_pulled. Building instead."
+  if [ -n "$(published_image)" ] && ! is_here "$(published_image)"; then
+    say "docker/$generation/image.digest names a published image: make pull takes it, if it is of this checkout"
   fi
-  if labels_of "$image" > /dev/null; then say "$image was built $(what_differs "$image"): updating it"; fi
-  require_buildx
-  write_settings
   build_image
 }
 
-# --- building
-
-require_disk_space() { # before a build from nothing
-  local needed free
-  needed=$(fact "$generation" BUILD_DISK_GIB)
-  if [ ! -d "$engine_root" ] || labels_of "$image" > /dev/null; then return; fi
-  free=$(($(df -Pk -- "$engine_root" | awk 'NR == 2 { print $4 }') / 1024 / 1024))
-  if [ "$free" -ge "$needed" ]; then return; fi
-  end_with 3 \
-    "Building $image takes $needed GiB, and $free GiB are free in $engine_root, where Docker keeps everything." \
-    "${disk_advice[@]}" "Or give Docker another disk: \"data-root\" in /etc/docker/daemon.json"
-}
-
 build_image() {
-  require_disk_space
-  local start=$SECONDS before
-  before=$(docker image inspect --format '{{.Id}}' "$image" 2> /dev/null) || true
+  local start=$SECONDS
   say "building $image with the settings in .env"
-  run_build "building $image" docker compose build train
-  # The image before would stay without a name and fill the disk edit by edit; a container may still use it.
-  if [ "$(docker image inspect --format '{{len .RepoTags}}{{len .RepoDigests}}' "$before" 2> /dev/null)" = 00 ]; then
-    docker image rm "$before" > /dev/null 2>&1 || true
+  # What the builder prints goes to standard error, as all that is not the command's own output.
+  if ! docker compose build train >&2; then
+    say "building $image failed, see above. Behind a site's own network (certificates, mirrors): docker/README.md"
+    exit 1
   fi
   say "$image is ready after $((SECONDS - start)) s"
 }
 
-run_build() { # run_build WHAT COMMAND...; shows what the builder prints
-  local code=0
-  export BUILDKIT_PROGRESS=${BUILDKIT_PROGRESS:-plain} # the command has no terminal of its own
-  run_stoppable end_command "${@:2}" >&2 || code=$?
-  exit_if_stopped "the build was stopped; what is finished is kept, and the same command continues from there"
-  if [ "$code" = 0 ]; then return; fi
-  end_with 1 "$1 failed; the reason is above." \
-    "Where the network is a site's own (certificates, proxies, mirrors), see docker/README.md; where the disk is full:" \
-    "${disk_advice[@]:1}"
+# --- .env: lines of the user's own in it are kept; nothing secret is written
+
+settings_note="# By make env; the lines from here on are written again by every make target that uses a container."
+settings=""
+
+setting() { # setting NAME VALUE; also exported, because compose prefers the environment to .env
+  settings+="$1='$2'"$'\n' # compose takes what is between single quotes as it is
+  export "$1=$2"
+}
+
+read_setting() { # read_setting NAME; prints the value in .env
+  if [ -f .env ]; then sed -n "s/^$1='\(.*\)'$/\1/p" .env | tail -n 1; fi
+}
+
+kept() { # kept VARIABLE SETTING; prints the value typed now, even an empty one, else that of .env
+  if [ -n "${!1+set}" ]; then printf '%s' "${!1}"; else read_setting "$2"; fi
+}
+
+kept_path() { # kept_path VARIABLE SETTING; prints an absolute path
+  local path
+  path=$(kept "$1" "$2")
+  if [ -z "$path" ]; then return; fi
+  realpath -e -- "$path" || refuse "$1=$path cannot be used." "Forget it: $1="
+}
+
+write_settings() {
+  local name user=${SUDO_UID:-$(id -u)} group=${SUDO_GID:-$(id -g)} files=compose.yaml commit="" difference="" text
+  for name in outputs .cache .cache/wheels ${HF_HOME:+"$HF_HOME"}; do # the engine would make them as root
+    if [ -d "$name" ]; then continue; fi
+    mkdir -p -- "$name"
+    own "$name"
+  done
+  # In rootless Docker the container's root is the user outside, and every other uid owns nothing.
+  if [[ $engine_info == *name=rootless* ]]; then user=0 group=0; fi
+  # A repository of its own, and not part of somebody's.
+  if [ "$(git_here rev-parse --show-toplevel)" = "$root" ] && commit=$(git_here rev-parse --verify --quiet HEAD); then
+    difference=$(hash_difference)
+  fi
+  # Naming the files keeps compose from adding compose.override.yaml, which is for those who have no .env yet.
+  if [ "$generation" = cpu ]; then
+    files+=:docker/cpu/compose.yaml
+  elif [ "$(gpu_access)" = cdi ]; then
+    files+=:docker/cdi/compose.yaml
+  fi
+  settings=""
+  setting COMPOSE_FILE "$files"
+  setting TUNEBOOK_IMAGE "$image"
+  setting TUNEBOOK_IMAGE_DIGEST "$(if [[ $image == *@* ]]; then echo "${image##*@}"; fi)"
+  setting TUNEBOOK_TARGET image
+  setting TUNEBOOK_UID "$user"
+  setting TUNEBOOK_GID "$group"
+  setting TUNEBOOK_CHECKOUT "$root"
+  setting TUNEBOOK_HF_HOME "${HF_HOME:+$(realpath -- "$HF_HOME")}"
+  setting TUNEBOOK_ATTENTION "$attention"
+  setting TUNEBOOK_ATTENTION_CHOICE "$(kept ATTENTION TUNEBOOK_ATTENTION_CHOICE)"
+  for name in GENERATION TORCH MIN_DRIVER; do setting "TUNEBOOK_$name" "$(fact "$generation" "$name")"; done
+  setting TUNEBOOK_LOCK_SHA256 "$lock"
+  setting TUNEBOOK_SOURCES_SHA256 "$sources"
+  setting TUNEBOOK_GIT_COMMIT "$commit"
+  setting TUNEBOOK_GIT_DIFF_SHA256 "$difference"
+  setting TUNEBOOK_BASE_IMAGE "$(kept BASE_IMAGE TUNEBOOK_BASE_IMAGE)"
+  setting TUNEBOOK_BUILD_NETWORK "$(kept NETWORK TUNEBOOK_BUILD_NETWORK)"
+  for name in CA PIP_CONF APT_CONF WHEELS DATA; do
+    text=$(kept_path "$name" "TUNEBOOK_$name")
+    if [ "$name" = WHEELS ]; then text=${text:-$root/.cache/wheels}; fi
+    setting "TUNEBOOK_$name" "$text"
+  done
+  text=$(sed "/^$settings_note$/,\$d" .env 2> /dev/null || true)
+  text=${text:+$text$'\n'}$settings_note$'\n'${settings%$'\n'}
+  if [ "$text" = "$(cat .env 2> /dev/null)" ]; then return; fi
+  printf '%s\n' "$text" > .env
+  own .env
+}
+
+own() { # own FILE; gives what root made under sudo to the user
+  if [ -n "${SUDO_UID:-}" ]; then chown "$SUDO_UID:$SUDO_GID" -- "$1"; fi
+}
+
+git_here() { git -c safe.directory="$root" "$@" 2> /dev/null; } # git refuses a checkout of another user's, as under sudo
+
+hash_difference() { # what was changed or added since the commit, as src/tunebook/record/provenance.py hashes it
+  {
+    git_here diff HEAD --binary --no-ext-diff --no-textconv --no-color
+    git_here ls-files --others --exclude-standard -z -- src hydra_configs recipes docker | LC_ALL=C sort -z \
+      | while IFS= read -r -d '' name; do
+        if [ -f "$name" ]; then hash=$(sha256sum < "$name" | cut -d ' ' -f 1); else hash="not a file"; fi
+        printf '\0%s\0%s' "$name" "$hash"
+      done
+  } | sha256sum | cut -d ' ' -f 1 | grep -v "^$(sha256sum < /dev/null | cut -d ' ' -f 1)$" || true
 }
 
 # --- registries
 
-require_registry() { # require_registry TARGET
-  if [ -z "${REGISTRY:-}" ]; then refuse "$1 needs a registry." "Name it: make $1 REGISTRY=host/path"; fi
-  REGISTRY=${REGISTRY%/}
-  if [[ $REGISTRY == *://* ]]; then
-    refuse "REGISTRY=$REGISTRY is an address, and Docker expects a name." "Type REGISTRY=${REGISTRY#*://}"
-  fi
-}
-
-push_images() {
+push_image() {
   require_registry push
   require_engine
-  local pushed=0 names name digest
-  if [ "${GPU:-auto}" = auto ]; then
-    names=$(generation_names)
-  else
-    choose_generation
-    names=$generation
-  fi
-  for generation in $names; do
-    image=$(built_image)
-    if ! TUNEBOOK_USE_IMAGE_SOURCES="" is_usable "$image"; then
-      if labels_of "$image" > /dev/null; then
-        say "leaving out $image: it was built $(what_differs "$image") (make image GPU=$generation)"
-      fi
-      continue
-    fi
-    name=$REGISTRY/$image
-    docker tag "$image" "$name"
-    say "pushing $name"
-    with_registry push "$name"
-    digest=$(digest_of "$name")
-    write_digest "$digest"
-    printf '%s\n' "$digest"
-    pushed=$((pushed + 1))
-  done
-  if [ "$pushed" = 0 ] && [ "${GPU:-auto}" != auto ]; then
+  choose_image
+  local name=$REGISTRY/tunebook:$generation
+  image=tunebook:$generation
+  if ! is_current "$image"; then
     refuse "$image is not built, or not from this checkout." "Build it: make image GPU=$generation"
-  elif [ "$pushed" = 0 ]; then
-    refuse "No image of this checkout is built here, so there is nothing to push." "Build one: make image"
   fi
-}
-
-with_registry() { # with_registry push|pull NAME
-  if docker "$1" "$2" >&2; then return; fi
-  end_with 1 "docker $1 $2 failed; the reason is above." "Where it wants an account: docker login ${2%%/*}"
-}
-
-digest_of() { # digest_of NAME; prints REGISTRY/tunebook@sha256:..., which is known after a push or a pull
-  docker image inspect --format '{{range .RepoDigests}}{{println .}}{{end}}' "$1" | grep "^${1%:*}@" | head -n 1
-}
-
-write_digest() { # write_digest NAME_WITH_DIGEST
-  local file=docker/$generation/image.digest
-  printf '%s\n' "$1" > "$file"
-  own "$file"
-  say "$file names it: commit that file, and other machines take the image instead of building it"
-}
-
-pull_if_current() { # pull_if_current NAME; sets the caller's not_pulled if the image is not of this checkout
-  local text
-  hash_checkout
-  choose_attention
-  # The labels first: nobody wants to download gigabytes of an image that does not match. In the foreground, or Ctrl-C
-  # would not reach it.
-  if ! text=$(timeout --foreground 30 docker buildx imagetools inspect --format '{{json .Image}}' "$1" 2>&1); then
-    not_pulled="the registry does not show $1 (${text##*$'\n'})"
-  elif ! [[ $text == *'"tunebook.lock-sha256":'*"$lock_sha256"* \
-    && $text == *'"tunebook.attention":'*"\"$attention\""* \
-    && $text == *'"tunebook.sources-sha256":'*"$sources_sha256"* ]]; then
-    not_pulled="$1 is of other sources, another lock or another attention package than asked for"
-  else
-    say "pulling $1"
-    with_registry pull "$1"
-  fi
+  docker tag "$image" "$name"
+  docker push "$name" >&2
+  record_digest "$(digest_of "$name")"
 }
 
 pull_image() {
-  choose_generation
-  require_engine
   local name
-  name=$(published_image)
+  require_engine
+  choose_generation
   if [ -n "${REGISTRY:-}" ]; then
-    require_registry pull
-    # The same digest from another place, else whatever has this generation's tag.
-    if [ -n "$name" ]; then name=$REGISTRY/tunebook@${name##*@}; else name=$REGISTRY/tunebook:$generation; fi
+    docker pull "$REGISTRY/tunebook:$generation" >&2
+    record_digest "$(digest_of "$REGISTRY/tunebook:$generation")"
+  else
+    name=$(published_image)
+    if [ -z "$name" ]; then
+      refuse "There is no docker/$generation/image.digest." "Name a registry: make pull REGISTRY=host/path"
+    fi
+    docker pull "$name" >&2
   fi
-  if [ -z "$name" ]; then
-    refuse "There is no docker/$generation/image.digest, so it is not known what to pull." \
-      "Name a registry: make pull REGISTRY=host/path"
-  fi
-  say "pulling $name: $generation_why"
-  with_registry pull "$name"
-  if [[ $name != *@* ]]; then name=$(digest_of "$name"); fi
-  if [ "$name" != "$(published_image)" ]; then write_digest "$name"; fi
   choose_image
   write_settings
-  if [ "$image" = "$name" ]; then
+  if [[ $image == *@* ]]; then
     say "it is used from now on"
   else
-    say "it is of other sources, another lock or another attention package than asked for, so it is not used:" \
-      "make image builds one that is"
+    say "it is not of this checkout, or of another attention package, so it is not used: make image builds one that is"
   fi
+}
+
+# Builds an image and pushes it with an SBOM, the list of its packages, and provenance, how it was built. The engine's own
+# image store cannot hold these, so the image goes to the registry and not to the engine. The build is compose.yaml's.
+publish_image() {
+  require_registry publish
+  require_engine
+  choose_image
+  image=tunebook:$generation
+  write_settings
+  local facts=.cache/published-$generation.json bake=(docker buildx bake)
+  # Bake has to be allowed the host's network, and files outside the checkout, which the secrets may be.
+  export BUILDX_BAKE_ENTITLEMENTS_FS=0
+  if [ "$(read_setting TUNEBOOK_BUILD_NETWORK)" = host ]; then bake+=(--allow network.host); fi
+  bake+=(--file compose.yaml --set "train.tags=$REGISTRY/$image" --set "train.attest=type=provenance,mode=max"
+    --set "train.attest=type=sbom${SBOM_GENERATOR:+,generator=$SBOM_GENERATOR}" --metadata-file "$facts" --push train)
+  "${bake[@]}" >&2
+  record_digest "$REGISTRY/tunebook@$(sed -n 's/.*"containerimage.digest": "\(sha256:[0-9a-f]*\)".*/\1/p' "$facts")"
+}
+
+require_registry() { # require_registry TARGET
+  if [ -z "${REGISTRY:-}" ]; then refuse "$1 needs a registry." "Name it: make $1 REGISTRY=host/path"; fi
+}
+
+digest_of() { # digest_of NAME; prints REGISTRY/tunebook@sha256:..., which is known after a push or a pull
+  docker image inspect --format '{{range .RepoDigests}}{{println .}}{{end}}' "$1" | grep -m 1 "^${1%:*}@"
+}
+
+record_digest() { # record_digest NAME_WITH_DIGEST
+  local file=docker/$generation/image.digest
+  printf '%s\n' "$1" > "$file"
+  own "$file"
+  printf '%s\n' "$1"
+  say "$file names it: commit that file, and other machines can pull the image instead of building it"
 }

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -62,8 +61,7 @@ def run(tmp_path: Path, image: Path, checkout: Path) -> Run:
     usual: dict[str, str | None] = {
         "PATH": f"{programs}:/usr/bin:/bin", "HOME": str(cache / "home"), "HF_HOME": str(cache / "huggingface"),
         "TUNEBOOK_CACHE": str(cache / "tunebook"), "TUNEBOOK_CHECKOUT": str(checkout), "TUNEBOOK_HOME": str(checkout),
-        # On a machine nothing is mounted for a test; /dev/shm is a disk of its own, and anybody may write there.
-        "TUNEBOOK_OUTPUTS": "/dev/shm", "TUNEBOOK_SITE_CA": str(tmp_path / "ca"),
+        "TUNEBOOK_SITE_CA": str(tmp_path / "ca"),
     }  # fmt: skip
 
     def call(*words: str, **changed: str | None) -> subprocess.CompletedProcess[str]:
@@ -99,21 +97,6 @@ def test_it_runs_tunebook_with_the_arguments_as_they_are(run: Run, checkout: Pat
     assert run("train").returncode == 6
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, "unset"),
-        ({"TUNEBOOK_GPUS": "all"}, "unset"),
-        ({"TUNEBOOK_GPUS": "1"}, "0"),
-        ({"TUNEBOOK_GPUS": "3"}, "0,1,2"),
-        ({"TUNEBOOK_GPUS": "3", "CUDA_VISIBLE_DEVICES": "4,5"}, "4,5"),
-        ({"TUNEBOOK_GPUS": "3", "CUDA_VISIBLE_DEVICES": ""}, ""),
-    ],
-)
-def test_by_cdi_the_first_gpus_stay_visible(run: Run, settings: dict[str, str], expected: str) -> None:
-    assert run("bash", "-c", "echo ${CUDA_VISIBLE_DEVICES-unset}", **settings).stdout == f"{expected}\n"
-
-
 def test_a_program_is_run_unchecked(run: Run) -> None:
     assert run("bash", "-c", "echo hello").stdout == "hello\n"
     assert run("/bin/echo", "hello", HF_HOME="/proc/none").stdout == "hello\n"
@@ -122,11 +105,12 @@ def test_a_program_is_run_unchecked(run: Run) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("has_checkout", [False, True])
 def test_a_request_to_stop_during_the_checks_ends_it(
-    image: Path, checkout: Path, number: signal.Signals, has_checkout: bool
+    image: Path, checkout: Path, tmp_path: Path, number: signal.Signals, has_checkout: bool
 ) -> None:
     """With a trap set, bash ended with 2 and a syntax error if a signal came while it read a $()."""
-    environment = os.environ | ({"TUNEBOOK_CHECKOUT": str(checkout)} if has_checkout else {})
-    last_ms = 20 if has_checkout else 12  # it ends by itself after 10 ms or 3 or so: there is no outputs folder
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path / "home")}
+    environment |= {"TUNEBOOK_CHECKOUT": str(checkout)} if has_checkout else {}
+    last_ms = 20 if has_checkout else 12  # it ends by itself after 10 ms or 3 or so: there is no tunebook
     endings = set()
     for half_ms in range(2 * last_ms):
         started = subprocess.Popen(
@@ -141,7 +125,7 @@ def test_a_request_to_stop_during_the_checks_ends_it(
         endings.add((started.returncode, "unexpected EOF" in errors))
     stopped = {(-number, False), (128 + number, False)}
     assert stopped & endings
-    assert endings <= stopped | {(2, False)}
+    assert endings <= stopped | {(127, False)}
 
 
 def test_ctrl_c_while_the_script_waits_for_a_program_is_not_lost(run: Run, image: Path, tmp_path: Path) -> None:
@@ -164,16 +148,9 @@ def test_ctrl_c_while_the_script_waits_for_a_program_is_not_lost(run: Run, image
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("train", "-h"), ("sweep", "x=1", "--help")])
 def test_help_is_printed_whatever_is_wrong(run: Run, words: tuple[str, ...]) -> None:
-    done = run(*words, HF_HOME="/proc/none", TUNEBOOK_OUTPUTS="/proc/none", TUNEBOOK_CHECKOUT="/proc/none")
+    done = run(*words, HF_HOME="/proc/none", TUNEBOOK_CHECKOUT="/proc/none")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"tunebook:{' '.join(words)}")
-
-
-def test_no_command_of_tunebook_is_hidden_by_a_program_of_debian() -> None:
-    commands = ("train", "plan", "explain", "doctor", "data", "eval", "chat", "sweep", "verify", "reproduce", "report",
-                "export", "list")  # fmt: skip
-    for folder in ("/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin"):
-        assert [name for name in commands if (Path(folder) / name).exists()] == []
 
 
 def test_a_sites_certificates_are_trusted_at_run_time(run: Run, tmp_path: Path) -> None:
@@ -218,50 +195,12 @@ def test_a_checkout_that_moved_is_named(run: Run, tmp_path: Path) -> None:
     assert "make env" in message
 
 
-def test_outputs_that_are_no_folder_of_the_machine_are_refused(run: Run, checkout: Path) -> None:
-    for words in (("train", "quickstart"), ("eval",), ("sweep", "quickstart", "a=1,2"), ("report", "latest")):
-        message = refused(run(*words, TUNEBOOK_OUTPUTS=str(checkout / "missing")))
-        assert "vanish with the container" in message
-    (checkout / "outputs").rmdir()
-    assert f"{checkout}/outputs is no folder" in refused(run("train", TUNEBOOK_OUTPUTS=None))
-    for words in (
-        ("train", "--dry-run"),
-        ("train", "outputs=/data"),
-        ("eval", "--outputs=/data"),
-        ("plan",),
-        ("list",),
-    ):
-        assert run(*words, TUNEBOOK_OUTPUTS="/proc/none").returncode == 0
-
-
-def test_outputs_that_are_not_writable_are_refused_with_the_command_that_changes_it(run: Run) -> None:
-    """Even root may not write into /proc/sys."""
-    message = refused(run("train", TUNEBOOK_OUTPUTS="/proc/sys"))
-    assert f"sudo chown -R {os.getuid()}:{os.getgid()} /proc/sys" in message
-
-
 def test_caches_that_are_not_writable_are_refused(run: Run) -> None:
-    assert "The cache folder, /proc/none in the container" in refused(run("train", HOME="/proc/none"))
-    assert "COMPOSE_PROJECT_NAME=" in refused(run("train", TUNEBOOK_CACHE="/proc/none"))
-    assert "HF_HUB_OFFLINE=1" in refused(run("train", HF_HOME="/proc/none"))
+    for name in ("HOME", "TUNEBOOK_CACHE", "HF_HOME"):
+        assert "/proc/none in the container is not writable" in refused(run("train", **{name: "/proc/none"}))
     # Without downloads the models may be read-only.
     assert run("train", HF_HOME="/proc/none", HF_HUB_OFFLINE="1").returncode == 0
     assert run("train", HF_HOME="/proc/none", HF_HUB_OFFLINE="0").returncode == 2
-
-
-def test_a_lock_of_an_interrupted_compilation_is_named_and_an_old_one_removed(run: Run, tmp_path: Path) -> None:
-    lock = tmp_path / "extensions" / "cpu_adam" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch()
-    settings = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
-    done = run("train", **settings)
-    assert done.returncode == 0
-    assert f"rm -f {lock}" in done.stderr
-    assert run("plan", **settings).stderr == ""
-    long_ago = time.time() - 3 * 3600
-    os.utime(lock, (long_ago, long_ago))
-    assert run("train", **settings).stderr == ""
-    assert not lock.exists()
 
 
 # --- the scripts of the build

@@ -51,7 +51,7 @@ def install(folder: Path, generation: str, **environment: str) -> list[str]:
     log = folder / "log"
     words = [str(folder / "docker" / "install_lock.sh"), generation, "venv"]
     done = run_script(words, folder, LOG=str(log), **environment)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
     asked = []
     for line in log.read_text().splitlines():
         if line.startswith("-m pip install "):
@@ -128,23 +128,3 @@ def test_ctrl_c_ends_the_set_up_although_pip_catches_it(copied: Path) -> None:
     done.communicate(timeout=60)
     assert done.returncode == 128 + signal.SIGINT
     assert "cpu/requirements.lock" not in (copied / "log").read_text()
-
-
-def test_an_unknown_generation_is_answered_with_those_there_are(tmp_path: Path) -> None:
-    done = run_script([str(DOCKER / "install_lock.sh"), "turing", "venv"], tmp_path)
-    assert done.returncode == 1
-    assert "No lock for the GPU generation 'turing': choose one of: ampere blackwell cpu hopper volta." in done.stderr
-    assert done.stderr.endswith("\nada is served by ampere.\nturing is served by volta.\n")
-
-
-def test_a_folder_that_is_no_environment_is_named_with_the_command_that_makes_it(tmp_path: Path) -> None:
-    done = run_script([str(DOCKER / "install_lock.sh"), "cpu", "nowhere"], tmp_path)
-    assert done.returncode == 1
-    assert (
-        "nowhere is no virtual environment with a pip of its own. Make it first: python3 -m venv nowhere" in done.stderr
-    )
-
-
-def test_wrong_arguments_are_answered_with_the_usage(tmp_path: Path) -> None:
-    done = run_script([str(DOCKER / "install_lock.sh"), "cpu"], tmp_path)
-    assert (done.returncode, "usage: install_lock.sh GENERATION VENV" in done.stderr) == (1, True)

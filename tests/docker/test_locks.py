@@ -223,21 +223,6 @@ def test_cpu_hashes_are_added_once() -> None:
     assert make_locks.allow_cpu_build(once, "torch==2.2.0+cpu \\\n    --hash=sha256:bb\n") == once
 
 
-def test_check_names_the_lock_the_package_and_both_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(make_locks, "ROOT", tmp_path)
-    path, source = tmp_path / "requirements.lock", tmp_path / "requirements.in"
-    path.write_text(
-        "# x\nold==1 \\\n    --hash=sha256:aa\nsame==3 \\\n    --hash=sha256:aa\nstale==1 \\\n    --hash=x\n"
-    )
-    resolved = {"old": "old==2 \\\n    --hash=cc\n", "new": "new==1\n", "same": "same==3 \\\n    --hash=y\n"}
-    lock = make_locks.Lock(path=path, source=source, purpose="x", blocks=resolved)
-    assert make_locks.differences(lock) == [
-        "requirements.lock: new: the lock has nothing, but requirements.in resolves to new==1",
-        "requirements.lock: old: the lock has old==1, but requirements.in resolves to old==2",
-        "requirements.lock: stale: the lock has stale==1, but requirements.in resolves to nothing",
-    ]
-
-
 def test_a_generation_takes_the_versions_of_those_before_it_but_for_another_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,6 @@ class ImagePins:
     """The versions that a container image is built from; `make lock` writes them to docker/<name>/generation.env."""
 
     name: str  # its folder under docker/
-    gpu_models: str = ""  # for display
     torch: str
     cuda: str | None  # None: a CPU build
     min_driver: int | None  # major version of the oldest NVIDIA driver that can run this CUDA
@@ -29,8 +28,6 @@ class ImagePins:
     flash_attn_architectures: tuple[str, ...] = ()  # what flash-attn 2 is compiled for; empty: the image has none
     # Packages in its lock whose kernels keep packed documents apart in layers that carry a state along the row
     state_kernels: tuple[str, ...] = ()
-    # Free disk space that a build needs: the installed packages, and twice the downloads (pip's cache and a copy).
-    build_disk_gib: int
 
     @property
     def attention(self) -> str:
@@ -62,24 +59,20 @@ CPU_IMAGE = ImagePins(
     torch="2.13.0",
     cuda=None,  # torch's CPU build; if the registry has none, its CUDA build, which also runs on a CPU
     min_driver=None,
-    build_disk_gib=12,  # 5.5 + 2 x 2.7 with the CUDA build; 1.8 + 2 x 0.4 with the CPU build
 )
 # torch 2.10.0 with CUDA 12.8 is the newest build that has sm_70; it also has sm_75 to sm_120, so it serves every
 # generation on an older driver. It comes with cuDNN 9.10.2.21.
 VOLTA_IMAGE = ImagePins(
     name="volta",
-    gpu_models="V100, T4",
     torch="2.10.0",
     cuda="12.8",
     min_driver=525,
     torch_architectures=("7.0", "7.5"),
     # No flash-attn: it starts at 8.0, and the package registry has no nvcc for CUDA 12.
-    build_disk_gib=17,  # 8.0 + 2 x 4.1
 )
 _STATE_KERNELS = ("fla-core",)
 AMPERE_IMAGE = ImagePins(
     name="ampere",
-    gpu_models="A100, A10, RTX 30, RTX 40, L4, L40",
     torch="2.13.0",
     cuda="13.0",
     min_driver=580,
@@ -87,11 +80,9 @@ AMPERE_IMAGE = ImagePins(
     torch_architectures=("8.0", "8.6"),  # torch has no code for 8.9, which runs the code for 8.6
     flash_attn_architectures=("80",),  # kernels for sm_80 also serve 8.6 and 8.9; flash-attn has no flag for these
     state_kernels=_STATE_KERNELS,
-    build_disk_gib=13,  # 5.8 + 2 x 2.8
 )
 HOPPER_IMAGE = ImagePins(
     name="hopper",
-    gpu_models="H100, H200",
     torch="2.13.0",
     cuda="13.0",
     min_driver=580,
@@ -99,11 +90,9 @@ HOPPER_IMAGE = ImagePins(
     torch_architectures=("9.0",),
     flash_attn_architectures=("90",),  # by default flash-attn would compile for four
     state_kernels=_STATE_KERNELS,
-    build_disk_gib=13,  # 6.3 + 2 x 3.0
 )
 BLACKWELL_IMAGE = ImagePins(
     name="blackwell",
-    gpu_models="B200, RTX 50, RTX PRO",
     torch="2.13.0",
     cuda="13.0",
     min_driver=580,
@@ -111,7 +100,6 @@ BLACKWELL_IMAGE = ImagePins(
     torch_architectures=("10.0", "12.0"),  # code for one major version does not run on the other
     flash_attn_architectures=("100", "120"),
     state_kernels=_STATE_KERNELS,
-    build_disk_gib=13,  # 6.3 + 2 x 3.0
 )
 
 GENERATIONS: dict[Generation, GenerationFacts] = {

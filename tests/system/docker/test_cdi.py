@@ -43,14 +43,14 @@ def cdi_file(environment: dict[str, str]) -> Iterator[Path]:
     file.unlink()
 
 
-def test_a_container_gets_what_the_cdi_file_says_and_sees_the_first_gpus(cpu_image, cdi_file, in_checkout, checkout):
+def test_a_container_gets_what_the_cdi_file_says_and_sees_the_chosen_gpus(cpu_image, cdi_file, in_checkout, checkout):
     """The image is the cpu one, which starts everywhere; what is tested is how it gets devices."""
     (checkout / ".cache" / "limits.yaml").write_text("services:\n  train:\n    ulimits: !reset null\n")
     assert in_checkout("make", "env", "GPU=cpu").returncode == 0
     shown = f"head -c 3 {DEVICE} | od -An -tx1; head -c 5 /usr/lib/libstandin.so.1; echo; "
     shown += "echo $STAND_IN ${CUDA_VISIBLE_DEVICES-all}"
     words = (*COMPOSE, "run", "--rm", "--entrypoint", "/opt/tunebook/entrypoint.sh bash", "train", "-c", shown)
-    done = in_checkout(*words, TUNEBOOK_GPUS="2")
+    done = in_checkout(*words, CUDA_VISIBLE_DEVICES="0,1")
     assert done.returncode == 0, done.stdout
     assert done.stdout.splitlines()[-3:] == [" 00 00 00", "Linux", "by-cdi 0,1"]
     assert in_checkout(*words).stdout.splitlines()[-1] == "by-cdi all"
@@ -61,13 +61,13 @@ def test_make_env_picks_it_where_there_is_no_runtime(cdi_file, in_checkout, chec
     (tmp_path / "nvidia-smi").chmod(0o755)
     settings = {"PATH": f"{tmp_path}:{environment['PATH']}"}
     written = in_checkout("make", "env", **settings)
-    assert "GPUs in containers: by CDI, docker/cdi/compose.yaml" in written.stdout
-    assert "COMPOSE_FILE=compose.yaml:docker/cdi/compose.yaml\n" in (checkout / ".env").read_text()
+    assert "GPUs in containers: by cdi" in written.stdout
+    assert "COMPOSE_FILE='compose.yaml:docker/cdi/compose.yaml'\n" in (checkout / ".env").read_text()
     cdi_file.rename(cdi_file.with_suffix(".json.old"))
     try:
         refused = in_checkout("make", "train", "WHERE=container", **settings)
     finally:
         cdi_file.with_suffix(".json.old").rename(cdi_file)
     assert refused.returncode == 2
-    assert "it has no NVIDIA runtime, and no CDI file of GPUs" in " ".join(refused.stdout.split())
+    assert "Docker has neither NVIDIA's runtime nor a CDI file of GPUs" in " ".join(refused.stdout.split())
     assert in_checkout("make", "env", "GPU=cpu").returncode == 0
