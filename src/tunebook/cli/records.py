@@ -116,9 +116,6 @@ def export(
     dtype: Annotated[
         ExportFormat | None, typer.Option("--dtype", help="If unset, the base model's; an adapter's own.")
     ] = None,
-    push: Annotated[
-        str | None, typer.Option("--push", metavar="ORG/NAME", help="Upload it; a new repository is private.")
-    ] = None,
     outputs: Outputs = Path("outputs"),
 ) -> None:
     """Write one plain Hugging Face folder from a run's model or any of its checkpoints, and check it. Needs no GPU."""
@@ -134,5 +131,4 @@ def export(
         to=to,
         merge=merge,
         dtype=dtype and dtype.value,
-        push_to=push,
     )

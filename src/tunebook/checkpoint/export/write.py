@@ -7,12 +7,11 @@ was merged, the root mean square difference from the checkpoint's own logits mus
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ from transformers import AutoModelForCausalLM
 
 from tunebook.checkpoint.export.model import in_format
 from tunebook.checkpoint.export.weights import Weights
-from tunebook.checkpoint.record import CHECKPOINTS_FOLDER
-from tunebook.checkpoint.verify import MODEL_FOLDER
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DifferenceError, RequestError, first_few
 from tunebook.files import flush_folder
@@ -35,18 +32,16 @@ ELSEWHERE = "free some space, or write elsewhere: --to /a/folder/on/another/disk
 _ROWS, _TOKENS = 2, 24
 _FACTOR = 16  # maximum sum of roundings of one weight; bf16 was measured at 0.5 to 2
 _LEAST_ALLOWED = 1e-4  # fp32: sums in another order
-_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTEMPTY)
 
 
-def check_target(folder: Path, run: Path) -> Path:
-    """The folder to write as an absolute path. Raises: RequestError if it exists or lies in a checkpoint."""
+def new_place(folder: Path) -> Path:
+    """The folder to write as an absolute path. Raises: RequestError if it exists."""
     folder = folder.expanduser().absolute()
-    why = "exists, and an export never writes over anything" if folder.exists() or folder.is_symlink() else None
-    for taken in (run / CHECKPOINTS_FOLDER, run / MODEL_FOLDER):
-        if folder.resolve().is_relative_to(taken.resolve()):
-            why = f"lies in {taken}, whose files are listed in its records"
-    if why is not None:
-        raise RequestError(f"{folder} {why}; name a new folder with --to FOLDER", problem_id="export-target")
+    if folder.exists() or folder.is_symlink():
+        raise RequestError(
+            f"{folder} exists, and an export never writes over anything; name a new folder with --to FOLDER",
+            problem_id="export-target",
+        )
     return folder
 
 
@@ -57,26 +52,24 @@ def new_folder(folder: Path) -> Iterator[Path]:
     Raises: DoesNotFitError if the disk fills up, RequestError if nothing may be written.
     """
     unfinished = folder.with_name(f".{folder.name}.unfinished")
-    made = [path for path in folder.parents if not path.exists()]
+    shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise RequestError(
+            f"{folder} cannot be written: {error.strerror}; name another place with --to FOLDER",
+            problem_id="export-target",
+        ) from error
+    try:
         yield unfinished
         unfinished.rename(folder)
         flush_folder(folder.parent)
-    except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        for path in made:
-            with suppress(OSError):
-                path.rmdir()
+    except Exception as error:
         if is_disk_full(error):
             raise no_space("the export", folder, ELSEWHERE) from error
-        if isinstance(error, OSError) and error.errno in _NOT_WRITABLE:
-            raise RequestError(
-                f"{folder} cannot be written: {error.strerror} ({error.filename}); name another place with --to FOLDER",
-                problem_id="export-target",
-            ) from error
         raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def share(file: Path) -> None:
