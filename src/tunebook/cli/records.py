@@ -29,9 +29,9 @@ def report(
 ) -> None:
     """Write one self-contained HTML page about a run, or comparing several."""
     from tunebook.record.report import write_report
-    from tunebook.record.run_folder import resolve_runs
+    from tunebook.record.run_folder import resolve_run
 
-    folders = resolve_runs(list(map(named_run, runs)), outputs)
+    folders = [resolve_run(named_run(run), outputs) for run in runs]
     file = output or (folders[0] / "report.html" if len(folders) == 1 else outputs / "comparison.html")
     write_report(folders, file)
     print_text(f"written: {file}", make_console())
