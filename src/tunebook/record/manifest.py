@@ -226,12 +226,6 @@ def describe_model(model: ModelConfig, fingerprint: str | None = None) -> dict[s
     }
 
 
-def recorded_fingerprint(manifest: dict[str, Any]) -> str | None:
-    """The fingerprint of the weights that a run started from; None for a model that is in no folder."""
-    fingerprint: str | None = manifest["model"]["weights_fingerprint"]
-    return fingerprint
-
-
 def _write(folder: Path, manifest: dict[str, Any]) -> None:
     check_manifest(manifest, folder / MANIFEST_FILE)
     atomic_write_json(folder / MANIFEST_FILE, manifest)

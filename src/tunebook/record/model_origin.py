@@ -20,7 +20,7 @@ from tunebook.errors import DataError, RequestError, did_you_mean
 from tunebook.files import atomic_write_json, read_json
 from tunebook.model.tokenizer import tokenizer_hash
 from tunebook.model.weights_fingerprint import fingerprint_text, weights_fingerprint
-from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, system_prompt_hash
+from tunebook.record.manifest import MANIFEST_FILE, read_manifest, system_prompt_hash
 from tunebook.record.run_folder import RUN_FILE
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def origin_of(run: Path) -> Origin | None:
         chat_template_sha256=manifest["chat_template_sha256"],
         system_prompt=config.dataset.system_prompt,
         system_prompt_sha256=manifest["system_prompt_sha256"],
-        weights_fingerprint=recorded_fingerprint(manifest),
+        weights_fingerprint=manifest["model"]["weights_fingerprint"],
         template_date=manifest.get("template_date"),
         yarn_factor=config.model.yarn_factor,
         yarn_original_positions=config.model.yarn_original_positions,

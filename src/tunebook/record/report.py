@@ -28,7 +28,7 @@ from tunebook.record.differences import answers_of
 from tunebook.record.locks import describe_differences
 from tunebook.record.manifest import MANIFEST_FILE, check_manifest
 from tunebook.record.page.curves import dash_of_run, loss_charts, other_charts, overlaid_charts
-from tunebook.record.page.details import build_prediction, draw_histogram, flatten, memory_bars, start_bars
+from tunebook.record.page.details import build_prediction, flatten, memory_bars, start_bars
 from tunebook.record.page.numbers import NO_VALUE, Unit, format_count, format_duration, format_value
 from tunebook.record.page.overview import (
     Summary,
@@ -199,7 +199,6 @@ def render_page(template: str, **view: Any) -> str:
         "sentence": lambda text: text and text[0].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else "."),
         "share": partial(format_value, unit=Unit.share), "time": format_time,
     }  # fmt: skip
-    environment.globals["histogram"] = draw_histogram
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # Markup, since these are our own files. The browser must get exactly the bytes of the digest.

@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from tunebook.record.page.details import Prediction, build_prediction, draw_histogram, flatten, memory_bars, start_bars
+from tunebook.record.page.details import Prediction, build_prediction, flatten, memory_bars, start_bars
 from tunebook.record.page.numbers import MINUS
 from tunebook.record.page.overview import summarize
+from tunebook.record.report import render_page
 from tunebook.record.run_record import RunRecord, read_run
 
 START_UP = {
@@ -123,16 +125,14 @@ def test_flattening_shows_every_value() -> None:
 
 
 def test_bars_are_as_tall_as_their_counts() -> None:
-    svg = ElementTree.fromstring(draw_histogram([0, 10, 20, 30], [50, 100, 0]))
-    heights = [float(bar.get("height")) for bar in svg.iter("rect")]
-    assert heights == [47, 94, 0]
-    assert [title.text for title in svg.iter("title")][1] == "10 to 20 tokens: 100 documents"
-    assert [text.text for text in svg.iter("text")] == ["100", "0", "10", "20", "30", "tokens of a document"]
-
-
-def test_histogram_without_counts_is_drawn_flat() -> None:
-    svg = ElementTree.fromstring(draw_histogram([0, 10, 20], [0, 0]))
-    assert {float(bar.get("height")) for bar in svg.iter("rect")} == {0}
+    for counts, expected in (([50, 100, 0], [47, 94, 0]), ([0, 0, 0], [0, 0, 0])):
+        parts = {"train": {"lengths": {"edges": [0, 10, 20, 30], "counts": counts}}}
+        page = render_page("data.html.jinja", title="x", sources=[], warnings=[], notes=[], samples=[], parts=parts)
+        svg = ElementTree.fromstring(re.search(r'<svg class="chart".*?</svg>', page, re.DOTALL)[0])
+        assert [float(bar.get("height")) for bar in svg.iter("rect")] == expected
+        assert [title.text for title in svg.iter("title")][1] == f"10 to 20 tokens: {counts[1]} documents"
+        texts = [text.text for text in svg.iter("text")]
+        assert texts == [str(max(counts)), "0", "10", "20", "30", "tokens of a document"]
 
 
 def test_phases_stand_one_after_the_other() -> None:
