@@ -32,11 +32,11 @@ def expected_checkpoint(config: RunConfig, run: Path | None, own: Identity) -> P
     checkpoint that is damaged.
     """
     found = candidates_in(run / CHECKPOINTS_FOLDER) if run is not None else []
-    named, reasons = named_by(config), []
+    named = named_by(config)
     chosen = _first_sound(found, config, own)
     if chosen is None and named is not None:
-        found = named_candidates(named)
-        chosen = _first_sound(found, config, own, report=reasons.append)
+        reasons: list[str] = []
+        chosen = _first_sound(named_candidates(named), config, own, report=reasons.append)
         if chosen is None:
             raise _damaged(named, "; ".join(reasons))
     return chosen
@@ -52,7 +52,8 @@ def choose_checkpoint(config: RunConfig, run: Path, own: Identity, report: Calla
     found = on_first_rank(lambda: candidates_in(checkpoints))
     chosen = _first_sound(found, config, own, _wrong_anywhere, report)
     if chosen is not None:
-        on_first_rank(lambda: _remove_damaged(found, chosen))
+        passed = list(takewhile(lambda one: one.path != chosen, found))
+        on_first_rank(lambda: _remove_damaged(passed))
     elif named is not None:
         found = on_first_rank(lambda: named_candidates(named))
         chosen = _first_sound(found, config, own, _wrong_anywhere, report)
@@ -79,9 +80,9 @@ def _first_sound(
     return None
 
 
-def _remove_damaged(found: list[Candidate], chosen: Path) -> None:
+def _remove_damaged(passed: list[Candidate]) -> None:
     """Remove what has the right sizes but other content, or it would count as one of the newest that stay."""
-    for one in takewhile(lambda one: one.path != chosen, found):
+    for one in passed:
         if one.record is not None:
             remove_checkpoint(one.path)
 

@@ -107,7 +107,7 @@ def export(
     run: Annotated[str, typer.Argument(help="A run folder, a recipe (its newest run) or `latest`.")],
     checkpoint: Annotated[
         str | None,
-        typer.Option("--checkpoint", metavar="STEP|PATH", help="If unset, the trained model, or the newest."),
+        typer.Option("--checkpoint", metavar="STEP", help="If unset, the trained model, or the newest."),
     ] = None,
     to: Annotated[
         Path | None, typer.Option("--to", help="The folder to make; if unset, exports/<name> in the run folder.")

@@ -205,7 +205,7 @@ def load_chat(target: Target, sampling: Sampling, system: str | None = None) -> 
         autocast_dtype=autocast if uses_gpu(config) else None,  # a CPU computes fastest in the weights' own format
     )
     chat.set_system_prompt(config.dataset.system_prompt if system is None else system)
-    source = f"those of the run {trained.name}" if trained else "the model's own, and not compared with a run"
+    source = f"those of the run {trained.run}" if trained else "the model's own, and not compared with a run"
     prompt = chat.system_prompt and f"system prompt: {chat.system_prompt}"
     dtype = str(chat.autocast_dtype or model.dtype).removeprefix("torch.")
     about = f"{model.device} in {dtype}, context {chat.context_tokens:,} tokens"

@@ -146,13 +146,16 @@ def _evaluation_of(request: argparse.Namespace) -> Evaluation:
             "evaluate; name a model folder with --model",
             problem_id="model-folder",
         )
+    trained = origin_of(run) if request.config is None else None
+    if request.config is not None and model is not None:
+        trained = read_origin(model)
     return Evaluation(
         run=run,
         when=request.when,
         config=config,
         model=None if model is None else model.absolute(),
         tasks=[with_samples(resolve_task(task), config.evaluation.code) for task in config.evaluation.tasks],
-        trained=origin_of(run) if request.config is None else model and read_origin(model),
+        trained=trained,
         allowed=tuple(request.allow_mismatch),
         is_fresh=request.fresh,
     )

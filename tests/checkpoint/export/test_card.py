@@ -72,7 +72,7 @@ def test_the_best_model_is_of_its_own_step_and_loss(layouts: Any, run: Path, exp
     assert "| exported from | model (whole safetensors) |" in text
     assert json.loads((exported / "tunebook.json").read_text())["step"] == 2
     assert "0.9 ± 0.01" in text
-    of_the_last = (export(run, checkpoint=str(last)).folder / "README.md").read_text()
+    of_the_last = (export(run, checkpoint=last.name).folder / "README.md").read_text()
     assert "No evaluation of these weights is recorded." in of_the_last  # what was evaluated is the best
 
 

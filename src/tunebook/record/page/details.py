@@ -26,19 +26,12 @@ class Bar:
     kind: str = ""  # CSS class
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """The plan's estimates and the measurements."""
+def build_prediction(record: RunRecord, summary: Summary) -> dict[str, Any] | None:
+    """The plan's estimates beside the measurements; None for a run without a plan.
 
-    parts: list[Bar]  # of the planned memory of one GPU or rank, end to end
-    marks: list[Bar]  # the measured peaks of the highest rank
-    scale: str
-    rows: list[tuple[str, str, str, str]]  # name, predicted, measured, difference of the prediction
-    notes: list[str]  # the assumptions of the predictions, or why there are none
-
-
-def build_prediction(record: RunRecord, summary: Summary) -> Prediction | None:
-    """Compare the plan with the measurements; None for a run without a plan."""
+    `parts` of the planned memory of one GPU or rank, end to end; `marks` of the measured peaks; `scale` of both; `rows`
+    of name, predicted, measured and the difference; `notes` on what the predictions assume, or why there are none.
+    """
     if record.plan is None:
         return None
     planned, time = record.plan.get("memory_gib") or {}, record.plan.get("time") or {}
@@ -50,8 +43,16 @@ def build_prediction(record: RunRecord, summary: Summary) -> Prediction | None:
     found = [[gib for line in record.training for gib in line.get(key) or [] if gib is not None] for key in keys]
     peaks = [max(values, default=None) for values in found]
     parts, marks, scale = _memory_stack(planned, peaks, is_on_gpus(record))
-    rows = [*_memory_rows(planned, peaks, is_on_gpus(record)), *_time_rows(record, summary, time)]
-    return Prediction(parts=parts, marks=marks, scale=scale, rows=rows, notes=notes)
+    rows = []
+    if planned and not is_on_gpus(record):
+        rows = [_compared("Peak memory of a rank", planned.get("total"), peaks[0], Unit.gib)]
+    elif planned:
+        rows = [
+            _compared("Peak memory of tensors", planned.get("allocated"), peaks[0], Unit.gib),
+            _compared("Memory of the GPU in use", planned.get("total"), peaks[2], Unit.gib),
+        ]
+    rows += _time_rows(record, summary, time)
+    return {"parts": parts, "marks": marks, "scale": scale, "rows": rows, "notes": notes}
 
 
 def _memory_stack(
@@ -90,19 +91,6 @@ def _memory_stack(
     elif full < capacity:
         scale = f"The bar is magnified: {whose} has {size}."
     return parts, marks, scale
-
-
-def _memory_rows(
-    planned: dict[str, float | None], peaks: list[float | None], is_gpu: bool
-) -> list[tuple[str, str, str, str]]:
-    if not planned:
-        return []
-    if not is_gpu:
-        return [_compared("Peak memory of a rank", planned.get("total"), peaks[0], Unit.gib)]
-    return [
-        _compared("Peak memory of tensors", planned.get("allocated"), peaks[0], Unit.gib),
-        _compared("Memory of the GPU in use", planned.get("total"), peaks[2], Unit.gib),
-    ]
 
 
 def _time_rows(record: RunRecord, summary: Summary, time: dict[str, Any]) -> list[tuple[str, str, str, str]]:
