@@ -155,12 +155,12 @@ def _write(
         own = logits_of(model)
         model = merged(model) if merge else model
         agree_on_tokens(model, tokenizer)
-        saved = save_model(model, own, dtype or model.dtype, folder)
+        cast = save_model(model, dtype or model.dtype, folder)
         del model  # one is in memory at a time
         if config.model.trust_remote_code:
             for file in stored.glob("*.py"):
                 shutil.copy2(file, folder)
-        written = compare(folder, saved, config)
+        written = compare(folder, own, cast, config)
     tokenizer.save_pretrained(str(folder))
     for file in folder.iterdir():
         share(file)

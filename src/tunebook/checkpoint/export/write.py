@@ -91,24 +91,13 @@ class Written:
     logits: str | None = None  # the input that gave the logits; None: an adapter's tensors were compared
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A model that was saved, with its logits as it was trained and in the written format."""
-
-    own: torch.Tensor
-    cast: torch.Tensor
-    dtype: torch.dtype
-    num_parameters: int
-
-
-def save_model(model: Any, own: torch.Tensor, dtype: torch.dtype, folder: Path) -> Saved:
-    """Write a model in a number format. `own` are its logits before. Raises: RequestError for numbers not finite."""
-    count = sum(parameter.numel() for parameter in model.parameters())
-    require_space(folder, count * dtype.itemsize, "the export", ELSEWHERE)
+def save_model(model: Any, dtype: torch.dtype, folder: Path) -> torch.Tensor:
+    """Write a model in a number format; returns its logits in it. Raises: RequestError for numbers not finite."""
+    require_space(folder, model.num_parameters() * dtype.itemsize, "the export", ELSEWHERE)
     in_format(model, dtype)
     require_finite(dict(model.named_parameters()), dtype)
     model.save_pretrained(str(folder))
-    return Saved(own=own, cast=logits_of(model), dtype=dtype, num_parameters=count)
+    return logits_of(model)
 
 
 def require_finite(weights: Weights, dtype: torch.dtype) -> None:
@@ -122,8 +111,11 @@ def require_finite(weights: Weights, dtype: torch.dtype) -> None:
         )
 
 
-def compare(folder: Path, saved: Saved, config: RunConfig) -> Written:
-    """Load a written model like any other and compare its logits. Raises: DifferenceError beyond rounding."""
+def compare(folder: Path, own: torch.Tensor, cast: torch.Tensor, config: RunConfig) -> Written:
+    """Load a written model like any other and compare its logits with those as trained, and as cast to its format.
+
+    Raises: DifferenceError beyond rounding.
+    """
     gc.collect()  # one model is in memory at a time
     loader: Any = AutoModelForCausalLM
     written, info = loader.from_pretrained(
@@ -136,17 +128,17 @@ def compare(folder: Path, saved: Saved, config: RunConfig) -> Written:
     if wrong := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:
         raise differs(f"{len(wrong)} of its weights do not fill the model: {first_few(list(map(str, wrong)), 5)}")
     found = logits_of(written.eval())
-    rounding = torch.finfo(saved.dtype).eps
-    if not _relative_difference(found, saved.cast) <= rounding:  # also for numbers that are not finite
-        raise differs(f"its logits differ by up to {float((found - saved.cast).abs().max()):.3g}")
-    difference, allowed = _relative_difference(found, saved.own), max(_FACTOR * rounding, _LEAST_ALLOWED)
+    rounding = torch.finfo(written.dtype).eps
+    if not _relative_difference(found, cast) <= rounding:  # also for numbers that are not finite
+        raise differs(f"its logits differ by up to {float((found - cast).abs().max()):.3g}")
+    difference, allowed = _relative_difference(found, own), max(_FACTOR * rounding, _LEAST_ALLOWED)
     if not difference <= allowed:
         raise differs(f"its logits differ by {difference:.3g}, and rounding to the format explains {allowed:.3g}")
     where = f"{_ROWS} rows of {_TOKENS} fixed token ids, on a CPU"
     return Written(
-        dtype=format_name(saved.dtype),
-        num_parameters=saved.num_parameters,
-        is_exact=torch.equal(found, saved.own),
+        dtype=format_name(written.dtype),
+        num_parameters=written.num_parameters(),
+        is_exact=torch.equal(found, own),
         difference=difference,
         allowed=allowed,
         logits=where,
