@@ -267,13 +267,6 @@ def test_an_interrupted_save_is_in_nobodys_way(saver: CheckpointSaver, tmp_path:
     assert names(again) == ["checkpoint-2", "checkpoint-3"]
 
 
-def test_what_failed_is_removed_at_once(saver: CheckpointSaver) -> None:
-    saver.begin(4)
-    write(saver, 4)
-    saver.abandon(4)
-    assert names(saver) == []
-
-
 def test_a_damaged_one_of_the_same_step_is_replaced(saver: CheckpointSaver) -> None:
     (save_step(saver, 2) / "latest").unlink()
     assert verified_record(save_step(saver, 2)).step == 2

@@ -33,28 +33,12 @@ def test_it_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
     assert (place / "a").read_text() == "x"
 
 
-def test_what_a_killed_export_has_left_is_replaced_by_the_next(tmp_path: Path) -> None:
-    left = tmp_path / ".export.unfinished"
-    left.mkdir()
-    (left / "old").touch()
-    with new_folder(tmp_path / "export") as work:
-        assert list(work.iterdir()) == []
-    assert [path.name for path in tmp_path.iterdir()] == ["export"]
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("x"), RequestError("x")])
 def test_a_failed_one_leaves_no_trace(tmp_path: Path, error: BaseException) -> None:
     with pytest.raises(type(error)), new_folder(tmp_path / "export") as work:
         (work / "a").write_text("x")
         raise error
     assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_came_into_being_meanwhile_stays(tmp_path: Path) -> None:
-    with pytest.raises(OSError), new_folder(tmp_path / "export"):
-        (tmp_path / "export").mkdir()
-        (tmp_path / "export" / "other").touch()
-    assert [path.name for path in tmp_path.rglob("*")] == ["export", "other"]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])

@@ -60,14 +60,6 @@ def test_every_form_is_exported_as_the_same_weights(layouts: Any, run: Path, exp
     }  # fmt: skip
 
 
-def test_damaged_generation_settings_of_a_model_are_named(layouts: Any, run: Path, export: Any) -> None:
-    layouts.write_checkpoint(run, "whole").rename(run / "model")
-    (run / "model" / "generation_config.json").write_text("{")
-    with pytest.raises(RequestError) as raised:
-        export(run)
-    assert raised.value.problem_id == "tokenizer-broken"
-
-
 @pytest.mark.parametrize("form", ["adapter", "zero2_adapter", "zero3_adapter", "fsdp_adapter"])
 def test_an_adapter_stays_one_in_its_own_format(layouts: Any, lora_run: Path, export: Any, form: str) -> None:
     layouts.write_checkpoint(lora_run, form)
