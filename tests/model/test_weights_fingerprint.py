@@ -15,7 +15,7 @@ from tunebook.config.choices import Weights
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
 from tunebook.model import weights_fingerprint as module
-from tunebook.model.weights_fingerprint import fingerprint_text, weights_fingerprint
+from tunebook.model.weights_fingerprint import fingerprint_text, recorded_in, weights_fingerprint
 
 Arrays = dict[str, np.ndarray]
 LARGE = 3 * 2**20  # bytes: more than is read whole
@@ -121,7 +121,9 @@ def test_a_file_that_was_cut_off_is_named(
         weights_fingerprint(ModelConfig(path=str(tmp_path / "model")))
 
 
-def test_fingerprint_in_messages() -> None:
+def test_fingerprint_in_records_and_messages() -> None:
+    assert recorded_in({"name": "m", "weights_fingerprint": "1" * 64}) == "1" * 64
+    assert recorded_in({"name": "of an older run"}) is None
     assert [fingerprint_text("1" * 64), fingerprint_text(None)] == [
         "have the fingerprint 111111111111...",
         "are not there",

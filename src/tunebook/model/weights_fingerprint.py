@@ -19,10 +19,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import Weights
@@ -61,6 +62,12 @@ def weights_fingerprint(model: ModelConfig) -> str | None:
         return None
     # A sum does not depend on the order, nor on which file contains a tensor.
     return _digits(sum(int(found, 16) for found in remembered_hashes(files, _of_file, _WAY).values()))
+
+
+def recorded_in(described: Mapping[str, Any]) -> str | None:
+    """The fingerprint in a manifest's or checkpoint's description of a model; None if there is none."""
+    fingerprint: str | None = described.get("weights_fingerprint")
+    return fingerprint
 
 
 def fingerprint_text(fingerprint: str | None) -> str:
