@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
 from tunebook.checkpoint.collectives import on_every_rank, on_first_rank, rank_and_size, share_of
 from tunebook.checkpoint.identity import require_same
 from tunebook.checkpoint.record import CHECKPOINTS_FOLDER, RECORD_FILE, CheckpointRecord, Identity
-from tunebook.checkpoint.retention import clean_up, remove_checkpoint
+from tunebook.checkpoint.retention import clean_up
 from tunebook.checkpoint.verify import Candidate, candidates_in, examine, wrong_hash
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import RESUME_WORDS
@@ -53,7 +54,7 @@ def choose_checkpoint(config: RunConfig, run: Path, own: Identity, report: Calla
     chosen = _first_sound(found, config, own, _wrong_anywhere, report)
     if chosen is not None:
         passed = list(takewhile(lambda one: one.path != chosen, found))
-        on_first_rank(lambda: _remove_damaged(passed))
+        on_first_rank(lambda: _set_aside(passed))
     elif named is not None:
         found = on_first_rank(lambda: named_candidates(named))
         chosen = _first_sound(found, config, own, _wrong_anywhere, report)
@@ -80,11 +81,12 @@ def _first_sound(
     return None
 
 
-def _remove_damaged(passed: list[Candidate]) -> None:
-    """Remove what has the right sizes but other content, or it would count as one of the newest that stay."""
+def _set_aside(passed: list[Candidate]) -> None:
+    """Rename what has the right sizes but other content, or it would count as one of the newest that stay."""
     for one in passed:
         if one.record is not None:
-            remove_checkpoint(one.path)
+            with suppress(OSError):
+                one.path.rename(one.path.with_name(f"damaged-{one.path.name}"))
 
 
 def named_by(config: RunConfig) -> Path | None:
