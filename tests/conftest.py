@@ -358,10 +358,9 @@ def saves_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from tunebook.checkpoint import save
 
     class AtOnce(save.Background):
-        def start(self, work: Callable[[], None]) -> None:
-            super().start(work)
-            assert self._thread is not None
-            self._thread.join()
+        def __init__(self, work: Callable[[], None]) -> None:
+            super().__init__(work)
+            self.join()
 
     monkeypatch.setattr(save, "Background", AtOnce)
 
@@ -372,18 +371,17 @@ def saves_when_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from tunebook.checkpoint import save
 
     class WhenWaitedFor(save.Background):
-        def start(self, work: Callable[[], None]) -> None:
+        def __init__(self, work: Callable[[], None]) -> None:
             self.is_wanted = threading.Event()
 
             def held() -> None:
                 self.is_wanted.wait()
                 work()
 
-            super().start(held)
+            super().__init__(held)
 
         def wait(self) -> BaseException | None:
-            if self._thread is not None:
-                self.is_wanted.set()
+            self.is_wanted.set()
             return super().wait()
 
     monkeypatch.setattr(save, "Background", WhenWaitedFor)

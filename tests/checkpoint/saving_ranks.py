@@ -61,7 +61,7 @@ class Rank:
 
     def save(self, step: int, *, is_held: bool = True) -> None:
         """What the trainer does: each rank writes two files."""
-        self.saver.begin(step, 0)
+        self.saver.begin(step)
         self.sealed = []
         if is_held:
             self.may_go_on.clear()

@@ -67,7 +67,7 @@ def test_a_named_one_that_is_damaged_says_how(
     for name in names:
         (save(int(name[-1])) / "optimizer.pt").write_bytes(b"")
     config.training.resume = str(run)
-    with pytest.raises(DataError, match=r"checkpoint-2: optimizer.pt has 0 bytes and was written with 5; name another"):
+    with pytest.raises(DataError, match=r"checkpoint-2 is passed over: optimizer.pt has 0 bytes .*; name another"):
         expected_checkpoint(config, None, identity)
 
 
@@ -129,6 +129,8 @@ def test_damaged_ones_are_passed_over_and_said(
     assert "it has no complete.json" in said[0]
     assert said[1].endswith("optimizer.pt is missing")
     assert "optimizer.pt is not what was written: its SHA-256 is " in said[2]
+    assert not (folder / "checkpoint-4").exists()  # it would count as one of the newest
+    assert (folder / "damaged-checkpoint-4" / "optimizer.pt").read_bytes() == b"stAte"
 
 
 def test_without_a_sound_one_it_starts_at_the_beginning(
@@ -151,7 +153,7 @@ def test_a_named_run_is_gone_back_in_and_a_named_checkpoint_is_not(
     assert choose_checkpoint(config, tmp_path / "new", identity, said.append) == sound
     assert len(said) == 1
     config.training.resume = str(damaged)
-    with pytest.raises(DataError, match=r"its checkpoint is damaged: .*name another checkpoint"):
+    with pytest.raises(DataError, match=r"holds no complete checkpoint: .*name another checkpoint"):
         choose_checkpoint(config, tmp_path / "new", identity, said.append)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tunebook.checkpoint.record import Identity
 from tunebook.checkpoint.resharding import needs_universal, write_universal
@@ -26,8 +28,10 @@ def test_only_zero_on_another_number_of_ranks_needs_it(
 
 
 def test_shards_that_deepspeed_does_not_know_are_an_error(tmp_path: Path, make_checkpoint: Callable[..., Path]) -> None:
+    shard = io.BytesIO()
+    torch.save({"optimizer_state_dict": {}}, shard)
     files = {
-        "global_step4/zero_pp_rank_0_mp_rank_00_optim_states.pt": b"no shard",
+        "global_step4/zero_pp_rank_0_mp_rank_00_optim_states.pt": shard.getvalue(),
         "trainer_state.json": b"{}",
         "rng_state_1.pth": b"",
         "model.safetensors": b"",

@@ -45,16 +45,13 @@ class Runs:
 
 
 EVIL = {
-    "os.system": (Runs(os.system, "touch ran"), "posix.system"),
-    "subprocess": (
-        Runs(subprocess.check_call, ["touch", "ran"]),
-        "commands.check_call",
-    ),  # as Python 2 called the module
-    "eval": (Runs(eval, "open('ran', 'w')"), "eval"),
-    "a method": (Runs(Path.touch, Path("ran")), None),
-    "exec": (Runs(exec, "open('ran', 'w')"), "exec"),
-    "getattr": (Runs(getattr, Runs, "__init__"), None),
-    "getattr of an instance": (Runs(getattr, 1, "bit_length"), "builtins.getattr"),
+    "os.system": Runs(os.system, "touch ran"),
+    "subprocess": Runs(subprocess.check_call, ["touch", "ran"]),
+    "eval": Runs(eval, "open('ran', 'w')"),
+    "a method": Runs(Path.touch, Path("ran")),
+    "exec": Runs(exec, "open('ran', 'w')"),
+    "getattr": Runs(getattr, Runs, "__init__"),
+    "getattr of an instance": Runs(getattr, 1, "bit_length"),
 }
 
 
@@ -83,22 +80,19 @@ FORMATS: dict[str, Callable[[Any], bytes]] = {
 @pytest.mark.parametrize("how", EVIL)
 def test_torch_runs_nothing_though_it_was_asked_to(tmp_path: Path, form: str, how: str) -> None:
     """As DeepSpeed asks: weights_only=False."""
-    evil, named = EVIL[how]
     file = tmp_path / "mp_rank_00_model_states.pt"
-    file.write_bytes(FORMATS[form]({"module": {"weight": torch.ones(2)}, "evil": evil}))
+    file.write_bytes(FORMATS[form]({"module": {"weight": torch.ones(2)}, "evil": EVIL[how]}))
     with restricted_unpickling(), pytest.raises(DataError) as caught:
         torch.load(file, map_location="cpu", weights_only=False)
     assert (caught.value.exit_code, caught.value.problem_id) == (4, "checkpoint-unsafe")
     assert caught.value.message.startswith(f"{file} ")
     assert "nothing of it was run" in caught.value.message
     assert "training.resume=never" in caught.value.message
-    if form == "torch" and named is not None:
-        assert f"names {named}, which no checkpoint of a run does" in caught.value.message
 
 
 def test_without_it_the_same_file_would_run(tmp_path: Path) -> None:
     """What the tests above would not see if the file were harmless."""
-    (tmp_path / "evil.pt").write_bytes(zipped(EVIL["os.system"][0]))
+    (tmp_path / "evil.pt").write_bytes(zipped(EVIL["os.system"]))
     torch.load(tmp_path / "evil.pt", weights_only=False)
     (tmp_path / "ran").unlink()
 
@@ -118,11 +112,11 @@ def test_deepspeeds_own_loader_gets_its_states_and_runs_nothing(tmp_path: Path) 
         "fp32": torch.arange(4.0),
     }
     (tmp_path / "good.pt").write_bytes(zipped(states))
-    (tmp_path / "evil.pt").write_bytes(zipped(states | {"evil": EVIL["os.system"][0]}))
+    (tmp_path / "evil.pt").write_bytes(zipped(states | {"evil": EVIL["os.system"]}))
     engine = TorchCheckpointEngine()
     with restricted_unpickling():
         found = engine.load(str(tmp_path / "good.pt"), map_location="cpu")
-        with pytest.raises(DataError, match=r"evil\.pt names posix\.system"):
+        with pytest.raises(DataError, match=r"evil\.pt holds something"):
             engine.load(str(tmp_path / "evil.pt"), map_location="cpu")
     assert (found["zero_stage"], found["loss_scaler"].cur_scale) == (ZeroStageEnum(2), 1.0)
     assert found["as_python_3_11_2_writes_it"] is ZeroStageEnum.gradients
@@ -177,9 +171,9 @@ def test_a_sharded_checkpoint_is_loaded_and_another_saved_meanwhile(sharded: Pat
 @no_group
 @pytest.mark.parametrize("how", EVIL)
 def test_its_list_runs_nothing(sharded: Path, how: str) -> None:
-    (sharded / ".metadata").write_bytes(pickle.dumps(EVIL[how][0]))
+    (sharded / ".metadata").write_bytes(pickle.dumps(EVIL[how]))
     with (
-        pytest.raises(DataError, match=r"\.metadata (names|holds) .*nothing of it was run") as caught,
+        pytest.raises(DataError, match=r"\.metadata holds .*nothing of it was run") as caught,
         restricted_unpickling(),
     ):
         loaded(sharded)
@@ -196,12 +190,12 @@ def test_a_format_in_a_list_is_read_as_python_3_11_2_writes_it() -> None:
 @no_group
 def test_nor_does_a_value_beside_the_tensors(sharded: Path, tmp_path: Path) -> None:
     """Values are in the shards' files, each saved by torch.save; the list says where and how long they are."""
-    evil = {**SHARDED, "name": EVIL["os.system"][0]}
+    evil = {**SHARDED, "name": EVIL["os.system"]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         save_sharded(evil, storage_writer=FileSystemWriter(tmp_path / "evil"), no_dist=True)
     with (
-        pytest.raises(DataError, match=r"a \.distcp file of the checkpoint names posix\.system"),
+        pytest.raises(DataError, match=r"a \.distcp file holds something"),
         restricted_unpickling(),
     ):
         loaded(tmp_path / "evil")
@@ -214,12 +208,3 @@ def test_afterwards_all_is_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError), restricted_unpickling():
         raise ZeroDivisionError
     assert (torch.load, filesystem.pickle, torch.serialization.get_safe_globals()) == before
-
-
-def test_a_file_that_is_no_pickle_is_the_librarys_to_report(tmp_path: Path) -> None:
-    (tmp_path / "states.pt").write_bytes(b"no shard")
-    with (
-        restricted_unpickling(),
-        pytest.raises(pickle.UnpicklingError, match=r"states\.pt is no file that torch has written"),
-    ):
-        torch.load(tmp_path / "states.pt", weights_only=False)

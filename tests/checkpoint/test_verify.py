@@ -11,11 +11,11 @@ import pytest
 from tunebook.checkpoint.record import UnreadableRecordError, read_record
 from tunebook.checkpoint.verify import (
     complete_checkpoints,
+    examine,
     newest_checkpoint,
     passed_over,
     require_unchanged_model,
     verified_record,
-    why_not_complete,
     wrong_hash,
 )
 from tunebook.errors import DataError
@@ -60,7 +60,7 @@ def flip_a_bit(file: Path) -> None:
 )
 def test_damage_that_names_and_sizes_show(checkpoint: Path, damage: Callable[[Path], object], why: str) -> None:
     damage(checkpoint / "global_step4" / "bf16_optim.pt")
-    assert why in str(why_not_complete(checkpoint))
+    assert why in str(examine(checkpoint).why_not)
     assert newest_checkpoint(checkpoint.parent.parent) is None
     with pytest.raises(DataError, match=r"cannot be used: .*name an older checkpoint, or restore"):
         verified_record(checkpoint)
@@ -68,7 +68,7 @@ def test_damage_that_names_and_sizes_show(checkpoint: Path, damage: Callable[[Pa
 
 def test_a_flipped_bit_is_found_by_its_hash_alone(checkpoint: Path) -> None:
     flip_a_bit(checkpoint / "global_step4" / "bf16_optim.pt")
-    assert why_not_complete(checkpoint) is None
+    assert examine(checkpoint).why_not is None
     record = read_record(checkpoint)
     said = "global_step4/bf16_optim.pt is not what was written: its SHA-256 is "
     assert str(wrong_hash(checkpoint, record.files.items())).startswith(said)
@@ -81,7 +81,7 @@ def test_a_flipped_bit_is_found_by_its_hash_alone(checkpoint: Path) -> None:
 def test_a_linked_folder_of_files_that_are_what_was_written_is_still_refused(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / "global_step4").rename(tmp_path / "elsewhere")
     (checkpoint / "global_step4").symlink_to(tmp_path / "elsewhere")
-    assert "global_step4 in it is a link or no regular file" in str(why_not_complete(checkpoint))
+    assert "global_step4 in it is a link or no regular file" in str(examine(checkpoint).why_not)
 
 
 @pytest.mark.parametrize(
@@ -98,19 +98,19 @@ def test_a_damaged_record_is_no_record(checkpoint: Path, content: str, why: str)
     (checkpoint / "complete.json").write_text(content)
     with pytest.raises(UnreadableRecordError, match=why):
         read_record(checkpoint)
-    assert why in str(why_not_complete(checkpoint))
+    assert why in str(examine(checkpoint).why_not)
 
 
 def test_a_record_of_another_format_is_not_read(checkpoint: Path) -> None:
     content = json.loads((checkpoint / "complete.json").read_text())
     (checkpoint / "complete.json").write_text(json.dumps(content | {"format": 2}))
-    assert "has format 2" in str(why_not_complete(checkpoint))
+    assert "has format 2" in str(examine(checkpoint).why_not)
 
 
 def test_a_record_that_lists_nothing_vouches_for_nothing(checkpoint: Path) -> None:
     content = json.loads((checkpoint / "complete.json").read_text())
     (checkpoint / "complete.json").write_text(json.dumps(content | {"files": {}}))
-    assert why_not_complete(checkpoint) == "its complete.json lists no files"
+    assert examine(checkpoint).why_not == "its complete.json lists no files"
 
 
 def test_paths_that_lead_out_of_the_folder_are_files_that_are_missing(checkpoint: Path, tmp_path: Path) -> None:
@@ -118,14 +118,14 @@ def test_paths_that_lead_out_of_the_folder_are_files_that_are_missing(checkpoint
     content = json.loads((checkpoint / "complete.json").read_text())
     content["files"]["../../outside"] = content["files"]["empty"]
     (checkpoint / "complete.json").write_text(json.dumps(content))
-    assert why_not_complete(checkpoint) == "../../outside is missing"
+    assert examine(checkpoint).why_not == "../../outside is missing"
 
 
 def test_without_a_record_it_is_not_there(checkpoint: Path) -> None:
     (checkpoint / "complete.json").unlink()
-    assert "it has no complete.json: " in str(why_not_complete(checkpoint))
+    assert "it has no complete.json: " in str(examine(checkpoint).why_not)
     (checkpoint / ".complete.json").touch()
-    assert why_not_complete(checkpoint) == "it was not written completely"
+    assert examine(checkpoint).why_not == "it was not written completely"
 
 
 def test_the_newest_complete_one_and_what_is_newer(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:

@@ -231,14 +231,14 @@ def test_export_hands_its_options_on(run, monkeypatch, tmp_path):
         raise DataError("that is all")
 
     monkeypatch.setattr("tunebook.checkpoint.export.run.export_run", export)
-    words = ("--checkpoint", "40", "--to", str(tmp_path), "--merge", "--dtype", "bf16", "--push", "me/x")
+    words = ("--checkpoint", "40", "--to", str(tmp_path), "--merge", "--dtype", "bf16")
     assert run("export", "tiny", *words)[0] == 4
     assert asked == {
         "target": "tiny", "outputs": Path("outputs"), "checkpoint": "40", "to": tmp_path, "merge": True,
-        "dtype": "bf16", "push_to": "me/x",
+        "dtype": "bf16",
     }  # fmt: skip
     run("export", "latest")
-    assert {asked[key] for key in ("checkpoint", "to", "dtype", "push_to")} == {None}
+    assert {asked[key] for key in ("checkpoint", "to", "dtype")} == {None}
     code, _, said = run("export", "latest", "--dtype", "int8")
     assert code == 2
     assert "'int8' is not one of 'fp32', 'bf16', 'fp16'" in said

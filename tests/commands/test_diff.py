@@ -11,7 +11,6 @@ import pytest
 from rich.console import Console
 
 from tunebook.commands.diff import diff_command
-from tunebook.errors import RequestError
 
 from ..evidence.conftest import MakeRun, curve, edit_json
 
@@ -88,10 +87,3 @@ def test_a_changed_file_is_named(make_run: MakeRun) -> None:
     said = run_diff(make_run(), run)
     assert f"{run.parent.name}/{run.name}: metrics.jsonl was changed after the run" in said
     assert "files_sha256" not in said
-
-
-def test_a_run_is_not_compared_with_itself(make_run: MakeRun) -> None:
-    run = make_run()
-    with pytest.raises(RequestError) as error:
-        run_diff(run, run)
-    assert error.value.problem_id == "run-named-twice"

@@ -56,14 +56,6 @@ def test_options_that_exclude_each_other_are_refused(make_run: MakeRun, options:
     assert error.value.problem_id == "evidence-label"
 
 
-def test_numbers_of_another_form_are_a_damaged_record(evidence: Path, make_run: MakeRun) -> None:
-    run = make_run()
-    (run / "evaluation" / "after.json").write_text('{"tasks": {"words": {"value": 0.5, "stderr": null}}}')
-    with pytest.raises(DataError) as error:
-        run_command(run)
-    assert error.value.problem_id == "broken-record"
-
-
 # --- which evidence
 
 

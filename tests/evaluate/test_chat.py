@@ -31,6 +31,7 @@ from tunebook.errors import DataError, DoesNotFitError, RequestError
 from tunebook.evaluate.chat import HELP, Chat, Sampling, chat_command, converse, load_chat, printable
 from tunebook.evaluate.target import Target
 from tunebook.model.tokenizer import stop_ids, tokenizer_hash
+from tunebook.record.manifest import system_prompt_hash
 
 Models = Callable[..., PreTrainedModel]
 Chats = Callable[..., Chat]
@@ -311,6 +312,9 @@ def run(tmp_path: Path, tokenizer: PreTrainedTokenizerBase, scripted: Models) ->
         "status": {"state": "finished", "reason": None},
         "chat_template_sha256": template_hash(tokenizer),
         "tokenizer_sha256": tokenizer_hash(tokenizer),
+        "system_prompt_sha256": system_prompt_hash(config.dataset.system_prompt),
+        "config_sha256": "c",
+        "model": {"weights_fingerprint": None},
     }
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder
@@ -320,6 +324,9 @@ def change_config(run: Path, edit: Callable[[RunConfig], None]) -> None:
     config = load_config(run / "run.yaml")
     edit(config)
     (run / "run.yaml").write_text(config_to_yaml(config))
+    manifest = json.loads((run / "manifest.json").read_text())
+    manifest["system_prompt_sha256"] = system_prompt_hash(config.dataset.system_prompt)
+    (run / "manifest.json").write_text(json.dumps(manifest))
 
 
 def load(run: Path | None, folder: Path) -> Chat:

@@ -172,7 +172,7 @@ def test_an_exported_model_says_whose_it_is_and_brings_its_prompt_and_recipe(
 ) -> None:
     said = {
         "format": 1, "run": "quickstart/now", "recipe": "quickstart", "config_sha256": "c", "tokenizer_sha256": "t",
-        "chat_template_sha256": "t", "system_prompt": "Be short.",
+        "chat_template_sha256": "t", "system_prompt": "Be short.", "system_prompt_sha256": "s",
     }  # fmt: skip
     exported = model_folder(tmp_path / "exported")
     (exported / ORIGIN_FILE).write_text(json.dumps(said))

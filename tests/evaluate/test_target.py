@@ -128,7 +128,7 @@ def test_a_named_model_may_be_one_word_on_the_hub_but_no_path(run: Path, outputs
 def test_an_exported_folder_may_say_where_it_comes_from(run: Path, tmp_path: Path, outputs: Path) -> None:
     said = {
         "format": 1, "run": "tiny/x", "recipe": "tiny", "config_sha256": "c", "tokenizer_sha256": "t",
-        "chat_template_sha256": None, "system_prompt": "Be short.",
+        "chat_template_sha256": None, "system_prompt": "Be short.", "system_prompt_sha256": "s",
     }  # fmt: skip
     exported = model_folder(tmp_path / "exported")
     (exported / ORIGIN_FILE).write_text(json.dumps(said))

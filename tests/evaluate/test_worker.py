@@ -25,7 +25,8 @@ from tunebook.evaluate.evaluation import Evaluation, _bound_tokenizer, score_fir
 from tunebook.evaluate.task_files import resolve_task, suite_settings
 from tunebook.model.load import load_model
 from tunebook.record.contamination import CHECK
-from tunebook.record.model_origin import recorded_by_run
+from tunebook.record.manifest import system_prompt_hash
+from tunebook.record.model_origin import Origin
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 
@@ -133,7 +134,10 @@ def test_no_task_is_an_error(run: Path, config: RunConfig, capsys: pytest.Captur
 def test_a_changed_template_is_an_error(
     run: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    manifest = {"format": 1, "chat_template_sha256": "0" * 64}
+    manifest = {
+        "format": 1, "config_sha256": "c", "tokenizer_sha256": None, "chat_template_sha256": "0" * 64,
+        "system_prompt_sha256": system_prompt_hash(None), "model": {"weights_fingerprint": None},
+    }  # fmt: skip
     (run / "manifest.json").write_text(json.dumps(manifest))
     assert template_hash(tokenizer) != manifest["chat_template_sha256"]
     assert worker.main(["--run", str(run), "--when", "before"]) == 4
@@ -168,8 +172,10 @@ def test_other_weights_than_the_run_started_from_are_an_error_unless_they_are_na
     tokenizer.save_pretrained(base)
     (base / "pytorch_model.bin").write_bytes(b"other weights")
     model = replace(config.model, path=str(base), weights=Weights.pretrained)
-    (run / "manifest.json").write_text(json.dumps({"format": 1, "model": {"weights_fingerprint": "1" * 64}}))
-    trained = recorded_by_run(run)
+    trained = Origin(
+        run="tiny/now", recipe=None, config_sha256="c", tokenizer_sha256=None, chat_template_sha256=None,
+        system_prompt=None, system_prompt_sha256=system_prompt_hash(None), weights_fingerprint="1" * 64,
+    )  # fmt: skip
     asked = Evaluation(
         run=run, when="before", config=replace(config, model=model), model=None, tasks=["t"],
         trained=trained,

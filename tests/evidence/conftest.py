@@ -91,6 +91,7 @@ def make_run(whole_run: Path, tmp_path: Path) -> MakeRun:
         lines = [
             {
                 "step": step,
+                "num_steps": 1,
                 "loss": loss,
                 "tokens_per_second_per_gpu": speed,
                 "memory_gib": [memory],

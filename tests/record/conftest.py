@@ -32,6 +32,7 @@ def metrics_line(step: int, ranks: int, rate: float) -> dict[str, Any]:
     warm_up, progress = min(1.0, step / 12), step / NUM_STEPS
     return {
         "step": step,
+        "num_steps": 1,
         "epoch": round(3 * step / NUM_STEPS, 4),
         "loss": 0.09 + 6.8 * decay * (1 + 0.12 * ripple) + 0.05 * abs(ripple),
         "grad_norm": 0.4 + 5 * decay + 0.5 * abs(ripple),

@@ -24,9 +24,8 @@ OLD, NEW = {0: 0.0, 1: 0.0, 2: 1.0, 3: 1.0}, {0: 0.0, 1: 1.0, 2: 1.0, 3: 1.0}
 
 def test_the_error_of_a_difference_is_that_of_the_paired_items() -> None:
     found = score_difference(score(0.5, 0.289), score(0.75, 0.25), OLD, NEW)
-    assert (found.value, found.is_paired) == (0.25, True)
     # 0 1 0 0: a standard deviation of 1/2, over sqrt(4)
-    assert found.standard_error == pytest.approx(0.25)
+    assert found == (0.25, pytest.approx(0.25))
 
 
 @pytest.mark.parametrize(
@@ -44,12 +43,11 @@ def test_unpaired_scores_combine_both_errors(
     old: dict[str, Any], new: dict[str, Any], old_values: dict[int, float], new_values: dict[int, float]
 ) -> None:
     found = score_difference(old, new, old_values, new_values)
-    assert found.value == pytest.approx(new["value"] - 0.5)
-    assert (found.standard_error, found.is_paired) == (pytest.approx(0.5), False)  # sqrt(0.09 + 0.16)
+    assert found == (pytest.approx(new["value"] - 0.5), pytest.approx(0.5))  # sqrt(0.09 + 0.16)
 
 
 def test_without_an_error_of_one_score_there_is_none_of_the_difference() -> None:
-    assert score_difference(score(31.0, None), score(12.0, 0.5)).standard_error is None
+    assert score_difference(score(31.0, None), score(12.0, 0.5))[1] is None
 
 
 def test_a_share_without_an_error_has_that_of_right_and_wrong_answers() -> None:
@@ -101,10 +99,10 @@ def test_a_score_of_several_tasks_is_paired_over_the_items_of_all_of_them() -> N
     new_answers = {("first", None): {0: 1.0, 1: 1.0}, ("second", None): {0: 0.0, 1: 1.0}}
     found = task_difference("both", old, new, old_answers, new_answers)
     # 0 1 0 1: a standard deviation of sqrt(1/3), over sqrt(4)
-    assert (found.value, found.is_paired) == (0.5, True)
-    assert found.standard_error == pytest.approx((1 / 3) ** 0.5 / 2)
+    assert found == (0.5, pytest.approx((1 / 3) ** 0.5 / 2))
+    assert task_difference("inner", old, new, old_answers, new_answers)[1] == pytest.approx(0.5)
     new["second"]["items_sha256"] = "other"
-    assert not task_difference("both", old, new, old_answers, new_answers).is_paired
-    assert task_difference("inner", old, new, old_answers, new_answers).is_paired
+    unpaired = pytest.approx(0.02**0.5)  # both errors of 0.1
+    assert task_difference("both", old, new, old_answers, new_answers)[1] == unpaired
     unweighted = tasks(1.0, 0.5, 0.8)  # each task counts as much, whatever its size
-    assert not task_difference("both", old, unweighted, old_answers, new_answers).is_paired
+    assert task_difference("both", old, unweighted, old_answers, new_answers)[1] == unpaired

@@ -4,6 +4,7 @@ import json
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,6 @@ from tunebook.record.manifest import (
     changed_files,
     finish_manifest,
     read_manifest,
-    recorded_fingerprint,
     start_manifest,
     state_of_exit_code,
     system_prompt_hash,
@@ -32,7 +32,7 @@ KEYS = {
 }  # fmt: skip
 
 
-def start(folder: Path, config: RunConfig) -> dict[str, object]:
+def start(folder: Path, config: RunConfig) -> dict[str, Any]:
     return start_manifest(
         folder, config, world_size=1, command=["/somewhere/bin/tunebook", "train", "example"],
         dataset={"records": [], "fingerprint": "abc"}, tokenizer_sha256="def",
@@ -154,15 +154,11 @@ def test_fingerprint_of_weights_in_a_folder_is_recorded(tmp_path: Path, run_conf
     (base / "pytorch_model.bin").write_bytes(b"weights")
     run_config.model = ModelConfig(path=str(base), weights=Weights.pretrained)
     now = start(tmp_path, run_config)
-    found = recorded_fingerprint(now)
+    found = now["model"]["weights_fingerprint"]
     assert found is not None and len(found) == 64
-    assert recorded_fingerprint(start(tmp_path, replace(run_config, model=ModelConfig(name="org/model")))) is None
+    on_hub = start(tmp_path, replace(run_config, model=ModelConfig(name="org/model")))
+    assert on_hub["model"]["weights_fingerprint"] is None
     kept = start_manifest(
         tmp_path, run_config, world_size=1, command=["tunebook"], model={"weights_fingerprint": "1" * 64}
     )
-    assert recorded_fingerprint(kept) == "1" * 64
-
-
-def test_older_manifest_has_no_fingerprint() -> None:
-    assert recorded_fingerprint({"format": 1}) is None
-    assert recorded_fingerprint({"format": 1, "model": {"name": "m"}}) is None
+    assert kept["model"]["weights_fingerprint"] == "1" * 64

@@ -20,26 +20,26 @@ from tunebook.record.model_origin import (
     MISMATCHES,
     ORIGIN_FILE,
     Origin,
-    Trained,
     allowed_mismatches,
     check_base,
     check_bound,
     origin_of,
     read_origin,
-    recorded_by_origin,
-    recorded_by_run,
-    recorded_in_export,
     write_origin,
 )
 
 PROMPT = "Answer in one word."
 
 
+def origin(**changes: Any) -> Origin:
+    recorded: dict[str, Any] = dict.fromkeys(("tokenizer_sha256", "chat_template_sha256", "system_prompt"))
+    recorded["system_prompt_sha256"] = system_prompt_hash(None)
+    return Origin(run="tiny/now", recipe=None, config_sha256="c", **recorded | changes)
+
+
 @pytest.fixture
-def trained(tokenizer: PreTrainedTokenizerBase) -> Trained:
-    return Trained(
-        by="/outputs/tiny/now",
-        name="tiny/now",
+def trained(tokenizer: PreTrainedTokenizerBase) -> Origin:
+    return origin(
         tokenizer_sha256=tokenizer_hash(tokenizer),
         chat_template_sha256=template_hash(tokenizer),
         system_prompt_sha256=system_prompt_hash(PROMPT),
@@ -59,7 +59,7 @@ def changed(tokenizer: PreTrainedTokenizerBase) -> dict[str, tuple[Any, str | No
     }
 
 
-def test_unchanged_origin_has_no_differences(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_unchanged_origin_has_no_differences(trained: Origin, tokenizer: PreTrainedTokenizerBase) -> None:
     assert check_bound(trained, tokenizer, PROMPT) == {
         "to": "tiny/now",
         "mismatches": [],
@@ -71,11 +71,11 @@ def test_unchanged_origin_has_no_differences(trained: Trained, tokenizer: PreTra
 
 @pytest.mark.parametrize("what", [name for name in MISMATCHES if name != BASE])
 def test_difference_is_an_error_unless_allowed_and_is_recorded(
-    trained: Trained, changed: dict[str, tuple[Any, str | None]], what: str
+    trained: Origin, changed: dict[str, tuple[Any, str | None]], what: str
 ) -> None:
     tokenizer, prompt = changed[what]
     others = [name for name in MISMATCHES if name != what]
-    with pytest.raises(DataError, match=rf"is not the one that /outputs/tiny/now.*--allow-mismatch {what}`") as raised:
+    with pytest.raises(DataError, match=rf"is not the one that the run tiny/now.*--allow-mismatch {what}`") as raised:
         check_bound(trained, tokenizer, prompt, others)
     assert raised.value.problem_id == f"{what.replace('_', '-')}-changed"
     bound = check_bound(trained, tokenizer, prompt, [what])
@@ -85,10 +85,10 @@ def test_difference_is_an_error_unless_allowed_and_is_recorded(
     assert [bound[f"{name}_sha256"] for name in ("tokenizer", "chat_template", "system_prompt")].count(None) == 0
 
 
-def test_padding_token_of_the_trainer_is_no_difference(trained: Trained, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_padding_token_of_the_trainer_is_no_difference(trained: Origin, tokenizer: PreTrainedTokenizerBase) -> None:
     without: Any = copy.deepcopy(tokenizer)
     without.pad_token = None
-    recorded = Trained(by="a run", name="a/b", tokenizer_sha256=tokenizer_hash(without))
+    recorded = origin(tokenizer_sha256=tokenizer_hash(without))
     before = tokenizer.pad_token
     assert before is not None
     assert check_bound(recorded, tokenizer, None)["tokenizer_sha256"] == recorded.tokenizer_sha256
@@ -96,33 +96,8 @@ def test_padding_token_of_the_trainer_is_no_difference(trained: Trained, tokeniz
 
 
 def test_what_was_not_recorded_is_not_compared(tokenizer: PreTrainedTokenizerBase) -> None:
-    assert check_bound(Trained(by="an old run", name="a/b"), tokenizer, PROMPT)["mismatches"] == []
+    assert check_bound(origin(), tokenizer, None)["mismatches"] == []
     assert check_bound(None, tokenizer, PROMPT)["to"] is None
-
-
-def test_a_runs_manifest_and_an_exported_folder_say_the_same(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    assert recorded_by_run(tmp_path) is None
-    assert recorded_in_export(None) is None
-    assert recorded_in_export(tmp_path) is None
-    manifest = {"format": 1, "tokenizer_sha256": "t", "chat_template_sha256": "c"}
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    old = recorded_by_run(tmp_path)
-    assert old is not None
-    assert (old.tokenizer_sha256, old.system_prompt_sha256) == ("t", None)  # runs that recorded no prompt
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"system_prompt_sha256": system_prompt_hash(PROMPT)}))
-    said: dict[str, Any] = {
-        "run": "a/b", "recipe": None, "config_sha256": "x", "tokenizer_sha256": "t", "chat_template_sha256": "c",
-        "system_prompt": PROMPT,
-    }  # fmt: skip
-    (tmp_path / ORIGIN_FILE).write_text(json.dumps({"format": 1, **said}))
-    by_run, beside = recorded_by_run(tmp_path), recorded_in_export(tmp_path)
-    assert by_run is not None
-    assert beside is not None
-    hashes = ("tokenizer_sha256", "chat_template_sha256", "system_prompt_sha256")
-    assert [getattr(by_run, key) for key in hashes] == [getattr(beside, key) for key in hashes]
-    assert recorded_by_origin(Origin(**said)) == beside
 
 
 def test_what_may_differ_is_named_with_commas() -> None:
@@ -141,8 +116,8 @@ def base(monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
 
 
 def test_different_base_is_an_error_unless_allowed_and_is_recorded(base: ModelConfig) -> None:
-    trained = Trained(by="/outputs/tiny/now", name="tiny/now", weights_fingerprint="1" * 64)
-    with pytest.raises(DataError, match=r"is not the one that /outputs/tiny/now.*--allow-mismatch base`") as raised:
+    trained = origin(weights_fingerprint="1" * 64)
+    with pytest.raises(DataError, match=r"is not the one that the run tiny/now.*--allow-mismatch base`") as raised:
         check_base(trained, base, [name for name in MISMATCHES if name != BASE])
     assert "the weights of /models/base have the fingerprint 222222222222..., and the run started from 1111" in str(
         raised.value
@@ -154,33 +129,21 @@ def test_different_base_is_an_error_unless_allowed_and_is_recorded(base: ModelCo
 
 
 def test_missing_base_weights_are_an_error(tmp_path: Path) -> None:
-    trained = Trained(by="/outputs/tiny/now", name="tiny/now", weights_fingerprint="1" * 64)
+    trained = origin(weights_fingerprint="1" * 64)
     for folder in (tmp_path, tmp_path / "gone"):
         with pytest.raises(DataError, match=rf"the weights of {folder} are not there, and the run started from 1111"):
             check_base(trained, ModelConfig(path=str(folder)))
 
 
 def test_hub_base_is_not_compared() -> None:
-    trained = Trained(by="/outputs/tiny/now", name="tiny/now", weights_fingerprint="1" * 64)
+    trained = origin(weights_fingerprint="1" * 64)
     assert check_base(trained, ModelConfig(name="org/base")) == []
 
 
 @pytest.mark.parametrize("recorded", ["2" * 64, None])
 def test_unrecorded_base_is_not_compared(base: ModelConfig, recorded: str | None) -> None:
-    assert check_base(Trained(by="a run", name="a/run", weights_fingerprint=recorded), base) == []
+    assert check_base(origin(weights_fingerprint=recorded), base) == []
     assert check_base(None, base) == []
-
-
-def test_base_is_read_from_manifest_and_exported_folder(tmp_path: Path) -> None:
-    origin = Origin(
-        run="tiny/now", recipe=None, config_sha256="c", tokenizer_sha256=None, chat_template_sha256=None,
-        system_prompt=None, weights_fingerprint="1" * 64,
-    )  # fmt: skip
-    assert recorded_by_origin(origin).weights_fingerprint == "1" * 64
-    for model, expected in (({"weights_fingerprint": "1" * 64}, "1" * 64), ({"name": "older"}, None)):
-        (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "model": model}))
-        recorded = recorded_by_run(tmp_path)
-        assert recorded is not None and recorded.weights_fingerprint == expected
 
 
 @pytest.fixture
@@ -197,7 +160,9 @@ def test_an_exported_folder_says_what_its_run_recorded(run: Path, tmp_path: Path
     exported = tmp_path / "exported"
     exported.mkdir()
     assert read_origin(exported) is None
+    assert origin_of(exported) is None
     written = origin_of(run)
+    assert written is not None
     write_origin(exported, written)
     manifest = json.loads((run / "manifest.json").read_text())
     assert written == read_origin(exported)
@@ -211,7 +176,9 @@ def test_an_exported_folder_says_what_its_run_recorded(run: Path, tmp_path: Path
 def test_another_file_of_that_name_is_an_error(
     run: Path, tmp_path: Path, change: dict[str, object] | list[int]
 ) -> None:
-    write_origin(tmp_path, origin_of(run))
+    written = origin_of(run)
+    assert written is not None
+    write_origin(tmp_path, written)
     said = json.loads((tmp_path / ORIGIN_FILE).read_text())
     said = {key: value for key, value in (said | change).items() if value is not ...} if change else []
     (tmp_path / ORIGIN_FILE).write_text(json.dumps(said))

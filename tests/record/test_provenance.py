@@ -182,7 +182,7 @@ def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A book with one lock that contains the installed torch."""
     (tmp_path / "docker" / "hopper").mkdir(parents=True)
     monkeypatch.setattr(provenance, "book_root", lambda: tmp_path)
-    monkeypatch.setattr(provenance, "installed_packages", lambda: [("Torch", "2.11.0"), ("numpy", "2.4.6")])
+    monkeypatch.setattr(provenance, "installed_versions", lambda: {"torch": "2.11.0", "numpy": "2.4.6"})
     monkeypatch.setattr(platform, "python_version", lambda: "3.11.9")
     monkeypatch.delenv("TUNEBOOK_IMAGE_FILE", raising=False)
     return tmp_path
@@ -266,9 +266,6 @@ def test_no_secret_is_recorded_of_a_command_line_or_the_environment(monkeypatch:
     [
         ("processor\t: 0\ncpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\nmodel\t: 9\n",
          "AMD EPYC, family 25, model 1"),
-        ("processor\t: 0\nCPU implementer\t: 0x41\nCPU part\t: 0xd0c\n\n",
-         f"{platform.machine()}, implementer 0x41, part 0xd0c"),
-        ("", platform.processor() or platform.machine()),
     ],
 )  # fmt: skip
 def test_a_processor_is_named_with_what_a_virtual_machine_does_not_hide(

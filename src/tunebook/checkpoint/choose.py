@@ -8,36 +8,22 @@ hash among them. Every skipped checkpoint is reported with the reason.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 from tunebook.checkpoint.collectives import on_every_rank, on_first_rank, rank_and_size, share_of
 from tunebook.checkpoint.identity import require_same
-from tunebook.checkpoint.record import (
-    CHECKPOINTS_FOLDER,
-    RECORD_FILE,
-    CheckpointRecord,
-    Identity,
-    UnreadableRecordError,
-    named_as_checkpoints,
-    step_of,
-)
+from tunebook.checkpoint.record import CHECKPOINTS_FOLDER, RECORD_FILE, CheckpointRecord, Identity
 from tunebook.checkpoint.retention import clean_up
-from tunebook.checkpoint.verify import complete_record, wrong_hash
+from tunebook.checkpoint.verify import Candidate, candidates_in, examine, wrong_hash
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import RESUME_WORDS
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DataError, RequestError
 
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A folder `checkpoint-<step>`: its record, or why it cannot be used."""
-
-    path: Path
-    record: CheckpointRecord | None
-    why_not: str | None = None
+Check = Callable[[Path, CheckpointRecord], str | None]  # why a complete checkpoint is damaged
 
 
 def expected_checkpoint(config: RunConfig, run: Path | None, own: Identity) -> Path | None:
@@ -48,16 +34,59 @@ def expected_checkpoint(config: RunConfig, run: Path | None, own: Identity) -> P
     """
     found = candidates_in(run / CHECKPOINTS_FOLDER) if run is not None else []
     named = named_by(config)
-    usable = next((candidate for candidate in found if candidate.record is not None), None)
-    if usable is None and named is not None:
-        found = named_candidates(named)
-        usable = next((candidate for candidate in found if candidate.record is not None), None)
-        if usable is None:
-            raise damaged(named, found, "; ".join(f"{one.path.name}: {one.why_not}" for one in found))
-    if usable is None or usable.record is None:
-        return None
-    require_same(usable.path, usable.record, own, config.training.resume_anyway)
-    return usable.path
+    chosen = _first_sound(found, config, own)
+    if chosen is None and named is not None:
+        reasons: list[str] = []
+        chosen = _first_sound(named_candidates(named), config, own, report=reasons.append)
+        if chosen is None:
+            raise _damaged(named, "; ".join(reasons))
+    return chosen
+
+
+def choose_checkpoint(config: RunConfig, run: Path, own: Identity, report: Callable[[str], None]) -> Path | None:
+    """The verified checkpoint that the ranks resume from; None to start at the beginning.
+
+    A collective; `report` is called on every rank. Raises: as `expected_checkpoint`.
+    """
+    checkpoints, named = run / CHECKPOINTS_FOLDER, named_by(config)
+    on_first_rank(lambda: clean_up(checkpoints))
+    found = on_first_rank(lambda: candidates_in(checkpoints))
+    chosen = _first_sound(found, config, own, _wrong_anywhere, report)
+    if chosen is not None:
+        passed = list(takewhile(lambda one: one.path != chosen, found))
+        on_first_rank(lambda: _set_aside(passed))
+    elif named is not None:
+        found = on_first_rank(lambda: named_candidates(named))
+        chosen = _first_sound(found, config, own, _wrong_anywhere, report)
+        if chosen is None:
+            raise _damaged(named, "the reasons are printed above")
+    return chosen
+
+
+def _first_sound(
+    found: Iterable[Candidate],
+    config: RunConfig,
+    own: Identity,
+    check: Check = lambda path, record: None,
+    report: Callable[[str], None] = lambda line: None,
+) -> Path | None:
+    for one in found:
+        why = one.why_not
+        if one.record is not None:
+            require_same(one.path, one.record, own, config.training.resume_anyway)
+            why = check(one.path, one.record)
+            if why is None:
+                return one.path
+        report(f"{one.path} is passed over: {why}")
+    return None
+
+
+def _set_aside(passed: list[Candidate]) -> None:
+    """Rename what has the right sizes but other content, or it would count as one of the newest that stay."""
+    for one in passed:
+        if one.record is not None:
+            with suppress(OSError):
+                one.path.rename(one.path.with_name(f"damaged-{one.path.name}"))
 
 
 def named_by(config: RunConfig) -> Path | None:
@@ -75,19 +104,14 @@ def same_command(config: RunConfig, option: str = "") -> str:
     return f"the same command{f' with {option}' if option else ''}{without}"
 
 
-def candidates_in(checkpoints: Path) -> list[Candidate]:
-    """Every folder with the name of a checkpoint, newest first, its files compared by name and size."""
-    return [_candidate(path) for path in named_as_checkpoints(checkpoints)]
-
-
 def named_candidates(named: Path) -> list[Candidate]:
     """The checkpoints of a folder that the user named, itself one or a run's; newest first.
 
     Raises: RequestError for a folder that is neither, and for checkpoints of other programs.
     """
     named = named.resolve()
-    found = candidates_in(named / CHECKPOINTS_FOLDER) or candidates_in(named) or [_candidate(named)]
-    if not any((candidate.path / RECORD_FILE).is_file() for candidate in found):
+    found = candidates_in(named / CHECKPOINTS_FOLDER) or candidates_in(named) or [examine(named)]
+    if not any((one.path / RECORD_FILE).is_file() for one in found):
         why = found[0].why_not if named.is_dir() else f"there is no such folder on {socket.gethostname()}"
         raise RequestError(
             f"training.resume={named} is no checkpoint to resume from: {why}; name a run folder, or a folder "
@@ -97,41 +121,18 @@ def named_candidates(named: Path) -> list[Candidate]:
     return found
 
 
-def damaged(named: Path, found: list[Candidate], why: str) -> DataError:
-    """The error for a folder, named by the user, whose checkpoints are all damaged."""
-    which = "its checkpoint is damaged" if len(found) == 1 else f"none of its {len(found)} checkpoints is complete"
+def _damaged(named: Path, why: str) -> DataError:
     return DataError(
-        f"training.resume={named}: {which}: {why}; name another checkpoint, restore this one from a copy, or start "
-        "again with training.resume=never",
+        f"training.resume={named} holds no complete checkpoint: {why}; name another checkpoint, restore this one from "
+        "a copy, or start again with training.resume=never",
         problem_id="checkpoint-damaged",
     )
 
 
-def choose_checkpoint(config: RunConfig, run: Path, own: Identity, report: Callable[[str], None]) -> Path | None:
-    """The verified checkpoint that the ranks resume from; None to start at the beginning.
-
-    A collective; `report` is called on every rank. Raises: as `expected_checkpoint`.
-    """
-    checkpoints = run / CHECKPOINTS_FOLDER
-    on_first_rank(lambda: clean_up(checkpoints))
-    found = on_first_rank(lambda: candidates_in(checkpoints))
-    chosen = _first_verified(found, config, own, report)
-    named = named_by(config)
-    if chosen is not None or named is None:
-        return chosen
-    found = on_first_rank(lambda: named_candidates(named))
-    chosen = _first_verified(found, config, own, report)
-    if chosen is None:
-        raise damaged(named, found, "the reasons are printed above")
-    return chosen
-
-
 def require_verified(checkpoint: Path) -> None:
     """Refuse a damaged best checkpoint; each rank reads a share of it. Raises: DataError."""
-    try:
-        why = _wrong_anywhere(checkpoint, on_first_rank(lambda: complete_record(checkpoint)))
-    except UnreadableRecordError as error:
-        why = str(error)
+    found = on_first_rank(lambda: examine(checkpoint))
+    why = found.why_not if found.record is None else _wrong_anywhere(checkpoint, found.record)
     if why is not None:
         raise DataError(
             f"{checkpoint} cannot be loaded: {why}. It is the best by validation loss, so no other takes its place. "
@@ -141,33 +142,8 @@ def require_verified(checkpoint: Path) -> None:
         )
 
 
-def _first_verified(
-    found: list[Candidate], config: RunConfig, own: Identity, report: Callable[[str], None]
-) -> Path | None:
-    for candidate in found:
-        why, record = candidate.why_not, candidate.record
-        if record is not None:
-            require_same(candidate.path, record, own, config.training.resume_anyway)
-            why = _wrong_anywhere(candidate.path, record)
-            if why is None:
-                return candidate.path
-        report(f"{candidate.path} is passed over: {why}")
-    return None
-
-
 def _wrong_anywhere(checkpoint: Path, record: CheckpointRecord) -> str | None:
     """Why a checkpoint is damaged, on every rank; each rank reads its share of the files."""
-    rank, num_ranks = rank_and_size()
-    mine = share_of({name: entry.size for name, entry in record.files.items()}, rank, num_ranks)
+    mine = share_of({name: entry.size for name, entry in record.files.items()}, *rank_and_size())
     found = on_every_rank(lambda: wrong_hash(checkpoint, [(name, record.files[name]) for name in mine]))
     return next((why for why in found if why is not None), None)
-
-
-def _candidate(path: Path) -> Candidate:
-    try:
-        record = complete_record(path)
-    except UnreadableRecordError as error:
-        return Candidate(path=path, record=None, why_not=str(error))
-    if step_of(path) not in (None, record.step):
-        return Candidate(path=path, record=None, why_not=f"its record is of step {record.step}")
-    return Candidate(path=path, record=record)

@@ -49,18 +49,6 @@ def background_group(timeout_s: float) -> Group:
         ) from error
 
 
-def gather_all(value: Answer, group: Group = None) -> list[Answer]:
-    """Every rank's value, in the order of ranks."""
-    _, size = rank_and_size()
-    if size == 1:
-        return [value]
-    import torch.distributed
-
-    values: list[Any] = [None] * size
-    torch.distributed.all_gather_object(values, value, group=group)
-    return values
-
-
 def on_first_rank(work: Callable[[], Answer], group: Group = None) -> Answer:
     """The result of the first rank's work, on every rank. Raises: its error, on every rank."""
     rank, size = rank_and_size()
@@ -79,7 +67,12 @@ def on_first_rank(work: Callable[[], Answer], group: Group = None) -> Answer:
 
 def on_every_rank(work: Callable[[], Answer], group: Group = None) -> list[Answer]:
     """The results of all ranks' work, on every rank. Raises: the first rank's error, on every rank."""
-    ended: list[tuple[Any, Exception | None]] = gather_all(_attempt(work), group)
+    size = rank_and_size()[1]
+    ended: list[Any] = [_attempt(work)] * size
+    if size > 1:
+        import torch.distributed
+
+        torch.distributed.all_gather_object(ended, ended[0], group=group)
     for _, error in ended:
         if error is not None:
             raise error
@@ -87,15 +80,8 @@ def on_every_rank(work: Callable[[], Answer], group: Group = None) -> list[Answe
 
 
 def share_of(sizes: Mapping[str, int], rank: int, num_ranks: int) -> list[str]:
-    """The files that one rank reads: the largest first, each file goes to the rank with the fewest bytes so far."""
-    loads = [0] * num_ranks
-    mine: list[str] = []
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        least = loads.index(min(loads))
-        loads[least] += sizes[name] + 1  # empty files are divided, too
-        if least == rank:
-            mine.append(name)
-    return mine
+    """The files that one rank reads: in turn, the largest first."""
+    return sorted(sizes, key=lambda name: (-sizes[name], name))[rank::num_ranks]
 
 
 def _attempt(work: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:

@@ -18,7 +18,6 @@ from tunebook.config.override_text import as_typed
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.data.prepared import Prepared
 from tunebook.errors import RequestError, first_few
-from tunebook.model.weights_fingerprint import recorded_in
 from tunebook.parallel.deepspeed import zero_stage
 from tunebook.parallel.fsdp import is_fsdp
 from tunebook.record.manifest import describe_model
@@ -125,7 +124,7 @@ def resumed_identity(theirs: Identity, own: Identity) -> Identity:
     """
     if own.peft != PeftMethod.full.name:
         return own
-    return replace(own, model=own.model | {"weights_fingerprint": recorded_in(theirs.model)})
+    return replace(own, model=own.model | {"weights_fingerprint": theirs.model["weights_fingerprint"]})
 
 
 def _needed_to_load(identity: Identity) -> dict[str, Any]:
@@ -145,7 +144,7 @@ def _needed_to_load(identity: Identity) -> dict[str, Any]:
         keys.append("parallelism.state_dict")
     if identity.peft != PeftMethod.full.name:
         keys += _OF_ADAPTERS
-        if (fingerprint := recorded_in(model)) is not None:
+        if (fingerprint := model["weights_fingerprint"]) is not None:
             found["the fingerprint of the base's weights"] = f"{fingerprint[:12]}..."
     for key in keys:
         section, _, last = key.partition(".")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,6 @@ class CheckpointRecord:
     step: int
     saved: str  # when, in UTC
     seconds: float  # that saving it took, up to this record
-    stall_seconds: float | None = None  # of those, in which training waited; None: all of them (older records)
     versions: dict[str, str]  # of the packages that wrote it
     identity: Identity
     files: dict[str, FileEntry] = field(default_factory=dict)
@@ -87,7 +85,7 @@ def named_as_checkpoints(folder: Path) -> list[Path]:
 
 
 def read_record(checkpoint: Path) -> CheckpointRecord:
-    """The record of a checkpoint. Raises: UnreadableRecordError for none or a damaged one; OSError."""
+    """The record of a checkpoint. Raises: UnreadableRecordError for none or a damaged one."""
     path = checkpoint / RECORD_FILE
     if not path.is_file():
         if (checkpoint / PENDING_FILE).is_file():
@@ -107,35 +105,18 @@ def read_record(checkpoint: Path) -> CheckpointRecord:
     return record
 
 
-@dataclass(frozen=True, kw_only=True)
-class Listing:
-    """The regular files of a checkpoint by path, with sizes; and everything else, which is suspect."""
+def list_files(checkpoint: Path) -> dict[str, int]:
+    """The size of every file below a checkpoint except its record, by path.
 
-    sizes: dict[str, int]
-    others: list[str]
-
-
-def list_files(checkpoint: Path) -> Listing:
-    """Every file below a checkpoint except its record. Links are not followed: they may lead out of the folder.
-
-    Raises: OSError.
+    Raises: UnreadableRecordError for a link or a special file, which may lead anywhere.
     """
     sizes: dict[str, int] = {}
-    others: list[str] = []
-    for entry, name in _walk(checkpoint, ""):
-        if entry.is_file(follow_symlinks=False):
-            sizes[name] = entry.stat(follow_symlinks=False).st_size
-        else:
-            others.append(name)
-    for name in (RECORD_FILE, PENDING_FILE):
-        sizes.pop(name, None)
-    return Listing(sizes=sizes, others=sorted(others))
-
-
-def _walk(folder: Path, prefix: str) -> Iterator[tuple[os.DirEntry[str], str]]:
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _walk(Path(entry.path), f"{prefix}{entry.name}/")
-            else:
-                yield entry, f"{prefix}{entry.name}"
+    for folder, folders, files in os.walk(checkpoint):
+        for name in (*folders, *files):
+            path = Path(folder, name)
+            inside = path.relative_to(checkpoint).as_posix()
+            if path.is_symlink() or not (path.is_dir() or path.is_file()):
+                raise UnreadableRecordError(f"{inside} in it is a link or no regular file; checkpoints have none")
+            if name in files and inside not in (RECORD_FILE, PENDING_FILE):
+                sizes[inside] = path.stat().st_size
+    return sizes

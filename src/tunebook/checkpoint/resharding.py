@@ -13,9 +13,6 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tunebook.checkpoint.export.weights import zero_weights
 from tunebook.checkpoint.record import Identity
 from tunebook.checkpoint.unpickling import restricted_unpickling
 from tunebook.config.choices import Strategy
@@ -61,28 +58,12 @@ def write_universal(checkpoint: Path, place: Path) -> Path:
     except (OSError, TunebookError):
         raise
     except Exception as error:
-        raise _not_resharded(checkpoint, f"{type(error).__name__}: {error}") from error
-    _require_same(folder / f"{shards.name}_universal" / "zero", checkpoint)
+        raise TunebookError(
+            f"{checkpoint} cannot be resharded for another number of ranks: {type(error).__name__}: {error}; resume "
+            "with as many ranks as saved it",
+            problem_id="checkpoint-not-resharded",
+        ) from error
     return folder
-
-
-def _require_same(parameters: Path, checkpoint: Path) -> None:
-    """Compare DeepSpeed's result with the shards as an export reads them. Raises: TunebookError."""
-    for name, stored in zero_weights(checkpoint, is_adapter=True).items():
-        file = parameters / name / "fp32.pt"
-        if not file.is_file():
-            continue
-        made, tensor = torch.load(file, weights_only=True), stored.contiguous()
-        made = made["param"] if isinstance(made, dict) else made
-        if made.numel() != tensor.numel() or not torch.equal(made.flatten(), tensor.flatten()):
-            raise _not_resharded(checkpoint, f"{name} has other values in DeepSpeed's universal checkpoint")
-
-
-def _not_resharded(checkpoint: Path, why: str) -> TunebookError:
-    return TunebookError(
-        f"{checkpoint} cannot be resharded for another number of ranks: {why}; resume with as many ranks as saved it",
-        problem_id="checkpoint-not-resharded",
-    )
 
 
 def link_in_flat_order() -> None:

@@ -34,88 +34,48 @@ from tunebook.checkpoint.record import (
     CheckpointRecord,
     FileEntry,
     Identity,
+    UnreadableRecordError,
     checkpoint_path,
     list_files,
     read_record,
 )
-from tunebook.checkpoint.retention import clean_up, remove_old, require_writable
+from tunebook.checkpoint.retention import clean_up, remove_old
 from tunebook.checkpoint.verify import complete_checkpoints, is_complete
 from tunebook.errors import TunebookError
 from tunebook.files import atomic_write_json, flush_folder, sha256_file
 from tunebook.hardware.disk import FREE_SPACE, is_disk_full, require_space
 
-
-class Stall:
-    """Measures how long training waits for a save that begins now; read by the thread that completes it."""
-
-    def __init__(self) -> None:
-        self._began = time.perf_counter()
-        self._before_s = 0.0
-        self._since: float | None = self._began  # None while training continues
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since the save began."""
-        return time.perf_counter() - self._began
-
-    @property
-    def seconds(self) -> float:
-        """Seconds in which training has waited, up to now."""
-        since = self._since
-        return self._before_s + (time.perf_counter() - since if since is not None else 0.0)
-
-    def stop(self) -> None:
-        """Training continues. To be called before the reading thread is started."""
-        self._before_s, self._since = self.seconds, None
-
-    def resume(self) -> None:
-        """Training waits again, until the save is complete."""
-        self._since = time.perf_counter()
+_PACKAGES = ("tunebook", "torch", "transformers", "trl", "accelerate", "peft", "deepspeed")
 
 
-class Background:
-    """A thread for work on files, during which Python continues. It holds no tensors."""
+class Background(Thread):
+    """Work on files in a thread, during which Python continues. It holds no tensors."""
 
-    def __init__(self) -> None:
-        self._thread: Thread | None = None
-        self._error: BaseException | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether started work has not ended yet."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def start(self, work: Callable[[], None]) -> None:
-        """Start some work; earlier work must have been waited for."""
-        assert self._thread is None
+    def __init__(self, work: Callable[[], None]) -> None:
         # A daemon: a process that has to end at once does not wait for a disk.
-        self._thread = Thread(target=self._do, args=(work,), name="checkpoint", daemon=True)
-        self._thread.start()
+        super().__init__(name="checkpoint", daemon=True)
+        self._work = work
+        self._error: BaseException | None = None
+        self.start()
 
-    def wait(self) -> BaseException | None:
-        """Wait for the work, if there is any, and return its error. Ctrl-C ends the wait."""
-        if self._thread is None:
-            return None
-        self._thread.join()
-        self._thread, error, self._error = None, self._error, None
-        return error
-
-    def _do(self, work: Callable[[], None]) -> None:
+    def run(self) -> None:
+        """What the thread does."""
         try:
-            work()
+            self._work()
         except BaseException as error:
             self._error = error
 
-
-_PACKAGES = ("tunebook", "torch", "transformers", "trl", "accelerate", "peft", "deepspeed")
+    def wait(self) -> BaseException | None:
+        """Wait for the work and return its error. Ctrl-C ends the wait."""
+        self.join()
+        return self._error
 
 
 class CheckpointSaver:
     """Saves the checkpoints of one run. `keep` is how many of the newest stay, in addition to the best.
 
-    Set `resumed_step` to the step that the run resumed from, and optionally `when_complete` to a function that every
-    rank calls with a complete checkpoint. In the background the threads use `group`. `begin`, `finish`, `settle` and
-    `has` are collectives: every rank calls them, in its main thread.
+    `when_complete` is a function that every rank calls with a complete checkpoint. In the background the threads use
+    `group`. `begin`, `finish`, `settle` and `has` are collectives: every rank calls them, in its main thread.
     """
 
     def __init__(
@@ -124,13 +84,12 @@ class CheckpointSaver:
         self.folder = run / CHECKPOINTS_FOLDER
         self.identity = identity
         self.keep = keep
-        self.resumed_step = 0
+        self.in_background = in_background
         self.when_complete: Callable[[Path], None] | None = None
-        self._saved: set[int] = set()
-        self._thread = Background() if in_background else None
         self._group = group
+        self._thread: Background | None = None
         self._pending: int | None = None  # the step whose checkpoint is written and not known to be complete
-        self._stall = Stall()
+        self._began = 0.0
 
     @property
     def unfinished(self) -> Path:
@@ -145,18 +104,16 @@ class CheckpointSaver:
     @property
     def is_busy(self) -> bool:
         """Whether this rank still works on a save."""
-        return self._thread is not None and self._thread.is_busy
+        return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, step: int, estimated_bytes: float) -> None:
-        """Settle the save before, make the folder and require free space.
+    def begin(self, step: int) -> None:
+        """Settle the save before, make the folder, and require as much free space as the checkpoint before takes.
 
-        The space of the checkpoint before, or the estimate. Raises: the error of the save before; DoesNotFitError,
-        TunebookError if nothing can be written.
+        Raises: the error of the save before; DoesNotFitError, TunebookError if nothing can be written.
         """
-        stall = Stall()
-        self._settle()
-        self._stall = stall
-        on_first_rank(lambda: self._clear(step, estimated_bytes))
+        self.settle()
+        self._began = time.perf_counter()
+        on_first_rank(lambda: self._clear(step))
 
     def finish(self, step: int, best_step: int | None) -> None:
         """Complete the checkpoint after every rank has written its part, and delete older ones.
@@ -165,20 +122,23 @@ class CheckpointSaver:
         every rank; the checkpoint does not exist then.
         """
         on_every_rank(lambda: None)  # all have written
-        if self._thread is not None:
-            self._stall.stop()
-            self._thread.start(lambda: self._complete(step, best_step))
+        if self.in_background:
+            self._thread = Background(lambda: self._complete(step, best_step))
             self._pending = step
         else:
             self._complete(step, best_step)
             self._pending = step
-            self._settle()
+            self.settle()
 
     def settle(self) -> None:
         """Wait until the pending save is complete, if there is one. Raises: its error, on every rank."""
-        if self.is_busy:
-            self._stall.resume()
-        self._settle()
+        if self._pending is None:
+            return
+        error = self._wait()
+        step, self._pending = self._pending, None
+        on_every_rank(lambda: _raise(error))  # also if the collectives failed on some ranks only
+        if self.when_complete is not None:
+            self.when_complete(checkpoint_path(self.folder, step))
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -189,8 +149,7 @@ class CheckpointSaver:
         try:
             yield
         except Exception as error:
-            failure = self._thread.wait() if self._thread is not None else None
-            if failure is not None:
+            if (failure := self._wait()) is not None:
                 error.add_note(f"The checkpoint of step {self._pending} was not completed either: {failure}")
             raise
         self.settle()
@@ -210,46 +169,33 @@ class CheckpointSaver:
         with suppress(OSError):
             self.unfinished.rmdir()
 
-    def _settle(self) -> None:
-        if self._pending is None:
-            return
-        error = self._thread.wait() if self._thread is not None else None
-        step, self._pending = self._pending, None
-        on_every_rank(lambda: _raise(error))  # also if the collectives failed on some ranks only
-        if self.when_complete is not None:
-            self.when_complete(checkpoint_path(self.folder, step))
+    def _wait(self) -> BaseException | None:
+        """Wait for the thread, if there is one, and return its error."""
+        if self._thread is None:
+            return None
+        error = self._thread.wait()
+        self._thread = None
+        return error
 
     def _complete(self, step: int, best_step: int | None) -> None:
         """Complete a written checkpoint, on every rank; a background save does this in its thread."""
         try:
-            self._seal_and_publish(step)
+            files = seal_files(checkpoint_path(self.unfinished, step), self._group)
+            on_first_rank(lambda: self._publish(step, files), self._group)
         except BaseException:
             if rank_and_size()[0] == 0:
                 self.abandon(step)
             raise
-        on_first_rank(
-            lambda: remove_old(self.folder, newest=step, keep=self.keep, best=best_step, trusts=self._is_trusted),
-            self._group,
-        )
+        on_first_rank(lambda: remove_old(self.folder, newest=step, keep=self.keep, best=best_step), self._group)
 
-    def _seal_and_publish(self, step: int) -> None:
-        files = seal_files(checkpoint_path(self.unfinished, step), self._group)
-        on_first_rank(lambda: self._publish(step, files), self._group)
-        self._saved.add(step)
-
-    def _is_trusted(self, step: int) -> bool:
-        """False for a damaged checkpoint: one after the resumed step that this run has not saved."""
-        return step <= self.resumed_step or step in self._saved
-
-    def _clear(self, step: int, estimated_bytes: float) -> None:
+    def _clear(self, step: int) -> None:
         try:
             clean_up(self.folder)
             self.unfinished.mkdir(parents=True, exist_ok=True)
-            require_writable(self.unfinished)
-            complete = complete_checkpoints(self.folder)
-            needed = read_record(complete[0]).num_bytes if complete else estimated_bytes
-            kept = f"The last good checkpoint is {complete[0]}" if complete else "Nothing was saved before"
-            require_space(self.folder, needed, f"the checkpoint of step {step}", f"{FREE_SPACE}. {kept}")
+            if complete := complete_checkpoints(self.folder):
+                advice = f"{FREE_SPACE}. The last good checkpoint is {complete[0]}"
+                needed = read_record(complete[0]).num_bytes
+                require_space(self.folder, needed, f"the checkpoint of step {step}", advice)
         except OSError as error:
             if is_disk_full(error):
                 raise
@@ -265,26 +211,19 @@ class CheckpointSaver:
         _flush_folders(unfinished)
         # This file distinguishes a folder without a record yet from one that never had any.
         atomic_write_json(unfinished / PENDING_FILE, asdict(self._record(step, files)))
-        if final.exists():
-            self._make_way(final)
+        if final.exists():  # damaged, or of an attempt that the run went back behind
+            final.rename(self.unfinished / f"replaced-{final.name}-{secrets.token_hex(4)}")
         unfinished.rename(final)
         flush_folder(self.folder)
         (final / PENDING_FILE).rename(final / RECORD_FILE)
         flush_folder(final)
         clean_up(self.folder)
 
-    def _make_way(self, final: Path) -> None:
-        """Move a damaged or later checkpoint of the run away. Another program's is kept under another name."""
-        is_ours = (final / RECORD_FILE).exists()
-        name = f"{'replaced' if is_ours else 'kept'}-{final.name}-{secrets.token_hex(4)}"
-        final.rename((self.unfinished if is_ours else self.folder) / name)
-
     def _record(self, step: int, files: dict[str, FileEntry]) -> CheckpointRecord:
         return CheckpointRecord(
             step=step,
             saved=datetime.now(UTC).isoformat(timespec="seconds"),
-            seconds=round(self._stall.age_s, 3),
-            stall_seconds=round(self._stall.seconds, 3),
+            seconds=round(time.perf_counter() - self._began, 3),
             versions=_versions(),
             identity=self.identity,
             files=files,
@@ -324,14 +263,16 @@ def _flush_folders(top: Path) -> None:
 
 def _files_to_record(unfinished: Path) -> dict[str, int]:
     """The files for the record. Raises: TunebookError for a checkpoint that could not be loaded."""
-    found = list_files(unfinished)
-    if found.others or not found.sizes:
-        what = f"{found.others[0]} in it is no regular file" if found.others else "nothing was written"
+    try:
+        sizes, why = list_files(unfinished), "nothing was written"
+    except UnreadableRecordError as error:
+        sizes, why = {}, str(error)
+    if not sizes:
         raise TunebookError(
-            f"what was saved in {unfinished} cannot be completed: {what}; the checkpoint before it stays the newest",
+            f"what was saved in {unfinished} cannot be completed: {why}; the checkpoint before it stays the newest",
             problem_id="checkpoint-not-written",
         )
-    return found.sizes
+    return sizes
 
 
 def _seal(file: Path) -> FileEntry:

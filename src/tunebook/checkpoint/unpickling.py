@@ -9,8 +9,6 @@ tensors. Inside `restricted_unpickling` torch's `weights_only` loads them, as th
 from __future__ import annotations
 
 import pickle
-import pickletools
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,10 +41,6 @@ _LIST_CLASSES = (
     "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
     "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix",
 )  # fmt: skip
-# torch's messages for a name that `weights_only` does not load (torch 2.10 to 2.13), and the one of this module.
-_REFUSED = re.compile(
-    r"GLOBAL ([\w.]+) (?:was not an allowed|whose module)|load unsupported (?:GLOBAL|class) ([\w.]+)|it wants ([\w.]+),"
-)
 _GETATTR = ("builtins", "getattr")
 
 
@@ -57,7 +51,7 @@ def enum_member(owner: Any, name: str) -> Any:
     """
     if isinstance(owner, EnumMeta) and name in owner.__members__:
         return owner.__members__[name]
-    raise pickle.UnpicklingError("it wants builtins.getattr, which is for members of enums only")
+    raise pickle.UnpicklingError("builtins.getattr is for members of enums only")
 
 
 class _ListUnpickler(pickle.Unpickler):
@@ -67,11 +61,10 @@ class _ListUnpickler(pickle.Unpickler):
         if (module, name) == _GETATTR:
             return enum_member
         is_list = module in _LIST_MODULES and name in _LIST_CLASSES
-
         is_format = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_list or is_format or (module, name) in _OF_LISTS:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it wants {module}.{name}, which no list of tensors needs")
+        raise pickle.UnpicklingError(f"no list of tensors needs {module}.{name}")
 
 
 def load_list(stream: Any) -> Any:
@@ -93,7 +86,7 @@ def restricted_unpickling() -> Iterator[None]:
         try:
             return load_list(stream)
         except pickle.UnpicklingError as error:
-            refused.append(_unsafe(_name_of(stream), _wanted(error)))
+            refused.append(_unsafe(stream))
             raise refused[-1] from error
 
     torch.load = _load_restricted(torch.load)
@@ -128,24 +121,9 @@ def _load_restricted(upstream: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 return upstream(f, map_location, **options)
             except pickle.UnpicklingError as error:
-                if (wanted := _wanted(error)) is not None or _is_beyond_weights(str(error)):
-                    raise _unsafe(_name_of(f), wanted) from error
-                # No pickle. torch's message would advise loading it without restrictions.
-                raise pickle.UnpicklingError(f"{_name_of(f)} is no file that torch has written") from error
+                raise _unsafe(f) from error
 
     return load
-
-
-def _wanted(error: Exception) -> str | None:
-    """The name that an unpickler refused."""
-    found = _REFUSED.search(str(error))
-    return found and next(filter(None, found.groups()))
-
-
-def _is_beyond_weights(message: str) -> bool:
-    """Whether torch refused a real pickle instruction that its own files do not have."""
-    found = re.search(r"Unsupported operand (\d+)", message)
-    return found is not None and any(code.code == chr(int(found[1])) for code in pickletools.opcodes)
 
 
 def _deepspeeds_classes() -> list[Any]:
@@ -153,17 +131,11 @@ def _deepspeeds_classes() -> list[Any]:
     return [getattr(sys.modules[module], name) for module, name in _OF_DEEPSPEED if module in sys.modules]
 
 
-def _name_of(file: Any) -> str:
-    """A file's path, or a description of a stream."""
-    name = file if isinstance(file, Path) else getattr(file, "name", file)
-    return str(name) if isinstance(name, str | Path) else "a value in a .distcp file of the checkpoint"
-
-
-def _unsafe(file: str, wanted: str | None) -> DataError:
-    what = f"names {wanted}" if wanted else "holds something"
+def _unsafe(file: Any) -> DataError:
+    name = file if isinstance(file, str | Path) else getattr(file, "name", "a value in a .distcp file")
     return DataError(
-        f"{file} {what}, which no checkpoint of a run does, and loading it could run any code; nothing of it was run. "
-        "Its record proves that it was not damaged, not who wrote it. Use a checkpoint from a source that you trust "
-        "(training.resume=FOLDER), or start again with training.resume=never",
+        f"{name} holds something that no checkpoint of a run needs, and loading it could run any code; nothing of it "
+        "was run. Its record proves that it was not damaged, not who wrote it. Use a checkpoint from a source that you "
+        "trust (training.resume=FOLDER), or start again with training.resume=never",
         problem_id="checkpoint-unsafe",
     )

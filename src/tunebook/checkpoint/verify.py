@@ -8,6 +8,8 @@ record. So loading runs no code (`checkpoint.unpickling`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from tunebook.checkpoint.record import (
@@ -19,6 +21,7 @@ from tunebook.checkpoint.record import (
     list_files,
     named_as_checkpoints,
     read_record,
+    step_of,
 )
 from tunebook.errors import DataError
 from tunebook.files import sha256_file
@@ -28,59 +31,56 @@ MODEL_FOLDER = "model"  # of a run: its trained model
 _WEIGHTS = ".safetensors"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A folder with the name of a checkpoint: its record if it is complete, or why it is not."""
+
+    path: Path
+    record: CheckpointRecord | None = None
+    why_not: str | None = None
+
+
+def examine(checkpoint: Path) -> Candidate:
+    """Compare the files of a checkpoint with its record, by name and size."""
+    try:
+        record = read_record(checkpoint)
+        sizes = list_files(checkpoint)
+    except UnreadableRecordError as error:
+        return Candidate(path=checkpoint, why_not=str(error))
+    except OSError as error:
+        return Candidate(path=checkpoint, why_not=f"it cannot be read ({error.strerror})")
+    why = _wrong_size(sizes, record.files)
+    if why is None and (added := sorted(sizes.keys() - record.files.keys())):
+        why = f"{added[0]} in it is not listed in its {RECORD_FILE}; remove it to use this checkpoint"
+    if why is None and step_of(checkpoint) not in (None, record.step):
+        why = f"its record is of step {record.step}"
+    return Candidate(path=checkpoint, record=record if why is None else None, why_not=why)
+
+
+def candidates_in(checkpoints: Path) -> list[Candidate]:
+    """Every folder with the name of a checkpoint, newest first."""
+    return [examine(path) for path in named_as_checkpoints(checkpoints)]
+
+
 def is_complete(checkpoint: Path) -> bool:
     """Whether a folder is a complete checkpoint: its record exists and every file has its size."""
-    return why_not_complete(checkpoint) is None
-
-
-def newest_checkpoint(run: Path) -> Path | None:
-    """The newest complete checkpoint of a run folder."""
-    return next(filter(is_complete, named_as_checkpoints(run / CHECKPOINTS_FOLDER)), None)
+    return examine(checkpoint).record is not None
 
 
 def complete_checkpoints(checkpoints: Path) -> list[Path]:
     """Every complete checkpoint of a folder of checkpoints, newest first."""
-    return [path for path in named_as_checkpoints(checkpoints) if is_complete(path)]
+    return [one.path for one in candidates_in(checkpoints) if one.record is not None]
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run folder."""
+    return next(iter(complete_checkpoints(run / CHECKPOINTS_FOLDER)), None)
 
 
 def passed_over(run: Path) -> dict[Path, str]:
     """The checkpoints of a run that are newer than its newest complete one, and why each is not complete."""
-    found: dict[Path, str] = {}
-    for path in named_as_checkpoints(run / CHECKPOINTS_FOLDER):
-        why = why_not_complete(path)
-        if why is None:
-            break
-        found[path] = why
-    return found
-
-
-def why_not_complete(checkpoint: Path) -> str | None:
-    """Why a folder is not a complete checkpoint; None if its record exists and every file has its size."""
-    try:
-        complete_record(checkpoint)
-    except UnreadableRecordError as error:
-        return str(error)
-    return None
-
-
-def complete_record(checkpoint: Path) -> CheckpointRecord:
-    """The record of a checkpoint whose files have the recorded names and sizes.
-
-    Raises: UnreadableRecordError saying why it is not complete.
-    """
-    try:
-        record = read_record(checkpoint)
-        found = list_files(checkpoint)
-    except OSError as error:
-        raise UnreadableRecordError(f"it cannot be read ({error.strerror})") from error
-    why = _wrong_size(found.sizes, record.files)
-    if found.others:
-        why = f"{found.others[0]} in it is a link or no regular file, and may lead anywhere; checkpoints have none"
-    elif why is None and (added := sorted(found.sizes.keys() - record.files.keys())):
-        why = f"{added[0]} in it is not listed in its {RECORD_FILE}; remove it to use this checkpoint"
-    if why is not None:
-        raise UnreadableRecordError(why)
-    return record
+    newer = takewhile(lambda one: one.record is None, candidates_in(run / CHECKPOINTS_FOLDER))
+    return {one.path: str(one.why_not) for one in newer}
 
 
 def _wrong_size(sizes: Mapping[str, int], files: Mapping[str, FileEntry]) -> str | None:
@@ -107,17 +107,14 @@ def wrong_hash(checkpoint: Path, files: Iterable[tuple[str, FileEntry]]) -> str 
 
 def verified_record(checkpoint: Path) -> CheckpointRecord:
     """The record of a checkpoint after this process has verified every file. Raises: DataError saying what is wrong."""
-    try:
-        record = complete_record(checkpoint)
-        why = wrong_hash(checkpoint, record.files.items())
-        if why is None:
-            return record
-    except UnreadableRecordError as error:
-        why = str(error)
-    raise DataError(
-        f"{checkpoint} cannot be used: {why}; name an older checkpoint, or restore this one from a copy",
-        problem_id="checkpoint-damaged",
-    )
+    found = examine(checkpoint)
+    why = found.why_not if found.record is None else wrong_hash(checkpoint, found.record.files.items())
+    if found.record is None or why is not None:
+        raise DataError(
+            f"{checkpoint} cannot be used: {why}; name an older checkpoint, or restore this one from a copy",
+            problem_id="checkpoint-damaged",
+        )
+    return found.record
 
 
 def require_unchanged_model(run: Path, *, by_hash: bool = False) -> None:

@@ -29,9 +29,9 @@ def report(
 ) -> None:
     """Write one self-contained HTML page about a run, or comparing several."""
     from tunebook.record.report import write_report
-    from tunebook.record.run_folder import resolve_runs
+    from tunebook.record.run_folder import resolve_run
 
-    folders = resolve_runs(list(map(named_run, runs)), outputs)
+    folders = [resolve_run(named_run(run), outputs) for run in runs]
     file = output or (folders[0] / "report.html" if len(folders) == 1 else outputs / "comparison.html")
     write_report(folders, file)
     print_text(f"written: {file}", make_console())
@@ -107,7 +107,7 @@ def export(
     run: Annotated[str, typer.Argument(help="A run folder, a recipe (its newest run) or `latest`.")],
     checkpoint: Annotated[
         str | None,
-        typer.Option("--checkpoint", metavar="STEP|PATH", help="If unset, the trained model, or the newest."),
+        typer.Option("--checkpoint", metavar="STEP", help="If unset, the trained model, or the newest."),
     ] = None,
     to: Annotated[
         Path | None, typer.Option("--to", help="The folder to make; if unset, exports/<name> in the run folder.")
@@ -115,9 +115,6 @@ def export(
     merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its base model.")] = False,
     dtype: Annotated[
         ExportFormat | None, typer.Option("--dtype", help="If unset, the base model's; an adapter's own.")
-    ] = None,
-    push: Annotated[
-        str | None, typer.Option("--push", metavar="ORG/NAME", help="Upload it; a new repository is private.")
     ] = None,
     outputs: Outputs = Path("outputs"),
 ) -> None:
@@ -134,5 +131,4 @@ def export(
         to=to,
         merge=merge,
         dtype=dtype and dtype.value,
-        push_to=push,
     )

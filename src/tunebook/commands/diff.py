@@ -14,8 +14,7 @@ from tunebook.config.identity import flat_differences
 from tunebook.evidence.compare import claim_of_run, compare
 from tunebook.evidence.differences import Difference
 from tunebook.evidence.gather import read_facts
-from tunebook.record.run_folder import resolve_runs
-from tunebook.record.run_record import broken_records_named
+from tunebook.record.run_folder import resolve_run
 from tunebook.terminal import print_text
 
 # Keys of the manifest, with all keys below them, that differ between any two runs.
@@ -26,21 +25,20 @@ _UNIQUE_KEYS = tuple(f"{key}." for key in (
 
 
 def diff_command(runs: tuple[str, str], outputs: Path, console: Console, *, as_json: bool = False) -> int:
-    """Print the differences of two runs. Raises: RequestError if one is not a run, or both are the same."""
-    folders = resolve_runs(runs, outputs)
-    with broken_records_named(*folders):
-        one, other = (read_facts(folder) for folder in folders)
-        configs, manifests = (
-            flat_differences(first, second, absent=lambda key: "not set")
-            for first, second in ((one.record.config, other.record.config), (one.manifest, other.manifest))
-        )
-        settings = {
-            "config": configs,
-            "manifest": [found for found in manifests if not f"{found[0]}.".startswith(_UNIQUE_KEYS)],
-        }
-        losses = [dict(run.record.scheduled_losses()).values() for run in (one, other)]
-        is_measured = all(any(loss is not None for loss in curve) for curve in losses)
-        results = compare(claim_of_run(one), other) if is_measured else None
+    """Print the differences of two runs. Raises: RequestError if one is not a run."""
+    folders = [resolve_run(run, outputs) for run in runs]
+    one, other = (read_facts(folder) for folder in folders)
+    configs, manifests = (
+        flat_differences(first, second, absent=lambda key: "not set")
+        for first, second in ((one.record.config, other.record.config), (one.manifest, other.manifest))
+    )
+    settings = {
+        "config": configs,
+        "manifest": [found for found in manifests if not f"{found[0]}.".startswith(_UNIQUE_KEYS)],
+    }
+    losses = [dict(run.record.scheduled_losses()).values() for run in (one, other)]
+    is_measured = all(any(loss is not None for loss in curve) for curve in losses)
+    results = compare(claim_of_run(one), other) if is_measured else None
     if as_json:
         found: dict[str, Any] = {
             section: [{"key": key, "values": [first, second]} for key, first, second in rows]

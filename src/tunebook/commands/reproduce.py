@@ -29,7 +29,7 @@ from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.plan.draft import Draft
 from tunebook.record.provenance import describe_code, describe_environment, describe_hardware
 from tunebook.record.run_folder import RUN_FILE, WITHOUT_RECIPE, create_run_folder, remove_if_empty, resolve_run
-from tunebook.record.run_record import RunRecord, broken_records_named
+from tunebook.record.run_record import RunRecord
 from tunebook.terminal import print_text
 
 
@@ -68,20 +68,19 @@ def find_original(target: str, outputs: Path) -> Original:
             typed_in=Path.cwd(), comparison=["tunebook", "verify", "--against", str(file)],
         )  # fmt: skip
     folder = resolve_run(target, outputs)
-    with broken_records_named(folder):
-        run = read_finished(folder)
-        if len(run.missing_steps) > run.num_resumed:
-            raise RequestError(
-                f"{folder} has no finite loss of step {run.missing_steps[0]}: it resumed from another run, so its "
-                "command and its losses cover different steps; name a run that started at the first step",
-                problem_id="evidence-not-repeated",
-            )
-        there = typed_in_of(folder / RUN_FILE)
-        return Original(
-            recipe=run.config.recipe, overrides=training_overrides(run.manifest), claim=claim_of_run(run),
-            typed_in=there if there is not None and there.is_dir() else Path.cwd(),
-            comparison=["tunebook", "diff", str(folder)],
-        )  # fmt: skip
+    run = read_finished(folder)
+    if len(run.missing_steps) > run.num_resumed:
+        raise RequestError(
+            f"{folder} has no finite loss of step {run.missing_steps[0]}: it resumed from another run, so its "
+            "command and its losses cover different steps; name a run that started at the first step",
+            problem_id="evidence-not-repeated",
+        )
+    there = typed_in_of(folder / RUN_FILE)
+    return Original(
+        recipe=run.config.recipe, overrides=training_overrides(run.manifest), claim=claim_of_run(run),
+        typed_in=there if there is not None and there.is_dir() else Path.cwd(),
+        comparison=["tunebook", "diff", str(folder)],
+    )  # fmt: skip
 
 
 def _reproduce(original: Original, outputs: Path, recipes_dirs: list[Path], console: Console, *, dry_run: bool) -> int:

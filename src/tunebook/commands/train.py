@@ -34,7 +34,7 @@ from tunebook.plan.auto.decisions import asked_keys
 from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time
 from tunebook.plan.memory.verdict import measured_memory, plan_host_memory, plan_memory
 from tunebook.plan.show import batch_lines, show_choices, show_warnings
-from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, start_manifest
+from tunebook.record.manifest import MANIFEST_FILE, read_manifest, start_manifest
 from tunebook.record.run_folder import (
     PLAN_FILE,
     RUN_FILE,
@@ -148,7 +148,7 @@ def set_up_folder(job: Draft, plan: BatchPlan, prepared: Prepared, folder: Path)
     if not is_trained(folder, config):
         clear_outcomes(folder)
     elif (folder / MANIFEST_FILE).is_file():  # trained from weights that may have changed since
-        known = {"weights_fingerprint": recorded_fingerprint(read_manifest(folder))}
+        known = {"weights_fingerprint": read_manifest(folder)["model"]["weights_fingerprint"]}
     if (architecture := architecture_json(config)) is not None:
         atomic_write_text(folder / ARCHITECTURE_FILE, architecture)
     atomic_write_text(folder / RUN_FILE, config_to_yaml(config))

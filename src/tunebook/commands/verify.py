@@ -31,7 +31,6 @@ from tunebook.evidence.tolerances import MEMORY, SAME_PROCESSOR_FLOOR, SPEED, co
 from tunebook.files import sha256_file
 from tunebook.record.metrics import METRICS_FILE
 from tunebook.record.run_folder import resolve_run
-from tunebook.record.run_record import broken_records_named
 from tunebook.terminal import print_text
 
 _LABEL = re.compile(r"[a-z0-9][a-z0-9_.]*")
@@ -61,15 +60,14 @@ def verify_command(
         )
     wanted = None if target is None else parse_target(target)
     folders = [resolve_run(run, outputs) for run in runs]
-    with broken_records_named(*folders):
-        found_runs = [read_finished(folder) for folder in folders]
-        if label is not None:
-            return _record(found_runs, label, recipes_dirs, console, wanted)
-        claim = find_claim(found_runs[0], recipes_dirs, against)
-        if wanted is not None:
-            require_measured(wanted, found_runs[0].record)
-            claim = replace(claim, target=wanted, repeats=())  # the recorded runs had another target
-        found = compare(claim, found_runs[0])
+    found_runs = [read_finished(folder) for folder in folders]
+    if label is not None:
+        return _record(found_runs, label, recipes_dirs, console, wanted)
+    claim = find_claim(found_runs[0], recipes_dirs, against)
+    if wanted is not None:
+        require_measured(wanted, found_runs[0].record)
+        claim = replace(claim, target=wanted, repeats=())  # the recorded runs had another target
+    found = compare(claim, found_runs[0])
     if as_json:
         print(json.dumps(found.to_json(), indent=2, ensure_ascii=False, allow_nan=False))
         return found.exit_code

@@ -29,7 +29,7 @@ from tunebook.evaluate.trained_model import load_to_answer, tokenizer_of_run, us
 from tunebook.launch.second_interrupt import forget_interrupts
 from tunebook.model.adapters import is_adapter
 from tunebook.model.tokenizer import load_tokenizer, stop_ids
-from tunebook.record.model_origin import check_base, check_bound, recorded_by_origin, recorded_by_run
+from tunebook.record.model_origin import check_base, check_bound, origin_of
 from tunebook.record.run_folder import RUN_FILE
 from tunebook.terminal import print_text, quiet_libraries
 
@@ -181,9 +181,9 @@ def load_chat(target: Target, sampling: Sampling, system: str | None = None) -> 
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     if target.run is not None:
-        trained, config = recorded_by_run(target.run), load_config(target.run / RUN_FILE)
+        trained, config = origin_of(target.run), load_config(target.run / RUN_FILE)
     else:
-        trained, config = recorded_by_origin(target.origin) if target.origin else None, bare_config(target)
+        trained, config = target.origin, bare_config(target)
     tokenizer = load_tokenizer(tokenizer_of_run(config.model, target.folder), is_padded=False)
     check_bound(trained, tokenizer, config.dataset.system_prompt)
     if not tokenizer.chat_template:
@@ -205,7 +205,7 @@ def load_chat(target: Target, sampling: Sampling, system: str | None = None) -> 
         autocast_dtype=autocast if uses_gpu(config) else None,  # a CPU computes fastest in the weights' own format
     )
     chat.set_system_prompt(config.dataset.system_prompt if system is None else system)
-    source = f"those of the run {trained.name}" if trained else "the model's own, and not compared with a run"
+    source = f"those of the run {trained.run}" if trained else "the model's own, and not compared with a run"
     prompt = chat.system_prompt and f"system prompt: {chat.system_prompt}"
     dtype = str(chat.autocast_dtype or model.dtype).removeprefix("torch.")
     about = f"{model.device} in {dtype}, context {chat.context_tokens:,} tokens"

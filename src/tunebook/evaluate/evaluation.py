@@ -36,7 +36,7 @@ from tunebook.evaluate.trained_model import (
 from tunebook.files import atomic_write_json, atomic_write_text
 from tunebook.model.adapters import is_adapter
 from tunebook.record.answer_faults import count_faults
-from tunebook.record.model_origin import Trained, check_base, check_bound
+from tunebook.record.model_origin import Origin, check_base, check_bound
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,7 +53,7 @@ class Evaluation:
     config: RunConfig
     model: Path | None  # None: the weights that training starts from
     tasks: list[Task]
-    trained: Trained | None = None  # the training's tokenizer, template and system prompt; None: unknown
+    trained: Origin | None = None  # the training's tokenizer, template and system prompt; None: unknown
     allowed: tuple[str, ...] = ()  # those of `trained` that may differ
     is_fresh: bool = False  # evaluate finished tasks again
     placement: Placement = ONE_PROCESS

@@ -36,7 +36,7 @@ from tunebook.hardware.disk import is_disk_full
 from tunebook.model.adapters import holds_model
 from tunebook.processes import ask_to_stop_when_parent_dies, ending, free_port
 from tunebook.record.contamination import CHECK
-from tunebook.record.model_origin import MISMATCHES, recorded_by_run, recorded_in_export
+from tunebook.record.model_origin import MISMATCHES, origin_of, read_origin
 from tunebook.record.run_folder import LOG_FILE, RUN_FILE
 from tunebook.terminal import quiet_libraries
 
@@ -146,13 +146,16 @@ def _evaluation_of(request: argparse.Namespace) -> Evaluation:
             "evaluate; name a model folder with --model",
             problem_id="model-folder",
         )
+    trained = origin_of(run) if request.config is None else None
+    if request.config is not None and model is not None:
+        trained = read_origin(model)
     return Evaluation(
         run=run,
         when=request.when,
         config=config,
         model=None if model is None else model.absolute(),
         tasks=[with_samples(resolve_task(task), config.evaluation.code) for task in config.evaluation.tasks],
-        trained=recorded_by_run(run) if request.config is None else recorded_in_export(model),
+        trained=trained,
         allowed=tuple(request.allow_mismatch),
         is_fresh=request.fresh,
     )

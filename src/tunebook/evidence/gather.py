@@ -19,7 +19,6 @@ from tunebook.config.identity import comparable_config, has_hash
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import RequestError
 from tunebook.evidence.schema import CleanScore, Hardware, Inputs, Lock, Results, RunDescription, Score, Software
-from tunebook.model.weights_fingerprint import recorded_in
 from tunebook.record.contamination import KINDS, contamination_of
 from tunebook.record.locks import matters
 from tunebook.record.manifest import MANIFEST_FILE, RunState, changed_files, check_manifest
@@ -109,7 +108,7 @@ class RunFacts:
             seed=manifest["seed"],
             model_sha256=manifest["model"]["config_sha256"],
             model_revision=manifest["model"]["revision"],
-            weights_fingerprint=recorded_in(manifest["model"]),
+            weights_fingerprint=manifest["model"]["weights_fingerprint"],
             tokenizer_sha256=manifest["tokenizer_sha256"],
             chat_template_sha256=manifest["chat_template_sha256"],
             data_sha256=data.get("content_sha256"),

@@ -10,7 +10,6 @@ import json
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,7 @@ Values = Mapping[Any, float]  # of a task's items, by number, or by task and num
 Answers = Mapping[tuple[str, str | None], Values]  # by task and group of items
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """A new score minus an old one."""
-
-    value: float
-    standard_error: float | None
-    is_paired: bool  # computed from the values of the same items, not from the two scores' errors
+Difference = tuple[float, float | None]  # a new score minus an old one, and its standard error
 
 
 def score_difference(
@@ -36,11 +29,9 @@ def score_difference(
     value = new["value"] - old["value"]
     if old_values and new_values and _are_pairs(old, new, old_values, new_values):
         differences = [new_values[item] - old_values[item] for item in sorted(old_values)]
-        error = statistics.stdev(differences) / math.sqrt(len(differences))
-        return Difference(value=value, standard_error=error, is_paired=True)
+        return value, statistics.stdev(differences) / math.sqrt(len(differences))
     first, second = standard_error(old), standard_error(new)
-    combined = None if first is None or second is None else math.hypot(first, second)
-    return Difference(value=value, standard_error=combined, is_paired=False)
+    return value, None if first is None or second is None else math.hypot(first, second)
 
 
 def task_difference(

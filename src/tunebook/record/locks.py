@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -27,12 +27,7 @@ PACKAGES = (
 )  # fmt: skip
 _CUDA_LIBRARY = re.compile(r"(nvidia-(?!ml-py)|cuda-)")
 # Locks whose packages are optional: flash-attn 2 exists only in images, the others are for building, checks and Ray.
-_OPTIONAL_LOCKS = (
-    "requirements-build.lock",
-    "requirements-dev.lock",
-    "requirements-ray.lock",
-    "requirements-nvcc.lock",
-)
+_OPTIONAL_LOCKS = tuple(f"requirements-{name}.lock" for name in ("build", "dev", "ray", "nvcc"))
 _ATTENTION_LOCK = "requirements-attention.lock"
 
 Difference = dict[str, str | None]  # `installed` and `locked`, each a version or null
@@ -49,20 +44,21 @@ def locked_versions(lock: str) -> dict[str, str]:
     }
 
 
-def installed_packages() -> list[tuple[str, str]]:
-    """Name and version of every distribution on `sys.path`, in its order.
+def installed_versions() -> dict[str, str]:
+    """The version of each installed package by canonical name; the first of several, which is the imported one.
 
     The copies inside setuptools are left out. Importing setuptools, as DeepSpeed does, appends their folder to
     `sys.path`.
     """
-    found = []
+    versions: dict[str, str] = {}
     paths = [entry for entry in sys.path if Path(entry).name != "_vendor"]
     for distribution in importlib.metadata.distributions(path=paths):
         metadata = distribution.metadata  # each access parses it, which is slow
         if metadata is not None and "Name" in metadata and "Version" in metadata:
-            name, version = metadata["Name"], metadata["Version"]
-            found.append((name, version if name == PROJECT else version + _local_source(distribution)))
-    return found
+            name = canonicalize_name(metadata["Name"])
+            source = "" if name == PROJECT else _local_source(distribution)
+            versions.setdefault(name, metadata["Version"] + source)
+    return versions
 
 
 def _local_source(distribution: importlib.metadata.Distribution) -> str:
@@ -74,14 +70,6 @@ def _local_source(distribution: importlib.metadata.Distribution) -> str:
     if commit := (origin.get("vcs_info") or {}).get("commit_id"):
         return f" (commit {commit[:12]})"
     return " (from a folder)" if "dir_info" in origin else ""
-
-
-def installed_versions(packages: Iterable[tuple[str, str]] | None = None) -> dict[str, str]:
-    """The version of each installed package by canonical name; the first of several, which is the imported one."""
-    versions: dict[str, str] = {}
-    for name, version in installed_packages() if packages is None else packages:
-        versions.setdefault(canonicalize_name(name), version)
-    return versions
 
 
 def generation_versions(generation: Path, installed: Mapping[str, str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.config.unsafe_text import without_secrets
 from tunebook.errors import DataError
 from tunebook.files import atomic_write_json, read_json, sha256_file, sha256_text
-from tunebook.model.weights_fingerprint import recorded_in, weights_fingerprint
+from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.record.metrics import METRICS_FILE
 from tunebook.record.provenance import (
     describe_code,
@@ -224,11 +224,6 @@ def describe_model(model: ModelConfig, fingerprint: str | None = None) -> dict[s
         "weights": model.weights.name,
         "weights_fingerprint": fingerprint,
     }
-
-
-def recorded_fingerprint(manifest: dict[str, Any]) -> str | None:
-    """The fingerprint of the weights that a run started from; None if it has none."""
-    return recorded_in(manifest.get("model") or {})
 
 
 def _write(folder: Path, manifest: dict[str, Any]) -> None:

@@ -67,13 +67,12 @@ def by_schedule(lines: Iterable[Mapping[str, Any]], every: int) -> list[tuple[in
     for line in lines:
         window.append(line)
         if line["step"] % every == 0:
-            has_lengths = all("num_steps" in one for one in window)
-            if not has_lengths or sum(one["num_steps"] for one in window) >= every:
-                losses = [(one["loss"], one.get("num_steps", 1)) for one in window]
-                if len(losses) == 1 or any(loss is None for loss, _ in losses):
-                    mean = losses[0][0] if len(losses) == 1 else None  # a single one exactly
-                else:
-                    mean = sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
+            num_steps = sum(one["num_steps"] for one in window)
+            mean = line["loss"]  # of a single line exactly
+            if len(window) > 1:
+                is_finite = all(one["loss"] is not None for one in window)
+                mean = sum(one["loss"] * one["num_steps"] for one in window) / num_steps if is_finite else None
+            if num_steps >= every:
                 found.append((line["step"], mean))
             window = []
     return found
@@ -116,10 +115,4 @@ def _parse_lines(path: Path) -> Iterable[dict[str, Any]]:
                 "the file; remove that line",
                 problem_id="broken-record",
             ) from error
-        if not isinstance(read, dict) or not isinstance(read.get("step"), int):
-            raise DataError(
-                f"{path} line {number} has no step. Tunebook does not write this, so something else changed the file; "
-                "restore it from a copy, or train again",
-                problem_id="broken-record",
-            )
         yield read

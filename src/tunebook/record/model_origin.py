@@ -20,7 +20,7 @@ from tunebook.errors import DataError, RequestError, did_you_mean
 from tunebook.files import atomic_write_json, read_json
 from tunebook.model.tokenizer import tokenizer_hash
 from tunebook.model.weights_fingerprint import fingerprint_text, weights_fingerprint
-from tunebook.record.manifest import MANIFEST_FILE, read_manifest, recorded_fingerprint, system_prompt_hash
+from tunebook.record.manifest import MANIFEST_FILE, read_manifest, system_prompt_hash
 from tunebook.record.run_folder import RUN_FILE
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ MISMATCHES = (TEMPLATE, TOKENIZER, SYSTEM_PROMPT, BASE)
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """The run that a model folder was exported from. A hash is None if the training had no such thing."""
+    """The run that a model is from, and what it recorded. A hash is None if the training had no such thing."""
 
     run: str  # `<recipe>/<time>`
     recipe: str | None
@@ -43,29 +43,18 @@ class Origin:
     tokenizer_sha256: str | None
     chat_template_sha256: str | None
     system_prompt: str | None
-    weights_fingerprint: str | None = None  # of the weights that the run started from; older folders lack it
+    system_prompt_sha256: str
+    weights_fingerprint: str | None = None  # of the weights that the run started from, if they were in a folder
     template_date: str | None = None  # that the chat template writes as today's date; None if it writes none
     yarn_factor: float | None = None  # as in the run's `model`: an adapter's base has to be loaded so
     yarn_original_positions: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """The hashes that a training recorded. One that is None was not recorded and is not compared."""
-
-    by: str  # the run, for messages
-    name: str  # the run, for records: `<recipe>/<time>`
-    tokenizer_sha256: str | None = None
-    chat_template_sha256: str | None = None
-    system_prompt_sha256: str | None = None
-    weights_fingerprint: str | None = None  # of the weights that the run started from, if they were in a folder
-
-
-def origin_of(run: Path) -> Origin:
-    """The origin to write into exports of a run. Raises: DataError, RequestError if this is not a run."""
-    manifest = read_manifest(run)
-    config = load_config(run / RUN_FILE)
-    run = run.resolve()
+def origin_of(run: Path) -> Origin | None:
+    """What a run recorded; None without a manifest. Raises: DataError, RequestError for files that cannot be read."""
+    if not (run / MANIFEST_FILE).is_file():
+        return None
+    manifest, config, run = read_manifest(run), load_config(run / RUN_FILE), run.resolve()
     return Origin(
         run=f"{run.parent.name}/{run.name}",
         recipe=config.recipe,
@@ -73,7 +62,8 @@ def origin_of(run: Path) -> Origin:
         tokenizer_sha256=manifest["tokenizer_sha256"],
         chat_template_sha256=manifest["chat_template_sha256"],
         system_prompt=config.dataset.system_prompt,
-        weights_fingerprint=recorded_fingerprint(manifest),
+        system_prompt_sha256=manifest["system_prompt_sha256"],
+        weights_fingerprint=manifest["model"]["weights_fingerprint"],
         template_date=manifest.get("template_date"),
         yarn_factor=config.model.yarn_factor,
         yarn_original_positions=config.model.yarn_original_positions,
@@ -103,41 +93,8 @@ def read_origin(folder: Path) -> Origin | None:
     )
 
 
-def recorded_by_run(run: Path) -> Trained | None:
-    """The hashes in a run's manifest; None without a manifest. Raises: DataError for an invalid one."""
-    if not (run / MANIFEST_FILE).is_file():
-        return None
-    manifest = read_manifest(run)
-    return Trained(
-        by=str(run),
-        name=f"{run.parent.name}/{run.name}",
-        tokenizer_sha256=manifest.get("tokenizer_sha256"),
-        chat_template_sha256=manifest.get("chat_template_sha256"),
-        system_prompt_sha256=manifest.get("system_prompt_sha256"),
-        weights_fingerprint=recorded_fingerprint(manifest),
-    )
-
-
-def recorded_in_export(folder: Path | None) -> Trained | None:
-    """The hashes in an exported model folder; None for a folder without an origin, or no folder."""
-    origin = None if folder is None else read_origin(folder)
-    return None if origin is None else recorded_by_origin(origin)
-
-
-def recorded_by_origin(origin: Origin) -> Trained:
-    """The hashes of an origin."""
-    return Trained(
-        by=f"the run {origin.run}",
-        name=origin.run,
-        tokenizer_sha256=origin.tokenizer_sha256,
-        chat_template_sha256=origin.chat_template_sha256,
-        system_prompt_sha256=system_prompt_hash(origin.system_prompt),
-        weights_fingerprint=origin.weights_fingerprint,
-    )
-
-
 def check_bound(
-    trained: Trained | None,
+    trained: Origin | None,
     tokenizer: PreTrainedTokenizerBase,
     system_prompt: str | None,
     allowed: Collection[str] = (),
@@ -172,13 +129,13 @@ def check_bound(
             SYSTEM_PROMPT: ("system prompt", "it is dataset.system_prompt of its run.yaml"),
         }[refused]
         raise DataError(
-            f"the {what} is not the one that {trained.by} was trained with ({where}); restore it, since a model "
-            f"answers badly under another one (`tunebook eval --allow-mismatch {refused}` evaluates it anyway and "
-            "records that)",
+            f"the {what} is not the one that the run {trained.run} was trained with ({where}); restore it, since a "
+            f"model answers badly under another one (`tunebook eval --allow-mismatch {refused}` evaluates it anyway "
+            "and records that)",
             problem_id=f"{refused.replace('_', '-')}-changed",
         )
     return {
-        "to": None if trained is None else trained.name,
+        "to": None if trained is None else trained.run,
         "mismatches": different,
         "tokenizer_sha256": present[TOKENIZER],
         "chat_template_sha256": present[TEMPLATE],
@@ -187,7 +144,7 @@ def check_bound(
 
 
 def check_base(
-    trained: Trained | None,
+    trained: Origin | None,
     model: ModelConfig,
     allowed: Collection[str] = (),
     *,
@@ -207,9 +164,10 @@ def check_base(
     if BASE in allowed:
         return [BASE]
     raise DataError(
-        f"the base model is not the one that {trained.by} was trained on: the weights of {resolve_path(model.path)} "
-        f"{fingerprint_text(present)}, and the run started from {trained.weights_fingerprint[:12]}...; restore those "
-        f"weights, since an adapter fits only its own base, or train again on these ({way_out})",
+        f"the base model is not the one that the run {trained.run} was trained on: the weights of "
+        f"{resolve_path(model.path)} {fingerprint_text(present)}, and the run started from "
+        f"{trained.weights_fingerprint[:12]}...; restore those weights, since an adapter fits only its own base, or "
+        f"train again on these ({way_out})",
         problem_id="base-changed",
     )
 

@@ -27,7 +27,6 @@ from tunebook.hardware.links import links_text, read_links
 from tunebook.record.locks import (
     PACKAGES,
     generation_versions,
-    installed_packages,
     installed_versions,
     lock_differences,
     optional_versions,
@@ -44,7 +43,6 @@ _VARIABLES = (
 # They make MKL and oneDNN, which compute torch's products, choose other instructions than torch itself.
 _KERNEL_VARIABLES = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
 _CODE_FOLDERS = ("src", "hydra_configs", "recipes", "docker")  # untracked files elsewhere do not affect a run
-_COMMAND_TIMEOUT_S = 20
 
 
 def describe_code(checkout: Path) -> dict[str, Any]:
@@ -76,8 +74,7 @@ def describe_environment(generation: str) -> dict[str, Any]:
     `generation` selects the lock. `lock_sha256` is null if an installed package differs from the lock.
     """
     image = read_image()
-    packages = installed_packages()
-    installed = installed_versions(packages)
+    installed = installed_versions()
     lock = _describe_lock(generation, image, installed)
     # The build of an image that does not list its packages compared them, too, or it would have failed.
     is_installed = lock["differences"] == {} or (image is not None and image.packages is None)
@@ -87,9 +84,7 @@ def describe_environment(generation: str) -> dict[str, Any]:
         "image": {name: getattr(image, name) for name in kept} if image else None,
         "lock_sha256": lock["sha256"] if is_installed else None,
         "lock": lock,
-        "installed_sha256": sha256_text(
-            "\n".join(sorted({f"{name.lower()}=={version}" for name, version in packages}))
-        ),
+        "installed_sha256": sha256_text("\n".join(sorted(f"{name}=={installed[name]}" for name in installed))),
         "python": platform.python_version(),
         "packages": {name: installed[name] for name in PACKAGES if name in installed},
         "variables": {
@@ -160,11 +155,9 @@ def _processor_name(cpuinfo: Path) -> str:
     text = cpuinfo.read_text() if cpuinfo.is_file() else ""
     pairs = (line.partition(":") for line in text.partition("\n\n")[0].splitlines())
     found = {key.strip(): value.strip() for key, _, value in pairs}
-    if "model name" in found and "cpu family" in found:
-        return f"{found['model name']}, family {found['cpu family']}, model {found.get('model', 'unknown')}"
-    if "CPU part" in found:  # ARM
-        return f"{platform.machine()}, implementer {found.get('CPU implementer', 'unknown')}, part {found['CPU part']}"
-    return platform.machine() or "unknown"
+    if "model name" not in found:
+        return f"{platform.machine()}, part {found.get('CPU part', 'unknown')}"  # ARM
+    return f"{found['model name']}, family {found.get('cpu family')}, model {found.get('model')}"
 
 
 def describe_command(arguments: list[str]) -> list[str]:
@@ -185,10 +178,7 @@ def shorten_paths(text: str) -> str:
 def _git(checkout: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     # In a container the mounted checkout belongs to another user. git refuses that without safe.directory.
     command = ["git", "-c", f"safe.directory={checkout.resolve()}", "-C", str(checkout), *arguments]
-    try:
-        return subprocess.run(command, capture_output=True, timeout=_COMMAND_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, returncode=124, stdout=b"", stderr=b"timed out")
+    return subprocess.run(command, capture_output=True, check=False)
 
 
 def _hash_difference(checkout: Path) -> str | None:

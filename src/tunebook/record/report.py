@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from tunebook import __version__
@@ -28,7 +28,7 @@ from tunebook.record.differences import answers_of
 from tunebook.record.locks import describe_differences
 from tunebook.record.manifest import MANIFEST_FILE, check_manifest
 from tunebook.record.page.curves import dash_of_run, loss_charts, other_charts, overlaid_charts
-from tunebook.record.page.details import build_prediction, draw_histogram, flatten, memory_bars, start_bars
+from tunebook.record.page.details import build_prediction, flatten, memory_bars, start_bars
 from tunebook.record.page.numbers import NO_VALUE, Unit, format_count, format_duration, format_value
 from tunebook.record.page.overview import (
     Summary,
@@ -51,7 +51,7 @@ from tunebook.record.page.scores import (
     score_rows,
     unit_of,
 )
-from tunebook.record.run_record import RunRecord, broken_records_named, read_run
+from tunebook.record.run_record import RunRecord, read_run
 
 NO_RECIPE = "none (own model and data)"
 _NUM_DIFFERENCES = 4  # packages that the head lists; the manifest below lists all
@@ -64,12 +64,11 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
     Raises: RequestError for a folder that is not a run folder, or an output that cannot be written; DataError for a
     damaged record; DoesNotFitError if the disk is full.
     """
-    with broken_records_named(*folders):
-        records = [read_run(folder) for folder in folders]
-        for record in records:
-            if record.manifest is not None:
-                check_manifest(record.manifest, record.folder / MANIFEST_FILE)
-        page = render_run(records[0]) if len(records) == 1 else render_comparison(records)
+    records = [read_run(folder) for folder in folders]
+    for record in records:
+        if record.manifest is not None:
+            check_manifest(record.manifest, record.folder / MANIFEST_FILE)
+    page = render_run(records[0]) if len(records) == 1 else render_comparison(records)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(output, page)
@@ -200,18 +199,14 @@ def render_page(template: str, **view: Any) -> str:
         "sentence": lambda text: text and text[0].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) else "."),
         "share": partial(format_value, unit=Unit.share), "time": format_time,
     }  # fmt: skip
-    environment.globals["histogram"] = draw_histogram
     script = (TEMPLATES / "report.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     # Markup, since these are our own files. The browser must get exactly the bytes of the digest.
     style = (TEMPLATES / "report.css").read_text(encoding="utf-8")
-    try:
-        return environment.get_template(template).render(
-            **view, style=Markup(style), script=Markup(script), script_digest=digest, version=__version__,
-            written=format_time(datetime.now(UTC)),
-        )  # fmt: skip
-    except UndefinedError as error:
-        raise LookupError(error.message) from error  # as for a record's missing key in Python
+    return environment.get_template(template).render(
+        **view, style=Markup(style), script=Markup(script), script_digest=digest, version=__version__,
+        written=format_time(datetime.now(UTC)),
+    )  # fmt: skip
 
 
 def _score(score: dict[str, Any], same_unit: dict[str, Any] | None = None) -> str:

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -136,21 +136,6 @@ def resolve_run(text: str, outputs: Path) -> Path:
         f"folder, `latest`, or a recipe for its newest run. Runs in {outputs}, {known}",
         problem_id="unknown-run",
     )
-
-
-def resolve_runs(texts: Sequence[str], outputs: Path) -> list[Path]:
-    """The folders of several runs, each named as for `resolve_run`. Raises: RequestError also for a run named twice."""
-    named: dict[Path, str] = {}
-    for text in texts:
-        folder = resolve_run(text, outputs)
-        if folder in named:
-            raise RequestError(
-                f"{named[folder]} and {text} are the same run, {folder}; a run cannot be compared with itself. Name "
-                "another one",
-                problem_id="run-named-twice",
-            )
-        named[folder] = text
-    return list(named)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,7 @@
-"""Read a run folder: its configuration, plan, manifest, metrics and evaluations.
-
-JSON may be valid and still not be a record. `broken_records_named` catches that where the records are used.
-"""
+"""Read a run folder: its configuration, plan, manifest, metrics and evaluations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -124,31 +119,10 @@ def _read_config(path: Path) -> dict[str, Any] | None:
         return None
     try:
         config: Any = OmegaConf.to_container(OmegaConf.load(path))
-        why = "" if config and isinstance(config, dict) else "it holds no keys with values"
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        config, why = None, f"it cannot be read: {first_line(error)}"
-    if why:
+        return dict(config)
+    except (ValueError, TypeError, YAMLError, OmegaConfBaseException) as error:
         raise DataError(
-            f"{path}: {why}. Tunebook does not write this, so something else changed the file; restore it from a copy, "
-            "or remove it to continue without it",
-            problem_id="broken-record",
-        )
-    return dict(config)
-
-
-@contextmanager
-def broken_records_named(*folders: Path) -> Iterator[None]:
-    """Turn an error in the use of these folders' records into a DataError that names the folders.
-
-    A bug in Tunebook would look the same, so the error keeps its cause.
-    """
-    try:
-        yield
-    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-        named = " or ".join(str(folder) for folder in folders)
-        raise DataError(
-            f"{named}: its run.yaml, plan.json, manifest.json, metrics.jsonl or evaluation/ holds what Tunebook does "
-            f"not write there ({type(error).__name__}: {error}), so something else changed it; restore the files from "
-            "a copy, or name another run. If nobody changed them, this is a bug in Tunebook",
+            f"{path} cannot be read: {first_line(error)}. Something else than Tunebook changed it; restore it from a "
+            "copy, or remove it to continue without it",
             problem_id="broken-record",
         ) from error

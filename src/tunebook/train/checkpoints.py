@@ -21,7 +21,6 @@ from tunebook.checkpoint.choose import require_verified
 from tunebook.checkpoint.collectives import on_first_rank
 from tunebook.checkpoint.record import FileEntry, checkpoint_path, read_record, step_of
 from tunebook.checkpoint.resharding import needs_universal, write_universal
-from tunebook.checkpoint.retention import estimate_bytes
 from tunebook.checkpoint.save import CheckpointSaver, publish_folder, seal_files
 from tunebook.errors import TunebookError
 from tunebook.train.callbacks import StopOnRequest
@@ -52,7 +51,7 @@ class CompleteCheckpoints(RecordedLogs):
         self.require_finite_loss()
         step = self.state.global_step
         try:
-            self.saver.begin(step, estimate_bytes(self.model))
+            self.saver.begin(step)
             self._is_saving = True
             super()._save_checkpoint(model, trial)
             self._name_best(step)

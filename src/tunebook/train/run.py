@@ -196,7 +196,6 @@ def _resumed(config: RunConfig, trainer: RecipeTrainer, folder: Path) -> Path | 
         record, own = read_record(resumed), trainer.saver.identity
         is_same = record.identity.data_sha256 == own.data_sha256
         trainer.add_callback(RestoredState(config.training, trainer, resumed, has_same_data=is_same, say=say))
-        trainer.saver.resumed_step = record.step
         trainer.saver.identity = resumed_identity(record.identity, own)
         say(
             f"resuming from {resumed}: every file in it was read and is what was written. {RECORD_FILE} proves that, "

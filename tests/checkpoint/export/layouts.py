@@ -94,7 +94,7 @@ def write_run(folder: Path, base: Path, *, peft: str = "full", state: str = "fin
     status = {"state": state, "exit_code": 0, "reason": None, "started": "2026-01-01T00:00:00+00:00", "step": STEP}
     manifest = {
         "format": 1, "recipe": "tiny", "title": "A tiny run", "status": status, "config_sha256": "d" * 64,
-        "world_size": RANKS, **trained_with(),
+        "world_size": RANKS, "model": {"weights_fingerprint": None}, **trained_with(),
     }  # fmt: skip
     atomic_write_json(folder / "manifest.json", manifest)
     return folder
@@ -251,9 +251,7 @@ def write_fsdp(folder: Path, weights: Tensors) -> None:
 def write_record(folder: Path) -> None:
     """The record that makes a checkpoint complete."""
     (folder / RECORD_FILE).unlink(missing_ok=True)
-    files = {
-        name: FileEntry(size=size, sha256=sha256_file(folder / name)) for name, size in list_files(folder).sizes.items()
-    }
+    files = {name: FileEntry(size=size, sha256=sha256_file(folder / name)) for name, size in list_files(folder).items()}
     identity = Identity(
         strategy="single", peft="full", world_size=RANKS, model={}, config_sha256=CONFIG_SHA256, settings={},
         data_sha256="f", tokenizer_sha256=None, chat_template_sha256=None,

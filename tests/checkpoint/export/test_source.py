@@ -35,9 +35,8 @@ def test_the_model_is_of_the_step_that_was_loaded_at_the_end(
     file.write_text(file.read_text().replace("load_best_at_end: false", f"load_best_at_end: {loads_best}".lower()))
     layouts.change_manifest(run, status=status)
     layouts.write_checkpoint(run, "whole", step=2).rename(run / "model")
-    for named in (None, str(run / "model")):
-        source = choose_source(read_run(run), named)
-        assert (source.name_in(run), source.step) == ("model", step)
+    source = choose_source(read_run(run), None)
+    assert (source.name_in(run), source.step) == ("model", step)
 
 
 def test_a_model_with_other_weights_than_its_run_wrote_is_not_exported(layouts: Any, run: Path) -> None:
@@ -49,17 +48,15 @@ def test_a_model_with_other_weights_than_its_run_wrote_is_not_exported(layouts: 
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    for named in (None, str(run / "model")):
-        with pytest.raises(DataError) as raised:
-            choose_source(read_run(run), named)
-        assert raised.value.problem_id == "model-changed"
+    with pytest.raises(DataError) as raised:
+        choose_source(read_run(run), None)
+    assert raised.value.problem_id == "model-changed"
 
 
-def test_a_step_a_name_and_a_path_mean_the_same(layouts: Any, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_and_a_name_mean_the_same(layouts: Any, run: Path) -> None:
     checkpoint = layouts.write_checkpoint(run, "whole")
     layouts.write_checkpoint(run, "whole", step=5)
-    monkeypatch.chdir(checkpoint.parent)
-    for text in ("3", "checkpoint-3", str(checkpoint), "./checkpoint-3"):
+    for text in ("3", "checkpoint-3"):
         assert choose_source(read_run(run), text).folder == checkpoint
 
 
@@ -84,7 +81,7 @@ def test_another_runs_checkpoint_is_refused(layouts: Any, run: Path, base: Path)
     other = layouts.write_checkpoint(layouts.write_run(run.parent / "other", base), "whole")
     (run / "checkpoints").mkdir()
     (run / "checkpoints" / "checkpoint-3").symlink_to(other)
-    for text in (str(other), str(run), "3", str(run / "checkpoints" / "checkpoint-3")):
+    for text in (str(other), "3", "checkpoint-3"):
         with pytest.raises(RequestError) as raised:
             choose_source(read_run(run), text)
         assert raised.value.problem_id == "export-no-checkpoint"

@@ -11,9 +11,7 @@ from tunebook.record.page.charts import (
     Chart,
     Line,
     outlier_ceiling,
-    round_ticks,
     smooth,
-    step_ticks,
     thin,
     value_ticks,
 )
@@ -84,28 +82,6 @@ def test_a_chart_says_what_it_shows_to_readers_who_cannot_see_it() -> None:
     assert Chart(title="Loss", y_label="loss", lines=lines).summary == (
         "Loss, by optimizer step. training: 6.91 at 1, 0.0512 at 240"
     )
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"), [(0, 8, [0, 2, 4, 6, 8]), (0, 0.1, [0, 0.025, 0.05, 0.075, 0.1]), (3, 7, [3, 4, 5, 6, 7])]
-)
-def test_ticks_are_round(low: float, high: float, ticks: list[float]) -> None:
-    assert round_ticks(low, high, 5)[1] == pytest.approx(ticks)
-
-
-def test_steps_are_whole_and_end_at_the_last() -> None:
-    assert step_ticks([1, 2, 3]) == (0, 3, [0, 1, 2, 3])
-    assert step_ticks([1, 240]) == (0, 240, [0, 50, 100, 150, 200])
-    assert step_ticks([900, 1000])[0] == 900  # a resumed run's axis does not waste nine tenths
-    assert step_ticks([5])[:2] == (0, 5)
-
-
-def test_values_start_at_zero_if_they_come_near_it_or_it_is_asked() -> None:
-    assert value_ticks([0.1, 7.0], from_zero=False)[0] == 0
-    low, *_, high = value_ticks([2.31, 2.89], from_zero=False)
-    assert 2.0 < low <= 2.31 < 2.89 <= high < 3.1
-    assert value_ticks([11_900, 12_300], from_zero=True)[0] == 0
-    assert value_ticks([-3, 5], from_zero=True)[0] < -2.9
 
 
 @pytest.mark.parametrize("values", [[0.0, 0.0], [5.0], [1e-30, 1e-30]])

@@ -5,10 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tunebook.errors import DataError
-from tunebook.record.report import render_run, write_report
+from tunebook.record.report import render_run
 from tunebook.record.run_record import read_run
 
 EXAMPLE = {"item": 4, "kind": "overlapping", "text": "is it <b>a mill</b>", "document": "train.jsonl:17"}
@@ -41,12 +38,6 @@ def test_counts_scores_and_examples(make_run: Callable[..., Path]) -> None:
         assert page.count(f'data-label="{label}">{count}</td>') == 2
     assert "example, item 4: part found in train.jsonl:17</p>" in page
     assert page.count("example: 50.0% ± 7.0 on 45 items (clean), 80.0% on 5 items (part found)") == 2, "after, eval-1"
-
-
-def test_a_group_without_its_examples_is_a_broken_record(make_run: Callable[..., Path], tmp_path: Path) -> None:
-    groups = {"example": {key: value for key, value in GROUP.items() if key != "examples"}}
-    with pytest.raises(DataError, match="no attribute 'examples'"):
-        write_report([checked(make_run(), groups=groups)], tmp_path / "report.html")
 
 
 def test_the_section_is_on_the_page_and_text_of_items_is_escaped(make_run: Callable[..., Path]) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tunebook.record.page.charts import Chart
-from tunebook.record.page.curves import dash_of_run, loss_charts, other_charts, overlaid_charts
+from tunebook.record.page.curves import loss_charts, other_charts, overlaid_charts
 from tunebook.record.run_record import RunRecord, read_run
 
 
@@ -64,7 +64,3 @@ def test_runs_are_overlaid_over_steps_and_over_tokens() -> None:
         ("Loss over steps", "optimizer step"), ("Loss over tokens", "tokens seen"),
     ]  # fmt: skip
     assert charts[1].lines[1].points == [(100, 4), (200, 3), (300, 2)]
-
-
-def test_eighteen_runs_look_different() -> None:
-    assert len({(index % 6, dash_of_run(index)) for index in range(18)}) == 18

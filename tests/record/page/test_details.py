@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from tunebook.record.page.details import Prediction, build_prediction, draw_histogram, flatten, memory_bars, start_bars
+from tunebook.record.page.details import build_prediction, flatten, memory_bars, start_bars
 from tunebook.record.page.numbers import MINUS
 from tunebook.record.page.overview import summarize
+from tunebook.record.report import render_page
 from tunebook.record.run_record import RunRecord, read_run
 
 START_UP = {
@@ -25,7 +27,7 @@ TIME = {
 }  # fmt: skip
 
 
-def predicted(generation: str = "hopper", *, steps: int = 2, **plan: Any) -> Prediction:
+def predicted(generation: str = "hopper", *, steps: int = 2, **plan: Any) -> dict[str, Any]:
     line: dict[str, Any] = {"tokens_per_second_per_gpu": 1_000.0, "memory_gib": [24.0, 25.0]}
     if generation != "cpu":
         line |= {"memory_reserved_gib": [28.0, 40.0], "memory_device_gib": [44.0, 43.0]}
@@ -39,13 +41,13 @@ def predicted(generation: str = "hopper", *, steps: int = 2, **plan: Any) -> Pre
 
 def test_parts_lie_end_to_end_and_the_highest_peaks_are_marked() -> None:
     found = predicted(memory_gib=MEMORY)
-    assert [(part.name, part.begins, part.share) for part in found.parts] == [
+    assert [(part.name, part.begins, part.share) for part in found["parts"]] == [
         ("weights", 0.0, 0.125),
         ("optimizer", 0.125, 0.25),
         ("overhead", 0.375, 0.0625),
     ]
-    assert [part.kind for part in found.parts] == ["0", "2", "3"]  # gradients are nothing, and keep theirs
-    assert [(mark.kind, mark.text, mark.begins) for mark in found.marks] == [
+    assert [part.kind for part in found["parts"]] == ["0", "2", "3"]  # gradients are nothing, and keep theirs
+    assert [(mark.kind, mark.text, mark.begins) for mark in found["marks"]] == [
         ("allocated", "25 GiB", 0.3125),
         ("reserved", "40 GiB", 0.5),
         ("device", "44 GiB", 0.55),
@@ -54,29 +56,29 @@ def test_parts_lie_end_to_end_and_the_highest_peaks_are_marked() -> None:
 
 def test_a_small_run_on_a_large_machine_is_drawn_larger() -> None:
     found = predicted("cpu", memory_gib=MEMORY | {"capacity": 1000.0})
-    assert sum(part.share for part in found.parts) == pytest.approx(1 / 1.05)
-    assert len(found.marks) == 1
+    assert sum(part.share for part in found["parts"]) == pytest.approx(1 / 1.05)
+    assert len(found["marks"]) == 1
 
 
 def test_a_bar_of_more_than_the_capacity_is_as_long_as_the_largest_peak() -> None:
-    last = predicted(memory_gib=MEMORY | {"capacity": 30.0}).parts[-1]
+    last = predicted(memory_gib=MEMORY | {"capacity": 30.0})["parts"][-1]
     assert last.begins + last.share == pytest.approx(35 / 44)
 
 
 def test_differences_are_of_the_prediction_from_what_was_measured() -> None:
-    rows = predicted(memory_gib=MEMORY, time=TIME).rows
+    rows = predicted(memory_gib=MEMORY, time=TIME)["rows"]
     assert [row[3] for row in rows] == ["+20.0 %", f"{MINUS}20.5 %", "+10.0 %", "+800.0 %"]
     assert rows[-1][:3] == ("Time of the whole training", "1 h 00 min", "6 min 40 s")
 
 
 def test_an_unfinished_run_is_compared_over_the_tokens_it_saw() -> None:
-    *_, part, whole = predicted(steps=1, memory_gib=MEMORY, time=TIME).rows
+    *_, part, whole = predicted(steps=1, memory_gib=MEMORY, time=TIME)["rows"]
     assert part == ("Time for 400,000 tokens", "3 min 02 s", "3 min 20 s", f"{MINUS}9.1 %")
     assert whole[2:] == ("\N{EN DASH}", "\N{EN DASH}")
 
 
 def test_a_process_on_a_cpu_is_compared_with_everything_planned() -> None:
-    memory, speed, _ = predicted("cpu", memory_gib=MEMORY).rows
+    memory, speed, _ = predicted("cpu", memory_gib=MEMORY)["rows"]
     assert memory[3] == "+40.0 %"  # 35 for 25
     assert speed[1] == "not estimated"
 
@@ -123,16 +125,14 @@ def test_flattening_shows_every_value() -> None:
 
 
 def test_bars_are_as_tall_as_their_counts() -> None:
-    svg = ElementTree.fromstring(draw_histogram([0, 10, 20, 30], [50, 100, 0]))
-    heights = [float(bar.get("height")) for bar in svg.iter("rect")]
-    assert heights == [47, 94, 0]
-    assert [title.text for title in svg.iter("title")][1] == "10 to 20 tokens: 100 documents"
-    assert [text.text for text in svg.iter("text")] == ["100", "0", "10", "20", "30", "tokens of a document"]
-
-
-def test_histogram_without_counts_is_drawn_flat() -> None:
-    svg = ElementTree.fromstring(draw_histogram([0, 10, 20], [0, 0]))
-    assert {float(bar.get("height")) for bar in svg.iter("rect")} == {0}
+    for counts, expected in (([50, 100, 0], [47, 94, 0]), ([0, 0, 0], [0, 0, 0])):
+        parts = {"train": {"lengths": {"edges": [0, 10, 20, 30], "counts": counts}}}
+        page = render_page("data.html.jinja", title="x", sources=[], warnings=[], notes=[], samples=[], parts=parts)
+        svg = ElementTree.fromstring(re.search(r'<svg class="chart".*?</svg>', page, re.DOTALL)[0])
+        assert [float(bar.get("height")) for bar in svg.iter("rect")] == expected
+        assert [title.text for title in svg.iter("title")][1] == f"10 to 20 tokens: {counts[1]} documents"
+        texts = [text.text for text in svg.iter("text")]
+        assert texts == [str(max(counts)), "0", "10", "20", "30", "tokens of a document"]
 
 
 def test_phases_stand_one_after_the_other() -> None:

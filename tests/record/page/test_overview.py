@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tunebook.record.page.numbers import format_value
-from tunebook.record.page.overview import describe_machine, format_time, speed_unit, state_of, summarize
+from tunebook.record.page.overview import describe_machine, speed_unit, state_of, summarize
 from tunebook.record.report import render_comparison, render_run
 from tunebook.record.run_record import RunRecord, read_run
 
@@ -39,24 +39,6 @@ def test_head_of_a_finished_run(make_run) -> None:
         "Optimizer steps 240 of 240 Tokens seen 818,880 Started 21 November 2026, 07:18 UTC Took 1 min 42 s Exit code 0"
     )
     assert 'class="banner' not in render_run(read_run(make_run("2026-11-21T07-18-06Z")))
-
-
-@pytest.mark.parametrize(
-    ("differences", "expected"),
-    [
-        ({}, "as in the cpu lock"),
-        ({"torch": {"installed": "2.11.0", "locked": "2.13.0"}}, "torch 2.11.0 where the lock has 2.13.0"),
-        (None, "not compared with the lock: there is none"),
-    ],
-)
-def test_packages_that_are_not_the_locks_are_in_the_head(make_run, differences: Any, expected: str) -> None:
-    lock = {"name": "cpu", "sha256": None, "differences": differences, "reason": "there is none"}
-    assert f"Packages {expected}" in head(with_manifest(make_run(), environment={"lock": lock}))
-
-
-def test_compiled_graphs_are_in_the_head(make_run) -> None:
-    compiled = {"graphs": 9, "after_first_step": 2, "seconds": 12.345}
-    assert "Compiled 9 graphs, 2 after the first step, in 12.3 s" in head(with_manifest(make_run(), compiled=compiled))
 
 
 @pytest.mark.parametrize(
@@ -133,21 +115,6 @@ def test_folder_without_manifest_has_a_banner(make_run) -> None:
     record = read_run(make_run(without=("manifest.json",)))
     assert "no manifest.json" in head(record)
     assert describe_machine(record) == "not recorded"
-
-
-def test_hardware_counts_gpus_and_those_in_use(make_run) -> None:
-    times = "\N{MULTIPLICATION SIGN}"
-    record = read_run(make_run(ranks=8))
-    assert describe_machine(record) == f"8 {times} NVIDIA H200"
-    assert record.manifest is not None
-    record.manifest["world_size"] = 4
-    assert describe_machine(record) == f"8 {times} NVIDIA H200; 4 used"
-    assert describe_machine(RunRecord(folder=Path("a/b"))) == "not recorded"
-
-
-def test_times_are_for_people() -> None:
-    assert format_time("2026-11-02T07:08:05+00:00") == "2 November 2026, 07:08 UTC"
-    assert format_time(None) == "not recorded"
 
 
 def test_a_run_in_numbers_by_hand() -> None:

@@ -57,12 +57,6 @@ def test_the_change_of_a_task_and_its_groups_is_paired_item_by_item() -> None:
     assert (changes(task), changes(group)) == (["", "+60.0 ± 24.5 points"],) * 2
 
 
-def test_one_evaluation_alone_has_no_change() -> None:
-    (task, _) = score_rows(None, evaluation(0.8))
-    assert (texts(task), changes(task)) == ([None, "80.0 % ± 2.0"], [None, ""])
-    assert score_rows(None, None) == []
-
-
 def test_only_shares_have_a_bar_and_a_percent_sign() -> None:
     before, after = evaluation(31.5), evaluation(12.25)
     task, _ = score_rows(before, after)
@@ -101,11 +95,6 @@ def test_answers_to_the_same_prompt_are_paired_and_five_are_shown() -> None:
     assert (pairs[1]["before"], pairs[1]["after"]) == (("no", False), ("yes", True))
     assert pairs[1]["task"] == "example: sort"
     assert [pair["after"] for pair in pair_samples(before, None)] == [None] * 5
-
-
-def test_unjudged_answer_is_neither_right_nor_wrong() -> None:
-    (pair,) = pair_samples(None, evaluation(0.5, samples=[sample("p", "text", None)]))
-    assert pair["after"] == ("text", None)
 
 
 def test_known_templates_are_shown_as_turns() -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from tunebook.config.book import BOOK_PREFIX, is_relative, resolve_path
-from tunebook.config.choices import PeftMethod, Source, Weights
+from tunebook.config.book import BOOK_PREFIX
+from tunebook.config.choices import PeftMethod, Weights
 from tunebook.config.schema import RunConfig, world_size
+from tunebook.record.differences import score_in_words
 from tunebook.record.model_origin import ORIGIN_FILE, Origin
 from tunebook.record.run_record import RunRecord
 
@@ -41,14 +42,18 @@ class ExportOrigin(Origin):
 
 def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
     """The model card as Markdown with the hub's header."""
-    found = [item for item in _evaluations(origin, record) if item.get("tasks")]
+    found = _evaluations(origin, record)
     turns = [{"role": "user", "content": "..."}]
     if config.dataset.system_prompt is not None:
         turns.insert(0, {"role": "system", "content": config.dataset.system_prompt})
-    path = (config.model.path or "").removeprefix(BOOK_PREFIX)
-    name = config.model.name or (Path(path).name if path.startswith(("/", "~")) else path)
+    name = config.model.name or _shared(config.model.path or "")
     filled = ModelCard.from_template(
-        _header(origin, config),
+        ModelCardData(
+            library_name="peft" if origin.is_adapter else "transformers",
+            pipeline_tag="text-generation",
+            tags=["tunebook", "sft"],
+            base_model=config.model.name,
+        ),
         template_path=str(Path(__file__).with_name("card.md.jinja")),
         title=(record.manifest or {}).get("title") or origin.recipe or f"{name}, fine-tuned",
         origin=origin,
@@ -61,25 +66,9 @@ def card(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> str:
         ],
         evaluations=found,
         tasks={name: task for item in found for name, task in item["tasks"].items()},
-        score=_score,
+        score=lambda task: "-" if task is None else score_in_words(task, as_share=False),
     )
     return str(filled).rstrip() + "\n"
-
-
-def _header(origin: ExportOrigin, config: RunConfig) -> ModelCardData:
-    names = [part.name for part in (config.dataset, *config.dataset.parts.values()) if part.name]
-    on_hub = [str(name) for name in names if "/" in name and is_relative(name) and not resolve_path(name).exists()]
-    base: dict[str, Any] = {}
-    if config.model.name is not None:
-        base = {"base_model_relation": "adapter" if origin.is_adapter else "finetune"}
-    return ModelCardData(
-        library_name="peft" if origin.is_adapter else "transformers",
-        pipeline_tag="text-generation",
-        tags=["tunebook", "sft"],
-        base_model=config.model.name,
-        datasets=on_hub if on_hub and config.dataset.source in (Source.hub, Source.mixture) else None,
-        **base,
-    )
 
 
 def _summary(origin: ExportOrigin, config: RunConfig, name: str) -> str:
@@ -101,44 +90,42 @@ def _summary(origin: ExportOrigin, config: RunConfig, name: str) -> str:
 
 def _rows(origin: ExportOrigin, config: RunConfig, record: RunRecord) -> list[tuple[str, str]]:
     """What the run recorded of these weights."""
-    manifest = record.manifest or {}
-    data, batch = manifest.get("dataset") or {}, (record.plan or {}).get("batch") or {}
+    manifest, optimizer = record.manifest or {}, config.optimizer
     rows = []
-    for source in data.get("records") or []:
-        name = str(source.get("location") or source.get("name") or "").rpartition(BOOK_PREFIX)[2]
+    for source in (manifest.get("dataset") or {}).get("records") or []:
         facts = [f"{source['num_documents']:,} documents"] if source.get("num_documents") else []
         facts += [f"{key} {source[key]}" for key in ("revision", "sha256") if source.get(key)]
-        rows.append(("data", ", ".join([Path(name).name if name.startswith(("/", "~")) else name, *facts])))
-    if data.get("content_sha256"):
-        rows.append(("SHA-256 of the tokens", data["content_sha256"]))
+        rows.append(("data", ", ".join([_shared(source.get("location") or ""), *facts])))
     gpus = (manifest.get("hardware") or {}).get("gpus") or [{"name": "CPU process"}]
     rows.append(("strategy", f"{config.parallelism.strategy.name} over {world_size(config)} x {gpus[0]['name']}"))
     if config.peft.method is not PeftMethod.full:
         rows.append((config.peft.method.name, f"rank {config.peft.rank}, alpha {config.peft.alpha:g}"))
-    if batch.get("documents_per_step"):
-        rows.append(("batch", f"{batch['documents_per_step']:g} documents an optimizer step"))
-    rows.append(("optimizer", f"{config.optimizer.name.name}, learning rate {config.optimizer.learning_rate:g}"))
-    steps = str(origin.step) if origin.step is not None else "not recorded"
-    if origin.source == _FINAL and origin.step is not None and record.status.get("best_step") is not None:
-        steps += f", the best by validation loss of the saved steps, of {record.status.get('step')} trained"
-    rows.append(("steps", steps))
+    rows.append(("optimizer", f"{optimizer.name.name}, learning rate {optimizer.learning_rate:g}"))
+    rows.append(("steps", str(origin.step) if origin.step is not None else "not recorded"))
     seen = [line for line in (*record.training, *record.validation) if int(line["step"]) <= (origin.step or 0)]
-    if losses := [line for line in seen if line.get("loss") is not None]:
-        values = [f"{line['loss']:.4f} at step {line['step']}" for line in (losses[0], losses[-1])]
-        rows.append(("loss", ", ".join(values)))
-    if validations := [line for line in seen if line.get("validation_loss") is not None]:
-        rows.append(("validation loss", f"{validations[-1]['validation_loss']:.4f} at step {validations[-1]['step']}"))
+    for key, name in (("loss", "loss"), ("validation_loss", "validation loss")):
+        if lines := [line for line in seen if line.get(key) is not None]:
+            ends = [f"{line[key]:.4f} at step {line['step']}" for line in (lines[0], lines[-1])]
+            rows.append((name, ", ".join(ends)))
     code = manifest.get("code") or {}
-    commit = str(code.get("git_commit") or "not recorded")
     return [
         *rows,
         ("recipe", origin.recipe or "none"),
         ("run", origin.run),
         ("exported from", f"{origin.source} ({origin.stored_as})"),
         ("configuration, SHA-256", origin.config_sha256),
-        ("code", commit + (" with changes" if code.get("is_clean") is False else "")),
+        (
+            "code",
+            f"{code.get('git_commit') or 'not recorded'}{' with changes' if code.get('is_clean') is False else ''}",
+        ),
         ("checked", check_text(origin)),
     ]
+
+
+def _shared(path: str) -> str:
+    """A path without the folders of this machine."""
+    path = path.rpartition(BOOK_PREFIX)[2]
+    return Path(path).name if path.startswith(("/", "~")) else path
 
 
 def _evaluations(origin: ExportOrigin, record: RunRecord) -> list[dict[str, Any]]:
@@ -146,17 +133,9 @@ def _evaluations(origin: ExportOrigin, record: RunRecord) -> list[dict[str, Any]
     last = record.model_step if record.status.get("state") == "finished" else None
     is_final = origin.source == _FINAL or (last is not None and origin.step == last)
     sources = (origin.source, _FINAL) if is_final else (origin.source,)
-    found = [item for item in record.evaluations if item.get("model") in sources]
-    if is_final and record.after is not None:
-        found.insert(0, record.after)
+    found = [record.after] if is_final and record.after is not None else []
+    found += [item for item in record.evaluations if item["model"] in sources]
     return [record.before, *found] if found and record.before is not None else found
-
-
-def _score(task: dict[str, Any] | None) -> str:
-    if task is None:
-        return "-"
-    error = f" ± {task['stderr']:.4f}" if task.get("stderr") is not None else ""
-    return f"{task['value']:.4f}{error}"
 
 
 def check_text(origin: ExportOrigin) -> str:

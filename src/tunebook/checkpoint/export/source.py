@@ -11,7 +11,6 @@ from pathlib import Path
 from tunebook.checkpoint.record import (
     CHECKPOINTS_FOLDER,
     CheckpointRecord,
-    checkpoint_path,
     named_as_checkpoints,
     step_of,
 )
@@ -63,16 +62,15 @@ def choose_source(run: RunRecord, checkpoint: str | None) -> Source:
 
 
 def _named(run: Path, text: str) -> Path:
-    """The folder that --checkpoint names: by its step, its name or a path inside the run."""
+    """The folder that --checkpoint names, by its step or its name."""
     checkpoints = run / CHECKPOINTS_FOLDER
-    named = (checkpoint_path(checkpoints, int(text)) if text.isdecimal() else Path(text)).expanduser().absolute()
-    for folder in (named.resolve(), (checkpoints / text).resolve()):
-        is_checkpoint = folder.parent == checkpoints.resolve() and step_of(folder) is not None
-        if folder.is_dir() and (is_checkpoint or folder == run / MODEL_FOLDER):
-            return folder
-    steps = ", ".join(str(step_of(path)) for path in reversed(named_as_checkpoints(checkpoints))) or "none"
-    raise RequestError(
-        f"--checkpoint {text} is no checkpoint of {run}; the steps of its checkpoints: {steps}. Name one, or leave "
-        "--checkpoint out for the trained model",
-        problem_id="export-no-checkpoint",
-    )
+    folder = checkpoints / (f"checkpoint-{text}" if text.isdecimal() else text)
+    found = named_as_checkpoints(checkpoints)
+    if folder not in found or folder.is_symlink():
+        steps = ", ".join(str(step_of(path)) for path in reversed(found)) or "none"
+        raise RequestError(
+            f"--checkpoint {text} is no checkpoint of {run}; the steps of its checkpoints: {steps}. Name one, or leave "
+            "--checkpoint out for the trained model",
+            problem_id="export-no-checkpoint",
+        )
+    return folder

@@ -7,12 +7,11 @@ was merged, the root mean square difference from the checkpoint's own logits mus
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ from transformers import AutoModelForCausalLM
 
 from tunebook.checkpoint.export.model import in_format
 from tunebook.checkpoint.export.weights import Weights
-from tunebook.checkpoint.record import CHECKPOINTS_FOLDER
-from tunebook.checkpoint.verify import MODEL_FOLDER
 from tunebook.config.schema import RunConfig
 from tunebook.errors import DifferenceError, RequestError, first_few
 from tunebook.files import flush_folder
@@ -35,18 +32,16 @@ ELSEWHERE = "free some space, or write elsewhere: --to /a/folder/on/another/disk
 _ROWS, _TOKENS = 2, 24
 _FACTOR = 16  # maximum sum of roundings of one weight; bf16 was measured at 0.5 to 2
 _LEAST_ALLOWED = 1e-4  # fp32: sums in another order
-_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTEMPTY)
 
 
-def check_target(folder: Path, run: Path) -> Path:
-    """The folder to write as an absolute path. Raises: RequestError if it exists or lies in a checkpoint."""
+def new_place(folder: Path) -> Path:
+    """The folder to write as an absolute path. Raises: RequestError if it exists."""
     folder = folder.expanduser().absolute()
-    why = "exists, and an export never writes over anything" if folder.exists() or folder.is_symlink() else None
-    for taken in (run / CHECKPOINTS_FOLDER, run / MODEL_FOLDER):
-        if folder.resolve().is_relative_to(taken.resolve()):
-            why = f"lies in {taken}, whose files are listed in its records"
-    if why is not None:
-        raise RequestError(f"{folder} {why}; name a new folder with --to FOLDER", problem_id="export-target")
+    if folder.exists() or folder.is_symlink():
+        raise RequestError(
+            f"{folder} exists, and an export never writes over anything; name a new folder with --to FOLDER",
+            problem_id="export-target",
+        )
     return folder
 
 
@@ -57,26 +52,24 @@ def new_folder(folder: Path) -> Iterator[Path]:
     Raises: DoesNotFitError if the disk fills up, RequestError if nothing may be written.
     """
     unfinished = folder.with_name(f".{folder.name}.unfinished")
-    made = [path for path in folder.parents if not path.exists()]
+    shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
+    except OSError as error:
+        raise RequestError(
+            f"{folder} cannot be written: {error.strerror}; name another place with --to FOLDER",
+            problem_id="export-target",
+        ) from error
+    try:
         yield unfinished
         unfinished.rename(folder)
         flush_folder(folder.parent)
-    except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        for path in made:
-            with suppress(OSError):
-                path.rmdir()
+    except Exception as error:
         if is_disk_full(error):
             raise no_space("the export", folder, ELSEWHERE) from error
-        if isinstance(error, OSError) and error.errno in _NOT_WRITABLE:
-            raise RequestError(
-                f"{folder} cannot be written: {error.strerror} ({error.filename}); name another place with --to FOLDER",
-                problem_id="export-target",
-            ) from error
         raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def share(file: Path) -> None:
@@ -98,24 +91,13 @@ class Written:
     logits: str | None = None  # the input that gave the logits; None: an adapter's tensors were compared
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A model that was saved, with its logits as it was trained and in the written format."""
-
-    own: torch.Tensor
-    cast: torch.Tensor
-    dtype: torch.dtype
-    num_parameters: int
-
-
-def save_model(model: Any, own: torch.Tensor, dtype: torch.dtype, folder: Path) -> Saved:
-    """Write a model in a number format. `own` are its logits before. Raises: RequestError for numbers not finite."""
-    count = sum(parameter.numel() for parameter in model.parameters())
-    require_space(folder, count * dtype.itemsize, "the export", ELSEWHERE)
+def save_model(model: Any, dtype: torch.dtype, folder: Path) -> torch.Tensor:
+    """Write a model in a number format; returns its logits in it. Raises: RequestError for numbers not finite."""
+    require_space(folder, model.num_parameters() * dtype.itemsize, "the export", ELSEWHERE)
     in_format(model, dtype)
     require_finite(dict(model.named_parameters()), dtype)
     model.save_pretrained(str(folder))
-    return Saved(own=own, cast=logits_of(model), dtype=dtype, num_parameters=count)
+    return logits_of(model)
 
 
 def require_finite(weights: Weights, dtype: torch.dtype) -> None:
@@ -129,8 +111,11 @@ def require_finite(weights: Weights, dtype: torch.dtype) -> None:
         )
 
 
-def compare(folder: Path, saved: Saved, config: RunConfig) -> Written:
-    """Load a written model like any other and compare its logits. Raises: DifferenceError beyond rounding."""
+def compare(folder: Path, own: torch.Tensor, cast: torch.Tensor, config: RunConfig) -> Written:
+    """Load a written model like any other and compare its logits with those as trained, and as cast to its format.
+
+    Raises: DifferenceError beyond rounding.
+    """
     gc.collect()  # one model is in memory at a time
     loader: Any = AutoModelForCausalLM
     written, info = loader.from_pretrained(
@@ -143,17 +128,17 @@ def compare(folder: Path, saved: Saved, config: RunConfig) -> Written:
     if wrong := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:
         raise differs(f"{len(wrong)} of its weights do not fill the model: {first_few(list(map(str, wrong)), 5)}")
     found = logits_of(written.eval())
-    rounding = torch.finfo(saved.dtype).eps
-    if not _relative_difference(found, saved.cast) <= rounding:  # also for numbers that are not finite
-        raise differs(f"its logits differ by up to {float((found - saved.cast).abs().max()):.3g}")
-    difference, allowed = _relative_difference(found, saved.own), max(_FACTOR * rounding, _LEAST_ALLOWED)
+    rounding = torch.finfo(written.dtype).eps
+    if not _relative_difference(found, cast) <= rounding:  # also for numbers that are not finite
+        raise differs(f"its logits differ by up to {float((found - cast).abs().max()):.3g}")
+    difference, allowed = _relative_difference(found, own), max(_FACTOR * rounding, _LEAST_ALLOWED)
     if not difference <= allowed:
         raise differs(f"its logits differ by {difference:.3g}, and rounding to the format explains {allowed:.3g}")
     where = f"{_ROWS} rows of {_TOKENS} fixed token ids, on a CPU"
     return Written(
-        dtype=format_name(saved.dtype),
-        num_parameters=saved.num_parameters,
-        is_exact=torch.equal(found, saved.own),
+        dtype=format_name(written.dtype),
+        num_parameters=written.num_parameters(),
+        is_exact=torch.equal(found, own),
         difference=difference,
         allowed=allowed,
         logits=where,

@@ -11,8 +11,11 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
+from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 
 from tunebook.record.page.numbers import Unit, format_value, tick_labels
@@ -64,41 +67,27 @@ class Chart:
 
     def draw(self, width: int, height: int) -> Markup:
         """The chart as one <svg> of this size, which the page scales."""
-        x_axis, y_axis = self._axes(width, height)
-        parts = [*_draw_axes(self, x_axis, y_axis)]
-        if self.band:
-            upper = [f"{x_axis.at(x)},{y_axis.at(high)}" for x, _, high in self.band]
-            lower = [f"{x_axis.at(x)},{y_axis.at(low)}" for x, low, _ in reversed(self.band)]
-            parts.append(Markup('<polygon class="band c0" points="{}"/>').format(" ".join(upper + lower)))
-        for line in self.lines:
-            parts += _draw_line(line, x_axis, y_axis, self.ceiling)
-        if self.mark:
-            x, is_right = x_axis.at(self.mark[0]), x_axis.at(self.mark[0]) > (x_axis.begin + x_axis.end) / 2
-            parts.append(
-                Markup(
-                    '<line class="mark" x1="{0}" x2="{0}" y1="{1}" y2="{2}"/>'
-                    '<text class="mark-name{3}" x="{4}" y="{5}">{6}</text>'
-                ).format(
-                    x, _TOP, y_axis.begin, " end" if is_right else "", x + (-6 if is_right else 6), _TOP + 12,
-                    self.mark[1],
-                )
-            )  # fmt: skip
+        x, y = self._axes(width, height)
         hover = {  # from which the page's script shows the values under the pointer
-            "left": x_axis.begin, "right": x_axis.end, "low": x_axis.low, "high": x_axis.high, "x": self.x_label,
+            "left": x.begin, "right": x.end, "low": x.low, "high": x.high, "x": self.x_label,
             "percent": self.unit is Unit.share,
             "lines": [
                 {"name": line.name,
-                 "points": [(x, None if y is None else float(f"{y:.4g}")) for x, y in thin(line.points)]}
+                 "points": [(at, None if value is None else float(f"{value:.4g}")) for at, value in thin(line.points)]}
                 for line in self.lines
             ],
         }  # fmt: skip
-        return Markup(
-            '<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}" data-chart="{}">{}'
-            '<line class="cursor" y1="{}" y2="{}" x1="0" x2="0"/></svg>'
-        ).format(
-            width, height, self.summary, json.dumps(hover, separators=(",", ":")), Markup("").join(parts), _TOP,
-            y_axis.begin,
-        )  # fmt: skip
+        lines = [_drawn(line, x, y, self.ceiling) for line in self.lines]
+        text = _template().render(
+            chart=self,
+            width=width,
+            height=height,
+            x=x,
+            y=y,
+            lines=lines,
+            hover=json.dumps(hover, separators=(",", ":")),
+        )
+        return Markup(text.strip().replace(">\n<", "><"))
 
     @property
     def summary(self) -> str:
@@ -119,25 +108,25 @@ class Chart:
         if self.ceiling is not None:
             ys = [min(y, self.ceiling) for y in ys]
         y_ticks = value_ticks(ys or [0.0, 1.0], from_zero=self.from_zero)
-        y_axis = _Axis(y_ticks, y_ticks[0], y_ticks[-1], *tick_labels(y_ticks, self.unit), height - _BOTTOM, _TOP)
+        y_labels, note = tick_labels(y_ticks, self.unit)
         low, high, x_ticks = step_ticks(xs, max(6, width // 100))
-        labels, _ = tick_labels(x_ticks, Unit.whole)
+        x_labels, _ = tick_labels(x_ticks, Unit.whole)
+        left = 12 + _CHARACTER_WIDTH * max(map(len, y_labels))
         # The last tick's label is centered at the right edge of the lines and extends beyond it.
-        right = width - max(_RIGHT, _CHARACTER_WIDTH * len(labels[-1]) / 2)
-        return _Axis(
-            x_ticks, low, high, labels, "", 12 + _CHARACTER_WIDTH * max(map(len, y_axis.labels)), right
-        ), y_axis
+        right = width - max(_RIGHT, _CHARACTER_WIDTH * len(x_labels[-1]) / 2)
+        x_axis = _Axis(list(zip(x_ticks, x_labels, strict=True)), low, high, left, right)
+        y_axis = _Axis(list(zip(y_ticks, y_labels, strict=True)), y_ticks[0], y_ticks[-1], height - _BOTTOM, _TOP, note)
+        return x_axis, y_axis
 
 
 @dataclass(frozen=True)
 class _Axis:
-    ticks: list[float]
+    ticks: list[tuple[float, str]]  # values and labels
     low: float  # the ends in data units
     high: float
-    labels: list[str]
-    scale_note: str
     begin: float  # the ends in SVG units
     end: float
+    scale_note: str = ""
 
     def at(self, value: float) -> float:
         """The position of a value; values outside are at the ends."""
@@ -218,31 +207,24 @@ def outlier_ceiling(values: Sequence[float]) -> float | None:
     return 1.5 * usual if usual > 0 and ordered[-1] > _OUTLIER_FACTOR * usual else None
 
 
-def _draw_axes(chart: Chart, x_axis: _Axis, y_axis: _Axis) -> list[Markup]:
-    left, right, bottom = x_axis.begin, x_axis.end, y_axis.begin
-    rule = Markup('<line class="{}" x1="{}" x2="{}" y1="{}" y2="{}"/><text class="{}" x="{}" y="{}">{}</text>')
-    name = Markup('<text class="axis-name{}" x="{}" y="{}">{}</text>')
-    note = f" ({y_axis.scale_note})" if y_axis.scale_note else ""
-    parts = [name.format("", 2, 12, chart.y_label + note)]
-    for value, label in zip(y_axis.ticks, y_axis.labels, strict=True):
-        kind, y = "base" if value == y_axis.low else "rule", y_axis.at(value)
-        parts.append(rule.format(kind, left, right, y, y, "tick", left - 8, y + 4, label))
-    for value, label in zip(x_axis.ticks, x_axis.labels, strict=True):
-        x = x_axis.at(value)
-        parts.append(rule.format("base", x, x, bottom, bottom + 4, "x-tick", x, bottom + 18, label))
-    return [*parts, name.format(" end", right, bottom + 36, chart.x_label)]
-
-
-def _draw_line(line: Line, x_axis: _Axis, y_axis: _Axis, ceiling: float | None) -> list[Markup]:
+def _drawn(line: Line, x: _Axis, y: _Axis, ceiling: float | None) -> dict[str, Any]:
+    """The path of a line, the dots on it, and the arrows above values that are off the scale."""
     path, pen, known = [], "M", []
-    for x, y in thin(line.points):
-        if y is not None:
-            known.append((x_axis.at(x), y_axis.at(y), y))
+    for at, value in thin(line.points):
+        if value is not None:
+            known.append((x.at(at), y.at(value), value))
             path.append(f"{pen}{known[-1][0]} {known[-1][1]}")
-        pen = "M" if y is None else "L"
-    parts = [Markup('<path class="{}" d="{}"/>').format(line.style, "".join(path))]
-    if line.stroke == "dots" or len(known) == 1:
-        dot = Markup('<circle class="{}" cx="{}" cy="{}" r="3.5"/>')
-        parts += [dot.format(line.style, x, y) for x, y, _ in known]
-    arrow = Markup('<path class="arrow {}" d="M{} {}l-4 7h8z"/>')
-    return parts + [arrow.format(line.style, x, _TOP - 2) for x, _, y in known if ceiling is not None and y > ceiling]
+        pen = "M" if value is None else "L"
+    has_dots = line.stroke == "dots" or len(known) == 1
+    return {
+        "style": line.style, "path": "".join(path),
+        "dots": [place[:2] for place in known] if has_dots else [],
+        "arrows": [across for across, _, value in known if ceiling is not None and value > ceiling],
+    }  # fmt: skip
+
+
+@cache
+def _template() -> Template:
+    folder = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=folder, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template("chart.svg.jinja")

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from markupsafe import Markup
 
 from tunebook.record.page.numbers import MINUS, NO_VALUE, Unit, format_count, format_value
 from tunebook.record.page.overview import Summary, is_on_gpus, speed_unit
 from tunebook.record.run_record import RunRecord
 
-_WIDTH, _HEIGHT, _BASE = 480, 150, 112  # SVG units; the bars stand on the base, the labels are below it
-_LEFT, _RIGHT, _TOP, _GAP = 14, 20, 18, 2
-_NUM_LABELS = 6
 _MAX_RANK_BARS = 16  # more ranks are summarized
 _NOT_PARTS = ("total", "allocated", "capacity")  # of the planned memory
 _SHORTEST = 0.4  # of the available memory: a shorter bar would be hard to read and is magnified
@@ -32,19 +26,12 @@ class Bar:
     kind: str = ""  # CSS class
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """The plan's estimates and the measurements."""
+def build_prediction(record: RunRecord, summary: Summary) -> dict[str, Any] | None:
+    """The plan's estimates beside the measurements; None for a run without a plan.
 
-    parts: list[Bar]  # of the planned memory of one GPU or rank, end to end
-    marks: list[Bar]  # the measured peaks of the highest rank
-    scale: str
-    rows: list[tuple[str, str, str, str]]  # name, predicted, measured, difference of the prediction
-    notes: list[str]  # the assumptions of the predictions, or why there are none
-
-
-def build_prediction(record: RunRecord, summary: Summary) -> Prediction | None:
-    """Compare the plan with the measurements; None for a run without a plan."""
+    `parts` of the planned memory of one GPU or rank, end to end; `marks` of the measured peaks; `scale` of both; `rows`
+    of name, predicted, measured and the difference; `notes` on what the predictions assume, or why there are none.
+    """
     if record.plan is None:
         return None
     planned, time = record.plan.get("memory_gib") or {}, record.plan.get("time") or {}
@@ -56,8 +43,16 @@ def build_prediction(record: RunRecord, summary: Summary) -> Prediction | None:
     found = [[gib for line in record.training for gib in line.get(key) or [] if gib is not None] for key in keys]
     peaks = [max(values, default=None) for values in found]
     parts, marks, scale = _memory_stack(planned, peaks, is_on_gpus(record))
-    rows = [*_memory_rows(planned, peaks, is_on_gpus(record)), *_time_rows(record, summary, time)]
-    return Prediction(parts=parts, marks=marks, scale=scale, rows=rows, notes=notes)
+    rows = []
+    if planned and not is_on_gpus(record):
+        rows = [_compared("Peak memory of a rank", planned.get("total"), peaks[0], Unit.gib)]
+    elif planned:
+        rows = [
+            _compared("Peak memory of tensors", planned.get("allocated"), peaks[0], Unit.gib),
+            _compared("Memory of the GPU in use", planned.get("total"), peaks[2], Unit.gib),
+        ]
+    rows += _time_rows(record, summary, time)
+    return {"parts": parts, "marks": marks, "scale": scale, "rows": rows, "notes": notes}
 
 
 def _memory_stack(
@@ -98,19 +93,6 @@ def _memory_stack(
     return parts, marks, scale
 
 
-def _memory_rows(
-    planned: dict[str, float | None], peaks: list[float | None], is_gpu: bool
-) -> list[tuple[str, str, str, str]]:
-    if not planned:
-        return []
-    if not is_gpu:
-        return [_compared("Peak memory of a rank", planned.get("total"), peaks[0], Unit.gib)]
-    return [
-        _compared("Peak memory of tensors", planned.get("allocated"), peaks[0], Unit.gib),
-        _compared("Memory of the GPU in use", planned.get("total"), peaks[2], Unit.gib),
-    ]
-
-
 def _time_rows(record: RunRecord, summary: Summary, time: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     speed, total = time.get("tokens_per_second_per_gpu"), time.get("tokens_per_second")
     trained = sum(record.values("seconds")) or None
@@ -131,30 +113,6 @@ def _compared(name: str, predicted: float | None, measured: float | None, unit: 
         difference = difference if difference.startswith(MINUS) else f"+{difference}"
     text = "not estimated" if predicted is None else format_value(predicted, unit)
     return name, text, format_value(measured, unit), difference
-
-
-def draw_histogram(edges: Sequence[int], counts: Sequence[int]) -> Markup:
-    """Bars between `edges` (one more than `counts`), in tokens. The tallest bar is labelled with its count."""
-    if len(edges) != len(counts) + 1:
-        raise ValueError("a histogram has one edge more than bars")
-    width, tallest = (_WIDTH - _LEFT - _RIGHT) / len(counts), max(counts)
-    base = Markup('<line class="base" x1="{}" x2="{}" y1="{}" y2="{}"/>')
-    bar = Markup('<rect class="bar-fill" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}"><title>{}</title></rect>')
-    label = Markup('<text class="x-tick" x="{:.1f}" y="{}">{}</text>')
-    parts = [base.format(_LEFT, _WIDTH - _RIGHT, _BASE, _BASE)]
-    for index, count in enumerate(counts):
-        height = (_BASE - _TOP) * count / tallest if tallest else 0
-        title = f"{edges[index]:,} to {edges[index + 1]:,} tokens: {count:,} documents"
-        left = _LEFT + index * width + _GAP / 2
-        parts.append(bar.format(left, _BASE - height, max(1.0, width - _GAP), height, title))
-    parts.append(label.format(_LEFT + (counts.index(tallest) + 0.5) * width, _TOP - 5, format_count(tallest)))
-    for index in range(0, len(edges), max(1, -(-len(counts) // _NUM_LABELS))):
-        parts.append(label.format(_LEFT + index * width, _BASE + 16, format_count(edges[index])))
-    axis_name = Markup('<text class="axis-name end" x="{}" y="{}">tokens of a document</text>')
-    parts.append(axis_name.format(_WIDTH - 4, _BASE + 34))
-    return Markup('<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
-        _WIDTH, _HEIGHT, f"Document lengths from {edges[0]:,} to {edges[-1]:,} tokens", Markup("").join(parts)
-    )
 
 
 def memory_bars(record: RunRecord, summary: Summary) -> tuple[list[Bar], str]:

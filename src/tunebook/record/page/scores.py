@@ -117,8 +117,8 @@ def score_text(score: Mapping[str, Any], unit: Unit) -> str:
 
 def _change_text(difference: Difference, unit: Unit) -> str:
     """A difference with its sign and standard error; for shares in percentage points."""
-    sign = "" if not difference.value else "+" if difference.value > 0 else MINUS
-    value, error = abs(difference.value), difference.standard_error
+    value, error = difference
+    sign, value = "" if not value else "+" if value > 0 else MINUS, abs(value)
     if unit is Unit.share:
         return f"{sign}{100 * value:.1f}" + ("" if error is None else f" ± {100 * error:.1f}") + " points"
     return f"{sign}{format_value(value)}" + ("" if error is None else f" ± {format_value(error)}")
