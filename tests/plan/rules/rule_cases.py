@@ -149,7 +149,6 @@ CASES = [
     Case("model-not-named", "model.name", {"model.path": "book:recipes/quickstart/model"}),
     Case("model-folder", "model.path", folder("not/there")),
     Case("model-not-causal", "model.path", folder("masked")),
-    Case("model-not-causal", "model.path", folder("images")),
     Case("length-beyond-model", "training.max_length", LONG),
     Case("length-beyond-model", "training.max_length", LONG | {"model.yarn_factor": 1.1}),
     Case("yarn-not-possible", "model.yarn_original_positions", {"model.yarn_original_positions": 1024}),
