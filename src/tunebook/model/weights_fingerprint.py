@@ -3,15 +3,10 @@
 An adapter belongs to one base model. config.json identifies the architecture but not the weights. Their fingerprint is
 compared when an adapter is loaded on its base, and when a run is repeated.
 
-It covers every tensor of the files that transformers would read: the name, number format and shape, all bytes if there
-are at most 1 MiB, and otherwise blocks of 16 KiB spread over the tensor, one for every 2 MiB and at least 4. For a
-model of 16 GB these are 128 MiB, which several threads read within seconds. Hashing all bytes of a large model would
-take minutes, during which the GPUs wait.
-
-Training changes numbers everywhere in a tensor, so trained weights have another fingerprint, and so has a model with
-an exchanged tensor. A change of a few neighboring numbers in a large tensor, such as a damaged disk block or some
-edited rows of an embedding, may not be detected. The fingerprint does not depend on how the tensors are divided into
-safetensors files.
+It covers the name, number format and shape of every tensor, and blocks of 16 KiB spread over it, one for every 2 MiB
+and at least 4; a tensor of at most 1 MiB is read whole. Hashing all bytes of a large model would take minutes, during
+which the GPUs wait. Training changes numbers everywhere in a tensor; a few edited numbers of a large one may not be
+detected. The division of the tensors into files does not matter.
 """
 
 from __future__ import annotations
@@ -21,9 +16,8 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import Weights
@@ -40,12 +34,9 @@ _NUM_THREADS = 16  # they mostly wait for the disk
 _WAY = "weights:"  # separates cached fingerprints from SHA-256 hashes
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Tensor:
-    """The position of one tensor in its file, and its name, number format and shape."""
-
-    title: str
-    begin: int
+class _Tensor(NamedTuple):
+    title: str  # its name, number format and shape
+    begin: int  # in its file
     end: int
 
 
@@ -77,20 +68,17 @@ def fingerprint_text(fingerprint: str | None) -> str:
 
 def _of_file(file: Path) -> str:
     try:
-        tensors = _in_safetensors(file) if file.suffix == ".safetensors" else [_whole(file)]
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            if hasattr(os, "posix_fadvise"):  # do not read ahead between the blocks
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-            with ThreadPoolExecutor(_NUM_THREADS) as threads:
-                return _digits(sum(threads.map(lambda tensor: _of_tensor(descriptor, tensor), tensors)))
-        finally:
-            os.close(descriptor)
+        # Only torch can find the tensors in a pickled file.
+        whole = _Tensor(file.name, 0, file.stat().st_size)
+        tensors = _tensors_in(file) if file.suffix == ".safetensors" else [whole]
+        with file.open("rb") as stream, ThreadPoolExecutor(_NUM_THREADS) as threads:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # do not read ahead between the blocks
+            return _digits(sum(threads.map(lambda tensor: _of_tensor(stream.fileno(), tensor), tensors)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged_file(file, error) from error
 
 
-def _in_safetensors(file: Path) -> list[_Tensor]:
+def _tensors_in(file: Path) -> list[_Tensor]:
     """The tensors in a file's header. Raises: ValueError, KeyError, TypeError for an invalid header."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -101,13 +89,8 @@ def _in_safetensors(file: Path) -> list[_Tensor]:
     for name, tensor in header.items():
         if name != "__metadata__":
             begin, end = (8 + length + offset for offset in tensor["data_offsets"])
-            found.append(_Tensor(title=json.dumps([name, tensor["dtype"], tensor["shape"]]), begin=begin, end=end))
+            found.append(_Tensor(json.dumps([name, tensor["dtype"], tensor["shape"]]), begin, end))
     return found
-
-
-def _whole(file: Path) -> _Tensor:
-    """A pickled file as one tensor, since only torch can find the tensors in it."""
-    return _Tensor(title=file.name, begin=0, end=file.stat().st_size)
 
 
 def _of_tensor(descriptor: int, tensor: _Tensor) -> int:
