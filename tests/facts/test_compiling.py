@@ -21,7 +21,6 @@ def test_a_run_that_compiles_nothing_says_nothing():
     [
         ("model.compile_layers=true", "torch.compile the model's blocks (8 to 98 s on an H200, longer on a CPU)"),
         ("attention=flash_attention_4", "flash-attn 4 a kernel for each new shape"),
-        ("attention=varlen_attention_4", "flash-attn 4 a kernel for each new shape"),
         ("attention=flex_attention", "torch.compile the attention"),
     ],
 )

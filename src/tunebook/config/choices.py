@@ -187,8 +187,6 @@ class Attention(Enum):
     flash_attention_3 = "flash_attention_3"
     flash_attention_4 = "flash_attention_4"
     varlen_attention = "varlen_attention"  # ours: see model.varlen_attention
-    # Ours: see model.varlen_attention. Without `flash` in its name, which transformers handles itself.
-    varlen_attention_4 = "varlen_attention_4"
     sdpa_by_document = "sdpa_by_document"  # ours: see model.varlen_attention
 
 

@@ -94,14 +94,6 @@ def test_blocks_are_left_as_they_are_elsewhere(undecided, changed, machine, valu
     assert resolve_auto(changed(undecided, values), machine(H200, H200)).config.model.compile_layers is False
 
 
-def test_a_beta_is_taken_only_where_it_is_asked_for(undecided, machine):
-    assert resolve_auto(undecided, machine(H200)).config.attention.implementation is Attention.varlen_attention
-    undecided.attention.implementation = Attention.varlen_attention_4
-    config = resolve_auto(undecided, machine(H200)).config
-    assert (config.model.compile_layers, config.packing.row_length) == (True, 32768)
-    assert [problem.id for problem in check(config) if problem.is_error] == []
-
-
 def test_missing_parts_of_triton_count_only_where_the_run_starts(undecided, machine):
     lacking = replace(machine(H200), missing_for_triton="no C compiler is found here (apt install gcc)")
     choice = resolve_auto(undecided, lacking).choice("model.compile_layers")
