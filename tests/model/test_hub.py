@@ -58,12 +58,6 @@ def test_a_cache_without_the_weights_is_not_enough(cached: Path) -> None:
         check_model(MODEL)
 
 
-def test_a_repository_without_config_is_no_model(cached: Path) -> None:
-    (cached / "config.json").unlink()
-    with pytest.raises(RequestError, match=r"'organization/name' cannot be loaded: it has no config\.json"):
-        fetch_config(MODEL)
-
-
 def test_full_disk_during_a_download_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fill(*_: Any, **__: Any) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")

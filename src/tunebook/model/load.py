@@ -37,7 +37,6 @@ from tunebook.model.hub import check_hub_model, fetch_config, fetch_weights, hub
 from tunebook.model.positions import stretch_positions
 from tunebook.model.tokenizer import load_tokenizer
 from tunebook.model.weight_files import (
-    SINGLE_AND_INDEX,
     check_stored_weights,
     find_weight_files,
     read_shapes,
@@ -83,10 +82,9 @@ def check_model(model: ModelConfig) -> None:
     folder = resolve_path(model.path)
     files = find_weight_files(folder)
     if not files:
-        names = " or ".join(name for single_and_index in SINGLE_AND_INDEX for name in single_and_index)
         raise RequestError(
-            f"model.path={model.path}: {folder} has no weights ({names}); add them, or train from scratch with "
-            "model.weights=random",
+            f"model.path={model.path}: {folder} has no weights (model.safetensors or pytorch_model.bin, or an index of "
+            "several); add them, or train from scratch with model.weights=random",
             problem_id="model-without-weights",
         )
     # Raises for damaged or truncated files; pickled ones would need torch.
@@ -244,7 +242,9 @@ def finish_loading(
         if sharing is Sharing.scatter and device is not None:
             model = _scatter_drawn(config, begun, rank)
         elif stays_whole(config) and device is not None and torch.distributed.is_initialized():
-            copy_from_first_rank(begun, device)
+            begun.to(device)  # type: ignore[arg-type]
+            for parameter in begun.parameters():  # tied ones once
+                torch.distributed.broadcast(parameter.data, src=0)
     elif rank == 0 or sharing is not Sharing.send:
         model = _read(config, begun.config, device)
     model = fit_embeddings(config.model, model)
@@ -289,15 +289,6 @@ def _fill_new_rows(weight: torch.nn.Parameter, num_rows: int, *, ends: tuple[int
         weight[num_rows:] = weight[:num_rows].float().mean(dim=0).to(weight.dtype)
         if known is not None and new >= num_rows:
             weight[new] = weight[known]
-
-
-def copy_from_first_rank(model: Any, device: torch.device) -> None:
-    """Move a model to this rank's device and copy the parameters of rank 0 into it. Tied weights stay tied."""
-    import torch
-
-    model.to(device)
-    for parameter in model.parameters():
-        torch.distributed.broadcast(parameter.data, src=0)
 
 
 def master_dtype(config: RunConfig) -> torch.dtype:
