@@ -113,13 +113,6 @@ class Offload(Enum):
     nvme = "nvme"
 
 
-class WrapPolicy(Enum):
-    """How FSDP cuts the model into units."""
-
-    transformer = "transformer"
-    size = "size"
-
-
 class MixedPrecision(Enum):
     """What a sharded model computes in bf16: its matrix products, as single and ddp do, or everything."""
 

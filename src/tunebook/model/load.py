@@ -166,27 +166,21 @@ def architecture_from_facts(facts: ModelFacts) -> PretrainedConfig:
 
 def _compare(architecture: PretrainedConfig, facts: ModelFacts) -> None:
     text = architecture.get_text_config(decoder=True)
-    stated = [
-        (ours, getattr(facts, ours), largest(getattr(architecture, theirs, getattr(text, theirs, _ABSENT))))
+    stated = {
+        ours: largest(getattr(architecture, theirs, getattr(text, theirs, _ABSENT)))
         for ours, theirs in _CONFIG_KEYS.items()
+    }
+    differing = [
+        f"{key}={getattr(facts, key)} (config.json: {own})"
+        for key, own in stated.items()
+        if own not in (_ABSENT, getattr(facts, key))
     ]
-    stated += _further(architecture, facts.config, "config")
-    differing = [f"{key}={mine} (config.json: {own})" for key, mine, own in stated if own not in (_ABSENT, mine)]
     if differing:
         raise RequestError(
             f"the model is not the one that was planned with: model.facts {', '.join(differing)}; correct the model's "
             "file in hydra_configs/model, or set model.facts=null to read them from the model",
             problem_id="model-facts",
         )
-
-
-def _further(architecture: Any, stated: dict[str, Any], place: str) -> list[tuple[str, Any, Any]]:
-    """Each key of `model.facts.config`, with its value there and in the model's config.json."""
-    found: list[tuple[str, Any, Any]] = []
-    for key, value in stated.items():
-        own = stated_value(architecture, key, _ABSENT)
-        found += _further(own, value, f"{place}.{key}") if isinstance(value, dict) else [(f"{place}.{key}", value, own)]
-    return found
 
 
 def load_model(config: RunConfig, *, is_sharded: bool = False, device: torch.device | None = None) -> PreTrainedModel:
@@ -314,13 +308,6 @@ def attention_option(kernel: Attention) -> dict[str, str]:
 def largest(stated: Any) -> Any:
     """The largest size if an architecture has a list with one for each layer."""
     return max(stated) if isinstance(stated, list) else stated
-
-
-def stated_value(config: PretrainedConfig, key: str, default: Any = None) -> Any:
-    """What a config says about a key. Of a key with other values for some layers, transformers 5.23 tells none."""
-    if key in (getattr(config, "per_layer_attributes", None) or ()):
-        return vars(config)[key]
-    return getattr(config, key, default)
 
 
 def _loader() -> Any:

@@ -17,7 +17,6 @@ from tunebook.config.choices import (
     PeftMethod,
     Source,
     Strategy,
-    WrapPolicy,
 )
 from tunebook.config.schema import DatasetConfig, FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.plan.auto.resolve import resolve_auto
@@ -79,7 +78,7 @@ NOT_COMPILED = {
     "deterministic": {"training.deterministic": True},
     "tiles": {"activation.mlp_tile_tokens": 4096},
     "zero3": {"parallelism": parallel(Strategy.zero3)},
-    "by_size": {"parallelism": parallel(Strategy.fsdp, wrap_policy=WrapPolicy.size)},
+    "other_units": {"parallelism": parallel(Strategy.fsdp, wrap_classes=["Block"])},
     "by_class": {"parallelism": parallel(Strategy.hsdp, wrap_classes=["Qwen2MLP"])},
     "zero2_offload": {"parallelism": parallel(Strategy.zero2, offload_optimizer=Offload.cpu)},
     "activation_offload": {"activation.offload": True},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, Source, WrapPolicy
+from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, Source
 from tunebook.config.schema import FsdpConfig, RunConfig, world_size
 from tunebook.data.mean_length import count_documents, mean_tokens, with_file_estimate
 from tunebook.facts.architectures import (
@@ -50,7 +50,7 @@ def why_not_compiled(config: RunConfig) -> str | None:
     """The first reason why compiled blocks cannot work in a configuration or are untested there; None if they work."""
     compute, facts, settings = config.precision.compute, config.model.facts, config.parallelism
     is_fsdp, kernel = isinstance(settings, FsdpConfig), config.attention.implementation
-    is_wrapped = isinstance(settings, FsdpConfig) and (settings.wrap_policy is WrapPolicy.size or settings.wrap_classes)
+    is_wrapped = isinstance(settings, FsdpConfig) and bool(settings.wrap_classes)
     architecture = "" if facts is None else facts.architecture
     against = [
         (not can_run(COMPILED, config.hardware.generation), "compiled blocks need a GPU of compute capability 8.0"),
