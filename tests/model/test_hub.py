@@ -9,7 +9,6 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub import constants
 
 from tunebook.config.choices import Weights
 from tunebook.config.schema import ModelConfig
@@ -68,13 +67,3 @@ def test_full_disk_during_a_download_is_reported(monkeypatch: pytest.MonkeyPatch
             DoesNotFitError, match=r"no space is left for the model 'organization/name'.*HF_HOME=FOLDER"
         ):
             fetch(MODEL)
-
-
-def test_token_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path))  # a folder
-    with pytest.raises(RequestError) as caught:
-        fetch_config(MODEL)
-    assert caught.value.problem_id == "hub-cannot-load"
-    assert str(tmp_path) in caught.value.message
