@@ -7,9 +7,6 @@ takes some seconds for a model of 16 GB; then it is known until they change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import Weights
 from tunebook.config.schema import ModelConfig
@@ -29,12 +26,6 @@ def weights_fingerprint(model: ModelConfig) -> str | None:
     if not hashes:
         return None
     return hashes[0] if len(hashes) == 1 else sha256_text("\n".join(hashes))
-
-
-def recorded_in(described: Mapping[str, Any]) -> str | None:
-    """The fingerprint in a manifest's or checkpoint's description of a model; None if there is none."""
-    fingerprint: str | None = described.get("weights_fingerprint")
-    return fingerprint
 
 
 def fingerprint_text(fingerprint: str | None) -> str:
