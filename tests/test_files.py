@@ -15,7 +15,6 @@ from tunebook.files import (
     cache_root,
     read_json,
     remembered_hash,
-    remembered_hashes,
     sha256_file,
     sha256_text,
 )
@@ -122,22 +121,3 @@ def test_damaged_or_unwritable_cache_is_ignored(file: Path, reads: list[Path], m
     assert reads == [file]
     monkeypatch.setenv("TUNEBOOK_CACHE", str(file / "below-a-file"))
     assert remembered_hash(file) == hashlib.sha256(b"one").hexdigest()
-
-
-def test_each_way_of_hashing_remembers_its_own(
-    tmp_path: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = [tmp_path / "a", tmp_path / "b"]
-    for file in files:
-        file.write_text(file.name)
-        settle(file, monkeypatch)
-    asked: list[Path] = []
-
-    def first_letter(path: Path) -> str:
-        asked.append(path)
-        return path.read_text()[0]
-
-    for _ in range(2):
-        assert remembered_hashes(files, first_letter, "letters:") == dict(zip(files, "ab", strict=True))
-        assert remembered_hash(files[0]) == hashlib.sha256(b"a").hexdigest()
-    assert (asked, reads) == (files, files[:1])

@@ -11,7 +11,8 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -93,30 +94,23 @@ def remember(file: Path, text: str) -> None:
 
 def remembered_hash(path: Path) -> str:
     """The SHA-256 of a file, which is read only if it changed since the last call."""
-    return remembered_hashes([path], sha256_file)[path]
+    return remembered_hashes([path])[path]
 
 
-def remembered_hashes(paths: Iterable[Path], hash_one: Callable[[Path], str], way: str = "") -> dict[Path, str]:
-    """The hashes of files by `hash_one`, which reads only those that changed since the last call.
-
-    `way` separates the cached hashes of different functions.
-    """
+def remembered_hashes(paths: Iterable[Path]) -> dict[Path, str]:
+    """The SHA-256 of files, several at a time. Only those that changed since the last call are read."""
     memory_file = cache_root() / "file_hashes.json"
     memory = _read_memory(memory_file)
-    hashes, learnt = {}, {}
-    for path in paths:
-        status, key = path.stat(), f"{way}{path}"
-        times = _times(status)
-        known = memory.get(key)
-        if known is not None and known[:-1] == times:
-            hashes[path] = str(known[-1])
-            continue
-        hashes[path] = hash_one(path)
-        if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _SETTLED_NS:
-            learnt[key] = [*times, hashes[path]]
+    times = {path: _times(path.stat()) for path in paths}
+    known = {path: memory.get(str(path), []) for path in times}
+    changed = [path for path in times if known[path][:-1] != times[path]]
+    with ThreadPoolExecutor() as threads:
+        new = dict(zip(changed, threads.map(sha256_file, changed), strict=True))
+    now = time.time_ns()
+    learnt = {str(path): [*times[path], new[path]] for path in changed if now - max(times[path][1:3]) > _SETTLED_NS}
     if learnt:  # another process' additions may be lost, and are hashed again then
         remember(memory_file, json.dumps(_read_memory(memory_file) | learnt))
-    return hashes
+    return {path: new.get(path) or str(known[path][-1]) for path in times}
 
 
 def _times(status: os.stat_result) -> list[int]:

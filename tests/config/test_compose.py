@@ -137,7 +137,7 @@ def test_a_key_of_another_choice_says_which():
     choices = ("fsdp", "fsdp_all_ranks_load", "fsdp_grad_op", "fsdp_offload", "hsdp")
     listed = ", ".join(f"parallelism={choice}" for choice in choices)
     with pytest.raises(RequestError, match=f"=auto; it belongs to {listed}$"):
-        composed("parallelism=auto", "parallelism.wrap_policy=size")
+        composed("parallelism=auto", "parallelism.wrap_classes=[Block]")
     with pytest.raises(RequestError, match=r"=local; it belongs to launcher=ray, launcher=ray_28_cpus$"):
         composed("launcher=local", "launcher.cpus_per_worker=2")
 

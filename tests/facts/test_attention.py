@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tunebook.config.choices import Attention
-from tunebook.facts.attention import ATTENTIONS, COMPILED, COMPILED_BETA, MASKED, WITHOUT_KERNEL
+from tunebook.facts.attention import ATTENTIONS, COMPILED, MASKED, WITHOUT_KERNEL
 
 
 def test_every_kernel_has_facts() -> None:
@@ -16,7 +16,4 @@ def test_what_needs_a_package_needs_a_gpu_and_what_is_masked_runs_everywhere() -
         assert not facts.is_flash or (facts.oldest is not None and not facts.has_mask)
         assert not facts.needs_lengths or not facts.has_mask
     assert ATTENTIONS[MASKED].oldest is None and ATTENTIONS[WITHOUT_KERNEL].oldest is None
-
-
-def test_the_kernels_of_compiled_blocks_compile_with_them() -> None:
-    assert ATTENTIONS[COMPILED].compiles_with_blocks and ATTENTIONS[COMPILED_BETA].compiles_with_blocks
+    assert ATTENTIONS[COMPILED].compiles_with_blocks

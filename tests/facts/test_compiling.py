@@ -21,39 +21,20 @@ def test_a_run_that_compiles_nothing_says_nothing():
     [
         ("model.compile_layers=true", "torch.compile the model's blocks (8 to 98 s on an H200, longer on a CPU)"),
         ("attention=flash_attention_4", "flash-attn 4 a kernel for each new shape"),
-        ("attention=varlen_attention_4", "flash-attn 4 a kernel for each new shape"),
         ("attention=flex_attention", "torch.compile the attention"),
     ],
 )
-def test_what_is_compiled_is_named_with_where_it_is_kept(monkeypatch, override, said):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/scratch/kernels")
+def test_what_is_compiled_is_named(override, said):
     notice = compilation_notice(resolved("quickstart", override))
     assert notice.startswith(f"the first steps compile, without output: {said}")
-    assert notice.endswith(". Kept in /scratch/kernels for the next run")
 
 
-def test_kernels_of_packages_are_kept_where_triton_keeps_them(monkeypatch, tmp_path):
-    monkeypatch.setenv("TRITON_CACHE_DIR", "/scratch/triton")
-    notice = compilation_notice(resolved("quickstart", "model.liger_kernel=true"))
-    assert notice.endswith("Triton the kernels of Liger (some seconds). Kept in /scratch/triton for the next run")
-    monkeypatch.delenv("TRITON_CACHE_DIR")
-    monkeypatch.setenv("HOME", str(tmp_path))
+def test_kernels_of_packages_are_compiled_on_gpus():
     config = resolved("quickstart")
     config.model.facts.measured = replace(config.model.facts.measured, packing_packages=["fla-core"])
     assert compilation_notice(config) is None, "a CPU calls none of them"
     config.hardware.generation = Generation.hopper
-    assert "Triton the kernels of fla-core, in several variants each (3 minutes on an H200)" in compilation_notice(
-        config
-    )
-    assert compilation_notice(config).endswith(f"Kept in {tmp_path}/.triton/cache for the next run")
-
-
-def test_without_a_setting_it_is_torchs_own_folder(monkeypatch, tmp_path):
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert f"Kept in {tmp_path}/torchinductor_" in compilation_notice(
-        resolved("quickstart", "model.compile_layers=true")
-    )
+    assert "Triton the kernels of fla-core" in compilation_notice(config)
 
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"

@@ -18,25 +18,22 @@ def test_every_strategy_has_facts_and_the_schema_of_its_library() -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "optimizer", "gradients", "weights", "each_layer"),
+    ("strategy", "optimizer", "gradients", "weights"),
     [
-        (Strategy.single, False, False, False, False),
-        (Strategy.ddp, False, False, False, False),
-        (Strategy.zero1, True, False, False, False),
-        (Strategy.zero2, True, True, False, False),
-        (Strategy.zero3, True, True, True, True),
-        (Strategy.fsdp, True, True, True, True),
-        (Strategy.fsdp_grad_op, True, True, True, False),
-        (Strategy.hsdp, True, True, True, False),
+        (Strategy.single, False, False, False),
+        (Strategy.ddp, False, False, False),
+        (Strategy.zero1, True, False, False),
+        (Strategy.zero2, True, True, False),
+        (Strategy.zero3, True, True, True),
+        (Strategy.fsdp, True, True, True),
+        (Strategy.fsdp_grad_op, True, True, True),
+        (Strategy.hsdp, True, True, True),
     ],
 )
-def test_what_is_divided_and_gathered(
-    strategy: Strategy, optimizer: bool, gradients: bool, weights: bool, each_layer: bool
-) -> None:
+def test_what_is_divided(strategy: Strategy, optimizer: bool, gradients: bool, weights: bool) -> None:
     """Source: the ZeRO paper (Rajbhandari et al. 2020), figure 1; torch 2.13, `fully_shard`."""
     facts = STRATEGIES[strategy]
     assert (facts.divides_optimizer, facts.divides_gradients, facts.divides_weights) == (optimizer, gradients, weights)
-    assert facts.gathers_each_layer == each_layer
     assert facts.is_copied == (not optimizer)
 
 

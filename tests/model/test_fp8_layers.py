@@ -35,15 +35,10 @@ def logits(of):
 @pytest.mark.parametrize(
     ("scaling", "in_features", "out_features", "expected"),
     [
-        (Fp8Scaling.tensorwise, 4096, 1024, False),  # keys and values of Llama 3 8B
-        (Fp8Scaling.tensorwise, 4096, 4096, True),
         (Fp8Scaling.tensorwise, 4864, 896, True),  # down_proj of Qwen2.5-0.5B
         (Fp8Scaling.tensorwise, 896, 896, False),
-        (Fp8Scaling.rowwise, 4096, 4096, True),
-        (Fp8Scaling.rowwise, 2048, 4096, False),
         (Fp8Scaling.rowwise, 2048, 11008, True),
         (Fp8Scaling.rowwise, 11008, 2048, False),
-        (Fp8Scaling.rowwise, 1024, 11008, False),
     ],
 )
 def test_small_layers_would_lose_more_than_they_gain(scaling, in_features, out_features, expected):

@@ -9,7 +9,6 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub import constants
 
 from tunebook.config.choices import Weights
 from tunebook.config.schema import ModelConfig
@@ -58,12 +57,6 @@ def test_a_cache_without_the_weights_is_not_enough(cached: Path) -> None:
         check_model(MODEL)
 
 
-def test_a_repository_without_config_is_no_model(cached: Path) -> None:
-    (cached / "config.json").unlink()
-    with pytest.raises(RequestError, match=r"'organization/name' cannot be loaded: it has no config\.json"):
-        fetch_config(MODEL)
-
-
 def test_full_disk_during_a_download_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fill(*_: Any, **__: Any) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -74,13 +67,3 @@ def test_full_disk_during_a_download_is_reported(monkeypatch: pytest.MonkeyPatch
             DoesNotFitError, match=r"no space is left for the model 'organization/name'.*HF_HOME=FOLDER"
         ):
             fetch(MODEL)
-
-
-def test_token_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path))  # a folder
-    with pytest.raises(RequestError) as caught:
-        fetch_config(MODEL)
-    assert caught.value.problem_id == "hub-cannot-load"
-    assert str(tmp_path) in caught.value.message

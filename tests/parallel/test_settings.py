@@ -8,14 +8,11 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from tunebook.config.choices import Strategy
-from tunebook.parallel.deepspeed import deepspeed_settings, forget_parameter_order, zero_stage
+from tunebook.parallel.deepspeed import deepspeed_settings, forget_parameter_order
 from tunebook.parallel.fsdp import (
     autocast_dtype,
     fsdp_arguments,
-    fsdp_settings,
     hsdp_sizes,
-    is_fsdp,
     mixed_precision_policy,
 )
 from tunebook.train.arguments import _parallelism
@@ -29,12 +26,6 @@ def qwen3b(*overrides):
 
 def zero_of(*overrides):
     return deepspeed_settings(qwen3b(*overrides))["zero_optimization"]
-
-
-def test_the_trainer_keeps_optimizer_and_schedule():
-    settings = deepspeed_settings(qwen3b())
-    assert "optimizer" not in settings and "scheduler" not in settings
-    assert settings["zero_allow_untested_optimizer"] is True
 
 
 def test_zero1_leaves_the_rest_to_deepspeed():
@@ -72,27 +63,15 @@ def test_nvme_buffers_hold_what_a_rank_has_of_the_embedding():
     assert "buffer_size" not in settings[0]["offload_optimizer"]
 
 
-def test_nvme_buffers_hold_what_a_rank_has_of_a_layers_stacked_experts():
-    """Mixtral 8x7B's eight pairs of gate and up are one parameter, of 8 x 28,672 x 4,096; its embeddings have 131e6."""
-    config = qwen3b("model=dolly_v2_3b", "parallelism=zero3_nvme", "hardware.gpus_per_node=4")
-    config.model.facts.measured.largest_parameter = 8 * 28_672 * 4096
-    assert deepspeed_settings(config)["zero_optimization"]["offload_param"]["buffer_size"] == 234_881_024
-
-
 def test_a_said_setting_is_written_and_a_silent_one_is_not():
     zero = zero_of("parallelism=zero3", "parallelism.max_live_parameters=1000", "parallelism.sub_group_size=5")
     assert (zero["stage3_max_live_parameters"], zero["sub_group_size"]) == (1000, 5)
     assert "stage3_max_reuse_distance" not in zero
 
 
-@pytest.mark.parametrize("key", ["prefetch_bucket_size", "param_persistence_threshold", "max_live_parameters"])
-def test_a_setting_of_0_is_no_silent_one(key):
-    assert zero_of("parallelism=zero3", f"parallelism.{key}=0")[f"stage3_{key}"] == 0
-
-
 @pytest.mark.parametrize(("choice", "reshards"), [("fsdp", True), ("fsdp_grad_op", False)])
 def test_fsdp_reshards_or_keeps(choice, reshards):
-    assert fsdp_settings(qwen3b(f"parallelism={choice}"))["reshard_after_forward"] is reshards
+    assert fsdp_arguments(qwen3b(f"parallelism={choice}"))["fsdp_config"]["reshard_after_forward"] is reshards
 
 
 def test_fsdp_offload_sums_on_the_host_over_gloo():
@@ -105,7 +84,8 @@ def test_fsdp_offload_sums_on_the_host_over_gloo():
 def test_transformers_reads_every_setting_of_fsdp():
     """It drops those that it does not know in silence: `offload_params` was one."""
     read = inspect.getsource(TrainingArguments._process_fsdp_args)
-    assert [key for key in fsdp_settings(qwen3b("parallelism=fsdp_offload")) if f'"{key}"' not in read] == []
+    settings = fsdp_arguments(qwen3b("parallelism=fsdp_offload"))["fsdp_config"]
+    assert [key for key in settings if f'"{key}"' not in read] == []
 
 
 def test_hsdp_is_copies_times_shards():
@@ -145,15 +125,6 @@ def test_fsdp_mixes_nothing_where_there_is_one_format(overrides):
     config = qwen3b("parallelism=fsdp", *overrides)
     assert mixed_precision_policy(config) is None
     assert autocast_dtype(config) is None
-
-
-def test_families():
-    assert [zero_stage(strategy) for strategy in (Strategy.ddp, Strategy.zero1, Strategy.zero3)] == [None, 1, 3]
-    assert [is_fsdp(strategy) for strategy in (Strategy.zero3, Strategy.fsdp_grad_op, Strategy.hsdp)] == [
-        False,
-        True,
-        True,
-    ]
 
 
 @pytest.mark.parametrize(

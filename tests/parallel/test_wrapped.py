@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tunebook.errors import InvalidTrainingError
-from tunebook.parallel.wrapped import expected_parallelism, find_parallelism, require_expected, require_fp8
+from tunebook.parallel.wrapped import expected_parallelism, find_parallelism, require_expected
 
 
 class Block(nn.Module):
@@ -229,20 +229,10 @@ def test_what_computes_in_fp16_is_gathered_so_and_summed_in_fp32(config_on):
 
 
 def test_fp8_layers_are_those_that_were_converted_on_every_rank(config_on):
-    fp8 = config_on("fsdp", 2, "precision=fp8")
-    require_fp8(fp8, [FSDP | {"fp8_layers": 72}] * 2, 72)
-    require_fp8(config_on("fsdp", 2), [FSDP] * 2, 0)  # bf16
-
-
-@pytest.mark.parametrize(
-    ("second", "num_layers", "words"),
-    [
-        (FSDP | {"fp8_layers": 71}, 72, "on rank 1 71 linear layers multiply in fp8, and 72 were converted"),
-        (FSDP, 72, "on rank 1 0 linear layers multiply in fp8, and 72 were converted"),
-        (FSDP | {"fp8_layers": 0}, 0, "on rank 0 72 linear layers multiply in fp8, and 0 were converted"),
-    ],
-)
-def test_a_rank_that_is_not_in_fp8_is_named(config_on, second, num_layers, words):
-    with pytest.raises(InvalidTrainingError, match=words) as caught:
-        require_fp8(config_on("fsdp", 2, "precision=fp8"), [FSDP | {"fp8_layers": 72}, second], num_layers)
-    assert (caught.value.exit_code, caught.value.problem_id) == (7, "not-in-fp8")
+    fp8, sound = config_on("fsdp", 2, "precision=fp8"), FSDP | {"ranks": 2, "mesh": [2], "fp8_layers": 72}
+    units = FSDP["unit_classes"]
+    require_expected(fp8, [sound] * 2, units, 72)
+    for second in (sound | {"fp8_layers": 71}, {key: sound[key] for key in sound if key != "fp8_layers"}):
+        with pytest.raises(InvalidTrainingError, match="on rank 1 fp8_layers 72 was asked for") as caught:
+            require_expected(fp8, [sound, second], units, 72)
+        assert (caught.value.exit_code, caught.value.problem_id) == (7, "other-parallelism")

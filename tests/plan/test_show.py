@@ -30,7 +30,7 @@ def test_what_looks_like_markup_is_shown_as_it_is(is_terminal):
 
 CHOICES = [
     Choice(key="precision.compute", value="bf16", why="the base model is bfloat16, and hopper computes bf16"),
-    Choice(key="attention.implementation", value="varlen_attention_4", why="one two three four five six " * 7),
+    Choice(key="attention.implementation", value="sdpa_by_document", why="one two three four five six " * 7),
     Choice(key="parallelism.strategy", value="fsdp", why="as asked"),
     Choice(key="training.micro_batch_size", value=None, why="/a/" + "long" * 40 + "/folder"),
 ]

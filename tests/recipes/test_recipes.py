@@ -218,7 +218,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "schedule.name": "cosine",
         "schedule.warmup_share": 0.03,
         "parallelism.strategy": "fsdp",
-        "parallelism.wrap_policy": "transformer",
         "parallelism.wrap_classes": [],
         "parallelism.state_dict": "sharded",
         "parallelism.cpu_ram_efficient_loading": True,
@@ -308,7 +307,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "llama3_8b_fsdp_offload": {
         "parallelism.strategy": "fsdp",
         "parallelism.offload_parameters": "cpu",
-        "parallelism.wrap_policy": "transformer",
         "parallelism.state_dict": "sharded",
         "parallelism.cpu_ram_efficient_loading": True,
         "training.micro_batch_size": 1,

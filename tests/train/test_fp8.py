@@ -71,7 +71,7 @@ def test_run_without_its_fp8_layers_ends_with_7(asked, run, monkeypatch):
     folder, code, lines = run(asked)
     assert (code, lines) == (7, [])
     reason = outcome(folder)["reason"]
-    assert "on rank 0 0 linear layers multiply in fp8, and 1 were converted" in reason
+    assert "on rank 0 fp8_layers 1 was asked for and 0 found" in reason
 
 
 def test_padded_rows_are_multiples_of_16_tokens_too(fp8, run, changed, monkeypatch):

@@ -113,13 +113,6 @@ class Offload(Enum):
     nvme = "nvme"
 
 
-class WrapPolicy(Enum):
-    """How FSDP cuts the model into units."""
-
-    transformer = "transformer"
-    size = "size"
-
-
 class MixedPrecision(Enum):
     """What a sharded model computes in bf16: its matrix products, as single and ddp do, or everything."""
 
@@ -187,8 +180,6 @@ class Attention(Enum):
     flash_attention_3 = "flash_attention_3"
     flash_attention_4 = "flash_attention_4"
     varlen_attention = "varlen_attention"  # ours: see model.varlen_attention
-    # Ours: see model.varlen_attention. Without `flash` in its name, which transformers handles itself.
-    varlen_attention_4 = "varlen_attention_4"
     sdpa_by_document = "sdpa_by_document"  # ours: see model.varlen_attention
 
 

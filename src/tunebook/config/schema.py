@@ -42,7 +42,6 @@ from tunebook.config.choices import (
     TrackerName,
     TrainOn,
     Weights,
-    WrapPolicy,
 )
 from tunebook.config.model_facts import ModelFacts as ModelFacts  # part of the schema, whoever asks for it
 from tunebook.config.ranges import number
@@ -209,9 +208,7 @@ class FsdpConfig(ParallelismConfig):
     """PyTorch FSDP2 (`fully_shard`) through accelerate."""
 
     offload_parameters: Offload = Offload.none  # cpu: parameters, gradients and the optimizer step on the host
-    wrap_policy: WrapPolicy = WrapPolicy.transformer
     wrap_classes: list[str] = field(default_factory=list)  # empty: the model's own `_no_split_modules`
-    wrap_min_num_parameters: int = number(100_000_000, at_least=1)  # size policy: a unit has at least this many
     cpu_ram_efficient_loading: bool = True  # one rank reads the weights, the others start empty
     state_dict: StateDict = StateDict.sharded  # of checkpoints; the final model is always whole
     # hsdp: GPUs that hold one whole model together; null: those of one node

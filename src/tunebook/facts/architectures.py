@@ -29,13 +29,7 @@ SINK_ARCHITECTURES = frozenset({"GptOssForCausalLM"})
 # h200x2_models.jsonl, the others in h200x2_architectures.jsonl. There losses differed by less than 9e-4 from blocks
 # that are not compiled. With dropout, which draws other numbers in them, it was 7e-3 (Phi 2) and 6e-3 (adapters of
 # Gemma 3 4B; without dropout in fp32 2.2e-7). Steps were 12 to 58% faster; Gemma 3 4B with LoRA was 2.2 times as fast.
-COMPILED_ARCHITECTURES = frozenset({
-    "CohereForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "GemmaForCausalLM",
-    "GPTNeoXForCausalLM", "GraniteForCausalLM",
-    "LlamaForCausalLM", "MistralForCausalLM", "OlmoForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM",
-    "Phi3ForCausalLM", "PhiForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
-    "SmolLM3ForCausalLM", "Starcoder2ForCausalLM",
-})  # fmt: skip
+COMPILED_ARCHITECTURES = VARLEN_ARCHITECTURES
 
 # Architectures with plain rotary positions in all layers, for which YaRN's rotations were compared with those of a
 # stretched config.json and with the paper's (tests/model/test_positions.py).

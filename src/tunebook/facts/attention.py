@@ -47,7 +47,6 @@ class AttentionFacts:
         return self.isolation is not Isolation.lengths
 
 
-_FLASH_4 = "flash-attn 4 a kernel for each new shape (seconds each)"
 # Flash attention kernels need the instructions of the oldest GPU named here. Version 3 is distributed as Hopper builds,
 # but its source also compiles for 8.0. Whether the installed build has the GPU's code is checked when it is loaded.
 ATTENTIONS: dict[Attention, AttentionFacts] = {
@@ -70,14 +69,10 @@ ATTENTIONS: dict[Attention, AttentionFacts] = {
     ),
     Attention.flash_attention_4: AttentionFacts(
         isolation=Isolation.lengths, oldest=(9, 0), package="flash-attn-4", is_flash=True, mask_bytes=0,
-        compiles_with_blocks=False, compiles_itself=_FLASH_4,
+        compiles_with_blocks=False, compiles_itself="flash-attn 4 a kernel for each new shape (seconds each)",
     ),
     Attention.varlen_attention: AttentionFacts(
         isolation=Isolation.lengths, oldest=(8, 0), is_flash=True, mask_bytes=0, needs_lengths=True
-    ),
-    Attention.varlen_attention_4: AttentionFacts(
-        isolation=Isolation.lengths, oldest=(9, 0), package="flash-attn-4", is_flash=True, mask_bytes=0,
-        needs_lengths=True, compiles_itself=_FLASH_4,
     ),
     Attention.sdpa_by_document: AttentionFacts(
         isolation=Isolation.lengths, mask_bytes=0, needs_lengths=True, repeats_heads=True, keeps_documents=True,
@@ -92,7 +87,7 @@ MASKED = Attention.sdpa  # on every GPU and on CPUs, in every number format
 WITHOUT_KERNEL = Attention.eager  # supported by every architecture
 FLEX = Attention.flex_attention
 INSTALLED = Attention.flash_attention_2  # what `auto` uses if the package is installed and blocks are not compiled
-COMPILED, COMPILED_BETA = Attention.varlen_attention, Attention.varlen_attention_4  # tested in compiled blocks
+COMPILED = Attention.varlen_attention  # tested in compiled blocks
 WITH_SINKS = Attention.varlen_attention  # of Tunebook's own kernels, the one that computes attention sinks
 BY_DOCUMENT = Attention.sdpa_by_document  # fastest in fp32
 

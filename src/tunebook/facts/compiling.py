@@ -6,10 +6,8 @@ notice on the terminal before compilations, which take long without output.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from tunebook.config.choices import Generation
@@ -89,7 +87,7 @@ def keeping_compiler_settings() -> Iterator[None]:
 
 
 def compilation_notice(config: RunConfig) -> str | None:
-    """What the first passes of a run compile, how long it takes, and where it is cached; None if nothing.
+    """What the first passes of a run compile, and how long it takes; None if nothing.
 
     Without DeepSpeed's operators, which are compiled earlier.
     """
@@ -97,29 +95,11 @@ def compilation_notice(config: RunConfig) -> str | None:
     if config.model.compile_layers:
         parts.append("torch.compile the model's blocks (8 to 98 s on an H200, longer on a CPU)")
     parts += filter(None, [attention_facts(config).compiles_itself])
-    folders = {_kernel_cache()} if parts else set()
-    of_triton = list(_compiled_by_triton(config))
-    if of_triton:
-        folders.add(os.environ.get("TRITON_CACHE_DIR") or str(Path.home() / ".triton" / "cache"))
-    if not folders:
-        return None
-    what, where = "; ".join([*parts, *of_triton]), " and ".join(sorted(folders))
-    return f"the first steps compile, without output: {what}. Kept in {where} for the next run"
-
-
-def _compiled_by_triton(config: RunConfig) -> Iterator[str]:
-    """The kernels of packages."""
     if config.model.liger_kernel:
-        yield "Triton the kernels of Liger (some seconds)"
+        parts.append("Triton the kernels of Liger (some seconds)")
     facts = config.model.facts
     packages = facts.measured.packing_packages if facts is not None and facts.measured is not None else []
     if packages and config.hardware.generation is not Generation.cpu:
         # Layers of Qwen3.5-9B: h200x2_models.jsonl, 56 s for the leak probe and 117 s for the first step.
-        yield f"Triton the kernels of {', '.join(packages)}, in several variants each (3 minutes on an H200)"
-
-
-def _kernel_cache() -> str:
-    """The folder in which torch caches compiled code."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    return os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+        parts.append(f"Triton the kernels of {', '.join(packages)}, in several variants each (3 minutes on an H200)")
+    return f"the first steps compile, without output: {'; '.join(parts)}. Later runs reuse them" if parts else None

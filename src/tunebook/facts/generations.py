@@ -42,10 +42,10 @@ class GenerationFacts:
     compute_capabilities: tuple[ComputeCapability, ...]
     reference_gpu: str  # its peaks are in `facts.peaks`, and stand for those of unlisted models
     usual_memory_gib: float | None  # of the reference GPU, as NVML reports it; None: the host's memory counts
-    has_bf16: bool
-    has_tf32: bool
-    has_fp8: bool
     image: ImagePins
+    has_bf16: bool = False
+    has_tf32: bool = False
+    has_fp8: bool = False
 
     @property
     def min_compute_capability(self) -> ComputeCapability | None:
@@ -107,27 +107,18 @@ GENERATIONS: dict[Generation, GenerationFacts] = {
         compute_capabilities=(),
         reference_gpu="CPU",
         usual_memory_gib=None,
-        has_bf16=False,  # torch computes bf16 on a CPU, but slower than fp32 on most
-        has_tf32=False,
-        has_fp8=False,
-        image=CPU_IMAGE,
+        image=CPU_IMAGE,  # torch computes bf16 on a CPU, but slower than fp32 on most
     ),
     Generation.volta: GenerationFacts(
         compute_capabilities=((7, 0),),
         reference_gpu="V100-SXM2-32GB",
         usual_memory_gib=32.0,
-        has_bf16=False,
-        has_tf32=False,
-        has_fp8=False,
         image=VOLTA_IMAGE,
     ),
     Generation.turing: GenerationFacts(
         compute_capabilities=((7, 5),),
         reference_gpu="T4",
         usual_memory_gib=15.0,  # 16 GB minus the share used for error correction
-        has_bf16=False,
-        has_tf32=False,
-        has_fp8=False,
         image=VOLTA_IMAGE,
     ),
     Generation.ampere: GenerationFacts(
@@ -136,7 +127,6 @@ GENERATIONS: dict[Generation, GenerationFacts] = {
         usual_memory_gib=80.0,
         has_bf16=True,
         has_tf32=True,
-        has_fp8=False,
         image=AMPERE_IMAGE,
     ),
     Generation.ada: GenerationFacts(

@@ -87,11 +87,6 @@ class StrategyFacts:
         """Whether it is ZeRO-3."""
         return self.zero_stage == 3
 
-    @property
-    def gathers_each_layer(self) -> bool:
-        """Whether all ranks gather weights layer by layer, in the forward and again in the backward pass."""
-        return self.divides_weights and not self.keeps_gathered and not self.within_groups
-
 
 STRATEGIES: dict[Strategy, StrategyFacts] = {
     Strategy.auto: StrategyFacts(),  # not decided yet

@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tunebook.errors import RequestError
 from tunebook.facts.generations import ComputeCapability
@@ -53,12 +52,7 @@ class Image:
         Source: CUDA C++ Programming Guide, "Application Compatibility": machine code runs on the same major version
         from its own minor one on, PTX on everything that is not older.
         """
-        return runs_on_any(self.arch_list, capability)
-
-
-def runs_on_any(flags: Iterable[str], capability: ComputeCapability) -> bool:
-    """Whether a torch that was compiled with these flags has code for a GPU; see `Image.has_code_for`."""
-    return any(_runs_on(flag, capability) for flag in flags)
+        return any(_runs_on(flag, capability) for flag in self.arch_list)
 
 
 def read_image(environment: Mapping[str, str] = os.environ) -> Image | None:
@@ -68,80 +62,28 @@ def read_image(environment: Mapping[str, str] = os.environ) -> Image | None:
         return None
     try:
         facts = json.loads(Path(named).read_text(encoding="utf-8"))
-        if not isinstance(facts, dict):
-            raise ValueError("it holds no keys")
-        return _image(facts)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        pairs = (text.split(".") for text in facts["compute_capabilities"])
+        return Image(
+            generation=facts["generation"],
+            torch=facts["torch"],
+            cuda=facts["cuda"],
+            min_driver=facts["min_driver"],
+            compute_capabilities=tuple((int(major), int(minor)) for major, minor in pairs),
+            arch_list=tuple(facts["arch_list"]),
+            attention=None if facts["attention"] == _NO_ATTENTION else facts["attention"],
+            lock_sha256=facts["lock_sha256"],
+            sources_sha256=facts["sources_sha256"],
+            git_commit=facts["git_commit"],
+            git_diff_sha256=facts["git_diff_sha256"],
+            base_image=facts["base_image"],
+            packages=facts.get("packages"),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise RequestError(
-            f"{IMAGE_FILE_VARIABLE}={named}: this file says what the image is made of, and cannot be used: {reason}; "
+            f"{IMAGE_FILE_VARIABLE}={named}: this file says what the image is made of, and cannot be used: {error!r}; "
             f"build the image again with `make image`, or outside of a container unset {IMAGE_FILE_VARIABLE}",
             problem_id="image-file-broken",
         ) from error
-
-
-def _image(facts: dict[str, Any]) -> Image:
-    attention = _text(facts, "attention")
-    return Image(
-        generation=_text(facts, "generation"),
-        torch=_text(facts, "torch"),
-        cuda=_text_or_none(facts, "cuda"),
-        min_driver=_number_or_none(facts, "min_driver"),
-        compute_capabilities=tuple(_capability(text) for text in _texts(facts, "compute_capabilities")),
-        arch_list=tuple(_texts(facts, "arch_list")),
-        attention=None if attention == _NO_ATTENTION else attention,
-        lock_sha256=_text(facts, "lock_sha256"),
-        sources_sha256=_text(facts, "sources_sha256"),
-        git_commit=_text_or_none(facts, "git_commit"),
-        git_diff_sha256=_text_or_none(facts, "git_diff_sha256"),
-        base_image=_text_or_none(facts, "base_image"),
-        packages=_versions(facts),
-    )
-
-
-def _value(facts: dict[str, Any], key: str) -> Any:
-    if key not in facts:
-        raise ValueError(f"it has no key '{key}'")
-    return facts[key]
-
-
-def _text(facts: dict[str, Any], key: str) -> str:
-    value = _value(facts, key)
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{key} is {value!r}, and no text")
-    return value
-
-
-def _text_or_none(facts: dict[str, Any], key: str) -> str | None:
-    return None if _value(facts, key) is None else _text(facts, key)
-
-
-def _number_or_none(facts: dict[str, Any], key: str) -> int | None:
-    value = _value(facts, key)
-    if value is not None and not isinstance(value, int):
-        raise ValueError(f"{key} is {value!r}, and no whole number")
-    return value
-
-
-def _texts(facts: dict[str, Any], key: str) -> list[str]:
-    values = _value(facts, key)
-    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
-        raise ValueError(f"{key} is {values!r}, and no list of texts")
-    return values
-
-
-def _versions(facts: dict[str, Any]) -> dict[str, str] | None:
-    values = facts.get("packages")
-    if values is not None and not (isinstance(values, dict) and all(isinstance(one, str) for one in values.values())):
-        raise ValueError(f"packages is {values!r}, and no versions by package")
-    return values
-
-
-def _capability(text: str) -> ComputeCapability:
-    major, _, minor = text.partition(".")
-    if not major.isdecimal() or not minor.isdecimal():
-        raise ValueError(f"compute_capabilities has {text!r}, which is not written like 9.0")
-    return int(major), int(minor)
 
 
 def _runs_on(flag: str, capability: ComputeCapability) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -145,15 +146,10 @@ def convert_to_fp8(model: nn.Module, scaling: Fp8Scaling, *, emulate: bool = Fal
             problem_id="fp8-nothing-to-convert",
         )
     chosen = set(names)
-    settings = _settings(Float8LinearConfig, scaling, emulate)
+    kind: Any = Float8LinearConfig
+    settings = replace(kind.from_recipe_name(scaling.value), emulate=emulate)
     convert_to_float8_training(model, config=settings, module_filter_fn=lambda _, name: name in chosen)
     return names
-
-
-def _settings(kind: Any, scaling: Fp8Scaling, emulate: bool) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(kind.from_recipe_name(scaling.value), emulate=emulate)
 
 
 def count_fp8_layers(model: nn.Module) -> int:

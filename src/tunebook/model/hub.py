@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,29 +12,15 @@ from tunebook.hardware.disk import is_disk_full, no_space
 from tunebook.model.weight_files import STORED_PATTERNS, find_weight_files
 
 _TIMEOUT_S = 10.0
-_OUT_OF_REACH = (
-    "couldn't connect",
-    "couldn't reach",
-    "cannot reach",
-    "offline mode",
-    "connection error",
-    "connectionerror",
-    "max retries",
-    "name resolution",
-    "local_files_only",
-    "locate the file on the hub",
-    "cannot find the requested files in the disk cache",
-    "outgoing traffic has been disabled",
-)
+_FOLDER_KEY = "model.name=null model.path"  # what names a folder instead of the hub
 
 
 def is_out_of_reach(error: BaseException) -> bool:
     """True if an error of a hub library, or one of its causes, means that there is no network."""
-    return any(
-        any(word in type(one).__name__.lower() for word in ("offline", "connect"))
-        or any(words in str(one).lower() for words in _OUT_OF_REACH)
-        for one in causes(error)
-    )
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    kinds = (ConnectionError, TimeoutError, LocalEntryNotFoundError)
+    return any(isinstance(one, kinds) or "connect" in type(one).__name__.lower() for one in causes(error))
 
 
 def why_no_upload() -> str | None:
@@ -49,40 +36,38 @@ def why_no_upload() -> str | None:
     return None
 
 
-def fetch_config(model: ModelConfig) -> Path:
-    """The folder with a hub model's config.json, fetched or from the cache.
+def fetch_files(
+    name: str, revision: str | None, patterns: Iterable[str], kind: str = "model", key: str = _FOLDER_KEY
+) -> Path:
+    """The folder with the files of a repository that match, fetched or from the cache; its name is the commit.
 
-    transformers would retry for half a minute without a network. Raises: RequestError; DoesNotFitError if the disk is
-    full.
+    Raises: as `hub_problem`, for a `kind` (model, tokenizer) of repository.
     """
     from huggingface_hub import snapshot_download
 
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+    except (OSError, ValueError) as error:  # the hub's own errors are kinds of these
+        raise hub_problem(error, kind, name, revision, key=key) from error
+
+
+def fetch_config(model: ModelConfig) -> Path:
+    """The folder with a hub model's config.json. Raises: as `fetch_files`."""
     assert model.name is not None
     patterns = ["config.json", "*.py"] if model.trust_remote_code else ["config.json"]
-    try:
-        folder = Path(snapshot_download(model.name, revision=model.revision, allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # the hub's own errors are kinds of these
-        raise hub_problem(error, "model", model.name, model.revision) from error
+    folder = fetch_files(model.name, model.revision, patterns)
     if not (folder / "config.json").is_file():
         raise hub_problem(FileNotFoundError("it has no config.json"), "model", model.name)
     return folder
 
 
 def fetch_weights(model: ModelConfig) -> Path:
-    """The folder with the weight files of a hub model that transformers would read, fetched or from the cache.
-
-    Raises: RequestError; DoesNotFitError if the disk is full.
-    """
-    from huggingface_hub import snapshot_download
-
+    """The folder with the weight files of a hub model that transformers would read. Raises: as `fetch_files`."""
     assert model.name is not None
-    try:
-        for patterns in STORED_PATTERNS:
-            folder = Path(snapshot_download(model.name, revision=model.revision, allow_patterns=list(patterns)))
-            if find_weight_files(folder):
-                break
-    except (OSError, ValueError) as error:  # the hub's own errors are kinds of these
-        raise hub_problem(error, "model", model.name, model.revision) from error
+    for patterns in STORED_PATTERNS:
+        folder = fetch_files(model.name, model.revision, patterns)
+        if find_weight_files(folder):
+            break
     return folder
 
 
@@ -112,12 +97,7 @@ def disk_problem(error: BaseException, what: str) -> TunebookError | None:
 
 
 def hub_problem(
-    error: BaseException,
-    kind: str,
-    name: str,
-    revision: str | None = None,
-    *,
-    key: str = "model.name=null model.path",
+    error: BaseException, kind: str, name: str, revision: str | None = None, *, key: str = _FOLDER_KEY
 ) -> TunebookError:
     """The error if a `kind` (model, tokenizer) called `name` cannot be loaded. `key` is the setting for a folder."""
     if problem := disk_problem(error, f"the {kind} '{name}'"):
@@ -125,15 +105,13 @@ def hub_problem(
     if is_out_of_reach(error):
         at = f" --revision {revision}" if revision is not None else ""
         return RequestError(
-            f"the hub is out of reach and the {kind} '{name}' is not in its cache. Work offline: on a machine with "
-            f"network run `hf download {name}{at} --local-dir DIR`, copy DIR here and name it with "
-            f"{key}=DIR, or copy that machine's cache, point HF_HUB_CACHE at it and set "
-            "HF_HUB_OFFLINE=1",
+            f"the hub is out of reach and the {kind} '{name}' is not in its cache. On a machine with network run "
+            f"`hf download {name}{at} --local-dir DIR`, copy DIR here and name it with {key}=DIR, or copy that "
+            "machine's cache, point HF_HUB_CACHE at it and set HF_HUB_OFFLINE=1",
             problem_id="hub-out-of-reach",
         )
-    reason = first_line(error)
     return RequestError(
-        f"the {kind} '{name}' cannot be loaded: {reason}; check the name and the revision, and for a gated one "
-        "run `hf auth login` with an account that may read it",
+        f"the {kind} '{name}' cannot be loaded: {first_line(error)}; check the name and the revision, and for a gated "
+        "one run `hf auth login` with an account that may read it",
         problem_id="hub-cannot-load",
     )

@@ -47,7 +47,6 @@ _TOLD_BY = {
     MAMBA_SCAN: _DOCUMENTS,
     MAMBA_FUSED: _DOCUMENTS,
 }
-KERNEL_PACKAGES = ("fla", "causal_conv1d", "mamba_ssm")  # by import name; transformers calls those it can import
 FLA_CORE = "fla-core"  # the part of flash-linear-attention that has the kernels, which is imported as fla
 _INSIDE = {"func_name", "is_new_implementation", "torch_function"}  # of transformers' decorator
 

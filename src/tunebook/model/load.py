@@ -37,7 +37,6 @@ from tunebook.model.hub import check_hub_model, fetch_config, fetch_weights, hub
 from tunebook.model.positions import stretch_positions
 from tunebook.model.tokenizer import load_tokenizer
 from tunebook.model.weight_files import (
-    SINGLE_AND_INDEX,
     check_stored_weights,
     find_weight_files,
     read_shapes,
@@ -83,10 +82,9 @@ def check_model(model: ModelConfig) -> None:
     folder = resolve_path(model.path)
     files = find_weight_files(folder)
     if not files:
-        names = " or ".join(name for single_and_index in SINGLE_AND_INDEX for name in single_and_index)
         raise RequestError(
-            f"model.path={model.path}: {folder} has no weights ({names}); add them, or train from scratch with "
-            "model.weights=random",
+            f"model.path={model.path}: {folder} has no weights (model.safetensors or pytorch_model.bin, or an index of "
+            "several); add them, or train from scratch with model.weights=random",
             problem_id="model-without-weights",
         )
     # Raises for damaged or truncated files; pickled ones would need torch.
@@ -168,27 +166,21 @@ def architecture_from_facts(facts: ModelFacts) -> PretrainedConfig:
 
 def _compare(architecture: PretrainedConfig, facts: ModelFacts) -> None:
     text = architecture.get_text_config(decoder=True)
-    stated = [
-        (ours, getattr(facts, ours), largest(getattr(architecture, theirs, getattr(text, theirs, _ABSENT))))
+    stated = {
+        ours: largest(getattr(architecture, theirs, getattr(text, theirs, _ABSENT)))
         for ours, theirs in _CONFIG_KEYS.items()
+    }
+    differing = [
+        f"{key}={getattr(facts, key)} (config.json: {own})"
+        for key, own in stated.items()
+        if own not in (_ABSENT, getattr(facts, key))
     ]
-    stated += _further(architecture, facts.config, "config")
-    differing = [f"{key}={mine} (config.json: {own})" for key, mine, own in stated if own not in (_ABSENT, mine)]
     if differing:
         raise RequestError(
             f"the model is not the one that was planned with: model.facts {', '.join(differing)}; correct the model's "
             "file in hydra_configs/model, or set model.facts=null to read them from the model",
             problem_id="model-facts",
         )
-
-
-def _further(architecture: Any, stated: dict[str, Any], place: str) -> list[tuple[str, Any, Any]]:
-    """Each key of `model.facts.config`, with its value there and in the model's config.json."""
-    found: list[tuple[str, Any, Any]] = []
-    for key, value in stated.items():
-        own = stated_value(architecture, key, _ABSENT)
-        found += _further(own, value, f"{place}.{key}") if isinstance(value, dict) else [(f"{place}.{key}", value, own)]
-    return found
 
 
 def load_model(config: RunConfig, *, is_sharded: bool = False, device: torch.device | None = None) -> PreTrainedModel:
@@ -244,7 +236,9 @@ def finish_loading(
         if sharing is Sharing.scatter and device is not None:
             model = _scatter_drawn(config, begun, rank)
         elif stays_whole(config) and device is not None and torch.distributed.is_initialized():
-            copy_from_first_rank(begun, device)
+            begun.to(device)  # type: ignore[arg-type]
+            for parameter in begun.parameters():  # tied ones once
+                torch.distributed.broadcast(parameter.data, src=0)
     elif rank == 0 or sharing is not Sharing.send:
         model = _read(config, begun.config, device)
     model = fit_embeddings(config.model, model)
@@ -291,15 +285,6 @@ def _fill_new_rows(weight: torch.nn.Parameter, num_rows: int, *, ends: tuple[int
             weight[new] = weight[known]
 
 
-def copy_from_first_rank(model: Any, device: torch.device) -> None:
-    """Move a model to this rank's device and copy the parameters of rank 0 into it. Tied weights stay tied."""
-    import torch
-
-    model.to(device)
-    for parameter in model.parameters():
-        torch.distributed.broadcast(parameter.data, src=0)
-
-
 def master_dtype(config: RunConfig) -> torch.dtype:
     """The number format of the loaded weights and of trained weights."""
     import torch
@@ -323,13 +308,6 @@ def attention_option(kernel: Attention) -> dict[str, str]:
 def largest(stated: Any) -> Any:
     """The largest size if an architecture has a list with one for each layer."""
     return max(stated) if isinstance(stated, list) else stated
-
-
-def stated_value(config: PretrainedConfig, key: str, default: Any = None) -> Any:
-    """What a config says about a key. Of a key with other values for some layers, transformers 5.23 tells none."""
-    if key in (getattr(config, "per_layer_attributes", None) or ()):
-        return vars(config)[key]
-    return getattr(config, key, default)
 
 
 def _loader() -> Any:

@@ -57,11 +57,8 @@ class _NormalsInPieces(TorchFunctionMode):
         if generator is not None or tensor.dtype is not torch.float32 or tensor.device.type != "cpu":
             room.normal_(mean, std, generator=generator)
             return tensor
-        drawn = room if room.is_contiguous() else torch.empty(room.shape)
-        pieces = torch.split(drawn.view(-1), _PIECE)
+        pieces = torch.split(room.view(-1), _PIECE)
         list(self._pool.map(_fill, pieces, self._streams, itertools.repeat(mean), itertools.repeat(std)))
-        if drawn is not room:
-            room.copy_(drawn)
         return tensor
 
 

@@ -18,7 +18,7 @@ from tunebook.config.book import CHATML_TEMPLATE
 from tunebook.config.choices import PackingMode, Source, Weights
 from tunebook.config.override_text import typed
 from tunebook.config.schema import ModelConfig, RunConfig
-from tunebook.errors import RequestError, did_you_mean, first_line
+from tunebook.errors import RequestError, did_you_mean, first_few, first_line
 from tunebook.files import sha256_text
 from tunebook.model.chat_templates import CHATML_TOKENS, read_chat_template
 from tunebook.model.tokenizer_files import tokenizer_folder
@@ -26,13 +26,7 @@ from tunebook.model.tokenizer_files import tokenizer_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Names that models give to the token that ends a text or a turn, most specific first.
-_KNOWN_EOS = (
-    "<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>",
-)  # fmt: skip
-# Words in the names of tokens that are free to be used for padding, best first. LLaMA 2 has only <unk>.
-_FREE_WORDS = ("pad", "reserved", "unused", "extra", "unk")
-_NUM_SUGGESTIONS = 3
+_NUM_LISTED = 10  # special tokens in a message
 
 
 def needs_padding(config: RunConfig) -> bool:
@@ -65,7 +59,10 @@ def load_tokenizer(model: ModelConfig, *, is_padded: bool = True) -> PreTrainedT
     if model.pad_token is not None:
         tokenizer.pad_token = vocabulary.require("model.pad_token", model.pad_token)
     if model.chat_template is not None:
-        tokenizer.chat_template = read_chat_template(model.chat_template, _own_template(tokenizer))
+        own = tokenizer.chat_template
+        tokenizer.chat_template = read_chat_template(
+            model.chat_template, own.get("default") if isinstance(own, dict) else own
+        )
         if model.chat_template == CHATML_TEMPLATE:
             added = [token for token in CHATML_TOKENS if token not in vocabulary.tokens]
             tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added], special_tokens=True)
@@ -73,7 +70,13 @@ def load_tokenizer(model: ModelConfig, *, is_padded: bool = True) -> PreTrainedT
         if model.eos_token is None:
             _end_turns_as_written(tokenizer)
     fix_template_date(tokenizer, model.template_date)
-    _check_eos(tokenizer, vocabulary, folder)
+    if tokenizer.eos_token is None:
+        raise RequestError(
+            f"{folder}: the tokenizer has no EOS token, so the model could never learn to stop; set model.eos_token to "
+            f"the token that ends a text or a turn. {vocabulary.listed}",
+            problem_id="tokenizer-no-eos",
+        )
+    vocabulary.require(f"{folder}: the tokenizer's own eos_token", tokenizer.eos_token)
     if is_padded:
         _check_padding(tokenizer, vocabulary, folder)
     return tokenizer
@@ -120,11 +123,6 @@ def fix_template_date(tokenizer: PreTrainedTokenizerBase, template_date: str) ->
         if "strftime_now" in template:
             with suppress(TemplateSyntaxError):  # reported where the template is used
                 _compile_jinja_template(template).globals["strftime_now"] = day.strftime
-
-
-def _own_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    templates: str | dict[str, str] | None = tokenizer.chat_template
-    return templates.get("default") if isinstance(templates, dict) else templates
 
 
 def _templates(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -210,44 +208,30 @@ class _Vocabulary:
         if token in self.tokens:
             return token
         guess = did_you_mean(token, self.special) or did_you_mean(token, self.tokens)
-        listed = ", ".join(self.special[:10]) or "none"
         raise RequestError(
             f"{key}={token!r} is not in the vocabulary, and the model has no weights for a new token.{guess} "
-            f"Special tokens there are: {listed}{', ...' if len(self.special) > 10 else ''}",
+            f"{self.listed}",
             problem_id="token-not-in-vocabulary",
         )
 
-
-def _check_eos(tokenizer: PreTrainedTokenizerBase, vocabulary: _Vocabulary, folder: Path) -> None:
-    if tokenizer.eos_token is None:
-        candidates = [token for token in _KNOWN_EOS if token in vocabulary.tokens]
-        raise RequestError(
-            f"{folder}: the tokenizer has no EOS token, so the model could never learn to stop; set it with "
-            + _suggestion("model.eos_token", candidates, "the token that ends a text in this vocabulary"),
-            problem_id="tokenizer-no-eos",
-        )
-    vocabulary.require(f"{folder}: the tokenizer's own eos_token", tokenizer.eos_token)
+    @property
+    def listed(self) -> str:
+        """The first special tokens, for messages."""
+        return f"Special tokens there are: {first_few(self.special, _NUM_LISTED) or 'none'}"
 
 
 def _check_padding(tokenizer: PreTrainedTokenizerBase, vocabulary: _Vocabulary, folder: Path) -> None:
     """Refuse instead of using EOS: the padding token is saved with the model, so the user should choose it."""
-    if tokenizer.pad_token is not None and tokenizer.pad_token in vocabulary.tokens:
-        return
     own = tokenizer.pad_token
+    if own is not None and own in vocabulary.tokens:
+        return
     wrong = f"padding token {own!r} is not in the vocabulary" if own else "tokenizer has no padding token"
-    candidates = [token for word in _FREE_WORDS for token in vocabulary.special if word in token.lower()]
-    candidates = [token for token in dict.fromkeys(candidates) if token != tokenizer.eos_token]
     raise RequestError(
-        f"{folder}: the {wrong}, and padded rows or batched generation need one; set it with "
-        + _suggestion("model.pad_token", candidates, tokenizer.eos_token)
-        + ". Padding is masked by length here, so the choice never hides an EOS from the loss; packing.mode=isolated "
-        "without evaluation needs none",
+        f"{folder}: the {wrong}, and padded rows or batched generation need one; set model.pad_token to one that texts "
+        f"do not contain, or to {typed('model.pad_token', tokenizer.eos_token)}. Padding is masked by length here, so "
+        f"the choice never hides an EOS from the loss. {vocabulary.listed}",
         problem_id="tokenizer-no-pad",
     )
-
-
-def _suggestion(key: str, candidates: list[str], otherwise: str) -> str:
-    return " or ".join(typed(key, token) for token in candidates[:_NUM_SUGGESTIONS] or [otherwise])
 
 
 def trainer_tokenizer(config: RunConfig) -> PreTrainedTokenizerBase:
@@ -276,7 +260,6 @@ def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> str | Non
     """Generation must stop at the token that training ends answers with, and at those that it stopped at before.
 
     Returns a note if the generation settings were corrected: transformers refuses to write contradictory ones.
-    Raises: RequestError if they are wrong in another way.
     """
     settings = model.generation_config
     settings.eos_token_id = stop_ids(model, tokenizer)
@@ -289,18 +272,8 @@ def agree_on_tokens(model: Any, tokenizer: PreTrainedTokenizerBase) -> str | Non
         is_greedy = settings.temperature == 0.0  # in words of servers, but an error in transformers
         changed = "temperature=null" if is_greedy else "do_sample=true"
         settings.update(**({"temperature": None} if is_greedy else {"do_sample": True}))
-    else:
-        return None
-    try:
-        settings.validate(strict=True)
-    except ValueError as error:
-        wrong = " ".join(str(error).split("\n\n")[0].split())
-        raise RequestError(
-            f"transformers would refuse to write the model's generation_config.json with the trained model: {wrong} "
-            "Correct it in a copy of the model, named by model.path=DIR",
-            problem_id="generation-config-wrong",
-        ) from error
-    return f"note: the base model's generation_config.json contradicts itself; the trained model's has {changed}"
+        return f"note: the base model's generation_config.json contradicts itself; the trained model's has {changed}"
+    return None
 
 
 def rehearse_saving(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -13,7 +13,7 @@ from tunebook.config.book import is_in_book, resolve_path
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
 from tunebook.model.chat_templates import template_identity
-from tunebook.model.hub import hub_problem
+from tunebook.model.hub import fetch_files
 
 # One of these is required: from config.json alone transformers would silently make a tokenizer with one token.
 VOCABULARY_FILES = (
@@ -39,32 +39,29 @@ def tokenizer_folder(model: ModelConfig) -> Path:
     For a hub model the folder's name is the commit. Raises: RequestError if the folder does not exist or contains no
     tokenizer, or if the hub cannot be reached and the cache has no copy.
     """
-    key = _named_by(model)
-    text = model.tokenizer or model.path
-    if text is not None:
-        folder = resolve_path(text)
-        if folder.is_dir():
-            return _with_vocabulary(folder, key)
-        is_hub_name = model.tokenizer is not None and not is_in_book(text) and _looks_like_hub_name(text)
-        if not is_hub_name:
-            raise RequestError(
-                f"{key}={text}: there is no folder {folder}; name a folder with a tokenizer.json"
-                + (", or a name on the hub as organization/name" if model.tokenizer else ""),
-                problem_id="tokenizer-not-found",
-            )
-        try:
-            fetched = _fetch(text, None, key=key, trust_remote_code=model.trust_remote_code)
-        except RequestError as error:
-            message = f"{key}={text}: there is no folder {folder}, and {error.message}"
-            raise RequestError(message, problem_id=error.problem_id) from error
-        return _with_vocabulary(fetched, key)
-    if model.name is None:
+    patterns = [*_PATTERNS, "*.py"] if model.trust_remote_code else _PATTERNS
+    if model.tokenizer is not None:
+        key, folder = "model.tokenizer", resolve_path(model.tokenizer)
+        if not folder.is_dir() and _may_be_on_hub(model.tokenizer):
+            folder = fetch_files(model.tokenizer, None, patterns, "tokenizer", key)
+    elif model.path is not None:
+        key, folder = "model.path", resolve_path(model.path)
+    elif model.name is not None:
+        key, folder = "model.name", fetch_files(model.name, model.revision, patterns, "tokenizer")
+    else:
         raise RequestError(
             "neither model.name nor model.path is set, so there is no tokenizer; set model.name=organization/name "
             "(on the hub) or model.path=DIR",
             problem_id="model-not-named",
         )
-    return _with_vocabulary(_fetch(model.name, model.revision, trust_remote_code=model.trust_remote_code), key)
+    if has_vocabulary(folder):
+        return folder
+    lacks = f"holds no tokenizer (none of {', '.join(VOCABULARY_FILES)})" if folder.is_dir() else "is no folder"
+    raise RequestError(
+        f"{key}: {folder} {lacks}; copy the tokenizer's files there, or name another tokenizer with "
+        "model.tokenizer=DIR or organization/name",
+        problem_id="tokenizer-not-found",
+    )
 
 
 def tokenizer_files_hash(model: ModelConfig) -> str:
@@ -74,8 +71,10 @@ def tokenizer_files_hash(model: ModelConfig) -> str:
     are written.
     """
     folder = tokenizer_folder(model)
+    named = [folder / name for name in (*VOCABULARY_FILES, *SETTINGS_FILES)]
+    found = [*named, *folder.glob("*.tiktoken"), *folder.glob("additional_chat_templates/*.jinja")]
     digest = hashlib.sha256()
-    for file in _hashed_files(folder):
+    for file in sorted(file for file in found if file.is_file()):
         digest.update(f"{file.relative_to(folder)}:{file.stat().st_size}:".encode())
         digest.update(file.read_bytes())
     settings = [model.pad_token, model.eos_token, model.trust_remote_code, _tokenizer_class(folder)]
@@ -85,32 +84,9 @@ def tokenizer_files_hash(model: ModelConfig) -> str:
     return digest.hexdigest()
 
 
-def _named_by(model: ModelConfig) -> str:
-    """The configuration key that names the tokenizer."""
-    if model.tokenizer is not None:
-        return "model.tokenizer"
-    return "model.path" if model.path is not None else "model.name"
-
-
-def _looks_like_hub_name(text: str) -> bool:
+def _may_be_on_hub(text: str) -> bool:
     """True if a text can be `organization/name`: without a leading dot or tilde, and with at most one slash."""
-    return not text.startswith((".", "~", "/")) and text.count("/") <= 1
-
-
-def _with_vocabulary(folder: Path, key: str) -> Path:
-    if has_vocabulary(folder):
-        return folder
-    raise RequestError(
-        f"{key}: {folder} holds no tokenizer (none of {', '.join(VOCABULARY_FILES)}); copy the tokenizer's files "
-        "there, or name another one with model.tokenizer=DIR",
-        problem_id="tokenizer-not-found",
-    )
-
-
-def _hashed_files(folder: Path) -> list[Path]:
-    named = [folder / name for name in (*VOCABULARY_FILES, *SETTINGS_FILES)]
-    found = [*named, *folder.glob("*.tiktoken"), *folder.glob("additional_chat_templates/*.jinja")]
-    return sorted(file for file in found if file.is_file())
+    return not is_in_book(text) and not text.startswith((".", "~", "/")) and text.count("/") <= 1
 
 
 def _tokenizer_class(folder: Path) -> list[str | None]:
@@ -123,16 +99,3 @@ def _tokenizer_class(folder: Path) -> list[str | None]:
     except ValueError as error:
         raise RequestError(f"{file} is not JSON: {error}; copy it again", problem_id="tokenizer-broken") from error
     return [config.get("model_type"), config.get("tokenizer_class")]
-
-
-def _fetch(
-    name: str, revision: str | None, *, trust_remote_code: bool, key: str = "model.name=null model.path"
-) -> Path:
-    """The tokenizer's files from the hub, or from the cache if the hub cannot be reached."""
-    from huggingface_hub import snapshot_download
-
-    patterns = [*_PATTERNS, "*.py"] if trust_remote_code else list(_PATTERNS)
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except (OSError, ValueError) as error:  # the hub's own errors are subclasses of these
-        raise hub_problem(error, "tokenizer", name, revision, key=key) from error

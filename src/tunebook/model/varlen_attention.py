@@ -1,20 +1,14 @@
 """Attention over packed documents by kernels that transformers does not have, registered under their names.
 
 `varlen_attention` is torch's `varlen_attn`, which computes each document separately like flash-attn 2, in bf16 or fp16
-from Ampere on. `varlen_attention_4` uses flash-attn 4's kernels. `sdpa_by_document` uses torch's sdpa for one document
-after the other, on every GPU and in fp32: for a whole row, sdpa needs a mask of all tokens squared, which every layer
-keeps, and computes what the mask hides; one document needs no mask, so any of sdpa's kernels can compute it.
-All get the boundaries of the documents from the collator's `cu_seq_lens_q`, and refuse to compute without them.
+from Ampere on. `sdpa_by_document` uses torch's sdpa for one document after the other, on every GPU and in fp32: for a
+whole row, sdpa needs a mask of all tokens squared, which every layer keeps, and computes what the mask hides; one
+document needs no mask, so any of sdpa's kernels can compute it. Both get the boundaries of the documents from the
+collator's `cu_seq_lens_q`, and refuse to compute without them.
 
 `varlen_attention` also computes attention sinks (GPT-OSS): a further logit for each head, in the softmax's sum only.
 torch's kernel has none, but its backward pass computes the gradients from the result and the logarithm of the sum that
 it is given. So both are corrected after the forward pass, and handed to the backward pass corrected.
-
-flash-attn 4's kernels are wrapped as one torch operation with a shape, which compiled blocks can call: transformers'
-own integration reads the number of the calling block, so every block would be compiled, and the compiler would trace
-the package's Python functions. The functions for one direction each are not public, so the package is pinned to
-flash-attn-4 4.0.0b36 (flash_attn/cute/interface.py). Losses: the series `flash_4` of
-benchmarks/results/h200x2_parity.jsonl.
 
 Source: torch.nn.attention.varlen, from torch 2.10 on; transformers' AttentionInterface.
 """
@@ -33,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tunebook.config.choices import Attention
 from tunebook.errors import RequestError
-from tunebook.facts.attention import BY_DOCUMENT, COMPILED, COMPILED_BETA
+from tunebook.facts.attention import BY_DOCUMENT, COMPILED
 
 if TYPE_CHECKING:
     import torch
@@ -43,26 +37,21 @@ _SINKS = "s_aux"
 _NOT_SUPPORTED = {"softcap": "caps its attention logits", _SINKS: "has attention sinks"}
 _lengths_of = WeakIdKeyDictionary()
 _NO_LIMIT = -1  # a window that has no end
+_NUM_DIFFERENTIABLE = 4  # of the inputs of attention with sinks: query, key, value and sinks
 
 
 def register(implementation: Attention) -> None:
     """Register one of them as an `attn_implementation`. transformers then builds no mask."""
     from transformers import AttentionInterface
 
-    kernel = _kernel_of(implementation)
+    kernel: Callable[..., Any] = sdpa_by_document
+    if implementation is not BY_DOCUMENT:
+        from torch.nn.attention.varlen import varlen_attn
+
+        kernel = varlen_attn
     takes = frozenset(inspect.signature(kernel).parameters)  # here, since compiled layers cannot inspect it
     attention = partial(varlen_attention, kernel=kernel, kernel_takes=takes, name=implementation.value)
     AttentionInterface.register(implementation.value, attention)
-
-
-def _kernel_of(implementation: Attention) -> Callable[..., Any]:
-    if implementation is BY_DOCUMENT:
-        return sdpa_by_document
-    if implementation is COMPILED_BETA:
-        return flash_attention_4
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn
 
 
 def varlen_attention(
@@ -169,33 +158,6 @@ def _varlen_backward(
     return grads
 
 
-def _describe(forward: Any, backward: Any, *, num_inputs: int) -> None:
-    """Tell torch the shapes and the gradients of an attention that is two operations, one for each direction.
-
-    `forward` takes `num_inputs` tensors that have gradients, query (T, H, D) first, then cu_seq and three settings; it
-    returns the result (T, H, D) and (H, T) logarithms of sums in fp32. `backward` takes the result's gradient, these
-    tensors, both results, cu_seq and the settings; it returns the gradients.
-    """
-
-    def forward_shapes(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        sums = query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
-        return query.new_empty(query.shape), sums
-
-    def backward_shapes(_: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
-        return tuple(one.new_empty(one.shape) for one in inputs[:num_inputs])
-
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        cu_seq, *ctx.settings = inputs[num_inputs:]
-        ctx.save_for_backward(*inputs[:num_inputs], *output, cu_seq)
-
-    def gradients(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return (*backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
-
-    forward.register_fake(forward_shapes)
-    backward.register_fake(backward_shapes)
-    forward.register_autograd(gradients, setup_context=keep)
-
-
 @torch.library.custom_op("tunebook::attention_with_sinks", mutates_args=())
 def _sinks_forward(
     query: torch.Tensor,
@@ -241,7 +203,26 @@ def _sinks_backward(
     return grads[0].contiguous(), grads[1].contiguous(), grads[2].contiguous(), of_sinks.to(sinks.dtype)
 
 
-_describe(_sinks_forward, _sinks_backward, num_inputs=4)
+@_sinks_forward.register_fake
+def _forward_shapes(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), query.new_empty((query.shape[1], query.shape[0]), dtype=torch.float32)
+
+
+@_sinks_backward.register_fake
+def _backward_shapes(_: torch.Tensor, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(one.new_empty(one.shape) for one in inputs[:_NUM_DIFFERENTIABLE])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    cu_seq, *ctx.settings = inputs[_NUM_DIFFERENTIABLE:]
+    ctx.save_for_backward(*inputs[:_NUM_DIFFERENTIABLE], *output, cu_seq)
+
+
+def _gradients(ctx: Any, grad: torch.Tensor, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    return (*_sinks_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None)
+
+
+_sinks_forward.register_autograd(_gradients, setup_context=_keep)
 
 
 def attention_with_sinks(
@@ -301,78 +282,3 @@ def document_lengths(cu_seq_lens: torch.Tensor) -> list[int]:
         _lengths_of[cu_seq_lens] = cu_seq_lens.diff().tolist()
     lengths: list[int] = _lengths_of[cu_seq_lens]
     return lengths
-
-
-@torch.library.custom_op("tunebook::flash_attention_4", mutates_args=())
-def _fa4_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq: torch.Tensor,
-    max_length: int,
-    scale: float | None,
-    window: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result (T, H, D), and (H, T) logarithms of the sums that the backward pass divides by, in fp32."""
-    from flash_attn.cute.interface import _flash_attn_fwd
-
-    attended, log_sums, *_ = _flash_attn_fwd(
-        query, key, value, softmax_scale=scale, return_lse=True, **_fa4_documents(cu_seq, max_length, window)
-    )
-    return attended.contiguous(), log_sums.contiguous()  # as declared for the compiler below
-
-
-@torch.library.custom_op("tunebook::flash_attention_4_backward", mutates_args=())
-def _fa4_backward(
-    grad_attended: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attended: torch.Tensor,
-    log_sums: torch.Tensor,
-    cu_seq: torch.Tensor,
-    max_length: int,
-    scale: float | None,
-    window: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of query, key and value."""
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    found = _flash_attn_bwd(
-        query, key, value, attended, grad_attended.contiguous(), log_sums, softmax_scale=scale,
-        **_fa4_documents(cu_seq, max_length, window),
-    )  # fmt: skip
-    return found[0].contiguous(), found[1].contiguous(), found[2].contiguous()
-
-
-_describe(_fa4_forward, _fa4_backward, num_inputs=3)
-
-
-def _fa4_documents(cu_seq: torch.Tensor, max_length: int, window: int) -> dict[str, Any]:
-    """The kernels' arguments for the boundaries of documents and the window."""
-    return {
-        "causal": True, "window_size_left": None if window == _NO_LIMIT else window,
-        "cu_seqlens_q": cu_seq, "cu_seqlens_k": cu_seq, "max_seqlen_q": max_length, "max_seqlen_k": max_length,
-    }  # fmt: skip
-
-
-def flash_attention_4(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (_NO_LIMIT, 0),
-) -> torch.Tensor:
-    """Causal attention of each document to itself, as torch's `varlen_attn` is called.
-
-    Shapes, for T tokens, H heads, G heads of keys and values and D numbers a head: query (T, H, D), key and value
-    (T, G, D), in bf16 or fp16; cu_seq_q (documents + 1,) in int32, which also stands for cu_seq_k; the result
-    (T, H, D).
-    """
-    attended: torch.Tensor = _fa4_forward(query, key, value, cu_seq_q, max_q, scale, window_size[0])[0]
-    return attended

@@ -3,18 +3,15 @@
 Reading headers takes milliseconds and no memory, so every rank does it before any weight is read. safetensors checks a
 file's length when it opens it, which detects an incomplete download.
 
-The libraries cannot be asked whether weights fill a model: under ZeRO-3 transformers 5.23 reports "for now we assume
-only best-case scenario with deepspeed" (`modeling_utils._load_pretrained_model`),
-and PEFT only warns about an adapter without a layer. How stored names become the model's (older names, a missing
-prefix, experts stored one by one) is transformers' own knowledge and is asked there.
+The weights are compared before a strategy is set: under ZeRO-3 transformers 5.23 reports no unexpected or mismatched
+weights (`modeling_utils._load_pretrained_model`). PEFT only warns about an adapter without a layer.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tunebook.errors import RequestError, first_line
@@ -57,12 +54,9 @@ def _files_of_index(index: Path) -> list[Path]:
         files = [index.parent / name for name in sorted(set(places.values()))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged_file(index, error) from error
-    absent = [file for file in files if not file.is_file()]
-    if absent:
-        num_weights = sum(place == absent[0].name for place in places.values())
+    if absent := [file for file in files if not file.is_file()]:
         raise RequestError(
-            f"{index} names {len(files)} files and {len(absent)} of them {'is' if len(absent) == 1 else 'are'} not "
-            f"there: {absent[0]} should hold {num_weights} weights, which would be random without it; copy the missing "
+            f"{index} names {len(files)} files, and {len(absent)} are missing, such as {absent[0]}; copy the missing "
             "files or download the model again",
             problem_id="weights-file-missing",
         )
@@ -115,58 +109,32 @@ def check_stored_weights(model: PreTrainedModel, folder: Path) -> None:
 
 
 def compare_shapes(model: PreTrainedModel, stored: Shapes) -> dict[str, list[str]]:
-    """The `missing`, `unexpected` and `mismatched` weights, without those that the architecture allows to be."""
-    expected = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
-    targets_of = _renaming(model, expected)
-    filled: set[str] = set()
-    unexpected: set[str] = set()
-    mismatched: list[str] = []
-    for name, shape in stored.items():
-        targets, is_converted = targets_of(name)
-        filled.update(targets)
-        if not targets:
-            unexpected.add(name)
-        elif not is_converted and shape != expected[targets[0]]:
-            mismatched.append(f"{name} of shape {list(shape)}, where the model has {list(expected[targets[0]])}")
-    # Tied weights are one tensor, stored under one or both of their names.
-    pairs = [{first, second} for first, second in model.all_tied_weights_keys.items()]
-    missing = set(expected) - filled - {name for pair in pairs if pair & filled for name in pair}
-    ignorable: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=unexpected)
-    model._adjust_missing_and_unexpected_keys(ignorable)
-    return {
-        "missing": sorted(ignorable.missing_keys),
-        "unexpected": sorted(ignorable.unexpected_keys),
-        "mismatched": sorted(mismatched),
-    }
+    """The `missing`, `unexpected` and `mismatched` weights by transformers' own report, loading tensors without memory.
 
-
-def _renaming(model: PreTrainedModel, expected: Shapes) -> Callable[[str], tuple[list[str], bool]]:
-    """A function from a stored name to the model's names, and whether the values are converted.
-
-    As in `transformers.core_model_loading.convert_and_load_state_dict_in_model` (the same in 5.17 and 5.23).
+    It knows older names, missing prefixes, tied weights, experts that are stored one by one, and what may be missing.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    import torch
+    from transformers.utils.logging import disable_progress_bar
 
-    known = get_model_conversion_mapping(model)
-    renamings = [entry for entry in known if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in known if isinstance(entry, WeightConverter)]
-    prefix: Any = model.base_model_prefix
-    state: Any = expected
-
-    def targets_of(name: str) -> tuple[list[str], bool]:
-        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
-        if target not in expected and name in expected:
-            target, pattern = rename_source_key(name, [], [], prefix, state)
-        if target not in expected:
-            return [], False
-        if pattern is None:
-            return [target], False
-        converter = next(entry for entry in converters if pattern in entry.source_patterns)
-        first = converter.target_patterns[0]
-        return [target.replace(first, other) for other in converter.target_patterns], True
-
-    return targets_of
+    weights = {name: torch.empty(shape, device="meta") for name, shape in stored.items()}
+    loader: Any = type(model)
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    _, report = loader.from_pretrained(
+        None,
+        config=copy.deepcopy(model.config),
+        state_dict=weights,
+        device_map={"": "meta"},
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    return {
+        "missing": sorted(report["missing_keys"]),
+        "unexpected": sorted(report["unexpected_keys"]),
+        "mismatched": [
+            f"{name} of shape {list(found)}, where the model has {list(expected)}"
+            for name, found, expected in sorted(report["mismatched_keys"])
+        ],
+    }
 
 
 def require_complete(*, missing: list[str], unexpected: list[str], mismatched: list[str], place: str) -> None:

@@ -1,135 +1,33 @@
-"""A fingerprint of the weights in a model's folder, computed from samples of every tensor.
+"""A fingerprint of the weights in a model's folder: the SHA-256 of its files.
 
 An adapter belongs to one base model. config.json identifies the architecture but not the weights. Their fingerprint is
-compared when an adapter is loaded on its base, and when a run is repeated.
-
-It covers every tensor of the files that transformers would read: the name, number format and shape, all bytes if there
-are at most 1 MiB, and otherwise blocks of 16 KiB spread over the tensor, one for every 2 MiB and at least 4. For a
-model of 16 GB these are 128 MiB, which several threads read within seconds. Hashing all bytes of a large model would
-take minutes, during which the GPUs wait.
-
-Training changes numbers everywhere in a tensor, so trained weights have another fingerprint, and so has a model with
-an exchanged tensor. A change of a few neighboring numbers in a large tensor, such as a damaged disk block or some
-edited rows of an embedding, may not be detected. The fingerprint does not depend on how the tensors are divided into
-safetensors files.
+compared when an adapter is loaded on its base, and when a run is repeated. The first time all files are read, which
+takes some seconds for a model of 16 GB; then it is known until they change.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import Weights
 from tunebook.config.schema import ModelConfig
-from tunebook.files import remembered_hashes
-from tunebook.model.weight_files import damaged_file, find_weight_files
-
-_WHOLE_BYTES = 2**20
-_BLOCK_BYTES = 16 * 2**10
-_BLOCK_EVERY_BYTES = 2 * 2**20
-_LEAST_BLOCKS = 4
-_LONGEST_HEADER_BYTES = 100_000_000  # the format's own limit; anything longer is not a header
-_NUM_THREADS = 16  # they mostly wait for the disk
-_WAY = "weights:"  # separates cached fingerprints from SHA-256 hashes
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Tensor:
-    """The position of one tensor in its file, and its name, number format and shape."""
-
-    title: str
-    begin: int
-    end: int
+from tunebook.files import remembered_hashes, sha256_text
+from tunebook.model.weight_files import find_weight_files
 
 
 def weights_fingerprint(model: ModelConfig) -> str | None:
-    """The fingerprint of the pretrained weights in a model's folder, cached until the files change.
+    """The fingerprint of the pretrained weights in a model's folder: of one file its SHA-256, as the hub shows it.
 
     None for random weights (known by their seed), hub models (known by their revision) and folders without weights.
-    Raises: RequestError for files that are missing, damaged or truncated.
+    Raises: RequestError for files that are missing.
     """
     if model.path is None or model.weights is not Weights.pretrained:
         return None
-    files = find_weight_files(resolve_path(model.path))
-    if not files:
+    hashes = [*remembered_hashes(find_weight_files(resolve_path(model.path))).values()]
+    if not hashes:
         return None
-    # A sum does not depend on the order, nor on which file contains a tensor.
-    return _digits(sum(int(found, 16) for found in remembered_hashes(files, _of_file, _WAY).values()))
-
-
-def recorded_in(described: Mapping[str, Any]) -> str | None:
-    """The fingerprint in a manifest's or checkpoint's description of a model; None if there is none."""
-    fingerprint: str | None = described.get("weights_fingerprint")
-    return fingerprint
+    return hashes[0] if len(hashes) == 1 else sha256_text("\n".join(hashes))
 
 
 def fingerprint_text(fingerprint: str | None) -> str:
     """The current weights of a folder in words, for messages."""
     return f"have the fingerprint {fingerprint[:12]}..." if fingerprint is not None else "are not there"
-
-
-def _of_file(file: Path) -> str:
-    try:
-        tensors = _in_safetensors(file) if file.suffix == ".safetensors" else [_whole(file)]
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            if hasattr(os, "posix_fadvise"):  # do not read ahead between the blocks
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-            with ThreadPoolExecutor(_NUM_THREADS) as threads:
-                return _digits(sum(threads.map(lambda tensor: _of_tensor(descriptor, tensor), tensors)))
-        finally:
-            os.close(descriptor)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged_file(file, error) from error
-
-
-def _in_safetensors(file: Path) -> list[_Tensor]:
-    """The tensors in a file's header. Raises: ValueError, KeyError, TypeError for an invalid header."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > _LONGEST_HEADER_BYTES:
-            raise ValueError("it is no safetensors file")
-        header = json.loads(stream.read(length))
-    found = []
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            begin, end = (8 + length + offset for offset in tensor["data_offsets"])
-            found.append(_Tensor(title=json.dumps([name, tensor["dtype"], tensor["shape"]]), begin=begin, end=end))
-    return found
-
-
-def _whole(file: Path) -> _Tensor:
-    """A pickled file as one tensor, since only torch can find the tensors in it."""
-    return _Tensor(title=file.name, begin=0, end=file.stat().st_size)
-
-
-def _of_tensor(descriptor: int, tensor: _Tensor) -> int:
-    digest = hashlib.sha256(f"{tensor.title}\0{tensor.end - tensor.begin}\0".encode())
-    for offset, size in _blocks(tensor.begin, tensor.end):
-        block = os.pread(descriptor, size, offset)
-        if len(block) != size:
-            raise ValueError(f"it ends at byte {offset + len(block):,}, before the end of {tensor.title}")
-        digest.update(block)
-    return int.from_bytes(digest.digest(), "big")
-
-
-def _blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Offsets and sizes to read: all of a small tensor, or evenly spread blocks including the first and last."""
-    size = end - begin
-    if size <= _WHOLE_BYTES:
-        yield begin, size
-        return
-    count = max(_LEAST_BLOCKS, size // _BLOCK_EVERY_BYTES)
-    for number in range(count):
-        yield begin + (size - _BLOCK_BYTES) * number // (count - 1), _BLOCK_BYTES
-
-
-def _digits(total: int) -> str:
-    return f"{total % 2**256:064x}"

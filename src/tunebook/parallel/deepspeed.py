@@ -61,7 +61,7 @@ def deepspeed_settings(config: RunConfig) -> dict[str, Any]:
         **_number_format(config),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": _zero_optimization(zero, largest=_largest_share(config)),
+        "zero_optimization": _zero_optimization(config, zero),
     }
 
 
@@ -110,13 +110,7 @@ def _number_format(config: RunConfig) -> dict[str, Any]:
     return {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
 
 
-def _largest_share(config: RunConfig) -> int | None:
-    """Elements of the largest parameter on one rank; None if the sizes are unknown."""
-    facts = config.model.facts
-    return None if facts is None else math.ceil(largest_parameter(facts) / world_size(config))
-
-
-def _zero_optimization(zero: ZeroConfig, *, largest: int | None) -> dict[str, Any]:
+def _zero_optimization(config: RunConfig, zero: ZeroConfig) -> dict[str, Any]:
     stage = STRATEGIES[zero.strategy].zero_stage
     settings: dict[str, Any] = {"stage": stage}
     values = {
@@ -138,8 +132,10 @@ def _zero_optimization(zero: ZeroConfig, *, largest: int | None) -> dict[str, An
     for key, target in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_parameters)):
         if target is not Offload.none:
             settings[key] = _offload(target, zero)
-    if zero.offload_parameters is Offload.nvme and largest is not None and largest > _NVME_BUFFER_ELEMENTS:
-        settings["offload_param"]["buffer_size"] = largest
+    if zero.offload_parameters is Offload.nvme and config.model.facts is not None:
+        of_rank = math.ceil(largest_parameter(config.model.facts) / world_size(config))
+        if of_rank > _NVME_BUFFER_ELEMENTS:
+            settings["offload_param"]["buffer_size"] = of_rank
     return settings
 
 

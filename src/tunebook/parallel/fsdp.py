@@ -31,42 +31,31 @@ def fsdp_of(config: RunConfig) -> FsdpConfig:
     return config.parallelism
 
 
-def fsdp_settings(config: RunConfig) -> dict[str, Any]:
-    """The `fsdp_config` of TrainingArguments for a resolved run with an FSDP strategy."""
-    fsdp = fsdp_of(config)
-    settings: dict[str, Any] = {
-        "version": 2,
-        "reshard_after_forward": not STRATEGIES[fsdp.strategy].keeps_gathered,
-        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # by size too: see `parallel.units`
-        "cpu_ram_efficient_loading": fsdp.cpu_ram_efficient_loading,
-        "cpu_offload": offloads(fsdp),  # transformers silently drops `offload_params`, accelerate's own name
-        "state_dict_type": _STATE_DICTS[fsdp.state_dict],
-    }
-    return settings
-
-
 def fsdp_arguments(config: RunConfig) -> dict[str, Any]:
     """The arguments of the Trainer for a resolved run with an FSDP strategy."""
     fsdp = fsdp_of(config)
+    is_offloaded = fsdp.offload_parameters is not Offload.none  # parameters, gradients and the optimizer step
     arguments: dict[str, Any] = {
         "fsdp": True,
-        "fsdp_config": fsdp_settings(config),
+        "fsdp_config": {
+            "version": 2,
+            "reshard_after_forward": not STRATEGIES[fsdp.strategy].keeps_gathered,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",  # of the classes in `parallel.units`
+            "cpu_ram_efficient_loading": fsdp.cpu_ram_efficient_loading,
+            "cpu_offload": is_offloaded,  # transformers silently drops `offload_params`, accelerate's own name
+            "state_dict_type": _STATE_DICTS[fsdp.state_dict],
+        },
         # Reduce gradients after every pass. By default they are reduced after the last accumulated pass, and until then
         # every GPU holds whole gradients.
         "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
     }
-    if offloads(fsdp):
+    if is_offloaded:
         arguments["ddp_backend"] = "cuda:nccl,cpu:gloo"  # the norm of gradients in host memory is summed over gloo
     if sizes := hsdp_sizes(config):
         from accelerate import ParallelismConfig
 
         arguments["parallelism_config"] = ParallelismConfig(dp_replicate_size=sizes[0], dp_shard_size=sizes[1])
     return arguments
-
-
-def offloads(fsdp: FsdpConfig) -> bool:
-    """Whether parameters, gradients and the optimizer step are in host memory."""
-    return fsdp.offload_parameters is not Offload.none
 
 
 def hsdp_sizes(config: RunConfig) -> tuple[int, int] | None:

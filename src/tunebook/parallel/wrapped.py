@@ -41,7 +41,6 @@ def find_parallelism(model: nn.Module) -> Found:
 
 
 def _find_fsdp(model: Any) -> Found:
-
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
     units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
@@ -172,13 +171,18 @@ def _formats(config: RunConfig) -> dict[str, str]:
     return {"weights": weights, "gathered": half if mixes_formats(config) else weights, "reduced": weights}
 
 
-def require_expected(config: RunConfig, by_rank: list[dict[str, Any]], unit_classes: list[str]) -> None:
+def require_expected(
+    config: RunConfig, by_rank: list[dict[str, Any]], unit_classes: list[str], num_fp8_layers: int = 0
+) -> None:
     """Compare the wrapped model of each rank with the configuration.
 
     `unit_classes` are the classes that FSDP should have made units of (`parallel.units`); empty for other strategies.
+    `num_fp8_layers` were converted, and must still multiply in fp8.
     Raises: InvalidTrainingError naming the rank, the expected value and the value found.
     """
     expected = expected_parallelism(config)
+    if config.precision.compute is Compute.fp8:
+        expected["fp8_layers"] = num_fp8_layers
     for rank, found in enumerate(by_rank):
         wrong = [
             f"{key} {value} was asked for and {found.get(key)} found"
@@ -190,25 +194,8 @@ def require_expected(config: RunConfig, by_rank: list[dict[str, Any]], unit_clas
             raise InvalidTrainingError(
                 f"the model is not spread over the ranks as parallelism={config.parallelism.strategy.name} says: on "
                 f"rank {rank} {'; '.join(wrong)} ({found['wrapper']}). Nothing was trained. A library has replaced the "
-                "strategy; choose one that it can do here, such as parallelism=ddp",
+                "strategy or the number format; choose one that it can do here, such as parallelism=ddp precision=bf16",
                 problem_id="other-parallelism",
-            )
-
-
-def require_fp8(config: RunConfig, by_rank: list[dict[str, Any]], num_layers: int) -> None:
-    """Compare the number of fp8 layers in each rank's wrapped model with the number of converted layers.
-
-    Raises: InvalidTrainingError if a run in fp8 computes in another format.
-    """
-    if config.precision.compute is not Compute.fp8:
-        return
-    for rank, found in enumerate(by_rank):
-        if not num_layers or found.get("fp8_layers") != num_layers:
-            raise InvalidTrainingError(
-                f"precision.compute=fp8: on rank {rank} {found.get('fp8_layers', 0)} linear layers multiply in fp8, "
-                f"and {num_layers} were converted. Nothing was trained, since it would have been in bf16 "
-                "without a message; try precision=bf16",
-                problem_id="not-in-fp8",
             )
 
 

@@ -78,7 +78,7 @@ class Model(Section):
     revision: str | None
     config_sha256: str | None  # of config.json, if the model is a folder
     weights: Literal["pretrained", "random"]
-    weights_fingerprint: str | None  # of pretrained weights in a folder, by samples of every tensor
+    weights_fingerprint: str | None  # of pretrained weights in a folder: the SHA-256 of the files
 
 
 class Dataset(Section):

@@ -17,7 +17,7 @@ from tunebook.config.schema import RunConfig, ZeroConfig, starts_elsewhere
 from tunebook.errors import Problem
 from tunebook.facts.generations import OLDEST_SUPPORTED, capability_text, driver_major, image_for_driver
 from tunebook.facts.sharing import uses_nvme
-from tunebook.hardware.detect import Machine, detect_machine, equal_gpus, visible_only
+from tunebook.hardware.detect import VISIBLE_VARIABLE, Machine, detect_machine
 from tunebook.hardware.image import read_image
 from tunebook.model.parameters import known_facts
 from tunebook.parallel.deepspeed import nvme_bytes
@@ -61,10 +61,8 @@ def _gpu_problem(config: RunConfig, machine: Machine) -> Problem | None:
     used = machine.gpus[:asked]
     kinds = sorted({gpu.generation.name for gpu in used})
     if len(kinds) > 1:
-        same = equal_gpus(machine.gpus)
         message = f"the first {asked} GPUs are of different generations: {', '.join(kinds)}"
-        fewer = f", and hardware.gpus_per_node={len(same)}" if len(same) < asked else ""
-        fix = f"{visible_only(same)} in front of the command{fewer}"
+        fix = f"{VISIBLE_VARIABLE}=ID,ID in front of the command, with the ids of equal GPUs (nvidia-smi -L lists them)"
         return Problem(id="mixed-gpus", key=key, message=message, fix=fix)
     if kinds != [wanted]:
         message = f"{wanted} is set, and this machine has {used[0].name} ({kinds[0]})"
@@ -102,12 +100,15 @@ def check_environment(config: RunConfig, machine: Machine | None = None) -> list
 
 def _compiler_problems(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     """Report if blocks must be compiled and cannot be here. `auto` has taken this into account already."""
-    missing, what = machine.missing_for_triton, "Triton compiles a launcher for each kernel"
-    if config.hardware.generation is Generation.cpu:
-        missing, what = machine.missing_for_cpu_kernels, "torch compiles the blocks' kernels for the CPU"
+    missing = None if config.hardware.generation is Generation.cpu else machine.missing_for_triton
     if config.model.compile_layers and missing is not None:
-        message, fix = f"{what}, and {missing}", "model.compile_layers=false"
-        yield Problem(id="compiled-layers-without-compiler", key="model.compile_layers", message=message, fix=fix)
+        message = f"Triton compiles a launcher for each kernel, and {missing}"
+        yield Problem(
+            id="compiled-layers-without-compiler",
+            key="model.compile_layers",
+            message=message,
+            fix="model.compile_layers=false",
+        )
 
 
 def torch_problems(generation: Generation, machine: Machine) -> Iterator[Problem]:

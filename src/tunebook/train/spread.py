@@ -21,7 +21,7 @@ from tunebook.facts.strategies import STRATEGIES
 from tunebook.files import atomic_write_json
 from tunebook.model.blocks import count_fp8_layers
 from tunebook.parallel.deepspeed import keep_format_of_persistent, zero_stage
-from tunebook.parallel.wrapped import find_parallelism, require_expected, require_fp8
+from tunebook.parallel.wrapped import find_parallelism, require_expected
 from tunebook.processes import free_port
 from tunebook.record.manifest import add_to_manifest
 from tunebook.record.run_folder import DEEPSPEED_FILE
@@ -113,8 +113,7 @@ class ParallelismCheck(TrainerCallback):
         by_rank = gather_object([find_parallelism(model) | fp8 | group])
         if state.is_world_process_zero:
             self._write_down(by_rank[0])
-        require_expected(self.config, by_rank, self.unit_classes)
-        require_fp8(self.config, by_rank, self.num_fp8_layers)
+        require_expected(self.config, by_rank, self.unit_classes, self.num_fp8_layers)
 
     def _write_down(self, found: dict[str, Any]) -> None:
         plugin = getattr(self.trainer.accelerator.state, "deepspeed_plugin", None)

@@ -56,8 +56,7 @@ def test_a_model_with_a_config_json_is_built_on_the_meta_device(model, built, tm
         {"quantization_config": BY_GPTQ, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
         {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
         {"architectures": ["LlamaForSequenceClassification"]},
-        {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"},
-        {"architectures": None, "model_type": "kimi_k25"},
+        {"architectures": None, "model_type": "roberta"},
     ],
     ids=str,
 )
@@ -68,10 +67,11 @@ def test_nothing_is_built_of_what_a_rule_refuses(model, built, changes):
     assert built == []
 
 
-def test_an_unknown_architecture_is_refused(model, monkeypatch, tmp_path):
+@pytest.mark.parametrize("kind", ["chatglm9", "t5", "mistral3"], ids=["unknown", "encoder-decoder", "with images"])
+def test_what_transformers_has_no_causal_model_for_is_refused(model, monkeypatch, tmp_path, kind):
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path))
-    with pytest.raises(RequestError, match=r"config\.json: .*model_type=chatglm9") as caught:
-        read_facts(model(model_type="chatglm9", architectures=["ChatGLMModel"], vocab_size=None))
+    with pytest.raises(RequestError, match=rf"config\.json: .*model_type={kind}") as caught:
+        read_facts(model(model_type=kind, architectures=None, vocab_size=None))
     assert caught.value.problem_id == "unknown-architecture"
 
 

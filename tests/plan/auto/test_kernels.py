@@ -17,7 +17,6 @@ from tunebook.config.choices import (
     PeftMethod,
     Source,
     Strategy,
-    WrapPolicy,
 )
 from tunebook.config.schema import DatasetConfig, FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.plan.auto.resolve import resolve_auto
@@ -79,7 +78,7 @@ NOT_COMPILED = {
     "deterministic": {"training.deterministic": True},
     "tiles": {"activation.mlp_tile_tokens": 4096},
     "zero3": {"parallelism": parallel(Strategy.zero3)},
-    "by_size": {"parallelism": parallel(Strategy.fsdp, wrap_policy=WrapPolicy.size)},
+    "other_units": {"parallelism": parallel(Strategy.fsdp, wrap_classes=["Block"])},
     "by_class": {"parallelism": parallel(Strategy.hsdp, wrap_classes=["Qwen2MLP"])},
     "zero2_offload": {"parallelism": parallel(Strategy.zero2, offload_optimizer=Offload.cpu)},
     "activation_offload": {"activation.offload": True},
@@ -92,14 +91,6 @@ NOT_COMPILED = {
 @pytest.mark.parametrize("values", NOT_COMPILED.values(), ids=NOT_COMPILED.keys())
 def test_blocks_are_left_as_they_are_elsewhere(undecided, changed, machine, values):
     assert resolve_auto(changed(undecided, values), machine(H200, H200)).config.model.compile_layers is False
-
-
-def test_a_beta_is_taken_only_where_it_is_asked_for(undecided, machine):
-    assert resolve_auto(undecided, machine(H200)).config.attention.implementation is Attention.varlen_attention
-    undecided.attention.implementation = Attention.varlen_attention_4
-    config = resolve_auto(undecided, machine(H200)).config
-    assert (config.model.compile_layers, config.packing.row_length) == (True, 32768)
-    assert [problem.id for problem in check(config) if problem.is_error] == []
 
 
 def test_missing_parts_of_triton_count_only_where_the_run_starts(undecided, machine):

@@ -10,11 +10,6 @@ import pytest
 # What the config.json of some models says, each in a folder of this name.
 MODELS = {
     "masked": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
-    "images": {
-        "model_type": "mistral3",
-        "architectures": ["Mistral3ForConditionalGeneration"],
-        "text_config": {"model_type": "mistral"},
-    },
     "FOLDER": {"model_type": "llama"},
     "gptq": {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}},
     "awq": {"model_type": "llama", "quantization_config": {"quant_method": "awq", "bits": 4}},

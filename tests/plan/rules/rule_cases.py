@@ -25,7 +25,6 @@ from tunebook.config.choices import (
     Switch,
     TrainOn,
     Weights,
-    WrapPolicy,
 )
 from tunebook.config.schema import (
     FsdpConfig,
@@ -134,7 +133,6 @@ WITH_FLOOR = {"schedule.name": ScheduleName.cosine_with_min_lr, FLOOR: 0.0}
 VALIDATED = {"dataset.validation_share": 0.1}
 BEST, PATIENT = {"training.load_best_at_end": True}, {"training.early_stopping_patience": 3}
 ON_NVME = zero(Strategy.zero3, offload_parameters=Offload.nvme, nvme_path="/disk")
-BY_SIZE = fsdp(Strategy.fsdp, wrap_policy=WrapPolicy.size, wrap_min_num_parameters=1_000_000)
 SLURM = {"launcher": SlurmConfig(name=LauncherName.slurm)}
 RAY = {"launcher": RayConfig(name=LauncherName.ray)}
 ON_TWO_NODES = {**DDP, "hardware.num_nodes": 2, "hardware.gpus_per_node": 4}
@@ -149,7 +147,6 @@ CASES = [
     Case("model-not-named", "model.name", {"model.path": "book:recipes/quickstart/model"}),
     Case("model-folder", "model.path", folder("not/there")),
     Case("model-not-causal", "model.path", folder("masked")),
-    Case("model-not-causal", "model.path", folder("images")),
     Case("length-beyond-model", "training.max_length", LONG),
     Case("length-beyond-model", "training.max_length", LONG | {"model.yarn_factor": 1.1}),
     Case("yarn-not-possible", "model.yarn_original_positions", {"model.yarn_original_positions": 1024}),
@@ -321,8 +318,6 @@ CASES = [
             ("parallelism.max_live_parameters", 1_000_000, zero(Strategy.zero2)),
             ("parallelism.nvme_path", "/disk", zero(Strategy.zero3)),
             ("parallelism.shard_group_size", 4, fsdp(Strategy.fsdp)),
-            ("parallelism.wrap_min_num_parameters", 9, fsdp(Strategy.fsdp)),
-            ("parallelism.wrap_classes", ["Block"], BY_SIZE),
             ("launcher.master_port", 3000, SLURM),
             ("launcher.container_mounts", ["/data"], SLURM),
             ("evaluation.before", True, {}),

@@ -7,12 +7,10 @@ unknown until the model is loaded.
 
 from __future__ import annotations
 
-from typing import Any
-
 from tunebook.config.choices import Weights
 from tunebook.config.model_facts import ModelFacts, facts_of_hub_name
 from tunebook.config.schema import ModelConfig
-from tunebook.model.base_config import config_file, quantizer_of, read_config, why_config_is_not_causal
+from tunebook.model.base_config import config_file, read_config, read_quantizer, why_not_causal
 from tunebook.plan.architecture import facts_of_file, with_layers
 
 # peft=qlora quantizes a base to this format while reading it, and accepts it as it is. Tunebook trains over no other
@@ -28,10 +26,10 @@ def read_facts(model: ModelConfig) -> ModelFacts | None:
     if model.facts is not None:
         is_known = model.facts.measured is not None or model.trust_remote_code
         return model.facts if is_known else with_layers(model.facts)
-    config, file = read_config(model), config_file(model)
-    if config is None or file is None:
+    file = config_file(model)
+    if file is None or read_config(model) is None:
         return found[1] if (found := facts_of_book(model)) is not None else None
-    if _is_refused_anyway(model, config):
+    if _is_refused_anyway(model):
         return None
     return facts_of_file(file, trust_remote_code=model.trust_remote_code)
 
@@ -47,7 +45,7 @@ def facts_of_book(model: ModelConfig) -> tuple[str, ModelFacts] | None:
     return None if found is None else (found[0], with_layers(found[1]))
 
 
-def _is_refused_anyway(model: ModelConfig, config: dict[str, Any]) -> bool:
+def _is_refused_anyway(model: ModelConfig) -> bool:
     """Whether a rule refuses the model whatever its facts are, so that building it would be wasted."""
-    quantizer = None if model.weights is Weights.random else quantizer_of(config)
-    return quantizer not in (None, OWN_QUANTIZER) or why_config_is_not_causal(model, config) is not None
+    quantizer = None if model.weights is Weights.random else read_quantizer(model)
+    return quantizer not in (None, OWN_QUANTIZER) or why_not_causal(model) is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, Source, WrapPolicy
+from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, Source
 from tunebook.config.schema import FsdpConfig, RunConfig, world_size
 from tunebook.data.mean_length import count_documents, mean_tokens, with_file_estimate
 from tunebook.facts.architectures import (
@@ -18,7 +18,7 @@ from tunebook.facts.architectures import (
     has_attention,
     without_flash_attn,
 )
-from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, COMPILED_BETA, INSTALLED, UNDECIDED
+from tunebook.facts.attention import ATTENTIONS, BY_DOCUMENT, COMPILED, INSTALLED, UNDECIDED
 from tunebook.facts.compiling import COMPILE_SECONDS, largest_gain
 from tunebook.facts.generations import GENERATIONS, can_run
 from tunebook.facts.peaks import peak_of
@@ -50,14 +50,14 @@ def why_not_compiled(config: RunConfig) -> str | None:
     """The first reason why compiled blocks cannot work in a configuration or are untested there; None if they work."""
     compute, facts, settings = config.precision.compute, config.model.facts, config.parallelism
     is_fsdp, kernel = isinstance(settings, FsdpConfig), config.attention.implementation
-    is_wrapped = isinstance(settings, FsdpConfig) and (settings.wrap_policy is WrapPolicy.size or settings.wrap_classes)
+    is_wrapped = isinstance(settings, FsdpConfig) and bool(settings.wrap_classes)
     architecture = "" if facts is None else facts.architecture
     against = [
         (not can_run(COMPILED, config.hardware.generation), "compiled blocks need a GPU of compute capability 8.0"),
         (compute not in (Compute.bf16, Compute.fp8), f"blocks were not compiled in {compute.name}"),
         (config.model.liger_kernel, "blocks that call Liger's kernels cannot be compiled"),
         (config.packing.mode is PackingMode.padded, "blocks were compiled with packed rows only"),
-        (kernel not in (UNDECIDED, COMPILED, COMPILED_BETA), f"blocks were not compiled with {kernel.name}"),
+        (kernel not in (UNDECIDED, COMPILED), f"blocks were not compiled with {kernel.name}"),
         (settings.sequence_group_size > 1 and not is_fsdp, "blocks of shared rows were compiled under FSDP only"),
         (config.activation.mlp_tile_tokens is not None, "blocks would be compiled for each number of MLP tiles"),
         (config.training.deterministic, "compiled kernels were not seen to be bitwise deterministic"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tunebook.config.choices import Compute, Format, LauncherName, PeftMethod, ScheduleName, Source, WrapPolicy
+from tunebook.config.choices import Compute, Format, LauncherName, PeftMethod, ScheduleName, Source
 from tunebook.config.identity import default_of
 from tunebook.config.override_text import as_typed
 from tunebook.config.schema import RunConfig
@@ -36,7 +36,7 @@ def setting_ignored(config: RunConfig) -> Iterator[Finding]:
     schedule. The run is the same as without them.
     """
     data, launcher, strategy = config.dataset, config.launcher, strategy_facts(config)
-    is_mixture, policy = data.source is Source.mixture, getattr(config.parallelism, "wrap_policy", None)
+    is_mixture = data.source is Source.mixture
     has_turns = data.format not in (Format.text, Format.pretokenized) and data.source is not Source.synthetic
     has_warm_up = config.schedule.name is not ScheduleName.constant
     has_container = getattr(launcher, "container_image", None) is not None
@@ -55,8 +55,6 @@ def setting_ignored(config: RunConfig) -> Iterator[Finding]:
         (not strategy.keeps_whole_weights, "parallelism=zero3", "parallelism", _OF_ZERO3),
         (uses_nvme(config), "parallelism=zero3_nvme", "parallelism", ("nvme_path",)),
         (strategy.within_groups, "parallelism=hsdp", "parallelism", ("shard_group_size",)),
-        (policy is not WrapPolicy.size, "parallelism.wrap_policy=transformer", "parallelism", ("wrap_classes",)),
-        (policy is WrapPolicy.size, "parallelism.wrap_policy=size", "parallelism", ("wrap_min_num_parameters",)),
         (launcher.name is LauncherName.local, "launcher=local", "launcher", _OF_NODES),
         (has_container, "launcher.container_image", "launcher", ("container_mounts",)),
         (bool(config.evaluation.tasks), "evaluation.tasks", "evaluation", ("before",)),

@@ -33,10 +33,10 @@ def model_folder(config: RunConfig) -> Iterator[str]:
 
 @rule("model-not-causal", fix="a causal language model, or of one with images a checkpoint of its text part alone")
 def model_not_causal(config: RunConfig) -> Iterator[Finding]:
-    """Refuse a config.json that names another head, an encoder, or a model that transformers has no causal head for.
+    """Refuse a config.json that names another head, or an encoder.
 
-    Another head has another loss, and an encoder sees the token that it should predict. What transformers does not
-    know at all is found earlier.
+    Another head has another loss, and an encoder sees the token that it should predict. What transformers has no
+    causal language model for is found earlier.
     """
     if reason := why_not_causal(config.model):
         yield Finding(reason, "model.path" if config.model.path else "model.name")
