@@ -16,7 +16,7 @@ from tunebook.config.book import find_recipes
 from tunebook.config.frozen import TYPED_IN_KEY, config_to_yaml
 from tunebook.config.schema import SlurmConfig
 from tunebook.hardware.detect import Machine
-from tunebook.launch.commands import job_commands, launch_command
+from tunebook.launch.commands import launch_command
 from tunebook.launch.slurm import job_script
 from tunebook.plan.draft import Draft, draft_json, draft_run
 
@@ -33,9 +33,7 @@ def drafts() -> dict[str, Draft]:
 def plan(draft: Draft) -> dict[str, Any]:
     found = draft_json(draft)
     folder, config = Path("RUN"), draft.config
-    commands = [launch_command(config, folder)]
-    commands += job_commands(config, folder) if isinstance(config.launcher, SlurmConfig) else []
-    launch = "\n".join(" ".join(command) for command in commands)
+    launch = " ".join(launch_command(config, folder))
     if isinstance(config.launcher, SlurmConfig):
         launch += f"\n{job_script(config, folder)}"
     batch = {key: found["batch"][key] for key in BATCH if found["batch"][key] is not None}
