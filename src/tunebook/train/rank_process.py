@@ -64,8 +64,6 @@ class StopRequest:
             yield
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if self._name is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt  # the user asked twice: stop now, without saving
         self._name = signal.Signals(number).name
 
 

@@ -80,8 +80,6 @@ def run_rank(folder: Path, request: StopRequest, clock: StartClock | None = None
             ending = train(folder, request, clock or StartClock())
     except TunebookError as error:
         exit_code, ending = error.exit_code, Ending(reason=error.message)
-    except KeyboardInterrupt:
-        exit_code, ending = StoppedError.exit_code, Ending(reason="interrupted twice: stopped without saving")
     except BaseException as error:
         if is_disk_full(error):
             exit_code = DoesNotFitError.exit_code
