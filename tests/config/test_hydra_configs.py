@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from tunebook.config import choices
 from tunebook.config.book import book_root, resolve_path
 from tunebook.config.compose import compose
+from tunebook.config.keys import settings_of
 from tunebook.config.model_facts import ModelFacts
 from tunebook.config.schema import GROUPS, RunConfig
-from tunebook.config.walk import field_types
 from tunebook.errors import RequestError
 from tunebook.model.load import architecture_from_facts
 from tunebook.model.parameters import active_parameters
@@ -247,7 +247,7 @@ def test_layers_attend_to_the_document_or_to_a_window(model: str, full: int, sli
 @pytest.mark.parametrize("model", MODELS)
 def test_facts_are_complete(model: str) -> None:
     facts = facts_of(model)
-    assert all(getattr(facts, name) is not None for name in field_types(ModelFacts))
+    assert all(getattr(facts, setting.name) is not None for setting in settings_of(ModelFacts))
     assert facts.dtype in {"float32", "float16", "bfloat16"}
     assert "head_dim" in str(facts.config) or facts.hidden_size % facts.num_attention_heads == 0
     assert facts.num_attention_heads % facts.num_key_value_heads == 0

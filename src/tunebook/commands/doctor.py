@@ -92,7 +92,7 @@ def _resolve(recipe: str | None, overrides: list[str], recipes_dirs: list[Path],
         if recipe is None and not any(word.lstrip("+").startswith("model") for word in overrides):
             return _Request(outputs=outputs)  # such as `outputs=FOLDER`: only the machine is checked
         config = resolve_auto(composition.config, machine).config
-        findings = [finding_of(problem) for problem in check(config, composition.origins.set_by)]
+        findings = [finding_of(problem) for problem in check(config, composition.set_by)]
         if not any(finding.is_error for finding in findings):
             solve_batch(config, None)
             findings.append(_fitting(config))

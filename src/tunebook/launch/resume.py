@@ -20,7 +20,7 @@ from tunebook.checkpoint.choose import named_by
 from tunebook.checkpoint.verify import newest_checkpoint, passed_over
 from tunebook.config.choices import ResumeAnyway
 from tunebook.config.frozen import load_config
-from tunebook.config.identity import CAPACITIES, config_hash, found_capacities
+from tunebook.config.identity import config_hash
 from tunebook.config.override_text import as_typed, typed
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, RequestError
@@ -39,23 +39,17 @@ from tunebook.record.run_folder import (
 _UNFINISHED = (RunState.stopped.name, RunState.failed.name)
 
 
-def unfinished_run(
-    config: RunConfig, say: Callable[[str], None] = lambda text: None, asked: Collection[str] = ()
-) -> Path | None:
+def unfinished_run(config: RunConfig, say: Callable[[str], None] = lambda text: None) -> Path | None:
     """Return the newest unfinished run of a resolved configuration to resume; None if there is none, or resume=never.
 
     The configuration hash must match: another seed, batch or learning rate is another run. If `training.resume` names a
-    folder, a run that started elsewhere is another run, too. `asked` are the keys that the user set. `say` gets the
-    reason when an unfinished run is not resumed because none of its checkpoints is complete, or because only what
-    `auto` decided or the machine differs.
+    folder, a run that started elsewhere is another run, too. `say` gets the reason when an unfinished run is not
+    resumed because none of its checkpoints is complete, or because only what `auto` decided or the machine differs.
     """
     if config.training.resume == "never":
         return None
 
-    def is_wanted(folder: Path, sha256: str) -> bool:
-        return is_same_run(config, folder, sha256, asked) and has_same_start(config, folder)
-
-    wanted, ended, is_newest = config_hash(config), list[tuple[Path, str]](), True
+    wanted, is_newest = config_hash(config), True
     for folder in reversed(find_runs(Path(config.outputs), config.recipe or WITHOUT_RECIPE)):
         try:
             manifest = _read_manifest(folder)
@@ -63,15 +57,13 @@ def unfinished_run(
             continue  # a damaged record of another run must not stop this one
         sha256, has_ended = str(manifest["config_sha256"]), not _is_unfinished(folder, manifest)
         if has_ended and sha256 != wanted:
-            ended.append((folder, sha256))  # its memory may differ: compared only if needed
             continue
-        if not is_wanted(folder, sha256):
-            if is_newest and config.training.resume == "auto" and (why := difference(config, folder, sha256, asked)):
+        if sha256 != wanted or not has_same_start(config, folder):
+            if is_newest and config.training.resume == "auto" and (why := difference(config, folder, sha256)):
                 say(f"not resuming {folder}, which ended early: {why}; to resume it: {typed(_RESUME, str(folder))}")
             is_newest = False
             continue
-        # The newest run of this configuration decides: if it has finished, there is nothing to resume.
-        if has_ended or any(is_wanted(*newer) for newer in ended):
+        if has_ended:  # the newest run of this configuration decides: if it has finished, there is nothing to resume
             return None
         if _has_progress(folder, config):
             return folder
@@ -94,17 +86,17 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_run_folder(config: RunConfig, folder: Path, asked: Collection[str] = ()) -> None:
+def check_run_folder(config: RunConfig, folder: Path) -> None:
     """Check that a run can start or resume in a folder that the user named. Raises: RequestError if it cannot."""
     if not folder.exists() or (folder.is_dir() and all(path.name == LOCK_FILE for path in folder.iterdir())):
         return
-    if reason := _why_taken(config, folder, asked):
+    if reason := _why_taken(config, folder):
         raise RequestError(
             f"--run-folder {folder}: {reason}; name a folder that is new or empty", problem_id="run-folder-taken"
         )
 
 
-def _why_taken(config: RunConfig, folder: Path, asked: Collection[str]) -> str | None:
+def _why_taken(config: RunConfig, folder: Path) -> str | None:
     if not folder.is_dir():
         return "this is a file"
     if not is_run(folder):
@@ -116,8 +108,8 @@ def _why_taken(config: RunConfig, folder: Path, asked: Collection[str]) -> str |
     if config.training.resume == "never":
         return f"it holds a run ({state}), and training.resume=never forbids resuming it"
     sha256 = str(manifest["config_sha256"])
-    if not is_same_run(config, folder, sha256, asked):
-        why = difference(config, folder, sha256, asked)
+    if sha256 != config_hash(config):
+        why = difference(config, folder, sha256)
         return f"it holds a run ({state}) of another configuration, {folder / 'run.yaml'}{f' ({why})' if why else ''}"
     if state == RunState.finished.name:
         return "its run has finished (evaluate it again with: tunebook eval)"
@@ -147,22 +139,9 @@ def is_trained(folder: Path, config: RunConfig) -> bool:
 _RESUME = "training.resume"
 # What another machine, or a better estimate of `auto`, changes without the user.
 _MAY_DIFFER = (
-    *("hardware.generation", "hardware.num_nodes", "hardware.gpus_per_node", *CAPACITIES),
+    *("hardware.generation", "hardware.num_nodes", "hardware.gpus_per_node"),
     *("activation.checkpointing", "packing.row_length", "training.micro_batch_size"),
 )
-
-
-def is_same_run(config: RunConfig, folder: Path, sha256: str, asked: Collection[str]) -> bool:
-    """Whether the run in a folder, with this configuration hash, is the run of `config` as resolved on this machine.
-
-    `asked` are the keys that the user set.
-    """
-    if sha256 == config_hash(config):
-        return True
-    theirs = _recorded_config(folder)
-    return (
-        theirs is not None and config_hash(_with_values_of(config, theirs, found_capacities(config, asked))) == sha256
-    )
 
 
 def has_same_start(config: RunConfig, folder: Path) -> bool:
@@ -178,7 +157,7 @@ def has_same_start(config: RunConfig, folder: Path) -> bool:
     return not (set(theirs.training.resume_anyway) ^ set(config.training.resume_anyway)) - {ResumeAnyway.best}
 
 
-def difference(config: RunConfig, folder: Path, sha256: str, asked: Collection[str]) -> str | None:
+def difference(config: RunConfig, folder: Path, sha256: str) -> str | None:
     """Say how an earlier run differs if only the machine or what `auto` decides does; None for any other run.
 
     The strategy may differ with the machine.
@@ -186,8 +165,7 @@ def difference(config: RunConfig, folder: Path, sha256: str, asked: Collection[s
     theirs = _recorded_config(folder)
     if theirs is None or config_hash(_with_values_of(config, theirs, (*_MAY_DIFFER, "parallelism"))) != sha256:
         return None
-    found = found_capacities(config, asked)
-    changed = _changed_keys(theirs, config, [key for key in _MAY_DIFFER if key not in found])
+    changed = _changed_keys(theirs, config, _MAY_DIFFER)
     if not changed:
         return None
     changed += _changed_keys(theirs, config, ["parallelism.strategy"])

@@ -12,8 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+import yaml
 from yaml import YAMLError
 
 from tunebook.errors import DataError, RequestError, first_line
@@ -123,9 +122,9 @@ def _read_config(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        config: Any = OmegaConf.to_container(OmegaConf.load(path))
+        config: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
         why = "" if config and isinstance(config, dict) else "it holds no keys with values"
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
         config, why = None, f"it cannot be read: {first_line(error)}"
     if why:
         raise DataError(
