@@ -204,41 +204,6 @@ def test_eval_takes_tasks(run, monkeypatch, words, tasks):
     assert asked[0].tasks == tasks
 
 
-def test_fetch_tells_a_recipe_from_a_suite(run, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        "tunebook.evaluate.fetch.fetch_command",
-        lambda recipe, overrides, _dirs, _console, **named: asked.append((recipe, overrides, named)),
-    )
-    assert run("fetch", "quickstart", "training.seed=1", "tasks=gsm8k")[0] == 0
-    assert run("fetch", "suite=leaderboard")[0] == 0
-    assert asked == [
-        ("quickstart", ["training.seed=1"], {"suite": None, "tasks": ["gsm8k"]}),
-        (None, [], {"suite": "leaderboard", "tasks": None}),
-    ]
-
-
-def test_export_hands_its_options_on(run, monkeypatch, tmp_path):
-    asked = {}
-
-    def export(target, outputs, say, **settings):
-        asked.update(settings, target=target, outputs=outputs)
-        raise DataError("that is all")
-
-    monkeypatch.setattr("tunebook.checkpoint.export.run.export_run", export)
-    words = ("--checkpoint", "40", "--to", str(tmp_path), "--merge", "--dtype", "bf16", "--push", "me/x")
-    assert run("export", "tiny", *words)[0] == 4
-    assert asked == {
-        "target": "tiny", "outputs": Path("outputs"), "checkpoint": "40", "to": tmp_path, "merge": True,
-        "dtype": "bf16", "push_to": "me/x",
-    }  # fmt: skip
-    run("export", "latest")
-    assert {asked[key] for key in ("checkpoint", "to", "dtype", "push_to")} == {None}
-    code, _, said = run("export", "latest", "--dtype", "int8")
-    assert code == 2
-    assert "'int8' is not one of 'fp32', 'bf16', 'fp16'" in said
-
-
 def test_chat_passes_its_options(run, monkeypatch, tmp_path):
     from tunebook.evaluate.chat import Sampling
 
@@ -250,11 +215,10 @@ def test_chat_passes_its_options(run, monkeypatch, tmp_path):
     assert run("chat")[0] == 0
     usual = {"prompt": None, "system": None, "sampling": Sampling(max_new_tokens=512, temperature=0.0, seed=0)}
     assert asked == usual | {"target": "latest", "outputs": Path("outputs")}
-    options = ("--prompt", "hello", "--system", "", "--max-new-tokens", "9", "--temperature", "0.7", "--seed", "4")
-    run("chat", "run=quickstart", *options, "--outputs", str(tmp_path))
-    sampling = Sampling(max_new_tokens=9, temperature=0.7, seed=4)
+    run("chat", "run=quickstart", "--prompt", "hello", "--system", "", "--temperature", "0.7", "--seed", "4")
+    sampling = Sampling(max_new_tokens=512, temperature=0.7, seed=4)
     assert asked == {
-        "prompt": "hello", "system": "", "sampling": sampling, "target": "quickstart", "outputs": tmp_path,
+        "prompt": "hello", "system": "", "sampling": sampling, "target": "quickstart", "outputs": Path("outputs"),
     }  # fmt: skip
     assert run("chat", "--max-new-tokens", "0")[0] == 2
     monkeypatch.setenv("TUNEBOOK_IMAGE_FILE", str(tmp_path / "image.json"))

@@ -81,15 +81,3 @@ def test_a_word_is_completed_to_what_may_be_typed_there(tmp_path: Path) -> None:
     missing = str(tmp_path / "missing")
     assert completed("bash", "tunebook train q", TUNEBOOK_RECIPES=missing) == []  # and no error on the prompt
     assert completed("bash", "tunebook init mine --base zero1") == ["zero1_lora"]
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_of_every_shell_asks_tunebook(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from typer.testing import CliRunner
-
-    from tunebook.cli.app import app
-
-    monkeypatch.setattr("shellingham.detect_shell", lambda: (shell, f"/bin/{shell}"))
-    done = CliRunner().invoke(app, ["--show-completion"], prog_name="tunebook")
-    assert done.exit_code == 0
-    assert f"_TUNEBOOK_COMPLETE=complete_{shell}" in done.stdout

@@ -5,19 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import MISSING
 
 from tunebook.config.book import as_word, placed, problems_of, resolve_path
-from tunebook.config.choices import Strategy
 from tunebook.config.compose import compose
-from tunebook.config.frozen import config_to_yaml, load_config, place_paths, plain_config, typed_in
+from tunebook.config.frozen import config_to_yaml, load_config, place_paths, typed_in
 from tunebook.config.identity import config_hash
-from tunebook.config.schema import GROUPS, HardwareConfig, RunConfig
+from tunebook.config.schema import RunConfig
 
 RELATIVE = ["model.path=m/base", "dataset.path='chats/*.jsonl'", "dataset.validation_path=held_out.jsonl",
             "model.chat_template=my.jinja", "model.tokenizer=m/words",
@@ -117,24 +114,6 @@ def test_paths_in_the_book_are_left(tmp_path: Path) -> None:
     before = resolve_path(config.model.path or "")
     place_paths(config, tmp_path)
     assert resolve_path(config.model.path or "") == before
-
-
-def test_no_section_is_missing_and_the_given_ones_are_taken() -> None:
-    hardware = HardwareConfig(gpus_per_node=3)
-    config = plain_config(recipe="mine", hardware=hardware)
-    assert (config.recipe, config.title, config.hardware) == ("mine", "", hardware)
-    assert config.parallelism.strategy is Strategy.single
-    missing = [one.name for one in fields(RunConfig) if getattr(config, one.name) == MISSING]
-    assert missing == []
-    assert {type(getattr(config, group)) for group in GROUPS} == {
-        type(getattr(plain_config(), group)) for group in GROUPS
-    }
-
-
-def test_two_do_not_share_a_section() -> None:
-    one, other = plain_config(), plain_config()
-    one.training.seed += 1
-    assert other.training.seed == plain_config().training.seed
 
 
 @pytest.mark.parametrize("title", ["short", "ends: in # a mark", "long words " * 20, "two\nlines", "a\u2028b", "'\"\\"])

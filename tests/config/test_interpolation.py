@@ -57,12 +57,6 @@ def refused(recipe, words, dirs):
 
 
 @pytest.mark.parametrize("how", REFUSED)
-def test_on_the_command_line(how):
-    words = ["training.resume=TOKEN", "tracking.project=env", f'title="{REFUSED[how]}"']
-    assert refused("quickstart", words, []).startswith("override 'title=")
-
-
-@pytest.mark.parametrize("how", REFUSED)
 def test_in_a_recipe_and_in_what_it_builds_on(tmp_path, how):
     head = "# @package _global_\ndefaults:\n  - {}\n  - _self_\n"
     values = f"training:\n  resume: TOKEN\ntracking:\n  project: env\ntitle: '{REFUSED[how]}'\n"
@@ -97,10 +91,6 @@ def test_text_like_an_interpolation_stays_a_text(tmp_path, text):
     assert (found.title, found.tracking.project) == (text, text)
     assert TOKEN not in (tmp_path / "run.yaml").read_text()
     assert config_hash(found) == config_hash(config)
-
-
-def test_escaped_interpolation_is_composed_as_text():
-    assert compose("quickstart", [r"title=\${oc.env:HF_TOKEN}"]).config.title == "${oc.env:HF_TOKEN}"
 
 
 def test_options_of_an_evaluation_cannot_read_variables(sound):

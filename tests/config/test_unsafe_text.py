@@ -15,24 +15,6 @@ from tunebook.errors import RequestError
 from tunebook.plan.rules import check
 
 SIGNS = ["\n", "\r", "\0", "\x1b", "\x0b", "\x85", "\u2028", "\u2029", "\u202e", "\udce9"]
-# Of every group a value that goes elsewhere, and where it goes.
-PLACES = {
-    "title": "title",
-    "outputs": "outputs",
-    "model.path": "model.path",
-    "model.name": "model.name",
-    "dataset.path": "dataset.path",
-    "tracking.project": "tracking.project",
-    "training.resume": "training.resume",
-    "training.push_to_hub": "training.push_to_hub",
-    "launcher.partition": "launcher.partition",
-    "launcher.account": "launcher.account",
-    "launcher.time_limit": "launcher.time_limit",
-    "launcher.container_image": "launcher.container_image",
-    "launcher.container_python": "launcher.container_python",
-    "launcher.master_address": "launcher.master_address",
-}
-LISTS = ["launcher.extra_args", "launcher.container_mounts", "evaluation.tasks", "peft.target_modules"]
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz0123456789"
 PASSWORD = "correct-horse-battery"
 
@@ -55,16 +37,15 @@ def found_in(config):
     return {problem.key: problem for problem in check(config) if problem.id == "control-characters"}
 
 
-@pytest.mark.parametrize("key", PLACES)
+@pytest.mark.parametrize("key", ["title", "dataset.path", "launcher.partition"])
 def test_no_text_of_a_configuration_holds_one(sound, changed, key):
     config = changed(sound, {"launcher": SlurmConfig(name=LauncherName.slurm), key: "a\u2028touch /tmp/injected"})
     assert found_in(config)[key].is_error
 
 
-@pytest.mark.parametrize("key", LISTS)
-def test_nor_does_an_entry_of_a_list(sound, changed, key):
-    config = changed(sound, {"launcher": SlurmConfig(name=LauncherName.slurm), key: ["/good", "/bad\nrm x"]})
-    assert found_in(config)[key].message.startswith("/bad\\nrm x holds")
+def test_nor_does_an_entry_of_a_list(sound, changed):
+    slurm = SlurmConfig(name=LauncherName.slurm, extra_args=["/good", "/bad\nrm x"])
+    assert set(found_in(changed(sound, {"launcher": slurm}))) == {"launcher.extra_args"}
 
 
 def test_variables_of_ray_workers_and_names_of_parts_are_checked(sound, changed):

@@ -35,11 +35,6 @@ def book_root() -> Path:
     )
 
 
-def is_template_name(text: str) -> bool:
-    """Whether a chat template is named that is not a file."""
-    return text in (CHATML_TEMPLATE, TRAINING_TEMPLATE) or text.startswith(LIBRARY_PREFIX)
-
-
 class PlacedPath(str):
     """A configured path with the folder in which it was typed, since runs are read from other folders later.
 

@@ -31,7 +31,7 @@ from tunebook.config.keys import ABSENT, texts_of, value_at
 from tunebook.config.messages import Layer, all_of, unknown_choice, wrong_value
 from tunebook.config.override_text import quoted
 from tunebook.config.recipe_files import group_choices, load_recipes
-from tunebook.config.schema import GROUPS, FsdpConfig, RayConfig, RunConfig, SlurmConfig, ZeroConfig
+from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS, RunConfig
 from tunebook.config.unsafe_text import is_secret_name, shown, without_secrets
 from tunebook.errors import RequestError
 
@@ -66,7 +66,7 @@ def compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path] |
         key, value, typed = override.key_or_group, override.value(), (override.input_line or "").partition("=")[2]
         place = f"override '{shown(override.input_line or '')}'"
         if key in GROUPS and not isinstance(value, dict):
-            choices[key] = (typed, place)
+            choices[key] = (value if isinstance(value, str) else typed, place)
         else:
             layers.append(Layer(place=place, values=_nested(key, value), typed=typed))
     wrong = [unknown_choice(group, *made) for group, made in choices.items() if made[0] not in group_choices(group)]
@@ -136,10 +136,9 @@ def _compose_groups(book: Path, choices: frozenset[str]) -> tuple[DictConfig, di
     """What Hydra composes of config.yaml and the groups' files, and the choice of each group."""
     store = ConfigStore.instance()
     store.store(group="schema", name="config", node=RunConfig, package="_global_")
-    store.store(group="schema/parallelism", name="zero", node=ZeroConfig)
-    store.store(group="schema/parallelism", name="fsdp", node=FsdpConfig)
-    store.store(group="schema/launcher", name="slurm", node=SlurmConfig)
-    store.store(group="schema/launcher", name="ray", node=RayConfig)
+    for group, schemas in CHOICE_SCHEMAS.items():
+        for choice, schema in schemas.items():
+            store.store(group=f"schema/{group}", name=choice, node=schema)
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(book / "hydra_configs"), version_base="1.3"):
         tree = hydra_compose("config", overrides=sorted(choices), return_hydra_config=True)
