@@ -1,9 +1,11 @@
 """Composing: the precedence of values, and the error for each wrong override."""
 
 import re
+import shutil
 
 import pytest
 
+from tunebook.config.book import book_root
 from tunebook.config.choices import Strategy
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
@@ -68,6 +70,7 @@ def test_a_run_without_a_recipe():
         ("title=${training.sed}", "wrong-type", "Did you mean 'training.seed'?"),
         ("training.seed", "override-form", "type training.seed=VALUE"),
         ("optimizer.learning_rate=1e-4,1e-5", "override-form", "`tunebook sweep`"),
+        ("title=a, b", "override-form", "a text 'title=\"a, b\"'"),
         ("+training.seed=1", "override-form", "type training.seed=1"),
         ("~training.seed", "override-form", "type training.seed=VALUE"),
         ("recipe=quickstart", "override-form", "tunebook train quickstart"),
@@ -229,6 +232,16 @@ class TestRecipesOfOnesOwn:
     def test_another_recipes_broken_file_does_not_matter(self, tmp_path):
         (tmp_path / "broken.yaml").write_text("a: [")
         assert composed(recipe="qwen3b_zero2", recipes_dirs=[tmp_path]).training.global_samples == 528
+
+
+def test_a_wrong_file_of_a_group_is_named(tmp_path, monkeypatch):
+    shutil.copytree(book_root() / "hydra_configs", tmp_path / "hydra_configs")
+    (tmp_path / "hydra_configs" / "model" / "mine.yaml").write_text("nmae: a/b\n")
+    (tmp_path / "recipes").mkdir()
+    monkeypatch.setattr("tunebook.config.compose.book_root", lambda: tmp_path)
+    monkeypatch.setattr("tunebook.config.recipe_files.book_root", lambda: tmp_path)
+    with pytest.raises(RequestError, match=r"In 'model/mine': .*Key 'nmae' not in 'ModelConfig'"):
+        compose(None, ["model=mine"])
 
 
 def test_origins_of_values_and_choices(tmp_path):

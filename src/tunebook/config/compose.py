@@ -29,7 +29,7 @@ from tunebook.config.identity import flat
 from tunebook.config.interpolation import guard_resolvers
 from tunebook.config.keys import ABSENT, texts_of, value_at
 from tunebook.config.messages import Layer, all_of, unknown_choice, wrong_value
-from tunebook.config.override_text import quoted
+from tunebook.config.override_text import quoted, typed
 from tunebook.config.recipe_files import group_choices, load_recipes
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS, RunConfig
 from tunebook.config.unsafe_text import is_secret_name, shown, without_secrets
@@ -63,12 +63,12 @@ def compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path] |
         choices |= {group: (choice, str(file.file)) for group, choice in file.choices.items()}
         layers.append(Layer(place=str(file.file), values=file.body))
     for override in parse_overrides(overrides):
-        key, value, typed = override.key_or_group, override.value(), (override.input_line or "").partition("=")[2]
+        key, value, text = override.key_or_group, override.value(), (override.input_line or "").partition("=")[2]
         place = f"override '{shown(override.input_line or '')}'"
         if key in GROUPS and not isinstance(value, dict):
-            choices[key] = (value if isinstance(value, str) else typed, place)
+            choices[key] = (value if isinstance(value, str) else text, place)
         else:
-            layers.append(Layer(place=place, values=_nested(key, value), typed=typed))
+            layers.append(Layer(place=place, values=_nested(key, value), typed=text))
     wrong = [unknown_choice(group, *made) for group, made in choices.items() if made[0] not in group_choices(group)]
     if wrong:
         raise all_of(wrong)
@@ -94,8 +94,9 @@ def parse_overrides(overrides: list[str]) -> list[Override]:
         try:
             override = parse_override(text)
             if override.is_sweep_override():
-                message = "lists several values; `tunebook sweep` trains one run each, and a list is typed [a,b]"
-                raise _wrong_form(text, message)
+                as_text = typed(*text.split("=", 1))
+                message = "lists several values; `tunebook sweep` trains one run each; a list is typed [a,b], a text"
+                raise _wrong_form(text, f"{message} {as_text}")
             parsed.append(override)
         except RequestError as error:
             errors.append(error)
@@ -140,8 +141,12 @@ def _compose_groups(book: Path, choices: frozenset[str]) -> tuple[DictConfig, di
         for choice, schema in schemas.items():
             store.store(group=f"schema/{group}", name=choice, node=schema)
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(book / "hydra_configs"), version_base="1.3"):
-        tree = hydra_compose("config", overrides=sorted(choices), return_hydra_config=True)
+    try:
+        with initialize_config_dir(str(book / "hydra_configs"), version_base="1.3"):
+            tree = hydra_compose("config", overrides=sorted(choices), return_hydra_config=True)
+    except HydraException as error:  # a group's file is wrong; the message names it
+        lines = " ".join(str(error).splitlines()[:2])
+        raise RequestError(f"{book / 'hydra_configs'}: {lines}", problem_id="cannot-compose") from error
     groups = {group: str(tree.hydra.runtime.choices[group]) for group in GROUPS}
     OmegaConf.set_struct(tree, False)
     del tree["hydra"]
