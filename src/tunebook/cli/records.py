@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.text import Text
@@ -14,14 +13,6 @@ from tunebook.cli.options import Outputs, RecipesDir, complete_recipe, make_cons
 from tunebook.terminal import outlive_readers, print_text
 
 records_app = typer.Typer()
-
-
-class ExportFormat(StrEnum):
-    """The number formats that weights can be exported in."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
 
 
 @records_app.command()
@@ -117,7 +108,8 @@ def export(
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its base model.")] = False,
     dtype: Annotated[
-        ExportFormat | None, typer.Option("--dtype", help="If unset, the base model's; an adapter's own.")
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option("--dtype", help="If unset, the base model's; an adapter's own."),
     ] = None,
     push: Annotated[
         str | None, typer.Option("--push", metavar="ORG/NAME", help="Upload it; a new repository is private.")
@@ -136,7 +128,7 @@ def export(
         checkpoint=checkpoint,
         to=to,
         merge=merge,
-        dtype=dtype and dtype.value,
+        dtype=dtype,
         push_to=push,
     )
 
