@@ -19,7 +19,6 @@ from tunebook.errors import RequestError, did_you_mean, first_line
 class RecipeFile:
     """One recipe as written: its group choices (`override /group: choice`) and its own values."""
 
-    name: str
     file: Path
     parents: list[str]
     choices: dict[str, str]
@@ -48,14 +47,14 @@ def _load(name: str, recipes_dirs: list[Path], above: tuple[str, ...], found: di
             "of the one before",
             problem_id="recipe-circle",
         )
-    recipe = _read(name, recipe_file(name, recipes_dirs))
+    recipe = _read(recipe_file(name, recipes_dirs))
     for parent in recipe.parents:
         if parent not in found:
             _load(parent, recipes_dirs, (*above, name), found)
     found[name] = recipe
 
 
-def _read(name: str, file: Path) -> RecipeFile:
+def _read(file: Path) -> RecipeFile:
     try:
         node = OmegaConf.load(file)
     except (YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
@@ -81,7 +80,7 @@ def _read(name: str, file: Path) -> RecipeFile:
     for group in GROUPS:
         if isinstance(choice := body.get(group), str) and "${" not in choice:
             raise _wrong_defaults(file, f"{group}: {choice}")
-    return RecipeFile(name=name, file=file, parents=parents, choices=choices, body=body)
+    return RecipeFile(file=file, parents=parents, choices=choices, body=body)
 
 
 def _wrong_defaults(file: Path, written: str, guess: str = "") -> RequestError:
