@@ -183,7 +183,7 @@ def draft_yaml(draft: Draft) -> str:
     """
     assert draft.composition is not None
     composition, autos = draft.composition, {choice.key: choice.why for choice in draft.resolved.choices}
-    groups, composed = composition.groups, dict(flat(plain(composition.config)))
+    groups, values = composition.groups, dict(flat(plain(draft.config)))
 
     def origin(key: str) -> str:
         group = key.partition(".")[0]
@@ -191,12 +191,12 @@ def draft_yaml(draft: Draft) -> str:
             return f"auto: {autos[key]}"
         if key in groups:
             place = f"{key}={groups[key]}: {composition.choosers.get(key, 'default')}"
-        elif key not in composed:  # a section: its values have comments
+        elif key not in values:  # a section: its values have comments
             place = ""
         elif (place_found := place_of(key, composition.layers)) is not None:
             place = place_found
         else:
-            place = f"{group}={groups[group]}" if group in groups and composed[key] != default_of(key) else "default"
+            place = f"{group}={groups[group]}" if group in groups and values[key] != default_of(key) else "default"
         return place.replace(f"{book_root()}/", "")  # which is elsewhere on every machine
 
     return config_to_yaml(draft.config, origin)
