@@ -5,11 +5,9 @@ The environment is set on import of this file: torch, transformers and datasets 
 
 from __future__ import annotations
 
-import copy
 import gc
 import importlib.util
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -19,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -135,87 +133,6 @@ def _left_behind() -> set[str]:
     if torch.get_default_dtype() is not torch.float32 or torch.get_default_device().type != "cpu":
         found.add("a default of torch's tensors")
     return found
-
-
-@pytest.fixture(scope="session", autouse=True)
-def composes_each_request_once() -> Iterator[None]:
-    """Hydra takes 0.2 s to compose a run, which was most of the time of tests of plans, and half of those repeat one.
-
-    Each test gets a copy. Only for the book of this checkout, whose files do not change during the tests. A refused
-    request is composed again each time. Hydra's files and schemas are read once, too, those of a recipe and its choices
-    are merged once, before overrides of single keys apply, and its map of choices for interpolated defaults, of which
-    the book has none, is not made: together two thirds of those 0.2 s.
-    """
-    from hydra._internal import defaults_list
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
-    from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
-    from omegaconf import DictConfig
-
-    from tunebook.config import compose as module
-
-    compose, composed = module._compose, dict[tuple[str | None, ...], bytes]()
-    load, loaded = ConfigRepository.load_config, dict[str, Any]()
-    merge, merged = ConfigLoaderImpl._compose_config_from_defaults_list, dict[str, bytes]()
-    read = ConfigLoaderImpl._load_single_config
-    map_choices = defaults_list._create_interpolation_map
-    is_of_this_book = [False]
-
-    def compose_once(recipe: str | None, overrides: list[str], recipes_dirs: list[Path]) -> module.Composition:
-        is_of_this_book[0] = not (
-            recipes_dirs or {"TUNEBOOK_HOME", "TUNEBOOK_RECIPES"} & os.environ.keys() or module.book_root() != ROOT
-        )
-        if not is_of_this_book[0]:
-            return compose(recipe, overrides, recipes_dirs)
-        words = (recipe, *overrides)
-        if words not in composed:
-            composed[words] = pickle.dumps(compose(recipe, overrides, recipes_dirs))
-        found: module.Composition = pickle.loads(composed[words])
-        return found
-
-    def load_once(repository: ConfigRepository, config_path: str) -> Any:
-        if config_path.startswith("recipes") or not _reads_this_book(repository):
-            return load(repository, config_path)
-        if config_path not in loaded:
-            loaded[config_path] = load(repository, config_path)
-        found = loaded[config_path]
-        # Hydra copies what it puts below a key, as that of a group, and changes what it merges at the top.
-        tops = ("", "_global_") if "/" in config_path else (None, "", "_global_")
-        return copy.deepcopy(found) if found is not None and found.header["package"] in tops else found
-
-    def merge_once(loader: ConfigLoaderImpl, defaults: list[Any], repo: Any) -> Any:
-        """The first files are those of many requests: up to the schemas, the data and the hardware."""
-        if not is_of_this_book[0]:
-            return merge(loader, defaults, repo)
-        if (files := repr(defaults)) not in merged:
-            schemas = next(place for place, file in enumerate(defaults, 1) if file.config_path == "schema/config")
-            first = max((end for end in (schemas, schemas + 2, schemas + 4) if end < len(defaults)), default=0)
-            start = [merge_once(loader, defaults[:first], repo)] if first else []
-            merged[files] = pickle.dumps(merge(loader, [*start, *defaults[first:]], repo))
-        return pickle.loads(merged[files])
-
-    def load_single(loader: ConfigLoaderImpl, default: Any, repo: Any) -> Any:
-        return SimpleNamespace(config=default) if isinstance(default, DictConfig) else read(loader, default, repo)
-
-    def share(repository: CachingConfigRepository, delegate: Any) -> None:
-        """Without its copy, which protects a repository that is used again: each request has its own."""
-        repository.delegate, repository.cache = delegate, {}
-
-    def map_if_needed(overrides: Any, defaults: list[Any], self_added: bool) -> Any:
-        is_needed = any(default.is_interpolation() for default in defaults if not default.is_self())
-        return map_choices(overrides, defaults, self_added) if is_needed else None
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_compose", compose_once)
-        patch.setattr(defaults_list, "_create_interpolation_map", map_if_needed)
-        patch.setattr(ConfigRepository, "load_config", load_once)
-        patch.setattr(CachingConfigRepository, "__init__", share)
-        patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_once)
-        patch.setattr(ConfigLoaderImpl, "_load_single_config", load_single)
-        yield
-
-
-def _reads_this_book(repository: Any) -> bool:
-    return any(source.path == str(ROOT / "hydra_configs") for source in repository.sources)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tunebook.cli.options import named_run, settings, split, task_names
+from tunebook.cli.app import settings, split
 from tunebook.errors import RequestError
 
 
@@ -35,23 +35,6 @@ def test_a_bare_word_is_the_first_setting_and_an_unknown_one_is_refused() -> Non
     for words in (["a", "b"], ["run=a", "run=b"]):
         with pytest.raises(RequestError, match=r"sets run once more, after run=a; type one of them"):
             settings(words, ("run", "suite"))
-
-
-def test_a_run_is_named_alone_or_as_a_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = ("latest", "run=latest", "run=/a/b=c", "model=x/y", "other=x")
-    assert [named_run(word) for word in words] == ["latest", "latest", "/a/b=c", "x/y", "other=x"]
-    (tmp_path / "run=1").mkdir()
-    assert named_run("run=1") == "run=1"  # a folder of that name
-    with pytest.raises(RequestError, match=r"'run=' names no run; type run=FOLDER"):
-        named_run("run=")
-
-
-def test_tasks_in_either_spelling_and_both() -> None:
-    assert task_names({}) is None
-    assert task_names({"tasks": "[a, b]"}) == ["a", "b"]
-    assert task_names({"task": "c", "tasks": "a,b"}) == ["a", "b", "c"]
-    assert task_names({"tasks": ""}) == []
 
 
 COMPLETION = """
@@ -97,18 +80,4 @@ def test_a_word_is_completed_to_what_may_be_typed_there(tmp_path: Path) -> None:
     assert completed("bash", "tunebook train quickstart q") == []  # KEY=VALUE follows a recipe
     missing = str(tmp_path / "missing")
     assert completed("bash", "tunebook train q", TUNEBOOK_RECIPES=missing) == []  # and no error on the prompt
-    assert completed("bash", "tunebook init mine --parallelism zero1") == ["zero1"]
-    assert completed("bash", "tunebook init mine --model llama3_") == ["llama3_8b"]
     assert completed("bash", "tunebook init mine --base zero1") == ["zero1_lora"]
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_script_of_every_shell_asks_tunebook(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from typer.testing import CliRunner
-
-    from tunebook.cli.app import app
-
-    monkeypatch.setattr("shellingham.detect_shell", lambda: (shell, f"/bin/{shell}"))
-    done = CliRunner().invoke(app, ["--show-completion"], prog_name="tunebook")
-    assert done.exit_code == 0
-    assert f"_TUNEBOOK_COMPLETE=complete_{shell}" in done.stdout

@@ -95,7 +95,6 @@ def test_models_and_data_sets_are_told_apart(work: Path) -> None:
         ("mine", {"base": "mine"}, "recipe-circle"),
         ("own/mine", {"base": "quickstart"}, "recipe-name-form"),
         ("my recipe", {"base": "quickstart"}, "recipe-name-form"),
-        ("null", {"base": "quickstart"}, "recipe-name-form"),
         ("quickstart", {"base": "quickstart"}, "recipe-name-taken"),
     ],
 )

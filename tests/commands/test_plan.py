@@ -99,9 +99,9 @@ def test_each_value_of_the_yaml_has_its_origin(as_yaml: Any) -> None:
         "parallelism:": "parallelism=zero2: recipes/qwen3b_zero2.yaml",
         "seed: 3": "override 'training.seed=3'",
         "gpus_per_node: 4": "override 'hardware.reference={gpus_per_node: 4}'",
-        "num_documents: 659808": "hydra_configs/dataset/infinity_instruct.yaml",
+        "num_documents: 659808": "dataset=infinity_instruct",
         "compute: fp32": "auto: the base model is bfloat16, volta has no bf16, and fp16 could overflow",
-        "resume: auto": "the schema's default",
+        "resume: auto": "default",
     }
     assert {key: found.get(key) for key in expected} == expected
 

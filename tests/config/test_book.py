@@ -28,7 +28,7 @@ def test_the_variable_comes_first(tmp_path, monkeypatch):
 
 def test_a_wrong_variable_is_an_error_not_ignored(tmp_path, monkeypatch):
     monkeypatch.setenv("TUNEBOOK_HOME", str(tmp_path))
-    with pytest.raises(RequestError, match="is no book"):
+    with pytest.raises(RequestError, match=f"in {tmp_path}; set TUNEBOOK_HOME"):
         book.book_root()
 
 

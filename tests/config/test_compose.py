@@ -1,9 +1,11 @@
 """Composing: the precedence of values, and the error for each wrong override."""
 
 import re
+import shutil
 
 import pytest
 
+from tunebook.config.book import book_root
 from tunebook.config.choices import Strategy
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
@@ -21,34 +23,14 @@ def test_a_choice_on_the_command_line_beats_the_recipe():
     assert isinstance(config.parallelism, ZeroConfig)
 
 
-def test_a_value_on_the_command_line_beats_the_recipe():
-    assert composed("optimizer.learning_rate=3e-4").optimizer.learning_rate == 3e-4
+def test_a_value_on_the_command_line_beats_the_recipe_and_the_last_one_counts():
+    assert composed("optimizer.learning_rate=1e-2", "optimizer.learning_rate=3e-4").optimizer.learning_rate == 3e-4
 
 
-@pytest.fixture
-def recipe_called(tmp_path):
-    def write(name):
-        (tmp_path / f"{name}.yaml").write_text("# @package _global_\ndefaults: [quickstart, _self_]\ntitle: mine\n")
-        return [tmp_path]
-
-    return write
-
-
-@pytest.mark.parametrize("name", ["a b", "a-b.2", "a:b", "_1", "a$b", "01"])
-def test_a_recipe_goes_by_any_name_that_hydra_reads_as_text(name, recipe_called):
-    assert composed(recipe=name, recipes_dirs=recipe_called(name)).title == "mine"
-
-
-@pytest.mark.parametrize(
-    "name", ["größe_1", "a=b", "a(b)", "it's", "a,b", "[a]", "a#b", "~a", "${a}", "a ", "1", "1e3", "null", "true"]
-)
-def test_another_name_is_to_be_changed(name, recipe_called):
-    folders = recipe_called(name)
-    with pytest.raises(RequestError) as caught:
-        composed(recipe=name, recipes_dirs=folders)
-    assert caught.value.problem_id == "recipe-name-form"
-    assert caught.value.message.startswith(f"{folders[0] / name}.yaml: Hydra")
-    assert f"does not read '{name}' as a name; rename it: letters a-z, digits, _ - ." in caught.value.message
+@pytest.mark.parametrize("name", ["a b", "a-b.2", "größe_1", "it's", "a,b", "[a]", "${a}", "1", "null", "true"])
+def test_a_recipe_goes_by_any_name_of_a_file(name, tmp_path):
+    (tmp_path / f"{name}.yaml").write_text("# @package _global_\ndefaults: [quickstart, _self_]\ntitle: mine\n")
+    assert composed(recipe=name, recipes_dirs=[tmp_path]).title == "mine"
 
 
 def test_a_choice_brings_its_own_keys():
@@ -70,30 +52,30 @@ def test_a_run_without_a_recipe():
         ("trainin.max_length=4", "unknown-key", "type training.max_length=4"),
         ("modle=quickstart", "unknown-key", "Did you mean 'model'?"),
         ("seed=3", "unknown-key", "type training.seed=3"),
+        ("hydra.run.dir=x", "unknown-key", "type outputs=x"),
         ("parallelism=zero4", "unknown-choice", "Did you mean 'zero3'? Choices of parallelism: auto, ddp"),
-        ("training.max_length=abc", "wrong-type", "training.max_length=abc is not a whole number"),
-        ("training.seed=1.5", "wrong-type", "training.seed=1.5 is not a whole number"),
-        ("training.deterministic=maybe", "wrong-type", "is not true or false"),
-        ("precision.compute=bf17", "wrong-type", "is not one of auto, fp32, bf16, fp16, fp8. Did you mean 'bf16'?"),
-        ("training=4", "wrong-type", "training=4 is not a group of keys"),
-        ("training.seed=null", "wrong-type", "training.seed=null is not a whole number"),
-        ("evaluation.tasks=abc", "wrong-type", "type 'evaluation.tasks=[abc]'"),
-        ("optimizer.learning_rate.x=5", "wrong-type", "is not a number"),
-        ("dataset.path=[a,b]", "wrong-type", "dataset.path=[a,b] is not text"),
-        ("dataset.parts.chat=a.jsonl", "wrong-type", "is not a group of keys: source, path"),
+        ("training.max_length=abc", "wrong-type", "training.max_length: "),
+        ("training.seed=1.5", "wrong-type", "training.seed: "),
+        ("training.deterministic=maybe", "wrong-type", "bool"),
+        ("precision.compute=bf17", "wrong-type", "Did you mean 'bf16'?"),
+        ("training=4", "wrong-type", "4"),
+        ("training.seed=null", "wrong-type", "training.seed: "),
+        ("evaluation.tasks=abc", "wrong-type", "A list is typed [a,b]"),
+        ("optimizer.learning_rate.x=5", "wrong-type", "optimizer.learning_rate: "),
+        ("dataset.path=[a,b]", "wrong-type", "dataset.path: "),
+        ("dataset.parts.chat=a.jsonl", "wrong-type", "dataset.parts.chat: "),
+        ("dataset.chat_template_kwargs=[1]", "wrong-type", ""),
+        ("peft.rank_pattern={q_proj: wide}", "wrong-type", "peft.rank_pattern.q_proj: "),
+        ("peft.rank_pattern=[q_proj]", "wrong-type", ""),
         ("title=${training.sed}", "wrong-type", "Did you mean 'training.seed'?"),
         ("training.seed", "override-form", "type training.seed=VALUE"),
-        ("training.global_samples=1,2", "override-form", "`tunebook sweep` for one run each"),
-        ("optimizer.learning_rate=1e-4,1e-5", "override-form", "`tunebook sweep` for one run each"),
-        ("evaluation.tasks=a,b", "override-form", "'evaluation.tasks=[a,b]' for a list"),
-        ("title=a, b", "override-form", "'title=\"a, b\"' for a text"),
+        ("optimizer.learning_rate=1e-4,1e-5", "override-form", "`tunebook sweep`"),
+        ("title=a, b", "override-form", "a text 'title=\"a, b\"'"),
         ("+training.seed=1", "override-form", "type training.seed=1"),
         ("~training.seed", "override-form", "type training.seed=VALUE"),
-        ("peft.rank_pattern.q_proj=1,2", "override-form", "`tunebook sweep`"),
         ("recipe=quickstart", "override-form", "tunebook train quickstart"),
-        ("hydra.run.dir=x", "override-form", "type outputs=x"),
-        ("peft.target_modules=[q_proj", "override-form", "cannot be read"),
-        ("title='a", "override-form", "cannot be read"),
+        ("peft.target_modules=[q_proj", "override-form", "brackets"),
+        ("title='a", "override-form", "quotes"),
         ("=", "override-form", "without spaces round the ="),
     ],
 )
@@ -110,35 +92,24 @@ def test_a_text_is_taken_as_typed(value):
     assert composed(f"model.pad_token={value}").model.pad_token == value
 
 
+def test_entries_of_a_list_are_taken_as_typed():
+    config = composed("launcher=slurm", "launcher.extra_args=[--nodes=3,--mem=4G,plain]")
+    assert config.launcher.extra_args == ["--nodes=3", "--mem=4G", "plain"]
+
+
 def test_every_wrong_override_is_named():
     with pytest.raises(RequestError) as caught:
-        composed("training.seed=abc", "optimzer.learning_rate=3", "precision=bf17", "title=ok")
+        composed("training.seed=abc", "optimzer.learning_rate=3", "precision.compute=bf17", "title=ok")
     headline, *problems = caught.value.message.splitlines()
     assert headline == "3 problems"
-    for said in ("no precision 'bf17'", "training.seed=abc is not", "type optimizer.learning_rate=3"):
+    for said in ("'training.seed=abc'", "type optimizer.learning_rate=3", "'precision.compute=bf17'"):
         assert sum(said in problem for problem in problems) == 1
-
-
-def test_a_key_below_facts_that_are_read_from_the_model():
-    with pytest.raises(RequestError, match=r"^override 'model.facts.num_layers=3': model=quickstart takes its facts"):
-        composed("model.facts.num_layers=3", recipe="quickstart")
-
-
-def test_consequences_of_a_wrong_override_are_not_reported():
-    with pytest.raises(RequestError, match=r"^override 'parallelism=zero22': there is no parallelism 'zero22'"):
-        composed("parallelism=zero22", "parallelism.offload_optimizer=cpu")
-    with pytest.raises(RequestError, match=r"^override 'evaluation.taks=\[a\]': there is no key"):
-        composed("evaluation=tasks", "evaluation.taks=[a]")
 
 
 def test_a_key_of_another_choice_says_which():
     with pytest.raises(RequestError, match="has no meaning with parallelism=ddp; it belongs to parallelism=zero1"):
         composed("parallelism=ddp", "parallelism.overlap_comm=true")
-    choices = ("fsdp", "fsdp_all_ranks_load", "fsdp_grad_op", "fsdp_offload", "hsdp")
-    listed = ", ".join(f"parallelism={choice}" for choice in choices)
-    with pytest.raises(RequestError, match=f"=auto; it belongs to {listed}$"):
-        composed("parallelism=auto", "parallelism.wrap_classes=[Block]")
-    with pytest.raises(RequestError, match=r"=local; it belongs to launcher=ray, launcher=ray_28_cpus$"):
+    with pytest.raises(RequestError, match=r"=local; it belongs to launcher=ray$"):
         composed("launcher=local", "launcher.cpus_per_worker=2")
 
 
@@ -154,34 +125,18 @@ def test_a_recipe_named_by_its_file_says_what_to_type(tmp_path):
 
 
 def test_missing_values_are_all_named():
-    with pytest.raises(RequestError, match=r"evaluation.tasks=VALUE \(a list such as \[a,b\]") as caught:
-        composed("evaluation=tasks")
+    with pytest.raises(RequestError) as caught:
+        composed("evaluation=tasks", "optimizer.learning_rate=???")
     assert caught.value.problem_id == "missing-value"
+    assert caught.value.message.splitlines()[1:] == ["  evaluation.tasks=VALUE", "  optimizer.learning_rate=VALUE"]
 
 
 def test_names_of_a_mapping_are_added_and_an_empty_one_removes_them():
     lora, one = "peft=lora", "peft.rank_pattern={q_proj: 32}"
     assert composed(lora, one, "peft.rank_pattern.down_proj=4").peft.rank_pattern == {"q_proj": 32, "down_proj": 4}
     assert composed(lora, one, "peft.rank_pattern={}").peft.rank_pattern == {}
-    assert composed("peft.rank_pattern={}").peft.rank_pattern == {}
     assert list(composed("dataset=mixture", "dataset.parts.chat={}").dataset.parts) == ["chat"]
     assert composed("model.facts.config={head_dim: 64}").model.facts.config == {"head_dim": 64}
-
-
-@pytest.mark.parametrize(
-    ("word", "says"),
-    [
-        ("peft.rank_pattern={q_proj: wide}", "peft.rank_pattern.q_proj=wide is not a whole number"),
-        ("peft.rank_pattern.q_proj={}", "peft.rank_pattern.q_proj={} is not a whole number"),
-        ("peft.alpha_pattern.q_proj=[1,2]", "peft.alpha_pattern.q_proj=[1,2] is not a number"),
-        ("peft.rank_pattern=[q_proj]", "peft.rank_pattern=[q_proj] is not a mapping of names to a whole number"),
-        ("dataset.chat_template_kwargs=[1]", "is not a mapping of names to any value"),
-        ("dataset.parts=a.jsonl", "dataset.parts=a.jsonl is not a mapping of names to a group of keys"),
-    ],
-)
-def test_a_value_of_another_form_than_its_mapping_is_named(word, says):
-    with pytest.raises(RequestError, match=re.escape(says)):
-        composed("peft=lora", word)
 
 
 def test_mixture_parts_are_the_users_own_names():
@@ -189,6 +144,17 @@ def test_mixture_parts_are_the_users_own_names():
     assert (parts["chat"].path, parts["chat"].weight) == ("a.jsonl", 2.0)
     with pytest.raises(RequestError, match=r"no key 'dataset.parts.chat.pth'. Did you mean 'dataset.parts.chat.path'"):
         composed("dataset=mixture", "dataset.parts.chat.pth=a.jsonl")
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["dataset.chat_template_kwargs={enable_thinking:false}", "dataset.chat_template_kwargs.enable_thinking=false"],
+)
+def test_variables_of_the_chat_template_have_any_name(word: str) -> None:
+    more = ["dataset.chat_template_kwargs.today=[1, 2]", "dataset.parts.a.chat_template_kwargs.effort=high"]
+    dataset = composed(word, *more, recipe="quickstart").dataset
+    assert dataset.chat_template_kwargs == {"enable_thinking": False, "today": [1, 2]}
+    assert dataset.parts["a"].chat_template_kwargs == {"effort": "high"}
 
 
 class TestRecipesOfOnesOwn:
@@ -203,65 +169,56 @@ class TestRecipesOfOnesOwn:
         monkeypatch.setenv("TUNEBOOK_RECIPES", str(tmp_path))
         assert composed(recipe="mine").training.max_length == 77
 
-    def test_a_wrong_key_names_the_file(self, tmp_path):
-        (tmp_path / "mine.yaml").write_text("training: {max_lenght: 77}\n")
-        with pytest.raises(
-            RequestError, match=rf"{tmp_path}/mine.yaml: there is no key.*Did you mean 'training.max_length'"
-        ):
-            composed(recipe="mine", recipes_dirs=[tmp_path])
-
-    def test_a_wrong_value_names_the_file(self, tmp_path):
-        (tmp_path / "mine.yaml").write_text("training: {seed: many}\n")
-        with pytest.raises(RequestError, match=rf"{tmp_path}/mine.yaml: training.seed=many is not a whole number"):
-            composed(recipe="mine", recipes_dirs=[tmp_path])
-
     @pytest.mark.parametrize(
-        ("text", "said"),
+        ("text", "problem_id", "said"),
         [
-            ("defaults: [{override /parallelism: zero4}, _self_]", "no parallelism 'zero4'. Did you mean 'zero3'"),
-            ("defaults: [{override /paralelism: ddp}, _self_]", "no config group 'paralelism'. Did you mean 'para"),
-            ("defaults: [{parallelism: ddp}, _self_]", "write '- override /parallelism: ...' instead"),
-            ("defaults: [qwen3b_zero, _self_]", "builds on a recipe 'qwen3b_zero' that is not there"),
-            (
-                "defaults: [mine, _self_]",
-                "recipe 'mine' builds on itself: mine -> mine; remove 'mine' from the defaults",
-            ),
-            ("defaults: [quickstart, quickstart, _self_]", "'mine' builds on 'quickstart' twice; remove 'quickstart'"),
-            ("defaults: quickstart", "its defaults are quickstart, and must be a list, of which each line"),
-            ("defaults: {override /parallelism: ddp}", "its defaults are .* and must be a list, of which each line"),
-            ("defaults: [quickstart, 3]", r"its defaults are \['quickstart', 3\], and must be a list"),
-            ("defaults: [quickstart, null]", "and must be a list, of which each line is the name of a recipe"),
-            (
-                "defaults: [_self_, quickstart]\ntraining: {seed: 3}",
-                "would replace the values of this file; write '- _se",
-            ),
-            ("training.seed: 3", "'training.seed' is written with a dot.*write 'seed: ...' indented below 'training:'"),
-            ("training: 5", "training is a group of keys, .* the value '5'; write its keys indented below 'training:'"),
-            ("evaluation: {code: 5}", "evaluation.code is a group of keys, .* write its keys indented below 'code:'"),
-            (
-                "evaluation: {code.top_p: 1}",
-                "'evaluation.code.top_p' is written with a dot.*'top_p: ...' .* below 'code:'",
-            ),
-            ("model: qwen25_05b", "write '- override /model: qwen25_05b' in its defaults"),
-            ("1: 2", "mine.yaml: there is no key '1'"),
-            ("training: {seed: [1", r"mine.yaml:\d+: this is not YAML"),
-            ("- a\n- b", "a recipe is a mapping"),
+            ("training: {max_lenght: 77}", "unknown-key", "Did you mean 'training.max_length'"),
+            ("training: {save_total_limit: 3}", "unknown-key", "type training.keep_checkpoints=3"),
+            ("training.seed: 3", "unknown-key", "'training.seed' is written with a dot"),
+            ("1: 2", "unknown-key", "there is no key '1'"),
+            ("training: {seed: many}", "wrong-type", "training.seed: "),
+            ("training: 5", "wrong-type", "5"),
+            ("defaults: [{override /parallelism: zero4}, _self_]", "unknown-choice", "Did you mean 'zero3'"),
+            ("defaults: [{override /paralelism: ddp}, _self_]", "recipe-defaults", "Did you mean 'parallelism'"),
+            ("defaults: [{parallelism: ddp}, _self_]", "recipe-defaults", "'- override /model: qwen25_05b'"),
+            ("model: qwen25_05b", "recipe-defaults", "'- override /model: qwen25_05b'"),
+            ("defaults: quickstart", "recipe-defaults", "'- quickstart'"),
+            ("defaults: [_self_, quickstart]", "recipe-defaults", "end with '- _self_'"),
+            ("training: {seed: [1", "recipe-not-yaml", "this is not YAML"),
+            ("- a\n- b", "recipe-not-yaml", "a recipe is a mapping"),
         ],
     )
-    def test_a_broken_recipe_is_named(self, tmp_path, text, said):
+    def test_a_broken_recipe_is_named(self, tmp_path, text, problem_id, said):
         (tmp_path / "mine.yaml").write_text(text + "\n")
-        with pytest.raises(RequestError, match=said):
+        with pytest.raises(RequestError, match=rf"^{tmp_path}/mine.yaml.*{said}") as caught:
             composed(recipe="mine", recipes_dirs=[tmp_path])
+        assert caught.value.problem_id == problem_id
 
-    def test_of_two_parents_the_later_one_sets_a_value(self, tmp_path):
+    @pytest.mark.parametrize(
+        ("parent", "problem_id", "said"),
+        [
+            ("qwen3b_zero", "unknown-recipe", "no recipe 'qwen3b_zero'. Did you mean 'qwen3b_zero2'"),
+            ("mine", "recipe-circle", "recipe 'mine' builds on itself: mine -> mine"),
+        ],
+    )
+    def test_a_recipe_that_it_cannot_build_on_is_named(self, tmp_path, parent, problem_id, said):
+        (tmp_path / "mine.yaml").write_text(f"defaults: [{parent}, _self_]\n")
+        with pytest.raises(RequestError, match=re.escape(said)) as caught:
+            composed(recipe="mine", recipes_dirs=[tmp_path])
+        assert caught.value.problem_id == problem_id
+
+    def test_of_two_parents_the_later_one_sets_a_value_and_a_choice(self, tmp_path):
         for name, text in (
-            ("one", "training: {seed: 1}"), ("two", "training: {seed: 2}"),
+            ("base", "training: {seed: 0, max_length: 5}"),
+            ("one", "defaults: [base, {override /peft: qlora}]\ntraining: {seed: 1, max_length: 6}"),
+            ("two", "defaults: [base, {override /peft: lora}]\ntraining: {seed: 2}"),
             ("mine", "defaults: [quickstart, one, two, _self_]"),
-        ):  # fmt: skip
+        ):
             (tmp_path / f"{name}.yaml").write_text(text + "\n")
         composition = compose("mine", [], [tmp_path])
-        assert composition.config.training.seed == 2
-        assert composition.origins.of("training.seed") == str(tmp_path / "two.yaml")
+        training = composition.config.training
+        assert (training.seed, training.max_length, composition.groups["peft"]) == (2, 6, "lora")
+        assert composition.set_by("training.seed") == str(tmp_path / "two.yaml")
 
     def test_a_name_of_the_books_is_refused(self, tmp_path):
         (tmp_path / "quickstart.yaml").write_text("training: {seed: 1}\n")
@@ -277,20 +234,25 @@ class TestRecipesOfOnesOwn:
         assert composed(recipe="qwen3b_zero2", recipes_dirs=[tmp_path]).training.global_samples == 528
 
 
-class TestOrigins:
-    def test_of_values_and_choices(self, tmp_path):
-        (tmp_path / "mine.yaml").write_text("defaults: [qwen3b_zero2, _self_]\ntraining: {max_length: 77}\n")
-        origins = compose("mine", ["training.seed=3", "attention=sdpa"], [tmp_path]).origins
-        assert origins.set_by("training.seed") == "override 'training.seed=3'"
-        assert origins.set_by("attention.implementation") == "override 'attention=sdpa'"
-        assert origins.set_by("training.max_length") == str(tmp_path / "mine.yaml")
-        assert origins.set_by("training.max_grad_norm") is None
-        assert origins.of("training.seed") == "override 'training.seed=3'"
-        assert origins.of("training.max_length") == str(tmp_path / "mine.yaml")
-        assert origins.of("training.global_samples").endswith("recipes/qwen3b_zero2.yaml")
-        assert origins.of("parallelism.strategy").endswith("parallelism/zero2.yaml")
-        assert origins.of("peft.rank") == "the default of peft=full"
-        assert origins.of_choice("parallelism").endswith("recipes/qwen3b_zero2.yaml")
+def test_a_wrong_file_of_a_group_is_named(tmp_path, monkeypatch):
+    shutil.copytree(book_root() / "hydra_configs", tmp_path / "hydra_configs")
+    (tmp_path / "hydra_configs" / "model" / "mine.yaml").write_text("nmae: a/b\n")
+    (tmp_path / "recipes").mkdir()
+    monkeypatch.setattr("tunebook.config.compose.book_root", lambda: tmp_path)
+    monkeypatch.setattr("tunebook.config.recipe_files.book_root", lambda: tmp_path)
+    with pytest.raises(RequestError, match=r"In 'model/mine': .*Key 'nmae' not in 'ModelConfig'"):
+        compose(None, ["model=mine"])
+
+
+def test_origins_of_values_and_choices(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [qwen3b_zero2, _self_]\ntraining: {max_length: 77}\n")
+    composition = compose("mine", ["training.seed=3", "attention=sdpa"], [tmp_path])
+    assert composition.set_by("training.seed") == "override 'training.seed=3'"
+    assert composition.set_by("attention.implementation") == "override 'attention=sdpa'"
+    assert composition.set_by("training.max_length") == str(tmp_path / "mine.yaml")
+    assert (composition.set_by("parallelism.strategy") or "").endswith("recipes/qwen3b_zero2.yaml")
+    assert composition.set_by("training.max_grad_norm") is None
+    assert composition.set_by("peft.rank") is None
 
 
 class TestFrozen:
@@ -311,16 +273,3 @@ class TestFrozen:
         (tmp_path / "run.yaml").write_text(config_to_yaml(composed()).replace("max_length", "max_lenght"))
         with pytest.raises(RequestError, match="edited by hand or written by another version"):
             load_config(tmp_path / "run.yaml")
-
-
-@pytest.mark.parametrize(
-    "word",
-    ["dataset.chat_template_kwargs={enable_thinking:false}", "dataset.chat_template_kwargs.enable_thinking=false"],
-)
-def test_variables_of_the_chat_template_have_any_name(word: str) -> None:
-    more = ["dataset.chat_template_kwargs.today=[1, 2]", "dataset.parts.a.chat_template_kwargs.effort=high"]
-    dataset = compose("quickstart", [word, *more]).config.dataset
-    assert dataset.chat_template_kwargs == {"enable_thinking": False, "today": [1, 2]}
-    assert dataset.parts["a"].chat_template_kwargs == {"effort": "high"}
-    with pytest.raises(RequestError, match="chat_template_kwargs=3 is not a mapping of names to any value"):
-        compose("quickstart", ["dataset.chat_template_kwargs=3"])

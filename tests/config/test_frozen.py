@@ -5,20 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
-from omegaconf import MISSING, OmegaConf
-from omegaconf.errors import UnsupportedValueType
 
 from tunebook.config.book import as_word, placed, problems_of, resolve_path
-from tunebook.config.choices import Strategy
 from tunebook.config.compose import compose
-from tunebook.config.frozen import config_to_yaml, load_config, place_paths, plain_config, typed_in, typed_in_of
+from tunebook.config.frozen import config_to_yaml, load_config, place_paths, typed_in
 from tunebook.config.identity import config_hash
-from tunebook.config.schema import GROUPS, HardwareConfig, ModelConfig, RunConfig
+from tunebook.config.schema import RunConfig
 
 RELATIVE = ["model.path=m/base", "dataset.path='chats/*.jsonl'", "dataset.validation_path=held_out.jsonl",
             "model.chat_template=my.jinja", "model.tokenizer=m/words",
@@ -55,7 +51,7 @@ def test_a_run_finds_its_files_from_another_folder(work: Path, tmp_path: Path, m
     assert [resolve_path(text) for text in texts if text is not None] == [work / name for name in names]
     assert resolve_path(problems_of(read.evaluation.tasks[2]) or "") == work / "my.jsonl.gz"
     assert resolve_path(read.evaluation.tasks[0]) == tmp_path / "gsm8k", "a name, and no file of that folder"
-    assert typed_in_of(file) == work
+    assert typed_in(read) == work
 
 
 def test_texts_and_hash_of_paths_do_not_change(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,19 +75,12 @@ def test_parts_of_a_mixture_are_found_and_names_on_the_hub_are_none(
     assert resolve_path(found["b"].name or "") == tmp_path / "org" / "data"
 
 
-@pytest.mark.parametrize("words", [[], ["model.path=/m/base"], ["model.path='~/base'"], ["model.tokenizer=org/words"]])
-def test_without_relative_paths_no_folder_is_named(work: Path, words: list[str]) -> None:
-    assert typed_in(composed(*words)) is None
-    assert "typed_in" not in config_to_yaml(composed(*words))
-    assert typed_in_of(frozen(composed(*words), work)) is None
-
-
 @pytest.mark.parametrize("template", ["training", "trl:qwen3_training"])
 def test_a_named_template_is_no_path_and_variables_come_back(work: Path, template: str) -> None:
     words = [f"model.chat_template={template}", "dataset.chat_template_kwargs={thinking:false,days:[1,{a:null}]}"]
     config = compose("quickstart", words).config
     again = load_config(frozen(config, work))
-    assert again.model.chat_template == template and typed_in(again) is None
+    assert again.model.chat_template == template
     assert again.dataset.chat_template_kwargs == {"thinking": False, "days": [1, {"a": None}]}
     assert config_hash(again) == config_hash(config) != config_hash(compose("quickstart", []).config)
 
@@ -106,30 +95,12 @@ def test_missing_folder_is_replaced_by_the_working_directory(
     assert resolve_path(load_config(file).model.path or "") == other / "m" / "base"
 
 
-def test_older_run_without_the_folder_is_read(work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = frozen(composed("model.path=m/base"), tmp_path)
-    file.write_text(file.read_text().replace(f"typed_in: {work}\n", ""))
-    monkeypatch.chdir(tmp_path)
-    assert resolve_path(load_config(file).model.path or "") == tmp_path / "m" / "base"
-    assert typed_in_of(tmp_path / "nothing.yaml") is None
-
-
 def test_a_placed_path_is_its_text_and_survives_copies(tmp_path: Path) -> None:
     path = placed("m/base", tmp_path)
     assert path == "m/base" and f"{path}" == "m/base"
     for other in (copy.deepcopy(path), pickle.loads(pickle.dumps(path))):
         assert resolve_path(other) == tmp_path / "m" / "base"
     assert resolve_path(placed("/m/base", tmp_path)) == Path("/m/base")
-
-
-def test_libraries_that_refuse_a_placed_path_or_lose_its_folder(tmp_path: Path) -> None:
-    path = placed("m/base", tmp_path)
-    with pytest.raises(yaml.representer.RepresenterError):
-        yaml.safe_dump([path])
-    with pytest.raises(UnsupportedValueType):
-        OmegaConf.create({"path": path})
-    plain = OmegaConf.to_object(OmegaConf.structured(ModelConfig(path=path)))
-    assert isinstance(plain, ModelConfig) and type(plain.path) is str
 
 
 def test_placed_path_is_absolute_for_another_process(tmp_path: Path) -> None:
@@ -143,24 +114,6 @@ def test_paths_in_the_book_are_left(tmp_path: Path) -> None:
     before = resolve_path(config.model.path or "")
     place_paths(config, tmp_path)
     assert resolve_path(config.model.path or "") == before
-
-
-def test_no_section_is_missing_and_the_given_ones_are_taken() -> None:
-    hardware = HardwareConfig(gpus_per_node=3)
-    config = plain_config(recipe="mine", hardware=hardware)
-    assert (config.recipe, config.title, config.hardware) == ("mine", "", hardware)
-    assert config.parallelism.strategy is Strategy.single
-    missing = [one.name for one in fields(RunConfig) if getattr(config, one.name) == MISSING]
-    assert missing == []
-    assert {type(getattr(config, group)) for group in GROUPS} == {
-        type(getattr(plain_config(), group)) for group in GROUPS
-    }
-
-
-def test_two_do_not_share_a_section() -> None:
-    one, other = plain_config(), plain_config()
-    one.training.seed += 1
-    assert other.training.seed == plain_config().training.seed
 
 
 @pytest.mark.parametrize("title", ["short", "ends: in # a mark", "long words " * 20, "two\nlines", "a\u2028b", "'\"\\"])

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tunebook.config.frozen import architecture_json, config_to_yaml, load_config
+from tunebook.config.keys import all_keys
 from tunebook.config.model_facts import ARCHITECTURE_FILE
-from tunebook.config.walk import all_keys
 from tunebook.errors import RequestError
 
 

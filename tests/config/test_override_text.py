@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from tunebook.config.compose import compose, parse_overrides
-from tunebook.config.override_text import as_typed, shell_command, split_values, typed
+from tunebook.config.compose import parse_overrides
+from tunebook.config.override_text import as_typed, shell_command, typed
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,6 @@ from tunebook.config.override_text import as_typed, shell_command, split_values,
 )
 def test_what_is_typed_is_read_back(text):
     typed_word = typed("title", text)
-    assert len(typed_word.splitlines()) == 1
     word = in_bash(typed_word)
     (override,) = parse_overrides([word])
     assert (override.key_or_group, override.value()) == ("title", text)
@@ -55,22 +54,3 @@ def test_plain_texts_need_no_quotes():
 @pytest.mark.parametrize(("value", "text"), [(None, "null"), (True, "true"), (False, "false"), (1.5, "1.5")])
 def test_values_are_shown_as_they_are_typed(value: object, text: str) -> None:
     assert as_typed(value) == text
-
-
-@pytest.mark.parametrize(
-    ("listed", "values"),
-    [
-        ("a,b", ["a", "b"]),
-        ("[q_proj,k_proj],[v_proj]", ["[q_proj,k_proj]", "[v_proj]"]),
-        ("'a,b',c", ["'a,b'", "c"]),
-        ("{x:1,y:2},f(1,2)", ["{x:1,y:2}", "f(1,2)"]),
-        ("a],b", ["a]", "b"]),
-    ],
-)
-def test_values_end_at_commas_outside_of_brackets_and_quotes(listed: str, values: list[str]) -> None:
-    assert split_values(listed) == values
-
-
-def test_entries_of_a_list_are_taken_as_typed() -> None:
-    config = compose("quickstart", ["launcher=slurm", "launcher.extra_args=[--nodes=3,'--mem=4G',plain]"]).config
-    assert config.launcher.extra_args == ["--nodes=3", "--mem=4G", "plain"]  # type: ignore[attr-defined]

@@ -1,11 +1,11 @@
-"""Patterns for parameter names match exactly these parameters."""
+"""Modules that hold exactly the parameters that text does not reach."""
 
 from __future__ import annotations
 
 import re
 
 from tunebook.config.choices import PeftMethod
-from tunebook.config.unreached import as_patterns, expression, stand_for
+from tunebook.config.unreached import expression, is_in, outermost_modules
 from tunebook.model.parameters import count_parameters
 from tunebook.plan.auto.resolve import resolve_auto
 
@@ -20,30 +20,24 @@ WITH_TOWER = traced(
 EVERYTHING = ["model.embed.weight", *LAYERS, *TOWER, "head.weight"]
 
 
-def test_module_stands_for_all_its_parameters():
-    assert as_patterns({*TOWER}, EVERYTHING) == ["model.tower"]
-    assert as_patterns({*EVERYTHING[:-1]}, EVERYTHING) == ["model"]
-    assert as_patterns(set(), EVERYTHING) == []
+def test_a_module_stands_for_all_its_parameters():
+    assert outermost_modules({*TOWER}, EVERYTHING) == ["model.tower"]
+    assert outermost_modules({*EVERYTHING[:-1]}, EVERYTHING) == ["model"]
+    assert outermost_modules(set(), EVERYTHING) == []
 
 
-def test_layers_that_are_alike_share_a_pattern():
-    biases = {name for name in LAYERS if name.endswith("bias")}
-    assert as_patterns(biases, EVERYTHING) == ["model.layers.*.gate.bias"]
-    all_but_one = biases - {"model.layers.7.gate.bias"}
-    assert as_patterns(all_but_one, EVERYTHING) == sorted(all_but_one)
+def test_modules_hold_exactly_their_parameters():
+    unreached = {*TOWER[:1], *(name for name in LAYERS if ".gate." in name), "model.layers.1.up.weight"}
+    modules = outermost_modules(unreached, EVERYTHING)
+    assert {name for name in EVERYTHING if is_in(modules, name)} == unreached
+    matched = [name for name in EVERYTHING if re.fullmatch(expression(modules), name)]
+    assert set(matched) == unreached
+    assert not is_in([], "model.embed.weight")
 
 
-def test_patterns_match_exactly_their_parameters():
-    unreached = {*TOWER[:1], *(name for name in LAYERS if ".gate." in name)}
-    patterns = as_patterns(unreached, EVERYTHING)
-    assert {name for name in EVERYTHING if stand_for(patterns, name)} == unreached
-    assert not stand_for([], "model.embed.weight")
-
-
-def test_pattern_does_not_match_part_of_a_name():
-    assert not stand_for(["model.tower"], "model.tower_of_sound.weight")
-    assert not stand_for(["model.layers.*.gate"], "model.layers.1.gated.weight")
-    assert not stand_for(["model.layers.*.gate"], "modelXlayers.1.gate.weight")
+def test_part_of_a_name_is_another_module():
+    assert not is_in(["model.tower"], "model.tower_of_sound.weight")
+    assert not re.fullmatch(expression(["model.tower"]), "modelXtower.weight")
     assert re.fullmatch(expression(["model.tower"]), "model.tower")  # the module itself, as PEFT asks for it
 
 

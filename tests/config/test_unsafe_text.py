@@ -6,66 +6,30 @@ from tunebook.config.choices import LauncherName
 from tunebook.config.compose import compose
 from tunebook.config.schema import MixturePart, RayConfig, SlurmConfig
 from tunebook.config.unsafe_text import (
-    control_character,
     is_secret_name,
-    known_secrets,
     require_printable,
-    secret_in,
     shown,
-    without_control_characters,
     without_secrets,
 )
 from tunebook.errors import RequestError
 from tunebook.plan.rules import check
 
-SIGNS = {
-    "\n": "a line break (U+000A)",
-    "\r": "a carriage return (U+000D)",
-    "\0": "a NUL (U+0000)",
-    "\x1b": "an escape (U+001B)",
-    "\x0b": "a control character (U+000B)",
-    "\x85": "a line break (NEL) (U+0085)",
-    "\u2028": "a line separator (U+2028)",
-    "\u2029": "a paragraph separator (U+2029)",
-    "\u202e": "a control character (U+202E)",  # shows what follows from right to left
-    "\udce9": "a control character (U+DCE9)",  # a byte that is no UTF-8, as Python reads it from a command line
-}
-# Of every group a value that goes elsewhere, and where it goes.
-PLACES = {
-    "title": "title",
-    "outputs": "outputs",
-    "model.path": "model.path",
-    "model.name": "model.name",
-    "dataset.path": "dataset.path",
-    "tracking.project": "tracking.project",
-    "training.resume": "training.resume",
-    "training.push_to_hub": "training.push_to_hub",
-    "launcher.partition": "launcher.partition",
-    "launcher.account": "launcher.account",
-    "launcher.time_limit": "launcher.time_limit",
-    "launcher.container_image": "launcher.container_image",
-    "launcher.container_python": "launcher.container_python",
-    "launcher.master_address": "launcher.master_address",
-}
-LISTS = ["launcher.extra_args", "launcher.container_mounts", "evaluation.tasks", "peft.target_modules"]
+SIGNS = ["\n", "\r", "\0", "\x1b", "\x0b", "\x85", "\u2028", "\u2029", "\u202e", "\udce9"]
 TOKEN = "hf_abcdefghijklmnopqrstuvwxyz0123456789"
 PASSWORD = "correct-horse-battery"
 
 
-@pytest.mark.parametrize(("sign", "name"), SIGNS.items(), ids=[ascii(sign) for sign in SIGNS])
-def test_each_is_named_shown_and_refused(sign, name):
-    text = f"main{sign}x"
-    assert control_character(text) == name
-    assert without_control_characters(text) == "mainx"
-    assert shown(text) == f"main{ascii(sign)[1:-1]}x"
-    with pytest.raises(RequestError, match=r"^--name=main\\\S+x holds .* type it without: 'mainx'$") as caught:
-        require_printable("--name", text)
+@pytest.mark.parametrize("sign", SIGNS, ids=ascii)
+def test_each_is_shown_and_refused(sign):
+    assert shown(f"main{sign}x") == f"main{ascii(sign)[1:-1]}x"
+    with pytest.raises(RequestError, match=r"^--name=main\\\S+x holds") as caught:
+        require_printable("--name", f"main{sign}x")
     assert caught.value.problem_id == "control-characters"
 
 
 @pytest.mark.parametrize("text", ["", "main", "a b#'\"$`\\;&|", "größe", "数据", "a\u00a0b", "🙂", "a\u200bb"])
 def test_other_text_is_left_alone(text):
-    assert (control_character(text), shown(text), without_control_characters(text)) == (None, text, text)
+    assert shown(text) == text
     require_printable("--name", text)
 
 
@@ -73,18 +37,15 @@ def found_in(config):
     return {problem.key: problem for problem in check(config) if problem.id == "control-characters"}
 
 
-@pytest.mark.parametrize("key", PLACES)
+@pytest.mark.parametrize("key", ["title", "dataset.path", "launcher.partition"])
 def test_no_text_of_a_configuration_holds_one(sound, changed, key):
     config = changed(sound, {"launcher": SlurmConfig(name=LauncherName.slurm), key: "a\u2028touch /tmp/injected"})
-    problem = found_in(config)[key]
-    assert problem.is_error
-    assert problem.message == "a\\u2028touch /tmp/injected holds a line separator (U+2028)"
+    assert found_in(config)[key].is_error
 
 
-@pytest.mark.parametrize("key", LISTS)
-def test_nor_does_an_entry_of_a_list(sound, changed, key):
-    config = changed(sound, {"launcher": SlurmConfig(name=LauncherName.slurm), key: ["/good", "/bad\nrm x"]})
-    assert found_in(config)[key].message == "/good, /bad\\nrm x holds a line break (U+000A)"
+def test_nor_does_an_entry_of_a_list(sound, changed):
+    slurm = SlurmConfig(name=LauncherName.slurm, extra_args=["/good", "/bad\nrm x"])
+    assert set(found_in(changed(sound, {"launcher": slurm}))) == {"launcher.extra_args"}
 
 
 def test_variables_of_ray_workers_and_names_of_parts_are_checked(sound, changed):
@@ -101,12 +62,10 @@ def test_texts_that_only_a_model_or_a_data_file_sees_may_hold_them(sound, change
 
 def test_message_about_an_override_contains_no_control_characters(tmp_path):
     composition = compose("quickstart", ["launcher=slurm", 'launcher.partition="main\x1b[2J\nx"'])
-    (problem,) = [
-        problem
-        for problem in check(composition.config, composition.origins.set_by)
-        if problem.key.endswith("partition")
-    ]
-    assert control_character(problem.text().replace("\n    fix:", " fix:")) is None
+    found = check(composition.config, composition.set_by)
+    (problem,) = [problem for problem in found if problem.key.endswith("partition")]
+    text = problem.text().replace("\n    fix:", " fix:")
+    assert shown(text) == text
     assert "override 'launcher.partition=\"main\\x1b[2J\\nx\"'" in problem.text()
 
 
@@ -133,51 +92,45 @@ def test_other_names(name):
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "hidden"),
     [
-        (f"x{PASSWORD}y", "the value of DB_PASSWORD"),
-        (TOKEN, "what looks like an access token"),
-        ("ghp_" + "a1" * 18, "what looks like an access token"),
-        ("sk-proj-" + "a1" * 12, "what looks like an access token"),
-        ("quickstart", None),
-        ("tunebook", None),
-        ("hf_hub", None),
-        ("/data/sk-learn-datasets-2024-small", None),
-        ("/secrets/token-file", None),
-        ("a sentence that stands in a variable", None),
+        (f"x{PASSWORD}y", "x***y"),
+        (TOKEN, "***"),
+        ("ghp_" + "a1" * 18, "***"),
+        ("sk-proj-" + "a1" * 12, "***"),
+        ("quickstart", "quickstart"),
+        ("tunebook", "tunebook"),
+        ("hf_hub", "hf_hub"),
+        ("/data/sk-learn-datasets-2024-small", "/data/sk-learn-datasets-2024-small"),
+        ("/secrets/token-file", "/secrets/token-file"),
+        ("a sentence that stands in a variable", "a sentence that stands in a variable"),
     ],
 )
-def test_secret_is_found_anywhere_in_a_text(text, found):
+def test_secret_is_hidden_anywhere_in_a_text(text, hidden):
     environment = {
         "DB_PASSWORD": PASSWORD, "PROJECT_KEY": "tunebook", "MY_TOKEN": "/secrets/token-file",
         "OTHER_TOKEN": "a sentence that stands in a variable", "PLAIN": "quickstart",
     }  # fmt: skip
-    assert secret_in(text, known_secrets(environment)) == found
-    assert without_secrets(f"<{text}>", environment) == (f"<{text}>" if found is None else f"<{hidden(text)}>")
-
-
-def hidden(text):
-    return text.replace(PASSWORD, "***") if PASSWORD in text else "***"
+    assert without_secrets(f"<{text}>", environment) == f"<{hidden}>"
 
 
 @pytest.mark.parametrize(
-    ("words", "key", "place"),
+    ("words", "key"),
     [
-        (["title=" + PASSWORD], "title", "override 'title=***'"),
-        (["launcher=slurm", f"launcher.extra_args=['--comment={PASSWORD}']"], "launcher.extra_args", "--comment=***"),
-        (["dataset=mixture", f"dataset.parts.a.path=/x/{PASSWORD}"], "dataset.parts.a.path", "path=/x/***"),
-        (["title=" + TOKEN], "title", "override 'title=***'"),
-        (["launcher=ray", "launcher.env_vars=['OPENAI_API_KEY=short']"], "launcher.env_vars", "a value for OPENAI_API"),
+        (["title=" + PASSWORD], "title"),
+        (["launcher=slurm", f"launcher.extra_args=['--comment={PASSWORD}']"], "launcher.extra_args"),
+        (["dataset=mixture", f"dataset.parts.a.path=/x/{PASSWORD}"], "dataset.parts.a.path"),
+        (["title=" + TOKEN], "title"),
+        (["launcher=ray", "launcher.env_vars=['OPENAI_API_KEY=short']"], "launcher.env_vars"),
     ],
 )
-def test_configuration_with_a_secret_is_refused(monkeypatch, words, key, place):
+def test_configuration_with_a_secret_is_refused(monkeypatch, words, key):
     """The shell inserts the variable's value, so Tunebook does not see its name."""
     monkeypatch.setenv("DB_PASSWORD", PASSWORD)
     with pytest.raises(RequestError) as caught:
         compose("quickstart", words)
     assert (caught.value.exit_code, caught.value.problem_id) == (2, "secret-in-configuration")
-    assert f"{key} holds " in caught.value.message
-    assert place in caught.value.message
+    assert caught.value.message.startswith(f"{key} holds ")
     assert not any(secret in caught.value.message for secret in (PASSWORD, TOKEN, "short"))
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tunebook.config.choices import Strategy
-from tunebook.config.frozen import PARALLELISM_SCHEMAS
-from tunebook.config.schema import FsdpConfig, ZeroConfig
+from tunebook.config.schema import CHOICE_SCHEMAS, FsdpConfig, ZeroConfig
 from tunebook.facts.strategies import FASTEST_ON_ONE_NODE, FASTEST_ON_SEVERAL_NODES, STRATEGIES, Engine
 
 
 def test_every_strategy_has_facts_and_the_schema_of_its_library() -> None:
     assert set(STRATEGIES) == set(Strategy)
-    for strategy, schema in PARALLELISM_SCHEMAS.items():
+    for strategy, schema in CHOICE_SCHEMAS["parallelism"].items():
         engine = {ZeroConfig: Engine.deepspeed, FsdpConfig: Engine.fsdp}.get(schema, Engine.torch)
-        assert STRATEGIES[strategy].engine is engine
+        assert STRATEGIES[Strategy[strategy]].engine is engine
 
 
 @pytest.mark.parametrize(

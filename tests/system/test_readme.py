@@ -43,7 +43,7 @@ EXPECTED = {
     "make train RECIPE=dolly3b_ray_zero3_offload": "tunebook.launch.ray",
     "make plan RECIPE=qwen3b_zero2 ARGS=hardware": "Memory of each GPU",
     'make plan RECIPE=qwen3b_zero2 ARGS="--compare': "tokens/s",
-    "make plan RECIPE=quickstart ARGS=--yaml": "# the schema's default",
+    "make plan RECIPE=quickstart ARGS=--yaml": "# default",
     "make plan RECIPE=qwen3_4b_long ARGS=--longest": "Longest row shared by 2 GPUs",
     "make plan RECIPE=quickstart ARGS=--all": "parallelism.strategy",
     "make plan RECIPE=quickstart ARGS=--measure": "Memory of each GPU or rank (measured on ",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -18,31 +18,17 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from tunebook.cli.book import book_app
 from tunebook.cli.options import (
-    AllowMismatch,
-    BatchSize,
-    Jobs,
-    Metric,
-    NumFewshot,
-    NumTrials,
     Outputs,
-    Processes,
-    Prune,
     RecipesDir,
     RunFolder,
-    SearchSeed,
     Words,
     complete_recipe,
-    settings,
-    split,
-    task_names,
+    make_console,
 )
-from tunebook.cli.records import make_console, records_app
-from tunebook.config.book import find_recipes
-from tunebook.config.override_text import shell_command, typed
+from tunebook.cli.records import records_app
 from tunebook.config.unsafe_text import shown, without_secrets
-from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError
+from tunebook.errors import DoesNotFitError, RequestError, StoppedError, TunebookError, did_you_mean
 from tunebook.hardware.disk import is_disk_full
 from tunebook.launch.second_interrupt import watching_interrupts
 from tunebook.processes import stop_when_input_ends
@@ -58,6 +44,44 @@ app = typer.Typer(
 )
 
 _TYPER_INTERRUPTED = 130  # what typer makes of a KeyboardInterrupt, which it does not let through
+
+
+def split(words: list[str] | None) -> tuple[str | None, list[str]]:
+    """A recipe's name, if the first word is one, and the overrides."""
+    first, *rest = words or [""]
+    if first and "=" not in first and not first.startswith(("+", "~")):
+        return first, rest
+    return None, [word for word in (first, *rest) if word]
+
+
+def settings(words: list[str] | None, known: tuple[str, ...]) -> dict[str, str]:
+    """`key=value` words of a command that composes nothing; a single bare word is the first key's value.
+
+    Raises: RequestError for an unknown key, with the nearest, and for a key that is set twice.
+    """
+    given: dict[str, str] = {}
+    for word in words or []:
+        key, has_value, value = word.partition("=")
+        if not has_value:
+            key, value = known[0], word
+        if key not in known:
+            raise RequestError(
+                f"there is no setting '{key}' here.{did_you_mean(key, known)} Settings: {', '.join(known)}",
+                problem_id="unknown-key",
+            )
+        if key in given:
+            raise RequestError(
+                f"'{word}' sets {key} once more, after {key}={given[key]}; type one of them", problem_id="setting-twice"
+            )
+        given[key] = value
+    return given
+
+
+def task_names(given: dict[str, str]) -> list[str] | None:
+    """The tasks of `tasks=a,b`, also in brackets; None if it was not typed."""
+    if "tasks" not in given:
+        return None
+    return [name.strip() for name in given["tasks"].strip("[]").split(",") if name.strip()]
 
 
 @app.command()
@@ -109,24 +133,14 @@ def plan(
     from tunebook.commands.plan import plan_command
 
     recipe, overrides = split(words)
-    given = {"--json": as_json, "--yaml": as_yaml, "--measure": measure, "--all": show_all, "--longest": longest}
-    options = [option for option, is_given in given.items() if is_given]
+    given = {"--compare": bool(compare), "--yaml": as_yaml, "--json": as_json, "--measure": measure, "--all": show_all}
+    options = [option for option, is_given in (given | {"--longest": longest}).items() if is_given]
+    if len(options) > 1 and (compare or as_yaml):
+        raise RequestError(f"{' and '.join(options)} print different things; type one of them", problem_id="plan-form")
     if compare:
         from tunebook.plan.compare import compare_plans
 
-        if options:
-            raise RequestError(
-                f"--compare prints a table, and {options[0]} is for one plan; type one of them",
-                problem_id="compare-form",
-            )
         raise typer.Exit(compare_plans(recipe, overrides, recipes_dir or [], compare, make_console()))
-    if as_yaml and len(options) > 1:
-        other = next(option for option in options if option != "--yaml")
-        raise RequestError(
-            f"--yaml prints the resolved configuration alone, and {other} is for the plan; type one of them, such as "
-            f"{shell_command(['tunebook', 'plan', *(words or []), '--yaml'])}",
-            problem_id="yaml-form",
-        )
     code = plan_command(
         recipe,
         overrides,
@@ -178,11 +192,23 @@ def evaluate(
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Items per task.")] = None,
-    num_fewshot: NumFewshot = None,
-    batch_size: BatchSize = None,
-    allow_mismatch: AllowMismatch = "",
+    num_fewshot: Annotated[
+        int | None, typer.Option("--num-fewshot", help="Examples before each item; if unset, the task's own.")
+    ] = None,
+    batch_size: Annotated[
+        str | None, typer.Option("--batch-size", help="Requests computed at once, or auto: the most that fits.")
+    ] = None,
+    allow_mismatch: Annotated[
+        str,
+        typer.Option(
+            "--allow-mismatch",
+            help="What may differ from the training: template, tokenizer, system_prompt, base, with commas; recorded.",
+        ),
+    ] = "",
     fresh: Annotated[bool, typer.Option("--fresh", help="Evaluate finished tasks once more.")] = False,
-    processes: Processes = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="That share the requests; if unset, one for each GPU.")
+    ] = None,
     outputs: Outputs = Path("outputs"),
 ) -> None:
     """Evaluate the newest finished run, or run=DIR, run=RECIPE, model=FOLDER; suite=quick: the tasks its recipe ships.
@@ -193,9 +219,7 @@ def evaluate(
     from tunebook.evaluate.command import EvaluationRequest, evaluate_command
 
     code_words = [word for word in words or [] if word.startswith("evaluation.code.")]
-    given = settings(
-        [word for word in words or [] if word not in code_words], ("run", "model", "suite", "tasks", "task")
-    )
+    given = settings([word for word in words or [] if word not in code_words], ("run", "model", "suite", "tasks"))
     request = EvaluationRequest(
         run=given.get("run"),
         model=given.get("model"),
@@ -228,7 +252,7 @@ def fetch(
     """Download what a recipe, a suite or tasks need (models, data sets, resources), to work without a network later."""
     from tunebook.evaluate.fetch import fetch_command
 
-    keys = ("suite", "tasks", "task")
+    keys = ("suite", "tasks")
     own = [word for word in words or [] if word.partition("=")[0] in keys]
     given = settings(own, keys)
     recipe, overrides = split([word for word in words or [] if word not in own])
@@ -276,11 +300,40 @@ def chat(
 def sweep(
     words: Words = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List the trials and stop.")] = False,
-    jobs: Jobs = None,
-    num_trials: NumTrials = None,
-    metric: Metric = None,
-    seed: SearchSeed = None,
-    prune: Prune = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs",
+            min=1,
+            help="Trials at a time; if unset, 1, in a Slurm job array 8. On this machine the GPUs are divided evenly.",
+        ),
+    ] = None,
+    num_trials: Annotated[
+        int | None,
+        typer.Option(
+            "--num-trials",
+            min=1,
+            help="Search with this many trials instead of all combinations, with Optuna: key=interval(1e-6,1e-4), "
+            "tag(log,interval(...)), int(interval(1,8)), range(8,65,8) or a,b,c.",
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            "--metric",
+            help="What ranks the trials: evaluation_score, validation_loss, final_loss, tokens_per_second_per_gpu or "
+            "seconds; if unset, the first of these that they measure.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, max=2**31 - 1, help="Of a search's proposals; if unset, 0.")
+    ] = None,
+    prune: Annotated[
+        int | None,
+        typer.Option(
+            "--prune", min=1, help="From this step on, end trials that are worse than the median of 5 or more."
+        ),
+    ] = None,
     recipes_dir: RecipesDir = None,
 ) -> None:
     """Train a recipe once per combination of values (key=1,2 key=a,b), or search for the best, and rank the results.
@@ -297,30 +350,21 @@ def sweep(
     raise typer.Exit(code)
 
 
-app.add_typer(records_app)  # report, verify, reproduce, diff, export: what is done with runs that were made
-
-
-app.add_typer(book_app)  # list, init, explain: what the book holds
+app.add_typer(records_app)
 
 
 def _interrupt_on_request() -> None:
-    """Let SIGTERM and the end of the terminal end this process as Ctrl-C does.
-
-    But not the workers it forks: those are ended by them silently.
-    """
-    process = os.getpid()
+    """Let SIGTERM and the end of the terminal end this process as Ctrl-C does, but not the workers that it forks."""
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
-        if os.getpid() == process:
-            if number == signal.SIGHUP:  # the shell and the kernel both tell of it: not again, while this one ends
-                signal.signal(number, signal.SIG_IGN)
-            raise KeyboardInterrupt
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        if number == signal.SIGHUP:  # the shell and the kernel both send it: not again, while this process ends
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
 
-    signal.signal(signal.SIGTERM, interrupt)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup leaves it
-        signal.signal(signal.SIGHUP, interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            signal.signal(number, interrupt)
+            os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
 
 
 def _end_with(error: TunebookError, errors: Console) -> NoReturn:
@@ -332,53 +376,6 @@ def _end_with(error: TunebookError, errors: Console) -> NoReturn:
     if error.problem_id in {rule.id for rule in RULES}:
         errors.print(Text(f"more: tunebook explain {error.problem_id}"))
     sys.exit(error.exit_code)
-
-
-def _refuse(error: Exception, show: Callable[[], None], errors: Console) -> NoReturn:
-    """End for a command line that cannot be read, with what to type instead where that is known."""
-    option, words = getattr(error, "option_name", None), sys.argv[1:]
-    if option is not None:
-        instead = _instead_of_option(option, words)
-    elif str(getattr(error, "message", "")).startswith("No such command"):
-        instead = _instead_of_command(words)
-    else:
-        instead = ""
-    if instead:
-        errors.print(Text(f"error: {instead}", style="red"))
-    else:
-        show()
-    sys.exit(RequestError.exit_code)
-
-
-def _instead_of_option(option: str, words: list[str]) -> str:
-    """What to type instead of an option that the command does not have: a setting has no dashes."""
-    from tunebook.config.foreign import instead_of_option
-    from tunebook.config.schema import GROUPS
-    from tunebook.config.walk import all_keys
-
-    # The parser reads -lr as -l and -r, and names one of them.
-    names = [word.partition("=")[0] for word in words]
-    place = names.index(option) if option in names else next(i for i, name in enumerate(names) if name.startswith("-"))
-    name, has_value, value = words[place].partition("=")
-    if not has_value:
-        follows = "".join(words[place + 1 : place + 2])
-        value = "true" if not follows or "=" in follows or follows.startswith("--") else follows
-    key = name.lstrip("-")
-    is_setting = key in GROUPS or key in all_keys()
-    instead = f"; type {typed(key, value)}" if is_setting else instead_of_option(name, value)
-    return instead and f"there is no option '{name}'{instead}"
-
-
-def _instead_of_command(words: list[str]) -> str:
-    """What to type instead of another tool's command, or of a recipe without a command."""
-    from tunebook.config.foreign import instead_of_command
-
-    place = next(i for i, word in enumerate(words) if not word.startswith("-"))
-    name, *rest = words[place:]
-    is_recipe = "=" in name or name in find_recipes([])
-    instead = f"; type {shell_command(['tunebook', 'train', name, *rest])}" if is_recipe else ""
-    instead = instead or instead_of_command(name, rest)
-    return instead and f"there is no command '{name}'{instead}"
 
 
 def main() -> None:
@@ -399,10 +396,15 @@ def main() -> None:
         if isinstance(error, OSError) and is_disk_full(error):
             errors.print(Text(f"error: no space is left to write: {error}", style="red"))
             sys.exit(DoesNotFitError.exit_code)
-        show = getattr(error, "show", None)  # click's usage errors
-        if show is None:
+        if not hasattr(error, "show"):  # a usage error has it
             raise
-        _refuse(error, show, errors)
+        error.show()
+        if option := getattr(error, "option_name", None):
+            from tunebook.config.foreign import instead_of
+
+            instead = instead_of(option.lstrip("-").replace("-", "_")) or ", such as training.seed=1"
+            errors.print(Text(f"A setting is typed without dashes{instead}"))
+        sys.exit(RequestError.exit_code)
     if code == _TYPER_INTERRUPTED:
         errors.print(Text("interrupted", style="red"))
         sys.exit(StoppedError.exit_code)

@@ -1,24 +1,18 @@
-"""The commands that work on runs that were made: report, verify, reproduce, diff, export."""
+"""The commands about runs that were made, and about the book: list, init and explain."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
-from tunebook.cli.options import ExportFormat, Outputs, RecipesDir, named_run
+from tunebook.cli.options import Outputs, RecipesDir, complete_recipe, make_console
 from tunebook.terminal import outlive_readers, print_text
 
 records_app = typer.Typer()
-
-
-def make_console() -> Console:
-    """Without a terminal rich assumes 80 columns, which breaks paths and commands that people copy."""
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
 
 
 @records_app.command()
@@ -31,7 +25,7 @@ def report(
     from tunebook.record.report import write_report
     from tunebook.record.run_folder import resolve_run
 
-    folders = [resolve_run(named_run(run), outputs) for run in runs]
+    folders = [resolve_run(run, outputs) for run in runs]
     file = output or (folders[0] / "report.html" if len(folders) == 1 else outputs / "comparison.html")
     write_report(folders, file)
     print_text(f"written: {file}", make_console())
@@ -62,7 +56,7 @@ def verify(
     from tunebook.commands.verify import verify_command
 
     code = verify_command(
-        list(map(named_run, runs)),
+        runs,
         outputs,
         recipes_dir or [],
         make_console(),
@@ -86,7 +80,7 @@ def reproduce(
     from tunebook.commands.reproduce import reproduce_command
 
     outlive_readers()
-    raise typer.Exit(reproduce_command(named_run(run), outputs, recipes_dir or [], make_console(), dry_run=dry_run))
+    raise typer.Exit(reproduce_command(run, outputs, recipes_dir or [], make_console(), dry_run=dry_run))
 
 
 @records_app.command()
@@ -99,7 +93,7 @@ def diff(
     """Show the settings and records that differ between two runs, and compare their results."""
     from tunebook.commands.diff import diff_command
 
-    raise typer.Exit(diff_command((named_run(one), named_run(other)), outputs, make_console(), as_json=as_json))
+    raise typer.Exit(diff_command((one, other), outputs, make_console(), as_json=as_json))
 
 
 @records_app.command()
@@ -114,7 +108,8 @@ def export(
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its base model.")] = False,
     dtype: Annotated[
-        ExportFormat | None, typer.Option("--dtype", help="If unset, the base model's; an adapter's own.")
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option("--dtype", help="If unset, the base model's; an adapter's own."),
     ] = None,
     outputs: Outputs = Path("outputs"),
 ) -> None:
@@ -124,11 +119,70 @@ def export(
         from tunebook.checkpoint.export.run import export_command
 
     export_command(
-        named_run(run),
+        run,
         outputs,
         console,
         checkpoint=checkpoint,
         to=to,
         merge=merge,
-        dtype=dtype and dtype.value,
+        dtype=dtype,
     )
+
+
+@records_app.command(name="list")
+def list_recipes(recipes_dir: RecipesDir = None) -> None:
+    """List the recipes: title, strategy, reference hardware, evidence."""
+    from tunebook.commands.list import recipes_table
+
+    make_console().print(recipes_table(recipes_dir or []))
+
+
+@records_app.command()
+def init(
+    name: Annotated[str, typer.Argument(help="The new recipe's name.")],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="ORGANIZATION/NAME of the hub, a folder, or a file of hydra_configs/model."),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option("--data", help="A file, a quoted glob, ORGANIZATION/NAME, or a file of hydra_configs/dataset."),
+    ] = None,
+    parallelism: Annotated[str | None, typer.Option("--parallelism", help="If unset, the base's, or auto.")] = None,
+    base: Annotated[
+        str | None,
+        typer.Option("--base", metavar="RECIPE", help="Build on this recipe.", autocompletion=complete_recipe),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a recipe of that name.")] = False,
+    recipes_dir: RecipesDir = None,
+) -> None:
+    """Write a recipe of your own; without --model and --data it asks. It goes to --recipes-dir, or to my_recipes."""
+    from tunebook.commands.init import init_command
+
+    init_command(
+        name,
+        recipes_dir or [],
+        make_console(),
+        model=model,
+        data=data,
+        parallelism=parallelism,
+        base=base,
+        overwrite=overwrite,
+        is_terminal=sys.stdin.isatty() and sys.stdout.isatty(),
+    )
+
+
+@records_app.command()
+def explain(
+    id: Annotated[
+        str,
+        typer.Argument(
+            metavar="RULE|NAME",
+            help="A rule's id, which its message ends with (`all` lists them), or another tool's name: lora_r.",
+        ),
+    ],
+) -> None:
+    """Say what a rule refuses and why, or what a key of another tool is here."""
+    from tunebook.commands.explain import explain as text_of
+
+    print_text(text_of(id), make_console())

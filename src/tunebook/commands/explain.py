@@ -20,7 +20,7 @@ def explain(name: str) -> str:
         return f"{name}{f' ({rule.key})' if rule.key else ''}\n\n{rule.why}"
     if instead := instead_of(name):
         return f"there is no key '{name}'{instead}"
-    near = did_you_mean(name, [*rules, *names()["settings"]])
+    near = did_you_mean(name, [*rules, *names()])
     raise RequestError(
         f"there is no rule '{name}' to explain.{near} Every rule: tunebook explain all", problem_id="unknown-id"
     )

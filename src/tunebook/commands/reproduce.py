@@ -16,7 +16,7 @@ from rich.console import Console
 from tunebook.commands.train import plan_job, prepare_data, run_job
 from tunebook.config.book import book_root
 from tunebook.config.choices import Generation
-from tunebook.config.frozen import typed_in_of
+from tunebook.config.frozen import typed_in
 from tunebook.config.identity import comparable_config, flat_differences
 from tunebook.config.override_text import command_words, quoted, shell_command
 from tunebook.config.schema import RunConfig, SlurmConfig
@@ -28,7 +28,7 @@ from tunebook.evidence.gather import RunFacts, read_finished, training_overrides
 from tunebook.model.weights_fingerprint import weights_fingerprint
 from tunebook.plan.draft import Draft
 from tunebook.record.provenance import describe_code, describe_environment, describe_hardware
-from tunebook.record.run_folder import RUN_FILE, WITHOUT_RECIPE, create_run_folder, remove_if_empty, resolve_run
+from tunebook.record.run_folder import WITHOUT_RECIPE, create_run_folder, remove_if_empty, resolve_run
 from tunebook.record.run_record import RunRecord
 from tunebook.terminal import print_text
 
@@ -75,10 +75,10 @@ def find_original(target: str, outputs: Path) -> Original:
             "command and its losses cover different steps; name a run that started at the first step",
             problem_id="evidence-not-repeated",
         )
-    there = typed_in_of(folder / RUN_FILE)
+    there = typed_in(run.config)
     return Original(
         recipe=run.config.recipe, overrides=training_overrides(run.manifest), claim=claim_of_run(run),
-        typed_in=there if there is not None and there.is_dir() else Path.cwd(),
+        typed_in=there if there.is_dir() else Path.cwd(),
         comparison=["tunebook", "diff", str(folder)],
     )  # fmt: skip
 

@@ -13,14 +13,13 @@ from rich.console import Console
 
 from tunebook.checkpoint.choose import same_command
 from tunebook.config.choices import Generation, LauncherName
-from tunebook.config.identity import hash_anywhere
+from tunebook.config.identity import config_hash
 from tunebook.config.override_text import command_words, shell_command
 from tunebook.config.schema import RayConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError, first_few
 from tunebook.hardware.detect import Machine, detect_machine
 from tunebook.launch.slurm import check_job
 from tunebook.launch.supervise import StopRequests
-from tunebook.plan.auto.decisions import asked_keys
 from tunebook.plan.draft import Draft, draft_run
 from tunebook.record.run_folder import LOCK_FILE, WITHOUT_RECIPE, working_in
 from tunebook.sweep.slurm import check_array, is_array, queued_array, submit_array
@@ -121,7 +120,7 @@ def plan_sweep(
         recipe=recipe,
         recipes_dirs=[str(folder.expanduser().absolute()) for folder in recipes_dirs],
         words=[RESUMES if word == "training.resume=never" else word for word in words],
-        config_sha256=hash_anywhere(configs[0], asked_keys(drafts[0].resolved.choices)),
+        config_sha256=config_hash(configs[0]),
         num_trials=options.num_trials,
         metric=_metric(options, configs),
         seed=options.seed or 0,

@@ -30,7 +30,6 @@ from tunebook.launch.local import join_run
 from tunebook.launch.resume import check_run_folder, is_trained, unfinished_run
 from tunebook.launch.slurm import JOB_SCRIPT, follow, job_script, refuse_if_queued, submit
 from tunebook.model.weights_fingerprint import weights_fingerprint
-from tunebook.plan.auto.decisions import asked_keys
 from tunebook.plan.draft import Draft, draft_json, draft_run, estimate_time
 from tunebook.plan.memory.verdict import measured_memory, plan_host_memory, plan_memory
 from tunebook.plan.show import batch_lines, show_choices, show_warnings
@@ -85,7 +84,7 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
 
     `clock` holds earlier phases, if the caller timed them.
     """
-    config, asked, clock = job.config, asked_keys(job.resolved.choices), clock or StartClock()
+    config, clock = job.config, clock or StartClock()
     show_decisions(job, console)
     require_runnable(job)
     if folder is not None:
@@ -94,7 +93,7 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
         return join_run(config, folder, console)
     if folder is not None:
         require_printable("--run-folder", folder)
-        check_run_folder(config, folder, asked)
+        check_run_folder(config, folder)
     check_outputs(folder or Path(config.outputs))
     clock.passed("checks")
     prepared = prepare_data(config, console)
@@ -102,7 +101,7 @@ def run_job(job: Draft, console: Console, *, folder: Path | None = None, clock: 
     show_summary(prepared, console)
     plan = solve_batch(config, prepared.train.load_lengths().astype("int64"))
     print_lines(batch_lines(plan), console)
-    found = folder or unfinished_run(config, lambda text: print_text(text, console), asked)
+    found = folder or unfinished_run(config, lambda text: print_text(text, console))
     is_done = found is not None and is_trained(found, config)
     identity = identity_of(config, prepared, weights_fingerprint(config.model))  # the ranks reuse the fingerprint
     checkpoint = None if is_done else expected_checkpoint(config, found, identity)

@@ -19,36 +19,20 @@ INSTALLED_BOOK = "_book"  # next to the code in an installed package
 RECIPES_VARIABLE = "TUNEBOOK_RECIPES"
 
 
-def _is_book(folder: Path) -> bool:
-    return (folder / "hydra_configs" / "config.yaml").is_file() and (folder / "recipes").is_dir()
-
-
 @lru_cache(maxsize=1)
 def book_root() -> Path:
     """The book's folder. Raises: RequestError when $TUNEBOOK_HOME is set to something else, or there is none."""
     package = Path(__file__).resolve().parent.parent
     named = os.environ.get("TUNEBOOK_HOME")
-    if named:
-        folder = Path(named).expanduser().resolve()
-        if not _is_book(folder):
-            raise RequestError(
-                f"TUNEBOOK_HOME={named} is no book: {folder} has no hydra_configs/config.yaml and recipes/; "
-                "set it to a checkout of Tunebook, or unset it",
-                problem_id="book-not-found",
-            )
-        return folder
-    for folder in (package.parent.parent, package / INSTALLED_BOOK):
-        if _is_book(folder):
+    folders = [Path(named).expanduser().resolve()] if named else [package.parent.parent, package / INSTALLED_BOOK]
+    for folder in folders:
+        if (folder / "hydra_configs" / "config.yaml").is_file() and (folder / "recipes").is_dir():
             return folder
     raise RequestError(
-        f"no hydra_configs/ and recipes/ next to {package}; set TUNEBOOK_HOME to a checkout of Tunebook",
+        f"there is no hydra_configs/config.yaml and recipes/ in {' or '.join(map(str, folders))}; set TUNEBOOK_HOME to "
+        "a checkout of Tunebook, or unset it",
         problem_id="book-not-found",
     )
-
-
-def is_template_name(text: str) -> bool:
-    """Whether a chat template is named that is not a file."""
-    return text in (CHATML_TEMPLATE, TRAINING_TEMPLATE) or text.startswith(LIBRARY_PREFIX)
 
 
 class PlacedPath(str):
@@ -154,7 +138,7 @@ def find_recipes(named: list[Path]) -> dict[str, Path]:
 def recipe_file(name: str, named: list[Path]) -> Path:
     """The file of one recipe. Raises: RequestError listing the recipes there are."""
     recipes = find_recipes(named)
-    file = Path(name).expanduser()
+    file = Path(name)
     if name not in recipes and file.is_file():
         raise RequestError(
             f"'{name}' is a file, and recipes are named without their folder: type {file.stem} --recipes-dir "

@@ -7,10 +7,11 @@ is not imported.
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast, get_origin
+from typing import Any, cast
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -19,41 +20,20 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tunebook.config.book import book_root
 from tunebook.config.foreign import instead_of
+from tunebook.config.identity import flat
 from tunebook.config.interpolation import guard_resolvers
-from tunebook.config.messages import (
-    OverrideError,
-    added_or_removed,
-    all_of,
-    explain_composition,
-    explain_missing,
-    explain_value,
-    secret_in_configuration,
-    several_values,
-    unknown_choice,
-    unknown_key,
-    unreadable_override,
-    wrong_type,
-)
-from tunebook.config.origins import Origins
-from tunebook.config.override_text import quoted, split_values
-from tunebook.config.recipe_files import (
-    RecipeFile,
-    group_choices,
-    load_recipes,
-    store_recipes,
-)
+from tunebook.config.keys import ABSENT, texts_of, value_at
+from tunebook.config.messages import Layer, all_of, unknown_choice, wrong_value
+from tunebook.config.override_text import quoted, typed
+from tunebook.config.recipe_files import group_choices, load_recipes
 from tunebook.config.schema import CHOICE_SCHEMAS, GROUPS, RunConfig
-from tunebook.config.unsafe_text import is_secret_name, known_secrets, secret_in
-from tunebook.config.walk import is_in_mapping, mapping_type, texts_of, unknown_keys
+from tunebook.config.unsafe_text import is_secret_name, shown, without_secrets
 from tunebook.errors import RequestError
-
-_PLAIN = (bool, int, float, str)  # types of a single value
-_OPENING = "'\"[{"  # of a value that is no plain text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,180 +42,154 @@ class Composition:
 
     config: RunConfig
     groups: dict[str, str]  # the choice of each config group
-    origins: Origins
+    choosers: dict[str, str]  # what made it; no entry: it is the default
+    layers: list[Layer]  # the strongest last
+
+    def set_by(self, key: str) -> str | None:
+        """The override or recipe that set a dotted key, or that chose its group's file; None for a default."""
+        return place_of(key, self.layers) or self.choosers.get(key.partition(".")[0])
+
+
+def place_of(key: str, layers: list[Layer]) -> str | None:
+    """The override or recipe that set a dotted key itself."""
+    return next((layer.place for layer in reversed(layers) if value_at(layer.values, key) is not ABSENT), None)
 
 
 def compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path] | None = None) -> Composition:
-    """Compose a run. Raises: RequestError with the key, its file or override, the allowed values and the spelling.
-
-    The error lists all wrong overrides. Hydra stops at the first, so composing is repeated without it.
-    """
-    errors: list[RequestError] = []
-    words = list(overrides)
-    while True:
-        try:
-            composition = _compose(recipe, words, recipes_dirs or [])
-        except OverrideError as error:
-            errors.append(error)
-            words = _without(words, error.word)
-        except RequestError as error:
-            # A value may be missing only because its override was removed above.
-            if not errors or error.problem_id != "missing-value":
-                errors.append(error)
-            break
+    """Compose a run. Raises: RequestError with every wrong override or the first wrong value of a recipe."""
+    choices: dict[str, tuple[str, str]] = {}  # of each group: the choice, and what made it
+    layers: list[Layer] = []
+    for file in load_recipes(recipe, recipes_dirs or []) if recipe is not None else []:
+        choices |= {group: (choice, str(file.file)) for group, choice in file.choices.items()}
+        layers.append(Layer(place=str(file.file), values=file.body))
+    for override in parse_overrides(overrides):
+        key, value, text = override.key_or_group, override.value(), (override.input_line or "").partition("=")[2]
+        place = f"override '{shown(override.input_line or '')}'"
+        if key in GROUPS and not isinstance(value, dict):
+            choices[key] = (value if isinstance(value, str) else text, place)
         else:
-            if not errors:
-                return composition
-            break
-    raise all_of(errors)
-
-
-def _without(words: list[str], wrong: str) -> list[str]:
-    """The overrides without a wrong one, and without those for keys of the group that it chose."""
-    group = wrong.partition("=")[0]
-    below = f"{group}." if group in GROUPS else None
-    return [word for word in words if word != wrong and not (below and word.startswith(below))]
-
-
-def _compose(recipe: str | None, overrides: list[str], recipes_dirs: list[Path]) -> Composition:
-    parsed = parse_overrides(overrides)
-    chain = register_configs(recipe, recipes_dirs)
-    origins = Origins(recipes=chain, overrides=parsed, groups={})
-    words = [override.input_line or "" for override in parsed if not _is_open(override)]
-    if recipe is not None:
-        words.append(f"recipes={recipe}")
-    try:
-        GlobalHydra.instance().clear()
-        with initialize_config_dir(str(book_root() / "hydra_configs"), version_base="1.3"):
-            tree = hydra_compose("config", overrides=words, return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException, AssertionError, OverflowError) as error:
-        raise explain_composition(error, origins) from error
-    groups = {group: str(tree.hydra.runtime.choices[group]) for group in GROUPS}
-    origins = Origins(recipes=chain, overrides=parsed, groups=groups)
-    config = _typed(tree, origins)
+            layers.append(Layer(place=place, values=_nested(key, value), typed=text))
+    wrong = [unknown_choice(group, *made) for group, made in choices.items() if made[0] not in group_choices(group)]
+    if wrong:
+        raise all_of(wrong)
+    words = [f"{group}={choice}" for group, (choice, _) in choices.items()]
+    tree, groups = _compose_groups(book_root(), frozenset(words))
+    config = _typed(_merged(tree, layers, groups), layers)
     config.recipe = recipe
-    return Composition(config=config, groups=groups, origins=origins)
+    choosers = {group: place for group, (_, place) in choices.items()}
+    return Composition(config=config, groups=groups, choosers=choosers, layers=layers)
 
 
-def register_configs(recipe: str | None, recipes_dirs: list[Path]) -> list[RecipeFile]:
-    """Hand the schemas and the recipe (with its parents) to Hydra; returns the recipe files, the recipe first."""
-    store = ConfigStore.instance()
-    if "schema" not in store.repo:  # a plan composes up to ten runs in one process
-        store.store(group="schema", name="config", node=RunConfig, package="_global_")
-        for place, schema in CHOICE_SCHEMAS.items():
-            group, name = place.rsplit("/", 1)
-            store.store(group=f"schema/{group}", name=name, node=schema)
-    chain = load_recipes(recipe, recipes_dirs) if recipe is not None else []
-    store_recipes(chain)
-    return chain
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return cast(dict[str, Any], value)
 
 
 def parse_overrides(overrides: list[str]) -> list[Override]:
-    """Parse `key=value` words. Raises: RequestError for words that are not overrides of the schema's keys."""
+    """Parse `key=value` words. Raises: RequestError with all that are no overrides of one value."""
     parsed: list[Override] = []
+    errors: list[RequestError] = []
     for text in overrides:
-        if text.startswith(("+", "~")):
-            raise added_or_removed(text)
-        if text.startswith("="):
-            raise unreadable_override(text)
         try:
-            override = _parsed(text)
-        except HydraException as error:
-            raise unreadable_override(text) from error
-        _check_override(override, text)
-        parsed.append(override)
+            override = parse_override(text)
+            if override.is_sweep_override():
+                as_text = typed(*text.split("=", 1))
+                message = "lists several values; `tunebook sweep` trains one run each; a list is typed [a,b], a text"
+                raise _wrong_form(text, f"{message} {as_text}")
+            parsed.append(override)
+        except RequestError as error:
+            errors.append(error)
+    if errors:
+        raise all_of(errors)
     return parsed
 
 
-def _parsed(text: str) -> Override:
-    """One override as typed. Raises: HydraException if it is none, also with quotes around its value."""
-    parser = OverridesParser.create()
-    try:
-        return parser.parse_override(text)
-    except HydraException:
-        key, _, value = text.partition("=")
-        if value.startswith("[") and value.endswith("]"):
-            entries = [entry.strip() for entry in split_values(value[1:-1])]
-            listed = [entry if entry[0] in _OPENING else quoted(entry) for entry in entries if entry]
-            return parser.parse_override(f"{key}=[{','.join(listed)}]")
-        if not value or value[0] in _OPENING or not set(value).isdisjoint("[]{}"):
-            raise
-        return parser.parse_override(f"{key}={quoted(value)}")
+def parse_override(text: str) -> Override:
+    """Parse `key=value`. A value, or an entry of a list, that Hydra's grammar does not read is taken as a text.
 
-
-def _check_override(override: Override, text: str) -> None:
-    key, typed_value = override.key_or_group, text.partition("=")[2]
-    if key in ("recipe", "recipes"):
-        raise OverrideError(
-            text,
-            f"override '{text}': name the recipe as the first word, such as `tunebook train {override.value()}`",
-            problem_id="override-form",
-        )
-    if key.startswith("hydra"):
-        message = f"override '{text}': Hydra's own keys are set by Tunebook{instead_of(key, typed_value)}"
-        raise OverrideError(text, message, problem_id="override-form")
-    if override.is_sweep_override():
-        raise several_values(key, text)
-    if key in GROUPS and (choice := override.value()) not in group_choices(key):
-        if isinstance(choice, dict):
-            return
-        raise unknown_choice(key, typed_value, f"override '{text}'", word=text)
-
-
-def _is_open(override: Override) -> bool:
-    return is_in_mapping(override.key_or_group)
-
-
-def _merge_open(tree: DictConfig, origins: Origins) -> DictConfig:
-    """The tree with the overrides of mappings whose names the user chooses, in the order they were typed.
-
-    Hydra's overrides cannot add names. An empty mapping removes those of the recipe.
-    Raises: RequestError for a value of another form than the mapping, which OmegaConf would let pass.
+    Raises: RequestError for another form.
     """
-    for override in filter(_is_open, origins.overrides):
-        key, value, kind = override.key_or_group, cast(Any, override.value()), mapping_type(override.key_or_group)
-        is_whole = get_origin(kind) is dict
-        if (is_whole and not isinstance(value, dict)) or (kind in _PLAIN and isinstance(value, dict | list)):
-            raise wrong_type(key, origins)
-        if value == {} and is_whole and OmegaConf.select(tree, key):
-            OmegaConf.update(tree, key, {}, merge=False)
-            continue
-        for part in reversed(key.split(".")):
-            value = {part: value}
-        with open_dict(tree):
-            merged = OmegaConf.merge(tree, value)
-        assert isinstance(merged, DictConfig)
-        tree = merged
+    key, has_value, value = text.partition("=")
+    if text.startswith(("+", "~")):
+        instead = instead_of(key.strip("+~"), value) or f"; type {text.strip('+~')}"
+        raise _wrong_form(text, f"keys can be set, not added or removed{instead}")
+    if not (key and has_value):
+        raise _wrong_form(text, f"write key=value, without spaces round the ={instead_of(key)}")
+    if key in ("recipe", "recipes"):
+        raise _wrong_form(text, f"name the recipe as the first word, such as `tunebook train {value}`")
+    is_list = value.startswith("[") and value.endswith("]")
+    inner = value[1:-1] if is_list else value
+    quoted_value = f"[{','.join(quoted(entry.strip()) for entry in inner.split(','))}]" if is_list else quoted(value)
+    is_plain = bool(inner) and inner[0] not in "'\"" and set(inner).isdisjoint("[]{}")
+    for attempt in (text, f"{key}={quoted_value}") if is_plain else (text,):
+        with suppress(HydraException):
+            return OverridesParser.create().parse_override(attempt)
+    raise _wrong_form(text, "its brackets or quotes do not match, or an entry needs quotes")
+
+
+def _wrong_form(text: str, message: str) -> RequestError:
+    return RequestError(f"override '{text}': {message}", problem_id="override-form")
+
+
+@lru_cache(maxsize=64)  # Hydra takes 0.2 s, and many runs of one sweep or comparison have the same choices
+def _compose_groups(book: Path, choices: frozenset[str]) -> tuple[DictConfig, dict[str, str]]:
+    """What Hydra composes of config.yaml and the groups' files, and the choice of each group."""
+    store = ConfigStore.instance()
+    store.store(group="schema", name="config", node=RunConfig, package="_global_")
+    for group, schemas in CHOICE_SCHEMAS.items():
+        for choice, schema in schemas.items():
+            store.store(group=f"schema/{group}", name=choice, node=schema)
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(book / "hydra_configs"), version_base="1.3"):
+            tree = hydra_compose("config", overrides=sorted(choices), return_hydra_config=True)
+    except HydraException as error:  # a group's file is wrong; the message names it
+        lines = " ".join(str(error).splitlines()[:2])
+        raise RequestError(f"{book / 'hydra_configs'}: {lines}", problem_id="cannot-compose") from error
+    groups = {group: str(tree.hydra.runtime.choices[group]) for group in GROUPS}
+    OmegaConf.set_struct(tree, False)
+    del tree["hydra"]
+    OmegaConf.set_struct(tree, None)  # so that mappings take new names; sections refuse unknown keys by their types
+    return tree, groups
+
+
+def _merged(tree: DictConfig, layers: list[Layer], groups: dict[str, str]) -> DictConfig:
+    errors: list[RequestError] = []
+    for layer in layers:
+        try:
+            tree = cast(DictConfig, OmegaConf.merge(tree, layer.values))
+            for key, value in flat(layer.values):  # two values that merging passes over
+                is_mapping = value == {} and OmegaConf.get_type(OmegaConf.select(tree, key)) is dict
+                if is_mapping or value == MISSING:
+                    OmegaConf.update(tree, key, value, merge=False)
+        except (OmegaConfBaseException, OverflowError) as error:  # OverflowError: integers of hundreds of digits
+            errors.append(wrong_value(error, layer, groups))
+    if errors:
+        raise all_of(errors)
     return tree
 
 
-def _typed(tree: DictConfig, origins: Origins) -> RunConfig:
-    """The composed tree as dataclasses. Raises: RequestError for unknown keys and missing required values."""
-    with open_dict(tree):
-        del tree["hydra"]
+def _typed(tree: DictConfig, layers: list[Layer]) -> RunConfig:
+    """The composed tree as dataclasses. Raises: RequestError for missing required values, and for secrets."""
     guard_resolvers()
     try:
-        tree = _merge_open(tree, origins)
-        for key, owner in unknown_keys(tree):
-            raise unknown_key(key, owner, origins)
         if missing := sorted(OmegaConf.missing_keys(tree)):
-            raise explain_missing(missing)
-        config: Any = OmegaConf.to_object(tree)
-    except (OmegaConfBaseException, OverflowError) as error:  # OverflowError: integers of hundreds of digits
-        raise explain_value(error, origins) from error
-    assert isinstance(config, RunConfig)
-    _refuse_secrets(config, origins)
+            listed = "\n".join(f"  {key}=VALUE" for key in missing)
+            raise RequestError(f"these values are required:\n{listed}", problem_id="missing-value")
+        config = OmegaConf.to_object(tree)
+        assert isinstance(config, RunConfig)
+    except (OmegaConfBaseException, OverflowError) as error:
+        place = place_of(str(getattr(error, "full_key", "")), layers) or "hydra_configs"
+        raise wrong_value(error, Layer(place=place, values={}), {}) from error
+    variables = (variable.partition("=") for variable in getattr(config.launcher, "env_vars", []))
+    secret = ["launcher.env_vars" for name, _, value in variables if value and is_secret_name(name)]
+    secret += [key for key, text in texts_of(asdict(config)) if without_secrets(text) != text]
+    if secret:
+        raise RequestError(
+            f"{secret[0]} holds a secret, and a configuration is written to run.yaml, manifest.json and the report. "
+            "Leave it out: HF_TOKEN and WANDB_API_KEY reach the ranks by themselves; set others on the machines of "
+            "the run",
+            problem_id="secret-in-configuration",
+        )
     return config
-
-
-def _refuse_secrets(config: RunConfig, origins: Origins) -> None:
-    """Raises: RequestError for a text that contains a secret of the environment, wherever it came from."""
-    secrets = known_secrets(os.environ)  # once, for a hundred texts
-    for key, values, _ in texts_of(config):
-        for value in values:
-            if found := secret_in(value, secrets):
-                raise secret_in_configuration(key, found, origins)
-    for variable in getattr(config.launcher, "env_vars", []):
-        name, _, value = variable.partition("=")
-        if value and is_secret_name(name):
-            raise secret_in_configuration("launcher.env_vars", f"a value for {name}", origins)

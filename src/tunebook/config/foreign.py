@@ -1,52 +1,35 @@
-"""What other tools call things, and what to type here instead.
+"""What other tools call settings, and what to type here instead.
 
-The names are in `foreign.yaml`. An unknown key, choice, command or option is looked up there before a similar spelling
-is suggested. Every answer follows the name in a sentence, and is empty for a name that is not known.
+The names are in `foreign.yaml`. An unknown key or choice is looked up there before a similar spelling is suggested.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import shlex
 from pathlib import Path
 
 import yaml
 
-from tunebook.config.override_text import shell_word
-
 
 @functools.cache
-def names() -> dict[str, dict[str, str]]:
-    """What to type by other tools' names, in the sections `settings`, `commands` and `options`."""
+def names() -> dict[str, str]:
+    """What to type by other tools' names."""
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    sections: dict[str, dict[str, str]] = yaml.safe_load(text)
-    return sections
+    settings: dict[str, str] = yaml.safe_load(text)
+    return settings
 
 
 def instead_of(name: str, value: str | None = None) -> str:
-    """What to type instead of a setting, `lora_r` also as `training.lora_r`, or of a choice, as `packing=true`."""
-    settings, parts = names()["settings"], name.lower().split(".")
+    """What to type instead of a setting, `lora_r` also as `training.lora_r`, or of a choice, as `packing=true`.
+
+    It follows the name in a sentence, and is empty for a name that is not known.
+    """
+    parts = name.lower().split(".")
     for suffix in (".".join(parts[start:]) for start in range(len(parts))):
-        if found := settings.get(f"{suffix}={value}".lower()) or settings.get(suffix):
-            return _said(found, value=value)
+        if found := names().get(f"{suffix}={value}".lower()) or names().get(suffix):
+            overrides, has_remark, remark = found.partition("(")
+            typed = overrides.split()
+            words = [shlex.quote(word.replace("{value}", (value or "VALUE").strip("[]"))) for word in typed]
+            return f"{'; type ' if words else ''}{' '.join(words)} {has_remark}{remark}".rstrip()
     return ""
-
-
-def instead_of_command(name: str, words: Iterable[str]) -> str:
-    """What to type instead of a command and the words that follow it."""
-    return _said(names()["commands"].get(name, ""), more=words)
-
-
-def instead_of_option(option: str, value: str) -> str:
-    """What to type instead of an option; also of a setting that is typed as one."""
-    if found := names()["options"].get(option):
-        return _said(found, value=value)
-    return instead_of(option.lstrip("-").replace("-", "_"), value)
-
-
-def _said(found: str, *, value: str | None = None, more: Iterable[str] = ()) -> str:
-    if not found or found.startswith("("):
-        return found and f" {found}"
-    words, has_remark, remark = found.partition(" (")
-    filled = [word.replace("{value}", (value or "VALUE").strip("[]")) for word in words.split(" ")]
-    return f"; type {' '.join(map(shell_word, [*filled, *more]))}{has_remark}{remark}"

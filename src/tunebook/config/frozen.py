@@ -1,7 +1,7 @@
 """`run.yaml`: the resolved configuration that the launcher writes and every rank reads.
 
-With relative paths it also contains the folder in which they were typed, so that they resolve from anywhere. If that
-folder does not exist, they start at the working directory.
+It also contains the folder in which its relative paths were typed, so that they resolve from anywhere. If that folder
+does not exist, they start at the working directory.
 """
 
 from __future__ import annotations
@@ -9,59 +9,26 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, is_dataclass
 from functools import lru_cache
-from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from tunebook.config.book import (
-    PlacedPath,
-    is_relative,
-    is_task_file,
-    is_template_name,
-    placed,
-    problems_of,
-    resolve_path,
-)
+from tunebook.config.book import PlacedPath, is_relative, is_task_file, placed, problems_of
 from tunebook.config.choices import LauncherName, Strategy
+from tunebook.config.identity import plain
 from tunebook.config.interpolation import escaped, to_object
-from tunebook.config.model_facts import ARCHITECTURE_FILE, LayerFacts, layers_from_json
-from tunebook.config.schema import (
-    FsdpConfig,
-    LauncherConfig,
-    ParallelismConfig,
-    RayConfig,
-    RunConfig,
-    SlurmConfig,
-    ZeroConfig,
-)
+from tunebook.config.model_facts import ARCHITECTURE_FILE, layers_from_json
+from tunebook.config.schema import CHOICE_SCHEMAS, RunConfig
 from tunebook.config.unsafe_text import shown
-from tunebook.config.walk import field_types, texts_of
 from tunebook.errors import RequestError, first_line
 
-_INTERPOLATION = "${"  # how one begins
 _COMMENT_COLUMN = 40  # where comments start, behind all but the longest values
-PARALLELISM_SCHEMAS: dict[Strategy, type[ParallelismConfig]] = {
-    Strategy.single: ParallelismConfig,
-    Strategy.ddp: ParallelismConfig,
-    Strategy.zero1: ZeroConfig,
-    Strategy.zero2: ZeroConfig,
-    Strategy.zero3: ZeroConfig,
-    Strategy.fsdp: FsdpConfig,
-    Strategy.fsdp_grad_op: FsdpConfig,
-    Strategy.hsdp: FsdpConfig,
-}
-LAUNCHER_SCHEMAS: dict[LauncherName, type[LauncherConfig]] = {
-    LauncherName.local: LauncherConfig,
-    LauncherName.slurm: SlurmConfig,
-    LauncherName.ray: RayConfig,
-}
 
 # Not a key of the configuration, and in no hash: the same settings are the same run wherever they are typed.
 TYPED_IN_KEY = "typed_in"
@@ -73,74 +40,39 @@ def architecture_json(config: RunConfig) -> str | None:
     return None if facts is None or facts.measured is None else json.dumps(asdict(facts.measured)) + "\n"
 
 
-def _recorded_layers(architecture: Path) -> LayerFacts | None:
-    """What a run's `architecture.json` records of its model's layers; None without one."""
-    return layers_from_json(json.loads(architecture.read_text(encoding="utf-8"))) if architecture.is_file() else None
-
-
 def config_to_yaml(config: RunConfig, comment: Callable[[str], str] | None = None) -> str:
     """A configuration as YAML text that `load_config` reads, with the folder where its relative paths start.
 
-    Its values are final, so a `${` in one is escaped. `comment` returns the comment of a dotted key, a section's or a
-    value's; an empty one is left out.
+    `comment` returns the comment of a dotted key, a section's or a value's; an empty one is left out.
     """
-    if any(_INTERPOLATION in text for _, texts, _ in texts_of(config) for text in texts):
-        config = _escaped(config)
-    text: str = OmegaConf.to_yaml(OmegaConf.structured(config))
-    folder = typed_in(config)
-    if folder is not None:
-        text += OmegaConf.to_yaml(OmegaConf.create({TYPED_IN_KEY: str(folder)}))
-    return text if comment is None else _with_comments(text, comment)
+    content = plain(config) | {TYPED_IN_KEY: str(typed_in(config))}
+    if comment is None:
+        return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    return "".join(_commented(content, comment))
 
 
-def _with_comments(text: str, comment: Callable[[str], str]) -> str:
-    """The YAML text with a comment on the last line of each value, and on the line of a section's or a list's name."""
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
-    for key, place in reversed(list(_ends(root, ""))):
-        if words := shown(comment(key)):  # a line break would end the comment
-            place = text.find("\n", place)  # behind the key's colon
-            column = place - text.rfind("\n", 0, place) - 1
-            text = f"{text[:place]}{' ' * max(2, _COMMENT_COLUMN - column)}# {words}{text[place:]}"
-    return text
+def _commented(section: dict[str, Any], comment: Callable[[str], str], above: str = "") -> Iterator[str]:
+    indent = "  " * above.count(".")
+    for name, value in section.items():
+        is_section = isinstance(value, dict) and bool(value)
+        line = f"{indent}{name}:" if is_section else f"{indent}{name}: {_on_one_line(value)}"
+        words = shown(comment(f"{above}{name}"))  # a line break would end the comment
+        yield f"{line:<{_COMMENT_COLUMN}}  # {words}\n" if words else f"{line}\n"
+        if is_section:
+            yield from _commented(value, comment, f"{above}{name}.")
 
 
-def _ends(mapping: Any, prefix: str) -> Iterator[tuple[str, int]]:
-    """Every dotted key below a YAML mapping, with the offset where its one-line value ends, or else where it ends."""
-    for name, value in mapping.value:
-        key = f"{prefix}{name.value}"
-        is_block = isinstance(value, yaml.CollectionNode) and bool(value.value)
-        yield key, (name if is_block else value).end_mark.index
-        if is_block and isinstance(value, yaml.MappingNode):
-            yield from _ends(value, f"{key}.")
-
-
-def _escaped(value: Any) -> Any:
-    """A copy of a configuration, or of a part of it, without interpolations for OmegaConf."""
-    if isinstance(value, str):
-        return escaped(value) if _INTERPOLATION in value else value
-    if isinstance(value, list):
-        return [_escaped(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _escaped(item) for name, item in value.items()}
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: _escaped(getattr(value, field.name)) for field in fields(value)})
-    return value
-
-
-def typed_in_of(file: Path) -> Path | None:
-    """The folder where the relative paths of a `run.yaml` start; None if there is none or it cannot be read."""
-    try:
-        folder: Any = OmegaConf.to_container(OmegaConf.load(file)).get(TYPED_IN_KEY)  # type: ignore[union-attr]
-    except (OSError, OmegaConfBaseException, YAMLError, AttributeError):
-        return None
-    return Path(folder) if isinstance(folder, str) else None
+def _on_one_line(value: Any) -> str:
+    return yaml.safe_dump([value], default_flow_style=True, width=float("inf"))[1:-2]
 
 
 def load_config(file: Path) -> RunConfig:
     """Read a frozen `run.yaml`. Raises: RequestError if it is missing, damaged or of another version's schema."""
+    architecture = file.with_name(ARCHITECTURE_FILE)
     try:
-        merged, folder = copy.deepcopy(_parse(file.read_text(encoding="utf-8")))
-        layers = _recorded_layers(file.with_name(ARCHITECTURE_FILE))
+        config, folder = copy.deepcopy(_parse(file.read_text(encoding="utf-8")))
+        if architecture.is_file() and config.model.facts is not None:
+            config.model.facts.measured = layers_from_json(json.loads(architecture.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise RequestError(f"{file} is not there, so this is no run folder", problem_id="no-run-folder") from error
     except (OmegaConfBaseException, YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
@@ -149,32 +81,26 @@ def load_config(file: Path) -> RunConfig:
             "written by another version of Tunebook",
             problem_id="no-run-folder",
         ) from error
-    assert isinstance(merged, RunConfig)
-    if layers is not None and merged.model.facts is not None:
-        merged.model.facts.measured = layers
-    if isinstance(folder, str) and Path(folder).is_dir():
-        place_paths(merged, Path(folder))
-    return merged
+    if Path(folder).is_dir():
+        place_paths(config, Path(folder))
+    return config
 
 
 @lru_cache(maxsize=16)  # a command reads the run.yaml of each of its runs several times, and parsing takes 50 ms
-def _parse(text: str) -> tuple[Any, Any]:
+def _parse(text: str) -> tuple[RunConfig, str]:
     """The configuration in the text of a run.yaml, and the folder where its paths start."""
-    plain: Any = OmegaConf.to_container(OmegaConf.load(StringIO(text)))
-    folder = plain.pop(TYPED_IN_KEY, None)
-    parts = {field.name: plain.pop(field.name) for field in fields(RunConfig) if field.name in plain}
+    content = yaml.safe_load(text)
+    folder = content.pop(TYPED_IN_KEY)
     config = OmegaConf.structured(RunConfig)
-    config.parallelism = PARALLELISM_SCHEMAS[Strategy[parts["parallelism"]["strategy"]]]
-    config.launcher = LAUNCHER_SCHEMAS[LauncherName[parts["launcher"]["name"]]]
-    return to_object(OmegaConf.merge(config, parts | plain)), folder
+    config.parallelism = CHOICE_SCHEMAS["parallelism"][content["parallelism"]["strategy"]]
+    config.launcher = CHOICE_SCHEMAS["launcher"][content["launcher"]["name"]]
+    return to_object(OmegaConf.merge(config, escaped(content))), folder
 
 
-def typed_in(config: RunConfig) -> Path | None:
-    """The folder that a configuration's relative paths start at; None if it has none."""
-    found = [text for section, key in _relative_paths(config, None) for text in _path_texts(getattr(section, key))]
-    if not found:
-        return None
-    return next((text.typed_in for text in found if isinstance(text, PlacedPath)), Path.cwd())
+def typed_in(config: RunConfig) -> Path:
+    """The folder that a configuration's relative paths start at."""
+    texts = [*config.evaluation.tasks, *(getattr(section, key) for section, key in _path_settings(config))]
+    return next((text.typed_in for text in texts if isinstance(text, PlacedPath)), Path.cwd())
 
 
 def place_paths(config: RunConfig, folder: Path) -> None:
@@ -182,38 +108,22 @@ def place_paths(config: RunConfig, folder: Path) -> None:
 
     The texts stay unchanged, since the configuration's hash is computed from them.
     """
-    for section, key in list(_relative_paths(config, folder)):
-        value = getattr(section, key)
-        if isinstance(value, list):
-            setattr(section, key, [placed(task, folder) if _is_relative_task(task) else task for task in value])
-        else:
-            setattr(section, key, placed(value, folder))
-
-
-def _is_relative_task(task: str) -> bool:
-    problems = problems_of(task)
-    return is_relative(task if problems is None else problems) and (problems is not None or is_task_file(task))
-
-
-def _path_texts(value: str | list[str]) -> list[str]:
-    return [value] if isinstance(value, str) else [task for task in value if _is_relative_task(task)]
-
-
-def _relative_paths(config: RunConfig, folder: Path | None) -> Iterator[tuple[Any, str]]:
-    """Section and key of each setting with a relative path, which starts at `folder` or where it starts now."""
-    model, dataset = config.model, config.dataset
-    sources = [dataset, *dataset.parts.values()]
-    paths = [(model, "path"), (model, "chat_template"), (dataset, "validation_path")]
-    for section, key in [*paths, *((source, "path") for source in sources)]:
+    for section, key in _path_settings(config):
         text = getattr(section, key)
-        if text and is_relative(text) and not (key == "chat_template" and is_template_name(text)):
-            yield section, key
-    for section, key in [(model, "tokenizer"), *((source, "name") for source in sources)]:
-        text = getattr(section, key)
-        if text and is_relative(text) and (resolve_path(text) if folder is None else folder / text).exists():
-            yield section, key  # else it is a name on the hub
-    if any(map(_is_relative_task, config.evaluation.tasks)):
-        yield config.evaluation, "tasks"
+        is_name = key in ("name", "tokenizer")  # on the hub, unless there is such a folder
+        if text and is_relative(text) and not (is_name and not (folder / text).exists()):
+            setattr(section, key, placed(text, folder))
+    config.evaluation.tasks = [
+        placed(task, folder) if is_task_file(task) or problems_of(task) else task for task in config.evaluation.tasks
+    ]
+
+
+def _path_settings(config: RunConfig) -> Iterator[tuple[Any, str]]:
+    """Section and key of each setting that may hold a path."""
+    yield from ((config.model, key) for key in ("path", "chat_template", "tokenizer"))
+    yield config.dataset, "validation_path"
+    for source in (config.dataset, *config.dataset.parts.values()):
+        yield from ((source, key) for key in ("path", "name"))
 
 
 def plain_config(**given: Any) -> RunConfig:
@@ -221,7 +131,9 @@ def plain_config(**given: Any) -> RunConfig:
 
     Nothing is resolved or checked, and there is nothing to train: no task, no learning rate, rows of no tokens.
     """
-    schemas: dict[str, Any] = {name: kind for name, kind in field_types(RunConfig).items() if is_dataclass(kind)}
+    schemas: dict[str, Any] = {
+        name: schema for name, schema in get_type_hints(RunConfig).items() if is_dataclass(schema)
+    }
     required: dict[str, dict[str, Any]] = {
         "parallelism": {"strategy": Strategy.single},
         "optimizer": {"learning_rate": 0.0},

@@ -8,74 +8,55 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Iterator
+import re
+from collections.abc import Callable, Iterator
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
-from tunebook.config.book import BOOK_PREFIX, book_root
+from tunebook.config.keys import ABSENT, PART, Setting, all_keys, settings_of
 from tunebook.config.schema import RunConfig, describes_claim, is_identity
-from tunebook.config.walk import schemas_of, texts_of
 from tunebook.files import sha256_text
 
-# Detected memory sizes. No loss depends on them; the settings that are derived from them are hashed themselves.
-CAPACITIES = ("hardware.memory_gib", "hardware.host_memory_gib")
 
-_Choice = Callable[["dataclasses.Field[Any]"], bool]
-
-ABSENT = "absent"  # the value of a key that a schema does not have
-
-
-def config_hash(config: RunConfig, book_folder: str | None = None) -> str:
-    """SHA-256 of the settings that differ from their defaults: sorted keys, the book's paths as `book:...`."""
-    changed = _changed(config, book_folder or _book_folder())
-    text = json.dumps(changed, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    return sha256_text(text)
-
-
-def hash_anywhere(config: RunConfig, asked: Collection[str]) -> str:
-    """`config_hash` without detected memory: equal for one request on hosts with different memory."""
-    changed = dataclasses.replace(config.hardware)
-    for key in found_capacities(config, asked):
-        setattr(changed, key.removeprefix("hardware."), None)
-    return config_hash(dataclasses.replace(config, hardware=changed))
-
-
-def found_capacities(config: RunConfig, asked: Collection[str]) -> tuple[str, ...]:
-    """The CAPACITIES that were detected; `asked` are the keys that the user has set."""
-    named = {*asked, *(["hardware.host_memory_gib"] if config.hardware.host_memory_gib is not None else [])}
-    return tuple(key for key in CAPACITIES if key not in named)
-
-
-def has_hash(config: RunConfig, expected: str) -> bool:
-    """True if a configuration has this hash, also if the book was in another folder then."""
-    if expected == config_hash(config):
-        return True
-    paths = [Path(text) for _, texts, _ in texts_of(config) for text in texts if text.startswith("/")]
-    folders = {folder for path in paths for folder in path.parents}
-    return any(config_hash(config, f"{folder}/") == expected for folder in folders)
+def config_hash(config: RunConfig) -> str:
+    """SHA-256 of the settings that change the result and differ from their defaults."""
+    changed = {key: value for key, value in flat(result_settings(config)) if value != default_of(key)}
+    return sha256_text(json.dumps(changed, sort_keys=True, ensure_ascii=False, allow_nan=False))
 
 
 def result_settings(config: RunConfig) -> dict[str, Any]:
     """Every setting that changes the result, as plain JSON values by section."""
-    return dict(_sections(config, is_identity, _book_folder()))
+    settings: dict[str, Any] = plain(config, is_identity)
+    return settings
 
 
 def comparable_config(config: RunConfig) -> dict[str, Any]:
     """The settings that two runs of one claim share: all that change losses, speed or memory, except the machine."""
-    kept = dict(_sections(config, describes_claim, _book_folder()))
+    kept: dict[str, Any] = plain(config, describes_claim)
     del kept["hardware"]
     return kept
 
 
+def plain(value: Any, is_kept: Callable[[Setting], bool] = lambda setting: True) -> Any:
+    """A configuration, or a part of it, as JSON values: dataclasses are dictionaries, choices are their names."""
+    if dataclasses.is_dataclass(value):
+        kept = filter(is_kept, settings_of(value))
+        return {setting.name: plain(getattr(value, setting.name), is_kept) for setting in kept}
+    if isinstance(value, dict):
+        return {key: plain(item, is_kept) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain(item, is_kept) for item in value]
+    if isinstance(value, Enum):
+        return value.name
+    return str(value) if isinstance(value, str) else value  # a path without the folder where it was typed
+
+
 def default_of(key: str) -> Any:
-    """The default of a dotted key as a plain value, which older records have implicitly; ABSENT if unknown."""
-    section, _, name = key.rpartition(".")
-    for schema in schemas_of(section):
-        for field in dataclasses.fields(schema):
-            if field.name == name:
-                return _plain(_default(field), describes_claim, _book_folder())
-    return ABSENT
+    """The default of a dotted key as a plain value; ABSENT if the schema does not have it."""
+    setting = all_keys().get(re.sub(r"^dataset\.parts\.[^.]+", f"dataset.parts.{PART}", key))
+    if setting is None:
+        return ABSENT
+    return plain(setting.default if setting.default_factory is dataclasses.MISSING else setting.default_factory())
 
 
 def flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -95,9 +76,9 @@ def flat_differences(
     A section that is empty in one of them is not listed in addition to the keys of the other.
     """
     first, second = dict(flat(one, path)), dict(flat(other, path))
-    keys = sorted(first.keys() | second.keys())
-    filled = {key[:end] for key in keys for end, letter in enumerate(key) if letter == "."}
-    pairs = ((key, *(side[key] if key in side else absent(key) for side in (first, second))) for key in keys)
+    every = sorted(first.keys() | second.keys())
+    filled = {key[:end] for key in every for end, letter in enumerate(key) if letter == "."}
+    pairs = ((key, *(side[key] if key in side else absent(key) for side in (first, second))) for key in every)
     return [
         (key, mine, yours)
         for key, mine, yours in pairs
@@ -108,56 +89,3 @@ def flat_differences(
 def changed_settings(recorded: dict[str, Any], own: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """`flat_differences` of two configurations: a key that only one of them has is at its default in the other."""
     return flat_differences(recorded, own, absent=default_of)
-
-
-def _changed(node: Any, book_folder: str) -> dict[str, Any]:
-    """The fields of a dataclass that belong to a run's identity and differ from their defaults."""
-    found: dict[str, Any] = {}
-    for field in dataclasses.fields(node):
-        value, default = getattr(node, field.name), _default(field)
-        if not is_identity(field) or value == default:
-            continue
-        if dataclasses.is_dataclass(value):
-            nested = _changed(value, book_folder)
-            if nested or not dataclasses.is_dataclass(default):
-                found[field.name] = nested
-        elif isinstance(value, dict):
-            found[field.name] = {
-                name: _changed(part, book_folder)
-                if dataclasses.is_dataclass(part)
-                else _plain(part, is_identity, book_folder)
-                for name, part in value.items()
-            }
-        else:
-            found[field.name] = _plain(value, is_identity, book_folder)
-    return found
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
-
-
-def _sections(node: Any, is_kept: _Choice, book_folder: str) -> Iterator[tuple[str, Any]]:
-    for field in dataclasses.fields(node):
-        if is_kept(field):
-            yield field.name, _plain(getattr(node, field.name), is_kept, book_folder)
-
-
-def _plain(value: Any, is_kept: _Choice, book_folder: str) -> Any:
-    if dataclasses.is_dataclass(value):
-        return dict(_sections(value, is_kept, book_folder))
-    if isinstance(value, dict):
-        return {key: _plain(item, is_kept, book_folder) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item, is_kept, book_folder) for item in value]
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, str) and value.startswith(book_folder):
-        return BOOK_PREFIX + value.removeprefix(book_folder)
-    return value
-
-
-def _book_folder() -> str:
-    return f"{book_root()}/"

@@ -7,14 +7,13 @@ another interpolation, so the check is in the resolver and does not look at the 
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.resolvers import oc
 
 from tunebook.config.unsafe_text import is_secret_name
-from tunebook.errors import causes
 
 # Folders of this machine, its user, and the job.
 _NAMES = (
@@ -22,18 +21,6 @@ _NAMES = (
     *("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID", "SLURM_CLUSTER_NAME"),
 )
 _ENDINGS = ("_DIR", "_PATH", "_ROOT", "_HOME", "_FOLDER", "_SCRATCH", "_DATA", "_TMPDIR")
-ALLOWED = f"{', '.join(_NAMES)}, and names that end in {', '.join(_ENDINGS)}"
-# OmegaConf's own, which read only the configuration.
-_RESOLVERS = ("oc.create", "oc.decode", "oc.deprecated", "oc.dict.keys", "oc.dict.values", "oc.env", "oc.select")
-_UNSET: Any = object()
-
-
-class OutsideError(Exception):
-    """An interpolation of something forbidden or missing; `advice` is what to type, with `{key}` for the key."""
-
-    def __init__(self, message: str, advice: str, *, problem_id: str) -> None:
-        super().__init__(message)
-        self.message, self.advice, self.problem_id = message, advice, problem_id
 
 
 def may_read(variable: str) -> bool:
@@ -44,56 +31,33 @@ def may_read(variable: str) -> bool:
 def guard_resolvers() -> None:
     """Restrict interpolations to the configuration and the allowed variables.
 
-    Call it before each configuration is resolved, since Hydra registers its own resolvers with every composition.
+    Hydra registers its own resolvers, such as the clock, with every composition.
     """
     OmegaConf.clear_resolvers()
     OmegaConf.register_new_resolver("oc.env", _read_variable, replace=True)
 
 
 def to_object(tree: Any) -> Any:
-    """The tree as dataclasses, with its interpolations resolved. Raises: OmegaConf's errors, also for OutsideError."""
+    """The tree as dataclasses, with its interpolations resolved. Raises: OmegaConf's errors."""
     guard_resolvers()
     return OmegaConf.to_object(tree)
 
 
-def outside_error(error: BaseException) -> OutsideError | None:
-    """The refused interpolation because of which resolving failed; None if it failed for another reason."""
-    if (refused := next((one for one in causes(error) if isinstance(one, OutsideError)), None)) is not None:
-        return refused
-    unknown = re.search(r"Unsupported interpolation type (\S+)", str(error))
-    if unknown is None:
-        return None
-    return OutsideError(
-        f"takes its value from '{unknown[1]}', and a configuration may only use {', '.join(_RESOLVERS)}: the clock and "
-        "the machine are in no record of a run, so it could not be repeated",
-        "{key}=VALUE",
-        problem_id="interpolation-refused",
-    )
-
-
-def _read_variable(name: str, default: Any = _UNSET) -> str | None:
-    """Like OmegaConf's own `oc.env`, for allowed variables only. Raises: OutsideError."""
+def _read_variable(name: str, *default: Any) -> str | None:
     if not may_read(name):
-        raise OutsideError(
-            f"takes ${{oc.env:{name}}} from the environment, and what a configuration reads is written to run.yaml, "
-            f"manifest.json and the report. It may read {ALLOWED}. Tokens (HF_TOKEN, WANDB_API_KEY) are read where "
-            "they are needed, by themselves",
-            "{key}=VALUE",
-            problem_id="interpolation-refused",
+        raise ValueError(
+            f"a configuration may not read {name}, only {', '.join(_NAMES)}, and names that end in "
+            f"{', '.join(_ENDINGS)}; tokens such as HF_TOKEN are read where they are needed"
         )
-    text = os.environ.get(name)
-    if text is not None:
-        return text
-    if default is not _UNSET:
-        return None if default is None else str(default)
-    raise OutsideError(
-        f"takes ${{oc.env:{name}}}, and {name} is not set",
-        f"export {name}=VALUE before the command, or {{key}}=VALUE; a recipe may state a default: "
-        f"${{oc.env:{name},VALUE}}",
-        problem_id="variable-not-set",
-    )
+    return oc.env(name, *default)
 
 
-def escaped(text: str) -> str:
-    """The text escaped so that OmegaConf does not read `${` as an interpolation."""
-    return re.sub(r"(\\*)\$\{", lambda found: f"{2 * found[1]}\\${{", text)
+def escaped(value: Any) -> Any:
+    """Plain values escaped so that OmegaConf reads no `${` in them as an interpolation."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: f"{2 * found[1]}\\${{", value)
+    if isinstance(value, list):
+        return [escaped(item) for item in value]
+    if isinstance(value, dict):
+        return {name: escaped(item) for name, item in value.items()}
+    return value

@@ -7,13 +7,13 @@ Users do not set the facts of its layers: `plan.architecture` asks transformers,
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 from tunebook.config.book import book_root
 from tunebook.config.ranges import number
@@ -63,7 +63,7 @@ class ModelFacts:
     max_position_embeddings: int = number(MISSING, at_least=2)  # tokens
     tie_word_embeddings: bool = MISSING
     dtype: str = MISSING  # of the published weights: float32, float16 or bfloat16
-    # Parts that text never reaches and that are not trained, such as an image tower, named as in `config.unreached`
+    # Modules that text never reaches and that are not trained, such as an image tower
     unreached: list[str] = field(default_factory=list)
     # Further keys of the model's config.json on which its layers depend, as they are written there: head_dim,
     # sliding_window, num_experts, num_experts_per_tok and the like. Other keys are at transformers' defaults. If a
@@ -73,37 +73,18 @@ class ModelFacts:
     measured: LayerFacts | None = field(default=None, metadata={"omegaconf_ignore": True, "identity": False})
 
 
-def facts_to_json(facts: ModelFacts) -> dict[str, Any]:
-    """Plain values from which `facts_from_json` restores equal facts."""
-    return asdict(facts)
-
-
 def facts_from_json(answer: dict[str, Any]) -> ModelFacts:
-    """Model facts with those of the layers.
-
-    Raises: ValueError, TypeError, KeyError or AttributeError if the JSON has another form.
-    """
-    kinds = {"architecture": str, "dtype": str, "tie_word_embeddings": bool, "unreached": list, "config": dict}
-    values = {name: kinds.get(name, int)(value) for name, value in answer.items() if name != "measured"}
-    return ModelFacts(**values, measured=layers_from_json(answer["measured"]))
+    """Model facts with those of the layers. Raises: OmegaConfBaseException or KeyError if the JSON has another form."""
+    facts: Any = OmegaConf.to_object(
+        OmegaConf.merge(OmegaConf.structured(ModelFacts), {key: answer[key] for key in answer.keys() - {"measured"}})
+    )
+    facts.measured = layers_from_json(answer["measured"])
+    return cast(ModelFacts, facts)
 
 
 def layers_from_json(layers: dict[str, Any]) -> LayerFacts:
-    """Facts of layers from plain values. Raises: the same errors as `facts_from_json`."""
-    values: dict[str, Any] = {}
-    for each in fields(LayerFacts):
-        if each.name not in layers:
-            continue
-        value = layers[each.name]
-        if each.name in ("adapters", "expert_adapters"):
-            values[each.name] = {str(name): [int(inputs), int(outputs)] for name, (inputs, outputs) in value.items()}
-        elif each.name in ("attention", "packing_packages"):
-            values[each.name] = [str(name) for name in value]
-        elif each.name == "isolates":
-            values[each.name] = {str(way): bool(found) for way, found in value.items()}
-        else:
-            values[each.name] = int(value)
-    return LayerFacts(**values)
+    """Facts of layers from plain values. Raises: OmegaConfBaseException if they have another form."""
+    return cast(LayerFacts, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(LayerFacts), layers)))
 
 
 def facts_of_hub_name(name: str) -> tuple[str, ModelFacts] | None:

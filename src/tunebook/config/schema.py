@@ -235,9 +235,11 @@ class HardwareConfig:
     num_nodes: int = number(1, at_least=1, at_most=100_000)
     # Null: all that are found, one for parallelism=single
     gpus_per_node: int | None = number(None, at_least=1, at_most=1024)
-    memory_gib: float | None = number(None, above=0)  # of one GPU; null: as found, or the generation's usual size
+    # Of one GPU; null: as found, or the generation's usual size. No loss depends on a size of memory; the settings that
+    # follow from it are in the run's identity themselves
+    memory_gib: float | None = number(None, above=0, metadata=_SAME_RESULT)
     # Of one node; null: this machine's where the ranks start here, else not known
-    host_memory_gib: float | None = number(None, above=0)
+    host_memory_gib: float | None = number(None, above=0, metadata=_SAME_RESULT)
     reference: ReferenceHardware = field(default_factory=ReferenceHardware)
 
 
@@ -297,8 +299,8 @@ class PeftSettings:
     modules_to_save: list[str] = field(default_factory=list)  # trained whole and saved with the adapter
     use_rslora: bool = False  # scale by alpha / sqrt(rank)
     # Other ranks and alphas, by a linear layer's name: {q_proj: 32}
-    rank_pattern: dict[str, int] = number(dict, at_least=1, usual="16")
-    alpha_pattern: dict[str, float] = number(dict, above=0, usual="32")
+    rank_pattern: dict[str, int] = number(dict, at_least=1)
+    alpha_pattern: dict[str, float] = number(dict, above=0)
     use_dora: bool = False  # also train the length of each output's weights (DoRA, arXiv:2402.09353)
 
 
@@ -307,7 +309,7 @@ class OptimizerConfig:
     """The optimizer and its step size."""
 
     name: OptimizerName = OptimizerName.adamw
-    learning_rate: float = number(MISSING, above=0, at_most=1, usual="2e-5")
+    learning_rate: float = number(MISSING, above=0, at_most=1)
     weight_decay: float = number(0.0, at_least=0, at_most=1)
     beta1: float = number(0.9, at_least=0, below=1)
     beta2: float = number(0.999, at_least=0, below=1)
@@ -320,7 +322,7 @@ class ScheduleConfig:
 
     name: ScheduleName = ScheduleName.cosine
     warmup_steps: int | None = number(None, at_least=0)  # optimizer steps
-    warmup_share: float | None = number(None, at_least=0, below=1, usual="0.03")  # 0 to 1 of all optimizer steps
+    warmup_share: float | None = number(None, at_least=0, below=1)  # 0 to 1 of all optimizer steps
     min_learning_rate: float | None = number(None, at_least=0, at_most=1)  # cosine_with_min_lr
     # cosine_with_min_lr: of optimizer.learning_rate
     min_learning_rate_share: float | None = number(None, at_least=0, at_most=1)
@@ -414,11 +416,11 @@ class TrainingConfig:
     """Batch, length, duration, saving and logging. Exactly one of `global_samples` and `global_tokens`."""
 
     # Documents per optimizer step over all GPUs, packed or not
-    global_samples: int | None = number(None, at_least=1, usual="64")
+    global_samples: int | None = number(None, at_least=1)
     # Tokens per optimizer step over all GPUs, at most
-    global_tokens: int | None = number(None, at_least=1, usual="65536")
+    global_tokens: int | None = number(None, at_least=1)
     micro_batch_size: int | None = number(None, at_least=1)  # rows per GPU and pass; null: the largest the rules allow
-    max_length: int = number(MISSING, at_least=2, usual="2048")  # tokens of one document
+    max_length: int = number(MISSING, at_least=2)  # tokens of one document
     num_epochs: float = number(1.0, above=0, at_most=1_000_000)
     max_steps: int | None = number(None, at_least=1)  # optimizer steps; null: as many as the epochs take
     max_grad_norm: float | None = number(1.0, above=0)  # null: gradients are not clipped
@@ -481,12 +483,14 @@ GROUPS = (
     "optimizer", "schedule", "launcher", "tracking", "evaluation",
 )  # fmt: skip
 
-# Schemas that a group file names in its defaults (`/schema/<group>/<name>@_here_`) because one choice has its own keys.
-CHOICE_SCHEMAS: dict[str, type] = {
-    "parallelism/zero": ZeroConfig,
-    "parallelism/fsdp": FsdpConfig,
-    "launcher/slurm": SlurmConfig,
-    "launcher/ray": RayConfig,
+# The schema of each choice of the groups whose choices have keys of their own.
+CHOICE_SCHEMAS: dict[str, dict[str, type]] = {
+    "parallelism": {
+        **dict.fromkeys(("single", "ddp"), ParallelismConfig),
+        **dict.fromkeys(("zero1", "zero2", "zero3"), ZeroConfig),
+        **dict.fromkeys(("fsdp", "fsdp_grad_op", "hsdp"), FsdpConfig),
+    },
+    "launcher": {"local": LauncherConfig, "slurm": SlurmConfig, "ray": RayConfig},
 }
 
 

@@ -16,10 +16,6 @@ from pathlib import Path
 
 from tunebook.errors import RequestError
 
-_NAMES = {
-    "\n": "a line break", "\r": "a carriage return", "\t": "a tab", "\0": "a NUL", "\x1b": "an escape",
-    "\x85": "a line break (NEL)", "\u2028": "a line separator", "\u2029": "a paragraph separator",
-}  # fmt: skip
 # Unicode categories: control characters, separators of lines and paragraphs, surrogates for bytes that are not text.
 _CATEGORIES = ("Cc", "Zl", "Zp", "Cs")
 _DIRECTIONS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # they change the displayed order
@@ -37,12 +33,9 @@ _SHORTEST = 16  # characters: a shorter value may be an ordinary word
 _HIDDEN = "***"
 
 
-def control_character(text: str) -> str | None:
-    """The name of the first control character of a text; None if there is none."""
-    found = next((sign for sign in text if _is_control(sign)), None)
-    if found is None:
-        return None
-    return f"{_NAMES.get(found, 'a control character')} (U+{ord(found):04X})"
+def shown(text: str) -> str:
+    r"""The text for a terminal: control characters as \n, \x1b or \u2028."""
+    return "".join(ascii(sign)[1:-1] if _is_control(sign) else sign for sign in text)
 
 
 def _is_control(sign: str) -> bool:
@@ -51,23 +44,12 @@ def _is_control(sign: str) -> bool:
 
 def require_printable(what: str, text: str | Path) -> None:
     """Refuse a text with a control character in it; `what` is its key or option. Raises: RequestError."""
-    found = control_character(str(text))
-    if found is not None:
+    if shown(str(text)) != str(text):
         raise RequestError(
-            f"{what}={shown(str(text))} holds {found}, which could begin another line of a script, and a command with "
-            f"it; type it without: {without_control_characters(str(text))!r}",
+            f"{what}={shown(str(text))} holds a control character, which could begin another line of a script, and a "
+            "command with it; type it without",
             problem_id="control-characters",
         )
-
-
-def without_control_characters(text: str) -> str:
-    """The text without control characters."""
-    return "".join(sign for sign in text if not _is_control(sign))
-
-
-def shown(text: str) -> str:
-    r"""The text for a terminal: control characters as \n, \x1b or \u2028."""
-    return "".join(ascii(sign)[1:-1] if _is_control(sign) else sign for sign in text)
 
 
 def is_secret_name(variable: str) -> bool:
@@ -75,25 +57,12 @@ def is_secret_name(variable: str) -> bool:
     return _SECRET_NAME.search(variable) is not None
 
 
-def secret_in(text: str, secrets: Mapping[str, str]) -> str | None:
-    """A description of the secret in a text; None if it contains none of `known_secrets` and no access token."""
-    for name, value in secrets.items():
-        if value in text:
-            return f"the value of {name}"
-    return "what looks like an access token" if _SECRET_TEXT.search(text) else None
+def without_secrets(text: str, environment: Mapping[str, str] = os.environ) -> str:
+    """The text with *** for every access token, and for the values of variables that are secret by their names.
 
-
-def without_secrets(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """The text with *** for every known secret."""
-    for value in known_secrets(os.environ if environment is None else environment).values():
-        text = text.replace(value, _HIDDEN)
+    A value that is short enough to be a word, or a path or a sentence, is none.
+    """
+    for name, value in environment.items():
+        if len(value) >= _SHORTEST and is_secret_name(name) and not re.search(r"\s|^[/~.]", value):
+            text = text.replace(value, _HIDDEN)
     return _SECRET_TEXT.sub(_HIDDEN, text)
-
-
-def known_secrets(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables with a secret: long enough not to be a word, and not a path or a sentence."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if len(value) >= _SHORTEST and is_secret_name(name) and not re.search(r"\s|^[/~.]", value)
-    }

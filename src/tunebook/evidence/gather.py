@@ -15,7 +15,7 @@ from tunebook.config.book import book_root
 from tunebook.config.choices import Source, Weights
 from tunebook.config.compose import compose
 from tunebook.config.frozen import load_config
-from tunebook.config.identity import comparable_config, has_hash
+from tunebook.config.identity import comparable_config, config_hash
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import RequestError
 from tunebook.evidence.schema import CleanScore, Hardware, Inputs, Lock, Results, RunDescription, Score, Software
@@ -156,7 +156,7 @@ def read_finished(folder: Path) -> RunFacts:
             problem_id="run-not-finished",
         )
     changed = changed_files(run.record.folder, run.manifest)
-    if not has_hash(run.config, run.manifest["config_sha256"]):
+    if config_hash(run.config) != run.manifest["config_sha256"]:
         changed.append(RUN_FILE)
     if changed:
         raise RequestError(

@@ -10,7 +10,7 @@ only in what `auto` decided, or in the machine, is another run. A message then s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tunebook.checkpoint.choose import named_by
 from tunebook.checkpoint.verify import newest_checkpoint, passed_over
 from tunebook.config.choices import ResumeAnyway
 from tunebook.config.frozen import load_config
-from tunebook.config.identity import CAPACITIES, changed_settings, found_capacities, result_settings
+from tunebook.config.identity import changed_settings, result_settings
 from tunebook.config.override_text import as_typed, typed
 from tunebook.config.schema import RunConfig, world_size
 from tunebook.errors import DataError, RequestError
@@ -38,18 +38,16 @@ _UNFINISHED = (RunState.stopped.name, RunState.failed.name)
 _STRATEGY = "parallelism.strategy"
 # What another machine, or a better estimate of `auto`, changes without the user.
 _MAY_DIFFER = {
-    *("hardware.generation", "hardware.num_nodes", "hardware.gpus_per_node", *CAPACITIES),
+    *("hardware.generation", "hardware.num_nodes", "hardware.gpus_per_node"),
     *("activation.checkpointing", "packing.row_length", "training.micro_batch_size", _STRATEGY),
 }
 
 
-def unfinished_run(
-    config: RunConfig, say: Callable[[str], None] = lambda text: None, asked: Collection[str] = ()
-) -> Path | None:
+def unfinished_run(config: RunConfig, say: Callable[[str], None] = lambda text: None) -> Path | None:
     """Return the newest unfinished run of a resolved configuration to resume; None if there is none, or resume=never.
 
     The settings must be equal: another seed, batch or learning rate is another run. If `training.resume` names a
-    folder, a run that started elsewhere is another run, too. `asked` are the keys that the user set. `say` gets the
+    folder, a run that started elsewhere is another run, too. `say` gets the
     reason when an unfinished run is not resumed because none of its checkpoints is complete, or because only what
     `auto` decided or the machine differs.
     """
@@ -61,7 +59,7 @@ def unfinished_run(
             is_unfinished, theirs = _is_unfinished(folder), load_config(folder / RUN_FILE)
         except (DataError, RequestError):
             continue  # a damaged record of another run must not stop this one
-        differing = _differences(config, theirs, asked)
+        differing = _differences(config, theirs)
         if not differing and _has_same_start(config, theirs):
             # The newest run of this configuration decides: if it has finished, there is nothing to resume.
             if is_unfinished and (newest_checkpoint(folder) is not None or is_trained(folder, config)):
@@ -76,17 +74,17 @@ def unfinished_run(
     return None
 
 
-def check_run_folder(config: RunConfig, folder: Path, asked: Collection[str] = ()) -> None:
+def check_run_folder(config: RunConfig, folder: Path) -> None:
     """Check that a run can start or resume in a folder that the user named. Raises: RequestError if it cannot."""
     if not folder.exists() or (folder.is_dir() and all(path.name == LOCK_FILE for path in folder.iterdir())):
         return
-    if reason := _why_taken(config, folder, asked):
+    if reason := _why_taken(config, folder):
         raise RequestError(
             f"--run-folder {folder}: {reason}; name a folder that is new or empty", problem_id="run-folder-taken"
         )
 
 
-def _why_taken(config: RunConfig, folder: Path, asked: Collection[str]) -> str | None:
+def _why_taken(config: RunConfig, folder: Path) -> str | None:
     if not folder.is_dir():
         return "this is a file"
     if not is_run(folder):
@@ -96,7 +94,7 @@ def _why_taken(config: RunConfig, folder: Path, asked: Collection[str]) -> str |
     state = read_manifest(folder)["status"]["state"]
     if config.training.resume == "never":
         return f"it holds a run ({state}), and training.resume=never forbids resuming it"
-    if differing := _differences(config, load_config(folder / RUN_FILE), asked):
+    if differing := _differences(config, load_config(folder / RUN_FILE)):
         keys = ", ".join(key for key, _, _ in differing[:3])
         return f"it holds a run ({state}) of another configuration, {folder / RUN_FILE} (see {keys})"
     if state in (RunState.finished.name, RunState.invalid.name):
@@ -118,11 +116,9 @@ def _is_unfinished(folder: Path) -> bool:
     return state in _UNFINISHED or (state == RunState.running.name and not is_worked_in(folder))
 
 
-def _differences(config: RunConfig, theirs: RunConfig, asked: Collection[str]) -> list[tuple[str, Any, Any]]:
+def _differences(config: RunConfig, theirs: RunConfig) -> list[tuple[str, Any, Any]]:
     """Return the settings of two runs that differ, theirs first; detected memory does not count."""
-    found = found_capacities(config, asked)
-    changed = changed_settings(result_settings(theirs), result_settings(config))
-    return [difference for difference in changed if difference[0] not in found]
+    return changed_settings(result_settings(theirs), result_settings(config))
 
 
 def _has_same_start(config: RunConfig, theirs: RunConfig) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import Compute, MasterWeights, PeftMethod
 from tunebook.config.schema import RunConfig, ZeroConfig
-from tunebook.config.unreached import expression, stand_for, unreached_of
+from tunebook.config.unreached import expression, is_in, unreached_of
 from tunebook.errors import RequestError
 from tunebook.facts.strategies import strategy_facts
 from tunebook.model.parameters import EMBEDDINGS, adapts_parameters, last_name
@@ -114,7 +114,7 @@ def freeze_unreached(config: RunConfig, model: Any) -> None:
     """
     unreached = unreached_of(config.model.facts)
     for name, parameter in model.named_parameters():
-        if stand_for(unreached, name):
+        if is_in(unreached, name):
             parameter.requires_grad_(False)
 
 

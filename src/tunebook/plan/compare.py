@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tunebook.config.override_text import split_values
+from tunebook.config.compose import parse_override
 from tunebook.errors import DataError, RequestError
 from tunebook.plan.draft import Draft, draft_run
 from tunebook.plan.show import about
@@ -22,9 +22,10 @@ def compare_plans(
 
     Raises: RequestError if the argument is not one KEY=VALUE,VALUE; DataError if only the data is missing.
     """
-    key, separator, listed = compared[0].partition("=")
-    values = list(dict.fromkeys(value.strip() for value in split_values(listed)))
-    if len(compared) > 1 or not (key and separator and len(values) > 1 and all(values)):
+    override = parse_override(compared[0])
+    key = override.key_or_group
+    values = list(dict.fromkeys(override.sweep_string_iterator())) if override.is_choice_sweep() else []
+    if len(compared) > 1 or len(values) < 2:
         example = "--compare takes one key and at least two values, such as --compare parallelism=ddp,zero2,zero3,fsdp"
         raise RequestError(example, problem_id="compare-form")
     drafts = {value: draft_run(recipe, [*overrides, f"{key}={value}"], recipes_dirs) for value in values}

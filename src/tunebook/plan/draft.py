@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tunebook.config.book import book_root
-from tunebook.config.compose import Composition, compose
-from tunebook.config.frozen import TYPED_IN_KEY, config_to_yaml
+from tunebook.config.compose import Composition, compose, place_of
+from tunebook.config.frozen import config_to_yaml
+from tunebook.config.identity import default_of, flat, plain
 from tunebook.config.schema import HardwareConfig, RunConfig
-from tunebook.config.walk import all_keys
 from tunebook.data.batch import BatchPlan, solve_batch
 from tunebook.data.files import missing_files
 from tunebook.errors import DataError, DoesNotFitError, Problem, RequestError, RulesError, TunebookError
@@ -119,14 +119,14 @@ def draft_run(
     try:
         draft.resolution = resolve_auto(composition.config, machine)
         config = draft.resolution.config
-        draft.problems = check(config, composition.origins.set_by)
+        draft.problems = check(config, composition.set_by)
         if not any(problem.is_error for problem in draft.problems):
             draft.host = plan_host_memory(config, draft.resolution.host_memory_gib)
             draft.batch = solve_batch(config, None)
             draft.memory = measured_memory(config, draft.batch, machine) or plan_memory(config, draft.batch)
             draft.time = estimate_time(config, draft.batch, machine)
     except RulesError as error:
-        draft.problems = located(error.problems, composition.origins.set_by)
+        draft.problems = located(error.problems, composition.set_by)
     except RequestError as error:
         draft.error = error
     return draft
@@ -182,15 +182,21 @@ def draft_yaml(draft: Draft) -> str:
     The draft has no errors, see `Draft.raise_errors`.
     """
     assert draft.composition is not None
-    config, origins, groups = draft.composition.config, draft.composition.origins, draft.composition.groups
-    comments = {choice.key: f"auto: {choice.why}" for choice in draft.resolved.choices if choice.why != AS_ASKED}
-    comments |= {key.rpartition(".")[0]: "" for key in all_keys()}  # each value of a section has its own
-    comments |= {group: f"{group}={name}: {origins.of_choice(group)}" for group, name in groups.items()}
-    comments |= {"recipe": "", TYPED_IN_KEY: "where relative paths start"}
+    composition, autos = draft.composition, {choice.key: choice.why for choice in draft.resolved.choices}
+    groups, values = composition.groups, dict(flat(plain(draft.config)))
 
     def origin(key: str) -> str:
-        if key.startswith("model.facts.") and config.model.facts is None:
-            return "read from the model's config.json"
-        return comments.get(key, origins.of(key)).replace(f"{book_root()}/", "")  # elsewhere on every machine
+        group = key.partition(".")[0]
+        if autos.get(key, AS_ASKED) != AS_ASKED:
+            return f"auto: {autos[key]}"
+        if key in groups:
+            place = f"{key}={groups[key]}: {composition.choosers.get(key, 'default')}"
+        elif key not in values:  # a section: its values have comments
+            place = ""
+        elif (place_found := place_of(key, composition.layers)) is not None:
+            place = place_found
+        else:
+            place = f"{group}={groups[group]}" if group in groups and values[key] != default_of(key) else "default"
+        return place.replace(f"{book_root()}/", "")  # which is elsewhere on every machine
 
     return config_to_yaml(draft.config, origin)

@@ -7,8 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+import yaml
 from yaml import YAMLError
 
 from tunebook.errors import DataError, RequestError, first_line
@@ -118,9 +117,9 @@ def _read_config(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        config: Any = OmegaConf.to_container(OmegaConf.load(path))
+        config: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
         return dict(config)
-    except (ValueError, TypeError, YAMLError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, TypeError, YAMLError) as error:
         raise DataError(
             f"{path} cannot be read: {first_line(error)}. Something else than Tunebook changed it; restore it from a "
             "copy, or remove it to continue without it",

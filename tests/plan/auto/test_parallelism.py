@@ -18,10 +18,10 @@ from tunebook.config.choices import (
     Strategy,
 )
 from tunebook.config.compose import compose
-from tunebook.config.frozen import PARALLELISM_SCHEMAS, architecture_json, config_to_yaml, load_config
+from tunebook.config.frozen import architecture_json, config_to_yaml, load_config
 from tunebook.config.identity import config_hash
 from tunebook.config.model_facts import ARCHITECTURE_FILE, ModelFacts
-from tunebook.config.schema import FsdpConfig, ParallelismConfig, ZeroConfig
+from tunebook.config.schema import CHOICE_SCHEMAS, FsdpConfig, ParallelismConfig, ZeroConfig
 from tunebook.plan.auto.resolve import resolve_auto
 from tunebook.plan.memory.verdict import tensors_fit
 from tunebook.plan.rules import check
@@ -63,7 +63,7 @@ def chosen(resolution):
 
 
 def named(config, strategy):
-    return replace(config, parallelism=PARALLELISM_SCHEMAS[strategy](strategy=strategy))
+    return replace(config, parallelism=CHOICE_SCHEMAS["parallelism"][strategy.name](strategy=strategy))
 
 
 def is_recomputed(config):
@@ -133,7 +133,7 @@ def test_the_run_is_the_one_of_the_strategys_name(words, gpus, strategy, machine
         for name in ("auto", strategy)
     )
     assert ours.parallelism.strategy is Strategy[strategy]
-    assert type(ours.parallelism) is type(theirs.parallelism) is PARALLELISM_SCHEMAS[Strategy[strategy]]
+    assert type(ours.parallelism) is type(theirs.parallelism) is CHOICE_SCHEMAS["parallelism"][strategy]
     assert config_hash(ours) == config_hash(theirs)
     (tmp_path / "run.yaml").write_text(config_to_yaml(ours))
     (tmp_path / ARCHITECTURE_FILE).write_text(architecture_json(ours))

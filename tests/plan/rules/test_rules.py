@@ -53,7 +53,7 @@ def test_a_problem_says_what_set_its_key(sound, changed):
     (problem,) = check(config, lambda key: f"override '{key}=...'")
     assert problem.text() == (
         "training.seed (from override 'training.seed=...'): 4294967296 must be at most 4,294,967,295\n"
-        "    fix: training.seed=42   [out-of-range]"
+        "    fix: training.seed=VALUE   [out-of-range]"
     )
 
 

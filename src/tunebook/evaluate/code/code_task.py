@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from tunebook.config.interpolation import to_object
-from tunebook.config.ranges import range_of
+from tunebook.config.ranges import demand as demand_of
 from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import RequestError, did_you_mean, first_line
 
@@ -180,8 +180,8 @@ def apply_overrides(evaluation: EvaluationConfig, overrides: Sequence[str]) -> E
             code = to_object(OmegaConf.merge(OmegaConf.structured(code), OmegaConf.from_dotlist([f"{name}={text}"])))
         except OmegaConfBaseException as error:
             raise RequestError(f"{override} cannot be read: {first_line(error)}", problem_id="unknown-key") from error
-        limits, value = range_of(known[key]), getattr(code, name)
-        if limits is not None and value is not None and (demand := limits.demand(value)):
+        value = getattr(code, name)
+        if isinstance(value, int | float) and (demand := demand_of(known[key], value)):
             raise RequestError(f"{override}: it must be {demand}, or left out", problem_id="unknown-key")
     return replace(evaluation, code=code)
 

@@ -20,8 +20,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from omegaconf.errors import OmegaConfBaseException
+
 import tunebook
-from tunebook.config.model_facts import ModelFacts, facts_from_json, facts_to_json
+from tunebook.config.model_facts import ModelFacts, facts_from_json
 from tunebook.files import cache_root, remember
 from tunebook.train.packages import installed_version
 
@@ -73,7 +75,7 @@ def _remembered(question: Any, ask: Callable[[], ModelFacts], model: str) -> Mod
     if file not in _known:
         if sys.stderr.isatty():  # to keep JSON output and logs clean
             print(f"building {model} without memory to look at its layers, once", file=sys.stderr, flush=True)
-        _known[file] = facts_to_json(ask())
+        _known[file] = asdict(ask())
         remember(file, json.dumps(_known[file]))
     return facts_from_json(_known[file])
 
@@ -83,6 +85,6 @@ def _read(file: Path) -> dict[str, Any] | None:
     try:
         answer: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         facts_from_json(answer)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OmegaConfBaseException):
         return None
     return answer

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from tunebook.config.choices import Attention
 from tunebook.config.model_facts import LayerFacts, ModelFacts
-from tunebook.config.unreached import as_patterns
+from tunebook.config.unreached import outermost_modules
 from tunebook.errors import RequestError, did_you_mean
 from tunebook.facts.architectures import CHOSEN_EXPERTS
 from tunebook.facts.attention import ATTENTIONS, FLEX, LARGEST_FLASH_HEAD, MASKED, WITH_SINKS, WITHOUT_KERNEL
@@ -90,7 +90,7 @@ def _facts(config: Any, options: dict[str, Any]) -> ModelFacts:
     heads = _whole(text, "num_attention_heads") or 1  # Mamba and RWKV have none
     hidden = _whole(text, "hidden_size") or words.weight.shape[1]
     inner = (largest(getattr(text, name, None)) for name in ("intermediate_size", "n_inner", "ffn_dim"))
-    patterns = as_patterns(unreached, [name for name, _ in model.named_parameters()])
+    patterns = outermost_modules(unreached, [name for name, _ in model.named_parameters()])
     numbers = _counted(model, layers, text, unreached)
     has_experts = numbers["active_parameters"] < numbers["parameters"]
     return ModelFacts(

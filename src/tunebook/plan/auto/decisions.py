@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -21,11 +21,6 @@ class Choice:
     key: str
     value: ChoiceValue
     why: str
-
-
-def asked_keys(choices: Iterable[Choice]) -> frozenset[str]:
-    """The keys that the command line or the recipe set, among those that `auto` can fill."""
-    return frozenset(choice.key for choice in choices if choice.why == AS_ASKED)
 
 
 def is_open(value: Any) -> bool:

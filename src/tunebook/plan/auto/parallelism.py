@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tunebook.config.choices import Checkpointing, Generation, Strategy
-from tunebook.config.frozen import PARALLELISM_SCHEMAS
-from tunebook.config.schema import ParallelismConfig, RunConfig, world_size
+from tunebook.config.schema import CHOICE_SCHEMAS, ParallelismConfig, RunConfig, world_size
 from tunebook.facts.strategies import (
     ALONE,
     COPIED,
@@ -56,7 +55,8 @@ def decide_strategy(decisions: Decisions) -> None:
 
 
 def _settings(config: RunConfig, strategy: Strategy) -> ParallelismConfig:
-    return PARALLELISM_SCHEMAS[strategy](strategy=strategy, sequence_group_size=config.parallelism.sequence_group_size)
+    schema: type[ParallelismConfig] = CHOICE_SCHEMAS["parallelism"][strategy.name]
+    return schema(strategy=strategy, sequence_group_size=config.parallelism.sequence_group_size)
 
 
 def _strategy(config: RunConfig) -> tuple[Strategy, str]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from tunebook.config.choices import LauncherName
+from tunebook.config.keys import texts_of
 from tunebook.config.schema import LauncherConfig, RayConfig, RunConfig, SlurmConfig
-from tunebook.config.unsafe_text import control_character, shown
-from tunebook.config.walk import texts_of
+from tunebook.config.unsafe_text import shown
 from tunebook.plan.rules.frame import Finding, rule
 
 # sbatch options that the rendered script sets, and those that would run the same folder more than once.
@@ -92,7 +93,6 @@ def control_characters(config: RunConfig) -> Iterator[Finding]:
     Values reach job scripts and command lines. A line break there ends a comment or an option, and what follows would
     be run as a command. A terminal would obey an escape.
     """
-    for key, values, _ in texts_of(config):
-        found = next(filter(None, map(control_character, values)), None)
-        if found is not None and _FREE.isdisjoint(key.split(".")):
-            yield Finding(f"{', '.join(map(shown, values))} holds {found}", shown(key))
+    for key, text in texts_of(asdict(config)):
+        if shown(text) != text and _FREE.isdisjoint(key.split(".")):
+            yield Finding(f"{shown(text)} holds a control character", shown(key))

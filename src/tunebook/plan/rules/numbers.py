@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from tunebook.config.ranges import Range, range_of
+from tunebook.config.ranges import demand
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RulesError
 from tunebook.plan.rules.frame import Finding, rule
@@ -18,11 +18,9 @@ def out_of_range(config: RunConfig) -> Iterator[Finding]:
 
     Others crash deep inside a library, or train something other than what was meant.
     """
-    for key, value, limits in _numbers("", config):
-        demand = limits.demand(value)
-        if demand is not None:
-            fix = "model.facts=null" if key.startswith("model.facts.") else f"{key}={limits.usual}"
-            yield Finding(f"{value} must be {demand}", key, fix)
+    for key, value, setting in _numbers("", config):
+        if (wanted := demand(setting, value)) is not None:
+            yield Finding(f"{value} must be {wanted}", key, f"{key}=VALUE")
 
 
 def require_ranges(config: RunConfig) -> None:
@@ -32,13 +30,13 @@ def require_ranges(config: RunConfig) -> None:
         raise RulesError(problems)
 
 
-def _numbers(prefix: str, section: Any) -> Iterator[tuple[str, float, Range]]:
-    """The key, value and range of every number of a configuration that is not null."""
+def _numbers(above: str, section: Any) -> Iterator[tuple[str, Any, dataclasses.Field[Any]]]:
+    """The key, value and field of every number that is not null, and of each entry of a mapping of numbers."""
     for setting in dataclasses.fields(section):
-        key, value, limits = f"{prefix}{setting.name}", getattr(section, setting.name), range_of(setting)
+        key, value = f"{above}{setting.name}", getattr(section, setting.name)
         entries = {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, dict) else {key: value}
         for place, entry in entries.items():
-            if limits is not None and isinstance(entry, int | float):
-                yield place, entry, limits
+            if isinstance(entry, int | float) or (isinstance(value, dict) and "limits" in setting.metadata):
+                yield place, entry, setting
             elif dataclasses.is_dataclass(entry):
                 yield from _numbers(f"{place}.", entry)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tunebook.config.choices import Offload, PackingMode, PeftMethod
-from tunebook.config.frozen import PARALLELISM_SCHEMAS
-from tunebook.config.schema import FsdpConfig, RunConfig, ZeroConfig, world_size
+from tunebook.config.schema import CHOICE_SCHEMAS, FsdpConfig, RunConfig, ZeroConfig, world_size
 from tunebook.facts.architectures import VARLEN_ARCHITECTURES
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.sharing import uses_nvme
@@ -25,7 +24,7 @@ def strategy_settings_mismatch(config: RunConfig) -> Iterator[Finding]:
     """
     strategy = config.parallelism.strategy
     # `auto` in the schema of a named strategy stays undecided
-    if strategy is UNDECIDED or type(config.parallelism) is not PARALLELISM_SCHEMAS[strategy]:
+    if strategy is UNDECIDED or type(config.parallelism) is not CHOICE_SCHEMAS["parallelism"][strategy.name]:
         message = f"{strategy.name} is set in a group with the settings of another strategy"
         yield Finding(message, fix=f"parallelism={strategy.name}")
 
