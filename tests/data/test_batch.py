@@ -149,16 +149,6 @@ def test_the_longest_row_is_that_of_the_runs_own_steps(samples, max_steps):
     assert plan.longest_row < 8192
 
 
-def test_the_longest_row_of_a_very_long_run_is_bounded(monkeypatch):
-    lengths = np.clip(np.random.default_rng(5).lognormal(5, 1, 1500), 16, 1024).astype(np.int64)
-    config = config_of(PackingMode.isolated, 2, global_samples=64)
-    config.packing.row_length = 8192
-    exact = solve_batch(config, lengths).longest_row
-    monkeypatch.setattr("tunebook.data.batch._MOST_PACKED_AGAIN", 0)
-    bound = solve_batch(config, lengths).longest_row
-    assert exact <= bound <= exact + 1024
-
-
 def test_the_longest_row_where_none_is_packed_or_a_budget_fills_them():
     lengths = np.full(1000, 256, dtype=np.int64)
     assert solve_batch(config_of(PackingMode.isolated, 4, global_tokens=32768), lengths).longest_row == 1024

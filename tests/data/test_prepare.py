@@ -21,7 +21,6 @@ from tunebook.config.choices import (
     BadDocuments,
     Format,
     Overlong,
-    PackingMode,
     PeftMethod,
     Reasoning,
     Source,
@@ -32,7 +31,7 @@ from tunebook.config.choices import (
 )
 from tunebook.data import prepare as prepare_module
 from tunebook.data.chunks import NOTHING_TRAINED, TOO_LONG
-from tunebook.data.prepare import fingerprint, made_from, needs_tokenizer, prepare, vocabulary
+from tunebook.data.prepare import fingerprint, needs_tokenizer, prepare, vocabulary
 from tunebook.data.prepared import load_prepared
 from tunebook.data.view import summary_lines
 from tunebook.errors import DataError, DoesNotFitError, RequestError
@@ -66,15 +65,6 @@ def test_counts_lengths_and_rows(run_config: Configs) -> None:
     assert prepared.kind == "conversation"
     assert prepared.records[0].num_documents == 2
     assert not prepared.was_cached
-
-
-def test_the_folder_is_a_data_set_as_datasets_saves_them(run_config: Configs) -> None:
-    import datasets
-
-    prepared = prepare(run_config([SHORT, LONGER]))
-    loaded = datasets.load_from_disk(str(prepared.train.folder))
-    assert loaded[:] == prepared.train.load()[:]
-    assert loaded.features["input_ids"].feature.dtype == "int32"
 
 
 def test_a_second_start_finds_the_first_one(run_config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,15 +123,6 @@ def test_another_length_is_prepared_anew(run_config: Configs) -> None:
     assert second.train.load_lengths().tolist() == [24]
 
 
-def test_data_that_lost_a_file_is_prepared_anew(run_config: Configs) -> None:
-    config = run_config([SHORT])
-    first = prepare(config)
-    (first.train.folder / "lengths.npy").write_bytes(b"")
-    second = prepare(config)
-    assert not second.was_cached
-    assert second.train.load_lengths().tolist() == [25]
-
-
 def test_what_does_not_fit_is_counted_with_its_reason(run_config: Configs) -> None:
     dropped = prepare(run_config([SHORT, LONGER], max_length=26, overlong=Overlong.drop)).train.counts
     assert (dropped.num_documents, dropped.dropped, dropped.num_tokens_lost) == (1, {TOO_LONG: 1}, 27)
@@ -186,7 +167,6 @@ def test_what_a_killed_preparation_left_is_removed(run_config: Configs, tmp_path
     prepared = prepare(config)
     root = tmp_path / "cache" / "prepared"
     prepared.folder.rename(root / f"{prepared.fingerprint}.partial")  # killed just before the renaming
-    (root / "other.partial").mkdir()
     assert not prepare(config).was_cached
     assert sorted(path.name for path in root.iterdir() if path.suffix != ".lock") == [prepared.fingerprint]
 
@@ -283,43 +263,12 @@ def test_prepared_json_says_what_was_read(run_config: Configs) -> None:
     assert content["parts"]["train"]["lengths"] == {"edges": [25, 26, 27, 28], "counts": [1, 0, 1]}
     assert content["records"][0]["format"] == "messages"
     assert len(content["tokenizer_sha256"]) == len(content["chat_template_sha256"]) == 64
-    assert content["made_from"]["max_length"] == 64
-
-
-def test_data_prepared_without_a_padding_token_is_not_for_a_run_that_pads(
-    tokenizer_folder: Callable[..., Path], run_config: Configs
-) -> None:
-    tokenizer_folder(pad_token=None)
-    config = run_config([SHORT])
-    config.packing.mode = PackingMode.isolated
-    assert prepare(config).can_pad is False
-    assert prepare(config).was_cached
-    config.packing.mode = PackingMode.padded
-    with pytest.raises(RequestError, match="the tokenizer has no padding token") as caught:
-        prepare(config)
-    assert caught.value.problem_id == "tokenizer-no-pad"
-
-
-def test_lengths_keep_nothing_of_the_tokens_beside_them():
-    import pyarrow as pa
-
-    sink = pa.BufferOutputStream()
-    batch = pa.RecordBatch.from_pydict({"input_ids": [[1, 2, 3], [4]], "length": pa.array([3, 1], pa.int32())})
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    table = pa.ipc.open_stream(sink.getvalue()).read_all()
-    lengths = prepare_module.lengths_of(table)
-    assert lengths.tolist() == [3, 1]
-    assert lengths.flags.owndata, "a view would keep the whole chunk in memory"
-
-
-def mark(config: schema.RunConfig) -> str:
-    return fingerprint(made_from(config))
+    assert content["max_length"] == 64
 
 
 def test_what_changes_no_token_changes_no_fingerprint(run_config: Configs) -> None:
-    first = mark(run_config(TALK))
-    assert mark(run_config(TALK, num_workers=3, mean_tokens=7.0, num_documents=9)) == first
+    first = fingerprint(run_config(TALK))
+    assert fingerprint(run_config(TALK, num_workers=3, mean_tokens=7.0, num_documents=9)) == first
 
 
 def test_each_setting_that_may_change_tokens_changes_the_fingerprint(run_config: Configs) -> None:
@@ -330,27 +279,27 @@ def test_each_setting_that_may_change_tokens_changes_the_fingerprint(run_config:
         {"question_template": "{{conversations[0].value}}", "answer_template": "{{conversations[1].value}}"},
         {"bad_documents": BadDocuments.skip}, {"max_bad_share": 0.2}, {"chat_template_kwargs": {"messages": []}},
     ]  # fmt: skip
-    assert len({mark(run_config(TALK, **change)) for change in changes}) == len(changes)
+    assert len({fingerprint(run_config(TALK, **change)) for change in changes}) == len(changes)
 
 
 def test_documents_change_the_fingerprint(run_config: Configs) -> None:
-    assert mark(run_config(TALK)) != mark(run_config([[("user", "Hi"), ("assistant", "Yu")]]))
+    assert fingerprint(run_config(TALK)) != fingerprint(run_config([[("user", "Hi"), ("assistant", "Yu")]]))
 
 
 def test_template_and_tokenizer_change_the_fingerprint(run_config: Configs, tmp_path: Path) -> None:
     config = run_config(TALK)
-    marks = {mark(config)}
+    marks = {fingerprint(config)}
     (tmp_path / "other.jinja").write_text("{{ messages }}")
-    marks.add(mark(replace(config, model=replace(config.model, chat_template=str(tmp_path / "other.jinja")))))
+    marks.add(fingerprint(replace(config, model=replace(config.model, chat_template=str(tmp_path / "other.jinja")))))
     (tmp_path / "other.jinja").write_text("{{ messages }} ")
-    marks.add(mark(replace(config, model=replace(config.model, chat_template=str(tmp_path / "other.jinja")))))
-    marks.add(mark(replace(config, model=replace(config.model, eos_token="</s>"))))
-    marks.add(mark(replace(config, model=replace(config.model, template_date="2031-12-01"))))
+    marks.add(fingerprint(replace(config, model=replace(config.model, chat_template=str(tmp_path / "other.jinja")))))
+    marks.add(fingerprint(replace(config, model=replace(config.model, eos_token="</s>"))))
+    marks.add(fingerprint(replace(config, model=replace(config.model, template_date="2031-12-01"))))
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
-    marks.add(mark(config))
+    marks.add(fingerprint(config))
     tokenizer = tmp_path / "model" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + " ")
-    marks.add(mark(config))
+    marks.add(fingerprint(config))
     assert len(marks) == 7
 
 
@@ -361,7 +310,7 @@ def test_the_rest_of_the_model_does_not_matter(run_config: Configs, tmp_path: Pa
         sizes = {"hidden_size": hidden_size, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
         sizes |= {"num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": True}
         file.write_text(json.dumps({"model_type": "qwen2", "dtype": dtype, "vocab_size": 300, **sizes}))
-        marks.add(mark(config))
+        marks.add(fingerprint(config))
     assert len(marks) == 1
 
 

@@ -46,7 +46,7 @@ def test_a_run_is_told_in_few_lines_and_of_everything_lost(run_config: Configs) 
     assert headline == "Data"
     assert train == "  train: 8 documents of 192 tokens (mean 24.0), 24 (12.5%) trained on"
     assert cut == "    cut or split to training.max_length=30: 1 (11.1%); tokens lost: 73"  # 24 - 1 + 50
-    assert dropped == "    dropped: 1 nothing left to train on after cutting to training.max_length"
+    assert dropped == "    dropped: 1 without a token to train on within training.max_length"
     assert all(note.startswith("  note: ") for note in notes)
     assert any("format messages, by the keys of its first document" in note for note in notes)
     assert summary_lines(prepare(config))[0] == "Data (prepared earlier)"
@@ -124,19 +124,6 @@ def test_long_documents_are_cut_for_the_eye() -> None:
     assert text.endswith(" ... and 100 more tokens")
 
 
-def test_parts_of_a_sample_are_told_apart(tiny_tokenizer: Callable[..., Any]) -> None:
-    tokenizer = tiny_tokenizer()
-    text = "<tools>\n{}\n</tools>hi<think>so</think><tool_call>\n{}\n</tool_call><|im_end|>"
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    first = len(tokenizer("<tools>\n{}\n</tools>hi", add_special_tokens=False)["input_ids"])
-    pieces = pieces_of(ids, [-100] * first + ids[first:], tokenizer)
-    assert "".join(piece.text for piece in pieces) == text
-    assert [(piece.text.strip(), piece.kind) for piece in pieces if piece.kind != "token"] == [
-        ("{}", "tools"), ("hi", ""), ("so", "reasoning"), ("{}", "call"),
-    ]  # fmt: skip
-    assert [piece.is_trained for piece in pieces if piece.text.strip() in ("hi", "so")] == [False, True]
-
-
 class BytesAlone:
     """Decodes each byte of an unfinished character to one replacement character, as byte fallback does."""
 
@@ -153,5 +140,4 @@ class BytesAlone:
 def test_a_character_cut_by_the_loss_shifts_nothing_after_it() -> None:
     ids = list("a\U0001f600bc".encode())
     pieces = pieces_of(ids, [-100] * 4 + ids[4:6] + [-100], BytesAlone())  # type: ignore[arg-type]
-    assert "".join(piece.text for piece in pieces) == "a\U0001f600bc"
-    assert [(piece.text, piece.is_trained) for piece in pieces] == [("a", False), ("\U0001f600b", True), ("c", False)]
+    assert pieces == [("a", False), ("\U0001f600b", True), ("c", False)]

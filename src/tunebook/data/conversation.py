@@ -61,13 +61,16 @@ class Conversation:
     def contents(self) -> list[str]:
         """What it has besides plain turns."""
         answers = [turn for turn in self.messages if turn["role"] == "assistant"]
-        has_reasoning = any("reasoning" in turn or split_reasoning(turn["content"] or "")[0] for turn in answers)
         has = {
             "with tools": bool(self.tools),
             "with calls of tools": any("tool_calls" in turn for turn in answers),
-            "with reasoning": has_reasoning,
+            "with reasoning": any("reasoning" in turn or split_reasoning(turn["content"] or "")[0] for turn in answers),
         }
         return [what for what, is_there in has.items() if is_there]
+
+    def only(self, turn: int) -> Conversation:
+        """One turn alone."""
+        return replace(self, messages=[self.messages[turn]], tools=None)
 
     def until(self, turn: int) -> Conversation:
         """The turns before `turn`."""
@@ -201,8 +204,8 @@ def _without_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return call | {"function": function | {"arguments": _json(function["arguments"])}}
+    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return call | {"function": call["function"] | {"arguments": arguments}}
 
 
 @lru_cache(maxsize=256)
@@ -210,10 +213,6 @@ def _parsed_tools(text: str) -> list[dict[str, Any]]:
     """Many documents have the same tools. Nobody changes them."""
     tools: list[dict[str, Any]] = json.loads(text)
     return tools
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _mapped(value: Any, change: Map) -> Any:

@@ -45,7 +45,7 @@ class SpecialTokens:
         return None if found is None else found.group()
 
     def hide(self, content: str, names: Collection[str] | None = None) -> str:
-        """The content with a placeholder for the text of each special token, or of those named.
+        """The content with a placeholder for the text of each special token, or of those in `names`.
 
         Raises: DataError for a content that holds such placeholders itself.
         """
@@ -55,7 +55,7 @@ class SpecialTokens:
                 "for such text here; remove one of them",
                 problem_id="special-token-in-content",
             )
-        pattern = self._pattern if names is None else any_of(names)
+        pattern = self._pattern if names is None else any_of([name for name in names if name in self._numbers])
         return pattern.sub(lambda found: chr(_HIDDEN + self._numbers[found.group()]), content)
 
     def show(self, text: str, spans: Sequence[Span]) -> tuple[str, list[Span]]:
