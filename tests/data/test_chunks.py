@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tunebook.config.choices import Overlong, TrainOn
-from tunebook.config.schema import ModelConfig
+from tunebook.config.choices import Overlong
+from tunebook.config.schema import DatasetConfig, ModelConfig
 from tunebook.data import chunks
-from tunebook.data.chunks import ChunkEncoder, ChunkSettings, choose_num_workers, encode_chunks, fit
+from tunebook.data.chunks import ChunkSettings, choose_num_workers, encode_chunks, fit
 from tunebook.data.corpus import CorpusKind
 from tunebook.data.encode import Document
 from tunebook.errors import DataError, TunebookError
 from tunebook.model.tokenizer import load_tokenizer
 
 
-def make_settings(folder: Path, **changes: Any) -> ChunkSettings:
-    common: dict[str, Any] = {
-        "kind": CorpusKind.conversation,
-        "tokenizer": load_tokenizer(ModelConfig(path=str(folder))),
-        "train_on": TrainOn.auto,
-        "overlong": Overlong.cut,
-        "max_length": 40,
-        "vocab_size": None,
-    }
-    return ChunkSettings(**(common | changes))
+def make_settings(folder: Path, kind: CorpusKind = CorpusKind.conversation, **changes: Any) -> ChunkSettings:
+    options: dict[str, Any] = {"max_length": 40, "vocab_size": None, "dataset": DatasetConfig(num_workers=1)} | changes
+    return ChunkSettings(kind=kind, tokenizer=load_tokenizer(ModelConfig(path=str(folder))), **options)
 
 
 def make_documents(num_documents: int) -> Any:
@@ -55,12 +49,12 @@ def test_several_processes_give_what_one_gives_with_the_date_that_the_template_w
     settings = make_settings(tokenizer_folder(template=template), template_date="2031-12-01", max_length=80)
     monkeypatch.setattr(chunks, "DOCUMENTS_PER_CHUNK", 10)
     documents = make_documents(95)
-    alone = list(encode_chunks(documents, settings, 1))
+    alone = list(encode_chunks(documents, settings))
     assert len(alone) == 10
     assert sum(chunk.counts.num_read for chunk in alone) == 95
     assert alone[0].counts.num_documents == 10
     monkeypatch.setattr(chunks, "_DOCUMENTS_PER_WORKER", 10)
-    assert list(encode_chunks(documents, settings, 2)) == alone
+    assert list(encode_chunks(documents, replace(settings, dataset=DatasetConfig(num_workers=2)))) == alone
     ids = alone[0].batch["input_ids"][0].as_py()
     assert settings.tokenizer is not None
     assert settings.tokenizer.decode(ids).startswith("01.12.20310<|im_end|>")
@@ -77,7 +71,7 @@ def test_chosen_documents_of_a_file_are_all_read_in_order(
     monkeypatch.setattr(chunks, "DOCUMENTS_PER_CHUNK", 4)
     settings = make_settings(tokenizer_folder())
     assert settings.tokenizer is not None
-    batches = [chunk.batch for chunk in encode_chunks(chosen, settings, 1)]
+    batches = [chunk.batch for chunk in encode_chunks(chosen, settings)]
     texts = [settings.tokenizer.decode(ids) for batch in batches for ids in batch["input_ids"].to_pylist()]
     assert [text.split("<|im_end|>")[0] for text in texts] == [f"<|im_start|>user\n{number}" for number in numbers]
 
@@ -87,9 +81,9 @@ def test_a_document_that_a_worker_cannot_encode_is_named(
 ) -> None:
     monkeypatch.setattr(chunks, "DOCUMENTS_PER_CHUNK", 2)
     monkeypatch.setattr(chunks, "_DOCUMENTS_PER_WORKER", 1)
-    settings = make_settings(tokenizer_folder(eos_token="</s>"))
+    settings = make_settings(tokenizer_folder(eos_token="</s>"), dataset=DatasetConfig(num_workers=2))
     with pytest.raises(DataError, match=r"a:0: .*never learn to stop") as caught:
-        list(encode_chunks(make_documents(6), settings, 2))
+        list(encode_chunks(make_documents(6), settings))
     assert caught.value.problem_id == "eos-not-trained"
 
 
@@ -97,7 +91,7 @@ def test_a_killed_worker_is_said(tokenizer_folder: Callable[..., Path], monkeypa
     monkeypatch.setattr(chunks, "_DOCUMENTS_PER_WORKER", 1)
     monkeypatch.setattr(chunks, "ProcessPoolExecutor", _pool_whose_workers_die)
     with pytest.raises(TunebookError, match=r"2 processes that tokenize was killed.*dataset\.num_workers=1"):
-        list(encode_chunks(make_documents(6), make_settings(tokenizer_folder()), 2))
+        list(encode_chunks(make_documents(6), make_settings(tokenizer_folder(), dataset=DatasetConfig(num_workers=2))))
 
 
 def _pool_whose_workers_die(workers: int, **options: Any) -> Any:
@@ -110,16 +104,8 @@ def test_tokens_outside_the_models_vocabulary_are_refused(tokenizer_folder: Call
     documents = make_documents(1)
     settings = make_settings(tokenizer_folder(), vocab_size=259)  # <|im_end|> is token 259
     with pytest.raises(DataError, match=r"holds token 259, but the model's vocabulary ends at 258"):
-        list(encode_chunks(documents, settings, 1))
-    assert list(encode_chunks(documents, make_settings(tokenizer_folder(), vocab_size=260), 1))
-
-
-def test_notes_are_counted_for_each_chunk_alone(tokenizer_folder: Callable[..., Path]) -> None:
-    import datasets
-
-    documents = datasets.Dataset.from_list([{"prompt": "</s>", "completion": "4", "origin": "a"}])
-    encoder = ChunkEncoder(make_settings(tokenizer_folder(), kind=CorpusKind.prompt_completion), documents)
-    assert [sum(encoder.encode(range(1)).counts.notes.values()) for _ in range(2)] == [1, 1]
+        list(encode_chunks(documents, settings))
+    assert list(encode_chunks(documents, make_settings(tokenizer_folder(), vocab_size=260)))
 
 
 @pytest.mark.parametrize(

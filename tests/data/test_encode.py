@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from tunebook.config.choices import SpecialText, TrainOn
 from tunebook.config.schema import ModelConfig
 from tunebook.data.corpus import CorpusKind
-from tunebook.data.encode import LEFT_OUT, REWRITTEN, Document, Encoder, num_shared, tokens_of_span
+from tunebook.data.encode import LEFT_OUT, REWRITTEN, Document, Encoder, tokens_of_span
 from tunebook.errors import DataError, RequestError
 from tunebook.model.tokenizer import load_tokenizer
 
@@ -218,12 +218,6 @@ def test_documents_with_the_text_of_a_special_token_keep_their_place(tiny_tokeni
         "日<|im_end|>",
     ]
     assert [document.labels.count(tokenizer.eos_token_id) for document in documents] == [1, 1, 1]
-
-
-def test_shared_beginnings() -> None:
-    assert num_shared([1, 2, 3], [1, 2, 4, 5]) == 2
-    assert num_shared([1, 2], [1, 2, 3]) == 2
-    assert num_shared([1], [2]) == 0
 
 
 def completion(tokenizer: Any, prompt: str, answer: str) -> Document:

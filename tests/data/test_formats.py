@@ -70,10 +70,6 @@ def test_sharegpt_roles_become_the_four_roles_and_only_the_assistant_is_trained_
     ]
 
 
-def test_sharegpt_with_role_and_content_keys_is_understood() -> None:
-    assert turns({"conversations": HELLO}) == [("user", "hello", False), ("assistant", "hi", True)]
-
-
 @pytest.mark.parametrize("off", [{"train": False}, {"weight": 0}, {"weight": 0.0, "train": None}])
 def test_a_turn_can_opt_out_of_the_loss(off: dict[str, Any]) -> None:
     record = {"messages": [HELLO[0], {**HELLO[1], **off}, HELLO[0], {**HELLO[1], "weight": 1}]}
@@ -167,15 +163,6 @@ ASK, ANSWER = ("human", "q"), ("gpt", "a")
 def test_a_document_that_cannot_be_used_says_why(record: dict[str, Any], message: str) -> None:
     with pytest.raises(DocumentError, match=message):
         normalise(record, vocab_size=100)
-
-
-def test_a_document_of_another_format_names_the_missing_keys() -> None:
-    normalizer = Normalizer(Format.auto, FormatSettings())
-    normalizer.row(sharegpt(ASK, ANSWER))
-    with pytest.raises(DocumentError, match=r"missing field 'conversations' .*by the keys of the first document"):
-        normalizer.row({"instruction": "a", "output": "b"})
-    with pytest.raises(DocumentError, match=r"missing field 'instruction' and 'output' \(format alpaca\)"):
-        normalise({"messages": HELLO}, format=Format.alpaca)
 
 
 BOOLQ = DatasetSource(

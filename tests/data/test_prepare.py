@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import subprocess
 import sys
@@ -114,15 +113,6 @@ def test_the_same_documents_prepared_otherwise_have_the_same_content(run_config:
     assert prepare(run_config([LONGER, SHORT])).content_sha256 != one.content_sha256
 
 
-def test_another_length_is_prepared_anew(run_config: Configs) -> None:
-    first = prepare(run_config([SHORT], max_length=64))
-    second = prepare(run_config([SHORT], max_length=24))
-    assert not second.was_cached
-    assert first.folder != second.folder
-    assert second.train.counts.num_cut == 1
-    assert second.train.load_lengths().tolist() == [24]
-
-
 def test_what_does_not_fit_is_counted_with_its_reason(run_config: Configs) -> None:
     dropped = prepare(run_config([SHORT, LONGER], max_length=26, overlong=Overlong.drop)).train.counts
     assert (dropped.num_documents, dropped.dropped, dropped.num_tokens_lost) == (1, {TOO_LONG: 1}, 27)
@@ -191,22 +181,6 @@ def test_two_at_once_prepare_once(run_config: Configs, monkeypatch: pytest.Monke
     assert sorted(prepared.was_cached for prepared in found) == [False, True, True]
 
 
-def test_progress_reaches_the_end(run_config: Configs) -> None:
-    seen: list[tuple[int, int | None, str]] = []
-    prepare(run_config([SHORT, LONGER]), lambda done, total, what: seen.append((done, total, what)))
-    assert seen[0] == (0, None, "reading documents")
-    assert seen[-1] == (2, 2, "tokenizing train documents")
-
-
-def test_a_validation_part_is_counted_apart(run_config: Configs) -> None:
-    conversations = [[("user", f"{number}"), ("assistant", "Yo")] for number in range(200)]
-    prepared = prepare(run_config(conversations, validation_share=0.2))
-    assert prepared.validation is not None
-    held, kept = prepared.validation.counts.num_documents, prepared.train.counts.num_documents
-    assert held + kept == 200
-    assert 20 < held < 60
-
-
 def test_a_full_disk_is_said_and_leaves_nothing(
     run_config: Configs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,15 +205,6 @@ def test_a_cache_that_cannot_be_written_is_said(
         prepare(config)
 
 
-def test_a_broken_line_keeps_its_own_error(run_config: Configs, tmp_path: Path) -> None:
-    config = run_config([SHORT])
-    with (tmp_path / "train.jsonl").open("a") as file:
-        file.write("{broken\n")
-    with pytest.raises(DataError, match=r"train\.jsonl, line 2"):
-        prepare(config)
-    assert_nothing_half_made(tmp_path)
-
-
 def test_synthetic_documents_need_no_tokenizer(run_config: Configs, tmp_path: Path) -> None:
     synthetic = schema.SyntheticConfig(num_documents=50, log_mean_tokens=3.0, max_tokens=60)
     config = replace(
@@ -254,16 +219,6 @@ def test_synthetic_documents_need_no_tokenizer(run_config: Configs, tmp_path: Pa
     assert len(rows) == 50
     assert all(labels[0] == -100 for labels in rows["labels"])
     assert max(max(ids) for ids in rows["input_ids"]) == 499  # the vocabulary's last token ends every document
-
-
-def test_prepared_json_says_what_was_read(run_config: Configs) -> None:
-    prepared = prepare(run_config([SHORT, LONGER]))
-    content = json.loads((prepared.folder / "prepared.json").read_text())
-    assert content["parts"]["train"]["num_dropped"] == 0
-    assert content["parts"]["train"]["lengths"] == {"edges": [25, 26, 27, 28], "counts": [1, 0, 1]}
-    assert content["records"][0]["format"] == "messages"
-    assert len(content["tokenizer_sha256"]) == len(content["chat_template_sha256"]) == 64
-    assert content["max_length"] == 64
 
 
 def test_what_changes_no_token_changes_no_fingerprint(run_config: Configs) -> None:
@@ -282,10 +237,6 @@ def test_each_setting_that_may_change_tokens_changes_the_fingerprint(run_config:
     assert len({fingerprint(run_config(TALK, **change)) for change in changes}) == len(changes)
 
 
-def test_documents_change_the_fingerprint(run_config: Configs) -> None:
-    assert fingerprint(run_config(TALK)) != fingerprint(run_config([[("user", "Hi"), ("assistant", "Yu")]]))
-
-
 def test_template_and_tokenizer_change_the_fingerprint(run_config: Configs, tmp_path: Path) -> None:
     config = run_config(TALK)
     marks = {fingerprint(config)}
@@ -301,17 +252,6 @@ def test_template_and_tokenizer_change_the_fingerprint(run_config: Configs, tmp_
     tokenizer.write_text(tokenizer.read_text() + " ")
     marks.add(fingerprint(config))
     assert len(marks) == 7
-
-
-def test_the_rest_of_the_model_does_not_matter(run_config: Configs, tmp_path: Path) -> None:
-    config, file = run_config(TALK), tmp_path / "model" / "config.json"
-    marks = set()
-    for hidden_size, dtype in ((8, "float32"), (16, "bfloat16")):
-        sizes = {"hidden_size": hidden_size, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
-        sizes |= {"num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": True}
-        file.write_text(json.dumps({"model_type": "qwen2", "dtype": dtype, "vocab_size": 300, **sizes}))
-        marks.add(fingerprint(config))
-    assert len(marks) == 1
 
 
 def test_documents_that_are_tokens_need_no_tokenizer() -> None:
@@ -390,12 +330,6 @@ def test_the_share_counts_unreadable_and_not_encodable_documents_together(tmp_pa
     config = run_config(talks, overlong=Overlong.refuse, bad_documents=BadDocuments.skip, max_bad_share=0.15)
     add_lines(tmp_path, ["{broken"])
     with pytest.raises(DataError, match=r"^the train part: 2 of 10 documents cannot be used"):  # each alone is 10%
-        prepare(config)
-
-
-def test_when_every_document_is_bad_their_reasons_are_told(tmp_path: Path, run_config: Configs) -> None:
-    config = run_config([[("user", "Hi"), ("asistant", "Yo")]] * 3, bad_documents=BadDocuments.skip, max_bad_share=0.5)
-    with pytest.raises(DataError, match=r"3 of 3 documents cannot be used, .*\n  3: .*line 1: unknown role"):
         prepare(config)
 
 

@@ -120,11 +120,6 @@ def test_a_file_that_is_only_called_compressed(tmp_path: Path) -> None:
         read(path)
 
 
-def test_a_parquet_file_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data.parquet is not a readable Parquet file"):
-        read(write(tmp_path, b"PAR1 and then nothing of the kind", "data.parquet"))
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -176,27 +171,11 @@ def test_a_document_over_several_lines_is_one_document(tmp_path: Path) -> None:
     assert list(read_records(only_line, DocumentProblems(str(only_line)), KNOWN)) == [(1, document)]
 
 
-def test_lines_in_a_json_file_stay_lines(tmp_path: Path) -> None:
-    """Also where the first key holds objects, as tools do."""
-    documents = [{"tools": [{"name": "f"}], "messages": [{"role": "user", "content": "a"}]}] * 2
-    path = write(tmp_path, "\n".join(map(json.dumps, documents)), "data.json")
-    assert list(read_records(path, DocumentProblems(str(path)), KNOWN)) == list(enumerate(documents, 1))
-    unknown = [{"turns": [{"who": "a"}]}] * 2
-    path = write(tmp_path, "\n".join(map(json.dumps, unknown)), "other.json")
-    assert list(read_records(path, DocumentProblems(str(path)), KNOWN)) == list(enumerate(unknown, 1))
-
-
 def test_documents_under_several_keys_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, '{"train": [{"text": "a"}], "test": [{"text": "b"}]}', "data.json")
     with pytest.raises(DataError, match="under 'train' and 'test'") as caught:
         load_corpus(DatasetConfig(path=str(path)), cache_dir=tmp_path / "cache")
     assert caught.value.problem_id == "data-several-arrays"
-
-
-@pytest.mark.parametrize("content", ['{\n "text": "a"\n}\n', '[\n {"text": "a"}\n]\n'])
-def test_jsonl_over_several_lines_is_refused(tmp_path: Path, content: str) -> None:
-    with pytest.raises(DataError, match="JSONL needs each document on one line"):
-        read(write(tmp_path, content))
 
 
 @pytest.mark.parametrize(

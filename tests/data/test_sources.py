@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import re
@@ -15,12 +14,12 @@ import datasets
 import huggingface_hub
 import pytest
 
-from tunebook.config.choices import Format, Reasoning, Source
-from tunebook.config.schema import DatasetConfig, MixturePart
+from tunebook.config.choices import Format, Source
+from tunebook.config.schema import DatasetConfig
 from tunebook.data.corpus import Corpus, CorpusKind
 from tunebook.data.mixture import check_validation
 from tunebook.data.sources import corpus_identity, load_corpus
-from tunebook.errors import DataError, DoesNotFitError, RequestError
+from tunebook.errors import DataError, RequestError
 
 
 def conversation(number: int) -> dict[str, Any]:
@@ -114,14 +113,6 @@ def test_an_unknown_format_stops_at_the_first_document(tmp_path: Path) -> None:
         load(tmp_path, DatasetConfig(path=str(path)))
 
 
-def test_files_without_documents(tmp_path: Path) -> None:
-    path = tmp_path / "chat.jsonl"
-    for content in ("", "\n \n"):
-        path.write_text(content)
-        with pytest.raises(DataError, match=r"chat.jsonl is empty"):
-            load(tmp_path, DatasetConfig(path=str(path)))
-
-
 def test_what_is_not_found_names_the_absolute_path_and_what_is_near(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,12 +155,6 @@ def test_equal_documents_fall_in_the_same_part(tmp_path: Path) -> None:
     assert len(train) + len(validation) == 200
 
 
-def test_a_share_that_leaves_a_part_empty_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "chat.jsonl", [conversation(1)] * 3)
-    with pytest.raises(RequestError, match=r"validation_share=0.1 of 3 documents leaves the validation part empty"):
-        load(tmp_path, DatasetConfig(path=str(path), validation_share=0.1))
-
-
 def test_validation_files(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", [conversation(1)])
     other = write(tmp_path / "test.jsonl", [conversation(2), conversation(3)])
@@ -179,11 +164,6 @@ def test_validation_files(tmp_path: Path) -> None:
     write(other, [conversation(1), conversation(2), conversation(3)])
     corpus = load(tmp_path, DatasetConfig(path=str(train), validation_path=str(other)))
     assert "1 of 3 validation documents are trained on too" in corpus.notes
-    with pytest.raises(RequestError, match=r"train.jsonl is also in dataset.path"):
-        load(tmp_path, DatasetConfig(path=str(train), validation_path=str(tmp_path / "t*.jsonl")))
-    parts = {"one": MixturePart(path=str(train)), "two": MixturePart(path=str(tmp_path / "t[er]*.jsonl"))}
-    with pytest.raises(RequestError, match=r"test.jsonl is also in dataset.parts.two.path; a document cannot"):
-        load(tmp_path, DatasetConfig(source=Source.mixture, parts=parts, validation_path=str(other)))
     write(other, [{"text": "plain"}])
     with pytest.raises(DataError, match="validation documents are of kind text, the training documents of kind conv"):
         load(tmp_path, DatasetConfig(path=str(train), validation_path=str(other)))
@@ -211,15 +191,6 @@ def test_token_ids_are_checked_against_the_vocabulary(tmp_path: Path) -> None:
     corpus = load(tmp_path, DatasetConfig(path=str(path)), vocab_size=11)
     assert corpus.kind is CorpusKind.tokens
     assert corpus.train["labels"][:] == [[-100, 9], [1, 10]]
-
-
-def test_settings_that_texts_do_not_use_are_noted(tmp_path: Path) -> None:
-    path = write(tmp_path / "documents.jsonl", [{"text": "plain"}])
-    corpus = load(tmp_path, DatasetConfig(path=str(path), system_prompt="Be brief.", reasoning=Reasoning.drop))
-    assert [note.split(" is not used")[0] for note in corpus.notes if "is not used" in note] == [
-        "dataset.system_prompt",
-        "dataset.reasoning",
-    ]
 
 
 def test_the_identity_changes_with_content_and_settings_but_not_with_the_place(tmp_path: Path) -> None:
@@ -389,20 +360,6 @@ def test_what_the_hub_refuses_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(RequestError, match="data set 'some/chats' cannot be loaded") as caught:
         load(tmp_path, DatasetConfig(source=Source.hub, name="some/chats", revision="v9"))
     assert caught.value.problem_id == "hub-cannot-load"
-
-
-def test_a_disk_that_fills_up_while_the_files_are_read_is_not_their_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fill(*_: Any, **__: Any) -> Any:
-        full = OSError(errno.ENOSPC, "No space left on device")
-        raise datasets.exceptions.DatasetGenerationError("An error occurred while generating") from full
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", fill)
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: SimpleNamespace(sha="a" * 40))
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path / ("a" * 40)))
-    with pytest.raises(DoesNotFitError, match=r"no space is left for the data set .*HF_HOME=FOLDER"):
-        load(tmp_path, DatasetConfig(source=Source.hub, name="some/chats"))
 
 
 def test_memory_does_not_hold_the_documents(tmp_path: Path) -> None:

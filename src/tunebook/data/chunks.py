@@ -18,7 +18,8 @@ from itertools import chain
 from multiprocessing import connection, get_context, parent_process
 from typing import TYPE_CHECKING
 
-from tunebook.config.choices import Overlong, Reasoning, SpecialText, TrainOn
+from tunebook.config.choices import BadDocuments, Overlong
+from tunebook.config.schema import DatasetConfig
 from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row
 from tunebook.data.encode import Document, Encoder
 from tunebook.data.prepared import PartCounts
@@ -64,13 +65,9 @@ class ChunkSettings:
 
     kind: CorpusKind
     tokenizer: PreTrainedTokenizerBase | None  # None for documents that are tokens already
-    train_on: TrainOn
-    overlong: Overlong
+    dataset: DatasetConfig
     max_length: int  # tokens
     vocab_size: int | None  # of the model; None if not known
-    special_text: SpecialText = SpecialText.auto
-    reasoning: Reasoning = Reasoning.keep
-    max_bad_share: float | None = None  # of documents that may be left out; None: a bad one is an error
     template_date: str | None = None  # for workers, which have their own clocks; None: already set
 
 
@@ -95,13 +92,13 @@ def choose_num_workers(num_documents: int, num_workers: int | None) -> int:
     return max(1, min(num_workers or len(own_cores()), num_documents // _DOCUMENTS_PER_WORKER))
 
 
-def encode_chunks(documents: datasets.Dataset, settings: ChunkSettings, num_workers: int | None) -> Iterator[Chunk]:
+def encode_chunks(documents: datasets.Dataset, settings: ChunkSettings) -> Iterator[Chunk]:
     """The documents, encoded and fitted to length, in their order. Raises: what `ChunkEncoder.encode` raises."""
     starts = range(0, len(documents), DOCUMENTS_PER_CHUNK)
     ranges = [range(start, min(start + DOCUMENTS_PER_CHUNK, len(documents))) for start in starts]
     # A tokenizer whose class came with the model cannot be sent to another process.
     is_own = type(settings.tokenizer).__module__.startswith("transformers_modules")
-    workers = 1 if is_own else choose_num_workers(len(documents), num_workers)
+    workers = 1 if is_own else choose_num_workers(len(documents), settings.dataset.num_workers)
     if workers == 1:
         encoder = ChunkEncoder(settings, documents)
         yield from map(encoder.encode, ranges)
@@ -127,8 +124,13 @@ class ChunkEncoder:
         self._documents = documents.with_format("arrow")
         if settings.tokenizer is not None and settings.template_date is not None:
             fix_template_date(settings.tokenizer, settings.template_date)
+        dataset = settings.dataset
         self._encoder = Encoder(
-            settings.kind, settings.train_on, settings.tokenizer, settings.special_text, settings.reasoning
+            settings.kind,
+            dataset.train_on,
+            settings.tokenizer,
+            dataset.special_tokens_in_content,
+            dataset.reasoning,
         )
 
     def encode(self, chosen: range) -> Chunk:
@@ -138,7 +140,7 @@ class ChunkEncoder:
         try:
             documents = self._encode(rows)
         except DataError:
-            if self.settings.max_bad_share is None:
+            if self.settings.dataset.bad_documents is BadDocuments.refuse:
                 raise
             counts = self._encoder.counts = PartCounts()
             documents = self._encode_one_by_one(rows, counts)
@@ -156,7 +158,7 @@ class ChunkEncoder:
             self.settings.vocab_size,
         )
         for row, document in zip(rows, documents, strict=True):
-            if self.settings.overlong is Overlong.refuse and len(document.input_ids) > max_length:
+            if self.settings.dataset.overlong is Overlong.refuse and len(document.input_ids) > max_length:
                 raise DataError(
                     f"{row['origin']}: it has {len(document.input_ids):,} tokens, more than training.max_length="
                     f"{max_length}, and dataset.overlong=refuse allows none; raise the one, or type "
@@ -184,7 +186,7 @@ class ChunkEncoder:
 
     def _fit(self, document: Document, counts: PartCounts) -> list[Document]:
         """The pieces of a document that train something, with what was lost counted."""
-        max_length, overlong = self.settings.max_length, self.settings.overlong
+        max_length, overlong = self.settings.max_length, self.settings.dataset.overlong
         is_long = len(document.input_ids) > max_length
         pieces = fit(document, max_length, overlong)
         kept = [piece for piece in pieces if piece.num_trained]

@@ -77,8 +77,10 @@ class KeyAccount:
 
 def is_empty(value: object) -> bool:
     """Whether a value is empty: data sets write null, a blank text, an empty list or an empty JSON text."""
+    if value is None:
+        return True
     if isinstance(value, str):
         return value.strip() in ("", "[]", "{}", "null")
     if isinstance(value, dict):  # Parquet writes every key of an object: an absent object has nulls only
         value = list(value.values())
-    return all(map(is_empty, value)) if isinstance(value, list | tuple) else value is None
+    return isinstance(value, list | tuple) and all(map(is_empty, value))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.book import CHATML_TEMPLATE
-from tunebook.config.choices import BadDocuments, Format, PeftMethod, Source
+from tunebook.config.choices import Format, PeftMethod, Source
 from tunebook.config.schema import DatasetConfig, RunConfig, sources_of
 from tunebook.data.prepared import (
     ARROW_FILE,
@@ -196,7 +196,7 @@ def _make(config: RunConfig, name: str, folder: Path, report: Progress) -> None:
     settings, tokenizer_facts = _settings(config, corpus, vocab_size)
     parts = {"train": corpus.train} | ({"validation": corpus.validation} if corpus.validation is not None else {})
     counts = {
-        part: _write_part(folder / part, documents, settings, config, corpus.skipped.get(part, Skipped()), report)
+        part: _write_part(folder / part, documents, settings, corpus.skipped.get(part, Skipped()), report)
         for part, documents in parts.items()
     }
     shutil.rmtree(corpus_folder)
@@ -220,7 +220,7 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
     from tunebook.data.template import template_hash
     from tunebook.model.tokenizer import added_token_ids, load_tokenizer, needs_padding, tokenizer_hash, writes_date
 
-    dataset, tokenizer = config.dataset, None
+    tokenizer = None
     about: dict[str, Any] = dict.fromkeys(("tokenizer_sha256", "chat_template_sha256", "template_date"))
     if corpus.kind is not CorpusKind.tokens:
         tokenizer = load_tokenizer(config.model, is_padded=needs_padding(config))
@@ -238,13 +238,9 @@ def _settings(config: RunConfig, corpus: Corpus, vocab_size: int | None) -> tupl
     settings = ChunkSettings(
         kind=corpus.kind,
         tokenizer=tokenizer,
-        train_on=dataset.train_on,
-        overlong=dataset.overlong,
+        dataset=config.dataset,
         max_length=config.training.max_length,
         vocab_size=vocab_size,
-        special_text=dataset.special_tokens_in_content,
-        max_bad_share=dataset.max_bad_share if dataset.bad_documents is BadDocuments.skip else None,
-        reasoning=dataset.reasoning,
         template_date=config.model.template_date,
     )
     return settings, about
@@ -272,7 +268,6 @@ def _write_part(
     folder: Path,
     documents: datasets.Dataset,
     settings: ChunkSettings,
-    config: RunConfig,
     unreadable: Skipped,
     report: Progress,
 ) -> PartCounts:
@@ -287,7 +282,7 @@ def _write_part(
     counts, lengths = PartCounts(), []
     report(0, len(documents), what)
     with (folder / ARROW_FILE).open("wb") as file, pa.ipc.new_stream(file, prepared_schema()) as writer:
-        for chunk in encode_chunks(documents, settings, config.dataset.num_workers):
+        for chunk in encode_chunks(documents, settings):
             writer.write_batch(chunk.batch)
             # A copy: a view would keep the tokens of all chunks in memory.
             lengths.append(chunk.batch.column("length").to_numpy().copy())
@@ -296,10 +291,8 @@ def _write_part(
     skipped = Skipped(reasons=counts.skipped, first=counts.first)
     skipped.update(unreadable)
     counts.first = skipped.first
-    if settings.max_bad_share is not None:
-        skipped.check_share(
-            counts.num_read + skipped.reasons.total(), settings.max_bad_share, f"the {folder.name} part"
-        )
+    num_documents = counts.num_read + skipped.reasons.total()
+    skipped.check_share(num_documents, settings.dataset.max_bad_share, f"the {folder.name} part")
     if counts.num_documents == 0:
         reasons = (counts.dropped + counts.skipped).most_common()
         raise DataError(

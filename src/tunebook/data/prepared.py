@@ -32,9 +32,6 @@ ARROW_FILE = "documents.arrow"
 LENGTHS_FILE = "lengths.npy"
 
 _MOST_BINS = 20
-_SUMS = (
-    "num_read", "num_documents", "num_tokens", "num_trained_tokens", "num_cut", "num_answers_cut", "num_tokens_lost",
-)  # fmt: skip
 _COUNTERS = ("dropped", "contents", "skipped", "notes")
 
 
@@ -83,8 +80,9 @@ class PartCounts:
 
     def add(self, other: PartCounts) -> None:
         """Add the counts of more documents; lengths are summed up once, at the end, by `measure`."""
-        for name in _SUMS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, value in vars(other).items():
+            if isinstance(value, int):
+                setattr(self, name, getattr(self, name) + value)
         for name in _COUNTERS:
             getattr(self, name).update(getattr(other, name))
         self.first = other.first | self.first

@@ -17,14 +17,14 @@ from tunebook.config.choices import BadDocuments, Format, Reasoning, Source
 from tunebook.config.schema import DatasetConfig, DatasetSource
 from tunebook.data import hub
 from tunebook.data.corpus import CONTENT_HASH, Corpus, CorpusKind, Loaded, Progress, Row, SourceRecord, write_rows
-from tunebook.data.files import DataFile, find_files, named_files
+from tunebook.data.files import DataFile, find_files
 from tunebook.data.formats import FormatSettings, Normalizer, field_templates, known_columns
 from tunebook.data.keys import KeyAccount
 from tunebook.data.mixture import count_repeated, count_shared, hold_out, mix
 from tunebook.data.problems import DocumentError, DocumentProblems, Skipped
 from tunebook.data.readers import Record, read_batches, read_records
 from tunebook.data.synthetic import load_synthetic
-from tunebook.errors import DataError, RequestError
+from tunebook.errors import DataError
 from tunebook.files import remembered_hash, sha256_file
 
 
@@ -290,16 +290,7 @@ def _load_validation(config: DatasetConfig, loader: Loader) -> Loaded | None:
         return load_hub_split(everything, config.validation_split, "dataset", loader)
     if config.validation_path is None:
         return None
-    key = "dataset.validation_path"
-    files = find_files(config.validation_path, key)
-    named = {place: text for place, text in named_files(config).items() if place != key}
-    training = {file.path: place for place, text in named.items() for file in find_files(text, place)}
-    if shared := [file.path for file in files if file.path in training]:
-        raise RequestError(
-            f"{key}: {', '.join(map(str, shared))} is also in {training[shared[0]]}; a document cannot be in both "
-            "parts. To hold out some of one file, say dataset.validation_share=0.05",
-            problem_id="validation-overlap",
-        )
+    files = find_files(config.validation_path, "dataset.validation_path")
     if config.source is not Source.files:  # the format named is that of the hub's rows or of the parts
         everything = replace(everything, format=Format.auto)
     return load_files(everything, "dataset", files, loader.file("dataset", "validation"), loader)

@@ -9,6 +9,7 @@ is an error (`template_content.py`).
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -153,7 +154,8 @@ class ConversationRenderer:
 
     def _hide(self, conversation: Conversation, origin: str) -> tuple[Conversation, str | None]:
         """The conversation with the text of special tokens hidden from the template, and the first such token."""
-        special = next((found for text in conversation.written if (found := self.special.first_in(text))), None)
+        written = json.dumps([*conversation.messages, conversation.tools], ensure_ascii=False)
+        special = self.special.first_in(written)
         if special is None:
             return conversation, None
         shown = self._render_or_explain(conversation, origin)[0]
