@@ -255,6 +255,19 @@ def test_bad_rows_of_a_split_are_reported_by_row(tmp_path: Path, hub_folder: Pat
         load(tmp_path, DatasetConfig(source=Source.hub, name=str(hub_folder)))
 
 
+def test_calls_with_arguments_of_several_types_come_from_the_hub_as_they_are_written(tmp_path: Path) -> None:
+    """The library stores such objects as JSON text."""
+    rows = []
+    for arguments in ({"x": 1}, {"x": "a"}):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        rows.append({"messages": turns})
+    write(tmp_path / "calls" / "train.jsonl", rows)
+    corpus = load(tmp_path, DatasetConfig(source=Source.hub, name=str(tmp_path / "calls")))
+    details = [json.loads(row["messages"][1]["details"])["tool_calls"][0] for row in corpus.train]
+    assert [call["function"]["arguments"] for call in details] == [{"x": 1}, {"x": "a"}]
+
+
 def test_files_that_the_library_cannot_read_are_named(tmp_path: Path, hub_folder: Path) -> None:
     (hub_folder / "test.jsonl").write_text('{"text": "a"}\n{oops\n')
     with pytest.raises(DataError, match=r"chats: its files cannot be read") as caught:

@@ -14,15 +14,12 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 from tunebook.data.files import CSV_SUFFIXES, JSON_SUFFIXES, PARQUET_SUFFIXES, TSV_SUFFIXES
 from tunebook.data.keys import KeyAccount
 from tunebook.data.problems import DocumentError, DocumentProblems, type_name
 from tunebook.errors import DataError, first_line
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 Record = tuple[int, dict[str, Any]]  # a document's number in its file, from 1, and its keys
 _ROWS_PER_BATCH = 1000
@@ -195,19 +192,12 @@ def _read_parquet(path: Path) -> Iterator[Record]:
     try:
         with pq.ParquetFile(path) as file:
             _refuse_repeated_columns(file.schema_arrow.names, str(path))
-            yield from read_batches(file.iter_batches(batch_size=_ROWS_PER_BATCH))
+            rows = (row for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH) for row in batch.to_pylist())
+            for number, row in enumerate(rows, 1):
+                yield number, without_nulls(row)
     except (pa.ArrowException, UnicodeDecodeError) as error:
         message = f"{path} is not a readable Parquet file: {first_line(error)}"
         raise DataError(message, problem_id="data-file-broken") from error
-
-
-def read_batches(batches: Iterable[pa.RecordBatch | pa.Table]) -> Iterator[Record]:
-    """The rows of tables with their numbers, from 1."""
-    number = 0
-    for batch in batches:
-        for record in batch.to_pylist():
-            number += 1
-            yield number, without_nulls(record)
 
 
 def without_nulls(value: Any) -> Any:

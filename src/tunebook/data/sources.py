@@ -22,7 +22,7 @@ from tunebook.data.formats import FormatSettings, Normalizer, field_templates, k
 from tunebook.data.keys import KeyAccount
 from tunebook.data.mixture import count_repeated, count_shared, hold_out, mix
 from tunebook.data.problems import DocumentError, DocumentProblems, Skipped
-from tunebook.data.readers import Record, read_batches, read_records
+from tunebook.data.readers import Record, read_records, without_nulls
 from tunebook.data.synthetic import load_synthetic
 from tunebook.errors import DataError
 from tunebook.files import remembered_hash, sha256_file
@@ -165,7 +165,7 @@ def load_hub_split(source: DatasetSource, split: str, key: str, loader: Loader) 
     location = hub.split_location(source, split)
     normalizer = loader.normalizer(source, key)
     rows = hub.load_split(source, repository, split, key, loader.cache_dir / "hub")
-    records = read_batches(rows.with_format("arrow").iter(batch_size=1000))
+    records = ((number, without_nulls(row)) for number, row in enumerate(rows, 1))
     part = _Part(records=records, problems=DocumentProblems(location, "row"), label=location)
     file = loader.file(key, "train" if split == source.train_split else "validation")
     loaded = loader.load([part], normalizer, source.max_documents, file, location)
