@@ -13,7 +13,7 @@ import pytest
 from tunebook.config.choices import Overlong
 from tunebook.config.schema import DatasetConfig, ModelConfig
 from tunebook.data import chunks
-from tunebook.data.chunks import ChunkSettings, choose_num_workers, encode_chunks, fit
+from tunebook.data.chunks import ChunkSettings, encode_chunks, fit
 from tunebook.data.corpus import CorpusKind
 from tunebook.data.encode import Document
 from tunebook.errors import DataError, TunebookError
@@ -106,13 +106,6 @@ def test_tokens_outside_the_models_vocabulary_are_refused(tokenizer_folder: Call
     with pytest.raises(DataError, match=r"holds token 259, but the model's vocabulary ends at 258"):
         list(encode_chunks(documents, settings))
     assert list(encode_chunks(documents, make_settings(tokenizer_folder(), vocab_size=260)))
-
-
-@pytest.mark.parametrize(
-    ("num_documents", "asked", "expected"), [(10, 8, 1), (15_999, 8, 1), (16_000, 8, 2), (900_000, 3, 3)]
-)
-def test_no_worker_starts_for_nothing(num_documents: int, asked: int, expected: int) -> None:
-    assert choose_num_workers(num_documents, asked) == expected
 
 
 LONG = Document([1, 2, 3, 4, 5, 6, 7], [-100, -100, 3, -100, -100, -100, 7])

@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from tunebook.config.choices import Format, Source
+from tunebook.config.choices import Format
 from tunebook.config.schema import DatasetConfig
 from tunebook.data.corpus import Corpus
 from tunebook.data.formats import FormatSettings, Normalizer, known_columns
@@ -104,28 +102,6 @@ def test_the_line_and_the_key_are_named(tmp_path: Path) -> None:
     assert caught.value.exit_code == 4
 
 
-@pytest.mark.parametrize("is_hub", [False, True])
-def test_columns_of_tables_are_accounted_for_too(tmp_path: Path, is_hub: bool) -> None:
-    def corpus_of(rows: list[dict[str, Any]], name: str, **options: Any) -> Corpus:
-        folder = tmp_path / name
-        folder.mkdir()
-        pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
-        place: dict[str, Any] = {"path": str(folder / "train.parquet")}
-        if is_hub:
-            place = {"source": Source.hub, "name": str(folder)}
-        return load_corpus(DatasetConfig(**place, **options), cache_dir=tmp_path / f"{name}-cache")
-
-    rows = [{**CHAT, "id": number or None, "documents": None} for number in range(3)]
-    assert any(note.endswith(": keys not read: id (2)") for note in corpus_of(rows, "none").notes)
-    rows[1]["documents"] = '[{"name": "f"}]'
-    with pytest.raises(DataError, match="row 2: 'documents' of"):
-        corpus_of(rows, "some")
-    with pytest.raises(DataError, match="row 1: 'response_mask' of"):
-        corpus_of([{"input_ids": [1, 2, 3], "response_mask": [0, 0, 1]}], "tokens")
-    left_out = corpus_of(rows, "left_out", ignore_keys=["documents"])
-    assert any(note.endswith(": left out by dataset.ignore_keys: documents (1)") for note in left_out.notes)
-
-
 @pytest.mark.parametrize(
     "off",
     [
@@ -136,19 +112,6 @@ def test_columns_of_tables_are_accounted_for_too(tmp_path: Path, is_hub: bool) -
 def test_the_flags_of_other_tools_are_honoured(off: dict[str, Any]) -> None:
     turns = normalise({"messages": [ASK, {**ANSWER, **off}, ASK, {**ANSWER, "loss": True}]})
     assert [turn["train"] for turn in turns["messages"]] == [False, False, False, True]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"loss_weight": 0.3}, r"turn 2 \(assistant\) has loss_weight: 0\.3; it can be 0 or 1"),
-        ({"loss_mask": [0, 1]}, r"has loss_mask: \[0, 1\]; it can be 0 or 1"),
-        ({"trainable": "false"}, r"has trainable: 'false'; it can be 0 or 1"),
-    ],
-)
-def test_flags_that_cannot_be_honoured_are_refused(flags: dict[str, Any], message: str) -> None:
-    with pytest.raises(DocumentError, match=message):
-        normalise(with_turn(**flags))
 
 
 def test_a_prompt_is_not_trained_on_and_cannot_ask_to_be() -> None:

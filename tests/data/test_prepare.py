@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -76,33 +73,6 @@ def test_a_second_start_finds_the_first_one(run_config: Configs, monkeypatch: py
     assert load_prepared(first.folder).train.counts == first.train.counts
 
 
-def test_a_second_start_imports_nothing_heavy(run_config: Configs, tmp_path: Path) -> None:
-    config = run_config([SHORT])
-    prepare(config)
-    script = f"""
-import sys
-from tunebook.config import schema
-from tunebook.config.choices import Weights
-from tunebook.data.prepare import prepare
-
-
-
-config = schema.RunConfig(
-    model=schema.ModelConfig(path={config.model.path!r}, weights=Weights.random),
-    dataset=schema.DatasetConfig(path={config.dataset.path!r}),
-    packing=schema.PackingConfig(),
-    evaluation=schema.EvaluationConfig(tasks=[]),
-    training=schema.TrainingConfig(max_length=64),
-)
-assert prepare(config).was_cached
-heavy = [name for name in ("torch", "transformers", "datasets", "pyarrow", "numpy") if name in sys.modules]
-assert not heavy, heavy
-"""
-    source = Path(prepare_module.__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(source)}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
-
-
 def test_the_same_documents_prepared_otherwise_have_the_same_content(run_config: Configs) -> None:
     one = prepare(run_config([SHORT, LONGER]))
     longer = run_config([SHORT, LONGER])
@@ -119,15 +89,6 @@ def test_what_does_not_fit_is_counted_with_its_reason(run_config: Configs) -> No
     very_long = [("user", "x" * 50), ("assistant", "Yo")]
     cut = prepare(run_config([SHORT, very_long], max_length=30)).train.counts
     assert (cut.num_documents, cut.dropped, cut.num_cut) == (1, {NOTHING_TRAINED: 1}, 1)
-
-
-def test_split_documents_become_several_rows(run_config: Configs) -> None:
-    prepared = prepare(run_config([[("user", "Hi"), ("assistant", "Y" * 40)]], max_length=30, overlong=Overlong.split))
-    # 21 + 40 + 2 tokens: 30 and 30 and, of the last three, "Y" that nothing predicts, the end token and a newline
-    assert prepared.train.load_lengths().tolist() == [30, 30, 3]
-    counts = prepared.train.counts
-    assert (counts.num_read, counts.num_documents, counts.num_cut, counts.num_tokens_lost) == (1, 3, 1, 0)
-    assert counts.num_trained_tokens == 9 + 29 + 1
 
 
 def test_nothing_left_is_an_error_that_leaves_nothing(run_config: Configs, tmp_path: Path) -> None:
@@ -219,11 +180,6 @@ def test_synthetic_documents_need_no_tokenizer(run_config: Configs, tmp_path: Pa
     assert len(rows) == 50
     assert all(labels[0] == -100 for labels in rows["labels"])
     assert max(max(ids) for ids in rows["input_ids"]) == 499  # the vocabulary's last token ends every document
-
-
-def test_what_changes_no_token_changes_no_fingerprint(run_config: Configs) -> None:
-    first = fingerprint(run_config(TALK))
-    assert fingerprint(run_config(TALK, num_workers=3, mean_tokens=7.0, num_documents=9)) == first
 
 
 def test_each_setting_that_may_change_tokens_changes_the_fingerprint(run_config: Configs) -> None:
@@ -322,14 +278,6 @@ def test_documents_that_cannot_be_encoded_are_left_out_too(tmp_path: Path, run_c
     assert (reason[:53], number) == ("it has ... tokens, more than training.max_length=...,", 1)
     config.dataset.max_bad_share = 0.05
     with pytest.raises(DataError, match=r"^the train part: 1 of 10 documents cannot be used"):
-        prepare(config)
-
-
-def test_the_share_counts_unreadable_and_not_encodable_documents_together(tmp_path: Path, run_config: Configs) -> None:
-    talks = [[("user", "x" * (90 if n == 3 else 1)), ("assistant", "Yo")] for n in range(9)]
-    config = run_config(talks, overlong=Overlong.refuse, bad_documents=BadDocuments.skip, max_bad_share=0.15)
-    add_lines(tmp_path, ["{broken"])
-    with pytest.raises(DataError, match=r"^the train part: 2 of 10 documents cannot be used"):  # each alone is 10%
         prepare(config)
 
 

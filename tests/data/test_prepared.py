@@ -78,16 +78,3 @@ def test_how_arrow_cuts_the_documents_does_not_count(tmp_path: Path) -> None:
 def test_every_part_of_a_document_counts(tmp_path: Path, documents: list[tuple[list[int], list[int]]]) -> None:
     before = hash_documents([write_part(tmp_path / "a" / "train", DOCUMENTS)])
     assert hash_documents([write_part(tmp_path / "b" / "train", documents)]) != before
-
-
-def test_the_parts_count_by_name_and_not_by_their_order(tmp_path: Path) -> None:
-    train = write_part(tmp_path / "a" / "train", DOCUMENTS)
-    validation = write_part(tmp_path / "a" / "validation", DOCUMENTS[:1])
-    both = hash_documents([train, validation])
-    assert hash_documents([validation, train]) == both
-    exchanged = [
-        write_part(tmp_path / "b" / "validation", DOCUMENTS),
-        write_part(tmp_path / "b" / "train", DOCUMENTS[:1]),
-    ]
-    assert hash_documents(exchanged) != both
-    assert hash_documents([train]) != both

@@ -196,12 +196,6 @@ def test_a_template_that_reads_such_text_gets_to_read_it(tiny_tokenizer: Tokeniz
     assert document.input_ids.count(tokenizer.convert_tokens_to_ids("<s>")) == 1
 
 
-def test_marks_that_stand_for_such_text_are_refused_beside_it(tiny_tokenizer: Tokenizers) -> None:
-    with pytest.raises(DataError, match=r"a:1: it holds the text of a special token and private-use characters"):
-        encode(tiny_tokenizer(), talk("</s>\U000f0001", "a"))
-    assert encode(tiny_tokenizer(), talk("\U000f0001", "a")).num_trained == 2
-
-
 def test_a_prompt_for_an_answer_is_tokenised_as_in_training(tiny_tokenizer: Tokenizers) -> None:
     tokenizer = tiny_tokenizer()
     row = talk("is </s> a mark", "a")

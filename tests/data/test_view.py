@@ -92,10 +92,6 @@ def test_control_characters_cannot_reach_the_terminal(tiny_tokenizer: Callable[.
     assert text.plain == "a\u241b[2Jb\u240d\n"
 
 
-def test_without_a_tokenizer_the_ids_are_shown() -> None:
-    assert render_document([7, 8, 9], [-100, 8, 9], None, has_color=False).plain == "7 [[8 9 ]]"
-
-
 class BytesAlone:
     """Decodes each byte of an unfinished character to one replacement character, as byte fallback does."""
 
