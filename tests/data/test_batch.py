@@ -42,12 +42,6 @@ def test_padded_micro_batch_is_the_largest_divisor_within_8192_tokens():
     assert (plan.micro_batch_size, plan.accumulation) == (6, 11)  # 66 per GPU: 6 is its largest divisor up to 8
 
 
-def test_solving_does_not_change_the_configuration():
-    config = config_of(PackingMode.padded, 8, global_samples=528)
-    solve_batch(config, None)
-    assert config.training.micro_batch_size is None
-
-
 def test_packed_rows_hold_every_step_and_divide_over_the_gpus():
     lengths = np.random.default_rng(0).integers(20, 600, 1500).astype(np.int64)
     config = config_of(PackingMode.isolated, 8, global_samples=64, num_epochs=3)
@@ -121,14 +115,6 @@ def test_the_padding_is_what_the_ranks_will_count(documents):
     assert counted.documents == documents
     assert plan.padding_share == pytest.approx(1 - counted.tokens / counted.computed_tokens)
     assert 0.3 < plan.padding_share < 0.5
-
-
-def test_packed_rows_have_no_padding_and_unknown_lengths_no_share():
-    lengths = np.array([100] * 30 + [300] * 30, dtype=np.int64)
-    plan = solve_batch(config_of(PackingMode.isolated, 1, global_samples=6), lengths)
-    assert (plan.padding_share, plan.attended_length) == (0.0, 250.0)  # (10,000 + 90,000) / 400
-    unknown = solve_batch(config_of(PackingMode.padded, 1, global_samples=6), None)
-    assert (unknown.padding_share, unknown.attended_length) == (None, None)
 
 
 def test_a_stated_mean_beyond_the_longest_document_is_cut():

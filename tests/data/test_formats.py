@@ -70,12 +70,6 @@ def test_sharegpt_roles_become_the_four_roles_and_only_the_assistant_is_trained_
     ]
 
 
-@pytest.mark.parametrize("off", [{"train": False}, {"weight": 0}, {"weight": 0.0, "train": None}])
-def test_a_turn_can_opt_out_of_the_loss(off: dict[str, Any]) -> None:
-    record = {"messages": [HELLO[0], {**HELLO[1], **off}, HELLO[0], {**HELLO[1], "weight": 1}]}
-    assert [train for _, _, train in turns(record)] == [False, False, False, True]
-
-
 def test_alpaca_puts_history_first_and_input_after_the_instruction() -> None:
     record = {"system": "s", "history": [["q", "a"]], "instruction": "Add.", "input": "1 2", "output": "3"}
     assert turns(record) == [
@@ -196,22 +190,6 @@ def test_any_fields_become_a_question_and_an_answer() -> None:
 def test_a_document_without_a_field_is_refused(record: dict[str, Any], message: str) -> None:
     with pytest.raises(DocumentError, match=message):
         normalise(record, fields=field_templates(BOOLQ, "dataset"))
-
-
-def test_a_field_that_some_documents_lack_can_be_asked_for() -> None:
-    source = DatasetSource(question_template="{% if a is defined %}{{a}}{% endif %}{{b}}", answer_template="{{b}}")
-    for record, question in (({"a": "x", "b": "y"}, "xy"), ({"a": None, "b": "y"}, "y")):
-        assert turns(record, fields=field_templates(source, "dataset"))[0][1] == question
-
-
-def test_a_field_may_have_the_name_of_a_function_of_jinja() -> None:
-    source = DatasetSource(question_template="{{dict}}", answer_template="{{a}}")
-    fields = field_templates(source, "dataset")
-    assert fields is not None
-    assert fields.names == {"dict", "a"}
-    assert turns({"dict": "x", "a": "y"}, fields=fields)[0][1] == "x"
-    with pytest.raises(DocumentError, match="'dict' is undefined"):
-        normalise({"a": "y"}, fields=fields)
 
 
 def test_an_empty_answer_and_an_unsafe_template_are_refused() -> None:

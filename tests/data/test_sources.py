@@ -140,14 +140,6 @@ def test_the_held_out_share_depends_on_content_alone(tmp_path: Path) -> None:
     assert len(corpus.train) + len(corpus.validation or []) == 500
 
 
-def test_equal_documents_fall_in_the_same_part(tmp_path: Path) -> None:
-    path = write(tmp_path / "chat.jsonl", [conversation(number % 50) for number in range(200)])
-    corpus = load(tmp_path, DatasetConfig(path=str(path), validation_share=0.3))
-    train, validation = questions(corpus.train), questions(corpus.validation)
-    assert not set(train) & set(validation)
-    assert len(train) + len(validation) == 200
-
-
 def test_validation_files(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", [conversation(1)])
     other = write(tmp_path / "test.jsonl", [conversation(2), conversation(3)])

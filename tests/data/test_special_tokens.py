@@ -110,9 +110,9 @@ def test_the_copy_gives_all_other_text_the_tokens_that_the_tokenizer_gives(token
     # Nothing is hidden: the tokenizer itself is asked, and says the same as the copy would.
     assert special.encode_apart(before + after, [])[0].ids == plain
     words = "the cat sat on"
-    copied = special.plain_backend().encode(words, add_special_tokens=False).ids
+    copied = special.plain_backend.encode(words, add_special_tokens=False).ids
     assert copied == tokenizer.backend_tokenizer.encode(words, add_special_tokens=False).ids
-    assert special.plain_backend().encode(words).ids == tokenizer.backend_tokenizer.encode(words).ids  # BOS, too
+    assert special.plain_backend.encode(words).ids == tokenizer.backend_tokenizer.encode(words).ids  # BOS, too
 
 
 @pytest.mark.parametrize("typed", ["<s>", "</s>", "<unk>", "<pad>"])

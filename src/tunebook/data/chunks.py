@@ -87,19 +87,15 @@ def prepared_schema() -> pa.Schema:
     return pa.schema([("input_ids", tokens), ("labels", tokens), ("length", pa.int32())])
 
 
-def choose_num_workers(num_documents: int, num_workers: int | None) -> int:
-    """The number of processes: as asked for, or one for each core, but only as many as save time."""
-    return max(1, min(num_workers or len(own_cores()), num_documents // _DOCUMENTS_PER_WORKER))
-
-
 def encode_chunks(documents: datasets.Dataset, settings: ChunkSettings) -> Iterator[Chunk]:
     """The documents, encoded and fitted to length, in their order. Raises: what `ChunkEncoder.encode` raises."""
     starts = range(0, len(documents), DOCUMENTS_PER_CHUNK)
     ranges = [range(start, min(start + DOCUMENTS_PER_CHUNK, len(documents))) for start in starts]
+    workers = min(settings.dataset.num_workers or len(own_cores()), len(documents) // _DOCUMENTS_PER_WORKER)
     # A tokenizer whose class came with the model cannot be sent to another process.
-    is_own = type(settings.tokenizer).__module__.startswith("transformers_modules")
-    workers = 1 if is_own else choose_num_workers(len(documents), settings.dataset.num_workers)
-    if workers == 1:
+    if type(settings.tokenizer).__module__.startswith("transformers_modules"):
+        workers = 1
+    if workers <= 1:
         encoder = ChunkEncoder(settings, documents)
         yield from map(encoder.encode, ranges)
         return

@@ -104,7 +104,7 @@ class Encoder:
         is_added = self._backend.encode("a").special_tokens_mask[::-1]
         self._num_added_at_end = is_added.index(0) if 0 in is_added else 0
         if special_text is SpecialText.as_text:
-            self._backend = self._special.plain_backend()
+            self._backend = self._special.plain_backend
 
     def encode(self, rows: Sequence[Row]) -> list[Document]:
         """The rows as documents, in order. Raises: DataError naming the row's `origin`."""

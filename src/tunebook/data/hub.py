@@ -94,8 +94,3 @@ def load_split(
             raise DataError(message, problem_id="data-file-broken") from error
         what = f"{key}.subset={source.subset or 'null'} with the split {split}"
         raise RequestError(f"{what} of {source.name}: {first_line(error)}", problem_id="hub-unknown-split") from error
-
-
-def split_location(source: DatasetSource, split: str) -> str:
-    """A split as records and messages write it: `name/subset/split`."""
-    return "/".join(part for part in (source.name, source.subset, split) if part)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tunebook.errors import DataError
@@ -42,11 +41,6 @@ class Skipped:
             f"dataset.max_bad_share={max_share:g} allows. The reasons, each with its first document:"
         )
         raise DataError("\n".join([headline, *lines]), problem_id="data-too-many-bad")
-
-
-def skipped_lines(reasons: Mapping[str, int], first: Mapping[str, str]) -> list[str]:
-    """A line for each reason, most frequent first."""
-    return [f"{count:,} left out: {first[reason]}" for reason, count in Counter(reasons).most_common()]
 
 
 class DocumentError(Exception):

@@ -162,7 +162,7 @@ def load_files(source: DatasetSource, key: str, files: list[DataFile], arrow_fil
 def load_hub_split(source: DatasetSource, split: str, key: str, loader: Loader) -> Loaded:
     """The documents of one split, up to `source.max_documents`."""
     repository = hub.find_repository(source, key)
-    location = hub.split_location(source, split)
+    location = "/".join(part for part in (source.name, source.subset, split) if part)
     normalizer = loader.normalizer(source, key)
     rows = hub.load_split(source, repository, split, key, loader.cache_dir / "hub")
     records = ((number, without_nulls(row)) for number, row in enumerate(rows, 1))

@@ -86,7 +86,7 @@ class ConversationRenderer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         self._template = require_template(tokenizer, for_tools=for_tools)
-        self.variables = template_variables(self._template)
+        template_variables(self._template)  # refuses a broken one
         self._is_marked = GENERATION_MARKER.search(self._template) is not None
         self._render_jinja: Any = render_jinja_template
         self._special_tokens = dict(tokenizer.special_tokens_map)

@@ -19,7 +19,6 @@ from rich.text import Text
 from tunebook.data.corpus import IGNORED_LABEL, Row
 from tunebook.data.encode import num_shared
 from tunebook.data.prepared import Prepared, PreparedPart
-from tunebook.data.problems import skipped_lines
 from tunebook.terminal import print_lines, print_text
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def summary_lines(prepared: Prepared) -> list[str]:
                     "dataset.overlong=drop or split"
                 )
             lines.append(f"    {text}")
-        lines += [f"    {line}" for line in skipped_lines(counts.skipped, counts.first)]
+        lines += [f"    {count:,} left out: {counts.first[reason]}" for reason, count in counts.skipped.most_common()]
         lines += [f"    dropped: {count:,} {reason}" for reason, count in counts.dropped.most_common()]
         lines += [
             f"    note: {note}: {count:,} (the first: {counts.first[note]})"
