@@ -42,12 +42,6 @@ def test_padded_micro_batch_is_the_largest_divisor_within_8192_tokens():
     assert (plan.micro_batch_size, plan.accumulation) == (6, 11)  # 66 per GPU: 6 is its largest divisor up to 8
 
 
-def test_solving_does_not_change_the_configuration():
-    config = config_of(PackingMode.padded, 8, global_samples=528)
-    solve_batch(config, None)
-    assert config.training.micro_batch_size is None
-
-
 def test_packed_rows_hold_every_step_and_divide_over_the_gpus():
     lengths = np.random.default_rng(0).integers(20, 600, 1500).astype(np.int64)
     config = config_of(PackingMode.isolated, 8, global_samples=64, num_epochs=3)
@@ -123,14 +117,6 @@ def test_the_padding_is_what_the_ranks_will_count(documents):
     assert 0.3 < plan.padding_share < 0.5
 
 
-def test_packed_rows_have_no_padding_and_unknown_lengths_no_share():
-    lengths = np.array([100] * 30 + [300] * 30, dtype=np.int64)
-    plan = solve_batch(config_of(PackingMode.isolated, 1, global_samples=6), lengths)
-    assert (plan.padding_share, plan.attended_length) == (0.0, 250.0)  # (10,000 + 90,000) / 400
-    unknown = solve_batch(config_of(PackingMode.padded, 1, global_samples=6), None)
-    assert (unknown.padding_share, unknown.attended_length) == (None, None)
-
-
 def test_a_stated_mean_beyond_the_longest_document_is_cut():
     plan = solve_batch(config_of(PackingMode.isolated, 1, global_samples=4, mean_tokens=5000.0), None)
     assert plan.tokens_per_step == 4 * 1024
@@ -147,16 +133,6 @@ def test_the_longest_row_is_that_of_the_runs_own_steps(samples, max_steps):
     rows = [row for step in steps for row in schedule.rows_of_step(step)]
     assert plan.longest_row == max(int(lengths[row].sum()) for row in rows)
     assert plan.longest_row < 8192
-
-
-def test_the_longest_row_of_a_very_long_run_is_bounded(monkeypatch):
-    lengths = np.clip(np.random.default_rng(5).lognormal(5, 1, 1500), 16, 1024).astype(np.int64)
-    config = config_of(PackingMode.isolated, 2, global_samples=64)
-    config.packing.row_length = 8192
-    exact = solve_batch(config, lengths).longest_row
-    monkeypatch.setattr("tunebook.data.batch._MOST_PACKED_AGAIN", 0)
-    bound = solve_batch(config, lengths).longest_row
-    assert exact <= bound <= exact + 1024
 
 
 def test_the_longest_row_where_none_is_packed_or_a_budget_fills_them():

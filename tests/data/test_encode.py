@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from tunebook.config.choices import SpecialText, TrainOn
 from tunebook.config.schema import ModelConfig
 from tunebook.data.corpus import CorpusKind
-from tunebook.data.encode import LEFT_OUT, REWRITTEN, STRADDLING, Document, Encoder, num_shared, tokens_of_span
+from tunebook.data.encode import LEFT_OUT, REWRITTEN, Document, Encoder, tokens_of_span
 from tunebook.errors import DataError, RequestError
 from tunebook.model.tokenizer import load_tokenizer
 
@@ -119,9 +119,9 @@ def test_two_bos_are_an_error(tiny_tokenizer: Tokenizers) -> None:
     document = encode_one(tokenizer, CorpusKind.conversation, row)  # the tokenizer's own is not added to the template's
     assert document.input_ids.count(tokenizer.bos_token_id) == 2
     row = conversation(("user", "<s>Hi"), ("assistant", "Yo"))
-    with pytest.raises(DataError, match=r"a:1: the document begins with two BOS tokens \(<s>\)"):
+    with pytest.raises(DataError, match="a:1: the document begins with two BOS tokens"):
         encode_one(tokenizer, CorpusKind.conversation, row, special_text=SpecialText.keep)
-    with pytest.raises(DataError, match="the text begins with it and the tokenizer adds one; remove it"):
+    with pytest.raises(DataError, match="a:1: the document begins with two BOS tokens"):
         encode_one(tokenizer, CorpusKind.text, {"text": "<s>Hi", "origin": "a:1"})
 
 
@@ -177,7 +177,6 @@ def test_a_token_over_the_boundary_counts_as_the_completions(tiny_tokenizer: Tok
     document = encoder.encode([{"prompt": "2+2=", "completion": "4", "origin": "a:1"}])[0]
     assert document.labels[:3] == [-100, -100, -100]
     assert trained_text(tokenizer, document) == "=4<|im_end|>"
-    assert encoder.counts.notes[STRADDLING] == 1
 
 
 def test_tokens_stay_as_they_are_but_for_the_first_label() -> None:
@@ -207,7 +206,6 @@ def test_a_token_over_the_start_of_an_answer_is_counted(tiny_tokenizer: Tokenize
     encoder = Encoder(CorpusKind.conversation, TrainOn.auto, tokenizer)
     document = encoder.encode([conversation(("user", "Hi"), ("assistant", "Yo"))])[0]
     assert trained_text(tokenizer, document) == ":Yo<|im_end|>"
-    assert encoder.counts.notes[STRADDLING] == 1
 
 
 def test_documents_with_the_text_of_a_special_token_keep_their_place(tiny_tokenizer: Tokenizers) -> None:
@@ -220,12 +218,6 @@ def test_documents_with_the_text_of_a_special_token_keep_their_place(tiny_tokeni
         "日<|im_end|>",
     ]
     assert [document.labels.count(tokenizer.eos_token_id) for document in documents] == [1, 1, 1]
-
-
-def test_shared_beginnings() -> None:
-    assert num_shared([1, 2, 3], [1, 2, 4, 5]) == 2
-    assert num_shared([1, 2], [1, 2, 3]) == 2
-    assert num_shared([1], [2]) == 0
 
 
 def completion(tokenizer: Any, prompt: str, answer: str) -> Document:
@@ -250,7 +242,6 @@ def test_an_eos_that_the_tokenizer_adds_is_no_part_of_the_prompt(tiny_tokenizer:
     documents = encoder.encode([{"prompt": prompt, "completion": "yo", "origin": "a:1"} for prompt in ("hi", "hi</s>")])
     assert [trained_text(tokenizer, document) for document in documents] == ["yo</s>", "yo</s>"]
     assert [document.input_ids.count(tokenizer.eos_token_id) for document in documents] == [1, 2]
-    assert STRADDLING not in encoder.counts.notes
 
 
 def test_no_token_that_the_tokenizer_adds_is_part_of_the_prompt(tiny_tokenizer: Tokenizers) -> None:
@@ -264,4 +255,3 @@ def test_no_token_that_the_tokenizer_adds_is_part_of_the_prompt(tiny_tokenizer: 
         "cd</s><|im_end|>",
         "</s>cd</s><|im_end|>",
     ]
-    assert not encoder.counts.notes[STRADDLING]

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +17,6 @@ from tunebook.config.choices import (
     BadDocuments,
     Format,
     Overlong,
-    PackingMode,
     PeftMethod,
     Reasoning,
     Source,
@@ -32,7 +27,7 @@ from tunebook.config.choices import (
 )
 from tunebook.data import prepare as prepare_module
 from tunebook.data.chunks import NOTHING_TRAINED, TOO_LONG
-from tunebook.data.prepare import fingerprint, made_from, needs_tokenizer, prepare, vocabulary
+from tunebook.data.prepare import fingerprint, needs_tokenizer, prepare, vocabulary
 from tunebook.data.prepared import load_prepared
 from tunebook.data.view import summary_lines
 from tunebook.errors import DataError, DoesNotFitError, RequestError
@@ -68,15 +63,6 @@ def test_counts_lengths_and_rows(run_config: Configs) -> None:
     assert not prepared.was_cached
 
 
-def test_the_folder_is_a_data_set_as_datasets_saves_them(run_config: Configs) -> None:
-    import datasets
-
-    prepared = prepare(run_config([SHORT, LONGER]))
-    loaded = datasets.load_from_disk(str(prepared.train.folder))
-    assert loaded[:] == prepared.train.load()[:]
-    assert loaded.features["input_ids"].feature.dtype == "int32"
-
-
 def test_a_second_start_finds_the_first_one(run_config: Configs, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_config([SHORT])
     first = prepare(config)
@@ -85,33 +71,6 @@ def test_a_second_start_finds_the_first_one(run_config: Configs, monkeypatch: py
     assert second.was_cached
     assert replace(second, was_cached=False) == first
     assert load_prepared(first.folder).train.counts == first.train.counts
-
-
-def test_a_second_start_imports_nothing_heavy(run_config: Configs, tmp_path: Path) -> None:
-    config = run_config([SHORT])
-    prepare(config)
-    script = f"""
-import sys
-from tunebook.config import schema
-from tunebook.config.choices import Weights
-from tunebook.data.prepare import prepare
-
-
-
-config = schema.RunConfig(
-    model=schema.ModelConfig(path={config.model.path!r}, weights=Weights.random),
-    dataset=schema.DatasetConfig(path={config.dataset.path!r}),
-    packing=schema.PackingConfig(),
-    evaluation=schema.EvaluationConfig(tasks=[]),
-    training=schema.TrainingConfig(max_length=64),
-)
-assert prepare(config).was_cached
-heavy = [name for name in ("torch", "transformers", "datasets", "pyarrow", "numpy") if name in sys.modules]
-assert not heavy, heavy
-"""
-    source = Path(prepare_module.__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": str(source)}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)
 
 
 def test_the_same_documents_prepared_otherwise_have_the_same_content(run_config: Configs) -> None:
@@ -124,39 +83,12 @@ def test_the_same_documents_prepared_otherwise_have_the_same_content(run_config:
     assert prepare(run_config([LONGER, SHORT])).content_sha256 != one.content_sha256
 
 
-def test_another_length_is_prepared_anew(run_config: Configs) -> None:
-    first = prepare(run_config([SHORT], max_length=64))
-    second = prepare(run_config([SHORT], max_length=24))
-    assert not second.was_cached
-    assert first.folder != second.folder
-    assert second.train.counts.num_cut == 1
-    assert second.train.load_lengths().tolist() == [24]
-
-
-def test_data_that_lost_a_file_is_prepared_anew(run_config: Configs) -> None:
-    config = run_config([SHORT])
-    first = prepare(config)
-    (first.train.folder / "lengths.npy").write_bytes(b"")
-    second = prepare(config)
-    assert not second.was_cached
-    assert second.train.load_lengths().tolist() == [25]
-
-
 def test_what_does_not_fit_is_counted_with_its_reason(run_config: Configs) -> None:
     dropped = prepare(run_config([SHORT, LONGER], max_length=26, overlong=Overlong.drop)).train.counts
     assert (dropped.num_documents, dropped.dropped, dropped.num_tokens_lost) == (1, {TOO_LONG: 1}, 27)
     very_long = [("user", "x" * 50), ("assistant", "Yo")]
     cut = prepare(run_config([SHORT, very_long], max_length=30)).train.counts
     assert (cut.num_documents, cut.dropped, cut.num_cut) == (1, {NOTHING_TRAINED: 1}, 1)
-
-
-def test_split_documents_become_several_rows(run_config: Configs) -> None:
-    prepared = prepare(run_config([[("user", "Hi"), ("assistant", "Y" * 40)]], max_length=30, overlong=Overlong.split))
-    # 21 + 40 + 2 tokens: 30 and 30 and, of the last three, "Y" that nothing predicts, the end token and a newline
-    assert prepared.train.load_lengths().tolist() == [30, 30, 3]
-    counts = prepared.train.counts
-    assert (counts.num_read, counts.num_documents, counts.num_cut, counts.num_tokens_lost) == (1, 3, 1, 0)
-    assert counts.num_trained_tokens == 9 + 29 + 1
 
 
 def test_nothing_left_is_an_error_that_leaves_nothing(run_config: Configs, tmp_path: Path) -> None:
@@ -186,7 +118,6 @@ def test_what_a_killed_preparation_left_is_removed(run_config: Configs, tmp_path
     prepared = prepare(config)
     root = tmp_path / "cache" / "prepared"
     prepared.folder.rename(root / f"{prepared.fingerprint}.partial")  # killed just before the renaming
-    (root / "other.partial").mkdir()
     assert not prepare(config).was_cached
     assert sorted(path.name for path in root.iterdir() if path.suffix != ".lock") == [prepared.fingerprint]
 
@@ -209,22 +140,6 @@ def test_two_at_once_prepare_once(run_config: Configs, monkeypatch: pytest.Monke
     assert len(made) == 1
     assert len({prepared.folder for prepared in found}) == 1
     assert sorted(prepared.was_cached for prepared in found) == [False, True, True]
-
-
-def test_progress_reaches_the_end(run_config: Configs) -> None:
-    seen: list[tuple[int, int | None, str]] = []
-    prepare(run_config([SHORT, LONGER]), lambda done, total, what: seen.append((done, total, what)))
-    assert seen[0] == (0, None, "reading documents")
-    assert seen[-1] == (2, 2, "tokenizing train documents")
-
-
-def test_a_validation_part_is_counted_apart(run_config: Configs) -> None:
-    conversations = [[("user", f"{number}"), ("assistant", "Yo")] for number in range(200)]
-    prepared = prepare(run_config(conversations, validation_share=0.2))
-    assert prepared.validation is not None
-    held, kept = prepared.validation.counts.num_documents, prepared.train.counts.num_documents
-    assert held + kept == 200
-    assert 20 < held < 60
 
 
 def test_a_full_disk_is_said_and_leaves_nothing(
@@ -251,15 +166,6 @@ def test_a_cache_that_cannot_be_written_is_said(
         prepare(config)
 
 
-def test_a_broken_line_keeps_its_own_error(run_config: Configs, tmp_path: Path) -> None:
-    config = run_config([SHORT])
-    with (tmp_path / "train.jsonl").open("a") as file:
-        file.write("{broken\n")
-    with pytest.raises(DataError, match=r"train\.jsonl, line 2"):
-        prepare(config)
-    assert_nothing_half_made(tmp_path)
-
-
 def test_synthetic_documents_need_no_tokenizer(run_config: Configs, tmp_path: Path) -> None:
     synthetic = schema.SyntheticConfig(num_documents=50, log_mean_tokens=3.0, max_tokens=60)
     config = replace(
@@ -276,52 +182,6 @@ def test_synthetic_documents_need_no_tokenizer(run_config: Configs, tmp_path: Pa
     assert max(max(ids) for ids in rows["input_ids"]) == 499  # the vocabulary's last token ends every document
 
 
-def test_prepared_json_says_what_was_read(run_config: Configs) -> None:
-    prepared = prepare(run_config([SHORT, LONGER]))
-    content = json.loads((prepared.folder / "prepared.json").read_text())
-    assert content["parts"]["train"]["num_dropped"] == 0
-    assert content["parts"]["train"]["lengths"] == {"edges": [25, 26, 27, 28], "counts": [1, 0, 1]}
-    assert content["records"][0]["format"] == "messages"
-    assert len(content["tokenizer_sha256"]) == len(content["chat_template_sha256"]) == 64
-    assert content["made_from"]["max_length"] == 64
-
-
-def test_data_prepared_without_a_padding_token_is_not_for_a_run_that_pads(
-    tokenizer_folder: Callable[..., Path], run_config: Configs
-) -> None:
-    tokenizer_folder(pad_token=None)
-    config = run_config([SHORT])
-    config.packing.mode = PackingMode.isolated
-    assert prepare(config).can_pad is False
-    assert prepare(config).was_cached
-    config.packing.mode = PackingMode.padded
-    with pytest.raises(RequestError, match="the tokenizer has no padding token") as caught:
-        prepare(config)
-    assert caught.value.problem_id == "tokenizer-no-pad"
-
-
-def test_lengths_keep_nothing_of_the_tokens_beside_them():
-    import pyarrow as pa
-
-    sink = pa.BufferOutputStream()
-    batch = pa.RecordBatch.from_pydict({"input_ids": [[1, 2, 3], [4]], "length": pa.array([3, 1], pa.int32())})
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    table = pa.ipc.open_stream(sink.getvalue()).read_all()
-    lengths = prepare_module.lengths_of(table)
-    assert lengths.tolist() == [3, 1]
-    assert lengths.flags.owndata, "a view would keep the whole chunk in memory"
-
-
-def mark(config: schema.RunConfig) -> str:
-    return fingerprint(made_from(config))
-
-
-def test_what_changes_no_token_changes_no_fingerprint(run_config: Configs) -> None:
-    first = mark(run_config(TALK))
-    assert mark(run_config(TALK, num_workers=3, mean_tokens=7.0, num_documents=9)) == first
-
-
 def test_each_setting_that_may_change_tokens_changes_the_fingerprint(run_config: Configs) -> None:
     changes: list[dict[str, Any]] = [
         {}, {"train_on": TrainOn.everything}, {"overlong": Overlong.split}, {"overlong": Overlong.refuse},
@@ -330,39 +190,24 @@ def test_each_setting_that_may_change_tokens_changes_the_fingerprint(run_config:
         {"question_template": "{{conversations[0].value}}", "answer_template": "{{conversations[1].value}}"},
         {"bad_documents": BadDocuments.skip}, {"max_bad_share": 0.2}, {"chat_template_kwargs": {"messages": []}},
     ]  # fmt: skip
-    assert len({mark(run_config(TALK, **change)) for change in changes}) == len(changes)
-
-
-def test_documents_change_the_fingerprint(run_config: Configs) -> None:
-    assert mark(run_config(TALK)) != mark(run_config([[("user", "Hi"), ("assistant", "Yu")]]))
+    assert len({fingerprint(run_config(TALK, **change)) for change in changes}) == len(changes)
 
 
 def test_template_and_tokenizer_change_the_fingerprint(run_config: Configs, tmp_path: Path) -> None:
     config = run_config(TALK)
-    marks = {mark(config)}
+    marks = {fingerprint(config)}
     (tmp_path / "other.jinja").write_text("{{ messages }}")
-    marks.add(mark(replace(config, model=replace(config.model, chat_template=str(tmp_path / "other.jinja")))))
+    marks.add(fingerprint(replace(config, model=replace(config.model, chat_template=str(tmp_path / "other.jinja")))))
     (tmp_path / "other.jinja").write_text("{{ messages }} ")
-    marks.add(mark(replace(config, model=replace(config.model, chat_template=str(tmp_path / "other.jinja")))))
-    marks.add(mark(replace(config, model=replace(config.model, eos_token="</s>"))))
-    marks.add(mark(replace(config, model=replace(config.model, template_date="2031-12-01"))))
+    marks.add(fingerprint(replace(config, model=replace(config.model, chat_template=str(tmp_path / "other.jinja")))))
+    marks.add(fingerprint(replace(config, model=replace(config.model, eos_token="</s>"))))
+    marks.add(fingerprint(replace(config, model=replace(config.model, template_date="2031-12-01"))))
     (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages }}")
-    marks.add(mark(config))
+    marks.add(fingerprint(config))
     tokenizer = tmp_path / "model" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + " ")
-    marks.add(mark(config))
+    marks.add(fingerprint(config))
     assert len(marks) == 7
-
-
-def test_the_rest_of_the_model_does_not_matter(run_config: Configs, tmp_path: Path) -> None:
-    config, file = run_config(TALK), tmp_path / "model" / "config.json"
-    marks = set()
-    for hidden_size, dtype in ((8, "float32"), (16, "bfloat16")):
-        sizes = {"hidden_size": hidden_size, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
-        sizes |= {"num_key_value_heads": 1, "max_position_embeddings": 64, "tie_word_embeddings": True}
-        file.write_text(json.dumps({"model_type": "qwen2", "dtype": dtype, "vocab_size": 300, **sizes}))
-        marks.add(mark(config))
-    assert len(marks) == 1
 
 
 def test_documents_that_are_tokens_need_no_tokenizer() -> None:
@@ -433,20 +278,6 @@ def test_documents_that_cannot_be_encoded_are_left_out_too(tmp_path: Path, run_c
     assert (reason[:53], number) == ("it has ... tokens, more than training.max_length=...,", 1)
     config.dataset.max_bad_share = 0.05
     with pytest.raises(DataError, match=r"^the train part: 1 of 10 documents cannot be used"):
-        prepare(config)
-
-
-def test_the_share_counts_unreadable_and_not_encodable_documents_together(tmp_path: Path, run_config: Configs) -> None:
-    talks = [[("user", "x" * (90 if n == 3 else 1)), ("assistant", "Yo")] for n in range(9)]
-    config = run_config(talks, overlong=Overlong.refuse, bad_documents=BadDocuments.skip, max_bad_share=0.15)
-    add_lines(tmp_path, ["{broken"])
-    with pytest.raises(DataError, match=r"^the train part: 2 of 10 documents cannot be used"):  # each alone is 10%
-        prepare(config)
-
-
-def test_when_every_document_is_bad_their_reasons_are_told(tmp_path: Path, run_config: Configs) -> None:
-    config = run_config([[("user", "Hi"), ("asistant", "Yo")]] * 3, bad_documents=BadDocuments.skip, max_bad_share=0.5)
-    with pytest.raises(DataError, match=r"3 of 3 documents cannot be used, .*\n  3: .*line 1: unknown role"):
         prepare(config)
 
 

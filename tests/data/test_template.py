@@ -135,30 +135,31 @@ WITHOUT_END = CHATML_WITH_MARKERS.replace(
     "{{- message.content + '<|im_end|>' }}{%- endgeneration %}{{- '\n' }}",
     "{{- message.content }}{%- endgeneration %}{{- '<|im_end|>\n' }}",
 )
+EARLY_STOP = ENDLESS.replace("message.content", "'</s>' + message.content")
 NEEDS_FIRST = "{%- if messages[0].role == 'system' %}{%- endif %}" + THINKING
 SYSTEM_TURN = {"role": "system", "content": "Be brief.", "train": False}
 ANSWER_ALONE = [{"role": "assistant", "content": "Yo", "train": True}]
 
 
 @pytest.mark.parametrize(
-    ("options", "messages", "message"),
+    ("options", "messages", "problem_id"),
     [
-        ({"template": PROMPT_DIFFERS}, talk("Hi", "Yo"),
-         r"the assistant's last turn cannot be found.*writes '<think>', in the whole 'Yo<.*\{% generation %\}"),
-        ({"template": NEEDS_FIRST}, ANSWER_ALONE, "cannot render the turns before the answer alone"),
-        ({"template": ENDLESS}, talk("Hi", "Yo"), r"never learn to stop; name one that writes it"),
-        ({"eos_token": "</s>"}, talk("Hi", "Yo"), r"ending with 'Yo<\|im_end\|>\\n'\) has no token .*ends generation "
-         r"""\(</s>\).*if <\|im_end\|> ends the turn, type 'model.eos_token="<\|im_end\|>"'"""),
-        ({"template": WITHOUT_END}, talk("Hi", "Yo"), r"turn's end before \{% endgeneration %\}"),
+        ({"template": PROMPT_DIFFERS}, talk("Hi", "Yo"), "assistant-not-found"),
+        ({"template": NEEDS_FIRST}, ANSWER_ALONE, "assistant-not-found"),
+        ({"template": ENDLESS}, talk("Hi", "Yo"), "eos-not-trained"),
+        ({"eos_token": "</s>"}, talk("Hi", "Yo"), "eos-not-trained"),
+        ({"template": WITHOUT_END}, talk("Hi", "Yo"), "eos-not-trained"),
+        ({"template": EARLY_STOP, "eos_token": "</s>"}, talk("Hi", "Yo"), "eos-not-trained"),
         ({"template": INST, "eos_token": "</s>", "bos_token": "<s>"}, [SYSTEM_TURN, *talk("Hi", "Yo")],
-         r"the chat template refuses .*\(system, user, assistant\): Only user and assistant"),
+         "chat-template-refuses"),
     ],
 )  # fmt: skip
 def test_an_answer_that_is_not_found_or_does_not_end_is_an_error(
-    render: Any, options: dict[str, Any], messages: list[dict[str, Any]], message: str
+    render: Any, options: dict[str, Any], messages: list[dict[str, Any]], problem_id: str
 ) -> None:
-    with pytest.raises(DataError, match=f"^a:7: .*{message}"):
+    with pytest.raises(DataError, match=r"^a:7: ") as caught:
         render(messages, **options)
+    assert caught.value.problem_id == problem_id
 
 
 def test_an_answer_before_any_question_is_found(render: Any) -> None:
@@ -181,11 +182,6 @@ def test_no_template_is_only_an_error_when_it_is_needed(tiny_tokenizer: Tokenize
 def test_the_prompt_is_ready_for_the_answer(tiny_tokenizer: Tokenizers) -> None:
     prompt = ConversationRenderer(tiny_tokenizer()).prompt(Conversation.plain(talk("Hi")))
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_the_hash_follows_the_template(tiny_tokenizer: Tokenizers) -> None:
-    first, again, other = tiny_tokenizer(), tiny_tokenizer(), tiny_tokenizer(template=INST)
-    assert template_hash(first) == template_hash(again) != template_hash(other)
 
 
 DROPS_SYSTEM = """\
@@ -227,23 +223,20 @@ TOOL = turns_of(("user", "Rain?"), ("assistant", "look"), ("tool", "rain"), ("as
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
-        (DROPS_SYSTEM, SYSTEM, r"a:7: the chat template does not write turn 1 \(system\): 'Answer in French.'.*"
-         r"model\.chat_template=FILE.*dataset\.system_prompt"),
+        (DROPS_SYSTEM, SYSTEM, r"turn 1 \(system\): 'Answer in French.'"),
         # What is left out stands elsewhere in the text.
-        (DROPS_SYSTEM, turns_of(("system", "user"), ("user", "hi"), ("assistant", "yo")), r"turn 1 \(system\): 'user'"),
         (DROPS_SYSTEM, turns_of(("system", "hi"), ("user", "hi"), ("assistant", "hi")), r"turn 1 \(system\): 'hi'"),
-        (DROPS_TOOLS, TOOL, r"does not write turn 3 \(tool\): 'rain'"),
-        (DROPS_TOOLS.replace("'tool'", "'user'"), TOOL, r"does not write turn 1 \(user\): 'Rain\?'"),
-        (DROPS_REASONING, turns_of(("user", "2+2?"), ("assistant", "<think>sum</think>4")),
-         r"does not write the reasoning of turn 2 \(assistant\)"),
+        (DROPS_TOOLS, TOOL, r"turn 3 \(tool\): 'rain'"),
+        (DROPS_TOOLS.replace("'tool'", "'user'"), TOOL, r"turn 1 \(user\): 'Rain\?'"),
+        (DROPS_REASONING, turns_of(("user", "2+2?"), ("assistant", "<think>sum</think>4")), "the reasoning of turn 2"),
         (DROPS_REASONING, turns_of(("user", "2+2?"), ("assistant", "sum</think>4"), ("user", "3?"), ("assistant", "3")),
-         r"does not write the reasoning of turn 2 \(assistant\)"),
+         "the reasoning of turn 2"),
         (THINKING.replace("message.content if loop.last else", "message.content.upper() if loop.last else"),
-         turns_of(("user", "2+2?"), ("assistant", "four")), r"does not write turn 2 \(assistant\): 'four'"),
+         turns_of(("user", "2+2?"), ("assistant", "four")), r"turn 2 \(assistant\): 'four'"),
         (THINKING.replace("+ content +", "+ content[:20] +"),
-         turns_of(("user", "2+2?"), ("assistant", "an answer that is cut off")), r"does not write turn 2"),
+         turns_of(("user", "2+2?"), ("assistant", "an answer that is cut off")), "turn 2"),
         (THINKING.replace("+ content +", "+ content[:20] +"),
-         turns_of(("user", "a long question that is cut"), ("assistant", "4")), r"does not write turn 1 \(user\)"),
+         turns_of(("user", "a long question that is cut"), ("assistant", "4")), r"turn 1 \(user\)"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("is_everything", [False, True])
@@ -301,7 +294,7 @@ def test_reasoning_that_is_left_out_may_stand_in_a_later_turn(
 
 def test_a_prompt_whose_system_turn_is_left_out_is_an_error(tiny_tokenizer: Tokenizers) -> None:
     renderer = ConversationRenderer(tiny_tokenizer(template=DROPS_SYSTEM))
-    with pytest.raises(DataError, match=r"this prompt: the chat template does not write turn 1 \(system\)"):
+    with pytest.raises(DataError, match=r"this prompt: .* turn 1 \(system\)"):
         renderer.prompt(Conversation.plain(SYSTEM[:2]))
 
 
@@ -333,12 +326,3 @@ def test_a_template_writes_the_date_that_is_set_and_not_todays(
         )
     assert ModelConfig().template_date == "2024-07-26"
     assert not writes_date(load_tokenizer(ModelConfig(path=str(tokenizer_folder(template=CHATML_WITH_MARKERS)))))
-
-
-@pytest.mark.parametrize("call", ["['a', 'b']|random", "lipsum(n=1)"])
-def test_a_template_that_draws_by_chance_is_refused(tiny_tokenizer: Tokenizers, call: str) -> None:
-    tokenizer = tiny_tokenizer(template=f"{{{{- {call} }}}}" + CHATML_WITH_MARKERS)
-    with pytest.raises(RequestError, match="the chat template is random") as caught:
-        ConversationRenderer(tokenizer)
-    assert caught.value.problem_id == "chat-template-random"
-    assert ConversationRenderer(tiny_tokenizer(template="{{- 'a random word' }}" + CHATML_WITH_MARKERS))

@@ -311,30 +311,29 @@ def test_a_stray_mark_at_the_end_of_an_answer_does_not_make_it_reasoning(family:
     assert texts(tokenizer, ids, mask) == ["All of this is the answer.\n</think><|im_end|>"]
 
 
+TWO_CALLS = [WITH_TOOLS[0], {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}, *WITH_TOOLS[2:]]
+TEXT_AND_CALL = [WITH_TOOLS[0], {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}, *WITH_TOOLS[2:]]
+
+
 @pytest.mark.parametrize(
-    ("name", "messages", "tools", "message"),
+    ("name", "messages", "tools", "problem_id"),
     [
-        ("llama3", WITH_TOOLS, TOOLS, "does not write the tools"),
-        ("llama3", WITH_TOOLS, None, "does not write the calls of turn 2"),
-        ("gptoss", [WITH_TOOLS[0], {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}, *WITH_TOOLS[2:]],
-         TOOLS, r"the calls of turn 2, which has 2 \(some templates write one for each turn\)"),
-        ("llama3_2", [WITH_TOOLS[0], {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
-                      *WITH_TOOLS[2:]], TOOLS, "does not write turn 2 .*'I look.'.*remove the text next to its calls"),
-        ("llama3_2", [WITH_TOOLS[0], {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
-                      *WITH_TOOLS[2:]], TOOLS, "the chat template refuses this conversation .*single tool-calls"),
-        ("deepseek_r1_distill", WITH_TOOLS[:2], TOOLS, "does not write the tools"),
-        ("glm4moe", PLAIN, None, "no token that ends generation"),
-        ("deepseekv3", PLAIN, None, "last turn cannot be found .*model.chat_template=training"),
+        ("llama3", WITH_TOOLS, TOOLS, "template-without-tools"),
+        ("llama3", WITH_TOOLS, None, "template-without-tools"),
+        ("gptoss", TWO_CALLS, TOOLS, "template-without-tools"),
+        ("llama3_2", TEXT_AND_CALL, TOOLS, "template-leaves-out"),
+        ("llama3_2", TWO_CALLS, TOOLS, "chat-template-refuses"),
+        ("deepseek_r1_distill", WITH_TOOLS[:2], TOOLS, "template-without-tools"),
+        ("glm4moe", PLAIN, None, "eos-not-trained"),
+        ("deepseekv3", PLAIN, None, "assistant-not-found"),
     ],
-)  # fmt: skip
+)
 def test_what_a_template_does_not_write_of_tools_is_refused(
-    name: str, messages: list[dict[str, Any]], tools: Any, message: str, family: Family
+    name: str, messages: list[dict[str, Any]], tools: Any, problem_id: str, family: Family
 ) -> None:
-    with pytest.raises(DataError, match=rf"^a:1: .*{message}") as caught:
+    with pytest.raises(DataError, match=r"^a:1: ") as caught:
         encode(family(name), messages, tools=tools)
-    assert caught.value.exit_code == 4
-    if "tools" in message:
-        assert "model.chat_template=" in caught.value.message
+    assert (caught.value.problem_id, caught.value.exit_code) == (problem_id, 4)
 
 
 def test_a_special_token_typed_in_arguments_and_tools_is_text(family: Family) -> None:
@@ -370,14 +369,11 @@ def test_the_training_version_of_a_template_is_found_by_its_text(family: Family)
         read_chat_template("trl:qwen9")
 
 
-def test_only_a_token_that_ends_a_turn_is_advised(family: Family, tokenizer_folder: Callable[..., Path]) -> None:
-    """GLM's own template writes nothing after the last answer; `</think>` comes before it."""
+def test_a_token_before_the_answer_does_not_end_it(family: Family, tokenizer_folder: Callable[..., Path]) -> None:
+    """GLM writes `</think>` before the answer."""
     template = read_chat_template("trl:glm4moe")
     special = ("<|pad|>", "<|endoftext|>", "</think>", *sorted(set(re.findall(CONTROL, template))))
     folder = tokenizer_folder("glm", template=template, eos_token="<|endoftext|>", special=special)
-    with pytest.raises(DataError, match=r"model\.chat_template=training") as error:
-        encode(load_tokenizer(ModelConfig(path=str(folder))), PLAIN)
-    assert (error.value.problem_id, "eos_token" in error.value.message) == ("eos-not-trained", False)
     with pytest.raises(DataError, match="before the answer ends") as error:
         encode(load_tokenizer(ModelConfig(path=str(folder), eos_token="</think>")), PLAIN)
     assert error.value.problem_id == "eos-not-trained"

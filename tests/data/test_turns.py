@@ -119,8 +119,6 @@ def test_a_result_is_named_by_its_call() -> None:
     result = {"role": "tool", "content": "1", "tool_call_id": "c1"}
     found = turn(chat(called(tool_calls=[WITH_ID]), result, ANSWER), 2)
     assert (found["name"], found["tool_call_id"]) == ("f", "c1")
-    with pytest.raises(DocumentError, match=r"turn 3 \(tool\) answers tool_call_id 'c2', and no call before it .*c1"):
-        row(chat(called(tool_calls=[WITH_ID]), {**result, "tool_call_id": "c2"}, ANSWER))
 
 
 @pytest.mark.parametrize(
@@ -159,43 +157,37 @@ def test_media_are_refused_with_their_kind(part: dict[str, Any], kind: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("record", "message"),
+    ("record", "place"),
     [
         (chat(called(tool_calls=[{"function": {"arguments": "x"}}])), r"'tool_calls' of turn 2 .* has no 'name'"),
-        (chat(called(tool_calls=[{"name": "f", "arguments": "{x: 1}"}])),
-         r"the arguments of 'f' in 'tool_calls' of turn 2 \(assistant\) is text that is not JSON .*: '\{x: 1\}'"),
-        (chat(called(tool_calls=[{"name": "f", "arguments": [1]}])), "are a JSON array where an object of names"),
-        (chat(called(tool_calls=[CALL, {"name": "f", "arguments": {}, "input": {}}])),
-         r"call 2 of 'tool_calls' of turn 2 \(assistant\) has arguments and input; keep 'arguments'"),
-        (chat(called(tool_calls=[{**CALL, "type": "custom"}])), "is of type 'custom'; chat templates write calls of"),
-        (chat(called(tool_calls=[{**CALL, "result": 3}])), "has the key 'result', which is not of a call"),
-        (chat({"from": "function_call", "value": "f(1)"}), r"the value of turn 2 \(function_call\) is text that"),
-        (chat(called(tool_calls=[CALL], function_call={"name": "f"})), "has tool_calls and function_call"),
-        ({"messages": [{**ASK, "tool_calls": [CALL]}, ANSWER]}, r"turn 1 \(user\) has 'tool_calls', but only the"),
-        ({"messages": [{**ASK, "thinking": "r"}, ANSWER]}, r"turn 1 \(user\) has 'thinking', but only the assistant"),
-        (chat(called()), "is null where text belongs"),
-        (chat({**ANSWER, "reasoning": "r", "thinking": "s"}), "has different reasoning under several keys"),
+        (chat(called(tool_calls=[{"name": "f", "arguments": "{x: 1}"}])), "the arguments of 'f' in 'tool_calls' of"),
+        (chat(called(tool_calls=[{"name": "f", "arguments": [1]}])), "the arguments of 'f' in 'tool_calls' of turn 2"),
+        (chat({"from": "function_call", "value": "f(1)"}), "the value of turn 2"),
+        ({"messages": [{**ASK, "tool_calls": [CALL]}, ANSWER]}, r"turn 1 \(user\) has 'tool_calls'"),
+        ({"messages": [{**ASK, "thinking": "r"}, ANSWER]}, r"turn 1 \(user\) has 'thinking'"),
+        (chat(called()), "turn 2 .* is null where text belongs"),
+        (chat({**ANSWER, "reasoning": "r", "thinking": "s"}), "turn 2 .* has reasoning in two places"),
         (chat({**ANSWER, "reasoning_content": 7}), "'reasoning_content' of turn 2 .* is a JSON number"),
-        (chat({**parts({"type": "reasoning", "text": "r"}, "a"), "reasoning": "r"}), "has reasoning in two places"),
+        (chat({**parts({"type": "reasoning", "text": "r"}, "a"), "reasoning": "s"}), "has reasoning in two places"),
+        (chat({**parts({"type": "tool_call", "value": CALL}), "tool_calls": [CALL]}), "has calls in two places"),
         (chat(parts({"type": "text", "text": "a"}, {"type": "reasoning", "text": "r"})), "is reasoning too late"),
         (chat(parts({"type": "tool_call", "value": CALL}, "a")), "part 2 of .* is text too late"),
-        (chat(parts({"type": "txt", "text": "a"})), "is of type 'txt'; known are text, "),
-        (chat(parts("a", {"type": "text", "txt": "b"})), "part 2 of .* has no text; its keys are: type, txt"),
+        (chat(parts({"type": "txt", "text": "a"})), "is of type 'txt'"),
+        (chat(parts("a", {"type": "text", "txt": "b"})), "part 2 of .* has no text"),
         (chat(parts({"type": "reasoning", "summary": ["r"]}, "a")), "is of type 'reasoning' and has no text"),
         (chat(parts({"type": "reasoning", "text": "r"})), r"the content of turn 2 \(assistant\) has no text"),
         (chat(ANSWER, tools="[{"), "'tools' is text that is not JSON"),
-        (chat(ANSWER, tools=[{"description": "d"}]), "tool 1 of 'tools' has no 'name'; its keys are: description"),
-        (chat(ANSWER, tools=[TOOL, FUNCTION]), "'tools' holds several tools named f"),
+        (chat(ANSWER, tools=[{"description": "d"}]), "tool 1 of 'tools' has no 'name'"),
         (chat(ANSWER, tools=[{"type": "web_search", "name": "s"}]), "is of type 'web_search'"),
-        (chat(ANSWER, tools=[{**FUNCTION, "parameters": "none"}]), "its 'parameters' must be an object"),
+        (chat(ANSWER, tools=[{**FUNCTION, "parameters": "none"}]), "tool 1 of 'tools': its 'parameters'"),
         (chat({**ANSWER, "tools": [TOOL]}), r"'tools' of turn 2 \(assistant\) is not supported"),
         (chat(ANSWER, chat_template_kwargs="{"), "'chat_template_kwargs' is text that is not JSON"),
-        (chat(ANSWER, chat_template_kwargs={"add_generation_prompt": True}), "sets add_generation_prompt, which the"),
-        ({"prompt": "q", "completion": "a", "tools": [TOOL]}, "'tools' goes with turns, and 'prompt' is a text"),
+        (chat(ANSWER, chat_template_kwargs={"add_generation_prompt": True}), "sets add_generation_prompt"),
+        ({"prompt": "q", "completion": "a", "tools": [TOOL]}, "'tools' goes with turns"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_names_the_turn_and_the_key(record: dict[str, Any], message: str) -> None:
-    with pytest.raises(DocumentError, match=message):
+def test_what_is_wrong_names_the_turn_and_the_key(record: dict[str, Any], place: str) -> None:
+    with pytest.raises(DocumentError, match=place):
         row(record)
 
 

@@ -46,7 +46,7 @@ def test_a_run_is_told_in_few_lines_and_of_everything_lost(run_config: Configs) 
     assert headline == "Data"
     assert train == "  train: 8 documents of 192 tokens (mean 24.0), 24 (12.5%) trained on"
     assert cut == "    cut or split to training.max_length=30: 1 (11.1%); tokens lost: 73"  # 24 - 1 + 50
-    assert dropped == "    dropped: 1 nothing left to train on after cutting to training.max_length"
+    assert dropped == "    dropped: 1 without a token to train on within training.max_length"
     assert all(note.startswith("  note: ") for note in notes)
     assert any("format messages, by the keys of its first document" in note for note in notes)
     assert summary_lines(prepare(config))[0] == "Data (prepared earlier)"
@@ -57,14 +57,6 @@ def test_what_a_person_should_know_of_documents_is_counted_with_the_first(run_co
     note = f"{SPECIAL_AS_TEXT}: 1 (the first: train.jsonl:2, </s>)"
     assert f"    note: {note}" in summary_lines(prepare(config))
     assert f"    note: {note}" in [line.rstrip() for line in show(config, 0).splitlines()]
-
-
-def test_the_last_bin_of_the_histogram_ends_with_the_longest(run_config: Configs) -> None:
-    conversations = [[("user", "x" * n), ("assistant", "Yo")] for n in range(1, 60)]
-    shown = show(run_config(conversations, max_length=50), 0)
-    assert "longest 50" in shown
-    assert "48 to 49" in shown
-    assert "50 to 51" not in shown
 
 
 def test_trained_tokens_are_in_brackets_where_there_is_no_colour(run_config: Configs) -> None:
@@ -81,15 +73,6 @@ def test_trained_tokens_are_in_colour_on_a_terminal(run_config: Configs) -> None
     shown = show(config, 1, force_terminal=True, color_system="standard")
     assert "\x1b[30;42mYo<|im_end|>\x1b[0m" in shown  # black on green
     assert "[[" not in shown
-
-
-def test_no_samples_were_asked_for(run_config: Configs) -> None:
-    assert "Samples" not in show(run_config([[("user", "Hi"), ("assistant", "Yo")]]), 0)
-
-
-def test_samples_are_distinct_and_no_more_than_there_are(run_config: Configs) -> None:
-    shown = show(run_config([[("user", f"{n}"), ("assistant", f"answer {n}")] for n in range(3)]), 5)
-    assert all(f"[[answer {n}<|im_end|>]]" in shown for n in range(3))
 
 
 @pytest.mark.parametrize("has_color", [True, False])
@@ -109,34 +92,6 @@ def test_control_characters_cannot_reach_the_terminal(tiny_tokenizer: Callable[.
     assert text.plain == "a\u241b[2Jb\u240d\n"
 
 
-def test_brackets_in_the_data_are_no_markup(tiny_tokenizer: Callable[..., Any]) -> None:
-    tokenizer = tiny_tokenizer()
-    ids = tokenizer("[red]a[/red]", add_special_tokens=False)["input_ids"]
-    assert render_document(ids, [-100] * len(ids), tokenizer, has_color=True).plain == "[red]a[/red]"
-
-
-def test_without_a_tokenizer_the_ids_are_shown() -> None:
-    assert render_document([7, 8, 9], [-100, 8, 9], None, has_color=False).plain == "7 [[8 9 ]]"
-
-
-def test_long_documents_are_cut_for_the_eye() -> None:
-    text = render_document([1] * 1600, [-100] * 1600, None, has_color=False).plain
-    assert text.endswith(" ... and 100 more tokens")
-
-
-def test_parts_of_a_sample_are_told_apart(tiny_tokenizer: Callable[..., Any]) -> None:
-    tokenizer = tiny_tokenizer()
-    text = "<tools>\n{}\n</tools>hi<think>so</think><tool_call>\n{}\n</tool_call><|im_end|>"
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    first = len(tokenizer("<tools>\n{}\n</tools>hi", add_special_tokens=False)["input_ids"])
-    pieces = pieces_of(ids, [-100] * first + ids[first:], tokenizer)
-    assert "".join(piece.text for piece in pieces) == text
-    assert [(piece.text.strip(), piece.kind) for piece in pieces if piece.kind != "token"] == [
-        ("{}", "tools"), ("hi", ""), ("so", "reasoning"), ("{}", "call"),
-    ]  # fmt: skip
-    assert [piece.is_trained for piece in pieces if piece.text.strip() in ("hi", "so")] == [False, True]
-
-
 class BytesAlone:
     """Decodes each byte of an unfinished character to one replacement character, as byte fallback does."""
 
@@ -153,5 +108,4 @@ class BytesAlone:
 def test_a_character_cut_by_the_loss_shifts_nothing_after_it() -> None:
     ids = list("a\U0001f600bc".encode())
     pieces = pieces_of(ids, [-100] * 4 + ids[4:6] + [-100], BytesAlone())  # type: ignore[arg-type]
-    assert "".join(piece.text for piece in pieces) == "a\U0001f600bc"
-    assert [(piece.text, piece.is_trained) for piece in pieces] == [("a", False), ("\U0001f600b", True), ("c", False)]
+    assert pieces == [("a", False), ("\U0001f600b", True), ("c", False)]

@@ -16,14 +16,11 @@ import numpy as np
 from tunebook.config.choices import PackingMode
 from tunebook.config.schema import RunConfig, data_ranks, world_size
 from tunebook.data.mean_length import count_documents, longest_document, mean_tokens
-from tunebook.data.packing import Lengths, at_most_in_a_row, longest_row, rows_needed
+from tunebook.data.packing import Lengths, longest_row, rows_needed
 from tunebook.data.sampler import Schedule, StepSize, cut_into_steps, epoch_order
 from tunebook.errors import RequestError
 from tunebook.model.flops import attended_length_tokens
 
-# Documents that are packed again to find a run's longest row; a longer run gets an upper bound. Takes about 0.3 s for
-# each million documents in all epochs.
-_MOST_PACKED_AGAIN = 200_000
 # Default for padded rows per pass: as many as stay within this many tokens at full length.
 PADDED_TOKENS_PER_PASS = 8192
 
@@ -140,23 +137,7 @@ def _packed(config: RunConfig, lengths: Lengths | None) -> BatchPlan:
     rows = min(rows, math.ceil(samples / (ranks * micro)) * ranks * micro)
     per_epoch = math.ceil(len(lengths) / samples)
     plan = _plan(config, micro=micro, rows=rows, documents=float(samples), lengths=lengths, num_steps=per_epoch)
-    return replace(plan, longest_row=min(length, _longest_row(steps[: plan.total_steps], rows)))
-
-
-def _longest_row(steps: list[Lengths], num_rows: int) -> int:
-    """Tokens of the longest row of all steps, found by the highest bound first; a bound if there are very many."""
-    bounded = sorted(
-        ((at_most_in_a_row(int(step.sum()), int(step.max(initial=0)), num_rows), step) for step in steps if len(step)),
-        key=lambda pair: -pair[0],
-    )
-    longest, packed = 0, 0
-    for bound, step in bounded:
-        if bound <= longest:
-            break
-        if packed > _MOST_PACKED_AGAIN:
-            return bound
-        longest, packed = max(longest, longest_row(step, num_rows)), packed + len(step)
-    return longest
+    return replace(plan, longest_row=max(longest_row(step, rows) for step in steps[: plan.total_steps]))
 
 
 def _epochs_to_look_at(config: RunConfig, lengths: Lengths) -> int:

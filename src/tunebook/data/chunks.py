@@ -1,8 +1,7 @@
 """Encode a corpus chunk by chunk, on one core or several, in order and in bounded memory.
 
 Workers are spawned, not forked: if the tokenizer of a process has used its threads, it waits for them forever in a
-fork. Each worker gets a copy of the tokenizer, which needs no torch. Documents and tokens are sent as Arrow, which
-costs almost nothing.
+fork. Each worker gets a copy of the tokenizer, which needs no torch, and reads its documents from the corpus' file.
 """
 
 from __future__ import annotations
@@ -11,17 +10,16 @@ import os
 import signal
 import threading
 from array import array
-from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import chain
 from multiprocessing import connection, get_context, parent_process
 from typing import TYPE_CHECKING
 
-from tunebook.config.choices import Overlong, Reasoning, SpecialText, TrainOn
+from tunebook.config.choices import BadDocuments, Overlong
+from tunebook.config.schema import DatasetConfig
 from tunebook.data.corpus import IGNORED_LABEL, CorpusKind, Row
 from tunebook.data.encode import Document, Encoder
 from tunebook.data.prepared import PartCounts
@@ -39,53 +37,20 @@ DOCUMENTS_PER_CHUNK = 1000
 _WITH_ANSWERS = (CorpusKind.conversation, CorpusKind.prompt_completion)
 # Number of short conversations that one core encodes in the seconds that a worker takes to start.
 _DOCUMENTS_PER_WORKER = 8_000
-_CHUNKS_IN_FLIGHT_PER_WORKER = 3
 
 TOO_LONG = "longer than training.max_length (dataset.overlong=drop)"
-NOTHING_TRAINED = "nothing left to train on after cutting to training.max_length"
-PIECE_NOT_TRAINED = "pieces of split documents without a token to train on"
-NEVER_TRAINED = "no token of it is trained on"
+NOTHING_TRAINED = "without a token to train on within training.max_length"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fitted:
-    """The pieces of one document that are kept, and why others are dropped."""
-
-    pieces: list[Document]  # one, unless the document was split or dropped
-    was_cut: bool = False  # or split
-    is_answer_cut: bool = False  # by a cut, so that its end of turn is lost
-    num_tokens_lost: int = 0
-    dropped: list[str] = field(default_factory=list)  # a reason for the document, or for each of its pieces
-
-
-def fit(document: Document, max_length: int, overlong: Overlong) -> Fitted:
-    """Cut, drop or split one document so that no piece is longer than `max_length` tokens.
-
-    Pieces without a trained token are dropped: they would cost time and train nothing.
-    """
+def fit(document: Document, max_length: int, overlong: Overlong) -> list[Document]:
+    """The document, or pieces of it, none longer than `max_length` tokens; none if it is dropped."""
     num_tokens = len(document.input_ids)
     if num_tokens <= max_length:
-        if document.num_trained:
-            return Fitted(pieces=[document])
-        return Fitted(pieces=[], num_tokens_lost=num_tokens, dropped=[NEVER_TRAINED])
+        return [document]
     if overlong is Overlong.drop:
-        return Fitted(pieces=[], num_tokens_lost=num_tokens, dropped=[TOO_LONG])
+        return []
     last_start = num_tokens if overlong is Overlong.split else 1
-    pieces = [_piece(document, start, max_length) for start in range(0, last_start, max_length)]
-    kept = [piece for piece in pieces if piece.num_trained]
-    reason = PIECE_NOT_TRAINED if overlong is Overlong.split else NOTHING_TRAINED
-    return Fitted(
-        pieces=kept,
-        was_cut=True,
-        is_answer_cut=overlong is Overlong.cut and _is_within_answer(document, max_length) and bool(kept),
-        num_tokens_lost=num_tokens - sum(len(piece.input_ids) for piece in kept),
-        dropped=[reason] * (len(pieces) - len(kept)),
-    )
-
-
-def _is_within_answer(document: Document, position: int) -> bool:
-    """Whether the loss counts the tokens before and after a position."""
-    return IGNORED_LABEL not in document.labels[position - 1 : position + 1]
+    return [_piece(document, start, max_length) for start in range(0, last_start, max_length)]
 
 
 def _piece(document: Document, start: int, length: int) -> Document:
@@ -100,21 +65,17 @@ class ChunkSettings:
 
     kind: CorpusKind
     tokenizer: PreTrainedTokenizerBase | None  # None for documents that are tokens already
-    train_on: TrainOn
-    overlong: Overlong
+    dataset: DatasetConfig
     max_length: int  # tokens
     vocab_size: int | None  # of the model; None if not known
-    special_text: SpecialText = SpecialText.auto
-    reasoning: Reasoning = Reasoning.keep
-    max_bad_share: float | None = None  # of documents that may be left out; None: a bad one is an error
     template_date: str | None = None  # for workers, which have their own clocks; None: already set
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Prepared documents as an Arrow stream of one record batch, and the counts of those that were read."""
+    """Prepared documents, and the counts of those that were read."""
 
-    stream: bytes
+    batch: pa.RecordBatch
     counts: PartCounts
 
 
@@ -126,171 +87,148 @@ def prepared_schema() -> pa.Schema:
     return pa.schema([("input_ids", tokens), ("labels", tokens), ("length", pa.int32())])
 
 
-def choose_num_workers(num_documents: int, num_workers: int | None) -> int:
-    """The number of processes: as asked for, or one for each core, but only as many as save time."""
-    return max(1, min(num_workers or len(own_cores()), num_documents // _DOCUMENTS_PER_WORKER))
-
-
-def encode_chunks(documents: datasets.Dataset, settings: ChunkSettings, num_workers: int | None) -> Iterator[Chunk]:
+def encode_chunks(documents: datasets.Dataset, settings: ChunkSettings) -> Iterator[Chunk]:
     """The documents, encoded and fitted to length, in their order. Raises: what `ChunkEncoder.encode` raises."""
-    workers = choose_num_workers(len(documents), num_workers) if _can_be_sent(settings.tokenizer) else 1
-    streams = _read_chunks(documents)
-    if workers == 1:
-        encoder = ChunkEncoder(settings)
-        yield from map(encoder.encode, streams)
+    starts = range(0, len(documents), DOCUMENTS_PER_CHUNK)
+    ranges = [range(start, min(start + DOCUMENTS_PER_CHUNK, len(documents))) for start in starts]
+    workers = min(settings.dataset.num_workers or len(own_cores()), len(documents) // _DOCUMENTS_PER_WORKER)
+    # A tokenizer whose class came with the model cannot be sent to another process.
+    if type(settings.tokenizer).__module__.startswith("transformers_modules"):
+        workers = 1
+    if workers <= 1:
+        encoder = ChunkEncoder(settings, documents)
+        yield from map(encoder.encode, ranges)
         return
-    pool = ProcessPoolExecutor(
-        workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(settings,)
-    )
-    waiting: deque[Future[Chunk]] = deque()
     try:
-        for stream in streams:
-            waiting.append(pool.submit(_encode_in_worker, stream))
-            if len(waiting) >= workers * _CHUNKS_IN_FLIGHT_PER_WORKER:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        with ProcessPoolExecutor(
+            workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(settings, documents)
+        ) as pool:
+            yield from pool.map(_encode_in_worker, ranges)
     except BrokenProcessPool as error:
         raise TunebookError(
             f"one of {workers} processes that tokenize was killed, most often because memory ran out; try fewer: "
             f"dataset.num_workers={max(1, workers // 2)}",
             problem_id="worker-killed",
         ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 class ChunkEncoder:
     """Encodes the chunks of a corpus."""
 
-    def __init__(self, settings: ChunkSettings) -> None:
+    def __init__(self, settings: ChunkSettings, documents: datasets.Dataset) -> None:
         self.settings = settings
+        self._documents = documents.with_format("arrow")
         if settings.tokenizer is not None and settings.template_date is not None:
             fix_template_date(settings.tokenizer, settings.template_date)
+        dataset = settings.dataset
         self._encoder = Encoder(
-            settings.kind, settings.train_on, settings.tokenizer, settings.special_text, settings.reasoning
+            settings.kind,
+            dataset.train_on,
+            settings.tokenizer,
+            dataset.special_tokens_in_content,
+            dataset.reasoning,
         )
 
-    def encode(self, stream: bytes) -> Chunk:
+    def encode(self, chosen: range) -> Chunk:
         """One chunk. Raises: DataError for a document that cannot be encoded, naming it."""
-        import pyarrow as pa
-
-        rows = pa.ipc.open_stream(stream).read_all().to_pylist()
-        fitted, counts = self._fit(rows)
-        pieces = [piece for one in fitted for piece in one.pieces]
-        self._check_vocabulary(max((max(piece.input_ids) for piece in pieces), default=0))
-        lengths = [len(piece.input_ids) for piece in pieces]
-        counts.num_read, counts.num_documents, counts.num_tokens = len(fitted), len(pieces), sum(lengths)
-        counts.num_trained_tokens = sum(piece.num_trained for piece in pieces)
-        counts.num_cut = sum(one.was_cut for one in fitted)
-        if self.settings.kind in _WITH_ANSWERS:
-            counts.num_answers_cut = sum(one.is_answer_cut for one in fitted)
-        counts.num_tokens_lost = sum(one.num_tokens_lost for one in fitted)
-        counts.dropped.update(reason for one in fitted for reason in one.dropped)
-        return Chunk(stream=_to_stream(_to_batch(pieces, lengths)), counts=counts)
-
-    def _fit(self, rows: list[Row]) -> tuple[list[Fitted], PartCounts]:
-        """The rows encoded and fitted to length, with remarks, and counts of those that cannot be.
-
-        Raises: DataError for the first that cannot be, if it may not be left out.
-        """
+        rows = self._documents[chosen].to_pylist()
         counts = self._encoder.counts = PartCounts()
         try:
-            return [self._fit_one(*one) for one in zip(rows, self._encoder.encode(rows), strict=True)], counts
+            documents = self._encode(rows)
         except DataError:
-            if self.settings.max_bad_share is None:
+            if self.settings.dataset.bad_documents is BadDocuments.refuse:
                 raise
-        counts = self._encoder.counts = PartCounts()
-        fitted, skipped = [], Skipped()
+            counts = self._encoder.counts = PartCounts()
+            documents = self._encode_one_by_one(rows, counts)
+        kept = [piece for document in documents for piece in self._fit(document, counts)]
+        counts.num_read, counts.num_documents = len(documents), len(kept)
+        counts.num_tokens = sum(len(document.input_ids) for document in kept)
+        counts.num_trained_tokens = sum(document.num_trained for document in kept)
+        counts.num_tokens_lost = sum(len(document.input_ids) for document in documents) - counts.num_tokens
+        return Chunk(batch=_to_batch(kept), counts=counts)
+
+    def _encode(self, rows: list[Row]) -> list[Document]:
+        documents, max_length, vocab_size = (
+            self._encoder.encode(rows),
+            self.settings.max_length,
+            self.settings.vocab_size,
+        )
+        for row, document in zip(rows, documents, strict=True):
+            if self.settings.dataset.overlong is Overlong.refuse and len(document.input_ids) > max_length:
+                raise DataError(
+                    f"{row['origin']}: it has {len(document.input_ids):,} tokens, more than training.max_length="
+                    f"{max_length}, and dataset.overlong=refuse allows none; raise the one, or type "
+                    "dataset.overlong=cut, split or drop",
+                    problem_id="document-too-long",
+                )
+            if vocab_size is not None and (largest := max(document.input_ids)) >= vocab_size:
+                raise DataError(
+                    f"{row['origin']}: it holds token {largest}, but the model's vocabulary ends at {vocab_size - 1}: "
+                    "it was made with another model's tokenizer. Name the model's own (model.tokenizer=null)",
+                    problem_id="token-outside-vocabulary",
+                )
+        return documents
+
+    def _encode_one_by_one(self, rows: list[Row], counts: PartCounts) -> list[Document]:
+        documents, skipped = [], Skipped()
         for row in rows:
             try:
-                fitted.append(self._fit_one(row, *self._encoder.encode([row])))
+                documents += self._encode([row])
             except DataError as error:
                 skipped.add(error.message.removeprefix(f"{row['origin']}: "), row["origin"])
-        counts.skipped, counts.first = skipped.reasons, counts.first | skipped.first
-        return fitted, counts
+        counts.skipped.update(skipped.reasons)
+        counts.first |= skipped.first
+        return documents
 
-    def _fit_one(self, row: Row, document: Document) -> Fitted:
-        length, max_length = len(document.input_ids), self.settings.max_length
-        if self.settings.overlong is Overlong.refuse and length > max_length:
-            raise DataError(
-                f"{row['origin']}: it has {length:,} tokens, more than training.max_length={max_length}, and "
-                "dataset.overlong=refuse allows none; raise the one, or type dataset.overlong=cut, split or drop",
-                problem_id="document-too-long",
-            )
-        return fit(document, max_length, self.settings.overlong)
-
-    def _check_vocabulary(self, largest_id: int) -> None:
-        if self.settings.vocab_size is not None and largest_id >= self.settings.vocab_size:
-            raise DataError(
-                f"the documents hold token {largest_id}, but the model's vocabulary ends at "
-                f"{self.settings.vocab_size - 1}: they were made with another model's tokenizer. Name the model's own "
-                "(model.tokenizer=null)",
-                problem_id="token-outside-vocabulary",
-            )
+    def _fit(self, document: Document, counts: PartCounts) -> list[Document]:
+        """The pieces of a document that train something, with what was lost counted."""
+        max_length, overlong = self.settings.max_length, self.settings.dataset.overlong
+        is_long = len(document.input_ids) > max_length
+        pieces = fit(document, max_length, overlong)
+        kept = [piece for piece in pieces if piece.num_trained]
+        if not pieces:
+            counts.dropped[TOO_LONG] += 1
+        if len(kept) < len(pieces):
+            counts.dropped[NOTHING_TRAINED] += len(pieces) - len(kept)
+        counts.num_cut += is_long and bool(pieces)
+        if is_long and kept and overlong is Overlong.cut and self.settings.kind in _WITH_ANSWERS:
+            counts.num_answers_cut += IGNORED_LABEL not in document.labels[max_length - 1 : max_length + 1]
+        return kept
 
 
-def _can_be_sent(tokenizer: PreTrainedTokenizerBase | None) -> bool:
-    """Whether another process can import the tokenizer's class: not if it came with the model."""
-    return not type(tokenizer).__module__.startswith("transformers_modules")
-
-
-def _to_batch(documents: Sequence[Document], lengths: Sequence[int]) -> pa.RecordBatch:
+def _to_batch(documents: Sequence[Document]) -> pa.RecordBatch:
     """The columns of prepared documents, from flat arrays of integers: Arrow reads nested lists far slower."""
-    import pyarrow as pa
-
-    ids, labels, ends = array("i"), array("i"), array("i", accumulate(lengths, initial=0))
-    for document in documents:
-        ids.extend(document.input_ids)
-        labels.extend(document.labels)
-    offsets = _to_integers(ends)
-    columns = [pa.ListArray.from_arrays(offsets, _to_integers(values)) for values in (ids, labels)]
-    return pa.RecordBatch.from_arrays([*columns, _to_integers(array("i", lengths))], schema=prepared_schema())
-
-
-def _to_integers(values: array[int]) -> pa.Int32Array:
     import numpy as np
     import pyarrow as pa
 
-    return pa.array(np.frombuffer(values, dtype=np.int32))
-
-
-def _read_chunks(documents: datasets.Dataset) -> Iterator[bytes]:
-    """The documents as Arrow streams."""
-    for table in documents.with_format("arrow").iter(batch_size=DOCUMENTS_PER_CHUNK):
-        yield _to_stream(table.combine_chunks().to_batches()[0])
-
-
-def _to_stream(batch: pa.RecordBatch) -> bytes:
-    import pyarrow as pa
-
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    stream: bytes = sink.getvalue().to_pybytes()
-    return stream
+    lengths = np.array([len(document.input_ids) for document in documents], dtype=np.int32)
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+    columns = []
+    for name in ("input_ids", "labels"):
+        values = array("i", chain.from_iterable(getattr(document, name) for document in documents))
+        columns.append(pa.ListArray.from_arrays(offsets, pa.array(np.frombuffer(values, dtype=np.int32))))
+    return pa.RecordBatch.from_arrays([*columns, pa.array(lengths)], schema=prepared_schema())
 
 
 _worker_encoder: ChunkEncoder | None = None  # of this process, if it is a worker
 
 
-def _start_worker(settings: ChunkSettings) -> None:
+def _start_worker(settings: ChunkSettings, documents: datasets.Dataset) -> None:
     global _worker_encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the process group; the parent ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each worker
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker_encoder = ChunkEncoder(settings)
+    _worker_encoder = ChunkEncoder(settings, documents)
 
 
 def _end_with_parent() -> None:
     """A killed parent cannot end its workers, which would wait for work forever."""
     parent = parent_process()
     if parent is not None:
-        with suppress(OSError):
-            connection.wait([parent.sentinel])
+        connection.wait([parent.sentinel])
         os._exit(1)
 
 
-def _encode_in_worker(stream: bytes) -> Chunk:
+def _encode_in_worker(chosen: range) -> Chunk:
     assert _worker_encoder is not None
-    return _worker_encoder.encode(stream)
+    return _worker_encoder.encode(chosen)

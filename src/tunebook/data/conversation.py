@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 from tunebook.config.choices import Reasoning
@@ -33,41 +32,39 @@ class Conversation:
     messages: Messages
     tools: list[dict[str, Any]] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    written: Sequence[str] = ()  # every text as it is stored, to search quickly
 
     @staticmethod
     def of(row: Row) -> Conversation:
         """The conversation of a corpus row, whose details are JSON text."""
-        messages, written = [], []
-        for turn in row["messages"]:
-            message = {"role": turn["role"], "content": turn["content"], "train": turn["train"]}
-            if turn.get("details"):
-                message |= json.loads(turn["details"])
-            messages.append(message)
-            written += [turn["content"], turn.get("details")]
+        messages = [
+            {key: turn[key] for key in ("role", "content", "train")} | json.loads(turn.get("details") or "{}")
+            for turn in row["messages"]
+        ]
         tools, kwargs = row.get("tools"), row.get("template_kwargs")
         return Conversation(
             messages=messages,
-            tools=_parsed_tools(tools) if tools else None,
+            tools=json.loads(tools) if tools else None,
             template_kwargs=json.loads(kwargs) if kwargs else {},
-            written=[text for text in (*written, tools) if text],
         )
 
     @staticmethod
     def plain(messages: Messages) -> Conversation:
         """A conversation of messages with texts only."""
-        return Conversation(messages=messages, written=[message["content"] for message in messages])
+        return Conversation(messages=messages)
 
     def contents(self) -> list[str]:
         """What it has besides plain turns."""
         answers = [turn for turn in self.messages if turn["role"] == "assistant"]
-        has_reasoning = any("reasoning" in turn or split_reasoning(turn["content"] or "")[0] for turn in answers)
         has = {
             "with tools": bool(self.tools),
             "with calls of tools": any("tool_calls" in turn for turn in answers),
-            "with reasoning": has_reasoning,
+            "with reasoning": any("reasoning" in turn or split_reasoning(turn["content"] or "")[0] for turn in answers),
         }
         return [what for what, is_there in has.items() if is_there]
+
+    def only(self, turn: int) -> Conversation:
+        """One turn alone."""
+        return replace(self, messages=[self.messages[turn]], tools=None)
 
     def until(self, turn: int) -> Conversation:
         """The turns before `turn`."""
@@ -201,19 +198,8 @@ def _without_reasoning(turn: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return call | {"function": function | {"arguments": _json(function["arguments"])}}
-
-
-@lru_cache(maxsize=256)
-def _parsed_tools(text: str) -> list[dict[str, Any]]:
-    """Many documents have the same tools. Nobody changes them."""
-    tools: list[dict[str, Any]] = json.loads(text)
-    return tools
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return call | {"function": call["function"] | {"arguments": arguments}}
 
 
 def _mapped(value: Any, change: Map) -> Any:

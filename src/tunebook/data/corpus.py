@@ -101,13 +101,8 @@ def content_hash(row: Row, kind: CorpusKind) -> int:
         return hash_bytes(array("i", row["input_ids"]).tobytes())
     if kind is CorpusKind.conversation:
         turns = [turn for turn in row["messages"] if turn["role"] != "system"]
-        pieces = [
-            piece
-            for turn in turns
-            for piece in (turn["role"], turn["content"], turn.get("details"))
-            if piece is not None
-        ]
-        pieces += [row["tools"]] if row.get("tools") else []
+        pieces = [turn[key] for turn in turns for key in ("role", "content", "details") if turn[key] is not None]
+        pieces += [row["tools"]] if row["tools"] else []
     elif kind is CorpusKind.prompt_completion:
         pieces = [row["prompt"], row["completion"]]
     else:
@@ -126,14 +121,11 @@ def write_rows(rows: Iterable[Row], kind: CorpusKind, file: Path, progress: Prog
     """Write documents to an Arrow file batch by batch, and open it memory-mapped."""
     import pyarrow as pa
 
-    schema = arrow_schema(kind)
-
     def batches() -> Iterator[pa.RecordBatch]:
         remaining = iter(rows)
         while batch := list(islice(remaining, ROWS_PER_BATCH)):
-            for row in batch:
-                row[CONTENT_HASH] = content_hash(row, kind)
-            yield pa.RecordBatch.from_pylist(batch, schema=schema)
+            with_hashes = [row | {CONTENT_HASH: content_hash(row, kind)} for row in batch]
+            yield pa.RecordBatch.from_pylist(with_hashes, schema=arrow_schema(kind))
 
     return write_batches(batches(), kind, file, progress)
 
@@ -141,23 +133,16 @@ def write_rows(rows: Iterable[Row], kind: CorpusKind, file: Path, progress: Prog
 def write_batches(
     batches: Iterable[pa.RecordBatch], kind: CorpusKind, file: Path, progress: Progress | None = None
 ) -> datasets.Dataset:
-    """Write record batches of a kind's schema to an Arrow file, and open it memory-mapped.
-
-    If the batches end in an error, no half-written file is left.
-    """
+    """Write record batches of a kind's schema to an Arrow file, and open it memory-mapped."""
     import datasets
     import pyarrow as pa
 
-    file.parent.mkdir(parents=True, exist_ok=True)
     num_written = 0
-    try:
-        with pa.OSFile(str(file), "wb") as stream, pa.ipc.new_stream(stream, arrow_schema(kind)) as writer:
-            for batch in batches:
-                writer.write_batch(batch)
-                num_written += batch.num_rows
-                if progress is not None:
-                    progress(num_written)
-    except BaseException:
-        file.unlink(missing_ok=True)
-        raise
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with pa.OSFile(str(file), "wb") as stream, pa.ipc.new_stream(stream, arrow_schema(kind)) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+            num_written += batch.num_rows
+            if progress is not None:
+                progress(num_written)
     return datasets.Dataset.from_file(str(file))

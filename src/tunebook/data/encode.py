@@ -24,13 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REWRITTEN = "earlier assistant turns not trained on, because the chat template changes them once more turns follow"
-LEFT_OUT = "the chat template leaves out reasoning or other parts of earlier answers, which are not trained on"
-LEFT_OUT_OF_ALL = "the chat template leaves out reasoning or other parts of earlier answers"
-NAMES_LEFT_OUT = "the chat template does not write the name of a speaker"
-VARIABLE_NOT_READ = "chat_template_kwargs that the chat template does not read"
+LEFT_OUT = "the chat template leaves out reasoning or other parts of earlier answers"
 SPECIAL_AS_TEXT = "a special token's text in a turn, tokenized as text (dataset.special_tokens_in_content=as_text)"
 SPECIAL_KEPT = "a special token's text, taken for the token (dataset.special_tokens_in_content=keep)"
-STRADDLING = "a token crosses the boundary between prompt and answer, and counts as the answer's"
 
 
 @dataclass(frozen=True)
@@ -44,24 +40,6 @@ class Document:
     def num_trained(self) -> int:
         """Tokens that the loss counts."""
         return len(self.labels) - self.labels.count(IGNORED_LABEL)
-
-
-@dataclass(frozen=True)
-class Tokenized:
-    """The tokens of one text that contains its special tokens, and of spans of it."""
-
-    ids: list[int]
-    ranges: list[Span]  # of tokens: the first that has a character of the span, and one after the last
-    num_straddling: int  # spans whose first token begins before them
-
-    @classmethod
-    def of(cls, encoding: Any, spans: Sequence[Span]) -> Tokenized:
-        """The result of a `tokenizers.Encoding`."""
-        offsets = encoding.offsets if spans else []
-        ranges = [tokens_of_span(offsets, span) for span in spans]
-        starts = [offsets[first][0] for first, _ in ranges if first < len(offsets)]
-        num_straddling = sum(start < span[0] for start, span in zip(starts, spans, strict=False))
-        return cls(encoding.ids, ranges, num_straddling)
 
 
 def tokens_of_span(offsets: Sequence[Span], span: Span) -> Span:
@@ -111,7 +89,6 @@ class Encoder:
         self._backend: Any = tokenizer.backend_tokenizer
         self._eos_id: int = tokenizer.eos_token_id
         self._bos_id: int | None = tokenizer.bos_token_id
-        self._bos_token = tokenizer.bos_token
         self._stop_ids = stop_token_ids(tokenizer)
         is_conversation = kind is CorpusKind.conversation
         if special_text is SpecialText.auto:
@@ -127,7 +104,7 @@ class Encoder:
         is_added = self._backend.encode("a").special_tokens_mask[::-1]
         self._num_added_at_end = is_added.index(0) if 0 in is_added else 0
         if special_text is SpecialText.as_text:
-            self._backend = self._special.plain_backend()
+            self._backend = self._special.plain_backend
 
     def encode(self, rows: Sequence[Row]) -> list[Document]:
         """The rows as documents, in order. Raises: DataError naming the row's `origin`."""
@@ -135,39 +112,29 @@ class Encoder:
 
     def _conversations(self, rows: Sequence[Row]) -> list[Document]:
         rendered = [self._render(row) for row in rows]
+        texts = [one.text for one in rendered if one.special is None]
+        # The template writes the special tokens; a tokenizer adding its own would double them.
+        encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
         documents = []
-        for row, one, tokens in zip(rows, rendered, self._tokenize(rendered), strict=True):
-            ids, origin = tokens.ids, row["origin"]
-            self._refuse_two_bos(ids, origin, "the chat template writes it twice; correct the template")
+        for row, one in zip(rows, rendered, strict=True):
+            if one.special is None:
+                encoding, spans = next(encodings), one.spans
+            else:
+                encoding, spans = self._special.encode_apart(one.text, one.spans)
+            ids, origin = encoding.ids, row["origin"]
+            self._refuse_two_bos(ids, origin)
             if self._everything:
                 self._require_stop(ids, origin)
                 labels = all_labels(ids)
             else:
-                labels = self._labels_of_ranges(ids, tokens.ranges, origin)
+                labels = self._labels_of_spans(ids, encoding.offsets, spans, origin)
             self.counts.note(REWRITTEN, origin, one.num_rewritten > 0)
-            self.counts.note(LEFT_OUT_OF_ALL if self._everything else LEFT_OUT, origin, one.leaves_out)
-            self.counts.note(STRADDLING, origin, tokens.num_straddling)
+            self.counts.note(LEFT_OUT, origin, one.leaves_out)
             documents.append(Document(ids, labels))
         return documents
 
     def _render(self, row: Row) -> Rendered:
         conversation, origin = Conversation.of(row).with_reasoning(self._reasoning), row["origin"]
-        self._require_answers(conversation, origin)
-        self.counts.contents.update(conversation.contents())
-        renderer = self._tool_renderer if conversation.tools else self._renderer
-        # If everything is trained on, the assistant's turns need not be found.
-        render = renderer.whole if self._everything else renderer.render
-        rendered = render(conversation, origin)
-        self.counts.note(NAMES_LEFT_OUT, origin, rendered.leaves_out_names)
-        self.counts.note(VARIABLE_NOT_READ, origin, not renderer.variables.issuperset(conversation.template_kwargs))
-        self._check_special(rendered.special, row["origin"])
-        if rendered.special is not None and self._special_text is SpecialText.keep:
-            text, spans = self._special.show(rendered.text, rendered.spans)
-            return replace(rendered, text=text, spans=spans, special=None)
-        return rendered
-
-    def _require_answers(self, conversation: Conversation, origin: str) -> None:
-        """Raises: DataError for a turn of which nothing is left without its reasoning."""
         for number, turn in enumerate(conversation.messages, 1):
             if turn["role"] == "assistant" and not turn["content"] and "tool_calls" not in turn:
                 raise DataError(
@@ -175,17 +142,15 @@ class Encoder:
                     f"{self._reasoning.name} leaves nothing; remove the document, or type dataset.reasoning=keep",
                     problem_id="data-bad-document",
                 )
-
-    def _tokenize(self, rendered: Sequence[Rendered]) -> list[Tokenized]:
-        texts = [one.text for one in rendered if one.special is None]
-        # The template writes the special tokens; a tokenizer adding its own would double them.
-        encodings = iter(self._backend.encode_batch(texts, add_special_tokens=False))
-        return [
-            Tokenized.of(next(encodings), one.spans)
-            if one.special is None
-            else Tokenized.of(*self._special.encode_apart(one.text, one.spans))
-            for one in rendered
-        ]
+        self.counts.contents.update(conversation.contents())
+        renderer = self._tool_renderer if conversation.tools else self._renderer
+        # If everything is trained on, the assistant's turns need not be found.
+        rendered = (renderer.whole if self._everything else renderer.render)(conversation, origin)
+        self._check_special(rendered.special, origin)
+        if rendered.special is not None and self._special_text is SpecialText.keep:
+            text, spans = self._special.show(rendered.text, rendered.spans)
+            return replace(rendered, text=text, spans=spans, special=None)
+        return rendered
 
     def _check_special(self, token: str | None, origin: str) -> None:
         """Note a document that holds the text of a special token. Raises: DataError if these are refused."""
@@ -200,9 +165,12 @@ class Encoder:
         note = SPECIAL_KEPT if self._special_text is SpecialText.keep else SPECIAL_AS_TEXT
         self.counts.note(note, f"{origin}, {token}")
 
-    def _labels_of_ranges(self, ids: list[int], ranges: list[Span], origin: str) -> list[int]:
+    def _labels_of_spans(
+        self, ids: list[int], offsets: Sequence[Span], spans: Sequence[Span], origin: str
+    ) -> list[int]:
         labels = [IGNORED_LABEL] * len(ids)
-        for first, after_last in ranges:
+        for span in spans:
+            first, after_last = tokens_of_span(offsets, span)
             trained = ids[first:after_last]
             self._require_stop(trained, origin)
             labels[first:after_last] = trained
@@ -215,7 +183,7 @@ class Encoder:
         for row, encoding in zip(rows, self._backend.encode_batch([row["text"] for row in rows]), strict=True):
             self._check_special(self._special.first_in(row["text"]), row["origin"])
             ids = self._ended(encoding.ids)
-            self._refuse_two_bos(ids, row["origin"], "the text begins with it and the tokenizer adds one; remove it")
+            self._refuse_two_bos(ids, row["origin"])
             documents.append(Document(ids, all_labels(ids)))
         return documents
 
@@ -229,16 +197,13 @@ class Encoder:
         wholes = self._backend.encode_batch([row["prompt"] + row["completion"] for row in rows])
         documents = []
         for row, prompt, whole in zip(rows, prompts, wholes, strict=True):
-            origin = row["origin"]
-            self._check_special(self._special.first_in(row["prompt"] + row["completion"]), origin)
+            self._check_special(self._special.first_in(row["prompt"] + row["completion"]), row["origin"])
             ids = self._ended(whole.ids)
-            self._refuse_two_bos(ids, origin, "the prompt begins with it and the tokenizer adds one; remove it")
-            # Tokens that the tokenizer adds are not part of the prompt; an EOS at its own end is.
-            prompt_ids = prompt.ids[: len(prompt.ids) - self._num_added_at_end]
-            num_same = num_shared(prompt_ids, ids)
-            self.counts.note(STRADDLING, origin, num_same < len(prompt_ids))
+            self._refuse_two_bos(ids, row["origin"])
             labels = all_labels(ids)
             if not self._everything:
+                # Tokens that the tokenizer adds are not part of the prompt; an EOS at its own end is.
+                num_same = num_shared(prompt.ids[: len(prompt.ids) - self._num_added_at_end], ids)
                 labels[:num_same] = [IGNORED_LABEL] * num_same
             documents.append(Document(ids, labels))
         return documents
@@ -254,11 +219,11 @@ class Encoder:
     def _ended(self, ids: list[int]) -> list[int]:
         return ids if ids[-1:] == [self._eos_id] else [*ids, self._eos_id]
 
-    def _refuse_two_bos(self, ids: list[int], origin: str, reason: str) -> None:
+    def _refuse_two_bos(self, ids: list[int], origin: str) -> None:
         if self._bos_id is not None and ids[:2] == [self._bos_id, self._bos_id]:
             raise DataError(
-                f"{origin}: the document begins with two BOS tokens ({self._bos_token}), which no model was pretrained "
-                f"on: {reason}",
+                f"{origin}: the document begins with two BOS tokens, which no model was pretrained on; the tokenizer "
+                "or the chat template adds one already: remove the other from the document",
                 problem_id="bos-doubled",
             )
 

@@ -16,12 +16,11 @@ from tunebook.files import sha256_file
 
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 JSON_SUFFIXES = (".json", ".json.gz")  # an array, an object that holds one, or one document per line
-PARQUET_SUFFIXES = (".parquet", ".parquet.gz")
+PARQUET_SUFFIXES = (".parquet",)
 CSV_SUFFIXES = (".csv", ".csv.gz")
 TSV_SUFFIXES = (".tsv", ".tsv.gz")
 SUFFIXES = LINES_SUFFIXES + JSON_SUFFIXES + PARQUET_SUFFIXES + CSV_SUFFIXES + TSV_SUFFIXES
 
-_WILDCARDS = "*?["
 _NUM_NAMED = 8  # files in a message; the others are counted
 
 
@@ -58,13 +57,8 @@ def find_files(text: str, key: str) -> list[DataFile]:
     Raises: DataError for a folder, for nothing found, and for a kind of file that holds no documents.
     """
     pattern = resolve_path(text)
-    if pattern.is_file():
-        paths = [pattern]
-    elif any(character in str(pattern) for character in _WILDCARDS):
-        found = glob.glob(str(pattern), recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
-        paths = sorted(Path(match) for match in found if Path(match).is_file())
-    else:
-        paths = []
+    found = [str(pattern)] if pattern.exists() else glob.glob(str(pattern), recursive=True)  # noqa: PTH207
+    paths = sorted(Path(match) for match in found if Path(match).is_file())
     if not paths:
         raise _not_found_error(pattern, key)
     for path in paths:
@@ -98,12 +92,12 @@ def _not_found_error(pattern: Path, key: str) -> DataError:
     names = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(SUFFIXES))
     if folder == pattern:
         problem = (
-            f"{pattern} is a folder, and files of it may be meant for training or for testing: name a file, or a glob "
-            f"such as '{pattern / '*.jsonl'}'; a folder in the layout of the hub is dataset.source=hub "
-            f"dataset.name={pattern}"
+            f"{pattern} is a folder; name a file of it, or a glob such as '{pattern / '*.jsonl'}', or type "
+            f"dataset.source=hub dataset.name={pattern} for a folder in the layout of the hub."
         )
     else:
-        problem = f"no file matches {pattern} (relative paths start in {Path.cwd()})."
-        problem += did_you_mean(pattern.name, names) if folder == pattern.parent else ""
-    holds = first_few(names, _NUM_NAMED) if names else f"no file ending in {', '.join(SUFFIXES)}"
-    return DataError(f"{key}: {problem} {folder} holds: {holds}", problem_id="data-file-not-found")
+        problem = f"no file matches {pattern}.{did_you_mean(pattern.name, names)}"
+    return DataError(
+        f"{key}: {problem} {folder} holds: {first_few(names, _NUM_NAMED) or 'no file of documents'}",
+        problem_id="data-file-not-found",
+    )

@@ -28,7 +28,7 @@ _SAMPLE_SEED = 0  # not the run's seed: one mixture has one fingerprint
 def plan_counts(sizes: dict[str, int], weights: dict[str, float | None]) -> dict[str, int]:
     """The number of documents of each part.
 
-    Raises: RequestError for weights that are not positive, for some parts only, or so uneven that a part gets none.
+    Raises: RequestError for weights of some parts only, or so uneven that a part gets no document.
     """
     unweighted = [name for name, weight in weights.items() if weight is None]
     if len(unweighted) == len(weights):
@@ -40,17 +40,15 @@ def plan_counts(sizes: dict[str, int], weights: dict[str, float | None]) -> dict
             problem_id="mixture-weights",
         )
     # Fractions, so that 0.1 and 0.3 of 1000 and 3000 documents is not one document short.
-    shares = {name: Fraction(str(weight)) for name, weight in weights.items() if _is_positive(name, weight)}
+    shares = {name: Fraction(str(weight)) for name, weight in weights.items()}
     scale = min(Fraction(sizes[name]) / share for name, share in shares.items())
     counts = {name: math.floor(scale * share) for name, share in shares.items()}
-    for name, count in counts.items():
-        if count == 0:
-            scarce = min(shares, key=lambda part: Fraction(sizes[part]) / shares[part])
-            raise RequestError(
-                f"dataset.parts.{name}.weight={weights[name]} leaves no document of it: part {scarce} is used up after "
-                f"{sizes[scarce]:,} documents; raise the weight of {name} or lower that of {scarce}",
-                problem_id="mixture-weights",
-            )
+    if empty := [name for name, count in counts.items() if count == 0]:
+        raise RequestError(
+            f"dataset.parts.{empty[0]}.weight={weights[empty[0]]} leaves no document of it: none is taken twice, and "
+            "another part is used up before; raise this weight",
+            problem_id="mixture-weights",
+        )
     return counts
 
 
@@ -103,18 +101,6 @@ def interleave(sizes: list[int], counts: list[int]) -> np.ndarray:
     return np.asarray(np.concatenate(indices)[order])
 
 
-def _is_positive(name: str, weight: float | None) -> bool:
-    if weight is None or not math.isfinite(weight) or weight <= 0:
-        raise RequestError(
-            f"dataset.parts.{name}.weight={weight}: a weight is a positive number; leave the part out instead",
-            problem_id="mixture-weights",
-        )
-    return True
-
-
-_LARGEST_SHARE = 0.5
-
-
 def check_validation(config: DatasetConfig) -> None:
     """Raises: RequestError for a validation part named in two ways, or in a way its source does not have."""
     named = {
@@ -123,31 +109,19 @@ def check_validation(config: DatasetConfig) -> None:
         "validation_share": config.validation_share or None,
     }
     named_in = [f"dataset.{key}={value}" for key, value in named.items() if value is not None]
+    problem = None
     if len(named_in) > 1:
-        raise RequestError(f"{' and '.join(named_in)}: keep one of them", problem_id="validation-source")
-    if not 0 <= config.validation_share <= _LARGEST_SHARE:
-        raise RequestError(
-            f"dataset.validation_share={config.validation_share} is not between 0 and {_LARGEST_SHARE}; try 0.05",
-            problem_id="validation-share",
+        problem = f"{' and '.join(named_in)}: keep one of them"
+    elif config.validation_split is not None and config.source is not Source.hub:
+        problem = (
+            f"{named_in[0]} needs dataset.source=hub, which has splits; with files type dataset.validation_path=FILE"
         )
-    if config.validation_split is not None and config.source is not Source.hub:
-        raise RequestError(
-            f"dataset.validation_split={config.validation_split} needs dataset.source=hub, which has splits; "
-            "with files type dataset.validation_path=FILE, and with any source dataset.validation_share=0.05",
-            problem_id="validation-source",
-        )
-    if config.validation_split is not None and config.validation_split == config.train_split:
-        raise RequestError(
-            f"dataset.validation_split={config.validation_split} is the training split too; name another one, or type "
-            "dataset.validation_share=0.05",
-            problem_id="validation-source",
-        )
-    if config.validation_path is not None and config.source is Source.synthetic:
-        raise RequestError(
-            "dataset.validation_path does not go with dataset.source=synthetic, whose tokens are its own; type "
-            "dataset.validation_share=0.05",
-            problem_id="validation-source",
-        )
+    elif config.validation_split is not None and config.validation_split == config.train_split:
+        problem = f"{named_in[0]} is the training split too; name another one"
+    elif config.validation_path is not None and config.source is Source.synthetic:
+        problem = "dataset.validation_path does not go with dataset.source=synthetic, whose tokens are its own"
+    if problem is not None:
+        raise RequestError(problem, problem_id="validation-source")
 
 
 def hold_out(dataset: datasets.Dataset, share: float) -> tuple[datasets.Dataset, datasets.Dataset]:

@@ -1,8 +1,7 @@
 """Prepared data on disk: documents as tokens and labels, counts of all documents that were read, and the data's hash.
 
-A folder holds `prepared.json` and per part an Arrow file in the layout of `datasets.load_from_disk` and `lengths.npy`.
-Columns: input_ids and labels (num_tokens,) int32, length int32; labels are -100 where the loss does not count. Reading
-the counts needs neither torch nor datasets.
+A folder holds `prepared.json` and per part an Arrow file and `lengths.npy`. Columns: input_ids and labels (num_tokens,)
+int32, length int32; labels are -100 where the loss does not count. Reading the counts needs neither torch nor datasets.
 
 The content hash covers the documents themselves: two runs saw the same data if it is equal. A fingerprint has to be
 known before anything is read, so it covers the code and libraries that prepare, and changes with them even if no token
@@ -29,14 +28,10 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 PREPARED_FILE = "prepared.json"
-ARROW_FILE = "data-00000-of-00001.arrow"
+ARROW_FILE = "documents.arrow"
 LENGTHS_FILE = "lengths.npy"
-FORMAT = 5  # of prepared.json
 
 _MOST_BINS = 20
-_SUMS = (
-    "num_read", "num_documents", "num_tokens", "num_trained_tokens", "num_cut", "num_answers_cut", "num_tokens_lost",
-)  # fmt: skip
 _COUNTERS = ("dropped", "contents", "skipped", "notes")
 
 
@@ -77,16 +72,17 @@ class PartCounts:
         """Every count as plain values. Not by asdict: Python 3.11 copies a Counter wrongly."""
         return vars(self) | {"lengths": asdict(self.lengths), "num_dropped": self.num_dropped}
 
-    def note(self, remark: str, place: str, count: int = 1) -> None:
-        """Count documents with a remark, and keep the place of the first."""
-        if count:
-            self.notes[remark] += count
+    def note(self, remark: str, place: str, is_there: bool = True) -> None:
+        """Count a document with a remark, and keep the place of the first."""
+        if is_there:
+            self.notes[remark] += 1
             self.first.setdefault(remark, place)
 
     def add(self, other: PartCounts) -> None:
         """Add the counts of more documents; lengths are summed up once, at the end, by `measure`."""
-        for name in _SUMS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, value in vars(other).items():
+            if isinstance(value, int):
+                setattr(self, name, getattr(self, name) + value)
         for name in _COUNTERS:
             getattr(self, name).update(getattr(other, name))
         self.first = other.first | self.first
@@ -130,10 +126,8 @@ class Prepared:
     tokenizer_sha256: str | None  # None for documents that came as tokens
     chat_template_sha256: str | None
     template_date: str | None  # the date that the chat template writes as today's; None if it writes none
-    can_pad: bool | None  # whether the tokenizer has a padding token; None for documents that came as tokens
     records: list[SourceRecord]
     notes: list[str]  # of reading the sources
-    made_from: dict[str, Any]  # what the fingerprint is a hash of
     seconds: float  # of the preparation
     train: PreparedPart
     validation: PreparedPart | None
@@ -159,31 +153,21 @@ def histogram(lengths: npt.NDArray[np.int32]) -> Histogram:
 
 def write_prepared(folder: Path, content: dict[str, Any], counts: dict[str, PartCounts]) -> None:
     """Write `prepared.json`, the last file: a folder without it is not complete."""
-    parts = {name: part.to_json() | {"bytes": _file_sizes(folder / name)} for name, part in counts.items()}
-    text = json.dumps({"format": FORMAT, **content, "parts": parts}, indent=2)
+    parts = {name: part.to_json() for name, part in counts.items()}
+    text = json.dumps({**content, "parts": parts}, indent=2)
     (folder / PREPARED_FILE).write_text(text + "\n", encoding="utf-8")
-
-
-def is_complete(folder: Path) -> bool:
-    """Whether a folder holds prepared data with every file at its recorded size."""
-    try:
-        content = json.loads((folder / PREPARED_FILE).read_text(encoding="utf-8"))
-        return content["format"] == FORMAT and all(
-            _file_sizes(folder / name) == part["bytes"] for name, part in content["parts"].items()
-        )
-    except (OSError, ValueError, KeyError):
-        return False
 
 
 def load_prepared(folder: Path, *, was_cached: bool = True) -> Prepared:
     """Open a folder of prepared data. Raises: DataError if it is not complete."""
-    if not is_complete(folder):
+    try:
+        content = json.loads((folder / PREPARED_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise DataError(
             f"{folder} holds no complete prepared data; make it with `tunebook data RECIPE`, with the same overrides "
             "as the training",
             problem_id="prepared-not-found",
-        )
-    content = json.loads((folder / PREPARED_FILE).read_text(encoding="utf-8"))
+        ) from error
     parts = {
         name: PreparedPart(folder=folder / name, counts=_read_counts(part)) for name, part in content["parts"].items()
     }
@@ -196,19 +180,15 @@ def load_prepared(folder: Path, *, was_cached: bool = True) -> Prepared:
         **{
             name: content[name]
             for name in ("fingerprint", "content_sha256", "kind", "max_length", "tokenizer_sha256",
-                         "chat_template_sha256", "template_date", "can_pad", "notes", "made_from", "seconds")
+                         "chat_template_sha256", "template_date", "notes", "seconds")
         },
     )  # fmt: skip
 
 
 def _read_counts(part: dict[str, Any]) -> PartCounts:
-    plain = {name: value for name, value in part.items() if name not in ("bytes", "num_dropped")}
+    plain = {name: value for name, value in part.items() if name != "num_dropped"}
     counters = {name: Counter(part[name]) for name in _COUNTERS}
     return PartCounts(**(plain | counters | {"lengths": Histogram(**part["lengths"])}))
-
-
-def _file_sizes(folder: Path) -> dict[str, int]:
-    return {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
 
 
 def hash_documents(parts: Iterable[Path]) -> str:

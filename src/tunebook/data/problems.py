@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tunebook.errors import DataError
 
 MAX_REPORTED = 10  # documents shown of one file; the rest is counted
-_MOST_REASONS, _LONGEST_REASON = 20, 160  # counted one by one; characters
-_OTHER_REASONS = "other reasons"
+_LONGEST_REASON = 160  # characters
 _VALUES = re.compile(r"(?<!\w)'[^']*'|\d+")  # of one document, in a message
 
 
@@ -25,8 +23,6 @@ class Skipped:
     def add(self, message: str, place: str) -> None:
         """Count one document. Messages that differ only in numbers and quoted values are one reason."""
         reason = _VALUES.sub("...", message.splitlines()[0])[:_LONGEST_REASON]
-        if reason not in self.reasons and len(self.reasons) >= _MOST_REASONS:
-            reason = _OTHER_REASONS
         self.reasons[reason] += 1
         self.first.setdefault(reason, f"{place}: {message}")
 
@@ -47,11 +43,6 @@ class Skipped:
         raise DataError("\n".join([headline, *lines]), problem_id="data-too-many-bad")
 
 
-def skipped_lines(reasons: Mapping[str, int], first: Mapping[str, str]) -> list[str]:
-    """A line for each reason, most frequent first."""
-    return [f"{count:,} left out: {first[reason]}" for reason, count in Counter(reasons).most_common()]
-
-
 class DocumentError(Exception):
     """One document cannot be used; the reader adds its place. Never leaves `tunebook.data`."""
 
@@ -67,7 +58,7 @@ def type_name(value: object) -> str:
         return "null"
     names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "number", float: "number"}
     name = names.get(type(value))
-    return f"a JSON {name}" if name is not None else f"of the type {type(value).__name__}, which JSON does not have,"
+    return f"a JSON {name}" if name is not None else f"of type {type(value).__name__}"
 
 
 class DocumentProblems:
@@ -83,17 +74,14 @@ class DocumentProblems:
         self.skipped: Skipped | None = None  # counts unusable documents, which then are no error
         self._shown: list[tuple[str, DocumentError]] = []
 
-    def place(self, number: int, detail: str = "") -> str:
-        """Where a document is, without the file: `line 17`."""
-        return f"{self.unit} {number}{detail}"
-
     def add(self, number: int, error: DocumentError, detail: str = "") -> None:
         """Note that document `number` cannot be used."""
         self.num_problems += 1
+        place = f"{self.unit} {number}{detail}"
         if self.skipped is not None:
-            self.skipped.add(error.message, f"{self.location}, {self.place(number, detail)}")
+            self.skipped.add(error.message, f"{self.location}, {place}")
         elif len(self._shown) < MAX_REPORTED:
-            self._shown.append((self.place(number, detail), error))
+            self._shown.append((place, error))
 
     def raise_if_any(self) -> None:
         """Raises: DataError with every noted problem, if there are any."""
@@ -103,12 +91,9 @@ class DocumentProblems:
         if self.num_problems == 1:
             place, error = self._shown[0]
             raise DataError(f"{self.location}, {place}: {error.message}", problem_id=problem_id)
-        places: dict[str, list[str]] = {}
-        for place, error in self._shown:  # often all have the same problem
-            places.setdefault(error.message, []).append(place)
-        lines = [f"  {', '.join(each)}: {message}" for message, each in places.items()]
+        total = self.num_documents + self.num_problems
+        lines = [f"{self.location}: {self.num_problems:,} of {total:,} documents cannot be used"]
+        lines += [f"  {place}: {error.message}" for place, error in self._shown]
         if self.num_problems > len(self._shown):
             lines.append(f"  and {self.num_problems - len(self._shown):,} more")
-        total = self.num_documents + self.num_problems
-        headline = f"{self.location}: {self.num_problems:,} of {total:,} documents cannot be used"
-        raise DataError("\n".join([headline, *lines]), problem_id=problem_id)
+        raise DataError("\n".join(lines), problem_id=problem_id)

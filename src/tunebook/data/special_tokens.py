@@ -12,6 +12,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tunebook.errors import DataError, RequestError
@@ -32,7 +33,6 @@ class SpecialTokens:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._backend: Any = tokenizer.backend_tokenizer
-        self._apart: Any = None  # the copy of the tokenizer, once it is needed
         stops = stop_token_ids(tokenizer)
         added = sorted(tokenizer.added_tokens_decoder.items())
         self._names = [token.content for number, token in added if token.special or number in stops]
@@ -45,7 +45,7 @@ class SpecialTokens:
         return None if found is None else found.group()
 
     def hide(self, content: str, names: Collection[str] | None = None) -> str:
-        """The content with a placeholder for the text of each special token, or of those named.
+        """The content with a placeholder for the text of each special token, or of those in `names`.
 
         Raises: DataError for a content that holds such placeholders itself.
         """
@@ -55,7 +55,7 @@ class SpecialTokens:
                 "for such text here; remove one of them",
                 problem_id="special-token-in-content",
             )
-        pattern = self._pattern if names is None else any_of(names)
+        pattern = self._pattern if names is None else any_of([name for name in names if name in self._numbers])
         return pattern.sub(lambda found: chr(_HIDDEN + self._numbers[found.group()]), content)
 
     def show(self, text: str, spans: Sequence[Span]) -> tuple[str, list[Span]]:
@@ -71,16 +71,7 @@ class SpecialTokens:
             return self._backend.encode(text, add_special_tokens=False), list(spans)
         written = re.compile(f"{self._pattern.pattern}|{_PLACEHOLDERS.pattern}")
         renamed, moved = _substitute(written, text, spans, self._renamed)
-        return self.plain_backend().encode(renamed, add_special_tokens=False), moved
-
-    def plain_backend(self) -> Any:
-        """A copy of the tokenizer that treats the text of a special token as plain text.
-
-        Raises: RequestError for a tokenizer whose special tokens cannot be renamed.
-        """
-        if self._apart is None:
-            self._apart = self._rename()
-        return self._apart
+        return self.plain_backend.encode(renamed, add_special_tokens=False), moved
 
     def _shown(self, placeholder: str) -> str:
         return self._names[ord(placeholder) - _HIDDEN]
@@ -89,7 +80,12 @@ class SpecialTokens:
         number = self._numbers.get(written)
         return self._shown(written) if number is None else chr(_RENAMED + number)
 
-    def _rename(self) -> Any:
+    @cached_property
+    def plain_backend(self) -> Any:
+        """A copy of the tokenizer that treats the text of a special token as plain text.
+
+        Raises: RequestError for a tokenizer whose special tokens cannot be renamed.
+        """
         from tokenizers import Tokenizer
 
         content = json.loads(self._backend.to_str())

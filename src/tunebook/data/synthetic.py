@@ -50,7 +50,13 @@ def load_synthetic(
     progress: Progress | None = None,
 ) -> Loaded:
     """Generate the documents into an Arrow file. Raises: RequestError for settings that cannot be met."""
-    _check(config, num_documents, vocab_size)
+    if not _MIN_LENGTH <= config.min_tokens <= config.max_tokens or vocab_size < _MIN_VOCAB_SIZE:
+        raise RequestError(
+            f"dataset.synthetic: min_tokens={config.min_tokens} must be at least {_MIN_LENGTH} (a prompt, an answer "
+            f"and EOS) and at most max_tokens={config.max_tokens}, and the vocabulary of {vocab_size} at least "
+            f"{_MIN_VOCAB_SIZE} tokens",
+            problem_id="synthetic-settings",
+        )
     batches = generate(config, num_documents=num_documents, vocab_size=vocab_size, eos_token_id=eos_token_id)
     record = SourceRecord(
         location="synthetic",
@@ -77,24 +83,6 @@ def generate(
         steps = _walk(random, lengths, successors)
         num_kept = min(_DOCUMENTS_PER_CHUNK, num_documents - first)
         yield _to_batch(random, token_ids[steps], lengths, first, num_kept, eos_token_id)
-
-
-def _check(config: SyntheticConfig, num_documents: int, vocab_size: int) -> None:
-    problems = []
-    if num_documents < 1:
-        problems.append(f"num_documents={num_documents} must be at least 1")
-    if config.min_tokens < _MIN_LENGTH:
-        problems.append(f"min_tokens={config.min_tokens} must be at least {_MIN_LENGTH}: a prompt, an answer and EOS")
-    if config.max_tokens < config.min_tokens:
-        problems.append(f"max_tokens={config.max_tokens} must not be below min_tokens={config.min_tokens}")
-    if config.log_sigma_tokens < 0:
-        problems.append(f"log_sigma_tokens={config.log_sigma_tokens} must not be negative")
-    if config.seed < 0:
-        problems.append(f"seed={config.seed} must not be negative")
-    if vocab_size < _MIN_VOCAB_SIZE:
-        problems.append(f"a vocabulary of {vocab_size} is too small; it needs at least {_MIN_VOCAB_SIZE} tokens")
-    if problems:
-        raise RequestError(f"dataset.synthetic: {'; '.join(problems)}", problem_id="synthetic-settings")
 
 
 def _choose_token_ids(random: np.random.Generator, vocab_size: int, eos_token_id: int) -> np.ndarray:

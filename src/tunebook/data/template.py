@@ -9,26 +9,26 @@ is an error (`template_content.py`).
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tunebook.config.book import TRAINING_TEMPLATE
-from tunebook.config.override_text import typed
 from tunebook.data.conversation import Conversation, Messages, TemplateForm
-from tunebook.data.special_tokens import Span, SpecialTokens, any_of
-from tunebook.data.template_content import Missing, Places, find_places
+from tunebook.data.special_tokens import Span, SpecialTokens
+from tunebook.data.template_content import Part, find_missing
 from tunebook.errors import DataError, RequestError
 from tunebook.files import sha256_text
-from tunebook.model.chat_templates import GENERATION_MARKER, has_training_version, suggest_template
+from tunebook.model.chat_templates import GENERATION_MARKER
 from tunebook.model.tokenizer import stop_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MOST_SHOWN = 40  # characters of a turn in a message
+_OTHER_TEMPLATE = "model.chat_template=FILE, or model.chat_template=training for TRL's training version of this one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,6 @@ class Rendered:
     spans: list[Span]
     num_rewritten: int = 0  # assistant turns left out: the template changes them if more turns follow
     leaves_out: bool = False  # parts of earlier answers that are not trained on, as templates do by design
-    leaves_out_names: bool = False  # of speakers, which most templates have no place for
     special: str | None = None  # the first special token with hidden text in a turn
 
 
@@ -62,33 +61,39 @@ def require_template(tokenizer: PreTrainedTokenizerBase, *, for_tools: bool = Fa
 
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The SHA-256 of the chat template's text; None without a template."""
-    if not tokenizer.chat_template:
-        return None
-    return sha256_text(require_template(tokenizer))
+    return sha256_text(require_template(tokenizer)) if tokenizer.chat_template else None
+
+
+def template_variables(template: str) -> set[str]:
+    """The names of variables that a template reads. Raises: RequestError for one that is not valid Jinja."""
+    from jinja2 import TemplateSyntaxError, meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        return set(meta.find_undeclared_variables(_compile_jinja_template(template).environment.parse(template)))
+    except TemplateSyntaxError as error:
+        raise RequestError(
+            f"the chat template is not valid Jinja: line {error.lineno}: {error.message}; correct it, or name another "
+            "with model.chat_template=FILE",
+            problem_id="chat-template-broken",
+        ) from error
 
 
 class ConversationRenderer:
-    """Renders conversations with one tokenizer's template.
-
-    Every method raises RequestError for a template that is not valid Jinja.
-    """
+    """Renders conversations with one tokenizer's template. Raises: RequestError if it has none or a broken one."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, for_tools: bool = False) -> None:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         self._template = require_template(tokenizer, for_tools=for_tools)
-        _refuse_random(self._template)
-        self.is_marked = GENERATION_MARKER.search(self._template) is not None
+        template_variables(self._template)  # refuses a broken one
+        self._is_marked = GENERATION_MARKER.search(self._template) is not None
         self._render_jinja: Any = render_jinja_template
-        self._variables = dict(tokenizer.special_tokens_map)
-        self.stop_tokens = sorted(str(tokenizer.convert_ids_to_tokens(token)) for token in stop_token_ids(tokenizer))
-        self._special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values()]
-        longest_first = sorted(self.stop_tokens, key=len, reverse=True)
-        self._stop = re.compile("|".join(map(re.escape, longest_first)))
+        self._special_tokens = dict(tokenizer.special_tokens_map)
+        self._stop_tokens = [str(tokenizer.convert_ids_to_tokens(token)) for token in stop_token_ids(tokenizer)]
+        self._stop = re.compile("|".join(map(re.escape, sorted(self._stop_tokens, key=len, reverse=True))))
         self.special = SpecialTokens(tokenizer)
-        self.variables = template_variables(self._template)
-        self._form = TemplateForm(self._template, self._try_form)
-        self._control = any_of([token.content for token in tokenizer.added_tokens_decoder.values() if token.special])
+        self._form = TemplateForm(self._template, lambda messages, tools: self._render_messages(messages, tools)[0])
 
     def prompt(self, conversation: Conversation) -> str:
         """A conversation as text, with the prompt for the assistant's answer.
@@ -96,24 +101,22 @@ class ConversationRenderer:
         Raises: DataError if the template refuses it or leaves a part of it out.
         """
         text = self._render_or_explain(conversation, "this prompt", add_generation_prompt=True)[0]
-        self._check(
-            self._places(conversation, text, add_generation_prompt=True).missing, conversation, "this prompt", ()
-        )
+        self._check(find_missing(conversation, text), conversation, "this prompt", ())
         return text
 
     def prompt_tokens(self, conversation: Conversation) -> list[int]:
         """The tokens of `prompt`; the text of a special token in a turn is plain text, as in training."""
-        shown, _ = self._hide(conversation, "this prompt")
-        ids: list[int] = self.special.encode_apart(self.prompt(shown), [])[0].ids
+        hidden, _ = self._hide(conversation, "this prompt")
+        ids: list[int] = self.special.encode_apart(self.prompt(hidden), [])[0].ids
         return ids
 
     def whole(self, conversation: Conversation, origin: str) -> Rendered:
         """A conversation without spans, for training on every token. Raises: as `render`."""
-        shown, special = self._hide(conversation, origin)
-        text = self._text(shown, origin)
-        missing = self._places(shown, text).missing
-        self._check(missing, shown, origin, _assistant_turns(shown.messages)[-1:])
-        return Rendered(text=text, spans=[], special=special, **_left_out(missing))
+        hidden, special = self._hide(conversation, origin)
+        text = self._render_or_explain(hidden, origin)[0]
+        missing = find_missing(hidden, text)
+        self._check(missing, hidden, origin, _assistant_turns(hidden.messages)[-1:])
+        return Rendered(text=text, spans=[], special=special, leaves_out=bool(missing))
 
     def render(self, conversation: Conversation, origin: str) -> Rendered:
         """A conversation; `train` of each message tells whether the loss may count it.
@@ -121,23 +124,49 @@ class ConversationRenderer:
         Raises: DataError naming `origin` if the template refuses the conversation or leaves part of it out, or the
         assistant's turns cannot be found in the text or do not end with a token that ends generation.
         """
-        shown, special = self._hide(conversation, origin)
-        return replace(self._with_spans(shown, origin), special=special)
+        hidden, special = self._hide(conversation, origin)
+        messages = hidden.messages
+        text, marks = self._render_or_explain(hidden, origin, marked=self._is_marked)
+        missing = find_missing(hidden, text)
+        answers = _assistant_turns(messages)
+        self._check(missing, hidden, origin, answers[-1:])
+        wanted = [turn for turn in answers if messages[turn]["train"]]
+        found = self._marked(hidden, wanted, text, missing, _joined(marks), origin)
+        if found is None:
+            found = {turn: self._locate(hidden, turn, text, origin) for turn in wanted}
+        spans = {turn: span for turn, span in found.items() if span is not None}
+        if not spans and wanted and wanted[-1] == answers[-1]:
+            raise DataError(
+                f"{origin}: the assistant's last turn cannot be found in what the chat template writes: this does not "
+                "begin with what it writes as the prompt for that turn. Name a template that marks the assistant's "
+                f"words with {{% generation %}} ... {{% endgeneration %}}: {_OTHER_TEMPLATE}, or train on every token "
+                "with dataset.train_on=everything",
+                problem_id="assistant-not-found",
+            )
+        self._check(missing, hidden, origin, spans)
+        return Rendered(
+            text=text,
+            spans=list(spans.values()),
+            num_rewritten=len(wanted) - len(spans),
+            leaves_out=bool(missing),
+            special=special,
+        )
 
     def _hide(self, conversation: Conversation, origin: str) -> tuple[Conversation, str | None]:
         """The conversation with the text of special tokens hidden from the template, and the first such token."""
-        special = next((found for text in conversation.written if (found := self.special.first_in(text))), None)
+        written = json.dumps([*conversation.messages, conversation.tools], ensure_ascii=False)
+        special = self.special.first_in(written)
         if special is None:
             return conversation, None
-        shown = self._text(conversation, origin)
+        shown = self._render_or_explain(conversation, origin)[0]
         # First hide all of it. A template whose text then differs reads such text itself, as some do with `</think>`:
         # then hide only the tokens that it writes around turns.
-        for names in (None, [name for name in self.stop_tokens if name in self._special_tokens]):
+        for names in (None, self._stop_tokens):
             try:
                 hidden = conversation.mapped(partial(self.special.hide, names=names))
             except DataError as error:
                 raise DataError(f"{origin}: {error.message}", problem_id=error.problem_id) from error
-            if self.special.show(self._text(hidden, origin), [])[0] == shown:
+            if self.special.show(self._render_or_explain(hidden, origin)[0], [])[0] == shown:
                 return hidden, special
         raise DataError(
             f"{origin}: a turn holds the text of the special token {special!r}, and the chat template writes something "
@@ -145,164 +174,115 @@ class ConversationRenderer:
             problem_id="special-token-in-content",
         )
 
-    def _with_spans(self, conversation: Conversation, origin: str) -> Rendered:
-        messages = conversation.messages
-        text, marks = self._render_or_explain(conversation, origin, marked=self.is_marked)
-        places = self._places(conversation, text)
-        missing = places.missing
-        self._check(missing, conversation, origin, _assistant_turns(messages)[-1:])
-        wanted = [i for i in _assistant_turns(messages) if messages[i]["train"]]
-        marked = self._marked(conversation, wanted, text, places, _joined(marks), origin) if self.is_marked else None
-        found = (
-            marked
-            if marked is not None
-            else [self._locate(conversation, turn, text, places, origin) for turn in wanted]
-        )
-        spans = [span for span in found if span is not None]
-        if wanted and not spans and wanted[-1] == max(_assistant_turns(messages)):
-            raise self._cannot_find(conversation, wanted[-1], text, origin)
-        trained = {turn for turn, span in zip(wanted, found, strict=True) if span is not None}
-        self._check(missing, conversation, origin, trained)
-        return Rendered(text=text, spans=spans, num_rewritten=len(wanted) - len(spans), **_left_out(missing))
-
-    def _places(self, conversation: Conversation, text: str, **options: bool) -> Places:
-        return find_places(lambda marked: self._render(marked, **options)[0], conversation, text)
-
-    def _text(self, conversation: Conversation, origin: str) -> str:
-        """A conversation as text. Raises: DataError naming `origin` if the template refuses it."""
-        return self._render_or_explain(conversation, origin)[0]
-
     def _check(
-        self, missing: Sequence[Missing], conversation: Conversation, origin: str, trained: Collection[int]
+        self, missing: Sequence[Part], conversation: Conversation, origin: str, trained: Collection[int]
     ) -> None:
-        """Raises: DataError for the first turn that the model would not read, or that it is `trained` on only partly.
+        """Raises: DataError for the first part that the model would not read, or that it is `trained` on only partly.
 
         By design, templates leave out parts of earlier answers; these are allowed if not trained on.
         """
-        for one in missing:
-            role = conversation.messages[one.turn]["role"]
-            if one.what == "name":
-                continue
-            if one.what in ("tools", "calls"):
-                raise self._without_tools(one, conversation, origin)
-            if role != "assistant" or one.what == "turn" or one.turn in trained:
-                raise self._leaves_out(one, conversation.messages[one.turn], origin)
-
-    def _leaves_out(self, missing: Missing, turn: dict[str, Any], origin: str) -> DataError:
-        is_reasoning = missing.what == "reasoning"
-        written = turn.get("reasoning") if is_reasoning else None
-        content = self.special.show(written or turn["content"] or "", [])[0]
-        shown = content if len(content) <= _MOST_SHOWN else f"{content[:_MOST_SHOWN]}..."
-        what = f"the reasoning of turn {missing.turn + 1}" if is_reasoning else f"turn {missing.turn + 1}"
-        advice = {
-            "system": "or put its text into the first user turn (it is from the document or dataset.system_prompt)",
-            "tool": "or remove documents with tool turns",
-            "assistant": "or remove what it leaves out",
-        }.get(turn["role"], "or change the turn")
-        if is_reasoning:
-            advice = "or train without it: dataset.reasoning=drop"
-        elif turn.get("tool_calls"):
-            advice = "or remove the text next to its calls"
-        return DataError(
-            f"{origin}: the chat template does not write {what} ({turn['role']}): {shown!r}, so the model would be "
-            f"trained on another conversation. Name a template that writes it with model.chat_template=FILE, {advice}",
-            problem_id="template-leaves-out",
-        )
-
-    def _without_tools(self, missing: Missing, conversation: Conversation, origin: str) -> DataError:
-        """The error for a template that does not write the tools, or a call."""
-        num_calls = len(conversation.messages[missing.turn].get("tool_calls", ()))
-        what = "the tools" if missing.what == "tools" else f"the calls of turn {missing.turn + 1}"
-        if missing.what == "calls" and num_calls > 1:
-            what += f", which has {num_calls} (some templates write one for each turn)"
-        return DataError(
-            f"{origin}: the chat template does not write {what}, so the model would be trained on another conversation."
-            f" Name a template that does: {suggest_template(self._special_tokens)}",
-            problem_id="template-without-tools",
-        )
+        for part in missing:
+            role = conversation.messages[part.turn]["role"]
+            if part.what in ("tools", "calls"):
+                what = "the tools" if part.what == "tools" else f"the calls of turn {part.turn + 1}, or not all of them"
+                raise DataError(
+                    f"{origin}: the chat template does not write {what}, so the model would be trained on another "
+                    "conversation. Name a template that does, such as model.chat_template=trl:qwen2_5_training (for "
+                    "ChatML's tokens)",
+                    problem_id="template-without-tools",
+                )
+            if role != "assistant" or part.turn in trained:
+                text = self.special.show(part.text, [])[0]
+                shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+                is_reasoning = part.what == "reasoning"
+                raise DataError(
+                    f"{origin}: the chat template does not write {'the reasoning of ' if is_reasoning else ''}turn "
+                    f"{part.turn + 1} ({role}): {shown!r}, so the model would be trained on another conversation. Name "
+                    "a template that writes it with model.chat_template=FILE, or "
+                    + ("train without it: dataset.reasoning=drop" if is_reasoning else "change the document"),
+                    problem_id="template-leaves-out",
+                )
 
     def _marked(
         self,
         conversation: Conversation,
         wanted: list[int],
         text: str,
-        places: Places,
+        missing: Sequence[Part],
         spans: list[Span],
         origin: str,
-    ) -> list[Span | None] | None:
+    ) -> dict[int, Span | None] | None:
         """The spans of the template's own markers; None if these do not match the assistant's turns one to one.
 
         The span of an earlier turn that ends otherwise than the last is None, as in `_locate`.
         """
         turns = _assistant_turns(conversation.messages)
-        changed = {one.turn for one in places.missing if one.what != "name"}
-        if len(spans) != len(turns) or not changed.isdisjoint(turns):
+        if len(spans) != len(turns) or not {part.turn for part in missing}.isdisjoint(turns):
             return None
-        kept: list[Span | None] = []
+        found: dict[int, Span | None] = {}
         for turn, (start, end) in zip(turns, spans, strict=True):
-            first, last = places.turns[turn]
-            if first < start or end < last:
+            if find_missing(conversation.only(turn), text[start:end]):
                 return None
             if turn not in wanted:
                 continue
-            self._refuse_early_stop(text, start, last, origin)
-            if self._stop.search(text, last, end) is not None:
-                kept.append((start, end))
+            if self._end_of_answer(conversation.only(turn), text[start:end], origin) is not None:
+                found[turn] = start, end
             elif turn == turns[-1]:
-                advice = "with the turn's end before {% endgeneration %}"
-                raise self._no_stop(text[start:end], origin, f"name one {advice}: {self._other_template}")
+                raise self._no_stop(text[start:end], origin)
             else:  # only the last turn ends as in generation, such as gpt-oss's
-                kept.append(None)
-        return kept
+                found[turn] = None
+        return found
 
-    def _locate(self, conversation: Conversation, turn: int, text: str, places: Places, origin: str) -> Span | None:
+    def _locate(self, conversation: Conversation, turn: int, text: str, origin: str) -> Span | None:
         """The span of one assistant turn in the whole text, with its end token; None if it is not there unchanged."""
-        prompt = self._prompt_before(conversation, turn)
-        is_last = turn == len(conversation.messages) - 1
-        as_written = text if is_last else self._text(conversation.until(turn + 1), origin)
-        if prompt is None or not text.startswith(prompt) or not as_written.startswith(prompt):
-            return None
-        first, last = places.turns.get(turn, (0, 0))
-        if first < len(prompt) or text[:last] != as_written[:last]:
-            return None
-        self._refuse_early_stop(text, len(prompt), last, origin)
-        # The model would never write anything after the first token that ends generation.
-        stop = self._stop.search(as_written, last)
-        if stop is None:
-            end = self._control.search(as_written, last)
-            advice = f"name one that writes it: {self._other_template}"
-            if end is not None:
-                advice = f"if {end.group()} ends the turn, type {typed('model.eos_token', end.group())}; or {advice}"
-            raise self._no_stop(as_written[len(prompt) :], origin, advice)
-        span = len(prompt), stop.end()
-        return span if text[slice(*span)] == as_written[slice(*span)] else None
-
-    def _prompt_before(self, conversation: Conversation, turn: int) -> str | None:
-        """The model's input for this turn; None if the template cannot render it."""
         try:
-            return self._render(conversation.until(turn), add_generation_prompt=True)[0]
+            prompt = self._render(conversation.until(turn), add_generation_prompt=True)[0]
         except Exception:  # templates raise anything, from their own messages to TypeError
             return None
+        is_last = turn == len(conversation.messages) - 1
+        as_written = text if is_last else self._render_or_explain(conversation.until(turn + 1), origin)[0]
+        if not text.startswith(prompt) or not as_written.startswith(prompt):
+            return None
+        answer = as_written[len(prompt) :]
+        end = self._end_of_answer(conversation.only(turn), answer, origin)
+        if end is None:
+            raise self._no_stop(answer, origin)
+        return (len(prompt), len(prompt) + end) if text.startswith(answer[:end], len(prompt)) else None
 
-    def _try_form(self, messages: Messages, tools: list[dict[str, Any]]) -> str:
-        return self._render_messages(messages, tools, {})[0]
+    def _end_of_answer(self, answer: Conversation, written: str, origin: str) -> int | None:
+        """Where the token that ends generation ends; the model would never write anything after the first one.
 
-    def _render(
-        self, conversation: Conversation, *, add_generation_prompt: bool = False, marked: bool = False
-    ) -> tuple[str, list[Span]]:
-        return self._render_messages(
-            self._form.messages(conversation.messages),
-            conversation.tools,
-            conversation.template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            marked=marked,
+        Raises: DataError if the template writes parts of the answer after it.
+        """
+        stop = self._stop.search(written)
+        if stop is None:
+            return None
+        if len(find_missing(answer, written[: stop.end()])) > len(find_missing(answer, written)):
+            raise DataError(
+                f"{origin}: the chat template writes {stop.group()}, which ends generation, before the answer ends, so "
+                "the model would never learn the answer. Name only a token that ends a turn with model.eos_token, or "
+                f"another template: {_OTHER_TEMPLATE}",
+                problem_id="eos-not-trained",
+            )
+        return stop.end()
+
+    def _no_stop(self, written: str, origin: str) -> DataError:
+        return DataError(
+            f"{origin}: the assistant's turn as the chat template writes it (ending with {written[-40:]!r}) has no "
+            f"token that ends generation ({', '.join(sorted(self._stop_tokens))}), so the model would never learn to "
+            f"stop; name the token that ends a turn: model.eos_token=TOKEN, or another template: {_OTHER_TEMPLATE}",
+            problem_id="eos-not-trained",
         )
+
+    def _render(self, conversation: Conversation, **options: bool) -> tuple[str, list[Span]]:
+        messages = self._form.messages(conversation.messages)
+        return self._render_messages(messages, conversation.tools, conversation.template_kwargs, **options)
 
     def _render_messages(
         self,
         messages: Messages,
         tools: list[dict[str, Any]] | None,
-        template_kwargs: Mapping[str, Any],
+        template_kwargs: Mapping[str, Any] | None = None,
         *,
         add_generation_prompt: bool = False,
         marked: bool = False,
@@ -313,21 +293,13 @@ class ConversationRenderer:
             chat_template=self._template,
             add_generation_prompt=add_generation_prompt,
             return_assistant_tokens_mask=marked,
-            **{**self._variables, **template_kwargs},
+            **{**self._special_tokens, **(template_kwargs or {})},
         )
         return texts[0], spans[0] if marked else []
 
     def _render_or_explain(self, conversation: Conversation, origin: str, **options: bool) -> tuple[str, list[Span]]:
-        from jinja2 import TemplateSyntaxError
-
         try:
             return self._render(conversation, **options)
-        except TemplateSyntaxError as error:
-            raise RequestError(
-                f"the chat template is not valid Jinja: line {error.lineno}: {error.message}; correct it, or name "
-                "another with model.chat_template=FILE",
-                problem_id="chat-template-broken",
-            ) from error
         except Exception as error:  # templates raise anything, from their own messages to TypeError
             roles = ", ".join(message["role"] for message in conversation.messages)
             raise DataError(
@@ -335,80 +307,6 @@ class ConversationRenderer:
                 "or name a template that takes it with model.chat_template=FILE",
                 problem_id="chat-template-refuses",
             ) from error
-
-    def _refuse_early_stop(self, text: str, start: int, end: int, origin: str) -> None:
-        """Raises: DataError for a turn in which the template writes a token that ends generation before the answer."""
-        stop = self._stop.search(text, start, end)
-        if stop is not None:
-            raise DataError(
-                f"{origin}: the chat template writes {stop.group()}, which ends generation, before the answer ends, so "
-                "the model would never learn the answer. Name only a token that ends a turn with model.eos_token, or "
-                f"another template: {self._other_template}",
-                problem_id="eos-not-trained",
-            )
-
-    def _no_stop(self, written: str, origin: str, advice: str) -> DataError:
-        return DataError(
-            f"{origin}: the assistant's turn as the chat template writes it (ending with {written[-40:]!r}) has no "
-            f"token that ends generation ({', '.join(self.stop_tokens)}), so the model would never learn to stop; "
-            f"{advice}",
-            problem_id="eos-not-trained",
-        )
-
-    @property
-    def _other_template(self) -> str:
-        """What to type for another template."""
-        if has_training_version(self._template):
-            return f"model.chat_template={TRAINING_TEMPLATE} (TRL's training version of this one)"
-        return "model.chat_template=FILE"
-
-    def _cannot_find(self, conversation: Conversation, turn: int, text: str, origin: str) -> DataError:
-        prompt = self._prompt_before(conversation, turn)
-        if prompt is None:
-            what = "it cannot render the turns before the answer alone"
-        else:
-            same = next((i for i in range(len(text)) if text[i : i + 1] != prompt[i : i + 1]), len(text))
-            what = f"before the answer it writes {prompt[same : same + 40]!r}, in the whole {text[same : same + 40]!r}"
-        return DataError(
-            f"{origin}: the assistant's last turn cannot be found in what the chat template writes: {what}. Name a "
-            "template that marks the assistant's words with {% generation %} ... {% endgeneration %}: "
-            f"{self._other_template}, or train on every token with dataset.train_on=everything",
-            problem_id="assistant-not-found",
-        )
-
-
-def template_variables(template: str) -> frozenset[str]:
-    """The names of variables that a template reads; empty for one that is not valid Jinja."""
-    from jinja2 import meta
-
-    return frozenset(meta.find_undeclared_variables(_parsed(template)))
-
-
-def _parsed(template: str) -> Any:
-    """A template's tree; that of an empty one if it is not valid Jinja, which is reported when it is rendered."""
-    from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    try:
-        return _compile_jinja_template(template).environment.parse(template)
-    except TemplateSyntaxError:
-        return _parsed("")
-
-
-def _refuse_random(template: str) -> None:
-    """Raises: RequestError for a template with random output."""
-    if not re.search(r"\b(random|lipsum)\b", template):
-        return
-    from jinja2 import nodes
-
-    names = _parsed(template).find_all((nodes.Filter, nodes.Name))
-    found = [node.name for node in names if node.name in ("random", "lipsum")]
-    if found:
-        raise RequestError(
-            f"the chat template is random ({found[0]}), so the same documents would become other tokens each "
-            "time; name another one with model.chat_template=FILE",
-            problem_id="chat-template-random",
-        )
 
 
 def _assistant_turns(messages: Messages) -> list[int]:
@@ -424,10 +322,3 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
         else:
             joined.append((start, end))
     return joined
-
-
-def _left_out(missing: Sequence[Missing]) -> dict[str, Any]:
-    return {
-        "leaves_out": any(one.what != "name" for one in missing),
-        "leaves_out_names": any(one.what == "name" for one in missing),
-    }

@@ -6,9 +6,7 @@ Trained-on tokens are in color, or in double brackets without colors (a pipe, a 
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -20,24 +18,13 @@ from rich.text import Text
 
 from tunebook.data.corpus import IGNORED_LABEL, Row
 from tunebook.data.encode import num_shared
-from tunebook.data.prepared import PartCounts, Prepared, PreparedPart
-from tunebook.data.problems import skipped_lines
+from tunebook.data.prepared import Prepared, PreparedPart
 from tunebook.terminal import print_lines, print_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TRAINED_STYLE = "black on green"
-# Parts of a conversation by the marks of common templates; of what is in several, the last counts.
-KINDS = {
-    "tools": re.compile(r"<tools>.*?</tools>|(?<=<\|tool_list_start\|>).*?(?=<\|tool_list_end\|>)", re.DOTALL),
-    "call": re.compile(
-        r"<tool_call>.*?</tool_call>|<\|python_tag\|>.*?(?=<\|)|(?<=to=)functions\..*?<\|call\|>", re.DOTALL
-    ),
-    "result": re.compile(r"<tool_response>.*?</tool_response>", re.DOTALL),
-    "reasoning": re.compile(r"<think>.*?</think>|(?<=<\|channel\|>analysis<\|message\|>).*?(?=<\|)", re.DOTALL),
-    "token": re.compile(r"<\|[A-Za-z_]+\|>|</?s>|</?(?:think|tools|tool_call|tool_response)>|<(?:start|end)_of_turn>"),
-}
 _BAR_WIDTH = 40  # characters of the fullest bin
 _MANY_CUT_ANSWERS = 0.01  # of documents
 _MOST_TOKENS = 1500  # shown of one sample: tools alone may take 500
@@ -58,8 +45,9 @@ def show_prepared(
         console.print(Text("Samples as the model sees them; trained on: "), end="")
         console.print(Text("in color", style=TRAINED_STYLE) if has_color else Text("[[in double brackets]]"))
     for name, part in prepared.parts().items():
-        for sample in render_samples(name, part, tokenizer, num_samples, has_color=has_color):
-            console.print(sample)
+        for title, row in titled_samples(name, part, num_samples):
+            text = render_document(row["input_ids"], row["labels"], tokenizer, has_color=has_color)
+            console.print(Group("", Rule(Text(title), align="left"), Padding(text, (0, 0, 0, 2))))
     print_text(f"prepared data: {prepared.folder}", console, style="dim")
 
 
@@ -73,19 +61,26 @@ def summary_lines(prepared: Prepared) -> list[str]:
     lines = ["Data (prepared earlier)" if prepared.was_cached else "Data"]
     for name, part in prepared.parts().items():
         counts = part.counts
-        trained = _with_share(counts.num_trained_tokens, counts.num_tokens)
-        contents = [f"{count:,} {what}" for what, count in sorted(counts.contents.items())]
+        contents = [f", {count:,} {what}" for what, count in sorted(counts.contents.items())]
         lines.append(
-            f"  {name}: {counts.num_documents:,} documents of {counts.num_tokens:,} tokens "
-            f"(mean {counts.num_tokens / counts.num_documents:,.1f}), {', '.join([f'{trained} trained on', *contents])}"
+            f"  {name}: {counts.num_documents:,} documents of {counts.num_tokens:,} tokens (mean "
+            f"{counts.num_tokens / counts.num_documents:,.1f}), "
+            f"{_with_share(counts.num_trained_tokens, counts.num_tokens)} trained on{''.join(contents)}"
         )
         if counts.num_cut:
-            share = _with_share(counts.num_cut, counts.num_read)
-            limit = f"training.max_length={prepared.max_length}"
-            lines.append(f"    cut or split to {limit}: {share}; tokens lost: {counts.num_tokens_lost:,}")
+            lines.append(
+                f"    cut or split to training.max_length={prepared.max_length}: "
+                f"{_with_share(counts.num_cut, counts.num_read)}; tokens lost: {counts.num_tokens_lost:,}"
+            )
         if counts.num_answers_cut:
-            lines.append(f"    {_cut_answers(counts)}")
-        lines += [f"    {line}" for line in skipped_lines(counts.skipped, counts.first)]
+            text = f"{_with_share(counts.num_answers_cut, counts.num_documents)} end within an answer that was cut"
+            if counts.num_answers_cut >= _MANY_CUT_ANSWERS * counts.num_documents:
+                text = (
+                    f"warning: {text}: the model learns answers that do not end; raise training.max_length, or type "
+                    "dataset.overlong=drop or split"
+                )
+            lines.append(f"    {text}")
+        lines += [f"    {count:,} left out: {counts.first[reason]}" for reason, count in counts.skipped.most_common()]
         lines += [f"    dropped: {count:,} {reason}" for reason, count in counts.dropped.most_common()]
         lines += [
             f"    note: {note}: {count:,} (the first: {counts.first[note]})"
@@ -104,26 +99,13 @@ def render_sources(prepared: Prepared) -> RenderableType:
     return Group(table, "")
 
 
-def _cut_answers(counts: PartCounts) -> str:
-    """A line on documents that end within an answer; a warning from 1% on."""
-    share = counts.num_answers_cut / counts.num_documents
-    text = f"{_with_share(counts.num_answers_cut, counts.num_documents)} end within an answer that was cut"
-    if share < _MANY_CUT_ANSWERS:
-        return text
-    return (
-        f"warning: {text}: the model learns answers that do not end; raise training.max_length, or type "
-        "dataset.overlong=drop or split"
-    )
-
-
 def render_histogram(name: str, part: PreparedPart) -> RenderableType:
     """The number of documents of each length."""
     lengths = part.counts.lengths
     fullest = max(lengths.counts)
-    table = _table(f"Lengths of {name} documents (shortest {part.counts.shortest:,}, longest {part.counts.longest:,})")
-    table.add_column("tokens", justify="right")
-    table.add_column("documents", justify="right")
-    table.add_column("")
+    title = f"Lengths of {name} documents (shortest {part.counts.shortest:,}, longest {part.counts.longest:,})"
+    table = _table(title, "tokens", "documents", "")
+    table.columns[0].justify = table.columns[1].justify = "right"
     for start, end, count in zip(lengths.edges, lengths.edges[1:], lengths.counts, strict=False):
         last = min(end - 1, part.counts.longest)
         label = f"{start:,}" if last == start else f"{start:,} to {last:,}"
@@ -131,15 +113,6 @@ def render_histogram(name: str, part: PreparedPart) -> RenderableType:
         bar = "#" * max(round(_BAR_WIDTH * count / fullest), int(count > 0))
         table.add_row(label, f"{count:,}", Text(bar, style="cyan"))
     return Group(table, "")
-
-
-def render_samples(
-    name: str, part: PreparedPart, tokenizer: PreTrainedTokenizerBase | None, num_samples: int, *, has_color: bool
-) -> Iterator[RenderableType]:
-    """Documents from all over the part, as the model sees them."""
-    for title, row in titled_samples(name, part, num_samples):
-        text = render_document(row["input_ids"], row["labels"], tokenizer, has_color=has_color)
-        yield Group("", Rule(Text(title), align="left"), Padding(text, (0, 0, 0, 2)))
 
 
 def titled_samples(name: str, part: PreparedPart, num_samples: int) -> Iterator[tuple[str, Row]]:
@@ -151,42 +124,23 @@ def titled_samples(name: str, part: PreparedPart, num_samples: int) -> Iterator[
         yield f"{name} {index + 1:,} of {len(documents):,}: {row['length']:,} tokens, {num_trained:,} trained on", row
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A stretch of a sample's text: whether the loss counts it, and what it is a part of."""
-
-    text: str
-    is_trained: bool
-    kind: str  # of KINDS, or empty
-
-
 def pieces_of(
     input_ids: Sequence[int], labels: Sequence[int], tokenizer: PreTrainedTokenizerBase | None
-) -> list[Piece]:
-    """The beginning of one document in stretches of one kind. Shapes: both (num_tokens,)."""
-    shown = list(input_ids[:_MOST_TOKENS])
+) -> list[tuple[str, bool]]:
+    """The beginning of one document in stretches of text, and whether the loss counts each. Shapes: (num_tokens,)."""
     end, before = 0, ""
     trained: list[bool] = []  # by character
     for is_trained, run in groupby(labels[:_MOST_TOKENS], key=lambda label: label != IGNORED_LABEL):
         end += sum(1 for _ in run)
         # Decoded from the start and cut: some tokenizers drop a space at the beginning of decoded text.
-        decoded = _decode(shown[:end], tokenizer)
+        decoded = _decode(input_ids[:end], tokenizer)
         # A character whose bytes end in this run was replacement characters before, and counts as this run's.
         same = num_shared(before, decoded)
         trained = trained[:same] + [is_trained] * (len(decoded) - same)
         before = decoded
-    kinds = [""] * len(before)
-    for kind, pattern in KINDS.items():
-        for found in pattern.finditer(before):
-            kinds[found.start() : found.end()] = [kind] * (found.end() - found.start())
-    places = zip(trained, kinds, strict=False)
-    pieces, start = [], 0
-    for (is_trained, kind), characters in groupby(places):
-        length = sum(1 for _ in characters)
-        text = before[start : start + length].translate(_CONTROL_PICTURES)
-        pieces.append(Piece(text, is_trained, kind))
-        start += length
-    return pieces
+    characters = zip(before.translate(_CONTROL_PICTURES), trained, strict=True)
+    pieces = groupby(characters, key=lambda character: character[1])
+    return [("".join(text for text, _ in run), is_trained) for is_trained, run in pieces]
 
 
 def render_document(
@@ -198,8 +152,7 @@ def render_document(
 ) -> Text:
     """One document as text, the tokens that the loss counts in color or brackets. Shapes: both (num_tokens,)."""
     text = Text()
-    for is_trained, pieces in groupby(pieces_of(input_ids, labels, tokenizer), key=lambda piece: piece.is_trained):
-        written = "".join(piece.text for piece in pieces)
+    for written, is_trained in pieces_of(input_ids, labels, tokenizer):
         if is_trained and has_color:
             text.append(written, style=TRAINED_STYLE)
         else:
@@ -209,10 +162,10 @@ def render_document(
     return text
 
 
-def _decode(input_ids: list[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
+def _decode(input_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase | None) -> str:
     if tokenizer is None:
         return "".join(f"{token} " for token in input_ids)
-    return str(tokenizer.decode(input_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return str(tokenizer.decode([*input_ids], skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def _with_share(count: int, total: int) -> str:

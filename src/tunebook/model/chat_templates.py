@@ -7,7 +7,6 @@ whatever follows, also the reasoning of earlier answers, and marks the assistant
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,10 +17,7 @@ from tunebook.errors import RequestError, did_you_mean
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 _CHATML_FILE = f"{BOOK_PREFIX}recipes/quickstart/model/chat_template.jinja"
 _TRAINING_SUFFIX = "_training"
-# Templates with tools and calls, to suggest: those with markers first, of models that many others are made from.
-_WITH_TOOLS = ("qwen2_5_training", "qwen3_training", "llama3_2", "gptoss_training", "glm4moe_training")
 GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_CONTROL_TOKEN = re.compile(r"<\|[a-z_]+\|>")
 
 
 def read_chat_template(text: str, own: str | None = None) -> str:
@@ -52,16 +48,6 @@ def template_identity(text: str) -> str:
     return f"{text}, trl {version('trl')}" if text == TRAINING_TEMPLATE else read_chat_template(text)
 
 
-def suggest_template(special_tokens: Collection[str]) -> str:
-    """An override that names a template with tools, one whose control tokens the tokenizer has if there is any."""
-    files = library_templates()
-    for name in _WITH_TOOLS:
-        tokens = set(_CONTROL_TOKEN.findall(files[name].read_text(encoding="utf-8"))) if name in files else set()
-        if tokens and tokens.issubset(special_tokens):
-            return f"model.chat_template={LIBRARY_PREFIX}{name}"
-    return f"model.chat_template=FILE, or one of TRL's such as {LIBRARY_PREFIX}{_WITH_TOOLS[0]} (for ChatML's tokens)"
-
-
 def library_templates() -> dict[str, Path]:
     """TRL's templates by name."""
     found = find_spec("trl")
@@ -79,14 +65,6 @@ def _from_library(text: str) -> str:
             problem_id="chat-template-not-found",
         )
     return files[name].read_text(encoding="utf-8")
-
-
-def has_training_version(own: str) -> bool:
-    """True if `model.chat_template=training` finds another version of this template."""
-    try:
-        return _training_version(own) != own
-    except RequestError:
-        return False
 
 
 def _training_version(own: str | None) -> str:

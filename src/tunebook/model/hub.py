@@ -104,6 +104,7 @@ def hub_problem(
         return problem
     if is_out_of_reach(error):
         at = f" --revision {revision}" if revision is not None else ""
+        at += " --repo-type dataset" if kind == "data set" else ""
         return RequestError(
             f"the hub is out of reach and the {kind} '{name}' is not in its cache. On a machine with network run "
             f"`hf download {name}{at} --local-dir DIR`, copy DIR here and name it with {key}=DIR, or copy that "

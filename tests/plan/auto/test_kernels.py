@@ -142,11 +142,8 @@ def test_attention_and_packing(undecided, changed, machine, gpu, values, model, 
 
 @pytest.mark.parametrize("gpu", [H200, A100])
 @pytest.mark.parametrize(("steps", "is_compiled"), [(30, False), (300_000, True)])
-def test_blocks_are_compiled_where_a_run_on_files_can_gain_what_that_costs(
-    undecided, machine, tmp_path, gpu, steps, is_compiled
-):
-    (tmp_path / "few.jsonl").write_text('{"text": "one two three"}\n' * 100)
-    undecided.dataset = DatasetConfig(source=Source.files, path=str(tmp_path / "few.jsonl"))
+def test_blocks_are_compiled_where_a_run_can_gain_what_that_costs(undecided, machine, gpu, steps, is_compiled):
+    undecided.dataset = DatasetConfig(source=Source.files, path="few.jsonl", mean_tokens=13.0, num_documents=100)
     undecided.training.max_steps = steps
     config = resolve_auto(undecided, machine(gpu)).config
     kernel = Attention.varlen_attention if is_compiled else Attention.flash_attention_2

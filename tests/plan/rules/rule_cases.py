@@ -165,7 +165,7 @@ CASES = [
     Case("hub-name-form", "dataset.parts.chat.name", mixture(chat=MixturePart(source=Source.hub, name="./gone"))),
     Case("hub-name-form", "model.tokenizer", {"model.tokenizer": "a/b/c"}),
     Case("hub-name-form", "training.push_to_hub", {"training.push_to_hub": "mymodel"}),
-    Case("field-templates", "dataset.answer_template", {"dataset.question_template": "{{a}}"}),
+    Case("field-templates", "dataset.question_template", {"dataset.question_template": "{{a}}"}),
     Case("validation-source", HELD_OUT, {"dataset.validation_split": "test", "dataset.validation_share": 0.1}),
     Case("validation-source", HELD_OUT, {"dataset.validation_split": "train"}),
     Case("validation-source", HELD_OUT, {"dataset.validation_path": "a.jsonl"}, GENERATED),

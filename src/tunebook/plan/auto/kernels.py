@@ -6,11 +6,9 @@ seen working on GPUs are enabled. All others stay disabled, with the reason; mod
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tunebook.config.choices import Attention, Compute, Generation, PackingMode, PeftMethod, Source
 from tunebook.config.schema import FsdpConfig, RunConfig, world_size
-from tunebook.data.mean_length import count_documents, mean_tokens, with_file_estimate
+from tunebook.data.mean_length import count_documents, mean_tokens
 from tunebook.facts.architectures import (
     COMPILED_ARCHITECTURES,
     SINK_ARCHITECTURES,
@@ -80,8 +78,7 @@ def _is_too_short(config: RunConfig) -> bool:
     A few steps on generated documents measure the run that they stand for, which is longer.
     """
     training, facts = config.training, config.model.facts
-    run = replace(config, dataset=with_file_estimate(config.dataset))
-    mean, documents = mean_tokens(run), count_documents(run)
+    mean, documents = mean_tokens(config), count_documents(config)
     if facts is None or mean is None or config.dataset.source is Source.synthetic:
         return False
     tokens = None if documents is None else documents * mean * training.num_epochs

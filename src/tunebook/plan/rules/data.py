@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import Format, Source, TrainOn
 from tunebook.config.schema import RunConfig, sources_of, starts_elsewhere
-from tunebook.data.formats import templates_problem
+from tunebook.data.formats import FIELD_TEMPLATES_FIX, field_templates
 from tunebook.data.mixture import check_validation
 from tunebook.errors import RequestError
 from tunebook.plan.rules.frame import Finding, rule
@@ -54,18 +54,17 @@ def _is_hub_name(name: str) -> bool:
     return _HUB_NAME.fullmatch(name) is not None and not is_refused
 
 
-@rule("field-templates")
+@rule("field-templates", fix=FIELD_TEMPLATES_FIX)
 def check_field_templates(config: RunConfig) -> Iterator[Finding]:
     """Require templates of both question and answer for documents of fields, and none for others.
 
-    They are Jinja over the fields of a document, such as dataset.question_template='{{question}}'. Each names a
-    field.
+    They are Jinja over the fields of a document, such as dataset.question_template='{{question}}'.
     """
     for prefix, source in sources_of(config.dataset).items():
-        problem = templates_problem(source, prefix)
-        if problem is not None and source.source is not Source.synthetic:
-            key, message, fix = problem
-            yield Finding(message, key, fix)
+        try:
+            field_templates(source, prefix)
+        except RequestError as error:
+            yield Finding(str(error), f"{prefix}.question_template")
 
 
 @rule("validation-source", "dataset.validation_share", "only dataset.validation_share=0.05")
