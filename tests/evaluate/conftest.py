@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from tunebook.config.choices import Attention, Compute, Generation, MasterWeight
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import EvaluationConfig, ModelConfig, RunConfig
-from tunebook.evaluate import task_files
 from tunebook.evaluate.harness import prepare_environment
 
 _CHANGED = (
@@ -226,14 +225,3 @@ def cache_data_set(datasets_cache: Path, tmp_path: Path) -> Callable[[str, str],
         return place
 
     return cache
-
-
-@pytest.fixture
-def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that stands in for the harness' own tasks."""
-    folder = tmp_path / "lm_eval" / "tasks"
-    folder.mkdir(parents=True)
-    monkeypatch.setattr(task_files, "task_folder", lambda: folder)
-    task_files.harness_tasks.cache_clear()
-    yield folder
-    task_files.harness_tasks.cache_clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import shutil
@@ -76,9 +75,13 @@ def chat_of(tokenizer: PreTrainedTokenizerBase, scripted: Models) -> Chats:
     def make(answer: str, *, max_new_tokens: int = 16, system: str | None = None, **options: Any) -> Chat:
         model = scripted(answer, **options)
         sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0.0, seed=0)
-        chat = Chat(model=model, tokenizer=tokenizer, stop_ids=stop_ids(model, tokenizer), sampling=sampling)
-        chat.set_system_prompt(system)
-        return chat
+        return Chat(
+            model=model,
+            tokenizer=tokenizer,
+            stop_ids=stop_ids(model, tokenizer),
+            sampling=sampling,
+            system_prompt=system,
+        )
 
     return make
 
@@ -173,26 +176,11 @@ def test_the_history_is_shown_with_every_question_and_reset_forgets_it(
     ask(chat, "key")
     chat.reset()
     ask(chat, "moon")
-    chat.set_system_prompt("cloud")
-    ask(chat, "sun")
     assert seen == [
         [("system", "lemon"), ("user", "rain")],
         [("system", "lemon"), ("user", "rain"), ("assistant", "apple bird"), ("user", "key")],
         [("system", "lemon"), ("user", "moon")],
-        [("system", "cloud"), ("user", "sun")],
     ]
-
-
-def test_a_system_prompt_that_the_template_refuses_leaves_the_old_one(chat_of: Chats) -> None:
-    chat = chat_of("apple")
-    ask(chat, "rain")
-    chat.tokenizer = copy.deepcopy(chat.tokenizer)
-    chat.tokenizer.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
-    )
-    with pytest.raises(DataError, match="no system turns"):
-        chat.set_system_prompt("lemon")
-    assert (chat.system_prompt, len(chat.turns)) == (None, 2)
 
 
 def test_a_conversation_longer_than_the_context_is_refused_and_not_kept(chat_of: Chats) -> None:
@@ -258,20 +246,11 @@ def test_what_a_terminal_would_obey_is_not_passed_on() -> None:
     assert printable("a\x1b[31mb\x07\x9b2Jc\rd\te\nf é🦊") == "a\ufffd[31mb\ufffd\ufffd2Jc\ufffdd\te\nf é🦊"
 
 
-def test_commands(chat_of: Chats) -> None:
+def test_commands_are_no_questions(chat_of: Chats) -> None:
     chat = chat_of("apple")
-    shown = talk(chat, ["rain", "/reset", "/system Be [bold] brief", "/system", '/system ""', "/system", "/help"])
-    assert "system prompt: Be [bold] brief" in shown
-    assert "system prompt: none" in shown
-    assert HELP in shown
-    assert (chat.turns, chat.system_prompt) == ([], None)
+    assert HELP in talk(chat, ["rain", "/reset", "/help", "/etc/passwd"])
+    assert [turn["content"] for turn in chat.turns[::2]] == ["/etc/passwd"]
     assert talk(chat, ["/exit", "rain"]) == "> /exit\n"
-
-
-def test_an_unknown_command_is_no_question(chat_of: Chats) -> None:
-    chat = chat_of("apple")
-    assert HELP in talk(chat, ["/rest", "/Reset", "/", "/etc/passwd", " /rest"])
-    assert [turn["content"] for turn in chat.turns[::2]] == ["/", "/etc/passwd", "/rest"]
 
 
 def test_an_error_does_not_end_the_chat(chat_of: Chats) -> None:

@@ -207,8 +207,6 @@ def test_a_hub_model_out_of_reach_says_what_to_type(
         (asked(batch_size="big"), "batch-size"),
         (asked(batch_size="0"), "batch-size"),
         (asked(allow_mismatch="prompt"), "unknown-mismatch"),
-        (asked(tasks=["gsm8kk"]), "unknown-task"),
-        (asked(tasks=["leaderboard_math_hard"]), "leaderboard-math-hard"),
         (asked(suite="leaderbord"), "unknown-suite"),
     ],
 )

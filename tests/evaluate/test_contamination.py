@@ -22,9 +22,9 @@ from tunebook.evaluate.contamination import (
     check_evaluated,
     conversation_questions,
     document_question,
+    loaded_questions,
     search,
     split_scores,
-    task_questions,
     with_scores,
     words_of,
 )
@@ -143,7 +143,7 @@ class HarnessTask:
 
 
 def questions_of(task: Any, limit: int | None = None) -> list[Question]:
-    return task_questions(LoadedTask(name="task", task=task, source=Task(name="task"), source_sha256=None), limit)
+    return loaded_questions([LoadedTask(source=Task(name="task"), found={"tasks": {"task": task}})], limit)["task"]
 
 
 def test_a_passage_and_its_question_are_apart_from_their_template() -> None:
@@ -412,10 +412,8 @@ def test_an_evaluation_looks_only_for_items_that_no_check_looked_for(passages: P
     from lm_eval.tasks import TaskManager
 
     run, config = checked_run(passages.write("train.jsonl", passages.dev[:9]))
-    loaded = {
-        name: LoadedTask(name=name, task=one, source=Task(name=name), source_sha256=None)
-        for name, one in TaskManager(include_defaults=False).load([str(passages.task)])["tasks"].items()
-    }
+    manager = TaskManager(include_defaults=False)
+    loaded = [LoadedTask(source=Task(name="passages"), found=manager.load([str(passages.task)]))]
     found = check_evaluated(run, config, loaded)
     assert found is not None
     assert counts(found["groups"]["passages"]) == [9, 0, 0, 51]
@@ -435,4 +433,4 @@ def test_an_evaluation_looks_only_for_items_that_no_check_looked_for(passages: P
 
 
 def test_a_model_without_a_run_has_no_documents(cpu_config: RunConfig, tmp_path: Path) -> None:
-    assert check_evaluated(tmp_path, cpu_config, {}) is None
+    assert check_evaluated(tmp_path, cpu_config, []) is None

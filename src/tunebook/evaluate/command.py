@@ -21,7 +21,7 @@ from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.code.code_task import apply_overrides
 from tunebook.evaluate.code.judging import check_code
 from tunebook.evaluate.target import MODEL_FILE, bare_config, find_target, results_folder
-from tunebook.evaluate.task_files import check_tasks, refuse_suite_and_tasks, suite_settings
+from tunebook.evaluate.task_files import refuse_suite_and_tasks, suite_settings
 from tunebook.files import atomic_write_text, read_json
 from tunebook.launch.supervise import ProcessEnd, run_and_wait
 from tunebook.processes import ending
@@ -61,7 +61,12 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
     another model in `<outputs>/evaluations/<name>/`. Tasks that cannot be loaded are left out.
     Raises: RequestError for what cannot be evaluated; after the results are printed, the error of what failed.
     """
-    _check(request)
+    if request.run is not None and request.model is not None:
+        raise RequestError(
+            f"run={request.run} and model={request.model} exclude each other; type one of them",
+            problem_id="run-and-model",
+        )
+    refuse_suite_and_tasks(request.suite, request.tasks)
     allowed = allowed_mismatches(request.allow_mismatch)
     refuse_wrong_image()
     folder, config, options = _find_subject(request, outputs)
@@ -72,7 +77,6 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
             "tasks=gsm8k,arc_easy of lm-evaluation-harness, or the YAML file of a task of yours",
             problem_id="no-tasks",
         )
-    check_tasks(settings.tasks)
     check_code(settings, settings.tasks)
     when = f"eval-{time_name()}-{os.getpid()}"
     options += ["--evaluation", settings_as_json(replace(settings, tasks=[as_word(task) for task in settings.tasks]))]
@@ -81,23 +85,6 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
     options += [] if request.processes is None else ["--processes", str(request.processes)]
     end = run_and_wait(worker_command(folder, when, options), evaluation_environment(config, os.environ))
     _report(folder / "evaluation" / f"{when}.json", end, when, console)
-
-
-def _check(request: EvaluationRequest) -> None:
-    """Refuse arguments that are wrong for every model. Raises: RequestError."""
-    if request.run is not None and request.model is not None:
-        raise RequestError(
-            f"run={request.run} and model={request.model} exclude each other; type one of them",
-            problem_id="run-and-model",
-        )
-    refuse_suite_and_tasks(request.suite, request.tasks)
-    if request.tasks is not None and not request.tasks:
-        raise RequestError(
-            "tasks= names no task; type tasks=gsm8k,arc_easy of lm-evaluation-harness, or YAML files of yours",
-            problem_id="no-tasks",
-        )
-    if request.batch_size is not None:
-        read_batch_size(request.batch_size)
 
 
 def read_batch_size(text: str) -> int | None:
