@@ -276,7 +276,13 @@ def record(when: str, value: float, **more: Any) -> dict[str, Any]:
         "groups": {"reverse": {"value": value, "num_items": 4}},
     }  # fmt: skip
     baseline = {"name": "look-up", "value": 0.08}
-    return {"when": when, "tasks": {"words": task | more}, "baseline": baseline, "bound": {"mismatches": []}}
+    return {
+        "when": when,
+        "tasks": {"words": task | more},
+        "baseline": baseline,
+        "bound": {"mismatches": []},
+        "contamination": None,
+    }
 
 
 def shown(*records: dict[str, Any]) -> str:

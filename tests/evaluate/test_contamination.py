@@ -24,7 +24,6 @@ from tunebook.evaluate.contamination import (
     document_question,
     loaded_questions,
     search,
-    split_scores,
     with_scores,
     words_of,
 )
@@ -230,7 +229,9 @@ def test_each_kind_of_item_has_its_mean_and_error() -> None:
     ids=["all clean", "no mean", "not judged", "no score"],
 )
 def test_nothing_to_tell_apart(items: Any, answers: list[Answer], score: Any) -> None:
-    assert split_scores(items, answers, score) == {}
+    result = {"not_checked": None, "groups": {"t": {"items": items}}}
+    scores = {} if score is None else {"t": score}
+    assert with_scores(result, {"t": answers}, scores)["tasks"]["t"]["scores"] == {}
 
 
 NUM_DEV, NUM_SHARED = 60, 12  # questions, of which the first are about a passage of the train part

@@ -143,22 +143,15 @@ def _report(file: Path, end: ProcessEnd, when: str, console: Console) -> None:
     record = read_json(file)
     if record["bound"]["mismatches"]:
         print(f"not as in training: {', '.join(record['bound']['mismatches'])}", file=sys.stderr)
-    _print_checks(file.with_name("before.json"), record)
+    found, before = record["contamination"], file.with_name("before.json")
+    lines = result_lines(found["tasks"], found["not_checked"]) if found else []
+    faults = fault_warnings(read_json(before) if before.is_file() else None, record)
+    for line in [*lines, *score_lines(record), *(f"warning: {fault}" for fault in faults)]:
+        print(line, file=sys.stderr)
     console.print(score_table([record]))
     print_text(f"written: {file}", console)
     if error is not None:
         raise error
-
-
-def _print_checks(before: Path, record: dict[str, Any]) -> None:
-    """Print which items were trained on, the scores without them, and faults that the untrained model had less."""
-    found = record.get("contamination")
-    for line in result_lines(found["tasks"], found["not_checked"]) if found else []:
-        print(line, file=sys.stderr)
-    for line in score_lines(record):
-        print(line, file=sys.stderr)
-    for line in fault_warnings(read_json(before) if before.is_file() else None, record):
-        print(f"warning: {line}", file=sys.stderr)
 
 
 def worker_error(end: ProcessEnd, when: str, command: str) -> TunebookError:

@@ -267,29 +267,23 @@ def check_evaluated(run: Path, config: RunConfig, loaded: Iterable[LoadedTask]) 
 def with_scores(
     result: Mapping[str, Any], answers: Mapping[str, Sequence[Answer]], scores: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return what an evaluation's record says about contamination: counts and scores of each task."""
-    tasks = {
-        name: {key: value for key, value in group.items() if key.startswith("num_")}
-        | {"scores": split_scores(group["items"], answers[name], scores.get(name))}
-        for name, group in result["groups"].items()
-    }
-    return {"not_checked": result["not_checked"], "tasks": tasks}
+    """Return what an evaluation's record says about contamination: counts, and the score on each kind of item.
 
-
-def split_scores(
-    items: Mapping[str, Sequence[int]], answers: Sequence[Answer], score: Mapping[str, Any] | None
-) -> dict[str, dict[str, Any]]:
-    """The mean with its standard error on the items of each kind that there are.
-
-    Empty if every item is clean, and for a metric that is no mean of its items' values, such as a perplexity.
+    No scores if every item is clean, and for a metric that is no mean of its items' values, such as a perplexity.
     """
-    values = {answer.item: answer.value for answer in answers if answer.value is not None}
-    kinds = {number: kind for kind in KINDS for number in items[kind]}
-    if score is None or not kinds.keys() & values.keys():
-        return {}
-    if abs(statistics.fmean(values.values()) - score["value"]) > 1e-6:
-        return {}
-    by_kind: dict[str, list[float]] = {kind: [] for kind in ("clean", *KINDS)}
-    for number, value in values.items():
-        by_kind[kinds.get(number, "clean")].append(value)
-    return {kind: {**mean_with_error(some), "num_items": len(some)} for kind, some in by_kind.items() if some}
+    tasks = {}
+    for name, group in result["groups"].items():
+        kinds = {number: kind for kind in KINDS for number in group["items"][kind]}
+        by_kind: dict[str, list[float]] = {kind: [] for kind in ("clean", *KINDS)}
+        values = {answer.item: answer.value for answer in answers[name] if answer.value is not None}
+        for number, value in values.items():
+            by_kind[kinds.get(number, "clean")].append(value)
+        is_mean = name in scores and values and abs(statistics.fmean(values.values()) - scores[name]["value"]) < 1e-6
+        counts = {key: value for key, value in group.items() if key.startswith("num_")}
+        tasks[name] = counts | {"scores": {}}
+        if is_mean and len(by_kind["clean"]) < len(values):
+            found = {kind: some for kind, some in by_kind.items() if some}
+            tasks[name]["scores"] = {
+                kind: {**mean_with_error(some), "num_items": len(some)} for kind, some in found.items()
+            }
+    return {"not_checked": result["not_checked"], "tasks": tasks}

@@ -41,9 +41,16 @@ def task_scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
         if key is None:  # a group without a score of its own
             continue
         metric, _, filter_name = key.partition(",")
+        if _finite(metrics[key]) is None:
+            raise TunebookError(
+                f"the {metric} of {name} is {metrics[key]}: most likely the model's logits are not finite, as after a "
+                "training that diverged, or in a number format with too small a range (fp16 for a model made in bf16)",
+                problem_id="score-not-finite",
+            )
+        samples = results["samples"].get(name, [])
         scores[name] = {
             "metric": metric,
-            "value": _finite_score(name, metric, metrics[key]),
+            "value": float(metrics[key]),
             "stderr": _finite(metrics.get(f"{metric}_stderr,{filter_name}")),
             "num_items": metrics["sample_len"],
             "groups": _group_scores(task_answers(name, results)),
@@ -52,7 +59,7 @@ def task_scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "subtasks": results["group_subtasks"].get(name, []),
             "num_fewshot": results["n-shot"].get(name),
             "version": results["versions"].get(name),
-            "items_sha256": _items_hash(results["samples"].get(name, [])),
+            "items_sha256": sha256_text("".join(sample["doc_hash"] for sample in samples)) if samples else None,
         }
     return scores
 
@@ -99,6 +106,8 @@ def _answer(task: str, sample: dict[str, Any], metric: str) -> Answer:
     number = _finite(sample.get(metric))
     group = sample["doc"].get("task")
     responses = [one for repeated in sample.get("resps", []) for one in repeated]
+    # Log-likelihoods without their greedy flag.
+    responses = [one[0] if isinstance(one, tuple | list) else one for one in responses]
     given, expected = _given_and_expected(sample)
     arguments = sample["arguments"][0]
     is_generated = isinstance(arguments[-1], dict)
@@ -111,30 +120,13 @@ def _answer(task: str, sample: dict[str, Any], metric: str) -> Answer:
         value=number,
         correct=None if number is None else number >= 1.0,
         item=int(sample.get("doc_id", 0)),
-        responses=[_response(one) for one in responses],
+        responses=[one if isinstance(one, str) else _finite(one) for one in responses],
         max_new_tokens=arguments[-1].get("max_gen_toks", MAX_GEN_TOKS) if is_generated else None,
     )
 
 
-def _response(response: Any) -> Any:
-    """Return a generated text, or a log-likelihood without its greedy flag; None if it is not finite."""
-    if isinstance(response, str):
-        return response
-    return _finite(response[0] if isinstance(response, tuple | list) else response)
-
-
 def _finite(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _finite_score(task: str, metric: str, value: float) -> float:
-    if _finite(value) is None:
-        raise TunebookError(
-            f"the {metric} of {task} is {value}: most likely the model's logits are not finite, as after a training "
-            "that diverged, or in a number format with too small a range (fp16 for a model made in bf16)",
-            problem_id="score-not-finite",
-        )
-    return float(value)
 
 
 def _given_and_expected(sample: dict[str, Any]) -> tuple[str, str]:
@@ -164,9 +156,3 @@ def mean_with_error(values: Sequence[float]) -> dict[str, float | None]:
     """Return the mean and its standard error; one value has none."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return {"value": statistics.fmean(values), "stderr": error}
-
-
-def _items_hash(samples: list[dict[str, Any]]) -> str | None:
-    if not samples:
-        return None
-    return sha256_text("".join(sample["doc_hash"] for sample in samples))
