@@ -45,20 +45,6 @@ def test_a_model_over_several_devices_answers_as_on_one(
     assert trained_architecture(config, None).max_position_embeddings == 64
 
 
-def test_a_model_is_read_straight_onto_its_gpu(known_run: KnownRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(known_run([]) / "run.yaml")
-    asked: list[Any] = []
-    original = AutoModelForCausalLM.from_pretrained
-
-    def from_pretrained(*arguments: Any, **options: Any) -> Any:
-        asked.append(options.pop("device_map"))
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
-    load_trained(config, None, device=torch.device("cuda", 1))
-    assert asked == [{"": torch.device("cuda", 1)}]
-
-
 @pytest.mark.usefixtures("quiet_harness")
 def test_a_run_made_for_a_cpu_leaves_the_gpus_alone(
     task_file: TaskFile, known_run: KnownRun, monkeypatch: pytest.MonkeyPatch

@@ -26,7 +26,6 @@ from tunebook.evaluate.trained_model import (
     tokenizer_of_run,
     uses_gpu,
 )
-from tunebook.model.tokenizer import stop_ids
 
 
 @pytest.fixture
@@ -36,16 +35,6 @@ def config() -> RunConfig:
     config.precision.compute = Compute.fp32
     config.hardware.generation = Generation.cpu
     return config
-
-
-@pytest.mark.parametrize(("named", "expected"), [(None, [2]), (0, [0, 2]), ([7, 2], [2, 7])])
-def test_generation_stops_at_what_was_trained_and_at_what_the_model_names(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, named: Any, expected: list[int]
-) -> None:
-    assert model.generation_config is not None
-    model.generation_config.eos_token_id = named
-    assert tokenizer.eos_token_id == 2
-    assert stop_ids(model, tokenizer) == expected
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from tunebook.config.choices import Attention, Compute, Contamination, Generation, PackingMode, Weights
+from tunebook.config.choices import Attention, Compute, Generation, PackingMode, Weights
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import RunConfig
@@ -22,7 +22,7 @@ from tunebook.evaluate import __main__ as program
 from tunebook.evaluate import worker
 from tunebook.evaluate.command import settings_as_json
 from tunebook.evaluate.evaluation import Evaluation, _bound_tokenizer, score_first_baseline
-from tunebook.evaluate.task_files import resolve_task, suite_settings
+from tunebook.evaluate.task_files import resolve_task
 from tunebook.model.load import load_model
 from tunebook.record.contamination import CHECK
 from tunebook.record.model_origin import recorded_by_run
@@ -105,22 +105,6 @@ def test_the_quickstarts_baseline_is_scored_on_all_items(run: Path, config: RunC
 def test_a_run_without_a_trained_model_has_no_after(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert worker.main(["--run", str(run), "--when", "after"]) == 2
     assert f"there is no model in {run / 'model'}" in capsys.readouterr().err
-
-
-def test_named_settings_take_the_place_of_the_runs_own_evaluation(run: Path, config: RunConfig) -> None:
-    small = replace(config, evaluation=replace(config.evaluation, tasks=[], batch_size=2))
-    (run / "run.yaml").write_text(config_to_yaml(small))
-    settings = replace(suite_settings("quickstart", small), limit=3, contamination=Contamination.disabled)
-    words = ["--evaluation", settings_as_json(settings)]
-    asked = worker._evaluation_of(worker._parse(["--run", str(run), "--when", "before", *words]))
-    assert [task.name for task in asked.tasks] == ["quickstart"]
-    assert asked.config.evaluation == settings
-    assert (settings.batch_size, settings.limit) == (64, 3)
-
-
-def test_a_folder_without_run_yaml_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert worker.main(["--run", str(tmp_path), "--when", "before"]) == 2
-    assert "this is no run folder" in capsys.readouterr().err
 
 
 def test_no_task_is_an_error(run: Path, config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
