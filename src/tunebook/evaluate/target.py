@@ -13,29 +13,18 @@ from pathlib import Path
 
 from tunebook.checkpoint.record import CHECKPOINTS_FOLDER
 from tunebook.checkpoint.verify import MODEL_FOLDER, require_unchanged_model
-from tunebook.config.choices import (
-    Checkpointing,
-    Compute,
-    Generation,
-    MasterWeights,
-    PackingMode,
-    PeftMethod,
-)
+from tunebook.config.choices import Compute, Generation, MasterWeights, PeftMethod
 from tunebook.config.frozen import plain_config
 from tunebook.config.schema import (
-    ActivationConfig,
-    AttentionConfig,
     DatasetConfig,
     EvaluationConfig,
     HardwareConfig,
     ModelConfig,
-    PackingConfig,
     PeftSettings,
     PrecisionConfig,
     RunConfig,
 )
 from tunebook.errors import DataError, RequestError
-from tunebook.facts.attention import MASKED
 from tunebook.facts.generations import GENERATIONS
 from tunebook.files import read_json, sha256_text
 from tunebook.hardware.detect import detect_machine
@@ -189,27 +178,23 @@ def bare_config(target: Target) -> RunConfig:
             model = replace(model, yarn_factor=target.origin.yarn_factor, yarn_original_positions=original)
     if model.name is not None:
         fetch_config(model)
-    gpus = detect_machine().gpus
-    facts = GENERATIONS[gpus[0].generation if gpus else Generation.cpu]
+    gpus, origin = detect_machine().gpus, target.origin
+    generation = gpus[0].generation if gpus else Generation.cpu
     dtype = read_dtype(model) if gpus else None
-    origin = target.origin
     # Products are computed in the weights' format. A CPU computes fp32 fastest. fp16 weights are kept in fp32 and their
     # products computed in fp16.
     precision = PrecisionConfig(
         compute=Compute.fp16 if dtype == "float16" else Compute.fp32,
-        master_weights=MasterWeights.bf16 if dtype == "bfloat16" and facts.has_bf16 else MasterWeights.fp32,
+        master_weights=MasterWeights.bf16
+        if dtype == "bfloat16" and GENERATIONS[generation].has_bf16
+        else MasterWeights.fp32,
     )
     return plain_config(
         recipe=origin.recipe if origin else None,
         model=model,
         dataset=DatasetConfig(system_prompt=origin.system_prompt if origin else None),
-        hardware=HardwareConfig(
-            generation=gpus[0].generation if gpus else Generation.cpu, gpus_per_node=max(1, len(gpus))
-        ),
+        hardware=HardwareConfig(generation=generation, gpus_per_node=max(1, len(gpus))),
         precision=precision,
-        attention=AttentionConfig(implementation=MASKED),
-        packing=PackingConfig(mode=PackingMode.padded),
-        activation=ActivationConfig(checkpointing=Checkpointing.disabled),
         peft=PeftSettings(method=PeftMethod.lora),
         evaluation=EvaluationConfig(tasks=[], batch_size=None),
     )
