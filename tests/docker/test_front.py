@@ -273,7 +273,7 @@ def test_a_command_without_need_of_a_gpu_runs_in_any_image_without_one(machine):
         (["eval", "run=quickstart", "tasks=gsm8k,humaneval"], True),
         (["train", "quickstart", "evaluation=code_completion"], True),
         (["sweep", "quickstart", "evaluation.tasks=[small_python]", "training.seed=0,1"], True),
-        (["eval", "run=quickstart", "suite=quick"], False),
+        (["eval", "run=quickstart", "suite=quickstart"], False),
         (["train", "quickstart", "evaluation=code", "--dry-run"], False),
         (["plan", "quickstart", "evaluation=code"], False),
         (["chat", "quickstart", "suite=code"], False),

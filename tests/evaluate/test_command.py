@@ -132,7 +132,7 @@ def test_a_checkpoint_is_evaluated_in_its_run(run: Path, outputs: Path, console:
 
 def test_what_was_asked_reaches_the_worker(run: Path, outputs: Path, console: Console, worker: Worker) -> None:
     request = asked(
-        suite="quick",
+        suite="quickstart",
         limit=7,
         num_fewshot=0,
         batch_size="auto",
@@ -176,7 +176,7 @@ def test_an_exported_model_says_whose_it_is_and_brings_its_prompt_and_recipe(
     }  # fmt: skip
     exported = model_folder(tmp_path / "exported")
     (exported / ORIGIN_FILE).write_text(json.dumps(said))
-    evaluate_command(asked(model=str(exported), suite="quick"), outputs, console)
+    evaluate_command(asked(model=str(exported), suite="quickstart"), outputs, console)
     config = load_config(Path(worker.value("--config")))
     assert (config.dataset.system_prompt, config.recipe) == ("Be short.", "quickstart")
     assert [Path(task).name for task in worker.tasks] == ["quickstart.yaml"]
@@ -202,7 +202,7 @@ def test_a_hub_model_out_of_reach_says_what_to_type(
     ("request_", "problem_id"),
     [
         (asked(run="a", model="b"), "run-and-model"),
-        (asked(suite="quick", tasks=["a", "b"]), "suite-and-tasks"),
+        (asked(suite="quickstart", tasks=["a", "b"]), "suite-and-tasks"),
         (asked(tasks=[]), "no-tasks"),
         (asked(batch_size="big"), "batch-size"),
         (asked(batch_size="0"), "batch-size"),

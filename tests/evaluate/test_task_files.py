@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tunebook.config import book
-from tunebook.config.book import book_root, resolve_path
+from tunebook.config.book import resolve_path
 from tunebook.config.compose import compose
-from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate.task_files import read_task_file, resolve_task, suite_settings
 
@@ -69,48 +66,13 @@ def test_a_broken_file_is_refused(tmp_path: Path, text: str, problem_id: str) ->
     assert raised.value.problem_id == problem_id
 
 
-@pytest.fixture(scope="module")
-def config() -> RunConfig:
-    return compose("quickstart", ["evaluation.batch_size=8"]).config
-
-
-def test_a_group_is_taken_as_a_whole(config: RunConfig) -> None:
-    settings = suite_settings("quickstart", config)
-    assert settings == compose("quickstart", []).config.evaluation  # its own batch size, not the run's
-    assert settings.batch_size == 64
-    assert "leaderboard_ifeval" in suite_settings("leaderboard", config).tasks
-
-
-def test_quick_is_what_the_recipe_ships(config: RunConfig) -> None:
-    settings = suite_settings("quick", config)
-    assert settings.tasks == [str(book_root() / "recipes" / "quickstart" / "tasks" / "quickstart.yaml")]
-    assert settings.batch_size == 8
-    assert resolve_task(settings.tasks[0]).file is not None
-
-
-def test_quick_finds_tasks_beside_a_recipe_of_the_users(
-    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task = tmp_path / "mine" / "tasks" / "words.yaml"
-    task.parent.mkdir(parents=True)
-    task.touch()
-    monkeypatch.setenv(book.RECIPES_VARIABLE, str(tmp_path))
-    assert suite_settings("quick", replace(config, recipe="mine")).tasks == [str(task)]
-
-
-def test_without_shipped_tasks_quick_is_the_runs_own_files(config: RunConfig) -> None:
-    without = replace(config, recipe=None, evaluation=replace(config.evaluation, tasks=["gsm8k", "tasks/mine.yaml"]))
-    assert suite_settings("quick", without).tasks == ["tasks/mine.yaml"]
-    nothing = replace(without, evaluation=replace(config.evaluation, tasks=["gsm8k"]))
-    for recipe in (None, "zero1_lora"):
-        with pytest.raises(RequestError) as raised:
-            suite_settings("quick", replace(nothing, recipe=recipe))
-        assert raised.value.problem_id == "unknown-suite"
+def test_a_suite_is_a_group_as_a_whole() -> None:
+    assert suite_settings("quickstart") == compose("quickstart", []).config.evaluation
+    assert "leaderboard_ifeval" in suite_settings("leaderboard").tasks
 
 
 @pytest.mark.parametrize("name", ["leaderbord", "none", "tasks"])
-def test_an_unknown_suite_lists_those_with_tasks(config: RunConfig, name: str) -> None:
+def test_an_unknown_suite_is_refused(name: str) -> None:
     with pytest.raises(RequestError) as raised:
-        suite_settings(name, config)
-    assert ("Did you mean 'leaderboard'?" in raised.value.message) is (name == "leaderbord")
+        suite_settings(name)
     assert raised.value.problem_id == "unknown-suite"

@@ -98,7 +98,7 @@ def read_batch_size(text: str) -> int | None:
 
 def _settings(request: EvaluationRequest, config: RunConfig) -> EvaluationConfig:
     """Return the settings of this evaluation. Raises: RequestError for an unknown suite or an invalid override."""
-    settings = config.evaluation if request.suite is None else suite_settings(request.suite, config)
+    settings = config.evaluation if request.suite is None else suite_settings(request.suite)
     asked = {"tasks": request.tasks, "limit": request.limit, "num_fewshot": request.num_fewshot}
     given: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
     if request.batch_size is not None:

@@ -46,7 +46,7 @@ def fetch_command(
             problem_id="nothing-to-fetch",
         )
     config = compose(recipe, overrides, recipes_dirs).config if is_run else plain_config()
-    asked = [*(tasks or (suite_settings(suite, config).tasks if suite else [])), *config.evaluation.tasks]
+    asked = [*(tasks or (suite_settings(suite).tasks if suite else [])), *config.evaluation.tasks]
     _fetch_run(config, console)
     require_tasks(asked)
     print_text("everything is here", console)

@@ -102,7 +102,7 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         return [answers[index] for index in range(len(requests))]
 
     def _of_task(self, kind: str, task: str, requests: Sequence[Instance]) -> list[Any]:
-        key = sha256_text(json.dumps([self._identity, kind, [request.args for request in requests]]))
+        key = sha256_text(json.dumps([self._identity, kind, [request.args for request in requests]], default=str))
         file = self._folder / f"{_NOT_IN_NAMES.sub('-', task)}-{key[:16]}.json"
         # Another evaluation may write the file now, so that only some processes see it.
         if not self._is_fresh and all(gather_object([file.is_file()])):

@@ -4,8 +4,7 @@ Two keys under `metadata` are Tunebook's. `conversations` names a file of held-o
 file. Before each evaluation the run's chat template renders them into a JSONL of {prompt, answer, task}, which is the
 task's `test` split. `baseline` names a Python file with a function that scores the same items without a model.
 
-A suite is an evaluation group of the book, with its tasks, limit, examples and batch size. The suite `quick` is the
-local tasks that the run's recipe ships, with the run's other settings.
+A suite is an evaluation group of the book, with its tasks, limit, examples and batch size.
 """
 
 from __future__ import annotations
@@ -17,12 +16,10 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from tunebook.config.book import book_root, is_task_file, problems_of, recipe_folders, resolve_path
-from tunebook.config.schema import EvaluationConfig, RunConfig
+from tunebook.config.book import book_root, is_task_file, problems_of, resolve_path
+from tunebook.config.schema import EvaluationConfig
 from tunebook.errors import RequestError, did_you_mean
 from tunebook.evaluate.code.code_task import CodeTask, book_task_files, read_code_task
-
-QUICK = "quick"  # the tasks that a run's recipe ships
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,32 +130,18 @@ def refuse_suite_and_tasks(suite: str | None, tasks: list[str] | None) -> None:
         )
 
 
-def suite_settings(name: str, config: RunConfig) -> EvaluationConfig:
-    """Return a suite's evaluation settings for a run with this configuration.
-
-    Raises: RequestError for an unknown suite, with the nearest name, and for `quick` if the recipe ships no tasks.
-    """
-    groups = _groups()
-    if name == QUICK:
-        folders = [folder / config.recipe / "tasks" for folder in recipe_folders([])] if config.recipe else []
-        shipped = [str(file) for folder in folders for file in sorted(folder.glob("*.yaml"))]
-        groups[QUICK] = replace(
-            config.evaluation, tasks=shipped or [task for task in config.evaluation.tasks if is_task_file(task)]
-        )
-    if name not in groups or not groups[name].tasks:
-        raise RequestError(
-            f"there is no suite '{name}' for this run.{did_you_mean(name, groups)} Suites: {', '.join(groups)}, and "
-            f"{QUICK} for a recipe with a folder tasks/. Single tasks are named by tasks=a,b",
-            problem_id="unknown-suite",
-        )
-    return groups[name]
-
-
-def _groups() -> dict[str, EvaluationConfig]:
-    """Return the book's evaluation groups that name tasks."""
-    found: dict[str, Any] = {}
+def suite_settings(name: str) -> EvaluationConfig:
+    """Return a suite's evaluation settings. Raises: RequestError for an unknown suite, with the nearest name."""
+    groups: dict[str, Any] = {}
     for file in sorted((book_root() / "hydra_configs" / "evaluation").glob("*.yaml")):
         merged = OmegaConf.merge(OmegaConf.structured(EvaluationConfig), OmegaConf.load(file))
         if not OmegaConf.is_missing(merged, "tasks") and merged.tasks:
-            found[file.stem] = OmegaConf.to_object(merged)
-    return found
+            groups[file.stem] = OmegaConf.to_object(merged)
+    if name not in groups:
+        raise RequestError(
+            f"there is no suite '{name}'.{did_you_mean(name, groups)} Suites: {', '.join(groups)}. Single tasks of "
+            "lm-evaluation-harness, or YAML files of your own, are named by tasks=a,b",
+            problem_id="unknown-suite",
+        )
+    settings: EvaluationConfig = groups[name]
+    return settings

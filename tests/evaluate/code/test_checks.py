@@ -97,7 +97,7 @@ def test_words_that_cannot_be_meant(word: str) -> None:
     ],
 )
 def test_the_suites(suite: str, tasks: list[str]) -> None:
-    found = suite_settings(suite, compose("quickstart", []).config)
+    found = suite_settings(suite)
     assert found.tasks == tasks
     assert [resolve_task(task).name for task in tasks] == tasks
 
