@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from tunebook.config.frozen import load_config
+from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.evaluate import worker
-from tunebook.evaluate.command import settings_as_json
 from tunebook.evaluate.request_model import RequestModel
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
@@ -96,10 +95,12 @@ def test_kept_answers_are_used_by_the_next_evaluation(
 
 def test_the_size_of_a_batch_decides_no_answer(task_file: TaskFile, known_run: KnownRun, computed: list[str]) -> None:
     run = known_run([task_file("choice")])
-    own = load_config(run / "run.yaml").evaluation
+    config = load_config(run / "run.yaml")
     counts = []
     for change in ({}, {"batch_size": 1}, {"limit": 2}, {"num_fewshot": 1}):
-        assert evaluate(run, "--evaluation", settings_as_json(replace(own, **change))) == 0
+        changed = replace(config, evaluation=replace(config.evaluation, **change))
+        (run / "run.yaml").write_text(config_to_yaml(changed))
+        assert evaluate(run) == 0
         counts.append(len(computed))
     assert counts == [1, 1, 2, 3]
 

@@ -20,7 +20,6 @@ from tunebook.data.template import template_hash
 from tunebook.errors import DataError
 from tunebook.evaluate import __main__ as program
 from tunebook.evaluate import worker
-from tunebook.evaluate.command import settings_as_json
 from tunebook.evaluate.evaluation import Evaluation, _bound_tokenizer, score_first_baseline
 from tunebook.evaluate.task_files import resolve_task
 from tunebook.model.load import load_model
@@ -64,8 +63,9 @@ def record(run: Path, when: str) -> dict[str, Any]:
 def test_an_untrained_model_is_evaluated_before_and_the_same_weights_give_the_same_after(
     run: Path, config: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    limited = ["--evaluation", settings_as_json(replace(config.evaluation, limit=40))]
-    assert worker.main(["--run", str(run), "--when", "before", *limited]) == 0
+    limited = replace(config, evaluation=replace(config.evaluation, limit=40))
+    (run / "run.yaml").write_text(config_to_yaml(limited))
+    assert worker.main(["--run", str(run), "--when", "before"]) == 0
     before = record(run, "before")
     assert {key: before[key] for key in ("when", "model", "limit", "device", "harness_version")} == {
         "when": "before",
@@ -83,7 +83,7 @@ def test_an_untrained_model_is_evaluated_before_and_the_same_weights_give_the_sa
 
     for part in (load_model(config), tokenizer):
         part.save_pretrained(run / "model")
-    assert worker.main(["--run", str(run), "--when", "after", *limited]) == 0
+    assert worker.main(["--run", str(run), "--when", "after"]) == 0
     after = record(run, "after")
     assert after["model"] == "model"
     assert {**after, "when": 0, "model": 0, "seconds": 0} == {**before, "when": 0, "model": 0, "seconds": 0}

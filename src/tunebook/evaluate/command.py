@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.code.code_task import apply_overrides
 from tunebook.evaluate.code.judging import check_code
-from tunebook.evaluate.target import MODEL_FILE, bare_config, find_target, results_folder
+from tunebook.evaluate.target import bare_config, find_target, results_folder
 from tunebook.evaluate.task_files import refuse_suite_and_tasks, suite_settings
 from tunebook.files import atomic_write_text, read_json
 from tunebook.launch.supervise import ProcessEnd, run_and_wait
@@ -57,8 +56,8 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
     """Evaluate a run, one of its checkpoints, or a model that belongs to no run.
 
     A run's model gets the tokenizer, template and system prompt that it was trained with. A `suite` or `tasks` replace
-    the run's own. Writes `evaluation/eval-<time>.json` in the run's folder, next to `before.json` and `after.json`; for
-    another model in `<outputs>/evaluations/<name>/`. Tasks that cannot be loaded are left out.
+    the run's own. Writes `evaluation/eval-<time>.json` in the run's folder, next to `before.json` and `after.json`, and
+    the configuration; for another model in `<outputs>/evaluations/<name>/`. Tasks that cannot be loaded are left out.
     Raises: RequestError for what cannot be evaluated; after the results are printed, the error of what failed.
     """
     if request.run is not None and request.model is not None:
@@ -69,7 +68,15 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
     refuse_suite_and_tasks(request.suite, request.tasks)
     allowed = allowed_mismatches(request.allow_mismatch)
     refuse_wrong_image()
-    folder, config, options = _find_subject(request, outputs)
+    target = find_target(request.model or request.run or LATEST, outputs, is_model=request.model is not None)
+    if target.run is not None:
+        folder, config = target.run, load_config(target.run / RUN_FILE)
+    else:
+        folder, config = results_folder(target, outputs), bare_config(target)
+        run = (
+            f"exported from the run {target.origin.run}" if target.origin else "without a run: nothing to compare with"
+        )
+        print(f"{target.name}: {run}", file=sys.stderr)
     settings = _settings(request, config)
     if not settings.tasks:
         raise RequestError(
@@ -79,12 +86,16 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
         )
     check_code(settings, settings.tasks)
     when = f"eval-{time_name()}-{os.getpid()}"
-    options += ["--evaluation", settings_as_json(replace(settings, tasks=[as_word(task) for task in settings.tasks]))]
+    file = folder / "evaluation" / f"{when}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    settings = replace(settings, tasks=[as_word(task) for task in settings.tasks])
+    atomic_write_text(file, config_to_yaml(replace(config, evaluation=settings)))
+    options = ["--config", str(file), *(["--model", str(target.folder)] if target.folder else [])]
     options += [part for name in allowed for part in ("--allow-mismatch", name)]
     options += ["--fresh"] if request.is_fresh else []
     options += [] if request.processes is None else ["--processes", str(request.processes)]
     end = run_and_wait(worker_command(folder, when, options), evaluation_environment(config, os.environ))
-    _report(folder / "evaluation" / f"{when}.json", end, when, console)
+    _report(file.with_suffix(".json"), end, when, console)
 
 
 def read_batch_size(text: str) -> int | None:
@@ -104,35 +115,6 @@ def _settings(request: EvaluationRequest, config: RunConfig) -> EvaluationConfig
     if request.batch_size is not None:
         given["batch_size"] = read_batch_size(request.batch_size)
     return apply_overrides(replace(settings, **given), request.code)
-
-
-def settings_as_json(settings: EvaluationConfig) -> str:
-    """Return settings as the worker's option `--evaluation`."""
-    return json.dumps(asdict(settings), default=lambda choice: choice.name)
-
-
-def _find_subject(request: EvaluationRequest, outputs: Path) -> tuple[Path, RunConfig, list[str]]:
-    """Find the model: the folder of its run or its results, its configuration, and the worker's options that name it.
-
-    A model named by `model=` may still belong to a run.
-    """
-    is_model = request.model is not None
-    target = find_target(request.model or request.run or LATEST, outputs, is_model=is_model)
-    if target.run is not None:
-        config, folder = load_config(target.run / RUN_FILE), target.run
-        options = ["--model", str(target.folder)]
-    else:
-        config = bare_config(target)
-        source = (
-            f"exported from the run {target.origin.run}" if target.origin else "without a run: nothing to compare with"
-        )
-        print(f"{target.name}: {source}", file=sys.stderr)
-        folder = results_folder(target, outputs)
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / MODEL_FILE
-        atomic_write_text(file, config_to_yaml(config))
-        options = ["--config", str(file), *(["--model", str(target.folder)] if target.folder else [])]
-    return folder, config, options
 
 
 def _report(file: Path, end: ProcessEnd, when: str, console: Console) -> None:

@@ -38,7 +38,6 @@ from tunebook.record.model_origin import Origin, read_origin
 from tunebook.record.run_folder import LATEST, RUN_FILE, find_runs, is_run, resolve_run
 
 EVALUATIONS = "evaluations"  # folder in outputs/ with the results of models that belong to no run
-MODEL_FILE = "model.yaml"  # replaces run.yaml there
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 

@@ -9,7 +9,6 @@ training documents, and writes `contamination.json`.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -19,12 +18,9 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from tunebook.checkpoint.verify import MODEL_FOLDER, require_unchanged_model
-from tunebook.config.choices import Contamination
 from tunebook.config.frozen import load_config
-from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError
 from tunebook.evaluate.code.judging import with_samples
 from tunebook.evaluate.evaluation import Evaluation, check_contamination, evaluate
@@ -123,19 +119,16 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run", type=Path, required=True, help="the run folder, with its run.yaml")
     parser.add_argument("--when", required=True, help="before, after, or a name for a later evaluation")
     parser.add_argument("--model", type=Path, help="a model folder; default: model/ of the run when --when after")
-    parser.add_argument("--evaluation", help="evaluation settings as JSON; default: the run's own")
     parser.add_argument("--fresh", action="store_true", help="compute kept answers once more")
     parser.add_argument("--processes", type=int, help="that share the requests; default: one for each GPU")
     parser.add_argument("--allow-mismatch", action="append", default=[], choices=MISMATCHES, help="what may differ")
-    parser.add_argument("--config", type=Path, help="of a model that belongs to no run; default: run.yaml")
+    parser.add_argument("--config", type=Path, help="a configuration with other tasks, or of a model without a run")
     return parser.parse_args(arguments)
 
 
 def _evaluation_of(request: argparse.Namespace) -> Evaluation:
     run: Path = request.run.absolute()
     config = load_config(request.config or run / RUN_FILE)
-    if request.evaluation is not None:
-        config = replace(config, evaluation=_settings_of(json.loads(request.evaluation)))
     model: Path | None = request.model
     if model is None and request.when == AFTER:
         model = run / MODEL_FOLDER
@@ -148,13 +141,7 @@ def _evaluation_of(request: argparse.Namespace) -> Evaluation:
         config=config,
         model=None if model is None else model.absolute(),
         tasks=[with_samples(resolve_task(task), config.evaluation.code) for task in config.evaluation.tasks],
-        trained=recorded_by_run(run) if request.config is None else recorded_in_export(model),
+        trained=recorded_by_run(run) if (run / RUN_FILE).is_file() else recorded_in_export(model),
         allowed=tuple(request.allow_mismatch),
         is_fresh=request.fresh,
     )
-
-
-def _settings_of(found: dict[str, Any]) -> EvaluationConfig:
-    """Return the settings that `command.settings_as_json` wrote."""
-    found |= {"code": CodeConfig(**found["code"]), "contamination": Contamination[found["contamination"]]}
-    return EvaluationConfig(**found)

@@ -13,13 +13,12 @@ from tunebook.commands import attempt
 from tunebook.commands import train as job
 from tunebook.config.choices import Generation
 from tunebook.config.compose import compose
-from tunebook.config.frozen import config_to_yaml
+from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate import evaluation, worker
 from tunebook.evaluate.code.code_task import apply_overrides
 from tunebook.evaluate.code.judging import check_code
-from tunebook.evaluate.command import settings_as_json
 from tunebook.evaluate.task_files import resolve_task, suite_settings
 
 
@@ -66,8 +65,9 @@ def test_the_worker_refuses_before_it_loads_a_model(
 
     monkeypatch.setattr(evaluation, "load_to_answer", load)
     monkeypatch.setattr(evaluation, "load_padded_tokenizer", load)
-    words = ["--evaluation", settings_as_json(settings("small_python"))]
-    assert worker.main(["--run", str(run), "--when", "before", *words]) == 2
+    config = load_config(run / "run.yaml")
+    (run / "run.yaml").write_text(config_to_yaml(replace(config, evaluation=settings("small_python"))))
+    assert worker.main(["--run", str(run), "--when", "before"]) == 2
     assert "programs that a model wrote are not executed" in capsys.readouterr().err
     assert not (run / "evaluation").exists()
 
