@@ -253,6 +253,7 @@ def converse(chat: Chat, console: Console, read_line: Callable[[str], str] = inp
         try:
             if line == "/reset":
                 chat.reset()
+                _say("(a new conversation)", console)
             elif _COMMAND.fullmatch(line):
                 _say(HELP, console)
             elif line:
