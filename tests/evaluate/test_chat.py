@@ -26,7 +26,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.data.corpus import CorpusKind
 from tunebook.data.encode import Encoder
 from tunebook.data.template import template_hash
-from tunebook.errors import DataError, DoesNotFitError, RequestError
+from tunebook.errors import DataError, RequestError
 from tunebook.evaluate.chat import HELP, Chat, Sampling, chat_command, converse, load_chat, printable
 from tunebook.evaluate.target import Target
 from tunebook.model.tokenizer import stop_ids, tokenizer_hash
@@ -125,17 +125,6 @@ def test_an_answer_is_shown_and_kept(chat_of: Chats, written: str, num_tokens: i
     assert bool(note) is not (is_whole and bool(shown))
 
 
-def test_every_end_token_ends_an_answer(scripted: Models, tokenizer: PreTrainedTokenizerBase) -> None:
-    end_of_text: Any = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    model = scripted("apple", end=[end_of_text, 300, 301])
-    eos: Any = tokenizer.eos_token_id
-    assert end_of_text != eos
-    one = Chat(model=model, tokenizer=tokenizer, stop_ids=[eos], sampling=SAMPLING)
-    both = Chat(model=model, tokenizer=tokenizer, stop_ids=[eos, end_of_text], sampling=SAMPLING)
-    assert ask(one)[0] != "apple"
-    assert ask(both) == ("apple", None)
-
-
 def test_a_prompt_is_encoded_as_in_training(
     chat_of: Chats, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,14 +136,6 @@ def test_a_prompt_is_encoded_as_in_training(
     assert document.input_ids[: len(prompt)] == prompt
     assert all(label == -100 for label in document.labels[: len(prompt)])
     assert document.labels[len(prompt)] != -100
-
-
-def test_greedy_takes_no_notice_of_the_models_own_sampling(chat_of: Chats) -> None:
-    chat = chat_of("apple bird cat")
-    assert chat.model.generation_config is not None
-    for key, value in {"do_sample": True, "temperature": 90.0, "top_p": 0.9, "top_k": 700}.items():
-        setattr(chat.model.generation_config, key, value)
-    assert ask(chat)[0] == "apple bird cat"
 
 
 def test_drawing_is_repeated_by_the_seed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -191,17 +172,6 @@ def test_a_conversation_longer_than_the_context_is_refused_and_not_kept(chat_of:
     assert error.value.problem_id == "chat-too-long"
     assert [turn["content"] for turn in chat.turns] == ["rain", "apple"]
     assert ask(chat, "key")[0] == "apple"
-
-
-def test_an_error_of_the_model_is_raised(chat_of: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("tried to allocate")
-
-    chat = chat_of("apple")
-    monkeypatch.setattr(chat.model, "generate", fail)
-    with pytest.raises(DoesNotFitError) as error:
-        ask(chat)
-    assert (error.value.problem_id, chat.turns) == ("chat-out-of-memory", [])
 
 
 def test_ctrl_c_ends_an_answer_which_is_kept_as_far_as_it_came(chat_of: Chats) -> None:
@@ -251,12 +221,6 @@ def test_commands_are_no_questions(chat_of: Chats) -> None:
     assert HELP in talk(chat, ["rain", "/reset", "/help", "/etc/passwd"])
     assert [turn["content"] for turn in chat.turns[::2]] == ["/etc/passwd"]
     assert talk(chat, ["/exit", "rain"]) == "> /exit\n"
-
-
-def test_an_error_does_not_end_the_chat(chat_of: Chats) -> None:
-    shown = talk(chat_of("apple", context=40), ["rain " * 50, "rain"])
-    assert "tokens with this question" in shown
-    assert shown.endswith("> rain\napple\n> \n")
 
 
 def test_ctrl_c_ends_the_answer_and_at_the_prompt_the_chat(chat_of: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,15 +286,6 @@ def test_another_template_than_in_training_is_an_error(run: Path) -> None:
     with pytest.raises(DataError) as raised:
         load(run, run / "model")
     assert (raised.value.problem_id, raised.value.exit_code) == ("template-changed", 4)
-
-
-def test_a_model_folder_answers_with_its_own_template(run: Path, tmp_path: Path) -> None:
-    exported = Path(shutil.copytree(run / "model", tmp_path / "exported"))
-    assert ask(load(None, exported)) == ("apple bird", None)
-    (exported / "chat_template.jinja").unlink()
-    with pytest.raises(RequestError) as raised:
-        load(None, exported)
-    assert raised.value.problem_id == "tokenizer-no-template"
 
 
 def test_an_adapter_is_loaded_on_its_base(run: Path, scripted: Models, tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from tunebook.evaluate import command
 from tunebook.evaluate.command import (
     EvaluationRequest,
     evaluate_command,
-    run_worker,
     score_table,
     worker_error,
 )
@@ -182,14 +181,6 @@ def test_a_model_without_a_run_names_its_tasks(tmp_path: Path, outputs: Path, co
     assert raised.value.problem_id == "no-tasks"
 
 
-def test_a_hub_model_out_of_reach_says_what_to_type(
-    outputs: Path, console: Console, worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(RequestError, match=r"hf download someone/model") as raised:
-        evaluate_command(asked(model="someone/model", tasks=[QUICKSTART]), outputs, console)
-    assert raised.value.problem_id == "hub-out-of-reach"
-
-
 @pytest.mark.parametrize(
     ("request_", "problem_id"),
     [
@@ -227,14 +218,6 @@ def test_a_runs_own_task_file_is_found_from_another_folder(
     assert worker.tasks == [str(own / "mine.yaml")]
 
 
-def test_nothing_is_evaluated_in_an_image_that_cannot_run_it(
-    run: Path, outputs: Path, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TUNEBOOK_IMAGE_FILE", str(tmp_path / "image.json"))
-    with pytest.raises(RequestError, match="make image"):
-        evaluate_command(asked(run=str(run)), outputs, console)
-
-
 def test_a_failed_worker_hands_on_its_exit_code_and_what_it_wrote(
     run: Path, outputs: Path, console: Console, worker: Worker
 ) -> None:
@@ -255,11 +238,6 @@ def test_a_request_to_stop_ends_an_evaluation_with_6() -> None:
     assert worker_error(ProcessEnd(exit_code=6, stopped_by=None), "after", "this command").exit_code == 6
     killed = worker_error(ProcessEnd(exit_code=-9, stopped_by=None), "after", "this command")
     assert killed.exit_code == 1
-
-
-def test_a_trainings_evaluation_is_what_its_configuration_says(run: Path, worker: Worker) -> None:
-    assert run_worker(run, "before").exit_code == 0
-    assert worker.words == ["--run", str(run), "--when", "before"]
 
 
 def record(when: str, value: float, **more: Any) -> dict[str, Any]:
@@ -284,28 +262,9 @@ def shown(*records: dict[str, Any]) -> str:
     return capture.get()
 
 
-def test_the_table_shows_scores_with_errors_groups_and_the_baseline() -> None:
-    text = shown(record("before", 0.0), record("after", 0.9375))
-    words = next(line for line in text.splitlines() if "words (exact_match)" in line)
-    assert "0.0% ± 2.5" in words
-    assert "93.8% ± 2.5" in words
-    assert [line for line in text.splitlines() if "reverse" in line and "93.8%" in line]
-    assert [line for line in text.splitlines() if "baseline: look-up" in line and "8.0%" in line]
-
-
 def test_the_table_of_two_evaluations_shows_their_difference_with_its_error() -> None:
     lines = shown(record("before", 0.0), record("after", 0.9375)).splitlines()
     assert [line for line in lines if "words (exact_match)" in line and "+93.8 ± 3.5 points" in line]
     # the group's own error: sqrt(0.9375 x 0.0625 / 3), and none at 0
     assert [line for line in lines if "reverse" in line and "+93.8 ± 14.0 points" in line]
     assert "change" not in shown(record("after", 0.9375))
-
-
-def test_a_perplexity_is_no_percentage() -> None:
-    assert "12.35" in shown(record("after", 12.3456, higher_is_better=False, groups={}))
-
-
-def test_names_with_brackets_are_shown_as_they_are() -> None:
-    groups = {"[a/b] sums": {"value": 0.5, "num_items": 4}, "[/x]": {"value": 0.5, "num_items": 4}}
-    text = shown(record("after [bold]", 0.5, groups=groups))
-    assert "[a/b] sums" in text and "[/x]" in text and "after [bold]" in text

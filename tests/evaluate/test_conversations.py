@@ -56,11 +56,6 @@ def test_every_bad_line_is_reported(tmp_path: Path, tokenizer: PreTrainedTokeniz
     assert "line 3: " in raised.value.message
 
 
-def test_plain_text_is_no_conversation(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(DataError, match="line 1: it is not a conversation"):
-        render_conversations(write(tmp_path, {"text": "words"}), None, tokenizer)
-
-
 def test_a_prompt_too_long_for_the_answer_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = write(tmp_path, sharegpt(("human", "a b c"), ("gpt", "a")))
     items = render_conversations(file, None, tokenizer)

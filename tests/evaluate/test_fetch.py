@@ -64,11 +64,6 @@ def test_tasks_that_cannot_be_loaded_are_refused_together(
     assert "humaneval@FILE" in code
 
 
-def test_without_tasks_that_lack_data_no_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("it was started"))
-    require_tasks([QUICKSTART])
-
-
 def test_a_recipe_is_its_model_its_data_and_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     models: list[str | None] = []
     data: list[str] = []
@@ -101,13 +96,3 @@ def test_what_cannot_be_fetched_is_refused(asked: dict[str, Any], problem_id: st
     with pytest.raises(RequestError) as raised:
         fetch_command(None, [], [], Console(file=io.StringIO()), **asked)
     assert raised.value.problem_id == problem_id
-
-
-def test_a_data_set_that_cannot_be_fetched_is_named() -> None:
-    with pytest.raises(RequestError) as raised:
-        fetch_command(
-            "quickstart", ["dataset=hub", "dataset.name=some/data"], [], Console(file=io.StringIO()),
-            suite=None, tasks=None,
-        )  # fmt: skip
-    assert raised.value.problem_id == "hub-out-of-reach"
-    assert "some/data" in raised.value.message

@@ -11,7 +11,6 @@ from tunebook.config.schema import ModelConfig, PeftSettings, RunConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate.placement import choose_placement, loaded_gib, place
 from tunebook.hardware.detect import Gpu
-from tunebook.train.environment import evaluation_environment
 
 
 def gpus(*memory_gib: float) -> list[Gpu]:
@@ -62,11 +61,3 @@ def test_the_size_of_the_weights_is_read_from_their_files(
     assert loaded_gib(cpu_config, None) == 0.0  # random weights: there is no file
     assert loaded_gib(replace(base, peft=PeftSettings(method=PeftMethod.qlora)), adapter) == 0.0
     assert place(cpu_config, folder, None) == choose_placement(0.0, [])
-
-
-def test_an_evaluation_sees_all_gpus_that_it_was_given(cpu_config: RunConfig) -> None:
-    trained_on_two = replace(
-        cpu_config, hardware=replace(cpu_config.hardware, generation=Generation.hopper, gpus_per_node=2)
-    )
-    assert evaluation_environment(trained_on_two, {"CUDA_VISIBLE_DEVICES": "4,5,6"})["CUDA_VISIBLE_DEVICES"] == "4,5,6"
-    assert "CUDA_VISIBLE_DEVICES" not in evaluation_environment(trained_on_two, {})

@@ -69,10 +69,6 @@ def test_the_first_filter_of_the_first_listed_metric_is_the_main_one() -> None:
     assert [given.answer for given in task_answers("words", results(samples, **metrics))] == ["x"]
 
 
-def test_a_group_without_a_score_of_its_own_is_left_out() -> None:
-    assert task_scores(results([], alias="words")) == {}
-
-
 def test_of_several_choices_the_likeliest_is_the_answer() -> None:
     multiple = {
         "doc": {},
@@ -87,21 +83,11 @@ def test_of_several_choices_the_likeliest_is_the_answer() -> None:
     assert (found.answer, found.expected, found.correct) == ("red", "blue", False)
 
 
-def test_samples_do_not_depend_on_the_order() -> None:
-    answers = [answer(f"prompt {number}") for number in range(12)]
-    assert choose_samples(answers[::-1]) == choose_samples(answers)
-
-
 def test_a_wrong_answer_is_shown_if_there_is_one() -> None:
     answers = [answer(f"p{number}") for number in range(20)]
     unseen = next(given for given in answers if given.prompt not in {s["prompt"] for s in choose_samples(answers)})
     answers[answers.index(unseen)] = answer(unseen.prompt, correct=False)
     assert [sample["correct"] for sample in choose_samples(answers)] == [True, True, True, True, False]
-
-
-def test_fewer_answers_than_samples_are_all_shown() -> None:
-    assert len(choose_samples([answer("only")])) == 1
-    assert choose_samples([]) == []
 
 
 def task(value: float, higher: bool | None = True, subtasks: list[str] | None = None) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tunebook.config.choices import Compute, Generation, MasterWeights
-from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.errors import DataError, RequestError
 from tunebook.evaluate import target as target_module
 from tunebook.evaluate.target import (
@@ -66,26 +65,10 @@ def test_a_checkpoint_belongs_to_its_run(run: Path, outputs: Path, weights: str)
     assert find_target(str(checkpoint), outputs) == Target(run=run, folder=checkpoint)
 
 
-def test_an_adapter_is_a_model_too(run: Path, outputs: Path) -> None:
-    adapter = model_folder(run / "model", "adapter_config.json", "adapter_model.safetensors")
-    assert find_target("tiny", outputs) == Target(run=run, folder=adapter)
-
-
 def test_a_model_folder_needs_no_run(tmp_path: Path, outputs: Path) -> None:
     model = model_folder(tmp_path / "exported")
     assert find_target(str(model), outputs) == Target(folder=model)
     assert find_target(str(model), outputs).name == str(model)
-
-
-def test_a_folder_beside_a_project_with_a_manifest_belongs_to_no_run(tmp_path: Path, outputs: Path) -> None:
-    (tmp_path / "manifest.json").write_text("{}")
-    model = model_folder(tmp_path / "exported")
-    assert find_target(str(model), outputs).run is None
-
-
-def test_a_name_with_an_organization_may_be_on_the_hub(outputs: Path) -> None:
-    assert find_target("someone/model", outputs) == Target(hub_name="someone/model")
-    assert find_target("someone/model", outputs).name == "someone/model"
 
 
 def test_a_name_on_the_hub_is_no_run_of_a_recipe_called_the_same(run: Path, outputs: Path) -> None:
@@ -140,19 +123,6 @@ def test_an_exported_folder_may_say_where_it_comes_from(run: Path, tmp_path: Pat
     assert find_target(str(inside), outputs).origin is None
 
 
-def test_a_run_whose_model_has_no_weights_is_refused(run: Path, outputs: Path) -> None:
-    (model_folder(run / "model") / "model.safetensors").unlink()
-    with pytest.raises(RequestError) as raised:
-        find_target("latest", outputs)
-    assert raised.value.problem_id == "model-without-weights"
-
-
-def test_an_unfinished_run_that_is_named_has_no_model(run: Path, outputs: Path) -> None:
-    with pytest.raises(RequestError) as raised:
-        find_target(str(run), outputs)
-    assert raised.value.problem_id == "run-without-model"
-
-
 MakeRun = Callable[..., Path]
 
 
@@ -203,13 +173,6 @@ def test_without_a_finished_run_there_is_no_model(make_run: MakeRun, outputs: Pa
         assert raised.value.problem_id == "run-without-model"
 
 
-def test_an_unknown_name_suggests_the_nearest(make_run: MakeRun, outputs: Path) -> None:
-    make_run("quickstart", 1)
-    with pytest.raises(RequestError, match=r"Did you mean 'quickstart'\?") as raised:
-        choose_run("quickstrat", outputs)
-    assert raised.value.problem_id == "unknown-run"
-
-
 def machine(*gpus: Generation) -> Machine:
     found = [Gpu(name="a GPU", memory_gib=80, compute_capability=(9, 0), generation=generation) for generation in gpus]
     return Machine(gpus=found, driver=None, num_cpus=2, host_memory_gib=8)
@@ -239,14 +202,6 @@ def test_the_number_format_is_the_published_one_where_the_gpu_has_it(
     assert (config.precision.master_weights, config.precision.compute) == (weights, compute)
     assert config.hardware.generation is (gpus[0] if gpus else Generation.cpu)
     assert config.hardware.gpus_per_node == max(1, len(gpus))
-
-
-def test_the_configuration_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    config = bare_config(Target(folder=tmp_path))
-    (tmp_path / "model.yaml").write_text(config_to_yaml(config))
-    assert load_config(tmp_path / "model.yaml") == config
-    assert config.model.path == str(tmp_path)
 
 
 def test_results_of_two_folders_of_one_name_lie_apart(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +17,7 @@ from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.errors import DoesNotFitError
 from tunebook.evaluate import trained_model
 from tunebook.evaluate.trained_model import (
-    compute_dtype,
     keep_converted,
-    load_padded_tokenizer,
     load_to_answer,
     load_trained,
     tokenizer_of_run,
@@ -35,20 +32,6 @@ def config() -> RunConfig:
     config.precision.compute = Compute.fp32
     config.hardware.generation = Generation.cpu
     return config
-
-
-@pytest.mark.parametrize(
-    ("compute", "dtype"),
-    [
-        (Compute.fp32, None),
-        (Compute.bf16, torch.bfloat16),
-        (Compute.fp8, torch.bfloat16),
-        (Compute.fp16, torch.float16),
-    ],
-)
-def test_products_are_computed_as_in_training(config: RunConfig, compute: Compute, dtype: torch.dtype | None) -> None:
-    config.precision.compute = compute
-    assert compute_dtype(config) is dtype
 
 
 def test_a_run_made_for_a_cpu_stays_there(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,17 +64,6 @@ def test_the_tokenizer_beside_the_weights_is_the_runs(tmp_path: Path, tokenizer:
     assert tokenizer_of_run(base, tmp_path) is base  # a checkpoint without one
     tokenizer.save_pretrained(tmp_path)
     assert tokenizer_of_run(base, tmp_path) == ModelConfig(path=str(tmp_path), trust_remote_code=True)
-
-
-def test_rows_are_padded_with_the_end_of_text_where_there_is_no_padding_token(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    own = load_padded_tokenizer(ModelConfig(path="book:recipes/quickstart/model"))
-    assert own.pad_token == tokenizer.pad_token != tokenizer.eos_token
-    tokenizer.save_pretrained(tmp_path)
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": None}))
-    assert load_padded_tokenizer(ModelConfig(path=str(tmp_path))).pad_token == tokenizer.eos_token
 
 
 GIB = 2**30

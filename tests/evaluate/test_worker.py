@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,13 +107,6 @@ def test_a_run_without_a_trained_model_has_no_after(run: Path, capsys: pytest.Ca
     assert f"there is no model in {run / 'model'}" in capsys.readouterr().err
 
 
-def test_no_task_is_an_error(run: Path, config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
-    without = replace(config, evaluation=replace(config.evaluation, tasks=[]))
-    (run / "run.yaml").write_text(config_to_yaml(without))
-    assert worker.main(["--run", str(run), "--when", "before"]) == 2
-    assert "evaluation.tasks is empty" in capsys.readouterr().err
-
-
 def test_a_changed_template_is_an_error(
     run: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,11 +131,6 @@ def test_ctrl_c_ends_with_the_code_of_a_stopped_run(
     monkeypatch.setattr("sys.argv", ["evaluate", "--run", str(run), "--when", CHECK])
     assert program.main() == 6
     assert capsys.readouterr().err == "", "a check that a failed training ends keeps no tasks"
-
-
-def test_the_worker_starts_without_importing_torch(run_python: Callable[[str], str]) -> None:
-    loaded = run_python("import sys, tunebook.evaluate.worker; print(sorted({'torch', 'lm_eval'} & set(sys.modules)))")
-    assert loaded == "[]\n"
 
 
 def test_other_weights_than_the_run_started_from_are_an_error_unless_they_are_named(

@@ -33,20 +33,6 @@ def test_programs_are_refused_without_a_sandbox() -> None:
     assert raised.value.problem_id == "sandbox-missing"
 
 
-@pytest.mark.usefixtures("no_sandbox")
-def test_other_tasks_need_none() -> None:
-    tasks = ["book:recipes/quickstart/tasks/quickstart.yaml"]
-    check_code(settings(*tasks), tasks)
-
-
-@pytest.mark.usefixtures("no_sandbox")
-def test_contradictions_are_named_first() -> None:
-    evaluation = settings("humaneval", code=CodeConfig(num_samples=3))
-    with pytest.raises(RequestError) as raised:
-        check_code(evaluation, evaluation.tasks)
-    assert raised.value.problem_id == "code-sampling"
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run folder of the quickstart, in which nothing has been trained."""

@@ -52,26 +52,10 @@ def test_samples_are_chosen() -> None:
     }
 
 
-def test_nothing_chosen_changes_nothing() -> None:
-    for name in book_task_files():
-        assert with_choice(name, code_of(name), CodeConfig()) == code_of(name)
-
-
 def test_temperature_0_takes_the_likeliest_token() -> None:
     code = with_choice("t", code_of("humaneval_64"), CodeConfig(num_samples=1, temperature=0.0, pass_at_k=[1]))
     assert code.generation["do_sample"] is False
     assert "temperature" not in code.generation and "top_p" not in code.generation
-
-
-def test_what_the_harness_is_given(tmp_path: Path) -> None:
-    code = code_of("small_python")
-    keys = code.harness_keys(tmp_path)
-    assert keys["repeats"] == 1 and keys["generation_kwargs"] == code.generation
-    assert keys["dataset_path"] == "json"
-    assert keys["dataset_kwargs"]["data_files"]["test"].endswith("/small_python.jsonl")
-    assert keys["dataset_kwargs"]["cache_dir"] == str(tmp_path)
-    assert set(code_of("humaneval").harness_keys(tmp_path)) == {"repeats", "generation_kwargs"}
-    assert code_of("humaneval_64").harness_keys(tmp_path)["repeats"] == 64
 
 
 @pytest.mark.parametrize(
@@ -180,15 +164,6 @@ def test_the_program_is_the_harness_own(
 )
 def test_up_to_the_end_of_the_block(answer: str, program: str) -> None:
     assert BUILDERS["answer_to_fence"](PROBLEM, answer) == program
-
-
-def test_by_hand() -> None:
-    answer = "    return x\n```\nDone."
-    assert BUILDERS["prompt_and_answer"](PROBLEM, answer) == "def f(x):\n    return x\n```\nDone."
-    assert BUILDERS["prompt_and_answer_to_fence"](PROBLEM, answer) == "def f(x):\n    return x\n"
-    assert BUILDERS["answer"](PROBLEM, answer) == answer
-    assert BUILDERS["first_block"](PROBLEM, "python\nx = 1\n```") == "x = 1"
-    assert BUILDERS["first_block"](PROBLEM, "x = 1\n") == ""
 
 
 def test_problems_are_read_from_a_named_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
