@@ -172,9 +172,9 @@ def test_eval_hands_on_what_was_asked(run, monkeypatch, tmp_path):
 
     monkeypatch.setattr("tunebook.evaluate.command.evaluate_command", evaluate)
     options = ("--limit", "3", "--num-fewshot", "0", "--batch-size", "auto", "--allow-mismatch", "template,tokenizer")
-    assert run("eval", "run=a/b", "suite=quick", *options, "--outputs", str(tmp_path))[0] == 4
+    assert run("eval", "run=a/b", "suite=quickstart", *options, "--outputs", str(tmp_path))[0] == 4
     expected = EvaluationRequest(
-        run="a/b", suite="quick", limit=3, num_fewshot=0, batch_size="auto", allow_mismatch="template,tokenizer"
+        run="a/b", suite="quickstart", limit=3, num_fewshot=0, batch_size="auto", allow_mismatch="template,tokenizer"
     )
     assert asked.pop() == (expected, tmp_path)
     run("eval", "a/b", "evaluation.code.num_samples=5", "--fresh", "--processes", "2")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import shutil
@@ -27,7 +26,7 @@ from tunebook.config.schema import RunConfig
 from tunebook.data.corpus import CorpusKind
 from tunebook.data.encode import Encoder
 from tunebook.data.template import template_hash
-from tunebook.errors import DataError, DoesNotFitError, RequestError
+from tunebook.errors import DataError, RequestError
 from tunebook.evaluate.chat import HELP, Chat, Sampling, chat_command, converse, load_chat, printable
 from tunebook.evaluate.target import Target
 from tunebook.model.tokenizer import stop_ids, tokenizer_hash
@@ -77,9 +76,13 @@ def chat_of(tokenizer: PreTrainedTokenizerBase, scripted: Models) -> Chats:
     def make(answer: str, *, max_new_tokens: int = 16, system: str | None = None, **options: Any) -> Chat:
         model = scripted(answer, **options)
         sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0.0, seed=0)
-        chat = Chat(model=model, tokenizer=tokenizer, stop_ids=stop_ids(model, tokenizer), sampling=sampling)
-        chat.set_system_prompt(system)
-        return chat
+        return Chat(
+            model=model,
+            tokenizer=tokenizer,
+            stop_ids=stop_ids(model, tokenizer),
+            sampling=sampling,
+            system_prompt=system,
+        )
 
     return make
 
@@ -123,17 +126,6 @@ def test_an_answer_is_shown_and_kept(chat_of: Chats, written: str, num_tokens: i
     assert bool(note) is not (is_whole and bool(shown))
 
 
-def test_every_end_token_ends_an_answer(scripted: Models, tokenizer: PreTrainedTokenizerBase) -> None:
-    end_of_text: Any = tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    model = scripted("apple", end=[end_of_text, 300, 301])
-    eos: Any = tokenizer.eos_token_id
-    assert end_of_text != eos
-    one = Chat(model=model, tokenizer=tokenizer, stop_ids=[eos], sampling=SAMPLING)
-    both = Chat(model=model, tokenizer=tokenizer, stop_ids=[eos, end_of_text], sampling=SAMPLING)
-    assert ask(one)[0] != "apple"
-    assert ask(both) == ("apple", None)
-
-
 def test_a_prompt_is_encoded_as_in_training(
     chat_of: Chats, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,14 +137,6 @@ def test_a_prompt_is_encoded_as_in_training(
     assert document.input_ids[: len(prompt)] == prompt
     assert all(label == -100 for label in document.labels[: len(prompt)])
     assert document.labels[len(prompt)] != -100
-
-
-def test_greedy_takes_no_notice_of_the_models_own_sampling(chat_of: Chats) -> None:
-    chat = chat_of("apple bird cat")
-    assert chat.model.generation_config is not None
-    for key, value in {"do_sample": True, "temperature": 90.0, "top_p": 0.9, "top_k": 700}.items():
-        setattr(chat.model.generation_config, key, value)
-    assert ask(chat)[0] == "apple bird cat"
 
 
 def test_drawing_is_repeated_by_the_seed(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -174,26 +158,11 @@ def test_the_history_is_shown_with_every_question_and_reset_forgets_it(
     ask(chat, "key")
     chat.reset()
     ask(chat, "moon")
-    chat.set_system_prompt("cloud")
-    ask(chat, "sun")
     assert seen == [
         [("system", "lemon"), ("user", "rain")],
         [("system", "lemon"), ("user", "rain"), ("assistant", "apple bird"), ("user", "key")],
         [("system", "lemon"), ("user", "moon")],
-        [("system", "cloud"), ("user", "sun")],
     ]
-
-
-def test_a_system_prompt_that_the_template_refuses_leaves_the_old_one(chat_of: Chats) -> None:
-    chat = chat_of("apple")
-    ask(chat, "rain")
-    chat.tokenizer = copy.deepcopy(chat.tokenizer)
-    chat.tokenizer.chat_template = (
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
-    )
-    with pytest.raises(DataError, match="no system turns"):
-        chat.set_system_prompt("lemon")
-    assert (chat.system_prompt, len(chat.turns)) == (None, 2)
 
 
 def test_a_conversation_longer_than_the_context_is_refused_and_not_kept(chat_of: Chats) -> None:
@@ -204,17 +173,6 @@ def test_a_conversation_longer_than_the_context_is_refused_and_not_kept(chat_of:
     assert error.value.problem_id == "chat-too-long"
     assert [turn["content"] for turn in chat.turns] == ["rain", "apple"]
     assert ask(chat, "key")[0] == "apple"
-
-
-def test_an_error_of_the_model_is_raised(chat_of: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("tried to allocate")
-
-    chat = chat_of("apple")
-    monkeypatch.setattr(chat.model, "generate", fail)
-    with pytest.raises(DoesNotFitError) as error:
-        ask(chat)
-    assert (error.value.problem_id, chat.turns) == ("chat-out-of-memory", [])
 
 
 def test_ctrl_c_ends_an_answer_which_is_kept_as_far_as_it_came(chat_of: Chats) -> None:
@@ -259,26 +217,11 @@ def test_what_a_terminal_would_obey_is_not_passed_on() -> None:
     assert printable("a\x1b[31mb\x07\x9b2Jc\rd\te\nf é🦊") == "a\ufffd[31mb\ufffd\ufffd2Jc\ufffdd\te\nf é🦊"
 
 
-def test_commands(chat_of: Chats) -> None:
+def test_commands_are_no_questions(chat_of: Chats) -> None:
     chat = chat_of("apple")
-    shown = talk(chat, ["rain", "/reset", "/system Be [bold] brief", "/system", '/system ""', "/system", "/help"])
-    assert "system prompt: Be [bold] brief" in shown
-    assert "system prompt: none" in shown
-    assert HELP in shown
-    assert (chat.turns, chat.system_prompt) == ([], None)
+    assert HELP in talk(chat, ["rain", "/reset", "/help", "/etc/passwd"])
+    assert [turn["content"] for turn in chat.turns[::2]] == ["/etc/passwd"]
     assert talk(chat, ["/exit", "rain"]) == "> /exit\n"
-
-
-def test_an_unknown_command_is_no_question(chat_of: Chats) -> None:
-    chat = chat_of("apple")
-    assert HELP in talk(chat, ["/rest", "/Reset", "/", "/etc/passwd", " /rest"])
-    assert [turn["content"] for turn in chat.turns[::2]] == ["/", "/etc/passwd", "/rest"]
-
-
-def test_an_error_does_not_end_the_chat(chat_of: Chats) -> None:
-    shown = talk(chat_of("apple", context=40), ["rain " * 50, "rain"])
-    assert "tokens with this question" in shown
-    assert shown.endswith("> rain\napple\n> \n")
 
 
 def test_ctrl_c_ends_the_answer_and_at_the_prompt_the_chat(chat_of: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,15 +293,6 @@ def test_another_template_than_in_training_is_an_error(run: Path) -> None:
     with pytest.raises(DataError) as raised:
         load(run, run / "model")
     assert (raised.value.problem_id, raised.value.exit_code) == ("template-changed", 4)
-
-
-def test_a_model_folder_answers_with_its_own_template(run: Path, tmp_path: Path) -> None:
-    exported = Path(shutil.copytree(run / "model", tmp_path / "exported"))
-    assert ask(load(None, exported)) == ("apple bird", None)
-    (exported / "chat_template.jinja").unlink()
-    with pytest.raises(RequestError) as raised:
-        load(None, exported)
-    assert raised.value.problem_id == "tokenizer-no-template"
 
 
 def test_an_adapter_is_loaded_on_its_base(run: Path, scripted: Models, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tunebook.config.choices import Contamination, Format
+from tunebook.config.choices import Contamination
 from tunebook.config.frozen import config_to_yaml
 from tunebook.config.schema import DatasetConfig, EvaluationConfig, RunConfig
 from tunebook.errors import DataError
@@ -21,10 +21,8 @@ from tunebook.evaluate.contamination import (
     Question,
     check_evaluated,
     conversation_questions,
-    document_question,
+    loaded_questions,
     search,
-    split_scores,
-    task_questions,
     with_scores,
     words_of,
 )
@@ -47,11 +45,6 @@ MakeRun = Callable[..., tuple[Path, RunConfig]]
 )  # fmt: skip
 def test_words_are_without_case_punctuation_and_white_space(text: str, words: str) -> None:
     assert " ".join(words_of(text)) == words
-
-
-def test_ascii_text_has_the_words_that_it_has_next_to_other_text() -> None:
-    text = "".join(map(chr, range(128))) + " It's 10_000 x-rays; (ok) "
-    assert words_of(f"{text}\u00e9") == [*words_of(text), "\u00e9"]
 
 
 def words(start: int, number: int) -> str:
@@ -117,12 +110,6 @@ def test_text_of_many_items_is_ignored_and_the_items_are_still_found() -> None:
     assert kinds(questions[:3], [[words(0, 20)]]) == ["clean"] * 3, "in a small task half of the items is many"
 
 
-def test_items_of_one_task_do_not_make_those_of_another_common() -> None:
-    groups = {"many": [(words(0, 20),)] * 30, "one": [(words(0, 20),)]}
-    found = search(groups, [("train.jsonl:1", [words(0, 15)])])
-    assert [found[name]["num_overlapping"] for name in groups] == [0, 1]
-
-
 def test_nothing_to_look_for_and_nothing_to_look_in() -> None:
     assert search({}, [("train.jsonl:1", ["a text"])]) == {}
     assert kinds([("",), ()], [["", "a text"], []]) == ["clean", "clean"]
@@ -143,7 +130,7 @@ class HarnessTask:
 
 
 def questions_of(task: Any, limit: int | None = None) -> list[Question]:
-    return task_questions(LoadedTask(name="task", task=task, source=Task(name="task"), source_sha256=None), limit)
+    return loaded_questions([LoadedTask(source=Task(name="task"), found={"tasks": {"task": task}})], limit)["task"]
 
 
 def test_a_passage_and_its_question_are_apart_from_their_template() -> None:
@@ -158,12 +145,6 @@ def test_choices_are_no_part_of_the_question_and_a_subject_does_not_decide() -> 
     docs = [{"question": "Which planet is the largest of all?", "subject": "space", "choices": ["Mars", "Jupiter"]}]
     task = HarnessTask(docs, "About {subject}: {question}\nA. {choices[0]}\nB. {choices[1]}")
     assert questions_of(task) == [("Which planet is the largest of all?",)]
-
-
-def test_a_function_that_writes_the_prompt_is_searched_for_the_fields() -> None:
-    docs = [{"text": f"how many legs have {number} of these spiders", "id": "x"} for number in range(3)]
-    found = questions_of(HarnessTask(docs, lambda doc: f"Solve  the task.\n{doc['text'].upper()}\nIt is"))
-    assert found == [(doc["text"],) for doc in docs]
 
 
 def test_a_prompt_of_no_field_is_the_question_and_without_a_prompt_all_fields_are() -> None:
@@ -187,18 +168,6 @@ def test_conversations_are_numbered_as_the_harness_does(tmp_path: Path) -> None:
     assert conversation_questions(file, 1) == [("One?", "Two?")]
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"text": "all of it"}, ("all of it",)),
-        ({"prompt": "p", "completion": "c"}, ("p",)),
-        ({"messages": [{"role": "assistant", "content": "Hello."}, {"role": "system", "content": None}]}, ("Hello.",)),
-    ],
-)
-def test_a_validation_document_is_asked_for_by_its_prompt(row: dict[str, Any], expected: Question) -> None:
-    assert document_question(row) == expected
-
-
 def answer(number: int, value: float | None) -> Answer:
     return Answer(task="t", group=None, prompt="", answer="", expected="", value=value, correct=None, item=number)
 
@@ -217,20 +186,6 @@ def test_each_kind_of_item_has_its_mean_and_error() -> None:
     result = {"not_checked": None, "groups": {"t": {"items": ITEMS, "num_items": 6}}}
     found = with_scores(result, {"t": ANSWERS}, {"t": {"value": 0.5}})
     assert found == {"not_checked": None, "tasks": {"t": {"num_items": 6, "scores": scores}}}
-
-
-@pytest.mark.parametrize(
-    ("items", "answers", "score"),
-    [
-        ({kind: [] for kind in KINDS}, ANSWERS, {"value": 0.5}),
-        (ITEMS, ANSWERS, {"value": 12.7}),  # a perplexity
-        (ITEMS, [answer(0, None)], {"value": 0.5}),
-        (ITEMS, ANSWERS, None),
-    ],
-    ids=["all clean", "no mean", "not judged", "no score"],
-)
-def test_nothing_to_tell_apart(items: Any, answers: list[Answer], score: Any) -> None:
-    assert split_scores(items, answers, score) == {}
 
 
 NUM_DEV, NUM_SHARED = 60, 12  # questions, of which the first are about a passage of the train part
@@ -357,11 +312,6 @@ def test_a_file_of_train_questions_shares_only_passages(
     assert "warning" not in capsys.readouterr().err
 
 
-def test_only_the_items_that_are_evaluated_are_looked_for(passages: Passages, checked_run: MakeRun) -> None:
-    run, _ = checked_run(passages.write("train.jsonl", passages.dev[5:]), [passages.task], limit=10)
-    assert counts(check(run)["groups"]["passages"]) == [5, 0, 0, 5]
-
-
 def test_a_validation_part_that_was_cut_off_by_share_has_near_copies_in_the_rest(
     passages: Passages, checked_run: MakeRun
 ) -> None:
@@ -379,14 +329,6 @@ def test_a_validation_part_that_was_cut_off_by_share_has_near_copies_in_the_rest
     assert group["num_items"] > 20
     assert group["num_exact"] > 0.7 * group["num_items"], "the copy of a held-out document is mostly trained on"
     assert group["num_exact"] + group["num_clean"] == group["num_items"]
-
-
-def test_documents_of_tokens_are_not_checked(checked_run: MakeRun, tmp_path: Path) -> None:
-    file, held = tmp_path / "tokens.jsonl", tmp_path / "held.jsonl"
-    for one, ids in ((file, [1, 2]), (held, [3, 4])):
-        one.write_text(json.dumps({"input_ids": ids, "labels": ids}) + "\n")
-    run, _ = checked_run(file, validation_path=str(held), format=Format.pretokenized)
-    assert "token ids" in check(run)["not_checked"]
 
 
 def test_documents_that_are_gone_or_others_are_reported(
@@ -412,10 +354,8 @@ def test_an_evaluation_looks_only_for_items_that_no_check_looked_for(passages: P
     from lm_eval.tasks import TaskManager
 
     run, config = checked_run(passages.write("train.jsonl", passages.dev[:9]))
-    loaded = {
-        name: LoadedTask(name=name, task=one, source=Task(name=name), source_sha256=None)
-        for name, one in TaskManager(include_defaults=False).load([str(passages.task)])["tasks"].items()
-    }
+    manager = TaskManager(include_defaults=False)
+    loaded = [LoadedTask(source=Task(name="passages"), found=manager.load([str(passages.task)]))]
     found = check_evaluated(run, config, loaded)
     assert found is not None
     assert counts(found["groups"]["passages"]) == [9, 0, 0, 51]
@@ -435,4 +375,4 @@ def test_an_evaluation_looks_only_for_items_that_no_check_looked_for(passages: P
 
 
 def test_a_model_without_a_run_has_no_documents(cpu_config: RunConfig, tmp_path: Path) -> None:
-    assert check_evaluated(tmp_path, cpu_config, {}) is None
+    assert check_evaluated(tmp_path, cpu_config, []) is None

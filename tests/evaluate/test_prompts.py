@@ -20,7 +20,6 @@ from tunebook.errors import DataError
 from tunebook.evaluate.harness import HarnessSettings, load_tasks, run_task
 from tunebook.evaluate.request_model import RequestModel
 from tunebook.evaluate.task_files import read_task_file
-from tunebook.evaluate.task_runs import requests_of
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 
@@ -105,10 +104,10 @@ def test_a_prompt_begins_as_in_training_with_one_bos_or_none(
     held_out.write_text(json.dumps({"messages": turns}) + "\n")
     file = tmp_path / "task.yaml"
     file.write_text(text.replace("DATA", str(data)).replace("CACHE", str(tmp_path / "cache")))
-    run_model = RequestModel(model, adding_bos, batch_size=2, compute_dtype=None)
+    run_model = RequestModel(model, adding_bos, batch_size=2, compute_dtype=None, folder=tmp_path / "kept", identity={})
     settings = settings_of(adding_bos, tmp_path)
     adding_bos.chat_template = TEMPLATE.replace("<s> ", start)
-    (task,) = load_tasks([read_task_file(file)], settings).tasks.values()
+    (task,), _ = load_tasks([read_task_file(file)], settings)
     rows = rows_read(model, monkeypatch)
     run_task(run_model, task, settings)
     prompts = [row for row in rows if len(row) > 1]  # a generation then reads one token at a time
@@ -137,17 +136,22 @@ def test_a_system_prompt_that_the_template_does_not_write_is_refused(
     adding_bos.chat_template = TEMPLATE.replace(
         body, f"{{% if message.role == 'system' %}}{system}{{% else %}}{body}{{% endif %}}"
     )
-    (task,) = load_tasks([read_task_file(file)], settings).tasks.values()
+    (task,), _ = load_tasks([read_task_file(file)], settings)
     with pytest.raises(DataError, match=message):
-        requests_of(task, settings)
+        run_task(None, task, settings)
 
 
 def test_an_answer_ends_where_training_taught_it_to_also_where_the_models_settings_do_not_say_so(
-    known_model: PreTrainedModel, known_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+    known_model: PreTrainedModel,
+    known_tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     assert known_model.generation_config is not None
     known_model.generation_config.eos_token_id = None
-    model = RequestModel(known_model, known_tokenizer, batch_size=1, compute_dtype=None)
+    model = RequestModel(
+        known_model, known_tokenizer, batch_size=1, compute_dtype=None, folder=tmp_path / "kept", identity={}
+    )
     rows = rows_read(known_model, monkeypatch)
     # After </s> this model goes on with a, b, c, d for ever.
     request = Instance("generate_until", {}, ("a", {"until": [], "max_gen_toks": 20, "do_sample": False}), 0)

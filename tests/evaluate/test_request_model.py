@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import inspect
-import pickle
 from collections.abc import Callable
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -22,7 +19,15 @@ WRITES_BOS = "{{ '<s>' }}{% for message in messages %}{{ message.content }} {% e
 
 
 def wrap(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch_size: int | None = 4) -> RequestModel:
-    return RequestModel(model, tokenizer, batch_size=batch_size, compute_dtype=None)
+    return RequestModel(
+        model, tokenizer, batch_size=batch_size, compute_dtype=None, folder=Path("kept"), identity={}, is_fresh=True
+    )
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where answers are kept."""
+    monkeypatch.chdir(tmp_path)
 
 
 def tokenizer_that_adds_bos(chat_template: str | None) -> PreTrainedTokenizerFast:
@@ -64,46 +69,6 @@ def test_bos_is_where_training_had_it(
     assert wrapped.tok_encode(text) == expected
 
 
-def test_the_harness_still_has_the_methods_that_are_overridden() -> None:
-    overridden = [name for name in RequestModel.__dict__ if callable(getattr(HFLM, name, None)) and name != "__init__"]
-    first_parameters = {name: list(inspect.signature(getattr(HFLM, name)).parameters)[1] for name in overridden}
-    assert first_parameters == {
-        "loglikelihood": "requests",
-        "loglikelihood_rolling": "requests",
-        "generate_until": "requests",
-        "_model_generate": "context",
-    }
-
-
-def test_a_forward_pass_is_the_models_own(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    relative_difference: Callable[[torch.Tensor, torch.Tensor], float],
-) -> None:
-    tokens = torch.tensor([[5, 6, 7]])
-    with torch.no_grad():
-        expected = model(tokens).logits
-    found = wrap(model, tokenizer)._model_call(tokens)
-    assert relative_difference(found, expected) < 32 * torch.finfo(torch.float32).eps  # sums in another order
-
-
-def test_an_answer_knows_whether_it_was_cut_off(
-    known_model: PreTrainedModel, known_tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """The likeliest words are a b c d </s>: one batch holds all three ends, and one request twice."""
-    wrapped = wrap(known_model, known_tokenizer)
-    options = {"until": ["c d"], "do_sample": False, "max_gen_toks": 6}
-    asked = [("c", options), ("a", options), ("b", {**options, "max_gen_toks": 1}), ("c", options)]
-    requests = [
-        Instance(request_type="generate_until", doc={}, arguments=arguments, idx=0, metadata=("t", 0, 1))
-        for arguments in asked
-    ]
-    answers = wrapped.generate_until(requests)
-    assert [answer.strip() for answer in answers] == ["d", "b", "c", "d"]
-    assert [answer.is_cut for answer in answers] == [False, False, True, False]
-    assert pickle.loads(pickle.dumps(answers[2])).is_cut, "processes exchange them"
-
-
 class SmallMemory:
     """Stands in for a model's forward pass on a GPU: more than so many rows at once do not fit."""
 
@@ -133,7 +98,7 @@ def test_auto_goes_down_until_it_fits_and_the_answers_stay(
     known_tokenizer: PreTrainedTokenizerBase,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = requests(kind, 9)
+    asked = requests(kind, 7)
     expected = getattr(wrap(known_model, known_tokenizer, 1), kind)(asked)
     small = SmallMemory(known_model.forward, num_rows=2)
     monkeypatch.setattr(known_model, "forward", small)
@@ -144,7 +109,7 @@ def test_auto_goes_down_until_it_fits_and_the_answers_stay(
         assert [value for value, _ in answers] == pytest.approx([value for value, _ in expected])
     else:
         assert answers == expected
-    assert small.tried[0] == 9  # no more rows than requests
+    assert small.tried[0] == 7  # no more rows than requests
     assert small.tried[-1] <= model.batch_size == 2
 
 
@@ -169,26 +134,3 @@ def test_sampled_answers_do_not_depend_on_how_often_it_was_tried(
     expected = wrap(known_model, known_tokenizer, 1).generate_until(asked)
     monkeypatch.setattr(known_model, "forward", SmallMemory(known_model.forward, num_rows=1))
     assert wrap(known_model, known_tokenizer, None).generate_until(asked) == expected
-
-
-def test_an_error_of_another_kind_is_not_taken_for_too_little_memory(
-    known_model: PreTrainedModel, known_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("a kernel failed")
-
-    monkeypatch.setattr(known_model, "forward", fail)
-    with pytest.raises(RuntimeError, match="a kernel failed"):
-        wrap(known_model, known_tokenizer, None).loglikelihood(requests("loglikelihood", 2))
-
-
-def test_the_rows_on_a_cpu_are_bound_by_its_memory(
-    known_model: PreTrainedModel, known_tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # 5 words of the context, 2 of the answer and one to be safe; 6 logits and 6 log-probabilities of 4 bytes for each
-    bytes_per_row = 8 * 6 * 2 * 4
-    memory = SimpleNamespace(host_memory_gib=4 * 5.5 * bytes_per_row / 2**30)
-    monkeypatch.setattr("tunebook.evaluate.request_model.detect_machine", lambda **_: memory)
-    model = wrap(known_model, known_tokenizer, None)
-    assert model._largest("loglikelihood", requests("loglikelihood", 3)) == 5
-    assert model._largest("generate_until", requests("generate_until", 3)) > 5

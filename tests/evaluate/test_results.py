@@ -8,12 +8,10 @@ import pytest
 from tunebook.errors import TunebookError
 from tunebook.evaluate.results import (
     Answer,
-    as_stored,
     choose_samples,
     is_evaluated,
     task_answers,
     task_scores,
-    with_cuts,
 )
 from tunebook.record.differences import mean_score
 
@@ -71,19 +69,6 @@ def test_the_first_filter_of_the_first_listed_metric_is_the_main_one() -> None:
     assert [given.answer for given in task_answers("words", results(samples, **metrics))] == ["x"]
 
 
-def test_a_group_without_a_score_of_its_own_is_left_out() -> None:
-    assert task_scores(results([], alias="words")) == {}
-
-
-def test_the_hash_follows_the_settings_but_not_where_the_data_lies() -> None:
-    one, other, moved = (results([], **{"exact_match,strip": 1.0}) for _ in range(3))
-    other["configs"]["words"]["doc_to_text"] = "{{prompt}}"
-    moved["configs"]["words"]["dataset_kwargs"] = {"data_files": "/elsewhere"}
-    hashes = [task_scores(found)["words"]["config_sha256"] for found in (one, other, moved)]
-    assert hashes[0] != hashes[1]
-    assert hashes[0] == hashes[2]
-
-
 def test_of_several_choices_the_likeliest_is_the_answer() -> None:
     multiple = {
         "doc": {},
@@ -98,23 +83,11 @@ def test_of_several_choices_the_likeliest_is_the_answer() -> None:
     assert (found.answer, found.expected, found.correct) == ("red", "blue", False)
 
 
-def test_samples_go_round_the_groups_and_do_not_depend_on_the_order() -> None:
-    answers = [answer(f"{group}{number}", group=group) for group in "abc" for number in range(4)]
-    chosen = choose_samples(answers)
-    assert [sample["group"] for sample in chosen] == ["a", "b", "c", "a", "b"]
-    assert choose_samples(answers[::-1]) == chosen
-
-
 def test_a_wrong_answer_is_shown_if_there_is_one() -> None:
     answers = [answer(f"p{number}") for number in range(20)]
     unseen = next(given for given in answers if given.prompt not in {s["prompt"] for s in choose_samples(answers)})
     answers[answers.index(unseen)] = answer(unseen.prompt, correct=False)
     assert [sample["correct"] for sample in choose_samples(answers)] == [True, True, True, True, False]
-
-
-def test_fewer_answers_than_samples_are_all_shown() -> None:
-    assert len(choose_samples([answer("only")])) == 1
-    assert choose_samples([]) == []
 
 
 def task(value: float, higher: bool | None = True, subtasks: list[str] | None = None) -> dict[str, Any]:
@@ -155,11 +128,6 @@ def test_a_score_that_is_not_finite_is_an_error_and_its_error_is_left_out(value:
     assert found["words"]["stderr"] is None
 
 
-def test_what_is_no_json_is_stored_as_text_and_what_is_not_finite_as_nothing() -> None:
-    stored = as_stored({"a": (1, 2.5, float("nan"), None, True), 3: {"b": Path("c")}})
-    assert stored == {"a": [1, 2.5, None, None, True], "3": {"b": "c"}}
-
-
 def test_an_evaluation_is_finished_when_no_task_of_it_failed(tmp_path: Path) -> None:
     assert not is_evaluated(tmp_path, "before")
     (tmp_path / "evaluation").mkdir()
@@ -169,19 +137,10 @@ def test_an_evaluation_is_finished_when_no_task_of_it_failed(tmp_path: Path) -> 
         assert is_evaluated(tmp_path, "before") is expected
 
 
-def test_whether_answers_were_cut_is_saved_and_kept_when_their_programs_are_judged() -> None:
-    from tunebook.evaluate.request_model import GeneratedText
-
-    texts = [GeneratedText("one"), GeneratedText("two")]
-    texts[0].is_cut = True
-    score = {"exact_match,strip": 1.0}
-    generated = task_answers(
-        "words", results([sample("p", "one", "one", None) | {"resps": [texts], "doc_id": 3}], **score)
-    )
-    assert (generated[0].responses, generated[0].is_cut) == (["one", "two"], [True, False])
-    stored = [sample("p", "one", "one", None) | {"resps": [["one", "two"]], "doc_id": 3}]
-    judged = task_answers("words", results(stored, **score))
-    assert judged[0].is_cut == [False, False]
-    assert with_cuts(judged, generated)[0].is_cut == [True, False]
-    likelihoods = [sample("p", "one", "one", None) | {"resps": [[(-1.5, True)]]}]
-    assert task_answers("words", results(likelihoods, **score))[0].is_cut == []
+def test_the_limit_of_new_tokens_is_kept_of_generated_texts() -> None:
+    generated = sample("p", "one", "one", None) | {"resps": [["one", "two"]]}
+    (found,) = task_answers("words", results([generated], **{"exact_match,strip": 1.0}))
+    assert (found.responses, found.max_new_tokens) == (["one", "two"], 256)
+    chosen = sample("p", "one", "one", None) | {"resps": [[(-1.5, True)]], "arguments": [("p", " one")]}
+    (found,) = task_answers("words", results([chosen], **{"exact_match,strip": 1.0}))
+    assert found.max_new_tokens is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,16 +17,12 @@ from tunebook.config.schema import ModelConfig, RunConfig
 from tunebook.errors import DoesNotFitError
 from tunebook.evaluate import trained_model
 from tunebook.evaluate.trained_model import (
-    choose_copies,
-    compute_dtype,
-    load_padded_tokenizer,
+    keep_converted,
     load_to_answer,
     load_trained,
-    refuse_offloading,
     tokenizer_of_run,
     uses_gpu,
 )
-from tunebook.model.tokenizer import stop_ids
 
 
 @pytest.fixture
@@ -37,30 +32,6 @@ def config() -> RunConfig:
     config.precision.compute = Compute.fp32
     config.hardware.generation = Generation.cpu
     return config
-
-
-@pytest.mark.parametrize(("named", "expected"), [(None, [2]), (0, [0, 2]), ([7, 2], [2, 7])])
-def test_generation_stops_at_what_was_trained_and_at_what_the_model_names(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, named: Any, expected: list[int]
-) -> None:
-    assert model.generation_config is not None
-    model.generation_config.eos_token_id = named
-    assert tokenizer.eos_token_id == 2
-    assert stop_ids(model, tokenizer) == expected
-
-
-@pytest.mark.parametrize(
-    ("compute", "dtype"),
-    [
-        (Compute.fp32, None),
-        (Compute.bf16, torch.bfloat16),
-        (Compute.fp8, torch.bfloat16),
-        (Compute.fp16, torch.float16),
-    ],
-)
-def test_products_are_computed_as_in_training(config: RunConfig, compute: Compute, dtype: torch.dtype | None) -> None:
-    config.precision.compute = compute
-    assert compute_dtype(config) is dtype
 
 
 def test_a_run_made_for_a_cpu_stays_there(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,17 +66,6 @@ def test_the_tokenizer_beside_the_weights_is_the_runs(tmp_path: Path, tokenizer:
     assert tokenizer_of_run(base, tmp_path) == ModelConfig(path=str(tmp_path), trust_remote_code=True)
 
 
-def test_rows_are_padded_with_the_end_of_text_where_there_is_no_padding_token(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    own = load_padded_tokenizer(ModelConfig(path="book:recipes/quickstart/model"))
-    assert own.pad_token == tokenizer.pad_token != tokenizer.eos_token
-    tokenizer.save_pretrained(tmp_path)
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": None}))
-    assert load_padded_tokenizer(ModelConfig(path=str(tmp_path))).pad_token == tokenizer.eos_token
-
-
 GIB = 2**30
 
 
@@ -135,38 +95,24 @@ def test_a_model_that_does_not_fit_into_what_is_left_is_refused(
         fail_with(RuntimeError("CUDA error: no kernel image is available"))
 
 
-def test_a_part_that_stays_on_the_host_is_refused() -> None:
-    refuse_offloading(SimpleNamespace(hf_device_map={"": 0, "lm_head": 1}))
-    refuse_offloading(SimpleNamespace())
-    for place in ("cpu", "disk"):
-        with pytest.raises(DoesNotFitError, match="too little free memory for the model"):
-            refuse_offloading(SimpleNamespace(hf_device_map={"embed": 0, "lm_head": place}))
-
-
-def two_formats() -> torch.nn.Module:
-    """1,000 numbers in fp32, as of a merged adapter's base, and 10 in bf16."""
-    wide = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)
-    narrow = torch.nn.Parameter(torch.zeros(10, dtype=torch.bfloat16), requires_grad=False)
-    return torch.nn.ParameterList([wide, narrow])
+@pytest.mark.usefixtures("card")
+def test_a_part_that_stays_on_the_host_is_refused(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = SimpleNamespace(hf_device_map={"embed": 0, "lm_head": "cpu"})
+    monkeypatch.setattr(trained_model, "load_trained", lambda *_, **__: model)
+    monkeypatch.setattr(trained_model, "uses_gpu", lambda _: True)
+    with pytest.raises(DoesNotFitError):
+        load_to_answer(config, None, is_sharded=True)
 
 
 @pytest.mark.parametrize(("free_bytes", "is_kept"), [(4000, True), (3999, False)])
-def test_converted_weights_are_kept_where_they_take_half_of_what_is_free(
+def test_converted_weights_are_kept_if_they_take_half_of_the_free_memory(
     free_bytes: int, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trained_model, "_free_bytes", lambda device: float(free_bytes))
-    model = two_formats()  # 1,000 x 2 bytes
-    said = choose_copies(model, torch.bfloat16)
-    assert [parameter.requires_grad for parameter in model.parameters()] == [is_kept, False]
-    assert (said is None) == is_kept
-    if said is not None:
-        assert said.startswith("0.0 GiB for a copy of its weights in bfloat16 are not free")
-
-
-def test_weights_are_left_alone_where_nothing_is_converted() -> None:
-    model = two_formats()
-    assert choose_copies(model, None) is None
-    assert not any(parameter.requires_grad for parameter in model.parameters())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 80 * GIB))
+    wide = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)  # as of a merged adapter's base: 1,000 x 2 bytes
+    narrow = torch.nn.Parameter(torch.zeros(10, dtype=torch.bfloat16), requires_grad=False)
+    keep_converted(torch.nn.ParameterList([wide, narrow]), torch.bfloat16)
+    assert (wide.requires_grad, narrow.requires_grad) == (is_kept, False)
 
 
 def test_logits_are_the_same_whether_converted_weights_are_kept_or_not(
@@ -176,9 +122,9 @@ def test_logits_are_the_same_whether_converted_weights_are_kept_or_not(
 ) -> None:
     model = small_qwen2(vocab_size=64, num_key_value_heads=2)
     found = []
-    for free_bytes in (1e12, 0.0):
-        monkeypatch.setattr(trained_model, "_free_bytes", lambda device, free=free_bytes: free)
-        choose_copies(model, torch.bfloat16)
+    for free_bytes in (10**12, 0):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free_bytes: (free, free))
+        keep_converted(model, torch.bfloat16)
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
             found.append(model(torch.arange(12)[None]).logits)
     assert found[0].dtype is torch.bfloat16

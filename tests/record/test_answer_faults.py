@@ -60,20 +60,20 @@ def test_looping(text: str) -> None:
     assert find_faults(text, is_cut=False) == {"looping"}
 
 
-def answer(item: int, responses: list[object], is_cut: list[bool]) -> Answer:
+def answer(item: int, responses: list[object], max_new_tokens: int | None) -> Answer:
     return Answer(
         task="t", group=None, prompt="p", answer="", expected="", value=None, correct=None, item=item,
-        responses=responses, is_cut=is_cut,
+        responses=responses, max_new_tokens=max_new_tokens,
     )  # fmt: skip
 
 
 def test_every_sample_of_every_item_is_counted_and_likelihoods_are_not() -> None:
     answers = {
-        "code": [answer(0, ["yes", ""], [False, False]), answer(1, ["so it goes", "done."], [True, False])],
-        "choices": [answer(0, [-1.5, -2.5], [])],
+        "code": [answer(0, ["yes", ""], 10), answer(1, ["so it goes on", "done."], 4)],
+        "choices": [answer(0, [-1.5, -2.5], None)],
     }
-    examples = {"empty": {"item": 0, "end": ""}, "endless": {"item": 1, "end": "so it goes"}}
-    assert count_faults(answers) == {
+    examples = {"empty": {"item": 0, "end": ""}, "endless": {"item": 1, "end": "so it goes on"}}
+    assert count_faults(answers, lambda text: len(text.split())) == {
         "code": {
             "num_answers": 4, "empty": 1, "looping": 0, "endless": 1, "examples": examples,
         }

@@ -139,17 +139,10 @@ def test_its_answers_are_those_of_the_evaluation(open_chat, evaluated):
         assert screen.ask(one["question"]).strip() == one["answer"].strip()
 
 
-def test_a_conversation_is_kept_saved_and_ended_by_ctrl_d(open_chat, tmp_path):
+def test_a_conversation_takes_brackets_as_they_are_and_is_ended_by_ctrl_d(open_chat):
     screen = open_chat("--system", "Be [bold] brief")
     screen.ask("Reverse the order: rain key chair")
-    again = screen.ask("[red]Reverse[/red] the order: moon key")
-    file = tmp_path / "chat.jsonl"
-    assert f"saved: {file}" in screen.ask(f"/save {file}")
-    said = json.loads(file.read_text())["messages"]
-    assert [turn["role"] for turn in said] == ["system", "user", "assistant", "user", "assistant"]
-    assert said[0]["content"] == "Be [bold] brief"
-    assert said[3]["content"] == "[red]Reverse[/red] the order: moon key"
-    assert said[4]["content"].strip() == again.strip()
+    screen.ask("[red]Reverse[/red] the order: moon key")
     assert screen.end_by("\x04") == 0
     assert "Traceback" not in screen.text
 

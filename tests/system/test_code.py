@@ -72,7 +72,7 @@ def test_what_was_learned_by_heart_passes(run, bubblewrap, task, conversations, 
     samples = [json.loads(line) for line in (folder / "evaluation" / after["code"]["samples"]).read_text().splitlines()]
     assert [sample["status"] for sample in samples] == ["passed"] * NUM_PROBLEMS
     assert samples[1]["program"].startswith("def running_total(")
-    assert "Executed in bubblewrap" in (folder / "report.html").read_text()
+    assert "in bubblewrap with" in (folder / "report.html").read_text()
 
     words = ["evaluation.code.num_samples=2", "evaluation.code.temperature=0.01", "evaluation.code.pass_at_k=[1,2]"]
     words += ["evaluation.code.max_new_tokens=128", f"--limit={NUM_PROBLEMS}"]

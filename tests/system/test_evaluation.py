@@ -80,21 +80,18 @@ def test_after_a_kill_or_by_two_processes_it_comes_to_the_same(run: Path, worker
     parts = run / "evaluation" / "parts"
 
     killed = worker("before")
-    killed.wait_for(lambda: len(list(parts.glob("*.json"))) == 2, timeout_s=600)
-    killed.wait_for(lambda: "next_word (task 2 of 4)" in killed.output)
+    killed.wait_for(lambda: len(list(parts.glob("*.json"))) == 3, timeout_s=600)
     killed.process.send_signal(signal.SIGKILL)
     assert killed.wait(timeout_s=300).exit_code == -signal.SIGKILL
     assert not (run / "evaluation" / "before.json").exists()
     kept = {file: file.stat().st_mtime_ns for file in parts.iterdir()}
-    assert len(kept) == 2
 
     (folder / "go").touch()
     ended = worker("before").wait(timeout_s=600)
     assert ended.exit_code == 0, ended.output
-    assert "2 of 4 tasks taken from an evaluation of the same model and request" in ended.output
-    assert "choice (task" not in ended.output
+    assert "kept answers were used for choice, next_word, continuation" in ended.output
     assert {file: file.stat().st_mtime_ns for file in kept} == kept
-    assert list(record(run, "before")["taken"]) == ["choice", "next_word"]
+    assert record(run, "before")["reused"] == ["choice", "next_word", "continuation"]
 
     whole = worker("whole", "--fresh").wait(timeout_s=600)
     assert whole.exit_code == 0, whole.output
@@ -138,7 +135,7 @@ def test_a_process_that_is_killed_ends_the_evaluation_and_finished_tasks_are_kep
     (folder / "go").touch()
     again = worker("before").wait(timeout_s=600)
     assert again.exit_code == 0, again.output
-    assert "2 of 4 tasks taken" in again.output
+    assert "kept answers were used for choice, next_word" in again.output
 
 
 def processes_of(running: Running) -> list[int]:

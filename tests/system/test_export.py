@@ -92,7 +92,16 @@ def test_an_exported_folder_is_evaluated_with_what_its_run_was_trained_with(
     ended = run(["tunebook", "export", str(folder), "--checkpoint", str(STEP), "--to", str(out)])
     assert ended.exit_code == 0, ended.output
     (tmp_path / "outputs").mkdir()
-    words = ["tunebook", "eval", f"model={out}", "suite=quick", "--limit", "2", "--outputs", str(tmp_path / "outputs")]
+    words = [
+        "tunebook",
+        "eval",
+        f"model={out}",
+        "suite=quickstart",
+        "--limit",
+        "2",
+        "--outputs",
+        str(tmp_path / "outputs"),
+    ]
     ended = run(words)
     assert ended.exit_code == 0, ended.output
     record = json.loads(next((tmp_path / "outputs").rglob("eval-*.json")).read_text())

@@ -211,7 +211,7 @@ def evaluate(
     ] = None,
     outputs: Outputs = Path("outputs"),
 ) -> None:
-    """Evaluate the newest finished run, or run=DIR, run=RECIPE, model=FOLDER; suite=quick: the tasks its recipe ships.
+    """Evaluate the newest finished run, or run=DIR, run=RECIPE, model=FOLDER; with suite=leaderboard on other tasks.
 
     Tasks whose data is not here are named first; `tunebook fetch` brings it. evaluation.code.KEY=VALUE sets how
     programs are sampled.

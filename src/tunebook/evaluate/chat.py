@@ -23,6 +23,7 @@ from tunebook.config.frozen import load_config
 from tunebook.data.conversation import Conversation
 from tunebook.data.template import ConversationRenderer
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError
+from tunebook.evaluate.harness import require_system_prompt
 from tunebook.evaluate.placement import place
 from tunebook.evaluate.target import Target, bare_config, find_target
 from tunebook.evaluate.trained_model import load_to_answer, tokenizer_of_run, uses_gpu
@@ -39,12 +40,9 @@ if TYPE_CHECKING:
 
 PROMPT = "> "
 HELP = """\
-/reset          forget the conversation, keep the system prompt
-/system TEXT    start again with another system prompt; /system "" removes it
-/exit           end; so do Ctrl-D, and Ctrl-C here at the prompt
-Ctrl-C ends an answer that is being written.
-A space in front of a slash makes the line a question."""
-_COMMAND = re.compile(r"(/[a-zA-Z]+)(?:\s+(.*))?")
+/reset forgets the conversation. /exit, Ctrl-D, or Ctrl-C here at the prompt end.
+Ctrl-C ends an answer that is being written."""
+_COMMAND = re.compile(r"/[a-zA-Z]+")
 # A model may write anything, including sequences that move the cursor, change colors or fill the clipboard.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _UNKNOWN_CONTEXT_TOKENS = 2048
@@ -78,16 +76,6 @@ class Chat:
 
         self.turns = []
         torch.manual_seed(self.sampling.seed)
-
-    def set_system_prompt(self, text: str | None) -> None:
-        """Start a new conversation. Raises: DataError if the template has no system turn; the old prompt then stays."""
-        before, self.system_prompt = self.system_prompt, text or None
-        try:
-            self._encode([{"role": "user", "content": "?"}])
-        except TunebookError:
-            self.system_prompt = before
-            raise
-        self.reset()
 
     @property
     def context_tokens(self) -> int:
@@ -196,20 +184,25 @@ def load_chat(target: Target, sampling: Sampling, system: str | None = None) -> 
     if target.folder is not None and is_adapter(target.folder):
         check_base(trained, config.model)
     placement = place(config, target.folder, num_processes=1)
-    model, autocast, note = load_to_answer(config, target.folder, is_sharded=placement.is_sharded)
+    system_prompt = config.dataset.system_prompt if system is None else system or None
+    require_system_prompt(tokenizer, system_prompt)
+    model, autocast = load_to_answer(config, target.folder, is_sharded=placement.is_sharded)
     chat = Chat(
         model=model,
         tokenizer=tokenizer,
         stop_ids=stop_ids(model, tokenizer),
         sampling=sampling,
         autocast_dtype=autocast if uses_gpu(config) else None,  # a CPU computes fastest in the weights' own format
+        system_prompt=system_prompt,
     )
-    chat.set_system_prompt(config.dataset.system_prompt if system is None else system)
+    chat.reset()
     source = f"those of the run {trained.run}" if trained else "the model's own, and not compared with a run"
-    prompt = chat.system_prompt and f"system prompt: {chat.system_prompt}"
     dtype = str(chat.autocast_dtype or model.dtype).removeprefix("torch.")
-    about = f"{model.device} in {dtype}, context {chat.context_tokens:,} tokens"
-    return chat, [text for text in (about, note, f"template and tokenizer are {source}", prompt) if text]
+    return chat, [
+        f"{model.device} in {dtype}, context {chat.context_tokens:,} tokens",
+        f"template and tokenizer are {source}",
+        f"system prompt: {system_prompt or 'none'}",
+    ]
 
 
 def chat_command(target: str, outputs: Path, *, prompt: str | None, system: str | None, sampling: Sampling) -> None:
@@ -251,18 +244,20 @@ def converse(chat: Chat, console: Console, read_line: Callable[[str], str] = inp
     """Read questions and commands until /exit, Ctrl-D, or Ctrl-C at the prompt."""
     while True:
         try:
-            line = read_line(PROMPT)
+            line = read_line(PROMPT).strip()
         except (EOFError, KeyboardInterrupt):
             console.print()
             return
-        command = _COMMAND.fullmatch(line.rstrip())
-        if command is not None and command[1] == "/exit":
+        if line == "/exit":
             return
         try:
-            if command is not None:
-                _say(_obey(chat, command[1], (command[2] or "").strip()), console)
-            elif line.strip():
-                _answer(chat, line.strip(), console)
+            if line == "/reset":
+                chat.reset()
+                _say("(a new conversation)", console)
+            elif _COMMAND.fullmatch(line):
+                _say(HELP, console)
+            elif line:
+                _answer(chat, line, console)
         except TunebookError as error:
             _say(error.message, console, style="red")
 
@@ -277,14 +272,3 @@ def _answer(chat: Chat, question: str, console: Console) -> None:
         console.print()
     if note:
         _say(f"({note})", console)
-
-
-def _obey(chat: Chat, command: str, argument: str) -> str:
-    """Follow a command other than /exit; return what is shown. Raises: DataError if the template has no system turn."""
-    if command == "/reset":
-        chat.reset()
-        return "(a new conversation)"
-    if command == "/system" and argument:
-        chat.set_system_prompt(argument.strip("\"'"))
-        return "(a new conversation)"
-    return f"system prompt: {chat.system_prompt or 'none'}" if command == "/system" else HELP

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from tunebook.config.schema import EvaluationConfig, RunConfig
 from tunebook.errors import RequestError, StoppedError, TunebookError
 from tunebook.evaluate.code.code_task import apply_overrides
 from tunebook.evaluate.code.judging import check_code
-from tunebook.evaluate.target import MODEL_FILE, bare_config, find_target, results_folder
-from tunebook.evaluate.task_files import check_tasks, refuse_suite_and_tasks, suite_settings
+from tunebook.evaluate.target import bare_config, find_target, results_folder
+from tunebook.evaluate.task_files import refuse_suite_and_tasks, suite_settings
 from tunebook.files import atomic_write_text, read_json
 from tunebook.launch.supervise import ProcessEnd, run_and_wait
 from tunebook.processes import ending
@@ -57,14 +56,27 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
     """Evaluate a run, one of its checkpoints, or a model that belongs to no run.
 
     A run's model gets the tokenizer, template and system prompt that it was trained with. A `suite` or `tasks` replace
-    the run's own. Writes `evaluation/eval-<time>.json` in the run's folder, next to `before.json` and `after.json`; for
-    another model in `<outputs>/evaluations/<name>/`. Tasks that cannot be loaded are left out.
+    the run's own. Writes `evaluation/eval-<time>.json` in the run's folder, next to `before.json` and `after.json`, and
+    the configuration; for another model in `<outputs>/evaluations/<name>/`. Tasks that cannot be loaded are left out.
     Raises: RequestError for what cannot be evaluated; after the results are printed, the error of what failed.
     """
-    _check(request)
+    if request.run is not None and request.model is not None:
+        raise RequestError(
+            f"run={request.run} and model={request.model} exclude each other; type one of them",
+            problem_id="run-and-model",
+        )
+    refuse_suite_and_tasks(request.suite, request.tasks)
     allowed = allowed_mismatches(request.allow_mismatch)
     refuse_wrong_image()
-    folder, config, options = _find_subject(request, outputs)
+    target = find_target(request.model or request.run or LATEST, outputs, is_model=request.model is not None)
+    if target.run is not None:
+        folder, config = target.run, load_config(target.run / RUN_FILE)
+    else:
+        folder, config = results_folder(target, outputs), bare_config(target)
+        run = (
+            f"exported from the run {target.origin.run}" if target.origin else "without a run: nothing to compare with"
+        )
+        print(f"{target.name}: {run}", file=sys.stderr)
     settings = _settings(request, config)
     if not settings.tasks:
         raise RequestError(
@@ -72,32 +84,18 @@ def evaluate_command(request: EvaluationRequest, outputs: Path, console: Console
             "tasks=gsm8k,arc_easy of lm-evaluation-harness, or the YAML file of a task of yours",
             problem_id="no-tasks",
         )
-    check_tasks(settings.tasks)
     check_code(settings, settings.tasks)
     when = f"eval-{time_name()}-{os.getpid()}"
-    options += ["--evaluation", settings_as_json(replace(settings, tasks=[as_word(task) for task in settings.tasks]))]
+    file = folder / "evaluation" / f"{when}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    settings = replace(settings, tasks=[as_word(task) for task in settings.tasks])
+    atomic_write_text(file, config_to_yaml(replace(config, evaluation=settings)))
+    options = ["--config", str(file), *(["--model", str(target.folder)] if target.folder else [])]
     options += [part for name in allowed for part in ("--allow-mismatch", name)]
     options += ["--fresh"] if request.is_fresh else []
     options += [] if request.processes is None else ["--processes", str(request.processes)]
     end = run_and_wait(worker_command(folder, when, options), evaluation_environment(config, os.environ))
-    _report(folder / "evaluation" / f"{when}.json", end, when, console)
-
-
-def _check(request: EvaluationRequest) -> None:
-    """Refuse arguments that are wrong for every model. Raises: RequestError."""
-    if request.run is not None and request.model is not None:
-        raise RequestError(
-            f"run={request.run} and model={request.model} exclude each other; type one of them",
-            problem_id="run-and-model",
-        )
-    refuse_suite_and_tasks(request.suite, request.tasks)
-    if request.tasks is not None and not request.tasks:
-        raise RequestError(
-            "tasks= names no task; type tasks=gsm8k,arc_easy of lm-evaluation-harness, or YAML files of yours",
-            problem_id="no-tasks",
-        )
-    if request.batch_size is not None:
-        read_batch_size(request.batch_size)
+    _report(file.with_suffix(".json"), end, when, console)
 
 
 def read_batch_size(text: str) -> int | None:
@@ -111,41 +109,12 @@ def read_batch_size(text: str) -> int | None:
 
 def _settings(request: EvaluationRequest, config: RunConfig) -> EvaluationConfig:
     """Return the settings of this evaluation. Raises: RequestError for an unknown suite or an invalid override."""
-    settings = config.evaluation if request.suite is None else suite_settings(request.suite, config)
+    settings = config.evaluation if request.suite is None else suite_settings(request.suite)
     asked = {"tasks": request.tasks, "limit": request.limit, "num_fewshot": request.num_fewshot}
     given: dict[str, Any] = {key: value for key, value in asked.items() if value is not None}
     if request.batch_size is not None:
         given["batch_size"] = read_batch_size(request.batch_size)
     return apply_overrides(replace(settings, **given), request.code)
-
-
-def settings_as_json(settings: EvaluationConfig) -> str:
-    """Return settings as the worker's option `--evaluation`."""
-    return json.dumps(asdict(settings), default=lambda choice: choice.name)
-
-
-def _find_subject(request: EvaluationRequest, outputs: Path) -> tuple[Path, RunConfig, list[str]]:
-    """Find the model: the folder of its run or its results, its configuration, and the worker's options that name it.
-
-    A model named by `model=` may still belong to a run.
-    """
-    is_model = request.model is not None
-    target = find_target(request.model or request.run or LATEST, outputs, is_model=is_model)
-    if target.run is not None:
-        config, folder = load_config(target.run / RUN_FILE), target.run
-        options = ["--model", str(target.folder)]
-    else:
-        config = bare_config(target)
-        source = (
-            f"exported from the run {target.origin.run}" if target.origin else "without a run: nothing to compare with"
-        )
-        print(f"{target.name}: {source}", file=sys.stderr)
-        folder = results_folder(target, outputs)
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / MODEL_FILE
-        atomic_write_text(file, config_to_yaml(config))
-        options = ["--config", str(file), *(["--model", str(target.folder)] if target.folder else [])]
-    return folder, config, options
 
 
 def _report(file: Path, end: ProcessEnd, when: str, console: Console) -> None:
@@ -156,22 +125,15 @@ def _report(file: Path, end: ProcessEnd, when: str, console: Console) -> None:
     record = read_json(file)
     if record["bound"]["mismatches"]:
         print(f"not as in training: {', '.join(record['bound']['mismatches'])}", file=sys.stderr)
-    _print_checks(file.with_name("before.json"), record)
+    found, before = record["contamination"], file.with_name("before.json")
+    lines = result_lines(found["tasks"], found["not_checked"]) if found else []
+    faults = fault_warnings(read_json(before) if before.is_file() else None, record)
+    for line in [*lines, *score_lines(record), *(f"warning: {fault}" for fault in faults)]:
+        print(line, file=sys.stderr)
     console.print(score_table([record]))
     print_text(f"written: {file}", console)
     if error is not None:
         raise error
-
-
-def _print_checks(before: Path, record: dict[str, Any]) -> None:
-    """Print which items were trained on, the scores without them, and faults that the untrained model had less."""
-    found = record.get("contamination")
-    for line in result_lines(found["tasks"], found["not_checked"]) if found else []:
-        print(line, file=sys.stderr)
-    for line in score_lines(record):
-        print(line, file=sys.stderr)
-    for line in fault_warnings(read_json(before) if before.is_file() else None, record):
-        print(f"warning: {line}", file=sys.stderr)
 
 
 def worker_error(end: ProcessEnd, when: str, command: str) -> TunebookError:

@@ -82,12 +82,17 @@ def _anchors(words: Sequence[str]) -> set[int]:
     return _grams(words, ANCHOR) or {hash(tuple(words))}
 
 
-def task_questions(task: LoadedTask, limit: int | None) -> list[Question]:
-    """The items of a loaded task, without examples, description and chat template."""
-    if task.source.conversations is not None:
-        return conversation_questions(task.source.conversations, limit)
-    documents = task.task.doc_iterator(rank=0, limit=limit, world_size=1)
-    return [_task_question(task.task, document) for _, document in documents]
+def loaded_questions(loaded: Iterable[LoadedTask], limit: int | None) -> dict[str, list[Question]]:
+    """The items of loaded tasks by name, without examples, description and chat template."""
+    found = {}
+    for one in loaded:
+        for name, task in one.found["tasks"].items():
+            if one.source.conversations is not None:
+                found[name] = conversation_questions(one.source.conversations, limit)
+            else:
+                documents = task.doc_iterator(rank=0, limit=limit, world_size=1)
+                found[name] = [_task_question(task, document) for _, document in documents]
+    return found
 
 
 def _task_question(task: Any, document: Mapping[str, Any]) -> Question:
@@ -202,9 +207,9 @@ def _result(questions: Sequence[Question], wanted: Sequence[_Wanted], first_in: 
 
 
 def _search_run(
-    run: Path, config: RunConfig, groups: Mapping[str, Sequence[Question]], *, is_first: bool
+    run: Path, config: RunConfig, groups: Mapping[str, Sequence[Question]], *, with_validation: bool = False
 ) -> dict[str, Any]:
-    """Read a run's documents again and search them; the first time for the validation documents, too.
+    """Read a run's documents again and search them for items, and for those of the validation part.
 
     Returns the content of a run's file; if the documents cannot be read or have changed, why.
     """
@@ -221,7 +226,7 @@ def _search_run(
                 raise DataError("the documents changed after the training", problem_id="training-data-changed")
             if corpus.kind is CorpusKind.tokens:
                 raise DataError("the documents are token ids, not text", problem_id="training-data-tokens")
-            if is_first and (part := corpus.validation) is not None:
+            if with_validation and (part := corpus.validation) is not None:
                 rows = part.select(range(min(len(part), MAX_VALIDATION_ITEMS)))
                 groups = {**groups, VALIDATION: [document_question(row) for row in rows]}
             found = search(groups, ((row["origin"], _texts_of(row)) for row in corpus.train))
@@ -235,16 +240,15 @@ def check_run(run: Path, config: RunConfig, tasks: Sequence[Task]) -> None:
     request, limit = request_of(config), config.evaluation.limit
     tasks = tasks if request["tasks"] else []
     groups = {task.name: conversation_questions(task.conversations, limit) for task in tasks if task.conversations}
-    if others := [task for task in tasks if not task.conversations]:
-        with loaded_without_model(others, limit) as loaded:
-            groups |= {name: task_questions(task, limit) for name, task in loaded.tasks.items()}
-    result = _search_run(run, config, groups, is_first=True)
+    with loaded_without_model([task for task in tasks if not task.conversations], limit) as (loaded, _):
+        groups |= loaded_questions(loaded, limit)
+    result = _search_run(run, config, groups, with_validation=True)
     atomic_write_json(run / CONTAMINATION_FILE, result | {"request": request})
     for line in result_lines(result["groups"], result["not_checked"]):
         print(line, file=sys.stderr, flush=True)
 
 
-def check_evaluated(run: Path, config: RunConfig, tasks: Mapping[str, LoadedTask]) -> dict[str, Any] | None:
+def check_evaluated(run: Path, config: RunConfig, loaded: Iterable[LoadedTask]) -> dict[str, Any] | None:
     """Return what is known of an evaluation's items; look for them if the run's own check looked for others.
 
     None if it is switched off, and for a model that belongs to no run.
@@ -252,40 +256,34 @@ def check_evaluated(run: Path, config: RunConfig, tasks: Mapping[str, LoadedTask
     is_off = config.evaluation.contamination is Contamination.disabled or config.dataset.source is Source.synthetic
     if is_off or not (run / RUN_FILE).is_file():
         return None
-    groups = {name: task_questions(task, config.evaluation.limit) for name, task in tasks.items()}
+    groups = loaded_questions(loaded, config.evaluation.limit)
     found = read_contamination(run) or {}
     known = {name: found.get("groups", {}).get(name, {}) for name in groups}
     if all(known[name].get("items_sha256") == sha256_text(ascii(groups[name])) for name in groups):
         return {**found, "groups": known}
-    return _search_run(run, config, groups, is_first=False)
+    return _search_run(run, config, groups)
 
 
 def with_scores(
     result: Mapping[str, Any], answers: Mapping[str, Sequence[Answer]], scores: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return what an evaluation's record says about contamination: counts and scores of each task."""
-    tasks = {
-        name: {key: value for key, value in group.items() if key.startswith("num_")}
-        | {"scores": split_scores(group["items"], answers[name], scores.get(name))}
-        for name, group in result["groups"].items()
-    }
-    return {"not_checked": result["not_checked"], "tasks": tasks}
+    """Return what an evaluation's record says about contamination: counts, and the score on each kind of item.
 
-
-def split_scores(
-    items: Mapping[str, Sequence[int]], answers: Sequence[Answer], score: Mapping[str, Any] | None
-) -> dict[str, dict[str, Any]]:
-    """The mean with its standard error on the items of each kind that there are.
-
-    Empty if every item is clean, and for a metric that is no mean of its items' values, such as a perplexity.
+    No scores if every item is clean, and for a metric that is no mean of its items' values, such as a perplexity.
     """
-    values = {answer.item: answer.value for answer in answers if answer.value is not None}
-    kinds = {number: kind for kind in KINDS for number in items[kind]}
-    if score is None or not kinds.keys() & values.keys():
-        return {}
-    if abs(statistics.fmean(values.values()) - score["value"]) > 1e-6:
-        return {}
-    by_kind: dict[str, list[float]] = {kind: [] for kind in ("clean", *KINDS)}
-    for number, value in values.items():
-        by_kind[kinds.get(number, "clean")].append(value)
-    return {kind: {**mean_with_error(some), "num_items": len(some)} for kind, some in by_kind.items() if some}
+    tasks = {}
+    for name, group in result["groups"].items():
+        kinds = {number: kind for kind in KINDS for number in group["items"][kind]}
+        by_kind: dict[str, list[float]] = {kind: [] for kind in ("clean", *KINDS)}
+        values = {answer.item: answer.value for answer in answers[name] if answer.value is not None}
+        for number, value in values.items():
+            by_kind[kinds.get(number, "clean")].append(value)
+        is_mean = name in scores and values and abs(statistics.fmean(values.values()) - scores[name]["value"]) < 1e-6
+        counts = {key: value for key, value in group.items() if key.startswith("num_")}
+        tasks[name] = counts | {"scores": {}}
+        if is_mean and len(by_kind["clean"]) < len(values):
+            found = {kind: some for kind, some in by_kind.items() if some}
+            tasks[name]["scores"] = {
+                kind: {**mean_with_error(some), "num_items": len(some)} for kind, some in found.items()
+            }
+    return {"not_checked": result["not_checked"], "tasks": tasks}

@@ -1,31 +1,32 @@
-"""One evaluation from start to end: load the tasks, reuse or compute each result, write the record."""
+"""One evaluation from start to end: load the tasks, run each, write the record.
+
+If a task fails, the others still run, and the failures are listed at the end.
+"""
 
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+import traceback
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.book import resolve_path
 from tunebook.config.choices import Source
 from tunebook.config.schema import RunConfig
-from tunebook.errors import RequestError
+from tunebook.errors import RequestError, TunebookError, first_line
 from tunebook.evaluate.code.judging import judge_programs, require_sandbox
 from tunebook.evaluate.contamination import check_evaluated, check_run, with_scores
-from tunebook.evaluate.harness import SEEDS, HarnessSettings, load_tasks, prepare_environment
+from tunebook.evaluate.harness import SEEDS, HarnessSettings, LoadedTask, load_tasks, prepare_environment, run_task
 from tunebook.evaluate.placement import ONE_PROCESS, Placement
-from tunebook.evaluate.results import Answer, choose_samples, task_answers, task_scores, with_cuts
-from tunebook.evaluate.resume import FOLDER as RESULTS_FOLDER
-from tunebook.evaluate.resume import ResultCache, model_identity, resume_command
+from tunebook.evaluate.results import choose_samples, task_answers, task_scores
+from tunebook.evaluate.resume import model_identity, resume_command
 from tunebook.evaluate.task_files import Task
-from tunebook.evaluate.task_runs import TaskRuns, describe_error, failure
 from tunebook.evaluate.trained_model import (
     load_padded_tokenizer,
     load_to_answer,
@@ -34,6 +35,7 @@ from tunebook.evaluate.trained_model import (
     uses_gpu,
 )
 from tunebook.files import atomic_write_json, atomic_write_text
+from tunebook.hardware.disk import is_disk_full
 from tunebook.model.adapters import is_adapter
 from tunebook.record.answer_faults import count_faults
 from tunebook.record.model_origin import Origin, check_base, check_bound
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from tunebook.evaluate.request_model import RequestModel
+
+ANSWERS_FOLDER = "parts"  # of the kept answers of tasks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +59,7 @@ class Evaluation:
     tasks: list[Task]
     trained: Origin | None = None  # the training's tokenizer, template and system prompt; None: unknown
     allowed: tuple[str, ...] = ()  # those of `trained` that may differ
-    is_fresh: bool = False  # evaluate finished tasks again
+    is_fresh: bool = False  # compute kept answers again
     placement: Placement = ONE_PROCESS
     process: int = 0  # of the placement's processes; the first writes the results
 
@@ -70,10 +74,19 @@ class Evaluation:
             print(f"evaluation {self.when}: {text}", file=sys.stderr, flush=True)
 
 
+@dataclass(kw_only=True)
+class _Results:
+    """What the finished tasks gave, merged from the harness' results, and the errors of the others."""
+
+    merged: dict[str, dict[str, Any]] = field(default_factory=dict)
+    finished: list[LoadedTask] = field(default_factory=list)
+    failed: dict[str, Exception] = field(default_factory=dict)
+
+
 def evaluate(evaluation: Evaluation, started: float) -> Path:
     """Run an evaluation that began at the monotonic time `started`; return the file of its record.
 
-    Every finished task is saved at once and reused by the next evaluation of the same model with the same request.
+    The answers of every finished task are kept at once, and used by the next evaluation of the same model.
     Raises: the first failed task's error, after the results of the others are written.
     """
     if not evaluation.tasks:
@@ -86,14 +99,20 @@ def evaluate(evaluation: Evaluation, started: float) -> Path:
     prepare_environment(is_offline=_is_local(evaluation))
     evaluation.folder.mkdir(exist_ok=True)
     tokenizer, bound = _bound_tokenizer(evaluation)
-    with tempfile.TemporaryDirectory(prefix="tunebook-evaluation-") as cache:
-        runs = _task_runs(evaluation, tokenizer, bound, Path(cache))
-        runs.run()
     file = evaluation.folder / f"{evaluation.when}.json"
-    if runs.done and evaluation.process == 0:
-        _write_results(evaluation, runs, bound, file, started)
-    if error := failure(runs, str(file), resume_command(evaluation.run, evaluation.when)):
-        raise error
+    with tempfile.TemporaryDirectory(prefix="tunebook-evaluation-") as cache:
+        settings = _harness_settings(evaluation, tokenizer, Path(cache))
+        loaded, missing = load_tasks(evaluation.tasks, settings)
+        results = _Results(failed=dict(missing))
+        for error in missing.values():
+            evaluation.say(f"left out: {error.message}")
+        if loaded:
+            model = _load_model(evaluation, settings, bound)
+            _run_tasks(evaluation, loaded, model, settings, results)
+        if results.finished and evaluation.process == 0:
+            _write_results(evaluation, results, bound | model.prompted(), model, file, started)
+    if results.failed:
+        raise _failure(results, file, resume_command(evaluation.run, evaluation.when))
     return file
 
 
@@ -101,51 +120,6 @@ def check_contamination(evaluation: Evaluation) -> None:
     """Look for the tasks' items and the validation part in the training documents, and write what was found."""
     prepare_environment(is_offline=_is_local(evaluation))
     check_run(evaluation.run, evaluation.config, evaluation.tasks)
-
-
-def _task_runs(
-    evaluation: Evaluation,
-    tokenizer: PreTrainedTokenizerBase,
-    bound: dict[str, Any],
-    cache: Path,
-) -> TaskRuns:
-    from lm_eval.models.utils import resolve_max_length
-
-    config = evaluation.config
-    settings = HarnessSettings(
-        tokenizer=tokenizer,
-        max_length=resolve_max_length(trained_architecture(config, evaluation.model), tokenizer),
-        num_fewshot=config.evaluation.num_fewshot,
-        limit=config.evaluation.limit,
-        system_prompt=config.dataset.system_prompt,
-        items_folder=evaluation.folder,
-        cache_folder=cache,
-    )
-
-    def load_model() -> RequestModel:
-        evaluation.say(f"{_describe_model(evaluation)} is loaded {evaluation.placement.text}")
-        return _load(evaluation, tokenizer)
-
-    return TaskRuns(
-        loaded=load_tasks(evaluation.tasks, settings),
-        settings=settings,
-        ingredients={
-            "model": model_identity(config, evaluation.model),
-            "tokenizer_sha256": bound["tokenizer_sha256"],
-            "chat_template_sha256": bound["chat_template_sha256"],
-            "system_prompt": settings.system_prompt,
-            "num_fewshot": settings.num_fewshot,
-            "limit": settings.limit,
-            "max_length": settings.max_length,
-            "seeds": SEEDS,
-            "harness_version": version("lm_eval"),
-            "on_gpu": uses_gpu(config),
-        },
-        cache=ResultCache(folder=evaluation.folder / RESULTS_FOLDER),
-        load_model=load_model,
-        say=evaluation.say,
-        is_fresh=evaluation.is_fresh,
-    )
 
 
 def _is_local(evaluation: Evaluation) -> bool:
@@ -168,78 +142,144 @@ def _bound_tokenizer(evaluation: Evaluation) -> tuple[PreTrainedTokenizerBase, d
     return tokenizer, bound
 
 
-def _load(evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase) -> RequestModel:
+def _harness_settings(evaluation: Evaluation, tokenizer: PreTrainedTokenizerBase, cache: Path) -> HarnessSettings:
+    from lm_eval.models.utils import resolve_max_length
+
+    config = evaluation.config
+    return HarnessSettings(
+        tokenizer=tokenizer,
+        max_length=resolve_max_length(trained_architecture(config, evaluation.model), tokenizer),
+        num_fewshot=config.evaluation.num_fewshot,
+        limit=config.evaluation.limit,
+        system_prompt=config.dataset.system_prompt,
+        items_folder=evaluation.folder,
+        cache_folder=cache,
+    )
+
+
+def _load_model(evaluation: Evaluation, settings: HarnessSettings, bound: dict[str, Any]) -> RequestModel:
     """Load the model on its device, ready to answer."""
     from tunebook.evaluate.request_model import RequestModel
 
-    config = evaluation.config
-    model, dtype, note = load_to_answer(config, evaluation.model, is_sharded=evaluation.placement.is_sharded)
-    if note:
-        evaluation.say(note)
+    config, placement = evaluation.config, evaluation.placement
+    evaluation.say(f"{_describe_model(evaluation)} is loaded {placement.text}")
+    model, dtype = load_to_answer(config, evaluation.model, is_sharded=placement.is_sharded)
     return RequestModel(
         model,
-        tokenizer,
+        settings.tokenizer,
         batch_size=config.evaluation.batch_size,
         compute_dtype=dtype,
+        folder=evaluation.folder / ANSWERS_FOLDER,
+        identity={
+            "model": model_identity(config, evaluation.model),
+            "tokenizer_sha256": bound["tokenizer_sha256"],
+            "max_length": settings.max_length,
+            "harness_version": version("lm_eval"),
+            "on_gpu": uses_gpu(config),
+        },
+        is_fresh=evaluation.is_fresh,
         process=evaluation.process,
-        num_processes=evaluation.placement.num_processes,
+        num_processes=placement.num_processes,
     )
 
 
-def _write_results(evaluation: Evaluation, runs: TaskRuns, bound: dict[str, Any], file: Path, started: float) -> None:
+def _run_tasks(
+    evaluation: Evaluation,
+    loaded: list[LoadedTask],
+    model: RequestModel,
+    settings: HarnessSettings,
+    results: _Results,
+) -> None:
+    """Run all tasks into `results`. Raises: disk-full errors, since later answers could not be saved either."""
+    for number, task in enumerate(loaded, 1):
+        name, started = task.source.name, time.monotonic()
+        evaluation.say(f"{name} (task {number} of {len(loaded)})")
+        try:
+            found = run_task(model, task, settings)
+            scores = {} if task.source.code else task_scores(found)  # programs are judged at the end
+        except Exception as error:
+            if is_disk_full(error):
+                raise
+            results.failed[name] = error
+            if not isinstance(error, TunebookError):
+                traceback.print_exc(file=sys.stderr)
+            evaluation.say(f"{name}: failed, {describe_error(error)}")
+            continue
+        for key, value in found.items():
+            results.merged.setdefault(key, {}).update(value)
+        results.finished.append(task)
+        evaluation.say(f"{name}: {_describe_score(scores.get(name))}{time.monotonic() - started:.0f} s")
+    if model.reused:
+        evaluation.say(f"kept answers were used for {', '.join(model.reused)}; --fresh computes them again")
+
+
+def describe_error(error: Exception) -> str:
+    """Describe an error in one line."""
+    return first_line(error) if isinstance(error, TunebookError) else f"{type(error).__name__}: {first_line(error)}"
+
+
+def _describe_score(score: dict[str, Any] | None) -> str:
+    if score is None:
+        return ""
+    error = "" if score["stderr"] is None else f" ± {score['stderr']:.2g}"
+    return f"{score['num_items']:,} items, {score['metric']} {score['value']:.4g}{error}, "
+
+
+def _failure(results: _Results, file: Path, command: str) -> TunebookError:
+    """Return the error of an evaluation with failed tasks, with the first one's exit code."""
+    first = next(iter(results.failed.values()))
+    if len(results.failed) == 1 and not results.finished and isinstance(first, TunebookError):
+        return first
+    failures = "; ".join(f"{name} ({describe_error(error)})" for name, error in results.failed.items())
+    kept = f". The results of the others are in {file}; {command} evaluates again" if results.finished else ""
+    count = f"{len(results.failed)} of {len(results.failed) + len(results.finished)} tasks failed"
+    return TunebookError(
+        f"{count}: {failures}{kept}", problem_id="evaluation-incomplete", exit_code=getattr(first, "exit_code", 1)
+    )
+
+
+def _write_results(
+    evaluation: Evaluation, results: _Results, bound: dict[str, Any], model: RequestModel, file: Path, started: float
+) -> None:
     """Have the programs judged; write the record and every answer."""
-    scores = runs.scores()
-    answers = {name: result.answers for name, result in runs.done.items()}
-    results = runs.generated()
-    finished = [task for task in evaluation.tasks if task.name in runs.done]
+    config, placement = evaluation.config.evaluation, evaluation.placement
     code = judge_programs(
-        results,
-        finished,
+        results.merged,
+        [task.source for task in results.finished],
         evaluation.folder / f"{evaluation.when}-programs.jsonl",
         say=evaluation.say,
     )
-    if code is not None:
-        scores |= task_scores(results)
-        answers |= {name: with_cuts(task_answers(name, results), answers[name]) for name in code["tasks"]}
+    scores = task_scores(results.merged)
+    answers = {name: task_answers(name, results.merged) for task in results.finished for name in task.found["tasks"]}
     everything = [answer for found in answers.values() for answer in found]
     lines = [json.dumps(asdict(answer), ensure_ascii=False) for answer in everything]
     atomic_write_text(evaluation.folder / f"{evaluation.when}-answers.jsonl", "\n".join([*lines, ""]))
-    record = _record(evaluation, runs, bound, scores, everything)
-    record["code"] = code
-    record["answer_faults"] = count_faults(answers)
-    finished_tasks = {name: task for name, task in runs.loaded.tasks.items() if name in runs.done}
-    checked = check_evaluated(evaluation.run, evaluation.config, finished_tasks)
-    record["contamination"] = with_scores(checked, answers, scores) if checked else None
-    record["seconds"] = round(time.monotonic() - started, 1)
-    atomic_write_json(file, record)
-
-
-def _record(
-    evaluation: Evaluation, runs: TaskRuns, bound: dict[str, Any], scores: dict[str, Any], answers: list[Answer]
-) -> dict[str, Any]:
-    config = evaluation.config.evaluation
-    prompted = next(iter(runs.done.values())).bound
-    return {
+    checked = check_evaluated(evaluation.run, evaluation.config, results.finished)
+    record = {
         "when": evaluation.when,
         "model": _describe_model(evaluation),
-        "bound": bound | {key: value for key, value in prompted.items() if key != "device"},
+        "device": bound.pop("device"),
+        "bound": bound,
         "tasks": scores,
-        "failed": {name: describe_error(error) for name, error in runs.failed.items()},
-        "samples": choose_samples(answers),
+        "failed": {name: describe_error(error) for name, error in results.failed.items()},
+        "samples": choose_samples(everything),
         "baseline": score_first_baseline(evaluation),
         "harness_version": version("lm_eval"),
         "seeds": SEEDS,
-        "limit": evaluation.config.evaluation.limit,
+        "limit": config.limit,
         "batch_size": "auto" if config.batch_size is None else config.batch_size,
-        "batch_sizes": {name: result.batch_size for name, result in runs.done.items()},
-        "device": prompted["device"],
         "spread": {
-            "text": evaluation.placement.text,
-            "processes": evaluation.placement.num_processes,
-            "is_sharded": evaluation.placement.is_sharded,
+            "text": placement.text,
+            "processes": placement.num_processes,
+            "is_sharded": placement.is_sharded,
         },
-        "taken": runs.reused,
+        "reused": model.reused,
+        "code": code,
+        "answer_faults": count_faults(answers, lambda text: len(model.tok_encode(text, add_special_tokens=False))),
+        "contamination": with_scores(checked, answers, scores) if checked else None,
+        "seconds": round(time.monotonic() - started, 1),
     }
+    atomic_write_json(file, record)
 
 
 def _describe_model(evaluation: Evaluation) -> str:
@@ -269,29 +309,10 @@ def score_baseline(file: Path, train_file: Path, heldout_file: Path) -> dict[str
     """Score a task's items without a model, by the Python file that its `metadata.baseline` names.
 
     The file defines `NAME`, a short text, and `score(train_file, heldout_file) -> dict[str, float]`: the share of
-    held-out items answered correctly, under `overall` and under each group. Returns: `{name, value, groups: {group:
-    {value}}}`. Raises: RequestError for a file that breaks this contract.
+    held-out items answered correctly, under `overall` and under each group.
     """
-    module = _import_file(file)
-    try:
-        scores: dict[str, float] = dict(module.score(train_file, heldout_file))
-        name, overall = str(module.NAME), float(scores.pop("overall"))
-    except (AttributeError, KeyError) as error:
-        raise RequestError(
-            f"{file}, a task's baseline, must define NAME and score(train_file, heldout_file), which returns a share "
-            f"under 'overall': {type(error).__name__} {error}",
-            problem_id="task-file",
-        ) from error
-    return {"name": name, "value": overall, "groups": {group: {"value": scores[group]} for group in sorted(scores)}}
-
-
-def _import_file(file: Path) -> ModuleType:
-    spec = spec_from_file_location(f"tunebook_baseline_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    sys.path.insert(0, str(file.parent))  # it may import files next to it, such as the data generator
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(file.parent))
-    return module
+    names = runpy.run_path(str(file))
+    scores: dict[str, float] = dict(names["score"](train_file, heldout_file))
+    overall = float(scores.pop("overall"))
+    groups = {group: {"value": scores[group]} for group in sorted(scores)}
+    return {"name": str(names["NAME"]), "value": overall, "groups": groups}

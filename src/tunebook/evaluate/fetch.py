@@ -20,7 +20,7 @@ from tunebook.config.frozen import plain_config
 from tunebook.config.schema import RunConfig
 from tunebook.errors import RequestError, TunebookError
 from tunebook.evaluate.harness import loaded_without_model, prepare_environment
-from tunebook.evaluate.task_files import check_tasks, refuse_suite_and_tasks, resolve_task, suite_settings
+from tunebook.evaluate.task_files import refuse_suite_and_tasks, resolve_task, suite_settings
 from tunebook.terminal import print_text, quiet_libraries
 
 
@@ -46,8 +46,7 @@ def fetch_command(
             problem_id="nothing-to-fetch",
         )
     config = compose(recipe, overrides, recipes_dirs).config if is_run else plain_config()
-    asked = [*(tasks or (suite_settings(suite, config).tasks if suite else [])), *config.evaluation.tasks]
-    check_tasks(asked)
+    asked = [*(tasks or (suite_settings(suite).tasks if suite else [])), *config.evaluation.tasks]
     _fetch_run(config, console)
     require_tasks(asked)
     print_text("everything is here", console)
@@ -82,8 +81,7 @@ def require_tasks(tasks: Iterable[str]) -> None:
 
     In a process of its own: the libraries are set up for the harness when they are imported. Raises: RequestError.
     """
-    check_tasks(tasks := list(dict.fromkeys(tasks)))
-    asked = [task for task in tasks if not resolve_task(task).has_own_data]
+    asked = [task for task in dict.fromkeys(tasks) if not resolve_task(task).has_own_data]
     if not asked:
         return
     done = subprocess.run([sys.executable, "-m", __name__, *asked], stdout=subprocess.PIPE, text=True, check=False)
@@ -95,16 +93,11 @@ def require_tasks(tasks: Iterable[str]) -> None:
 
 def main() -> None:
     """Load the tasks that the command line names; print the problem of each that cannot be loaded."""
-    problems = []
     with quiet_libraries(), redirect_stdout(sys.stderr):  # a task's own code may print
         prepare_environment(is_offline=False)
-        for name in sys.argv[1:]:
-            print(f"loading the task {name}")
-            try:
-                with loaded_without_model([resolve_task(name)]):
-                    pass
-            except TunebookError as error:
-                problems.append(error.message.replace("\n", " "))
+        print(f"loading the tasks {', '.join(sys.argv[1:])}")
+        with loaded_without_model([resolve_task(name) for name in sys.argv[1:]]) as (_, missing):
+            problems = [error.message.replace("\n", " ") for error in missing.values()]
     print("\n".join(problems), end="")
 
 

@@ -1,8 +1,7 @@
 """Run lm-evaluation-harness task by task through its Python API, quietly and on fresh data.
 
 All tasks are loaded with their data before the first one runs, so that a missing data set is reported at once rather
-than an hour later. Each task then runs separately, so that an evaluation can be resumed. The harness' own classes
-aggregate the group scores afterwards.
+than an hour later.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
@@ -24,10 +23,11 @@ from tunebook.config.choices import Format
 from tunebook.data.formats import FormatSettings, Normalizer
 from tunebook.data.problems import DocumentError, DocumentProblems
 from tunebook.data.readers import read_records
-from tunebook.errors import DataError, RequestError, TunebookError, first_line
-from tunebook.evaluate.code.code_task import book_task_files, check_context
-from tunebook.evaluate.task_files import Task, harness_tasks, task_folder
-from tunebook.files import atomic_write_text, cache_root, sha256_file, sha256_text
+from tunebook.errors import DataError, RequestError, TunebookError, did_you_mean, first_line
+from tunebook.evaluate.code.code_task import book_task_files
+from tunebook.evaluate.results import MAX_GEN_TOKS
+from tunebook.evaluate.task_files import Task, refuse_code, runs_code
+from tunebook.files import atomic_write_text, cache_root
 from tunebook.hardware.disk import is_disk_full
 from tunebook.train.rank_process import hide_import_warnings
 
@@ -54,31 +54,14 @@ class HarnessSettings:
     system_prompt: str | None  # added to prompts that have none
     items_folder: Path  # folder of the rendered prompts
     cache_folder: Path  # private to this evaluation: a cache kept between runs could hide changed data
-    max_gen_toks: int = 256  # answer length if the task sets none; the harness' default
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedTask:
-    """A task of the harness with its data."""
+    """A requested task with its data: one task of the harness, or all of a group or tag."""
 
-    name: str
-    task: Any  # the harness' own object
-    source: Task  # it, or the group that it is in
-    source_sha256: str | None  # of the user's file and those next to it; None: a task of the harness
-
-    @property
-    def is_rendered(self) -> bool:
-        """Whether its prompts already went through the chat template."""
-        return self.source.conversations is not None
-
-
-@dataclass(kw_only=True)
-class LoadedTasks:
-    """All requested tasks."""
-
-    tasks: dict[str, LoadedTask] = field(default_factory=dict)  # in the order they run
-    groups: dict[str, Any] = field(default_factory=dict)  # the harness' own objects, by name
-    missing: dict[str, RequestError] = field(default_factory=dict)  # tasks that cannot be loaded
+    source: Task
+    found: dict[str, Any]  # what the harness loaded: `tasks` and `groups`, by name
 
 
 def prepare_environment(is_offline: bool) -> None:
@@ -89,7 +72,7 @@ def prepare_environment(is_offline: bool) -> None:
         os.environ["TQDM_DISABLE"] = "1"
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # Code-executing tasks are refused by name; this stops one that is part of a group.
+    # Code-executing tasks are refused; this stops one that executes programs when it is imported.
     os.environ["HF_ALLOW_CODE_EVAL"] = "0"
     # Some tasks download nltk's data on import: into the cache, which outlives containers.
     folder = Path(os.environ.setdefault("NLTK_DATA", str(cache_root() / "nltk_data")))
@@ -112,33 +95,25 @@ def _reaches_hub() -> bool:
     return True
 
 
-def load_tasks(tasks: Sequence[Task], settings: HarnessSettings) -> LoadedTasks:
-    """Load the harness' objects with their data; tasks that cannot be loaded are listed in `missing`.
+def load_tasks(tasks: Sequence[Task], settings: HarnessSettings) -> tuple[list[LoadedTask], dict[str, TunebookError]]:
+    """Load tasks with their data; return them, and the errors of those that cannot be loaded.
 
-    Raises: RequestError if no task can be loaded, DataError for unusable held-out conversations; disk-full errors
-    unchanged.
+    Raises: DataError for unusable held-out conversations; disk-full errors unchanged.
     """
-    loaded = LoadedTasks()
+    loaded: list[LoadedTask] = []
+    missing: dict[str, TunebookError] = {}
     for task in tasks:
         try:
-            found = _load(task, settings)
+            loaded.append(LoadedTask(source=task, found=_load(task, settings)))
         except RequestError as error:
-            loaded.missing[task.name] = error
-            continue
-        loaded.groups |= found["groups"]
-        for child in found["tasks"].values():
-            _set_fewshot(child, settings.num_fewshot)
-            loaded.tasks[child.task_name] = LoadedTask(
-                name=child.task_name, task=child, source=task, source_sha256=_source_hash(task.file)
-            )
-    if not loaded.tasks:
-        errors = list(loaded.missing.values())
-        raise RequestError("\n".join(error.message for error in errors), problem_id=errors[0].problem_id)
-    return loaded
+            missing[task.name] = error
+    return loaded, missing
 
 
 @contextmanager
-def loaded_without_model(tasks: Sequence[Task], limit: int | None = None) -> Iterator[LoadedTasks]:
+def loaded_without_model(
+    tasks: Sequence[Task], limit: int | None = None
+) -> Iterator[tuple[list[LoadedTask], dict[str, TunebookError]]]:
     """Load tasks that render no conversations, so that no tokenizer is needed."""
     with TemporaryDirectory(prefix="tunebook-evaluation-") as folder:
         settings = HarnessSettings(
@@ -153,118 +128,99 @@ def loaded_without_model(tasks: Sequence[Task], limit: int | None = None) -> Ite
         yield load_tasks(tasks, settings)
 
 
-def run_task(model: Any, loaded: LoadedTask, settings: HarnessSettings) -> dict[str, Any] | None:
-    """Run one task and return the harness' results; of several processes, the first gets them.
+def run_task(model: Any, loaded: LoadedTask, settings: HarnessSettings) -> dict[str, Any]:
+    """Run a requested task and return the harness' results.
 
-    Raises: errors of the harness and of the task's own functions.
+    Raises: errors of the harness and of the task's own functions; DataError for a template without the system prompt.
     """
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
+    from lm_eval.evaluator import evaluate
 
-    is_chat = has_template(loaded, model.tokenizer)
-    require_system_prompt(model.tokenizer, settings.system_prompt if is_chat else None)
-    with _without_environment_report():
-        results: dict[str, Any] | None = simple_evaluate(
-            model=model,
-            tasks=[loaded.task],
-            num_fewshot=settings.num_fewshot,
-            limit=settings.limit,
-            apply_chat_template=is_chat,
-            system_instruction=settings.system_prompt if is_chat else None,
-            task_manager=TaskManager(include_defaults=False),
-            random_seed=SEEDS["python"],
-            numpy_random_seed=SEEDS["numpy"],
-            torch_random_seed=SEEDS["torch"],
-            fewshot_random_seed=SEEDS["fewshot"],
-        )
+    is_chat = loaded.source.conversations is None and settings.tokenizer.chat_template is not None
+    if is_chat:
+        require_system_prompt(settings.tokenizer, settings.system_prompt)
+    seed_libraries()
+    for task in loaded.found["tasks"].values():
+        # As the harness' own `simple_evaluate`: a task that sets 0 keeps it, one that sets nothing has none.
+        own = task.get_config("num_fewshot")
+        if own is None or (settings.num_fewshot is not None and own != 0):
+            task.set_config(key="num_fewshot", value=settings.num_fewshot or 0)
+        task.set_fewshot_seed(seed=SEEDS["fewshot"])
+    results: dict[str, Any] = evaluate(
+        lm=model,
+        task_dict=loaded.found,
+        limit=settings.limit,
+        apply_chat_template=is_chat,
+        fewshot_as_multiturn=True,
+        system_instruction=settings.system_prompt if is_chat else None,
+    )
     return results
 
 
-def _load(task: Task, settings: HarnessSettings) -> dict[str, Any]:
+@lru_cache(maxsize=1)
+def _harness_index() -> Any:
+    """The harness' manager of its own tasks, which reads thousands of files."""
     from lm_eval.tasks import TaskManager
-    from lm_eval.tasks._index import Entry, Kind
 
-    folder = task.file.parent if task.file is not None and task.is_group else None
+    return TaskManager()
+
+
+def _load(task: Task, settings: HarnessSettings) -> dict[str, Any]:
+    """Load one task. Raises: RequestError for an unknown name, missing data, and a task that executes programs."""
+    from lm_eval.tasks import TaskManager
+
     seed_libraries()  # tasks such as gpqa shuffle their choices while they are loaded
-    _let_nltk_fail()
     try:
-        manager = TaskManager(include_path=folder and str(folder), include_defaults=False)
-        if folder or task.file is None:
-            for name, (kind, file, members) in harness_tasks().entries.items():
-                entry = Entry(name=name, kind=Kind[kind], yaml_path=file and task_folder() / file, tags=set(members))
-                manager.task_index.setdefault(name, entry)
-        found: dict[str, Any] = manager.load([task.name if folder else _task_spec(task, settings)])
+        if task.is_group:
+            assert task.file is not None
+            found = TaskManager(include_path=str(task.file.parent)).load([task.name])
+        elif task.file is None:
+            index = _harness_index().task_index
+            if task.name not in index:
+                known = [*index, *book_task_files()]
+                raise RequestError(
+                    f"evaluation.tasks: there is no task '{task.name}' in lm-evaluation-harness."
+                    f"{did_you_mean(task.name, known)} Name a task of your own by its file, such as tasks/mine.yaml",
+                    problem_id="unknown-task",
+                )
+            if runs_code(index[task.name].cfg or {}):
+                raise refuse_code(task.name)
+            found = _harness_index().load([task.name])
+        else:
+            found = TaskManager(include_defaults=False).load([_task_settings(task, settings)])
     except TunebookError:
         raise
     except Exception as error:  # a task's own functions and templates may raise anything
         if is_disk_full(error):
             raise
         raise _load_error(task, error) from error
-    return found
-
-
-def _let_nltk_fail() -> None:
-    """Have nltk raise if it cannot download: tasks would continue, and fail once all answers are generated."""
-    if not find_spec("nltk"):
-        return
-    import nltk
-
-    def download(package: str) -> None:
-        try:
-            nltk.downloader.download(package, quiet=True, raise_on_error=True)
-        except (ValueError, OSError) as error:
-            raise ConnectionError(f"nltk's {package}: {first_line(error)}") from error
-
-    nltk.download = download
+    if any(getattr(child, "UNSAFE_CODE", False) for child in found["tasks"].values()):
+        raise refuse_code(task.name)
+    return dict(found)
 
 
 def _load_error(task: Task, error: Exception) -> RequestError:
     """Return the error of a task that cannot be loaded, with what to type."""
     is_known = task.file is None or task.file in book_task_files().values()
     name = task.name if is_known else str(task.file)
-    if isinstance(error, ModuleNotFoundError) and error.name is not None:
-        return RequestError(
-            f"task {name} needs the Python package {error.name}, which is not installed here; type: pip install "
-            f"{error.name.partition('.')[0]} (in a container: add it to the image's lock)",
-            problem_id="task-package-missing",
-        )
+    reason = f"KeyError: {error}" if isinstance(error, KeyError) else first_line(error)
     if isinstance(error, ConnectionError | FileNotFoundError) or str(error).startswith(_NO_CACHE):
         problems = f"; or name a local file with its problems: {name}@FILE" if is_known and task.code else ""
         return RequestError(
-            f"the data of task {name} is not on this machine and cannot be fetched ({_reason(error)}); with a "
+            f"the data of task {name} is not on this machine and cannot be fetched ({reason}); with a "
             f"network, type: tunebook fetch tasks={name}{problems}",
             problem_id="task-data-missing",
         )
-    return RequestError(f"lm-evaluation-harness refuses task {name}: {_reason(error)}", problem_id="task-file")
-
-
-def _reason(error: Exception) -> str:
-    """Return the first line of an error; with the type for a KeyError, whose message is only the key."""
-    return f"KeyError: {error}" if isinstance(error, KeyError) else first_line(error)
+    return RequestError(f"lm-evaluation-harness refuses task {name}: {reason}", problem_id="task-file")
 
 
 def seed_libraries() -> None:
-    """Seed the libraries as the harness does at the start of an evaluation."""
+    """Seed the libraries as the harness' own `simple_evaluate`."""
     import numpy
     import torch
 
     random.seed(SEEDS["python"])
     numpy.random.seed(SEEDS["numpy"])
     torch.manual_seed(SEEDS["torch"])
-
-
-def _set_fewshot(task: Any, num_fewshot: int | None) -> None:
-    """Set the number of examples before the prompts depend on it, as the harness does later, unless the task sets 0."""
-    own = task.get_config("num_fewshot")
-    if num_fewshot is None and own is None:
-        task.set_config(key="num_fewshot", value=0)
-    elif num_fewshot is not None and own != 0:
-        task.set_config(key="num_fewshot", value=num_fewshot)
-
-
-def has_template(loaded: LoadedTask, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the harness should apply the chat template to the prompts."""
-    return not loaded.is_rendered and tokenizer.chat_template is not None
 
 
 def require_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str | None) -> None:
@@ -277,69 +233,28 @@ def require_system_prompt(tokenizer: PreTrainedTokenizerBase, system_prompt: str
         ConversationRenderer(tokenizer).prompt(Conversation.plain(talk))
 
 
-def chat_template(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return the harness' function from messages to a prompt, without a model."""
-    from types import SimpleNamespace
-
-    from lm_eval.models.huggingface import HFLM
-
-    stand_in = SimpleNamespace(tokenizer=tokenizer, chat_template_args={})
-    return lambda *arguments, **options: HFLM.apply_chat_template(stand_in, *arguments, **options)
-
-
-def _source_hash(file: Path | None) -> str | None:
-    """Hash a task file and the YAML and Python files next to it, which it may use."""
-    if file is None:
-        return None
-    beside = [file for file in sorted(file.parent.iterdir()) if file.suffix in (".yaml", ".yml", ".py")]
-    return sha256_text("".join(f"{file.name} {sha256_file(file)}\n" for file in beside))
-
-
-@contextmanager
-def _without_environment_report() -> Iterator[None]:
-    """Keep the harness from running git, and `pip list` for two seconds: the manifest has both results."""
-    from lm_eval import evaluator
-
-    originals = evaluator.add_env_info, evaluator.get_git_commit_hash
-    evaluator.add_env_info, evaluator.get_git_commit_hash = lambda storage: None, lambda: None
-    try:
-        yield
-    finally:
-        evaluator.add_env_info, evaluator.get_git_commit_hash = originals
-
-
-def _task_spec(task: Task, settings: HarnessSettings) -> dict[str, Any] | str:
-    """Return what the harness loads: a task name, or a task's settings."""
+def _task_settings(task: Task, settings: HarnessSettings) -> dict[str, Any]:
+    """Return the settings of a task file as the harness loads them, with the data that belongs to this evaluation."""
     from lm_eval.tasks._yaml_loader import load_yaml
 
-    if task.file is None:
-        return task.name
     config: dict[str, Any] = load_yaml(task.file)
     if task.code is not None:
-        check_context(task.name, task.code, max_gen_toks=settings.max_gen_toks, max_length=settings.max_length)
         return config | task.code.harness_keys(settings.cache_folder)
     if task.conversations is None:
         return config
-    data_file = _render(task, config, settings)
-    return config | {
-        "dataset_path": "json",
-        "dataset_name": None,
-        "test_split": "test",
-        "dataset_kwargs": {"data_files": {"test": str(data_file)}, "cache_dir": str(settings.cache_folder)},
-    }
-
-
-def _render(task: Task, config: dict[str, Any], settings: HarnessSettings) -> Path:
-    """Render the task's held-out conversations as this model's prompts; return the file."""
-    assert task.conversations is not None
     items = render_conversations(task.conversations, settings.system_prompt, settings.tokenizer)
-    max_gen_tokens = (config.get("generation_kwargs") or {}).get("max_gen_toks", settings.max_gen_toks)
+    max_gen_tokens = (config.get("generation_kwargs") or {}).get("max_gen_toks", MAX_GEN_TOKS)
     check_prompt_lengths(items, settings.tokenizer, settings.max_length - max_gen_tokens)
     file = settings.items_folder / f"{task.name}-prompts.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     # Atomically: two evaluations of one run may run at the same time.
     atomic_write_text(file, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items))
-    return file
+    return config | {
+        "dataset_path": "json",
+        "dataset_name": None,
+        "test_split": "test",
+        "dataset_kwargs": {"data_files": {"test": str(file)}, "cache_dir": str(settings.cache_folder)},
+    }
 
 
 def render_conversations(
@@ -368,14 +283,13 @@ def render_conversations(
             f"{file} holds no conversation, so there is nothing to evaluate on", problem_id="data-file-empty"
         )
     renderer = ConversationRenderer(tokenizer)
-    return [
-        {
-            "prompt": renderer.prompt(talk.until(len(talk.messages) - 1)),
-            "answer": _answer(talk.messages[-1]),
-            "task": group,
-        }
-        for talk, group in conversations
-    ]
+    items = []
+    for talk, group in conversations:
+        last = talk.messages[-1]
+        calls = [call["function"] for call in last.get("tool_calls", ())]
+        answer = json.dumps(calls, ensure_ascii=False) if calls else last["content"]
+        items.append({"prompt": renderer.prompt(talk.until(len(talk.messages) - 1)), "answer": answer, "task": group})
+    return items
 
 
 def _answered(row: dict[str, Any]) -> Conversation:
@@ -385,16 +299,9 @@ def _answered(row: dict[str, Any]) -> Conversation:
     if not row.get("messages"):
         raise DocumentError("it is not a conversation; write it as ShareGPT or messages")
     talk = Conversation.of(row)
-    last = talk.messages[-1]
-    if last["role"] != "assistant":
+    if talk.messages[-1]["role"] != "assistant":
         raise DocumentError("it must end with the assistant's turn, which is the expected answer")
     return talk
-
-
-def _answer(turn: dict[str, Any]) -> str:
-    calls = [call["function"] for call in turn.get("tool_calls", ())]
-    text: str = json.dumps(calls, ensure_ascii=False) if calls else turn["content"]
-    return text
 
 
 def check_prompt_lengths(
@@ -402,12 +309,10 @@ def check_prompt_lengths(
 ) -> None:
     """Refuse prompts that the harness would truncate at the start to leave space for the answer. Raises: DataError."""
     encoded = tokenizer([item["prompt"] for item in items], add_special_tokens=False)["input_ids"]
-    lengths = [len(tokens) for tokens in encoded]
-    num_long = sum(length > max_prompt_tokens for length in lengths)
-    if num_long:
+    longest = max(map(len, encoded))
+    if longest > max_prompt_tokens:
         raise DataError(
-            f"{num_long} of {len(items)} held-out prompts are longer than the {max_prompt_tokens} tokens that the "
-            f"model's context leaves for them (the longest has {max(lengths)}), and the harness would cut off their "
-            "beginning; shorten them, or lower generation_kwargs.max_gen_toks in the task's file",
+            f"a held-out prompt has {longest} tokens, and the model's context leaves {max_prompt_tokens} for prompts; "
+            "shorten it, or lower generation_kwargs.max_gen_toks in the task's file",
             problem_id="heldout-too-long",
         )

@@ -4,13 +4,19 @@ Imports the harness and torch, so import it only when there is something to comp
 if it were alone, and answers a share of the requests on its own GPU. All of them then get all answers, and an error of
 one is an error of all, so that it costs one task. (The harness' own division among ranks needs an item for each rank,
 and adds requests to the last one.)
+
+The answers of each task are kept in a file, under a key that hashes the model and every request of the task. After a
+kill, the next evaluation computes only what is not there. The harness' own cache would lose sampled answers, and it
+commits a database after each answer.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import sys
-from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +25,7 @@ from lm_eval.models.huggingface import HFLM
 
 from tunebook.errors import DoesNotFitError
 from tunebook.evaluate.harness import SEEDS
-from tunebook.hardware.detect import detect_machine
+from tunebook.files import atomic_write_text, read_json, sha256_text
 from tunebook.model.gpu_memory import is_out_of_memory
 from tunebook.model.tokenizer import stop_ids
 
@@ -28,18 +34,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _LARGEST_ON_GPU = 256  # rows; more do not make a GPU faster, for models of any size
-_LARGEST_ON_CPU = 32  # more are hardly faster
-_SHARE_OF_HOST_MEMORY = 0.25  # for one batch's logits on a CPU, where running out of memory kills the process
-
-
-class GeneratedText(str):
-    """An answer that knows whether the limit of new tokens cut it off; also after pickling."""
-
-    is_cut = False
+_LARGEST_ON_CPU = 8  # more are hardly faster, and running out of memory kills the process
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]")
 
 
 class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marker
-    """HFLM around a model object; stops at the tokenizer's EOS, adds no second BOS."""
+    """HFLM around a model object; stops at the tokenizer's EOS, adds no second BOS, keeps its answers in `folder`."""
 
     def __init__(
         self,
@@ -48,9 +48,13 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         *,
         batch_size: int | None,
         compute_dtype: torch.dtype | None,
+        folder: Path,
+        identity: dict[str, Any],
+        is_fresh: bool = False,
         process: int = 0,
         num_processes: int = 1,
     ) -> None:
+        """Wrap a model. `identity` is all that its answers depend on, except the requests."""
         super().__init__(
             pretrained=model,
             tokenizer=tokenizer,
@@ -62,11 +66,10 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         )
         assert model.generation_config is not None
         model.generation_config.eos_token_id = self._ends = stop_ids(model, tokenizer)
-        self.set_cache_hook(self)  # the harness reports each answer to it, in the order of the batch
         self._asked_size = batch_size  # None: the largest that fits
+        self._folder, self._identity, self._is_fresh = folder, identity, is_fresh
         self._process, self._num_processes = process, num_processes
-        self._are_cut: deque[bool] = deque()  # of the batch that was just generated, in its order
-        self._cut_texts: set[str] = set()
+        self.reused: list[str] = []  # tasks whose answers were kept
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return log-likelihoods of given answers."""
@@ -77,7 +80,7 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         return self._answer("loglikelihood_rolling", requests)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Return generated answers to prompts, as `GeneratedText`."""
+        """Return generated answers to prompts."""
         return self._answer("generate_until", requests)
 
     def prompted(self) -> dict[str, Any]:
@@ -88,15 +91,33 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
             "device": ", ".join(sorted({str(parameter.device) for parameter in self.model.parameters()})),
         }
 
-    def add_partial(self, attr: str, req: Sequence[Any], res: Any) -> None:
-        """Note an answer of the batch that was just generated."""
-        if attr == "generate_until" and self._are_cut.popleft():
-            self._cut_texts.add(res)
-
     def _answer(self, kind: str, requests: Sequence[Instance]) -> list[Any]:
+        """Return answers in the order of the requests, task by task, each computed or read."""
+        by_task: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            by_task.setdefault(str(request.task_name), []).append(index)
+        answers: dict[int, Any] = {}
+        for task, indices in by_task.items():
+            answers |= zip(indices, self._of_task(kind, task, [requests[index] for index in indices]), strict=True)
+        return [answers[index] for index in range(len(requests))]
+
+    def _of_task(self, kind: str, task: str, requests: Sequence[Instance]) -> list[Any]:
+        key = sha256_text(json.dumps([self._identity, kind, [request.args for request in requests]], default=str))
+        file = self._folder / f"{_NOT_IN_NAMES.sub('-', task)}-{key[:16]}.json"
+        # Another evaluation may write the file now, so that only some processes see it.
+        if not self._is_fresh and all(gather_object([file.is_file()])):
+            self.reused.append(task)
+            return [tuple(answer) if isinstance(answer, list) else answer for answer in read_json(file)]
+        answers = self._compute(kind, requests)
+        if self._process == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            atomic_write_text(file, json.dumps(answers))
+        return answers
+
+    def _compute(self, kind: str, requests: Sequence[Instance]) -> list[Any]:
         """Return answers in the order of the requests, computed by all processes."""
         if self._num_processes == 1:
-            return self._answer_alone(kind, requests)
+            return self._compute_alone(kind, requests)
         # The harness computes a context once for all its single-token continuations, so they stay together.
         by_context: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
@@ -105,7 +126,7 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
         share = [index for context in contexts for index in by_context[context]]
         found: Any
         try:
-            found = dict(zip(share, self._answer_alone(kind, [requests[index] for index in share]), strict=True))
+            found = dict(zip(share, self._compute_alone(kind, [requests[index] for index in share]), strict=True))
         except Exception as error:  # of this process alone: the others would wait for it
             found = error
         answers: dict[int, Any] = {}
@@ -115,7 +136,7 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
             answers |= part
         return [answers[index] for index in range(len(requests))]
 
-    def _answer_alone(self, kind: str, requests: Sequence[Instance]) -> list[Any]:
+    def _compute_alone(self, kind: str, requests: Sequence[Instance]) -> list[Any]:
         """Return answers in the order of the requests. Raises: DoesNotFitError if no batch size fits.
 
         The harness answers the longest requests first, so a batch that is too large fails at once. Answers do not
@@ -127,17 +148,15 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
 
         def attempt(size: int) -> list[Any]:
             self.batch_size_per_gpu = size
-            self._are_cut.clear()
-            self._cut_texts.clear()
             torch.manual_seed(SEEDS["torch"])  # otherwise sampled answers would depend on the number of attempts
             return list(answer(list(requests), disable_tqdm=self._process > 0 or not sys.stderr.isatty()))
 
         try:
             if self._asked_size is not None:
-                answers = attempt(self._asked_size)
-            else:
-                size = min(self._largest(kind, requests), len(requests))
-                answers = find_executable_batch_size(attempt, starting_batch_size=size)()
+                return attempt(self._asked_size)
+            largest = _LARGEST_ON_CPU if self.device.type == "cpu" else _LARGEST_ON_GPU
+            found: list[Any] = find_executable_batch_size(attempt, starting_batch_size=min(largest, len(requests)))()
+            return found
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) and "No executable batch size" not in str(error):
                 raise
@@ -146,28 +165,3 @@ class RequestModel(HFLM):  # type: ignore[misc]  # the harness has no type marke
                 "--batch-size auto for the largest that fits, end what else runs there, or use more GPUs",
                 problem_id="batch-does-not-fit",
             ) from error
-        if kind == "generate_until":
-            answers = [GeneratedText(text) for text in answers]
-            for text in answers:
-                text.is_cut = text in self._cut_texts
-        return answers
-
-    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> torch.Tensor:
-        """Generate a batch, and note for each row whether it had no end."""
-        rows: torch.Tensor = super()._model_generate(context, max_length=max_length, stop=stop, **options)
-        for tokens in rows[:, context.shape[1] :].tolist():
-            has_end = not set(tokens).isdisjoint(self._ends)
-            self._are_cut.append(not has_end and not any(end and end in self.tok_decode(tokens) for end in stop))
-        return rows
-
-    def _largest(self, kind: str, requests: Sequence[Instance]) -> int:
-        """Return the largest batch size to try; on a CPU, whose logits fit into a share of the memory."""
-        if self.device.type != "cpu":
-            return _LARGEST_ON_GPU
-        if kind == "generate_until":
-            return _LARGEST_ON_CPU
-        longest = max(("".join(map(str, request.args)) for request in requests), key=len)
-        num_tokens = min(self.max_length, len(self.tok_encode(longest)) + 1)
-        logits_gib = 2 * 4 * num_tokens * self.model.config.vocab_size / 2**30  # and as many log-probabilities
-        memory_gib = detect_machine(no_gpu_because="the host's memory is asked for").host_memory_gib
-        return max(1, min(_LARGEST_ON_CPU, int(_SHARE_OF_HOST_MEMORY * memory_gib / logits_gib)))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from tunebook.errors import TunebookError
 from tunebook.files import read_json, sha256_text
 
 NUM_SAMPLES = 5
-# The location of a task's data does not change what it measures: its items are hashed separately.
-_NOT_HASHED = ("metadata", "dataset_kwargs")
+MAX_GEN_TOKS = 256  # answer length if the task sets none; the harness' default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,20 +30,27 @@ class Answer:
     correct: bool | None
     item: int = 0  # its index in the task's data
     responses: list[Any] = field(default_factory=list)  # all generated texts, or else the log-likelihoods
-    is_cut: list[bool] = field(default_factory=list)  # whether the limit of new tokens cut off each generated text
+    max_new_tokens: int | None = None  # of each generated text; None: nothing was generated
 
 
 def task_scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return each task's main metric with standard error, item count and per-group values, and the task's hashes."""
+    """Return each task's main metric with standard error, item count and per-group values, groups before tasks."""
     scores = {}
-    for name, metrics in results["results"].items():
-        key = _main_metric(name, results)
+    for name in dict.fromkeys([*results["group_subtasks"], *results["results"]]):
+        metrics, key = results["results"][name], _main_metric(name, results)
         if key is None:  # a group without a score of its own
             continue
         metric, _, filter_name = key.partition(",")
+        if _finite(metrics[key]) is None:
+            raise TunebookError(
+                f"the {metric} of {name} is {metrics[key]}: most likely the model's logits are not finite, as after a "
+                "training that diverged, or in a number format with too small a range (fp16 for a model made in bf16)",
+                problem_id="score-not-finite",
+            )
+        samples = results["samples"].get(name, [])
         scores[name] = {
             "metric": metric,
-            "value": _finite_score(name, metric, metrics[key]),
+            "value": float(metrics[key]),
             "stderr": _finite(metrics.get(f"{metric}_stderr,{filter_name}")),
             "num_items": metrics["sample_len"],
             "groups": _group_scores(task_answers(name, results)),
@@ -54,8 +59,7 @@ def task_scores(results: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "subtasks": results["group_subtasks"].get(name, []),
             "num_fewshot": results["n-shot"].get(name),
             "version": results["versions"].get(name),
-            "config_sha256": settings_hash(results["configs"].get(name)),
-            "items_sha256": _items_hash(results["samples"].get(name, [])),
+            "items_sha256": sha256_text("".join(sample["doc_hash"] for sample in samples)) if samples else None,
         }
     return scores
 
@@ -75,26 +79,13 @@ def task_answers(name: str, results: dict[str, Any]) -> list[Answer]:
     return [_answer(name, sample, metric) for sample in samples if sample["filter"] == filter_name]
 
 
-def with_cuts(judged: list[Answer], generated: list[Answer]) -> list[Answer]:
-    """Add which answers were cut off: the stored results that programs are judged from do not hold it."""
-    cuts = {answer.item: answer.is_cut for answer in generated}
-    return [replace(answer, is_cut=cuts[answer.item]) for answer in judged]
-
-
 def choose_samples(answers: list[Answer], num_samples: int = NUM_SAMPLES) -> list[dict[str, Any]]:
-    """Choose a few answers, the same before and after training: from each group in turn, ordered by prompt hash.
+    """Choose a few answers by their prompts' hashes, so that they are the same before and after training.
 
     If all chosen answers are right although some answer is wrong, a wrong one replaces the last.
     """
     ordered = sorted(answers, key=lambda answer: sha256_text(answer.prompt))
-    by_group: defaultdict[tuple[str, str], list[Answer]] = defaultdict(list)
-    for answer in ordered:
-        by_group[answer.task, answer.group or ""].append(answer)
-    chosen: list[Answer] = []
-    queues = [by_group[group] for group in sorted(by_group)]
-    while len(chosen) < num_samples and any(queues):
-        chosen += [queue.pop(0) for queue in queues if queue]
-    chosen = chosen[:num_samples]
+    chosen = ordered[:num_samples]
     wrong = [answer for answer in ordered if answer.correct is False]
     if wrong and all(answer.correct for answer in chosen):
         chosen[-1] = wrong[0]
@@ -115,40 +106,27 @@ def _answer(task: str, sample: dict[str, Any], metric: str) -> Answer:
     number = _finite(sample.get(metric))
     group = sample["doc"].get("task")
     responses = [one for repeated in sample.get("resps", []) for one in repeated]
+    # Log-likelihoods without their greedy flag.
+    responses = [one[0] if isinstance(one, tuple | list) else one for one in responses]
     given, expected = _given_and_expected(sample)
+    arguments = sample["arguments"][0]
+    is_generated = isinstance(arguments[-1], dict)
     return Answer(
         task=task,
         group=group if isinstance(group, str) else None,
-        prompt=str(sample["arguments"][0][0]),
+        prompt=str(arguments[0]),
         answer=given,
         expected=expected,
         value=number,
         correct=None if number is None else number >= 1.0,
         item=int(sample.get("doc_id", 0)),
-        responses=[_response(one) for one in responses],
-        is_cut=[getattr(one, "is_cut", False) for one in responses if isinstance(one, str)],
+        responses=[one if isinstance(one, str) else _finite(one) for one in responses],
+        max_new_tokens=arguments[-1].get("max_gen_toks", MAX_GEN_TOKS) if is_generated else None,
     )
-
-
-def _response(response: Any) -> Any:
-    """Return a generated text, or a log-likelihood without its greedy flag; None if it is not finite."""
-    if isinstance(response, str):
-        return str(response)
-    return _finite(response[0] if isinstance(response, tuple | list) else response)
 
 
 def _finite(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-def _finite_score(task: str, metric: str, value: float) -> float:
-    if _finite(value) is None:
-        raise TunebookError(
-            f"the {metric} of {task} is {value}: most likely the model's logits are not finite, as after a training "
-            "that diverged, or in a number format with too small a range (fp16 for a model made in bf16)",
-            problem_id="score-not-finite",
-        )
-    return float(value)
 
 
 def _given_and_expected(sample: dict[str, Any]) -> tuple[str, str]:
@@ -178,28 +156,3 @@ def mean_with_error(values: Sequence[float]) -> dict[str, float | None]:
     """Return the mean and its standard error; one value has none."""
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
     return {"value": statistics.fmean(values), "stderr": error}
-
-
-def as_stored(results: Any) -> Any:
-    """Convert the harness' results to JSON: non-finite numbers become None, other objects text."""
-    if isinstance(results, dict):
-        return {str(key): as_stored(value) for key, value in results.items()}
-    if isinstance(results, list | tuple):
-        return [as_stored(value) for value in results]
-    if isinstance(results, float):
-        return _finite(results)
-    return results if results is None or isinstance(results, str | bool | int) else str(results)
-
-
-def settings_hash(config: dict[str, Any] | None) -> str | None:
-    """Hash a task's settings, without the location of its data."""
-    if config is None:
-        return None
-    kept = {key: value for key, value in config.items() if key not in _NOT_HASHED}
-    return sha256_text(json.dumps(kept, sort_keys=True, default=str))
-
-
-def _items_hash(samples: list[dict[str, Any]]) -> str | None:
-    if not samples:
-        return None
-    return sha256_text("".join(sample["doc_hash"] for sample in samples))

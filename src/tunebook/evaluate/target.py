@@ -1,42 +1,30 @@
 """Model of an evaluation or chat: a run's model, a model folder outside of any run, or a hub name.
 
-`latest` and a recipe's name mean the newest finished run. Runs that are running, stopped or failed are skipped, and the
-reason is reported. Such a run can still be named by its folder.
+`latest` and a recipe's name mean the newest finished run. A run that is running, stopped or failed can be named by its
+folder.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tunebook.checkpoint.record import CHECKPOINTS_FOLDER
-from tunebook.checkpoint.verify import MODEL_FOLDER, complete_checkpoints, require_unchanged_model
-from tunebook.config.choices import (
-    Checkpointing,
-    Compute,
-    Generation,
-    MasterWeights,
-    PackingMode,
-    PeftMethod,
-)
+from tunebook.checkpoint.verify import MODEL_FOLDER, require_unchanged_model
+from tunebook.config.choices import Compute, Generation, MasterWeights, PeftMethod
 from tunebook.config.frozen import plain_config
 from tunebook.config.schema import (
-    ActivationConfig,
-    AttentionConfig,
     DatasetConfig,
     EvaluationConfig,
     HardwareConfig,
     ModelConfig,
-    PackingConfig,
     PeftSettings,
     PrecisionConfig,
     RunConfig,
 )
-from tunebook.errors import DataError, RequestError, first_few
-from tunebook.facts.attention import MASKED
+from tunebook.errors import DataError, RequestError
 from tunebook.facts.generations import GENERATIONS
 from tunebook.files import read_json, sha256_text
 from tunebook.hardware.detect import detect_machine
@@ -50,8 +38,6 @@ from tunebook.record.model_origin import Origin, read_origin
 from tunebook.record.run_folder import LATEST, RUN_FILE, find_runs, is_run, resolve_run
 
 EVALUATIONS = "evaluations"  # folder in outputs/ with the results of models that belong to no run
-MODEL_FILE = "model.yaml"  # replaces run.yaml there
-_NUM_NAMED = 3  # skipped runs named in a message; the others are counted
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -80,12 +66,10 @@ def find_target(text: str, outputs: Path, *, is_model: bool = False) -> Target:
     if named.is_dir() and not is_run(named):
         run = next((folder for folder in named.parents if (folder / RUN_FILE).is_file()), None)
         if holds_model(named) or run is not None:
-            _require_weights(named)
-            if run is not None and named == run / MODEL_FOLDER:
-                require_unchanged_model(run)
+            _require_model(named, run)
             return Target(run=run, folder=named, origin=None if run else read_origin(named))
     try:
-        run = choose_run(text, outputs, lambda line: print(line, file=sys.stderr))
+        run = choose_run(text, outputs)
     except RequestError as error:
         if error.problem_id != "unknown-run":
             raise
@@ -99,35 +83,38 @@ def find_target(text: str, outputs: Path, *, is_model: bool = False) -> Target:
             "model=FOLDER with a Hugging Face model in it, or run=RUN",
             problem_id="model-folder",
         ) from error
-    return Target(run=run, folder=_model_of(run))
+    if not holds_model(run / MODEL_FOLDER):
+        raise _not_finished(run)
+    _require_model(run / MODEL_FOLDER, run)
+    return Target(run=run, folder=run / MODEL_FOLDER)
 
 
-def _require_weights(folder: Path) -> None:
-    """Refuse a folder without a full model or adapter. Raises: RequestError."""
-    if holds_model(folder) and _has_weights(folder):
-        return
-    raise RequestError(
-        f"{folder} holds no full model (config.json or adapter_config.json, and {' or '.join(WEIGHT_FILES)}): it is a "
-        "sharded or unfinished checkpoint, or another kind of folder. Name the run itself, or make one with: "
-        "tunebook export RUN",
-        problem_id="model-without-weights",
+def _require_model(folder: Path, run: Path | None) -> None:
+    """Refuse a folder without a full model or adapter, and a run's model that was changed.
+
+    Raises: RequestError, DataError.
+    """
+    if not holds_model(folder) or not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+        raise RequestError(
+            f"{folder} holds no full model (config.json or adapter_config.json, and {' or '.join(WEIGHT_FILES)}): it "
+            "is a sharded or unfinished checkpoint, or another kind of folder. Name the run itself, or make one with: "
+            "tunebook export RUN",
+            problem_id="model-without-weights",
+        )
+    if run is not None and folder == run / MODEL_FOLDER:
+        require_unchanged_model(run)
+
+
+def _not_finished(run: Path) -> RequestError:
+    return RequestError(
+        f"{run} has not finished, so it has no model/. Name one of its checkpoints ({run / CHECKPOINTS_FOLDER}), or "
+        f"make a model of the newest: tunebook export {run}",
+        problem_id="run-without-model",
     )
 
 
-def _model_of(run: Path) -> Path:
-    model = run / MODEL_FOLDER
-    if not holds_model(model):
-        raise RequestError(
-            f"{run} has no model/ folder: the run did not finish. Name one of its checkpoints: {_checkpoints_of(run)}",
-            problem_id="run-without-model",
-        )
-    _require_weights(model)
-    require_unchanged_model(run)
-    return model
-
-
-def choose_run(target: str, outputs: Path, say: Callable[[str], None]) -> Path:
-    """Find the run that `latest`, a recipe or a folder names; `say` reports the choice.
+def choose_run(target: str, outputs: Path) -> Path:
+    """Find the run that `latest`, a recipe or a folder names; print which of several it is.
 
     `latest` and a recipe name their newest finished run. A run named by its folder is always accepted. Raises:
     RequestError if there is no run, or if none has finished.
@@ -137,42 +124,20 @@ def choose_run(target: str, outputs: Path, say: Callable[[str], None]) -> Path:
     if is_run(Path(target).expanduser()) or is_run(outputs / target):
         return named
     runs = find_runs(outputs) if target == LATEST else find_runs(named.parent.parent, named.parent.name)
-    skipped: list[str] = []  # newer runs, with the reason
-    for run in reversed(runs):
-        reason = _why_not_finished(run)
-        if reason is None:
-            newer = f" (newer, but not finished: {first_few(skipped, _NUM_NAMED)})" if skipped else ""
-            say(f"the newest finished run: {run}{newer}")
+    for num_newer, run in enumerate(reversed(runs)):
+        if _is_finished(run):
+            newer = f" ({num_newer} newer have not finished)" if num_newer else ""
+            print(f"the newest finished run: {run}{newer}", file=sys.stderr)
             return run
-        skipped.append(f"{run.parent.name}/{run.name} {reason}")
-    raise RequestError(
-        f"no run has finished: {first_few(skipped, _NUM_NAMED)}. Name one of the newest's checkpoints: "
-        f"{_checkpoints_of(runs[-1])}",
-        problem_id="run-without-model",
-    )
+    raise _not_finished(runs[-1])
 
 
-def _why_not_finished(run: Path) -> str | None:
-    """Return why a run does not count as finished with a model; None if it does."""
+def _is_finished(run: Path) -> bool:
     try:
-        state = str(read_manifest(run)["status"]["state"])
+        state = read_manifest(run)["status"]["state"]
     except (DataError, KeyError, TypeError):
-        return "has an unreadable manifest"
-    if state != RunState.finished.name:
-        return f"is {state}"
-    return None if holds_model(run / MODEL_FOLDER) else "has no model/"
-
-
-def _has_weights(folder: Path) -> bool:
-    """Return whether a folder holds the weights of a full model; a sharded checkpoint does not."""
-    return any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES)
-
-
-def _checkpoints_of(run: Path) -> str:
-    """List a run's complete, unsharded checkpoints for a message, newest first."""
-    complete = complete_checkpoints(run / CHECKPOINTS_FOLDER)
-    whole = [str(folder) for folder in complete if holds_model(folder) and _has_weights(folder)]
-    return ", ".join(whole) or (f"tunebook export {run} makes a model of them" if complete else "it has none")
+        return False
+    return state == RunState.finished.name and holds_model(run / MODEL_FOLDER)
 
 
 def _model_config(target: Target) -> ModelConfig:
@@ -212,27 +177,23 @@ def bare_config(target: Target) -> RunConfig:
             model = replace(model, yarn_factor=target.origin.yarn_factor, yarn_original_positions=original)
     if model.name is not None:
         fetch_config(model)
-    gpus = detect_machine().gpus
-    facts = GENERATIONS[gpus[0].generation if gpus else Generation.cpu]
+    gpus, origin = detect_machine().gpus, target.origin
+    generation = gpus[0].generation if gpus else Generation.cpu
     dtype = read_dtype(model) if gpus else None
-    origin = target.origin
     # Products are computed in the weights' format. A CPU computes fp32 fastest. fp16 weights are kept in fp32 and their
     # products computed in fp16.
     precision = PrecisionConfig(
         compute=Compute.fp16 if dtype == "float16" else Compute.fp32,
-        master_weights=MasterWeights.bf16 if dtype == "bfloat16" and facts.has_bf16 else MasterWeights.fp32,
+        master_weights=MasterWeights.bf16
+        if dtype == "bfloat16" and GENERATIONS[generation].has_bf16
+        else MasterWeights.fp32,
     )
     return plain_config(
         recipe=origin.recipe if origin else None,
         model=model,
         dataset=DatasetConfig(system_prompt=origin.system_prompt if origin else None),
-        hardware=HardwareConfig(
-            generation=gpus[0].generation if gpus else Generation.cpu, gpus_per_node=max(1, len(gpus))
-        ),
+        hardware=HardwareConfig(generation=generation, gpus_per_node=max(1, len(gpus))),
         precision=precision,
-        attention=AttentionConfig(implementation=MASKED),
-        packing=PackingConfig(mode=PackingMode.padded),
-        activation=ActivationConfig(checkpointing=Checkpointing.disabled),
         peft=PeftSettings(method=PeftMethod.lora),
         evaluation=EvaluationConfig(tasks=[], batch_size=None),
     )

@@ -5,7 +5,6 @@ Evaluations and chats both load here, so that they get the same answers.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,6 @@ from tunebook.config.choices import Compute, Generation, Weights
 from tunebook.config.schema import AttentionConfig, ModelConfig, PeftSettings, RunConfig
 from tunebook.errors import DoesNotFitError
 from tunebook.facts.attention import MASKED, WITHOUT_KERNEL
-from tunebook.hardware.detect import GIB
 from tunebook.model.adapters import is_adapter, with_adapter
 from tunebook.model.tokenizer import has_padding_token, load_tokenizer
 from tunebook.model.tokenizer_files import has_vocabulary
@@ -22,8 +20,6 @@ from tunebook.model.tokenizer_files import has_vocabulary
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-SHARE_FOR_COPIES = 0.5  # of the free memory after loading the weights; the rest is for a batch of requests
 
 
 def load_trained(
@@ -85,84 +81,59 @@ def load_padded_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 def load_to_answer(
     config: RunConfig, folder: Path | None, *, is_sharded: bool = False
-) -> tuple[Any, torch.dtype | None, str | None]:
-    """Load a model on its device; return it, the autocast format, and a note for the user, if any.
+) -> tuple[Any, torch.dtype | None]:
+    """Load a model on its device; return it and the autocast format.
 
     Raises: DoesNotFitError if the free memory of the GPUs is too small.
     """
     dtype = compute_dtype(config)
     if not uses_gpu(config):
-        return load_trained(config, folder).train(False), dtype, None
-    # Not through the host, whose memory may not hold one model per GPU.
-    model = load_trained(config, folder, is_sharded=True) if is_sharded else _load_on_gpu(config, folder)
-    refuse_offloading(model)
-    return model.train(False), dtype, choose_copies(model, dtype)
-
-
-def _load_on_gpu(config: RunConfig, folder: Path | None) -> Any:
+        return load_trained(config, folder).train(False), dtype
     import torch
 
     from tunebook.model.gpu_memory import is_out_of_memory
 
-    device = torch.device("cuda", torch.cuda.current_device())
     try:
-        model: Any = load_trained(config, folder, device=device)
-        # Quantized weights are there already, and cannot be moved.
-        return model if all(parameter.device == device for parameter in model.parameters()) else model.to(device)
+        if is_sharded:
+            model: Any = load_trained(config, folder, is_sharded=True)
+        else:
+            # Not through the host, whose memory may not hold one model per GPU. Quantized weights cannot be moved.
+            device = torch.device("cuda", torch.cuda.current_device())
+            model = load_trained(config, folder, device=device)
+            if any(parameter.device != device for parameter in model.parameters()):
+                model = model.to(device)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        free, whole = torch.cuda.mem_get_info(device)
-        raise DoesNotFitError(
-            f"the model's weights do not fit into a GPU of {whole / GIB:.1f} GiB with {free / GIB:.1f} GiB free; end "
-            "what else runs there (nvidia-smi lists it), or leave that GPU out by CUDA_VISIBLE_DEVICES",
-            problem_id="model-does-not-fit",
-        ) from error
+        raise _does_not_fit() from error
+    if {"cpu", "disk"} & {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}:
+        raise _does_not_fit()  # each batch would copy those layers again
+    if dtype is not None:
+        keep_converted(model, dtype)
+    return model.train(False), dtype
 
 
-def refuse_offloading(model: Any) -> None:
-    """Refuse a model with layers on the host, which every batch would copy again. Raises: DoesNotFitError."""
-    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
-    if places & {"cpu", "disk"}:
-        raise DoesNotFitError(
-            "the visible GPUs have too little free memory for the model: parts of it would stay on the host; end what "
-            "else runs there (nvidia-smi lists it), or use more GPUs",
-            problem_id="model-does-not-fit",
-        )
-
-
-def choose_copies(model: Any, compute_dtype: torch.dtype | None) -> str | None:
-    """Let autocast cache converted weights if they fit; return a note for the user if they do not.
-
-    torch caches only weights that require a gradient (`cached_cast` in aten/src/ATen/autocast_mode.cpp), even under
-    no_grad. The cache takes half as much memory as the fp32 weights. Without it each product converts its weights
-    again, so that generation is slow. The base of a merged adapter requires no gradient, so this function sets it for
-    all.
-    """
-    if compute_dtype is None:
-        return None
-    import torch
-
-    sizes: defaultdict[torch.device, int] = defaultdict(int)
-    converted = [parameter for parameter in model.parameters() if parameter.dtype is torch.float32]
-    for parameter in converted:
-        sizes[parameter.device] += parameter.numel() * compute_dtype.itemsize
-    is_kept = all(size <= SHARE_FOR_COPIES * _free_bytes(device) for device, size in sizes.items())
-    for parameter in converted:
-        parameter.requires_grad_(is_kept)
-    if is_kept:
-        return None
-    name = str(compute_dtype).removeprefix("torch.")
-    return (
-        f"{sum(sizes.values()) / GIB:.1f} GiB for a copy of its weights in {name} are not free, so each product "
-        "converts its own: slower, with the same results"
+def _does_not_fit() -> DoesNotFitError:
+    return DoesNotFitError(
+        "the visible GPUs have too little free memory for the model; end what else runs there (nvidia-smi lists it), "
+        "use more or larger GPUs, or compute on the CPU, slowly: put CUDA_VISIBLE_DEVICES= before the command",
+        problem_id="model-does-not-fit",
     )
 
 
-def _free_bytes(device: torch.device) -> float:
+def keep_converted(model: Any, compute_dtype: torch.dtype) -> None:
+    """Let autocast keep converted weights if they take less than half of the free memory; else each product converts.
+
+    torch keeps only weights that require a gradient (`cached_cast` in aten/src/ATen/autocast_mode.cpp), even under
+    no_grad, and the base of a merged adapter requires none. Without the copies generation is slow.
+    """
     import torch
 
-    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else float("inf")
+    converted = [parameter for parameter in model.parameters() if parameter.dtype is torch.float32]
+    num_bytes = sum(parameter.numel() for parameter in converted) * compute_dtype.itemsize
+    free_bytes = sum(torch.cuda.mem_get_info(gpu)[0] for gpu in {parameter.device for parameter in converted})
+    for parameter in converted:
+        parameter.requires_grad_(num_bytes <= free_bytes / 2)
 
 
 def _config_to_load(config: RunConfig, folder: Path | None) -> RunConfig:

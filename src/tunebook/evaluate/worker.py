@@ -9,7 +9,6 @@ training documents, and writes `contamination.json`.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -19,12 +18,9 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from tunebook.checkpoint.verify import MODEL_FOLDER, require_unchanged_model
-from tunebook.config.choices import Contamination
 from tunebook.config.frozen import load_config
-from tunebook.config.schema import CodeConfig, EvaluationConfig
 from tunebook.errors import DoesNotFitError, RequestError, TunebookError
 from tunebook.evaluate.code.judging import with_samples
 from tunebook.evaluate.evaluation import Evaluation, check_contamination, evaluate
@@ -53,30 +49,29 @@ def main(arguments: list[str] | None = None) -> int:
                 check_contamination(evaluation)
                 return 0
             placement = place(evaluation.config, evaluation.model, request.processes)
+        evaluation = replace(evaluation, placement=placement)
+        if placement.num_processes > 1:
+            return _evaluate_together(evaluation, started, log_file)
+        _evaluate(evaluation, started, log_file)
     except TunebookError as error:
         print(f"evaluation: {error.message}", file=sys.stderr)
         return error.exit_code
-    evaluation = replace(evaluation, placement=placement)
-    if placement.num_processes > 1:
-        return _evaluate_together(evaluation, started, log_file)
-    problem = _evaluate(evaluation, started, log_file)
-    if problem is not None:
-        print(f"evaluation: {problem.message}", file=sys.stderr)
-    return problem.exit_code if problem is not None else 0
+    return 0
 
 
-def _evaluate(evaluation: Evaluation, started: float, log_file: Path) -> TunebookError | None:
-    """Evaluate in this process; return what went wrong."""
+def _evaluate(evaluation: Evaluation, started: float, log_file: Path) -> None:
+    """Evaluate in this process. Raises: TunebookError."""
     try:
         with quiet_libraries(log_file):
             evaluate(evaluation, started)
-    except TunebookError as error:
-        return error
     except Exception as error:
         if not is_disk_full(error):
             raise
-        return full_disk_error(evaluation)
-    return None
+        raise DoesNotFitError(
+            f"a disk is full: that of {evaluation.folder}, TMPDIR or HF_HOME; free some space, then "
+            f"{resume_command(evaluation.run, evaluation.when)} uses the kept answers",
+            problem_id="disk-full",
+        ) from error
 
 
 def _evaluate_together(evaluation: Evaluation, started: float, log_file: Path) -> int:
@@ -111,8 +106,9 @@ def _evaluate_share(
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     # Processes wait for each other as long as the longest share takes.
     PartialState(cpu=not uses_gpu(evaluation.config), timeout=timedelta(weeks=4))
-    problem = _evaluate(replace(evaluation, process=process), started, log_file)
-    if problem is not None:
+    try:
+        _evaluate(replace(evaluation, process=process), started, log_file)
+    except TunebookError as problem:
         with suppress(FileExistsError), error_file.open("x") as file:  # the others often fail in the same way
             file.write(problem.message)
         sys.exit(problem.exit_code)
@@ -123,57 +119,29 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--run", type=Path, required=True, help="the run folder, with its run.yaml")
     parser.add_argument("--when", required=True, help="before, after, or a name for a later evaluation")
     parser.add_argument("--model", type=Path, help="a model folder; default: model/ of the run when --when after")
-    parser.add_argument("--evaluation", help="evaluation settings as JSON; default: the run's own")
-    parser.add_argument("--fresh", action="store_true", help="evaluate finished tasks once more")
+    parser.add_argument("--fresh", action="store_true", help="compute kept answers once more")
     parser.add_argument("--processes", type=int, help="that share the requests; default: one for each GPU")
     parser.add_argument("--allow-mismatch", action="append", default=[], choices=MISMATCHES, help="what may differ")
-    parser.add_argument("--config", type=Path, help="of a model that belongs to no run; default: run.yaml")
+    parser.add_argument("--config", type=Path, help="a configuration with other tasks, or of a model without a run")
     return parser.parse_args(arguments)
 
 
 def _evaluation_of(request: argparse.Namespace) -> Evaluation:
     run: Path = request.run.absolute()
     config = load_config(request.config or run / RUN_FILE)
-    if request.evaluation is not None:
-        config = replace(config, evaluation=_settings_of(json.loads(request.evaluation)))
     model: Path | None = request.model
     if model is None and request.when == AFTER:
         model = run / MODEL_FOLDER
         require_unchanged_model(run)
     if model is not None and not holds_model(model):
-        raise RequestError(
-            f"{model} has neither config.json nor adapter_config.json, so there is no model to "
-            "evaluate; name a model folder with --model",
-            problem_id="model-folder",
-        )
-    trained = origin_of(run) if request.config is None else None
-    if request.config is not None and model is not None:
-        trained = read_origin(model)
+        raise RequestError(f"there is no model in {model} to evaluate", problem_id="model-folder")
     return Evaluation(
         run=run,
         when=request.when,
         config=config,
         model=None if model is None else model.absolute(),
         tasks=[with_samples(resolve_task(task), config.evaluation.code) for task in config.evaluation.tasks],
-        trained=trained,
+        trained=origin_of(run) if (run / RUN_FILE).is_file() else read_origin(model) if model is not None else None,
         allowed=tuple(request.allow_mismatch),
         is_fresh=request.fresh,
-    )
-
-
-def _settings_of(found: dict[str, Any]) -> EvaluationConfig:
-    """Return the settings that `command.settings_as_json` wrote."""
-    found |= {"code": CodeConfig(**found["code"]), "contamination": Contamination[found["contamination"]]}
-    return EvaluationConfig(**found)
-
-
-def full_disk_error(evaluation: Evaluation) -> DoesNotFitError:
-    """Return the error for a full disk; libraries seldom report the file they were writing."""
-    from huggingface_hub import constants
-
-    again = resume_command(evaluation.run, evaluation.when)
-    return DoesNotFitError(
-        f"a disk is full, of {evaluation.folder}, {tempfile.gettempdir()} (TMPDIR) or {constants.HF_HOME} (HF_HOME); "
-        f"free some space or use another disk, then {again} reuses the finished tasks",
-        problem_id="disk-full",
     )

@@ -1,13 +1,13 @@
 """Shares of generated answers that show a damaged model, before and after training: empty, repeating, or endless.
 
-An answer repeats itself if it ends with one text at least four times, over 64 characters or more. It has no end if the
-limit of new tokens cut it off.
+An answer repeats itself if it ends with one text at least four times, over 64 characters or more. It has no end if it
+has nearly as many tokens as the limit of new tokens allows: special tokens are not in its text.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tunebook.data.conversation import REASONING_ENDS
@@ -19,15 +19,19 @@ FAULTS = {
 }
 WARNING_MARGIN = 0.05  # by which the share after training is above the share before, and by two standard errors
 _REPEATS, _SHORTEST_LOOP = 4, 64  # times, characters
+_NEARLY = 0.9  # of the limit of new tokens
 _SEARCHED = 4000  # last characters of an answer
 _EXCERPT = 200  # last characters of an example
 _Record = Mapping[str, Any]  # of an evaluation
 
 
 def find_faults(text: str, *, is_cut: bool) -> set[str]:
-    """Return the faults of one answer. `is_cut`: the limit of new tokens cut it off."""
-    is_empty = not REASONING_ENDS.split(text)[-1].strip()
-    found = {"empty": is_empty, "looping": _is_looping(text.rstrip()[-_SEARCHED:]), "endless": is_cut}
+    """Return the faults of one answer. `is_cut`: it reached the limit of new tokens."""
+    found = {
+        "empty": not REASONING_ENDS.split(text)[-1].strip(),
+        "looping": _is_looping(text.rstrip()[-_SEARCHED:]),
+        "endless": is_cut,
+    }
     return {fault for fault, is_found in found.items() if is_found}
 
 
@@ -39,7 +43,7 @@ def _is_looping(tail: str) -> bool:
     return False
 
 
-def count_faults(answers: Mapping[str, Iterable[Any]]) -> dict[str, dict[str, Any]]:
+def count_faults(answers: Mapping[str, Iterable[Any]], count_tokens: Callable[[str], int]) -> dict[str, dict[str, Any]]:
     """Count the faults of each task that generates text: `{task: {num_answers, empty, ..., examples}}`.
 
     `answers` are `evaluate.results.Answer`.
@@ -47,10 +51,10 @@ def count_faults(answers: Mapping[str, Iterable[Any]]) -> dict[str, dict[str, An
     counted: dict[str, dict[str, Any]] = {}
     for task, found in answers.items():
         for answer in found:
-            texts = [one for one in answer.responses if isinstance(one, str)]
-            for text, is_cut in zip(texts, answer.is_cut, strict=True):
+            for text in answer.responses if answer.max_new_tokens is not None else ():
                 counts = counted.setdefault(task, {"num_answers": 0, **dict.fromkeys(FAULTS, 0), "examples": {}})
                 counts["num_answers"] += 1
+                is_cut = count_tokens(text) >= _NEARLY * answer.max_new_tokens
                 for fault in find_faults(text, is_cut=is_cut):
                     counts[fault] += 1
                     counts["examples"].setdefault(fault, {"item": answer.item, "end": text[-_EXCERPT:]})

@@ -11,14 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lm_eval
 import pytest
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 from transformers import PreTrainedTokenizerBase
 
 from tunebook.evaluate.code.code_task import FOLDER
-from tunebook.evaluate.harness import HarnessSettings, load_tasks, run_task
-from tunebook.evaluate.task_files import Task, task_folder
+from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks, run_task
+from tunebook.evaluate.task_files import Task
 
 Answer = Callable[[dict[str, Any], int], Any]  # of a problem and the number of its sample
 
@@ -47,7 +48,7 @@ def harness_function() -> Callable[[str, str], Callable[..., Any]]:
     """One function of a task folder of the harness, by its name, without the import that executes programs."""
 
     def read(folder: str, name: str) -> Callable[..., Any]:
-        source = (task_folder() / folder / "utils.py").read_text()
+        source = (HARNESS_TASKS / folder / "utils.py").read_text()
         functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
         names: dict[str, Any] = {"re": re}
         exec(compile(ast.Module(body=functions, type_ignores=[]), folder, "exec"), names)
@@ -90,6 +91,9 @@ def small_problems() -> dict[str, dict[str, Any]]:
     return {problem["entry_point"]: problem for problem in map(json.loads, lines)}
 
 
+HARNESS_TASKS = Path(str(lm_eval.__file__)).parent / "tasks"
+
+
 class ToldModel(LM):  # type: ignore[misc]  # the harness has no type marker
     """Gives the answers that a function says, as often as it is asked for each problem."""
 
@@ -125,6 +129,13 @@ class ToldModel(LM):  # type: ignore[misc]  # the harness has no type marker
         raise NotImplementedError
 
 
+def requests_of(task: LoadedTask, settings: HarnessSettings) -> list[list[Any]]:
+    """What a model is asked: the number of each problem, the prompt, and how to generate."""
+    model = ToldModel(settings.tokenizer, lambda problem, number: "")
+    run_task(model, task, settings)
+    return [json.loads(text) for text in dict.fromkeys(json.dumps([one.doc_id, *one.args]) for one in model.requests)]
+
+
 @pytest.fixture
 def generate(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
@@ -137,7 +148,7 @@ def generate(
             items_folder=tmp_path, cache_folder=tmp_path / "cache",
         )  # fmt: skip
         results: dict[str, Any] = {}
-        for task in load_tasks(tasks, settings).tasks.values():
+        for task in load_tasks(tasks, settings)[0]:
             for key, value in run_task(ToldModel(tokenizer, answer), task, settings).items():
                 if isinstance(value, dict):
                     results.setdefault(key, {}).update(value)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tunebook.config.schema import CodeConfig
 from tunebook.errors import RequestError
 from tunebook.evaluate.code import judging
-from tunebook.evaluate.code.judging import MAX_PROGRAM_CHARS, estimate_pass_at_k, judge_programs, with_samples
+from tunebook.evaluate.code.judging import estimate_pass_at_k, judge_programs, with_samples
 from tunebook.evaluate.results import task_answers, task_scores
 from tunebook.evaluate.task_files import Task, read_task_file, resolve_task
 
@@ -54,9 +52,9 @@ def test_two_samples_of_five_problems(tmp_path: Path, generate: Generate) -> Non
     table = {
         "count_vowels": [RIGHT, RIGHT],
         "running_total": [RIGHT, WRONG],
-        "second_largest": [WRONG, None],
-        "is_palindrome": ["  \n", "#" * MAX_PROGRAM_CHARS],
-        "chunks": [b"return 1", RIGHT],
+        "second_largest": [WRONG, WRONG],
+        "is_palindrome": ["  \n", WRONG],
+        "chunks": [WRONG, RIGHT],
     }
     task = task_named("small_python", num_samples=2, temperature=0.8, pass_at_k=[1, 2])
     results = generate([task], told(table), limit=5)
@@ -67,8 +65,7 @@ def test_two_samples_of_five_problems(tmp_path: Path, generate: Generate) -> Non
     scores = record["tasks"]["small_python"]["pass_at_k"]
     assert scores["pass@1"] == {"value": pytest.approx(0.4), "stderr": pytest.approx((0.7 / 4 / 5) ** 0.5)}
     assert scores["pass@2"] == {"value": pytest.approx(0.6), "stderr": pytest.approx((1.2 / 4 / 5) ** 0.5)}
-    statuses = {"passed": 4, "failed": 2, "not_text": 2, "empty": 1, "too_long": 1}
-    assert record["tasks"]["small_python"]["statuses"] == statuses
+    assert record["tasks"]["small_python"]["statuses"] == {"passed": 4, "failed": 6}
     assert record["tasks"]["small_python"]["generation"]["temperature"] == 0.8
 
     score = task_scores(results)["small_python"]
@@ -83,18 +80,17 @@ def test_two_samples_of_five_problems(tmp_path: Path, generate: Generate) -> Non
 
 def test_the_samples_say_what_became_of_each(tmp_path: Path, generate: Generate) -> None:
     loud = "    print('one')\n    print('two')\n    raise OSError('three')\n"
-    table = {"count_vowels": [RIGHT], "running_total": [loud], "second_largest": [None]}
+    table = {"count_vowels": [RIGHT], "running_total": [loud]}
     task = task_named("small_python")
     file = tmp_path / "programs.jsonl"
-    record = judge(generate([task], told(table), limit=3), [task], file)
-    right, wrong, none = read_lines(file)
+    record = judge(generate([task], told(table), limit=2), [task], file)
+    right, wrong = read_lines(file)
     assert (right["status"], right["message"], right["number"]) == ("passed", "", 0)
     assert right["program"].endswith('return sum(letter in "aeiou" for letter in text.lower())\n')
     assert right["test"].endswith("check(count_vowels)")
     assert (wrong["status"], wrong["last_lines"]) == ("failed", ["one", "two"])
     assert wrong["message"].startswith("OSError: three (program, line 8)")
-    assert (none["status"], none["program"], none["seconds"]) == ("not_text", None, None)
-    assert [line["problem"] for line in (right, wrong, none)] == [f"small_python/{number}" for number in range(3)]
+    assert [line["problem"] for line in (right, wrong)] == ["small_python/0", "small_python/1"]
     assert record["samples"] == "programs.jsonl"
     assert record["execution"]["limits"]["memory_bytes"] == 512 << 20
     assert record["execution"]["backend"] == "bubblewrap"
@@ -129,7 +125,7 @@ def test_mbpp_on_local_data(tmp_path: Path, generate: Generate, mbpp: Path) -> N
         11: "def double(n):\n  return n + n\n```\nThis doubles.",
         12: "\ndef join(words, sign):\n  return sign.join(words)",  # the block does not end
     }
-    in_harness = {"mbpp": {"failed": 1, "passed": 1}, "mbpp_instruct": {"failed": 1, "empty": 1}}  # it drops a `def`
+    in_harness = {"mbpp": {"failed": 1, "passed": 1}, "mbpp_instruct": {"failed": 2}}  # it drops a `def`
     for name, expected in {**in_harness, "mbpp_fenced": {"passed": 2}}.items():
         file = tmp_path / f"{name}.yaml"
         local = {"dataset_path": "json", "dataset_name": None, "test_split": "test"}
@@ -160,26 +156,6 @@ def test_the_samples_are_written_before_anything_is_executed(
     assert line["status"] is None and line["program"].startswith("def count_vowels")
 
 
-def test_without_programs_nothing_is_done(tmp_path: Path) -> None:
-    task = resolve_task("book:recipes/quickstart/tasks/quickstart.yaml")
-    file = tmp_path / "programs.jsonl"
-    assert judge_programs({}, [task, Task(name="gsm8k")], file, say=print) is None
-    assert not file.exists()
-
-
-def test_how_far_it_is_and_how_it_ended_is_said(
-    tmp_path: Path, generate: Generate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(judging, "SAY_EVERY_S", 0.0)
-    task = task_named("small_python")
-    results = generate([task], told({"count_vowels": [RIGHT], "running_total": [WRONG]}), limit=2)
-    said: list[str] = []
-    judge_programs(results, [task], tmp_path / "p.jsonl", say=said.append)
-    assert said[0].startswith("2 programs are executed ")
-    assert said[1:3] == ["1 of 2 programs executed", "2 of 2 programs executed"]
-    assert said[3].startswith("of 2 samples: 1 passed, 1 failed; ")
-
-
 @pytest.mark.parametrize(
     ("num_samples", "num_right", "k", "by_hand"),
     [
@@ -192,14 +168,3 @@ def test_how_far_it_is_and_how_it_ended_is_said(
 )
 def test_pass_at_k_of_one_problem(num_samples: int, num_right: int, k: int, by_hand: float) -> None:
     assert estimate_pass_at_k(num_samples, num_right, k) == pytest.approx(by_hand, abs=1e-15)
-
-
-def test_pass_at_k_is_code_evals_for_every_small_case() -> None:
-    for n in range(1, 21):
-        for c in range(n + 1):
-            for k in range(1, n + 1):
-                # code_eval at evaluate 0.4: `estimate_pass_at_k.estimator`
-                code_eval = 1.0 if n - c < k else 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
-                exact = 1 - math.comb(n - c, k) / math.comb(n, k)
-                assert estimate_pass_at_k(n, c, k) == pytest.approx(code_eval, rel=1e-12, abs=1e-15)
-                assert estimate_pass_at_k(n, c, k) == pytest.approx(exact, rel=1e-12, abs=1e-15)

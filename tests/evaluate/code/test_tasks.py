@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 from transformers import PreTrainedTokenizerBase
 
-from tunebook.errors import RequestError
+from tests.evaluate.code.conftest import HARNESS_TASKS, requests_of
 from tunebook.evaluate.code.code_task import FOLDER, book_task_files
 from tunebook.evaluate.harness import HarnessSettings, LoadedTask, load_tasks
-from tunebook.evaluate.task_files import Task, read_task_config, read_task_file, resolve_task, task_folder
-from tunebook.evaluate.task_runs import requests_of
+from tunebook.evaluate.task_files import Task, read_task_file, resolve_task
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 HarnessFunction = Callable[[str, str], Callable[..., Any]]
@@ -43,21 +43,20 @@ def settings_of(tokenizer: PreTrainedTokenizerBase, folder: Path) -> HarnessSett
 def harness_task(name: str, data: dict[str, Any], harness_function: HarnessFunction) -> LoadedTask:
     """The harness' own task, without its scoring, which is what executes programs."""
     folder = name.partition("_")[0]
-    config = read_task_config(task_folder() / folder / f"{name}.yaml")
+    config: dict[str, Any] = load_yaml(HARNESS_TASKS / folder / f"{name}.yaml", resolve_func=False)
     if config.get("fewshot_config"):
         config["fewshot_config"]["samples"] = harness_function(folder, "list_fewshot_samples")
     config.pop("filter_list", None)
     config.pop("unsafe_code")
     spec = config | data | {"metric_list": NOTHING_SCORED}
-    [task] = TaskManager(include_defaults=False).load([spec])["tasks"].values()
-    return LoadedTask(name=name, task=task, source=Task(name=name), source_sha256=None)
+    return LoadedTask(source=Task(name=name), found=dict(TaskManager(include_defaults=False).load([spec])))
 
 
 def own_task(name: str, data: dict[str, Any], settings: HarnessSettings, folder: Path) -> LoadedTask:
     """The shipped task, as a user's file that includes it and names other data."""
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps({"include": str(book_task_files()[name]), **data}))
-    [task] = load_tasks([read_task_file(file)], settings).tasks.values()
+    [task], _ = load_tasks([read_task_file(file)], settings)
     return task
 
 
@@ -74,13 +73,14 @@ def test_the_model_is_asked_what_the_harness_asks(
     own, theirs = own_task(name, data, settings, tmp_path), harness_task(name, data, harness_function)
     asked = requests_of(own, settings)
     assert asked == requests_of(theirs, settings)  # prompts, stops, lengths, sampling
-    assert len(asked) == 2 and len(asked[0][2]) == 1
+    assert len(asked) == 2
+    [mine], [other] = own.found["tasks"].values(), theirs.found["tasks"].values()
     for key in ("repeats", "num_fewshot", "doc_to_target"):
-        assert own.task.get_config(key) == theirs.task.get_config(key), key
-    assert theirs.task.VERSION == own.task.VERSION
-    problem = own.task.eval_docs[0]
-    assert own.task.doc_to_target(problem) == theirs.task.doc_to_target(problem)
-    prompt = asked[0][2][0][0]
+        assert mine.get_config(key) == other.get_config(key), key
+    assert other.VERSION == mine.VERSION
+    problem = mine.eval_docs[0]
+    assert mine.doc_to_target(problem) == other.doc_to_target(problem)
+    prompt = asked[0][1]
     assert ("<|im_start|>user\n" in prompt) is has_template
     assert prompt.count("[DONE]") == (3 if name == "mbpp" else 0)
 
@@ -104,20 +104,20 @@ def test_problems_of_a_file_are_asked_as_those_of_the_hub(
     file = tmp_path / "problems.jsonl.gz"
     file.write_bytes(gzip.compress((FOLDER / "small_python.jsonl").read_bytes()))
     expected = own_task("humaneval", local_data("humaneval", tmp_path, mbpp), settings, tmp_path)
-    [task] = load_tasks([resolve_task(f"humaneval@{file}")], settings).tasks.values()
+    [task], _ = load_tasks([resolve_task(f"humaneval@{file}")], settings)
     assert task.source.code is not None and requests_of(task, settings) == requests_of(expected, settings)
 
 
 def test_a_file_without_the_fields_of_the_task_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     file = tmp_path / "problems.jsonl"
     file.write_text('{"question": "1 + 1"}\n')
-    with pytest.raises(RequestError, match="task humaneval: 'prompt' is undefined"):
-        load_tasks([resolve_task(f"humaneval@{file}")], settings_of(tokenizer, tmp_path))
+    _, missing = load_tasks([resolve_task(f"humaneval@{file}")], settings_of(tokenizer, tmp_path))
+    assert "task humaneval: 'prompt' is undefined" in missing["humaneval"].message
 
 
 def test_no_shipped_task_executes_or_imports_anything() -> None:
     for file in book_task_files().values():
-        config = read_task_config(file)
+        config = load_yaml(file)
         assert "!function" not in file.read_text()
         assert config["metric_list"] == NOTHING_SCORED
         assert "unsafe_code" not in config
@@ -130,7 +130,7 @@ def test_the_shipped_problems_are_in_humanevals_format(small_problems: dict[str,
     keys = Counter(key for problem in small_problems.values() for key in problem)
     assert keys == dict.fromkeys(("task_id", "prompt", "entry_point", "canonical_solution", "test"), 24)
     assert [problem["task_id"] for problem in small_problems.values()] == [f"small_python/{n}" for n in range(24)]
-    stops = read_task_config(book_task_files()["small_python"])["generation_kwargs"]["until"]
+    stops = load_yaml(book_task_files()["small_python"])["generation_kwargs"]["until"]
     for name, problem in small_problems.items():
         assert f"def {name}(" in problem["prompt"] and problem["prompt"].endswith('"""\n')
         assert not any(stop in problem["canonical_solution"] for stop in stops)

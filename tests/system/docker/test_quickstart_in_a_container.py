@@ -83,7 +83,7 @@ def test_compose_evaluates_the_newest_finished_run_and_trains(trained, checkout,
     evaluated = in_checkout("docker", "compose", "run", "--rm", "eval", "--limit", "8", timeout_s=600)
     assert evaluated.returncode == 0, evaluated.stdout[-4000:]
     assert len(list((folder / "evaluation").glob("eval-*[Z0-9].json"))) == 1
-    words = ("docker", "compose", "run", "--rm", "eval", f"run={folder}", "suite=quick", "--limit", "8")
+    words = ("docker", "compose", "run", "--rm", "eval", f"run={folder}", "suite=quickstart", "--limit", "8")
     again = in_checkout(*words, timeout_s=600)
     assert again.returncode == 0, again.stdout[-4000:]
     done = in_checkout("docker", "compose", "run", "--rm", "train", "quickstart", *SHORT, timeout_s=600)

@@ -12,6 +12,7 @@ sampling, as in the harness. The settings of `evaluation.code` replace them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -24,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tunebook.config.interpolation import to_object
 from tunebook.config.ranges import demand as demand_of
 from tunebook.config.schema import CodeConfig, EvaluationConfig
-from tunebook.errors import RequestError, did_you_mean, first_line
+from tunebook.errors import RequestError, first_line
 
 FOLDER = Path(__file__).parent / "tasks"
 PREFIX = "evaluation.code."
@@ -85,45 +86,37 @@ def book_task_files() -> dict[str, Path]:
 
 def read_code_task(file: Path, config: Mapping[str, Any]) -> CodeTask | None:
     """Read a code task's settings; None for another kind of task. Raises: RequestError for an invalid one."""
-    metadata = config.get("metadata")
-    settings = metadata.get("code") if isinstance(metadata, dict) else None
+    settings = (config.get("metadata") or {}).get("code")
     if settings is None:
         return None
-    if not isinstance(settings, dict) or not settings.keys() <= set(_KEYS):
-        raise _wrong(file, "metadata.code", settings, f"a mapping with keys of {', '.join(_KEYS)}")
-    program, ks = settings.get("program"), settings.get("pass_at_k", [1])
-    time_limit_s = settings.get("time_limit_s", TIME_LIMIT_S)
-    repeats, generation = config.get("repeats", 1), config.get("generation_kwargs") or {}
-    kind = config.get("output_type", "generate_until")
-    problems = (file.parent / str(settings["problems"])).resolve() if "problems" in settings else None
-    is_time = type(time_limit_s) in (int, float) and 0 < time_limit_s < float("inf")
-    for is_right, key, value, demand in (
-        (program in BUILDERS, "metadata.code.program", program, f"one of {', '.join(BUILDERS)}"),
-        (_are_counts(ks), "metadata.code.pass_at_k", ks, "a list of whole numbers above 0, such as [1, 10]"),
-        (is_time, "metadata.code.time_limit_s", time_limit_s, "a number of seconds above 0, such as 3.0"),
-        (problems is None or problems.is_file(), "metadata.code.problems", str(problems), "a file that exists"),
-        (_are_counts([repeats]), "repeats", repeats, "the number of samples of each problem, such as 1"),
-        (isinstance(generation, dict), "generation_kwargs", generation, "a mapping, such as {max_gen_toks: 512}"),
-        (kind == "generate_until", "output_type", kind, "generate_until, because metadata.code asks for programs"),
-    ):
-        if not is_right:
-            raise _wrong(file, key, value, demand)
-    return CodeTask(
-        program=str(program),
-        pass_at_k=tuple(ks),
-        time_limit_s=float(time_limit_s),
-        num_samples=repeats,
-        generation=dict(generation),
-        problems=problems,
-    )
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and bool(values) and all(type(value) is int and value > 0 for value in values)
-
-
-def _wrong(file: Path, key: str, value: Any, demand: str) -> RequestError:
-    return RequestError(f"{file}: {key} is {value!r}; it must be {demand}", problem_id="task-file")
+    try:
+        task = CodeTask(
+            program=settings["program"],
+            pass_at_k=tuple(settings.get("pass_at_k", [1])),
+            time_limit_s=float(settings.get("time_limit_s", TIME_LIMIT_S)),
+            num_samples=config.get("repeats", 1),
+            generation=dict(config.get("generation_kwargs") or {}),
+            problems=(file.parent / settings["problems"]).resolve() if "problems" in settings else None,
+        )
+        is_right = (
+            settings.keys() <= set(_KEYS)
+            and task.program in BUILDERS
+            and min(task.pass_at_k) > 0
+            and 0 < task.time_limit_s < math.inf
+            and task.num_samples > 0
+            and (task.problems is None or task.problems.is_file())
+            and config.get("output_type", "generate_until") == "generate_until"
+        )
+    except (KeyError, TypeError, ValueError, AttributeError):
+        is_right = False
+    if not is_right:
+        raise RequestError(
+            f"{file}: metadata.code is {settings!r}. It takes program ({', '.join(BUILDERS)}), pass_at_k (numbers from "
+            "1), time_limit_s and problems (a file that exists). output_type must be generate_until, repeats a number "
+            "from 1, generation_kwargs a mapping",
+            problem_id="task-file",
+        )
+    return task
 
 
 def with_choice(name: str, task: CodeTask, choice: CodeConfig) -> CodeTask:
@@ -137,61 +130,35 @@ def with_choice(name: str, task: CodeTask, choice: CodeConfig) -> CodeTask:
         generation |= {"temperature": choice.temperature} if choice.temperature > 0 else {}
     if choice.top_p is not None:
         generation["top_p"] = choice.top_p
-    chosen = replace(
-        task,
-        num_samples=choice.num_samples or task.num_samples,
-        pass_at_k=tuple(choice.pass_at_k or task.pass_at_k),
-        generation=generation,
-    )
-    _check_sampling(name, chosen)
-    return chosen
-
-
-def _check_sampling(name: str, task: CodeTask) -> None:
-    impossible = [k for k in task.pass_at_k if not 1 <= k <= task.num_samples]
-    if impossible:
+    num_samples, pass_at_k = choice.num_samples or task.num_samples, tuple(choice.pass_at_k or task.pass_at_k)
+    if impossible := [k for k in pass_at_k if not 1 <= k <= num_samples]:
         raise RequestError(
-            f"{name}: pass@{impossible[-1]} cannot be estimated: it needs that many samples of each problem, and the "
-            f"number of samples is {task.num_samples}; try evaluation.code.num_samples={max(1, *impossible)}, or "
-            "evaluation.code.pass_at_k=[1]",
+            f"{name}: pass@{impossible[-1]} needs that many samples of each problem, and there are {num_samples}; try "
+            f"{PREFIX}num_samples={max(1, *impossible)}, or {PREFIX}pass_at_k=[1]",
             problem_id="too-few-samples",
         )
-    if not task.generation.get("do_sample") and (task.num_samples > 1 or "top_p" in task.generation):
+    if not generation.get("do_sample") and (num_samples > 1 or "top_p" in generation):
         raise RequestError(
-            f"{name}: at temperature 0, all samples of a problem are equal, and evaluation.code.top_p changes nothing; "
-            "try evaluation.code.temperature=0.8, or leave out evaluation.code.num_samples and evaluation.code.top_p",
+            f"{name}: at temperature 0, all samples of a problem are equal, and {PREFIX}top_p changes nothing; try "
+            f"{PREFIX}temperature=0.8, or leave out {PREFIX}num_samples and {PREFIX}top_p",
             problem_id="code-sampling",
         )
+    return replace(task, num_samples=num_samples, pass_at_k=pass_at_k, generation=generation)
 
 
 def apply_overrides(evaluation: EvaluationConfig, overrides: Sequence[str]) -> EvaluationConfig:
     """Apply overrides like `evaluation.code.num_samples=20`. Raises: RequestError for an invalid one."""
-    code: Any = evaluation.code
-    known = {f"{PREFIX}{setting.name}": setting for setting in fields(CodeConfig)}
-    for override in overrides:
-        key, _, text = override.partition("=")
-        if key not in known:
-            raise RequestError(
-                f"there is no setting '{key}' here.{did_you_mean(key, known)} About programs: {', '.join(known)}",
-                problem_id="unknown-key",
-            )
-        name = known[key].name
-        try:
-            code = to_object(OmegaConf.merge(OmegaConf.structured(code), OmegaConf.from_dotlist([f"{name}={text}"])))
-        except OmegaConfBaseException as error:
-            raise RequestError(f"{override} cannot be read: {first_line(error)}", problem_id="unknown-key") from error
-        value = getattr(code, name)
-        if isinstance(value, int | float) and (demand := demand_of(known[key], value)):
-            raise RequestError(f"{override}: it must be {demand}, or left out", problem_id="unknown-key")
-    return replace(evaluation, code=code)
-
-
-def check_context(name: str, code: CodeTask, *, max_gen_toks: int, max_length: int) -> None:
-    """Refuse programs longer than the model's context: the harness would fail an assertion. Raises: RequestError."""
-    longest = code.generation.get("max_gen_toks", max_gen_toks)
-    if longest >= max_length:
+    words = OmegaConf.from_dotlist([override.removeprefix(PREFIX) for override in overrides])
+    try:
+        code: Any = to_object(OmegaConf.merge(OmegaConf.structured(evaluation.code), words))
+    except OmegaConfBaseException as error:
+        known = ", ".join(setting.name for setting in fields(CodeConfig))
         raise RequestError(
-            f"{name} allows a program {longest} tokens, and the whole context of this model, with the problem in it, "
-            f"is {max_length}; try {PREFIX}max_new_tokens={max(max_length // 2, 1)}",
-            problem_id="code-context",
-        )
+            f"{' '.join(overrides)} cannot be read: {first_line(error)}; the keys of {PREFIX} are {known}",
+            problem_id="unknown-key",
+        ) from error
+    for setting in fields(CodeConfig):
+        value = getattr(code, setting.name)
+        if isinstance(value, int | float) and (demand := demand_of(setting, value)):
+            raise RequestError(f"{PREFIX}{setting.name}={value}: it must be {demand}", problem_id="unknown-key")
+    return replace(evaluation, code=code)

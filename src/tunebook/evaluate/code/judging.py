@@ -29,7 +29,6 @@ from tunebook.evaluate.task_files import Task, resolve_task
 from tunebook.files import atomic_write_text
 
 SAY_EVERY_S = 5.0
-MAX_PROGRAM_CHARS = 200_000  # a hundred times the longest answers
 
 
 def check_code(evaluation: EvaluationConfig, tasks: Iterable[str]) -> None:
@@ -55,12 +54,11 @@ class Sample:
     task: str
     problem: str
     number: int  # index among this problem's samples, from 0
-    answer: Any  # text, unless something went wrong
-    program: str | None  # None: there is none to execute
+    answer: str
+    program: str
     test: str
     time_limit_s: float
-    # The sandbox's `Status`, or why it is not executed: not_text, empty, too_long; None: not executed yet
-    status: str | None = None
+    status: str | None = None  # the sandbox's `Status`; None: not executed yet
     message: str = ""
     last_lines: list[str] = field(default_factory=list)  # of the program's output
     seconds: float | None = None
@@ -94,17 +92,19 @@ def judge_programs(
 
 def _execute(samples: Sequence[Sample], say: Callable[[str], None]) -> dict[str, Any]:
     """Execute every program; return which sandbox did, its limits and the time."""
-    waiting = [(sample, sample.program) for sample in samples if sample.program is not None]
     programs = [
         Program(
-            id=f"{one.task}/{one.problem}/{one.number}", source=source, test=one.test, time_limit_s=one.time_limit_s
+            id=f"{one.task}/{one.problem}/{one.number}",
+            source=one.program,
+            test=one.test,
+            time_limit_s=one.time_limit_s,
         )
-        for one, source in waiting
+        for one in samples
     ]
     started = reported = time.monotonic()
     sandbox = open_sandbox()
     say(f"{len(programs)} programs are executed in the sandbox: {sandbox.name}")
-    for num_done, ((sample, _), outcome) in enumerate(zip(waiting, run_programs(programs, sandbox), strict=True), 1):
+    for num_done, (sample, outcome) in enumerate(zip(samples, run_programs(programs, sandbox), strict=True), 1):
         sample.status, sample.message = outcome.status.value, outcome.message
         sample.last_lines, sample.seconds = outcome.last_lines, outcome.seconds
         if time.monotonic() - reported >= SAY_EVERY_S:
@@ -134,9 +134,7 @@ def _estimate(problem: Sequence[Sample], k: int) -> float:
 
 def estimate_pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     """Return the unbiased estimator 1 - C(n - c, k) / C(n, k) for one problem."""
-    if num_samples - num_right < k:
-        return 1.0
-    return 1.0 - math.prod(1.0 - k / n for n in range(num_samples - num_right + 1, num_samples + 1))
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
 def _put_scores(
@@ -149,60 +147,43 @@ def _put_scores(
         metrics.pop(key, None)
     for metric, found in scores.items():
         metrics[f"{metric},{filter_name}"] = found["value"]
-        metrics[f"{metric}_stderr,{filter_name}"] = "N/A" if found["stderr"] is None else found["stderr"]
+        metrics[f"{metric}_stderr,{filter_name}"] = found["stderr"]
     listed = [{"metric": metric, "higher_is_better": True} for metric in scores]
     results["configs"][name] = {**results["configs"][name], "metric_list": listed}
     results["higher_is_better"][name] = dict.fromkeys(scores, True)
     for document, samples in zip(results["samples"][name], problems, strict=True):
         document |= {metric: _estimate(samples, int(metric.partition("@")[2])) for metric in scores}
-        document["metrics"] = list(scores)
-        document["filtered_resps"] = [_shown(samples[0])]
-
-
-def _shown(sample: Sample) -> str:
-    """Return the displayed answer: the program and its outcome."""
-    ended = sample.message or str(sample.status)
-    return sample.program if sample.is_passed and sample.program else f"{sample.program or ''}\n# {ended}".strip()
+        first = samples[0]  # shown with its outcome
+        document["filtered_resps"] = [
+            first.program if first.is_passed else f"{first.program}\n# {first.message or first.status}"
+        ]
 
 
 def collect_samples(task: str, code: CodeTask, documents: Sequence[Mapping[str, Any]]) -> list[list[Sample]]:
     """Collect the samples of each problem from the harness' log of a task, in its order."""
     return [
-        [_sample(task, code, document, number, answer) for number, answer in enumerate(document["resps"][0])]
+        [
+            Sample(
+                task=task,
+                problem=str(document["doc"].get("task_id", document["doc_id"])),
+                number=number,
+                answer=answer,
+                program=BUILDERS[code.program](document["doc"], answer),
+                test=str(document["target"]),
+                time_limit_s=code.time_limit_s,
+            )
+            for number, answer in enumerate(document["resps"][0])
+        ]
         for document in documents
     ]
 
 
 def write_samples(samples: Iterable[Sample], file: Path) -> None:
-    """Write samples as JSONL, in ASCII, because an answer may hold lone surrogates or not be text."""
-    lines = [json.dumps(asdict(sample), default=repr) for sample in samples]
+    """Write samples as JSONL, in ASCII, because an answer may hold lone surrogates."""
+    lines = [json.dumps(asdict(sample)) for sample in samples]
     atomic_write_text(file, "\n".join([*lines, ""]))
 
 
 def count_statuses(samples: Iterable[Sample]) -> dict[str, int]:
     """Count the samples with each status, the most frequent first."""
     return dict(Counter(str(sample.status) for sample in samples).most_common())
-
-
-def _sample(task: str, code: CodeTask, document: Mapping[str, Any], number: int, answer: Any) -> Sample:
-    problem = document["doc"]
-    status, message, program = None, "", None
-    if not isinstance(answer, str):
-        status, message = "not_text", f"the answer is {type(answer).__name__}, not text"
-    else:
-        program = BUILDERS[code.program](problem, answer)
-        if not answer.strip() or not program.strip():
-            status, message = "empty", "the answer holds no program"
-        elif len(program) > MAX_PROGRAM_CHARS:
-            status, message = "too_long", f"{len(program)} characters, and {MAX_PROGRAM_CHARS} are the most"
-    return Sample(
-        task=task,
-        problem=str(problem.get("task_id", document["doc_id"])),
-        number=number,
-        answer=answer,
-        program=program if status is None else None,
-        test=str(document["target"]),
-        time_limit_s=code.time_limit_s,
-        status=status,
-        message=message,
-    )

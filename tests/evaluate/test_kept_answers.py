@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tunebook.config.frozen import load_config
-from tunebook.evaluate import evaluation, harness, resume, task_runs, worker
-from tunebook.evaluate.command import settings_as_json
+from tunebook.config.frozen import config_to_yaml, load_config
+from tunebook.evaluate import worker
+from tunebook.evaluate.request_model import RequestModel
 
 pytestmark = pytest.mark.usefixtures("quiet_harness")
 
@@ -46,16 +46,16 @@ def answers(run: Path, when: str = "before") -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the tasks that the harness was given to run."""
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the tasks whose requests a model has answered."""
     names: list[str] = []
-    original = task_runs.run_task
+    original = RequestModel._compute
 
-    def run_task(model: Any, loaded: Any, settings: Any) -> Any:
-        names.append(loaded.name)
-        return original(model, loaded, settings)
+    def compute(self: RequestModel, kind: str, requests: Any) -> list[Any]:
+        names.append(requests[0].task_name)
+        return original(self, kind, requests)
 
-    monkeypatch.setattr(task_runs, "run_task", run_task)
+    monkeypatch.setattr(RequestModel, "_compute", compute)
     return names
 
 
@@ -74,46 +74,35 @@ def test_every_kind_of_request_is_scored_as_by_hand(task_file: TaskFile, known_r
     assert by_item["next_word", 1]["responses"] == pytest.approx([-1.386294], rel=1e-5)
 
 
-def test_finished_tasks_are_taken_by_the_next_evaluation_of_the_same(
-    task_file: TaskFile, known_run: KnownRun, ran: list[str], capfd: pytest.CaptureFixture[str]
+def test_kept_answers_are_used_by_the_next_evaluation(
+    task_file: TaskFile, known_run: KnownRun, computed: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    files = [task_file(name) for name in ("choice", "continuation")]
-    assert evaluate(known_run(files[:1])) == 0
+    files = [task_file(name) for name in BY_HAND]
+    assert evaluate(known_run(files[:2])) == 0
     run = known_run(files)
     assert evaluate(run, when="again") == 0
-    assert ran == ["choice", "continuation"]
-    said = capfd.readouterr().err
-    assert "evaluation again: 1 of 2 tasks taken from an evaluation of the same model and request" in said
-    assert ": choice; --fresh evaluates again" in said
-    taken = record(run, "again")
-    assert list(taken["taken"]) == ["choice"]
-    assert scores(run, "again") == {**scores(run), "continuation": ("exact_match", 0.75)}
-    assert [answer for answer in answers(run, "again") if answer["task"] == "choice"] == answers(run)
+    assert computed == list(BY_HAND)
+    assert "kept answers were used for next_word, choice; --fresh" in capfd.readouterr().err
+    assert record(run, "again")["reused"] == ["next_word", "choice"]
+    assert evaluate(run, when="once_more") == 0
+    assert computed == list(BY_HAND)
+    assert scores(run, "once_more") == scores(run, "again")
+    assert answers(run, "once_more") == answers(run, "again")
+    assert evaluate(run, "--fresh", when="fresh") == 0
+    assert len(computed) == 8
+    assert answers(run, "fresh") == answers(run, "again")
 
 
-def test_an_evaluation_of_which_everything_is_there_loads_no_model(
-    task_file: TaskFile, known_run: KnownRun, ran: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_of_a_batch_decides_no_answer(task_file: TaskFile, known_run: KnownRun, computed: list[str]) -> None:
     run = known_run([task_file("choice")])
-    assert evaluate(run) == 0
-    first = record(run)
-    monkeypatch.setattr("tunebook.evaluate.evaluation.load_to_answer", lambda *_, **__: pytest.fail("it was loaded"))
-    assert evaluate(run) == 0
-    assert ran == ["choice"]
-    again = record(run)
-    assert again["taken"]
-    assert {**again, "seconds": 0, "taken": {}} == {**first, "seconds": 0}
-
-
-def test_another_request_is_evaluated(task_file: TaskFile, known_run: KnownRun, ran: list[str]) -> None:
-    run = known_run([task_file("choice")])
-    own = load_config(run / "run.yaml").evaluation
-    changed = [replace(own, **change) for change in ({"limit": 2}, {"num_fewshot": 1}, {"batch_size": 1})]
+    config = load_config(run / "run.yaml")
     counts = []
-    for words in [(), ("--fresh",), *(("--evaluation", settings_as_json(settings)) for settings in changed)]:
-        assert evaluate(run, *words) == 0
-        counts.append(len(ran))
-    assert counts == [1, 2, 3, 4, 4]  # the size of a batch decides nothing
+    for change in ({}, {"batch_size": 1}, {"limit": 2}, {"num_fewshot": 1}):
+        changed = replace(config, evaluation=replace(config.evaluation, **change))
+        (run / "run.yaml").write_text(config_to_yaml(changed))
+        assert evaluate(run) == 0
+        counts.append(len(computed))
+    assert counts == [1, 1, 2, 3]
 
 
 def change_data(run: Path) -> None:
@@ -121,18 +110,9 @@ def change_data(run: Path) -> None:
     file.write_text(file.read_text().replace('"text": "c"', '"text": "d"'))
 
 
-def change_answers(run: Path) -> None:
-    file = run.parent / "tasks" / "choice.jsonl"
-    file.write_text(file.read_text().replace('"right": 2', '"right": 1'))
-
-
 def change_task(run: Path) -> None:
     file = run.parent / "tasks" / "choice.yaml"
     file.write_text(file.read_text().replace("{{text}}", "{{text}} a"))
-
-
-def change_functions(run: Path) -> None:
-    (run.parent / "tasks" / "functions.py").write_text("CHANGED = True\n")
 
 
 def change_weights(run: Path) -> None:
@@ -155,43 +135,19 @@ def change_tokenizer(run: Path) -> None:
     file.write_text(json.dumps({**settings, "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}))
 
 
-def newest_part(run: Path) -> Path:
-    return max((run / "evaluation" / "parts").iterdir(), key=lambda file: file.stat().st_mtime_ns)
-
-
-def damage(run: Path) -> None:
-    file = newest_part(run)
-    file.write_text(file.read_text().replace('"item": 1', '"item": 2'))
-
-
-def cut_off(run: Path) -> None:
-    file = newest_part(run)
-    file.write_text(file.read_text()[:100])
-
-
-CHANGES = (
-    change_data, change_answers, change_task, change_functions, change_weights, change_settings, change_tokenizer,
-    damage, cut_off,
-)  # fmt: skip
-
-
-def test_what_decides_a_result_makes_it_be_evaluated_again(
-    task_file: TaskFile, known_run: KnownRun, ran: list[str], capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("change", [change_data, change_task, change_weights, change_settings, change_tokenizer])
+def test_what_decides_an_answer_has_it_computed_again(
+    task_file: TaskFile, known_run: KnownRun, computed: list[str], change: Callable[[Path], None]
 ) -> None:
     run = known_run([task_file("choice")])
     assert evaluate(run) == 0
-    for number, change in enumerate(CHANGES):
-        change(run)
-        capfd.readouterr()
-        assert evaluate(run) == 0
-        assert len(ran) == 2 + number, change.__name__
-        assert ("is damaged (" in capfd.readouterr().err) == (change in (damage, cut_off)), change.__name__
+    change(run)
     assert evaluate(run) == 0
-    assert len(ran) == 1 + len(CHANGES)
+    assert len(computed) == 2
 
 
 def test_a_failing_task_costs_no_other(
-    task_file: TaskFile, known_run: KnownRun, ran: list[str], capfd: pytest.CaptureFixture[str]
+    task_file: TaskFile, known_run: KnownRun, computed: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     broken = task_file("choice")
     broken.write_text(broken.read_text() + "process_results: !function scoring.score\n")
@@ -199,74 +155,54 @@ def test_a_failing_task_costs_no_other(
     scoring.write_text("def score(doc, results):\n    raise ValueError('no score for this')\n")
     run = known_run([task_file("next_word"), broken, task_file("continuation")])
     assert evaluate(run) == 1
-    assert ran == ["next_word", "choice", "continuation"]
-    said = capfd.readouterr().err
-    assert "evaluation before: choice: failed, ValueError: no score for this" in said
-    assert "evaluation: 1 of 3 tasks failed: choice (ValueError: no score for this). " in said
-    assert f"The results of the other 2 are in {run / 'evaluation' / 'before.json'}" in said
+    assert "evaluation: 1 of 3 tasks failed: choice (ValueError: no score for this)" in capfd.readouterr().err
     assert scores(run) == {"next_word": ("acc", 0.5), "continuation": ("exact_match", 0.75)}
     assert list(record(run)["failed"]) == ["choice"]
     scoring.write_text("def score(doc, results):\n    return {'acc': 1}\n")
     assert evaluate(run) == 0
-    assert ran[3:] == ["next_word", "choice", "continuation"]  # the functions beside them have changed
+    assert computed == ["next_word", "choice", "continuation"]  # its answers were kept before they were scored
     assert record(run)["failed"] == {}
     assert list(scores(run)) == ["next_word", "choice", "continuation"]
 
 
 def test_a_single_task_that_fails_ends_with_its_own_error(
-    task_file: TaskFile, known_run: KnownRun, capfd: pytest.CaptureFixture[str], known_model: Any
+    task_file: TaskFile, known_run: KnownRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    from safetensors.torch import load_file, save_file
+
     run = known_run([task_file("whole_text")])
-    change_to_nan(run)
+    file = run.parent / "known" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
     assert evaluate(run) == 1
     assert "evaluation: the word_perplexity of whole_text is nan: most likely" in capfd.readouterr().err
     assert not (run / "evaluation" / "before.json").exists()
-    assert not (run / "evaluation" / "parts").exists()
 
 
-@pytest.mark.parametrize("place", ["task", "part", "record"])
 def test_a_full_disk_ends_it_at_once_and_is_no_tasks_fault(
-    task_file: TaskFile,
-    known_run: KnownRun,
-    ran: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    place: str,
+    task_file: TaskFile, known_run: KnownRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fill(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     run = known_run([task_file("next_word"), task_file("choice")])
-    module, name = {
-        "task": (harness, "_task_spec"),
-        "part": (resume, "atomic_write_text"),
-        "record": (evaluation, "atomic_write_json"),
-    }[place]
-    monkeypatch.setattr(module, name, fill)
-    assert evaluate(run) == 3
-    said = capfd.readouterr().err
-    assert "evaluation: a disk is full" in said
-    assert "refuses task" not in said
-    assert ran == {"task": [], "part": ["next_word"], "record": ["next_word", "choice"]}[place]
-
-
-def change_to_nan(run: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    file = run.parent / "known" / "model.safetensors"
-    weights = load_file(file)
-    weights["model.norm.weight"][0] = float("nan")
-    save_file(weights, file, metadata={"format": "pt"})
+    for place in ("harness._task_settings", "request_model.atomic_write_text", "evaluation.atomic_write_json"):
+        with monkeypatch.context() as full:
+            full.setattr(f"tunebook.evaluate.{place}", fill)
+            assert evaluate(run) == 3
+        assert "evaluation: a disk is full" in capfd.readouterr().err
+    assert evaluate(run) == 0
 
 
 def test_a_task_without_data_is_named_at_the_start_and_the_others_run(
-    task_file: TaskFile, known_run: KnownRun, ran: list[str], capfd: pytest.CaptureFixture[str]
+    task_file: TaskFile, known_run: KnownRun, computed: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     missing = task_file("next_word")
     run = known_run([missing, task_file("choice")])
     (missing.parent / "next_word.jsonl").unlink()
     assert evaluate(run) == 2
-    assert ran == ["choice"]
+    assert computed == ["choice"]
     said = capfd.readouterr().err
     named, ended = (said.index(text) for text in ("left out: the data of task", "before: choice: 3 items"))
     assert named < ended
@@ -274,18 +210,25 @@ def test_a_task_without_data_is_named_at_the_start_and_the_others_run(
     assert scores(run) == {"choice": ("acc", pytest.approx(2 / 3))}
 
 
-def test_a_group_is_what_the_harness_makes_of_it_and_goes_on_task_by_task(
-    task_file: TaskFile, known_run: KnownRun, ran: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_group_is_what_the_harness_makes_of_it_and_is_resumed_task_by_task(
+    task_file: TaskFile, known_run: KnownRun, computed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = [task_file(name) for name in ("choice", "second", "both")][-1]
     run = known_run([file], batch_size=1)
+    counted = RequestModel._compute
+
+    def stop_at_second(self: RequestModel, kind: str, requests: Any) -> list[Any]:
+        if requests[0].task_name == "second":
+            raise KeyboardInterrupt
+        return counted(self, kind, requests)
+
     with monkeypatch.context() as killed:
-        killed.setattr(task_runs.ResultCache, "write", stop_after(1, task_runs.ResultCache.write))
+        killed.setattr(RequestModel, "_compute", stop_at_second)
         with pytest.raises(KeyboardInterrupt):
             evaluate(run)
     assert not (run / "evaluation" / "before.json").exists()
     assert evaluate(run) == 0
-    assert ran == ["choice", "second", "second"]
+    assert computed == ["choice", "second"]
     found = record(run)["tasks"]
     assert list(found) == ["both", "choice", "second"]
     # 2 of 3 and 5 of 5, each item counting as much as any other
@@ -294,19 +237,6 @@ def test_a_group_is_what_the_harness_makes_of_it_and_goes_on_task_by_task(
     expected = of_the_harness_itself(file, run)
     assert found["both"]["value"] == expected["acc,none"]
     assert found["both"]["stderr"] == pytest.approx(expected["acc_stderr,none"], rel=1e-12)
-
-
-def stop_after(count: int, write: Any) -> Any:
-    """`write`, which ends the process as Ctrl-C would the next time after `count` calls."""
-    calls: list[str] = []
-
-    def stopping(self: Any, part: Any) -> None:
-        if len(calls) == count:
-            raise KeyboardInterrupt
-        calls.append(part.task)
-        write(self, part)
-
-    return stopping
 
 
 def of_the_harness_itself(file: Path, run: Path) -> dict[str, Any]:
@@ -323,6 +253,5 @@ def of_the_harness_itself(file: Path, run: Path) -> dict[str, Any]:
         batch_size=1,
     )
     manager = TaskManager(include_path=str(file.parent), include_defaults=False)
-    with harness._without_environment_report():
-        results = simple_evaluate(model=model, tasks=["both"], task_manager=manager)
+    results = simple_evaluate(model=model, tasks=["both"], task_manager=manager)
     return dict(results["results"]["both"])
