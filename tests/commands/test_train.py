@@ -14,7 +14,7 @@ from tunebook.commands.preflight import check_upload, require_runnable
 from tunebook.commands.train import plan_job, set_up_folder, show_job
 from tunebook.data.prepared import Prepared
 from tunebook.errors import RequestError
-from tunebook.record.manifest import read_manifest, recorded_fingerprint, update_manifest
+from tunebook.record.manifest import read_manifest, update_manifest
 
 PREPARED = cast(
     Prepared,
@@ -57,11 +57,11 @@ def test_of_a_run_that_is_trained_already_the_manifest_keeps_what_it_started_fro
     set_up_folder(job, job.batch, PREPARED, tmp_path)
     update_manifest(tmp_path, {"model": {"weights_fingerprint": "1" * 64}})
     set_up_folder(job, job.batch, PREPARED, tmp_path)
-    assert recorded_fingerprint(read_manifest(tmp_path)) is None, "it starts anew"
+    assert read_manifest(tmp_path)["model"]["weights_fingerprint"] is None, "it starts anew"
     update_manifest(tmp_path, {"model": {"weights_fingerprint": "1" * 64}})
     monkeypatch.setattr("tunebook.commands.train.is_trained", lambda folder, config: True)
     set_up_folder(job, job.batch, PREPARED, tmp_path)
-    assert recorded_fingerprint(read_manifest(tmp_path)) == "1" * 64
+    assert read_manifest(tmp_path)["model"]["weights_fingerprint"] == "1" * 64
 
 
 def shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -133,17 +133,6 @@ def test_the_memory_found_on_a_host_makes_no_other_run(config, make_run):
     assert unfinished_run(config) is None  # that one settles it
 
 
-def test_memory_that_was_typed_makes_another_run(config, make_run):
-    earlier, asked = changed(config, hardware__memory_gib=11.5), {"hardware.memory_gib"}
-    folder = make_run(earlier)
-    said = []
-    assert unfinished_run(changed(config, hardware__memory_gib=10.0), said.append, asked) is None
-    assert "hardware.memory_gib was 11.5 and is 10.0" in said[0]
-    assert unfinished_run(earlier, asked=asked) == folder
-    with pytest.raises(RequestError, match="of another configuration"):
-        check_run_folder(config, folder, asked)
-
-
 def test_a_run_that_differs_only_in_what_auto_decided_is_named_with_what_to_type(config, make_run):
     earlier = changed(config, activation__checkpointing=Checkpointing.enabled, packing__row_length=2048)
     folder = make_run(earlier)
