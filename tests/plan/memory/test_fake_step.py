@@ -143,6 +143,12 @@ def test_compiled_layers_keep_less_and_selective_ones_still_less(full):
     assert kept(full, selective) < kept(full, compiled) < kept(full, BF16)
 
 
+def test_one_trace_serves_every_way_of_recomputing_compiled_layers(full):
+    both = FakeStep(full, llama(), replace(BF16, compiled=True))
+    for mode in (replace(BF16, compiled=True), replace(BF16, compiled=True, selective=True)) * 2:
+        assert both.run(mode, 1, TOKENS) == step(full, mode)
+
+
 def test_offloaded_activations_are_on_the_host(full):
     mode = replace(BF16, offloaded=True)
     assert kept(full, mode) < 0.6 * kept(full, BF16)

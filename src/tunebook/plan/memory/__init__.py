@@ -1,7 +1,8 @@
 """Estimate one rank's memory: one fake training step of a few layers, and a ledger of states and buffers. No weights.
 
     activations  which fake step stands for a run, and what was found of such steps before
-    fake_step    runs a few layers on tensors without memory; `tracker` counts what is alive, `stand_ins` for GPUs
+    fake_step    runs a few layers on tensors without memory; `tracker` counts what is alive, `compiled` runs compiled
+                 layers, `stand_ins` does what a CPU lacks
     states       weights, gradients and optimizer state, divided among the ranks by the strategy
     sharding     gathered weights, and gradients in transit
     ledger       rows of bytes over the moments of a step; the peak is the fullest moment

@@ -65,7 +65,7 @@ class Mode:
 # Fields that do not change how the layers are built and compiled.
 RUN_TIME: dict[str, Any] = {
     "one_pass_head": True, "accumulates": False, "gradients": "held", "zero3_linear": False,
-    "fp32_between_layers": False,
+    "fp32_between_layers": False, "selective": False,
 }  # fmt: skip
 
 

@@ -4,8 +4,8 @@ transformers builds the layers, PEFT adapts them, torch checkpoints and compiles
 output head and backward pass run on PyTorch's FakeTensors, and a dispatch mode counts the bytes of the storages that
 are alive. Marks cut the step into segments: the forward pass of each layer, the head, the backward pass of each layer.
 A segment of a layer starts with what the layers before it left, so the segments of a few layers put together give the
-step of all layers (`step_of_all_layers`). `tracker` counts and runs compiled layers; `stand_ins` has what a CPU lacks
-or does otherwise.
+step of all layers (`step_of_all_layers`). `tracker` counts, `compiled` runs compiled layers, and `stand_ins` has what a
+CPU lacks or does otherwise.
 
 Fake tensors are on "cpu": on "cuda" they abort a CPU-only torch in autograd.
 """
@@ -37,9 +37,10 @@ from tunebook.model.tiled_mlp import tile_mlps
 from tunebook.plan.architecture.layers import decoder_layers, kinds_of, shortened, text_decoder
 from tunebook.plan.memory import stand_ins
 from tunebook.plan.memory.activations import Activations, Bytes, Mode
+from tunebook.plan.memory.compiled import TracedLayers
 from tunebook.plan.memory.ledger import Moment, page_locked
 from tunebook.plan.memory.stand_ins import BF16
-from tunebook.plan.memory.tracker import BACKEND, TRACKERS, Segment, Tracker
+from tunebook.plan.memory.tracker import TRACKERS, Segment, Tracker
 
 MOST_LAYERS = 12  # that are run
 
@@ -107,7 +108,7 @@ class FakeStep:
         # The inputs of recomputed layers that are on their way to the host come from as many layers.
         num_first = _MOST_STASHED + 2 if mode.offloaded and mode.recomputed else 1
         self._kinds, self._places = _kinds_and_places(architecture, num_first)
-        self._is_compiled = False
+        self._is_compiled, self._traced = False, TracedLayers()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._waiting: list[Any] = []  # parameters whose gradients are taken when the next segment begins
         with warnings.catch_warnings(action="ignore"), keeping_compiler_settings(), self._fake:
@@ -156,7 +157,7 @@ class FakeStep:
             code = block_forward.__code__.replace(co_name=f"fake_block_{next(_NUMBERS)}")
             for block in self._layers:
                 block.forward = MethodType(FunctionType(code, block_forward.__globals__), block)
-            compile_layers(causal, recomputes=mode.selective, backend=BACKEND)
+            compile_layers(causal, recomputes=mode.selective, backend=self._traced)
 
     def _register(self) -> None:
         mode = self._mode
@@ -177,6 +178,7 @@ class FakeStep:
                 stand_ins.products(zero3_linear=mode.zero3_linear),
             ):
                 set_up_compiler(recomputes=mode.selective)
+                self._traced.cut(recomputes=mode.selective)
                 if mode.compiled and not self._is_compiled:
                     self._step(rows, tokens, None)  # compiles both graphs, uncounted
                     self._causal.zero_grad()
