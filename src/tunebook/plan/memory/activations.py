@@ -5,12 +5,9 @@ A step is run once for each way of computing, number of rows and length; the ans
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import sys
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from tunebook.config.choices import Checkpointing, Compute, PackingMode, PeftMethod
@@ -19,18 +16,15 @@ from tunebook.data.batch import PADDED_TOKENS_PER_PASS, largest_micro_batch
 from tunebook.data.mean_length import longest_document
 from tunebook.facts.attention import attention_facts
 from tunebook.facts.strategies import strategy_facts
-from tunebook.files import cache_root, remember
 from tunebook.model.base_config import config_file
 from tunebook.parallel import deepspeed, fsdp
+from tunebook.plan.answers import answered
 from tunebook.plan.memory.ledger import Moment
 from tunebook.plan.memory.states import bytes_per_weight
-from tunebook.train.packages import installed_version
 
 if TYPE_CHECKING:
     from tunebook.plan.memory.fake_step import FakeStep
 
-_FORM = 4  # increase when the answer to the same question changes, so that cached answers are not reused
-_PACKAGES = ("torch", "transformers", "peft", "trl")
 _FORMATS = {2: "bfloat16", 4: "float32"}  # by bytes
 # Names of `attn_implementation`, by what a kernel gets: the boundaries of documents, or a mask.
 BY_LENGTHS, BY_MASK = "tunebook_fake_lengths", "tunebook_fake_mask"
@@ -63,10 +57,7 @@ class Mode:
 
 
 # Fields that do not change how the layers are built and compiled.
-RUN_TIME: dict[str, Any] = {
-    "one_pass_head": True, "accumulates": False, "gradients": "held", "zero3_linear": False,
-    "fp32_between_layers": False, "selective": False,
-}  # fmt: skip
+RUN_TIME = ("one_pass_head", "accumulates", "gradients", "zero3_linear", "fp32_between_layers", "selective")
 
 
 @dataclass(frozen=True)
@@ -93,30 +84,19 @@ class Activations:
 
 def activations_of(config: RunConfig, *, accumulates: bool) -> Activations:
     """Run the step of a resolved configuration, or take what was found before."""
-    mode, rows, tokens = mode_of(config, accumulates=accumulates), *shape_of(config)
-    question = _question(config, mode)
-    file = cache_root() / "steps" / f"{hashlib.sha256(question.encode()).hexdigest()}.json"
-    known, shape = _read(file), f"{rows} x {tokens}"
-    if shape not in known:
-        found = _fake_step(config, replace(mode, **RUN_TIME)).run(mode, rows, tokens)
-        at = {moment.name: [each.live, each.gradients] for moment, each in found.at.items()}
-        known[shape] = {"at": at, "offloaded": found.offloaded}
-        remember(file, json.dumps(known))
-        _known[file] = known
-    moments = {Moment[name]: Bytes(*numbers) for name, numbers in known[shape]["at"].items()}
-    return Activations(at=moments, offloaded=known[shape]["offloaded"])
+    mode, shape = mode_of(config, accumulates=accumulates), shape_of(config)
 
+    def run() -> dict[str, Any]:
+        found = _fake_step(config, mode).run(mode, *shape)
+        return {
+            "at": {moment.name: [each.live, each.gradients] for moment, each in found.at.items()},
+            "offloaded": found.offloaded,
+        }
 
-_known: dict[Path, dict[str, Any]] = {}
-
-
-def _read(file: Path) -> dict[str, Any]:
-    if file not in _known:
-        try:
-            _known[file] = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            _known[file] = {}
-    return _known[file]
+    notice = "running a step of a few layers without memory to count its activations"
+    found = answered("steps", [_built(config, mode), asdict(mode), shape], run, notice)
+    moments = {Moment[name]: Bytes(*numbers) for name, numbers in found["at"].items()}
+    return Activations(at=moments, offloaded=found["offloaded"])
 
 
 _MOST_STEPS = 8  # that are kept in memory
@@ -126,14 +106,26 @@ _steps: dict[str, FakeStep] = {}  # by what they were built for
 def _fake_step(config: RunConfig, mode: Mode) -> FakeStep:
     from tunebook.plan.memory.fake_step import FakeStep
 
-    question = _question(config, mode)
-    if question not in _steps:
+    key = json.dumps(_built(config, mode), sort_keys=True, default=str)
+    if key not in _steps:
         if len(_steps) == _MOST_STEPS:
             _steps.clear()
-        if sys.stderr.isatty():  # to keep JSON output and logs clean
-            print("running a step of a few layers without memory to count its activations", file=sys.stderr, flush=True)
-        _steps[question] = FakeStep(config, architecture_of(config), mode)
-    return _steps[question]
+        _steps[key] = FakeStep(config, architecture_of(config), mode)
+    return _steps[key]
+
+
+def _built(config: RunConfig, mode: Mode) -> dict[str, Any]:
+    """What the layers of a step are built for."""
+    model = config.model
+    stated = asdict(model.facts) if model.facts is not None else {}
+    stated.pop("measured", None)
+    file = config_file(model)
+    return {
+        "facts": stated,
+        "config": file.read_text(encoding="utf-8") if file is not None and file.is_file() else None,
+        "peft": asdict(config.peft) if config.peft.method is not PeftMethod.full else None,
+        "mode": {name: value for name, value in asdict(mode).items() if name not in RUN_TIME},
+    }
 
 
 def architecture_of(config: RunConfig) -> Any:
@@ -150,23 +142,6 @@ def architecture_of(config: RunConfig) -> Any:
     num_layers = stated.get_text_config(decoder=True).num_hidden_layers
     is_shortened = model.facts is not None and model.facts.num_layers != num_layers
     return planned_architecture(model) if is_shortened else stated
-
-
-def _question(config: RunConfig, mode: Mode) -> str:
-    """All that the answer depends on, but for rows and tokens."""
-    model = config.model
-    stated = asdict(model.facts) if model.facts is not None else {}
-    stated.pop("measured", None)
-    file = config_file(model)
-    asked = {
-        "form": _FORM,
-        "versions": {package: installed_version(package) for package in _PACKAGES},
-        "facts": stated,
-        "config": file.read_text(encoding="utf-8") if file is not None and file.is_file() else None,
-        "peft": asdict(config.peft) if config.peft.method is not PeftMethod.full else None,
-        "mode": asdict(mode),
-    }
-    return json.dumps(asked, sort_keys=True, default=str)
 
 
 def shape_of(config: RunConfig) -> tuple[int, int]:
