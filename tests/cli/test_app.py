@@ -139,7 +139,7 @@ def test_data_writes_a_page_with_what_is_trained_on(run, tmp_path, monkeypatch):
     code, shown, _ = run(*words, "--page", str(page))
     assert code == 0 and f"page: {page}" in shown
     text = page.read_text()
-    assert '<span class="trained ">Hello.</span>' in text
+    assert '<span class="trained">Hello.' in text
     assert "&lt;b&gt;Hi&lt;/b&gt;" in text and "<b>Hi" not in text
     code, _, problem = run(*words, "--page", str(tmp_path / "nowhere" / "data.html"))
     assert code == 2 and "there is no folder" in problem

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tunebook.config.book import resolve_path
 from tunebook.config.compose import compose
 from tunebook.config.frozen import config_to_yaml, load_config
 from tunebook.config.schema import CodeConfig, EvaluationConfig
@@ -109,7 +110,7 @@ def test_a_run_is_evaluated_on_its_own_tasks_with_its_own_model(
 ) -> None:
     evaluate_command(asked(), outputs, console)
     assert (worker.value("--run"), worker.value("--model"), worker.tasks) == (
-        str(run), str(run / "model"), [QUICKSTART],
+        str(run), str(run / "model"), [str(resolve_path(QUICKSTART))],
     )  # fmt: skip
     assert worker.value("--when").startswith("eval-20")
     shown = console.export_text()

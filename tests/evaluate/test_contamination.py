@@ -337,7 +337,9 @@ def test_documents_that_are_gone_or_others_are_reported(
     file = passages.write("train.jsonl", passages.train)
     run, config = checked_run(file, [passages.task], contamination=Contamination.refuse)
     records = [{"location": str(file), "sha256": "0" * 64, "revision": None}]
-    (run / "manifest.json").write_text(json.dumps({"format": 1, "dataset": {"records": records}}))
+    hashes = dict.fromkeys(("config_sha256", "tokenizer_sha256", "chat_template_sha256", "system_prompt_sha256"))
+    manifest = {"format": 1, **hashes, "model": {"weights_fingerprint": None}, "dataset": {"records": records}}
+    (run / "manifest.json").write_text(json.dumps(manifest))
     assert "changed after the training" in check(run)["not_checked"]
     file.unlink()
     found = check(run)

@@ -16,7 +16,7 @@ from tunebook.config.book import find_recipes
 from tunebook.config.frozen import TYPED_IN_KEY, config_to_yaml
 from tunebook.config.schema import SlurmConfig
 from tunebook.hardware.detect import Machine
-from tunebook.launch.commands import launch_command
+from tunebook.launch.commands import launch_command, ranks_command
 from tunebook.launch.slurm import job_script
 from tunebook.plan.draft import Draft, draft_json, draft_run
 
@@ -35,6 +35,7 @@ def plan(draft: Draft) -> dict[str, Any]:
     folder, config = Path("RUN"), draft.config
     launch = " ".join(launch_command(config, folder))
     if isinstance(config.launcher, SlurmConfig):
+        launch += "\n" + " ".join(ranks_command(config, folder))
         launch += f"\n{job_script(config, folder)}"
     batch = {key: found["batch"][key] for key in BATCH if found["batch"][key] is not None}
     return {

@@ -62,9 +62,10 @@ def test_no_word_or_number_is_cut_in_a_narrow_terminal():
     "compared",
     [["parallelism"], ["parallelism="], ["parallelism=ddp"], ["=a,b"], ["a=b,,c"], ["seed=1,1"], ["a=1,2", "b=1,2"]],
 )
-def test_what_is_no_comparison_is_refused_with_an_example(compared):
-    with pytest.raises(RequestError, match="--compare parallelism=ddp,zero2,zero3,fsdp"):
+def test_what_is_no_comparison_is_refused(compared):
+    with pytest.raises(RequestError) as raised:
         compare_plans("quickstart", [], [], compared, Console())
+    assert raised.value.problem_id in ("compare-form", "override-form")
 
 
 def test_a_list_is_shown_as_it_is_typed():
